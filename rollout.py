@@ -1,0 +1,492 @@
+"""The loop: the model reasons, asks, reads what was found, and answers. It yields a `Trajectory`.
+
+    sample a turn -> does it end in a query? -> search (all rows' queries of this moment in one call)
+                  -> append the documents with mask 0 -> sample the next turn -> ... -> answer, EOS or a limit
+
+Two rules keep the training signal true:
+  * token ids in, token ids out: sampled ids are never decoded and encoded again; what the environment writes is encoded
+    once and appended (a re-encoded text can split into other tokens, and the log-probs would be of a text nobody sampled);
+  * the mask is born with the token: 1 for a token the policy sampled (closing tags and EOS too), 0 for everything the
+    environment wrote: the documents with their tags, the blank lines around them, the notices.
+
+The loop knows neither retriever nor summariser: it gets `search(list[SearchRequest]) -> list[SearchResult]`.
+Sampling is plain HF `generate` on the rows that are still alive, so this file is the page to read; what it leaves out
+is speed: the keys and values of a row are computed again at each of its turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from data import Document, InputError, Question, SearchRequest, SearchResult, run_main
+from prompts import (
+    Protocol, as_protocol, build_prompt, find_answers, frame_documents, number_documents, parse_query, strip_tags,
+)
+
+SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
+MIN_DOCUMENT_TOKENS = 16  # a search whose documents would be cut below this is not worth running
+
+
+# ------------------------------------------------------------------------------------------------------ types
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the response by one writer: "model", "documents" or "notice"."""
+
+    writer: str
+    text: str
+
+
+@dataclass
+class Search:
+    """One search that the environment executed. `text` is the block's body as the policy read it."""
+
+    query: str
+    documents: list[Document]
+    text: str
+    fallback: bool = False
+    error: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A query that was not executed: reason "malformed", "empty" or "limit"."""
+
+    reason: str
+    query: str
+
+
+@dataclass
+class Trajectory:
+    """One response: ids, who wrote each, what was searched, why it ended.
+
+    response_ids, response_mask and logprobs have one entry per response token; mask 1 = sampled by the policy, and
+    logprobs holds the log-prob it was sampled with (0.0 where the mask is 0).
+    stop_reason: "eos", "answer" (the answer's end tag), "length" (turn limit or context end), "refused" (a query that
+    could not be run, after the notice or without one), "written" (read from a transcript); "" while it goes on.
+    """
+
+    question: Question
+    protocol: Protocol
+    prompt_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    searches: list[Search] = field(default_factory=list)
+    stop_reason: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    retrieval: bool = True  # False: UR²'s prompt without retrieval
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.response_ids
+
+    @property
+    def text(self) -> str:
+        """The whole response, the environment's text included."""
+        return "".join(segment.text for segment in self.segments)
+
+    @property
+    def model_text(self) -> str:
+        """What the policy itself wrote: the only text that rewards may look at."""
+        return "".join(segment.text for segment in self.segments if segment.writer == "model")
+
+    @property
+    def answers(self) -> list[str]:
+        return [span.content for span in find_answers(self.protocol, self.model_text, self.question.task)]
+
+    @property
+    def answer(self) -> str | None:
+        """The last answer the model gave; None if it gave none."""
+        return self.answers[-1] if self.answers else None
+
+    def append_model(self, ids: list[int], logprobs: list[float], text: str) -> None:
+        self._append(ids, 1, logprobs, Segment("model", text))
+
+    def append_environment(self, ids: list[int], text: str, writer: str) -> None:
+        self._append(ids, 0, [0.0] * len(ids), Segment(writer, text))
+
+    def _append(self, ids: list[int], mask: int, logprobs: list[float], segment: Segment) -> None:
+        self.response_ids += ids
+        self.response_mask += [mask] * len(ids)
+        self.logprobs += logprobs
+        self.segments.append(segment)
+
+
+# ------------------------------------------------------------------------------------------------ sample a turn
+
+class TurnWatcher:
+    """Watches `generate` from inside: as logits processor it sees the distribution, as stopping criterion the token.
+
+    It ends a row at a stop tag, EOS or the row's own room, and notes each sampled token's log-prob. A tag is looked for
+    in the decoded tail of the turn, because it may span tokens or end inside one that goes on behind it (">\\n\\n"):
+    the turn is cut after that token, whole, since that is what was sampled.
+    """
+
+    def __init__(self, tokenizer, stop_tags: Sequence[str], eos_ids: set[int], room: list[int], temperature: float):
+        self.tokenizer, self.stop_tags, self.eos_ids, self.temperature = tokenizer, stop_tags, eos_ids, temperature
+        self.room = room
+        self.reasons: list[str | None] = [None] * len(room)
+        self.ids: list[list[int]] = [[] for _ in room]
+        self.logprobs: list[list[float]] = [[] for _ in room]
+        self.closers = closing_ids(tokenizer, stop_tags)
+
+    def process_logits(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """[B, V] -> the logits that are sampled from, at our temperature; kept to score the token that comes next."""
+        self.scores = logits / self.temperature
+        return self.scores
+
+    def check_stop(self, input_ids: torch.Tensor, _scores) -> torch.Tensor:
+        tokens = input_ids[:, -1]  # [B]
+        logprobs = self.scores.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+        for row, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs, strict=True)):
+            if self.reasons[row] is None:
+                self.ids[row].append(token)
+                self.logprobs[row].append(logprob)
+                self.reasons[row] = self._reason(row, token)
+        return torch.tensor([reason is not None for reason in self.reasons], device=input_ids.device)
+
+    def _reason(self, row: int, token: int) -> str | None:
+        if token in self.eos_ids:
+            return "eos"
+        if token in self.closers:
+            for tag in self.stop_tags:
+                # Every token of the tag holds at least one of its characters, so this many tokens hold the whole tag.
+                tail = decode(self.tokenizer, self.ids[row][-len(tag) :])
+                if tag in tail:
+                    return tag
+        return "length" if len(self.ids[row]) >= self.room[row] else None
+
+
+_CLOSERS: dict[tuple[int, tuple[str, ...]], set[int]] = {}
+
+
+def closing_ids(tokenizer, tags: Sequence[str]) -> set[int]:
+    """Token ids that can complete a tag: those that hold its last character. Only they cost a look at the tail."""
+    key = (id(tokenizer), tuple(tags))
+    if key not in _CLOSERS:
+        last = {tag[-1] for tag in tags}
+        pieces = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], skip_special_tokens=False)
+        _CLOSERS[key] = {i for i, piece in enumerate(pieces) if any(c in piece for c in last)}
+    return _CLOSERS[key]
+
+
+def decode(tokenizer, ids: Sequence[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+@contextlib.contextmanager
+def plain_generation(policy, eos_ids: set[int], pad_id: int):
+    """`generate` without the checkpoint's own defaults while inside.
+
+    Trap: a hub model's generation_config (top_k=20, repetition_penalty=1.05, ...) fills every setting that the caller
+    leaves open; samples then come from another distribution than the one whose log-probs are trained.
+    """
+    model = getattr(policy, "language_model", policy)
+    kept = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=sorted(eos_ids) or None, pad_token_id=pad_id)
+    try:
+        yield
+    finally:
+        model.generation_config = kept
+
+
+def end_ids(policy, tokenizer) -> set[int]:
+    """Every id that ends a text: the tokenizer's EOS and the checkpoint's (chat models have two)."""
+    model = getattr(policy, "language_model", policy)
+    listed = getattr(model.generation_config, "eos_token_id", None)
+    listed = listed if isinstance(listed, list) else [listed]
+    return {i for i in [tokenizer.eos_token_id, *listed] if i is not None}
+
+
+def sample_turns(policy, tokenizer, contexts: list[list[int]], room: list[int], stop_tags: Sequence[str],
+                 temperature: float, top_p: float) -> TurnWatcher:  # fmt: skip
+    """One turn for every context: left-padded, so that all rows sample their next token at the same place."""
+    eos_ids = end_ids(policy, tokenizer)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos_ids, default=0)
+    width = max(map(len, contexts))
+    tokens = torch.tensor([[pad_id] * (width - len(c)) + c for c in contexts], device=policy.device)
+    # Not `tokens != pad`: where pad is EOS that would hide real EOS tokens.
+    attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=policy.device)
+    watcher = TurnWatcher(tokenizer, stop_tags, eos_ids, room, temperature or 1.0)
+    with plain_generation(policy, eos_ids, pad_id):
+        policy.generate(
+            input_ids=tokens,
+            attention_mask=attention,
+            max_new_tokens=max(room),
+            do_sample=temperature > 0,  # temperature 0 is greedy
+            top_k=0,  # generate's default is 50: off-policy
+            top_p=top_p,
+            temperature=1.0,  # the watcher divides: at any other value generate would divide once more
+            logits_processor=LogitsProcessorList([watcher.process_logits]),
+            stopping_criteria=StoppingCriteriaList([watcher.check_stop]),
+        )
+    return watcher
+
+
+# ------------------------------------------------------------------------------------------- answer the queries
+
+def call_search(search: SearchFunction, requests: list[SearchRequest], retries: int, timeout: float) -> list[SearchResult]:
+    """`search`, retried with backoff under a time limit; at last an explicit "unavailable" for every request.
+
+    A training step must survive a retriever that is down, and must not wait for ever on one that hangs.
+    """
+    error = ""
+    for attempt in range(retries + 1):
+        if attempt:
+            time.sleep(min(0.1 * 2**attempt, 5.0))
+        box: list = []
+        thread = threading.Thread(target=_call_into, args=(search, requests, box), daemon=True)
+        thread.start()
+        thread.join(timeout)
+        if not box:
+            error = f"no answer within {timeout:g} s"
+        elif isinstance(box[0], Exception):
+            error = f"{type(box[0]).__name__}: {box[0]}"
+        elif len(box[0]) != len(requests):
+            error = f"{len(box[0])} results for {len(requests)} queries"
+        else:
+            return box[0]
+    return [SearchResult(error=error) for _ in requests]
+
+
+def _call_into(search: SearchFunction, requests: list[SearchRequest], box: list) -> None:
+    try:
+        box.append(search(requests))
+    except Exception as error:  # any fault of a retriever is logged in the trajectory, not raised
+        box.append(error)
+
+
+def fit_body(tokenizer, pieces: list[str], budget: int) -> tuple[list[int], str]:
+    """Documents as ids, cut at a document's end to at most `budget` tokens; only a first one that is too long is cut inside."""
+    for count in range(len(pieces), 0, -1):
+        text = "\n".join(pieces[:count])
+        ids = encode(tokenizer, text)
+        if len(ids) <= budget:
+            return ids, text
+    return ids[:budget], decode(tokenizer, ids[:budget])
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The bounds of one rollout; all lengths in tokens."""
+
+    max_searches: int = 4
+    max_turn_tokens: int = 512
+    max_context: int = 4096
+    document_tokens: int = 1024  # per search, the frame not counted
+    answer_tokens: int = 32  # room kept free behind documents
+    notices: bool = True  # tell the model why a query was not run, and let it go on
+    max_refusals: int = 2  # after so many refused queries the trajectory ends
+
+    def room(self, trajectory: Trajectory) -> int:
+        return self.max_context - len(trajectory.prompt_ids) - len(trajectory.response_ids)
+
+
+class Environment:
+    """What stands around the policy: it takes the rows that asked, searches once for all, and writes the answers."""
+
+    def __init__(self, tokenizer, protocol: Protocol, search: SearchFunction, limits: Limits, retries: int, timeout: float):
+        self.tokenizer, self.protocol, self.search, self.limits = tokenizer, protocol, search, limits
+        self.retries, self.timeout = retries, timeout
+        opening, closing = frame_documents(protocol, "\x00").split("\x00")
+        self.opening, self.closing = (encode(tokenizer, opening), opening), (encode(tokenizer, closing), closing)
+        self.overhead = len(self.opening[0]) + len(self.closing[0]) + len(encode(tokenizer, protocol.fallback_notice))
+        self.forbidden = [*protocol.tags, *tokenizer.all_special_tokens]
+
+    def answer(self, asking: list[Trajectory]) -> None:
+        """Each trajectory ends in a query tag. Execute what is well-formed, in one call; refuse the rest."""
+        accepted = []
+        for trajectory in asking:
+            query = parse_query(self.protocol, trajectory.segments[-1].text)
+            if not query:
+                self.refuse(trajectory, "malformed" if query is None else "empty", query or "", self.protocol.malformed_notice)
+            elif len(trajectory.searches) >= self.limits.max_searches:
+                self.refuse(trajectory, "limit", query, self.protocol.limit_notice)
+            elif self.budget(trajectory) < min(self.limits.document_tokens, MIN_DOCUMENT_TOKENS):
+                trajectory.stop_reason = "length"  # known before the search: its documents would leave no room to answer
+            else:
+                accepted.append((trajectory, query))
+        if accepted:
+            self.execute(accepted)
+
+    def budget(self, trajectory: Trajectory) -> int:
+        room = self.limits.room(trajectory) - self.overhead - self.limits.answer_tokens
+        return min(self.limits.document_tokens, room)
+
+    def refuse(self, trajectory: Trajectory, reason: str, query: str, notice: str) -> None:
+        trajectory.refusals.append(Refusal(reason, query))
+        ids = encode(self.tokenizer, notice)
+        if not self.limits.notices or len(trajectory.refusals) >= self.limits.max_refusals:
+            trajectory.stop_reason = "refused"
+        elif self.limits.room(trajectory) < len(ids) + self.limits.answer_tokens:
+            trajectory.stop_reason = "length"
+        else:
+            trajectory.append_environment(ids, notice, "notice")
+
+    def execute(self, accepted: list[tuple[Trajectory, str]]) -> None:
+        start = time.perf_counter()
+        requests = [SearchRequest(trajectory.question, query) for trajectory, query in accepted]
+        results = call_search(self.search, requests, self.retries, self.timeout)
+        seconds = (time.perf_counter() - start) / len(accepted)
+        for (trajectory, query), result in zip(accepted, results, strict=True):
+            self.write(trajectory, query, result, seconds)
+
+    def write(self, trajectory: Trajectory, query: str, result: SearchResult, seconds: float) -> None:
+        if result.error:
+            pieces = [self.protocol.error_text]
+        else:
+            pieces = [result.text] if result.text else number_documents(result.documents)
+        pieces = [strip_tags(piece, self.forbidden) for piece in pieces] or [self.protocol.empty_text]
+        body_ids, body = fit_body(self.tokenizer, pieces, self.budget(trajectory))
+        ids = self.opening[0] + body_ids + self.closing[0]
+        trajectory.append_environment(ids, self.opening[1] + body + self.closing[1], "documents")
+        if result.fallback:
+            notice = self.protocol.fallback_notice
+            trajectory.append_environment(encode(self.tokenizer, notice), notice, "notice")
+        trajectory.searches.append(Search(query, list(result.documents), body, result.fallback, result.error, seconds))
+
+
+# --------------------------------------------------------------------------------------------------- the loop
+
+@torch.no_grad()
+def rollout(
+    policy,
+    tokenizer,
+    questions: Question | list[Question],
+    search: SearchFunction,
+    protocol: Protocol | str,
+    group_size: int = 1,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    max_searches: int = 4,
+    max_turn_tokens: int = 512,
+    max_context: int | None = None,
+    document_tokens: int = 1024,
+    notices: bool = True,
+    retrieval: bool | Sequence[bool] = True,
+    seed: int | None = None,
+    batch_size: int = 0,
+    retries: int = 2,
+    timeout: float = 60.0,
+    progress: Callable[[int], None] | None = None,
+) -> list[Trajectory]:
+    """`group_size` trajectories for each question, question by question: row b belongs to question b // group_size.
+
+    temperature  0 is greedy. `seed` makes the whole rollout reproducible on the same machine and leaves the global
+                 random state as it was.
+    top_p        below 1 samples from a truncated distribution while log-probs are of the full one: off-policy.
+    max_context  prompt and response together; default: the model's own limit.
+    retrieval    one for all, or one per question: may it search? (It chooses the prompt; UR² section 3.3.)
+    batch_size   rows sampled at once; 0 = all.
+    progress     called with the number of trajectories that ended since the last call.
+    """
+    protocol = as_protocol(protocol)
+    questions = [questions] if isinstance(questions, Question) else list(questions)
+    allowed = [retrieval] * len(questions) if isinstance(retrieval, bool) else list(retrieval)
+    context = max_context or getattr(policy.config, "max_position_embeddings", None) or 4096
+    limits = Limits(max_searches, max_turn_tokens, context, document_tokens, notices=notices)
+    environment = Environment(tokenizer, protocol, search, limits, retries, timeout)
+
+    trajectories = []
+    for question, may_search in zip(questions, allowed, strict=True):
+        prompt = build_prompt(protocol, question, tokenizer, may_search)
+        check_prompt(question, prompt, limits)
+        trajectories += [Trajectory(question, protocol, prompt, retrieval=may_search) for _ in range(group_size)]
+
+    with seeded(seed, policy.device):
+        live = trajectories
+        while live:
+            for start in range(0, len(live), batch_size or len(live)):
+                take_turn(policy, tokenizer, live[start : start + (batch_size or len(live))], protocol, limits, temperature, top_p)
+            environment.answer([t for t in live if not t.stop_reason])
+            ended = sum(bool(t.stop_reason) for t in live)
+            if progress:
+                progress(ended)
+            live = [t for t in live if not t.stop_reason]
+    return trajectories
+
+
+def take_turn(policy, tokenizer, rows: list[Trajectory], protocol: Protocol, limits: Limits, temperature: float, top_p: float) -> None:
+    """Sample each row's next turn and append it. Rows that ended in a query keep an empty stop_reason."""
+    room = [min(limits.max_turn_tokens, limits.room(row)) for row in rows]
+    turns = sample_turns(policy, tokenizer, [row.ids for row in rows], room, protocol.stop_tags, temperature, top_p)
+    for row, ids, logprobs, reason in zip(rows, turns.ids, turns.logprobs, turns.reasons, strict=True):
+        row.append_model(ids, logprobs, decode(tokenizer, ids))
+        if reason == protocol.query_tags[1]:
+            row.stop_reason = ""
+        else:
+            row.stop_reason = "answer" if reason in protocol.stop_tags else reason
+
+
+def check_prompt(question: Question, prompt: list[int], limits: Limits) -> None:
+    if len(prompt) + limits.answer_tokens > limits.max_context:
+        raise InputError(
+            f"question {question.id}: its prompt has {len(prompt)} tokens and the context is {limits.max_context}, of which "
+            f"{limits.answer_tokens} are kept for the answer: shorten it, or raise --max_context"
+        )
+
+
+@contextlib.contextmanager
+def seeded(seed: int | None, device: torch.device):
+    """Seed sampling inside and put the global random state back after; None changes nothing."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+# ---------------------------------------------------------------------------------------- a written transcript
+
+def trajectory_from_text(question: Question, text: str, protocol: Protocol | str, fallbacks: Sequence = (),
+                         retrieval: bool = True) -> Trajectory:  # fmt: skip
+    """Read a transcript. A document block right behind a well-formed, non-empty query is the environment's; any other
+    block was written by the model. `fallbacks`: the numbers (from 0) of the searches that came back as the fallback, or
+    one bool per search. No ids and no log-probs: it can be scored, not trained on.
+
+    >>> t = trajectory_from_text(Question("1", "?", ["5"]), "\\\\boxed{5}", "ur2")
+    >>> (t.answer, len(t.searches))
+    ('5', 0)
+    """
+    protocol = as_protocol(protocol)
+    trajectory = Trajectory(question, protocol, stop_reason="written", retrieval=retrieval)
+    flags = {i for i, f in enumerate(fallbacks) if f} if all(isinstance(f, bool) for f in fallbacks) else set(fallbacks)
+    model, position = "", 0
+    while (end := text.find(protocol.query_tags[1], position)) >= 0:
+        end += len(protocol.query_tags[1])
+        turn, position = text[position:end], end
+        model += turn
+        query, block = parse_query(protocol, model), _block_at(protocol, text, end)
+        if query and block:
+            trajectory.segments += [Segment("model", model), Segment("documents", text[end : block[1]])]
+            trajectory.searches.append(Search(query, [], block[0], len(trajectory.searches) in flags))
+            model, position = "", block[1]
+    trajectory.segments.append(Segment("model", model + text[position:]))
+    return trajectory
+
+
+def _block_at(protocol: Protocol, text: str, position: int) -> tuple[str, int] | None:
+    """(body, end) of the document block that begins at `position` behind white space only."""
+    begin, end = protocol.documents_tags
+    start = position + len(text[position:]) - len(text[position:].lstrip())
+    if not text.startswith(begin, start) or (close := text.find(end, start)) < 0:
+        return None
+    after = close + len(end)
+    return text[start + len(begin) : close].strip(), after + len(text[after:]) - len(text[after:].lstrip())
