@@ -3,13 +3,26 @@
     Question   what is asked, the answers that count, and, where the record has them, options and numbered references
     Document   one passage of a corpus: id, title, text
     SearchRequest -> SearchResult   what the rollout hands to a search function, and what it gets back
+
+    file -> records -> layout (named by the first record) -> Question or Document
+
+A layout is one row of a table: its name, the fields that an error message shows, a test on the first record, and a
+function (record, number) -> Question. A new layout is one such function and one row. Whatever is wrong with a file is an
+InputError of one line that names the file, the line, the field and what to do; nothing is repaired in silence.
+Left out: compressed files, CSV-quoted passages that run over several lines, corpora larger than memory.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import NamedTuple
 
 
 class InputError(ValueError):
@@ -81,3 +94,552 @@ class SearchResult:
     text: str = ""
     fallback: bool = False
     error: str | None = None
+
+
+# ------------------------------------------------------------------------------------------- file -> records
+
+def open_error(path: Path, error: OSError) -> InputError:
+    reason = "no such file: check the path" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+    return InputError(f"{path}: {reason}")
+
+
+def first_line(path: Path) -> bytes:
+    """The first line that is not blank, without a byte-order mark. A file without one is empty."""
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                if line := line.removeprefix(b"\xef\xbb\xbf").strip():
+                    return line
+    except OSError as error:
+        raise open_error(path, error) from None
+    raise InputError(f"{path}: the file is empty: expected one JSON record per line, or a JSON list of records")
+
+
+def read_records(path: Path, tsv: bool = False) -> Iterator[tuple[int, str, object]]:
+    """Yield (number, "line 3" or "record 3", record).
+
+    A record that cannot be read is yielded as its InputError: whether it ends the run or is skipped is the caller's choice.
+    """
+    if not tsv and first_line(path).startswith(b"["):
+        yield from ((i, f"record {i}", as_object(record)) for i, record in enumerate(read_json_list(path), 1))
+        return
+    lines = decoded_lines(path)
+    if tsv:
+        yield from tsv_records(lines)
+    else:
+        yield from ((i, f"line {i}", line if isinstance(line, InputError) else parse_json(line)) for i, line in lines)
+
+
+def decoded_lines(path: Path) -> Iterator[tuple[int, str | InputError]]:
+    """Lines as text, blank ones left out. Read as bytes, so that broken UTF-8 has a line number and U+2028 ends no line."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                yield number, InputError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8")
+                continue
+            if text.strip():
+                yield number, text
+
+
+def read_json_list(path: Path) -> list:
+    data = path.read_bytes()
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise InputError(f"{path}, line {line}: not UTF-8: save the file as UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise InputError(f"{path}, line {line}: not valid JSON ({getattr(error, 'msg', error)}): correct the file") from None
+
+
+def parse_json(line: str) -> object:
+    try:
+        return as_object(json.loads(line))
+    except (ValueError, RecursionError) as error:
+        column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        return InputError(f"not valid JSON ({getattr(error, 'msg', error)}{column})")
+
+
+def as_object(record: object) -> object:
+    return record if isinstance(record, dict) else InputError(f"expected an object {{...}}, found {type_name(record)}")
+
+
+_HEADERS = {"id", "_id", "idx", "docid", "doc_id", "pid"}
+
+
+def tsv_records(lines: Iterable[tuple[int, str | InputError]]) -> Iterator[tuple[int, str, object]]:
+    """id<TAB>text as {"id", "passage"}; under a header of other columns (id, text, title) a record of those names."""
+    names: list[str] = ["id", "passage"]
+    header_seen = False
+    for number, line in lines:
+        where = f"line {number}"
+        if isinstance(line, InputError):
+            yield number, where, line
+            continue
+        columns = [unquote(column) for column in line.split("\t")]
+        if not header_seen and columns[0].strip().lower() in _HEADERS:
+            names = [name.strip().lower() for name in columns] if len(columns) > 2 else names
+            names[0] = "id"
+        elif len(columns) != len(names):
+            yield number, where, InputError(f"{len(columns)} tab-separated columns, expected {len(names)} ({', '.join(names)})")
+        else:
+            yield number, where, dict(zip(names, columns, strict=True))
+        header_seen = True
+
+
+def unquote(column: str) -> str:
+    """Undo CSV quoting. `csv.reader` would not do: a passage that merely begins with a quoted word is no CSV field, and
+    it would lose its quotes or swallow the lines behind it. In a CSV field every inner quote is doubled."""
+    inner = column[1:-1]
+    quoted = len(column) >= 2 and column[0] == column[-1] == '"' and '"' not in inner.replace('""', "")
+    return inner.replace('""', '"') if quoted else column
+
+
+# ---------------------------------------------------------------------------------------- fields of one record
+
+def type_name(value: object) -> str:
+    names = {str: "a string", list: "a list", dict: "an object", bool: "true/false", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+def short(value: object) -> str:
+    """A value for an error message: one line, not the whole passage."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def need(record: dict, name: str, kind: type):
+    """record[name], which must be there and be a str, list or dict."""
+    value = record.get(name)
+    if value is None:
+        raise InputError(f"field {name!r} is missing")
+    if not isinstance(value, kind):
+        raise InputError(f"field {name!r}: expected {type_name(kind())}, found {type_name(value)} {short(value)}")
+    if kind is str and not value.strip():
+        raise InputError(f"field {name!r} is empty")
+    return value
+
+
+def need_strings(record: dict, name: str) -> list[str]:
+    for i, item in enumerate(need(record, name, list), 1):
+        if not isinstance(item, str):
+            raise InputError(f"field {name!r}, item {i}: expected a string, found {type_name(item)} {short(item)}")
+    return record[name]
+
+
+def optional_text(record: dict, name: str) -> str:
+    """A string field that may be missing, null or ""."""
+    value = record.get(name)
+    if value is not None and not isinstance(value, str):
+        raise InputError(f"field {name!r}: expected a string, found {type_name(value)} {short(value)}")
+    return value or ""
+
+
+def level_text(record: dict) -> str:
+    """MATH's level is 3, UR²'s is "hard"."""
+    value = record.get("level")
+    return str(value) if type(value) is int else optional_text(record, "level")
+
+
+def id_field(record: dict) -> str:
+    """The name under which this record keeps its id."""
+    return next((name for name in ("id", "_id", "idx") if name in record), "id")
+
+
+def need_id(record: dict) -> str:
+    name = id_field(record)
+    value = record.get(name)
+    if value is None or value == "":
+        raise InputError(f"field {name!r} is missing or empty")
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise InputError(f"field {name!r}: expected a string or a whole number, found {type_name(value)} {short(value)}")
+    return str(value)
+
+
+def need_answers(record: dict, name: str, kind: type, question_id: str) -> list:
+    """The gold answers: never none, never "" (an empty gold would be "covered" by every prediction)."""
+    if record.get(name) in (None, "", []):
+        raise InputError(f"question {question_id} has no answer: field {name!r} is missing or empty")
+    answers = [need(record, name, str)] if kind is str else need(record, name, list)
+    if any(isinstance(answer, str) and not answer.strip() for answer in answers):
+        raise InputError(f"question {question_id} has no answer: field {name!r} holds an empty string")
+    return answers
+
+
+# -------------------------------------------------------------------------------- layouts of question files
+
+TASKS = ("qa", "math", "choice")
+
+
+def from_own(record: dict, number: int) -> Question:
+    """The fields of `Question`, as `save_questions` writes them; only id, question and answers must be there."""
+    question_id = need_id(record)
+    need_answers(record, "answers", list, question_id)
+    task = optional_text(record, "task") or "qa"
+    if task not in TASKS:
+        raise InputError(f"field 'task': {short(task)} is none of {', '.join(TASKS)}")
+    options = tuple(need_strings(record, "options")) if record.get("options") else ()
+    if task == "choice" and not options:
+        raise InputError("field 'options' is missing: task 'choice' needs them")
+    references = tuple(from_reference(item, i) for i, item in enumerate(need_list(record, "references"), 1))
+    supporting = tuple(need_list(record, "supporting"))
+    for index in supporting:
+        if type(index) is not int or not 1 <= index <= len(references):
+            raise InputError(f"field 'supporting': {short(index)} is no number from 1 to {len(references)}, the references")
+    source, level = optional_text(record, "source"), level_text(record)
+    answers = need_strings(record, "answers")
+    return Question(question_id, need(record, "question", str), answers, task, options, references, supporting, source, level)
+
+
+def need_list(record: dict, name: str) -> list:
+    return [] if record.get(name) is None else need(record, name, list)
+
+
+def from_reference(item: object, number: int) -> Document:
+    if not isinstance(item, dict):
+        raise InputError(f"field 'references', item {number}: expected an object, found {type_name(item)}")
+    try:
+        return Document(need_id(item), optional_text(item, "title"), need(item, "text", str))
+    except InputError as error:
+        raise InputError(f"field 'references', item {number}: {error}") from None
+
+
+def from_flashrag(record: dict, number: int) -> Question:
+    """With `choices` the golden answers are numbers from 0; ours are letters."""
+    question_id, question = need_id(record), need(record, "question", str)
+    golds = need_answers(record, "golden_answers", list, question_id)
+    if not record.get("choices"):
+        return Question(question_id, question, need_strings(record, "golden_answers"))
+    options = need_strings(record, "choices")
+    letters = [option_letter(gold, options, "golden_answers") for gold in golds]
+    return Question(question_id, question, letters, "choice", tuple(options))
+
+
+def option_letter(gold: object, options: list[str], name: str) -> str:
+    """The letter of a gold option that is given as a number from 0, as the option's text or as its letter."""
+    letters = [chr(65 + i) for i in range(len(options))]
+    if type(gold) is int and 0 <= gold < len(options):
+        return letters[gold]
+    if gold in options:
+        return letters[options.index(gold)]
+    if gold in letters:
+        return gold
+    raise InputError(f"field {name!r}: {short(gold)} is none of the {len(options)} options")
+
+
+def from_r1_searcher(record: dict, number: int) -> Question:
+    """R1-Searcher's and UR²'s files: one answer string; UR² adds source, level and subject, R1-Searcher rollout answers."""
+    question_id, question = need_id(record), need(record, "question", str)
+    answers = need_answers(record, "answer", str, question_id)
+    source = optional_text(record, "source")
+    task = "math" if source == "math" else "qa"
+    return Question(question_id, question, answers, task, source=source, level=level_text(record))
+
+
+def from_hotpotqa(record: dict, number: int) -> Question:
+    """HotpotQA as published or on the hub, and 2WikiMultihopQA. Paragraph n of `context` is reference n."""
+    question_id, question = need_id(record), need(record, "question", str)
+    answers = need_answers(record, "answer", str, question_id)
+    paragraphs = titled_pairs(record, "context", "sentences")
+    references = tuple(
+        Document(f"{question_id}:{i}", title, join_sentences(sentences, i))
+        for i, (title, sentences) in enumerate(paragraphs, 1)
+    )
+    facts = titled_pairs(record, "supporting_facts", "sent_id")
+    supporting = reference_numbers([title for title, _ in facts], references)
+    kind, dataset = optional_text(record, "type"), "2wiki" if "evidences" in record else "hotpotqa"
+    source = f"{dataset}_{kind}" if kind else dataset
+    return Question(question_id, question, answers, "qa", (), references, supporting, source, level_text(record))
+
+
+def titled_pairs(record: dict, name: str, second: str) -> list[tuple[str, object]]:
+    """[[title, x], ...] as published, or {"title": [...], second: [...]} as on the hub."""
+    value = record.get(name)
+    if isinstance(value, dict):
+        titles, others = value.get("title"), value.get(second)
+        if not isinstance(titles, list) or not isinstance(others, list) or len(titles) != len(others):
+            raise InputError(f"field {name!r}: expected two lists of one length, 'title' and {second!r}")
+        value = list(zip(titles, others, strict=True))
+    else:
+        value = need(record, name, list)
+    for i, pair in enumerate(value, 1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise InputError(f"field {name!r}, item {i}: expected a title and its {second}, found {short(pair)}")
+    return value
+
+
+def join_sentences(sentences: object, number: int) -> str:
+    if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
+        raise InputError(f"field 'context', item {number}: expected a list of sentences, found {short(sentences)}")
+    # HotpotQA's sentences begin with their blank, 2Wiki's do not: "".join is right for the first alone.
+    return " ".join(sentence.strip() for sentence in sentences if sentence.strip())
+
+
+def reference_numbers(titles: list[str], references: tuple[Document, ...]) -> tuple[int, ...]:
+    """The 1-based numbers of the paragraphs with these titles, each once, in the order of the references."""
+    numbers: dict[str, int] = {}
+    for i, reference in enumerate(references, 1):
+        numbers.setdefault(reference.title, i)
+    for title in titles:
+        if title not in numbers:
+            raise InputError(f"field 'supporting_facts': no paragraph of 'context' has the title {short(title)}")
+    return tuple(sorted({numbers[title] for title in titles}))
+
+
+class Layout(NamedTuple):
+    """One way to write a record. `recognise` looks at names that only this layout has, so that a record that lacks its
+    question or its answer is still told what it lacks."""
+
+    shown: str
+    recognise: Callable[[dict], bool]
+    convert: Callable[[dict, int], Question | Document]
+
+
+_OWN_FIELDS = {f.name for f in fields(Question)}
+
+
+def _is_hotpotqa(record: dict) -> bool:
+    return "context" in record and ("supporting_facts" in record or "_id" in record)
+
+
+def _is_hub_hotpotqa(record: dict) -> bool:
+    return _is_hotpotqa(record) and isinstance(record["context"], dict)
+
+
+def _is_2wiki(record: dict) -> bool:
+    return "evidences" in record and _is_hotpotqa(record)
+
+
+def _is_r1_searcher(record: dict) -> bool:
+    return "idx" in record and ("question" in record or "answer" in record)
+
+
+def _is_own(record: dict) -> bool:
+    return "answers" in record or ("question" in record and set(record) <= _OWN_FIELDS)
+
+
+# The first row that recognises a record wins.
+LAYOUTS: dict[str, Layout] = {
+    "flashrag": Layout("id, question, golden_answers[]", lambda record: "golden_answers" in record, from_flashrag),
+    "2wiki": Layout("_id, question, answer, supporting_facts, context, evidences", _is_2wiki, from_hotpotqa),
+    "hotpotqa_hub": Layout("id, question, answer, supporting_facts{}, context{}", _is_hub_hotpotqa, from_hotpotqa),
+    "hotpotqa": Layout("_id, question, answer, supporting_facts[], context[]", _is_hotpotqa, from_hotpotqa),
+    "r1_searcher": Layout("idx, question, answer", _is_r1_searcher, from_r1_searcher),
+    "own": Layout("id, question, answers[]", _is_own, from_own),
+}
+
+
+def detect_layout(record: dict) -> str:
+    """The name of the layout that this record is written in."""
+    return _detect(record, LAYOUTS)
+
+
+def _detect(record: dict, table: dict[str, Layout]) -> str:
+    for name, layout in table.items():
+        if layout.recognise(record):
+            return name
+    known = "; ".join(f"{name} ({layout.shown})" for name, layout in table.items())
+    found = textwrap.shorten(", ".join(map(repr, record)), 300, placeholder=" ...") or "none"
+    raise InputError(f"unknown layout: it has the fields {found}; known are {known}")
+
+
+# ---------------------------------------------------------------------------------- layouts of corpus files
+
+def from_contents(record: dict, number: int) -> Document:
+    """contents = '"Title"\\ntext'; a title may hold quotes itself, so only the outer pair goes."""
+    contents = need(record, "contents", str)
+    title, newline, text = contents.partition("\n")
+    if not newline:
+        return Document(corpus_id(record, number), "", contents.strip())
+    title = title.strip()
+    if len(title) >= 2 and title[0] == title[-1] == '"':
+        title = title[1:-1]
+    return checked(corpus_id(record, number), title, text, "contents")
+
+
+def from_title_text(record: dict, number: int) -> Document:
+    title = optional_text(record, "title")
+    text = optional_text(record, "text") if title.strip() else need(record, "text", str)
+    return checked(corpus_id(record, number), title, text, "text")
+
+
+def from_abstract(record: dict, number: int) -> Document:
+    """R1-Searcher's abstracts: "Title: X Text:  Y"."""
+    title, mark, text = record["passage"].partition(" Text:")
+    if not mark or not title.startswith("Title:"):
+        raise InputError(f"field 'text': expected 'Title: ... Text: ...', found {short(record['passage'])}")
+    return checked(need_id(record), title.removeprefix("Title:"), text, "text")
+
+
+def from_chunk(record: dict, number: int) -> Document:
+    """R1-Searcher's pages: the title, three blanks, a piece of the page."""
+    title, gap, text = record["passage"].partition("   ")
+    return checked(need_id(record), title if gap else "", text if gap else title, "text")
+
+
+def from_passage(record: dict, number: int) -> Document:
+    return checked(need_id(record), "", record["passage"], "text")
+
+
+def corpus_id(record: dict, number: int) -> str:
+    return need_id(record) if id_field(record) in record else str(number)
+
+
+def checked(document_id: str, title: str, text: str, name: str) -> Document:
+    if not title.strip() and not text.strip():
+        raise InputError(f"field {name!r} is empty")
+    return Document(document_id, title.strip(), text.strip())
+
+
+# A tab-separated line arrives as {"id", "passage"}: no JSON file uses that name.
+CORPUS_LAYOUTS: dict[str, Layout] = {
+    "contents": Layout('id, contents = "\\"Title\\"\\ntext"', lambda r: "contents" in r, from_contents),
+    "title_text": Layout("[id,] title, text", lambda r: "text" in r, from_title_text),
+    "tsv_abstract": Layout("id<TAB>Title: ... Text: ...", lambda r: r.get("passage", "").startswith("Title:"), from_abstract),
+    "tsv_chunk": Layout("id<TAB>title, three blanks, text", lambda r: "   " in r.get("passage", "").strip(), from_chunk),
+    "tsv": Layout("id<TAB>text", lambda r: "passage" in r, from_passage),
+}
+
+
+def is_tsv(path: Path) -> bool:
+    line = first_line(path)
+    return path.suffix.lower() == ".tsv" or (not line.startswith((b"{", b"[")) and b"\t" in line)
+
+
+# -------------------------------------------------------------------------------------------- whole files
+
+def load_questions(path: str | Path | list, skip_bad: bool = False) -> list[Question]:
+    """Questions of one file or of several (a list, or names with commas between them), with ids that are unique over all.
+
+    An id that several files use gets the file's stem in front, in each of them: two data sets both count from 1, and
+    questions that share an id would share a group. `skip_bad` leaves malformed records out and says so on stderr.
+    """
+    loaded = [(file, _load(file, LAYOUTS, skip_bad)) for file in _paths(path)]
+    uses = Counter(question.id for _, questions in loaded for question in questions)
+    merged = [
+        replace(question, id=f"{file.stem}:{question.id}") if uses[question.id] > 1 else question
+        for file, questions in loaded
+        for question in questions
+    ]
+    for question_id, count in Counter(question.id for question in merged).items():
+        if count > 1:
+            raise InputError(f"question id {question_id!r} comes from two files: rename one of the files, or leave one out")
+    return merged
+
+
+def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
+    """Passages of one file: JSONL, a JSON list or tab-separated lines. A record without id gets its line's number."""
+    path = Path(path)
+    return _load(path, CORPUS_LAYOUTS, skip_bad, tsv=is_tsv(path))
+
+
+def _paths(path: str | Path | list) -> list[Path]:
+    if isinstance(path, list | tuple):
+        return [file for item in path for file in _paths(item)]
+    if Path(path).exists():  # a name may hold a comma
+        return [Path(path)]
+    names = [name.strip() for name in str(path).split(",") if name.strip()]
+    if not names:
+        raise InputError("no question file was named")
+    return [Path(name) for name in names]
+
+
+def _load(path: Path, table: dict[str, Layout], skip_bad: bool, tsv: bool = False) -> list:
+    """Every record of a file through one layout, with unique ids."""
+    layout, items, places, problems = None, [], {}, []
+    for number, place, record in read_records(path, tsv):
+        try:
+            if isinstance(record, InputError):
+                raise record
+            layout = layout or table[_detect(record, table)]
+            item = layout.convert(record, number)
+            if item.id in places:
+                raise InputError(f"field {id_field(record)!r}: duplicate id {short(item.id)}, first in {places[item.id]}")
+        except InputError as error:
+            problems.append(f"{path}, {place}: {error}")
+            if not skip_bad:
+                unknown = layout is None and isinstance(record, dict)
+                advice = "convert the file to one of them" if unknown else "correct it, or leave it out with --skip_bad"
+                raise InputError(f"{problems[0]}: {advice}") from None
+        else:
+            items.append(item)
+            places[item.id] = place
+    report_skipped(path, len(items), problems)
+    return items
+
+
+def report_skipped(path: Path, kept: int, problems: list[str]) -> None:
+    if not kept:
+        reason = f"; the first problem: {problems[0]}" if problems else ""
+        raise InputError(f"{path}: no record to use: name another file{reason}")
+    if problems:
+        print(f"{path}: {len(problems)} of {len(problems) + kept} records skipped; the first: {problems[0]}", file=sys.stderr)
+
+
+def corpus_from_questions(questions: list[Question]) -> list[Document]:
+    """The questions' own paragraphs as a corpus, each once however many questions bring it."""
+    documents: dict[tuple[str, str], Document] = {}
+    ids: set[str] = set()
+    for document in (reference for question in questions for reference in question.references):
+        key = (document.title, document.text)
+        if key not in documents and document.text:
+            document = document if document.id not in ids else replace(document, id=f"{document.id}#{len(documents)}")
+            documents[key] = document
+            ids.add(document.id)
+    if not documents:
+        raise InputError("these questions bring no paragraphs: name a corpus file instead of from-data")
+    return list(documents.values())
+
+
+def save_questions(path: str | Path, questions: list[Question]) -> None:
+    """Our own JSONL: one line per question, the fields of `Question`, references as {id, title, text}."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(question), ensure_ascii=False) + "\n" for question in questions)
+
+
+# ------------------------------------------------------------------------------------------- python data.py
+
+def first_layout(path: Path) -> tuple[bool, str]:
+    """(is it a corpus, the layout's name), from the first record that can be read."""
+    tsv = is_tsv(path)
+    for _, place, record in read_records(path, tsv):
+        if isinstance(record, dict):
+            corpus = "question" not in record and any(layout.recognise(record) for layout in CORPUS_LAYOUTS.values())
+            try:
+                return corpus, _detect(record, CORPUS_LAYOUTS if corpus else LAYOUTS)
+            except InputError as error:
+                raise InputError(f"{path}, {place}: {error}") from None
+    return tsv, "unreadable"  # loading it says why
+
+
+def show(path: Path, skip_bad: bool) -> None:
+    corpus, layout = first_layout(path)
+    items = load_corpus(path, skip_bad) if corpus else load_questions(path, skip_bad)
+    print(f"{path}\nlayout     {layout}\n{'documents ' if corpus else 'questions '} {len(items):,}")
+    if corpus:
+        print(f"words      {sum(len(d.text.split()) for d in items) / len(items):.0f} per document")
+    else:
+        for name in ("source", "task"):
+            counts = Counter(getattr(question, name) or "-" for question in items)
+            print(f"{name:10} " + ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common()))
+    print("first record")
+    for name, value in asdict(items[0]).items():
+        if value:
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            print(f"  {name:10} {textwrap.shorten(shown, 300, placeholder=' ...')}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Say what a question file or a corpus file holds.")
+    parser.add_argument("file", help="questions or passages; several question files with commas between them")
+    parser.add_argument("--skip_bad", action="store_true", help="leave malformed records out and count them")
+    args = parser.parse_args()
+    for path in _paths(args.file):
+        show(path, args.skip_bad)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -17,7 +17,6 @@ is speed: the keys and values of a row are computed again at each of its turns.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,14 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from data import Document, InputError, Question, SearchRequest, SearchResult, run_main
 from prompts import (
-    Protocol, as_protocol, build_prompt, find_answers, frame_documents, number_documents, parse_query, strip_tags,
+    Protocol,
+    as_protocol,
+    build_prompt,
+    find_answers,
+    frame_documents,
+    number_documents,
+    parse_query,
+    strip_tags,
 )
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
@@ -399,8 +405,7 @@ def rollout(
     protocol = as_protocol(protocol)
     questions = [questions] if isinstance(questions, Question) else list(questions)
     allowed = [retrieval] * len(questions) if isinstance(retrieval, bool) else list(retrieval)
-    context = max_context or getattr(policy.config, "max_position_embeddings", None) or 4096
-    limits = Limits(max_searches, max_turn_tokens, context, document_tokens, notices=notices)
+    limits = Limits(max_searches, max_turn_tokens, context_of(policy, max_context), document_tokens, notices=notices)
     environment = Environment(tokenizer, protocol, search, limits, retries, timeout)
 
     trajectories = []
@@ -434,12 +439,24 @@ def take_turn(policy, tokenizer, rows: list[Trajectory], protocol: Protocol, lim
             row.stop_reason = "answer" if reason in protocol.stop_tags else reason
 
 
+def context_of(policy, max_context: int | None) -> int:
+    return max_context or getattr(policy.config, "max_position_embeddings", None) or 4096
+
+
 def check_prompt(question: Question, prompt: list[int], limits: Limits) -> None:
     if len(prompt) + limits.answer_tokens > limits.max_context:
         raise InputError(
             f"question {question.id}: its prompt has {len(prompt)} tokens and the context is {limits.max_context}, of which "
             f"{limits.answer_tokens} are kept for the answer: shorten it, or raise --max_context"
         )
+
+
+def check_prompts(questions: list[Question], protocol: Protocol, tokenizer, policy, max_context: int | None = None,
+                  retrieval: bool = True, **_settings) -> None:  # fmt: skip
+    """Every prompt must leave room to answer: found out before a long run begins, not at its step 300."""
+    limits = Limits(max_context=context_of(policy, max_context))
+    for question in questions:
+        check_prompt(question, build_prompt(protocol, question, tokenizer, retrieval), limits)
 
 
 @contextlib.contextmanager
@@ -490,3 +507,30 @@ def _block_at(protocol: Protocol, text: str, position: int) -> tuple[str, int] |
         return None
     after = close + len(end)
     return text[start + len(begin) : close].strip(), after + len(text[after:]) - len(text[after:].lstrip())
+
+
+# ------------------------------------------------------------------------------------------------------- to look at
+
+def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> str:
+    """One trajectory on a screen: what the environment wrote stands between ⟦ and ⟧."""
+    parts = [s.text if s.writer == "model" else f"⟦{s.text.strip()}⟧ " for s in trajectory.segments]
+    lines = [
+        f"question: {trajectory.question.question}   gold: {' | '.join(trajectory.question.answers) or 'unknown'}",
+        "".join(parts).strip(),
+        f"[{len(trajectory.searches)} searches; answer {trajectory.answer!r}; ended by {trajectory.stop_reason}]",
+    ]
+    if components:
+        terms = ", ".join(f"{name} {value:+.2f}" for name, value in components.items())
+        lines.append(f"[{terms}; reward {sum(components.values()):+.2f}]")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """One live trajectory. The model and the world come from files above this one, so they are imported here only."""
+    from eval import demo
+
+    demo()
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,279 @@
+"""What each paper chose: one flat table of settings per paper and stage.
+
+`Recipe` holds every setting with its plain default; `RECIPES[paper][stage]` lists only what the paper sets otherwise,
+each number with its source; `BUILT_IN` lists what the tiny model on the built-in world needs instead of the 7B numbers.
+
+    defaults  <  the paper's stage  <  the built-in world (only without --model)  <  the command line
+
+argparse is made from the dataclass: every field is a --flag, and a typo is an error that names the nearest flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import rewards
+
+from data import InputError, run_main
+from prompts import PROTOCOLS
+from rollout import Trajectory
+
+
+def setting(default, help: str):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Recipe:
+    # what to train on
+    recipe: str = setting("ur2", "the paper")
+    stage: int = setting(1, "1: learn to search; 2: learn to answer (starts from stage 1's last checkpoint)")
+    model: str = setting("", 'HF causal LM, a directory or a hub name; "" = the tiny built-in model')
+    data: str = setting("", 'question files, comma-separated; "" = the built-in world')
+    corpus: str = setting("", 'passages; "from-data" takes the records\' own paragraphs; "" = the built-in world\'s')
+    skip_bad: bool = setting(False, "count malformed records and go on")
+    mix: str = setting("", 'shares of the kinds of question in every step, as "kind=weight,..."; "" = as they come')
+    prompt_file: str = setting("", "a text file whose content replaces the protocol's instruction")
+    # where it goes
+    name: str = setting("", "name of the run; its files are under runs/NAME/stageN")
+    runs: str = setting("runs", "folder of all runs and of the built-in model")
+    resume: bool = setting(False, "go on from this run's last checkpoint")
+    save_every: int = setting(10, "steps between checkpoints (the last step always saves)")
+    keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all")
+    show_every: int = setting(5, "steps between decoded trajectories on the console")
+    seed: int = setting(0, "seed of questions and sampling")
+    world_seed: int = setting(0, "seed of the built-in world and its model")
+    # the rollout
+    protocol: str = setting("ur2", "tags and prompt: " + ", ".join(PROTOCOLS))
+    retrieval: bool = setting(True, "False: UR²'s prompt without retrieval")
+    temperature: float = setting(1.0, "of sampling, and of scoring")
+    top_p: float = setting(1.0, "below 1 the samples are not from the distribution that is scored")
+    max_searches: int = setting(4, "per trajectory")
+    max_turn_tokens: int = setting(512, "new tokens per turn")
+    max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit")
+    rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all")
+    notices: bool = setting(True, "tell the model why a query was not run")
+    retriever: str = setting("bm25", "bm25, or a control: random, empty, oracle")
+    title_boost: int = setting(1, "how often BM25 counts a passage's title")
+    documents_per_search: int = setting(5, "passages per query")
+    document_tokens: int = setting(1024, "tokens of documents per search at most")
+    summarizer: str = setting("none", "none: the passages as they are; extractive: the best one, or the fallback")
+    search_timeout: float = setting(60.0, "seconds until a search counts as failed")
+    search_retries: int = setting(2, "after a failed search")
+    # the reward
+    reward: str = setting("ur2_stage1", "function of rewards.py")
+    reward_variant: str = setting("qwen_7b", "UR²: qwen_7b, qwen_3b, llama_8b")
+    answer_metric: str = setting("f1", "f1, em, cem")
+    fallback_penalty: float = setting(0.5, "UR²: per search that came back as the fallback")
+    # the algorithm
+    algorithm: str = setting("reinforce_pp_baseline", "reinforce_pp, reinforce_pp_baseline, grpo")
+    group_size: int = setting(16, "trajectories per question, G")
+    questions_per_step: int = setting(64, "questions per rollout")
+    trajectories_per_update: int = setting(256, "trajectories per optimizer update; 0 = all of a step")
+    steps: int = setting(100, "rollouts; each is followed by its updates")
+    clip_low: float = setting(0.2, "the ratio is clipped below 1 − this")
+    clip_high: float = setting(0.2, "and above 1 + this")
+    dual_clip: float = setting(0.0, "bound of the loss at negative advantage; 0 = off")
+    loss_aggregation: str = setting("sequence", "mean per trajectory, then over trajectories; or: token")
+    group_std: bool = setting(True, "UR² eq. 5 divides by the group's std; its released code does not")
+    gamma: float = setting(1.0, "discount of token rewards (REINFORCE++)")
+    kl_coef: float = setting(0.0, "weight of the KL to the model at the start of the stage; 0 loads no reference")
+    kl_estimator: str = setting("k2", "k1, k2, k3")
+    kl_place: str = setting("loss", "loss, or reward (k1, REINFORCE++)")
+    mask_documents: bool = setting(True, "False trains on the documents too (ablation)")
+    # the optimizer
+    optimizer: str = setting("adamw", "adamw, adamw8bit")
+    lr: float = setting(2e-6, "learning rate")
+    lr_warmup: int = setting(0, "updates of linear warm-up")
+    lr_schedule: str = setting("constant", "constant, linear, cosine")
+    beta1: float = setting(0.9, "AdamW")
+    beta2: float = setting(0.999, "AdamW")
+    weight_decay: float = setting(0.0, "AdamW")
+    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm")
+    tokens_per_micro_batch: int = setting(16384, "padded tokens per forward pass of the update")
+    gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass")
+    old_logprobs: str = setting("auto", "rollout: as sampled; recompute: one more scoring pass; auto: recompute under bf16")
+
+
+# Sources: UR² appendix C.2, C.3 and table of hyper-parameters; R1-Searcher section 4.1 and its training script.
+_UR2 = {
+    "protocol": "ur2", "algorithm": "reinforce_pp_baseline", "group_size": 16, "questions_per_step": 64,
+    "trajectories_per_update": 256, "lr": 2e-6, "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0,
+    "temperature": 1.0, "max_searches": 4, "max_turn_tokens": 512, "documents_per_search": 10,
+}  # fmt: skip
+_R1_SEARCHER = {
+    "protocol": "r1_searcher", "algorithm": "reinforce_pp", "group_size": 16, "questions_per_step": 64,
+    "trajectories_per_update": 256, "lr": 2e-6, "kl_coef": 0.0,  # Qwen base; Llama: 1e-4 in the reward
+    "kl_place": "reward", "kl_estimator": "k1",
+    "temperature": 1.0, "max_searches": 8, "max_turn_tokens": 512, "documents_per_search": 5,  # 3 in its code
+}  # fmt: skip
+RECIPES: dict[str, dict[int, dict]] = {
+    "ur2": {
+        1: {**_UR2, "reward": "ur2_stage1", "steps": 10},  # 15 for the 3B model
+        2: {**_UR2, "reward": "ur2_stage2", "steps": 100},  # at most two epochs
+    },
+    "r1_searcher": {
+        1: {**_R1_SEARCHER, "reward": "r1_searcher_stage1", "steps": 6},  # one epoch of 350 questions
+        2: {**_R1_SEARCHER, "reward": "r1_searcher_stage2", "steps": 128},  # one epoch of 8,148 questions
+    },
+}
+
+# The tiny model has 0.48M random-born weights: it needs a learning rate 150 times larger, and short texts.
+_TINY = {
+    "lr": 3e-4, "group_size": 8, "questions_per_step": 16, "trajectories_per_update": 64, "max_turn_tokens": 24,
+    "max_searches": 4, "documents_per_search": 1, "document_tokens": 48, "title_boost": 4, "save_every": 10,
+}  # fmt: skip
+BUILT_IN: dict[str, dict[int, dict]] = {
+    "ur2": {
+        1: {**_TINY, "summarizer": "extractive", "steps": 12, "mix": "one_hop=3,two_hop=4,unit=1"},
+        2: {**_TINY, "summarizer": "extractive", "steps": 40, "mix": "one_hop=3,two_hop=4,unit=1,arithmetic=2,known=2"},
+    },
+    "r1_searcher": {
+        1: {**_TINY, "steps": 12, "mix": "one_hop=3,two_hop=4,unit=1"},
+        2: {**_TINY, "steps": 40, "mix": "one_hop=3,two_hop=4,unit=1,arithmetic=2,known=2"},
+    },
+}
+
+
+# name -> (trajectory, recipe, step) -> components
+REWARDS = {
+    "ur2_stage1": lambda t, r, step: rewards.ur2_stage1(t, r.reward_variant, r.retrieval, fallback_penalty=r.fallback_penalty),
+    "ur2_stage2": lambda t, r, step: rewards.ur2_stage2(t, r.answer_metric, fallback_penalty=r.fallback_penalty),
+    "ur2_choice": lambda t, r, step: rewards.ur2_choice(t, step, r.reward_variant, fallback_penalty=r.fallback_penalty),
+    "r1_searcher_stage1": lambda t, r, step: rewards.r1_searcher_stage1(t),
+    "r1_searcher_stage2": lambda t, r, step: rewards.r1_searcher_stage2(t, r.answer_metric),
+}
+
+
+def resolve(recipe: str, stage: int, built_in: bool, given: dict | None = None) -> Recipe:
+    """The settings of one run: defaults, the paper's stage, the built-in world's where it is used, then `given`."""
+    if recipe not in RECIPES:
+        raise InputError(f"--recipe {recipe}: unknown; one of {', '.join(RECIPES)}{_nearest(recipe, RECIPES)}")
+    if stage not in RECIPES[recipe]:
+        raise InputError(f"--stage {stage}: {recipe} has stages {', '.join(map(str, RECIPES[recipe]))}")
+    small = BUILT_IN[recipe][stage] if built_in else {}
+    return Recipe(**{"recipe": recipe, "stage": stage, **RECIPES[recipe][stage], **small, **(given or {})})
+
+
+def _nearest(word: str, known) -> str:
+    match = difflib.get_close_matches(word, list(known), 1)
+    return f" (did you mean {match[0]}?)" if match else ""
+
+
+def score(trajectory: Trajectory, recipe: Recipe, step: int) -> dict[str, float]:
+    """The named components of one trajectory's reward under the recipe; the reward is their sum."""
+    if recipe.reward not in REWARDS:
+        raise InputError(f"--reward {recipe.reward}: unknown; one of {', '.join(REWARDS)}{_nearest(recipe.reward, REWARDS)}")
+    return REWARDS[recipe.reward](trajectory, recipe, step)
+
+
+# ------------------------------------------------------------------------------------------- what a recipe stands for
+# Training and evaluation build everything from here, so that prompt, documents and limits are the same in both.
+
+def training_questions(recipe: Recipe) -> list[Question]:
+    if recipe.data and not recipe.model:
+        raise InputError("--data needs --model: the built-in tiny model can read only its own world")
+    if recipe.data:
+        return load_questions(recipe.data, skip_bad=recipe.skip_bad)
+    world = World(recipe.world_seed)
+    return [question for kind in KINDS for question in world.questions("train", kind)]
+
+
+def passages(recipe: Recipe, questions: list[Question]) -> list[Document]:
+    """The corpus: a file, the records' own paragraphs, or the built-in world's passages."""
+    if recipe.corpus == "from-data":
+        documents = corpus_from_questions(questions)
+        if not documents:
+            raise InputError(f"--corpus from-data: the records of {recipe.data} carry no paragraphs; give a corpus file")
+        return documents
+    if recipe.corpus:
+        return load_corpus(recipe.corpus)
+    if recipe.data and recipe.retriever not in ("empty", "oracle"):
+        raise InputError("--data needs --corpus FILE, or --corpus from-data to search the records' own paragraphs")
+    return [] if recipe.data else World(recipe.world_seed).documents
+
+
+def build_search(recipe: Recipe, documents: list[Document]) -> SearchFunction:
+    retriever = make_retriever(recipe.retriever, documents, recipe.seed, recipe.title_boost)
+    return make_search(retriever, make_summarizer(recipe.summarizer), recipe.documents_per_search)
+
+
+def build_protocol(recipe: Recipe) -> Protocol:
+    protocol = as_protocol(recipe.protocol)
+    if not recipe.prompt_file:
+        return protocol
+    try:
+        instruction = Path(recipe.prompt_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompt_file {recipe.prompt_file}: {error}") from None
+    return dataclasses.replace(protocol, instruction=instruction)
+
+
+def rollout_settings(recipe: Recipe) -> dict:
+    """What `rollout` takes from a recipe."""
+    return {
+        "temperature": recipe.temperature, "top_p": recipe.top_p, "max_searches": recipe.max_searches,
+        "max_turn_tokens": recipe.max_turn_tokens, "max_context": recipe.max_context or None,
+        "document_tokens": recipe.document_tokens, "notices": recipe.notices, "retrieval": recipe.retrieval,
+        "batch_size": recipe.rollout_batch_size, "retries": recipe.search_retries, "timeout": recipe.search_timeout,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse whose complaint is one line, and names the nearest flag for one it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{self.prog}: {message}")
+
+    def parse_args(self, args=None, namespace=None):
+        known, rest = self.parse_known_args(args, namespace)
+        if rest:
+            flags = [option for action in self._actions for option in action.option_strings]
+            raise InputError(f"{self.prog}: unknown flag {rest[0]}{_nearest(rest[0].split('=')[0], flags)}; --help lists them all")
+        return known
+
+
+def boolean(text: str) -> bool:
+    if text.lower() in ("true", "yes", "1"):
+        return True
+    if text.lower() in ("false", "no", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+def add_flags(parser: argparse.ArgumentParser, names: list[str] | None = None) -> None:
+    """A --flag for every field of Recipe (or for `names`), without a default: only what was given overrides."""
+    for f in dataclasses.fields(Recipe):
+        if names is None or f.name in names:
+            kind = {"int": int, "float": float, "bool": boolean}.get(f.type, str)
+            once = {"nargs": "?", "const": True} if kind is boolean else {}
+            parser.add_argument(f"--{f.name}", type=kind, default=argparse.SUPPRESS, help=f.metadata["help"], **once)
+
+
+def parse_recipe(arguments: list[str] | None = None) -> Recipe:
+    """The command line as a Recipe."""
+    parser = FlagParser("train.py", description="Train one stage of one paper.", allow_abbrev=False)
+    add_flags(parser)
+    given = vars(parser.parse_args(arguments))
+    return resolve(given.get("recipe", "ur2"), given.get("stage", 1), not given.get("model"), given)
+
+
+def main() -> None:
+    """The settings of every paper and stage side by side; a dot is the default of the first column."""
+    columns = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
+    rows = sorted({key for name, stage in columns for key in RECIPES[name][stage]}, key=[f.name for f in dataclasses.fields(Recipe)].index)
+    print(f"{'setting':26}{'default':>23}" + "".join(f"{f'{name} {stage}':>23}" for name, stage in columns))
+    for row in rows:
+        cells = [str(getattr(Recipe(), row)), *[str(RECIPES[name][stage].get(row, "·")) for name, stage in columns]]
+        print(f"{row:26}" + "".join(f"{cell:>23}" for cell in cells))
+
+
+if __name__ == "__main__":
+    run_main(main)

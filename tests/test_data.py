@@ -1,0 +1,447 @@
+"""data.py: every layout, on records small enough to check by eye and on real slices; every bad file in one line."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data import (
+    CORPUS_LAYOUTS,
+    LAYOUTS,
+    Document,
+    InputError,
+    Question,
+    corpus_from_questions,
+    detect_layout,
+    load_corpus,
+    load_questions,
+    save_questions,
+)  # fmt: skip
+
+ROOT = Path(__file__).resolve().parents[1]
+SLICES = ROOT.parent / "shared" / "data"
+
+OWN = {"id": "q1", "question": "Who?", "answers": ["Ana"]}
+R1 = {"idx": 7, "question": "Who?", "answer": "Ana"}
+FLASHRAG = {"id": "test_0", "question": "Who?", "golden_answers": ["Ana", "Ana Bell"]}
+HOTPOT = {
+    "_id": "h1", "question": "Which?", "answer": "yes", "type": "comparison", "level": "hard",
+    "supporting_facts": [["C", 0], ["A", 1], ["C", 2]],
+    "context": [["A", ["One.", " Two."]], ["B", ["Three."]], ["C", ["Four."]]],
+}  # fmt: skip
+HUB = {
+    **{k: v for k, v in HOTPOT.items() if k != "_id"}, "id": "h1",
+    "supporting_facts": {"title": ["C", "A", "C"], "sent_id": [0, 1, 2]},
+    "context": {"title": ["A", "B", "C"], "sentences": [["One.", " Two."], ["Three."], ["Four."]]},
+}  # fmt: skip
+
+
+def without(record, *names):
+    return {k: v for k, v in record.items() if k not in names}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*records, name="questions.jsonl"):
+        """Records as JSON lines; str and bytes are written as they are."""
+        lines = [r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode() for r in records]
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\n".join(lines))
+        return path
+
+    return write
+
+
+def real(name):
+    path = SLICES / name
+    if not path.exists():
+        pytest.skip(f"the real slice {path} is not here")
+    return path
+
+
+def message(call, *args, **kwargs) -> str:
+    """The InputError's text, which must be one line."""
+    with pytest.raises(InputError) as caught:
+        call(*args, **kwargs)
+    text = str(caught.value)
+    assert text and "\n" not in text
+    return text
+
+
+# ------------------------------------------------------------------------------------------------- layouts
+
+@pytest.mark.parametrize(
+    ("record", "layout"),
+    [
+        (OWN, "own"),
+        (R1, "r1_searcher"),
+        ({**R1, "gen_text_store": ""}, "r1_searcher"),
+        ({**R1, "pred_anses": ["", "Ana"]}, "r1_searcher"),
+        ({**R1, "source": "math", "level": "hard", "subject": "Algebra"}, "r1_searcher"),
+        (FLASHRAG, "flashrag"),
+        (HOTPOT, "hotpotqa"),
+        (HUB, "hotpotqa_hub"),
+        ({**HOTPOT, "evidences": [["A", "x", "B"]]}, "2wiki"),
+        ({**HUB, "evidences": []}, "2wiki"),
+    ],
+)
+def test_each_layout_is_recognised_from_one_record(record, layout):
+    assert detect_layout(record) == layout
+
+
+@pytest.mark.parametrize("record", [OWN, R1, FLASHRAG, HOTPOT, HUB])
+def test_a_record_without_its_question_is_still_recognised(record):
+    assert detect_layout(without(record, "question")) == detect_layout(record)
+
+
+def test_an_unknown_layout_lists_the_fields_found_and_every_known_layout(write):
+    text = message(load_questions, write({"prompt": "Who?", "gold": "Ana"}))
+    assert "questions.jsonl, line 1: unknown layout" in text and "'prompt', 'gold'" in text
+    assert all(name in text for name in LAYOUTS)
+
+
+def test_our_own_layout_needs_only_id_question_and_answers(write):
+    assert load_questions(write(OWN)) == [Question("q1", "Who?", ["Ana"])]
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    questions = [
+        Question("1", "Wer ist Ödön?", ["a", "b"], source="one_hop", level="easy"),
+        Question("2", "Which?", ["B"], "choice", ("red", "green"), (Document("9", "T", "x"), Document("4", "", "y")), (2,)),
+    ]
+    save_questions(tmp_path / "saved.jsonl", questions)
+    assert load_questions(tmp_path / "saved.jsonl") == questions
+    second = json.loads((tmp_path / "saved.jsonl").read_text(encoding="utf-8").splitlines()[1])
+    assert second["references"][0] == {"id": "9", "title": "T", "text": "x"} and second["supporting"] == [2]
+
+
+def test_r1_searchers_idx_becomes_a_string_id_and_its_answer_a_list(write):
+    (question,) = load_questions(write(R1))
+    assert (question.id, question.answers, question.task, question.kind) == ("7", ["Ana"], "qa", "qa")
+
+
+def test_only_the_source_math_makes_the_task_math(write):
+    rows = [{**R1, "idx": i, "source": source, "level": 3} for i, source in enumerate(["math", "rag"])]
+    questions = load_questions(write(*rows))
+    assert [(q.task, q.source, q.level) for q in questions] == [("math", "math", "3"), ("qa", "rag", "3")]
+
+
+def test_flashrag_keeps_every_golden_answer(write):
+    assert load_questions(write(FLASHRAG))[0].answers == ["Ana", "Ana Bell"]
+
+
+def test_flashrag_choices_turn_an_index_from_zero_into_a_letter(write):
+    (question,) = load_questions(write({**FLASHRAG, "choices": ["red", "green", "blue"], "golden_answers": [2]}))
+    assert (question.task, question.options, question.answers) == ("choice", ("red", "green", "blue"), ["C"])
+    text = message(load_questions, write({**FLASHRAG, "choices": ["red"], "golden_answers": [1]}))
+    assert "line 1: field 'golden_answers': 1 is none of the 1 options" in text
+
+
+@pytest.mark.parametrize("record", [HOTPOT, HUB])
+def test_supporting_facts_become_reference_numbers_from_one_each_once(write, record):
+    (question,) = load_questions(write(record))
+    assert question.supporting == (1, 3)  # C is paragraph 3 and named twice, A is paragraph 1
+    assert [d.title for d in question.references] == ["A", "B", "C"]
+    assert question.references[0].text == "One. Two."
+    assert (question.id, question.source, question.level) == ("h1", "hotpotqa_comparison", "hard")
+
+
+def test_hotpotqa_without_a_type_is_grouped_as_hotpotqa(write):
+    assert load_questions(write(without(HOTPOT, "type")))[0].kind == "hotpotqa"
+
+
+def test_2wiki_is_hotpotqas_layout_with_sentences_that_bring_no_blank(write):
+    record = {**HOTPOT, "evidences": [], "type": "inference", "context": [["A", ["One.", "Two."]], ["C", ["Four."]]]}
+    (question,) = load_questions(write(record))
+    assert question.references[0].text == "One. Two."
+    assert question.source == "2wiki_inference"
+
+
+def test_a_json_list_is_read_like_json_lines(write):
+    assert load_questions(write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2"}], indent=1), name="dev.json"))[1].id == "h2"
+
+
+def test_blank_lines_a_byte_order_mark_and_line_separators_inside_a_text_do_no_harm(write):
+    path = write(b"\xef\xbb\xbf" + json.dumps(OWN).encode(), "", '{"id": "q2", "question": "a\u2028b", "answers": ["c"]}\r', "")
+    assert [q.question for q in load_questions(path)] == ["Who?", "a\u2028b"]
+
+
+# ---------------------------------------------------------------------------------------------- bad questions
+
+BAD_SECOND_LINES = {
+    "bad JSON": ('{"id": "q2", "question"', ["not valid JSON", "column"]),
+    "no object": ("[1]", ["expected an object", "a list"]),
+    "no id": (without(OWN, "id"), ["'id' is missing"]),
+    "id of a wrong type": ({**OWN, "id": 1.5}, ["'id'", "1.5"]),
+    "true as an id": ({**OWN, "id": True}, ["'id'", "true/false"]),
+    "no question": ({"id": "q2", "answers": ["a"]}, ["'question' is missing"]),
+    "empty question": ({**OWN, "id": "q2", "question": " "}, ["'question' is empty"]),
+    "question of a wrong type": ({**OWN, "id": "q2", "question": ["Who?"]}, ["'question'", "expected a string", "a list"]),
+    "no answers": ({"id": "q2", "question": "Who?"}, ["question q2 has no answer", "'answers'"]),
+    "empty list of answers": ({**OWN, "id": "q2", "answers": []}, ["question q2 has no answer", "'answers'"]),
+    "an empty answer": ({**OWN, "id": "q2", "answers": ["Ana", ""]}, ["question q2 has no answer", "'answers'"]),
+    "answers of a wrong type": ({**OWN, "id": "q2", "answers": "Ana"}, ["'answers'", "expected a list", "a string"]),
+    "an answer of a wrong type": ({**OWN, "id": "q2", "answers": ["a", 18]}, ["'answers', item 2", "expected a string", "18"]),
+    "unknown task": ({**OWN, "id": "q2", "task": "poem"}, ["'task'", "qa, math, choice"]),
+    "choice without options": ({**OWN, "id": "q2", "task": "choice"}, ["'options' is missing"]),
+    "supporting from zero": ({**OWN, "id": "q2", "supporting": [0]}, ["'supporting'", "0"]),
+    "a reference without text": ({**OWN, "id": "q2", "references": [{"id": "1"}]}, ["'references', item 1", "'text'"]),
+    "source of a wrong type": ({**OWN, "id": "q2", "source": ["x"]}, ["'source'", "a list"]),
+    "duplicate id": (OWN, ["'id'", "duplicate", "'q1'", "line 1"]),
+    "broken UTF-8": (b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', ["byte 30", "UTF-8"]),
+}  # the \xe9 is byte 30: {"id": "q2", and a blank are 13, "question": a blank and a quote 13, caf 3
+
+
+@pytest.mark.parametrize("case", BAD_SECOND_LINES)
+def test_a_malformed_record_is_one_line_with_file_line_and_field(write, case):
+    record, expected = BAD_SECOND_LINES[case]
+    text = message(load_questions, write(OWN, record))
+    assert "questions.jsonl, line 2: " in text and text.endswith("correct it, or leave it out with --skip_bad")
+    for part in expected:
+        assert part in text
+
+
+@pytest.mark.parametrize("case", BAD_SECOND_LINES)
+def test_skip_bad_leaves_the_malformed_record_out_and_says_so(write, capsys, case):
+    path = write(OWN, BAD_SECOND_LINES[case][0], {**OWN, "id": "q3"})
+    assert [q.id for q in load_questions(path, skip_bad=True)] == ["q1", "q3"]
+    assert "1 of 3 records skipped; the first: " in (error := capsys.readouterr().err) and "line 2" in error
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({**R1, "answer": ""}, ["question 7 has no answer", "'answer'"]),
+        (without(R1, "answer"), ["question 7 has no answer", "'answer'"]),
+        ({**R1, "answer": 5}, ["'answer'", "expected a string", "5"]),
+        (without(R1, "question"), ["'question' is missing"]),
+        ({**FLASHRAG, "golden_answers": []}, ["question test_0 has no answer", "'golden_answers'"]),
+        ({**HOTPOT, "supporting_facts": [["Z", 0]]}, ["'supporting_facts'", "no paragraph", "'Z'"]),
+        ({**HOTPOT, "supporting_facts": [["A"]]}, ["'supporting_facts', item 1"]),
+        ({**HOTPOT, "context": "A"}, ["'context'", "expected a list"]),
+        ({**HOTPOT, "context": [["A", "One."], ["C", []]]}, ["'context', item 1", "list of sentences"]),
+        ({**HUB, "context": {"title": ["A", "C"], "sentences": [[]]}}, ["'context'", "one length"]),
+        (without(HOTPOT, "answer"), ["question h1 has no answer", "'answer'"]),
+    ],
+)
+def test_other_layouts_name_their_own_fields(write, record, expected):
+    text = message(load_questions, write(record))
+    assert "questions.jsonl, line 1: " in text
+    for part in expected:
+        assert part in text
+
+
+def test_in_a_json_list_the_record_is_counted_instead_of_the_line(write):
+    text = message(load_questions, write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2", "answer": None}], indent=1)))
+    assert "questions.jsonl, record 2: question h2 has no answer" in text
+
+
+def test_a_broken_json_list_names_its_line(write):
+    assert "questions.jsonl, line 3: not valid JSON" in message(load_questions, write("[", json.dumps(OWN), "oops]"))
+    assert "questions.jsonl, line 2: not UTF-8" in message(load_questions, write("[", b'"\xff"]'))
+
+
+@pytest.mark.parametrize(("content", "expected"), [("", "file is empty"), (" \n\n", "file is empty"), ("[]", "no record")])
+def test_a_file_without_records_is_an_error(write, content, expected):
+    assert expected in message(load_questions, write(content)) and expected in message(load_corpus, write(content))
+
+
+def test_a_missing_file_and_a_folder_are_errors(tmp_path):
+    for load in (load_questions, load_corpus):
+        assert "nowhere.jsonl: no such file" in message(load, tmp_path / "nowhere.jsonl")
+        assert "cannot be read" in message(load, tmp_path)
+    assert "no question file was named" in message(load_questions, " , ")
+
+
+def test_skip_bad_does_not_turn_a_file_without_a_usable_record_into_an_empty_list(write):
+    assert "no record to use" in (text := message(load_questions, write("{", "{"), skip_bad=True)) and "line 1" in text
+
+
+# ---------------------------------------------------------------------------------------------- several files
+
+def test_ids_that_two_files_share_get_the_files_stem_and_others_stay(write):
+    a, b = write(R1, {**R1, "idx": 8}, name="hotpot.jsonl"), write(R1, {**R1, "idx": 9}, name="wiki.jsonl")
+    expected = ["hotpot:7", "8", "wiki:7", "9"]
+    assert [q.id for q in load_questions(f"{a},{b}")] == expected
+    assert [q.id for q in load_questions([a, str(b)])] == expected
+
+
+def test_files_of_different_layouts_are_merged(write):
+    paths = [write(R1, name="a.jsonl"), write(HOTPOT, name="b.jsonl"), write(json.dumps([HUB | {"id": "h2"}]), name="c.json")]
+    assert [q.id for q in load_questions(paths)] == ["7", "h1", "h2"]
+
+
+def test_the_same_file_twice_is_an_error_because_its_questions_would_share_a_group(write):
+    path = write(R1)
+    assert "'questions:7' comes from two files" in message(load_questions, [path, path])
+
+
+def test_a_file_name_with_a_comma_is_one_file(write):
+    assert load_questions(str(write(OWN, name="a,b.jsonl")))[0].id == "q1"
+
+
+# ---------------------------------------------------------------------------------------------------- corpora
+
+def test_contents_are_split_at_the_first_line_and_only_the_outer_quotes_go(write):
+    rows = [
+        {"id": 0, "contents": '"Ana Bell"\nBorn in "Kelmouth".\nTwice.'},
+        {"id": "x", "contents": '""Heroes" (album)"\nA record.'},
+        {"id": "y", "contents": "no title here"},
+    ]
+    assert load_corpus(write(*rows)) == [
+        Document("0", "Ana Bell", 'Born in "Kelmouth".\nTwice.'),
+        Document("x", '"Heroes" (album)', "A record."),
+        Document("y", "", "no title here"),
+    ]
+
+
+def test_title_and_text_without_an_id_get_the_line_number(write):
+    assert load_corpus(write({"title": "A", "text": "x"}, {"title": "B", "text": "y"}))[1] == Document("2", "B", "y")
+    assert load_corpus(write({"id": "p7", "title": "A", "text": "x"})) == [Document("p7", "A", "x")]
+
+
+def test_a_json_list_is_a_corpus_too(write):
+    assert load_corpus(write(json.dumps([{"title": "A", "text": "x"}]), name="c.json")) == [Document("1", "A", "x")]
+
+
+@pytest.mark.parametrize("header", [[], ["id\ttext"], ["ID\tText\r"]])
+def test_tab_separated_passages_with_and_without_a_header(write, header):
+    path = write(*header, "5\tA plain passage.\r", "6\tAnother.", name="c.tsv")
+    assert load_corpus(path) == [Document("5", "", "A plain passage."), Document("6", "", "Another.")]
+
+
+def test_a_header_may_name_a_title_column(write):
+    path = write("id\ttext\ttitle", '1\t"The ""Bell"" rang."\tBells', name="c.tsv")
+    assert load_corpus(path) == [Document("1", "Bells", 'The "Bell" rang.')]
+
+
+def test_r1_searchers_abstracts_lose_their_csv_quotes(write):
+    path = write("0\tTitle: Ana: a life Text:  Born.", '1\t"Title: Bell Text:  The ""great"" bell."', name="c.tsv")
+    assert load_corpus(path) == [Document("0", "Ana: a life", "Born."), Document("1", "Bell", 'The "great" bell.')]
+
+
+def test_a_chunk_that_merely_begins_with_a_quoted_word_keeps_its_quotes(write):
+    path = write("0\tA   first chunk", '1\t"Heroes" (album)   a record called "Heroes"', name="c.tsv")
+    assert load_corpus(path)[1] == Document("1", '"Heroes" (album)', 'a record called "Heroes"')
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "expected"),
+    [
+        ([{"title": "A", "text": "x"}, {"title": "", "text": ""}], "c.jsonl", ["line 2", "'text' is empty"]),
+        ([{"title": "A", "text": "x"}, {"title": "B", "text": 3}], "c.jsonl", ["line 2", "'text'", "expected a string"]),
+        ([{"id": 1, "contents": "a"}, {"id": "1", "contents": "c"}], "c.jsonl", ["line 2: field 'id': duplicate id '1'", "line 1"]),
+        ([{"id": "1", "contents": "a\nb"}, {"id": "2"}], "c.jsonl", ["line 2", "'contents' is missing"]),
+        ([{"id": "1", "contents": "a\nb"}, "{"], "c.jsonl", ["line 2", "not valid JSON"]),
+        ([{"passage_text": "x"}], "c.jsonl", ["line 1", "unknown layout", "'passage_text'", *CORPUS_LAYOUTS]),
+        (["1\tx", "2 y"], "c.tsv", ["line 2", "1 tab-separated columns, expected 2", "id, passage"]),
+        (["1\tx\ty"], "c.tsv", ["line 1", "3 tab-separated columns"]),
+        (["1\tx", b"2\t\xff"], "c.tsv", ["line 2", "byte 3", "UTF-8"]),
+        (["1\tx", "1\ty"], "c.tsv", ["line 2", "duplicate id '1'"]),
+        (["1\tTitle: A Text: x", "2\tno mark"], "c.tsv", ["line 2", "'text'", "Title: ... Text: ..."]),
+        (["id\ttext"], "c.tsv", ["no record"]),
+    ],
+)
+def test_a_malformed_corpus_is_one_line_with_file_line_and_field(write, rows, name, expected):
+    text = message(load_corpus, write(*rows, name=name))
+    for part in [name, *expected]:
+        assert part in text
+
+
+def test_paragraphs_of_questions_become_a_corpus_without_repetitions(write):
+    other = {**HOTPOT, "_id": "h2", "context": [["A", ["One.", " Two."]], ["C", ["Five."]]]}
+    corpus = corpus_from_questions(load_questions(write(HOTPOT, other)))
+    # A with the same text counts once; C has another text in the second record and counts twice.
+    assert [(d.title, d.text) for d in corpus] == [("A", "One. Two."), ("B", "Three."), ("C", "Four."), ("C", "Five.")]
+    assert len({d.id for d in corpus}) == 4
+
+
+def test_references_with_one_id_but_different_texts_get_different_ids():
+    questions = [Question(str(i), "?", ["a"], references=(Document("1", "T", f"text {i}"),)) for i in range(3)]
+    assert len({d.id for d in corpus_from_questions(questions)}) == 3
+
+
+def test_questions_without_paragraphs_make_no_corpus(write):
+    assert "no paragraphs" in message(corpus_from_questions, load_questions(write(OWN)))
+
+
+# ------------------------------------------------------------------------------------------------ real slices
+
+@pytest.mark.parametrize(
+    ("name", "count", "sources"),
+    [
+        ("qa_eval/2wiki_500.jsonl", 500, {""}),
+        ("qa_eval/bamboogle.jsonl", 125, {""}),
+        ("qa_eval/flashrag_nq_16.jsonl", 17, {""}),
+        ("train/r1_searcher_stage1_80.jsonl", 80, {""}),
+        ("train/r1_searcher_stage2_100.jsonl", 100, {""}),
+        ("train/ur2_stage2_150.jsonl", 150, {"math", "rag"}),
+        ("hotpotqa/official_train_distractor_20.json", 20, {"hotpotqa_bridge", "hotpotqa_comparison"}),
+        ("hotpotqa/hf_layout_dev_distractor_20.jsonl", 20, {"hotpotqa_bridge", "hotpotqa_comparison"}),
+    ],
+)
+def test_real_question_files_load_whole(name, count, sources):
+    questions = load_questions(real(name))
+    assert len(questions) == count == len({q.id for q in questions})
+    assert {q.source for q in questions} == sources
+    assert all((q.task == "math") == (q.source == "math") for q in questions)
+
+
+def test_the_gold_paragraphs_of_real_hotpotqa_records_are_the_ones_their_facts_name():
+    path = real("hotpotqa/official_train_distractor_20.json")
+    for record, question in zip(json.loads(path.read_text(encoding="utf-8")), load_questions(path), strict=True):
+        titles = {question.references[number - 1].title for number in question.supporting}
+        assert titles == {title for title, _ in record["supporting_facts"]}
+
+
+def test_two_real_files_that_both_count_from_one_stay_apart():
+    questions = load_questions([real("qa_eval/hotpotqa_500.jsonl"), real("qa_eval/musique_500.jsonl")])
+    assert len({q.id for q in questions}) == 1000 and questions[0].id == "hotpotqa_500:1"
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "title"),
+    [
+        ("corpus/flashrag_wiki_sample_500.jsonl", 500, "Evan Morris"),
+        ("corpus/search_r1_example_10.jsonl", 10, "Evan Morris"),
+        ("corpus/hipporag_2wiki_1200.jsonl", 1200, "Teutberga"),
+        ("corpus/r1_searcher_title_abs_100.tsv", 100, "Professional Football League of Ukraine"),
+        ("corpus/r1_searcher_kilt_100.tsv", 93, "A"),
+    ],
+)
+def test_real_corpora_load_whole_with_titles_and_texts(name, count, title):
+    corpus = load_corpus(real(name))
+    assert len(corpus) == count == len({d.id for d in corpus})
+    assert corpus[0].title == title and all(d.title and d.text for d in corpus)
+
+
+def test_real_csv_quoted_abstracts_are_what_a_csv_reader_makes_of_them():
+    path = real("corpus/r1_searcher_title_abs_100.tsv")  # every field that begins with a quote in this file is a CSV field
+    with open(path, encoding="utf-8", newline="") as file:
+        expected = [row[1] for row in csv.reader(file, delimiter="\t")]
+    assert [f"Title: {d.title} Text:  {d.text}" for d in load_corpus(path)] == [text.rstrip() for text in expected]
+
+
+# -------------------------------------------------------------------------------------------- python data.py
+
+def run(*arguments):
+    return subprocess.run([sys.executable, "data.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_file_shows_layout_counts_and_a_record_of_questions_and_of_a_corpus(write):
+    output = run(write(HOTPOT, {**HOTPOT, "_id": "h2", "type": "bridge"})).stdout
+    assert "hotpotqa" in output and "hotpotqa_comparison 1" in output and "qa 2" in output and "Which?" in output
+    output = run(write("5\tTitle: Ana Text: Born.", name="c.tsv")).stdout
+    assert "tsv_abstract" in output and "documents  1" in output and "Ana" in output
+
+
+def test_the_file_ends_with_one_line_and_code_2_on_bad_input(write):
+    result = run(write(OWN, "{"))
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and "line 2" in result.stderr
+    result = run(write(OWN, "{"), "--skip_bad")
+    assert result.returncode == 0 and "1 of 2 records skipped" in result.stderr

@@ -1,0 +1,284 @@
+"""grpo.py: the group is the baseline, and the three functions that the training loop calls."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import grpo
+import ppo
+from data import InputError
+
+# Two questions, two answers each. Row 1 has a document in the middle, row 2 ends in padding, row 3 has no model token.
+MASK = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
+
+
+def make_recipe(**changes):
+    settings = {"algorithm": "grpo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0, "loss_aggregation": "sequence",
+                "kl_coef": 0.0, "kl_estimator": "k3", "kl_place": "none", "group_std": True, "gamma": 1.0}  # fmt: skip
+    return SimpleNamespace(**(settings | changes))
+
+
+def make_batch(rewards=(1.0, 0.0, 1.0, 0.0), mask=MASK, ref=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = mask.shape
+    old, ref_logprobs = -torch.rand(2, rows, columns, generator=generator) - 0.1
+    return SimpleNamespace(
+        tokens=torch.zeros(rows, columns + 1, dtype=torch.long), response_mask=mask.clone(), old_logprobs=old,
+        ref_logprobs=ref_logprobs if ref else None, rewards=torch.tensor(rewards), group_size=2,
+        advantages=torch.zeros(rows, columns), token_weights=torch.zeros(rows, columns),
+    )  # fmt: skip
+
+
+def prepare(batch, recipe):
+    batch.advantages = grpo.compute_advantages(batch, recipe)
+    batch.token_weights = grpo.compute_token_weights(batch, recipe)
+    return batch
+
+
+def total_and_gradient(logprobs, batch, recipe):
+    logprobs = logprobs.clone().requires_grad_()
+    total = ppo.aggregate(grpo.compute_loss(logprobs, batch, recipe)[0], batch.token_weights)
+    total.backward()
+    return total.item(), logprobs.grad
+
+
+# --------------------------------------------------------------------------------------------------- advantages
+
+def test_the_worked_group():
+    # mean 0.88; squared distances 0.2704 + 0.2304 + 0.4624 + 2.3104 + 0.7744 = 4.048; std √(4.048 / 4) = 1.00598
+    advantages = grpo.group_normalize(torch.tensor([1.4, 0.4, 0.2, 2.4, 0.0]), 5)
+    assert advantages.tolist() == pytest.approx([0.5169, -0.4771, -0.6760, 1.5110, -0.8748], abs=1e-4)
+
+
+def test_a_group_is_compared_with_itself_only():
+    # [1, 0]: mean 0.5, std √0.5 = 0.7071 -> ±0.7071; [10, 8]: mean 9, std √2 -> ±0.7071, not dwarfing the first
+    advantages = grpo.group_normalize(torch.tensor([1.0, 0.0, 10.0, 8.0]), 2)
+    assert advantages.tolist() == pytest.approx([0.7071, -0.7071, 0.7071, -0.7071], abs=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 5, 7, 16])
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1.0, -2.3, 0.0])
+def test_equal_rewards_give_exactly_zero(reward, size):
+    assert grpo.group_normalize(torch.full((size,), reward), size).tolist() == [0.0] * size
+
+
+def test_equal_rewards_would_not_give_zero_by_the_formula_alone():
+    # Seven times fp32 0.7: the mean comes out one rounding, 6e-8, away from 0.7: 6e-8 / (6e-8 + 1e-6) = 0.056.
+    rewards = torch.full((7,), 0.7)
+    naive = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    assert naive.abs().max() > 1e-2
+
+
+def test_rewards_that_differ_by_the_order_of_their_sum_are_equal():
+    rewards = torch.tensor([0.1 + 0.2 + 0.3, 0.3 + 0.3, 0.6, 0.6 + 1e-16], dtype=torch.float64)
+    assert len(set(rewards.tolist())) > 1
+    assert grpo.group_normalize(rewards, 4).tolist() == [0.0] * 4
+
+
+def test_a_group_of_one_has_no_advantage():
+    assert grpo.group_normalize(torch.tensor([3.0, -1.0]), 1).tolist() == [0.0, 0.0]
+
+
+def test_rewards_may_be_integers():
+    assert grpo.group_normalize(torch.tensor([1, 0]), 2).tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
+
+
+def test_an_incomplete_group_is_refused():
+    with pytest.raises(InputError, match="groups of 2"):
+        grpo.group_normalize(torch.tensor([1.0, 0.0, 1.0]), 2)
+
+
+def test_the_share_of_groups_without_a_difference():
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.1, 0.1, 0.3, 0.1])
+    assert grpo.frac_reward_zero_std(rewards, 2) == 0.5  # the second and the third of four
+    assert grpo.frac_reward_zero_std(rewards, 8) == 0.0
+    assert grpo.frac_reward_zero_std(rewards, 1) == 1.0
+
+
+def test_every_model_token_gets_the_advantage_and_documents_get_none():
+    # ±0.7071 in both groups; row 3 has no model token, yet its reward stands in its group's mean
+    advantages = grpo.compute_advantages(make_batch(), make_recipe())
+    expected = MASK * torch.tensor([[0.70711], [-0.70711], [0.70711], [-0.70711]])
+    torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=0)
+
+
+def test_kl_in_the_reward_is_summed_over_model_tokens_only():
+    # kl_coef 0.1; k1 of row 0: 1 + 2 = 3, of row 1: 5 (its second column is a document with k1 NaN).
+    # rewards 1 − 0.3 = 0.7 and 1 − 0.5 = 0.5: the group is not equal any more, ±0.7071.
+    batch = make_batch((1.0, 1.0), torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
+    batch.old_logprobs = torch.tensor([[1.0, 2.0], [5.0, float("nan")]])
+    batch.ref_logprobs = torch.zeros(2, 2)
+    recipe = make_recipe(kl_place="reward", kl_coef=0.1)
+    assert grpo.trajectory_rewards(batch, recipe).tolist() == pytest.approx([0.7, 0.5])
+    advantages = grpo.compute_advantages(batch, recipe)
+    assert advantages[0].tolist() == pytest.approx([0.7071, 0.7071], abs=1e-4)
+    assert advantages[1].tolist() == pytest.approx([-0.7071, 0.0], abs=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------- weights
+
+def test_weights_follow_the_recipe():
+    batch = make_batch()  # 4 + 2 + 2 = 8 model tokens in 3 trajectories
+    assert grpo.compute_token_weights(batch, make_recipe(loss_aggregation="token"))[1].tolist() == [0.125, 0, 0, 0.125]
+    sequence = grpo.compute_token_weights(batch, make_recipe())[1].tolist()
+    assert sequence == pytest.approx([1 / 6, 0, 0, 1 / 6])
+    with pytest.raises(InputError, match="loss_aggregation"):
+        grpo.compute_token_weights(batch, make_recipe(loss_aggregation="mean"))
+
+
+def test_the_last_sampled_token_is_trained_on():
+    # The last 1 of a row is EOS or a closing tag: it has an advantage, a weight and a gradient like any other.
+    batch, recipe = make_batch(), make_recipe()
+    prepare(batch, recipe)
+    _, gradient = total_and_gradient(batch.old_logprobs, batch, recipe)
+    # −A · weight: row 0, column 3: −0.7071 / 4 / 3; row 1, column 3: 0.7071 / 2 / 3
+    assert gradient[0, 3].item() == pytest.approx(-0.7071 / 12, rel=1e-3)
+    assert gradient[1, 3].item() == pytest.approx(0.7071 / 6, rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------- loss
+
+def test_the_first_update_has_ratio_one_and_the_gradient_of_the_plain_policy_gradient():
+    batch, recipe = make_batch(ref=False), make_recipe()
+    prepare(batch, recipe)
+    _, stats = grpo.compute_loss(batch.old_logprobs, batch, recipe)
+    _, gradient = total_and_gradient(batch.old_logprobs, batch, recipe)
+    assert torch.equal(stats["ratio"], torch.ones(4, 4))
+    assert stats["kl_old"].abs().max() == 0
+    torch.testing.assert_close(gradient, -batch.advantages * batch.token_weights)
+
+
+def test_a_group_of_equal_rewards_moves_nothing():
+    batch, recipe = make_batch((0.1, 0.1, 1.0, 0.0)), make_recipe()
+    prepare(batch, recipe)
+    _, gradient = total_and_gradient(batch.old_logprobs + 0.1, batch, recipe)
+    assert gradient[:2].abs().max() == 0
+    assert gradient[2].abs().max() > 0
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_kl_in_the_loss_is_added_with_its_coefficient(estimator):
+    # One token, A = 0, π 0.5, π_old 0.4, ref 0.25, kl_coef 2. k2: 2 · 1.25 · 0.240227 = 0.600567, gradient 2 · 1.25 · ln 2
+    # = 1.732868. k3: 2 · 0.193147 = 0.386294, gradient 2 · (1 − 0.5) = 1.
+    batch = make_batch((0.0, 0.0), torch.ones(2, 1))
+    batch.old_logprobs, batch.ref_logprobs = torch.full((2, 1), 0.4).log(), torch.full((2, 1), 0.25).log()
+    recipe = make_recipe(kl_place="loss", kl_coef=2.0, kl_estimator=estimator)
+    prepare(batch, recipe)
+    total, gradient = total_and_gradient(torch.full((2, 1), 0.5).log(), batch, recipe)
+    value, slope = {"k2": (0.600567, 1.732868), "k3": (0.386294, 1.0)}[estimator]
+    assert total == pytest.approx(value, rel=1e-4)
+    assert gradient.sum().item() == pytest.approx(slope, rel=1e-4)
+
+
+def test_kl_in_the_reward_is_not_in_the_loss_a_second_time():
+    batch = prepare(make_batch(), make_recipe(kl_place="reward", kl_coef=0.5))
+    logprobs = batch.old_logprobs + 0.05
+    in_reward = grpo.compute_loss(logprobs, batch, make_recipe(kl_place="reward", kl_coef=0.5))[0]
+    nowhere = grpo.compute_loss(logprobs, batch, make_recipe())[0]
+    in_loss = grpo.compute_loss(logprobs, batch, make_recipe(kl_place="loss", kl_coef=0.5))[0]
+    assert torch.equal(in_reward, nowhere)
+    assert not torch.allclose(in_loss, nowhere)
+
+
+def test_settings_that_cannot_work_are_refused():
+    batch = make_batch()
+    with pytest.raises(InputError, match="k1"):
+        grpo.compute_loss(batch.old_logprobs, batch, make_recipe(kl_place="loss", kl_coef=0.1, kl_estimator="k1"))
+    with pytest.raises(InputError, match="ref_logprobs"):
+        grpo.compute_loss(batch.old_logprobs, make_batch(ref=False), make_recipe(kl_place="loss", kl_coef=0.1))
+    with pytest.raises(InputError, match="kl_place"):
+        grpo.compute_advantages(batch, make_recipe(kl_place="both"))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_nothing_on_a_masked_token_can_reach_loss_gradient_or_stats(bad, estimator):
+    recipe = make_recipe(kl_place="loss", kl_coef=0.1, kl_estimator=estimator, dual_clip=3.0)
+    clean = prepare(make_batch(), recipe)
+    dirty, off = copy.deepcopy(clean), MASK == 0
+    logprobs = clean.old_logprobs + 0.1
+    expected = total_and_gradient(logprobs, clean, recipe)
+    logprobs = logprobs.masked_fill(off, bad)
+    for name in ("old_logprobs", "ref_logprobs", "advantages"):
+        setattr(dirty, name, getattr(dirty, name).masked_fill(off, bad))
+    total, gradient = total_and_gradient(logprobs, dirty, recipe)
+    assert total == expected[0]
+    assert torch.equal(gradient, expected[1])
+    assert gradient[off].abs().max() == 0
+    loss, stats = grpo.compute_loss(logprobs, dirty, recipe)
+    assert loss[off].abs().max() == 0  # so that weight · loss is not 0 · NaN either
+    assert all(torch.isfinite(value.float()).all() for value in stats.values())
+
+
+def test_a_trajectory_without_a_model_token_changes_nothing():
+    recipe = make_recipe()
+    batch = prepare(make_batch(), recipe)
+    alone = total_and_gradient(batch.old_logprobs + 0.1, batch, recipe)
+    part = SimpleNamespace(**{k: v[:3] if torch.is_tensor(v) else v for k, v in vars(batch).items()})
+    part.token_weights = grpo.compute_token_weights(part, recipe)  # of the three rows that have model tokens
+    without = total_and_gradient(part.old_logprobs + 0.1, part, recipe)
+    assert alone[0] == pytest.approx(without[0])
+    torch.testing.assert_close(alone[1][:3], without[1])
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "token"])
+@pytest.mark.parametrize("cut", [1, 3])
+def test_micro_batches_add_up_to_the_batch(aggregation, cut):
+    recipe = make_recipe(loss_aggregation=aggregation, kl_place="loss", kl_coef=0.1, kl_estimator="k2")
+    batch = prepare(make_batch(), recipe)
+    logprobs = batch.old_logprobs + torch.linspace(-0.4, 0.4, 4)
+    total, gradient = total_and_gradient(logprobs, batch, recipe)
+    totals, gradients = 0.0, []
+    for start in range(0, 4, cut):
+        rows = slice(start, start + cut)
+        part = SimpleNamespace(**{k: v[rows] if torch.is_tensor(v) else v for k, v in vars(batch).items()})
+        part_total, part_gradient = total_and_gradient(logprobs[rows], part, recipe)
+        totals += part_total
+        gradients.append(part_gradient)
+    assert totals == pytest.approx(total, rel=1e-5)
+    torch.testing.assert_close(torch.cat(gradients), gradient)
+
+
+def test_every_estimator_is_logged_even_when_none_is_optimised():
+    # π_old = π = e^-1 and ref = e^-2 on model tokens: d = 1: k1 1, k2 0.5, k3 e^-1 − 1 + 1 = 0.367879, |d| 1
+    batch, recipe = make_batch(), make_recipe()
+    batch.old_logprobs, batch.ref_logprobs = torch.full((4, 4), -1.0), torch.full((4, 4), -2.0)
+    prepare(batch, recipe)
+    _, stats = grpo.compute_loss(batch.old_logprobs, batch, recipe)
+    for name, value in {"k1": 1.0, "k2": 0.5, "k3": 0.367879, "k_abs": 1.0}.items():
+        torch.testing.assert_close(stats[name], MASK * value, rtol=1e-5, atol=0)
+    batch.ref_logprobs = None
+    assert set(grpo.compute_loss(batch.old_logprobs, batch, recipe)[1]) == {"ratio", "clipped", "kl_old"}
+
+
+def test_kl_old_is_measured_with_the_samplers_tokens():
+    # π_old 0.4, π 0.5: ratio 1.25; 1.25 − 1 − ln 1.25 = 0.026856. It carries no gradient.
+    batch, recipe = make_batch(mask=torch.ones(4, 1)), make_recipe()
+    batch.old_logprobs = torch.full((4, 1), 0.4).log()
+    prepare(batch, recipe)
+    _, stats = grpo.compute_loss(torch.full((4, 1), 0.5).log().requires_grad_(), batch, recipe)
+    assert stats["kl_old"][0, 0].item() == pytest.approx(0.026856, abs=1e-6)
+    assert not any(value.requires_grad for value in stats.values())
+
+
+def test_the_batch_is_not_changed():
+    recipe = make_recipe(kl_place="loss", kl_coef=0.1, kl_estimator="k2")
+    batch = prepare(make_batch(), recipe)
+    before = copy.deepcopy(vars(batch))
+    logprobs = batch.old_logprobs + 0.1
+    kept = logprobs.clone()
+    grpo.compute_advantages(batch, make_recipe(kl_place="reward", kl_coef=0.1))
+    grpo.compute_token_weights(batch, recipe)
+    grpo.compute_loss(logprobs, batch, recipe)
+    assert torch.equal(logprobs, kept)
+    assert set(before) == set(vars(batch))
+    for name, value in before.items():
+        assert torch.equal(value, getattr(batch, name)) if torch.is_tensor(value) else value == getattr(batch, name)
+
+
+def test_running_the_file_works_the_example(capsys):
+    grpo.main()
+    printed = capsys.readouterr().out
+    assert "+1.5110" in printed and "frac_reward_zero_std of both: 0.5" in printed

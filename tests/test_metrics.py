@@ -1,0 +1,259 @@
+"""metrics.py: each number is worked out in a comment; the golden and real files are read where they are at hand."""
+
+import doctest
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+import metrics
+from metrics import choice_letter, cover_exact_match, exact_match, f1_score, last_boxed, math_equal, normalize_answer
+
+SHARED = Path(__file__).parents[2] / "shared"
+METRICS = {"em": exact_match, "f1": f1_score, "cem": cover_exact_match}
+needs_sympy = pytest.mark.skipif(not metrics.has_sympy(), reason="sympy is not installed")
+
+
+def shared(path):
+    if not (SHARED / path).exists():
+        pytest.skip(f"no {SHARED / path}")
+    return (SHARED / path).read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def without_sympy(monkeypatch):
+    monkeypatch.setattr(metrics, "has_sympy", lambda: False)
+    metrics.symbolic_equal.cache_clear()
+    yield
+    metrics.symbolic_equal.cache_clear()  # its verdicts are those of a machine without sympy
+
+
+def test_the_docstring_examples_are_true():
+    assert doctest.testmod(metrics).failed == 0
+
+
+# ------------------------------------------------------------------------------------------------- open answers
+
+def test_the_two_normalisations_differ_at_punctuation():
+    assert normalize_answer("Spider-Man") == "spider man"
+    assert normalize_answer("Spider-Man", "delete") == "spiderman"
+    assert normalize_answer("O’Hara") == "o hara" and normalize_answer("O’Hara", "delete") == "o’hara"
+
+
+def test_an_unknown_normalisation_is_an_error():
+    with pytest.raises(ValueError, match="keep"):
+        normalize_answer("x", "keep")
+
+
+def test_an_answer_of_nothing_but_an_article_is_not_emptied():
+    # emptied, "A" would equal "The" and "..." and be covered by everything
+    assert exact_match("A", "A") == 1.0
+    assert exact_match("The", "A") == exact_match("...", "A") == cover_exact_match("Norland", "A") == 0.0
+
+
+def test_true_and_false_are_verdicts_in_the_space_style_only():
+    assert exact_match("True", "yes") == exact_match("False", "no") == 1.0
+    assert exact_match("True", "yes", "delete") == 0.0
+    assert exact_match("True Grit", "yes Grit") == 0.0  # only as a whole answer
+
+
+@pytest.mark.parametrize("prediction", [None, "", "  \n"])
+@pytest.mark.parametrize("metric", METRICS.values())
+def test_no_answer_scores_zero(metric, prediction):
+    assert metric(prediction, ["Norland"]) == 0.0 and metric(prediction, "") == 0.0 and metric("Norland", []) == 0.0
+
+
+def test_f1_by_hand():
+    # "the red old town" -> red old town; gold "red town hall": 2 common of 3 and 3, P = R = 2/3 = F1
+    assert f1_score("the red old town", "red town hall") == pytest.approx(2 / 3)
+    # "ana ana bell" against "ana bell": 2 common of 3 and 2, P = 2/3, R = 1, F1 = 4/5: a repeated token counts once
+    assert f1_score("Ana Ana Bell", "Ana Bell") == pytest.approx(0.8)
+
+
+def test_a_verdict_is_all_or_nothing_for_f1():
+    assert f1_score("yes it is", "yes") == f1_score("no", "yes no") == 0.0
+    assert f1_score("Yes.", "yes") == 1.0
+
+
+def test_cover_exact_match_is_a_bag_of_tokens_not_a_substring():
+    assert cover_exact_match("France, in Lyon", "Lyon, France") == 1.0
+    assert cover_exact_match("Parisian", "Paris") == 0.0
+    assert cover_exact_match("New York", "New New York") == 0.0  # two are asked for
+
+
+@pytest.mark.parametrize("metric", METRICS.values())
+def test_the_best_gold_counts(metric):
+    assert metric("Kelmouth", ["Norland", "Kelmouth"]) == 1.0 > metric("Kelmouth", ["Norland"])
+
+
+def test_every_golden_row_holds_in_both_styles():
+    rows = json.loads(shared("golden/answer_metrics.json"))
+    checked = 0
+    for row in rows:
+        for style in ("space", "delete"):
+            for name, value in row[style].items():
+                got = METRICS[name](row["prediction"], row["golds"], style)
+                assert got == pytest.approx(value, abs=1e-4), (row["prediction"], style, name)
+                checked += 1
+    assert checked == 100  # 20 rows: em, f1, cem in one style, em and f1 in the other
+
+
+@pytest.mark.parametrize(
+    ("name", "published"), [("hotpotqa", (58.0, 65.4, 71.9)), ("2wiki", (55.4, 63.6, 63.7)), ("bamboogle", (45.6, 52.8, 57.7))]
+)
+def test_published_predictions_give_the_published_numbers(name, published):
+    rows = [json.loads(line) for line in shared(f"data/predictions/r1_searcher_{name}_qwen_scores.jsonl").splitlines()]
+    means = [100 * sum(metric(r["pred_ans"], r["answer"]) for r in rows) / len(rows) for metric in
+             (exact_match, cover_exact_match, f1_score)]  # fmt: skip
+    assert tuple(round(mean, 1) for mean in means) == published
+
+
+# --------------------------------------------------------------------------------------------- boxes and letters
+
+def test_the_last_box_is_read_with_balanced_braces():
+    assert last_boxed(r"\boxed{1} then \boxed{\frac{1}{2}} done") == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{1} then \boxed{2") == "1"  # the second never closes
+    assert last_boxed(r"\boxed{\left\{ 1, 2 \right.}") == r"\left\{ 1, 2 \right."  # an escaped brace is no brace
+    assert last_boxed("no box") is None and last_boxed(None) is None
+
+
+OPTIONS = ("Elm", "Oak", "Ash", "The elm tree")
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"),
+        ("b", "B"),
+        ("(B).", "B"),
+        (r"\boxed{\text{B}}", "B"),
+        ("B. Oak", "B"),
+        ("B because it burns well", "B"),
+        ("The correct answer is: **B**", "B"),
+        ("the correct answer is option B<|im_end|>", "B"),
+        ("The correct answer is A.\nNo. The correct answer is C.", "C"),  # the last one
+        (r"A looks right, but \boxed{C}", "C"),
+        ("oak", "B"),
+        ("The correct answer is: ash.", "C"),
+        ("The correct answer is both of them", None),
+        ("B or C", None),
+        ("A, B", None),
+        ("A tree of the north", None),  # an article is no choice
+        ("E", None),  # there are four options
+        ("", None),
+        (None, None),
+    ],
+)
+def test_the_letter_that_a_text_chooses(text, letter):
+    assert choice_letter(text, OPTIONS) == letter
+
+
+def test_the_text_of_two_equal_options_chooses_neither():
+    assert choice_letter("elm", ("Elm", "elm")) is None
+    assert choice_letter("elm", ("Elm", "oak")) == "A"
+
+
+# ---------------------------------------------------------------------------------------------------------- math
+
+EQUAL = [
+    (r"\frac12", "0.5"),
+    (r"\dfrac{3}{4}", r"\tfrac34"),
+    (r"-1\frac{1}{2}", "-1.5"),
+    ("3,250", "3250"),
+    ("10{,}000", r"10\,000"),
+    (r"\$1,000.00", "1000"),
+    (r"50\%", "50"),
+    (r"50\%", "0.5"),
+    (r"10\text{ cm}^2", "10"),
+    ("10 miles", "10"),
+    ("x = 5", "5.00"),
+    (r"90^\circ", "90"),
+    (r"\text{Even}", "even"),
+    (r"\text{(B)}", "B"),
+    (r"\boxed{05}.", "5"),
+    (r"\sqrt{117}", r"3\sqrt{13}"),
+    ("2^{10}", "1024"),
+    (r"6.72\times 10^{-5}", ".0000672"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
+    ("-2, 1", r"1 \text{ and } -2"),
+    (r"\{1,2\}", r"\{2, 1\}"),
+    (r"1 \pm \sqrt{19}", r"1-\sqrt{19},1+\sqrt{19}"),
+    (r"(-\infty,1)\cup(2,\infty)", r"(2,\infty) \cup (-\infty,1)"),
+    (r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}", r"\begin{pmatrix}0.2\\-3.6\end{pmatrix}"),
+]
+NOT_EQUAL = [
+    ("50", "0.5"),  # no percent sign
+    ("1000000", "1000001"),  # within a relative tolerance, but integers
+    ("(1,200)", "1200"),  # a pair
+    ("(1,2)", "(2,1)"),
+    ("1", "1,2"),
+    (r"[2,\infty)", r"(2,\infty)"),
+    ("x=5", "y=5"),
+    ("X", "x"),
+    ("5 million", "5"),
+    (r"\begin{pmatrix}1 & 2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    ("1/0", "5"),
+    ("9^{9^{9^{9}}}", "5"),
+    ("(" * 2000, "(" * 1999),
+    ("__import__('os')", "5"),
+    ("", "5"),
+    (None, "5"),
+    ("", ""),
+]
+
+
+@pytest.mark.parametrize(("prediction", "gold"), EQUAL)
+def test_spellings_of_one_number_are_equal_without_sympy(prediction, gold, without_sympy):
+    assert math_equal(prediction, gold) and math_equal(gold, prediction)
+
+
+@pytest.mark.parametrize(("prediction", "gold"), NOT_EQUAL)
+def test_different_answers_are_not_equal_and_never_raise(prediction, gold, without_sympy):
+    assert not math_equal(prediction, gold)
+
+
+def test_math_takes_a_list_of_golds(without_sympy):
+    assert math_equal("2", ["1", "2"]) and not math_equal("3", ["1", "2"])
+
+
+SYMBOLIC = [("(x-1)(x+1)", "x^2-1"), ("y+2x=3", "3 = 2x + y"), ("3+4i", "4i+3"), ("N", "N+0"), (r"\sin(x)^2+\cos(x)^2", "1")]
+
+
+@pytest.mark.parametrize(("prediction", "gold"), SYMBOLIC)
+@needs_sympy
+def test_expressions_are_equal_with_sympy(prediction, gold):
+    assert math_equal(prediction, gold)
+    assert not math_equal(prediction, gold + "+1")
+
+
+def test_without_sympy_only_equal_strings_of_letters_are_equal(without_sympy):
+    assert math_equal("x^2 - 1", "x^{2}-1") is False
+    assert math_equal("x^2 - 1", "x^2-1") is True
+
+
+@needs_sympy
+def test_a_comparison_that_never_ends_is_cut_off_in_any_thread():
+    worker, verdicts = metrics.SymbolicWorker(), []
+
+    def ask():  # not the main thread: a limit made of signals would raise here
+        verdicts.append(worker.ask("x", "x", 30))
+        verdicts.append(worker.ask("x**(9**9**9)", "x", 0.3))
+        verdicts.append(worker.ask("2*x", "x+x", 30))  # a new process answers
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(60)
+    worker.stop()
+    assert verdicts == [True, False, True]
+
+
+@pytest.mark.parametrize("sympy", [pytest.param(True, marks=needs_sympy), False])
+def test_math_agrees_with_the_recorded_verdicts_on_800_real_answers(sympy, request):
+    if not sympy:
+        request.getfixturevalue("without_sympy")
+    rows = [json.loads(line) for line in shared("data/predictions/qwen25math_800_pairs.jsonl").splitlines()]
+    wrong = [(r["gold"], r["pred"]) for r in rows if math_equal(r["pred"], r["gold"]) != r["official_correct"]]
+    # 799 of 800: that grader takes no thousands separator in LaTeX (10{,}000), we do.
+    assert len(rows) == 800 and len(wrong) == 1
+    assert "{,}" in wrong[0][0]

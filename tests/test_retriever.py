@@ -1,0 +1,206 @@
+"""retriever.py: BM25 by hand and against rank-bm25, order, and the controls."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rank_bm25 import BM25Okapi
+
+from data import Document, InputError, Question, load_corpus
+from retriever import BM25, EmptyRetriever, OracleRetriever, RandomRetriever, make_retriever, tokenize, top
+
+ROOT = Path(__file__).resolve().parents[1]
+CORPUS = ROOT.parent / "shared" / "data" / "corpus" / "hipporag_2wiki_1200.jsonl"
+
+
+def documents(*texts):
+    return [Document(str(i), "", text) for i, text in enumerate(texts)]
+
+
+def random_texts(rng, count, words):
+    """Word w0 stands in most texts (negative idf), high numbers in few; one text may be empty."""
+    chances = 1 / np.arange(1, words + 1)
+    return [" ".join(f"w{i}" for i in rng.choice(words, rng.integers(0, 30), p=chances / chances.sum())) for _ in range(count)]
+
+
+# --------------------------------------------------------------------------------------------------- by hand
+
+def test_two_scores_worked_by_hand():
+    bm25 = BM25(documents("cat cat sat", "dog ran off", "a bird sang"))
+    # Every document has the mean length 3, so the norm is k1 = 1.5. "cat" is in 1 of 3: idf = ln(2.5 / 1.5) = ln(5/3).
+    # f = 2: 2 · 2.5 / (2 + 1.5) = 10/7.
+    np.testing.assert_allclose(bm25.scores("cat"), [math.log(5 / 3) * 10 / 7, 0, 0], rtol=1e-12)
+    # f = 1: 1 · 2.5 / (1 + 1.5) = 1, the idf alone.
+    np.testing.assert_allclose(bm25.scores("dog"), [0, math.log(5 / 3), 0], rtol=1e-12)
+
+
+def test_a_shorter_document_scores_higher_by_the_length_norm():
+    bm25 = BM25(documents("cat sat", "dog ran fast away", "my dove"))
+    # Mean length (2 + 4 + 2) / 3 = 8/3; |d| / mean = 3/4; norm = 1.5 · (0.25 + 0.75 · 0.75) = 1.5 · 13/16 = 39/32;
+    # 2.5 / (1 + 39/32) = 80/71. For the long one 4 / (8/3) = 3/2; norm = 1.5 · 1.375 = 33/16; 2.5 / (49/16) = 40/49.
+    np.testing.assert_allclose(bm25.scores("cat dog"), np.log(5 / 3) * np.array([80 / 71, 40 / 49, 0]), rtol=1e-12)
+
+
+def test_a_negative_idf_becomes_a_quarter_of_the_mean_idf():
+    bm25 = BM25(documents("the cat", "the dog", "a bird"))
+    # the: ln(1.5 / 2.5) = -x with x = ln(5/3); cat, dog, a, bird: +x each. Mean 3x / 5, floor 0.25 · 3x / 5 = 0.15 x.
+    # All lengths are the mean: f = 1 gives the idf itself.
+    np.testing.assert_allclose(bm25.scores("the"), 0.15 * math.log(5 / 3) * np.array([1, 1, 0]), rtol=1e-12)
+
+
+# ----------------------------------------------------------------------------------------- against rank-bm25
+
+@pytest.mark.parametrize("seed", range(8))
+def test_scores_are_rank_bm25s_over_random_corpora(seed):
+    rng = np.random.default_rng(seed)
+    texts = random_texts(rng, int(rng.integers(3, 60)), words=40) + ["w0 w1"]
+    reference = BM25Okapi([tokenize(text) for text in texts])
+    bm25 = BM25(documents(*texts))
+    queries = ["", "unknown", "w0", "w0 w0 w1", "w39 unknown W3", "w2 w2 w2 w17", *random_texts(rng, 5, words=50)]
+    for query in queries:
+        expected = reference.get_scores(tokenize(query))
+        np.testing.assert_allclose(bm25.scores(query), expected, rtol=0, atol=1e-9)
+
+
+def test_the_random_corpora_do_hold_terms_with_negative_idf():
+    texts = random_texts(np.random.default_rng(0), 50, words=40)
+    assert sum("w0" in text.split() for text in texts) > 25
+
+
+def test_parameters_other_than_the_defaults_are_rank_bm25s_too():
+    texts = random_texts(np.random.default_rng(9), 30, words=20)
+    reference = BM25Okapi([tokenize(text) for text in texts], k1=0.9, b=0.4, epsilon=0.1)
+    bm25 = BM25(documents(*texts), k1=0.9, b=0.4, epsilon=0.1)
+    np.testing.assert_allclose(bm25.scores("w0 w5 w5"), reference.get_scores(["w0", "w5", "w5"]), rtol=0, atol=1e-9)
+
+
+def test_scores_are_rank_bm25s_on_real_passages():
+    if not CORPUS.exists():
+        pytest.skip(f"the real slice {CORPUS} is not here")
+    corpus = load_corpus(CORPUS)
+    reference = BM25Okapi([tokenize(f"{d.title} {d.text}") for d in corpus])
+    bm25 = BM25(corpus)
+    for query in ["Who is the mother of the director of the film?", "Lothair II of Lotharingia", corpus[77].text]:
+        np.testing.assert_allclose(bm25.scores(query), reference.get_scores(tokenize(query)), rtol=0, atol=1e-9)
+    found = bm25.search([f"{d.title} {d.text}" for d in corpus[:50]], 1)
+    assert [d[0].title for d in found] == [d.title for d in corpus[:50]]  # a passage finds itself
+
+
+def test_a_boosted_title_is_a_title_that_stands_in_the_text_several_times():
+    corpus = [Document("1", "ana bell", "born in kelmouth"), Document("2", "kelmouth", "ana bell"), Document("3", "x", "y")]
+    reference = BM25Okapi([tokenize(" ".join([d.title] * 3 + [d.text])) for d in corpus])
+    np.testing.assert_allclose(BM25(corpus, title_boost=3).scores("ana bell"), reference.get_scores(["ana", "bell"]), atol=1e-9)
+    np.testing.assert_allclose(BM25(corpus, title_boost=0).scores("x"), 0)
+
+
+# ---------------------------------------------------------------------------------------------------- search
+
+def test_words_are_lower_cased_and_split_at_everything_that_is_no_letter_digit_or_underscore():
+    assert tokenize("Ödön's 2nd trip, U.S._x") == ["ödön", "s", "2nd", "trip", "u", "s", "_x"]
+
+
+def test_a_batch_is_answered_in_the_order_of_its_queries():
+    corpus = documents("cat sat", "dog ran", "bird sang", "fish swam")
+    found = BM25(corpus).search(["dog", "cat", "BIRD"], 1)
+    assert [d[0].id for d in found] == ["1", "0", "2"]
+    assert BM25(corpus).search([], 3) == []
+
+
+def test_ties_are_broken_by_document_order_also_at_the_cut():
+    corpus = documents("x", "cat", "y", "cat", "z", "cat", "cat cat")
+    bm25 = BM25(corpus)
+    scores = bm25.scores("cat")
+    assert scores[1] == scores[3] == scores[5] != scores[6]
+    for k in range(1, 8):
+        expected = sorted(range(7), key=lambda i: (-scores[i], i))[:k]
+        assert [int(d.id) for d in bm25.search(["cat"], k)[0]] == expected
+
+
+def test_top_is_a_stable_sort_for_any_scores():
+    rng = np.random.default_rng(1)
+    for k in (0, 1, 3, 40, 100):
+        scores = rng.integers(-2, 3, size=40).astype(float)
+        assert list(top(scores, k)) == sorted(range(40), key=lambda i: (-scores[i], i))[:k]
+
+
+def test_no_more_documents_come_back_than_there_are():
+    assert len(BM25(documents("a b", "c")).search(["a"], 5)[0]) == 2
+
+
+def test_an_unknown_word_of_a_query_does_not_enter_the_vocabulary():
+    bm25 = BM25(documents("cat", "dog"))
+    bm25.search(["unicorn"], 1)
+    assert "unicorn" not in bm25.vocabulary and len(bm25.vocabulary) == len(bm25.start) - 1 == 2
+
+
+def test_a_corpus_without_a_word_scores_zero_and_an_empty_corpus_is_an_error():
+    assert list(BM25(documents("...", "!")).scores("cat")) == [0, 0]
+    with pytest.raises(InputError, match="corpus is empty"):
+        BM25([])
+
+
+# -------------------------------------------------------------------------------------------------- controls
+
+def test_the_random_control_gives_one_query_the_same_documents_each_time_and_another_seed_others():
+    corpus = documents(*map(str, range(200)))
+    first, again = RandomRetriever(corpus, seed=1), RandomRetriever(corpus, seed=1)
+    found = first.search(["a", "b", "a"], 5)
+    assert found[0] == found[2] == again.search(["a"], 5)[0]
+    assert found[0] != found[1] and found[0] != RandomRetriever(corpus, seed=2).search(["a"], 5)[0]
+    assert len({d.id for d in found[0]}) == 5 and len(first.search(["a"], 999)[0]) == 200
+
+
+def test_the_random_control_does_not_depend_on_the_process():
+    code = "from data import Document; from retriever import RandomRetriever as R; " \
+           "print([d.id for d in R([Document(str(i), '', 'x') for i in range(99)], 3).search(['q'], 4)[0]])"  # fmt: skip
+    here = [d.id for d in RandomRetriever([Document(str(i), "", "x") for i in range(99)], 3).search(["q"], 4)[0]]
+    there = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env={"PYTHONHASHSEED": "5"})
+    assert there.stdout.strip() == str(here), there.stderr
+
+
+def test_the_empty_control_finds_nothing_for_each_query():
+    assert EmptyRetriever().search(["a", "b"], 5) == [[], []]
+
+
+def test_the_oracle_gives_the_gold_passages_and_counts_from_one():
+    references = tuple(documents("a", "b", "c", "d"))
+    questions = [Question("1", "?", ["x"], references=references, supporting=(1, 4)), Question("2", "?", ["x"])]
+    oracle = OracleRetriever()
+    assert OracleRetriever.needs_questions and not BM25.needs_questions
+    assert [[d.text for d in found] for found in oracle.search(["q", "q"], 5, questions)] == [["a", "d"], []]
+    assert [d.text for d in oracle.search(["q"], 1, questions[:1])[0]] == ["a"]
+
+
+def test_retrievers_are_made_by_name_and_an_unknown_name_lists_them():
+    corpus = documents("cat", "dog")
+    made = [make_retriever(name, corpus, seed=4) for name in ("bm25", "random", "empty", "oracle")]
+    assert [type(retriever) for retriever in made] == [BM25, RandomRetriever, EmptyRetriever, OracleRetriever]
+    assert made[1].seed == 4
+    titled = [Document("1", "a", "b"), Document("2", "b", "a a"), Document("3", "c", "c")]
+    boosted = make_retriever("bm25", titled, title_boost=3)
+    assert list(boosted.scores("a")) == list(BM25(titled, title_boost=3).scores("a")) != list(BM25(titled).scores("a"))
+    with pytest.raises(InputError, match="unknown retriever 'bing': one of bm25, random, empty, oracle"):
+        make_retriever("bing", corpus)
+
+
+# --------------------------------------------------------------------------------------- python retriever.py
+
+def run(*arguments):
+    return subprocess.run([sys.executable, "retriever.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_file_searches_its_own_passages_and_a_corpus(tmp_path):
+    assert "1.   5.974  [1] Ana Bell" in run("where was Ana Bell born").stdout
+    path = tmp_path / "c.tsv"
+    path.write_text("7\tthe cat sat\n8\tdogs ran\n9\tbirds sang\n")
+    output = run("a cat", "--corpus", path, "-k", 1).stdout
+    assert "[7]" in output and "[8]" not in output
+    assert "no passage shares a word" in run("unicorn", "--corpus", path).stdout
+
+
+def test_a_missing_corpus_is_one_line_on_stderr_and_code_2(tmp_path):
+    result = run("cat", "--corpus", tmp_path / "none.jsonl")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "no such file" in result.stderr
