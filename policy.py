@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from data import InputError, run_main
 
@@ -130,7 +131,11 @@ def load_tokenizer(path: str):
     if Path(path).exists() and not Path(path, "config.json").exists():
         raise InputError(f"--model {path}: there is no config.json in this directory; give a saved HF model or a hub name")
     try:
-        return AutoTokenizer.from_pretrained(path)
+        # Trap: for some model types (qwen2 among them) AutoTokenizer puts the family's own class in place of the plain
+        # one that the files declare, and with it another splitting of the text, without a word.
+        declared = get_tokenizer_config(path).get("tokenizer_class")
+        plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"--model {path}: no tokenizer could be loaded from there: {first_line(error)}") from None
 

@@ -163,7 +163,10 @@ def find_boxed(text: str) -> list[Span]:
     while (start := text.find("\\boxed{", position)) >= 0:
         depth, position = 1, start + len("\\boxed{")
         while position < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if text[position] == "\\":  # \{ and \} are characters of the answer, not braces
+                position += 1
+            else:
+                depth += {"{": 1, "}": -1}.get(text[position], 0)
             position += 1
         if depth:  # never closed: no answer
             break
@@ -171,7 +174,7 @@ def find_boxed(text: str) -> list[Span]:
     return spans
 
 
-_CHOICE = re.compile(r"correct answer is\s*:?\s*([^\n]*)", re.IGNORECASE)
+_CHOICE = re.compile(r"correct answer is\s*:?\s*([^\n]*\w[^\n]*)", re.IGNORECASE)
 
 
 def find_answers(protocol: Protocol, text: str, task: str = "qa") -> list[Span]:

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import NoReturn
 
 import rewards
-
-from data import InputError, run_main
-from prompts import PROTOCOLS
-from rollout import Trajectory
+from data import Document, InputError, Question, corpus_from_questions, load_corpus, load_questions, run_main
+from prompts import PROTOCOLS, Protocol, as_protocol
+from retriever import make_retriever
+from rollout import SearchFunction, Trajectory
+from summarizer import make_search, make_summarizer
+from toy import KINDS, World
 
 
 def setting(default, help: str):
@@ -146,6 +148,9 @@ REWARDS = {
     "ur2_stage2": lambda t, r, step: rewards.ur2_stage2(t, r.answer_metric, fallback_penalty=r.fallback_penalty),
     "ur2_choice": lambda t, r, step: rewards.ur2_choice(t, step, r.reward_variant, fallback_penalty=r.fallback_penalty),
     "r1_searcher_stage1": lambda t, r, step: rewards.r1_searcher_stage1(t),
+    # the released code's variants, by name
+    "r1_searcher_stage1_code": lambda t, r, step: rewards.r1_searcher_stage1(t, "cem"),
+    "r1_searcher_stage2_llama": lambda t, r, step: rewards.r1_searcher_stage2(t, r.answer_metric, format_penalty=1.0),
     "r1_searcher_stage2": lambda t, r, step: rewards.r1_searcher_stage2(t, r.answer_metric),
 }
 
@@ -192,7 +197,7 @@ def passages(recipe: Recipe, questions: list[Question]) -> list[Document]:
             raise InputError(f"--corpus from-data: the records of {recipe.data} carry no paragraphs; give a corpus file")
         return documents
     if recipe.corpus:
-        return load_corpus(recipe.corpus)
+        return load_corpus(recipe.corpus, recipe.skip_bad)
     if recipe.data and recipe.retriever not in ("empty", "oracle"):
         raise InputError("--data needs --corpus FILE, or --corpus from-data to search the records' own paragraphs")
     return [] if recipe.data else World(recipe.world_seed).documents

@@ -47,16 +47,18 @@ abel barth bell brandt coll dorn ebner falke finch grau hahn hill ives jung kane
 penn quint reed roth sand stein thorn ulm vogel wolf
 """.split()
 CITY_HEADS = """
-al bar cor dun el fen gar hol in jas kel lor mar nor os pel rav sol tor vas
+al bar bel cor dar dun el fen gar hol in jas kel kor lor lun mar mel nor os pel rav ros sal sol tal tor ur vas ver wal
+zan
 """.split()
 CITY_TAILS = """
-berg bridge dale field ford gate ham mouth port stad ton wick
+berg bridge dale field ford gate grove ham haven hurst land mouth port shire stad stone ton ville wick wood
 """.split()
 COMPANY_HEADS = """
-axi bri cy delo evo fer gil hexa ilo juno kapa lumi mega novo opti pria quad ris syn tera
+axi bri cy delo evo fer gil hexa ilo juno kapa lumi mega novo opti pria quad ris syn tera ulti vexo vita volt xeno
+yara zeta arca beno cora dexa enzo
 """.split()
 COMPANY_TAILS = """
-com dyne flow graph lab line mex nova soft tec works zon
+com core corp dyne flow fix graph lab line link loop mex nova path soft tec ware wave works zon
 """.split()
 COUNTRIES = """
 arvenia belmark corsia dravia elland fioria gradia hestia istria jorvia kaldor lumeria
@@ -190,7 +192,7 @@ class World:
 
 
 def sums(split: str) -> list[tuple[int, int]]:
-    return [(a, b) for a in range(1, 31) for b in range(1, 31)]
+    return [(a, b) for a in range(1, 13) for b in range(1, 13)]
 
 
 def passage(kind: str, name: str, facts: dict[str, str]) -> tuple[str, str]:
@@ -252,7 +254,7 @@ def make_model(vocab_size: int, seed: int = 0) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=vocab_size, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
         intermediate_size=384, max_position_embeddings=256, tie_word_embeddings=True,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None, initializer_range=0.05,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

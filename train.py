@@ -30,8 +30,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from retriever import make_retriever
-from summarizer import make_search, make_summarizer
 from tqdm import tqdm
 
 import grpo
@@ -40,9 +38,9 @@ from curriculum import QuestionStream
 from data import InputError, run_main
 from metrics import exact_match
 from policy import Batch, Policy, collate, evaluating, load_policy, lr_factor, make_optimizer, micro_batches, save_policy
-from recipes import Recipe, parse_recipe, score
+from recipes import Recipe, build_protocol, build_search, parse_recipe, passages, rollout_settings, score, training_questions
 from rollout import Trajectory, check_prompts, rollout, show
-from toy import KINDS, World, load_toy
+from toy import load_toy
 
 ALGORITHMS = {"reinforce_pp": reinforce_pp, "reinforce_pp_baseline": reinforce_pp, "grpo": grpo}
 

@@ -133,7 +133,9 @@ def test_no_more_documents_come_back_than_there_are():
 def test_an_unknown_word_of_a_query_does_not_enter_the_vocabulary():
     bm25 = BM25(documents("cat", "dog"))
     bm25.search(["unicorn"], 1)
-    assert "unicorn" not in bm25.vocabulary and len(bm25.vocabulary) == len(bm25.start) - 1 == 2
+    with pytest.raises(KeyError):
+        bm25.vocabulary["unicorn"]
+    assert len(bm25.vocabulary) == len(bm25.start) - 1 == 2
 
 
 def test_a_corpus_without_a_word_scores_zero_and_an_empty_corpus_is_an_error():

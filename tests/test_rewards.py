@@ -195,7 +195,8 @@ def test_a_choice_is_answered_by_one_letter(answer, good):
 
 def test_a_script_that_the_question_or_a_document_uses_is_not_garbled():
     assert ur2_violations(ur2(search(found="北 is north") + "北 " + BOX)) == []
-    for question in (Question("1", "北?", ["x"]), Question("1", "?", ["x"], references=(Document("1", "北", ""),))):
+    shown = {"question": "北?"}, {"options": ("北",)}, {"references": (Document("1", "北", ""),)}
+    for question in (Question(**{"id": "1", "question": "?", "answers": ["x"], **place}) for place in shown):
         assert ur2_violations(ur2("北 \\boxed{x}", question)) == []
         assert ur2_violations(ur2("север \\boxed{x}", question)) == ["garbled_text"]
 
