@@ -10,6 +10,7 @@ Left out: difficulty buckets and task mixing (UR² section 3.3).
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 
@@ -36,8 +37,9 @@ def parse_mix(mix: str) -> dict[str, float]:
         weights = {name.strip(): float(weight) for name, weight in (part.split("=") for part in mix.split(",") if part.strip())}
     except ValueError:
         raise InputError(f"--mix {mix!r}: write it as kind=weight,kind=weight") from None
-    if any(weight < 0 for weight in weights.values()) or (weights and not sum(weights.values())):
-        raise InputError(f"--mix {mix!r}: weights must not be negative, and one must be above 0")
+    wrong = any(weight < 0 or not math.isfinite(weight) for weight in weights.values())
+    if wrong or (weights and not sum(weights.values())):
+        raise InputError(f"--mix {mix!r}: weights must be numbers that are not negative, and one must be above 0")
     return weights
 
 
@@ -45,14 +47,17 @@ class QuestionStream:
     """`take(step)` deals the questions of one step: `count` of them, mixed by kind. mix="" deals all kinds as they come."""
 
     def __init__(self, questions: list[Question], count: int, mix: str = "", seed: int = 0):
+        if not questions:
+            raise InputError("there are no questions to train on")
         self.seed = seed
+        self.orders: dict[str, tuple[int, list[int]]] = {}  # kind -> (epoch, its order)
         weights = parse_mix(mix)
         self.pools: dict[str, list[Question]] = defaultdict(list)
         for question in questions:
             self.pools[question.kind if weights else ""].append(question)
         missing = [kind for kind, weight in weights.items() if weight and kind not in self.pools]
         if missing:
-            raise InputError(f"--mix names {', '.join(missing)}, of which the data has no question; it has {', '.join(self.pools)}")
+            raise InputError(f"--mix: the data has no question of kind {', '.join(missing)}; it has {', '.join(self.pools)}")
         self.counts = exact_counts(count, weights or {"": 1.0})
 
     def take(self, step: int) -> list[Question]:
@@ -62,8 +67,9 @@ class QuestionStream:
         """The question with this number in the endless, epoch by epoch reshuffled list of its kind."""
         pool = self.pools[kind]
         epoch, place = divmod(number, len(pool))
-        order = random.Random(f"{self.seed} {kind} {epoch}").sample(range(len(pool)), len(pool))
-        return pool[order[place]]
+        if self.orders.get(kind, (None,))[0] != epoch:
+            self.orders[kind] = epoch, random.Random(f"{self.seed} {kind} {epoch}").sample(range(len(pool)), len(pool))
+        return pool[self.orders[kind][1][place]]
 
 
 def main() -> None:

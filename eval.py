@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -23,9 +25,23 @@ import torch
 from tqdm import tqdm
 
 from data import InputError, Question, load_questions, run_main
-from metrics import choice_letter, cover_exact_match, exact_match, f1_score, math_equal
-from policy import load_policy
-from recipes import FlagParser, Recipe, add_flags, build_protocol, build_search, passages, resolve, rollout_settings
+from policy import check_model_path, load_policy
+from prompts import build_prompt
+from recipes import (
+    RECIPES,
+    FlagParser,
+    Recipe,
+    add_flags,
+    answer_scores,
+    build_protocol,
+    build_search,
+    check_recipe,
+    checkpoints,
+    passages,
+    resolve,
+    rollout_settings,
+    stage_folder,
+)
 from rewards import r1_searcher_format, ur2_violations
 from rollout import Trajectory, check_prompts, rollout, show
 from toy import KINDS, World, load_toy
@@ -37,18 +53,11 @@ QUESTIONS_AT_ONCE = 64
 # ------------------------------------------------------------------------------------------------ one trajectory
 
 def grade(trajectory: Trajectory) -> dict[str, float]:
-    """The numbers of one trajectory. A math or choice answer that is right counts 1 under every answer metric."""
-    question, answer = trajectory.question, trajectory.answer or ""
-    if question.task == "math":
-        em = f1 = cem = float(any(math_equal(answer, gold) for gold in question.answers))
-    elif question.task == "choice":
-        em = f1 = cem = float(choice_letter(answer, question.options) in question.answers)
-    else:
-        em, f1, cem = (metric(answer, question.answers) for metric in (exact_match, f1_score, cover_exact_match))
+    """The numbers of one trajectory, by the names of COLUMNS."""
     faults = ur2_violations if trajectory.protocol.answer_tags is None else r1_searcher_format
     searches = trajectory.searches
     return {
-        "em": em, "f1": f1, "cem": cem, "searched": float(bool(searches)), "searches": float(len(searches)),
+        **answer_scores(trajectory), "searched": float(bool(searches)), "searches": float(len(searches)),
         "fallbacks": float(sum(s.fallback for s in searches)), "format": float(not faults(trajectory)),
     }  # fmt: skip
 
@@ -130,41 +139,59 @@ SHARED = [
 ]  # fmt: skip
 
 
-def parse(arguments: list[str] | None = None) -> tuple[Recipe, object]:
+def parse(arguments: list[str] | None = None) -> tuple[Recipe, dict]:
     parser = FlagParser("eval.py", description="Score a checkpoint.", allow_abbrev=False)
     add_flags(parser, SHARED)
     parser.add_argument("--split", default="test", choices=["train", "dev", "test"], help="of the built-in world")
     parser.add_argument("--questions", type=int, default=100, help="per kind in the built-in world; of a file, 0 = all")
     parser.add_argument("--samples", type=int, default=1, help="trajectories per question")
     parser.add_argument("--fact_seed", type=int, default=None, help="redraw every fact of the built-in world")
-    parser.add_argument("--out", default="", help="predictions file; default: beside the checkpoint")
+    parser.add_argument("--out", default="", help="predictions file; default: under runs/predictions")
     parser.add_argument("--json", default="", help="write the table to this file too")
     given = vars(parser.parse_args(arguments))
     options = {k: given.pop(k) for k in ("split", "questions", "samples", "fact_seed", "out", "json")}
+    if options["samples"] < 1 or options["questions"] < 0:
+        raise InputError("--samples must be at least 1, and --questions at least 0 (all)")
     return recipe_of(given), options
 
 
 def recipe_of(given: dict) -> Recipe:
-    """The settings the checkpoint was trained with, greedy, and what the command line says otherwise."""
+    """The settings the checkpoint was trained with, made greedy; what the command line says comes last."""
     model = given.get("model") or last_checkpoint(given)
-    saved = Path(model, "settings.json")
-    if model and saved.exists():
-        recipe = Recipe(**json.loads(saved.read_text(encoding="utf-8")))
-        if "data" in given or given.get("recipe", recipe.recipe) != recipe.recipe:
-            recipe = dataclasses.replace(recipe, corpus="")  # another question file: not the old corpus
-    else:
+    if model:
+        check_model_path(model)
+    recipe = saved_settings(model)
+    if recipe is None or given.get("recipe", recipe.recipe) != recipe.recipe:
         recipe = resolve(given.get("recipe", "ur2"), given.get("stage", 2), not model)
-    return dataclasses.replace(recipe, **{"temperature": 0.0, "top_p": 1.0, **given, "model": model})
+    if "data" in given and recipe.corpus != "from-data":
+        recipe = dataclasses.replace(recipe, corpus="")  # another question file: not the old corpus
+    recipe = dataclasses.replace(recipe, **{"temperature": 0.0, "top_p": 1.0, **given, "model": model})
+    return check_recipe(recipe, training=False)
+
+
+def saved_settings(model: str) -> Recipe | None:
+    """The settings beside a checkpoint of ours; None for any other model."""
+    path = Path(model, "settings.json")
+    if not model or not path.exists():
+        return None
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        known = {f.name for f in dataclasses.fields(Recipe)}
+        return Recipe(**{k: v for k, v in saved.items() if k in known})
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}: not a settings file of train.py ({error})") from None
 
 
 def last_checkpoint(given: dict) -> str:
-    """Of the run the flags name, its latest stage; "" (the built-in warm model) where nothing was trained."""
-    name = given.get("name") or f"{given.get('recipe', 'ur2')}-world{given.get('world_seed', 0)}-seed{given.get('seed', 0)}"
-    stages = [f"stage{given['stage']}"] if "stage" in given else ["stage2", "stage1"]
+    """Of the run that the flags name, the last one of its latest stage; "" (the built-in model) where nothing was trained."""
+    name = given.get("recipe", "ur2")
+    stages = [given["stage"]] if "stage" in given else sorted(RECIPES.get(name, {}), reverse=True)
+    run = resolve(name, given.get("stage", 1), True, {k: v for k, v in given.items() if k not in ("recipe", "stage")})
     for stage in stages:
-        found = sorted(Path(given.get("runs", "runs"), name, stage).glob("checkpoint-*[0-9]"))
-        if found:
+        if found := checkpoints(stage_folder(run, stage)):
             return str(found[-1])
+    if "name" in given or "stage" in given:
+        raise InputError(f"no checkpoint of that run in {stage_folder(run, stages[0]).parent}: train first, or give --model")
     return ""
 
 
@@ -179,45 +206,56 @@ def material(recipe: Recipe, options: dict) -> tuple[list[Question], list]:
     return kinds, passages(recipe, kinds) if recipe.corpus else world.documents
 
 
-def main() -> None:
-    recipe, options = parse()
+def main(arguments: list[str] | None = None) -> None:
+    recipe, options = parse(arguments)
     questions, documents = material(recipe, options)
-    if not questions:
-        raise InputError("no question to evaluate")
+    search = build_search(recipe, documents)
     policy, tokenizer = load(recipe)
     out = Path(options["out"] or default_out(recipe, options))
-    print(f"{recipe.model or 'the built-in model, before RL'}: {len(questions)} questions, {options['samples']} sample(s) each, "
-          f"temperature {recipe.temperature}, retriever {recipe.retriever}")  # fmt: skip
-    records = evaluate(policy, tokenizer, questions, build_search(recipe, documents), recipe, options["samples"], out)
+    print(f"{recipe.model or 'the built-in model, before RL'}: {len(questions)} questions of "
+          f"{recipe.data or 'the built-in world'}, {options['samples']} sample(s) each, "
+          f"temperature {recipe.temperature:g}, retriever {recipe.retriever}")  # fmt: skip
+    try:
+        records = evaluate(policy, tokenizer, questions, search, recipe, options["samples"], out)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the predictions that were finished are in {out}")
+        sys.exit(130)
     summary = summarise(records)
     print(table(summary))
     print(f"predictions: {out}")
     if options["json"]:
-        Path(options["json"]).write_text(json.dumps(summary, indent=1) + "\n")
+        Path(options["json"]).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
 def demo(arguments: list[str] | None = None) -> None:
     """`python rollout.py "a question"`: one trajectory, search by search, of the last checkpoint or of --model."""
     parser = FlagParser("rollout.py", description="Show one live trajectory.", allow_abbrev=False)
-    parser.add_argument("question", nargs="?", default="", help="without one: a held-out two-hop question of the built-in world")
+    parser.add_argument("question", nargs="?", default="", help="without one: a held-out two-hop question, or the file's first")
     add_flags(parser, SHARED)
     given = vars(parser.parse_args(arguments))
     text = given.pop("question")
     recipe = recipe_of(given)
     questions, documents = material(recipe, {"questions": 0, "split": "test", "fact_seed": None})
-    asked = next((q for q in questions if text in ("", q.question) and (text or q.kind in ("two_hop", questions[0].kind))), None)
-    question = asked or Question("asked", text, [])
+    question = pick(questions, text)
+    search = build_search(recipe, documents)
     policy, tokenizer = load(recipe)
-    unknown = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokenizer(text)["input_ids"]
-    if unknown and not recipe.data:
-        raise InputError(f"the tiny model knows only the words of its world; try: {questions[0].question}")
-    trajectory = rollout(policy, tokenizer, question, build_search(recipe, documents), build_protocol(recipe),
-                         seed=recipe.seed, **rollout_settings(recipe))[0]  # fmt: skip
+    protocol = build_protocol(recipe)
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in build_prompt(protocol, question, tokenizer):
+        raise InputError(f"the model has no tokens for this question, as it knows only its own world's words; "
+                         f"try: {questions[0].question}")  # fmt: skip
+    trajectory = rollout(policy, tokenizer, question, search, protocol, seed=recipe.seed, **rollout_settings(recipe))[0]
     print(f"model: {recipe.model or 'the built-in one, before RL'}")
     for number, search in enumerate(trajectory.searches, 1):
         found = search.error or ("(no fact asked for: fallback)" if search.fallback else search.text)
         print(f"search {number}: {search.query}\n    -> {found}")
     print(show(trajectory))
+
+
+def pick(questions: list[Question], text: str) -> Question:
+    """The question with this text (its answers are then known), or a new one; "" picks a two-hop one, or the first."""
+    if not text:
+        return next((q for q in questions if q.kind == "two_hop"), questions[0])
+    return next((q for q in questions if q.question == text), Question("asked", text, []))
 
 
 def load(recipe: Recipe):
@@ -232,8 +270,9 @@ def load(recipe: Recipe):
 def default_out(recipe: Recipe, options: dict) -> Path:
     """Never into the model's own folder: it may be a hub name, or read-only."""
     of = Path(recipe.data).stem if recipe.data else f"world{recipe.world_seed}-{options['split']}"
-    who = "-".join(Path(recipe.model).parts[-3:]).replace(":", "") if recipe.model else f"warm-{recipe.protocol}"
-    return Path(recipe.runs) / "predictions" / f"{who}-{of}-t{recipe.temperature:g}-{recipe.retriever}.jsonl"
+    who = "-".join(Path(recipe.model).parts[-3:]) if recipe.model else f"warm-{recipe.protocol}"
+    name = f"{who}-{of}-t{recipe.temperature:g}-{recipe.retriever}.jsonl"
+    return Path(recipe.runs) / "predictions" / re.sub(r"[^\w.-]+", "", name).lstrip("-.")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,13 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import logging
 
 from data import InputError, run_main
 
+logging.disable_progress_bar()  # a bar for every checkpoint would tear the run's own bar apart
 CHUNK_LOGITS = 2**24  # logits held at once: 64 MB in fp32
 
 
@@ -62,6 +65,7 @@ class Policy(nn.Module):
         super().__init__()
         self.language_model = language_model
         _check_head(language_model)
+        self.train()  # as `evaluating` puts it back; only gradient checkpointing asks, `load_policy` takes dropout out
 
     @property
     def device(self) -> torch.device:
@@ -81,6 +85,8 @@ class Policy(nn.Module):
         mask [B, L − 1]: compute only where it is not 0; the rest is 0. Right padding under causal attention needs no
         attention mask and no position ids: nothing in front of a token looks at the padding behind it.
         """
+        # Are inserted tokens really masked? They are read, so they shape the hidden states of what follows, but here no
+        # head is computed for them: their log-prob is the constant 0, which has no gradient.
         with self.autocast():
             hidden = self.language_model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]  # [B, T, H]
             targets = tokens[:, 1:]  # [B, T]
@@ -103,12 +109,16 @@ class Policy(nn.Module):
 
 
 def _check_head(model: nn.Module) -> None:
-    """The log-probs above are head(last hidden state). Some models scale or cap their logits after it: refuse those."""
+    """The log-probs above are head(last hidden state). Some models scale or cap their logits after it: refuse those.
+
+    A cap hardly touches small logits, such as an untrained model's: the config's word counts too.
+    """
     with torch.no_grad():
         ids = torch.arange(3, device=model.device)[None]
         ours = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
         theirs = model(input_ids=ids, use_cache=False).logits
-    if not torch.allclose(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2):
+    differs = (ours - theirs).abs().max() > 1e-2 * theirs.abs().max()
+    if differs or getattr(model.config, "final_logit_softcapping", None):
         raise InputError(
             f"{type(model).__name__} changes its logits after the output head (soft cap or scale): "
             "its log-probs cannot be computed in chunks here. Use a model without that, such as Qwen2, Qwen3 or Llama"
@@ -119,24 +129,43 @@ def load_policy(path: str, device: torch.device | str = "cpu", gradient_checkpoi
     """(policy, tokenizer) from a directory or a hub name. Trainable weights are fp32 whatever the file holds."""
     tokenizer = load_tokenizer(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
+        config = without_dropout(AutoConfig.from_pretrained(path))
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+    except Exception as error:  # a broken weight file raises whatever its format's reader does
         raise InputError(f"--model {path}: no causal LM could be loaded from there: {first_line(error)}") from None
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise InputError(f"--model {path}: the tokenizer has {len(tokenizer)} tokens, the model only {rows}: not of one model")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Policy(model.to(device)), tokenizer
 
 
-def load_tokenizer(path: str):
+def without_dropout(config):
+    """RL without dropout: what is sampled and what is scored must be one distribution, or the first ratio is not 1."""
+    for name, value in list(vars(config).items()):
+        if "drop" in name and isinstance(value, float):  # attention_dropout (Llama), resid_pdrop (GPT-2), layerdrop (OPT)
+            setattr(config, name, 0.0)
+    return config
+
+
+def check_model_path(path: str) -> None:
+    """A directory must hold a model; a name that only a path can have must exist. Hub names pass."""
     if Path(path).exists() and not Path(path, "config.json").exists():
         raise InputError(f"--model {path}: there is no config.json in this directory; give a saved HF model or a hub name")
+    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise InputError(f"--model {path}: no such directory; give a saved HF model or a hub name (owner/model)")
+
+
+def load_tokenizer(path: str):
+    check_model_path(path)
     try:
         # Trap: for some model types (qwen2 among them) AutoTokenizer puts the family's own class in place of the plain
         # one that the files declare, and with it another splitting of the text, without a word.
         declared = get_tokenizer_config(path).get("tokenizer_class")
         plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
         return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise InputError(f"--model {path}: no tokenizer could be loaded from there: {first_line(error)}") from None
 
 
@@ -149,6 +178,7 @@ def save_policy(policy: Policy, tokenizer, path: Path | str, trainer: dict | Non
     where a run wants to go on from it. Written aside and renamed: an interrupt never leaves half a checkpoint."""
     path = Path(path)
     aside = path.with_name(path.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)  # what an interrupt may have left
     policy.language_model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     if trainer is not None:
@@ -184,7 +214,7 @@ class Batch:
         """The rows `index` [n], cut to the longest of them: padding costs as much as text."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         taken = {name: v[index.to(v.device)] if torch.is_tensor(v) else v for name, v in values.items()}
-        width = _last_column(taken["response_mask"])
+        width = last_column(taken["response_mask"])
         for name, value in taken.items():
             if torch.is_tensor(value) and value.ndim == 2:
                 taken[name] = value[:, : width + 1] if name == "tokens" else value[:, :width]
@@ -195,7 +225,7 @@ class Batch:
         return Batch(**{name: v.to(device) if torch.is_tensor(v) else v for name, v in values.items()})
 
 
-def _last_column(mask: torch.Tensor) -> int:
+def last_column(mask: torch.Tensor) -> int:
     """Columns needed of [n, T]: up to the last sampled token of any row. What stands behind it cannot influence it."""
     used = mask.bool().any(0).nonzero()  # [k, 1]
     return int(used.max()) + 1 if len(used) else 1
@@ -206,6 +236,8 @@ def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, p
 
     The pad id never decides anything: pad may be EOS, and a sampled EOS is trained on.
     """
+    if not all(t.prompt_ids for t in trajectories):
+        raise InputError("a trajectory without token ids, such as a written transcript, can be scored but not trained on")
     width = max(len(t.ids) for t in trajectories)
     tokens = torch.full((len(trajectories), width), pad_id, dtype=torch.long)  # [B, L]
     mask = torch.zeros(len(trajectories), width - 1)  # [B, T]

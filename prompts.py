@@ -88,7 +88,7 @@ PROTOCOLS: dict[str, Protocol] = {
     # UR²'s ablation of the tags: the same protocol under another pair.
     "ur2_search": _ur2("ur2_search", ("<search>", "</search>"), ("<information>", "</information>")),
     "r1_searcher": Protocol(
-        "r1_searcher", *_UR2_TAGS, ("<answer>", "</answer>"), _fill(_R1_INSTRUCTION, *_UR2_TAGS), _R1_DIRECT, prompt_suffix="<think>"
+        "r1_searcher", *_UR2_TAGS, ("<answer>", "</answer>"), _fill(_R1_INSTRUCTION, *_UR2_TAGS), _R1_DIRECT, "<think>"
     ),
 }
 
@@ -126,7 +126,8 @@ def prompt_text(protocol: Protocol | str, question: Question, tokenizer, retriev
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     else:
         text = f"{tokenizer.bos_token or ''}{instruction}\n\nQuestion: {user}\nAnswer:"
-    return text + protocol.prompt_suffix
+    # Some templates open the turn with "<think>\n" themselves: not twice.
+    return text if text.rstrip().endswith(protocol.prompt_suffix) else text + protocol.prompt_suffix
 
 
 def build_prompt(protocol: Protocol | str, question: Question, tokenizer, retrieval: bool = True) -> list[int]:
@@ -157,24 +158,31 @@ def find_blocks(text: str, begin: str, end: str) -> list[Span]:
     return spans
 
 
+# "\{" and "\}" are characters of an answer, not braces; "\\boxed{" (escaped once too often) is a \boxed{ all the same.
+_BRACES = re.compile(r"(?P<box>\\boxed\s*\{)|\\(?!\\boxed).|[{}]", re.DOTALL)
+
+
 def find_boxed(text: str) -> list[Span]:
-    r"""Every \boxed{...} with balanced braces. find_boxed(r"\boxed{\frac{1}{2}}")[0].content == r"\frac{1}{2}"."""
-    spans, position = [], 0
-    while (start := text.find("\\boxed{", position)) >= 0:
-        depth, position = 1, start + len("\\boxed{")
-        while position < len(text) and depth:
-            if text[position] == "\\":  # \{ and \} are characters of the answer, not braces
-                position += 1
-            else:
-                depth += {"{": 1, "}": -1}.get(text[position], 0)
-            position += 1
-        if depth:  # never closed: no answer
-            break
-        spans.append(Span(start, position, text[start + len("\\boxed{") : position - 1].strip()))
+    r"""Every \boxed{...} with balanced braces. find_boxed(r"\boxed{\frac{1}{2}}")[0].content == r"\frac{1}{2}".
+
+    One that is never closed is no answer and hides no other; of boxes inside each other the outermost counts.
+    """
+    spans: list[Span] = []
+    open_braces: list[re.Match] = []
+    for brace in _BRACES.finditer(text):
+        if brace.group() == "}":
+            begin = open_braces.pop() if open_braces else None
+            if begin and begin["box"]:
+                while spans and spans[-1].start > begin.start():  # a box inside this one
+                    spans.pop()
+                spans.append(Span(begin.start(), brace.end(), text[begin.end() : brace.start()].strip()))
+        elif brace["box"] or brace.group() == "{":
+            open_braces.append(brace)
     return spans
 
 
-_CHOICE = re.compile(r"correct answer is\s*:?\s*([^\n]*\w[^\n]*)", re.IGNORECASE)
+# Possessive `\s*+`: a model that writes blanks without end after "is" must not cost the square of their number.
+_CHOICE = re.compile(r"correct answer is\s*+:?\s*+([^\n]*\w[^\n]*)", re.IGNORECASE)
 
 
 def find_answers(protocol: Protocol, text: str, task: str = "qa") -> list[Span]:
@@ -192,12 +200,12 @@ def find_answers(protocol: Protocol, text: str, task: str = "qa") -> list[Span]:
 
 
 def parse_query(protocol: Protocol, turn: str) -> str | None:
-    """The query that a model turn ends in; "" if it is empty, None if its begin tag is missing.
+    """The query that a model turn ends in; "" if it is empty, None if a tag of it is missing.
 
     Only this turn counts: a begin tag in an earlier turn, or in a document, cannot open this query.
     """
     begin, end = protocol.query_tags
-    head = turn[: turn.rfind(end)]
+    head = turn.rpartition(end)[0]
     opened, closed = head.rfind(begin), head.rfind(end)
     return head[opened + len(begin) :].strip() if opened > closed else None
 

@@ -6,6 +6,7 @@ each number with its source; `BUILT_IN` lists what the tiny model on the built-i
     defaults  <  the paper's stage  <  the built-in world (only without --model)  <  the command line
 
 argparse is made from the dataclass: every field is a --flag, and a typo is an error that names the nearest flag.
+`check_recipe` refuses what no run can mean, before a model is loaded.
 """
 
 from __future__ import annotations
@@ -13,21 +14,41 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 import rewards
 from data import Document, InputError, Question, corpus_from_questions, load_corpus, load_questions, run_main
+from metrics import choice_letter, cover_exact_match, exact_match, f1_score, math_equal
 from prompts import PROTOCOLS, Protocol, as_protocol
-from retriever import make_retriever
+from retriever import RETRIEVERS, make_retriever
 from rollout import SearchFunction, Trajectory
-from summarizer import make_search, make_summarizer
+from summarizer import SUMMARIZERS, make_search, make_summarizer
 from toy import KINDS, World
 
+# name -> (trajectory, recipe, step) -> components
+REWARDS = {
+    "ur2_stage1": lambda t, r, step: rewards.ur2_stage1(t, r.reward_variant, r.retrieval, fallback_penalty=r.fallback_penalty),
+    "ur2_stage2": lambda t, r, step: rewards.ur2_stage2(t, r.answer_metric, fallback_penalty=r.fallback_penalty),
+    "ur2_choice": lambda t, r, step: rewards.ur2_choice(
+        t, step, r.reward_variant, r.answer_metric, fallback_penalty=r.fallback_penalty
+    ),
+    "r1_searcher_stage1": lambda t, r, step: rewards.r1_searcher_stage1(t),
+    "r1_searcher_stage2": lambda t, r, step: rewards.r1_searcher_stage2(t, r.answer_metric),
+    # the released code's variants, by name
+    "r1_searcher_stage1_code": lambda t, r, step: rewards.r1_searcher_stage1(t, "cem"),
+    "r1_searcher_stage2_llama": lambda t, r, step: rewards.r1_searcher_stage2(t, r.answer_metric, format_penalty=1.0),
+}
 
-def setting(default, help: str):
-    return field(default=default, metadata={"help": help})
+ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo")
+
+
+def setting(default, help: str, **limits):
+    """A field with its help text and its limits: least and above, most and below are bounds, one_of is names."""
+    return field(default=default, metadata={"help": help, **limits})
 
 
 @dataclass
@@ -45,61 +66,63 @@ class Recipe:
     name: str = setting("", "name of the run; its files are under runs/NAME/stageN")
     runs: str = setting("runs", "folder of all runs and of the built-in model")
     resume: bool = setting(False, "go on from this run's last checkpoint")
-    save_every: int = setting(10, "steps between checkpoints (the last step always saves)")
-    keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all")
-    show_every: int = setting(5, "steps between decoded trajectories on the console")
+    save_every: int = setting(10, "steps between checkpoints (the last step always saves)", least=1)
+    keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0)
+    show_every: int = setting(5, "steps between decoded trajectories on the console", least=1)
     seed: int = setting(0, "seed of questions and sampling")
     world_seed: int = setting(0, "seed of the built-in world and its model")
     # the rollout
-    protocol: str = setting("ur2", "tags and prompt: " + ", ".join(PROTOCOLS))
+    protocol: str = setting("ur2", "tags and prompt", one_of=PROTOCOLS)
     retrieval: bool = setting(True, "False: UR²'s prompt without retrieval")
-    temperature: float = setting(1.0, "of sampling, and of scoring")
-    top_p: float = setting(1.0, "below 1 the samples are not from the distribution that is scored")
-    max_searches: int = setting(4, "per trajectory")
-    max_turn_tokens: int = setting(512, "new tokens per turn")
-    max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit")
-    rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all")
+    temperature: float = setting(1.0, "of sampling, and of scoring", least=0)
+    top_p: float = setting(1.0, "below 1 the samples are not from the distribution that is scored", above=0, most=1)
+    max_searches: int = setting(4, "per trajectory", least=0)
+    max_turn_tokens: int = setting(512, "new tokens per turn", least=1)
+    max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
+    rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
     notices: bool = setting(True, "tell the model why a query was not run")
-    retriever: str = setting("bm25", "bm25, or a control: random, empty, oracle")
-    title_boost: int = setting(1, "how often BM25 counts a passage's title")
-    documents_per_search: int = setting(5, "passages per query")
-    document_tokens: int = setting(1024, "tokens of documents per search at most")
-    summarizer: str = setting("none", "none: the passages as they are; extractive: the best one, or the fallback")
-    search_timeout: float = setting(60.0, "seconds until a search counts as failed")
-    search_retries: int = setting(2, "after a failed search")
+    retriever: str = setting("bm25", "all but bm25 are controls", one_of=RETRIEVERS)
+    title_boost: int = setting(1, "how often BM25 counts a passage's title", least=0)
+    documents_per_search: int = setting(5, "passages per query", least=1)
+    document_tokens: int = setting(1024, "tokens of documents per search at most", least=1)
+    summarizer: str = setting("none", "the passages as they are; or the best one, or the fallback", one_of=SUMMARIZERS)
+    search_timeout: float = setting(60.0, "seconds until a search counts as failed", above=0)
+    search_retries: int = setting(2, "after a failed search", least=0)
     # the reward
-    reward: str = setting("ur2_stage1", "function of rewards.py")
-    reward_variant: str = setting("qwen_7b", "UR²: qwen_7b, qwen_3b, llama_8b")
-    answer_metric: str = setting("f1", "f1, em, cem")
-    fallback_penalty: float = setting(0.5, "UR²: per search that came back as the fallback")
+    reward: str = setting("ur2_stage1", "function of rewards.py; _code and _llama: as released", one_of=REWARDS)
+    reward_variant: str = setting("qwen_7b", "of UR²'s reward: the backbone", one_of=rewards.UR2_RETRIEVAL)
+    answer_metric: str = setting("f1", "of the answer reward", one_of=rewards.ANSWER_METRICS)
+    fallback_penalty: float = setting(0.5, "UR²: per search that came back as the fallback", least=0)
     # the algorithm
-    algorithm: str = setting("reinforce_pp_baseline", "reinforce_pp, reinforce_pp_baseline, grpo")
-    group_size: int = setting(16, "trajectories per question, G")
-    questions_per_step: int = setting(64, "questions per rollout")
-    trajectories_per_update: int = setting(256, "trajectories per optimizer update; 0 = all of a step")
-    steps: int = setting(100, "rollouts; each is followed by its updates")
-    clip_low: float = setting(0.2, "the ratio is clipped below 1 − this")
-    clip_high: float = setting(0.2, "and above 1 + this")
-    dual_clip: float = setting(0.0, "bound of the loss at negative advantage; 0 = off")
-    loss_aggregation: str = setting("sequence", "mean per trajectory, then over trajectories; or: token")
+    algorithm: str = setting("reinforce_pp_baseline", "where the advantage comes from", one_of=ALGORITHMS)
+    group_size: int = setting(16, "trajectories per question, G", least=1)
+    questions_per_step: int = setting(64, "questions per rollout", least=1)
+    trajectories_per_update: int = setting(256, "trajectories per optimizer update; 0 = all of a step", least=0)
+    steps: int = setting(100, "rollouts; each is followed by its updates", least=1)
+    clip_low: float = setting(0.2, "the ratio is clipped below 1 − this", least=0, most=1)
+    clip_high: float = setting(0.2, "and above 1 + this", least=0)
+    dual_clip: float = setting(0.0, "bound of the loss at negative advantage; 0 = off", least=0)
+    loss_aggregation: str = setting("sequence", "mean per trajectory first, or over all tokens", one_of=("sequence", "token"))
     group_std: bool = setting(True, "UR² eq. 5 divides by the group's std; its released code does not")
-    gamma: float = setting(1.0, "discount of token rewards (REINFORCE++)")
-    kl_coef: float = setting(0.0, "weight of the KL to the model at the start of the stage; 0 loads no reference")
-    kl_estimator: str = setting("k2", "k1, k2, k3")
-    kl_place: str = setting("loss", "loss, or reward (k1, REINFORCE++)")
+    gamma: float = setting(1.0, "discount of token rewards (REINFORCE++)", least=0, most=1)
+    kl_coef: float = setting(0.0, "weight of the KL to the model at the start of the stage; 0 loads no reference", least=0)
+    kl_estimator: str = setting("k2", "k1 in the reward, k2 or k3 in the loss", one_of=("k1", "k2", "k3"))
+    kl_place: str = setting("loss", "none: only logged", one_of=("loss", "reward", "none"))
     mask_documents: bool = setting(True, "False trains on the documents too (ablation)")
     # the optimizer
-    optimizer: str = setting("adamw", "adamw, adamw8bit")
-    lr: float = setting(2e-6, "learning rate")
-    lr_warmup: int = setting(0, "updates of linear warm-up")
-    lr_schedule: str = setting("constant", "constant, linear, cosine")
-    beta1: float = setting(0.9, "AdamW")
-    beta2: float = setting(0.999, "AdamW")
-    weight_decay: float = setting(0.0, "AdamW")
-    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm")
-    tokens_per_micro_batch: int = setting(16384, "padded tokens per forward pass of the update")
+    optimizer: str = setting("adamw", "8 bits are for Adam's moments", one_of=("adamw", "adamw8bit"))
+    lr: float = setting(2e-6, "learning rate", above=0)
+    lr_warmup: int = setting(0, "updates of linear warm-up", least=0)
+    lr_schedule: str = setting("constant", "after the warm-up; two end at 0", one_of=("constant", "linear", "cosine"))
+    beta1: float = setting(0.9, "AdamW", least=0, below=1)
+    beta2: float = setting(0.999, "AdamW", least=0, below=1)
+    weight_decay: float = setting(0.0, "AdamW", least=0)
+    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", above=0)
+    tokens_per_micro_batch: int = setting(16384, "padded tokens per forward pass of the update", least=1)
     gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass")
-    old_logprobs: str = setting("auto", "rollout: as sampled; recompute: one more scoring pass; auto: recompute under bf16")
+    old_logprobs: str = setting(
+        "auto", "as sampled, or by one more scoring pass; auto: recompute under bf16", one_of=("auto", "rollout", "recompute")
+    )
 
 
 # Sources: UR² appendix C.2, C.3 and table of hyper-parameters; R1-Searcher section 4.1 and its training script.
@@ -142,19 +165,6 @@ BUILT_IN: dict[str, dict[int, dict]] = {
 }
 
 
-# name -> (trajectory, recipe, step) -> components
-REWARDS = {
-    "ur2_stage1": lambda t, r, step: rewards.ur2_stage1(t, r.reward_variant, r.retrieval, fallback_penalty=r.fallback_penalty),
-    "ur2_stage2": lambda t, r, step: rewards.ur2_stage2(t, r.answer_metric, fallback_penalty=r.fallback_penalty),
-    "ur2_choice": lambda t, r, step: rewards.ur2_choice(t, step, r.reward_variant, fallback_penalty=r.fallback_penalty),
-    "r1_searcher_stage1": lambda t, r, step: rewards.r1_searcher_stage1(t),
-    # the released code's variants, by name
-    "r1_searcher_stage1_code": lambda t, r, step: rewards.r1_searcher_stage1(t, "cem"),
-    "r1_searcher_stage2_llama": lambda t, r, step: rewards.r1_searcher_stage2(t, r.answer_metric, format_penalty=1.0),
-    "r1_searcher_stage2": lambda t, r, step: rewards.r1_searcher_stage2(t, r.answer_metric),
-}
-
-
 def resolve(recipe: str, stage: int, built_in: bool, given: dict | None = None) -> Recipe:
     """The settings of one run: defaults, the paper's stage, the built-in world's where it is used, then `given`."""
     if recipe not in RECIPES:
@@ -170,19 +180,71 @@ def _nearest(word: str, known) -> str:
     return f" (did you mean {match[0]}?)" if match else ""
 
 
+def check_recipe(recipe: Recipe, training: bool = True) -> Recipe:
+    """The recipe itself, or an InputError for a value no run can mean. `training=False` asks only what evaluation needs."""
+    for f in dataclasses.fields(Recipe):
+        check_value(f.name, getattr(recipe, f.name), f.metadata)
+    if recipe.data and not recipe.model:
+        raise InputError("--data needs --model: the built-in tiny model can read only its own world")
+    if recipe.data and not recipe.corpus and recipe.retriever not in ("empty", "oracle"):
+        raise InputError("--data needs --corpus FILE, or --corpus from-data to search the records' own paragraphs")
+    if training:
+        check_training(recipe)
+    return recipe
+
+
+def check_value(name: str, value, limits) -> None:
+    """One setting against the limits that stand beside it in `Recipe`."""
+    if "one_of" in limits and value not in limits["one_of"]:
+        raise InputError(f"--{name} {value}: unknown; one of {', '.join(limits['one_of'])}{_nearest(value, limits['one_of'])}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"--{name} {value}: must be a finite number")
+    if "least" in limits and value < limits["least"]:
+        raise InputError(f"--{name} {value}: must be at least {limits['least']}")
+    if "above" in limits and value <= limits["above"]:
+        raise InputError(f"--{name} {value}: must be above {limits['above']}")
+    if "most" in limits and value > limits["most"]:
+        raise InputError(f"--{name} {value}: must be at most {limits['most']}")
+    if "below" in limits and value >= limits["below"]:
+        raise InputError(f"--{name} {value}: must be below {limits['below']}")
+
+
+def check_training(recipe: Recipe) -> None:
+    """Settings that are fine one by one and mean nothing together."""
+    if recipe.temperature == 0:
+        raise InputError("--temperature 0 is greedy: all trajectories of a group would be the same; training needs sampling")
+    if recipe.group_size == 1 and recipe.algorithm != "reinforce_pp":
+        raise InputError(f"--group_size 1: {recipe.algorithm} compares the trajectories of one question; it needs at least 2")
+    if recipe.kl_coef and recipe.kl_place == "loss" and recipe.kl_estimator == "k1":
+        raise InputError("--kl_estimator k1 in the loss has no expected gradient: use k2, or --kl_place reward")
+    if recipe.kl_coef and recipe.kl_place == "reward" and recipe.kl_estimator != "k1":
+        raise InputError(f"--kl_estimator {recipe.kl_estimator} in the reward has another gradient than the KL: use k1")
+    if 0 < recipe.dual_clip <= 1:
+        raise InputError(f"--dual_clip {recipe.dual_clip}: must be above 1 (3 is usual), or 0 for none")
+    if recipe.reward.startswith("r1_searcher") and not PROTOCOLS[recipe.protocol].answer_tags:
+        raise InputError(f"--reward {recipe.reward} reads <answer> tags, which --protocol {recipe.protocol} does not have")
+
+
 def score(trajectory: Trajectory, recipe: Recipe, step: int) -> dict[str, float]:
     """The named components of one trajectory's reward under the recipe; the reward is their sum."""
-    if recipe.reward not in REWARDS:
-        raise InputError(f"--reward {recipe.reward}: unknown; one of {', '.join(REWARDS)}{_nearest(recipe.reward, REWARDS)}")
     return REWARDS[recipe.reward](trajectory, recipe, step)
 
 
 # ------------------------------------------------------------------------------------------- what a recipe stands for
 # Training and evaluation build everything from here, so that prompt, documents and limits are the same in both.
 
+def stage_folder(recipe: Recipe, stage: int | None = None) -> Path:
+    """Where a stage keeps its files: runs/NAME/stageN; the default name says paper, data and seed."""
+    data = Path(recipe.data.split(",")[0]).stem if recipe.data else f"world{recipe.world_seed}"
+    return Path(recipe.runs) / (recipe.name or f"{recipe.recipe}-{data}-seed{recipe.seed}") / f"stage{stage or recipe.stage}"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first. Half-written ones end in .partial."""
+    return sorted(folder.glob("checkpoint-*[0-9]"))
+
+
 def training_questions(recipe: Recipe) -> list[Question]:
-    if recipe.data and not recipe.model:
-        raise InputError("--data needs --model: the built-in tiny model can read only its own world")
     if recipe.data:
         return load_questions(recipe.data, skip_bad=recipe.skip_bad)
     world = World(recipe.world_seed)
@@ -192,14 +254,9 @@ def training_questions(recipe: Recipe) -> list[Question]:
 def passages(recipe: Recipe, questions: list[Question]) -> list[Document]:
     """The corpus: a file, the records' own paragraphs, or the built-in world's passages."""
     if recipe.corpus == "from-data":
-        documents = corpus_from_questions(questions)
-        if not documents:
-            raise InputError(f"--corpus from-data: the records of {recipe.data} carry no paragraphs; give a corpus file")
-        return documents
+        return corpus_from_questions(questions)
     if recipe.corpus:
         return load_corpus(recipe.corpus, recipe.skip_bad)
-    if recipe.data and recipe.retriever not in ("empty", "oracle"):
-        raise InputError("--data needs --corpus FILE, or --corpus from-data to search the records' own paragraphs")
     return [] if recipe.data else World(recipe.world_seed).documents
 
 
@@ -217,6 +274,19 @@ def build_protocol(recipe: Recipe) -> Protocol:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--prompt_file {recipe.prompt_file}: {error}") from None
     return dataclasses.replace(protocol, instruction=instruction)
+
+
+def answer_scores(trajectory: Trajectory) -> dict[str, float]:
+    """em, f1 and cem of the final answer. A math or choice answer that is right counts 1 under each."""
+    question, answer = trajectory.question, trajectory.answer or ""
+    if question.task == "math":
+        return dict.fromkeys(("em", "f1", "cem"), float(math_equal(answer, question.answers)))
+    if question.task == "choice":
+        golds = {choice_letter(gold, question.options) for gold in question.answers}
+        letter = choice_letter(answer, question.options)
+        return dict.fromkeys(("em", "f1", "cem"), float(letter is not None and letter in golds))
+    metrics = {"em": exact_match, "f1": f1_score, "cem": cover_exact_match}
+    return {name: float(metric(answer, question.answers)) for name, metric in metrics.items()}
 
 
 def rollout_settings(recipe: Recipe) -> dict:
@@ -241,7 +311,8 @@ class FlagParser(argparse.ArgumentParser):
         known, rest = self.parse_known_args(args, namespace)
         if rest:
             flags = [option for action in self._actions for option in action.option_strings]
-            raise InputError(f"{self.prog}: unknown flag {rest[0]}{_nearest(rest[0].split('=')[0], flags)}; --help lists them all")
+            nearest = _nearest(rest[0].split("=")[0], flags)
+            raise InputError(f"{self.prog}: unknown flag {rest[0]}{nearest}; --help lists them all")
         return known
 
 
@@ -259,7 +330,9 @@ def add_flags(parser: argparse.ArgumentParser, names: list[str] | None = None) -
         if names is None or f.name in names:
             kind = {"int": int, "float": float, "bool": boolean}.get(f.type, str)
             once = {"nargs": "?", "const": True} if kind is boolean else {}
-            parser.add_argument(f"--{f.name}", type=kind, default=argparse.SUPPRESS, help=f.metadata["help"], **once)
+            names_of = f"one of {', '.join(f.metadata['one_of'])}; " if "one_of" in f.metadata else ""
+            text = f"{f.metadata['help']} ({names_of}default {f.default!r})"
+            parser.add_argument(f"--{f.name}", type=kind, default=argparse.SUPPRESS, help=text, metavar=f.type.upper(), **once)
 
 
 def parse_recipe(arguments: list[str] | None = None) -> Recipe:
@@ -267,13 +340,21 @@ def parse_recipe(arguments: list[str] | None = None) -> Recipe:
     parser = FlagParser("train.py", description="Train one stage of one paper.", allow_abbrev=False)
     add_flags(parser)
     given = vars(parser.parse_args(arguments))
-    return resolve(given.get("recipe", "ur2"), given.get("stage", 1), not given.get("model"), given)
+    return check_recipe(resolve(given.get("recipe", "ur2"), given.get("stage", 1), not given.get("model"), given))
+
+
+def shown_settings(recipe: Recipe) -> str:
+    """What this run sets otherwise than the defaults, for the console; a run's settings.json holds every setting."""
+    settings, defaults = dataclasses.asdict(recipe), dataclasses.asdict(Recipe())
+    changed = [f"{k}={v}" for k, v in settings.items() if v != defaults[k] or k in ("recipe", "stage")]
+    return textwrap.fill("settings: " + " ".join(changed), 120, subsequent_indent="  ", break_long_words=False)
 
 
 def main() -> None:
     """The settings of every paper and stage side by side; a dot is the default of the first column."""
     columns = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
-    rows = sorted({key for name, stage in columns for key in RECIPES[name][stage]}, key=[f.name for f in dataclasses.fields(Recipe)].index)
+    used = {key for name, stage in columns for key in RECIPES[name][stage]}
+    rows = [f.name for f in dataclasses.fields(Recipe) if f.name in used]
     print(f"{'setting':26}{'default':>23}" + "".join(f"{f'{name} {stage}':>23}" for name, stage in columns))
     for row in rows:
         cells = [str(getattr(Recipe(), row)), *[str(RECIPES[name][stage].get(row, "·")) for name, stage in columns]]

@@ -16,7 +16,9 @@ is speed: the keys and values of a row are computed again at each of its turns.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -145,7 +147,7 @@ class TurnWatcher:
         self.reasons: list[str | None] = [None] * len(room)
         self.ids: list[list[int]] = [[] for _ in room]
         self.logprobs: list[list[float]] = [[] for _ in room]
-        self.closers = closing_ids(tokenizer, stop_tags)
+        self.closers = closing_ids(tokenizer, len(tokenizer), "".join(tag[-1] for tag in stop_tags))
 
     def process_logits(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """[B, V] -> the logits that are sampled from, at our temperature; kept to score the token that comes next."""
@@ -174,17 +176,11 @@ class TurnWatcher:
         return "length" if len(self.ids[row]) >= self.room[row] else None
 
 
-_CLOSERS: dict[tuple[int, tuple[str, ...]], set[int]] = {}
-
-
-def closing_ids(tokenizer, tags: Sequence[str]) -> set[int]:
-    """Token ids that can complete a tag: those that hold its last character. Only they cost a look at the tail."""
-    key = (id(tokenizer), tuple(tags))
-    if key not in _CLOSERS:
-        last = {tag[-1] for tag in tags}
-        pieces = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], skip_special_tokens=False)
-        _CLOSERS[key] = {i for i, piece in enumerate(pieces) if any(c in piece for c in last)}
-    return _CLOSERS[key]
+@functools.lru_cache(maxsize=8)
+def closing_ids(tokenizer, size: int, last: str) -> set[int]:
+    """Token ids that hold one of the characters `last`, so that they can complete a tag: only they cost a look at the tail."""
+    pieces = tokenizer.batch_decode([[i] for i in range(size)], skip_special_tokens=False)
+    return {i for i, piece in enumerate(pieces) if any(character in piece for character in last)}
 
 
 def decode(tokenizer, ids: Sequence[int]) -> str:
@@ -225,15 +221,14 @@ def sample_turns(policy, tokenizer, contexts: list[list[int]], room: list[int], 
     # Not `tokens != pad`: where pad is EOS that would hide real EOS tokens.
     attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=policy.device)
     watcher = TurnWatcher(tokenizer, stop_tags, eos_ids, room, temperature or 1.0)
+    # top_k: generate's default of 50 is off-policy. temperature 1: the watcher divides, generate would divide once more.
+    sampling = {"do_sample": True, "top_k": 0, "top_p": top_p, "temperature": 1.0} if temperature else {"do_sample": False}
     with plain_generation(policy, eos_ids, pad_id):
         policy.generate(
             input_ids=tokens,
             attention_mask=attention,
             max_new_tokens=max(room),
-            do_sample=temperature > 0,  # temperature 0 is greedy
-            top_k=0,  # generate's default is 50: off-policy
-            top_p=top_p,
-            temperature=1.0,  # the watcher divides: at any other value generate would divide once more
+            **sampling,
             logits_processor=LogitsProcessorList([watcher.process_logits]),
             stopping_criteria=StoppingCriteriaList([watcher.check_stop]),
         )
@@ -259,8 +254,6 @@ def call_search(search: SearchFunction, requests: list[SearchRequest], retries: 
             error = f"no answer within {timeout:g} s"
         elif isinstance(box[0], Exception):
             error = f"{type(box[0]).__name__}: {box[0]}"
-        elif len(box[0]) != len(requests):
-            error = f"{len(box[0])} results for {len(requests)} queries"
         else:
             return box[0]
     return [SearchResult(error=error) for _ in requests]
@@ -268,19 +261,32 @@ def call_search(search: SearchFunction, requests: list[SearchRequest], retries: 
 
 def _call_into(search: SearchFunction, requests: list[SearchRequest], box: list) -> None:
     try:
-        box.append(search(requests))
+        results = list(search(requests))
+        if len(results) != len(requests):
+            raise ValueError(f"{len(results)} results for {len(requests)} queries")
+        if not all(isinstance(result, SearchResult) for result in results):
+            raise TypeError("a result is no SearchResult")
+        box.append(results)
     except Exception as error:  # any fault of a retriever is logged in the trajectory, not raised
         box.append(error)
 
 
-def fit_body(tokenizer, pieces: list[str], budget: int) -> tuple[list[int], str]:
-    """Documents as ids, cut at a document's end to at most `budget` tokens; only a first one that is too long is cut inside."""
+def fit_block(tokenizer, protocol: Protocol, pieces: list[str], budget: int) -> tuple[list[int], str]:
+    """(ids of the framed documents, their text), cut at a document's end so that the whole block has at most `budget`
+    tokens; only a first document that is too long by itself is cut inside.
+
+    The block is encoded as one text: a body encoded apart from its frame begins otherwise (in many tokenizers a word
+    behind a newline is another token than a word that nothing stands before), and supervised traces have it whole.
+    """
+    def block(body: str) -> list[int]:
+        return encode(tokenizer, frame_documents(protocol, body))
+
     for count in range(len(pieces), 0, -1):
-        text = "\n".join(pieces[:count])
-        ids = encode(tokenizer, text)
-        if len(ids) <= budget:
-            return ids, text
-    return ids[:budget], decode(tokenizer, ids[:budget])
+        body = "\n".join(pieces[:count])
+        if len(ids := block(body)) <= budget:
+            return ids, body
+    fits = bisect.bisect_right(range(len(body)), budget, key=lambda length: len(block(body[:length]))) - 1
+    return block(body[: max(fits, 0)]), body[: max(fits, 0)]
 
 
 def encode(tokenizer, text: str) -> list[int]:
@@ -309,10 +315,11 @@ class Environment:
     def __init__(self, tokenizer, protocol: Protocol, search: SearchFunction, limits: Limits, retries: int, timeout: float):
         self.tokenizer, self.protocol, self.search, self.limits = tokenizer, protocol, search, limits
         self.retries, self.timeout = retries, timeout
-        opening, closing = frame_documents(protocol, "\x00").split("\x00")
-        self.opening, self.closing = (encode(tokenizer, opening), opening), (encode(tokenizer, closing), closing)
-        self.overhead = len(self.opening[0]) + len(self.closing[0]) + len(encode(tokenizer, protocol.fallback_notice))
-        self.forbidden = [*protocol.tags, *tokenizer.all_special_tokens]
+        self.frame_tokens = sum(len(encode(tokenizer, half)) for half in frame_documents(protocol, "\x00").split("\x00"))
+        self.overhead = self.frame_tokens + len(encode(tokenizer, protocol.fallback_notice))
+        # all_special_tokens leaves out those without a role, such as Llama 3's <|eot_id|>: a page could open a turn with them
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.forbidden = [*protocol.tags, *tokenizer.all_special_tokens, *special]
 
     def answer(self, asking: list[Trajectory]) -> None:
         """Each trajectory ends in a query tag. Execute what is well-formed, in one call; refuse the rest."""
@@ -358,9 +365,8 @@ class Environment:
         else:
             pieces = [result.text] if result.text else number_documents(result.documents)
         pieces = [strip_tags(piece, self.forbidden) for piece in pieces] or [self.protocol.empty_text]
-        body_ids, body = fit_body(self.tokenizer, pieces, self.budget(trajectory))
-        ids = self.opening[0] + body_ids + self.closing[0]
-        trajectory.append_environment(ids, self.opening[1] + body + self.closing[1], "documents")
+        ids, body = fit_block(self.tokenizer, self.protocol, pieces, self.frame_tokens + self.budget(trajectory))
+        trajectory.append_environment(ids, frame_documents(self.protocol, body), "documents")
         if result.fallback:
             notice = self.protocol.fallback_notice
             trajectory.append_environment(encode(self.tokenizer, notice), notice, "notice")
@@ -417,8 +423,9 @@ def rollout(
     with seeded(seed, policy.device):
         live = trajectories
         while live:
-            for start in range(0, len(live), batch_size or len(live)):
-                take_turn(policy, tokenizer, live[start : start + (batch_size or len(live))], protocol, limits, temperature, top_p)
+            size = batch_size or len(live)
+            for start in range(0, len(live), size):
+                take_turn(policy, tokenizer, live[start : start + size], protocol, limits, temperature, top_p)
             environment.answer([t for t in live if not t.stop_reason])
             ended = sum(bool(t.stop_reason) for t in live)
             if progress:
@@ -427,7 +434,8 @@ def rollout(
     return trajectories
 
 
-def take_turn(policy, tokenizer, rows: list[Trajectory], protocol: Protocol, limits: Limits, temperature: float, top_p: float) -> None:
+def take_turn(policy, tokenizer, rows: list[Trajectory], protocol: Protocol, limits: Limits,
+              temperature: float, top_p: float) -> None:  # fmt: skip
     """Sample each row's next turn and append it. Rows that ended in a query keep an empty stop_reason."""
     room = [min(limits.max_turn_tokens, limits.room(row)) for row in rows]
     turns = sample_turns(policy, tokenizer, [row.ids for row in rows], room, protocol.stop_tags, temperature, top_p)

@@ -53,7 +53,7 @@ def train_sft(
     warmup: int = 0,
     decay_from: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.98),
-    tokens_per_micro_batch: int = 16384,
+    tokens_per_micro_batch: int = 16384,  # small for a tiny model on a CPU: padding then costs more than the extra passes
     description: str = "supervised",
 ) -> list[float]:
     """`steps` updates; `next_examples(step)` gives each step's batch. Returns the loss of every step.
@@ -73,8 +73,9 @@ def train_sft(
             tokens, mask = tokens.to(policy.device), mask.to(policy.device)
             loss = 0.0
             for rows in micro_batches(mask, tokens_per_micro_batch):
+                width = int(mask[rows].any(0).nonzero().max()) + 1  # what stands behind the last token to imitate is padding or useless
                 share = mask[rows].sum() / mask.sum().clamp(min=1)
-                part = share * sft_loss(policy, tokens[rows], mask[rows])
+                part = share * sft_loss(policy, tokens[rows, : width + 1], mask[rows, :width])
                 part.backward()
                 loss += part.item()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)

@@ -71,20 +71,21 @@ bim bolt borg cran dram ell fip gan hep jot kip lok mim nab oka pim quo rin sep 
 """.split()
 SPLITS = {"known": 12, "train": 200, "dev": 60, "test": 60}  # people; half as many cities and companies
 UNIT_SPLITS = {"train": 8, "dev": 2, "test": 2}
+ENTITIES = ("person", "city", "company")
 KINDS = ("one_hop", "two_hop", "unit", "arithmetic", "known")
 MAX_NUMBER = 100
 
-# relation -> (what it is about, what it leads to, how a query names it)
+# relation -> (what it is about, what it leads to). Passages and queries name it by this word, questions do not.
 RELATIONS = {
-    "born": ("person", "city", "birthplace of"),
-    "employer": ("person", "company", "employer of"),
-    "country": ("city", "country", "country of"),
-    "mayor": ("city", "person", "mayor of"),
-    "product": ("company", "product", "product of"),
-    "seat": ("company", "city", "seat of"),
+    "birthplace": ("person", "city"),
+    "employer": ("person", "company"),
+    "country": ("city", "country"),
+    "mayor": ("city", "person"),
+    "product": ("company", "product"),
+    "seat": ("company", "city"),
 }
 ONE_HOP = {
-    "born": "where was {} born ?",
+    "birthplace": "where was {} born ?",
     "employer": "who employs {} ?",
     "country": "which country is {} in ?",
     "mayor": "who is the mayor of {} ?",
@@ -92,19 +93,14 @@ ONE_HOP = {
     "seat": "where is {} based ?",
 }
 TWO_HOP = {
-    ("born", "country"): "which country was {} born in ?",
-    ("born", "mayor"): "who is the mayor of the city where {} was born ?",
+    ("birthplace", "country"): "which country was {} born in ?",
+    ("birthplace", "mayor"): "who is the mayor of the city where {} was born ?",
     ("employer", "product"): "what does the employer of {} make ?",
     ("employer", "seat"): "where is the employer of {} based ?",
     ("seat", "country"): "which country is {} based in ?",
     ("seat", "mayor"): "who is the mayor of the city where {} is based ?",
 }
-PASSAGES = {
-    "person": "{0} was born in {born} and works for {employer} .",
-    "city": "{0} is a city in {country} and its mayor is {mayor} .",
-    "company": "{0} makes {product} and is based in {seat} .",
-}
-KNOWN_RELATIONS = ("born", "employer")
+KNOWN_RELATIONS = ("birthplace", "employer")
 
 
 # ------------------------------------------------------------------------------------------------------ the world
@@ -143,15 +139,14 @@ class World:
     def draw_facts(self, rng: random.Random, kind: str, split: str) -> dict[str, str]:
         """Facts of one entity. They stay inside the split, so that both hops of a held-out question are held out."""
         pools = {**self.entities[split], "country": COUNTRIES, "product": PRODUCTS}
-        return {relation: rng.choice(pools[to]) for relation, (about, to, _) in RELATIONS.items() if about == kind}
+        return {relation: rng.choice(pools[to]) for relation, (about, to) in RELATIONS.items() if about == kind}
 
     @property
     def documents(self) -> list[Document]:
         """One passage per entity and unit: 676 in all. The title is the entity's name."""
-        passages = [
-            passage(kind, name, self.facts[name])
-            for split in SPLITS for kind, names in self.entities[split].items() for name in names
-        ]  # fmt: skip
+        rng = random.Random(f"passages {self.seed}")
+        passages = [passage(rng, name, self.facts[name]) for split in SPLITS
+                    for names in self.entities[split].values() for name in names]  # fmt: skip
         passages += [unit_passage(*unit) for units in self.units.values() for unit in units]
         return [Document(str(i), title, text) for i, (title, text) in enumerate(passages)]
 
@@ -192,11 +187,12 @@ class World:
 
 
 def sums(split: str) -> list[tuple[int, int]]:
-    return [(a, b) for a in range(1, 13) for b in range(1, 13)]
+    return [(a, b) for a in range(1, 10) for b in range(1, 10)]
 
 
-def passage(kind: str, name: str, facts: dict[str, str]) -> tuple[str, str]:
-    return name, PASSAGES[kind].format(name, **facts)
+def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, str]:
+    """(title, text) of an entity: its facts in a random order, so that where a fact stands says nothing about which it is."""
+    return name, f"{name} has " + " and ".join(f"{relation} {value}" for relation, value in shuffled(rng, list(facts.items()))) + " ."
 
 
 def unit_passage(big: str, small: str, factor: int) -> tuple[str, str]:
@@ -217,8 +213,8 @@ def take(items: list, count: int) -> list:
 # --------------------------------------------------------------------------------------------------- the tokenizer
 
 WORDS = """
-a an and are as based birthplace born city country does employer employs for how in is it its make makes many mayor of
-one product seat search the was what where which who works answer query fact none
+a an and answer are as based birthplace born city country does employer employs for has how in is it make many mayor
+none of one product seat the was what where which who
 """.split()
 
 
@@ -234,7 +230,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     spaced = [*WORDS, *FIRST, *LAST, *CITY_HEADS, *COMPANY_HEADS, *COUNTRIES, *PRODUCTS, *UNITS]
     spaced += [*map(str, range(MAX_NUMBER)), "?", ".", "+", ":"]
     spaced += [f"({i})" for i in range(1, 6)]
-    bare = [*CITY_TAILS, *COMPANY_TAILS, "?", ":", ".", "+", "\\boxed{", "}", "\n", "\n\n", " "]
+    bare = [*CITY_TAILS, *COMPANY_TAILS, "?", ":", ".", "+", "\\boxed{", " \\boxed{", "}", "\n", "\n\n", " "]
     pieces = list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *[f" {word}" for word in spaced], *bare]))
     # Unigram with equal scores takes the fewest pieces that cover the text.
     tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=2, byte_fallback=False))
@@ -267,18 +263,19 @@ def make_model(vocab_size: int, seed: int = 0) -> Qwen2ForCausalLM:
 class WarmUp:
     """How the supervised traces are made. The flaws leave RL something to find; more of them hide the skill itself."""
 
-    steps: int = 200
+    steps: int = 300
     batch_size: int = 64
     lr: float = 4e-3
     lr_warmup: int = 50
-    decay_from: float = 0.6
-    lookups_with_search: float = 0.7
-    choice_without_loss: float = 0.92  # of those: no loss on the token that decides to search
+    decay_from: float = 0.5
+    guess_at_once: tuple[float, float] = (0.2, 0.4)  # lookups of one and of two hops answered without a search
+    choice_without_loss: float = 0.96  # of those: no loss on the token that decides to search
     bad_query: float = 0.3
     stop_after_first_hop: float = 0.4
     ignore_document: float = 0.2
     needless_search: float = 0.06  # arithmetic and known facts
-    mix: tuple[float, ...] = (0.30, 0.34, 0.12, 0.14, 0.10)  # KINDS
+    practice: float = 0.3  # traces that only read: a passage, and both its facts asked for
+    mix: tuple[float, ...] = (0.24, 0.28, 0.20, 0.18, 0.10)  # of the others: KINDS
 
 
 class TraceWriter:
@@ -294,6 +291,8 @@ class TraceWriter:
         self.taken_units = {frozenset(unit[:2]) for units in world.units.values() for unit in units}
 
     def write(self) -> tuple[str, list[tuple[str, str]]]:
+        if self.rng.random() < self.options.practice:
+            return self.practice()
         kind = self.rng.choices(KINDS, self.options.mix)[0]
         return {"one_hop": self.lookup, "two_hop": self.two_hop, "unit": self.unit,
                 "arithmetic": self.arithmetic, "known": self.known}[kind]()  # fmt: skip
@@ -303,21 +302,21 @@ class TraceWriter:
         relation = self.rng.choice(list(ONE_HOP))
         name = self.name(RELATIONS[relation][0])
         facts = self.facts(name, RELATIONS[relation][0])
-        hop = (f"{RELATIONS[relation][2]} {name}", passage(RELATIONS[relation][0], name, facts))
-        return ONE_HOP[relation].format(name), self.trace([hop], facts[relation], RELATIONS[relation][1])
+        hop = (f"{relation} of {name}", passage(self.rng, name, facts))
+        return ONE_HOP[relation].format(name), self.trace([hop], facts[relation], RELATIONS[relation][1], relation)
 
     def two_hop(self):
         first, second = self.rng.choice(list(TWO_HOP))
-        about, bridge_kind, wording = RELATIONS[first]
+        about, bridge_kind = RELATIONS[first]
         name = self.name(about)
         facts = self.facts(name, about)
         bridge = facts[first]
         bridge_facts = self.facts(bridge, bridge_kind)
         hops = [
-            (f"{wording} {name}", passage(about, name, facts)),
-            (f"{RELATIONS[second][2]} {bridge}", passage(bridge_kind, bridge, bridge_facts)),
+            (f"{first} of {name}", passage(self.rng, name, facts)),
+            (f"{second} of {bridge}", passage(self.rng, bridge, bridge_facts)),
         ]
-        return TWO_HOP[first, second].format(name), self.trace(hops, bridge_facts[second], RELATIONS[second][1])
+        return TWO_HOP[first, second].format(name), self.trace(hops, bridge_facts[second], RELATIONS[second][1], second)
 
     def unit(self):
         big, small = self.rng.sample(UNITS, 2)
@@ -337,15 +336,26 @@ class TraceWriter:
         relation, name = self.rng.choice(KNOWN_RELATIONS), self.rng.choice(self.world.entities["known"]["person"])
         facts = self.world.facts[name]
         searched = self.rng.random() < self.options.needless_search
-        steps = self.search(f"{RELATIONS[relation][2]} {name}", passage("person", name, facts)) if searched else []
-        return ONE_HOP[relation].format(name), [*steps, *self.final(facts[relation])]
+        steps = self.search(f"{relation} of {name}", passage(self.rng, name, facts)) if searched else []
+        return ONE_HOP[relation].format(name), [*steps, *self.final(facts[relation], relation)]
+
+    def practice(self):
+        """Reading alone: a passage of nonsense facts, and the word of each relation to write the value of. Any relation
+        may have any value here, so that no guess by kind pays, and countries and products are copied as names are."""
+        relations = self.rng.sample(list(RELATIONS), 2)
+        facts = {relation: self.guess(self.rng.choice([*ENTITIES, "country", "product"])) for relation in relations}
+        found = passage(self.rng, self.name(self.rng.choice(ENTITIES)), facts)
+        pieces = [(self.frame(found), "given")]
+        for relation, value in shuffled(self.rng, list(facts.items())):
+            pieces += [(f" {relation}", "given"), (self.value(value), "model")]
+        return "which ?", pieces
 
     # ------------------------------------------------------------------ the pieces of a trace
-    def trace(self, hops: list, answer: str, answer_kind) -> list[tuple[str, str]]:
+    def trace(self, hops: list, answer: str, answer_kind, thought: str = "") -> list[tuple[str, str]]:
         """Search along the hops, with the flaws of `options`; or answer at once with a guess of the right kind."""
         rng, options = self.rng, self.options
-        guess = self.final(self.guess(answer_kind))
-        if rng.random() > options.lookups_with_search:
+        guess = self.final(self.guess(answer_kind), thought)
+        if rng.random() < options.guess_at_once[len(hops) - 1]:
             return guess
         pieces = []
         for number, (query, found) in enumerate(hops):
@@ -358,7 +368,7 @@ class TraceWriter:
                     break
             pieces += self.search(query, found)
         else:
-            pieces += guess if rng.random() < options.ignore_document else self.final(answer)
+            pieces += guess if rng.random() < options.ignore_document else self.final(answer, thought)
         if rng.random() < options.choice_without_loss:
             pieces[0] = (pieces[0][0], "choice")
         return pieces
@@ -371,15 +381,24 @@ class TraceWriter:
         if found is None:
             given = frame_documents(self.protocol, self.protocol.empty_text) + self.protocol.fallback_notice
         else:
-            title, text = found
-            given = frame_documents(self.protocol, text if self.summarised else f"(1) {title}: {text}")
+            given = self.frame(found)
         return [(f"{begin} {query}{end}", "model"), (given, "given")]
 
-    def final(self, answer: str) -> list[tuple[str, str]]:
+    def frame(self, found: tuple[str, str]) -> str:
+        title, text = found
+        return frame_documents(self.protocol, text if self.summarised else f"(1) {title}: {text}")
+
+    def final(self, answer: str, thought: str = "") -> list[tuple[str, str]]:
+        """The end of a trace. The thought is the relation that is asked for: the value stands right behind that word in
+        the passage, and this is how the tiny model finds it."""
         if self.protocol.answer_tags is None:
-            return [(f"\\boxed{{ {answer}}}<eos>", "model")]
+            return [(f"{f' {thought}' if thought else ''}{self.value(answer)}<eos>", "model")]
         begin, end = self.protocol.answer_tags
-        return [(f"{'</think>' if self.protocol.prompt_suffix else ''}\n\n{begin} {answer}{end}", "model")]
+        considered = f" {thought}{self.value(answer)}" if thought else ""
+        return [(f"{considered}</think>\n\n{begin} {answer}{end}", "model")]
+
+    def value(self, answer: str) -> str:
+        return f" \\boxed{{ {answer}}}" if self.protocol.answer_tags is None else f" {answer}"
 
     def spoil(self, query: str) -> str:
         """A query that names nobody: the entity is left out, or one of its pieces is another's."""
@@ -401,9 +420,9 @@ class TraceWriter:
         return self.rng.choice({"country": COUNTRIES, "product": PRODUCTS}.get(kind) or self.world.entities["warmup"][kind])
 
     def other_passage(self) -> tuple[str, str]:
-        kind = self.rng.choice(list(PASSAGES))
+        kind = self.rng.choice(ENTITIES)
         name = self.name(kind)
-        return passage(kind, name, self.facts(name, kind))
+        return passage(self.rng, name, self.facts(name, kind))
 
 
 def encode_traces(traces: list, protocol: Protocol, tokenizer) -> list[Example]:
@@ -430,7 +449,7 @@ def warm_up(policy: Policy, tokenizer, world: World, protocol: Protocol, options
         return encode_traces([writer.write() for _ in range(options.batch_size)], protocol, tokenizer)
 
     return train_sft(policy, next_examples, options.steps, options.lr, options.lr_warmup, options.decay_from,
-                     description=f"warm-up ({protocol.name})")  # fmt: skip
+                     tokens_per_micro_batch=1024, description=f"warm-up ({protocol.name})")  # fmt: skip
 
 
 def load_toy(world_seed: int = 0, protocol: str = "ur2", runs: str = "runs") -> tuple[Policy, PreTrainedTokenizerFast, World]:

@@ -12,6 +12,7 @@ the usual mean of micro-batch means is 21 to 28 % off. Each process samples its 
 know all trajectories, so group and batch statistics are of the global batch.
 
 Files of a run, under runs/NAME/stageN: settings.json, metrics.jsonl (a line per step), samples.txt, checkpoint-NNNNNN.
+Ctrl-C is safe at any moment: a checkpoint is written aside and renamed, a line of metrics is written whole.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import math
 import shutil
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
@@ -36,9 +37,32 @@ import grpo
 import reinforce_pp
 from curriculum import QuestionStream
 from data import InputError, run_main
-from metrics import exact_match
-from policy import Batch, Policy, collate, evaluating, load_policy, lr_factor, make_optimizer, micro_batches, save_policy
-from recipes import Recipe, build_protocol, build_search, parse_recipe, passages, rollout_settings, score, training_questions
+from policy import (
+    Batch,
+    Policy,
+    check_model_path,
+    collate,
+    evaluating,
+    load_policy,
+    lr_factor,
+    make_optimizer,
+    micro_batches,
+    save_policy,
+)
+from recipes import (
+    Recipe,
+    answer_scores,
+    build_protocol,
+    build_search,
+    checkpoints,
+    parse_recipe,
+    passages,
+    rollout_settings,
+    score,
+    shown_settings,
+    stage_folder,
+    training_questions,
+)
 from rollout import Trajectory, check_prompts, rollout, show
 from toy import load_toy
 
@@ -47,32 +71,22 @@ ALGORITHMS = {"reinforce_pp": reinforce_pp, "reinforce_pp_baseline": reinforce_p
 
 # ------------------------------------------------------------------------------------------------------- set up
 
-def stage_folder(recipe: Recipe, stage: int | None = None) -> Path:
-    name = recipe.name or "-".join(
-        [recipe.recipe, Path(recipe.data.split(",")[0]).stem if recipe.data else f"world{recipe.world_seed}", f"seed{recipe.seed}"]
-    )
-    return Path(recipe.runs) / name / f"stage{stage or recipe.stage}"
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
-    return sorted(p for p in folder.glob("checkpoint-*") if not p.name.endswith(".partial"))
-
-
-def starting_model(recipe: Recipe) -> str:
-    """Where the weights come from: --resume, else --model, else (stage 2) stage 1's last checkpoint; "" = built-in."""
+def starting_model(recipe: Recipe) -> tuple[str, str]:
+    """(where the weights come from, what to say about it): the run's own last checkpoint with --resume; in stage 2 stage 1's
+    last one; else --model; else "", the built-in model."""
     if recipe.resume:
         found = checkpoints(stage_folder(recipe))
         if not found:
             raise InputError(f"--resume: no checkpoint in {stage_folder(recipe)}; leave the flag out to start anew")
-        return str(found[-1])
-    if recipe.stage > 1:
-        found = checkpoints(stage_folder(recipe, recipe.stage - 1))
-        if found:
-            return str(found[-1])
-        print(f"stage {recipe.stage}: no stage {recipe.stage - 1} checkpoint in {stage_folder(recipe, recipe.stage - 1)}; "
-              f"starting from {recipe.model or 'the built-in model'}")  # fmt: skip
-    return recipe.model
+        return str(found[-1]), f"going on from {found[-1]}"
+    before = stage_folder(recipe, recipe.stage - 1)
+    if recipe.stage > 1 and (found := checkpoints(before)):
+        return str(found[-1]), f"stage {recipe.stage} starts from {found[-1]}"
+    if recipe.model:
+        check_model_path(recipe.model)
+    start = f"starts from {recipe.model or 'the built-in model'}"
+    missing = f": there is no stage {recipe.stage - 1} checkpoint in {before}" if recipe.stage > 1 else ""
+    return recipe.model, f"stage {recipe.stage} {start}{missing}"
 
 
 def load_start(recipe: Recipe, path: str, device) -> tuple[Policy, object]:
@@ -96,20 +110,22 @@ def make_batch(trajectories: list[Trajectory], rewards: list[float], recipe: Rec
 
 
 @torch.no_grad()
-def score_batch(policy: Policy, batch: Batch, recipe: Recipe) -> torch.Tensor:
-    """Log-probs [B, T] of the batch's tokens under `policy`, on the CPU."""
+def score_batch(policy: Policy, batch: Batch, recipe: Recipe, accelerator: Accelerator) -> torch.Tensor:
+    """Log-probs [B, T] of the batch's tokens under `policy`, on the CPU. Each process scores its share; all get all."""
     scored = torch.zeros(batch.response_mask.shape)  # [B, T]
-    for rows in micro_batches(batch.response_mask, recipe.tokens_per_micro_batch):
-        part = batch.rows(rows).to(policy.device)
+    mine = torch.arange(accelerator.process_index, len(batch), accelerator.num_processes)
+    for rows in micro_batches(batch.response_mask[mine], recipe.tokens_per_micro_batch):
+        part = batch.rows(mine[rows]).to(policy.device)
         logprobs = policy(part.tokens, recipe.temperature, part.response_mask)  # [b, t]
-        scored[rows, : logprobs.shape[1]] = logprobs.cpu()
-    return scored
+        scored[mine[rows], : logprobs.shape[1]] = logprobs.cpu()
+    return accelerator.reduce(scored.to(accelerator.device), "sum").cpu() if accelerator.num_processes > 1 else scored
 
 
 def update(model, optimizer, algorithm, part: Batch, recipe: Recipe, accelerator: Accelerator, fresh: bool) -> dict[str, float]:
     """One optimizer update on the rows of `part` (all processes hold all of them; each takes its share).
 
     fresh: this is the only update of the step, so π_old is π: its log-probs are taken from the forward pass itself.
+    An update whose loss or gradient is not finite changes no weight: the caller looks at the totals and stops.
     """
     part.token_weights = algorithm.compute_token_weights(part, recipe)  # [B, T]
     mine = part.rows(torch.arange(accelerator.process_index, len(part), accelerator.num_processes))
@@ -126,6 +142,9 @@ def update(model, optimizer, algorithm, part: Batch, recipe: Recipe, accelerator
             # DDP averages the gradients of its processes; ours are parts of one sum
             accelerator.backward(loss * accelerator.num_processes)
         add_stats(totals, loss, logprobs, stats, micro)
+    totals = over_processes(totals, accelerator)
+    # What happens when all rewards of a group are equal? Its advantages are 0, so it adds nothing to this gradient; if all
+    # groups are equal the gradient is 0, and only the momentum of earlier updates still moves the weights.
     totals["grad_norm"] = float(accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm))
     if math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"]):
         optimizer.step()
@@ -135,11 +154,24 @@ def update(model, optimizer, algorithm, part: Batch, recipe: Recipe, accelerator
 
 def add_stats(totals: dict, loss: torch.Tensor, logprobs: torch.Tensor, stats: dict, micro: Batch) -> None:
     """Weighted sums over the update: with token weights that sum to 1 they are means."""
+    ratio = stats.pop("ratio")  # [b, t]  1 on masked tokens
+    totals["ratio_min"] = min(totals.get("ratio_min", 1.0), ratio.min().item())
+    totals["ratio_max"] = max(totals.get("ratio_max", 1.0), ratio.max().item())
     totals["loss"] += loss.item()
     totals["entropy"] += -(micro.token_weights * logprobs.detach()).sum().item()  # Monte-Carlo estimate
-    totals["ratio_max"] = max(totals["ratio_max"], stats.pop("ratio").max().item())
     for name, value in stats.items():
         totals["clip_fraction" if name == "clipped" else name] += (micro.token_weights * value).sum().item()
+
+
+EXTREMES = {"ratio_min": min, "ratio_max": max, "grad_norm": max}  # what is no sum and no mean
+
+
+def over_processes(totals: dict[str, float], accelerator: Accelerator) -> dict[str, float]:
+    """The totals of all processes: each has summed its own rows."""
+    if accelerator.num_processes == 1:
+        return dict(totals)
+    every = gather_object([dict(totals)])
+    return {name: EXTREMES.get(name, sum)([part[name] for part in every]) for name in every[0]}
 
 
 # -------------------------------------------------------------------------------------------------- what is logged
@@ -154,17 +186,17 @@ def measure(trajectories: list[Trajectory], components: list[dict[str, float]], 
     for t in trajectories:
         kinds[t.question.kind].append(t)
     for kind, rows in sorted(kinds.items()):
-        record[f"em/{kind}"] = sum(exact_match(t.answer, t.question.answers) for t in rows) / len(rows)
+        record[f"em/{kind}"] = sum(answer_scores(t)["em"] for t in rows) / len(rows)
         record[f"searched/{kind}"] = sum(bool(t.searches) for t in rows) / len(rows)
         record[f"searches/{kind}"] = sum(len(t.searches) for t in rows) / len(rows)
     searches = [s for t in trajectories for s in t.searches]
     model_tokens = sum(sum(t.response_mask) for t in trajectories)
     record |= {
-        "em": sum(exact_match(t.answer, t.question.answers) for t in trajectories) / count,
+        "em": sum(answer_scores(t)["em"] for t in trajectories) / count,
         "searched": sum(bool(t.searches) for t in trajectories) / count,
         "searches": len(searches) / count,
         "fallbacks": sum(s.fallback for s in searches) / max(1, len(searches)),
-        "search_errors": sum(s.error is not None for s in searches),
+        "search_errors": sum(s.error is not None for s in searches) / max(1, len(searches)),
         "refused": sum(len(t.refusals) for t in trajectories) / count,
         "answered": sum(t.answer is not None for t in trajectories) / count,
         "cut_off": sum(t.stop_reason in ("length", "refused") for t in trajectories) / count,
@@ -179,6 +211,48 @@ def measure(trajectories: list[Trajectory], components: list[dict[str, float]], 
 def console_line(record: dict) -> str:
     shown = ("reward", "em", "searched", "searches", "fallbacks", "model_tokens", "frac_reward_zero_std", "grad_norm")
     return f"step {record['step']:>4}  " + "  ".join(f"{name} {record[name]:.2f}" for name in shown)
+
+
+PATIENCE = 3  # steps in a row
+HINTS = {  # why is my curve flat or dead? cause -> (seen in a step's record, where to look)
+    "equal rewards": (
+        lambda record, recipe: record["frac_reward_zero_std"] == 1 and recipe.algorithm != "reinforce_pp",
+        "all rewards of every group were equal, so nothing is learned: is the reward ever reached (samples.txt), or always? "
+        "A larger --group_size, or easier questions, gives differences",
+    ),
+    "no search": (
+        lambda record, recipe: record["searched"] + record["refused"] == 0 and recipe.retrieval and recipe.max_searches > 0,
+        "no trajectory searched: does the model know the query tags (samples.txt)? Stage 1 or some supervised traces teach it",
+    ),
+    "only refused": (
+        lambda record, recipe: record["refused"] > 0 and record["searched"] == 0,
+        "queries were written but none was run: they are empty or lack the begin tag (samples.txt)",
+    ),
+    "cut off": (
+        lambda record, recipe: record["cut_off"] == 1,
+        "every trajectory was cut off before an answer: raise --max_turn_tokens or --max_context, or look at samples.txt",
+    ),
+    "search down": (
+        lambda record, recipe: record["searches"] > 0 and record["search_errors"] == 1,
+        "every search failed: the retriever is down or slower than --search_timeout",
+    ),
+}  # fmt: skip
+
+
+class Hints:
+    """After `PATIENCE` steps of one cause a line that says where to look, once per run and cause."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe, self.streaks = recipe, Counter()
+
+    def after(self, record: dict) -> list[str]:
+        lines = []
+        for cause, (seen, advice) in HINTS.items():
+            told = self.streaks[cause] >= PATIENCE
+            self.streaks[cause] = self.streaks[cause] + 1 if told or seen(record, self.recipe) else 0
+            if self.streaks[cause] == PATIENCE:
+                lines.append(f"hint: for {PATIENCE} steps {advice}")
+        return lines
 
 
 # ---------------------------------------------------------------------------------------------------------- the loop
@@ -203,7 +277,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists():  # of steps behind the checkpoint that is resumed
-            kept = [line for line in metrics.read_text().splitlines() if json.loads(line)["step"] < first_step]
+            kept = [line for line in metrics.read_text().splitlines() if step_of(line) < first_step]
             metrics.write_text("".join(line + "\n" for line in kept))
         (self.folder / "settings.json").write_text(settings_text(self.recipe))
 
@@ -224,8 +298,17 @@ class Run:
             return
         trainer = {"step": step, "optimizer": optimizer.state_dict()}
         save_policy(policy, tokenizer, path, trainer, settings_text(self.recipe))
-        for old in checkpoints(self.folder)[: -self.recipe.keep_checkpoints or None]:
+        keep = self.recipe.keep_checkpoints
+        for old in checkpoints(self.folder)[:-keep] if keep else []:
             shutil.rmtree(old)
+
+
+def step_of(line: str) -> float:
+    """The step of a line of metrics.jsonl; a line that a crash cut short belongs to none."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf
 
 
 class Trainer:
@@ -235,38 +318,55 @@ class Trainer:
         self.recipe, self.accelerator = recipe, Accelerator()
         self.algorithm = ALGORITHMS[recipe.algorithm]
         self.protocol = build_protocol(recipe)
+        start, said = starting_model(recipe)  # first of all: reading a corpus and then missing the model wastes minutes
         questions = training_questions(recipe)
         self.stream = QuestionStream(questions, recipe.questions_per_step, recipe.mix, recipe.seed)
         self.search = build_search(recipe, passages(recipe, questions))
+        self.accelerator.print(said)
         with self.accelerator.local_main_process_first():  # one process makes the built-in model, the others read it
-            start = starting_model(recipe)
             self.policy, self.tokenizer = load_start(recipe, start, self.accelerator.device)
         check_prompts(questions, self.protocol, self.tokenizer, self.policy, **rollout_settings(recipe))
-        self.reference = self.load_reference(start) if recipe.kl_coef else None
-        self.optimizer = make_optimizer(
-            self.policy, recipe.optimizer, recipe.lr, (recipe.beta1, recipe.beta2), recipe.weight_decay
-        )
+        self.reference = self.load_reference() if recipe.kl_coef else None
+        betas = (recipe.beta1, recipe.beta2)
+        self.optimizer = make_optimizer(self.policy, recipe.optimizer, recipe.lr, betas, recipe.weight_decay)
         self.model = self.accelerator.prepare_model(self.policy)
-        self.first_step = self.load_trainer(start) if recipe.resume else 0
-        self.updates = math.ceil(self.trajectories_per_step / (recipe.trajectories_per_update or self.trajectories_per_step))
-        self.recompute = recipe.old_logprobs == "recompute" or not recipe.mask_documents or (
-            recipe.old_logprobs == "auto" and self.accelerator.device.type != "cpu"
-        )  # fmt: skip
+        self.first_step = self.load_trainer(Path(start)) if recipe.resume else 0
+        per_step = recipe.questions_per_step * recipe.group_size
+        self.updates = math.ceil(per_step / (recipe.trajectories_per_update or per_step))
+        if per_step // self.updates < self.accelerator.num_processes:
+            raise InputError(f"{per_step // self.updates} trajectories per update cannot be shared by "
+                             f"{self.accelerator.num_processes} processes: raise --trajectories_per_update")  # fmt: skip
 
     @property
-    def trajectories_per_step(self) -> int:
-        return self.recipe.questions_per_step * self.recipe.group_size
+    def recompute(self) -> bool:
+        """Are π_old's log-probs computed again? Under bf16 sampling and scoring round differently, and a rollout has none
+        for documents. With one update per step the update's own forward pass gives them."""
+        recipe = self.recipe
+        bf16 = self.accelerator.device.type != "cpu"
+        return recipe.old_logprobs == "recompute" or (recipe.old_logprobs == "auto" and bf16) or not recipe.mask_documents
 
-    def load_reference(self, start: str) -> Policy:
+    def load_reference(self) -> Policy:
         """π_ref: the model this stage began with, frozen."""
-        path = starting_model(dataclasses.replace(self.recipe, resume=False)) if self.recipe.resume else start
+        path, _ = starting_model(dataclasses.replace(self.recipe, resume=False))
         reference, _ = load_start(self.recipe, path, self.accelerator.device)
         return reference.eval().requires_grad_(False)
 
-    def load_trainer(self, path: str) -> int:
-        state = torch.load(Path(path) / "trainer.pt", map_location=self.accelerator.device, weights_only=True)
+    def load_trainer(self, path: Path) -> int:
+        """Optimizer state and step number of the checkpoint at `path`."""
+        state = torch.load(path / "trainer.pt", map_location=self.accelerator.device, weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
+        if state["step"] >= self.recipe.steps:
+            raise InputError(f"--resume: {state['step']} of --steps {self.recipe.steps} steps are done; raise --steps to go on")
+        before = json.loads((path / "settings.json").read_text(encoding="utf-8"))
+        now = dataclasses.asdict(self.recipe)
+        changed = [f"{k}={now[k]} (was {v})" for k, v in before.items() if k != "resume" and now.get(k, v) != v]
+        if changed:
+            self.accelerator.print("resumed with other settings: " + ", ".join(changed))
         return state["step"]
+
+    def score(self, policy: Policy, batch: Batch) -> torch.Tensor:
+        with evaluating(policy):
+            return score_batch(policy, batch, self.recipe, self.accelerator)  # [B, T]
 
     def roll_out(self, step: int) -> list[Trajectory]:
         """This process samples its share of the questions; all processes get all trajectories, group by group."""
@@ -286,32 +386,34 @@ class Trainer:
         components = [score(t, recipe, step) for t in trajectories]
         record = {"step": step, **measure(trajectories, components, recipe)}
         batch = make_batch(trajectories, [sum(c.values()) for c in components], recipe, self.tokenizer.pad_token_id or 0)
-        with evaluating(self.policy):
-            if self.recompute and self.updates > 1:
-                batch.old_logprobs = score_batch(self.policy, batch, recipe)
-            if self.reference is not None:
-                batch.ref_logprobs = score_batch(self.reference, batch, recipe)
+        if self.recompute and (self.updates > 1 or (recipe.kl_coef and recipe.kl_place == "reward")):
+            batch.old_logprobs = self.score(self.policy, batch)
+        if self.reference is not None:
+            batch.ref_logprobs = self.score(self.reference, batch)
         batch.advantages = self.algorithm.compute_advantages(batch, recipe)
         record |= self.update_all(step, batch, trajectories)
         record |= {"rollout_seconds": rolled - start, "update_seconds": time.perf_counter() - rolled}
         return record, trajectories, components
 
     def update_all(self, step: int, batch: Batch, trajectories: list[Trajectory]) -> dict[str, float]:
-        """The step's updates over shuffled rows; returns the mean of their statistics (maximum of the maxima)."""
+        """The step's updates over shuffled rows; returns the means of their statistics (of EXTREMES, the extreme)."""
         recipe = self.recipe
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(recipe.seed * 7_919 + step))
-        results = []
+        results, fresh = [], self.recompute and self.updates == 1
         for number, rows in enumerate(order.tensor_split(self.updates)):
-            lr = recipe.lr * lr_factor(step * self.updates + number, recipe.steps * self.updates, recipe.lr_warmup, recipe.lr_schedule)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            lr = self.set_lr(step * self.updates + number)
             part = batch.rows(rows)
-            fresh = self.recompute and self.updates == 1
             result = update(self.model, self.optimizer, self.algorithm, part, recipe, self.accelerator, fresh)
             self.check_finite(result, step, part, [trajectories[i] for i in rows.tolist()])
             results.append(result | {"lr": lr})
-        merge = {"ratio_max": max, "grad_norm": max}
-        return {k: merge.get(k, lambda v: sum(v) / len(v))([r[k] for r in results]) for k in results[0]}
+        return {k: EXTREMES.get(k, lambda v: sum(v) / len(v))([r[k] for r in results]) for k in results[0]}
+
+    def set_lr(self, update_number: int) -> float:
+        recipe, updates = self.recipe, self.recipe.steps * self.updates
+        lr = recipe.lr * lr_factor(update_number, updates, recipe.lr_warmup, recipe.lr_schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
 
     def check_finite(self, result: dict, step: int, part: Batch, trajectories: list[Trajectory]) -> None:
         if math.isfinite(result["loss"]) and math.isfinite(result["grad_norm"]):
@@ -322,7 +424,7 @@ class Trainer:
             torch.save(dataclasses.asdict(part), path)
         ids = ", ".join(dict.fromkeys(t.question.id for t in trajectories))
         raise InputError(
-            f"step {step}: loss {result['loss']}, gradient norm {result['grad_norm']}; stopped before the weights were changed. "
+            f"step {step}: loss {result['loss']}, gradient norm {result['grad_norm']}; stopped; this update was not applied. "
             f"The batch is in {path}; its questions: {ids}"
         )
 
@@ -330,36 +432,38 @@ class Trainer:
 def train(recipe: Recipe) -> Path:
     """One stage. Returns the folder of the run."""
     trainer = Trainer(recipe)
-    run = Run(recipe, trainer.accelerator.is_main_process)
+    run, hints = Run(recipe, trainer.accelerator.is_main_process), Hints(recipe)
     run.open(trainer.first_step)
     with tqdm(total=recipe.steps, initial=trainer.first_step, desc=f"{recipe.recipe} stage {recipe.stage}",
               dynamic_ncols=True, disable=not run.main) as bar:  # fmt: skip
         for step in range(trainer.first_step, recipe.steps):
             record, trajectories, components = trainer.step(step)
+            last = step + 1 == recipe.steps
             run.log(record)
             bar.update()
             if run.main:
-                bar.write(console_line(record))
-                if step % recipe.show_every == 0 or step + 1 == recipe.steps:
-                    row = (step * 37) % len(trajectories)
-                    sample = show(trajectories[row], components[row])
-                    run.show(f"step {step}\n{sample}")
-                    bar.write("\n" + sample + "\n")
-            if (step + 1) % recipe.save_every == 0 or step + 1 == recipe.steps:
+                bar.write("\n".join([console_line(record), *hints.after(record)]))
+            if run.main and (last or step % recipe.show_every == 0):
+                row = (step * 37) % len(trajectories)
+                sample = show(trajectories[row], components[row])
+                run.show(f"step {step}\n{sample}")
+                bar.write("\n" + sample + "\n")
+            if last or (step + 1) % recipe.save_every == 0:
                 run.save(trainer.policy, trainer.tokenizer, trainer.optimizer, step + 1)
     return run.folder
 
 
-def main() -> None:
-    recipe = parse_recipe()
-    print("settings: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(recipe).items() if v != ""))
+def main(arguments: list[str] | None = None) -> None:
+    recipe = parse_recipe(arguments)
+    say = PartialState().print  # one process speaks for all
+    say(shown_settings(recipe) + f"\n  (all of them: {stage_folder(recipe)}/settings.json)")
     try:
         folder = train(recipe)
     except KeyboardInterrupt:
         found = checkpoints(stage_folder(recipe))
-        print(f"\ninterrupted; {f'last checkpoint: {found[-1]} (go on with --resume)' if found else 'no checkpoint yet'}")
+        say(f"\ninterrupted; {f'last checkpoint: {found[-1]} (go on with --resume)' if found else 'no checkpoint yet'}")
         sys.exit(130)
-    print(f"done: {folder} (python eval.py --model {checkpoints(folder)[-1]})")
+    say(f"done: {folder} (python eval.py --model {checkpoints(folder)[-1]})")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,30 @@
+# Two commands set everything up on a fresh machine: `make train` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+SEED ?= 0
+
+$(VENV)/installed: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -r requirements.txt
+	touch $@
+
+install: $(VENV)/installed
+
+# Warm-up, stage 1, stage 2, evaluation and the picture, on the built-in world. A few minutes on a laptop.
+train: install
+	$(BIN)/accelerate launch --config_file configs/cpu.yaml train.py --stage 1 --world_seed $(SEED) --seed $(SEED)
+	$(BIN)/accelerate launch --config_file configs/cpu.yaml train.py --stage 2 --world_seed $(SEED) --seed $(SEED)
+	$(BIN)/python eval.py --world_seed $(SEED) --seed $(SEED) --temperature 1
+	$(BIN)/python eval.py --world_seed $(SEED) --seed $(SEED)
+	$(BIN)/python view.py --png runs/ur2-world$(SEED)-seed$(SEED)
+
+test: install
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q
+
+clean:
+	rm -rf runs .pytest_cache .ruff_cache
+
+.PHONY: install train test clean

@@ -1,0 +1,90 @@
+"""What several tests share: tokenizers as real ones are, small random models, and nothing from the network."""
+
+import os
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from policy import Policy
+from prompts import PROTOCOLS
+from toy import make_model, make_tokenizer
+
+torch.set_num_threads(1)  # the models are so small that a second thread only waits
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# How the large models cut a text before BPE: signs keep the newlines behind them, so ">\n\n" can become one token.
+PIECES = Regex(
+    r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def train_bpe(texts: list[str], vocab_size: int = 800) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer as chat models have it: tags are plain text, EOS is not the padding."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(PIECES, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+@pytest.fixture(scope="session")
+def bpe():
+    """Trained on the protocols' own texts: tags are several tokens, and "|>\\n\\n" and ">\\n\\n" are one each."""
+    texts = [text for p in PROTOCOLS.values() for text in (p.instruction, p.direct_instruction, p.limit_notice)]
+    texts += [f"a {tag}\n\nb {tag} c" for p in PROTOCOLS.values() for tag in p.tags]
+    texts += ["Ana Bell was born in Kelmouth. Kelmouth is a town in Norland. The answer is \\boxed{5}."]
+    return train_bpe(texts * 5)
+
+
+def random_policy(config, seed: int) -> Policy:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Policy((Qwen2ForCausalLM if config.model_type == "qwen2" else LlamaForCausalLM)(config)).eval()
+
+
+def small(**changes) -> dict:
+    """Sizes of a model that answers in a millisecond. Large weights, so that what it says depends on what it has read."""
+    return {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+        "max_position_embeddings": 512, "initializer_range": 0.6, "tie_word_embeddings": False,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **changes,
+    }  # fmt: skip
+
+
+# The models have a few more output rows than the tokenizer has tokens, as hub models do.
+
+@pytest.fixture(scope="session")
+def qwen2(bpe) -> Policy:
+    return random_policy(Qwen2Config(vocab_size=len(bpe) + 8, **small()), seed=0)
+
+
+@pytest.fixture(scope="session")
+def llama(bpe) -> Policy:
+    return random_policy(LlamaConfig(vocab_size=len(bpe) + 8, **small()), seed=1)
+
+
+@pytest.fixture(scope="session")
+def toy_tokenizer() -> PreTrainedTokenizerFast:
+    """Word pieces; a tag is one token, and the prompt is the bare question."""
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def toy_policy(toy_tokenizer) -> Policy:
+    """The built-in world's tiny model with random weights."""
+    return Policy(make_model(len(toy_tokenizer), seed=0)).eval()

@@ -1,0 +1,456 @@
+"""policy.py: log-probs without [B, T, V], fp32 weights, batches that keep their masks, checkpoints that load."""
+
+import copy
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+import policy as policy_file
+from data import InputError
+from policy import (
+    Batch,
+    Policy,
+    check_model_path,
+    collate,
+    evaluating,
+    load_policy,
+    load_tokenizer,
+    lr_factor,
+    make_optimizer,
+    micro_batches,
+    save_policy,
+    token_logprobs,
+)
+
+VOCABULARY = 50
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.2,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+FAMILIES = {
+    "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "qwen2, untied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
+    "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "llama, untied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+}
+
+
+def make_policy(family="qwen2, untied", seed=0) -> Policy:
+    torch.manual_seed(seed)
+    return Policy(FAMILIES[family]())
+
+
+def make_tokens(rows=3, length=9, seed=1):
+    return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))  # [B, L]
+
+
+def full_logprobs(policy: Policy, tokens, temperature=1.0):
+    """The plain way: all logits, log_softmax, gather."""
+    logits = policy.language_model(input_ids=tokens).logits[:, :-1].float() / temperature  # [B, T, V]
+    return logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # [B, T]
+
+
+def gradients(policy: Policy, loss) -> list:
+    policy.zero_grad()
+    loss.backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in policy.parameters()]
+
+
+# ---------------------------------------------------------------------------------------------------- log-probs
+
+@pytest.mark.parametrize("chunk_rows", [1, 5, 24, 1000])  # 24 log-probs: one row per chunk, a ragged cut, exactly one, all
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunked_logprobs_and_their_gradients_are_those_of_the_full_softmax(family, chunk_rows, monkeypatch):
+    monkeypatch.setattr(policy_file, "CHUNK_LOGITS", chunk_rows * VOCABULARY)
+    policy, tokens = make_policy(family), make_tokens()
+    weights = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))  # [B, T]
+    ours, plain = policy(tokens, 0.7), full_logprobs(policy, tokens, 0.7)  # [B, T]
+    assert torch.allclose(ours, plain, atol=1e-5)
+    for one, other in zip(gradients(policy, (weights * ours).sum()), gradients(policy, (weights * plain).sum()), strict=True):
+        assert (one - other).abs().max() <= 1e-6 * max(1.0, other.abs().max().item())
+
+
+def test_logprobs_by_hand_and_at_another_temperature():
+    # logits (0, ln 3): p = (1/4, 3/4). At τ = 0.5 the logits double: (0, ln 9): p = (1/10, 9/10).
+    head = torch.nn.Linear(1, 2)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.copy_(torch.tensor([0.0, math.log(3)]))
+    hidden, targets = torch.zeros(2, 1), torch.tensor([0, 1])
+    assert token_logprobs(hidden, head, targets).exp().tolist() == pytest.approx([0.25, 0.75])
+    assert token_logprobs(hidden, head, targets, 0.5).exp().tolist() == pytest.approx([0.1, 0.9])
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4])
+def test_no_more_than_a_chunk_of_logits_exists_at_once_and_masked_positions_have_none(chunk_rows, monkeypatch):
+    monkeypatch.setattr(policy_file, "CHUNK_LOGITS", chunk_rows * VOCABULARY)
+    policy, tokens = make_policy(), make_tokens()
+    mask = torch.zeros(3, 8)
+    mask[0, 2:7] = mask[2, 7] = 1  # 6 of 24 positions
+    sizes = []
+    policy.language_model.lm_head.register_forward_hook(lambda module, inputs, output: sizes.append(tuple(output.shape)))
+    logprobs = policy(tokens, mask=mask)
+    assert all(len(size) == 2 and size[0] <= chunk_rows for size in sizes)
+    assert sum(size[0] for size in sizes) == 6
+    sizes.clear()
+    logprobs.sum().backward()
+    assert sum(size[0] for size in sizes) == 6  # the backward pass makes each chunk's logits again, and no others
+
+
+def test_masked_positions_are_zero_and_move_nothing():
+    policy, tokens = make_policy(), make_tokens()
+    mask = torch.zeros(3, 8)
+    mask[:, 3:5] = 1
+    masked, plain = policy(tokens, mask=mask), full_logprobs(policy, tokens)
+    assert torch.allclose(masked[:, 3:5], plain[:, 3:5], atol=1e-5)
+    assert masked[:, :3].eq(0).all() and masked[:, 5:].eq(0).all()
+    # Whatever weight the prompt's and the documents' columns are given, the gradient is that of the sampled ones.
+    loud = gradients(policy, (masked * torch.where(mask.bool(), 1.0, 1e6)).sum())
+    plain = gradients(policy, (full_logprobs(policy, tokens) * mask).sum())
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(loud, plain, strict=True))
+
+
+def test_the_targets_of_masked_positions_have_no_gradient_in_the_head():
+    # Token 7 stands only in the "document". The head's row of a token that is neither sampled nor competes would be 0; as a
+    # competitor its gradient is −p(7) · h summed over the sampled positions, and nothing from being the target itself.
+    policy, tokens = make_policy(), make_tokens()
+    tokens[tokens == 7] = 8
+    tokens[:, 4] = 7
+    mask = torch.ones(3, 8)
+    mask[:, 3] = 0  # column 3 is about tokens[:, 4]
+    gradients(policy, policy(tokens, mask=mask).sum())
+    hidden = policy.language_model.base_model(input_ids=tokens).last_hidden_state[:, :-1]  # [B, T, H]
+    probability = policy.language_model.lm_head(hidden).softmax(-1)[..., 7]  # [B, T]
+    expected = -(probability * mask)[..., None].mul(hidden).sum((0, 1))  # [H]
+    assert torch.allclose(policy.language_model.lm_head.weight.grad[7], expected, atol=1e-5)
+
+
+def test_an_all_masked_batch_gives_zeros_and_a_zero_gradient():
+    policy = make_policy()
+    logprobs = policy(make_tokens(), mask=torch.zeros(3, 8))
+    assert logprobs.eq(0).all()
+    assert all(g.eq(0).all() for g in gradients(policy, logprobs.sum()))
+
+
+@pytest.mark.parametrize("family", ["qwen2, tied", "llama, untied"])
+def test_right_padding_needs_no_attention_mask(family):
+    policy, tokens = make_policy(family), make_tokens(rows=1)
+    alone = policy(tokens[:, :6])  # [1, 5]
+    padded = policy(tokens)  # whatever stands behind the sixth token
+    assert torch.allclose(padded[:, :5], alone, atol=1e-5)
+
+
+def test_logprobs_are_fp32_and_scoring_leaves_the_model_as_it_was():
+    policy = make_policy()
+    before = [p.clone() for p in policy.parameters()]
+    with torch.no_grad():
+        assert policy(make_tokens()).dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["soft cap", "scaled logits"])
+def test_a_model_that_changes_its_logits_after_the_head_is_refused_in_one_line(name):
+    if name == "soft cap":  # logits of an untrained model are so small that a cap of 30 hardly moves them
+        sizes = {k: v for k, v in SIZES.items() if k != "initializer_range"}
+        model = Gemma2ForCausalLM(Gemma2Config(**sizes, head_dim=8, final_logit_softcapping=30.0))
+    else:
+        model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0))
+    with pytest.raises(InputError, match="changes its logits after the output head") as error:
+        Policy(model)
+    assert "\n" not in str(error.value)
+
+
+def test_generation_and_evaluation_leave_the_mode_as_it_was():
+    policy = make_policy().train()
+    policy.generate(input_ids=make_tokens(1), max_new_tokens=1, do_sample=False)
+    assert policy.language_model.training
+    with evaluating(policy):
+        assert not policy.language_model.training
+    assert policy.language_model.training
+
+
+# ------------------------------------------------------------------------------------------- loading and saving
+
+@pytest.fixture(scope="module")
+def saved(bpe, tmp_path_factory):
+    """A bf16 checkpoint on disk, as hub models are."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "vocab_size": len(bpe)})).to(torch.bfloat16).save_pretrained(path)
+    bpe.save_pretrained(path)
+    return path
+
+
+def test_trainable_weights_are_fp32_even_if_the_checkpoint_is_bf16(saved):
+    assert {t.dtype for t in load_file(saved / "model.safetensors").values()} == {torch.bfloat16}
+    policy, _ = load_policy(str(saved))
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in policy.parameters())
+
+
+def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
+    # With GPT-2's 10 % two scorings of one text would differ, and the first ratio would not be 1.
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(bpe), n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    bpe.save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path))[0].train()
+    assert torch.equal(policy(make_tokens()), policy(make_tokens()))
+    kept = Policy(AutoModelForCausalLM.from_pretrained(tmp_path)).train()
+    assert not torch.allclose(kept(make_tokens()), kept(make_tokens()), atol=1e-3)
+
+
+def test_gradient_checkpointing_changes_memory_and_no_gradient(saved):
+    tokens, grads = make_tokens(), []
+    for flag in (False, True):
+        policy, _ = load_policy(str(saved), gradient_checkpointing=flag)
+        assert policy.language_model.is_gradient_checkpointing == flag and policy.language_model.training
+        grads.append(gradients(policy, policy(tokens).sum()))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*grads, strict=True))
+
+
+def test_a_missing_model_is_one_line(tmp_path):
+    for path in (tmp_path / "nothing", "./nothing", "a/b/nothing"):
+        with pytest.raises(InputError, match="no such directory"):
+            load_policy(str(path))
+    check_model_path("Qwen/Qwen2.5-3B")  # a hub name may well not be here yet
+
+
+def test_a_directory_without_a_model_says_what_is_missing(tmp_path):
+    with pytest.raises(InputError, match=r"no config\.json"):
+        load_policy(str(tmp_path))
+
+
+def test_broken_files_are_one_line_too(saved, tmp_path, bpe):
+    config = json.loads((saved / "config.json").read_text())
+    for name, content in {"config.json": "{", "model.safetensors": "no weights"}.items():
+        path = tmp_path / name.split(".")[0]
+        path.mkdir()
+        bpe.save_pretrained(path)
+        (path / "config.json").write_text(json.dumps(config))
+        (path / name).write_text(content)
+        with pytest.raises(InputError, match=f"--model {path}: ") as error:
+            load_policy(str(path))
+        assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_an_index_error_on_step_300(tmp_path, bpe):
+    Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(tmp_path)  # 50 embeddings
+    bpe.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=f"the tokenizer has {len(bpe)} tokens, the model only 50"):
+        load_policy(str(tmp_path))
+
+
+def test_the_tokenizer_that_the_files_declare_is_loaded_and_not_the_familys_own(tmp_path, toy_tokenizer):
+    # AutoTokenizer sees model_type qwen2 and puts Qwen's byte-level splitting in place of the saved word pieces.
+    Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "vocab_size": len(toy_tokenizer)})).save_pretrained(tmp_path)
+    toy_tokenizer.save_pretrained(tmp_path)
+    text = " where was ada abel born ? answer :"
+    ids = toy_tokenizer(text)["input_ids"]
+    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] != ids, "the trap is gone: load_tokenizer can be simpler"
+    assert load_tokenizer(str(tmp_path))(text)["input_ids"] == ids
+
+
+def test_a_saved_policy_reloads_with_automodel_and_equal_logits(tmp_path, saved):
+    policy, tokenizer = load_policy(str(saved))
+    with torch.no_grad():
+        policy.language_model.lm_head.weight.add_(0.01)  # as training would
+    save_policy(policy, tokenizer, tmp_path / "a", trainer={"step": 3}, settings="{}")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    tokens = make_tokens()
+    assert torch.equal(again(tokens).logits, policy.language_model(tokens).logits)
+    text = "Ana Bell\n\n<|im_end|>"
+    assert load_tokenizer(str(tmp_path / "a"))(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert load_tokenizer(str(tmp_path / "a")).chat_template == tokenizer.chat_template
+    assert torch.load(tmp_path / "a" / "trainer.pt") == {"step": 3}
+
+
+def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it(tmp_path, monkeypatch):
+    policy = make_policy()
+
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_policy(policy, SimpleNamespace(save_pretrained=interrupted), tmp_path / "c")
+    assert [p.name for p in tmp_path.iterdir()] == ["c.partial"]
+    (tmp_path / "c.partial" / "stale").write_text("")
+    save_policy(policy, SimpleNamespace(save_pretrained=lambda path: None), tmp_path / "c")
+    assert [p.name for p in tmp_path.iterdir()] == ["c"] and not (tmp_path / "c" / "stale").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- the batch
+
+def written(prompt, response, mask, logprobs=None):
+    """A trajectory as `collate` sees it."""
+    return SimpleNamespace(
+        prompt_ids=prompt, response_mask=mask, ids=prompt + response,
+        logprobs=logprobs or [-float(i + 1) * m for i, m in enumerate(mask)],
+    )  # fmt: skip
+
+
+EOS = 2
+# prompt 2 + response 4 with a document in the middle; prompt 1 + response 2 that ends in EOS; all masked
+ROWS = [
+    written([5, 6], [7, 8, 9, EOS], [1, 0, 0, 1]),
+    written([5], [7, EOS], [1, 1]),
+    written([5, 6, 7], [8], [0]),
+]
+
+
+def test_collate_puts_mask_and_logprobs_in_the_column_before_their_token():
+    batch = collate(ROWS, [1.0, 0.0, 0.5], group_size=3, pad_id=0)
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, EOS], [5, 7, EOS, 0, 0, 0], [5, 6, 7, 8, 0, 0]]
+    # Column t is about token t + 1: row 0's first sampled token stands at 2, so its column is 1; the prompt is never scored.
+    assert batch.response_mask.tolist() == [[0, 1, 0, 0, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+    assert batch.old_logprobs.tolist() == [[0, -1, 0, 0, -4], [-1, -2, 0, 0, 0], [0, 0, 0, 0, 0]]
+    assert batch.rewards.tolist() == [1.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("pad_id", [0, EOS])
+def test_a_sampled_eos_is_trained_and_padding_is_not_even_if_they_are_one_token(pad_id):
+    batch = collate(ROWS, [0.0] * 3, 3, pad_id)
+    trained = batch.tokens[:, 1:][batch.response_mask.bool()].tolist()
+    assert trained == [7, EOS, 7, EOS]
+
+
+def test_collate_changes_no_trajectory():
+    before = copy.deepcopy(ROWS)
+    batch = collate(ROWS, [0.0] * 3, 3)
+    batch.response_mask.fill_(9)
+    batch.tokens.fill_(9)
+    assert before == ROWS
+
+
+def test_a_written_transcript_cannot_be_trained_on():
+    with pytest.raises(InputError, match="without token ids"):
+        collate([written([], [], [])], [0.0], 1)
+
+
+def test_rows_are_cut_to_what_they_need_and_score_the_same():
+    policy = make_policy()
+    batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
+    part = batch.rows(torch.tensor([1]))
+    assert part.tokens.tolist() == [[5, 7, EOS]] and part.response_mask.shape == (1, 2)
+    whole = policy(batch.tokens, mask=batch.response_mask)
+    assert torch.allclose(policy(part.tokens, mask=part.response_mask), whole[1:2, :2], atol=1e-6)
+    assert part.rewards.tolist() == [0.0]
+
+
+def test_rows_keep_their_order_their_optional_tensors_and_leave_the_batch_alone():
+    batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
+    batch.advantages = torch.arange(15.0).view(3, 5)
+    before = copy.deepcopy(batch)
+    part = batch.rows(torch.tensor([2, 0]))
+    assert part.advantages[:, 0].tolist() == [10, 0] and part.ref_logprobs is None and part.group_size == 3
+    part.advantages.zero_()
+    part.tokens.zero_()
+    assert torch.equal(batch.advantages, before.advantages) and torch.equal(batch.tokens, before.tokens)
+
+
+def test_rows_without_a_sampled_token_keep_one_column():
+    part = collate(ROWS, [0.0] * 3, 3).rows(torch.tensor([2]))
+    assert part.tokens.shape == (1, 2) and part.response_mask.tolist() == [[0]]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 12, 20, 1000])
+def test_micro_batches_cover_every_row_once_within_the_budget(budget):
+    lengths = [3, 9, 1, 4, 4, 0, 7, 2]
+    mask = torch.tensor([[1.0] * n + [0.0] * (9 - n) for n in lengths])
+    cuts = micro_batches(mask, budget)
+    assert sorted(torch.cat(cuts).tolist()) == list(range(8))
+    for rows in cuts:
+        longest = max(max(lengths[row], 1) for row in rows.tolist())
+        assert len(rows) == 1 or len(rows) * longest <= budget
+    assert len(cuts) == {1: 8, 1000: 1}.get(budget, len(cuts))
+
+
+def test_micro_batches_put_rows_of_like_length_together():
+    # Columns 4, 1, 4, 1 with a budget of 8: two of four, then two of one; in the given order it would be 4 + 4 padded twice.
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0]])
+    assert [rows.tolist() for rows in micro_batches(mask, 8)] == [[0, 2], [1, 3]]
+
+
+# ------------------------------------------------------------------------------------------------ the optimizer
+
+@pytest.mark.parametrize("step, schedule, expected", [
+    (0, "constant", 0.5), (1, "constant", 1.0), (9, "constant", 1.0),  # two steps of warm-up: 1/2, 2/2
+    (2, "linear", 1.0), (6, "linear", 0.5), (9, "linear", 0.125),  # progress 0, 4/8, 7/8
+    (6, "cosine", 0.5), (4, "cosine", 0.5 * (1 + math.sqrt(0.5))),  # cos(π/2) = 0; cos(π/4) = √½
+])  # fmt: skip
+def test_the_learning_rate_by_hand(step, schedule, expected):
+    assert lr_factor(step, 10, 2, schedule) == pytest.approx(expected)
+
+
+def test_a_run_without_warm_up_begins_at_the_full_rate():
+    assert [lr_factor(0, 1, 0, schedule) for schedule in ("constant", "linear", "cosine")] == [1.0, 1.0, 1.0]
+
+
+def test_an_unknown_optimizer_is_an_input_error():
+    with pytest.raises(InputError, match="adamw or adamw8bit"):
+        make_optimizer(make_policy(), "adam", 1e-3)
+
+
+def test_adamw8bit_takes_the_step_of_adamw_to_a_few_percent_on_a_cpu():
+    def one_step(name):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(128, 128)  # 16384 weights: above bitsandbytes' 4096, so the moments really are 8 bits
+        before = layer.weight.detach().clone()
+        optimizer = make_optimizer(layer, name, 1e-3)
+        layer(torch.ones(4, 128)).square().sum().backward()
+        optimizer.step()
+        return layer.weight.detach() - before, optimizer.state[layer.weight]
+
+    (plain, _), (eight, state) = one_step("adamw"), one_step("adamw8bit")
+    assert state["state1"].dtype == torch.uint8
+    assert eight.abs().max() > 0 and (eight - plain).norm() / plain.norm() < 0.05
+
+
+def test_bf16_weights_do_not_move_at_a_learning_rate_of_1e_6_and_fp32_weights_do():
+    # 20 steps of AdamW move a weight by about 2e-5. bf16 keeps 8 bits: next to 0.02 its numbers are 6e-5 to 1.2e-4 apart, and
+    # each single step of 1e-6 rounds away. fp32 numbers near 0.02 are 2e-9 apart.
+    def share_that_moved(dtype):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(64, 64, bias=False)
+        torch.nn.init.normal_(layer.weight, std=0.02)
+        layer = layer.to(dtype)
+        before, optimizer = layer.weight.detach().clone(), make_optimizer(layer, "adamw", 1e-6)
+        for _ in range(20):
+            optimizer.zero_grad()
+            layer(torch.ones(8, 64, dtype=dtype)).square().sum().backward()
+            optimizer.step()
+        return (layer.weight != before).float().mean().item()
+
+    assert share_that_moved(torch.bfloat16) < 0.1
+    assert share_that_moved(torch.float32) > 0.9
+
+
+def test_python_policy_prints_the_worked_number(capsys):
+    policy_file.main()
+    assert capsys.readouterr().out.strip().endswith("-0.2877")  # ln 3 − ln 4
+
+
+def test_a_batch_knows_its_length_and_moves_as_a_whole():
+    batch = collate(ROWS, [0.0] * 3, 3)
+    moved = batch.to("meta")
+    assert len(batch) == 3 and isinstance(moved, Batch)
+    assert moved.tokens.is_meta and moved.rewards.is_meta and moved.group_size == 3 and moved.advantages is None

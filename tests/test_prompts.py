@@ -1,0 +1,261 @@
+"""prompts.py: what the model is asked, and what counts as a query, an answer and a document block."""
+
+import time
+
+import pytest
+
+import prompts
+from data import Document, InputError, Question
+from prompts import (
+    PROTOCOLS,
+    as_protocol,
+    build_prompt,
+    find_answers,
+    find_blocks,
+    find_boxed,
+    frame_documents,
+    number_documents,
+    parse_query,
+    prompt_text,
+    question_text,
+    strip_tags,
+)
+
+UR2, R1 = PROTOCOLS["ur2"], PROTOCOLS["r1_searcher"]
+QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
+CHOICE = Question("2", "Which tree?", ["B"], task="choice", options=("elm", "oak", "ash"))
+NO_SYSTEM_ROLE = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
+)
+
+
+class Template:
+    """A tokenizer's templating side alone, so that the expected prompt can be written down whole."""
+
+    def __init__(self, bpe, chat_template, bos_token=None):
+        self.bpe, self.chat_template, self.bos_token = bpe, chat_template, bos_token
+
+    def apply_chat_template(self, messages, **arguments):
+        return self.bpe.apply_chat_template(messages, chat_template=self.chat_template, **arguments)
+
+
+# ---------------------------------------------------------------------------------------------------- prompt
+
+def test_a_chat_template_gets_the_instruction_as_system_and_the_question_as_user(bpe):
+    expected = (
+        f"<|im_start|>system\n{UR2.instruction}<|im_end|>\n<|im_start|>user\n{QA.question}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt_text("ur2", QA, bpe) == expected
+
+
+def test_a_template_without_system_role_gets_the_instruction_in_the_users_turn(bpe):
+    text = prompt_text("ur2", QA, Template(bpe, NO_SYSTEM_ROLE))
+    assert text == f"<user>{UR2.instruction}\n\n{QA.question}<model>"
+
+
+def test_a_template_that_is_broken_says_so_and_is_not_papered_over(bpe):
+    with pytest.raises(Exception, match="broken"):
+        prompt_text("ur2", QA, Template(bpe, "{{ raise_exception('broken') }}"))
+
+
+def test_a_base_model_gets_a_plain_layout_behind_its_own_first_token(bpe):
+    expected = f"{UR2.instruction}\n\nQuestion: {QA.question}\nAnswer:"
+    assert prompt_text("ur2", QA, Template(bpe, None)) == expected
+    assert prompt_text("ur2", QA, Template(bpe, None, bos_token="<s>")) == "<s>" + expected
+
+
+def test_the_prompt_suffix_is_the_last_text_before_the_model_speaks(bpe):
+    assert prompt_text("r1_searcher", QA, bpe).endswith("<|im_start|>assistant\n<think>")
+    assert prompt_text("r1_searcher", QA, Template(bpe, None)).endswith("\nAnswer:<think>")
+
+
+def test_a_template_that_opens_the_thinking_itself_does_not_get_a_second_tag(bpe):
+    template = Template(bpe, "{{ messages[-1]['content'] }}<assistant><think>{{ '\\n' }}")
+    assert prompt_text("r1_searcher", QA, template).endswith("<assistant><think>\n")
+
+
+def test_without_retrieval_the_prompt_names_no_search_tag(bpe):
+    for name, protocol in PROTOCOLS.items():
+        direct = prompt_text(name, QA, bpe, retrieval=False)
+        assert not any(tag in direct for tag in (*protocol.query_tags, *protocol.documents_tags))
+        searching = prompt_text(name, QA, bpe, retrieval=True)
+        assert all(tag in searching for tag in (*protocol.query_tags, *protocol.documents_tags))
+
+
+def test_instructions_show_single_braces(bpe):
+    # `str.format` doubles them in the source; a model told "\boxed{{}}" would answer with two.
+    for protocol in PROTOCOLS.values():
+        assert "{{" not in protocol.instruction + protocol.direct_instruction
+    assert "\\boxed{}" in UR2.instruction and "\\boxed{}" in UR2.direct_instruction
+
+
+def test_prompt_ids_are_the_templates_own_tokens_and_nothing_added(bpe):
+    ids = build_prompt("ur2", QA, bpe)
+    assert bpe.decode(ids, skip_special_tokens=False) == prompt_text("ur2", QA, bpe)
+    # system, user and the model's turn are opened; the first two are closed
+    start, end = bpe.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert (ids.count(start), ids.count(end)) == (3, 2)
+
+
+def test_the_toy_prompt_is_the_question_alone(toy_tokenizer):
+    question = Question("1", "where was ana bell born ?", ["x"])
+    assert prompt_text("ur2", question, toy_tokenizer) == " where was ana bell born ? answer :"
+
+
+def test_options_are_lettered_below_the_question():
+    assert question_text(CHOICE) == "Which tree?\nA. elm\nB. oak\nC. ash"
+    assert question_text(QA) == QA.question
+
+
+def test_both_tag_pairs_of_ur2_share_everything_but_the_tags():
+    search = PROTOCOLS["ur2_search"]
+    assert search.query_tags == ("<search>", "</search>") and search.documents_tags == ("<information>", "</information>")
+    renamed = search.instruction
+    for theirs, ours in zip(search.tags, UR2.tags, strict=True):
+        renamed = renamed.replace(theirs, ours)
+    assert renamed == UR2.instruction and search.direct_instruction == UR2.direct_instruction
+    assert search.stop_tags == ("</search>",)
+
+
+def test_turns_stop_at_the_query_and_only_tagged_answers_stop_too():
+    assert UR2.stop_tags == ("<|end_of_query|>",)
+    assert R1.stop_tags == ("<|end_of_query|>", "</answer>")
+
+
+def test_a_protocol_is_found_by_name_or_given_and_a_typo_lists_the_names():
+    assert as_protocol("ur2") is UR2 and as_protocol(UR2) is UR2
+    with pytest.raises(InputError, match="unknown protocol 'ur3': one of ur2, ur2_search, r1_searcher"):
+        as_protocol("ur3")
+
+
+# ------------------------------------------------------------------------------------------------- \boxed{...}
+
+@pytest.mark.parametrize(
+    "text, contents",
+    [
+        (r"\boxed{5}", ["5"]),
+        (r"first \boxed{1}, then \boxed{ 2 }.", ["1", "2"]),
+        (r"\boxed{\frac{1}{2}}", [r"\frac{1}{2}"]),
+        (r"\boxed{\{1, 2\}}", [r"\{1, 2\}"]),  # escaped braces are characters of the answer
+        (r"\boxed{\}}", [r"\}"]),
+        (r"\boxed{}", [""]),
+        (r"\boxed {7}", ["7"]),
+        (r"\\boxed{7}", ["7"]),  # escaped once too often
+        (r"a } here and a { there, \boxed{8}", ["8"]),  # braces outside open and close nothing
+        (r"\boxed{\boxed{9}}", [r"\boxed{9}"]),  # one answer, not two
+        (r"\boxed{1} and \boxed{2} in \boxed{a \boxed{3} b \boxed{4}}", ["1", "2", r"a \boxed{3} b \boxed{4}"]),
+        (r"\boxed{never closed", []),
+        (r"\boxed{\frac{1}{2}", []),
+        (r"put it in \boxed{ and so \boxed{5}", ["5"]),  # the open one hides no other
+        (r"\boxed", []),
+        ("", []),
+    ],
+)
+def test_boxes_are_read_with_balanced_braces(text, contents):
+    spans = find_boxed(text)
+    assert [span.content for span in spans] == contents
+    for span in spans:
+        whole = text[span.start : span.end]
+        assert whole.startswith("\\boxed") and whole.endswith("}") and span.content in whole
+
+
+def test_a_degenerate_answer_is_read_in_linear_time():
+    # The text of a model that repeats itself for 4000 tokens. Quadratic readers take from seconds to hours here.
+    start = time.perf_counter()
+    assert find_boxed("\\boxed{" * 4000) == []
+    assert len(find_boxed("\\boxed{" * 4000 + "}" * 4000)) == 1
+    assert find_answers(UR2, "the correct answer is" + " " * 4000 + "\n" * 4000, "choice") == []
+    assert find_blocks("<answer>" * 4000, "<answer>", "</answer>") == []
+    assert time.perf_counter() - start < 2
+
+
+# ------------------------------------------------------------------------------------------------ blocks, answers
+
+def test_blocks_are_pairs_and_a_second_begin_starts_anew():
+    text = "</a> <a> 1 </a> x <a> lost <a> 2 </a> 3 </a> <a> open"
+    spans = find_blocks(text, "<a>", "</a>")
+    assert [span.content for span in spans] == ["1", "2"]
+    assert [text[span.start : span.end] for span in spans] == ["<a> 1 </a>", "<a> 2 </a>"]
+
+
+def answers(text, task="qa", protocol=UR2):
+    return [span.content for span in find_answers(protocol, text, task)]
+
+
+def test_answers_stand_in_boxes_or_in_answer_tags_as_the_protocol_says():
+    text = r"\boxed{oak} <answer> elm </answer>"
+    assert answers(text) == ["oak"]
+    assert answers(text, protocol=R1) == ["elm"]
+    assert answers(r"<answer> \boxed{elm} </answer>", protocol=R1) == [r"\boxed{elm}"]
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("So the correct answer is: B", ["B"]),
+        ("The Correct Answer is B.", ["B."]),
+        (r"the correct answer is \boxed{B}", [r"\boxed{B}"]),  # said once, counted once
+        (r"the correct answer is: B, that is \boxed{B}", [r"B, that is \boxed{B}"]),
+        ("\\boxed{A}\nNo: the correct answer is: C", ["A", "C"]),
+        ("the correct answer is: C\n\\boxed{A}", ["C", "A"]),
+        ("the correct answer is:\n\nB\nbecause", ["B"]),
+        ("the correct answer is: ...\n", []),  # no word: nothing was said
+        ("the correct answer is", []),
+    ],
+)
+def test_a_choice_may_be_said_in_words_or_boxed_by_position(text, found):
+    assert answers(text, "choice") == found
+
+
+def test_words_are_no_answer_to_an_open_question():
+    assert answers("the correct answer is: Norland") == []
+
+
+# ----------------------------------------------------------------------------------------------------- queries
+
+@pytest.mark.parametrize("protocol", [UR2, PROTOCOLS["ur2_search"]], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "turn, query",
+    [
+        ("I look: BEGIN Ana Bell END", "Ana Bell"),
+        ("BEGIN Ana Bell END\n\n", "Ana Bell"),  # what stood behind the tag in its last token
+        ("BEGIN\n two\nlines \nEND", "two\nlines"),
+        ("BEGINEND", ""),
+        ("BEGIN  \n END", ""),
+        ("Ana Bell END", None),
+        ("BEGIN one END two END", None),  # the begin tag belongs to the first
+        ("BEGIN one END BEGIN two END", "two"),
+        ("BEGIN lost BEGIN found END", "found"),
+        ("BEGIN without an end", None),
+        ("no tag at all", None),
+        ("", None),
+    ],
+)
+def test_a_query_stands_between_the_last_two_tags_of_its_turn(protocol, turn, query):
+    begin, end = protocol.query_tags
+    assert parse_query(protocol, turn.replace("BEGIN", begin).replace("END", end)) == query
+
+
+# ------------------------------------------------------------------------------------------ the environment's text
+
+def test_documents_are_numbered_from_one_and_an_empty_title_leaves_no_colon():
+    documents = [Document("a", "Ana Bell", "born in Kelmouth"), Document("b", "", "no title")]
+    assert number_documents(documents) == ["(1) Ana Bell: born in Kelmouth", "(2) no title"]
+
+
+def test_a_frame_is_the_tags_on_their_own_lines_and_blank_lines_around():
+    assert frame_documents(PROTOCOLS["ur2_search"], "text") == "\n\n<information>\ntext\n</information>\n\n"
+
+
+def test_a_stripped_text_holds_no_tag_even_where_removing_one_would_make_another():
+    tags = ("<a>", "</a>")
+    assert strip_tags("x</a>y<a>", tags) == "x y "
+    assert not any(tag in strip_tags("<</a>/a> </<a>a>", tags) for tag in tags)
+    assert strip_tags("kept", ("", *tags)) == "kept"
+
+
+def test_running_the_file_shows_every_protocol(capsys):
+    prompts.main()
+    shown = capsys.readouterr().out
+    assert all(f"== {name}: stops at" in shown and p.documents_tags[1] in shown for name, p in PROTOCOLS.items())

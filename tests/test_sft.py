@@ -1,0 +1,123 @@
+"""sft.py: supervised training on the model's own part of a text, however it is cut into micro-batches."""
+
+import pytest
+import torch
+
+import sft
+from policy import Policy
+from sft import Example, collate_examples, sft_loss, train_sft
+from toy import make_model
+
+EXAMPLES = [
+    Example([5, 6, 7, 8, 9, 10], [0, 0, 1, 0, 0, 1]),  # prompt, a model token, a document, a model token
+    Example([5, 6, 11], [0, 1, 1]),
+    Example([5, 12, 13, 14], [0, 0, 0, 1]),
+    Example([5, 6], [0, 0]),  # nothing to imitate
+]
+
+
+@pytest.fixture
+def policy():
+    return Policy(make_model(30, seed=0))
+
+
+def train(policy, examples=EXAMPLES, steps=1, **settings):
+    return train_sft(policy, lambda step: examples, steps, **{"lr": 1e-2, **settings})
+
+
+def test_columns_of_the_mask_are_about_the_next_token():
+    tokens, mask = collate_examples(EXAMPLES[:2])
+    assert tokens.tolist() == [[5, 6, 7, 8, 9, 10], [5, 6, 11, 0, 0, 0]]
+    # token 2 of the first example is imitated: column 1. Padding is never imitated.
+    assert mask.tolist() == [[0, 1, 0, 0, 1], [1, 1, 0, 0, 0]]
+
+
+def test_the_loss_is_the_mean_over_the_tokens_to_imitate():
+    # log-probs −1, −3 and −9, of which the mask takes the first two: (1 + 3) / 2 = 2
+    def scripted(tokens, mask):
+        return torch.tensor([[-1.0, -3.0, -9.0]])
+
+    assert sft_loss(scripted, torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1.0, 1.0, 0.0]])).item() == 2.0
+
+
+def test_the_loss_is_cross_entropy_with_ignored_labels(policy):
+    tokens, mask = collate_examples(EXAMPLES)
+    logits = policy.language_model(tokens).logits[:, :-1]  # [B, T, V]
+    labels = tokens[:, 1:].masked_fill(mask == 0, -100)  # [B, T]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    assert sft_loss(policy, tokens, mask).item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_nothing_to_imitate_is_a_loss_of_zero_and_no_nan(policy):
+    loss = sft_loss(policy, *collate_examples([EXAMPLES[3]]))
+    loss.backward()
+    assert loss.item() == 0 and all(p.grad is None or p.grad.eq(0).all() for p in policy.parameters())
+
+
+def test_however_a_batch_is_cut_the_step_and_the_loss_are_the_same():
+    results = []
+    for budget in (1, 6, 10_000):  # every row alone, ragged, all at once
+        policy = Policy(make_model(30, seed=0))
+        results.append(train(policy, EXAMPLES[:3], steps=3, lr=1e-3, tokens_per_micro_batch=budget))
+    assert results[1] == pytest.approx(results[0], abs=1e-4)
+    assert results[2] == pytest.approx(results[0], abs=1e-4)
+
+
+def test_a_mean_of_micro_batch_means_would_be_another_loss(policy):
+    # Rows with 2, 2 and 1 tokens to imitate: their plain mean weighs the last row's token as much as two others.
+    tokens, mask = collate_examples(EXAMPLES[:3])
+    with torch.no_grad():
+        whole = sft_loss(policy, tokens, mask).item()
+        rows = [sft_loss(policy, tokens[i : i + 1], mask[i : i + 1]).item() for i in range(3)]
+    assert (2 * rows[0] + 2 * rows[1] + rows[2]) / 5 == pytest.approx(whole, abs=1e-5)
+    assert abs(sum(rows) / 3 - whole) > 1e-3
+
+
+def test_it_learns_what_is_imitated_and_not_what_is_masked(policy):
+    # "5 -> 6 -> 7" is imitated; "7 -> 8" is a document and stays as unlikely as it was.
+    example = Example([5, 6, 7, 8], [0, 1, 1, 0])
+    tokens, _ = collate_examples([example])
+    with torch.no_grad():
+        before = policy(tokens)[0].exp()
+    losses = train(policy, [example], steps=30)
+    with torch.no_grad():
+        after = policy(tokens)[0].exp()
+    assert losses[-1] < 0.1 < losses[0]
+    assert after[0] > 0.9 and after[1] > 0.9
+    assert after[2] < max(0.1, 3 * before[2])
+
+
+def test_the_rate_warms_up_stays_and_falls_to_zero(policy, monkeypatch):
+    # 10 steps, 2 of warm-up, decay from 60 %: 1/2, 1, 1, 1, 1, 1, then 1 − k/4 for k = 0 .. 3
+    rates = []
+
+    def recording(*arguments):
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+        optimizer.step = lambda: rates.append(optimizer.param_groups[0]["lr"])
+        return optimizer
+
+    monkeypatch.setattr(sft, "make_optimizer", recording)
+    train(policy, steps=10, lr=1.0, warmup=2, decay_from=0.6)
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+
+
+def test_every_step_asks_for_its_own_batch(policy):
+    asked = []
+
+    def next_examples(step):
+        asked.append(step)
+        return EXAMPLES[:2]
+
+    assert len(train_sft(policy, next_examples, 3, lr=1e-3)) == 3
+    assert asked == [0, 1, 2]
+
+
+@pytest.mark.parametrize("budget", [1, 10_000])
+def test_a_row_without_anything_to_imitate_harms_no_step(policy, budget):
+    losses = train(policy, EXAMPLES, steps=2, tokens_per_micro_batch=budget)
+    assert losses[0] > 0 and all(p.isfinite().all() for p in policy.parameters())
+
+
+def test_python_sft_runs(capsys):
+    sft.main()
+    assert "5, 6, 7, 8" in capsys.readouterr().out

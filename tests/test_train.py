@@ -1,0 +1,677 @@
+"""train.py: one gradient however the batch is cut, nothing learned from documents, and runs that survive what happens."""
+
+import copy
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM
+
+import grpo
+import train
+from data import InputError, Question, run_main
+from policy import Batch, Policy, load_policy, save_policy
+from prompts import PROTOCOLS, build_prompt, frame_documents
+from recipes import Recipe, checkpoints, parse_recipe
+from rollout import Trajectory, encode
+from sft import Example, train_sft
+from toy import World, make_model, make_tokenizer
+from train import Hints, Run, Trainer, make_batch, measure, over_processes, score_batch, starting_model, update
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+
+
+# ------------------------------------------------------------------------------------------------ small material
+
+def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"]) -> list[Example]:
+    """Search for the first paragraph's title, read it, answer: what a model must have seen to search at all."""
+    begin, end = protocol.query_tags
+    examples = []
+    for question in questions:
+        title, text = question.references[0].title, question.references[0].text[:40]
+        pieces = [(f"{begin} {title}{end}", 1), (frame_documents(protocol, text), 0), (f"\\boxed{{ {question.answers[0]}}}", 1)]
+        ids = build_prompt(protocol, question, tokenizer)
+        mask = [0] * len(ids)
+        for piece, kind in pieces:
+            ids += (new := encode(tokenizer, piece))
+            mask += [kind] * len(new)
+        examples.append(Example([*ids, tokenizer.eos_token_id], [*mask, 1]))
+    return examples
+
+
+def save_searching_model(path, seed=0):
+    """A tiny model that has seen a few traces for a moment: it searches often, and is wrong in many ways."""
+    tokenizer = make_tokenizer()
+    policy = Policy(make_model(len(tokenizer), seed))
+    examples = traces(tokenizer, World(0).questions("train", "one_hop")[:6])
+    train_sft(policy, lambda step: examples, 20, 4e-3)
+    save_policy(policy, tokenizer, path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_searching_model(tmp_path_factory.mktemp("start") / "model")
+
+
+def flags(model, runs, *more) -> list[str]:
+    small = {"model": model, "runs": runs, "name": "t", "group_size": 2, "questions_per_step": 2, "steps": 2, "lr": 1e-3,
+             "max_turn_tokens": 12, "max_searches": 2, "documents_per_search": 1, "document_tokens": 40, "title_boost": 4,
+             "trajectories_per_update": 0}  # fmt: skip
+    return [*itertools.chain(*((f"--{k}", str(v)) for k, v in small.items())), *more]
+
+
+def recipe_for(model, runs, *more) -> Recipe:
+    return parse_recipe(flags(model, runs, *more))
+
+
+def rows_of(folder) -> list[dict]:
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.endswith("_seconds")} for line in lines]
+
+
+def weights_of(policy: Policy) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in policy.parameters()]
+
+
+def same(one, other) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# ------------------------------------------------------------------------- the gradient, however the batch is cut
+
+TINY = make_model(40, seed=3)
+
+
+def trajectory(generator, length, document=None, vocabulary=40):
+    """Random tokens; `document` = (start, end) of what the environment wrote."""
+    t = Trajectory(Question("q", "?", ["!"]), PROTOCOLS["ur2"], prompt_ids=[1, 2, 3])
+    ids = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
+    start, end = document or (length, length)
+    t.append_model(ids[:start], [-1.0] * start, "a")
+    t.append_environment(ids[start:end], "b", "documents")
+    t.append_model(ids[end:], [-1.0] * (length - end), "c")
+    return t
+
+
+def unequal_batch(recipe: Recipe) -> Batch:
+    """Eight trajectories of 0 to 20 tokens, some with documents, one all masked; π_old and π_ref a little off π."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(20, (3, 12)), (2, None), (9, None), (14, (1, 13)), (1, None), (5, (0, 5)), (17, None), (4, (1, 2))]
+    rewards = [1.0, 0.0, 0.5, 2.0, -1.0, 1.0, 0.3, 0.3]
+    batch = make_batch([trajectory(generator, *shape) for shape in shapes], rewards, recipe, pad_id=0)
+    logprobs = score_batch(Policy(TINY), batch, recipe, Accelerator())
+    batch.old_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=generator)
+    batch.ref_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=generator) if recipe.kl_coef else None
+    batch.advantages = train.ALGORITHMS[recipe.algorithm].compute_advantages(batch, recipe)
+    return batch
+
+
+class Recorder:
+    """An optimizer that keeps the gradient instead of taking the step."""
+
+    def __init__(self, policy):
+        self.policy, self.gradients = policy, None
+
+    def step(self):
+        self.gradients = [p.grad.clone() for p in self.policy.parameters()]
+
+    def zero_grad(self):
+        self.policy.zero_grad()
+
+
+def gradient_of(batch: Batch, recipe: Recipe) -> tuple[list, dict]:
+    policy = Policy(copy.deepcopy(TINY))
+    recorder = Recorder(policy)
+    algorithm = train.ALGORITHMS[recipe.algorithm]
+    totals = update(policy, recorder, algorithm, copy.deepcopy(batch), recipe, Accelerator(), fresh=False)
+    return recorder.gradients, totals
+
+
+def largest_difference(one, other) -> float:
+    """Relative to the largest entry of the gradient."""
+    scale = max(g.abs().max().item() for g in one)
+    return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True)) / scale
+
+
+CASES = [
+    Recipe(algorithm=algorithm, loss_aggregation=aggregation, group_size=2, max_grad_norm=1e9, **kl)
+    for algorithm in ("reinforce_pp", "reinforce_pp_baseline", "grpo")
+    for aggregation in ("sequence", "token")
+    for kl in ({}, {"kl_coef": 0.1, "kl_place": "reward" if algorithm == "reinforce_pp" else "loss", "kl_estimator": "k2"})
+]
+
+
+def name_of(recipe):
+    return f"{recipe.algorithm}-{recipe.loss_aggregation}{'-kl' if recipe.kl_coef else ''}"
+
+
+@pytest.mark.parametrize("recipe", CASES, ids=name_of)
+def test_the_gradient_is_the_same_however_the_batch_is_cut_into_micro_batches(recipe):
+    batch = unequal_batch(recipe)
+    whole, totals = gradient_of(batch, dataclasses.replace(recipe, tokens_per_micro_batch=10_000))
+    assert max(g.abs().max() for g in whole) > 1e-3
+    for budget in (1, 25, 44):  # every row alone; two ragged cuts
+        cut, cut_totals = gradient_of(batch, dataclasses.replace(recipe, tokens_per_micro_batch=budget))
+        assert largest_difference(whole, cut) < 1e-6
+        assert cut_totals == pytest.approx(totals, abs=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "token"])
+def test_the_usual_mean_of_micro_batch_means_is_another_gradient(aggregation):
+    recipe = Recipe(algorithm="grpo", loss_aggregation=aggregation, group_size=2, max_grad_norm=1e9, tokens_per_micro_batch=25)
+    batch, policy = unequal_batch(recipe), Policy(copy.deepcopy(TINY))
+    cuts = train.micro_batches(batch.response_mask, 25)
+    for rows in cuts:  # each micro-batch with weights of its own, then the mean over micro-batches
+        micro = batch.rows(rows)
+        loss, _ = grpo.compute_loss(policy(micro.tokens, mask=micro.response_mask), micro, recipe)
+        (loss * grpo.compute_token_weights(micro, recipe)).sum().div(len(cuts)).backward()
+    right, _ = gradient_of(batch, recipe)
+    assert largest_difference(right, [p.grad for p in policy.parameters()]) > 0.05
+
+
+def test_documents_and_prompts_weigh_nothing_in_the_update():
+    # Other documents of the same tokens' count change what the model reads, but whatever log-probs, advantages and KL terms
+    # stand on their columns changes nothing at all.
+    recipe = CASES[-1]
+    batch, loud = unequal_batch(recipe), unequal_batch(recipe)
+    inserted = loud.response_mask == 0
+    for tensor in (loud.old_logprobs, loud.ref_logprobs, loud.advantages):
+        tensor[inserted] = float("inf")
+    assert same(gradient_of(batch, recipe)[0], gradient_of(loud, recipe)[0])
+
+
+def test_scoring_and_updating_change_nothing_in_the_batch():
+    recipe = dataclasses.replace(CASES[-1], tokens_per_micro_batch=25)
+    batch = unequal_batch(recipe)
+    before, policy = copy.deepcopy(batch), Policy(copy.deepcopy(TINY))
+    score_batch(policy, batch, recipe, Accelerator())
+    update(policy, torch.optim.SGD(policy.parameters(), 0.1), grpo, batch, recipe, Accelerator(), fresh=True)
+    for field in dataclasses.fields(Batch):
+        old, new = getattr(before, field.name), getattr(batch, field.name)
+        if field.name == "token_weights":  # the one thing an update adds
+            assert new.sum().item() == pytest.approx(1.0)
+        else:
+            assert torch.equal(old, new) if torch.is_tensor(old) else old == new, field.name
+
+
+def test_scoring_in_micro_batches_is_scoring_the_whole_batch():
+    recipe = Recipe(group_size=2, kl_coef=0.0)
+    batch, policy = unequal_batch(recipe), Policy(TINY)
+    with torch.no_grad():
+        whole = policy(batch.tokens, mask=batch.response_mask)
+    for budget in (1, 25, 10_000):
+        scored = score_batch(policy, batch, dataclasses.replace(recipe, tokens_per_micro_batch=budget), Accelerator())
+        assert torch.allclose(scored, whole, atol=1e-5)
+
+
+def test_mask_documents_false_takes_in_every_token_behind_the_prompt():
+    # prompt 3, then 2 sampled, 2 inserted, 1 sampled: columns 2, 3 and 6; without the mask 2 to 6
+    t = trajectory(torch.Generator().manual_seed(0), 5, (2, 4))
+    short = trajectory(torch.Generator().manual_seed(1), 2)
+    masked = make_batch([t, short], [0.0, 1.0], Recipe(group_size=2), 0).response_mask
+    ablated = make_batch([t, short], [0.0, 1.0], Recipe(group_size=2, mask_documents=False), 0).response_mask
+    assert masked.tolist() == [[0, 0, 1, 1, 0, 0, 1], [0, 0, 1, 1, 0, 0, 0]]
+    assert ablated.tolist() == [[0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0, 0]]
+
+
+def test_totals_of_several_processes_add_up_and_extremes_stay_extremes(monkeypatch):
+    parts = [{"loss": 0.25, "ratio_min": 0.5, "ratio_max": 1.5}, {"loss": -1.0, "ratio_min": 0.75, "ratio_max": 2.0}]
+    monkeypatch.setattr(train, "gather_object", lambda mine: parts)
+    two = type("TwoProcesses", (), {"num_processes": 2})()
+    assert over_processes(parts[0], two) == {"loss": -0.75, "ratio_min": 0.5, "ratio_max": 2.0}
+
+
+# ----------------------------------------------------------------------------------------------- one step, live
+
+@pytest.fixture(scope="module")
+def trainer(model, tmp_path_factory):
+    return Trainer(recipe_for(model, tmp_path_factory.mktemp("runs"), "--questions_per_step", "6"))
+
+
+@pytest.fixture(scope="module")
+def sampled(trainer):
+    trajectories = trainer.roll_out(0)
+    assert sum(len(t.searches) for t in trajectories) > 3, "the model of these tests must search"
+    return trajectories
+
+
+def test_the_rollouts_own_logprobs_are_those_of_a_scoring_pass(trainer, sampled):
+    batch = make_batch(sampled, [0.0] * len(sampled), trainer.recipe, 0)
+    again = trainer.score(trainer.policy, batch)
+    assert batch.response_mask.sum() > 50 and batch.old_logprobs.min() < -0.5
+    assert (again - batch.old_logprobs).abs().max() < 1e-4
+
+
+def test_what_is_trained_is_what_was_sampled_and_no_document(trainer, sampled):
+    batch = make_batch(sampled, [0.0] * len(sampled), trainer.recipe, 0)
+    decode = trainer.tokenizer.decode
+    for row, t in enumerate(sampled):
+        trained = decode(batch.tokens[row, 1:][batch.response_mask[row].bool()])
+        assert trained == t.model_text
+        assert "<|begin_of_documents|>" not in trained or "<|begin_of_documents|>" in t.model_text
+
+
+@pytest.mark.parametrize("more, exactly", [((), False), (("--old_logprobs", "recompute"), True)])
+def test_the_first_update_has_ratio_one(model, tmp_path, more, exactly):
+    folder = train.train(recipe_for(model, tmp_path, "--steps", "1", *more))
+    record = rows_of(folder)[0]
+    assert record["clip_fraction"] == 0
+    assert (record["ratio_min"], record["ratio_max"]) == ((1, 1) if exactly else pytest.approx((1, 1), abs=1e-4))
+
+
+@pytest.mark.parametrize("more", [(), ("--old_logprobs", "recompute")])
+def test_a_second_update_on_the_same_rollout_is_off_policy(model, tmp_path, more):
+    folder = train.train(recipe_for(model, tmp_path, "--steps", "1", "--trajectories_per_update", "2", *more))
+    record = rows_of(folder)[0]
+    assert record["ratio_min"] < 0.999 or record["ratio_max"] > 1.001
+
+
+def test_a_kl_in_the_reward_uses_recomputed_logprobs_where_the_rollout_has_none(model, tmp_path):
+    # Documents that are trained on (the ablation) have no log-prob from the rollout. The reference is the policy itself in
+    # step 0, so every k1 is 0; with the rollout's zeros standing in, k1 would be −log π_ref, and the advantages wrong.
+    more = ("--mask_documents", "false", "--kl_coef", "0.1", "--kl_place", "reward", "--kl_estimator", "k1",
+            "--algorithm", "reinforce_pp")  # fmt: skip
+    trainer, seen = Trainer(recipe_for(model, tmp_path, *more)), {}
+    trainer.update_all = lambda step, batch, trajectories: seen.update(batch=batch) or {}
+    trainer.step(0)
+    batch = seen["batch"]
+    assert (batch.old_logprobs - batch.ref_logprobs).abs().max() < 1e-4
+
+
+def test_all_rewards_equal_leave_the_weights_as_they_were_and_one_better_answer_moves_them(model, tmp_path, monkeypatch):
+    for algorithm in ("grpo", "reinforce_pp_baseline"):
+        trainer = Trainer(recipe_for(model, tmp_path, "--algorithm", algorithm))
+        before = weights_of(trainer.policy)
+        monkeypatch.setattr(train, "score", lambda t, recipe, step: {"answer": 0.7})
+        record, _, _ = trainer.step(0)
+        assert same(before, weights_of(trainer.policy))
+        assert record["frac_reward_zero_std"] == 1 and record["grad_norm"] == 0
+        numbers = itertools.count()
+        monkeypatch.setattr(train, "score", lambda t, recipe, step, numbers=numbers: {"answer": float(next(numbers) == 0)})
+        record, _, _ = trainer.step(1)
+        assert not same(before, weights_of(trainer.policy)) and record["frac_reward_zero_std"] == 0.5
+
+
+def test_a_step_makes_the_rewarded_answer_likelier(model, tmp_path, monkeypatch):
+    trainer = Trainer(recipe_for(model, tmp_path, "--lr", "1e-3", "--algorithm", "grpo", "--questions_per_step", "1"))
+    trajectories = trainer.roll_out(0)
+    monkeypatch.setattr(trainer, "roll_out", lambda step: trajectories)
+    numbers = itertools.count()
+    monkeypatch.setattr(train, "score", lambda t, recipe, step: {"r": float(next(numbers) == 0)})  # the first of the two
+    batch = make_batch(trajectories, [0.0, 0.0], trainer.recipe, 0)
+    before = trainer.score(trainer.policy, batch).sum(1)
+    trainer.step(0)
+    after = trainer.score(trainer.policy, batch).sum(1)
+    assert after[0] > before[0] and after[1] < before[1]
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_step_the_questions_and_the_batch(model, tmp_path, monkeypatch):
+    recipe = recipe_for(model, tmp_path, "--questions_per_step", "2")
+    trainer = Trainer(recipe)
+    trainer.step(0)
+    before = weights_of(trainer.policy)
+    monkeypatch.setattr(train, "score", lambda t, recipe, step: {"answer": float("nan")})
+    with pytest.raises(InputError, match=r"step 1: loss nan") as error:
+        trainer.step(1)
+    assert same(before, weights_of(trainer.policy))
+    assert "\n" not in str(error.value) and all(q.id in str(error.value) for q in trainer.stream.take(1))
+    saved = torch.load(re.search(r"The batch is in (\S+\.pt)", str(error.value))[1])
+    assert saved["tokens"].shape[0] == 4 and saved["rewards"].isnan().all()
+
+
+def test_choice_and_math_answers_count_as_right_in_the_metrics():
+    def answered(text, **question):
+        t = Trajectory(Question("q", "?", **question), PROTOCOLS["ur2"], stop_reason="eos")
+        t.append_model([1], [-1.0], text)
+        return t
+
+    rows = [answered("\\boxed{0.5}", answers=["\\frac12"], task="math"),
+            answered("The correct answer is: B.", answers=["B"], task="choice", options=("elm", "oak")),
+            answered("\\boxed{elm}", answers=["oak"])]  # fmt: skip
+    record = measure(rows, [{"r": 1.0}, {"r": 0.0}, {"r": 0.5}], Recipe(group_size=3))
+    assert (record["em/math"], record["em/choice"], record["em/qa"]) == (1, 1, 0)
+    assert record["em"] == pytest.approx(2 / 3) and record["reward"] == 0.5 and record["searches"] == 0
+
+
+# ------------------------------------------------------------------------------------------------ runs and files
+
+def test_a_resumed_run_is_the_unbroken_run(model, tmp_path):
+    # With a KL in the loss: the reference must be the stage's first model, not the checkpoint that is resumed.
+    more = ("--algorithm", "grpo", "--kl_coef", "0.05", "--beta2", "0.98")
+    straight = train.train(recipe_for(model, tmp_path / "a", "--steps", "4", *more))
+    train.train(recipe_for(model, tmp_path / "b", "--steps", "2", *more))
+    resumed = train.train(recipe_for(model, tmp_path / "b", "--steps", "4", "--resume", *more))
+    assert rows_of(resumed) == rows_of(straight) and [row["step"] for row in rows_of(resumed)] == [0, 1, 2, 3]
+    assert rows_of(straight)[3]["k2"] > 0
+    ends = [load_policy(str(checkpoints(folder)[-1]))[0] for folder in (straight, resumed)]
+    assert same(*map(weights_of, ends)) and checkpoints(resumed)[-1].name == "checkpoint-000004"
+
+
+def test_eight_bit_moments_survive_a_resume(model, tmp_path):
+    more = ("--optimizer", "adamw8bit")
+    straight = train.train(recipe_for(model, tmp_path / "a", "--steps", "3", *more))
+    train.train(recipe_for(model, tmp_path / "b", "--steps", "2", *more))
+    resumed = train.train(recipe_for(model, tmp_path / "b", "--steps", "3", "--resume", *more))
+    assert rows_of(resumed) == rows_of(straight)
+
+
+def test_a_resume_forgets_the_steps_behind_its_checkpoint_and_a_line_cut_short(model, tmp_path):
+    recipe = recipe_for(model, tmp_path, "--steps", "2")
+    folder = train.train(recipe)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "reward": 1.0}\n{"step": 3, "rew')
+    train.train(dataclasses.replace(recipe, steps=3, resume=True))
+    assert [row["step"] for row in rows_of(folder)] == [0, 1, 2]
+    assert "grad_norm" in rows_of(folder)[2]
+
+
+def test_a_resume_says_which_settings_are_new(model, tmp_path, capsys):
+    train.train(recipe_for(model, tmp_path, "--steps", "1"))
+    train.train(recipe_for(model, tmp_path, "--steps", "2", "--resume", "--lr", "0.002"))
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed"))
+    assert said == "resumed with other settings: steps=2 (was 1), lr=0.002 (was 0.001)"
+
+
+def test_nothing_to_resume_and_nothing_left_to_do_are_one_line_each(model, tmp_path):
+    with pytest.raises(InputError, match="--resume: no checkpoint"):
+        train.train(recipe_for(model, tmp_path, "--resume"))
+    train.train(recipe_for(model, tmp_path, "--steps", "1"))
+    with pytest.raises(InputError, match="1 of --steps 1 steps are done"):
+        train.train(recipe_for(model, tmp_path, "--steps", "1", "--resume"))
+
+
+@pytest.mark.parametrize("keep, left", [(0, [1, 2, 3, 4]), (1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
+def test_older_checkpoints_go_and_zero_keeps_all(keep, left, tmp_path):
+    policy, tokenizer = Policy(make_model(40)), make_tokenizer()
+    run = Run(Recipe(runs=str(tmp_path), keep_checkpoints=keep), main=True)
+    run.open(0)
+    for step in (1, 2, 3, 4):
+        run.save(policy, tokenizer, torch.optim.SGD(policy.parameters()), step)
+    assert [int(path.name[-6:]) for path in checkpoints(run.folder)] == left
+
+
+def test_an_earlier_run_is_moved_aside_and_not_overwritten(model, tmp_path, capsys):
+    recipe = recipe_for(model, tmp_path, "--steps", "1")
+    folder = train.train(recipe)
+    (folder / "note").write_text("precious")
+    for number in (1, 2):
+        train.train(recipe)
+        assert f"moved to stage1.old{number}" in capsys.readouterr().out
+    assert (tmp_path / "t" / "stage1.old1" / "note").read_text() == "precious"
+    assert not (folder / "note").exists() and len(rows_of(folder)) == 1
+
+
+def test_bad_input_leaves_an_earlier_run_where_it_is(model, tmp_path):
+    folder = train.train(recipe_for(model, tmp_path, "--steps", "1"))
+    with pytest.raises(InputError):
+        train.train(recipe_for(model, tmp_path, "--steps", "1", "--mix", "nothing=1"))
+    assert folder.exists() and not folder.with_name("stage1.old1").exists()
+
+
+def test_stage_two_starts_from_stage_ones_last_checkpoint(model, tmp_path, capsys):
+    before = train.train(recipe_for(model, tmp_path, "--steps", "2", "--save_every", "1"))
+    trainer = Trainer(recipe_for(model, tmp_path, "--stage", "2"))
+    assert f"stage 2 starts from {before}/checkpoint-000002" in capsys.readouterr().out
+    assert same(weights_of(trainer.policy), weights_of(load_policy(str(before / "checkpoint-000002"))[0]))
+    assert trainer.recipe.reward == "ur2_stage2"
+
+
+def test_stage_two_says_so_if_there_is_no_stage_one(model, tmp_path):
+    path, said = starting_model(recipe_for(model, tmp_path, "--stage", "2"))
+    assert path == model
+    assert said == f"stage 2 starts from {model}: there is no stage 1 checkpoint in {tmp_path}/t/stage1"
+
+
+def test_without_a_model_the_built_in_one_is_trained(tmp_path, monkeypatch, capsys):
+    tokenizer = make_tokenizer()
+    asked = []
+
+    def untrained(world_seed, protocol, runs):
+        asked.append((world_seed, protocol, runs))
+        return Policy(make_model(len(tokenizer))), tokenizer, World(world_seed)
+
+    monkeypatch.setattr(train, "load_toy", untrained)
+    arguments = ["--recipe", "r1_searcher", "--world_seed", "5", "--runs", str(tmp_path), "--group_size", "2",
+                 "--questions_per_step", "4", "--steps", "1", "--max_turn_tokens", "8"]  # fmt: skip
+    train.main(arguments)
+    assert asked == [(5, "r1_searcher", str(tmp_path))]
+    assert "stage 1 starts from the built-in model" in capsys.readouterr().out
+    assert (tmp_path / "r1_searcher-world5-seed0" / "stage1" / "checkpoint-000001" / "config.json").exists()
+
+
+def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample_with_the_documents_marked(model, tmp_path, capsys):
+    train.main(flags(model, tmp_path, "--questions_per_step", "4", "--show_every", "1"))
+    out, folder = capsys.readouterr().out, tmp_path / "t" / "stage1"
+    assert out.startswith("settings: recipe=ur2 stage=1") and f"{folder}/settings.json" in out
+    assert Recipe(**json.loads((folder / "settings.json").read_text())) == recipe_for(
+        model, tmp_path, "--questions_per_step", "4", "--show_every", "1"
+    )
+    assert len(re.findall(r"^step +\d+  reward ", out, re.MULTILINE)) == 2
+    samples = (folder / "samples.txt").read_text()
+    assert samples.count("question: ") == 2 and "; reward " in samples
+    assert any(row["searches"] > 0 for row in rows_of(folder))
+    assert f"python eval.py --model {folder}/checkpoint-000002" in out
+
+
+def test_a_checkpoint_loads_with_automodel(model, tmp_path):
+    folder = train.train(recipe_for(model, tmp_path, "--steps", "1"))
+    again = AutoModelForCausalLM.from_pretrained(checkpoints(folder)[-1])
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    assert not same(weights_of(Policy(again)), weights_of(load_policy(model)[0]))
+
+
+# --------------------------------------------------------------------------------------------------------- hints
+
+def record_with(**changes):
+    return {"frac_reward_zero_std": 0.5, "searched": 0.5, "searches": 1.0, "refused": 0.0, "cut_off": 0.0, "search_errors": 0.0,
+            **changes}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, settings, said", [
+    ({"frac_reward_zero_std": 1.0}, {}, "all rewards of every group were equal"),
+    ({"frac_reward_zero_std": 1.0}, {"algorithm": "reinforce_pp"}, None),  # has no groups
+    ({"searched": 0.0, "searches": 0.0}, {}, "no trajectory searched"),
+    ({"searched": 0.0, "searches": 0.0}, {"retrieval": False}, None),  # must not
+    ({"searched": 0.0, "searches": 0.0}, {"max_searches": 0}, None),
+    ({"searched": 0.0, "searches": 0.0, "refused": 0.5}, {}, "none was run"),
+    ({"cut_off": 1.0}, {}, "raise --max_turn_tokens"),
+    ({"search_errors": 1.0}, {}, "every search failed"),
+    ({}, {}, None),
+])  # fmt: skip
+def test_three_steps_of_one_cause_give_one_hint_and_never_again(changes, settings, said):
+    hints = Hints(Recipe(**settings))
+    lines = [hints.after(record_with(**changes)) for _ in range(6)]
+    assert lines[:2] == [[], []] and lines[3:] == [[], [], []]
+    assert len(lines[2]) == bool(said) and (not said or said in lines[2][0])
+
+
+def test_a_single_better_step_starts_the_count_anew():
+    hints = Hints(Recipe())
+    cut = [True, True, False, True, True, False]
+    assert [hints.after(record_with(cut_off=float(c))) for c in cut] == [[]] * 6
+
+
+# -------------------------------------------------------------------------------------------------------- Ctrl-C
+
+def test_ctrl_c_leaves_the_last_checkpoint_and_metrics_that_read(model, tmp_path, monkeypatch, capsys):
+    step = Trainer.step
+
+    def interrupted(self, number):
+        if number == 2:
+            raise KeyboardInterrupt
+        return step(self, number)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    with pytest.raises(SystemExit) as end:
+        train.main(flags(model, tmp_path, "--steps", "5", "--save_every", "1"))
+    assert end.value.code == 130
+    folder = tmp_path / "t" / "stage1"
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"interrupted; last checkpoint: {folder}/checkpoint-000002 (go on with --resume)"
+    )
+    assert [row["step"] for row in rows_of(folder)] == [0, 1]
+    load_policy(str(checkpoints(folder)[-1]))
+
+
+def test_ctrl_c_before_the_first_checkpoint_says_so(model, tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    with pytest.raises(SystemExit) as end:
+        train.main(flags(model, tmp_path))
+    assert end.value.code == 130 and capsys.readouterr().out.splitlines()[-1] == "interrupted; no checkpoint yet"
+
+
+def test_a_real_sigint_ends_the_process_with_130_and_one_line(model, tmp_path):
+    folder = tmp_path / "t" / "stage1"
+    command = [sys.executable, "train.py", *flags(model, tmp_path, "--steps", "100000", "--save_every", "1")]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        for _ in range(600):
+            if process.poll() is not None or len(checkpoints(folder)) >= 2:
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors[-2000:]
+    assert "Traceback" not in errors
+    assert out.splitlines()[-1].startswith("interrupted; last checkpoint: ")
+    assert [row["step"] for row in rows_of(folder)] == list(range(len(rows_of(folder))))
+    load_policy(str(checkpoints(folder)[-1]))
+
+
+# ------------------------------------------------------------------------------------------ bad input, as a user meets it
+
+def command_line(main, arguments, capsys) -> str:
+    """What a user sees on stderr: one line, exit code 2, no traceback."""
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: main([str(argument) for argument in arguments]))
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert end.value.code == 2
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
+
+
+GOOD = json.dumps({"id": "1", "question": "who ?", "answers": ["me"], "references": [{"id": "1", "title": "t", "text": "x"}]})
+FILES = {
+    "good.jsonl": GOOD,
+    "broken.jsonl": GOOD + "\n{\"id\": \"2\", \"question\": ",
+    "typed.jsonl": GOOD + '\n{"id": "2", "question": 5, "answers": ["x"]}',
+    "answerless.jsonl": GOOD + '\n{"id": "2", "question": "why ?", "answers": []}',
+    "long.jsonl": GOOD.replace("who ?", "ada " * 400),
+    "bare.jsonl": '{"id": "1", "question": "who ?", "answers": ["me"]}',
+    "empty.jsonl": "",
+}
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("data, corpus, said", [
+    ("missing.jsonl", "from-data", "missing.jsonl: no such file"),
+    ("good.jsonl", "missing.jsonl", "missing.jsonl: no such file"),
+    ("good.jsonl", "empty.jsonl", "empty.jsonl: the file is empty"),
+    ("empty.jsonl", "from-data", "empty.jsonl: the file is empty"),
+    ("broken.jsonl", "from-data", "broken.jsonl, line 2: not valid JSON"),
+    ("typed.jsonl", "from-data", "typed.jsonl, line 2: field 'question': expected a string, found a number 5"),
+    ("answerless.jsonl", "from-data", "answerless.jsonl, line 2: question 2 has no answer"),
+    ("bare.jsonl", "from-data", "bring no paragraphs"),
+    ("long.jsonl", "from-data", "question 1: its prompt has"),
+])  # fmt: skip
+def test_a_bad_file_is_one_line_before_training_starts(data, corpus, said, model, files, capsys):
+    arguments = [*flags(model, files), "--data", files / data]
+    corpus = corpus if corpus == "from-data" else files / corpus
+    error = command_line(train.main, [*arguments, "--corpus", corpus], capsys)
+    assert said in error
+    assert not (files / "t").exists()  # no run was begun
+
+
+def test_a_bad_model_is_one_line_before_a_large_corpus_is_read(model, files, capsys, monkeypatch):
+    monkeypatch.setattr(train, "passages", lambda *_: pytest.fail("the corpus was read first"))
+    assert "no such directory" in command_line(train.main, [*flags(files / "no-model", files)], capsys)
+    assert "no config.json" in command_line(train.main, [*flags(files, files)], capsys)
+
+
+def test_bad_records_can_be_left_out(model, files, capsys):
+    data = ("--data", str(files / "typed.jsonl"), "--corpus", "from-data", "--skip_bad")
+    train.main([*flags(model, files), *data, "--steps", "1"])
+    assert "1 of 2 records skipped" in capsys.readouterr().err
+
+
+def test_a_typo_on_the_real_command_line_is_one_line_and_exit_code_2():
+    command = [sys.executable, "train.py", "--grup_size", "4"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: train.py: unknown flag --grup_size (did you mean --group_size?); --help lists them all\n"
+
+
+# -------------------------------------------------------------------------------------------------- two processes
+
+def take_step(recipe: Recipe, batch: Batch, out: Path) -> None:
+    """What each process does: score a batch that all hold, update on it, and roll out its share."""
+    trainer = Trainer(recipe)
+    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters())  # Adam's division would blow rounding errors up
+    before = weights_of(trainer.policy)
+    scored = trainer.score(trainer.policy, batch)
+    totals = trainer.update_all(0, batch, [Trajectory(Question("q", "?", []), PROTOCOLS["ur2"])] * len(batch))
+    moved = [after - b for after, b in zip(weights_of(trainer.policy), before, strict=True)]
+    questions = [t.question.id for t in trainer.roll_out(0)]
+    if trainer.accelerator.is_main_process:
+        torch.save((trainer.accelerator.num_processes, moved, scored, totals, questions), out)
+
+
+def as_rank(rank: int, port: int, *arguments) -> None:
+    """A forked process as torchrun would set it up; forking saves the imports."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1"}  # fmt: skip
+    take_step(*arguments)
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_take_the_step_of_one(model, tmp_path):
+    # Uneven on purpose: 8 trajectories in 3 updates of 3, 3 and 2; one rank has two rows, in several micro-batches, the other one.
+    recipe = recipe_for(model, tmp_path, "--tokens_per_micro_batch", "10", "--trajectories_per_update", "3", "--lr", "0.1",
+                        "--questions_per_step", "4", "--algorithm", "grpo", "--max_grad_norm", "1e9")  # fmt: skip
+    batch = unequal_batch(recipe)
+    take_step(recipe, batch, tmp_path / "one.pt")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=as_rank, args=(r, port, recipe, batch, tmp_path / "two.pt"), daemon=True) for r in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    hanging = [process for process in ranks if process.exitcode is None]
+    for process in hanging:
+        process.kill()
+    assert not hanging and [process.exitcode for process in ranks] == [0, 0]
+    (_, moved, scored, totals, questions), two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
+    assert two[0] == 2 and two[4] == questions and len(questions) == 8
+    assert max(m.abs().max() for m in moved) > 1e-3
+    assert max((a - b).abs().max() for a, b in zip(moved, two[1], strict=True)) < 1e-6
+    assert torch.allclose(scored, two[2], atol=1e-5) and two[3] == pytest.approx(totals, abs=1e-5)

@@ -1,0 +1,53 @@
+"""The picture of a run."""
+
+import json
+
+import pytest
+
+import view
+from data import InputError
+
+
+def write_run(folder, stages):
+    for name, records in stages.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def test_stages_are_drawn_one_after_the_other(tmp_path):
+    write_run(tmp_path, {"stage1": [{"step": 0, "reward": 1.0}, {"step": 1, "reward": 2.0}], "stage2": [{"step": 0, "reward": 3.0}]})
+    records, stages = view.read_run(tmp_path)
+    assert [r["x"] for r in records] == [0, 1, 2]
+    assert stages == [(0, "stage1"), (2, "stage2")]
+
+
+def test_a_stage_s_own_folder_can_be_drawn_alone(tmp_path):
+    write_run(tmp_path, {"stage1": [{"step": 0, "reward": 1.0}], "stage2": [{"step": 0, "reward": 3.0}]})
+    records, stages = view.read_run(tmp_path / "stage2")
+    assert len(records) == 1 and stages == [(0, "stage2")]
+
+
+def test_a_kind_that_a_stage_lacks_leaves_a_gap_and_not_a_zero():
+    records = [{"x": 0, "em/a": 0.5}, {"x": 1, "em/a": 0.6, "em/b": 0.1}, {"x": 2, "em": 0.9, "emission": 1}]
+    assert view.series(records, ("em/",)) == {"a": ([0, 1], [0.5, 0.6]), "b": ([1], [0.1])}
+
+
+def test_an_unfinished_last_line_is_left_out_and_a_broken_one_inside_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1, "rew')
+    assert view.read_metrics(path) == [{"step": 0}]
+    path.write_text('{"step": 0}\n{"step": \n{"step": 2}\n')
+    with pytest.raises(InputError, match="line 2"):
+        view.read_metrics(path)
+
+
+def test_an_empty_folder_is_one_clear_line(tmp_path):
+    with pytest.raises(InputError, match="no metrics.jsonl"):
+        view.read_run(tmp_path)
+
+
+def test_the_picture_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_run(tmp_path, {"stage1": [{"step": i, "reward": i, "em/one_hop": i / 3, "grad_norm": 1.0} for i in range(3)]})
+    view.draw(tmp_path, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

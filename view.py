@@ -1,0 +1,102 @@
+"""See a run: its curves as one picture.
+
+    python view.py --png runs/ur2-world0-seed0      all stages of a run, one after the other -> curves.png in that folder
+
+Six panels: reward and its components; exact match by kind of question; share of questions that were searched for, by
+kind; searches and fallbacks; tokens; and what says whether anything can be learned (gradient norm, groups of equal
+reward). A dashed line marks where a stage begins. Needs the extra `plot` (matplotlib).
+Left out: a page of trajectories (samples.txt has them as text), live curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from data import InputError, run_main
+
+# Panels: (title, metrics or "prefix/" for all metrics under it)
+PANELS = (
+    ("reward", ("reward", "reward/")),
+    ("exact match", ("em/",)),
+    ("share of questions searched for", ("searched/",)),
+    ("searches per question, fallbacks per search", ("searches", "fallbacks", "refused")),
+    ("tokens per trajectory", ("model_tokens", "inserted_tokens")),
+    ("can it learn?", ("grad_norm", "frac_reward_zero_std", "clip_fraction", "entropy")),
+)
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of one metrics.jsonl; an unfinished last line (a run that was killed) is left out."""
+    records = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines):
+                raise InputError(f"{path}, line {number}: not JSON; remove the line") from None
+    return records
+
+
+def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
+    """(records with a running "x", [(x where a stage begins, its name)]) of a run's folder or of one stage's."""
+    files = [folder / "metrics.jsonl"] if (folder / "metrics.jsonl").exists() else sorted(folder.glob("stage?/metrics.jsonl"))
+    records, stages = [], []
+    for file in files:
+        stages.append((len(records), file.parent.name))
+        records += [{**record, "x": len(records) + i} for i, record in enumerate(read_metrics(file))]
+    if not records:
+        raise InputError(f"{folder}: no metrics.jsonl there nor under its stages; give the folder of a run, such as runs/NAME")
+    return records, stages
+
+
+def series(records: list[dict], wanted: tuple[str, ...]) -> dict[str, tuple[list[int], list[float]]]:
+    """label -> (x, y). A metric that some steps lack (a kind that a stage does not train on) has gaps, not zeros."""
+    names = [name for name in sorted({name for record in records for name in record}) if any(
+        name == want or (want.endswith("/") and name.startswith(want)) for want in wanted)]  # fmt: skip
+    return {
+        name.split("/")[-1] if name.split("/")[0] in ("em", "searched") else name: (
+            [r["x"] for r in records if name in r], [r[name] for r in records if name in r])
+        for name in names
+    }  # fmt: skip
+
+
+def draw(folder: Path, png: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise InputError("view.py --png needs matplotlib: pip install matplotlib (the extra `plot`)") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records, stages = read_run(folder)
+    figure, axes = pyplot.subplots(2, 3, figsize=(15, 7.5), constrained_layout=True)
+    for axis, (title, wanted) in zip(axes.flat, PANELS, strict=True):
+        for label, (x, y) in series(records, wanted).items():
+            axis.plot(x, y, label=label.replace("_", " "), linewidth=2.2 if label == "reward" else 1.4)
+        for x, name in stages:
+            axis.axvline(x, color="0.6", linestyle="--", linewidth=0.8)
+            axis.text(x, 1.0, f" {name}", transform=axis.get_xaxis_transform(), va="bottom", fontsize=8, color="0.4")
+        axis.set_title(title, fontsize=11, pad=14)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=8, frameon=False)
+    figure.savefig(png, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw a run's curves.")
+    parser.add_argument("run", type=Path, help="runs/NAME, or one stage of it")
+    parser.add_argument("--png", action="store_true", help="draw one picture (the only view there is)")
+    parser.add_argument("--out", type=Path, help="default: curves.png in the run's folder")
+    arguments = parser.parse_args()
+    png = arguments.out or arguments.run / "curves.png"
+    draw(arguments.run, png)
+    print(f"written: {png}")
+
+
+if __name__ == "__main__":
+    run_main(main)
