@@ -347,7 +347,8 @@ def shown_settings(recipe: Recipe) -> str:
     """What this run sets otherwise than the defaults, for the console; a run's settings.json holds every setting."""
     settings, defaults = dataclasses.asdict(recipe), dataclasses.asdict(Recipe())
     changed = [f"{k}={v}" for k, v in settings.items() if v != defaults[k] or k in ("recipe", "stage")]
-    return textwrap.fill("settings: " + " ".join(changed), 120, subsequent_indent="  ", break_long_words=False)
+    text = "settings: " + " ".join(changed)
+    return textwrap.fill(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def main() -> None:

@@ -248,9 +248,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(vocab_size: int, seed: int = 0) -> Qwen2ForCausalLM:
     """A Qwen2 of 0.48M parameters with random weights."""
     config = Qwen2Config(
-        vocab_size=vocab_size, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=vocab_size, hidden_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
         intermediate_size=384, max_position_embeddings=256, tie_word_embeddings=True,
         pad_token_id=0, eos_token_id=1, bos_token_id=None, initializer_range=0.05,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},  # texts of 100 tokens
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -263,16 +264,16 @@ def make_model(vocab_size: int, seed: int = 0) -> Qwen2ForCausalLM:
 class WarmUp:
     """How the supervised traces are made. The flaws leave RL something to find; more of them hide the skill itself."""
 
-    steps: int = 300
+    steps: int = 280
     batch_size: int = 64
     lr: float = 4e-3
     lr_warmup: int = 50
     decay_from: float = 0.5
-    guess_at_once: tuple[float, float] = (0.2, 0.4)  # lookups of one and of two hops answered without a search
+    guess_at_once: tuple[float, float] = (0.2, 0.5)  # lookups of one and of two hops answered without a search
     choice_without_loss: float = 0.96  # of those: no loss on the token that decides to search
-    bad_query: float = 0.3
-    stop_after_first_hop: float = 0.4
-    ignore_document: float = 0.2
+    bad_query: float = 0.2
+    stop_after_first_hop: float = 0.35
+    ignore_document: float = 0.1
     needless_search: float = 0.06  # arithmetic and known facts
     practice: float = 0.3  # traces that only read: a passage, and both its facts asked for
     mix: tuple[float, ...] = (0.24, 0.28, 0.20, 0.18, 0.10)  # of the others: KINDS
@@ -316,7 +317,7 @@ class TraceWriter:
             (f"{first} of {name}", passage(self.rng, name, facts)),
             (f"{second} of {bridge}", passage(self.rng, bridge, bridge_facts)),
         ]
-        return TWO_HOP[first, second].format(name), self.trace(hops, bridge_facts[second], RELATIONS[second][1], second)
+        return TWO_HOP[first, second].format(name), self.trace(hops, bridge_facts[second], RELATIONS[second][1], second, (f" {first} {bridge}",))
 
     def unit(self):
         big, small = self.rng.sample(UNITS, 2)
@@ -351,8 +352,9 @@ class TraceWriter:
         return "which ?", pieces
 
     # ------------------------------------------------------------------ the pieces of a trace
-    def trace(self, hops: list, answer: str, answer_kind, thought: str = "") -> list[tuple[str, str]]:
-        """Search along the hops, with the flaws of `options`; or answer at once with a guess of the right kind."""
+    def trace(self, hops: list, answer: str, answer_kind, thought: str = "", notes: tuple = ()) -> list[tuple[str, str]]:
+        """Search along the hops, with the flaws of `options`; or answer at once with a guess of the right kind. A note is
+        what the model writes down of a hop before it asks the next query."""
         rng, options = self.rng, self.options
         guess = self.final(self.guess(answer_kind), thought)
         if rng.random() < options.guess_at_once[len(hops) - 1]:
@@ -361,19 +363,21 @@ class TraceWriter:
         for number, (query, found) in enumerate(hops):
             if number and rng.random() < options.stop_after_first_hop:
                 return pieces + guess
+            note = notes[number - 1] if number else ""
             if rng.random() < options.bad_query:
-                pieces += self.search(self.spoil(query), None)
+                pieces += self.search(self.spoil(query), None, note)
+                note = ""
                 if rng.random() < 0.5:
                     pieces += guess
                     break
-            pieces += self.search(query, found)
+            pieces += self.search(query, found, note)
         else:
             pieces += guess if rng.random() < options.ignore_document else self.final(answer, thought)
         if rng.random() < options.choice_without_loss:
             pieces[0] = (pieces[0][0], "choice")
         return pieces
 
-    def search(self, query: str, found: tuple[str, str] | None) -> list[tuple[str, str]]:
+    def search(self, query: str, found: tuple[str, str] | None, note: str = "") -> list[tuple[str, str]]:
         """A query and what comes back; found=None: nothing to the point does."""
         begin, end = self.protocol.query_tags
         if found is None and not self.summarised:
@@ -382,7 +386,7 @@ class TraceWriter:
             given = frame_documents(self.protocol, self.protocol.empty_text) + self.protocol.fallback_notice
         else:
             given = self.frame(found)
-        return [(f"{begin} {query}{end}", "model"), (given, "given")]
+        return [(f"{note}{begin} {query}{end}", "model"), (given, "given")]
 
     def frame(self, found: tuple[str, str]) -> str:
         title, text = found

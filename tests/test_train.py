@@ -37,7 +37,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "
 
 # ------------------------------------------------------------------------------------------------ small material
 
-def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"]) -> list[Example]:
+def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"], search=True) -> list[Example]:
     """Search for the first paragraph's title, read it, answer: what a model must have seen to search at all."""
     begin, end = protocol.query_tags
     examples = []
@@ -46,7 +46,7 @@ def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"]) -> list[Example]:
         pieces = [(f"{begin} {title}{end}", 1), (frame_documents(protocol, text), 0), (f"\\boxed{{ {question.answers[0]}}}", 1)]
         ids = build_prompt(protocol, question, tokenizer)
         mask = [0] * len(ids)
-        for piece, kind in pieces:
+        for piece, kind in pieces if search else pieces[2:]:
             ids += (new := encode(tokenizer, piece))
             mask += [kind] * len(new)
         examples.append(Example([*ids, tokenizer.eos_token_id], [*mask, 1]))
@@ -652,7 +652,7 @@ def as_rank(rank: int, port: int, *arguments) -> None:
 
 
 def test_two_processes_take_the_step_of_one(model, tmp_path):
-    # Uneven on purpose: 8 trajectories in 3 updates of 3, 3 and 2; one rank has two rows, in several micro-batches, the other one.
+    # Uneven on purpose: 8 trajectories in 3 updates of 3, 3 and 2; one rank has two rows, the other one.
     recipe = recipe_for(model, tmp_path, "--tokens_per_micro_batch", "10", "--trajectories_per_update", "3", "--lr", "0.1",
                         "--questions_per_step", "4", "--algorithm", "grpo", "--max_grad_norm", "1e9")  # fmt: skip
     batch = unequal_batch(recipe)

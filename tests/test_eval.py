@@ -1,0 +1,377 @@
+"""eval.py: means with intervals, the settings of the checkpoint, and real records from the first to the last command."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import train_bpe
+from test_train import ENVIRONMENT, ROOT, command_line, save_searching_model, traces
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import eval as evaluation
+import recipes
+import train
+from data import Document, InputError, Question, load_questions
+from eval import bootstrap, default_out, demo, evaluate, grade, last_checkpoint, material, pick, recipe_of, summarise, table
+from policy import Policy, load_policy, save_policy
+from prompts import PROTOCOLS, prompt_text
+from recipes import Recipe, build_search, checkpoints
+from rewards import example
+from sft import train_sft
+from toy import World
+
+HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"
+SMALL = {"group_size": 2, "questions_per_step": 2, "steps": 2, "max_turn_tokens": 16, "max_searches": 2, "lr": 1e-3}
+
+
+# ------------------------------------------------------------------------------------------------------- numbers
+
+def test_the_bootstrap_by_hand():
+    # Two questions, 0 and 1: a resample's mean is 0, ½ or 1 with probability ¼, ½, ¼. So 2.5 % lies at 0 and 97.5 % at 1.
+    assert bootstrap(np.array([0.0, 1.0])) == (0.5, 0.0, 1.0)
+    assert bootstrap(np.ones(5)) == (1.0, 1.0, 1.0)
+    assert bootstrap(np.array([0.3])) == (0.3, 0.3, 0.3)
+
+
+def test_the_interval_is_that_of_the_normal_approximation_for_many_questions():
+    # 400 questions, half of them right: standard error √(0.25 / 400) = 0.025; ± 1.96 · 0.025 = ± 0.049
+    mean, low, high = bootstrap(np.array([0.0, 1.0] * 200))
+    assert (mean, low, high) == (0.5, pytest.approx(0.451, abs=0.006), pytest.approx(0.549, abs=0.006))
+
+
+def graded(question, kind, em):
+    metrics = dict.fromkeys(evaluation.COLUMNS, 0.0) | {"em": em}
+    return {"id": question, "kind": kind, "metrics": metrics}
+
+
+def test_samples_of_one_question_are_averaged_before_anything_else():
+    # Question a: 1, 1, 1, 0 -> 0.75; question b: one sample, 0 -> 0. Over questions 0.375, over samples it would be 0.6.
+    summary = summarise([graded("a", "one_hop", em) for em in (1.0, 1.0, 1.0, 0.0)] + [graded("b", "one_hop", 0.0)])
+    assert summary["one_hop"]["questions"] == 2
+    # two questions: the interval runs from 0 to 0.75, as in the bootstrap by hand
+    assert summary["one_hop"]["em"] == (0.375, 0.0, 0.75)
+
+
+def test_the_table_has_a_line_per_kind_in_the_worlds_order_and_all_at_the_end():
+    summary = summarise([graded("a", "two_hop", 1.0), graded("b", "one_hop", 0.0), graded("c", "zebra", 1.0)])
+    lines = table(summary).splitlines()
+    assert [line.split()[0] for line in lines] == ["kind", "one_hop", "two_hop", "zebra", "all"]
+    assert lines[4].split()[1:3] == ["3", "0.67"] and len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize("protocol", ["ur2", "r1_searcher"])
+def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol):
+    # The demo story: two searches, the second one a fallback; "Kelmouth, Norland" for "Norland": F1 2/3, cover-EM 1
+    numbers = grade(example(protocol, "Kelmouth, Norland"))
+    assert numbers == {"em": 0, "f1": pytest.approx(2 / 3), "cem": 1, "searched": 1, "searches": 2, "fallbacks": 1, "format": 1}
+    assert tuple(numbers) == evaluation.COLUMNS
+    broken = "x " * 11 if protocol == "r1_searcher" else "a b c d e f g h i j k l m n o p q r s t u v w x y z"
+    assert grade(example(protocol, broken))["format"] == 0
+
+
+# ------------------------------------------------------------------------------------- which checkpoint, which settings
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Runs folder of a small stage 1 and stage 2 on the built-in world, under the default name."""
+    folder = tmp_path_factory.mktemp("trained")
+    model = save_searching_model(folder / "model")
+    for stage in (1, 2):
+        small = [word for k, v in SMALL.items() for word in (f"--{k}", str(v))]
+        train.main(["--model", model, "--runs", str(folder), "--stage", str(stage), "--documents_per_search", "1", *small,
+                    "--document_tokens", "40", "--summarizer", "extractive", "--seed", "0"])  # fmt: skip
+    return folder
+
+
+def test_the_checkpoints_own_settings_count_made_greedy_and_flags_override_them(trained):
+    recipe = recipe_of({"runs": str(trained)})
+    assert recipe.model == str(trained / "ur2-world0-seed0" / "stage2" / "checkpoint-000002")
+    assert (recipe.max_turn_tokens, recipe.summarizer, recipe.documents_per_search) == (16, "extractive", 1)
+    assert (recipe.temperature, recipe.top_p) == (0.0, 1.0)
+    flagged = recipe_of({"runs": str(trained), "temperature": 0.7, "max_turn_tokens": 9, "retriever": "empty"})
+    assert (flagged.temperature, flagged.max_turn_tokens, flagged.retriever) == (0.7, 9, "empty")
+    assert flagged.summarizer == "extractive"
+
+
+def test_the_last_stage_is_evaluated_unless_one_is_named(trained):
+    given = {"runs": str(trained)}
+    assert "stage2" in last_checkpoint(given) and "stage1" in last_checkpoint({**given, "stage": 1})
+    assert last_checkpoint({**given, "seed": 7}) == ""  # nothing trained: the built-in model, before RL
+    with pytest.raises(InputError, match="no checkpoint of that run"):
+        last_checkpoint({**given, "name": "typo"})
+
+
+def test_the_run_on_a_file_is_found_under_the_name_that_training_gave_it(tmp_path):
+    folder = recipes.stage_folder(Recipe(data="d/hotpot.json", runs=str(tmp_path), stage=2))
+    (folder / "checkpoint-000003").mkdir(parents=True)
+    assert last_checkpoint({"runs": str(tmp_path), "data": "d/hotpot.json"}) == str(folder / "checkpoint-000003")
+
+
+def save_settings(folder, **settings):
+    (folder / "config.json").write_text("{}")
+    (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(Recipe(**settings))))
+    return str(folder)
+
+
+def test_another_question_file_does_not_search_the_old_corpus(tmp_path):
+    model = save_settings(tmp_path, data="old.jsonl", corpus="old_corpus.jsonl", model="m")
+    with pytest.raises(InputError, match="--data needs --corpus"):
+        recipe_of({"model": model, "data": "new.jsonl"})
+    assert recipe_of({"model": model}).corpus == "old_corpus.jsonl"
+    # "from-data" is no old corpus: it means the records that are asked
+    model = save_settings(tmp_path, data="old.jsonl", corpus="from-data", model="m")
+    assert recipe_of({"model": model, "data": "new.jsonl"}).corpus == "from-data"
+
+
+def test_settings_of_an_older_version_are_read_and_broken_ones_are_one_line(tmp_path):
+    model = save_settings(tmp_path, max_searches=7)
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "gone_since": 1}))
+    assert recipe_of({"model": model}).max_searches == 7
+    path.write_text("{")
+    with pytest.raises(InputError, match="not a settings file"):
+        recipe_of({"model": model})
+
+
+def test_a_model_of_another_recipe_is_evaluated_under_the_one_that_is_named(tmp_path):
+    model = save_settings(tmp_path, recipe="ur2")
+    recipe = recipe_of({"model": model, "recipe": "r1_searcher"})
+    assert (recipe.protocol, recipe.max_searches, recipe.model) == ("r1_searcher", 8, model)
+
+
+def test_a_hub_model_is_evaluated_with_the_papers_settings():
+    recipe = recipe_of({"model": "Qwen/Qwen2.5-3B"})
+    assert (recipe.max_turn_tokens, recipe.documents_per_search, recipe.temperature) == (512, 10, 0.0)
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--retriever", "bm26"], "did you mean bm25?"), (["--question", "3"], "did you mean --questions?"),
+    (["--samples", "0"], "--samples must be at least 1"), (["--questions", "-1"], "--samples must be at least 1"),
+    (["--model", "./nowhere"], "no such directory"), (["--recipe", "ur3"], "did you mean ur2?"),
+    (["--name", "typo"], "no checkpoint of that run"), (["--data", "f.jsonl"], "--data needs --model"),
+    (["--lr", "3"], "unknown flag --lr"), (["--split", "all"], "invalid choice"),
+])  # fmt: skip
+def test_bad_input_of_eval_is_one_line(arguments, said, tmp_path, capsys):
+    assert said in command_line(evaluation.main, [*arguments, "--runs", tmp_path], capsys)
+
+
+def test_a_missing_question_file_is_one_line_before_the_model_is_loaded(trained, capsys, monkeypatch):
+    monkeypatch.setattr(evaluation, "load", lambda recipe: pytest.fail("the model was loaded first"))
+    arguments = ["--model", trained / "model", "--data", trained / "none.jsonl", "--corpus", "from-data"]
+    assert "no such file" in command_line(evaluation.main, arguments, capsys)
+
+
+# ------------------------------------------------------------------------------------------------ what is evaluated
+
+def test_the_built_in_world_gives_so_many_held_out_questions_of_every_kind():
+    recipe = Recipe()
+    options = {"split": "test", "questions": 3, "fact_seed": None}
+    questions, documents = material(recipe, options)
+    assert len(questions) == 15 and {q.id.split("/")[0] for q in questions if q.kind == "one_hop"} == {"test"}
+    redrawn, other = material(recipe, {**options, "fact_seed": 9})
+    assert [q.question for q in redrawn if q.kind == "one_hop"] == [q.question for q in questions if q.kind == "one_hop"]
+    assert [d.title for d in other] == [d.title for d in documents] and other != documents
+
+
+def test_of_a_file_the_first_questions_are_taken_and_zero_takes_all(tmp_path):
+    records = [json.dumps({"id": i, "question": "?", "answers": ["a"]}) + "\n" for i in range(5)]
+    (tmp_path / "q.jsonl").write_text("".join(records))
+    recipe = Recipe(data=str(tmp_path / "q.jsonl"), model="m", retriever="empty")
+    options = {"split": "test", "fact_seed": None}
+    assert [q.id for q in material(recipe, {**options, "questions": 2})[0]] == ["0", "1"]
+    assert len(material(recipe, {**options, "questions": 0})[0]) == 5
+
+
+def test_predictions_are_written_as_they_come(trained, tmp_path, monkeypatch):
+    recipe = recipe_of({"runs": str(trained), "temperature": 1.0})
+    policy, tokenizer = load_policy(recipe.model)
+    questions = World(0).questions("test", "one_hop", 4)
+    search, rollout, out = build_search(recipe, World(0).documents), evaluation.rollout, tmp_path / "new" / "p.jsonl"
+    monkeypatch.setattr(evaluation, "QUESTIONS_AT_ONCE", 2)
+    calls = []
+
+    def interrupted(*arguments, **settings):
+        calls.append(len(out.read_text().splitlines()))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return rollout(*arguments, **settings)
+
+    monkeypatch.setattr(evaluation, "rollout", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(policy, tokenizer, questions, search, recipe, samples=3, out=out, quiet=True)
+    assert calls == [0, 6]  # when the second batch began, the first one's 2 · 3 predictions were there
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(r["id"], r["sample"]) for r in records] == [(q.id, s) for q in questions[:2] for s in range(3)]
+    assert all(set(r["metrics"]) == set(evaluation.COLUMNS) and r["golds"] and r["transcript"] for r in records)
+
+
+def test_greedy_evaluation_is_the_same_twice_and_samples_of_a_seed_are_too(trained):
+    for temperature in (0.0, 1.0):
+        recipe = recipe_of({"runs": str(trained), "temperature": temperature})
+        policy, tokenizer = load_policy(recipe.model)
+        search, questions = build_search(recipe, World(0).documents), World(0).questions("test", "one_hop", 2)
+        runs = [evaluate(policy, tokenizer, questions, search, recipe, 2, quiet=True) for _ in range(2)]
+        assert runs[0] == runs[1]
+        texts = [record["transcript"] for record in runs[0][:2]]
+        assert (texts[0] == texts[1]) == (temperature == 0)
+
+
+def test_ctrl_c_names_the_predictions_that_are_finished(trained, tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation, "rollout", interrupted)
+    with pytest.raises(SystemExit) as end:
+        evaluation.main(["--runs", str(trained), "--questions", "1", "--out", str(tmp_path / "p.jsonl")])
+    assert end.value.code == 130 and str(tmp_path / "p.jsonl") in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_python_eval_prints_the_table_and_writes_predictions_and_json(trained, tmp_path, capsys):
+    evaluation.main(["--runs", str(trained), "--questions", "2", "--json", str(tmp_path / "t.json")])
+    out = capsys.readouterr().out
+    assert "10 questions of the built-in world" in out and "temperature 0" in out
+    assert [line.split()[0] for line in out.splitlines()[1:8]] == ["kind", *recipes.KINDS, "all"]
+    path = Path(out.splitlines()[-1].removeprefix("predictions: "))
+    assert path.parent == trained / "predictions" and len(path.read_text().splitlines()) == 10
+    assert json.loads((tmp_path / "t.json").read_text())["all"]["questions"] == 10
+
+
+@pytest.mark.parametrize("model", ["/", "/m", "../m", "a/b c/checkpoint-000001", "C:/x/y", ""])
+def test_predictions_always_lie_under_the_runs_folder(model):
+    out = default_out(Recipe(model=model, runs="runs"), {"split": "test"})
+    assert out.parent == Path("runs/predictions") and not out.name.startswith((".", "-"))
+
+
+# ------------------------------------------------------------------------------------------------------ one live look
+
+def test_the_demo_shows_a_held_out_two_hop_question_search_by_search(trained, capsys):
+    demo(["--runs", str(trained), "--temperature", "1"])
+    out = capsys.readouterr().out
+    assert "stage2/checkpoint-000002" in out.splitlines()[0]
+    shown = next(line for line in out.splitlines() if line.startswith("question: "))
+    question = shown.removeprefix("question: ").split("   gold: ")[0]
+    assert question in {q.question for q in World(0).questions("test", "two_hop")}
+    assert "searches; answer" in out
+
+
+def test_the_demo_answers_a_question_of_its_own_world_and_refuses_words_it_does_not_know(trained, capsys):
+    asked = World(0).questions("test", "one_hop")[3]
+    demo([asked.question, "--runs", str(trained)])
+    assert f"question: {asked.question}   gold: {asked.answers[0]}" in capsys.readouterr().out
+    with pytest.raises(InputError, match="knows only its own world's words; try: ") as error:
+        demo(["who invented the steam engine ?", "--runs", str(trained)])
+    assert "\n" not in str(error.value)
+
+
+def test_a_question_of_ones_own_has_no_known_answer():
+    questions = [Question("1", "a ?", ["x"], source="one_hop"), Question("2", "b ?", ["y"], source="two_hop")]
+    assert pick(questions, "").id == "2" and pick(questions[:1], "").id == "1"
+    assert pick(questions, "a ?").answers == ["x"] and pick(questions, "c ?") == Question("asked", "c ?", [])
+
+
+def test_python_rollout_runs_the_demo(trained):
+    command = [sys.executable, "rollout.py", "--runs", str(trained)]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0 and "searches; answer" in done.stdout, done.stderr
+
+
+# -------------------------------------------------------------------------------------- real records, real commands
+
+def hotpotqa(name) -> Path:
+    if not (HOTPOTQA / name).exists():
+        pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
+    return HOTPOTQA / name
+
+
+def save_real_model(path, data, family):
+    """A random model with a byte-level BPE tokenizer trained on the records and a chat template, shown a few traces of
+    searching for a moment: random weights alone would hardly ever write a query."""
+    questions = load_questions(data)
+    protocol = PROTOCOLS["ur2"]
+    texts = [protocol.instruction, *(tag for tag in protocol.tags for _ in range(3))] * 20
+    texts += [text for q in questions for text in (q.question, *(r.text for r in q.references[:2]))]
+    tokenizer = train_bpe(texts, vocab_size=600)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 1024, "tie_word_embeddings": True,
+             "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
+             "pad_token_id": tokenizer.pad_token_id}  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes)) if family == "qwen2" else LlamaForCausalLM(LlamaConfig(**sizes))
+    policy = Policy(model)
+    # One query and one answer for all questions, and for each a trace that does without the search: whatever it is asked, it
+    # searches about every other time, so the rewards of a group differ.
+    found = [Document("", "who is it", q.references[0].text) for q in questions]
+    asked = [Question(q.id, q.question, ["it"], references=(d,)) for q, d in zip(questions, found, strict=True)]
+    searching, direct = (traces(tokenizer, asked, search=search) for search in (True, False))
+    both = [example for pair in zip(searching, direct, strict=True) for example in pair]
+    losses = train_sft(policy, lambda step: [both[(4 * step + i) % len(both)] for i in range(4)], 60, 3e-3)
+    save_policy(policy, tokenizer, path)
+    assert "<|im_start|>assistant" in prompt_text(protocol, questions[0], tokenizer)
+    return losses
+
+
+REAL = {**SMALL, "max_turn_tokens": 40, "max_searches": 1, "documents_per_search": 2, "document_tokens": 60, "save_every": 1,
+        "group_size": 4, "trajectories_per_update": 4, "show_every": 1, "temperature": 0.8, "lr": 1e-4,
+        "tokens_per_micro_batch": 700}  # fmt: skip
+
+
+def real_flags(model, data, runs):
+    small = [word for k, v in REAL.items() for word in (f"--{k}", str(v))]
+    return ["--model", str(model), "--data", str(data), "--corpus", "from-data", "--runs", str(runs), "--name", "real", *small]
+
+
+def check_real_run(runs, questions):
+    """Two stages that rolled out, searched, were rewarded and changed the weights."""
+    for stage in (1, 2):
+        folder = runs / "real" / f"stage{stage}"
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [0, 1]
+        assert sum(row["searches"] for row in rows) >= 1 and sum(row["inserted_tokens"] for row in rows) > 40
+        assert stage == 2 or any(row["grad_norm"] > 0 for row in rows)  # stage 2 pays nothing for a search: often all are 0
+        loaded = AutoModelForCausalLM.from_pretrained(checkpoints(folder)[-1])
+        assert all(p.isfinite().all() for p in loaded.parameters())
+        samples = (folder / "samples.txt").read_text()
+        assert "⟦<|begin_of_documents|>\n(1) " in samples and any(q.question in samples for q in questions)
+
+
+@pytest.mark.slow
+def test_real_hotpotqa_records_run_to_the_end_on_the_real_command_lines(tmp_path):
+    data = hotpotqa("official_train_distractor_20.json")
+    save_real_model(tmp_path / "model", data, "qwen2")
+    arguments = real_flags(tmp_path / "model", data, tmp_path / "runs")
+    python = Path(sys.executable).parent
+    config = [f"--config_file={path}" for path in [ROOT / "configs" / "cpu.yaml"] if path.exists()]
+    said = []
+    for command in (
+        [python / "accelerate", "launch", *config, "train.py", "--stage", "1", *arguments],
+        [python / "accelerate", "launch", *config, "train.py", "--stage", "2", *arguments],
+        [sys.executable, "eval.py", "--runs", tmp_path / "runs", "--name", "real", "--questions", "3"],
+    ):
+        environment = ENVIRONMENT | {"PATH": f"{python}:{os.environ['PATH']}", "ACCELERATE_USE_CPU": "1"}
+        done = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        said.append(done.stdout)
+    check_real_run(tmp_path / "runs", load_questions(data))
+    assert f"stage 2 starts from {tmp_path}/runs/real/stage1/checkpoint-000002" in said[1]
+    assert f"3 questions of {data}" in said[2] and "\nall " in said[2]
+    predictions = Path(said[2].splitlines()[-1].removeprefix("predictions: ")).read_text().splitlines()
+    assert len(predictions) == 3 and any(json.loads(line)["searches"] for line in predictions)
+
+
+def test_the_hub_layout_and_a_llama_run_to_the_end_too(tmp_path, capsys):
+    data = hotpotqa("hf_layout_dev_distractor_20.jsonl")
+    losses = save_real_model(tmp_path / "model", data, "llama")
+    assert losses[-1] < losses[0]
+    for stage in ("1", "2"):
+        train.main(["--stage", stage, *real_flags(tmp_path / "model", data, tmp_path / "runs"), "--optimizer", "adamw8bit",
+                    "--gradient_checkpointing", "--algorithm", "grpo", "--kl_coef", "0.01"])  # fmt: skip
+    check_real_run(tmp_path / "runs", load_questions(data))
+    capsys.readouterr()
+    evaluation.main(["--runs", str(tmp_path / "runs"), "--name", "real", "--questions", "2", "--retriever", "oracle"])
+    assert "2 questions of" in capsys.readouterr().out
