@@ -71,6 +71,7 @@ class Recipe:
     show_every: int = setting(5, "steps between decoded trajectories on the console", least=1)
     seed: int = setting(0, "seed of questions and sampling")
     world_seed: int = setting(0, "seed of the built-in world and its model")
+    threads: int = setting(0, "CPU threads of a process; 0 = all cores, shared by the processes of this machine", least=0)
     # the rollout
     protocol: str = setting("ur2", "tags and prompt", one_of=PROTOCOLS)
     retrieval: bool = setting(True, "False: UR²'s prompt without retrieval")

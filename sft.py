@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from data import run_main
-from policy import Policy, lr_factor, make_optimizer, micro_batches
+from policy import Policy, last_column, lr_factor, make_optimizer, micro_batches
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,14 @@ def sft_loss(policy: Policy, tokens: torch.Tensor, mask: torch.Tensor) -> torch.
     return -(logprobs * mask).sum() / mask.sum().clamp(min=1)
 
 
+def sft_lr_factor(step: int, steps: int, warmup: int, decay_start: int) -> float:
+    """Linear warm-up, flat, and from `decay_start` on linear to 0. Worked: 10 steps, warm-up 2, decay from 6: 1/2 1 1 1 1 1, 4/4
+    3/4 2/4 1/4."""
+    if step < decay_start:
+        return lr_factor(step, decay_start, warmup, "constant")
+    return lr_factor(step - decay_start, steps - decay_start, 0, "linear")
+
+
 def train_sft(
     policy: Policy,
     next_examples: Callable[[int], Sequence[Example]],
@@ -62,18 +70,18 @@ def train_sft(
     gradient of the whole batch: each is weighted by its share of the tokens.
     """
     optimizer = make_optimizer(policy, "adamw", lr, betas)
-    start = int(decay_from * steps)
+    start = max(warmup, int(decay_from * steps))  # the decay begins behind the warm-up
     losses = []
     with tqdm(total=steps, desc=description, dynamic_ncols=True) as bar:
         for step in range(steps):
-            factor = lr_factor(step, start, warmup, "constant") if step < start else lr_factor(step - start, steps - start, 0, "linear")
+            factor = sft_lr_factor(step, steps, warmup, start)
             for group in optimizer.param_groups:
                 group["lr"] = lr * factor
             tokens, mask = collate_examples(next_examples(step))
             tokens, mask = tokens.to(policy.device), mask.to(policy.device)
             loss = 0.0
             for rows in micro_batches(mask, tokens_per_micro_batch):
-                width = int(mask[rows].any(0).nonzero().max()) + 1  # what stands behind the last token to imitate is padding or useless
+                width = last_column(mask[rows])  # what stands behind the last token to imitate cannot influence it
                 share = mask[rows].sum() / mask.sum().clamp(min=1)
                 part = share * sft_loss(policy, tokens[rows, : width + 1], mask[rows, :width])
                 part.backward()

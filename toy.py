@@ -192,7 +192,8 @@ def sums(split: str) -> list[tuple[int, int]]:
 
 def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, str]:
     """(title, text) of an entity: its facts in a random order, so that where a fact stands says nothing about which it is."""
-    return name, f"{name} has " + " and ".join(f"{relation} {value}" for relation, value in shuffled(rng, list(facts.items()))) + " ."
+    stated = [f"{relation} {value}" for relation, value in shuffled(rng, list(facts.items()))]
+    return name, f"{name} has {' and '.join(stated)} ."
 
 
 def unit_passage(big: str, small: str, factor: int) -> tuple[str, str]:
@@ -264,7 +265,7 @@ def make_model(vocab_size: int, seed: int = 0) -> Qwen2ForCausalLM:
 class WarmUp:
     """How the supervised traces are made. The flaws leave RL something to find; more of them hide the skill itself."""
 
-    steps: int = 280
+    steps: int = 450
     batch_size: int = 64
     lr: float = 4e-3
     lr_warmup: int = 50
@@ -277,6 +278,16 @@ class WarmUp:
     needless_search: float = 0.06  # arithmetic and known facts
     practice: float = 0.3  # traces that only read: a passage, and both its facts asked for
     mix: tuple[float, ...] = (0.24, 0.28, 0.20, 0.18, 0.10)  # of the others: KINDS
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One search of a trace: its query, the passage (title, text) it finds, and what the model writes down of it before
+    it asks on."""
+
+    query: str
+    found: tuple[str, str]
+    note: str = ""
 
 
 class TraceWriter:
@@ -301,10 +312,12 @@ class TraceWriter:
     # ------------------------------------------------------------------ one kind of question each
     def lookup(self):
         relation = self.rng.choice(list(ONE_HOP))
-        name = self.name(RELATIONS[relation][0])
-        facts = self.facts(name, RELATIONS[relation][0])
-        hop = (f"{relation} of {name}", passage(self.rng, name, facts))
-        return ONE_HOP[relation].format(name), self.trace([hop], facts[relation], RELATIONS[relation][1], relation)
+        about, leads_to = RELATIONS[relation]
+        name = self.name(about)
+        facts = self.facts(name, about)
+        hop = Hop(f"{relation} of {name}", passage(self.rng, name, facts))
+        right, guess = self.final(facts[relation], relation), self.final(self.guess(leads_to), relation)
+        return ONE_HOP[relation].format(name), self.trace([hop], right, guess)
 
     def two_hop(self):
         first, second = self.rng.choice(list(TWO_HOP))
@@ -314,18 +327,20 @@ class TraceWriter:
         bridge = facts[first]
         bridge_facts = self.facts(bridge, bridge_kind)
         hops = [
-            (f"{first} of {name}", passage(self.rng, name, facts)),
-            (f"{second} of {bridge}", passage(self.rng, bridge, bridge_facts)),
+            Hop(f"{first} of {name}", passage(self.rng, name, facts), note=f" {first} {bridge}"),
+            Hop(f"{second} of {bridge}", passage(self.rng, bridge, bridge_facts)),
         ]
-        return TWO_HOP[first, second].format(name), self.trace(hops, bridge_facts[second], RELATIONS[second][1], second, (f" {first} {bridge}",))
+        right, guess = self.final(bridge_facts[second], second), self.final(self.guess(RELATIONS[second][1]), second)
+        return TWO_HOP[first, second].format(name), self.trace(hops, right, guess)
 
     def unit(self):
         big, small = self.rng.sample(UNITS, 2)
         while frozenset((big, small)) in self.taken_units:
             big, small = self.rng.sample(UNITS, 2)
         factor, n = self.rng.randint(2, 9), self.rng.randint(2, 9)
-        hop = (f"one {big} in {small}", unit_passage(big, small, factor))
-        return f"how many {small} are {n} {big} ?", self.trace([hop], str(n * factor), n)
+        hop = Hop(f"one {big} in {small}", unit_passage(big, small, factor))
+        right, guess = self.final(str(n * factor)), self.final(str(n * self.rng.randint(2, 9)))
+        return f"how many {small} are {n} {big} ?", self.trace([hop], right, guess)
 
     def arithmetic(self):
         a, b = self.rng.choice(sums("train"))
@@ -352,27 +367,25 @@ class TraceWriter:
         return "which ?", pieces
 
     # ------------------------------------------------------------------ the pieces of a trace
-    def trace(self, hops: list, answer: str, answer_kind, thought: str = "", notes: tuple = ()) -> list[tuple[str, str]]:
-        """Search along the hops, with the flaws of `options`; or answer at once with a guess of the right kind. A note is
-        what the model writes down of a hop before it asks the next query."""
+    def trace(self, hops: list[Hop], right: list, guess: list) -> list[tuple[str, str]]:
+        """Search along the hops, with the flaws of `options`, to the right end; or end at once in a guess."""
         rng, options = self.rng, self.options
-        guess = self.final(self.guess(answer_kind), thought)
         if rng.random() < options.guess_at_once[len(hops) - 1]:
             return guess
-        pieces = []
-        for number, (query, found) in enumerate(hops):
+        pieces, note = [], ""
+        for number, hop in enumerate(hops):
             if number and rng.random() < options.stop_after_first_hop:
-                return pieces + guess
-            note = notes[number - 1] if number else ""
+                right = guess
+                break
             if rng.random() < options.bad_query:
-                pieces += self.search(self.spoil(query), None, note)
+                pieces += self.search(self.spoil(hop.query), None, note)
                 note = ""
                 if rng.random() < 0.5:
-                    pieces += guess
+                    right = guess
                     break
-            pieces += self.search(query, found, note)
-        else:
-            pieces += guess if rng.random() < options.ignore_document else self.final(answer, thought)
+            pieces += self.search(hop.query, hop.found, note)
+            note = hop.note
+        pieces += guess if rng.random() < options.ignore_document else right
         if rng.random() < options.choice_without_loss:
             pieces[0] = (pieces[0][0], "choice")
         return pieces
@@ -418,9 +431,7 @@ class TraceWriter:
     def facts(self, name: str, kind: str) -> dict[str, str]:
         return self.world.draw_facts(self.rng, kind, "warmup")
 
-    def guess(self, kind) -> str:
-        if isinstance(kind, int):
-            return str(kind * self.rng.randint(2, 9))
+    def guess(self, kind: str) -> str:
         return self.rng.choice({"country": COUNTRIES, "product": PRODUCTS}.get(kind) or self.world.entities["warmup"][kind])
 
     def other_passage(self) -> tuple[str, str]:
@@ -445,7 +456,9 @@ def encode_traces(traces: list, protocol: Protocol, tokenizer) -> list[Example]:
     return examples
 
 
-def warm_up(policy: Policy, tokenizer, world: World, protocol: Protocol, options: WarmUp = WarmUp(), seed: int = 0) -> list[float]:
+def warm_up(
+    policy: Policy, tokenizer, world: World, protocol: Protocol, options: WarmUp = WarmUp(), seed: int = 0
+) -> list[float]:
     """Train the tiny model on `options.steps` batches of fresh traces; returns the losses."""
     writer = TraceWriter(world, protocol, options, seed)
 

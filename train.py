@@ -22,6 +22,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -311,11 +312,19 @@ def step_of(line: str) -> float:
         return math.inf
 
 
+def set_threads(threads: int) -> None:
+    """Trap: `accelerate launch` sets OMP_NUM_THREADS=1, and a CPU run then uses one core of those there are."""
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(threads or max(1, cores // local_processes))
+
+
 class Trainer:
     """Everything one stage needs, set up once; `step` is one turn of the loop."""
 
     def __init__(self, recipe: Recipe):
         self.recipe, self.accelerator = recipe, Accelerator()
+        set_threads(recipe.threads)
         self.algorithm = ALGORITHMS[recipe.algorithm]
         self.protocol = build_protocol(recipe)
         start, said = starting_model(recipe)  # first of all: reading a corpus and then missing the model wastes minutes

@@ -2,6 +2,8 @@
 
 import pytest
 
+from data import SearchRequest
+from policy import Policy
 from prompts import PROTOCOLS, build_prompt
 from retriever import make_retriever
 from summarizer import make_search, make_summarizer
@@ -18,8 +20,6 @@ from toy import (
     make_tokenizer,
     warm_up,
 )
-from data import SearchRequest
-from policy import Policy
 
 
 @pytest.fixture(scope="module")

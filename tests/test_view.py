@@ -15,7 +15,8 @@ def write_run(folder, stages):
 
 
 def test_stages_are_drawn_one_after_the_other(tmp_path):
-    write_run(tmp_path, {"stage1": [{"step": 0, "reward": 1.0}, {"step": 1, "reward": 2.0}], "stage2": [{"step": 0, "reward": 3.0}]})
+    first = [{"step": 0, "reward": 1.0}, {"step": 1, "reward": 2.0}]
+    write_run(tmp_path, {"stage1": first, "stage2": [{"step": 0, "reward": 3.0}]})
     records, stages = view.read_run(tmp_path)
     assert [r["x"] for r in records] == [0, 1, 2]
     assert stages == [(0, "stage1"), (2, "stage2")]
@@ -42,7 +43,7 @@ def test_an_unfinished_last_line_is_left_out_and_a_broken_one_inside_is_named(tm
 
 
 def test_an_empty_folder_is_one_clear_line(tmp_path):
-    with pytest.raises(InputError, match="no metrics.jsonl"):
+    with pytest.raises(InputError, match=r"no metrics\.jsonl"):
         view.read_run(tmp_path)
 
 
