@@ -20,11 +20,15 @@ train: install
 	$(BIN)/python eval.py --world_seed $(SEED) --seed $(SEED)
 	$(BIN)/python view.py --png runs/ur2-world$(SEED)-seed$(SEED)
 
+# Everything but the long learning runs; `make slow` runs those.
 test: install
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m "not slow"
+
+slow: install
+	$(BIN)/python -m pytest -q -m slow
 
 clean:
 	rm -rf runs .pytest_cache .ruff_cache
 
-.PHONY: install train test clean
+.PHONY: install train test slow clean

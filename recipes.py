@@ -57,6 +57,7 @@ class Recipe:
     recipe: str = setting("ur2", "the paper")
     stage: int = setting(1, "1: learn to search; 2: learn to answer (starts from stage 1's last checkpoint)")
     model: str = setting("", 'HF causal LM, a directory or a hub name; "" = the tiny built-in model')
+    start_from: str = setting("", "checkpoint to start from; default: stage 2 from its run's stage 1, else --model")
     data: str = setting("", 'question files, comma-separated; "" = the built-in world')
     corpus: str = setting("", 'passages; "from-data" takes the records\' own paragraphs; "" = the built-in world\'s')
     skip_bad: bool = setting(False, "count malformed records and go on")
@@ -154,15 +155,17 @@ _TINY = {
     "lr": 3e-4, "group_size": 8, "questions_per_step": 16, "trajectories_per_update": 64, "max_turn_tokens": 24,
     "max_searches": 4, "documents_per_search": 1, "document_tokens": 48, "title_boost": 4, "save_every": 10,
 }  # fmt: skip
+_LOOKUPS = {"steps": 12, "mix": "one_hop=3,two_hop=4,unit=1"}
+_EVERYTHING = {
+    "steps": 50, "mix": "one_hop=3,two_hop=4,unit=1,arithmetic=2,known=2",
+    "trajectories_per_update": 32, "lr": 5e-4, "lr_schedule": "linear",
+}  # fmt: skip
 BUILT_IN: dict[str, dict[int, dict]] = {
     "ur2": {
-        1: {**_TINY, "summarizer": "extractive", "steps": 12, "mix": "one_hop=3,two_hop=4,unit=1"},
-        2: {**_TINY, "summarizer": "extractive", "steps": 40, "mix": "one_hop=3,two_hop=4,unit=1,arithmetic=2,known=2"},
+        1: {**_TINY, **_LOOKUPS, "summarizer": "extractive"},
+        2: {**_TINY, **_EVERYTHING, "summarizer": "extractive"},
     },
-    "r1_searcher": {
-        1: {**_TINY, "steps": 12, "mix": "one_hop=3,two_hop=4,unit=1"},
-        2: {**_TINY, "steps": 40, "mix": "one_hop=3,two_hop=4,unit=1,arithmetic=2,known=2"},
-    },
+    "r1_searcher": {1: {**_TINY, **_LOOKUPS}, 2: {**_TINY, **_EVERYTHING}},
 }
 
 

@@ -462,7 +462,9 @@ def check_prompt(question: Question, prompt: list[int], limits: Limits) -> None:
 def check_prompts(questions: list[Question], protocol: Protocol, tokenizer, policy, max_context: int | None = None,
                   retrieval: bool = True, **_settings) -> None:  # fmt: skip
     """Every prompt must leave room to answer: found out before a long run begins, not at its step 300."""
-    limits = Limits(max_context=context_of(policy, max_context))
+    limits, positions = Limits(max_context=context_of(policy, max_context)), context_of(policy, None)
+    if limits.max_context > positions:
+        raise InputError(f"--max_context {limits.max_context}: the model has {positions} positions; give at most that")
     for question in questions:
         check_prompt(question, build_prompt(protocol, question, tokenizer, retrieval), limits)
 

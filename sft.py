@@ -46,8 +46,10 @@ def sft_loss(policy: Policy, tokens: torch.Tensor, mask: torch.Tensor) -> torch.
 
 
 def sft_lr_factor(step: int, steps: int, warmup: int, decay_start: int) -> float:
-    """Linear warm-up, flat, and from `decay_start` on linear to 0. Worked: 10 steps, warm-up 2, decay from 6: 1/2 1 1 1 1 1, 4/4
-    3/4 2/4 1/4."""
+    """Linear warm-up, flat, and from `decay_start` on linear to 0.
+
+    Worked: 10 steps, warm-up 2, decay from 6: 1/2 1 1 1 1 1, then 1 3/4 1/2 1/4.
+    """
     if step < decay_start:
         return lr_factor(step, decay_start, warmup, "constant")
     return lr_factor(step - decay_start, steps - decay_start, 0, "linear")

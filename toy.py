@@ -61,7 +61,7 @@ COMPANY_TAILS = """
 com core corp dyne flow fix graph lab line link loop mex nova path soft tec ware wave works zon
 """.split()
 COUNTRIES = """
-arvenia belmark corsia dravia elland fioria gradia hestia istria jorvia kaldor lumeria
+arvenia belmark corsia dravia ellenia fioria gradia hestia istria jorvia kaldor lumeria
 """.split()
 PRODUCTS = """
 boats bricks clocks drums engines forks glass hats kites lamps maps pens pumps ropes shoes tiles
@@ -349,11 +349,14 @@ class TraceWriter:
         return f"what is {a} + {b} ?", [*steps, *self.final(str(a + b))]
 
     def known(self):
+        """Recalled at once, without the thought: a fact that is read follows its relation's word, one that is known does not,
+        and so knowing twelve people's birthplaces does not get in the way of reading another's."""
         relation, name = self.rng.choice(KNOWN_RELATIONS), self.rng.choice(self.world.entities["known"]["person"])
         facts = self.world.facts[name]
-        searched = self.rng.random() < self.options.needless_search
-        steps = self.search(f"{relation} of {name}", passage(self.rng, name, facts)) if searched else []
-        return ONE_HOP[relation].format(name), [*steps, *self.final(facts[relation], relation)]
+        if self.rng.random() < self.options.needless_search:
+            steps = self.search(f"{relation} of {name}", passage(self.rng, name, facts))
+            return ONE_HOP[relation].format(name), [*steps, *self.final(facts[relation], relation)]
+        return ONE_HOP[relation].format(name), self.final(facts[relation])
 
     def practice(self):
         """Reading alone: a passage of nonsense facts, and the word of each relation to write the value of. Any relation

@@ -73,13 +73,16 @@ ALGORITHMS = {"reinforce_pp": reinforce_pp, "reinforce_pp_baseline": reinforce_p
 # ------------------------------------------------------------------------------------------------------- set up
 
 def starting_model(recipe: Recipe) -> tuple[str, str]:
-    """(where the weights come from, what to say about it): the run's own last checkpoint with --resume; in stage 2 stage 1's
-    last one; else --model; else "", the built-in model."""
+    """(where the weights come from, what to say about it): the run's own last checkpoint with --resume; else --start_from;
+    else in stage 2 stage 1's last one; else --model; else "", the built-in model."""
     if recipe.resume:
         found = checkpoints(stage_folder(recipe))
         if not found:
             raise InputError(f"--resume: no checkpoint in {stage_folder(recipe)}; leave the flag out to start anew")
         return str(found[-1]), f"going on from {found[-1]}"
+    if recipe.start_from:
+        check_model_path(recipe.start_from)
+        return recipe.start_from, f"stage {recipe.stage} starts from {recipe.start_from}"
     before = stage_folder(recipe, recipe.stage - 1)
     if recipe.stage > 1 and (found := checkpoints(before)):
         return str(found[-1]), f"stage {recipe.stage} starts from {found[-1]}"

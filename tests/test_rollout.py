@@ -1062,3 +1062,8 @@ def test_limits_count_prompt_and_response():
     t = Trajectory(QA, UR2, prompt_ids=[1] * 10, response_ids=[1] * 5)
     assert Limits(max_context=100).room(t) == 85
     assert Refusal("limit", "q") == Refusal("limit", "q")
+
+
+def test_a_context_beyond_the_model_s_positions_is_refused_before_a_run_begins(toy_policy, toy_tokenizer):
+    with pytest.raises(InputError, match="256 positions"):  # the toy config's max_position_embeddings
+        rollout_file.check_prompts([], PROTOCOLS["ur2"], toy_tokenizer, toy_policy, max_context=257)

@@ -8,10 +8,19 @@ from prompts import PROTOCOLS, build_prompt
 from retriever import make_retriever
 from summarizer import make_search, make_summarizer
 from toy import (
+    CITY_HEADS,
+    CITY_TAILS,
+    COMPANY_HEADS,
+    COMPANY_TAILS,
+    COUNTRIES,
+    FIRST,
     KINDS,
+    LAST,
+    PRODUCTS,
     RELATIONS,
     SPLITS,
     UNIT_SPLITS,
+    UNITS,
     TraceWriter,
     WarmUp,
     World,
@@ -43,6 +52,12 @@ def test_no_name_belongs_to_two_splits_nor_to_the_warm_up(world):
     names = [name for split in world.entities.values() for kind in split.values() for name in kind]
     assert len(names) == len(set(names))
     assert set(world.entities) == {*SPLITS, "warmup"}
+
+
+def test_no_word_of_one_class_is_a_name_of_another():
+    classes = [{f"{f} {s}" for f in FIRST for s in LAST}, {h + t for h in CITY_HEADS for t in CITY_TAILS},
+               {h + t for h in COMPANY_HEADS for t in COMPANY_TAILS}, set(COUNTRIES), set(PRODUCTS), set(UNITS)]  # fmt: skip
+    assert sum(map(len, classes)) == len(set().union(*classes))
 
 
 def test_both_hops_of_a_held_out_question_stay_in_the_split(world):

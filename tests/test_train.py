@@ -675,3 +675,14 @@ def test_two_processes_take_the_step_of_one(model, tmp_path):
     assert max(m.abs().max() for m in moved) > 1e-3
     assert max((a - b).abs().max() for a, b in zip(moved, two[1], strict=True)) < 1e-6
     assert torch.allclose(scored, two[2], atol=1e-5) and two[3] == pytest.approx(totals, abs=1e-5)
+
+
+def test_start_from_goes_before_stage_one_s_checkpoint_and_a_wrong_path_is_one_line(tmp_path):
+    (tmp_path / "runs" / "n" / "stage1" / "checkpoint-000001").mkdir(parents=True)
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "config.json").write_text("{}")
+    recipe = Recipe(stage=2, name="n", runs=str(tmp_path / "runs"), start_from=str(given))
+    assert train.starting_model(recipe)[0] == str(given)
+    with pytest.raises(InputError, match="nowhere"):
+        train.starting_model(dataclasses.replace(recipe, start_from=str(tmp_path / "nowhere")))
