@@ -2,6 +2,7 @@
 
     python eval.py                                  the last checkpoint of the default run, on held-out entities
     python eval.py --model DIR --data FILE --corpus from-data
+    python eval.py --stage 0                        before RL
     python eval.py --retriever empty                does it read, or recall?
     python eval.py --fact_seed 1                    the same names with every fact redrawn: a model that reads stays as good
 
@@ -156,8 +157,11 @@ def parse(arguments: list[str] | None = None) -> tuple[Recipe, dict]:
 
 
 def recipe_of(given: dict) -> Recipe:
-    """The settings the checkpoint was trained with, made greedy; what the command line says comes last."""
-    model = given.get("model") or last_checkpoint(given)
+    """The settings the checkpoint was trained with, made greedy; what the command line says comes last. Stage 0 is the
+    model before RL."""
+    before_rl = given.get("stage") == 0
+    given = {k: v for k, v in given.items() if not (before_rl and k == "stage")}
+    model = given.get("model", "") if before_rl else given.get("model") or last_checkpoint(given)
     if model:
         check_model_path(model)
     recipe = saved_settings(model)

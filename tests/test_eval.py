@@ -375,3 +375,8 @@ def test_the_hub_layout_and_a_llama_run_to_the_end_too(tmp_path, capsys):
     capsys.readouterr()
     evaluation.main(["--runs", str(tmp_path / "runs"), "--name", "real", "--questions", "2", "--retriever", "oracle"])
     assert "2 questions of" in capsys.readouterr().out
+
+
+def test_stage_0_is_the_model_before_rl_even_where_a_run_exists(trained):
+    recipe = recipe_of({"runs": str(trained), "stage": 0})
+    assert recipe.model == "" and recipe.documents_per_search == 1  # the built-in world's settings, not the paper's 10
