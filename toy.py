@@ -311,7 +311,8 @@ class TraceWriter:
 
     # ------------------------------------------------------------------ one kind of question each
     def lookup(self):
-        relation = self.rng.choice(list(ONE_HOP))
+        # twice as often about people: the other four relations are read at the end of two-hop traces too
+        relation = self.rng.choices(list(ONE_HOP), [2 if about == "person" else 1 for about, _ in RELATIONS.values()])[0]
         about, leads_to = RELATIONS[relation]
         name = self.name(about)
         facts = self.facts(name, about)
