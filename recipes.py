@@ -157,7 +157,7 @@ _TINY = {
 }  # fmt: skip
 _LOOKUPS = {"steps": 12, "mix": "one_hop=3,two_hop=4,unit=1"}
 _EVERYTHING = {
-    "steps": 50, "mix": "one_hop=4,two_hop=4,unit=1,arithmetic=2,known=2",
+    "steps": 60, "mix": "one_hop=4,two_hop=4,unit=1,arithmetic=2,known=2",
     "trajectories_per_update": 32, "lr": 5e-4, "lr_schedule": "linear",
 }  # fmt: skip
 BUILT_IN: dict[str, dict[int, dict]] = {

@@ -46,6 +46,9 @@ LAST = """
 abel barth bell brandt coll dorn ebner falke finch grau hahn hill ives jung kane kern lang lind marsh moll nord ober
 penn quint reed roth sand stein thorn ulm vogel wolf
 """.split()
+FAMOUS = """
+amsel bogner cramer daimler eiche fuchs gross huber imhof jasper kaiser luther
+""".split()  # last names of the people the model knows by heart, and of nobody else
 CITY_HEADS = """
 al bar bel cor dar dun el fen gar hol in jas kel kor lor lun mar mel nor os pel rav ros sal sol tal tor ur vas ver wal
 zan
@@ -69,7 +72,7 @@ boats bricks clocks drums engines forks glass hats kites lamps maps pens pumps r
 UNITS = """
 bim bolt borg cran dram ell fip gan hep jot kip lok mim nab oka pim quo rin sep tun ull vim wex zib
 """.split()
-SPLITS = {"known": 12, "train": 200, "dev": 60, "test": 60}  # people; half as many cities and companies
+SPLITS = {"known": len(FAMOUS), "train": 200, "dev": 60, "test": 60}  # people; half as many cities and companies
 UNIT_SPLITS = {"train": 8, "dev": 2, "test": 2}
 ENTITIES = ("person", "city", "company")
 KINDS = ("one_hop", "two_hop", "unit", "arithmetic", "known")
@@ -124,9 +127,10 @@ class World:
         people = shuffled(rng, [f"{f} {s}" for f in FIRST for s in LAST])
         cities = shuffled(rng, [h + t for h in CITY_HEADS for t in CITY_TAILS])
         companies = shuffled(rng, [h + t for h in COMPANY_HEADS for t in COMPANY_TAILS])
+        famous = [f"{rng.choice(FIRST)} {last}" for last in FAMOUS]
         for split, count in SPLITS.items():
             half = count // 2
-            self.entities[split] = {"person": take(people, count), "city": take(cities, half), "company": take(companies, half)}
+            self.entities[split] = {"person": famous if split == "known" else take(people, count), "city": take(cities, half), "company": take(companies, half)}
         self.entities["warmup"] = {"person": people, "city": cities, "company": companies}  # names of no other split
         rng = random.Random(f"facts {self.seed if self.fact_seed is None else self.fact_seed}")
         for split in SPLITS:
@@ -228,7 +232,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """
     tags = sorted({tag for p in PROTOCOLS.values() for tag in p.tags} | {"<think>", "</think>"})
     signs = sorted({t for p in PROTOCOLS.values() for t in (p.fallback_notice, p.malformed_notice, p.limit_notice)})
-    spaced = [*WORDS, *FIRST, *LAST, *CITY_HEADS, *COMPANY_HEADS, *COUNTRIES, *PRODUCTS, *UNITS]
+    spaced = [*WORDS, *FIRST, *LAST, *FAMOUS, *CITY_HEADS, *COMPANY_HEADS, *COUNTRIES, *PRODUCTS, *UNITS]
     spaced += [*map(str, range(MAX_NUMBER)), "?", ".", "+", ":"]
     spaced += [f"({i})" for i in range(1, 6)]
     bare = [*CITY_TAILS, *COMPANY_TAILS, "?", ":", ".", "+", "\\boxed{", " \\boxed{", "}", "\n", "\n\n", " "]

@@ -2,10 +2,10 @@
 
     python view.py --png runs/ur2-world0-seed0      all stages of a run, one after the other -> curves.png in that folder
 
-Six panels: reward and its components; exact match by kind of question; share of questions that were searched for, by
-kind; searches and fallbacks; tokens; and what says whether anything can be learned (gradient norm, groups of equal
-reward). A dashed line marks where a stage begins. Needs the extra `plot` (matplotlib).
-Left out: a page of trajectories (samples.txt has them as text), live curves.
+Six panels, each a running mean over five steps with the values as measured behind it: reward and its components; exact
+match by kind of question; share of questions that were searched for, by kind; searches and fallbacks; tokens; and what
+says whether anything can be learned (gradient norm, groups of equal reward). A dashed line marks where a stage begins.
+Needs the extra `plot` (matplotlib). Left out: a page of trajectories (samples.txt has them as text), live curves.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ def series(records: list[dict], wanted: tuple[str, ...]) -> dict[str, tuple[list
     }  # fmt: skip
 
 
+def smooth(values: list[float], window: int = 5) -> list[float]:
+    """Mean of the last `window` values: a step has few questions of a kind. smooth([0, 1, 2], 2) = [0, 0.5, 1.5]."""
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
+
+
 def draw(folder: Path, png: Path) -> None:
     try:
         import matplotlib
@@ -72,17 +77,20 @@ def draw(folder: Path, png: Path) -> None:
     from matplotlib import pyplot
 
     records, stages = read_run(folder)
-    figure, axes = pyplot.subplots(2, 3, figsize=(15, 7.5), constrained_layout=True)
+    figure, axes = pyplot.subplots(2, 3, figsize=(16, 7), constrained_layout=True)
     for axis, (title, wanted) in zip(axes.flat, PANELS, strict=True):
         for label, (x, y) in series(records, wanted).items():
-            axis.plot(x, y, label=label.replace("_", " "), linewidth=2.2 if label == "reward" else 1.4)
+            width = 2.4 if label == "reward" else 1.5
+            (line,) = axis.plot(x, smooth(y), label=label.replace("reward/", "").replace("_", " "), linewidth=width)
+            axis.plot(x, y, color=line.get_color(), alpha=0.2, linewidth=0.8)  # as measured, behind the running mean
         for x, name in stages:
             axis.axvline(x, color="0.6", linestyle="--", linewidth=0.8)
             axis.text(x, 1.0, f" {name}", transform=axis.get_xaxis_transform(), va="bottom", fontsize=8, color="0.4")
         axis.set_title(title, fontsize=11, pad=14)
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
-        axis.legend(fontsize=8, frameon=False)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(png, dpi=110)
     pyplot.close(figure)
 

@@ -52,3 +52,7 @@ def test_the_picture_is_a_png(tmp_path):
     write_run(tmp_path, {"stage1": [{"step": i, "reward": i, "em/one_hop": i / 3, "grad_norm": 1.0} for i in range(3)]})
     view.draw(tmp_path, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_running_mean_is_over_the_last_values_only():
+    assert view.smooth([0, 1, 2], 2) == [0, 0.5, 1.5]  # 0; (0 + 1) / 2; (1 + 2) / 2
