@@ -7,14 +7,15 @@ splits share, so an entity the model has never seen can be copied token by token
     one_hop      where was ana bell born ?                                one search
     two_hop      who is the mayor of the city where ana bell was born ?   two searches
     unit         how many fip are 3 borg ?                                one search, then 3 times what it says
-    arithmetic   what is 12 + 7 ?                                         no search helps
+    arithmetic   what is 2 + 7 ?                                          no search helps
     known        a one-hop question about one of twelve people whose facts the model has by heart
 
 The warm-up (supervised, `sft.py`) teaches the tiny model the skills: to read a passage, to copy a name, to keep the
 format, to add. It does not teach when to use them: nearly all of its search traces carry no loss on the token that
 decides between searching and answering, and many are flawed on purpose. RL finds the rest.
 The facts of a warm-up trace are drawn anew for each trace, so reading pays and remembering does not; only the twelve
-known people keep theirs.
+known people keep theirs (and have last names of their own, so that what is known can be told from what is not). All 81
+sums of two digits are practised: arithmetic measures the habit of searching, not whether addition generalises.
 Left out: misspellings, several passages per search, facts that change.
 """
 
@@ -130,7 +131,8 @@ class World:
         famous = [f"{rng.choice(FIRST)} {last}" for last in FAMOUS]
         for split, count in SPLITS.items():
             half = count // 2
-            self.entities[split] = {"person": famous if split == "known" else take(people, count), "city": take(cities, half), "company": take(companies, half)}
+            names = famous if split == "known" else take(people, count)
+            self.entities[split] = {"person": names, "city": take(cities, half), "company": take(companies, half)}
         self.entities["warmup"] = {"person": people, "city": cities, "company": companies}  # names of no other split
         rng = random.Random(f"facts {self.seed if self.fact_seed is None else self.fact_seed}")
         for split in SPLITS:

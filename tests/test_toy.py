@@ -56,8 +56,10 @@ def test_no_name_belongs_to_two_splits_nor_to_the_warm_up(world):
 
 
 def test_no_word_of_one_class_is_a_name_of_another():
-    classes = [{f"{f} {s}" for f in FIRST for s in [*LAST, *FAMOUS]}, {h + t for h in CITY_HEADS for t in CITY_TAILS},
-               {h + t for h in COMPANY_HEADS for t in COMPANY_TAILS}, set(COUNTRIES), set(PRODUCTS), set(UNITS), {*LAST}, {*FAMOUS}, {*FIRST}]  # fmt: skip
+    people = {f"{first} {last}" for first in FIRST for last in [*LAST, *FAMOUS]}
+    cities, companies = ({h + t for h in heads for t in tails} for heads, tails in (
+        (CITY_HEADS, CITY_TAILS), (COMPANY_HEADS, COMPANY_TAILS)))  # fmt: skip
+    classes = [people, cities, companies, *map(set, (COUNTRIES, PRODUCTS, UNITS, FIRST, LAST, FAMOUS))]
     assert sum(map(len, classes)) == len(set().union(*classes))
 
 
