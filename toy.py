@@ -279,7 +279,7 @@ class WarmUp:
     guess_at_once: tuple[float, float] = (0.2, 0.5)  # lookups of one and of two hops answered without a search
     choice_without_loss: float = 0.96  # of those: no loss on the token that decides to search
     bad_query: float = 0.2
-    stop_after_first_hop: float = 0.35
+    stop_after_first_hop: float = 0.2  # at 0.35 a world was seen in which two templates lost their second hop
     ignore_document: float = 0.1
     needless_search: float = 0.06  # arithmetic and known facts
     practice: float = 0.3  # traces that only read: a passage, and both its facts asked for
@@ -317,8 +317,7 @@ class TraceWriter:
 
     # ------------------------------------------------------------------ one kind of question each
     def lookup(self):
-        # twice as often about people: the other four relations are read at the end of two-hop traces too
-        relation = self.rng.choices(list(ONE_HOP), [2 if about == "person" else 1 for about, _ in RELATIONS.values()])[0]
+        relation = self.rng.choice(list(ONE_HOP))
         about, leads_to = RELATIONS[relation]
         name = self.name(about)
         facts = self.facts(name, about)
