@@ -13,7 +13,12 @@ from policy import Policy
 from prompts import PROTOCOLS
 from toy import make_model, make_tokenizer
 
-torch.set_num_threads(1)  # the models are so small that a second thread only waits
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The models are so small that a second thread only waits; a test that trains may have taken all cores."""
+    torch.set_num_threads(1)
+
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -4,7 +4,6 @@ Bounds are those of the project's figures, held on 40 questions a kind: looser w
 """
 
 import pytest
-import torch
 
 import eval as evaluation
 import train
@@ -16,7 +15,6 @@ def scores(tmp_path_factory):
     """(stage, temperature) -> kind -> column -> mean, on held-out entities."""
     runs = tmp_path_factory.mktemp("runs")
     common = ["--runs", str(runs), "--name", "learned", "--world_seed", "7", "--seed", "7"]
-    torch.set_num_threads(2)
     table = {}
     for stage in (0, 1, 2):
         if stage:
