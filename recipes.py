@@ -90,11 +90,32 @@ class Recipe:
     summarizer: str = setting("none", "the passages as they are; or the best one, or the fallback", one_of=SUMMARIZERS)
     search_timeout: float = setting(60.0, "seconds until a search counts as failed", above=0)
     search_retries: int = setting(2, "after a failed search", least=0)
+    summarizer_model: str = setting("", "--summarizer llm: an OpenAI-compatible URL (http://host:port/v1#model), or a HF model")
+    # the curriculum
+    difficulty: str = setting("", "JSONL of `python curriculum.py difficulty`: mean score per question")
+    buckets: str = setting("", 'with --difficulty: shares of its buckets, as "hard=7,medium=2,easy=1"')
+    task_mixing: bool = setting(False, "UR²: math may search only if hard, multiple choice by half (needs --difficulty)")
+    # other models
+    judge: str = setting("", 'of "right" in When to Search: URL#model or a HF model; "" = cover-EM')
+    cross_model: str = setting("", "R-Search's frozen reader of the evidence: URL#model or a HF model of another family")
+    load_in_8bit: bool = setting(False, "frozen models (judge, cross model, summariser) in 8 bits")
+    llm_timeout: float = setting(60.0, "seconds per request to another model", above=0)
+    llm_retries: int = setting(2, "after a failed request", least=0)
+    llm_cache: str = setting("", "folder where answers of other models are kept; default: runs/llm_cache")
+    embedder: str = setting("tfidf", "of queries, for When to Search's similarity: tfidf, or a HF encoder")
     # the reward
     reward: str = setting("ur2_stage1", "function of rewards.py; _code and _llama: as released", one_of=REWARDS)
     reward_variant: str = setting("qwen_7b", "of UR²'s reward: the backbone", one_of=rewards.UR2_RETRIEVAL)
     answer_metric: str = setting("f1", "of the answer reward", one_of=rewards.ANSWER_METRICS)
     fallback_penalty: float = setting(0.5, "UR²: per search that came back as the fallback", least=0)
+    format_check: str = setting("strict", "loose looks at the answer's box only (ablation: it gets hacked)",
+                                one_of=("strict", "loose"))  # fmt: skip
+    evidence_reward: bool = setting(True, "R-Search: False pays for the answer and the format only (ablation)")
+    beta: float = setting(0.3, "When to Search: price of a search", least=0)
+    similarity: str = setting("mean", "When to Search: over query pairs; literal is eq. 8 as printed, half of it",
+                              one_of=("mean", "literal"))  # fmt: skip
+    relevance_reward: bool = setting(True, "ARENA: False leaves the relevance term out (ablation)")
+    bonus: float = setting(10.0, "ARENA: for a trajectory that is right in all three", least=0)
     # the algorithm
     algorithm: str = setting("reinforce_pp_baseline", "where the advantage comes from", one_of=ALGORITHMS)
     group_size: int = setting(16, "trajectories per question, G", least=1)
@@ -111,6 +132,10 @@ class Recipe:
     kl_estimator: str = setting("k2", "k1 in the reward, k2 or k3 in the loss", one_of=("k1", "k2", "k3"))
     kl_place: str = setting("loss", "none: only logged", one_of=("loss", "reward", "none"))
     mask_documents: bool = setting(True, "False trains on the documents too (ablation)")
+    max_resample: int = setting(3, "DAPO: extra draws of questions per step, at most", least=0)
+    gae_lambda: float = setting(1.0, "PPO: GAE's λ", least=0, most=1)
+    value_clip: float = setting(0.2, "PPO: the value moves at most this far from its old one; 0 = off", least=0)
+    critic_lr: float = setting(1e-5, "PPO: learning rate of the critic", above=0)
     # the optimizer
     optimizer: str = setting("adamw", "8 bits are for Adam's moments", one_of=("adamw", "adamw8bit"))
     lr: float = setting(2e-6, "learning rate", above=0)
