@@ -44,12 +44,16 @@ def parse_mix(mix: str) -> dict[str, float]:
 
 
 class QuestionStream:
-    """`take(step)` deals the questions of one step: `count` of them, mixed by kind. mix="" deals all kinds as they come."""
+    """`take(step)` deals the questions of one step: `count` of them, mixed by kind. mix="" deals all kinds as they come.
 
-    def __init__(self, questions: list[Question], count: int, mix: str = "", seed: int = 0):
+    attempts: how often a step may draw (DAPO draws again for groups that teach nothing). Attempt a of step s has the
+    numbers (s · attempts + a) · count + i, its own in every epoch whether or not the attempts before it were made.
+    """
+
+    def __init__(self, questions: list[Question], count: int, mix: str = "", seed: int = 0, attempts: int = 1):
         if not questions:
             raise InputError("there are no questions to train on")
-        self.seed = seed
+        self.seed, self.attempts = seed, attempts
         self.orders: dict[str, tuple[int, list[int]]] = {}  # kind -> (epoch, its order)
         weights = parse_mix(mix)
         self.pools: dict[str, list[Question]] = defaultdict(list)
@@ -60,8 +64,11 @@ class QuestionStream:
             raise InputError(f"--mix: the data has no question of kind {', '.join(missing)}; it has {', '.join(self.pools)}")
         self.counts = exact_counts(count, weights or {"": 1.0})
 
-    def take(self, step: int) -> list[Question]:
-        return [self._deal(kind, step * count + i) for kind, count in self.counts.items() for i in range(count)]
+    def take(self, step: int, attempt: int = 0) -> list[Question]:
+        if not 0 <= attempt < self.attempts:  # it would deal another step's questions
+            raise InputError(f"attempt {attempt} of a step, but the stream was made for {self.attempts} per step")
+        turn = step * self.attempts + attempt
+        return [self._deal(kind, turn * count + i) for kind, count in self.counts.items() for i in range(count)]
 
     def _deal(self, kind: str, number: int) -> Question:
         """The question with this number in the endless, epoch by epoch reshuffled list of its kind."""

@@ -88,6 +88,28 @@ def test_a_resumed_run_sees_what_the_unbroken_one_would_have_seen():
     assert ids(resumed.take(0)) == expected[0]  # going back is no different
 
 
+def test_attempts_of_a_step_and_the_steps_share_one_numbering():
+    # 2 questions, 3 attempts: attempt a of step s holds numbers (3s + a)·2 and the next, so two steps hold 0 .. 11
+    stream = QuestionStream(pool(a=12), 2, attempts=3)
+    dealt = [ids(stream.take(step, attempt)) for step in range(2) for attempt in range(3)]
+    assert sorted(sum(dealt, [])) == sorted(f"a{i}" for i in range(12))
+    assert dealt == [ids(QuestionStream(pool(a=12), 2).take(turn)) for turn in range(6)]
+
+
+def test_an_attempt_is_the_same_whether_or_not_those_before_it_were_made():
+    stream = QuestionStream(pool(a=7, b=5), 4, "a=1,b=1", seed=2, attempts=2)
+    late = ids(stream.take(3, 1))
+    for step in range(3):
+        stream.take(step)
+        stream.take(step, 1)
+    assert ids(stream.take(3, 1)) == late
+
+
+def test_an_attempt_beyond_those_agreed_on_is_an_error_and_not_the_next_steps_questions():
+    with pytest.raises(InputError, match="attempt 1"):
+        QuestionStream(pool(a=4), 2).take(0, 1)
+
+
 def test_another_seed_deals_another_order():
     orders = {tuple(ids(QuestionStream(pool(a=9), 9, seed=seed).take(0))) for seed in range(5)}
     assert len(orders) == 5
