@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -102,20 +103,46 @@ def cover_exact_match(prediction: str | None, golds: str | list[str], punctuatio
 
 # ----------------------------------------------------------------------------------------------- boxes and letters
 
+@dataclass(frozen=True)
+class Span:
+    """A piece of text with its place: text[start:end] includes the tags, `content` is what stands between them."""
+
+    start: int
+    end: int
+    content: str
+
+
+# "\{" and "\}" are characters of an answer, not braces; "\\boxed{" (escaped once too often) is a \boxed{ all the same.
+_BRACES = re.compile(r"(?P<box>\\boxed\s*\{)|\\(?!\\boxed).|[{}]", re.DOTALL)
+
+
+def find_boxed(text: str) -> list[Span]:
+    r"""Every \boxed{...} with balanced braces. find_boxed(r"\boxed{\frac{1}{2}}")[0].content == r"\frac{1}{2}".
+
+    One that is never closed is no answer and hides no other; of boxes inside each other the outermost counts.
+    """
+    spans: list[Span] = []
+    open_braces: list[re.Match] = []
+    for brace in _BRACES.finditer(text):
+        if brace.group() == "}":
+            begin = open_braces.pop() if open_braces else None
+            if begin and begin["box"]:
+                while spans and spans[-1].start > begin.start():  # a box inside this one
+                    spans.pop()
+                spans.append(Span(begin.start(), brace.end(), text[begin.end() : brace.start()].strip()))
+        elif brace["box"] or brace.group() == "{":
+            open_braces.append(brace)
+    return spans
+
+
 def last_boxed(text: str | None) -> str | None:
-    r"""Content of the last \boxed{...} whose braces balance; None if there is none.
+    r"""Content of the last \boxed{...}; None if there is none.
 
     >>> last_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
     """
-    starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", text or "")]
-    for start in reversed(starts):
-        depth = 1
-        for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):  # "\{" is a character, not a brace
-            depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-            if depth == 0:
-                return text[start : start + brace.start()].strip()
-    return None
+    boxed = find_boxed(text or "")
+    return boxed[-1].content if boxed else None
 
 
 _SAID = re.compile(r"correct (?:answer|option|choice) is\s*:?\s*([^\n]*)", re.IGNORECASE)

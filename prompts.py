@@ -3,8 +3,11 @@
 One `Protocol` object serves training, evaluation and the demo, because a prompt or a document frame that differs
 between them is the commonest silent fault of public code.
 
-    UR²           <|begin_of_query|> q <|end_of_query|>  <|begin_of_documents|> ... <|end_of_documents|>  \\boxed{answer}
-    R1-Searcher   the same tags; the prompt ends inside <think>; </think> <answer> answer </answer>
+    UR²             <|begin_of_query|> q <|end_of_query|>  <|begin_of_documents|> ... <|end_of_documents|>  \\boxed{answer}
+    R1-Searcher     the same tags; the prompt ends inside <think>; </think> <answer> answer </answer>
+    R-Search        <search> q </search>  <observation> ... </observation>  <original_evidence> ...  <answer>
+    When to Search  <think> ... </think>  <search>  <information>  <reflect> ... </reflect>  <answer>
+    ARENA           no searching, numbered references in the prompt; <relevance>[ids]</relevance>  <analysis>  <answer>
 
 An answer is found by position with balanced braces, so \\boxed{\\frac{1}{2}} is read whole; the last answer is the one
 that is scored. The wording of the instructions is ours; `--prompt_file` puts another in their place.
@@ -14,22 +17,31 @@ Left out: system prompts per model family (the tokenizer's chat template does th
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data import Document, InputError, Question, run_main
+from metrics import Span, find_boxed
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """Tags and texts of one paper. `answer_tags=None` means the answer is \\boxed{...} (UR²)."""
+    """Tags and texts of one paper.
+
+    query_tags and documents_tags are None where nothing is searched (ARENA); answer_tags=None means the answer is
+    \\boxed{...} (UR²). other_tags frame what is neither: thinking, reflection, relevance, analysis.
+    """
 
     name: str
-    query_tags: tuple[str, str]
-    documents_tags: tuple[str, str]
+    query_tags: tuple[str, str] | None
+    documents_tags: tuple[str, str] | None
     answer_tags: tuple[str, str] | None
     instruction: str  # searching allowed
     direct_instruction: str  # UR²'s prompt without retrieval
     prompt_suffix: str = ""  # the first text of the model's turn, given to it by the prompt
+    evidence_tags: tuple[str, str] | None = None  # R-Search: what another model is to answer from
+    other_tags: tuple[tuple[str, str], ...] = ()
+    references_in_prompt: bool = False  # the question's own references stand, numbered, in the user's message
     # What the environment may say. The blank lines around a block are its own tokens too: mask 0.
     fallback_notice: str = "This query asks for no fact. Ask for a fact or reason on.\n\n"
     malformed_notice: str = "\n\nNo search was run: write the query between its two tags.\n\n"
@@ -40,15 +52,26 @@ class Protocol:
     @property
     def tags(self) -> tuple[str, ...]:
         """Every tag of the protocol."""
-        return (*self.query_tags, *self.documents_tags, *(self.answer_tags or ()))
+        pairs = (self.query_tags, self.documents_tags, self.evidence_tags, self.answer_tags, *self.other_tags)
+        return tuple(tag for pair in pairs if pair for tag in pair)
 
     @property
     def stop_tags(self) -> tuple[str, ...]:
         """Where a turn stops. \\boxed{...} is no stop: reasoning may go on after it, and EOS ends the trajectory."""
-        return (self.query_tags[1], *((self.answer_tags[1],) if self.answer_tags else ()))
+        return tuple(pair[1] for pair in (self.query_tags, self.answer_tags) if pair)
+
+    def section_tags(self, name: str) -> tuple[str, str]:
+        """The pair of `other_tags` that opens with <name>."""
+        for pair in self.other_tags:
+            if pair[0] == f"<{name}>":
+                return pair
+        raise InputError(f"protocol {self.name} has no <{name}> section: choose the protocol that the reward is made for")
 
 
 _UR2_TAGS = (("<|begin_of_query|>", "<|end_of_query|>"), ("<|begin_of_documents|>", "<|end_of_documents|>"))
+_SEARCH_TAGS = (("<search>", "</search>"), ("<information>", "</information>"))
+_R_SEARCH_TAGS = (("<search>", "</search>"), ("<observation>", "</observation>"))
+_ANSWER_TAGS = ("<answer>", "</answer>")
 
 _UR2_INSTRUCTION = (
     "Solve the problem step by step. Whenever a fact is missing, look it up: write a short search query as "
@@ -72,6 +95,34 @@ _R1_DIRECT = (
     "as <answer> your answer </answer>."
 )
 
+_R_SEARCH_INSTRUCTION = (
+    "Answer the question, reasoning step by step. Whenever a fact is missing, write a search query as {query_begin} your "
+    "query {query_end} and stop; what is found is given back between {documents_begin} and {documents_end}. Search again "
+    "for as long as facts are missing. If you searched, then copy the sentences that decide the question from what was "
+    "found, once, as <original_evidence> the sentences </original_evidence>: a reader who sees only these must be able to "
+    "answer. End with the answer in a few words as <answer> your answer </answer>."
+)
+_R_SEARCH_DIRECT = (
+    "Answer the question, reasoning step by step. End with the answer in a few words as <answer> your answer </answer>."
+)
+_WHEN_INSTRUCTION = (
+    "Answer the question in sections. Begin with <think> what is asked and what you know of it </think>. If a fact is "
+    "missing, write a query of a few key words as {query_begin} your query {query_end} and stop; what is found is given "
+    "back between {documents_begin} and {documents_end}, and after it you write <reflect> what it says and what is still "
+    "missing </reflect>, then search again or answer. Search only for what you do not know, and never for the same thing "
+    "twice. If you know everything, check it in <reflect> your check </reflect> instead. End with the answer in a few "
+    "words as <answer> your answer </answer>. Write nothing outside the sections."
+)
+_WHEN_DIRECT = (
+    "Answer the question in sections: <think> what is asked and what you know of it </think>, then <reflect> your check "
+    "</reflect>, then the answer in a few words as <answer> your answer </answer>. Write nothing outside the sections."
+)
+_ARENA_INSTRUCTION = (
+    "Answer the question from the numbered references that follow it. Only some of them matter. Write three sections and "
+    "nothing else: <relevance>[the numbers of the references that the answer needs, such as 2, 5]</relevance>, then "
+    "<analysis> how the answer follows from these references </analysis>, then <answer> the answer in a few words </answer>."
+)
+
 
 def _fill(instruction: str, query_tags: tuple[str, str], documents_tags: tuple[str, str]) -> str:
     return instruction.format(
@@ -86,11 +137,24 @@ def _ur2(name: str, query_tags: tuple[str, str], documents_tags: tuple[str, str]
 PROTOCOLS: dict[str, Protocol] = {
     "ur2": _ur2("ur2", *_UR2_TAGS),
     # UR²'s ablation of the tags: the same protocol under another pair.
-    "ur2_search": _ur2("ur2_search", ("<search>", "</search>"), ("<information>", "</information>")),
+    "ur2_search": _ur2("ur2_search", *_SEARCH_TAGS),
     "r1_searcher": Protocol(
-        "r1_searcher", *_UR2_TAGS, ("<answer>", "</answer>"), _fill(_R1_INSTRUCTION, *_UR2_TAGS), _R1_DIRECT, "<think>"
+        "r1_searcher", *_UR2_TAGS, _ANSWER_TAGS, _fill(_R1_INSTRUCTION, *_UR2_TAGS), _R1_DIRECT, "<think>",
+        other_tags=(("<think>", "</think>"),),
     ),
-}
+    "r_search": Protocol(
+        "r_search", *_R_SEARCH_TAGS, _ANSWER_TAGS, _fill(_R_SEARCH_INSTRUCTION, *_R_SEARCH_TAGS), _R_SEARCH_DIRECT,
+        evidence_tags=("<original_evidence>", "</original_evidence>"),
+    ),
+    "when_to_search": Protocol(
+        "when_to_search", *_SEARCH_TAGS, _ANSWER_TAGS, _fill(_WHEN_INSTRUCTION, *_SEARCH_TAGS), _WHEN_DIRECT,
+        other_tags=(("<think>", "</think>"), ("<reflect>", "</reflect>")),
+    ),
+    "arena": Protocol(
+        "arena", None, None, _ANSWER_TAGS, _ARENA_INSTRUCTION, _ARENA_INSTRUCTION,
+        other_tags=(("<relevance>", "</relevance>"), ("<analysis>", "</analysis>")), references_in_prompt=True,
+    ),
+}  # fmt: skip
 
 
 def as_protocol(protocol: Protocol | str) -> Protocol:
@@ -112,11 +176,25 @@ def question_text(question: Question) -> str:
     return f"{question.question}\n{options}"
 
 
+def user_text(protocol: Protocol, question: Question, tokenizer) -> str:
+    """The user's message under a protocol: ARENA's has the references below the question, (1) to (n), a line each."""
+    if not protocol.references_in_prompt:
+        return question_text(question)
+    if not question.references:
+        raise InputError(
+            f"question {question.id} has no references: protocol {protocol.name} answers from numbered references; give the "
+            "record a `references` list, or choose a protocol that searches"
+        )
+    forbidden = forbidden_texts(protocol, tokenizer)
+    lines = [strip_tags(line, forbidden) for line in number_documents(question.references)]
+    return "\n".join([question_text(question), "", *lines])
+
+
 def prompt_text(protocol: Protocol | str, question: Question, tokenizer, retrieval: bool = True) -> str:
     """The prompt as text: through the tokenizer's chat template where it has one, else a plain layout for base models."""
     protocol = as_protocol(protocol)
     instruction = protocol.instruction if retrieval else protocol.direct_instruction
-    user = question_text(question)
+    user = user_text(protocol, question, tokenizer)
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "system", "content": instruction}, {"role": "user", "content": user}]
         try:
@@ -137,15 +215,6 @@ def build_prompt(protocol: Protocol | str, question: Question, tokenizer, retrie
 
 # --------------------------------------------------------------------------------------- what the model wrote
 
-@dataclass(frozen=True)
-class Span:
-    """A piece of text with its place: text[start:end] includes the tags, `content` is what stands between them."""
-
-    start: int
-    end: int
-    content: str
-
-
 def find_blocks(text: str, begin: str, end: str) -> list[Span]:
     """Every `begin ... end` pair, left to right; a second `begin` before `end` starts the block anew."""
     spans, start = [], None
@@ -158,27 +227,9 @@ def find_blocks(text: str, begin: str, end: str) -> list[Span]:
     return spans
 
 
-# "\{" and "\}" are characters of an answer, not braces; "\\boxed{" (escaped once too often) is a \boxed{ all the same.
-_BRACES = re.compile(r"(?P<box>\\boxed\s*\{)|\\(?!\\boxed).|[{}]", re.DOTALL)
-
-
-def find_boxed(text: str) -> list[Span]:
-    r"""Every \boxed{...} with balanced braces. find_boxed(r"\boxed{\frac{1}{2}}")[0].content == r"\frac{1}{2}".
-
-    One that is never closed is no answer and hides no other; of boxes inside each other the outermost counts.
-    """
-    spans: list[Span] = []
-    open_braces: list[re.Match] = []
-    for brace in _BRACES.finditer(text):
-        if brace.group() == "}":
-            begin = open_braces.pop() if open_braces else None
-            if begin and begin["box"]:
-                while spans and spans[-1].start > begin.start():  # a box inside this one
-                    spans.pop()
-                spans.append(Span(begin.start(), brace.end(), text[begin.end() : brace.start()].strip()))
-        elif brace["box"] or brace.group() == "{":
-            open_braces.append(brace)
-    return spans
+def last_block(text: str, tags: tuple[str, str]) -> str | None:
+    """The content of the last block that is not empty; None if there is none."""
+    return next((span.content for span in reversed(find_blocks(text, *tags)) if span.content), None)
 
 
 # Possessive `\s*+`: a model that writes blanks without end after "is" must not cost the square of their number.
@@ -204,6 +255,8 @@ def parse_query(protocol: Protocol, turn: str) -> str | None:
 
     Only this turn counts: a begin tag in an earlier turn, or in a document, cannot open this query.
     """
+    if not protocol.query_tags:
+        return None
     begin, end = protocol.query_tags
     head = turn.rpartition(end)[0]
     opened, closed = head.rfind(begin), head.rfind(end)
@@ -212,7 +265,7 @@ def parse_query(protocol: Protocol, turn: str) -> str | None:
 
 # ---------------------------------------------------------------------------------- what the environment writes
 
-def number_documents(documents: list[Document]) -> list[str]:
+def number_documents(documents: Sequence[Document]) -> list[str]:
     """Documents as the policy reads them when nobody summarises: "(1) Title: text"."""
     return [f"({i}) {d.title}: {d.text}" if d.title else f"({i}) {d.text}" for i, d in enumerate(documents, 1)]
 
@@ -220,6 +273,14 @@ def number_documents(documents: list[Document]) -> list[str]:
 def frame_documents(protocol: Protocol, body: str) -> str:
     """The whole inserted block, blank lines included. All of it has mask 0."""
     return f"\n\n{protocol.documents_tags[0]}\n{body}\n{protocol.documents_tags[1]}\n\n"
+
+
+def forbidden_texts(protocol: Protocol, tokenizer) -> list[str]:
+    """What no page may bring into a context: the protocol's tags and the tokenizer's special tokens."""
+    # all_special_tokens leaves out those without a role, such as Llama 3's <|eot_id|>: a page could open a turn with them
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special = [token.content for token in added if token.special]
+    return [*protocol.tags, *getattr(tokenizer, "all_special_tokens", []), *special]
 
 
 def strip_tags(text: str, tags) -> str:
@@ -230,7 +291,8 @@ def strip_tags(text: str, tags) -> str:
 
 
 def main() -> None:
-    question = Question("demo", "In which country was Ana Bell born?", ["Norland"])
+    references = (Document("a", "Ana Bell", "born in Kelmouth"), Document("b", "Kelmouth", "a town in Norland"))
+    question = Question("demo", "In which country was Ana Bell born?", ["Norland"], references=references)
 
     class NoTemplate:
         chat_template, bos_token = None, ""
@@ -238,7 +300,7 @@ def main() -> None:
     for name, protocol in PROTOCOLS.items():
         print(f"== {name}: stops at {' '.join(protocol.stop_tags)} or the end of the text")
         print(prompt_text(protocol, question, NoTemplate()))
-        print(frame_documents(protocol, "Ana Bell was born in Kelmouth.").strip(), "\n")
+        print(frame_documents(protocol, "Ana Bell was born in Kelmouth.").strip() if protocol.documents_tags else "", "\n")
 
 
 if __name__ == "__main__":

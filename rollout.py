@@ -33,7 +33,9 @@ from prompts import (
     as_protocol,
     build_prompt,
     find_answers,
+    forbidden_texts,
     frame_documents,
+    last_block,
     number_documents,
     parse_query,
     strip_tags,
@@ -117,6 +119,12 @@ class Trajectory:
     def answer(self) -> str | None:
         """The last answer the model gave; None if it gave none."""
         return self.answers[-1] if self.answers else None
+
+    @property
+    def evidence(self) -> str | None:
+        """The last evidence box in which the model wrote something (R-Search); None without one."""
+        tags = self.protocol.evidence_tags
+        return last_block(self.model_text, tags) if tags else None
 
     def append_model(self, ids: list[int], logprobs: list[float], text: str) -> None:
         self._append(ids, 1, logprobs, Segment("model", text))
@@ -315,11 +323,10 @@ class Environment:
     def __init__(self, tokenizer, protocol: Protocol, search: SearchFunction, limits: Limits, retries: int, timeout: float):
         self.tokenizer, self.protocol, self.search, self.limits = tokenizer, protocol, search, limits
         self.retries, self.timeout = retries, timeout
-        self.frame_tokens = sum(len(encode(tokenizer, half)) for half in frame_documents(protocol, "\x00").split("\x00"))
+        frame = frame_documents(protocol, "\x00") if protocol.documents_tags else ""  # without tags nobody will ask
+        self.frame_tokens = sum(len(encode(tokenizer, half)) for half in frame.split("\x00"))
         self.overhead = self.frame_tokens + len(encode(tokenizer, protocol.fallback_notice))
-        # all_special_tokens leaves out those without a role, such as Llama 3's <|eot_id|>: a page could open a turn with them
-        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self.forbidden = [*protocol.tags, *tokenizer.all_special_tokens, *special]
+        self.forbidden = forbidden_texts(protocol, tokenizer)
 
     def answer(self, asking: list[Trajectory]) -> None:
         """Each trajectory ends in a query tag. Execute what is well-formed, in one call; refuse the rest."""
@@ -441,7 +448,7 @@ def take_turn(policy, tokenizer, rows: list[Trajectory], protocol: Protocol, lim
     turns = sample_turns(policy, tokenizer, [row.ids for row in rows], room, protocol.stop_tags, temperature, top_p)
     for row, ids, logprobs, reason in zip(rows, turns.ids, turns.logprobs, turns.reasons, strict=True):
         row.append_model(ids, logprobs, decode(tokenizer, ids))
-        if reason == protocol.query_tags[1]:
+        if protocol.query_tags and reason == protocol.query_tags[1]:
             row.stop_reason = ""
         else:
             row.stop_reason = "answer" if reason in protocol.stop_tags else reason
@@ -496,7 +503,7 @@ def trajectory_from_text(question: Question, text: str, protocol: Protocol | str
     trajectory = Trajectory(question, protocol, stop_reason="written", retrieval=retrieval)
     flags = {i for i, f in enumerate(fallbacks) if f} if all(isinstance(f, bool) for f in fallbacks) else set(fallbacks)
     model, position = "", 0
-    while (end := text.find(protocol.query_tags[1], position)) >= 0:
+    while protocol.query_tags and (end := text.find(protocol.query_tags[1], position)) >= 0:
         end += len(protocol.query_tags[1])
         turn, position = text[position:end], end
         model += turn
