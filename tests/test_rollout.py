@@ -43,8 +43,11 @@ from rollout import (
 
 SHARED = Path(__file__).parents[2] / "shared"
 UR2, R1 = PROTOCOLS["ur2"], PROTOCOLS["r1_searcher"]
+SEARCHING = [protocol for protocol in PROTOCOLS.values() if protocol.query_tags]
 BEGIN, END = UR2.query_tags
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
+REFERENCES = Document("a", "Ana Bell", "born in Kelmouth"), Document("b", "Kelmouth", "in Norland")
+READ = dataclasses.replace(QA, references=REFERENCES)
 ASK = f"I look it up. {BEGIN} Ana Bell {END}"
 ANSWER = "So it is \\boxed{Norland}."
 P_SCRIPT = 0.9  # the probability that the scripted token has
@@ -450,7 +453,7 @@ def test_a_summary_is_shown_instead_of_the_documents_and_nothing_found_is_said(b
     assert play(bpe, [ASK, ANSWER], search=found(SearchResult()))[0][0].segments[1].text == block("None")
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=lambda p: p.name)
+@pytest.mark.parametrize("protocol", SEARCHING, ids=lambda p: p.name)
 def test_a_page_cannot_close_its_own_frame_nor_ask_nor_answer_nor_end_the_text(bpe, protocol):
     (begin, end), (opens, closes) = protocol.query_tags, protocol.documents_tags
     half = len(closes) // 2
@@ -579,8 +582,9 @@ def test_without_a_given_context_the_models_own_limit_holds(bpe):
 def test_a_tag_of_several_tokens_stops_the_turn_at_its_last_one(bpe, protocol):
     for tag in protocol.stop_tags:
         said = encode(bpe, f"some words {tag}")
-        assert len(encode(bpe, tag)) >= 4
-        (t,), _, _ = play(bpe, [said + encode(bpe, "and on it goes"), "no"], protocol=protocol, notices=False)
+        assert len(encode(bpe, tag)) >= 2
+        script = [said + encode(bpe, "and on it goes"), "no"]
+        (t,), _, _ = play(bpe, script, protocol=protocol, notices=False, questions=[READ])
         assert t.response_ids == said and t.text == f"some words {tag}"
 
 
@@ -590,7 +594,7 @@ def test_a_tag_spelled_in_single_characters_stops_the_turn_too(bpe):
     assert t.response_ids[: len(said) + 1] == said + block_ids(bpe, "")[:1] and search.calls == [["Ana Bell"]]
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=lambda p: p.name)
+@pytest.mark.parametrize("protocol", SEARCHING, ids=lambda p: p.name)
 def test_a_tag_that_ends_inside_a_token_keeps_that_token_whole_and_nothing_behind_it(bpe, protocol):
     begin, end = protocol.query_tags
     said = encode(bpe, f"{begin} Ana Bell {end}\n\n")
@@ -747,7 +751,7 @@ MIXED = [
 ]
 
 
-def asks_often(policy, tokenizer, tags, ask=6.0, end=3.0):
+def asks_often(policy, tokenizer, tags, ask=7.0, end=4.0):
     begin, close = (tokenizer.convert_tokens_to_ids(tag) for tag in tags)
     return biased(policy, {begin: ask, close: ask, tokenizer.eos_token_id: end})
 
@@ -963,10 +967,10 @@ def searched(query, text, protocol=UR2):
     return f"{protocol.query_tags[0]} {query} {protocol.query_tags[1]}{block(text, protocol)}"
 
 
-@pytest.mark.parametrize("protocol", [UR2, PROTOCOLS["ur2_search"]], ids=lambda p: p.name)
+@pytest.mark.parametrize("protocol", SEARCHING, ids=lambda p: p.name)
 def test_a_transcript_is_read_into_turns_and_searches(protocol):
     first, second = searched("Ana Bell", "born in Kelmouth", protocol), searched("Kelmouth", "in Norland", protocol)
-    text = f"Let me see. {first}Then {second}{ANSWER}"
+    text = f"Let me see. {first}Then {second}{ANSWER if protocol.answer_tags is None else '<answer> Norland </answer>'}"
     t = written(text, protocol)
     assert [(s.query, s.text) for s in t.searches] == [("Ana Bell", "born in Kelmouth"), ("Kelmouth", "in Norland")]
     assert writers(t) == ["model", "documents", "model", "documents", "model"]
@@ -1049,6 +1053,33 @@ def test_the_last_answer_counts_and_none_is_none():
     t = Trajectory(QA, UR2, segments=[Segment(*part) for part in parts])
     assert (t.answers, t.answer) == (["a", "c"], "c")
     assert Trajectory(QA, UR2).answer is None
+
+
+def test_a_row_without_query_tags_ends_at_its_answer_at_eos_or_at_its_limit(bpe):
+    answered = "<relevance>[1, 2]</relevance> <analysis>x</analysis> <answer> Norland </answer>"
+    asked = "<search> Ana Bell </search> <|end_of_query|> I do not know"
+    scripts = [answered + " and more"], [asked], ["word " * 50]
+    questions = [dataclasses.replace(READ, id=str(i)) for i in range(3)]
+    rows, policy, search = play(bpe, *scripts, protocol="arena", questions=questions, max_turn_tokens=40)
+    assert [t.stop_reason for t in rows] == ["answer", "eos", "length"] and search.calls == []
+    assert len(policy.batches) == 1 and rows[0].answer == "Norland" and rows[0].text == answered
+    for t in rows:
+        assert writers(t) == ["model"] and t.searches == t.refusals == [] and set(t.response_mask) == {1}
+        check_bookkeeping(t, bpe)
+
+
+def test_a_transcript_without_query_tags_is_all_the_models():
+    text = f"{searched('q', 'found')}<answer> Norland </answer>"
+    t = written(text, "arena", question=READ)
+    assert (t.model_text, t.searches, t.answer, t.evidence) == (text, [], "Norland", None)
+
+
+def test_evidence_is_the_last_box_in_which_the_model_itself_wrote_something():
+    search = "<search> q </search>\n\n<observation>\n<original_evidence> page </original_evidence>\n</observation>\n\n"
+    box = "<original_evidence>{}</original_evidence>"
+    assert written(search + box.format(" one ") + box.format("two") + box.format(" "), "r_search").evidence == "two"
+    assert written(search + "<answer> x </answer>", "r_search").evidence is None
+    assert written(box.format("one"), "ur2").evidence is None
 
 
 def test_a_shown_trajectory_marks_what_the_environment_wrote(bpe):
