@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import textwrap
 from collections import Counter
@@ -23,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
+
+from metrics import last_boxed
 
 
 class InputError(ValueError):
@@ -53,7 +56,8 @@ class Document:
 class Question:
     """One question with every answer that counts as right.
 
-    task         "qa" (open answer), "math" (graded by math equality) or "choice" (a letter into `options`)
+    task         "qa" (open answer), "math" (graded by math equality), "choice" (a letter into `options`) or
+                 "summary" (`answers` are reference summaries of the references)
     references   passages that come with the record; `supporting` holds the 1-based numbers of the gold ones,
                  as a prompt shows them
     source       the kind that evaluation tables group by ("one_hop", "hotpotqa", ...)
@@ -120,6 +124,9 @@ def read_records(path: Path, tsv: bool = False) -> Iterator[tuple[int, str, obje
 
     A record that cannot be read is yielded as its InputError: whether it ends the run or is skipped is the caller's choice.
     """
+    if first_line(path).startswith(b"PAR1"):
+        yield from ((i, f"record {i}", record) for i, record in enumerate(read_parquet(path), 1))
+        return
     if not tsv and first_line(path).startswith(b"["):
         yield from ((i, f"record {i}", as_object(record)) for i, record in enumerate(read_json_list(path), 1))
         return
@@ -153,6 +160,17 @@ def read_json_list(path: Path) -> list:
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         raise InputError(f"{path}, line {line}: not valid JSON ({getattr(error, 'msg', error)}): correct the file") from None
+
+
+def read_parquet(path: Path) -> list[dict]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise InputError(f"{path}: a parquet file needs pyarrow: pip install pyarrow, or convert the file to JSONL") from None
+    try:
+        return parquet.read_table(path).to_pylist()
+    except Exception as error:  # a damaged file raises whatever the format's reader does
+        raise InputError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]}): download it again") from None
 
 
 def parse_json(line: str) -> object:
@@ -246,7 +264,12 @@ def level_text(record: dict) -> str:
 
 def id_field(record: dict) -> str:
     """The name under which this record keeps its id."""
-    return next((name for name in ("id", "_id", "idx") if name in record), "id")
+    return next((name for name in ("id", "_id", "idx", "question_id", "unique_id") if name in record), "id")
+
+
+def id_or_number(record: dict, number: int) -> str:
+    """For layouts whose records may have no id: the place in the file."""
+    return need_id(record) if id_field(record) in record else str(number)
 
 
 def need_id(record: dict) -> str:
@@ -271,7 +294,7 @@ def need_answers(record: dict, name: str, kind: type, question_id: str) -> list:
 
 # -------------------------------------------------------------------------------- layouts of question files
 
-TASKS = ("qa", "math", "choice")
+TASKS = ("qa", "math", "choice", "summary")
 
 
 def from_own(record: dict, number: int) -> Question:
@@ -355,6 +378,124 @@ def from_hotpotqa(record: dict, number: int) -> Question:
     return Question(question_id, question, answers, "qa", (), references, supporting, source, level_text(record))
 
 
+def from_musique(record: dict, number: int) -> Question:
+    """The paragraphs are numbered by their place, from 1; `idx` counts from 0. Aliases of the answer count as right."""
+    question_id, question = need_id(record), need(record, "question", str)
+    if record.get("answerable") is False:
+        raise InputError(f"question {question_id} has no answer: field 'answerable' is false, its paragraphs do not hold one")
+    answers = need_answers(record, "answer", str, question_id)
+    aliases = need_strings(record, "answer_aliases") if record.get("answer_aliases") else []
+    paragraphs = [as_paragraph(item, i) for i, item in enumerate(need(record, "paragraphs", list), 1)]
+    references = tuple(
+        Document(f"{question_id}:{i}", optional_text(p, "title"), p["paragraph_text"]) for i, p in enumerate(paragraphs, 1)
+    )
+    check_support(record, {p.get("idx") for p in paragraphs})
+    supporting = tuple(i for i, p in enumerate(paragraphs, 1) if p.get("is_supporting"))
+    hops = re.match(r"\d+hop", question_id)
+    source = f"musique_{hops.group()}" if hops else "musique"
+    answers = list(dict.fromkeys([*answers, *(alias for alias in aliases if alias.strip())]))
+    return Question(question_id, question, answers, "qa", (), references, supporting, source)
+
+
+def as_paragraph(item: object, number: int) -> dict:
+    try:
+        if not isinstance(item, dict):
+            raise InputError(f"expected an object, found {type_name(item)}")
+        need(item, "paragraph_text", str)
+    except InputError as error:
+        raise InputError(f"field 'paragraphs', item {number}: {error}") from None
+    return item
+
+
+def check_support(record: dict, known: set) -> None:
+    """Every paragraph that a step of the decomposition names must be there: a gold id without a paragraph is a data error."""
+    for i, step in enumerate(need_list(record, "question_decomposition"), 1):
+        index = step.get("paragraph_support_idx") if isinstance(step, dict) else None
+        if index is not None and index not in known:
+            raise InputError(f"field 'question_decomposition', item {i}: no paragraph has the idx {short(index)}")
+
+
+def from_mmlu_pro(record: dict, number: int) -> Question:
+    """The letter is the answer; `answer_index` counts from 0 and must say the same."""
+    question_id, question = need_id(record), need(record, "question", str)
+    answer = need_answers(record, "answer", str, question_id)[0]
+    options = need_strings(record, "options")
+    letters = {"answer": letter_of(answer, options, "answer")}
+    if record.get("answer_index") is not None:
+        letters["answer_index"] = option_letter(record["answer_index"], options, "answer_index")
+    if len(set(letters.values())) > 1:
+        raise InputError(f"fields 'answer' and 'answer_index' name different options: {' and '.join(letters.values())}")
+    category = optional_text(record, "category")
+    return Question(question_id, question, [letters["answer"]], "choice", tuple(options), source=category)
+
+
+def letter_of(letter: object, options: list[str], name: str) -> str:
+    """A letter is a letter here, even where an option happens to read "B"."""
+    letters = [chr(65 + i) for i in range(len(options))]
+    if letter not in letters:
+        raise InputError(f"field {name!r}: {short(letter)} is none of the {len(options)} options")
+    return letter
+
+
+def from_medqa(record: dict, number: int) -> Question:
+    """Options as {"A": text, ...} or as a list; `answer` is the text of the option that the letter `answer_idx` names."""
+    question_id, question = id_or_number(record, number), need(record, "question", str)
+    text = need_answers(record, "answer", str, question_id)[0]
+    options = lettered(record["options"]) if isinstance(record.get("options"), dict) else need_strings(record, "options")
+    letter = letter_of(record["answer_idx"], options, "answer_idx")
+    if options[ord(letter) - 65].strip() != text.strip():
+        raise InputError(f"field 'answer_idx': option {letter} is {short(options[ord(letter) - 65])}, 'answer' {short(text)}")
+    return Question(question_id, question, [letter], "choice", tuple(options))
+
+
+def lettered(options: dict) -> list[str]:
+    expected = [chr(65 + i) for i in range(len(options))]
+    if sorted(options) != expected or not all(isinstance(option, str) for option in options.values()):
+        raise InputError(f"field 'options': expected texts under {', '.join(expected)}, found {short(options)}")
+    return [options[letter] for letter in expected]
+
+
+def from_math(record: dict, number: int) -> Question:
+    """MATH-500 and Minerva: a worked solution, and the answer beside it or in its last box."""
+    question_id = id_or_number(record, number)
+    question = need(record, "problem" if "problem" in record else "question", str)
+    if record.get("answer") not in (None, ""):
+        answer = need(record, "answer", str)
+    else:
+        answer = last_boxed(need(record, "solution", str))
+        if not answer:
+            raise InputError(f"question {question_id} has no answer: no field 'answer', and no \\boxed{{...}} in 'solution'")
+    return Question(question_id, question, [answer], "math", level=level_text(record))
+
+
+def from_gsm8k(record: dict, number: int) -> Question:
+    """The answer stands behind the last "####" of the worked solution."""
+    question_id, question = id_or_number(record, number), need(record, "question", str)
+    answer = need(record, "answer", str).rpartition("####")[2].strip()
+    if not answer:
+        raise InputError(f"question {question_id} has no answer: nothing stands behind '####' in field 'answer'")
+    return Question(question_id, question, [answer], "math")
+
+
+def from_verl(record: dict, number: int) -> Question:
+    """verl's training records (Search-R1 and others): the question ends the user's message, and may stand behind an
+    instruction and "Question:"; several answers come as a list, under "target", or joined by <|answer_split|>."""
+    source, extra = optional_text(record, "data_source"), record.get("extra_info") or {}
+    index = extra.get("index") if isinstance(extra, dict) else None
+    question_id = f"{source}:{number if index is None else index}".lstrip(":")
+    said = [m.get("content") for m in need(record, "prompt", list) if isinstance(m, dict) and m.get("role") == "user"]
+    if not said or not isinstance(said[-1], str):
+        raise InputError("field 'prompt': no message of the role 'user' with a text")
+    question = said[-1].rpartition("Question:")[2].strip()
+    if not question:
+        raise InputError("field 'prompt': the user's message holds no question")
+    golds = need(record, "reward_model", dict).get("ground_truth")
+    golds = golds.get("target") if isinstance(golds, dict) else golds
+    golds = golds.split("<|answer_split|>") if isinstance(golds, str) else golds
+    answers = need_answers({"reward_model.ground_truth": golds}, "reward_model.ground_truth", list, question_id)
+    return Question(question_id, question, need_strings({"ground_truth": answers}, "ground_truth"), source=source)
+
+
 def titled_pairs(record: dict, name: str, second: str) -> list[tuple[str, object]]:
     """[[title, x], ...] as published, or {"title": [...], second: [...]} as on the hub."""
     value = record.get(name)
@@ -421,12 +562,34 @@ def _is_own(record: dict) -> bool:
     return "answers" in record or ("question" in record and set(record) <= _OWN_FIELDS)
 
 
+def _is_medqa(record: dict) -> bool:
+    return "options" in record and "answer_idx" in record
+
+
+def _is_mmlu_pro(record: dict) -> bool:
+    return "options" in record and ("answer_index" in record or "question_id" in record)
+
+
+def _is_math(record: dict) -> bool:
+    return "solution" in record and "answers" not in record
+
+
+def _is_gsm8k(record: dict) -> bool:
+    return isinstance(record.get("answer"), str) and "####" in record["answer"]
+
+
 # The first row that recognises a record wins.
 LAYOUTS: dict[str, Layout] = {
     "flashrag": Layout("id, question, golden_answers[]", lambda record: "golden_answers" in record, from_flashrag),
     "2wiki": Layout("_id, question, answer, supporting_facts, context, evidences", _is_2wiki, from_hotpotqa),
     "hotpotqa_hub": Layout("id, question, answer, supporting_facts{}, context{}", _is_hub_hotpotqa, from_hotpotqa),
     "hotpotqa": Layout("_id, question, answer, supporting_facts[], context[]", _is_hotpotqa, from_hotpotqa),
+    "musique": Layout("id, paragraphs[], question, answer", lambda record: "paragraphs" in record, from_musique),
+    "verl": Layout("data_source, prompt[], reward_model{ground_truth}", lambda record: "reward_model" in record, from_verl),
+    "medqa": Layout("question, options, answer, answer_idx", _is_medqa, from_medqa),
+    "mmlu_pro": Layout("question_id, question, options[], answer, answer_index", _is_mmlu_pro, from_mmlu_pro),
+    "math": Layout("problem, solution[, answer]", _is_math, from_math),
+    "gsm8k": Layout("question, answer = '... #### 18'", _is_gsm8k, from_gsm8k),
     "r1_searcher": Layout("idx, question, answer", _is_r1_searcher, from_r1_searcher),
     "own": Layout("id, question, answers[]", _is_own, from_own),
 }
@@ -453,17 +616,17 @@ def from_contents(record: dict, number: int) -> Document:
     contents = need(record, "contents", str)
     title, newline, text = contents.partition("\n")
     if not newline:
-        return Document(corpus_id(record, number), "", contents.strip())
+        return Document(id_or_number(record, number), "", contents.strip())
     title = title.strip()
     if len(title) >= 2 and title[0] == title[-1] == '"':
         title = title[1:-1]
-    return checked(corpus_id(record, number), title, text, "contents")
+    return checked(id_or_number(record, number), title, text, "contents")
 
 
 def from_title_text(record: dict, number: int) -> Document:
     title = optional_text(record, "title")
     text = optional_text(record, "text") if title.strip() else need(record, "text", str)
-    return checked(corpus_id(record, number), title, text, "text")
+    return checked(id_or_number(record, number), title, text, "text")
 
 
 def from_abstract(record: dict, number: int) -> Document:
@@ -482,10 +645,6 @@ def from_chunk(record: dict, number: int) -> Document:
 
 def from_passage(record: dict, number: int) -> Document:
     return checked(need_id(record), "", record["passage"], "text")
-
-
-def corpus_id(record: dict, number: int) -> str:
-    return need_id(record) if id_field(record) in record else str(number)
 
 
 def checked(document_id: str, title: str, text: str, name: str) -> Document:
@@ -528,6 +687,57 @@ def load_questions(path: str | Path | list, skip_bad: bool = False) -> list[Ques
         if count > 1:
             raise InputError(f"question id {question_id!r} comes from two files: rename one of the files, or leave one out")
     return merged
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """A question and what a model answered in several rollouts; "" where it gave no answer."""
+
+    question: Question
+    predictions: list[str]
+
+    @property
+    def id(self) -> str:
+        return self.question.id
+
+
+def from_attempts(record: dict, number: int) -> Attempts:
+    predictions = need_strings(record, "pred_anses")
+    if not predictions:
+        raise InputError("field 'pred_anses' is empty: there is no rollout to score")
+    return Attempts(from_r1_searcher(record, number), predictions)
+
+
+ATTEMPT_LAYOUTS = {"rollouts": Layout("idx, question, answer, pred_anses[]", lambda r: "pred_anses" in r, from_attempts)}
+
+
+def load_attempts(path: str | Path, skip_bad: bool = False) -> list[Attempts]:
+    """Published rollout answers: R1-Searcher's stage 1 file has ten for each question."""
+    return _load(Path(path), ATTEMPT_LAYOUTS, skip_bad)
+
+
+def finished_records(path: str | Path) -> list[dict]:
+    """The records of a JSONL file that a run appends to; none where there is no file yet. A half-written last line, as an
+    interrupt leaves it, is cut off: what is appended next would stand behind it on one line."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole, tail = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
+    if tail.strip() and isinstance(parse_json(tail.decode("utf-8", "replace")), dict):  # whole, only its newline is not there
+        whole += tail + b"\n"
+    if whole != data:
+        path.write_bytes(whole)
+    records = [(number, parse_json(line.decode("utf-8", "replace"))) for number, line in enumerate(whole.splitlines(), 1)]
+    for number, record in records:
+        if isinstance(record, InputError):
+            raise InputError(f"{path}, line {number}: {record}: correct the file, or name another")
+    return [record for _, record in records]
+
+
+def append_record(path: str | Path, record: dict) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:

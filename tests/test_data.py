@@ -14,8 +14,11 @@ from data import (
     Document,
     InputError,
     Question,
+    append_record,
     corpus_from_questions,
     detect_layout,
+    finished_records,
+    load_attempts,
     load_corpus,
     load_questions,
     save_questions,
@@ -37,6 +40,28 @@ HUB = {
     "supporting_facts": {"title": ["C", "A", "C"], "sent_id": [0, 1, 2]},
     "context": {"title": ["A", "B", "C"], "sentences": [["One.", " Two."], ["Three."], ["Four."]]},
 }  # fmt: skip
+
+MUSIQUE = {
+    "id": "2hop__1_2", "question": "Where?", "answer": "Kelmouth", "answer_aliases": ["Kel", "Kelmouth", ""],
+    "answerable": True,
+    "paragraphs": [
+        {"idx": 0, "title": "A", "paragraph_text": "One.", "is_supporting": False},
+        {"idx": 1, "title": "B", "paragraph_text": "Two.", "is_supporting": True},
+        {"idx": 2, "title": "B", "paragraph_text": "Three.", "is_supporting": True},
+    ],
+    "question_decomposition": [{"id": 1, "paragraph_support_idx": 1}, {"id": 2, "paragraph_support_idx": 2}],
+}  # fmt: skip
+MMLU = {"question_id": 70, "question": "Which?", "options": ["B", "red"], "answer": "B", "answer_index": 1, "category": "law"}
+MEDQA = {"question": "Which?", "options": {"B": "green", "A": "red"}, "answer": "green", "answer_idx": "B"}
+MATH = {"problem": "1 + 1?", "solution": "It is \\boxed{2}.", "answer": "2", "level": 5, "unique_id": "test/algebra/1.json"}
+MINERVA = {"problem": "1/2?", "solution": "First \\boxed{1}, then \\boxed{\\frac{1}{2}}.", "idx": 4}
+GSM8K = {"question": "How much?", "answer": "9 * 2 = <<9*2=18>>18 #### no\n#### 18"}
+VERL = {
+    "data_source": "nq", "prompt": [{"role": "user", "content": "Answer it. Question: Who?\n"}],
+    "reward_model": {"ground_truth": {"target": ["Ana", "Ana Bell"]}, "style": "rule"},
+    "extra_info": {"index": 3, "split": "train"},
+}  # fmt: skip
+ROLLOUTS = {**R1, "pred_anses": ["", " Ana "]}
 
 
 def without(record, *names):
@@ -87,13 +112,23 @@ def message(call, *args, **kwargs) -> str:
         (HUB, "hotpotqa_hub"),
         ({**HOTPOT, "evidences": [["A", "x", "B"]]}, "2wiki"),
         ({**HUB, "evidences": []}, "2wiki"),
+        (MUSIQUE, "musique"),
+        (MMLU, "mmlu_pro"),
+        (MEDQA, "medqa"),
+        ({**MEDQA, "options": ["red", "green"], "meta_info": "step1"}, "medqa"),
+        (MATH, "math"),
+        ({**without(MATH, "problem"), "question": "1 + 1?", "id": 0}, "math"),
+        (MINERVA, "math"),
+        (GSM8K, "gsm8k"),
+        (VERL, "verl"),
+        ({**OWN, "solution": "so"}, "own"),
     ],
 )
 def test_each_layout_is_recognised_from_one_record(record, layout):
     assert detect_layout(record) == layout
 
 
-@pytest.mark.parametrize("record", [OWN, R1, FLASHRAG, HOTPOT, HUB])
+@pytest.mark.parametrize("record", [OWN, R1, FLASHRAG, HOTPOT, HUB, MUSIQUE, MMLU, MEDQA, MATH, GSM8K])
 def test_a_record_without_its_question_is_still_recognised(record):
     assert detect_layout(without(record, "question")) == detect_layout(record)
 
@@ -166,6 +201,60 @@ def test_2wiki_is_hotpotqas_layout_with_sentences_that_bring_no_blank(write):
     assert question.source == "2wiki_inference"
 
 
+def test_musiques_gold_paragraphs_are_numbered_by_place_and_aliases_count_as_right(write):
+    (question,) = load_questions(write(MUSIQUE))
+    assert question.supporting == (2, 3)  # idx 1 and 2 count from 0; both have the title B, so titles would not tell them apart
+    assert question.answers == ["Kelmouth", "Kel"] and question.source == "musique_2hop"
+    assert [d.text for d in question.references] == ["One.", "Two.", "Three."]
+
+
+def test_an_unanswerable_record_is_an_error_and_skip_bad_leaves_it_out(write, capsys):
+    path = write(MUSIQUE, {**MUSIQUE, "answerable": False})  # MuSiQue-Full gives both one id
+    assert "line 2: question 2hop__1_2 has no answer: field 'answerable' is false" in message(load_questions, path)
+    assert len(load_questions(path, skip_bad=True)) == 1 and "1 of 2 records skipped" in capsys.readouterr().err
+
+
+def test_mmlu_pro_reads_a_letter_as_a_letter_even_where_an_option_reads_like_it(write):
+    (question,) = load_questions(write(MMLU))
+    assert (question.id, question.task, question.answers, question.source) == ("70", "choice", ["B"], "law")
+
+
+@pytest.mark.parametrize("options", [MEDQA["options"], ["red", "green"]])
+def test_medqas_options_stand_under_letters_or_in_a_list_and_its_id_is_the_line(write, options):
+    (question,) = load_questions(write({**MEDQA, "options": options}))
+    assert (question.id, question.options, question.answers, question.task) == ("1", ("red", "green"), ["B"], "choice")
+
+
+def test_a_math_answer_stands_beside_the_solution_or_in_its_last_box(write):
+    assert [(q.id, q.answers, q.task, q.level) for q in load_questions(write(MATH))] == [
+        ("test/algebra/1.json", ["2"], "math", "5")
+    ]
+    (question,) = load_questions(write(MINERVA))
+    assert (question.id, question.answers, question.task) == ("4", [r"\frac{1}{2}"], "math")
+
+
+def test_gsm8ks_answer_stands_behind_the_last_mark(write):
+    assert [(q.id, q.answers, q.task) for q in load_questions(write(GSM8K))] == [("1", ["18"], "math")]
+
+
+@pytest.mark.parametrize("gold", [{"target": ["Ana", "Ana Bell"]}, ["Ana", "Ana Bell"], "Ana<|answer_split|>Ana Bell"])
+def test_verl_records_give_the_question_behind_the_instruction_and_all_answers(write, gold):
+    (question,) = load_questions(write({**VERL, "reward_model": {"ground_truth": gold}}))
+    assert (question.id, question.question, question.answers, question.source) == ("nq:3", "Who?", ["Ana", "Ana Bell"], "nq")
+
+
+def test_a_summary_is_a_task_of_our_own_layout(write):
+    record = {**OWN, "task": "summary", "references": [{"id": "1", "text": "x"}]}
+    assert load_questions(write(record))[0].task == "summary"
+
+
+def test_published_rollout_answers_come_with_their_question(write):
+    (attempts,) = load_attempts(write(ROLLOUTS))
+    assert (attempts.id, attempts.question.answers, attempts.predictions) == ("7", ["Ana"], ["", " Ana "])
+    assert "'pred_anses' is empty" in message(load_attempts, write({**R1, "pred_anses": []}))
+    assert "rollouts (idx, question, answer, pred_anses[])" in message(load_attempts, write(R1))
+
+
 def test_a_json_list_is_read_like_json_lines(write):
     assert load_questions(write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2"}], indent=1), name="dev.json"))[1].id == "h2"
 
@@ -231,6 +320,18 @@ def test_skip_bad_leaves_the_malformed_record_out_and_says_so(write, capsys, cas
         ({**HOTPOT, "context": [["A", "One."], ["C", []]]}, ["'context', item 1", "list of sentences"]),
         ({**HUB, "context": {"title": ["A", "C"], "sentences": [[]]}}, ["'context'", "one length"]),
         (without(HOTPOT, "answer"), ["question h1 has no answer", "'answer'"]),
+        (without(MUSIQUE, "answer"), ["question 2hop__1_2 has no answer", "'answer'"]),
+        ({**MUSIQUE, "paragraphs": [{"title": "A"}]}, ["'paragraphs', item 1", "'paragraph_text' is missing"]),
+        ({**MUSIQUE, "question_decomposition": [{"paragraph_support_idx": 9}]}, ["'question_decomposition', item 1", "idx 9"]),
+        ({**MMLU, "answer": "C"}, ["'answer'", "'C' is none of the 2 options"]),
+        ({**MMLU, "answer_index": 0}, ["'answer' and 'answer_index' name different options: B and A"]),
+        ({**MEDQA, "answer": "blue"}, ["'answer_idx'", "option B is 'green'", "'blue'"]),
+        ({**MEDQA, "answer_idx": "E"}, ["'answer_idx'", "'E' is none of the 2 options"]),
+        ({**MEDQA, "options": {"A": "red", "C": "green"}}, ["'options'", "A, B"]),
+        ({**MINERVA, "solution": "no box"}, ["question 4 has no answer", "'solution'"]),
+        ({**GSM8K, "answer": "so #### "}, ["question 1 has no answer", "####"]),
+        ({**VERL, "prompt": [{"role": "system", "content": "x"}]}, ["'prompt'", "'user'"]),
+        ({**VERL, "reward_model": {}}, ["question nq:3 has no answer", "reward_model.ground_truth"]),
     ],
 )
 def test_other_layouts_name_their_own_fields(write, record, expected):
@@ -264,6 +365,34 @@ def test_a_missing_file_and_a_folder_are_errors(tmp_path):
 
 def test_skip_bad_does_not_turn_a_file_without_a_usable_record_into_an_empty_list(write):
     assert "no record to use" in (text := message(load_questions, write("{", "{"), skip_bad=True)) and "line 1" in text
+
+
+# --------------------------------------------------------------------------- a file that a run appends to
+
+def test_a_half_written_last_line_is_cut_off_and_what_is_appended_stands_on_its_own(tmp_path):
+    path = tmp_path / "log.jsonl"
+    assert finished_records(path) == []
+    append_record(path, {"id": 1, "text": "a\u2028b"})
+    with open(path, "a") as file:
+        file.write('{"id": 2, "te')
+    assert finished_records(path) == [{"id": 1, "text": "a\u2028b"}]
+    append_record(path, {"id": 2})
+    assert [record["id"] for record in finished_records(path)] == [1, 2]
+
+
+def test_a_last_record_that_lacks_only_its_newline_is_kept(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"id": 1}')
+    assert finished_records(path) == [{"id": 1}]
+    append_record(path, {"id": 2})
+    assert len(finished_records(path)) == 2
+
+
+def test_a_broken_line_in_the_middle_is_an_error_and_nothing_is_thrown_away(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"id": 1}\n{"id"\n{"id": 3}\n')
+    assert "log.jsonl, line 2: not valid JSON" in message(finished_records, path)
+    assert path.read_text().count("\n") == 3
 
 
 # ---------------------------------------------------------------------------------------------- several files
@@ -401,6 +530,46 @@ def test_the_gold_paragraphs_of_real_hotpotqa_records_are_the_ones_their_facts_n
     for record, question in zip(json.loads(path.read_text(encoding="utf-8")), load_questions(path), strict=True):
         titles = {question.references[number - 1].title for number in question.supporting}
         assert titles == {title for title, _ in record["supporting_facts"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "task"),
+    [
+        ("math/math500_60.jsonl", 60, "math"),
+        ("math/gsm8k_test_20.jsonl", 20, "math"),
+        ("mcq/medqa_5options_50.jsonl", 50, "choice"),
+        ("mcq/mmlupro_80.jsonl", 80, "choice"),
+        ("mcq/mmlupro_health_30.jsonl", 30, "choice"),
+        ("musique/official_train_15.jsonl", 15, "qa"),
+    ],
+)
+def test_real_math_choice_and_musique_files_load_whole(name, count, task):
+    questions = load_questions(real(name))
+    assert len(questions) == count and {q.task for q in questions} == {task}
+    assert all(set(q.answers) <= set("ABCDEFGHIJ"[: len(q.options)]) for q in questions if task == "choice")
+
+
+def test_the_gold_paragraphs_of_real_musique_records_are_those_of_its_decomposition():
+    path = real("musique/official_train_15.jsonl")
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for record, question in zip(records, load_questions(path), strict=True):
+        steps = {step["paragraph_support_idx"] + 1 for step in record["question_decomposition"]}
+        assert set(question.supporting) == steps
+
+
+def test_a_real_parquet_file_loads_or_says_what_it_needs():
+    path = real("qa_eval/deepresearcher_verl_7x12.parquet")
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        assert "pip install pyarrow" in message(load_questions, path)
+    else:
+        assert len(load_questions(path)) == 84
+
+
+def test_real_rollout_answers_come_nine_or_ten_a_question():
+    attempts = load_attempts(real("train/r1_searcher_stage1_80.jsonl"))
+    assert len(attempts) == 80 and {len(a.predictions) for a in attempts} == {9, 10}
 
 
 def test_two_real_files_that_both_count_from_one_stay_apart():
