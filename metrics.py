@@ -5,6 +5,7 @@ r"""Does this answer match? One function per answer metric, and nothing of the p
     cover_exact_match   1 if every gold token stands in the prediction (as a bag: "France Lyon" covers "Lyon, France")
     math_equal          same string, else same number, else same expression (the last needs sympy)
     choice_letter       the one option that a text chooses
+    rouge               F1 of common words (1), common pairs of neighbours (2), the longest common subsequence (L)
 
 `golds` is one gold or a list; the best one counts. A missing answer (None or "") scores 0. Left out: model judges.
 
@@ -30,6 +31,7 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 # ---------------------------------------------------------------------------------------------------- open answers
@@ -99,6 +101,62 @@ def cover_exact_match(prediction: str | None, golds: str | list[str], punctuatio
     (1.0, 0.0)
     """
     return _best(lambda p, g: float(not Counter(g.split()) - Counter(p.split())), prediction, golds, punctuation)
+
+
+# ------------------------------------------------------------------------------------------------------- summaries
+
+def rouge(prediction: str | None, golds: str | list[str]) -> dict[str, float]:
+    """ROUGE-1, ROUGE-2 and ROUGE-L as F1, each against its best gold. Lower-case words, no stemming, articles kept.
+
+        P = common / predicted,  R = common / gold,  F1 = 2PR / (P + R) = 2 · common / (predicted + gold)
+
+    "the cat sat down" against "the cat lay down": words 3 of 4 and 4 (0.75); pairs "the cat" of 3 and 3 (0.3333);
+    the longest common subsequence "the cat down" is 3 of 4 and 4 (0.75).
+
+    >>> {name: round(score, 4) for name, score in rouge("The cat sat down.", "the cat lay down").items()}
+    {'rouge1': 0.75, 'rouge2': 0.3333, 'rougeL': 0.75}
+    """
+    golds = [golds] if isinstance(golds, str) else golds
+    scores = [_rouge(_words(prediction or ""), _words(gold)) for gold in golds]
+    return {name: max((score[name] for score in scores), default=0.0) for name in ("rouge1", "rouge2", "rougeL")}
+
+
+def mean_rouge(prediction: str | None, golds: str | list[str]) -> float:
+    """The mean of the three: what ARENA pays for a summary.
+
+    >>> round(mean_rouge("The cat sat down.", "the cat lay down"), 4)     # (0.75 + 0.3333 + 0.75) / 3
+    0.6111
+    """
+    scores = rouge(prediction, golds).values()
+    return sum(scores) / len(scores)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def _rouge(predicted: list[str], gold: list[str]) -> dict[str, float]:
+    pairs, gold_pairs = list(pairwise(predicted)), list(pairwise(gold))
+    return {
+        "rouge1": _overlap_f1((Counter(predicted) & Counter(gold)).total(), len(predicted), len(gold)),
+        "rouge2": _overlap_f1((Counter(pairs) & Counter(gold_pairs)).total(), len(pairs), len(gold_pairs)),
+        "rougeL": _overlap_f1(_common_subsequence(predicted, gold), len(predicted), len(gold)),
+    }
+
+
+def _overlap_f1(common: int, predicted: int, gold: int) -> float:
+    return 2 * common / (predicted + gold) if common else 0.0
+
+
+def _common_subsequence(left: list[str], right: list[str]) -> int:
+    """Length of the longest common subsequence: row by row, best[j] for the left words so far and right[:j]."""
+    best = [0] * (len(right) + 1)
+    for word in left:
+        previous = best
+        best = [0]
+        for j, other in enumerate(right):
+            best.append(previous[j] + 1 if word == other else max(best[j], previous[j + 1]))
+    return best[-1]
 
 
 # ----------------------------------------------------------------------------------------------- boxes and letters
