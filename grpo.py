@@ -25,7 +25,7 @@ import kl
 import ppo
 from data import InputError, run_main
 
-EPSILON = 1e-6
+EPSILON = ppo.EPSILON
 
 
 # --------------------------------------------------------------------------------------------------- advantages
@@ -91,37 +91,9 @@ def compute_advantages(batch, recipe) -> Tensor:
     return on_tokens(group_normalize(trajectory_rewards(batch, recipe), batch.group_size), batch.response_mask)  # [B, T]
 
 
-def compute_token_weights(batch, recipe) -> Tensor:
-    """On the global batch of one update. Their sum is 1."""
-    if recipe.loss_aggregation == "sequence":
-        return ppo.sequence_weights(batch.response_mask)  # [B, T]
-    if recipe.loss_aggregation == "token":
-        return ppo.token_weights(batch.response_mask)  # [B, T]
-    raise InputError(f"unknown loss_aggregation {recipe.loss_aggregation!r}: sequence or token")
-
-
-def compute_loss(logprobs: Tensor, batch, recipe) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss [B, T], stats of [B, T]) of a micro-batch, 0 on masked tokens: Σ weight · loss is what `backward` is called on."""
-    logprobs, old_logprobs, advantages = (
-        ppo.model_only(x, batch.response_mask) for x in (logprobs, batch.old_logprobs, batch.advantages)
-    )  # [B, T] each: whatever stands on a document's tokens, inf and NaN too, stops here
-    loss, stats = ppo.clipped_surrogate(
-        logprobs, old_logprobs, advantages, recipe.clip_low, recipe.clip_high, recipe.dual_clip
-    )  # [B, T]
-    stats["kl_old"] = kl.k3(old_logprobs, logprobs.detach())  # [B, T]  how far this update has gone from the sampler
-    # Where is the KL? Here, if kl_place is "loss"; if "reward", in trajectory_rewards; if kl_coef is 0, nowhere.
-    if coefficient := kl.coefficient(recipe, "loss"):
-        ref_logprobs = ppo.model_only(kl.required(batch.ref_logprobs), batch.response_mask)  # [B, T]
-        loss = loss + coefficient * kl.kl_in_loss(logprobs, ref_logprobs, old_logprobs, recipe.kl_estimator)  # [B, T]
-    return loss, stats | reference_stats(logprobs.detach(), batch)
-
-
-def reference_stats(logprobs: Tensor, batch) -> dict[str, Tensor]:
-    """Every estimator, for the log, whenever the batch carries the reference: k1 and k3 measure, |d| shows drift."""
-    if batch.ref_logprobs is None:
-        return {}
-    ref_logprobs = ppo.model_only(batch.ref_logprobs, batch.response_mask)  # [B, T]
-    return {name: getattr(kl, name)(logprobs, ref_logprobs) for name in ("k1", "k2", "k3", "k_abs")}
+# Weights and loss are PPO's. Where is the KL? In the loss there, if kl_place is "loss"; if "reward", in trajectory_rewards.
+compute_token_weights = ppo.compute_token_weights
+compute_loss = ppo.compute_loss
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ REWARDS = {
     "r1_searcher_stage2_llama": lambda t, r, step: rewards.r1_searcher_stage2(t, r.answer_metric, format_penalty=1.0),
 }
 
-ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo")
+ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")
 
 
 def setting(default, help: str, **limits):
@@ -242,7 +242,7 @@ def check_training(recipe: Recipe) -> None:
     """Settings that are fine one by one and mean nothing together."""
     if recipe.temperature == 0:
         raise InputError("--temperature 0 is greedy: all trajectories of a group would be the same; training needs sampling")
-    if recipe.group_size == 1 and recipe.algorithm != "reinforce_pp":
+    if recipe.group_size == 1 and recipe.algorithm not in ("reinforce_pp", "ppo"):
         raise InputError(f"--group_size 1: {recipe.algorithm} compares the trajectories of one question; it needs at least 2")
     if recipe.kl_coef and recipe.kl_place == "loss" and recipe.kl_estimator == "k1":
         raise InputError("--kl_estimator k1 in the loss has no expected gradient: use k2, or --kl_place reward")

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 import grpo
-import kl
 import ppo
 from data import run_main
 from grpo import EPSILON
+from ppo import last_model_token, token_rewards
 
 # ---------------------------------------------------------------------------------------------- the baseline form
 
@@ -42,27 +42,6 @@ def baseline_advantages(rewards: Tensor, group_size: int, group_std: bool = True
 
 
 # ------------------------------------------------------------------------------------------------- the plain form
-
-def token_rewards(batch, recipe) -> Tensor:
-    """[B, T]: −kl_coef · k1 on model tokens if the KL is in the reward, and the trajectory's reward on its last one.
-
-    Worked: mask [1, 0, 1, 0], reward 2, kl_coef 0.1, k1 0.5 everywhere -> [−0.05, 0, 1.95, 0].
-    """
-    # Where is the KL? Here, inside the reward, if kl_place is "reward"; if "loss", in grpo.compute_loss.
-    coefficient = kl.coefficient(recipe, "reward")
-    penalty = kl.kl_in_reward(batch.old_logprobs, batch.ref_logprobs, batch.response_mask, coefficient)  # [B, T]
-    return penalty + batch.rewards[:, None] * last_model_token(batch.response_mask)  # [B, T]
-
-
-def last_model_token(response_mask: Tensor) -> Tensor:
-    """[B, T] bool, one True per row that has a model token: the column of T may be padding, or a document cut short.
-
-    Worked: [1, 0, 1, 0] -> [0, 0, 1, 0].
-    """
-    mask = response_mask.bool()  # [B, T]
-    following = mask.flip(1).long().cumsum(1).flip(1)  # [B, T]  model tokens from here on, this one included
-    return mask & (following == 1)  # [B, T]
-
 
 def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
     """G_t = r_t + γ G_{t'}, t' the next model token; [B, T], 0 on masked tokens.

@@ -7,6 +7,8 @@
     questions -> rollout -> rewards [B] -> advantages [B, T] -> for each update: token weights (sum 1) ->
     micro-batches: Σ weight · loss, backward -> clip -> one optimizer step
 
+DAPO draws more questions for groups that teach nothing; PPO has a critic beside the policy, with an update of its own.
+
 The weights of the loss are fixed over the whole update before it is cut into micro-batches (and over all processes):
 the usual mean of micro-batch means is 21 to 28 % off. Each process samples its own share of the questions; then all
 know all trajectories, so group and batch statistics are of the global batch.
@@ -18,6 +20,7 @@ Ctrl-C is safe at any moment: a checkpoint is written aside and renamed, a line 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import json
@@ -27,14 +30,18 @@ import shutil
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
+import dapo
 import grpo
+import ppo
 import reinforce_pp
 from curriculum import QuestionStream
 from data import InputError, run_main
@@ -67,7 +74,7 @@ from recipes import (
 from rollout import Trajectory, check_prompts, rollout, show
 from toy import load_toy
 
-ALGORITHMS = {"reinforce_pp": reinforce_pp, "reinforce_pp_baseline": reinforce_pp, "grpo": grpo}
+ALGORITHMS = {"reinforce_pp": reinforce_pp, "reinforce_pp_baseline": reinforce_pp, "grpo": grpo, "dapo": dapo, "ppo": ppo}
 
 
 # ------------------------------------------------------------------------------------------------------- set up
@@ -106,6 +113,7 @@ def load_start(recipe: Recipe, path: str, device) -> tuple[Policy, object]:
 def make_batch(trajectories: list[Trajectory], rewards: list[float], recipe: Recipe, pad_id: int) -> Batch:
     """The global batch of one step, without advantages."""
     batch = collate(trajectories, rewards, recipe.group_size, pad_id)
+    batch.overlong = torch.tensor([t.stop_reason == "length" and t.answer is None for t in trajectories])  # [B]
     if not recipe.mask_documents:  # the ablation: every token behind the prompt counts as the policy's
         lengths = torch.tensor([[len(t.prompt_ids) - 1, len(t.ids) - 1] for t in trajectories])  # [B, 2]
         columns = torch.arange(batch.response_mask.shape[1])  # [T]
@@ -113,42 +121,77 @@ def make_batch(trajectories: list[Trajectory], rewards: list[float], recipe: Rec
     return batch
 
 
-@torch.no_grad()
 def score_batch(policy: Policy, batch: Batch, recipe: Recipe, accelerator: Accelerator) -> torch.Tensor:
     """Log-probs [B, T] of the batch's tokens under `policy`, on the CPU. Each process scores its share; all get all."""
-    scored = torch.zeros(batch.response_mask.shape)  # [B, T]
+    return in_shares(lambda part: policy(part.tokens, recipe.temperature, part.response_mask), batch, recipe, accelerator)
+
+
+def value_batch(critic: ppo.Critic, batch: Batch, recipe: Recipe, accelerator: Accelerator) -> torch.Tensor:
+    """The critic's values [B, T] of the batch's states, on the CPU."""
+    return in_shares(lambda part: critic(part.tokens), batch, recipe, accelerator)
+
+
+@torch.no_grad()
+def in_shares(compute: Callable[[Batch], torch.Tensor], batch: Batch, recipe: Recipe, accelerator: Accelerator) -> torch.Tensor:
+    """compute(rows) [b, t] of all rows [B, T]: each process takes its share, in micro-batches; all get all."""
+    whole = torch.zeros(batch.response_mask.shape)  # [B, T]
     mine = torch.arange(accelerator.process_index, len(batch), accelerator.num_processes)
     for rows in micro_batches(batch.response_mask[mine], recipe.tokens_per_micro_batch):
-        part = batch.rows(mine[rows]).to(policy.device)
-        logprobs = policy(part.tokens, recipe.temperature, part.response_mask)  # [b, t]
-        scored[mine[rows], : logprobs.shape[1]] = logprobs.cpu()
-    return accelerator.reduce(scored.to(accelerator.device), "sum").cpu() if accelerator.num_processes > 1 else scored
+        result = compute(batch.rows(mine[rows]).to(accelerator.device))  # [b, t]
+        whole[mine[rows], : result.shape[1]] = result.float().cpu()
+    return accelerator.reduce(whole.to(accelerator.device), "sum").cpu() if accelerator.num_processes > 1 else whole
 
 
 def update(model, optimizer, algorithm, part: Batch, recipe: Recipe, accelerator: Accelerator, fresh: bool) -> dict[str, float]:
-    """One optimizer update on the rows of `part` (all processes hold all of them; each takes its share).
+    """One optimizer update of the policy on the rows of `part` (all processes hold all of them; each takes its share).
 
     fresh: this is the only update of the step, so π_old is π: its log-probs are taken from the forward pass itself.
-    An update whose loss or gradient is not finite changes no weight: the caller looks at the totals and stops.
     """
     part.token_weights = algorithm.compute_token_weights(part, recipe)  # [B, T]
-    mine = part.rows(torch.arange(accelerator.process_index, len(part), accelerator.num_processes))
+
+    def loss_of(micro: Batch, totals: dict) -> torch.Tensor:
+        logprobs = model(micro.tokens, recipe.temperature, micro.response_mask)  # [b, t]
+        if fresh:
+            micro.old_logprobs = logprobs.detach()
+        loss, stats = algorithm.compute_loss(logprobs, micro, recipe)  # [b, t]
+        add_stats(totals, logprobs, stats, micro)
+        return (micro.token_weights * loss).sum()
+
+    # What happens when all rewards of a group are equal? Its advantages are 0, so it adds nothing to this gradient; if all
+    # groups are equal the gradient is 0, and only the momentum of earlier updates still moves the weights.
+    return descend(model, optimizer, part, recipe, accelerator, loss_of)
+
+
+def update_critic(model, optimizer, part: Batch, recipe: Recipe, accelerator: Accelerator) -> dict[str, float]:
+    """One optimizer update of the critic on the same rows: towards part.returns, every model token weighing the same."""
+    part.token_weights = ppo.token_weights(part.response_mask)  # [B, T]
+
+    def loss_of(micro: Batch, totals: dict) -> torch.Tensor:
+        loss, stats = ppo.compute_value_loss(model(micro.tokens), micro, recipe)  # [b, t]
+        totals["value_clip_fraction"] += (micro.token_weights * stats["clipped"]).sum().item()
+        return (micro.token_weights * loss).sum()
+
+    totals = descend(model, optimizer, part, recipe, accelerator, loss_of)
+    return {"value_loss": totals.pop("loss"), "critic_grad_norm": totals.pop("grad_norm"), **totals}
+
+
+def descend(model, optimizer, part: Batch, recipe: Recipe, accelerator: Accelerator,
+            loss_of: Callable[[Batch, dict], torch.Tensor]) -> dict[str, float]:  # fmt: skip
+    """The gradient of Σ weight · loss over `part`, micro-batch by micro-batch, and one optimizer step.
+
+    A loss or a gradient that is not finite changes no weight: the caller looks at the totals and stops.
+    """
+    mine = share_of(part, accelerator)
     cuts = micro_batches(mine.response_mask, recipe.tokens_per_micro_batch)
     totals: dict[str, float] = defaultdict(float)
     for number, rows in enumerate(cuts):
         micro = mine.rows(rows).to(accelerator.device)
         with accelerator.no_sync(model) if number + 1 < len(cuts) else contextlib.nullcontext():
-            logprobs = model(micro.tokens, recipe.temperature, micro.response_mask)  # [b, t]
-            if fresh:
-                micro.old_logprobs = logprobs.detach()
-            loss, stats = algorithm.compute_loss(logprobs, micro, recipe)  # [b, t]
-            loss = (micro.token_weights * loss).sum()
+            loss = loss_of(micro, totals)
             # DDP averages the gradients of its processes; ours are parts of one sum
             accelerator.backward(loss * accelerator.num_processes)
-        add_stats(totals, loss, logprobs, stats, micro)
+        totals["loss"] += loss.item()
     totals = over_processes(totals, accelerator)
-    # What happens when all rewards of a group are equal? Its advantages are 0, so it adds nothing to this gradient; if all
-    # groups are equal the gradient is 0, and only the momentum of earlier updates still moves the weights.
     totals["grad_norm"] = float(accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm))
     if math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"]):
         optimizer.step()
@@ -156,18 +199,27 @@ def update(model, optimizer, algorithm, part: Batch, recipe: Recipe, accelerator
     return totals
 
 
-def add_stats(totals: dict, loss: torch.Tensor, logprobs: torch.Tensor, stats: dict, micro: Batch) -> None:
+def share_of(part: Batch, accelerator: Accelerator) -> Batch:
+    """This process's rows of an update. One without any takes row 0 at weight 0: the backward pass that it left out would
+    keep the others waiting."""
+    rows = torch.arange(accelerator.process_index, len(part), accelerator.num_processes)
+    mine = part.rows(rows if len(rows) else torch.zeros(1, dtype=torch.long))
+    if not len(rows):
+        mine.token_weights = torch.zeros_like(mine.token_weights)  # [1, T]
+    return mine
+
+
+def add_stats(totals: dict, logprobs: torch.Tensor, stats: dict, micro: Batch) -> None:
     """Weighted sums over the update: with token weights that sum to 1 they are means."""
     ratio = stats.pop("ratio")  # [b, t]  1 on masked tokens
     totals["ratio_min"] = min(totals.get("ratio_min", 1.0), ratio.min().item())
     totals["ratio_max"] = max(totals.get("ratio_max", 1.0), ratio.max().item())
-    totals["loss"] += loss.item()
     totals["entropy"] += -(micro.token_weights * logprobs.detach()).sum().item()  # Monte-Carlo estimate
     for name, value in stats.items():
         totals["clip_fraction" if name == "clipped" else name] += (micro.token_weights * value).sum().item()
 
 
-EXTREMES = {"ratio_min": min, "ratio_max": max, "grad_norm": max}  # what is no sum and no mean
+EXTREMES = {"ratio_min": min, "ratio_max": max, "grad_norm": max, "critic_grad_norm": max}  # what is no sum and no mean
 
 
 def over_processes(totals: dict[str, float], accelerator: Accelerator) -> dict[str, float]:
@@ -181,7 +233,8 @@ def over_processes(totals: dict[str, float], accelerator: Accelerator) -> dict[s
 # -------------------------------------------------------------------------------------------------- what is logged
 
 def measure(trajectories: list[Trajectory], components: list[dict[str, float]], recipe: Recipe) -> dict[str, float]:
-    """The numbers of one step's rollout; the README says what each means."""
+    """The numbers of one step's rollout, of all that was sampled: also of what DAPO then drops. The README says what each
+    means."""
     count = len(trajectories)
     record = {"reward": sum(sum(c.values()) for c in components) / count}
     for name in components[0]:
@@ -214,15 +267,23 @@ def measure(trajectories: list[Trajectory], components: list[dict[str, float]], 
 
 def console_line(record: dict) -> str:
     shown = ("reward", "em", "searched", "searches", "fallbacks", "model_tokens", "frac_reward_zero_std", "grad_norm")
-    return f"step {record['step']:>4}  " + "  ".join(f"{name} {record[name]:.2f}" for name in shown)
+    line = f"step {record['step']:>4}  " + "  ".join(f"{name} {record[name]:.2f}" for name in shown if name in record)
+    if record.get("skipped"):
+        line += f"  no update: no group had both right and wrong answers, in {1 + record['resampled']} draws"
+    return line
 
 
 PATIENCE = 3  # steps in a row
 HINTS = {  # why is my curve flat or dead? cause -> (seen in a step's record, where to look)
     "equal rewards": (
-        lambda record, recipe: record["frac_reward_zero_std"] == 1 and recipe.algorithm != "reinforce_pp",
+        lambda record, recipe: record["frac_reward_zero_std"] == 1 and recipe.algorithm not in ("reinforce_pp", "ppo"),
         "all rewards of every group were equal, so nothing is learned: is the reward ever reached (samples.txt), or always? "
         "A larger --group_size, or easier questions, gives differences",
+    ),
+    "no informative group": (
+        lambda record, recipe: record.get("skipped", 0) == 1,
+        "no group had both right and wrong answers, so no update was made: are they too hard or too easy (samples.txt)? "
+        "A larger --group_size or --max_resample finds more",
     ),
     "no search": (
         lambda record, recipe: record["searched"] + record["refused"] == 0 and recipe.retrieval and recipe.max_searches > 0,
@@ -295,13 +356,12 @@ class Run:
             with open(self.folder / "samples.txt", "a") as file:
                 file.write(text + "\n\n")
 
-    def save(self, policy: Policy, tokenizer, optimizer, step: int) -> None:
-        """After `step` finished steps."""
+    def save(self, policy: Policy, tokenizer, trainer: dict, step: int) -> None:
+        """After `step` finished steps; trainer: what else a resumed run needs."""
         path = self.folder / f"checkpoint-{step:06d}"
         if not self.main or path.exists():
             return
-        trainer = {"step": step, "optimizer": optimizer.state_dict()}
-        save_policy(policy, tokenizer, path, trainer, settings_text(self.recipe))
+        save_policy(policy, tokenizer, path, {"step": step, **trainer}, settings_text(self.recipe))
         keep = self.recipe.keep_checkpoints
         for old in checkpoints(self.folder)[:-keep] if keep else []:
             shutil.rmtree(old)
@@ -322,6 +382,17 @@ def set_threads(threads: int) -> None:
     torch.set_num_threads(threads or max(1, cores // local_processes))
 
 
+@dataclass
+class Sampled:
+    """What one step sampled: `trajectories` and their reward `components`, and the rows of them that are trained on."""
+
+    trajectories: list[Trajectory]
+    components: list[dict[str, float]]
+    correct: torch.Tensor  # [N] bool
+    kept: list[int]  # rows; groups stay whole
+    draws: int
+
+
 class Trainer:
     """Everything one stage needs, set up once; `step` is one turn of the loop."""
 
@@ -332,7 +403,8 @@ class Trainer:
         self.protocol = build_protocol(recipe)
         start, said = starting_model(recipe)  # first of all: reading a corpus and then missing the model wastes minutes
         questions = training_questions(recipe)
-        self.stream = QuestionStream(questions, recipe.questions_per_step, recipe.mix, recipe.seed)
+        self.draws = 1 + recipe.max_resample if self.algorithm is dapo else 1  # of questions per step, at most
+        self.stream = QuestionStream(questions, recipe.questions_per_step, recipe.mix, recipe.seed, self.draws)
         self.search = build_search(recipe, passages(recipe, questions))
         self.accelerator.print(said)
         with self.accelerator.local_main_process_first():  # one process makes the built-in model, the others read it
@@ -341,10 +413,17 @@ class Trainer:
         self.reference = self.load_reference() if recipe.kl_coef else None
         betas = (recipe.beta1, recipe.beta2)
         self.optimizer = make_optimizer(self.policy, recipe.optimizer, recipe.lr, betas, recipe.weight_decay)
+        self.critic = None
+        if self.algorithm is ppo:  # also in stage 2 a new one: another reward has other values
+            self.critic = ppo.Critic(copy.deepcopy(self.policy.language_model.base_model))
+            self.critic_optimizer = make_optimizer(self.critic, recipe.optimizer, recipe.critic_lr, betas, recipe.weight_decay)
+            self.critic_model = self.accelerator.prepare_model(self.critic)
         self.model = self.accelerator.prepare_model(self.policy)
         self.first_step = self.load_trainer(Path(start)) if recipe.resume else 0
         per_step = recipe.questions_per_step * recipe.group_size
-        self.updates = math.ceil(per_step / (recipe.trajectories_per_update or per_step))
+        self.per_update = recipe.trajectories_per_update or per_step
+        self.updates = math.ceil(per_step / self.per_update)
+        self.scorer = lambda trajectories, step: [score(t, recipe, step) for t in trajectories]
         if per_step // self.updates < self.accelerator.num_processes:
             raise InputError(f"{per_step // self.updates} trajectories per update cannot be shared by "
                              f"{self.accelerator.num_processes} processes: raise --trajectories_per_update")  # fmt: skip
@@ -364,9 +443,14 @@ class Trainer:
         return reference.eval().requires_grad_(False)
 
     def load_trainer(self, path: Path) -> int:
-        """Optimizer state and step number of the checkpoint at `path`."""
+        """Optimizer state and step number of the checkpoint at `path`; of PPO the critic too."""
         state = torch.load(path / "trainer.pt", map_location=self.accelerator.device, weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.critic is not None:
+            if "critic" not in state:
+                raise InputError(f"--resume: {path} was not made by PPO and has no critic; leave --resume out to start anew")
+            self.critic.load_state_dict(state["critic"])
+            self.critic_optimizer.load_state_dict(state["critic_optimizer"])
         if state["step"] >= self.recipe.steps:
             raise InputError(f"--resume: {state['step']} of --steps {self.recipe.steps} steps are done; raise --steps to go on")
         before = json.loads((path / "settings.json").read_text(encoding="utf-8"))
@@ -376,59 +460,120 @@ class Trainer:
             self.accelerator.print("resumed with other settings: " + ", ".join(changed))
         return state["step"]
 
+    def state(self) -> dict:
+        """What a checkpoint holds beside the policy."""
+        if self.critic is None:
+            return {"optimizer": self.optimizer.state_dict()}
+        return {"optimizer": self.optimizer.state_dict(), "critic": self.critic.state_dict(),
+                "critic_optimizer": self.critic_optimizer.state_dict()}  # fmt: skip
+
     def score(self, policy: Policy, batch: Batch) -> torch.Tensor:
         with evaluating(policy):
             return score_batch(policy, batch, self.recipe, self.accelerator)  # [B, T]
 
-    def roll_out(self, step: int) -> list[Trajectory]:
+    def roll_out(self, step: int, draw: int = 0) -> list[Trajectory]:
         """This process samples its share of the questions; all processes get all trajectories, group by group."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        questions = self.stream.take(step)
+        questions = self.stream.take(step, draw)
         bounds = [len(questions) * r // world for r in range(world + 1)]
-        seed = self.recipe.seed * 1_000_003 + step * 1_009 + rank
+        seed = self.recipe.seed * 1_000_003 + (step * self.draws + draw) * 1_009 + rank
         mine = rollout(self.policy, self.tokenizer, questions[bounds[rank] : bounds[rank + 1]], self.search, self.protocol,
                        self.recipe.group_size, seed=seed, **rollout_settings(self.recipe))  # fmt: skip
         return gather_object(mine) if world > 1 else mine
 
+    def correctness(self, trajectories: list[Trajectory]) -> list[bool]:
+        """Which of them answered right: cover-EM, or an equal result in math and multiple choice."""
+        return [answer_scores(t)["cem"] == 1 for t in trajectories]
+
+    def judged(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict[str, float]], list[bool]]:
+        """Reward components and correctness. One process scores for all: a model that judges may answer another process
+        otherwise, and processes that go on with different rows wait for each other for ever."""
+        found = [None, None]
+        if self.accelerator.is_main_process:
+            found = [self.scorer(trajectories, step), self.correctness(trajectories)]
+        components, correct = broadcast_object_list(found) if self.accelerator.num_processes > 1 else found
+        return components, correct
+
+    def sample(self, step: int) -> Sampled:
+        """The step's trajectories. DAPO's departure 2: draws until there are enough informative groups, or no draw is left.
+
+        What is drawn depends on (seed, step, draw) alone, so a resumed run draws what the unbroken one did."""
+        group_size, sampled = self.recipe.group_size, Sampled([], [], torch.zeros(0, dtype=torch.bool), [], 0)
+        wanted = self.recipe.questions_per_step * group_size
+        while sampled.draws < self.draws and len(sampled.kept) < wanted:
+            with evaluating(self.policy):
+                trajectories = self.roll_out(step, sampled.draws)
+            components, correct = self.judged(trajectories, step)
+            sampled.trajectories += trajectories
+            sampled.components += components
+            sampled.correct = torch.cat([sampled.correct, torch.tensor(correct)])  # [N]
+            keep = torch.ones(len(sampled.correct), dtype=torch.bool)  # [N]
+            if self.algorithm is dapo:
+                keep = dapo.informative_groups(sampled.correct, group_size)  # [N]
+            sampled.kept = keep.nonzero()[:wanted, 0].tolist()  # the first ones: a surplus is cut the same way every time
+            sampled.draws += 1
+        return sampled
+
     def step(self, step: int) -> tuple[dict, list[Trajectory], list[dict]]:
         recipe, start = self.recipe, time.perf_counter()
-        with evaluating(self.policy):
-            trajectories = self.roll_out(step)
+        sampled = self.sample(step)
         rolled = time.perf_counter()
-        components = [score(t, recipe, step) for t in trajectories]
-        record = {"step": step, **measure(trajectories, components, recipe)}
-        batch = make_batch(trajectories, [sum(c.values()) for c in components], recipe, self.tokenizer.pad_token_id or 0)
+        record = {"step": step, **measure(sampled.trajectories, sampled.components, recipe)}
+        if self.algorithm is dapo:
+            informative = dapo.informative_groups(sampled.correct, recipe.group_size)  # [N]
+            record |= {"resampled": sampled.draws - 1, "informative": informative.float().mean().item(),
+                       "skipped": int(not sampled.kept)}  # fmt: skip
+        if sampled.kept:
+            record |= self.learn(step, sampled)
+        record |= {"rollout_seconds": rolled - start, "update_seconds": time.perf_counter() - rolled}
+        return record, sampled.trajectories, sampled.components
+
+    def learn(self, step: int, sampled: Sampled) -> dict[str, float]:
+        """From the kept trajectories to new weights."""
+        recipe, trajectories = self.recipe, [sampled.trajectories[i] for i in sampled.kept]
+        rewards = [sum(sampled.components[i].values()) for i in sampled.kept]
+        batch = make_batch(trajectories, rewards, recipe, self.tokenizer.pad_token_id or 0)
+        batch.correct = sampled.correct[sampled.kept]  # [B]
         if self.recompute and (self.updates > 1 or (recipe.kl_coef and recipe.kl_place == "reward")):
             batch.old_logprobs = self.score(self.policy, batch)
         if self.reference is not None:
             batch.ref_logprobs = self.score(self.reference, batch)
+        if self.critic is not None:  # once per rollout: advantages, returns and the clip of all its updates start from these
+            with evaluating(self.critic):
+                batch.values = value_batch(self.critic, batch, recipe, self.accelerator)  # [B, T]
         batch.advantages = self.algorithm.compute_advantages(batch, recipe)
-        record |= self.update_all(step, batch, trajectories)
-        record |= {"rollout_seconds": rolled - start, "update_seconds": time.perf_counter() - rolled}
-        return record, trajectories, components
+        record = self.update_all(step, batch, trajectories)
+        if self.critic is not None:
+            record["explained_variance"] = ppo.explained_variance(batch.values, batch.returns, batch.response_mask)
+        return record
 
     def update_all(self, step: int, batch: Batch, trajectories: list[Trajectory]) -> dict[str, float]:
         """The step's updates over shuffled rows; returns the means of their statistics (of EXTREMES, the extreme)."""
         recipe = self.recipe
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(recipe.seed * 7_919 + step))
         results, fresh = [], self.recompute and self.updates == 1
-        for number, rows in enumerate(order.tensor_split(self.updates)):
+        # DAPO may keep fewer rows than asked for: then there are fewer updates, and not smaller ones
+        for number, rows in enumerate(order.tensor_split(math.ceil(len(batch) / self.per_update))):
             lr = self.set_lr(step * self.updates + number)
-            part = batch.rows(rows)
+            part, seen = batch.rows(rows), [trajectories[i] for i in rows.tolist()]
             result = update(self.model, self.optimizer, self.algorithm, part, recipe, self.accelerator, fresh)
-            self.check_finite(result, step, part, [trajectories[i] for i in rows.tolist()])
+            self.check_finite(result, ("loss", "grad_norm"), step, part, seen)
+            if self.critic is not None:
+                result |= update_critic(self.critic_model, self.critic_optimizer, part, recipe, self.accelerator)
+                self.check_finite(result, ("value_loss", "critic_grad_norm"), step, part, seen)
             results.append(result | {"lr": lr})
         return {k: EXTREMES.get(k, lambda v: sum(v) / len(v))([r[k] for r in results]) for k in results[0]}
 
     def set_lr(self, update_number: int) -> float:
+        """The policy's. The critic's is critic_lr throughout: a long warm-up of the policy is the critic's time to learn."""
         recipe, updates = self.recipe, self.recipe.steps * self.updates
         lr = recipe.lr * lr_factor(update_number, updates, recipe.lr_warmup, recipe.lr_schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr
 
-    def check_finite(self, result: dict, step: int, part: Batch, trajectories: list[Trajectory]) -> None:
-        if math.isfinite(result["loss"]) and math.isfinite(result["grad_norm"]):
+    def check_finite(self, result: dict, names: tuple, step: int, part: Batch, trajectories: list[Trajectory]) -> None:
+        if all(math.isfinite(result[name]) for name in names):
             return
         path = stage_folder(self.recipe) / f"non_finite_step{step}.pt"
         if self.accelerator.is_main_process:
@@ -436,7 +581,7 @@ class Trainer:
             torch.save(dataclasses.asdict(part), path)
         ids = ", ".join(dict.fromkeys(t.question.id for t in trajectories))
         raise InputError(
-            f"step {step}: loss {result['loss']}, gradient norm {result['grad_norm']}; stopped; this update was not applied. "
+            f"step {step}: {', '.join(f'{name} {result[name]}' for name in names)}; stopped; this update was not applied. "
             f"The batch is in {path}; its questions: {ids}"
         )
 
@@ -461,7 +606,7 @@ def train(recipe: Recipe) -> Path:
                 run.show(f"step {step}\n{sample}")
                 bar.write("\n" + sample + "\n")
             if last or (step + 1) % recipe.save_every == 0:
-                run.save(trainer.policy, trainer.tokenizer, trainer.optimizer, step + 1)
+                run.save(trainer.policy, trainer.tokenizer, trainer.state(), step + 1)
     return run.folder
 
 

@@ -310,7 +310,7 @@ def test_all_rewards_equal_leave_the_weights_as_they_were_and_one_better_answer_
 def test_a_step_makes_the_rewarded_answer_likelier(model, tmp_path, monkeypatch):
     trainer = Trainer(recipe_for(model, tmp_path, "--lr", "1e-3", "--algorithm", "grpo", "--questions_per_step", "1"))
     trajectories = trainer.roll_out(0)
-    monkeypatch.setattr(trainer, "roll_out", lambda step: trajectories)
+    monkeypatch.setattr(trainer, "roll_out", lambda step, draw: trajectories)
     numbers = itertools.count()
     monkeypatch.setattr(train, "score", lambda t, recipe, step: {"r": float(next(numbers) == 0)})  # the first of the two
     batch = make_batch(trajectories, [0.0, 0.0], trainer.recipe, 0)
@@ -401,7 +401,7 @@ def test_older_checkpoints_go_and_zero_keeps_all(keep, left, tmp_path):
     run = Run(Recipe(runs=str(tmp_path), keep_checkpoints=keep), main=True)
     run.open(0)
     for step in (1, 2, 3, 4):
-        run.save(policy, tokenizer, torch.optim.SGD(policy.parameters()), step)
+        run.save(policy, tokenizer, {}, step)
     assert [int(path.name[-6:]) for path in checkpoints(run.folder)] == left
 
 
