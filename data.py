@@ -716,9 +716,10 @@ def load_attempts(path: str | Path, skip_bad: bool = False) -> list[Attempts]:
     return _load(Path(path), ATTEMPT_LAYOUTS, skip_bad)
 
 
-def finished_records(path: str | Path) -> list[dict]:
+def finished_records(path: str | Path, cut: bool = True) -> list[dict]:
     """The records of a JSONL file that a run appends to; none where there is no file yet. A half-written last line, as an
-    interrupt leaves it, is cut off: what is appended next would stand behind it on one line."""
+    interrupt leaves it, is no record, and is cut off: what is appended next would stand behind it on one line. A reader
+    says cut=False: the run may still be at it."""
     path = Path(path)
     if not path.exists():
         return []
@@ -726,7 +727,7 @@ def finished_records(path: str | Path) -> list[dict]:
     whole, tail = data[: data.rfind(b"\n") + 1], data[data.rfind(b"\n") + 1 :]
     if tail.strip() and isinstance(parse_json(tail.decode("utf-8", "replace")), dict):  # whole, only its newline is not there
         whole += tail + b"\n"
-    if whole != data:
+    if cut and whole != data:
         path.write_bytes(whole)
     records = [(number, parse_json(line.decode("utf-8", "replace"))) for number, line in enumerate(whole.splitlines(), 1)]
     for number, record in records:

@@ -375,6 +375,8 @@ def test_a_half_written_last_line_is_cut_off_and_what_is_appended_stands_on_its_
     append_record(path, {"id": 1, "text": "a\u2028b"})
     with open(path, "a") as file:
         file.write('{"id": 2, "te')
+    before = path.read_bytes()
+    assert finished_records(path, cut=False) == [{"id": 1, "text": "a\u2028b"}] and path.read_bytes() == before
     assert finished_records(path) == [{"id": 1, "text": "a\u2028b"}]
     append_record(path, {"id": 2})
     assert [record["id"] for record in finished_records(path)] == [1, 2]
