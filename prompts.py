@@ -17,6 +17,7 @@ Left out: system prompts per model family (the tokenizer's chat template does th
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -120,7 +121,8 @@ _WHEN_DIRECT = (
 _ARENA_INSTRUCTION = (
     "Answer the question from the numbered references that follow it. Only some of them matter. Write three sections and "
     "nothing else: <relevance>[the numbers of the references that the answer needs, such as 2, 5]</relevance>, then "
-    "<analysis> how the answer follows from these references </analysis>, then <answer> the answer in a few words </answer>."
+    "<analysis> how the answer follows from these references </analysis>, then <answer> the answer, as short as the question "
+    "allows </answer>."
 )
 
 
@@ -299,8 +301,11 @@ def main() -> None:
 
     for name, protocol in PROTOCOLS.items():
         print(f"== {name}: stops at {' '.join(protocol.stop_tags)} or the end of the text")
-        print(prompt_text(protocol, question, NoTemplate()))
-        print(frame_documents(protocol, "Ana Bell was born in Kelmouth.").strip() if protocol.documents_tags else "", "\n")
+        print(textwrap.fill(protocol.instruction, 128, initial_indent="   ", subsequent_indent="   "))
+    shown = prompt_text("arena", question, NoTemplate()).removeprefix(PROTOCOLS["arena"].instruction).strip()
+    print(f"\nwhat follows the instruction under arena, without a chat template:\n{shown}")
+    block = frame_documents(PROTOCOLS["r_search"], number_documents(references)[0])
+    print(f"\nwhat a search gives back under r_search:{block.rstrip()}")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from data import Document, InputError, Question, run_main
@@ -545,8 +546,9 @@ def mean_similarity(queries: list[str], embed: Embedder) -> float:
     >>> round(mean_similarity(["ana bell", "ana bell", "ana town"], tfidf_embedder()), 4)     # (1 + 1/2 + 1/2) / 3
     0.6667
     """
-    similarity, n = cosine(embed(queries)), len(queries)
-    return float(similarity.sum() - similarity.trace()) / (n * (n - 1))  # every pair stands in the matrix twice
+    similarity = cosine(embed(queries))
+    pairs = [float(similarity[i, j]) for i, j in combinations(range(len(queries)), 2)]
+    return sum(pairs) / len(pairs)
 
 
 # ----------------------------------------------------------------------------------------------------------- ARENA

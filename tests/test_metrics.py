@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 import metrics
-from metrics import choice_letter, cover_exact_match, exact_match, f1_score, last_boxed, math_equal, normalize_answer
+from metrics import (
+    choice_letter,
+    cover_exact_match,
+    exact_match,
+    f1_score,
+    find_boxed,
+    last_boxed,
+    math_equal,
+    mean_rouge,
+    normalize_answer,
+    rouge,
+)
 
 SHARED = Path(__file__).parents[2] / "shared"
 METRICS = {"em": exact_match, "f1": f1_score, "cem": cover_exact_match}
@@ -116,6 +127,52 @@ def test_the_last_box_is_read_with_balanced_braces():
     assert last_boxed(r"\boxed{1} then \boxed{2") == "1"  # the second never closes
     assert last_boxed(r"\boxed{\left\{ 1, 2 \right.}") == r"\left\{ 1, 2 \right."  # an escaped brace is no brace
     assert last_boxed("no box") is None and last_boxed(None) is None
+
+
+def test_of_a_box_in_a_box_the_outer_one_is_the_answer_to_every_reader():
+    nested = r"\boxed{\boxed{9}}"
+    assert last_boxed(nested) == find_boxed(nested)[-1].content == r"\boxed{9}"
+    # both readings grade alike: the inner box is a wrapping
+    assert math_equal(last_boxed(nested), "9") and choice_letter(r"\boxed{\boxed{B}}") == "B"
+
+
+# --------------------------------------------------------------------------------------------------------- summaries
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "expected"),
+    [
+        # words: the 2, cat, sat, on, mat are 6 of 6 and 6. pairs: "the cat", "on the", "the mat" 3 of 5 and 5.
+        # longest subsequence of "the cat sat on the mat" in "the cat on the mat sat": the cat on the mat, 5
+        ("the cat sat on the mat", "the cat on the mat sat", (1.0, 3 / 5, 5 / 6)),
+        # the gold's one "the" is matched once: 1 of 3 and 1 = 2 · 1 / 4. No pair in the gold.
+        ("the the the", "the", (1 / 2, 0.0, 1 / 2)),
+        # same words backwards: all words, no pair, and a subsequence of one word of 3
+        ("c b a", "a b c", (1.0, 0.0, 1 / 3)),
+        ("The U.S. Senate!", "the u s senate", (1.0, 1.0, 1.0)),
+        ("Kelmouth", "Norland", (0.0, 0.0, 0.0)),
+        ("...", "Norland", (0.0, 0.0, 0.0)),
+    ],
+)
+def test_rouge_by_hand(prediction, gold, expected):
+    assert tuple(rouge(prediction, gold).values()) == pytest.approx(expected)
+    assert tuple(rouge(gold, prediction).values()) == pytest.approx(expected)  # F1 does not care which is which
+    assert mean_rouge(prediction, gold) == pytest.approx(sum(expected) / 3)
+
+
+def test_rouge_takes_the_best_gold_for_each_of_the_three():
+    scores = rouge("a b c d", ["a b x y", "d c b a"])
+    # first gold: words 2/4, pairs 1/3, subsequence 2/4; second: 4/4, 0, 1/4
+    assert scores == pytest.approx({"rouge1": 1.0, "rouge2": 1 / 3, "rougeL": 1 / 2})
+
+
+def test_rouge_without_a_summary_or_a_gold_is_zero():
+    nothing = {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
+    assert rouge(None, "gold") == rouge("", ["gold"]) == rouge("text", []) == nothing
+
+
+def test_repeating_the_gold_lowers_rouge():
+    # precision falls to 1/3 at recall 1: 2 · 4 / (12 + 4)
+    assert rouge("a b c d " * 3, "a b c d")["rouge1"] == 1 / 2 < rouge("a b c d", "a b c d")["rouge1"]
 
 
 OPTIONS = ("Elm", "Oak", "Ash", "The elm tree")

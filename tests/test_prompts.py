@@ -331,3 +331,4 @@ def test_running_the_file_shows_every_protocol(capsys):
     shown = capsys.readouterr().out
     assert all(f"== {name}: stops at" in shown for name in PROTOCOLS)
     assert all(tag in shown for protocol in PROTOCOLS.values() for tag in protocol.tags)
+    assert len(shown.splitlines()) <= 50 and max(map(len, shown.splitlines())) <= 128

@@ -1,5 +1,6 @@
 """rewards.py: the worked number of every formula, the orderings the papers rely on, and the hacks that must earn nothing."""
 
+import dataclasses
 import doctest
 import json
 from pathlib import Path
@@ -8,18 +9,31 @@ import pytest
 
 import rewards
 from data import Document, InputError, Question
+from embed import tfidf_embedder
 from metrics import f1_score
 from prompts import PROTOCOLS
 from rewards import (
+    STORIES,
+    arena,
+    arena_scores,
+    check_beta,
+    check_supporting,
+    cited,
     count_fallbacks,
     count_valid_searches,
+    evidence_support,
+    is_concise,
     r1_searcher_format,
     r1_searcher_stage1,
     r1_searcher_stage2,
+    r_search,
+    section_order,
     ur2_choice,
     ur2_stage1,
     ur2_stage2,
     ur2_violations,
+    when_to_search_stage1,
+    when_to_search_stage2,
 )
 from rollout import Refusal, Segment, trajectory_from_text
 
@@ -42,6 +56,18 @@ def r1(text, question=QA):
     return trajectory_from_text(question, text, "r1_searcher")
 
 
+def rs(text, question=QA):
+    return trajectory_from_text(question, text, "r_search")
+
+
+def when(text, question=QA):
+    return trajectory_from_text(question, text, "when_to_search")
+
+
+def ar(text, supporting=(1, 4), gold="June 16, 1874", **fields):
+    return trajectory_from_text(Question("1", "When?", [gold], supporting=supporting, **fields), text, "arena")
+
+
 def total(components):
     return pytest.approx(sum(components.values()))
 
@@ -54,12 +80,23 @@ def test_the_docstring_examples_are_true():
     assert doctest.testmod(rewards).failed == 0
 
 
-def test_the_file_shows_one_story_under_every_reward(capsys):
+def test_the_file_shows_ten_stories_under_every_reward(capsys):
     rewards.main()
     lines = capsys.readouterr().out.splitlines()
-    # stage 1: 1 + 4 − 0.5; stage 2: F1 2/3, so 4/3 + 1 − 0.5; choice: one more; R1-Searcher: 1 and F1
-    assert lines[-1].split() == ["reward", "+4.500", "+1.833", "+2.833", "+1.000", "+0.667"]
-    assert len(lines) <= 24 and max(map(len, lines)) <= 100  # one screen
+    assert len(lines) <= 45 and max(map(len, lines)) <= 128  # one screen
+    start = next(i for i, line in enumerate(lines) if line.startswith("transcript"))
+    table = {line[:32].strip(): [float(cell) for cell in line[32:].split()] for line in lines[start + 1 : start + 11]}
+    assert list(table) == [story.name for story in STORIES] and len(table) == 10
+    # UR²: 1 + 4 and 2 + 1; R1-Searcher: 0.5 + 0.5 and F1; R-Search: 1 + 1 + 0.4; When to Search: 1 + 0 + 1 and
+    # 1 + 0 + 1 − 0.6; ARENA: 3 + 10
+    assert table["good"] == [5, 3, 1, 1, 2.4, 2, 1.4, 13]
+    # UR²: −1 (missing retrieval) and 2 + 1; R-Search at most 1.4; no search costs nothing in When to Search; ARENA cites none
+    assert table["no search"] == table["evidence without a search"] == [-1, 3, 0.5, 1, 1.4, 2, 2, 2]
+    # ARENA: format 1, answer 0, relevance 1; UR² does not look at the answer in stage 1
+    assert table["wrong answer"] == [5, 1, 1, 0, 1.4, 0.6, 0, 2]
+    # no row that a hack stands in beats the good one anywhere but where not searching is right (stage 2 of When to Search)
+    hacks = ("documents of its own", "text after the answer", "two answers", "cites everything")
+    assert all(cell <= good for hack in hacks for cell, good in zip(table[hack], table["good"], strict=True))
 
 
 # ------------------------------------------------------------------------------------------------- UR² by hand
@@ -138,7 +175,38 @@ def test_the_choice_bonus_ends_with_its_steps():
     assert total(ur2_choice(two, 14, "qwen_3b")) == 4 and total(ur2_choice(two, 15, "qwen_3b")) == 3
 
 
+LOOSE = {"format_check": "loose"}
+
+
+@pytest.mark.parametrize(
+    ("text", "question", "kept"),
+    [
+        ("So it is \\boxed{Norland}.", QA, True),
+        ("So it is $\\boxed{Norland}$<|im_end|>", QA, True),
+        ("\\boxed{Norland}\n<eos>", QA, True),
+        ("The correct answer is: B", CHOICE, True),
+        ("\\boxed{Norland} it is", QA, False),
+        ("Norland", QA, False),
+        ("\\boxed{Norland", QA, False),
+    ],
+)
+def test_the_loose_format_check_looks_at_the_end_only(text, question, kept):
+    assert ur2_violations(ur2(text, question), format_check="loose") == ([] if kept else ["no_answer_at_end"])
+    assert ur2_stage1(ur2(text, question), **LOOSE)["format"] == (1.0 if kept else -1.0)  # v = 1, also without a search
+    assert ur2_stage2(ur2(text, question), **LOOSE)["format"] == ur2_choice(ur2(text, question), 0, **LOOSE)["format"] == kept
+
+
+def test_what_the_strict_check_refuses_pays_under_the_loose_one():
+    for hack in (FAKED, "北 ", "<tool_call> ", "\\boxed{Sudria} ", "<|begin_of_query|> ", search(LONG)):
+        assert ur2_stage2(ur2(hack + BOX))["format"] == 0.0
+        assert ur2_stage2(ur2(hack + BOX), **LOOSE)["format"] == 1.0
+
+
 def test_unknown_names_are_one_line_errors():
+    with pytest.raises(InputError, match="unknown format check 'lose': one of strict, loose"):
+        ur2_stage1(ur2(BOX), format_check="lose")
+    with pytest.raises(InputError, match="unknown similarity 'max': one of mean, literal"):
+        when_to_search_stage1(when(""), similarity="max")
     with pytest.raises(InputError, match="qwen_9b"):
         ur2_stage1(ur2(BOX), "qwen_9b")
     with pytest.raises(InputError, match="rouge"):
@@ -272,6 +340,327 @@ def test_r1_searcher_names_what_is_wrong_with_a_format(text, faults):
     assert r1_searcher_format(r1(text)) == faults
 
 
+# --------------------------------------------------------------------------------------------- R-Search by hand
+
+def observed(query="Ana Bell birthplace", found="Ana Bell was born in Kelmouth, Norland."):
+    return f"<search> {query} </search>\n\n<observation>\n{found}\n</observation>\n\n"
+
+
+EVIDENCE = "<original_evidence> Ana Bell was born in Kelmouth, Norland. </original_evidence>"
+ANSWER = "<answer> Norland </answer>"
+
+
+def test_r_search_pays_answer_evidence_and_format():
+    # 1 + 1 + 0.2 + 0.2
+    best = r_search(rs(observed() + EVIDENCE + ANSWER), "Norland")
+    assert best == pytest.approx({"answer": 1.0, "evidence": 1.0, "format": 0.4})
+    # "Kelmouth, Norland" against "Norland": F1 = 2/3, for the answer and for the other model's
+    partly = r_search(rs(observed() + EVIDENCE + ANSWER.replace("Norland", "Kelmouth, Norland")), "Kelmouth Norland")
+    assert partly == pytest.approx({"answer": 2 / 3, "evidence": 2 / 3, "format": 0.4})
+    # wrong, and the evidence says nothing: the format alone
+    assert total(r_search(rs(observed() + EVIDENCE + "<answer> x </answer>"), "y")) == 0.4
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        (ANSWER, 0.4),  # no search: γ_e is a gift, γ_α for the one answer
+        ("Norland", 0.2),
+        (observed() + ANSWER, 0.2),  # searched: E = 0, A = 1
+        (observed() + EVIDENCE, 0.2),
+        (observed() + "Norland", 0.0),
+        (observed() + "<original_evidence> </original_evidence>" + ANSWER, 0.2),  # an empty box is none
+        (observed() + EVIDENCE * 2 + ANSWER, 0.2),
+        (observed() + EVIDENCE + ANSWER * 2, 0.2),
+        (observed() + EVIDENCE + "<answer> </answer>" + ANSWER, 0.2),  # two boxes, though one is empty
+        (observed() + EVIDENCE + ANSWER, 0.4),
+    ],
+)
+def test_r_searchs_format_by_hand(text, reward):
+    assert r_search(rs(text))["format"] == pytest.approx(reward)
+
+
+def test_the_last_of_two_evidence_boxes_is_read_and_the_format_lost():
+    assert total(r_search(rs(observed() + EVIDENCE * 2 + ANSWER), "Norland")) == 2.2  # 1 + 1 + 0 + 0.2
+
+
+def test_r_search_without_the_evidence_reward_is_answer_and_format():
+    assert total(r_search(rs(observed() + EVIDENCE + ANSWER), "Norland", evidence_reward=False)) == 1.4
+
+
+def test_evidence_support_is_the_share_of_its_words_that_were_read():
+    # "ana bell was born in kelmouth norland": all 7 stand in the document
+    assert evidence_support(rs(observed() + EVIDENCE)) == 1.0
+    # "bell was queen" : bell and was of 3
+    made_up = "<original_evidence> The Bell was queen </original_evidence>"
+    assert evidence_support(rs(observed() + made_up)) == pytest.approx(2 / 3)
+    assert evidence_support(rs(made_up)) == 0.0  # nothing was read
+    assert evidence_support(rs(observed() + ANSWER)) == evidence_support(ur2(search() + BOX)) == 0.0
+    # it is no part of the reward
+    assert r_search(rs(observed() + made_up + ANSWER), "Norland") == r_search(rs(observed() + EVIDENCE + ANSWER), "Norland")
+
+
+# --------------------------------------------------------------------------------------- When to Search by hand
+
+def asked(query="Ana Bell birthplace", found="Ana Bell was born in Kelmouth, Norland.", reflect=True):
+    reflection = "<reflect> It helps. </reflect>\n" if reflect else ""
+    return f"<search> {query} </search>\n\n<information>\n{found}\n</information>\n\n{reflection}"
+
+
+THINK, REFLECT = "<think> Where was she born? </think>\n", "<reflect> I know it. </reflect>\n"
+QUERIES = ["Ana Bell birthplace", "Kelmouth mayor", "Norland seat", "Sudria king"]  # no word in common
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        (THINK + REFLECT + ANSWER, True),
+        (THINK + ANSWER, True),  # reflect? : our reading of the rule
+        (THINK + asked() + ANSWER, True),
+        (THINK + asked() + asked() + ANSWER, True),
+        (THINK + asked() + THINK + asked() + THINK + ANSWER, True),  # a further think
+        (THINK + asked() + REFLECT + ANSWER, True),
+        (THINK + asked() + ANSWER + "<|im_end|>", True),
+        (THINK + "1 < 2".join(["<reflect> ", " </reflect>"]) + ANSWER, True),
+        (REFLECT + ANSWER, False),
+        (ANSWER, False),
+        (THINK + REFLECT, False),  # no answer
+        (asked() + ANSWER, False),  # no think
+        (THINK + asked(reflect=False) + ANSWER, False),
+        (THINK + asked(reflect=False) + asked() + ANSWER, False),
+        (THINK + REFLECT + asked() + ANSWER, False),
+        (THINK + THINK + ANSWER, False),
+        (THINK + ANSWER + REFLECT, False),
+        (THINK + REFLECT + ANSWER + " I am sure.", False),
+        (THINK + REFLECT + ANSWER + ANSWER, False),
+        ("Well. " + THINK + ANSWER, False),
+        (THINK + "so " + ANSWER, False),
+        ("<think> </think>" + ANSWER, False),
+        (THINK + "<answer> </answer>", False),
+        (THINK + "<think> " + REFLECT + "</think>" + ANSWER, False),
+        ("<think> a <reflect> b </think>" + ANSWER, False),
+        ("<think> </information> </think>" + ANSWER, False),
+        (THINK.replace("</think>", "") + ANSWER, False),
+        (THINK + "<search> nobody ran it </search>" + REFLECT + ANSWER, False),
+        (THINK + "<information> faked </information>" + REFLECT + ANSWER, False),
+        (THINK + "<search> </search><information> faked </information>" + REFLECT + ANSWER, False),
+        ("", False),
+    ],
+)
+def test_when_to_searchs_order_of_sections(text, good):
+    assert when_to_search_stage1(when(text))["format"] == (1.0 if good else -1.0)
+    assert when_to_search_stage2(when(text))["format"] == (1.0 if good else -1.0)
+
+
+def test_an_empty_trajectory_has_no_sections():
+    assert section_order(when("")) == "" and section_order(when(THINK + asked())) == "TSIR"
+
+
+def test_a_notice_is_nobodys_section():
+    trajectory = when(THINK + asked() + ANSWER)
+    trajectory.segments.insert(2, Segment("notice", "Ask for a fact."))
+    assert section_order(trajectory) == "TSIRA"
+
+
+@pytest.mark.parametrize("n", range(5))
+def test_what_a_search_costs_and_softens(n):
+    # β = 0.3: stage 1 right 1, wrong −1 + 0.3 n; stage 2 right 1 − 0.3 n, wrong −1
+    text = THINK + "".join(asked(query) for query in QUERIES[:n]) + REFLECT
+    right, wrong = when(text + ANSWER), when(text + "<answer> Sudria </answer>")
+    assert when_to_search_stage1(right) == {"format": 1.0, "retrieval": 0.0, "answer": 1.0}
+    assert when_to_search_stage1(wrong)["answer"] == pytest.approx(-1 + 0.3 * n)
+    assert when_to_search_stage2(right)["answer"] == pytest.approx(1 - 0.3 * n)
+    assert when_to_search_stage2(wrong)["answer"] == -1.0
+    assert when_to_search_stage2(right, beta=0.1)["answer"] == pytest.approx(1 - 0.1 * n)
+
+
+def test_one_search_must_be_concise_and_several_must_differ():
+    def retrieval(*queries, **settings):
+        text = THINK + "".join(map(asked, queries)) + ANSWER
+        return when_to_search_stage1(when(text), **settings)["retrieval"]
+
+    assert retrieval() == 0.0
+    assert retrieval("Ana Bell birthplace") == 0.0
+    assert retrieval("where was Ana Bell born") == -1.0
+    # the same twice: cosine 1; printed with N(N−1) below the line it is half of that
+    assert retrieval("Ana Bell", "Ana Bell") == pytest.approx(-1.0)
+    assert retrieval("Ana Bell", "Ana Bell", similarity="literal") == pytest.approx(-0.5)
+    # pairs 1, 1/2, 1/2 (two words each, one in common): mean 2/3
+    assert retrieval("ana bell", "ana bell", "ana town") == pytest.approx(-2 / 3)
+    # with more than one search nobody asks for conciseness
+    assert retrieval("where was Ana Bell born", "Kelmouth mayor") == 0.0
+    # another embedder: two vectors of cosine 3/5
+    assert retrieval("a", "b", embed=lambda texts: [[3, 4], [1, 0]]) == pytest.approx(-0.6)
+
+
+def test_a_corpus_says_which_common_word_makes_queries_alike():
+    documents = [Document("1", "Ana", "born"), Document("2", "Bo", "born"), Document("3", "Cy", "born")]
+    text = THINK + asked("ana born") + asked("bo born") + ANSWER
+    plain, weighted = when_to_search_stage1(when(text)), when_to_search_stage1(when(text), embed=tfidf_embedder(documents))
+    # without statistics 1/2; "born" is in every document (idf 1), the names are in one (idf ln 2 + 1 = 1.693): 1 / (1 + 1.693²)
+    assert plain["retrieval"] == pytest.approx(-0.5) and weighted["retrieval"] == pytest.approx(-0.25862, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("query", "concise"),
+    [
+        ("Ana Bell birthplace", True),
+        ("mayor of Kelmouth", True),  # 1 stopword of 3
+        ("king of the Norland people", True),  # 2 of 5 is 40 %
+        ("king of the Norland", False),  # 2 of 4
+        ("Norland?", False),
+        ("Norland？", False),
+        ("Which country Ana Bell", False),
+        ("what's Norland", False),
+        ("Did Ana Bell move", False),
+        ("Will Smith birthplace", True),  # a name
+        ("will Norland win", False),
+        (" ".join(["word"] * 12), True),
+        (" ".join(["word"] * 13), False),
+        ("...", False),
+        ("", False),
+    ],
+)
+def test_what_a_concise_query_is(query, concise):
+    assert is_concise(query) is concise
+
+
+def test_right_is_the_judges_verdict_and_without_one_cover_em():
+    covered = when(THINK + REFLECT + "<answer> in Norland, I think </answer>")
+    assert when_to_search_stage1(covered)["answer"] == 1.0
+    assert when_to_search_stage1(covered, correct=False)["answer"] == -1.0
+    assert when_to_search_stage2(when(THINK + "<answer> Sudria </answer>"), correct=True)["answer"] == 1.0
+    # no answer is right by no verdict
+    assert when_to_search_stage1(when(THINK), correct=True)["answer"] == -1.0
+
+
+def test_an_answer_that_lists_everything_is_not_right():
+    ten = "Sudria Ostland Westland Kaldor Belmark Corsia Dravia Ellenia Fioria Norland"
+    assert when_to_search_stage1(when(THINK + f"<answer> {ten} </answer>"))["answer"] == 1.0
+    assert when_to_search_stage1(when(THINK + f"<answer> Gradia {ten} </answer>"))["answer"] == -1.0
+    long_gold = Question("1", "?", [f"Gradia {ten}"])
+    assert when_to_search_stage1(when(THINK + f"<answer> Gradia {ten} </answer>", long_gold))["answer"] == 1.0
+
+
+def test_beta_may_not_let_a_wrong_answer_outrank_a_right_one():
+    check_beta(0.3, 6)  # 1.8
+    for beta, searches in ((0.5, 4), (0.3, 7), (2.0, 1), (float("nan"), 1)):
+        with pytest.raises(InputError, match=r"must stay below 2"):
+            check_beta(beta, searches)
+    text = THINK + "".join(map(asked, QUERIES[:2])) + ANSWER
+    with pytest.raises(InputError, match=r"--beta 1.0 times --max_searches 2 is 2"):
+        when_to_search_stage1(when(text), beta=1.0)
+
+
+# ------------------------------------------------------------------------------------------------ ARENA by hand
+
+def sections(ids="[1, 4]", analysis="Reference 4 says so.", answer="June 16, 1874"):
+    return f"<relevance>{ids}</relevance>\n<analysis>{analysis}</analysis>\n<answer>{answer}</answer>"
+
+
+def test_arena_pays_three_terms_and_a_bonus_for_all():
+    assert arena(ar(sections())) == {"format": 1.0, "answer": 1.0, "relevance": 1.0, "bonus": 10.0}
+    assert total(arena(ar(sections()), bonus=0.0)) == 3
+    assert total(arena(ar(sections("[4]")))) == 2.5
+    assert total(arena(ar(sections("[4]", answer="1873")))) == 1.5
+    assert total(arena(ar(sections("[2]", answer="1873")))) == 1
+    assert total(arena(ar("June 16, 1874"))) == 0
+    # without the relevance term the bonus asks for the other two
+    assert arena(ar(sections("[2]")), relevance_reward=False) == {"format": 1.0, "answer": 1.0, "bonus": 10.0}
+    assert total(arena(ar(sections("[1, 4]", answer="1873")), relevance_reward=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "numbers", "relevance"),
+    [
+        ("[1, 4]", {1, 4}, 1.0),
+        ("[4,1,4]", {1, 4}, 1.0),
+        (" [ 1 , 4 ] ", {1, 4}, 1.0),
+        ("[1]", {1}, 0.5),
+        ("[1, 4, 9]", {1, 4, 9}, 0.5),
+        ("[2, 3]", {2, 3}, 0.0),
+        ("[]", set(), 0.0),
+        ("1,4", set(), 0.0),
+        ("[1 4]", set(), 0.0),
+        ("[1, 4], [2]", set(), 0.0),
+        ('["1", "4"]', set(), 0.0),
+        ("[true, 4]", set(), 0.0),
+        ("[1.0, 4]", set(), 0.0),
+        ("[-1, 4]", set(), 0.0),
+        ("[1, 4,]", set(), 0.0),
+        ("references [1, 4]", set(), 0.0),
+        ("[" + "9" * 5000 + "]", set(), 0.0),  # Python refuses to read such a number
+    ],
+)
+def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
+    trajectory = ar(sections(ids))
+    assert cited(trajectory) == numbers and arena(trajectory)["relevance"] == relevance
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        (sections(), True),
+        ("\n " + sections() + " \n<|im_end|>", True),
+        (sections(analysis="1803 < 1833 and a <b>"), True),
+        (sections(ids="1,4"), True),  # unreadable, and yet a section
+        (sections() + " done", False),
+        ("<think>hm</think>" + sections(), False),
+        (sections().replace("\n", " so "), False),
+        (sections(analysis="x</analysis> <analysis>y"), False),
+        (sections(analysis="<answer>x"), False),
+        (sections(analysis="</relevance>"), False),
+        (sections(analysis=" "), False),
+        (sections(answer=""), False),
+        (sections() + sections(), False),
+        ("<analysis>x</analysis><relevance>[1, 4]</relevance><answer>June 16, 1874</answer>", False),
+        ("<relevance>[1, 4]</relevance><answer>June 16, 1874</answer>", False),
+        ("", False),
+    ],
+)
+def test_arenas_format_is_three_sections_and_white_space(text, good):
+    assert arena(ar(text))["format"] == float(good)
+    if "1874" in text and not good and text.count("<answer>") == 1:  # the answer counts whether or not the format holds
+        assert arena(ar(text))["answer"] == 1.0
+
+
+def test_arena_scores_show_how_exact_the_cited_set_is():
+    # {1, 4} of {1, 4}; {1, ..., 10}: 2 · 2 / (10 + 2); {4}: 2 · 1 / (1 + 2); none
+    assert arena_scores(ar(sections())) == {"format": 1.0, "relevance": 1.0, "exact_set": 1.0, "set_f1": 1.0}
+    everything = arena_scores(ar(sections(str(list(range(1, 11))))))
+    assert everything == {"format": 1.0, "relevance": 0.5, "exact_set": 0.0, "set_f1": pytest.approx(1 / 3)}
+    assert arena_scores(ar(sections("[4]")))["set_f1"] == pytest.approx(2 / 3)
+    assert arena_scores(ar(sections("none")))["set_f1"] == arena_scores(ar(sections("none"), supporting=()))["set_f1"] == 0.0
+
+
+def test_a_summary_earns_its_mean_rouge():
+    summary = sections(answer="The cat sat down.")
+    # words 3/4, pairs 1/3, subsequence 3/4: (0.75 + 0.3333 + 0.75) / 3 = 0.6111; no bonus below 1
+    trajectory = ar(summary, gold="the cat lay down", task="summary")
+    expected = {"format": 1.0, "answer": 11 / 18, "relevance": 1.0, "bonus": 0.0}
+    assert arena(trajectory) == pytest.approx(expected)
+    assert total(arena(ar(summary, gold="The cat sat down", task="summary"))) == 13
+
+
+def test_a_question_without_gold_references_is_refused_before_training():
+    known = Question("a", "?", ["x"], supporting=(1,))
+    check_supporting([known])
+    with pytest.raises(InputError, match="question b names no supporting reference"):
+        check_supporting([known, dataclasses.replace(known, id="b", supporting=())])
+    assert arena(ar(sections(), supporting=()))["relevance"] == 0.0
+
+
+@pytest.mark.parametrize("reward", [r_search, when_to_search_stage1, when_to_search_stage2, arena])
+def test_a_reward_under_another_papers_protocol_is_one_clear_line(reward):
+    with pytest.raises(InputError, match="protocol ur2"):
+        reward(ur2(BOX))
+
+
+def test_the_older_rewards_bear_a_protocol_without_queries():
+    trajectory = ar(sections())
+    assert total(r1_searcher_stage1(trajectory)) == 0.0 and "unpaired_query_tags" not in ur2_violations(trajectory)
+
+
 # ------------------------------------------------------------------------------------ orderings the papers rely on
 
 @pytest.mark.parametrize("variant", ["qwen_7b", "qwen_3b", "llama_8b"])
@@ -380,9 +769,116 @@ def test_the_rewards_read_the_tags_from_the_protocol():
     assert ur2_violations(trajectory_from_text(QA, "<information> Norland " + BOX, protocol)) == ["written_documents"]
 
 
+FAKED_OBSERVATION = "<observation>\nAna Bell was born in Norland.\n</observation>\n"
+NO_SEARCH_TAGGED = {
+    "bare begin tags": "<search> <search> ",
+    "a query that nobody ran": "<search> Ana Bell </search> ",
+    "an empty query": "<search> </search>\n\n" + FAKED_OBSERVATION,
+    "documents without a query": FAKED_OBSERVATION,
+    "a malformed query": "Ana Bell </search>\n\n" + FAKED_OBSERVATION,
+}
+
+
+@pytest.mark.parametrize("hack", NO_SEARCH_TAGGED.values(), ids=NO_SEARCH_TAGGED.keys())
+def test_evidence_of_what_was_never_read_earns_nothing(hack):
+    assert total(r_search(rs(hack + EVIDENCE + ANSWER), "Norland")) == 1.4
+    assert r_search(rs(hack + EVIDENCE + ANSWER), "Norland") == r_search(rs(ANSWER))
+    informed = hack.replace("observation", "information")
+    assert sum(when_to_search_stage1(when(THINK + informed + REFLECT + ANSWER)).values()) == 0.0  # −1 + 0 + 1
+    # no search is paid for either: a wrong answer is not softened
+    assert when_to_search_stage1(when(THINK + informed + "<answer> x </answer>"))["answer"] == -1.0
+
+
+def test_evidence_without_a_search_earns_nothing():
+    assert r_search(rs(EVIDENCE + ANSWER), "Norland") == r_search(rs(ANSWER), "Norland")
+
+
+def test_evidence_that_only_a_document_or_the_prompt_gives_earns_nothing():
+    in_document = observed(found=EVIDENCE + ANSWER)
+    assert r_search(rs(in_document + "I do not know."), "Norland") == {"answer": 0.0, "evidence": 0.0, "format": 0.0}
+    in_prompt = Question("1", f"Write {EVIDENCE} and {ANSWER}.", ["Norland"])
+    assert total(r_search(rs("I do not know.", in_prompt), "Norland")) == 0.2  # the gift of not searching
+    assert when_to_search_stage1(when("I do not know.", in_prompt))["answer"] == -1.0
+    cites = dataclasses.replace(in_prompt, question=f"Write {sections()}.", answers=["June 16, 1874"], supporting=(1, 4))
+    assert total(arena(trajectory_from_text(cites, "I do not know.", "arena"))) == 0.0
+
+
+def test_what_a_document_says_costs_nothing_in_the_tagged_protocols():
+    found = f"{EVIDENCE} <answer> Sudria </answer> <think> </think> 北 \ufffd"
+    assert r_search(rs(observed(found=found) + EVIDENCE + ANSWER)) == r_search(rs(observed() + EVIDENCE + ANSWER))
+    noisy, plain = when(THINK + asked(found=found) + ANSWER), when(THINK + asked() + ANSWER)
+    assert when_to_search_stage2(noisy) == when_to_search_stage2(plain)
+
+
+def test_every_answer_cannot_be_tried_in_the_tagged_protocols():
+    both, other = ANSWER + "<answer> Sudria </answer>", "<answer> Sudria </answer>" + ANSWER
+    assert total(r_search(rs(both))) == 0.2 and total(r_search(rs(other))) == 1.2  # instead of 1.4
+    assert total(when_to_search_stage1(when(THINK + both))) == -2  # the last is wrong, and the format is lost
+    assert total(when_to_search_stage1(when(THINK + other))) == 0
+    tried = "<answer>June 16, 1874</answer><answer>1873</answer>"
+    assert total(arena(ar(sections().replace("<answer>June 16, 1874</answer>", tried)))) == 1  # the relevance alone
+
+
+def test_text_behind_the_answer_costs_the_format_in_the_tagged_protocols():
+    assert total(when_to_search_stage1(when(THINK + ANSWER + " Sudria"))) == 0  # −1 + 0 + 1 instead of 2
+    assert total(arena(ar(sections() + " and 1000 words"))) == 2  # instead of 13
+
+
+def test_citing_everything_earns_half_of_the_relevance_and_no_bonus():
+    assert total(arena(ar(sections(str(list(range(1, 11))))))) == 2.5
+    # and every relevance section but the last is nobody's choice
+    twice = "<relevance>[1, 4]</relevance>" + sections("[2]")
+    assert arena(ar(twice)) == {"format": 0.0, "answer": 1.0, "relevance": 0.0, "bonus": 0.0}
+
+
+def test_a_repeated_query_costs_what_its_similarity_is():
+    text = THINK + asked("Ana Bell birthplace") * 2
+    wrong = "<answer> Sudria </answer>"
+    # a second, same search softens a wrong answer by 0.3 and costs 1
+    assert total(when_to_search_stage1(when(text + wrong))) == 1 - 1 - 1 + 0.6
+    assert total(when_to_search_stage1(when(THINK + asked() + wrong))) == 1 + 0 - 1 + 0.3
+
+
+def test_a_refused_search_counts_for_nothing():
+    trajectory = when(THINK + asked() + ANSWER)
+    trajectory.refusals.append(Refusal("limit", "one more"))
+    assert when_to_search_stage2(trajectory)["answer"] == pytest.approx(1 - 0.3)
+
+
+def test_a_fallback_hidden_in_a_paraphrase_is_no_evidence():
+    # it is a search like any other to these three: the flag, not the wording, is what a reward may look at
+    paraphrase = observed(found="That is nothing one can look up.")
+    assert r_search(rs(paraphrase + EVIDENCE + ANSWER), "") == r_search(rs(observed() + EVIDENCE + ANSWER), "")
+
+
+@pytest.mark.parametrize("n", range(5))
+def test_right_beats_wrong_at_every_number_of_searches_and_of_any_other_number(n):
+    queries = "".join(map(asked, QUERIES[:n]))
+    stages = when_to_search_stage1, when_to_search_stage2
+    right = {stage: sum(stage(when(THINK + queries + ANSWER)).values()) for stage in stages}
+    for m in range(5):
+        wrong = when(THINK + "".join(map(asked, QUERIES[:m])) + "<answer> Sudria </answer>")
+        assert all(right[stage] > sum(stage(wrong).values()) for stage in right)
+    looked = "".join(observed(query) for query in QUERIES[:n]) + (EVIDENCE if n else "")
+    assert sum(r_search(rs(looked + ANSWER)).values()) > sum(r_search(rs(looked + "<answer> Sudria </answer>")).values())
+
+
+def test_stage_2_prefers_the_fewer_searches_and_stage_1_does_not_mind():
+    texts = [when(THINK + "".join(map(asked, QUERIES[:n])) + ANSWER) for n in range(5)]
+    costs = [sum(when_to_search_stage2(t).values()) for t in texts]
+    assert costs == sorted(costs, reverse=True) and len(set(costs)) == 5
+    assert len({sum(when_to_search_stage1(t).values()) for t in texts}) == 1
+
+
+def test_evidence_that_another_model_can_use_beats_no_search():
+    searched, known = r_search(rs(observed() + EVIDENCE + ANSWER), "Norland"), r_search(rs(ANSWER))
+    assert sum(searched.values()) - sum(known.values()) == pytest.approx(1.0)  # 2.4 − 1.4
+
+
 # -------------------------------------------------------------------------------------------- the released code
 
 SCHEDULE = "the code ends stage 1's search reward and its missing-retrieval fault with step 15; the paper gives no end"
+WHITE_SPACE = "white space around the sections is no fault; the code's pattern refuses it"
 LATIN_ONLY = "the code looks for CJK in retrieved text too"
 DOCUMENTS = "the code wants a passage in each block; what the environment writes is not the model's fault"
 ON_PURPOSE = {  # row: (our reward, why it is not the code's)
@@ -404,6 +900,15 @@ ON_PURPOSE = {  # row: (our reward, why it is not the code's)
     75: (4 / 13 - 1, "an answer over 10 words breaks the format in every stage and for every model"),
     84: (1.0, DOCUMENTS),
     87: (1.0, 'the word "assistant" stands in a document, not in the model\'s text'),
+    96: (13.0, 'a "<" that opens no section is allowed; the code\'s pattern refuses any'),
+    97: (13.0, WHITE_SPACE),
+    98: (13.0, WHITE_SPACE),
+    99: (2.0, "text after the answer breaks the format: 0 + 1 + 1; the code matches a beginning only"),
+    103: (2.0, "[true, 4] is no list of numbers; the code takes true for 1"),
+    109: (1.4, "without a search the format is 0.2 + 0.2; the code asks for no evidence then and finds some"),
+    114: (1.4, "faked documents are no search: the evidence earns nothing; the code looks for the tag"),
+    115: (1.4, 'the answer box is there, though "and" is wrong: 0 + 1 + 0.4; the code takes "and" for its prompt\'s own'),
+    117: (1.4, "no cross-model answer is F1 = 0: 1 + 0 + 0.4; the code crashes"),
 }
 FALLBACKS = {6: 1, 7: 2, 26: 1, 27: 2}  # rows whose searches all came back as the fallback
 TASKS = {"rag": "qa", "math": "math", "history": "choice", "medicine": "choice"}
@@ -431,18 +936,28 @@ def golden_r1(index, row):
     return r1_searcher_stage2(trajectory, format_penalty={"llama2": 1.0, "qwen_zero": 2.0}[row["settings"]["stage"]])
 
 
+def golden_r_search(index, row):
+    question = Question(str(index), row["settings"]["question"], row["gold"])
+    return r_search(rs(row["response"], question), row["settings"]["cross_model_answer"])
+
+
+def golden_arena(index, row):
+    return arena(ar(row["response"], tuple(row["settings"]["supporting"]), row["gold"][0]))
+
+
 def test_every_golden_row_is_equal_or_differs_for_a_named_reason():
     path = SHARED / "golden/released_code_rewards.json"
     if not path.exists():
         pytest.skip(f"no {path}")
-    score = {"ur2": golden_ur2, "r1_searcher": golden_r1}
-    rows = [(i, row) for i, row in enumerate(json.loads(path.read_text(encoding="utf-8"))) if row["system"] in score]
-    assert len(rows) == 90
-    for index, row in rows:
+    score = {"ur2": golden_ur2, "r1_searcher": golden_r1, "r_search": golden_r_search, "arena": golden_arena}
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    assert len(rows) == 119
+    for index, row in enumerate(rows):
         ours, released = sum(score[row["system"]](index, row).values()), row["released_code_reward"]
         wanted, reason = ON_PURPOSE.get(index, (released, "equal"))
         assert ours == pytest.approx(wanted, abs=1e-4), (index, reason)
-        assert index not in ON_PURPOSE or abs(ours - released) > 1e-3, f"row {index} is equal now: drop it from the table"
+        differs = isinstance(released, str) or abs(ours - released) > 1e-3  # a string is the error that the code ends in
+        assert index not in ON_PURPOSE or differs, f"row {index} is equal now: drop it from the table"
 
 
 @pytest.mark.parametrize("name", ["r1_searcher_bamboogle_qwen_full_20", "r1_searcher_2wiki_qwen_full_15"])
