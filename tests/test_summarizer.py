@@ -1,16 +1,28 @@
 """summarizer.py: when a query is a lookup, what the policy reads, and the search function of the rollout."""
 
-import subprocess
-import sys
-from pathlib import Path
+import json
 
 import pytest
 
+import summarizer
 from data import Document, InputError, Question, SearchRequest, SearchResult
+from llm import LocalLLM, append_jsonl
 from retriever import OracleRetriever
-from summarizer import ExtractiveSummarizer, PassThrough, is_lookup, make_search, make_summarizer
+from summarizer import (
+    INSTRUCTION,
+    MAX_SUMMARY,
+    NO_FACT,
+    ExtractiveSummarizer,
+    LLMSummarizer,
+    PassThrough,
+    SummaryPair,
+    cut,
+    is_lookup,
+    make_search,
+    make_summarizer,
+    read_summary_log,
+)  # fmt: skip
 
-ROOT = Path(__file__).resolve().parents[1]
 ANA = Document("3", "ana bell", "ana bell was born in kelmouth .")
 KELMOUTH = Document("4", "kelmouth", "kelmouth lies in norland .")
 QUESTION = Question("q", "in which country was ana bell born ?", ["norland"])
@@ -94,6 +106,135 @@ def test_without_a_summariser_the_documents_themselves_are_the_result():
     assert PassThrough()(requests("1 + 1"), [[ANA]]) == [SearchResult(documents=[ANA])]
 
 
+# -------------------------------------------------------------------------------------------- a language model
+
+class Says:
+    """Replies by the query; keeps the batches."""
+
+    def __init__(self, **replies):
+        self.replies, self.batches = replies, []
+
+    def ask(self, requests):
+        self.batches.append(requests)
+        return [self.replies.get(text.split("\n")[0].removeprefix("Query: ")) for _, text in requests]
+
+
+def notes(llm, *queries, documents=(ANA, KELMOUTH), **options):
+    return LLMSummarizer(llm, **options)(requests(*queries), [list(documents) for _ in queries])
+
+
+def test_the_model_reads_the_query_and_the_numbered_documents():
+    llm = Says(who="notes")
+    notes(llm, "who")
+    text = "Query: who\n(1) ana bell: ana bell was born in kelmouth .\n(2) kelmouth: kelmouth lies in norland ."
+    assert llm.batches == [[(INSTRUCTION, text)]]
+
+
+def test_all_queries_are_one_batch_and_the_policy_reads_the_notes_while_the_documents_stay_in_the_log():
+    llm = Says(a="on a", b="on b")
+    results = notes(llm, "a", "b")
+    assert len(llm.batches) == 1
+    assert results == [SearchResult([ANA, KELMOUTH], "on a"), SearchResult([ANA, KELMOUTH], "on b")]
+
+
+@pytest.mark.parametrize("reply", [NO_FACT, f"  {NO_FACT}\n", f"<think>a sum</think>\n{NO_FACT}"])
+def test_the_sentinel_alone_is_a_fallback(reply):
+    result = notes(Says(sum=reply), "sum", fallback_text="Nothing.")[0]
+    assert result == SearchResult([ANA, KELMOUTH], "Nothing.", fallback=True)
+
+
+@pytest.mark.parametrize(
+    "reply", [f"{NO_FACT} was found", f"He said: {NO_FACT}", f"{NO_FACT}\nbut Norland", "no fact", f"'{NO_FACT}'"]
+)
+def test_notes_that_only_mention_the_sentinel_are_notes(reply):
+    result = notes(Says(who=reply), "who")[0]
+    assert result.text == reply and not result.fallback
+
+
+def test_a_document_that_says_the_sentinel_is_no_fallback():
+    result = notes(Says(who="It says so."), "who", documents=[Document("1", "x", NO_FACT)])[0]
+    assert not result.fallback
+
+
+@pytest.mark.parametrize("reply", [None, "", " \n", "<think>and so on"])
+def test_no_reply_and_an_empty_one_are_an_error_of_that_search_alone(reply):
+    results = notes(Says(a=reply, b="on b"), "a", "b")
+    assert results[0] == SearchResult([ANA, KELMOUTH], error="summariser gave no answer")
+    assert results[1].error is None and results[1].text == "on b"
+
+
+def test_where_nothing_was_found_nobody_is_asked_and_it_is_no_fallback():
+    llm = Says(who="made up")
+    assert notes(llm, "who", documents=[]) == [SearchResult()] and llm.batches == []
+
+
+def test_notes_without_end_are_cut_at_a_word():
+    long = "norland " * 1000
+    text = notes(Says(who=long), "who")[0].text
+    # 2,000 characters are 250 times "norland ": the blank behind the last one goes
+    assert text == ("norland " * 250).strip() and len(text) == 1999
+    assert cut("short") == "short" and len(cut("x" * 9999)) == MAX_SUMMARY
+
+
+def test_no_request_is_no_batch():
+    llm = Says()
+    assert LLMSummarizer(llm)([], []) == [] and llm.batches == []
+
+
+def test_equal_queries_of_a_moment_are_asked_once_by_a_real_model(qwen2, bpe):
+    llm = LocalLLM(qwen2, bpe, max_tokens=4)
+    first, second = notes(llm, "who", "who")
+    assert first == second and llm.asked == 1
+
+
+# ------------------------------------------------------------------------------------ the log: pairs to distil from
+
+def test_the_log_has_each_new_pair_once_and_reads_back_as_it_was(tmp_path):
+    path = tmp_path / "folder" / "pairs.jsonl"
+    llm = Says(who="on who\nü", sum=NO_FACT, none=None)
+    notes(llm, "who", "who", "sum", "none", log=path)
+    assert read_summary_log(path) == [
+        SummaryPair("who", [ANA, KELMOUTH], "on who\nü", False), SummaryPair("sum", [ANA, KELMOUTH], NO_FACT, True)
+    ]  # fmt: skip
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 2
+
+
+def test_a_pair_that_was_asked_again_is_read_once_and_other_documents_are_another_pair(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    notes(Says(who="old"), "who", log=path)
+    notes(Says(who="new"), "who", log=path)
+    notes(Says(who="other"), "who", documents=[ANA], log=path)
+    assert [(pair.summary, len(pair.documents)) for pair in read_summary_log(path)] == [("new", 2), ("other", 1)]
+
+
+def test_a_line_that_an_interrupt_cut_short_is_left_out_with_a_warning(tmp_path, capsys):
+    path = tmp_path / "pairs.jsonl"
+    notes(Says(a="on a"), "a", log=path)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:-9])
+    notes(Says(b="on b"), "b", log=path)  # a later run goes on behind it
+    assert [pair.summary for pair in read_summary_log(path)] == ["on a", "on b"]
+    assert "line 2: cut short, left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "record", [{}, {"query": "q"}, [1], {"query": "q", "documents": [{}], "summary": "s", "fallback": False}]
+)
+def test_a_file_that_is_no_log_is_one_line_with_its_place(tmp_path, record):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    with pytest.raises(InputError, match=r"pairs.jsonl, line 1: no summary record"):
+        read_summary_log(path)
+
+
+def test_a_missing_log_and_one_that_cannot_be_written_are_one_line(tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        read_summary_log(tmp_path / "none.jsonl")
+    append_jsonl(tmp_path / "file", [])
+    with pytest.raises(InputError, match="summaries cannot be logged there"):
+        LLMSummarizer(Says(), log=tmp_path / "file" / "pairs.jsonl")
+
+
 # ------------------------------------------------------------------------------------------------ make_search
 
 def test_search_retrieves_for_all_requests_in_one_call_and_each_query_once():
@@ -145,11 +286,19 @@ def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
 def test_summarisers_are_made_by_name_and_an_unknown_name_lists_them():
     assert isinstance(make_summarizer("none"), PassThrough)
     assert isinstance(make_summarizer("extractive"), ExtractiveSummarizer)
-    with pytest.raises(InputError, match="unknown summarizer 'gpt': one of none, extractive"):
+    with pytest.raises(InputError, match="unknown summarizer 'gpt': one of none, extractive, llm"):
         make_summarizer("gpt")
 
 
-def test_the_file_shows_a_fact_an_arithmetic_query_and_an_ill_posed_one():
-    output = subprocess.run([sys.executable, "summarizer.py"], cwd=ROOT, capture_output=True, text=True).stdout
+def test_the_llm_summariser_needs_a_model_and_says_which_flag_names_one():
+    with pytest.raises(InputError, match="needs a model: give --summarizer_model"):
+        make_summarizer("llm")
+    search = make_search(Recorder(), make_summarizer("llm", Says(a="on a", b=NO_FACT)), 2)
+    assert [(r.text, r.fallback) for r in search(requests("a", "b"))] == [("on a", False), ("None", True)]
+
+
+def test_the_file_shows_a_fact_an_arithmetic_query_and_an_ill_posed_one(capsys):
+    summarizer.main()
+    output = capsys.readouterr().out
     assert "ana bell was born in kelmouth ." in output
     assert [line.split()[-1] for line in output.splitlines() if "fallback" in line] == ["False", "True", "True"]

@@ -1,0 +1,110 @@
+"""cross_model.py: the frozen reader sees evidence and question alone, and its reply is cut to the answer."""
+
+import pytest
+
+import cross_model
+from cross_model import INSTRUCTION, answer_from_evidence, cross_answers, read_answer
+from data import InputError, Question
+from llm import LocalLLM
+
+WHERE = Question("q", "In which country was Ana Bell born?", ["Norland"])
+EVIDENCE = "Ana Bell was born in Kelmouth. Kelmouth lies in Norland."
+
+
+class Says:
+    """The same reply to every request, or one each; keeps the batches."""
+
+    def __init__(self, *replies):
+        self.replies, self.batches = replies, []
+
+    def ask(self, requests):
+        self.batches.append(requests)
+        return list(self.replies) if len(self.replies) > 1 else list(self.replies) * len(requests)
+
+
+def test_the_reader_gets_the_evidence_then_the_question_and_nothing_else():
+    llm = Says("Norland")
+    assert cross_answers(llm, [(WHERE, f"  {EVIDENCE}\n")]) == ["Norland"]
+    assert llm.batches == [[(INSTRUCTION, f"{EVIDENCE}\nIn which country was Ana Bell born?")]]
+
+
+def test_the_gold_answer_is_nowhere_in_what_the_reader_gets():
+    llm = Says("x")
+    cross_answers(llm, [(WHERE, "Ana Bell was born in Kelmouth.")])
+    assert "Norland" not in str(llm.batches)
+
+
+def test_all_pairs_are_one_batch_and_those_without_evidence_are_not_asked():
+    llm = Says("a", "b")
+    pairs = [(WHERE, None), (WHERE, "one"), (WHERE, ""), (WHERE, " \n"), (WHERE, "two")]
+    assert cross_answers(llm, pairs) == ["", "a", "", "", "b"]
+    assert len(llm.batches) == 1 and [text.split("\n")[0] for _, text in llm.batches[0]] == ["one", "two"]
+
+
+def test_no_evidence_at_all_asks_nobody():
+    llm = Says("a")
+    assert cross_answers(llm, [(WHERE, None)]) == [""] and cross_answers(llm, []) == [] and llm.batches == []
+
+
+def test_a_reader_without_a_reply_counts_as_an_empty_answer():
+    assert cross_answers(Says(None, "Norland"), [(WHERE, "one"), (WHERE, "two")]) == ["", "Norland"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("Norland", "Norland"), ("\n Norland \nbecause Kelmouth lies there", "Norland"), ("", ""), (None, ""),
+        ("I read:\n<answer> Norland </answer>", "Norland"), ("<answer>A</answer> no: <answer>B</answer>", "B"),
+        ("<answer> Norland", "Norland"), ("Answer: Norland", "Norland"), ("The answer is: Norland", "Norland"),
+        ("<think>Kelmouth?\n</think>\nNorland", "Norland"), ("so \\boxed{Norland}.", "Norland"),
+        ("no answer: none", "no answer: none"),
+    ],
+)  # fmt: skip
+def test_a_reply_is_cut_to_its_answer(reply, answer):
+    assert read_answer(reply) == answer
+
+
+def test_a_choice_question_is_asked_with_its_options():
+    llm = Says("B")
+    cross_answers(llm, [(Question("c", "Which?", ["B"], task="choice", options=("Norland", "Ostland")), "one")])
+    assert llm.batches[0][0][1] == "one\nWhich?\nA. Norland\nB. Ostland"
+
+
+def test_the_built_in_world_s_tiny_model_reads_evidence_and_question(toy_policy, toy_tokenizer):
+    llm = LocalLLM(toy_policy, toy_tokenizer, max_tokens=6)
+    answers = cross_answers(llm, [(WHERE, "kelmouth lies in norland ."), (WHERE, None)])
+    assert isinstance(answers[0], str) and answers[1] == "" and llm.asked == 1
+
+
+# ------------------------------------------------------------------------------------------- as a search tool
+
+def record(evidence, **more):
+    return {"id": "q", "question": WHERE.question, "golds": ["Norland"], "evidence": evidence, "prediction": "Ostland", **more}
+
+
+def test_records_of_evidence_are_answered_and_scored_again():
+    # "Norland country" against "Norland": P = 1/2, R = 1, F1 = 2/3
+    records = answer_from_evidence(Says("Norland country", "Norland"), [record(EVIDENCE), record("x"), record(None)])
+    assert [r["metrics"]["f1"] for r in records] == [pytest.approx(2 / 3), 1.0, 0.0]
+    assert [r["metrics"]["em"] for r in records] == [0.0, 1.0, 0.0]
+    assert [r["prediction"] for r in records] == ["Norland country", "Norland", ""]
+    assert records[0]["searcher_prediction"] == "Ostland" and records[0]["id"] == "q"
+
+
+def test_the_given_records_stay_as_they_were():
+    given = record(EVIDENCE, metrics={"em": 1.0})
+    answer_from_evidence(Says("Norland"), [given])
+    assert given["prediction"] == "Ostland" and given["metrics"] == {"em": 1.0}
+
+
+def test_predictions_of_a_protocol_without_evidence_are_one_line():
+    bad = record(EVIDENCE)
+    del bad["evidence"]
+    with pytest.raises(InputError, match="record 2 has no 'evidence'"):
+        answer_from_evidence(Says("x"), [record(EVIDENCE), bad])
+
+
+def test_the_file_shows_good_evidence_poor_evidence_and_none(capsys):
+    cross_model.main()
+    output = capsys.readouterr().out
+    assert [line.split()[-1] for line in output.splitlines() if line.startswith("reader")] == ["1.00", "0.00", "0.00"]
