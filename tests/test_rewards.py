@@ -380,6 +380,17 @@ def test_r_searchs_format_by_hand(text, reward):
     assert r_search(rs(text))["format"] == pytest.approx(reward)
 
 
+def test_r_search_and_when_to_search_remove_punctuation_and_arena_makes_it_a_blank():
+    # "Spider-Man" is "spiderman" where it is removed and "spider man" where it becomes a blank
+    spider, answer = Question("1", "?", ["Spider-Man"]), "<answer> spiderman </answer>"
+    assert r_search(rs(observed() + EVIDENCE + answer, spider), "SpiderMan")["answer"] == 1.0
+    assert r_search(rs(observed() + EVIDENCE + answer, spider), "SpiderMan")["evidence"] == 1.0
+    assert r_search(rs("<answer> spider man </answer>", spider))["answer"] == 0.0
+    assert when_to_search_stage1(when(THINK + answer, spider))["answer"] == 1.0
+    assert arena(ar(sections(answer="spider man"), gold="Spider-Man"))["answer"] == 1.0
+    assert arena(ar(sections(answer="spiderman"), gold="Spider-Man"))["answer"] == 0.0
+
+
 def test_the_last_of_two_evidence_boxes_is_read_and_the_format_lost():
     assert total(r_search(rs(observed() + EVIDENCE * 2 + ANSWER), "Norland")) == 2.2  # 1 + 1 + 0 + 0.2
 
@@ -491,6 +502,14 @@ def test_one_search_must_be_concise_and_several_must_differ():
     assert retrieval("where was Ana Bell born", "Kelmouth mayor") == 0.0
     # another embedder: two vectors of cosine 3/5
     assert retrieval("a", "b", embed=lambda texts: [[3, 4], [1, 0]]) == pytest.approx(-0.6)
+
+
+def test_a_query_of_any_length_is_a_search_that_was_executed():
+    trajectory = when(THINK + asked(LONG) + ANSWER)  # 21 words: no valid search for UR², and not concise, but it cost one
+    assert count_valid_searches(trajectory) == 0
+    assert when_to_search_stage2(trajectory) == pytest.approx({"format": 1.0, "retrieval": -1.0, "answer": 0.7})
+    wrong = when(THINK + asked(LONG) + "<answer> x </answer>")
+    assert when_to_search_stage1(wrong)["answer"] == pytest.approx(-0.7)
 
 
 def test_a_corpus_says_which_common_word_makes_queries_alike():
@@ -611,6 +630,7 @@ def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
         (sections(analysis="<answer>x"), False),
         (sections(analysis="</relevance>"), False),
         (sections(analysis=" "), False),
+        ("<relevance></relevance>" + sections(), False),  # three with something in them, and one more
         (sections(answer=""), False),
         (sections() + sections(), False),
         ("<analysis>x</analysis><relevance>[1, 4]</relevance><answer>June 16, 1874</answer>", False),
