@@ -323,6 +323,19 @@ def test_a_reply_without_text_is_none_and_is_not_asked_again(serve):
     assert model.ask(requests("a")) == [None] and len(server.texts()) == 1
 
 
+def test_each_retry_waits_twice_as_long_as_the_one_before(serve):
+    times = []
+
+    def fails(payload, number):
+        times.append(time.perf_counter())
+        return 500, b""
+
+    model = asker(serve(after_probe(fails)), retries=2)
+    model.backoff = 0.05
+    model.ask(requests("a"))
+    assert times[1] - times[0] >= 0.05 and times[2] - times[1] >= 0.1
+
+
 def test_one_request_that_fails_leaves_the_others_their_replies(serve):
     server = serve(after_probe(lambda payload, number: (500, b"") if text_of(payload) == "b" else (200, said("ok"))))
     model = asker(server)
@@ -340,6 +353,15 @@ def test_a_server_that_dies_costs_a_batch_one_round_of_tries_and_not_one_per_req
     assert model.ask(requests(*map(str, range(2000)))) == [None] * 2000
     assert time.perf_counter() - start < 5
     assert model.failures == 2000 and len(server.texts()) <= 16 + 16  # a thread may have begun its second request
+
+
+def test_threads_of_a_batch_that_was_given_up_ask_no_more(serve):
+    server = serve(after_probe(lambda payload, number: None))
+    model = asker(server, retries=0)
+    model.timeout = 0.1
+    model.ask(requests(*map(str, range(200))))
+    time.sleep(0.3)  # three more rounds, if they went on
+    assert len(server.texts()) <= 16 + 16
 
 
 def test_three_batches_in_a_row_without_an_answer_stop_the_run_with_one_line(serve):
