@@ -447,7 +447,7 @@ def when_to_search_stage1(
     >>> when_to_search_stage1(example("when_to_search", answer="Sudria"))     # RC = 2, no word in common: −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
     """
-    rc, right = len(trajectory.searches), _is_right(trajectory, correct)
+    rc, right = len(trajectory.searches), is_right(trajectory, correct)
     check_beta(beta, rc)
     return _when_to_search(trajectory, embed, similarity) | {"answer": 1.0 if right else -1.0 + beta * rc}
 
@@ -464,7 +464,7 @@ def when_to_search_stage2(
     >>> when_to_search_stage2(example("when_to_search"))     # right with RC = 2: 1 − 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': 0.4}
     """
-    rc, right = len(trajectory.searches), _is_right(trajectory, correct)
+    rc, right = len(trajectory.searches), is_right(trajectory, correct)
     check_beta(beta, rc)
     return _when_to_search(trajectory, embed, similarity) | {"answer": 1.0 - beta * rc if right else -1.0}
 
@@ -480,7 +480,7 @@ def _when_to_search(trajectory: Trajectory, embed: Embedder | None, similarity: 
     return {"format": 1.0 if _WHEN_ORDER.fullmatch(section_order(trajectory)) else -1.0, "retrieval": retrieval}
 
 
-def _is_right(trajectory: Trajectory, correct: bool | None) -> bool:
+def is_right(trajectory: Trajectory, correct: bool | None) -> bool:
     """The judge's verdict, else cover-EM. An answer that lists everything covers every gold: a long one is not right."""
     answer, golds = trajectory.answer, trajectory.question.answers
     if not answer:
