@@ -367,6 +367,15 @@ def test_rows_keep_their_order_their_optional_tensors_and_leave_the_batch_alone(
     assert torch.equal(batch.advantages, before.advantages) and torch.equal(batch.tokens, before.tokens)
 
 
+def test_rows_cut_what_is_per_token_to_the_width_and_take_what_is_per_trajectory_by_row():
+    batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
+    batch.correct, batch.overlong = torch.tensor([True, False, True]), torch.tensor([False, True, False])
+    batch.values, batch.returns = torch.arange(15.0).view(3, 5), -torch.arange(15.0).view(3, 5)
+    part = batch.rows(torch.tensor([2, 1]))  # the longest of them needs two columns
+    assert part.correct.tolist() == [True, False] and part.overlong.tolist() == [False, True]
+    assert part.values.tolist() == [[10, 11], [5, 6]] and part.returns.tolist() == [[-10, -11], [-5, -6]]
+
+
 def test_rows_without_a_sampled_token_keep_one_column():
     part = collate(ROWS, [0.0] * 3, 3).rows(torch.tensor([2]))
     assert part.tokens.shape == (1, 2) and part.response_mask.tolist() == [[0]]

@@ -1,9 +1,15 @@
-"""ppo.py: the surrogate token by token, and weights that do not know how a batch is cut."""
+"""ppo.py: the surrogate token by token, weights that do not know how a batch is cut, and a critic that skips documents."""
+
+import copy
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ppo
+import reinforce_pp
+from data import InputError
 
 # Three trajectories of 4, 1 and 0 model tokens; columns with 0 are documents or padding.
 MASK = torch.tensor([[1, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
@@ -142,7 +148,190 @@ def test_the_mask_is_not_changed():
     assert torch.equal(mask, MASK.float())
 
 
-def test_running_the_file_shows_the_dual_clip(capsys):
+# --------------------------------------------------------------------------------------------------------- GAE
+
+def test_gae_by_hand_with_a_document_in_the_middle():
+    # mask [1, 0, 1, 1], γ 0.5, λ 0.5, from behind: 1 − 0.8 = 0.2;  δ = 0.5 · 0.8 − 0.6 = −0.2, A = −0.2 + 0.25 · 0.2 = −0.15;
+    # over the document: δ = 0.5 · 0.6 − 0.5 = −0.2, A = −0.2 + 0.25 · −0.15 = −0.2375. Returns A + V.
+    rewards, values = torch.tensor([[0.0, 9, 0, 1]]), torch.tensor([[0.5, 7, 0.6, 0.8]])
+    advantages, returns = ppo.gae(rewards, values, torch.tensor([[1, 0, 1, 1]]), 0.5, 0.5)
+    torch.testing.assert_close(advantages, torch.tensor([[-0.2375, 0, -0.15, 0.2]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.2625, 0, 0.45, 1.0]]))
+
+
+def test_documents_and_padding_are_no_steps_of_the_recursion():
+    # The same three steps without a document, with one in front, two in between, and padding behind: the same numbers.
+    def placed(columns, fill):
+        rewards, values, mask = torch.full((1, 8), fill), torch.full((1, 8), fill), torch.zeros(1, 8)
+        rewards[0, columns], values[0, columns] = torch.tensor([0.1, -0.2, 1.0]), torch.tensor([0.5, -0.6, 0.8])
+        mask[0, columns] = 1
+        return [x[0, columns] for x in ppo.gae(rewards, values, mask, 0.9, 0.7)]
+
+    together = placed([0, 1, 2], 0.0)
+    for columns in ([1, 4, 5], [0, 3, 7], [5, 6, 7]):
+        for fill in (3.0, float("inf"), float("nan")):
+            for found, expected in zip(placed(columns, fill), together, strict=True):
+                assert torch.equal(found, expected)
+
+
+def test_lambda_one_gives_the_rewards_to_go_whatever_the_critic_says_and_lambda_zero_the_one_step_error():
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.rand(6, 12, generator=generator) < 0.6).float()
+    rewards, values = torch.randn(2, 6, 12, generator=generator)
+    _, returns = ppo.gae(rewards, values, mask, 0.9, 1.0)
+    torch.testing.assert_close(returns, reinforce_pp.returns_to_go(rewards, mask, 0.9))
+    advantages, _ = ppo.gae(rewards, values, mask, 0.9, 0.0)
+    for step, following in itertools.pairwise(mask[0].nonzero()[:, 0].tolist()):
+        expected = rewards[0, step] + 0.9 * values[0, following] - values[0, step]
+        assert advantages[0, step].item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_a_trajectory_without_a_model_token_has_no_advantage_and_no_return():
+    advantages, returns = ppo.gae(torch.ones(1, 3), torch.ones(1, 3), torch.zeros(1, 3))
+    assert advantages.tolist() == [[0, 0, 0]] and returns.tolist() == [[0, 0, 0]]
+
+
+# --------------------------------------------------------------------------------------------------- whitening
+
+def test_whitening_by_hand_leaves_documents_out():
+    # Model tokens 2, 4 and 6: mean 4, std (ddof 1) √((4 + 0 + 4) / 2) = 2.
+    found = ppo.whiten(torch.tensor([[2.0, 99, 4], [6, float("nan"), float("inf")]]), torch.tensor([[1, 0, 1], [1, 0, 0]]))
+    torch.testing.assert_close(found, torch.tensor([[-1.0, 0, 0], [1, 0, 0]]))
+
+
+def test_equal_advantages_and_a_single_token_are_exactly_zero():
+    assert ppo.whiten(torch.full((2, 3), 0.7), torch.ones(2, 3)).eq(0).all()
+    assert ppo.whiten(torch.full((2, 3), 0.7), torch.tensor([[0, 0, 1], [0, 0, 0]])).eq(0).all()
+    assert ppo.whiten(torch.rand(2, 3), torch.zeros(2, 3)).eq(0).all()
+
+
+# --------------------------------------------------------------------------------------------------- the critic
+
+@pytest.mark.parametrize(
+    ("value", "clip", "loss", "gradient", "clipped"),
+    [  # returns 1, V_old 0.5; the gradient of ½ (V − 1)² is V − 1
+        (0.6, 0.2, 0.08, -0.4, False),  # ½ · 0.4²
+        (0.9, 0.2, 0.045, 0.0, True),  # towards the returns, further than 0.2: held at 0.7, ½ · 0.3²
+        (0.9, 0.0, 0.005, -0.1, False),  # 0 is off: ½ · 0.1²
+        (0.1, 0.2, 0.405, -0.9, False),  # away from the returns: its own error ½ · 0.9² is above that of 0.3
+        (1.5, 0.2, 0.125, 0.5, False),  # beyond the returns: ½ · 0.5² is above that of 0.7
+        (1.1, 0.2, 0.045, 0.0, True),  # beyond, but nearer than 0.7: ½ · 0.3²
+    ],
+)
+def test_the_value_loss_takes_the_larger_of_the_free_and_the_held_error(value, clip, loss, gradient, clipped):
+    values = torch.tensor([[value]], requires_grad=True)
+    found, held = ppo.value_loss(values, torch.tensor([[0.5]]), torch.ones(1, 1), clip)
+    found.sum().backward()
+    assert (found.item(), values.grad.item()) == (pytest.approx(loss), pytest.approx(gradient, abs=1e-6))
+    assert held.item() == clipped
+
+
+def test_a_value_is_held_on_the_side_below_its_old_one_too():
+    # returns 0, V_old 0.5: 0.1 is nearer than 0.3, at which it is held: ½ · 0.3² = 0.045
+    loss, held = ppo.value_loss(torch.tensor([[0.1]]), torch.tensor([[0.5]]), torch.zeros(1, 1), 0.2)
+    assert loss.item() == pytest.approx(0.045) and held.item()
+
+
+def test_the_critics_loss_is_a_mean_over_model_tokens_and_documents_have_no_gradient():
+    # Errors 1 and 3 on model tokens: mean of ½ and 4.5 is 2.5; the document's NaN and inf reach neither loss nor gradient.
+    nan, inf = float("nan"), float("inf")
+    values = torch.tensor([[1.0, nan, 3.0], [inf, 5.0, 5.0]], requires_grad=True)
+    batch = SimpleNamespace(response_mask=torch.tensor([[1, 0, 1], [0, 0, 0]]), values=torch.tensor([[1.0, inf, 3], [1, 1, 1]]),
+                            returns=torch.tensor([[0.0, nan, 0], [inf, inf, 1]]))  # fmt: skip
+    loss, _ = ppo.compute_value_loss(values, batch, SimpleNamespace(value_clip=0.2))
+    total = (ppo.token_weights(batch.response_mask) * loss).sum()
+    total.backward()
+    assert total.item() == pytest.approx(2.5)
+    assert values.grad.tolist() == [[0.5, 0, 1.5], [0, 0, 0]]
+
+
+@pytest.fixture
+def critic(qwen2):
+    found = ppo.Critic(copy.deepcopy(qwen2.language_model.base_model))
+    assert found(torch.tensor([[1, 2, 3]])).eq(0).all()  # a new critic expects nothing
+    torch.nn.init.normal_(found.head.weight, generator=torch.Generator().manual_seed(0))
+    return found
+
+
+def test_a_value_knows_what_stands_before_its_token_and_not_the_token(critic):
+    tokens = torch.tensor([[5, 6, 7, 8, 9]])
+    values = critic(tokens)
+    assert values.shape == (1, 4) and values.dtype == torch.float32
+    for column in range(4):  # column t: before tokens[:, t + 1]
+        other = tokens.clone()
+        other[0, column + 1] = 11
+        changed = (critic(other) - values).abs()[0] > 1e-4
+        assert changed.tolist() == [t > column for t in range(4)]
+    padded = torch.cat([tokens, torch.zeros(1, 3, dtype=torch.long)], 1)
+    torch.testing.assert_close(critic(padded)[:, :4], values, atol=1e-5, rtol=1e-5)
+
+
+def test_the_critic_has_a_body_of_its_own(critic, qwen2):
+    of_policy = {p.data_ptr() for p in qwen2.parameters()}
+    assert not of_policy & {p.data_ptr() for p in critic.parameters()}
+    critic(torch.tensor([[5, 6, 7]])).sum().backward()
+    assert all(p.grad is not None for p in critic.parameters()) and all(p.grad is None for p in qwen2.parameters())
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.0, 2.0], 1.0),  # foresees all
+        ([5.0, 7.0], 1.0),  # a constant error is no variance
+        ([1.0, 1.0], 0.0),  # a constant
+        ([0.0, 1.0], 0.75),  # errors 0 and 1: variance 0.25 of 1
+        ([2.0, 0.0], -3.0),  # the wrong way round: errors −2 and 2: variance 4 of 1
+    ],
+)
+def test_explained_variance_by_hand_on_model_tokens_only(values, expected):
+    first, last = values
+    found = ppo.explained_variance(torch.tensor([[first, 9, last]]), torch.tensor([[0.0, -9, 2]]), torch.tensor([[1, 0, 1]]))
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_explained_variance_without_anything_to_foresee_is_zero():
+    assert ppo.explained_variance(torch.rand(2, 3), torch.full((2, 3), 0.7), torch.ones(2, 3)) == 0
+    assert ppo.explained_variance(torch.rand(2, 3), torch.rand(2, 3), torch.zeros(2, 3)) == 0
+
+
+# ------------------------------------------------------------------------------------------------ the interface
+
+def ppo_recipe(**changes):
+    settings = {"gamma": 1.0, "gae_lambda": 1.0, "kl_coef": 0.0, "kl_place": "none", "loss_aggregation": "token"}
+    return SimpleNamespace(**(settings | changes))
+
+
+def ppo_batch(values):
+    mask = torch.tensor([[1.0, 0, 1], [1, 0, 0]])
+    return SimpleNamespace(response_mask=mask, rewards=torch.tensor([2.0, 0.0]), old_logprobs=torch.full((2, 3), -1.0),
+                           ref_logprobs=torch.full((2, 3), -2.0), values=values, returns=None)  # fmt: skip
+
+
+def test_advantages_by_hand():
+    # λ 1: returns 2, 2 and 0. Values 1, 2, 0.5: A = 1, 0, −0.5. Mean 1/6, std √((25 + 1 + 16) / 36 / 2) = 0.763763.
+    batch = ppo_batch(torch.tensor([[1.0, 7, 2], [0.5, 7, 7]]))
+    advantages = ppo.compute_advantages(batch, ppo_recipe())
+    assert batch.returns.tolist() == [[2, 0, 2], [0, 0, 0]]
+    assert advantages[0].tolist() == pytest.approx([1.0911, 0, -0.2182], abs=1e-4)
+    assert advantages[1].tolist() == pytest.approx([-0.8729, 0, 0], abs=1e-4)
+
+
+def test_a_kl_in_the_reward_is_paid_token_by_token():
+    # k1 = −1 − (−2) = 1, times 0.1: rewards −0.1, 1.9 and −0.1; γ 1, λ 1: returns 1.8, 1.9 and −0.1.
+    batch = ppo_batch(torch.zeros(2, 3))
+    ppo.compute_advantages(batch, ppo_recipe(kl_coef=0.1, kl_place="reward"))
+    torch.testing.assert_close(batch.returns, torch.tensor([[1.8, 0, 1.9], [-0.1, 0, 0]]))
+
+
+def test_advantages_without_values_are_an_input_error():
+    with pytest.raises(InputError, match="needs the critic's values"):
+        ppo.compute_advantages(ppo_batch(None), ppo_recipe())
+
+
+def test_running_the_file_shows_the_dual_clip_and_the_worked_gae(capsys):
     ppo.main()
-    last = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("4.00"))
+    lines = capsys.readouterr().out.splitlines()
+    last = next(line for line in lines if line.strip().startswith("4.00"))
     assert last.split() == ["4.00", "-1.28", "0.00", "3.00", "0.00"]
+    worked = next(line for line in lines if "λ 0.5" in line)
+    assert "[0.25, 0.0, 0.3, 0.2]" in worked and "[0.75, 0.0, 0.9, 1.0]" in worked
