@@ -31,6 +31,11 @@ def capitals(payload, number):
     return 200, said(text_of(payload).upper())
 
 
+class Patient(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # with the 5 of the library, sixteen connections at once wait for a second, or are refused
+
+
 class Server:
     """A server on localhost. `script(payload, number)` -> (status, body), or bytes to be sent raw, or None to say nothing;
     number counts the requests from 0, and the first is always the probe."""
@@ -68,8 +73,7 @@ class Server:
             def log_message(self, *_):
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
+        self.http = Patient(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
         self.base = f"http://127.0.0.1:{self.http.server_port}/v1"
 
