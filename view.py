@@ -2,9 +2,10 @@
 
     python view.py --png runs/ur2-world0-seed0      all stages of a run, one after the other -> curves.png in that folder
 
-Six panels, each a running mean over five steps with the values as measured behind it: reward and its components; exact
-match by kind of question; share of questions that were searched for, by kind; searches and fallbacks; tokens; and what
-says whether anything can be learned (gradient norm, groups of equal reward). A dashed line marks where a stage begins.
+A panel each, as a running mean over five steps with the values as measured behind it: reward and its components; exact
+match by kind of question; share of questions that were searched for, by kind; searches and fallbacks; tokens; what says
+whether anything can be learned (gradient norm, groups of equal reward, DAPO's informative ones); PPO's critic. What a run
+has no numbers of gets no panel. A dashed line marks where a stage begins.
 Needs the extra `plot` (matplotlib). Left out: a page of trajectories (samples.txt has them as text), live curves.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 from data import InputError, run_main
@@ -23,8 +25,10 @@ PANELS = (
     ("share of questions searched for", ("searched/",)),
     ("searches per question, fallbacks per search", ("searches", "fallbacks", "refused")),
     ("tokens per trajectory", ("model_tokens", "inserted_tokens")),
-    ("can it learn?", ("grad_norm", "frac_reward_zero_std", "clip_fraction", "entropy")),
+    ("can it learn?", ("grad_norm", "frac_reward_zero_std", "informative", "clip_fraction", "entropy")),
+    ("does the critic foresee the reward?", ("explained_variance", "value_loss")),
 )
+COLUMNS = 3
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -63,6 +67,12 @@ def series(records: list[dict], wanted: tuple[str, ...]) -> dict[str, tuple[list
     }  # fmt: skip
 
 
+def filled_panels(records: list[dict]) -> dict[str, dict]:
+    """title -> curves, of the panels that this run has numbers for: only PPO has a critic."""
+    found = {title: series(records, wanted) for title, wanted in PANELS}
+    return {title: curves for title, curves in found.items() if curves}
+
+
 def smooth(values: list[float], window: int = 5) -> list[float]:
     """Mean of the last `window` values: a step has few questions of a kind. smooth([0, 1, 2], 2) = [0, 0.5, 1.5]."""
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - window) : i + 1])]
@@ -77,9 +87,13 @@ def draw(folder: Path, png: Path) -> None:
     from matplotlib import pyplot
 
     records, stages = read_run(folder)
-    figure, axes = pyplot.subplots(2, 3, figsize=(16, 7), constrained_layout=True)
-    for axis, (title, wanted) in zip(axes.flat, PANELS, strict=True):
-        for label, (x, y) in series(records, wanted).items():
+    panels = filled_panels(records)
+    rows = max(1, math.ceil(len(panels) / COLUMNS))
+    figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(16, 3.5 * rows), constrained_layout=True, squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):  # more places than panels
+        for label, (x, y) in curves.items():
             width = 2.4 if label == "reward" else 1.5
             (line,) = axis.plot(x, smooth(y), label=label.replace("reward/", "").replace("_", " "), linewidth=width)
             axis.plot(x, y, color=line.get_color(), alpha=0.2, linewidth=0.8)  # as measured, behind the running mean

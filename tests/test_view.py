@@ -56,3 +56,23 @@ def test_the_picture_is_a_png(tmp_path):
 
 def test_the_running_mean_is_over_the_last_values_only():
     assert view.smooth([0, 1, 2], 2) == [0, 0.5, 1.5]  # 0; (0 + 1) / 2; (1 + 2) / 2
+
+
+def test_a_panel_without_numbers_is_not_drawn():
+    plain = [{"x": 0, "reward": 1.0, "grad_norm": 0.5}]
+    assert list(view.filled_panels(plain)) == ["reward", "can it learn?"]
+    with_critic = view.filled_panels([{**plain[0], "explained_variance": 0.2, "value_loss": 3.0, "informative": 0.75}])
+    assert list(with_critic) == ["reward", "can it learn?", "does the critic foresee the reward?"]
+    assert with_critic["can it learn?"] == {"grad_norm": ([0], [0.5]), "informative": ([0], [0.75])}
+    assert set(with_critic["does the critic foresee the reward?"]) == {"explained_variance", "value_loss"}
+
+
+@pytest.mark.parametrize("names, panels", [(("reward",), 1), (("reward", "em/a", "searches"), 3), (
+    ("reward", "em/a", "searched/a", "searches", "model_tokens", "grad_norm", "value_loss"), 7)])  # fmt: skip
+def test_any_number_of_panels_makes_a_picture(tmp_path, names, panels):
+    pytest.importorskip("matplotlib")
+    record = dict.fromkeys(names, 1.0)
+    assert len(view.filled_panels([{**record, "x": 0}])) == panels
+    write_run(tmp_path, {"stage1": [{"step": i, **record} for i in range(2)]})
+    view.draw(tmp_path, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
