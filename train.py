@@ -127,8 +127,8 @@ def score_batch(policy: Policy, batch: Batch, recipe: Recipe, accelerator: Accel
 
 
 def value_batch(critic: ppo.Critic, batch: Batch, recipe: Recipe, accelerator: Accelerator) -> torch.Tensor:
-    """The critic's values [B, T] of the batch's states, on the CPU."""
-    return in_shares(lambda part: critic(part.tokens), batch, recipe, accelerator)
+    """The critic's values [B, T] of the states in which the policy chose a token, 0 elsewhere; on the CPU."""
+    return in_shares(lambda part: ppo.model_only(critic(part.tokens), part.response_mask), batch, recipe, accelerator)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
 import grpo
+import ppo
 import train
 from data import InputError, Question, run_main
 from policy import Batch, Policy, load_policy, save_policy
@@ -29,7 +30,20 @@ from recipes import Recipe, checkpoints, parse_recipe
 from rollout import Trajectory, encode
 from sft import Example, train_sft
 from toy import World, make_model, make_tokenizer
-from train import Hints, Run, Trainer, make_batch, measure, over_processes, score_batch, starting_model, update
+from train import (
+    Hints,
+    Run,
+    Trainer,
+    console_line,
+    make_batch,
+    measure,
+    over_processes,
+    score_batch,
+    starting_model,
+    update,
+    update_critic,
+    value_batch,
+)
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
@@ -71,7 +85,7 @@ def model(tmp_path_factory):
 def flags(model, runs, *more) -> list[str]:
     small = {"model": model, "runs": runs, "name": "t", "group_size": 2, "questions_per_step": 2, "steps": 2, "lr": 1e-3,
              "max_turn_tokens": 12, "max_searches": 2, "documents_per_search": 1, "document_tokens": 40, "title_boost": 4,
-             "trajectories_per_update": 0}  # fmt: skip
+             "trajectories_per_update": 0, "threads": 1}  # fmt: skip
     return [*itertools.chain(*((f"--{k}", str(v)) for k, v in small.items())), *more]
 
 
@@ -117,6 +131,8 @@ def unequal_batch(recipe: Recipe) -> Batch:
     logprobs = score_batch(Policy(TINY), batch, recipe, Accelerator())
     batch.old_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=generator)
     batch.ref_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=generator) if recipe.kl_coef else None
+    batch.values = torch.randn(logprobs.shape, generator=generator)
+    batch.overlong[3] = True  # only DAPO looks at it
     batch.advantages = train.ALGORITHMS[recipe.algorithm].compute_advantages(batch, recipe)
     return batch
 
@@ -150,8 +166,8 @@ def largest_difference(one, other) -> float:
 
 CASES = [
     Recipe(algorithm=algorithm, loss_aggregation=aggregation, group_size=2, max_grad_norm=1e9, **kl)
-    for algorithm in ("reinforce_pp", "reinforce_pp_baseline", "grpo")
-    for aggregation in ("sequence", "token")
+    for algorithm in ("reinforce_pp", "reinforce_pp_baseline", "dapo", "ppo", "grpo")
+    for aggregation in (("token",) if algorithm == "dapo" else ("sequence", "token"))
     for kl in ({}, {"kl_coef": 0.1, "kl_place": "reward" if algorithm == "reinforce_pp" else "loss", "kl_estimator": "k2"})
 ]
 
@@ -169,6 +185,76 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut_into_micro_batches(re
         cut, cut_totals = gradient_of(batch, dataclasses.replace(recipe, tokens_per_micro_batch=budget))
         assert largest_difference(whole, cut) < 1e-6
         assert cut_totals == pytest.approx(totals, abs=1e-5)
+
+
+def make_critic() -> ppo.Critic:
+    """Its output is not 0, so that a gradient reaches every layer."""
+    critic = ppo.Critic(copy.deepcopy(TINY.base_model))
+    torch.nn.init.normal_(critic.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    return critic
+
+
+def critic_gradient_of(batch: Batch, recipe: Recipe) -> tuple[list, dict]:
+    critic = make_critic()
+    recorder = Recorder(critic)
+    totals = update_critic(critic, recorder, copy.deepcopy(batch), recipe, Accelerator())
+    return recorder.gradients, totals
+
+
+def test_the_critics_gradient_is_the_same_however_the_batch_is_cut_into_micro_batches():
+    recipe = Recipe(algorithm="ppo", group_size=2, max_grad_norm=1e9, gae_lambda=0.9, value_clip=0.5)
+    batch = unequal_batch(recipe)
+    whole, totals = critic_gradient_of(batch, recipe)
+    assert max(g.abs().max() for g in whole) > 1e-3 and 0 < totals["value_clip_fraction"] < 1
+    for budget in (1, 25, 44):
+        cut, cut_totals = critic_gradient_of(batch, dataclasses.replace(recipe, tokens_per_micro_batch=budget))
+        assert largest_difference(whole, cut) < 1e-5
+        assert cut_totals == pytest.approx(totals, abs=1e-5)
+
+
+def test_the_critics_loss_is_the_mean_over_all_model_tokens_and_no_document():
+    recipe = Recipe(algorithm="ppo", group_size=2, value_clip=0.0)
+    batch, loud = unequal_batch(recipe), unequal_batch(recipe)
+    mask = batch.response_mask.bool()
+    with torch.no_grad():
+        expected = (make_critic()(batch.tokens) - batch.returns)[mask].square().mean() / 2
+    gradient, totals = critic_gradient_of(batch, recipe)
+    assert totals["value_loss"] == pytest.approx(expected.item(), rel=1e-4)
+    for tensor in (loud.values, loud.returns):
+        tensor[~mask] = float("inf")
+    assert same(gradient, critic_gradient_of(loud, recipe)[0])
+
+
+def test_the_critic_learns_the_returns_and_its_values_then_explain_them():
+    recipe = Recipe(algorithm="ppo", group_size=2, value_clip=0.0)
+    batch, critic = unequal_batch(recipe), make_critic()
+    batch.tokens[:, 0] = torch.arange(3, 11)  # prompts that differ: nobody can foresee two rewards from one prompt
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3)
+    losses = [update_critic(critic, optimizer, batch, recipe, Accelerator())["value_loss"] for _ in range(40)]
+    values = value_batch(critic, batch, recipe, Accelerator())
+    assert losses[-1] < 0.1 * losses[0]
+    assert ppo.explained_variance(values, batch.returns, batch.response_mask) > 0.8
+
+
+def test_values_in_micro_batches_are_those_of_the_whole_batch():
+    recipe, critic = Recipe(algorithm="ppo", group_size=2), make_critic()
+    batch = unequal_batch(recipe)
+    with torch.no_grad():
+        whole = torch.where(batch.response_mask.bool(), critic(batch.tokens), 0)
+    for budget in (1, 25, 10_000):
+        values = value_batch(critic, batch, dataclasses.replace(recipe, tokens_per_micro_batch=budget), Accelerator())
+        torch.testing.assert_close(values, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_an_overlong_trajectory_is_one_cut_off_by_length_without_an_answer():
+    def ended(reason, text):
+        t = trajectory(torch.Generator().manual_seed(0), 3)
+        t.append_model([5], [-1.0], text)
+        t.stop_reason = reason
+        return t
+
+    rows = [ended("length", "well"), ended("length", "\\boxed{elm} and"), ended("eos", "well"), ended("refused", "well")]
+    assert make_batch(rows, [0.0] * 4, Recipe(group_size=2), 0).overlong.tolist() == [True, False, False, False]
 
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token"])
@@ -334,6 +420,162 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_questions_and_the_bat
     assert saved["tokens"].shape[0] == 4 and saved["rewards"].isnan().all()
 
 
+# ----------------------------------------------------------------------------------- DAPO: more draws, and fewer rows
+
+def scripted(trainer, rights: list[list[tuple[int, ...]]]) -> list[int]:
+    """Each draw's groups are right as written, such as (1, 0); question ids say which draw they are of. -> the draws made."""
+    made = []
+
+    def roll_out(step, draw):
+        made.append(draw)
+        generator = torch.Generator().manual_seed(100 * step + draw)
+        rows = [(g, right) for g, group in enumerate(rights[draw]) for right in group]
+        trajectories = [trajectory(generator, 4 + i, vocabulary=30) for i in range(len(rows))]
+        for t, (g, right) in zip(trajectories, rows, strict=True):
+            t.question = Question(f"draw{draw} question{g} {'right' if right else 'wrong'}", "?", ["!"])
+        return trajectories
+
+    trainer.roll_out = roll_out
+    trainer.correctness = lambda trajectories: [t.question.id.endswith("right") for t in trajectories]
+    trainer.scorer = lambda trajectories, step: [{"answer": float(t.question.id.endswith("right"))} for t in trajectories]
+    return made
+
+
+def dapo_trainer(model, runs, *more) -> Trainer:
+    return Trainer(recipe_for(model, runs, "--algorithm", "dapo", "--questions_per_step", "2", "--max_resample", "2", *more))
+
+
+def groups_of(sampled) -> list[str]:
+    """draw and question of each kept group"""
+    return [sampled.trajectories[i].question.id.rsplit(" ", 1)[0] for i in sampled.kept[::2]]
+
+
+FULL, NONE, ALL = (1, 0), (0, 0), (1, 1)  # a group of two: informative, all wrong, all right
+
+
+@pytest.mark.parametrize("rights, draws, kept", [
+    ([[FULL, FULL]], 1, ["draw0 question0", "draw0 question1"]),  # enough at once: no further draw
+    ([[ALL, FULL], [NONE, FULL]], 2, ["draw0 question1", "draw1 question1"]),
+    ([[ALL, FULL], [FULL, FULL]], 2, ["draw0 question1", "draw1 question0"]),  # the surplus is cut from behind
+    ([[ALL, NONE], [NONE, NONE], [ALL, FULL]], 3, ["draw2 question1"]),  # no draw is left: fewer than asked
+    ([[ALL, NONE], [NONE, ALL], [ALL, ALL]], 3, []),
+])  # fmt: skip
+def test_groups_that_teach_nothing_are_replaced_while_draws_are_left(rights, draws, kept, model, tmp_path):
+    trainer = dapo_trainer(model, tmp_path)
+    made = scripted(trainer, rights)
+    sampled = trainer.sample(0)
+    assert made == list(range(draws)) and sampled.draws == draws
+    assert groups_of(sampled) == kept
+    assert len(sampled.trajectories) == len(sampled.components) == 4 * draws
+
+
+def test_other_algorithms_draw_once_and_keep_every_group(model, tmp_path):
+    trainer = Trainer(recipe_for(model, tmp_path, "--algorithm", "grpo", "--max_resample", "5"))
+    made = scripted(trainer, [[ALL, NONE]])
+    assert trainer.sample(0).kept == [0, 1, 2, 3] and made == [0]
+    assert "resampled" not in trainer.step(1)[0]
+
+
+def test_without_further_draws_uninformative_groups_are_only_dropped(model, tmp_path):
+    trainer = dapo_trainer(model, tmp_path, "--max_resample", "0")
+    made = scripted(trainer, [[ALL, FULL]])
+    assert groups_of(trainer.sample(0)) == ["draw0 question1"] and made == [0]
+
+
+def test_the_numbers_of_a_step_are_of_all_that_was_sampled_and_the_update_of_what_was_kept(model, tmp_path):
+    trainer, seen = dapo_trainer(model, tmp_path), {}
+    scripted(trainer, [[ALL, ALL], [NONE, FULL], [ALL, FULL]])
+    learn = trainer.update_all
+    trainer.update_all = lambda step, batch, rows: seen.update(batch=batch, rows=rows) or learn(step, batch, rows)
+    record, trajectories, _ = trainer.step(0)
+    assert record["reward"] == pytest.approx((2 + 2 + 0 + 1 + 2 + 1) / 12) and len(trajectories) == 12
+    assert (record["resampled"], record["informative"], record["skipped"]) == (2, pytest.approx(2 / 6), 0)
+    assert [t.question.id for t in seen["rows"]] == [f"draw{d} question1 {end}" for d in (1, 2) for end in ("right", "wrong")]
+    assert seen["batch"].rewards.tolist() == [1, 0, 1, 0] and seen["batch"].correct.tolist() == [True, False, True, False]
+    assert record["grad_norm"] > 0
+
+
+def test_a_step_without_an_informative_group_is_skipped_and_said(model, tmp_path):
+    trainer = dapo_trainer(model, tmp_path)
+    scripted(trainer, [[ALL, NONE]] * 3)
+    before, hints = weights_of(trainer.policy), Hints(trainer.recipe)
+    records = [trainer.step(step)[0] for step in range(3)]
+    assert same(before, weights_of(trainer.policy)) and not trainer.optimizer.state
+    assert all(r["skipped"] == 1 and r["informative"] == 0 and "loss" not in r for r in records)
+    assert console_line(records[0]).endswith("no update: no group had both right and wrong answers, in 3 draws")
+    said = [line for record in records for line in hints.after(record)]
+    assert any("no update was made" in line for line in said)
+
+
+def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Trainer, "correctness", lambda self, trajectories: [True] * len(trajectories))
+    folder = train.train(recipe_for(model, tmp_path, "--algorithm", "dapo", "--max_resample", "1"))
+    assert [row["skipped"] for row in rows_of(folder)] == [1, 1] and len(checkpoints(folder)) == 1
+    assert capsys.readouterr().out.count("no update: ") == 2
+
+
+def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step(model, tmp_path, monkeypatch):
+    trainer = dapo_trainer(model, tmp_path, "--questions_per_step", "4", "--trajectories_per_update", "3", "--steps", "4",
+                           "--lr_schedule", "linear", "--lr", "1.2e-5")  # fmt: skip
+    sizes, rates = [], []
+    plain = train.update
+
+    def noted(model, optimizer, algorithm, part, *rest):
+        sizes[-1].append(len(part))
+        rates[-1].append(optimizer.param_groups[0]["lr"])
+        return plain(model, optimizer, algorithm, part, *rest)
+
+    monkeypatch.setattr(train, "update", noted)
+    for step, groups in enumerate(([FULL] * 4, [FULL, ALL, ALL, ALL], [FULL, FULL, NONE, ALL])):
+        scripted(trainer, [groups, [ALL] * 4, [NONE] * 4])
+        sizes.append([])
+        rates.append([])
+        trainer.step(step)
+    # 8 rows in updates of at most 3: 3, 3, 2; 2 rows: one; 4 rows: 2 and 2
+    assert sizes == [[3, 3, 2], [2], [2, 2]]
+    # 4 steps of 3 updates: numbers 0, 1, 2; 3; 6, 7 of 12, and 1e-6 less each
+    assert rates[0] == pytest.approx([1.2e-5, 1.1e-5, 1e-5])
+    assert rates[1] == pytest.approx([9e-6]) and rates[2] == pytest.approx([6e-6, 5e-6])
+
+
+def test_what_a_step_draws_depends_on_seed_step_and_draw_alone(model, tmp_path):
+    def ids(trainer, step, draw):
+        trajectories = trainer.roll_out(step, draw)
+        return [(t.question.id, t.text) for t in trajectories]
+
+    first, second = dapo_trainer(model, tmp_path), dapo_trainer(model, tmp_path)
+    expected = {(step, draw): ids(first, step, draw) for step in (0, 1) for draw in (0, 1, 2)}
+    assert ids(second, 1, 2) == expected[1, 2] and ids(second, 0, 1) == expected[0, 1]  # without the draws before it
+    asked = [question for drawn in expected.values() for question, _ in drawn[::2]]
+    assert len(set(asked)) == 12  # every draw has questions of its own
+
+
+def test_a_resumed_dapo_run_is_the_unbroken_run(model, tmp_path, monkeypatch):
+    # The tiny model is hardly ever right: here every answer of an odd number of tokens is.
+    monkeypatch.setattr(Trainer, "correctness", lambda self, ts: [len(t.response_ids) % 2 == 1 for t in ts])
+    more = ("--algorithm", "dapo", "--max_resample", "1", "--clip_high", "0.28", "--trajectories_per_update", "2")
+    straight = train.train(recipe_for(model, tmp_path / "a", "--steps", "3", *more))
+    train.train(recipe_for(model, tmp_path / "b", "--steps", "1", *more))
+    resumed = train.train(recipe_for(model, tmp_path / "b", "--steps", "3", "--resume", *more))
+    assert rows_of(resumed) == rows_of(straight)
+    assert any(not row["skipped"] for row in rows_of(straight)) and any(row["resampled"] for row in rows_of(straight))
+    ends = [load_policy(str(checkpoints(folder)[-1]))[0] for folder in (straight, resumed)]
+    assert same(*map(weights_of, ends))
+
+
+def test_right_is_cover_em_or_an_equal_result_in_math_and_choice(trainer):
+    def answered(text, **question):
+        t = Trajectory(Question("q", "?", **question), PROTOCOLS["ur2"], stop_reason="eos")
+        t.append_model([1], [-1.0], text)
+        return t
+
+    rows = [answered("\\boxed{the old elm}", answers=["elm"]), answered("\\boxed{oak}", answers=["elm"]),
+            answered("elm", answers=["elm"]),
+            answered("\\boxed{0.5}", answers=["\\frac12"], task="math"),
+            answered("The correct answer is: A.", answers=["B"], task="choice", options=("elm", "oak"))]  # fmt: skip
+    assert trainer.correctness(rows) == [True, False, False, True, False]
+
+
 def test_choice_and_math_answers_count_as_right_in_the_metrics():
     def answered(text, **question):
         t = Trajectory(Question("q", "?", **question), PROTOCOLS["ur2"], stop_reason="eos")
@@ -360,6 +602,64 @@ def test_a_resumed_run_is_the_unbroken_run(model, tmp_path):
     assert rows_of(straight)[3]["k2"] > 0
     ends = [load_policy(str(checkpoints(folder)[-1]))[0] for folder in (straight, resumed)]
     assert same(*map(weights_of, ends)) and checkpoints(resumed)[-1].name == "checkpoint-000004"
+
+
+def test_a_resumed_ppo_run_is_the_unbroken_run_with_its_critic(model, tmp_path):
+    more = ("--algorithm", "ppo", "--gae_lambda", "0.95", "--critic_lr", "1e-3", "--kl_coef", "0.05", "--kl_place", "reward",
+            "--kl_estimator", "k1", "--trajectories_per_update", "2")  # fmt: skip
+    straight = train.train(recipe_for(model, tmp_path / "a", "--steps", "4", *more))
+    train.train(recipe_for(model, tmp_path / "b", "--steps", "2", *more))
+    resumed = train.train(recipe_for(model, tmp_path / "b", "--steps", "4", "--resume", *more))
+    assert rows_of(resumed) == rows_of(straight) and len(rows_of(straight)) == 4
+    ends = [load_policy(str(checkpoints(folder)[-1]))[0] for folder in (straight, resumed)]
+    states = [torch.load(checkpoints(folder)[-1] / "trainer.pt") for folder in (straight, resumed)]
+    assert same(*map(weights_of, ends))
+    assert same(*(state["critic"].values() for state in states))
+    assert states[0]["critic"]["head.weight"].abs().max() > 0  # it began at 0, and has learned
+
+
+def test_a_ppo_step_logs_its_critic_and_the_first_one_expects_nothing(model, tmp_path):
+    trainer = Trainer(recipe_for(model, tmp_path, "--algorithm", "ppo", "--critic_lr", "1e-3", "--group_size", "1"))
+    trainer.scorer = lambda trajectories, step: [{"answer": 1.0 + i} for i in range(len(trajectories))]
+    before, seen, learn = weights_of(trainer.critic), {}, trainer.update_all
+    trainer.update_all = lambda step, batch, rows: seen.update(batch=batch) or learn(step, batch, rows)
+    record, _, _ = trainer.step(0)
+    batch = seen["batch"]
+    used = batch.response_mask.bool()
+    assert batch.values.eq(0).all() and record["explained_variance"] == pytest.approx(0, abs=1e-6)
+    # γ 1, λ 1: each token's return is its trajectory's reward, and V is 0: the loss is ½ of the returns' mean square
+    assert batch.returns[0][used[0]].eq(1).all() and batch.returns[1][used[1]].eq(2).all()
+    assert record["value_loss"] == pytest.approx(batch.returns[used].square().mean().item() / 2, rel=1e-4)
+    assert record["critic_grad_norm"] > 0 and record["value_clip_fraction"] == 0
+    assert not same(before, weights_of(trainer.critic))
+
+
+def test_a_ppo_step_starts_from_what_the_critic_said_before_it(model, tmp_path):
+    trainer, seen = Trainer(recipe_for(model, tmp_path, "--algorithm", "ppo", "--trajectories_per_update", "2")), {}
+    trainer.update_all = lambda step, batch, rows: seen.update(batch=batch) or {}
+    torch.nn.init.normal_(trainer.critic.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    trainer.step(0)
+    batch = seen["batch"]
+    said = value_batch(trainer.critic, batch, trainer.recipe, trainer.accelerator)
+    assert said.abs().max() > 0.1 and torch.equal(batch.values, said)
+    errors = (batch.returns - said)[batch.response_mask.bool()]  # λ 1: the advantages before whitening
+    torch.testing.assert_close(batch.advantages[batch.response_mask.bool()], (errors - errors.mean()) / errors.std())
+
+
+def test_a_checkpoint_of_another_algorithm_has_no_critic_to_go_on_with(model, tmp_path):
+    train.train(recipe_for(model, tmp_path, "--steps", "1"))
+    with pytest.raises(InputError, match="has no critic"):
+        train.train(recipe_for(model, tmp_path, "--steps", "2", "--resume", "--algorithm", "ppo"))
+
+
+def test_a_critic_whose_loss_is_not_finite_stops_the_run_and_keeps_its_weights(model, tmp_path):
+    trainer = Trainer(recipe_for(model, tmp_path, "--algorithm", "ppo"))
+    with torch.no_grad():
+        trainer.critic.head.bias.fill_(1e30)  # squared: inf; the whitened advantages stay finite
+    before = weights_of(trainer.critic)
+    with pytest.raises(InputError, match=r"step 0: value_loss inf"):
+        trainer.step(0)
+    assert same(before, weights_of(trainer.critic))
 
 
 def test_eight_bit_moments_survive_a_resume(model, tmp_path):
@@ -630,14 +930,26 @@ def test_a_typo_on_the_real_command_line_is_one_line_and_exit_code_2():
 # -------------------------------------------------------------------------------------------------- two processes
 
 def take_step(recipe: Recipe, batch: Batch, out: Path) -> None:
-    """What each process does: score a batch that all hold, update on it, and roll out its share."""
+    """What each process does: score a batch that all hold, update on it, and sample its share, for DAPO in several draws."""
     trainer = Trainer(recipe)
     trainer.optimizer = torch.optim.SGD(trainer.policy.parameters())  # Adam's division would blow rounding errors up
-    before = weights_of(trainer.policy)
+    modules = [trainer.policy]
+    if trainer.critic is not None:
+        torch.nn.init.normal_(trainer.critic.head.weight, std=0.01, generator=torch.Generator().manual_seed(0))
+        trainer.critic_optimizer = torch.optim.SGD(trainer.critic.parameters(), 0.01)
+        modules.append(trainer.critic)
+    before = [weights_of(module) for module in modules]
     scored = trainer.score(trainer.policy, batch)
-    totals = trainer.update_all(0, batch, [Trajectory(Question("q", "?", []), PROTOCOLS["ur2"])] * len(batch))
-    moved = [after - b for after, b in zip(weights_of(trainer.policy), before, strict=True)]
-    questions = [t.question.id for t in trainer.roll_out(0)]
+    if trainer.critic is not None:
+        scored = scored + value_batch(trainer.critic, batch, recipe, trainer.accelerator)
+    unnamed = [Trajectory(Question("q", "?", []), PROTOCOLS["ur2"])] * len(batch)
+    totals = [trainer.update_all(0, part, unnamed) for part in (batch, batch.rows(torch.tensor([3])))]  # the second: one row
+    moved = [a - b for m, old in zip(modules, before, strict=True) for a, b in zip(weights_of(m), old, strict=True)]
+    # Right or wrong by question and place in the group, as each process samples other texts than a single one would.
+    trainer.correctness = lambda ts: [(i % 2 == 0) == (t.question.id[-1] in "02468") or i % 2 == 0 for i, t in enumerate(ts)]
+    sampled = trainer.sample(0)
+    questions = [[sampled.trajectories[i].question.id for i in sampled.kept], [t.question.id for t in sampled.trajectories]]
+    trainer.accelerator.wait_for_everyone()
     if trainer.accelerator.is_main_process:
         torch.save((trainer.accelerator.num_processes, moved, scored, totals, questions), out)
 
@@ -651,10 +963,12 @@ def as_rank(rank: int, port: int, *arguments) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_two_processes_take_the_step_of_one(model, tmp_path):
-    # Uneven on purpose: 8 trajectories in 3 updates of 3, 3 and 2; one rank has two rows, the other one.
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "ppo"])
+def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path):
+    # Uneven on purpose: 8 trajectories in 3 updates of 3, 3 and 2; one rank has two rows, the other one. Then an update of a
+    # single row: one rank has none.
     recipe = recipe_for(model, tmp_path, "--tokens_per_micro_batch", "10", "--trajectories_per_update", "3", "--lr", "0.1",
-                        "--questions_per_step", "4", "--algorithm", "grpo", "--max_grad_norm", "1e9")  # fmt: skip
+                        "--questions_per_step", "4", "--algorithm", algorithm, "--max_grad_norm", "1e9")  # fmt: skip
     batch = unequal_batch(recipe)
     take_step(recipe, batch, tmp_path / "one.pt")
     with socket.socket() as free:
@@ -665,16 +979,19 @@ def test_two_processes_take_the_step_of_one(model, tmp_path):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(60)
+        process.join(120)
     hanging = [process for process in ranks if process.exitcode is None]
     for process in hanging:
         process.kill()
     assert not hanging and [process.exitcode for process in ranks] == [0, 0]
     (_, moved, scored, totals, questions), two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
-    assert two[0] == 2 and two[4] == questions and len(questions) == 8
+    assert two[0] == 2 and two[4] == questions
+    assert len(questions[1]) > 8 if algorithm == "dapo" else questions[0] == questions[1] and len(questions[1]) == 8
     assert max(m.abs().max() for m in moved) > 1e-3
     assert max((a - b).abs().max() for a, b in zip(moved, two[1], strict=True)) < 1e-6
-    assert torch.allclose(scored, two[2], atol=1e-5) and two[3] == pytest.approx(totals, abs=1e-5)
+    assert torch.allclose(scored, two[2], atol=1e-5)
+    for ours, theirs in zip(totals, two[3], strict=True):
+        assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)
 
 
 def test_start_from_goes_before_stage_one_s_checkpoint_and_a_wrong_path_is_one_line(tmp_path):
