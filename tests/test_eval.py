@@ -18,11 +18,29 @@ import eval as evaluation
 import recipes
 import train
 from data import Document, InputError, Question, load_questions
-from eval import bootstrap, default_out, demo, evaluate, grade, last_checkpoint, material, pick, recipe_of, summarise, table
+from eval import (
+    add_reader,
+    add_verdicts,
+    bootstrap,
+    default_out,
+    demo,
+    evaluate,
+    grade,
+    last_checkpoint,
+    material,
+    pick,
+    prediction_record,
+    read_predictions,
+    recipe_of,
+    summarise,
+    table,
+)
+from judge import Judge
 from policy import Policy, load_policy, save_policy
 from prompts import PROTOCOLS, prompt_text
 from recipes import Recipe, build_search, checkpoints
-from rewards import example
+from rewards import STORIES, example, tell
+from rollout import trajectory_from_text
 from sft import train_sft
 from toy import World
 
@@ -60,7 +78,7 @@ def test_samples_of_one_question_are_averaged_before_anything_else():
 
 def test_the_table_has_a_line_per_kind_in_the_worlds_order_and_all_at_the_end():
     summary = summarise([graded("a", "two_hop", 1.0), graded("b", "one_hop", 0.0), graded("c", "zebra", 1.0)])
-    lines = table(summary).splitlines()
+    lines = table(summary, width=150).splitlines()
     assert [line.split()[0] for line in lines] == ["kind", "one_hop", "two_hop", "zebra", "all"]
     assert lines[4].split()[1:3] == ["3", "0.67"] and len({len(line) for line in lines}) == 1
 
@@ -73,6 +91,280 @@ def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol
     assert tuple(numbers) == evaluation.COLUMNS
     broken = "x " * 11 if protocol == "r1_searcher" else "a b c d e f g h i j k l m n o p q r s t u v w x y z"
     assert grade(example(protocol, broken))["format"] == 0
+
+
+# ------------------------------------------------------------------------------------------ the other protocols
+
+def test_every_protocol_has_a_format_of_its_own():
+    assert set(evaluation.FORMATS) == set(PROTOCOLS)
+    for name in PROTOCOLS:
+        if name != "ur2_search":  # the stories are told in the papers' own tags
+            assert grade(tell(STORIES[0], name))["format"] == 1, name
+
+
+def r_search(body, question=None):
+    return trajectory_from_text(question or Question("q", "where does Ana Bell live ?", ["Norland"]), body, "r_search")
+
+
+SEARCHED = "<search> Ana Bell </search>\n<observation>\nAna Bell was born in Norland.\n</observation>\n"
+
+
+def test_r_search_is_graded_by_its_evidence_too():
+    # 5 words of evidence, of which "lives" stands in no document: 4/5
+    text = SEARCHED + "<original_evidence> Ana Bell lives in Norland. </original_evidence> <answer> Norland </answer>"
+    assert grade(r_search(text)) == {
+        "em": 1, "f1": 1, "cem": 1, "searched": 1, "searches": 1, "fallbacks": 0, "format": 1, "evidence": 1, "support": 0.8,
+    }  # fmt: skip
+
+
+def test_r_search_without_evidence_has_no_support_rather_than_a_support_of_0():
+    numbers = grade(r_search("<answer> Norland </answer>"))
+    assert (numbers["format"], numbers["evidence"]) == (1, 0) and "support" not in numbers
+
+
+@pytest.mark.parametrize("body, right", [
+    ("<answer> a </answer>", 1),  # nothing was searched: no evidence is asked for
+    (SEARCHED + "<answer> a </answer>", 0),
+    (SEARCHED + "<original_evidence> e </original_evidence><answer> a </answer>", 1),
+    (SEARCHED + "<original_evidence> e </original_evidence><original_evidence> e </original_evidence><answer> a </answer>", 0),
+    (SEARCHED + "<original_evidence> </original_evidence><answer> a </answer>", 0),
+    (SEARCHED + "<original_evidence> e </original_evidence>", 0),
+    ("<answer> a </answer><answer> a </answer>", 0),
+])  # fmt: skip
+def test_the_format_of_r_search_is_one_answer_and_after_a_search_one_evidence(body, right):
+    assert grade(r_search(body))["format"] == right
+
+
+def when_to_search(searches, reflect=True, answer="Norland"):
+    """think, so many times (search, information, reflect), answer."""
+    after = "<reflect> r </reflect>" if reflect else ""
+    turn = "<search> Ana Bell </search>\n\n<information>\nfound\n</information>\n\n" + after
+    text = f"<think> t </think>{turn * searches}<answer> {answer} </answer>"
+    return trajectory_from_text(Question("q", "?", ["Norland"]), text, "when_to_search")
+
+
+def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
+    # 9 searches at 0.3 each would be 2.7, which the reward refuses (2 is its bound): evaluation prices nothing
+    for searches in (0, 1, 9):
+        numbers = grade(when_to_search(searches))
+        assert numbers["format"] == 1 and numbers["searches"] == searches and tuple(numbers) == evaluation.COLUMNS
+    assert grade(when_to_search(2, answer="Sudria"))["format"] == 1  # also of a wrong answer
+    right = when_to_search(1)
+    for wrong in (right.text + " sure", right.text.removeprefix("<think> t </think>")):
+        assert grade(trajectory_from_text(right.question, wrong, "when_to_search"))["format"] == 0
+    assert grade(when_to_search(1, reflect=False))["format"] == 0  # after each information a reflect
+
+
+def test_arena_is_graded_by_its_citations_and_has_no_search_columns():
+    # cites 1, gold is 1 and 3: some overlap 0.5; set F1 2 · 1 / (1 + 2)
+    assert grade(example("arena")) == {
+        "em": 1, "f1": 1, "cem": 1, "format": 1, "relevance": 0.5, "exact_set": 0, "set_f1": pytest.approx(2 / 3),
+    }  # fmt: skip
+    all_of_them = grade(tell(STORIES[7], "arena"))  # cites 1 to 4: F1 2 · 2 / (4 + 2)
+    assert (all_of_them["relevance"], all_of_them["exact_set"], all_of_them["set_f1"]) == (0.5, 0, pytest.approx(2 / 3))
+
+
+def test_without_gold_numbers_relevance_is_left_out_and_not_0():
+    told = example("arena")
+    question = dataclasses.replace(told.question, supporting=())
+    assert set(grade(trajectory_from_text(question, told.text, "arena"))) == {"em", "f1", "cem", "format"}
+
+
+def test_a_summary_is_graded_by_rouge():
+    # "the cat sat down" for "the cat lay down": words 3 of 4 and 4, pairs 1 of 3 and 3, subsequence 3 of 4 and 4
+    question = Question("q", "sum it up", ["the cat lay down"], task="summary")
+    numbers = grade(trajectory_from_text(question, "<answer> The cat sat down. </answer>", "arena"))
+    scores = {"rouge1": 3 / 4, "rouge2": 1 / 3, "rougeL": 3 / 4, "rouge": (3 / 4 + 1 / 3 + 3 / 4) / 3}
+    assert numbers == {**{k: pytest.approx(v) for k, v in scores.items()}, "format": 0}
+
+
+# --------------------------------------------------------------------------------------------- numbers that are missing
+
+def record(question, kind="a", **metrics):
+    return {"id": question, "kind": kind, "metrics": metrics}
+
+
+def test_a_mean_is_over_the_questions_that_have_the_number():
+    records = [record("1", em=1.0, support=0.5), record("1", em=0.0), record("2", em=0.0, judged=None),
+               record("3", "b", rouge=0.25, judged=1.0)]  # fmt: skip
+    summary = summarise(records)
+    # question 1: em (1 + 0) / 2, support of its one sample that has evidence; question 3 has no em at all
+    assert {k: v if k == "questions" else v[0] for k, v in summary["a"].items()} == {"questions": 2, "em": 0.25, "support": 0.5}
+    assert {k: v if k == "questions" else v[0] for k, v in summary["all"].items()} == {
+        "questions": 3, "em": 0.25, "support": 0.5, "rouge": 0.25, "judged": 1.0}  # fmt: skip
+
+
+def test_a_number_that_a_kind_does_not_have_is_a_dash():
+    lines = table(summarise([record("1", em=1.0), record("2", "b", rouge=0.5)]), width=150).splitlines()
+    assert lines[0].split() == ["kind", "n", "em", "rouge"]
+    assert lines[1].split() == ["a", "1", "1.00", "[1.00,", "1.00]", "-"]
+    assert lines[2].split() == ["b", "1", "-", "0.50", "[0.50,", "0.50]"]
+
+
+@pytest.mark.parametrize("width, blocks", [
+    (400, [19]), (150, [7, 7, 5]), (113, [5, 5, 5, 4]), (80, [3, 3, 3, 3, 3, 3, 1]), (10, [1] * 19),
+])  # fmt: skip
+def test_the_table_never_is_wider_than_the_screen(width, blocks):
+    # a line is 23 characters and 18 per column: 150 hold 7 columns, 113 hold 5, 80 hold 3; at least one is shown
+    text = table(summarise([record("1", **dict.fromkeys(evaluation.ALL_COLUMNS, 0.5))]), width)
+    parts = text.split("\n\n")
+    assert [len(part.splitlines()[0].split()) - 2 for part in parts] == blocks
+    assert max(map(len, text.splitlines())) <= max(width, 41)
+    assert [c for part in parts for c in part.splitlines()[0].split()[2:]] == list(evaluation.ALL_COLUMNS)
+
+
+# ------------------------------------------------------------------------------------------------- asked of others
+
+class Scripted:
+    """In place of a model: what it says, by what stands in the text; it remembers what it was asked."""
+
+    def __init__(self, replies):
+        self.replies, self.asked, self.failures = replies, [], 0
+
+    def ask(self, requests):
+        self.asked.append([text for _, text in requests])
+        found = [next((r for word, r in self.replies.items() if word in text), "") for _, text in requests]
+        self.failures += found.count(None)
+        return found
+
+
+def stored(body, golds, question="where does Ana Bell live ?", **more):
+    return prediction_record(r_search(body, Question(**{"id": "q", "question": question, "answers": golds, **more})), 0)
+
+
+WITH_EVIDENCE = SEARCHED + "<original_evidence> Ana Bell was born in Norland. </original_evidence> <answer> Sudria </answer>"
+
+
+def test_another_model_answers_from_the_evidence_and_its_scores_stand_beside_the_policys():
+    reader = Scripted({"Norland": "the far Norland"})
+    records = [stored(WITH_EVIDENCE, ["Norland"]), stored("<answer> Norland </answer>", ["Norland"])]
+    found = add_reader(records, reader)
+    assert reader.asked == [["Ana Bell was born in Norland.\nwhere does Ana Bell live ?"]]  # nobody is asked without evidence
+    assert [r["reader_prediction"] for r in found] == ["the far Norland", ""]
+    # "far norland" for "norland": P 1/2, R 1, F1 2/3; the policy itself said Sudria, and then Norland without evidence
+    assert [(r["metrics"]["reader_em"], r["metrics"]["reader_f1"]) for r in found] == [(0, pytest.approx(2 / 3)), (0, 0)]
+    assert [r["metrics"]["em"] for r in found] == [0, 1] and [r["prediction"] for r in found] == ["Sudria", "Norland"]
+    assert "reader_em" not in records[0]["metrics"]
+
+
+def test_only_records_of_a_protocol_with_evidence_have_it_and_a_reader_of_others_is_refused():
+    assert stored("<answer> a </answer>", ["a"])["evidence"] is None
+    other = prediction_record(example("ur2"), 0)
+    assert "evidence" not in other
+    with pytest.raises(InputError, match="no 'evidence'"):
+        add_reader([other], Scripted({}))
+
+
+def test_an_unreadable_verdict_is_neither_right_nor_wrong():
+    judge = Judge(Scripted({"answer: Norland": "The same.\nyes", "answer: Sudria": "no", "answer: Kelmouth": "Hard to say."}))
+    answers = ["Norland", "Sudria", "Kelmouth", ""]
+    bodies = [f"<answer> {answer} </answer>" for answer in answers]
+    records = add_verdicts([stored(b, ["Norway"], id=str(i)) for i, b in enumerate(bodies)], judge)
+    assert [r["metrics"]["judged"] for r in records] == [1, 0, None, 0]  # no answer is wrong, and nobody is asked
+    assert (judge.asked, judge.unreadable) == (3, 1)
+    assert summarise(records)["all"]["judged"][0] == pytest.approx(1 / 3)
+
+
+def test_a_stored_choice_question_is_judged_with_its_options():
+    question = Question("q", "which ?", ["B"], task="choice", options=("Sudria", "Norland"))
+    saved = json.loads(json.dumps(prediction_record(trajectory_from_text(question, "\\boxed{B}", "ur2"), 0)))
+    judge = Judge(Scripted({"A. Sudria\nB. Norland": "yes"}))
+    assert add_verdicts([saved], judge)[0]["metrics"]["judged"] == 1
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """An evaluation of two r_search transcripts through `main`, without a model."""
+    questions = [Question(str(i), "where does Ana Bell live ?", ["Norland"], source="people") for i in range(2)]
+    texts = [WITH_EVIDENCE, "<answer> Norland </answer>"]
+    recipe = Recipe(protocol="r_search", retriever="empty", model="m", runs=str(tmp_path))
+    monkeypatch.setattr(evaluation, "recipe_of", lambda given: dataclasses.replace(recipe, judge=given.get("judge", "")))
+    monkeypatch.setattr(evaluation, "material", lambda recipe, options: (questions, []))
+    monkeypatch.setattr(evaluation, "load", lambda recipe: (None, None))
+    monkeypatch.setattr(evaluation, "check_prompts", lambda *_, **__: None)
+    monkeypatch.setattr(evaluation, "rollout", lambda policy, tokenizer, some, *_, **__: list(map(r_search, texts, some)))
+    return tmp_path / "p.jsonl"
+
+
+def scripted_others(monkeypatch, **others):
+    monkeypatch.setattr(evaluation, "build_llm", lambda recipe, spec, device: others[spec])
+
+
+def test_reader_and_judge_are_asked_after_all_predictions_are_written(written, monkeypatch, capsys):
+    reader, judge = Scripted({"Norland": "Norland"}), Scripted({"answer: Sudria": None, "answer: Norland": "yes"})
+    scripted_others(monkeypatch, R=reader, J=judge)
+    evaluation.main(["--out", str(written), "--reader", "R", "--judge", "J"])
+    out = capsys.readouterr().out
+    records = [json.loads(line) for line in written.read_text().splitlines()]
+    assert [r["evidence"] for r in records] == ["Ana Bell was born in Norland.", None]
+    assert [r["reader_prediction"] for r in records] == ["Norland", ""]
+    assert [r["metrics"]["judged"] for r in records] == [None, 1]
+    assert "judge: 1 of 2 verdicts unreadable (50.0%)" in out
+    assert "reader_f1" in out and "judged" in out and not list(written.parent.glob("*.partial"))
+
+
+def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_asked_again(written, monkeypatch, capsys):
+    class Interrupted:
+        def ask(self, requests):
+            raise KeyboardInterrupt
+
+    scripted_others(monkeypatch, R=Interrupted(), S=Scripted({"Norland": "Norland"}))
+    with pytest.raises(SystemExit) as end:
+        evaluation.main(["--out", str(written), "--reader", "R"])
+    assert end.value.code == 130 and str(written) in capsys.readouterr().out.splitlines()[-1]
+    before = written.read_text()
+    assert len(before.splitlines()) == 2 and "reader_em" not in before
+    monkeypatch.setattr(evaluation, "load", lambda recipe: pytest.fail("a model was loaded"))
+    again = written.with_name("again.jsonl")
+    evaluation.main(["--predictions", str(written), "--reader", "S", "--out", str(again), "--json", str(written) + ".json"])
+    assert written.read_text() == before and "reader_em" in again.read_text()
+    summary = json.loads(Path(str(written) + ".json").read_text())
+    assert summary["people"]["reader_em"][0] == 0.5 and summary["all"]["em"][0] == 0.5  # each is right where the other is not
+
+
+def test_stored_predictions_alone_give_their_table_and_nothing_is_written(written, capsys):
+    evaluation.main(["--out", str(written)])
+    first = capsys.readouterr().out.splitlines()
+    files = sorted(written.parent.iterdir())
+    evaluation.main(["--predictions", str(written)])
+    assert capsys.readouterr().out.splitlines() == first[1:-1]  # without "so many questions of ..." and "predictions: ..."
+    assert sorted(written.parent.iterdir()) == files
+
+
+def test_a_reader_that_gives_no_answer_is_told_of(written, monkeypatch, capsys):
+    scripted_others(monkeypatch, R=Scripted({"Norland": None}))
+    evaluation.main(["--out", str(written), "--reader", "R"])
+    assert "reader: no answer to 1 of its requests" in capsys.readouterr().out
+
+
+def test_the_built_in_reader_is_the_built_in_worlds_whatever_the_checkpoint_was_trained_with(written, monkeypatch):
+    def build(recipe, device):
+        assert recipe.cross_model == ""
+        return Scripted({"Norland": "Norland"})
+
+    monkeypatch.setattr(evaluation, "build_cross_model", build)
+    evaluation.main(["--out", str(written), "--reader", "built-in"])
+    assert '"reader_em": 1.0' in written.read_text()
+
+
+@pytest.mark.parametrize("content, said", [
+    (None, "no such file"), ("", "no predictions in it"), ("[1]\n", "line 1"), ("{\n{}\n", "line 1"),
+    ('{"id": "1"}\n', "line 1: field 'kind' is missing"),
+    ('{"id": "1", "kind": "a", "question": "?", "golds": "a", "prediction": null, "metrics": {}}\n', "field 'golds'"),
+])  # fmt: skip
+def test_a_bad_predictions_file_is_one_line(content, said, tmp_path):
+    if content is not None:
+        (tmp_path / "p.jsonl").write_text(content)
+    with pytest.raises(InputError, match=said) as error:
+        read_predictions(str(tmp_path / "p.jsonl"))
+    assert "\n" not in str(error.value)
+
+
+def test_predictions_of_an_interrupted_evaluation_are_read_up_to_the_half_written_line(tmp_path):
+    whole = json.dumps(stored("<answer> a </answer>", ["a"]))
+    (tmp_path / "p.jsonl").write_text(whole + "\n" + whole[:40])
+    assert read_predictions(str(tmp_path / "p.jsonl")) == [json.loads(whole)]
+    assert (tmp_path / "p.jsonl").read_text().endswith(whole[:40])  # that run may still be at it
 
 
 # ------------------------------------------------------------------------------------- which checkpoint, which settings
@@ -145,6 +437,36 @@ def test_a_model_of_another_recipe_is_evaluated_under_the_one_that_is_named(tmp_
     assert (recipe.protocol, recipe.max_searches, recipe.model) == ("r1_searcher", 8, model)
 
 
+@pytest.fixture
+def one_stage(monkeypatch):
+    """A paper with a stage 1 and no other, in the built-in world too."""
+    monkeypatch.setitem(recipes.RECIPES, "one_stage", {1: {"max_searches": 3, "reward": "ur2_stage2"}})
+    monkeypatch.setitem(recipes.BUILT_IN, "one_stage", {1: {}})
+
+
+def test_a_paper_with_one_stage_has_its_last_checkpoint_there(one_stage, tmp_path):
+    folder = tmp_path / "one_stage-world0-seed0" / "stage1" / "checkpoint-000004"
+    assert last_checkpoint({"runs": str(tmp_path), "recipe": "one_stage"}) == ""
+    folder.mkdir(parents=True)
+    assert last_checkpoint({"runs": str(tmp_path), "recipe": "one_stage"}) == str(folder)
+    with pytest.raises(InputError, match="one_stage has stages 1"):
+        last_checkpoint({"runs": str(tmp_path), "recipe": "one_stage", "stage": 2})
+
+
+def test_a_model_without_settings_is_evaluated_under_the_papers_last_stage(one_stage):
+    recipe = recipe_of({"model": "Qwen/Qwen2.5-3B", "recipe": "one_stage"})
+    assert (recipe.stage, recipe.max_searches) == (1, 3)
+    assert recipe_of({"model": "Qwen/Qwen2.5-3B"}).stage == 2
+    assert recipe_of({"model": "Qwen/Qwen2.5-3B", "stage": 1}).stage == 1
+
+
+def test_the_judge_of_the_reward_is_not_asked_unless_evaluation_names_one(tmp_path):
+    model = save_settings(tmp_path, judge="http://gone:1/v1#m", summary_log="log.jsonl")
+    recipe = recipe_of({"model": model})
+    assert (recipe.judge, recipe.summary_log) == ("", "")  # and no training log is written on
+    assert recipe_of({"model": model, "judge": "other"}).judge == "other"
+
+
 def test_a_hub_model_is_evaluated_with_the_papers_settings():
     recipe = recipe_of({"model": "Qwen/Qwen2.5-3B"})
     assert (recipe.max_turn_tokens, recipe.documents_per_search, recipe.temperature) == (512, 10, 0.0)
@@ -156,6 +478,10 @@ def test_a_hub_model_is_evaluated_with_the_papers_settings():
     (["--model", "./nowhere"], "no such directory"), (["--recipe", "ur3"], "did you mean ur2?"),
     (["--name", "typo"], "no checkpoint of that run"), (["--data", "f.jsonl"], "--data needs --model"),
     (["--lr", "3"], "unknown flag --lr"), (["--split", "all"], "invalid choice"),
+    (["--reader", "m"], "protocol ur2 does not have"), (["--predictions", "none.jsonl"], "no such file"),
+    (["--predictions", "p", "--model", "m"], "--model has no meaning with --predictions"),
+    (["--predictions", "p", "--recipe", "ur3"], "did you mean ur2?"),
+    (["--judge", "http://127.0.0.1:9/v1#m"], "127.0.0.1:9"),
 ])  # fmt: skip
 def test_bad_input_of_eval_is_one_line(arguments, said, tmp_path, capsys):
     assert said in command_line(evaluation.main, [*arguments, "--runs", tmp_path], capsys)
