@@ -60,7 +60,7 @@ def bucket_of_first_success(scores: Sequence[float]) -> str:
     """R1-Searcher's counting. A success is a full score; no success at all is the hardest bucket, whatever K was.
 
     Its published stage 1 file is medium by the paper, but holds about ten rollouts a question; in the 80 records that were
-    looked at the first success is at 6 to 10, so this count calls most of them easy. The paper's own rollouts are not public.
+    looked at the first success is at 6 to 10, so this count calls most of them easy.
 
     >>> bucket_of_first_success([0, 0, 1, 0]), bucket_of_first_success([0] * 9 + [1]), bucket_of_first_success([0] * 20)
     ('easy', 'medium', 'hard')
