@@ -16,31 +16,59 @@ import dataclasses
 import difflib
 import math
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 import rewards
+from cross_model import cross_answers
 from data import Document, InputError, Question, corpus_from_questions, load_corpus, load_questions, run_main
+from embed import Embedder, make_embedder
+from judge import Judge, math_grader
+from llm import LLM, LocalLLM, load_llm
 from metrics import choice_letter, cover_exact_match, exact_match, f1_score, math_equal
+from policy import Policy, load_policy
 from prompts import PROTOCOLS, Protocol, as_protocol
 from retriever import RETRIEVERS, make_retriever
 from rollout import SearchFunction, Trajectory
 from summarizer import SUMMARIZERS, make_search, make_summarizer
-from toy import KINDS, World
+from toy import LAYOUTS, load_reader, load_toy, world_for
+from world import KINDS
 
-# name -> (trajectory, recipe, step) -> components
+
+@dataclass(frozen=True)
+class Extras:
+    """What a reward takes from outside its trajectory."""
+
+    correct: bool | None = None  # a judge's verdict
+    cross_model_answer: str = ""  # R-Search: what another model answers from the evidence
+    embed: Embedder | None = None  # When to Search: query -> vector
+    grade: Callable[[Question, str], float] | None = None  # UR²: a judge's 2, 1 or 0 for a math answer
+
+
+NO_EXTRAS = Extras()
+
+# name -> (trajectory, recipe, step, extras) -> components
 REWARDS = {
-    "ur2_stage1": lambda t, r, step: rewards.ur2_stage1(t, r.reward_variant, r.retrieval, fallback_penalty=r.fallback_penalty),
-    "ur2_stage2": lambda t, r, step: rewards.ur2_stage2(t, r.answer_metric, fallback_penalty=r.fallback_penalty),
-    "ur2_choice": lambda t, r, step: rewards.ur2_choice(
-        t, step, r.reward_variant, r.answer_metric, fallback_penalty=r.fallback_penalty
+    "ur2_stage1": lambda t, r, step, e: rewards.ur2_stage1(
+        t, r.reward_variant, fallback_penalty=r.fallback_penalty, format_check=r.format_check
     ),
-    "r1_searcher_stage1": lambda t, r, step: rewards.r1_searcher_stage1(t),
-    "r1_searcher_stage2": lambda t, r, step: rewards.r1_searcher_stage2(t, r.answer_metric),
+    "ur2_stage2": lambda t, r, step, e: rewards.ur2_stage2(
+        t, r.answer_metric, e.grade, fallback_penalty=r.fallback_penalty, format_check=r.format_check
+    ),
+    "ur2_choice": lambda t, r, step, e: rewards.ur2_choice(
+        t, step, r.reward_variant, r.answer_metric, e.grade, fallback_penalty=r.fallback_penalty
+    ),
+    "r1_searcher_stage1": lambda t, r, step, e: rewards.r1_searcher_stage1(t),
+    "r1_searcher_stage2": lambda t, r, step, e: rewards.r1_searcher_stage2(t, r.answer_metric),
     # the released code's variants, by name
-    "r1_searcher_stage1_code": lambda t, r, step: rewards.r1_searcher_stage1(t, "cem"),
-    "r1_searcher_stage2_llama": lambda t, r, step: rewards.r1_searcher_stage2(t, r.answer_metric, format_penalty=1.0),
+    "r1_searcher_stage1_code": lambda t, r, step, e: rewards.r1_searcher_stage1(t, "cem"),
+    "r1_searcher_stage2_llama": lambda t, r, step, e: rewards.r1_searcher_stage2(t, r.answer_metric, format_penalty=1.0),
+    "r_search": lambda t, r, step, e: rewards.r_search(t, e.cross_model_answer, r.evidence_reward),
+    "when_to_search_stage1": lambda t, r, step, e: rewards.when_to_search_stage1(t, e.correct, e.embed, r.beta, r.similarity),
+    "when_to_search_stage2": lambda t, r, step, e: rewards.when_to_search_stage2(t, e.correct, e.embed, r.beta, r.similarity),
+    "arena": lambda t, r, step, e: rewards.arena(t, r.bonus, r.relevance_reward),
 }
 
 ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")
@@ -90,9 +118,10 @@ class Recipe:
     summarizer: str = setting("none", "the passages as they are; or the best one, or the fallback", one_of=SUMMARIZERS)
     search_timeout: float = setting(60.0, "seconds until a search counts as failed", above=0)
     search_retries: int = setting(2, "after a failed search", least=0)
+    summary_log: str = setting("", "JSONL to which every LLM summary is appended: what sft.py distils")
     summarizer_model: str = setting("", "--summarizer llm: an OpenAI-compatible URL (http://host:port/v1#model), or a HF model")
     # the curriculum
-    difficulty: str = setting("", "JSONL of `python curriculum.py difficulty`: mean score per question")
+    difficulty: str = setting("", "JSONL of `python curriculum.py difficulty`, or \"level\": the records' own levels")
     buckets: str = setting("", 'with --difficulty: shares of its buckets, as "hard=7,medium=2,easy=1"')
     task_mixing: bool = setting(False, "UR²: math may search only if hard, multiple choice by half (needs --difficulty)")
     # other models
@@ -152,28 +181,61 @@ class Recipe:
     )
 
 
-# Sources: UR² appendix C.2, C.3 and table of hyper-parameters; R1-Searcher section 4.1 and its training script.
-_UR2 = {
+# Each paper's own numbers, at 7B. What a column does not name has the dataclass' default.
+_UR2 = {  # appendix C.2, C.3 and the table of hyper-parameters
     "protocol": "ur2", "algorithm": "reinforce_pp_baseline", "group_size": 16, "questions_per_step": 64,
     "trajectories_per_update": 256, "lr": 2e-6, "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0,
     "temperature": 1.0, "max_searches": 4, "max_turn_tokens": 512, "documents_per_search": 10,
 }  # fmt: skip
-_R1_SEARCHER = {
+_R1_SEARCHER = {  # section 4.1 and its training script
     "protocol": "r1_searcher", "algorithm": "reinforce_pp", "group_size": 16, "questions_per_step": 64,
     "trajectories_per_update": 256, "lr": 2e-6, "kl_coef": 0.0,  # Qwen base; Llama: 1e-4 in the reward
     "kl_place": "reward", "kl_estimator": "k1",
     "temperature": 1.0, "max_searches": 8, "max_turn_tokens": 512, "documents_per_search": 5,  # 3 in its code
+}  # fmt: skip
+_R_SEARCH = {  # section 4.1 and its table of hyper-parameters
+    "protocol": "r_search", "algorithm": "grpo", "group_size": 5, "questions_per_step": 256,
+    "trajectories_per_update": 1280, "lr": 1e-6, "lr_warmup": 185,  # 0.95 of 195 updates, as printed
+    "kl_coef": 1e-3, "kl_estimator": "k3",
+    "temperature": 1.0, "max_searches": 4, "max_turn_tokens": 500, "documents_per_search": 3,  # 5 in evaluation
+    "reward": "r_search", "steps": 195,
+}  # fmt: skip
+_WHEN_TO_SEARCH = {  # section 4 and its table; 500 steps in all, halved between the stages by us
+    "protocol": "when_to_search", "algorithm": "dapo", "group_size": 32, "questions_per_step": 32,
+    "trajectories_per_update": 1024, "lr": 1e-6, "clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token",
+    "kl_coef": 0.0,  # its text; its table: 1e-4
+    "temperature": 1.0, "max_searches": 5, "max_turn_tokens": 8192, "documents_per_search": 5, "beta": 0.3, "steps": 250,
+}  # fmt: skip
+_ARENA = {  # section 4.1
+    "protocol": "arena", "algorithm": "grpo", "group_size": 7, "questions_per_step": 256, "trajectories_per_update": 1792,
+    "lr": 3e-6, "kl_coef": 0.04, "kl_estimator": "k2",  # its library's default: the paper's number is lost
+    "temperature": 0.9, "max_searches": 0, "max_turn_tokens": 256, "reward": "arena", "steps": 95,
 }  # fmt: skip
 RECIPES: dict[str, dict[int, dict]] = {
     "ur2": {
         1: {**_UR2, "reward": "ur2_stage1", "steps": 10},  # 15 for the 3B model
         2: {**_UR2, "reward": "ur2_stage2", "steps": 100},  # at most two epochs
     },
+    # UR²'s baseline: the answer reward from the start, the passages as they are, 5 of them
+    "vanilla_rl": {1: {**_UR2, "reward": "ur2_stage2", "steps": 110, "documents_per_search": 5}},
     "r1_searcher": {
         1: {**_R1_SEARCHER, "reward": "r1_searcher_stage1", "steps": 6},  # one epoch of 350 questions
         2: {**_R1_SEARCHER, "reward": "r1_searcher_stage2", "steps": 128},  # one epoch of 8,148 questions
     },
+    "r_search": {1: _R_SEARCH},
+    "when_to_search": {
+        1: {**_WHEN_TO_SEARCH, "reward": "when_to_search_stage1"},
+        2: {**_WHEN_TO_SEARCH, "reward": "when_to_search_stage2"},
+    },
+    # its ablation: stage 2's reward alone, from the start
+    "when_to_search_unified": {1: {**_WHEN_TO_SEARCH, "reward": "when_to_search_stage2", "steps": 500}},
+    "arena": {1: _ARENA},
 }
+SOURCES = {
+    "ur2": "UR² app. C.2, C.3, C.7", "vanilla_rl": "UR² section 4, baselines", "r1_searcher": "R1-Searcher section 4.1, script",
+    "r_search": "R-Search section 4.1, table", "when_to_search": "When to Search section 4, table",
+    "when_to_search_unified": "When to Search, ablation", "arena": "ARENA section 4.1",
+}  # fmt: skip
 
 # The tiny model has 0.48M random-born weights: it needs a learning rate 150 times larger, and short texts.
 _TINY = {
@@ -185,12 +247,21 @@ _EVERYTHING = {
     "steps": 60, "mix": "one_hop=4,two_hop=4,unit=1,arithmetic=2,known=2",
     "trajectories_per_update": 32, "lr": 5e-4, "lr_schedule": "linear",
 }  # fmt: skip
+_TWO_FACTS = {"mix": "one_hop=1,two_hop=1", "documents_per_search": 2, "document_tokens": 64, "max_turn_tokens": 40}
 BUILT_IN: dict[str, dict[int, dict]] = {
     "ur2": {
         1: {**_TINY, **_LOOKUPS, "summarizer": "extractive"},
         2: {**_TINY, **_EVERYTHING, "summarizer": "extractive"},
     },
+    "vanilla_rl": {1: {**_TINY, **_EVERYTHING, "steps": 72}},
     "r1_searcher": {1: {**_TINY, **_LOOKUPS}, 2: {**_TINY, **_EVERYTHING}},
+    "r_search": {1: {**_TINY, **_EVERYTHING, **_TWO_FACTS, "lr_warmup": 0, "kl_coef": 0.0, "steps": 40}},
+    "when_to_search": {
+        1: {**_TINY, **_LOOKUPS, "max_resample": 1, "steps": 16},
+        2: {**_TINY, **_EVERYTHING, "max_resample": 1, "steps": 40},
+    },
+    "when_to_search_unified": {1: {**_TINY, **_EVERYTHING, "max_resample": 1, "steps": 56}},
+    "arena": {1: {**_TINY, **_EVERYTHING, **_TWO_FACTS, "max_searches": 0, "steps": 40}},
 }
 
 
@@ -248,15 +319,68 @@ def check_training(recipe: Recipe) -> None:
         raise InputError("--kl_estimator k1 in the loss has no expected gradient: use k2, or --kl_place reward")
     if recipe.kl_coef and recipe.kl_place == "reward" and recipe.kl_estimator != "k1":
         raise InputError(f"--kl_estimator {recipe.kl_estimator} in the reward has another gradient than the KL: use k1")
+    if recipe.algorithm == "dapo" and recipe.kl_coef:
+        raise InputError("--algorithm dapo has no KL: set --kl_coef 0, or use grpo")
     if 0 < recipe.dual_clip <= 1:
         raise InputError(f"--dual_clip {recipe.dual_clip}: must be above 1 (3 is usual), or 0 for none")
-    if recipe.reward.startswith("r1_searcher") and not PROTOCOLS[recipe.protocol].answer_tags:
+    check_reward(recipe)
+
+
+def check_reward(recipe: Recipe) -> None:
+    """Does the reward find in the protocol what it reads, and can its terms keep their order?"""
+    protocol = PROTOCOLS[recipe.protocol]
+    if recipe.reward.startswith("when_to_search"):
+        rewards.check_beta(recipe.beta, recipe.max_searches)
+    for name in ("r_search", "when_to_search", "arena"):
+        if recipe.reward.startswith(name) and recipe.protocol != name:
+            raise InputError(f"--reward {recipe.reward} reads the sections of --protocol {name}, not of {recipe.protocol}")
+    if recipe.summarizer == "llm" and not recipe.summarizer_model:
+        raise InputError("--summarizer llm needs --summarizer_model http://host:port/v1#model, or a HF model")
+    if recipe.reward.startswith("r1_searcher") and not protocol.answer_tags:
         raise InputError(f"--reward {recipe.reward} reads <answer> tags, which --protocol {recipe.protocol} does not have")
 
 
-def score(trajectory: Trajectory, recipe: Recipe, step: int) -> dict[str, float]:
+def score(trajectory: Trajectory, recipe: Recipe, step: int, extras: Extras = NO_EXTRAS) -> dict[str, float]:
     """The named components of one trajectory's reward under the recipe; the reward is their sum."""
-    return REWARDS[recipe.reward](trajectory, recipe, step)
+    return REWARDS[recipe.reward](trajectory, recipe, step, extras)
+
+
+class Scorer:
+    """Rewards of all of a step's trajectories at once: another model is asked in one batch, not once per trajectory.
+
+    The models are loaded, and a server is asked whether it is there, before the first rollout.
+    """
+
+    def __init__(self, recipe: Recipe, documents: list[Document], device="cpu"):
+        self.recipe = recipe
+        self.judge = Judge(build_llm(recipe, recipe.judge, device)) if recipe.judge else None
+        needs_reader = recipe.reward == "r_search" and recipe.evidence_reward
+        self.cross_model = build_cross_model(recipe, device) if needs_reader else None
+        self.embed = make_embedder(recipe.embedder, documents) if recipe.reward.startswith("when_to_search") else None
+
+    def __call__(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict[str, float]], list[bool]]:
+        """(components of each reward, whether each answer is right)."""
+        verdicts = self.verdicts(trajectories)
+        pairs = [(t.question, t.evidence if t.searches else None) for t in trajectories]
+        read = cross_answers(self.cross_model, pairs) if self.cross_model else [""] * len(trajectories)
+        grade = math_grader(trajectories, self.judge) if self.judge and self.recipe.reward.startswith("ur2") else None
+        components = [
+            score(t, self.recipe, step, Extras(verdict, answer, self.embed, grade))
+            for t, verdict, answer in zip(trajectories, verdicts, read, strict=True)
+        ]
+        correct = [rewards.is_right(t, verdict) for t, verdict in zip(trajectories, verdicts, strict=True)]
+        return components, correct
+
+    def verdicts(self, trajectories: list[Trajectory]) -> list[bool | None]:
+        """The judge's, where the reward or the algorithm asks for "right"; None: the metrics decide."""
+        asked = self.recipe.reward.startswith("when_to_search") or self.recipe.algorithm == "dapo"
+        if not (self.judge and asked):
+            return [None] * len(trajectories)
+        return self.judge.verdicts([(t.question, t.answer) for t in trajectories])
+
+    def stats(self) -> dict[str, float]:
+        """For the log: how often the judge could not be read, so far."""
+        return {"judge_unreadable": self.judge.unreadable / max(1, self.judge.asked)} if self.judge else {}
 
 
 # ------------------------------------------------------------------------------------------- what a recipe stands for
@@ -276,8 +400,13 @@ def checkpoints(folder: Path) -> list[Path]:
 def training_questions(recipe: Recipe) -> list[Question]:
     if recipe.data:
         return load_questions(recipe.data, skip_bad=recipe.skip_bad)
-    world = World(recipe.world_seed)
-    return [question for kind in KINDS for question in world.questions("train", kind)]
+    world = world_for(recipe.protocol, recipe.world_seed)
+    return [question for kind in built_in_kinds(recipe) for question in world.questions("train", kind)]
+
+
+def built_in_kinds(recipe: Recipe) -> tuple[str, ...]:
+    """The kinds of question that the tiny model of this protocol was warmed up for."""
+    return ("one_hop", "two_hop") if recipe.protocol in LAYOUTS else KINDS
 
 
 def passages(recipe: Recipe, questions: list[Question]) -> list[Document]:
@@ -286,12 +415,62 @@ def passages(recipe: Recipe, questions: list[Question]) -> list[Document]:
         return corpus_from_questions(questions)
     if recipe.corpus:
         return load_corpus(recipe.corpus, recipe.skip_bad)
-    return [] if recipe.data else World(recipe.world_seed).documents
+    return [] if recipe.data else world_for(recipe.protocol, recipe.world_seed).documents
 
 
-def build_search(recipe: Recipe, documents: list[Document]) -> SearchFunction:
+def build_search(recipe: Recipe, documents: list[Document], device="cpu") -> SearchFunction:
+    if PROTOCOLS[recipe.protocol].query_tags is None:  # ARENA: the references come with the question
+        return make_search(make_retriever("empty", []))
     retriever = make_retriever(recipe.retriever, documents, recipe.seed, recipe.title_boost)
-    return make_search(retriever, make_summarizer(recipe.summarizer), recipe.documents_per_search)
+    llm = build_llm(recipe, recipe.summarizer_model, device) if recipe.summarizer == "llm" and recipe.summarizer_model else None
+    return make_search(retriever, make_summarizer(recipe.summarizer, llm, recipe.summary_log), recipe.documents_per_search)
+
+
+def build_llm(recipe: Recipe, spec: str, device="cpu") -> LLM:
+    """Another model: a server or a frozen HF model, with the recipe's limits and its cache."""
+    cache = recipe.llm_cache or str(Path(recipe.runs) / "llm_cache")
+    return load_llm(spec, cache=cache, timeout=recipe.llm_timeout, retries=recipe.llm_retries,
+                    load_in_8bit=recipe.load_in_8bit, device=device)  # fmt: skip
+
+
+def build_cross_model(recipe: Recipe, device="cpu") -> LLM:
+    """R-Search's frozen reader: --cross_model, or in the built-in world a second tiny model with its own seed and shape."""
+    if recipe.cross_model:
+        return build_llm(recipe, recipe.cross_model, device)
+    if recipe.data:
+        raise InputError("--reward r_search asks a frozen model of another family to answer from the evidence: give "
+                         "--cross_model http://host:port/v1#model or a HF model, or --evidence_reward false")  # fmt: skip
+    policy, tokenizer = load_reader(recipe.world_seed, recipe.runs)
+    return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=f"reader-world{recipe.world_seed}")
+
+
+def load_model(recipe: Recipe, path: str, device="cpu") -> tuple[Policy, object]:
+    """(policy, tokenizer) from `path`, or the built-in ones where it is ""."""
+    if path:
+        return load_policy(path, device, recipe.gradient_checkpointing)
+    policy, tokenizer, _ = load_toy(recipe.world_seed, recipe.protocol, recipe.runs)
+    return policy.to(device), tokenizer
+
+
+def check_questions(questions: list[Question], recipe: Recipe) -> list[Question]:
+    """The questions, or an InputError that names the first one without a field that the recipe reads."""
+    if PROTOCOLS[recipe.protocol].references_in_prompt:
+        for question in questions:
+            if not question.references:
+                raise InputError(f"question {question.id} has no references, and --protocol {recipe.protocol} shows them "
+                                 "in the prompt: use data with paragraphs (HotpotQA, 2Wiki, MuSiQue)")  # fmt: skip
+        if recipe.reward == "arena" and recipe.relevance_reward:
+            rewards.check_supporting(questions)
+    if recipe.reward == "ur2_choice":
+        for question in questions:
+            if question.task != "choice" or not question.options:
+                raise InputError(f"question {question.id} has no options, and --reward ur2_choice is for multiple choice: use "
+                                 "--reward ur2_stage2, or data with options")  # fmt: skip
+    if recipe.reward == "r_search" or recipe.reward.startswith("when_to_search"):
+        for question in questions:
+            if question.task == "choice":
+                raise InputError(f"question {question.id} is multiple choice, and --reward {recipe.reward} compares texts")
+    return questions
 
 
 def build_protocol(recipe: Recipe) -> Protocol:
@@ -324,8 +503,14 @@ def rollout_settings(recipe: Recipe) -> dict:
         "temperature": recipe.temperature, "top_p": recipe.top_p, "max_searches": recipe.max_searches,
         "max_turn_tokens": recipe.max_turn_tokens, "max_context": recipe.max_context or None,
         "document_tokens": recipe.document_tokens, "notices": recipe.notices, "retrieval": recipe.retrieval,
-        "batch_size": recipe.rollout_batch_size, "retries": recipe.search_retries, "timeout": recipe.search_timeout,
+        "batch_size": recipe.rollout_batch_size, "retries": recipe.search_retries, "timeout": search_seconds(recipe),
     }  # fmt: skip
+
+
+def search_seconds(recipe: Recipe) -> float:
+    """How long one search may take: its own limit, and with an LLM as summariser the tries that its model is allowed."""
+    asked = (recipe.llm_retries + 1) * recipe.llm_timeout if recipe.summarizer == "llm" else 0.0
+    return recipe.search_timeout + asked
 
 
 # ------------------------------------------------------------------------------------------------ the command line
@@ -380,15 +565,42 @@ def shown_settings(recipe: Recipe) -> str:
     return textwrap.fill(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def main() -> None:
-    """The settings of every paper and stage side by side; a dot is the default of the first column."""
+def table() -> list[list[str]]:
+    """The papers' hyper-parameters: a header, a row per setting that any paper sets, and the sources. "·" is the default."""
     columns = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
     used = {key for name, stage in columns for key in RECIPES[name][stage]}
-    rows = [f.name for f in dataclasses.fields(Recipe) if f.name in used]
-    print(f"{'setting':26}{'default':>23}" + "".join(f"{f'{name} {stage}':>23}" for name, stage in columns))
-    for row in rows:
-        cells = [str(getattr(Recipe(), row)), *[str(RECIPES[name][stage].get(row, "·")) for name, stage in columns]]
-        print(f"{row:26}" + "".join(f"{cell:>23}" for cell in cells))
+    rows = [["setting", "default", *[f"{name} {stage}" if len(RECIPES[name]) > 1 else name for name, stage in columns]]]
+    for f in dataclasses.fields(Recipe):
+        if f.name in used:
+            rows.append([f.name, _cell(f.default), *[_cell(RECIPES[n][s].get(f.name, "·")) for n, s in columns]])
+    return [*rows, ["source", "", *[SOURCES[name] for name, _ in columns]]]
+
+
+def _cell(value) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def markdown_table() -> str:
+    header, *rows = table()
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def main() -> None:
+    """The papers' settings, a row per paper and stage here, so that they fit a screen; --markdown: the README's table."""
+    parser = FlagParser("recipes.py", description="Print the hyper-parameters of the five papers.", allow_abbrev=False)
+    parser.add_argument("--markdown", action="store_true", help="the table of the README")
+    if parser.parse_args().markdown:
+        print(markdown_table())
+        return
+    columns = list(zip(*table(), strict=True))  # one line for each column of the table
+    for block in range(1, len(columns[0]) - 1, 7):
+        cells = [[column[0], *column[block : min(block + 7, len(columns[0]) - 1)]] for column in columns]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        for row in cells:
+            print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        print()
+    for name, source in SOURCES.items():
+        print(f"{name:23} {source}")
 
 
 if __name__ == "__main__":

@@ -481,12 +481,15 @@ def _when_to_search(trajectory: Trajectory, embed: Embedder | None, similarity: 
 
 
 def is_right(trajectory: Trajectory, correct: bool | None) -> bool:
-    """The judge's verdict, else cover-EM. An answer that lists everything covers every gold: a long one is not right."""
-    answer, golds = trajectory.answer, trajectory.question.answers
+    """The judge's verdict, else the metric of the task: math equality, the letter, or cover-EM. An answer that lists
+    everything covers every gold: a long one is not right."""
+    question, answer, golds = trajectory.question, trajectory.answer, trajectory.question.answers
     if not answer:
         return False
     if correct is not None:
         return bool(correct)
+    if question.task in ("math", "choice"):
+        return _ur2_answer(trajectory, exact_match, None) > 0
     short = len(answer.split()) <= max([MAX_ANSWER_WORDS, *(len(gold.split()) for gold in golds)])
     return short and bool(cover_exact_match(answer, golds, "delete"))
 

@@ -260,6 +260,8 @@ def call_search(search: SearchFunction, requests: list[SearchRequest], retries: 
         thread.join(timeout)
         if not box:
             error = f"no answer within {timeout:g} s"
+        elif isinstance(box[0], InputError):  # such as a summariser that has been down for batches: no fault of one search
+            raise box[0]
         elif isinstance(box[0], Exception):
             error = f"{type(box[0]).__name__}: {box[0]}"
         else:

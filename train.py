@@ -43,7 +43,7 @@ import dapo
 import grpo
 import ppo
 import reinforce_pp
-from curriculum import QuestionStream
+from curriculum import QuestionStream, read_difficulty
 from data import InputError, run_main
 from policy import (
     Batch,
@@ -51,7 +51,6 @@ from policy import (
     check_model_path,
     collate,
     evaluating,
-    load_policy,
     lr_factor,
     make_optimizer,
     micro_batches,
@@ -59,20 +58,21 @@ from policy import (
 )
 from recipes import (
     Recipe,
+    Scorer,
     answer_scores,
     build_protocol,
     build_search,
+    check_questions,
     checkpoints,
+    load_model,
     parse_recipe,
     passages,
     rollout_settings,
-    score,
     shown_settings,
     stage_folder,
     training_questions,
 )
 from rollout import Trajectory, check_prompts, rollout, show
-from toy import load_toy
 
 ALGORITHMS = {"reinforce_pp": reinforce_pp, "reinforce_pp_baseline": reinforce_pp, "grpo": grpo, "dapo": dapo, "ppo": ppo}
 
@@ -98,14 +98,6 @@ def starting_model(recipe: Recipe) -> tuple[str, str]:
     start = f"starts from {recipe.model or 'the built-in model'}"
     missing = f": there is no stage {recipe.stage - 1} checkpoint in {before}" if recipe.stage > 1 else ""
     return recipe.model, f"stage {recipe.stage} {start}{missing}"
-
-
-def load_start(recipe: Recipe, path: str, device) -> tuple[Policy, object]:
-    """Policy and tokenizer from `path`, or the built-in ones where it is ""."""
-    if path:
-        return load_policy(path, device, recipe.gradient_checkpointing)
-    policy, tokenizer, _ = load_toy(recipe.world_seed, recipe.protocol, recipe.runs)
-    return policy.to(device), tokenizer
 
 
 # ------------------------------------------------------------------------------------------------ from score to step
@@ -402,13 +394,17 @@ class Trainer:
         self.algorithm = ALGORITHMS[recipe.algorithm]
         self.protocol = build_protocol(recipe)
         start, said = starting_model(recipe)  # first of all: reading a corpus and then missing the model wastes minutes
-        questions = training_questions(recipe)
+        questions = check_questions(training_questions(recipe), recipe)
         self.draws = 1 + recipe.max_resample if self.algorithm is dapo else 1  # of questions per step, at most
-        self.stream = QuestionStream(questions, recipe.questions_per_step, recipe.mix, recipe.seed, self.draws)
-        self.search = build_search(recipe, passages(recipe, questions))
+        difficulty = read_difficulty(recipe.difficulty, questions) if recipe.difficulty else None
+        self.stream = QuestionStream(questions, recipe.questions_per_step, recipe.mix, recipe.seed, self.draws, difficulty,
+                                     recipe.buckets, recipe.task_mixing)  # fmt: skip
+        documents, device = passages(recipe, questions), self.accelerator.device
+        self.search = build_search(recipe, documents, device)
         self.accelerator.print(said)
-        with self.accelerator.local_main_process_first():  # one process makes the built-in model, the others read it
-            self.policy, self.tokenizer = load_start(recipe, start, self.accelerator.device)
+        with self.accelerator.local_main_process_first():  # one process makes the built-in models, the others read them
+            self.policy, self.tokenizer = load_model(recipe, start, device)
+            self.scorer = Scorer(recipe, documents, device) if self.accelerator.is_main_process else None
         check_prompts(questions, self.protocol, self.tokenizer, self.policy, **rollout_settings(recipe))
         self.reference = self.load_reference() if recipe.kl_coef else None
         betas = (recipe.beta1, recipe.beta2)
@@ -423,7 +419,6 @@ class Trainer:
         per_step = recipe.questions_per_step * recipe.group_size
         self.per_update = recipe.trajectories_per_update or per_step
         self.updates = math.ceil(per_step / self.per_update)
-        self.scorer = lambda trajectories, step: [score(t, recipe, step) for t in trajectories]
         if per_step // self.updates < self.accelerator.num_processes:
             raise InputError(f"{per_step // self.updates} trajectories per update cannot be shared by "
                              f"{self.accelerator.num_processes} processes: raise --trajectories_per_update")  # fmt: skip
@@ -439,7 +434,7 @@ class Trainer:
     def load_reference(self) -> Policy:
         """π_ref: the model this stage began with, frozen."""
         path, _ = starting_model(dataclasses.replace(self.recipe, resume=False))
-        reference, _ = load_start(self.recipe, path, self.accelerator.device)
+        reference, _ = load_model(self.recipe, path, self.accelerator.device)
         return reference.eval().requires_grad_(False)
 
     def load_trainer(self, path: Path) -> int:
@@ -477,20 +472,20 @@ class Trainer:
         questions = self.stream.take(step, draw)
         bounds = [len(questions) * r // world for r in range(world + 1)]
         seed = self.recipe.seed * 1_000_003 + (step * self.draws + draw) * 1_009 + rank
-        mine = rollout(self.policy, self.tokenizer, questions[bounds[rank] : bounds[rank + 1]], self.search, self.protocol,
-                       self.recipe.group_size, seed=seed, **rollout_settings(self.recipe))  # fmt: skip
+        mine = questions[bounds[rank] : bounds[rank + 1]]
+        settings = rollout_settings(self.recipe)
+        if self.recipe.retrieval:  # task mixing: some questions are asked without
+            settings["retrieval"] = self.stream.may_search(mine)
+        mine = rollout(self.policy, self.tokenizer, mine, self.search, self.protocol, self.recipe.group_size, seed=seed,
+                       **settings)  # fmt: skip
         return gather_object(mine) if world > 1 else mine
-
-    def correctness(self, trajectories: list[Trajectory]) -> list[bool]:
-        """Which of them answered right: cover-EM, or an equal result in math and multiple choice."""
-        return [answer_scores(t)["cem"] == 1 for t in trajectories]
 
     def judged(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict[str, float]], list[bool]]:
         """Reward components and correctness. One process scores for all: a model that judges may answer another process
         otherwise, and processes that go on with different rows wait for each other for ever."""
         found = [None, None]
         if self.accelerator.is_main_process:
-            found = [self.scorer(trajectories, step), self.correctness(trajectories)]
+            found = list(self.scorer(trajectories, step))
         components, correct = broadcast_object_list(found) if self.accelerator.num_processes > 1 else found
         return components, correct
 
