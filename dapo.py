@@ -26,13 +26,11 @@ from data import run_main
 
 
 def informative_groups(correct: Tensor, group_size: int) -> Tensor:
-    """[B] bool: whether the trajectory's group has both right and wrong answers.
+    """[B] bool: whether the trajectory's group has both right and wrong answers, or answer rewards that differ.
 
     Worked, by twos: right, wrong | right, right | wrong, wrong -> True, True, False, False, False, False.
     """
-    groups = grpo.as_groups(correct, group_size)  # [questions, G]
-    mixed = (groups.amin(1) == 0) & (groups.amax(1) == 1)  # [questions]  departure 2
-    return mixed.repeat_interleave(group_size)  # [B]
+    return ~grpo.equal_rewards(grpo.as_groups(correct, group_size)).repeat_interleave(group_size)  # [B]  departure 2
 
 
 def trained_mask(batch) -> Tensor:

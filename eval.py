@@ -37,7 +37,7 @@ from cross_model import answer_from_evidence
 from data import InputError, Question, finished_records, load_questions, run_main
 from judge import Judge
 from metrics import rouge
-from policy import check_model_path, load_policy
+from policy import check_model_path
 from prompts import build_prompt
 from recipes import (
     RECIPES,
@@ -49,8 +49,10 @@ from recipes import (
     build_llm,
     build_protocol,
     build_search,
+    built_in_kinds,
     check_recipe,
     checkpoints,
+    load_model,
     passages,
     resolve,
     rollout_settings,
@@ -66,7 +68,8 @@ from rewards import (
     when_to_search_stage1,
 )
 from rollout import Trajectory, check_prompts, rollout, show
-from toy import KINDS, World, load_toy
+from toy import world_for
+from world import KINDS
 
 COLUMNS = ("em", "f1", "cem", "searched", "searches", "fallbacks", "format")  # of every protocol that searches
 ALL_COLUMNS = (
@@ -388,8 +391,9 @@ def material(recipe: Recipe, options: dict) -> tuple[list[Question], list]:
         questions = load_questions(recipe.data, skip_bad=recipe.skip_bad)
         count = options["questions"]
         return questions[: count or None], passages(recipe, questions)
-    world = World(recipe.world_seed, options["fact_seed"])
-    kinds = [q for kind in KINDS for q in world.questions(options["split"], kind, options["questions"] or None)]
+    world = world_for(recipe.protocol, recipe.world_seed, options["fact_seed"])
+    count, split = options["questions"] or None, options["split"]
+    kinds = [q for kind in built_in_kinds(recipe) for q in world.questions(split, kind, count)]
     return kinds, passages(recipe, kinds) if recipe.corpus else world.documents
 
 
@@ -417,7 +421,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def roll_out(recipe: Recipe, options: dict, questions: list[Question], documents: list, out: Path) -> list[dict]:
     search = build_search(recipe, documents, best_device())
-    policy, tokenizer = load(recipe)
+    policy, tokenizer = load_model(recipe, recipe.model, best_device())
     searching = f", retriever {recipe.retriever}" if build_protocol(recipe).query_tags else ""
     print(f"{recipe.model or 'the built-in model, before RL'}: {len(questions)} questions of "
           f"{recipe.data or 'the built-in world'}, {options['samples']} sample(s) each, "
@@ -436,7 +440,7 @@ def demo(arguments: list[str] | None = None) -> None:
     questions, documents = material(recipe, {"questions": 0, "split": "test", "fact_seed": None})
     question = pick(questions, text)
     search = build_search(recipe, documents, best_device())
-    policy, tokenizer = load(recipe)
+    policy, tokenizer = load_model(recipe, recipe.model, best_device())
     protocol = build_protocol(recipe)
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in build_prompt(protocol, question, tokenizer):
         raise InputError(f"the model has no tokens for this question, as it knows only its own world's words; "
@@ -458,14 +462,6 @@ def pick(questions: list[Question], text: str) -> Question:
 
 def best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def load(recipe: Recipe):
-    """(policy, tokenizer) on the GPU where there is one."""
-    if recipe.model:
-        return load_policy(recipe.model, best_device())
-    policy, tokenizer, _ = load_toy(recipe.world_seed, recipe.protocol, recipe.runs)
-    return policy.to(best_device()), tokenizer
 
 
 def load_judge(recipe: Recipe) -> Judge | None:

@@ -27,7 +27,7 @@ from data import Document, InputError, Question, corpus_from_questions, load_cor
 from embed import Embedder, make_embedder
 from judge import Judge, math_grader
 from llm import LLM, LocalLLM, load_llm
-from metrics import choice_letter, cover_exact_match, exact_match, f1_score, math_equal
+from metrics import choice_letter, cover_exact_match, exact_match, f1_score, math_equal, mean_rouge
 from policy import Policy, load_policy
 from prompts import PROTOCOLS, Protocol, as_protocol
 from retriever import RETRIEVERS, make_retriever
@@ -162,6 +162,8 @@ class Recipe:
     kl_place: str = setting("loss", "none: only logged", one_of=("loss", "reward", "none"))
     mask_documents: bool = setting(True, "False trains on the documents too (ablation)")
     max_resample: int = setting(3, "DAPO: extra draws of questions per step, at most", least=0)
+    filter_by: str = setting("correct", "DAPO: what must differ in a group: right and wrong, or the reward's answer term",
+                             one_of=("correct", "answer"))  # fmt: skip
     gae_lambda: float = setting(1.0, "PPO: GAE's λ", least=0, most=1)
     value_clip: float = setting(0.2, "PPO: the value moves at most this far from its old one; 0 = off", least=0)
     critic_lr: float = setting(1e-5, "PPO: learning rate of the critic", above=0)
@@ -225,10 +227,13 @@ RECIPES: dict[str, dict[int, dict]] = {
     "r_search": {1: _R_SEARCH},
     "when_to_search": {
         1: {**_WHEN_TO_SEARCH, "reward": "when_to_search_stage1"},
-        2: {**_WHEN_TO_SEARCH, "reward": "when_to_search_stage2"},
+        # by correctness, the groups that stage 2 is about (all right, with and without a search) would be dropped
+        2: {**_WHEN_TO_SEARCH, "reward": "when_to_search_stage2", "filter_by": "answer"},
     },
     # its ablation: stage 2's reward alone, from the start
-    "when_to_search_unified": {1: {**_WHEN_TO_SEARCH, "reward": "when_to_search_stage2", "steps": 500}},
+    "when_to_search_unified": {
+        1: {**_WHEN_TO_SEARCH, "reward": "when_to_search_stage2", "filter_by": "answer", "steps": 500},
+    },
     "arena": {1: _ARENA},
 }
 SOURCES = {
@@ -257,7 +262,7 @@ BUILT_IN: dict[str, dict[int, dict]] = {
     "r1_searcher": {1: {**_TINY, **_LOOKUPS}, 2: {**_TINY, **_EVERYTHING}},
     "r_search": {1: {**_TINY, **_EVERYTHING, **_TWO_FACTS, "lr_warmup": 0, "kl_coef": 0.0, "steps": 40}},
     "when_to_search": {
-        1: {**_TINY, **_LOOKUPS, "max_resample": 1, "steps": 16},
+        1: {**_TINY, "mix": "one_hop=4,two_hop=4,unit=1,arithmetic=2,known=3", "max_resample": 1, "steps": 14},
         2: {**_TINY, **_EVERYTHING, "max_resample": 1, "steps": 40},
     },
     "when_to_search_unified": {1: {**_TINY, **_EVERYTHING, "max_resample": 1, "steps": 56}},
@@ -286,8 +291,11 @@ def check_recipe(recipe: Recipe, training: bool = True) -> Recipe:
         check_value(f.name, getattr(recipe, f.name), f.metadata)
     if recipe.data and not recipe.model:
         raise InputError("--data needs --model: the built-in tiny model can read only its own world")
-    if recipe.data and not recipe.corpus and recipe.retriever not in ("empty", "oracle"):
+    searches = PROTOCOLS[recipe.protocol].query_tags is not None and recipe.retriever not in ("empty", "oracle")
+    if recipe.data and searches and not recipe.corpus:
         raise InputError("--data needs --corpus FILE, or --corpus from-data to search the records' own paragraphs")
+    if recipe.summarizer == "llm" and not recipe.summarizer_model:
+        raise InputError("--summarizer llm needs --summarizer_model http://host:port/v1#model, or a HF model")
     if training:
         check_training(recipe)
     return recipe
@@ -334,8 +342,6 @@ def check_reward(recipe: Recipe) -> None:
     for name in ("r_search", "when_to_search", "arena"):
         if recipe.reward.startswith(name) and recipe.protocol != name:
             raise InputError(f"--reward {recipe.reward} reads the sections of --protocol {name}, not of {recipe.protocol}")
-    if recipe.summarizer == "llm" and not recipe.summarizer_model:
-        raise InputError("--summarizer llm needs --summarizer_model http://host:port/v1#model, or a HF model")
     if recipe.reward.startswith("r1_searcher") and not protocol.answer_tags:
         raise InputError(f"--reward {recipe.reward} reads <answer> tags, which --protocol {recipe.protocol} does not have")
 
@@ -485,16 +491,22 @@ def build_protocol(recipe: Recipe) -> Protocol:
 
 
 def answer_scores(trajectory: Trajectory) -> dict[str, float]:
-    """em, f1 and cem of the final answer. A math or choice answer that is right counts 1 under each."""
+    """em, f1 and cem of the final answer. A math or choice answer that is right counts 1 under each, a summary has its mean
+    ROUGE. Punctuation becomes a blank or nothing, as each paper's own scorer has it."""
     question, answer = trajectory.question, trajectory.answer or ""
+    names = ("em", "f1", "cem")
     if question.task == "math":
-        return dict.fromkeys(("em", "f1", "cem"), float(math_equal(answer, question.answers)))
+        return dict.fromkeys(names, float(math_equal(answer, question.answers)))
+    if question.task == "summary":
+        return dict.fromkeys(names, mean_rouge(answer, question.answers))
     if question.task == "choice":
         golds = {choice_letter(gold, question.options) for gold in question.answers}
         letter = choice_letter(answer, question.options)
-        return dict.fromkeys(("em", "f1", "cem"), float(letter is not None and letter in golds))
-    metrics = {"em": exact_match, "f1": f1_score, "cem": cover_exact_match}
-    return {name: float(metric(answer, question.answers)) for name, metric in metrics.items()}
+        return dict.fromkeys(names, float(letter is not None and letter in golds))
+    protocol = getattr(trajectory, "protocol", None)
+    punctuation = "delete" if protocol and protocol.name in ("r_search", "when_to_search") else "space"
+    metrics = (exact_match, f1_score, cover_exact_match)
+    return {name: float(metric(answer, question.answers, punctuation)) for name, metric in zip(names, metrics, strict=True)}
 
 
 def rollout_settings(recipe: Recipe) -> dict:

@@ -93,10 +93,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     spaced += [*map(str, range(MAX_NUMBER)), "?", ".", "+", ":"]
     spaced += [f"({i})" for i in range(1, 6)]
     bare = [*CITY_TAILS, *COMPANY_TAILS, "?", ":", ".", "+", "\\boxed{", " \\boxed{", "}", "\n", "\n\n", " "]
-    bare += ["[", "]", ",", *map(str, range(1, REFERENCES + 1))]  # ARENA's list of references: [1, 4]
+    bare += ["[", "]", ", ", *map(str, range(1, REFERENCES + 1))]  # ARENA's list of references: [1, 4]
     pieces = list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *[f" {word}" for word in spaced], *bare]))
-    # Unigram with equal scores takes the fewest pieces that cover the text.
-    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=2, byte_fallback=False))
+    # Unigram with equal scores takes the fewest pieces that cover the text. Of ", " + "4" and "," + " 4" it is to take the
+    # first, so that a number is one token wherever it stands in a list.
+    scored = [(piece, -0.5 if piece == ", " else -1.0) for piece in pieces]
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=2, byte_fallback=False))
     # A word at the start of a line gets the leading space that its piece has everywhere else.
     line_start = normalizers.Replace(Regex(r"(?<=\n)(?=[a-z0-9(])"), " ")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), line_start])
@@ -327,13 +329,12 @@ class TraceWriter:
 
     def with_neighbour(self, found: tuple[str, str]) -> list[tuple[str, str]]:
         """What a search shows. With a passage per fact the entity's other fact comes along, before it or behind it."""
-        title, text = found
-        relation = text.split()[0]
+        relation, name = found[1].split()[0], found[1].partition(" of ")[2].removesuffix(" .")
         if not self.single or relation not in RELATIONS:
             return [found]
         about = RELATIONS[relation][0]
         other = next(r for r, (kind, _) in RELATIONS.items() if kind == about and r != relation)
-        return shuffled(self.rng, [found, fact_passage(title, other, self.guess(RELATIONS[other][1]))])
+        return shuffled(self.rng, [found, fact_passage(name, other, self.guess(RELATIONS[other][1]))])
 
     # ------------------------------------------------------------------ how it ends
     def final(self, task: Task, answer: str, evidence: list[Hop] = (), searched: bool = False) -> Pieces:
@@ -354,11 +355,11 @@ class TraceWriter:
         """R-Search: the sentences that were found, flawed as `options` say; without them the thought leads to the answer."""
         if not hops or self.rng.random() < self.options.no_evidence:
             return f" {task.thought} {answer}" if task.thought else ""
-        lines = [f" {title}: {text}" for title, text in (hop.found for hop in hops)]
+        lines = [f" {hop.found[1]}" for hop in hops]
         if self.rng.random() < self.options.wrong_evidence:
-            title, text = hops[-1].found
-            relation = text.split()[0] if self.rng.random() < 0.5 else self.rng.choice(list(RELATIONS))
-            lines[-1] = f" {title}: {relation} {self.guess(RELATIONS[relation][1])} ." if relation in RELATIONS else lines[-1]
+            relation = task.thought if self.rng.random() < 0.5 else self.rng.choice(list(RELATIONS))
+            name = lines[-1].partition(" of ")[2]
+            lines[-1] = f" {relation} {self.guess(RELATIONS[relation][1])} of {name}" if name else lines[-1]
         begin, end = self.protocol.evidence_tags
         return f"{begin}{''.join(lines)}{end}"
 
@@ -382,12 +383,12 @@ class TraceWriter:
         return question, [(f"{cited}{analysis}{begin} {answer}{end}", "model")]
 
     def citation(self, numbers: list[int]) -> list[int]:
-        """The right numbers, or others: all of them, only one, or any set."""
+        """The right numbers, or others: all of them, only one, or one too many."""
         if self.rng.random() < self.options.right_citation:
             return numbers
         everything = list(range(1, REFERENCES + 1))
-        flawed = [everything, [self.rng.choice(numbers)], sorted(self.rng.sample(everything, self.rng.randint(1, 3)))]
-        return self.rng.choice(flawed)
+        one_more = sorted({*numbers, self.rng.choice(everything)})
+        return self.rng.choice([everything, [self.rng.choice(numbers)], one_more])
 
     def value(self, answer: str) -> str:
         return f" \\boxed{{ {answer}}}" if self.protocol.answer_tags is None else f" {answer}"
@@ -460,11 +461,11 @@ def reader_example(writer: TraceWriter, tokenizer) -> Example:
     """Evidence and question -> the answer. Without the sentence that states it: "none", so that evidence is worth what it
     says and no more."""
     task = writer.one_hop() if writer.rng.random() < 0.5 else writer.two_hop()
-    lines, answer = [f"{title}: {text}" for title, text in (hop.found for hop in task.hops)], task.answer
+    lines, answer = [hop.found[1] for hop in task.hops], task.answer
     if writer.rng.random() < 0.3:
-        lines[-1] = "{}: {}".format(*writer.other_passage())
-        stated = lines[-1].split(": ")[1].split()
-        answer = " ".join(stated[1:-1]) if stated[0] == task.thought else "none"
+        lines[-1] = writer.other_passage()[1]
+        relation, _, value = lines[-1].partition(" of ")[0].partition(" ")
+        answer = value if relation == task.thought else "none"
     request = READER_INSTRUCTION, reader_text(Question("", task.question, []), " ".join(lines))
     prompt = tokenizer(chat_text(tokenizer, *request), add_special_tokens=False)["input_ids"]
     reply = tokenizer(f" {answer}<eos>", add_special_tokens=False)["input_ids"]

@@ -504,10 +504,18 @@ class Trainer:
             sampled.correct = torch.cat([sampled.correct, torch.tensor(correct)])  # [N]
             keep = torch.ones(len(sampled.correct), dtype=torch.bool)  # [N]
             if self.algorithm is dapo:
-                keep = dapo.informative_groups(sampled.correct, group_size)  # [N]
+                keep = self.informative(sampled)  # [N]
             sampled.kept = keep.nonzero()[:wanted, 0].tolist()  # the first ones: a surplus is cut the same way every time
             sampled.draws += 1
         return sampled
+
+    def informative(self, sampled: Sampled) -> torch.Tensor:
+        """[N] bool. Trap: by correctness, a question that all trajectories answer right is dropped, and with it every
+        comparison of a right answer with a search and one without: When to Search's stage 2 filters by the answer term."""
+        if self.recipe.filter_by == "correct":
+            return dapo.informative_groups(sampled.correct, self.recipe.group_size)
+        answers = torch.tensor([terms["answer"] for terms in sampled.components])  # [N]
+        return dapo.informative_groups(answers, self.recipe.group_size)
 
     def step(self, step: int) -> tuple[dict, list[Trajectory], list[dict]]:
         recipe, start = self.recipe, time.perf_counter()
@@ -515,7 +523,7 @@ class Trainer:
         rolled = time.perf_counter()
         record = {"step": step, **measure(sampled.trajectories, sampled.components, recipe)}
         if self.algorithm is dapo:
-            informative = dapo.informative_groups(sampled.correct, recipe.group_size)  # [N]
+            informative = self.informative(sampled)  # [N]
             record |= {"resampled": sampled.draws - 1, "informative": informative.float().mean().item(),
                        "skipped": int(not sampled.kept)}  # fmt: skip
         if sampled.kept:

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from data import Document, Question, run_main
+from prompts import number_documents
 
 # ------------------------------------------------------------------------------------------- the pieces of names
 
@@ -144,15 +145,20 @@ class World:
 
     @property
     def documents(self) -> list[Document]:
-        """676 pages, or 1340 facts, unit conversions included. The title is the entity's name."""
+        """676 pages, or 1340 facts, unit conversions included. A page's title is the entity's name, a fact has none."""
+        return [document for document, _ in self.keyed_documents()]
+
+    def keyed_documents(self) -> list[tuple[Document, tuple[str, str]]]:
+        """Each passage with what it is about: (name, relation); of a page and of a unit the relation is ""."""
         rng = random.Random(f"passages {self.seed}")
         names = [name for split in SPLITS for names in self.entities[split].values() for name in names]
         if self.layout == "pages":
-            passages = [passage(rng, name, self.facts[name]) for name in names]
+            passages = [(passage(rng, name, self.facts[name]), (name, "")) for name in names]
         else:
-            passages = [fact_passage(name, *fact) for name in names for fact in shuffled(rng, list(self.facts[name].items()))]
-        passages += [unit_passage(*unit) for units in self.units.values() for unit in units]
-        return [Document(str(i), title, text) for i, (title, text) in enumerate(passages)]
+            facts = [(name, *fact) for name in names for fact in shuffled(rng, list(self.facts[name].items()))]
+            passages = [(fact_passage(*fact), fact[:2]) for fact in facts]
+        passages += [(unit_passage(*unit), (unit[0], "")) for units in self.units.values() for unit in units]
+        return [(Document(str(i), *passage), key) for i, (passage, key) in enumerate(passages)]
 
     def questions(self, split: str, kind: str, count: int | None = None, seed: int = 0) -> list[Question]:
         """Questions of one kind over one split's entities, in an order drawn from `seed`; `count=None` gives all."""
@@ -189,13 +195,9 @@ class References:
     """The passages of one split that a question comes with: those of its hops, and in the layout "facts" distractors."""
 
     def __init__(self, world: World, split: str):
-        names = [name for names in world.entities[split].values() for name in names]
-        titles = {*names, *(unit[0] for unit in world.units.get(split, []))}
-        self.world, self.names = world, names
-        self.documents = {(d.title, self.relation(d)): d for d in world.documents if d.title in titles}
-
-    def relation(self, document: Document) -> str:
-        return document.text.split()[0] if self.world.layout == "facts" and document.text.split()[0] in RELATIONS else ""
+        self.world, self.names = world, [name for names in world.entities[split].values() for name in names]
+        about = {*self.names, *(unit[0] for unit in world.units.get(split, []))}
+        self.documents = {key: document for document, key in world.keyed_documents() if key[0] in about}
 
     def find(self, identity: str, hops: tuple[tuple[str, str], ...]) -> tuple[tuple[Document, ...], tuple[int, ...]]:
         """(references, numbers of those that support the answer, from 1)."""
@@ -228,7 +230,9 @@ def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, 
 
 
 def fact_passage(name: str, relation: str, value: str) -> tuple[str, str]:
-    return name, f"{relation} {value} ."
+    """A fact has no title: its relation stands right behind its number, and the value right behind the relation. What stands
+    side by side is what a model of two layers can match."""
+    return "", f"{relation} {value} of {name} ."
 
 
 def unit_passage(big: str, small: str, factor: int) -> tuple[str, str]:
@@ -254,7 +258,8 @@ def main() -> None:
             question = world.questions("train", kind)[0]
             print(f"  {kind}: {question.question}  ->  {question.answers[0]}")
             for number, document in enumerate(question.references, 1):
-                print(f"    {'*' if number in question.supporting else ' '} ({number}) {document.title}: {document.text}")
+                line = number_documents([document])[0].removeprefix("(1)")
+                print(f"    {'*' if number in question.supporting else ' '} ({number}){line}")
         print()
 
 
