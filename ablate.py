@@ -39,6 +39,7 @@ from recipes import FlagParser
 DEFAULT_SEEDS = 2
 FIRST_WORLD = 20  # no setting was chosen on these worlds
 EVAL_QUESTIONS = 50  # of a kind
+REWARD_QUESTIONS = 128
 
 # Two-sided 95 % points of Student's t for n − 1 = 1, 2, ... degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -65,11 +66,14 @@ ARMS: dict[str, Arm] = {
     "ur2_no_mask": Arm("ur2", 2, {**_SHORT, "mask_documents": False}, "ur2_stage1"),
     "ur2_no_penalty": Arm("ur2", 2, {**_SHORT, "fallback_penalty": 0.0}, "ur2_stage1"),
     "ur2_no_summary": Arm("ur2", 2, {**_SHORT, "summarizer": "none"}, "ur2_stage1"),
-    "ur2_em": Arm("ur2", 2, {**_SHORT, "answer_metric": "em"}, "ur2_stage1"),
     "ur2_grpo": Arm("ur2", 2, {**_SHORT, "algorithm": "grpo"}, "ur2_stage1"),
     "ur2_loose": Arm("ur2", 2, {**_SHORT, "format_check": "loose"}, "ur2_stage1"),
     "ur2_k2": Arm("ur2", 2, {"steps": 12, "algorithm": "grpo", "lr": 2e-3, "kl_coef": 0.1}, "ur2_stage1"),
     "ur2_k3": Arm("ur2", 2, {"steps": 12, "algorithm": "grpo", "lr": 2e-3, "kl_coef": 0.1, "kl_estimator": "k3"}, "ur2_stage1"),
+    "vanilla_rl": Arm("vanilla_rl", 1, {"steps": 42}),
+    "r1_stage1": Arm("r1_searcher", 1, {}),
+    "r1": Arm("r1_searcher", 2, _SHORT, "r1_stage1"),
+    "r1_em": Arm("r1_searcher", 2, {**_SHORT, "answer_metric": "em"}, "r1_stage1"),
     "r_search": Arm("r_search", 1, {}),
     "r_search_no_evidence": Arm("r_search", 1, {"evidence_reward": False}),
     "r_search_ppo": Arm("r_search", 1, {"algorithm": "ppo", "critic_lr": 1e-3}),
@@ -129,8 +133,10 @@ CLAIMS = [
           ("ur2", "ur2_no_summary"), "look-up EM", score("lookups", "em")),
     Claim("fallback", "UR²", "the summariser's fallback stops needless searches",
           ("ur2", "ur2_no_summary"), "arithmetic searches", score("arithmetic", "searches"), -1, 0.1),
+    Claim("vanilla", "UR²", "UR² beats RL without stage 1 and summaries, at equal steps",
+          ("ur2", "vanilla_rl"), "look-up EM", score("lookups", "em")),
     Claim("f1", "R1-Searcher", "an F1 reward beats an exact-match reward",
-          ("ur2", "ur2_em"), "look-up EM", score("lookups", "em")),
+          ("r1", "r1_em"), "look-up EM", score("lookups", "em")),
     Claim("reinforce", "R1-Searcher, UR²", "REINFORCE++ beats GRPO",
           ("ur2", "ur2_grpo"), "look-up EM", score("lookups", "em")),
     Claim("k2", "ARENA", "k2 trains more stably than k3 (lr 2e-3, KL 0.1)",
@@ -209,7 +215,7 @@ def run_arm(name: str, seed: int, runs: str) -> float:
              "keep_checkpoints": 1, "show_every": 1_000, **arm.changes}  # fmt: skip
     if arm.start:
         before = recipes.resolve(ARMS[arm.start].recipe, ARMS[arm.start].stage, True,
-                                 {"runs": runs, "name": f"{arm.start}-world{seed}", "seed": seed, "world_seed": seed})  # fmt: skip
+                                 {"runs": runs, "name": f"{arm.start}-world{seed}"})  # fmt: skip
         given["start_from"] = str(recipes.checkpoints(recipes.stage_folder(before))[-1])
     recipe = recipes.check_recipe(recipes.resolve(arm.recipe, arm.stage, True, given))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,8 +223,11 @@ def run_arm(name: str, seed: int, runs: str) -> float:
         folder = train.train(recipe)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         curve = {key: [line.get(key, 0.0) for line in lines] for key in ("reward", "grad_norm", "em", "searches")}
-        result = {"arm": name, "seed": seed, "eval": measure_arm(recipe, recipes.checkpoints(folder)[-1]), "curve": curve,
-                  "seconds": time.perf_counter() - start}  # fmt: skip
+        trained = str(recipes.checkpoints(folder)[-1])
+        seconds = time.perf_counter() - start
+        rewards = [held_out_reward(recipe, checkpoint) for checkpoint in (recipe.start_from, trained)]
+        result = {"arm": name, "seed": seed, "eval": measure_arm(recipe, trained), "reward": rewards, "curve": curve,
+                  "seconds": seconds}  # fmt: skip
     aside = path.with_suffix(".partial")
     aside.write_text(json.dumps(result) + "\n")
     aside.rename(path)
@@ -242,6 +251,23 @@ def measure_arm(recipe, checkpoint: Path | str) -> dict[str, dict[str, float]]:
         records = evaluation.add_reader(records, recipes.build_cross_model(recipe))
     return {kind: {name: cell[0] for name, cell in row.items() if isinstance(cell, tuple)}
             for kind, row in evaluation.summarise(records).items()}  # fmt: skip
+
+
+def held_out_reward(recipe, checkpoint: str) -> float:
+    """The arm's own mean reward on held-out questions of its mix, at its temperature; checkpoint "" is the warmed-up model."""
+    import recipes
+    from curriculum import QuestionStream
+    from rollout import rollout
+    from toy import world_for
+
+    world = world_for(recipe.protocol, recipe.world_seed)
+    pool = [q for kind in recipes.built_in_kinds(recipe) for q in world.questions("test", kind)]
+    questions = QuestionStream(pool, REWARD_QUESTIONS, recipe.mix).take(0)
+    policy, tokenizer = recipes.load_model(recipe, checkpoint)
+    trajectories = rollout(policy, tokenizer, questions, recipes.build_search(recipe, world.documents), recipe.protocol,
+                           seed=recipe.seed, **recipes.rollout_settings(recipe))  # fmt: skip
+    components, _ = recipes.Scorer(recipe, world.documents)(trajectories, recipe.steps)
+    return float(np.mean([sum(terms.values()) for terms in components]))
 
 
 def make_models(protocol: str, seed: int, runs: str) -> float:
@@ -286,7 +312,7 @@ def plan(arms: list[str], seeds: list[int], runs: str) -> dict[tuple, tuple]:
 
 
 def run_all(arms: list[str], seeds: list[int], runs: str, workers: int) -> None:
-    """Every task as soon as what it waits for is done, `workers` at a time. A failed arm is told and leaves the others alone."""
+    """Every task as soon as what it waits for is done, `workers` at a time. A failed arm is told and stops no other."""
     waiting, running, failed = plan(arms, seeds, runs), {}, set()
     total = len(waiting)
     if not total:
@@ -295,7 +321,8 @@ def run_all(arms: list[str], seeds: list[int], runs: str, workers: int) -> None:
     with ProcessPoolExecutor(workers, context) as pool, tqdm(total=total, desc="arms", dynamic_ncols=True) as bar:
         done: set[tuple] = set()
         while waiting or running:
-            for task in [t for t, before in waiting.items() if before is None or before in done]:
+            # no more than can run at once: the first world is finished before the last one's models are made
+            for task in [t for t, before in waiting.items() if before is None or before in done][: workers - len(running)]:
                 del waiting[task]
                 running[pool.submit(run_arm if task[0] == "arm" else make_models, *task[1:], runs)] = task
             for task in [t for t, before in waiting.items() if before in failed]:
@@ -338,6 +365,18 @@ def rows(claims: list[Claim], results: dict, seeds: list[int]) -> list[list[str]
         else:
             one = other = effect = "-"
         lines.append([claim.says, claim.paper, claim.number, one, other, effect, str(len(pairs)), verdict(claim, differences)])
+    return lines
+
+
+def reward_rows(results: dict) -> list[list[str]]:
+    """Each arm's own reward on held-out questions, world by world: before -> after."""
+    lines = [["arm", "held-out reward, before -> after, by world", "rose in", "seconds"]]
+    for name in ARMS:
+        found = [result for (arm, _), result in results.items() if arm == name]
+        if found:
+            shown = "   ".join("{:.2f} -> {:.2f}".format(*result["reward"]) for result in found)
+            rose = sum(result["reward"][1] > result["reward"][0] for result in found)
+            lines.append([name, shown, f"{rose} of {len(found)}", f"{np.mean([result['seconds'] for result in found]):.0f}"])
     return lines
 
 
@@ -399,6 +438,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="arms at the same time, one core each")
     parser.add_argument("--table", action="store_true", help="run nothing: the table of what is there")
     parser.add_argument("--markdown", action="store_true", help="print the README's table")
+    parser.add_argument("--rewards", action="store_true", help="print each arm's own reward on held-out questions too")
     options = parser.parse_args(arguments)
     if options.seeds < 1 or options.workers < 1:
         raise InputError("--seeds and --workers must be at least 1")
@@ -412,6 +452,8 @@ def main(arguments: list[str] | None = None) -> None:
     results = read_results(options.runs, seeds)
     lines = rows(claims, results, seeds)
     print((as_markdown if options.markdown else as_text)(lines))
+    if options.rewards:
+        print("\n" + (as_markdown if options.markdown else as_text)(reward_rows(results)))
     if results:
         Path(options.runs).mkdir(parents=True, exist_ok=True)
         draw(claims, results, seeds, Path(options.runs) / "ablate.png")

@@ -252,6 +252,7 @@ _EVERYTHING = {
     "steps": 60, "mix": "one_hop=4,two_hop=4,unit=1,arithmetic=2,known=2",
     "trajectories_per_update": 32, "lr": 5e-4, "lr_schedule": "linear",
 }  # fmt: skip
+_KNOWN_TOO = "one_hop=4,two_hop=4,unit=1,arithmetic=2,known=3"  # both stages of When to Search see what needs no search
 _TWO_FACTS = {"mix": "one_hop=1,two_hop=1", "documents_per_search": 2, "document_tokens": 64, "max_turn_tokens": 40}
 BUILT_IN: dict[str, dict[int, dict]] = {
     "ur2": {
@@ -262,10 +263,10 @@ BUILT_IN: dict[str, dict[int, dict]] = {
     "r1_searcher": {1: {**_TINY, **_LOOKUPS}, 2: {**_TINY, **_EVERYTHING}},
     "r_search": {1: {**_TINY, **_EVERYTHING, **_TWO_FACTS, "lr_warmup": 0, "kl_coef": 0.0, "steps": 40}},
     "when_to_search": {
-        1: {**_TINY, "mix": "one_hop=4,two_hop=4,unit=1,arithmetic=2,known=3", "max_resample": 1, "steps": 14},
-        2: {**_TINY, **_EVERYTHING, "max_resample": 1, "steps": 40},
+        1: {**_TINY, "mix": _KNOWN_TOO, "max_resample": 1, "steps": 5},
+        2: {**_TINY, **_EVERYTHING, "mix": _KNOWN_TOO, "max_resample": 1, "steps": 40},
     },
-    "when_to_search_unified": {1: {**_TINY, **_EVERYTHING, "max_resample": 1, "steps": 56}},
+    "when_to_search_unified": {1: {**_TINY, **_EVERYTHING, "mix": _KNOWN_TOO, "max_resample": 1, "steps": 45}},
     "arena": {1: {**_TINY, **_EVERYTHING, **_TWO_FACTS, "max_searches": 0, "steps": 40}},
 }
 
