@@ -175,7 +175,7 @@ class WarmUp:
 
 WARM_UPS = {
     "r_search": WarmUp(steps=300, mix=(0.5, 0.5, 0.0, 0.0, 0.0)),
-    "arena": WarmUp(steps=700, mix=(0.5, 0.5, 0.0, 0.0, 0.0), practice=0.65),
+    "arena": WarmUp(steps=900, decay_from=0.75, mix=(0.5, 0.5, 0.0, 0.0, 0.0), practice=0.65),
 }
 
 
@@ -267,7 +267,7 @@ class TraceWriter:
     def practice(self) -> tuple[Question, Pieces]:
         """Reading alone: nonsense facts, and the word of each relation to write the value of. Any relation may have any
         value here, so that no guess by kind pays, and countries and products are copied as names are."""
-        if self.protocol.references_in_prompt and self.rng.random() < 0.5:
+        if self.protocol.references_in_prompt and self.rng.random() < 0.6:
             return self.practise_citing()
         count = REFERENCES if self.protocol.references_in_prompt else 2
         kinds = [*ENTITIES, "country", "product"]
