@@ -328,8 +328,6 @@ def check_training(recipe: Recipe) -> None:
         raise InputError("--kl_estimator k1 in the loss has no expected gradient: use k2, or --kl_place reward")
     if recipe.kl_coef and recipe.kl_place == "reward" and recipe.kl_estimator != "k1":
         raise InputError(f"--kl_estimator {recipe.kl_estimator} in the reward has another gradient than the KL: use k1")
-    if recipe.algorithm == "dapo" and recipe.kl_coef:
-        raise InputError("--algorithm dapo has no KL: set --kl_coef 0, or use grpo")
     if 0 < recipe.dual_clip <= 1:
         raise InputError(f"--dual_clip {recipe.dual_clip}: must be above 1 (3 is usual), or 0 for none")
     check_reward(recipe)
