@@ -28,7 +28,11 @@ test: install
 slow: install
 	$(BIN)/python -m pytest -q -m slow
 
+# Which of the papers' claims hold in the built-in world. Goes on where it was interrupted.
+ablate: install
+	$(BIN)/python ablate.py
+
 clean:
 	rm -rf runs .pytest_cache .ruff_cache
 
-.PHONY: install train test slow clean
+.PHONY: install train test slow ablate clean
