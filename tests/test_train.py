@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 import ppo
+import recipes
+import rewards
 import train
 from data import InputError, Question, run_main
 from policy import Batch, Policy, load_policy, save_policy
@@ -29,7 +31,7 @@ from prompts import PROTOCOLS, build_prompt, frame_documents
 from recipes import Recipe, checkpoints, parse_recipe
 from rollout import Trajectory, encode
 from sft import Example, train_sft
-from toy import World, make_model, make_tokenizer
+from toy import make_model, make_tokenizer
 from train import (
     Hints,
     Run,
@@ -44,6 +46,7 @@ from train import (
     update_critic,
     value_batch,
 )
+from world import World
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
@@ -379,16 +382,20 @@ def test_a_kl_in_the_reward_uses_recomputed_logprobs_where_the_rollout_has_none(
     assert (batch.old_logprobs - batch.ref_logprobs).abs().max() < 1e-4
 
 
-def test_all_rewards_equal_leave_the_weights_as_they_were_and_one_better_answer_moves_them(model, tmp_path, monkeypatch):
+def pay(trainer, amounts: list[float]) -> None:
+    """The trainer's trajectories earn these rewards, in their order."""
+    trainer.scorer = lambda trajectories, step: ([{"answer": r} for r in amounts], [r > 0 for r in amounts])
+
+
+def test_all_rewards_equal_leave_the_weights_as_they_were_and_one_better_answer_moves_them(model, tmp_path):
     for algorithm in ("grpo", "reinforce_pp_baseline"):
         trainer = Trainer(recipe_for(model, tmp_path, "--algorithm", algorithm))
         before = weights_of(trainer.policy)
-        monkeypatch.setattr(train, "score", lambda t, recipe, step: {"answer": 0.7})
+        pay(trainer, [0.7] * 4)
         record, _, _ = trainer.step(0)
         assert same(before, weights_of(trainer.policy))
         assert record["frac_reward_zero_std"] == 1 and record["grad_norm"] == 0
-        numbers = itertools.count()
-        monkeypatch.setattr(train, "score", lambda t, recipe, step, numbers=numbers: {"answer": float(next(numbers) == 0)})
+        pay(trainer, [1.0, 0.0, 0.0, 0.0])
         record, _, _ = trainer.step(1)
         assert not same(before, weights_of(trainer.policy)) and record["frac_reward_zero_std"] == 0.5
 
@@ -397,8 +404,7 @@ def test_a_step_makes_the_rewarded_answer_likelier(model, tmp_path, monkeypatch)
     trainer = Trainer(recipe_for(model, tmp_path, "--lr", "1e-3", "--algorithm", "grpo", "--questions_per_step", "1"))
     trajectories = trainer.roll_out(0)
     monkeypatch.setattr(trainer, "roll_out", lambda step, draw: trajectories)
-    numbers = itertools.count()
-    monkeypatch.setattr(train, "score", lambda t, recipe, step: {"r": float(next(numbers) == 0)})  # the first of the two
+    pay(trainer, [1.0, 0.0])
     batch = make_batch(trajectories, [0.0, 0.0], trainer.recipe, 0)
     before = trainer.score(trainer.policy, batch).sum(1)
     trainer.step(0)
@@ -406,12 +412,12 @@ def test_a_step_makes_the_rewarded_answer_likelier(model, tmp_path, monkeypatch)
     assert after[0] > before[0] and after[1] < before[1]
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_step_the_questions_and_the_batch(model, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite_stops_with_the_step_the_questions_and_the_batch(model, tmp_path):
     recipe = recipe_for(model, tmp_path, "--questions_per_step", "2")
     trainer = Trainer(recipe)
     trainer.step(0)
     before = weights_of(trainer.policy)
-    monkeypatch.setattr(train, "score", lambda t, recipe, step: {"answer": float("nan")})
+    pay(trainer, [float("nan")] * 4)
     with pytest.raises(InputError, match=r"step 1: loss nan") as error:
         trainer.step(1)
     assert same(before, weights_of(trainer.policy))
@@ -436,8 +442,12 @@ def scripted(trainer, rights: list[list[tuple[int, ...]]]) -> list[int]:
         return trajectories
 
     trainer.roll_out = roll_out
-    trainer.correctness = lambda trajectories: [t.question.id.endswith("right") for t in trajectories]
-    trainer.scorer = lambda trajectories, step: [{"answer": float(t.question.id.endswith("right"))} for t in trajectories]
+
+    def scorer(trajectories, step):
+        right = [t.question.id.endswith("right") for t in trajectories]
+        return [{"answer": float(r)} for r in right], right
+
+    trainer.scorer = scorer
     return made
 
 
@@ -508,7 +518,7 @@ def test_a_step_without_an_informative_group_is_skipped_and_said(model, tmp_path
 
 
 def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Trainer, "correctness", lambda self, trajectories: [True] * len(trajectories))
+    monkeypatch.setattr(rewards, "is_right", lambda trajectory, verdict: True)
     folder = train.train(recipe_for(model, tmp_path, "--algorithm", "dapo", "--max_resample", "1"))
     assert [row["skipped"] for row in rows_of(folder)] == [1, 1] and len(checkpoints(folder)) == 1
     assert capsys.readouterr().out.count("no update: ") == 2
@@ -552,7 +562,7 @@ def test_what_a_step_draws_depends_on_seed_step_and_draw_alone(model, tmp_path):
 
 def test_a_resumed_dapo_run_is_the_unbroken_run(model, tmp_path, monkeypatch):
     # The tiny model is hardly ever right: here every answer of an odd number of tokens is.
-    monkeypatch.setattr(Trainer, "correctness", lambda self, ts: [len(t.response_ids) % 2 == 1 for t in ts])
+    monkeypatch.setattr(rewards, "is_right", lambda trajectory, verdict: len(trajectory.response_ids) % 2 == 1)
     more = ("--algorithm", "dapo", "--max_resample", "1", "--clip_high", "0.28", "--trajectories_per_update", "2")
     straight = train.train(recipe_for(model, tmp_path / "a", "--steps", "3", *more))
     train.train(recipe_for(model, tmp_path / "b", "--steps", "1", *more))
@@ -573,7 +583,32 @@ def test_right_is_cover_em_or_an_equal_result_in_math_and_choice(trainer):
             answered("elm", answers=["elm"]),
             answered("\\boxed{0.5}", answers=["\\frac12"], task="math"),
             answered("The correct answer is: A.", answers=["B"], task="choice", options=("elm", "oak"))]  # fmt: skip
-    assert trainer.correctness(rows) == [True, False, False, True, False]
+    assert trainer.scorer(rows, 0)[1] == [True, False, False, True, False]
+
+
+def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right(model, tmp_path):
+    # When to Search's stage 2: right without a search earns 1, right after one 0.7: nothing to learn by right and wrong,
+    # but the very comparison that the stage is about. The first group differs in this way, the second not at all.
+    answers = [1.0, 0.7, 1.0, 1.0]
+    for by, kept in (("correct", []), ("answer", [0, 1])):
+        trainer = dapo_trainer(model, tmp_path, "--filter_by", by, "--max_resample", "0")
+        trainer.scorer = lambda ts, step: ([{"format": 1.0, "answer": a} for a in answers], [True] * 4)
+        assert trainer.sample(0).kept == kept
+
+
+def test_with_task_mixing_each_question_of_a_step_has_the_prompt_that_is_its_own(model, tmp_path, monkeypatch):
+    # UR² 3.2: of math only hard questions may search. Three of them: one hard, two easy.
+    data, levels = tmp_path / "math.jsonl", tmp_path / "difficulty.jsonl"
+    records = [{"id": f"m{i}", "question": f"what is {i} + 1 ?", "answers": [str(i + 1)], "task": "math"} for i in range(3)]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    buckets = zip(records, ("hard", "easy", "easy"), strict=True)
+    levels.write_text("".join(json.dumps({"id": r["id"], "bucket": b}) + "\n" for r, b in buckets))
+    more = ("--data", str(data), "--retriever", "empty", "--difficulty", str(levels), "--task_mixing",
+            "--questions_per_step", "3")  # fmt: skip
+    rows = Trainer(recipe_for(model, tmp_path, *more)).roll_out(0)
+    assert {t.question.id: t.retrieval for t in rows} == {"m0": True, "m1": False, "m2": False}
+    alone = Trainer(recipe_for(model, tmp_path, *more, "--retrieval", "false")).roll_out(0)
+    assert not any(t.retrieval for t in alone)  # a run without retrieval stays one
 
 
 def test_choice_and_math_answers_count_as_right_in_the_metrics():
@@ -745,7 +780,7 @@ def test_without_a_model_the_built_in_one_is_trained(tmp_path, monkeypatch, caps
         asked.append((world_seed, protocol, runs))
         return Policy(make_model(len(tokenizer))), tokenizer, World(world_seed)
 
-    monkeypatch.setattr(train, "load_toy", untrained)
+    monkeypatch.setattr(recipes, "load_toy", untrained)
     arguments = ["--recipe", "r1_searcher", "--world_seed", "5", "--runs", str(tmp_path), "--group_size", "2",
                  "--questions_per_step", "4", "--steps", "1", "--max_turn_tokens", "8"]  # fmt: skip
     train.main(arguments)
@@ -946,7 +981,9 @@ def take_step(recipe: Recipe, batch: Batch, out: Path) -> None:
     totals = [trainer.update_all(0, part, unnamed) for part in (batch, batch.rows(torch.tensor([3])))]  # the second: one row
     moved = [a - b for m, old in zip(modules, before, strict=True) for a, b in zip(weights_of(m), old, strict=True)]
     # Right or wrong by question and place in the group, as each process samples other texts than a single one would.
-    trainer.correctness = lambda ts: [(i % 2 == 0) == (t.question.id[-1] in "02468") or i % 2 == 0 for i, t in enumerate(ts)]
+    if (plain := trainer.scorer) is not None:  # one process scores for all
+        trainer.scorer = lambda ts, step: (plain(ts, step)[0], [i % 2 == 0 or t.question.id[-1] not in "02468"
+                                                                for i, t in enumerate(ts)])  # fmt: skip
     sampled = trainer.sample(0)
     questions = [[sampled.trajectories[i].question.id for i in sampled.kept], [t.question.id for t in sampled.trajectories]]
     trainer.accelerator.wait_for_everyone()

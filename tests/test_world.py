@@ -1,0 +1,235 @@
+"""The built-in world: names and splits, its two layouts, and what each question's references promise."""
+
+import pytest
+
+from prompts import PROTOCOLS, build_prompt
+from toy import make_tokenizer
+from world import (
+    CITY_HEADS,
+    CITY_TAILS,
+    COMPANY_HEADS,
+    COMPANY_TAILS,
+    COUNTRIES,
+    FAMOUS,
+    FIRST,
+    KINDS,
+    KNOWN_RELATIONS,
+    LAST,
+    ONE_HOP,
+    PRODUCTS,
+    REFERENCES,
+    RELATIONS,
+    SPLITS,
+    TWO_HOP,
+    UNIT_SPLITS,
+    UNITS,
+    World,
+    main,
+)
+
+LOOKUPS = ("one_hop", "two_hop", "known")
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World(0)
+
+
+@pytest.fixture(scope="module")
+def facts():
+    """The same names and facts with a passage per fact."""
+    return World(0, layout="facts")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def filled(template: str, text: str) -> str | None:
+    """What stands in the template's gap."""
+    before, after = template.split("{}")
+    inside = text[len(before) : len(text) - len(after)]
+    return inside if text == template.format(inside) else None
+
+
+def hops_of(question, facts: dict) -> list[tuple[str, str, str]]:
+    """(name, relation, value) of each hop, read from the question's words and looked up in the world's facts."""
+    for relations, template in [*(((r,), t) for r, t in ONE_HOP.items()), *TWO_HOP.items()]:
+        name = filled(template, question.question)
+        if name in facts and relations[0] in facts[name]:
+            hops = []
+            for relation in relations:
+                hops.append((name, relation, facts[name][relation]))
+                name = facts[name][relation]
+            return hops
+    raise AssertionError(f"no template fits {question.question}")
+
+
+# ------------------------------------------------------------------------------------------------ names and facts
+
+def test_no_name_belongs_to_two_splits_nor_to_the_warm_up(world):
+    names = [name for split in world.entities.values() for kind in split.values() for name in kind]
+    assert len(names) == len(set(names))
+    assert set(world.entities) == {*SPLITS, "warmup"}
+
+
+def test_no_word_of_one_class_is_a_name_of_another():
+    people = {f"{first} {last}" for first in FIRST for last in [*LAST, *FAMOUS]}
+    cities, companies = ({h + t for h in heads for t in tails} for heads, tails in (
+        (CITY_HEADS, CITY_TAILS), (COMPANY_HEADS, COMPANY_TAILS)))  # fmt: skip
+    classes = [people, cities, companies, *map(set, (COUNTRIES, PRODUCTS, UNITS, FIRST, LAST, FAMOUS))]
+    assert sum(map(len, classes)) == len(set().union(*classes))
+
+
+def test_the_same_seed_gives_the_same_world_and_another_seed_another(world):
+    assert World(0).facts == world.facts and World(0).entities == world.entities
+    assert World(1).entities["test"] != world.entities["test"]
+
+
+def test_redrawing_the_facts_keeps_the_names_and_changes_most_answers(world):
+    redrawn = World(0, fact_seed=1)
+    assert redrawn.entities == world.entities
+    before = {q.question: q.answers for q in world.questions("test", "one_hop")}
+    after = {q.question: q.answers for q in redrawn.questions("test", "one_hop")}
+    assert before.keys() == after.keys()
+    # values are drawn from at least 12: at most 1 in 12 stays by chance, plus noise over 240 questions
+    assert sum(before[q] == after[q] for q in before) < 0.15 * len(before)
+
+
+def test_a_layout_changes_the_passages_and_neither_the_facts_nor_the_questions(world, facts):
+    assert (facts.entities, facts.facts, facts.units) == (world.entities, world.facts, world.units)
+    for kind in KINDS:
+        pages, single = world.questions("dev", kind), facts.questions("dev", kind)
+        assert [(q.id, q.question, q.answers) for q in pages] == [(q.id, q.question, q.answers) for q in single]
+
+
+def test_both_hops_of_a_held_out_question_stay_in_the_split(world):
+    test_names = {name for kind in world.entities["test"].values() for name in kind}
+    for question in world.questions("test", "two_hop"):
+        assert len(question.references) == 2 and {d.title for d in question.references} <= test_names
+
+
+# ------------------------------------------------------------------------------------------------ layout "pages"
+
+def test_the_world_has_676_pages_with_titles_of_their_own(world):
+    # people 12 + 200 + 60 + 60 = 332; cities and companies half of it each, 166 and 166; units 8 + 2 + 2 = 12
+    assert sum(SPLITS.values()) == 332 and sum(UNIT_SPLITS.values()) == 12
+    assert len(world.documents) == 332 + 166 + 166 + 12 == 676
+    assert len({d.title for d in world.documents}) == 676
+
+
+def test_a_question_s_pages_state_its_hops_and_all_of_them_support_it(world):
+    for kind in LOOKUPS:
+        for question in world.questions("test", kind, 50):
+            hops = hops_of(question, world.facts)
+            assert question.answers == [hops[-1][2]]
+            assert question.supporting == tuple(range(1, len(hops) + 1)) and len(question.references) == len(hops)
+            for document, (name, relation, value) in zip(question.references, hops, strict=True):
+                assert document.title == name and f" {relation} {value} " in document.text
+    for question in world.questions("test", "unit"):
+        n, factor = int(question.question.split()[4]), int(question.references[0].text.split()[3])
+        assert question.answers == [str(n * factor)] and question.supporting == (1,)
+    for question in world.questions("test", "arithmetic"):
+        a, b = (int(word) for word in question.question.split() if word.isdigit())
+        assert question.answers == [str(a + b)] and question.references == question.supporting == ()
+
+
+def test_where_a_fact_stands_on_a_page_says_nothing_about_which_it_is(world):
+    # two facts in a random order: half of 664 pages begin with the relation that RELATIONS names first; 4 standard errors
+    firsts = {"birthplace", "country", "product"}
+    pages = world.documents[: 332 + 166 + 166]
+    begins = sum(document.text.removeprefix(f"{document.title} has ").split()[0] in firsts for document in pages)
+    assert abs(begins / 664 - 0.5) < 4 * 0.5 / 664**0.5
+
+
+# ------------------------------------------------------------------------------------------------ layout "facts"
+
+def test_with_a_passage_per_fact_there_are_1340(facts):
+    # two facts of each of the 664 entities, and 12 units
+    assert len(facts.documents) == 2 * 664 + 12 == 1340
+    assert len({document.text for document in facts.documents}) == 1340
+    assert len({document.id for document in facts.documents}) == 1340
+
+
+@pytest.mark.parametrize("kind", LOOKUPS)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_supporting_numbers_point_at_the_passages_that_state_the_hops(facts, split, kind):
+    for question in facts.questions(split, kind, 300):
+        stated = {f"{relation} {value} of {name} ." for name, relation, value in hops_of(question, facts.facts)}
+        assert len(question.references) == REFERENCES == 4
+        # the numbers are those of the prompt, from 1, in order and none twice
+        assert list(question.supporting) == sorted(set(question.supporting)) and min(question.supporting) >= 1
+        assert {question.references[number - 1].text for number in question.supporting} == stated
+
+
+@pytest.mark.parametrize("kind", LOOKUPS)
+def test_distractors_state_no_asked_relation_and_no_relation_twice(facts, kind):
+    for question in facts.questions("test", kind, 300):
+        asked = {relation for _, relation, _ in hops_of(question, facts.facts)}
+        others = [d.text.split()[0] for i, d in enumerate(question.references, 1) if i not in question.supporting]
+        assert len(others) == 4 - len(asked) and len(set(others)) == len(others)
+        assert set(others) <= set(RELATIONS) - asked
+
+
+def test_distractors_are_true_facts_of_the_question_s_own_split(facts):
+    texts = {document.text for document in facts.documents}
+    for split, kind in (("train", "one_hop"), ("test", "two_hop")):
+        names = {name for names in facts.entities[split].values() for name in names}
+        for question in facts.questions(split, kind, 200):
+            for document in question.references:
+                assert document.text in texts
+                assert document.text.partition(" of ")[2].removesuffix(" .") in names
+
+
+def test_the_right_passages_stand_anywhere_among_the_four(facts):
+    # 300 questions, one right passage each: about 75 in each place; 5 standard errors of 7.5
+    places = [question.supporting[0] for question in facts.questions("train", "one_hop", 300)]
+    assert all(abs(places.count(number) - 75) < 38 for number in (1, 2, 3, 4))
+
+
+def test_the_references_of_a_question_are_the_same_every_time(facts):
+    again = World(0, layout="facts").questions("test", "two_hop", 20)
+    assert again == facts.questions("test", "two_hop", 20)
+
+
+# ------------------------------------------------------------------------------------------------------ its words
+
+@pytest.mark.parametrize("layout", ["pages", "facts"])
+def test_every_text_of_the_world_is_made_of_known_tokens_and_decodes_back(layout, tokenizer):
+    world = World(0, layout=layout)
+    for split in ("train", "test"):
+        for kind in KINDS:
+            for question in world.questions(split, kind, 40):
+                ids = build_prompt("ur2", question, tokenizer)
+                assert tokenizer.unk_token_id not in ids
+                assert tokenizer.decode(ids) == f" {question.question} answer :"
+    for document in world.documents:
+        ids = tokenizer(f" {document.text}")["input_ids"]
+        assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == f" {document.text}"
+
+
+@pytest.mark.parametrize("kind", ["one_hop", "two_hop"])
+def test_arena_s_prompt_is_the_question_and_four_numbered_lines_of_known_tokens(facts, kind, tokenizer):
+    numbers = {number: tokenizer(f" ({number})")["input_ids"] for number in (1, 2, 3, 4)}
+    assert all(len(ids) == 1 for ids in numbers.values())
+    for question in facts.questions("test", kind, 40):
+        ids = build_prompt(PROTOCOLS["arena"], question, tokenizer)
+        lines = "".join(f"\n ({i}) {document.text}" for i, document in enumerate(question.references, 1))
+        assert tokenizer.unk_token_id not in ids
+        assert tokenizer.decode(ids) == f" {question.question}\n{lines} answer :"
+        assert all(ids.count(number[0]) == 1 for number in numbers.values())
+
+
+def test_known_people_are_asked_only_for_what_the_warm_up_keeps(world):
+    questions = world.questions("test", "known")
+    assert len(questions) == 12 * len(KNOWN_RELATIONS)
+    assert {question.answers[0] for question in questions} <= {
+        world.facts[name][relation] for name in world.entities["known"]["person"] for relation in KNOWN_RELATIONS}  # fmt: skip
+
+
+def test_python_world_shows_both_layouts_and_marks_what_supports(capsys):
+    main()
+    shown = capsys.readouterr().out
+    assert "layout pages: 676 passages" in shown and "layout facts: 1340 passages" in shown
+    assert all(shown.count(f"  {kind}: ") == 2 for kind in KINDS)
