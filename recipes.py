@@ -384,8 +384,9 @@ class Scorer:
         return self.judge.verdicts([(t.question, t.answer) for t in trajectories])
 
     def stats(self) -> dict[str, float]:
-        """For the log: how often the judge could not be read, so far."""
-        return {"judge_unreadable": self.judge.unreadable / max(1, self.judge.asked)} if self.judge else {}
+        """For the log: the share of verdicts that could not be read, and the requests that the reader left open, so far."""
+        stats = {"judge_unreadable": self.judge.unreadable / max(1, self.judge.asked)} if self.judge else {}
+        return stats | ({"reader_failures": self.cross_model.failures} if self.cross_model else {})
 
 
 # ------------------------------------------------------------------------------------------- what a recipe stands for

@@ -522,6 +522,8 @@ class Trainer:
         sampled = self.sample(step)
         rolled = time.perf_counter()
         record = {"step": step, **measure(sampled.trajectories, sampled.components, recipe)}
+        if self.scorer is not None:  # the main process; it is the one that logs
+            record |= self.scorer.stats()
         if self.algorithm is dapo:
             informative = self.informative(sampled)  # [N]
             record |= {"resampled": sampled.draws - 1, "informative": informative.float().mean().item(),

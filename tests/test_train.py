@@ -382,9 +382,22 @@ def test_a_kl_in_the_reward_uses_recomputed_logprobs_where_the_rollout_has_none(
     assert (batch.old_logprobs - batch.ref_logprobs).abs().max() < 1e-4
 
 
+class Marks:
+    """In place of the scorer: mark(trajectories) -> (components, correct)."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __call__(self, trajectories, step):
+        return self.mark(trajectories)
+
+    def stats(self):
+        return {}
+
+
 def pay(trainer, amounts: list[float]) -> None:
     """The trainer's trajectories earn these rewards, in their order."""
-    trainer.scorer = lambda trajectories, step: ([{"answer": r} for r in amounts], [r > 0 for r in amounts])
+    trainer.scorer = Marks(lambda trajectories: ([{"answer": r} for r in amounts], [r > 0 for r in amounts]))
 
 
 def test_all_rewards_equal_leave_the_weights_as_they_were_and_one_better_answer_moves_them(model, tmp_path):
@@ -443,11 +456,11 @@ def scripted(trainer, rights: list[list[tuple[int, ...]]]) -> list[int]:
 
     trainer.roll_out = roll_out
 
-    def scorer(trajectories, step):
+    def mark(trajectories):
         right = [t.question.id.endswith("right") for t in trajectories]
         return [{"answer": float(r)} for r in right], right
 
-    trainer.scorer = scorer
+    trainer.scorer = Marks(mark)
     return made
 
 
@@ -592,7 +605,7 @@ def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right
     answers = [1.0, 0.7, 1.0, 1.0]
     for by, kept in (("correct", []), ("answer", [0, 1])):
         trainer = dapo_trainer(model, tmp_path, "--filter_by", by, "--max_resample", "0")
-        trainer.scorer = lambda ts, step: ([{"format": 1.0, "answer": a} for a in answers], [True] * 4)
+        trainer.scorer = Marks(lambda trajectories: ([{"format": 1.0, "answer": a} for a in answers], [True] * 4))
         assert trainer.sample(0).kept == kept
 
 
@@ -601,8 +614,8 @@ def test_with_task_mixing_each_question_of_a_step_has_the_prompt_that_is_its_own
     data, levels = tmp_path / "math.jsonl", tmp_path / "difficulty.jsonl"
     records = [{"id": f"m{i}", "question": f"what is {i} + 1 ?", "answers": [str(i + 1)], "task": "math"} for i in range(3)]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    buckets = zip(records, ("hard", "easy", "easy"), strict=True)
-    levels.write_text("".join(json.dumps({"id": r["id"], "bucket": b}) + "\n" for r, b in buckets))
+    scores = zip(records, (0.3, 0.9, 0.9), strict=True)  # UR²'s buckets: 0.3 is hard, 0.9 easy
+    levels.write_text("".join(json.dumps({"id": r["id"], "scores": [s], "score": s}) + "\n" for r, s in scores))
     more = ("--data", str(data), "--retriever", "empty", "--difficulty", str(levels), "--task_mixing",
             "--questions_per_step", "3")  # fmt: skip
     rows = Trainer(recipe_for(model, tmp_path, *more)).roll_out(0)
@@ -982,8 +995,8 @@ def take_step(recipe: Recipe, batch: Batch, out: Path) -> None:
     moved = [a - b for m, old in zip(modules, before, strict=True) for a, b in zip(weights_of(m), old, strict=True)]
     # Right or wrong by question and place in the group, as each process samples other texts than a single one would.
     if (plain := trainer.scorer) is not None:  # one process scores for all
-        trainer.scorer = lambda ts, step: (plain(ts, step)[0], [i % 2 == 0 or t.question.id[-1] not in "02468"
-                                                                for i, t in enumerate(ts)])  # fmt: skip
+        marks = lambda ts: [i % 2 == 0 or t.question.id[-1] not in "02468" for i, t in enumerate(ts)]
+        trainer.scorer = Marks(lambda trajectories: (plain(trajectories, 0)[0], marks(trajectories)))
     sampled = trainer.sample(0)
     questions = [[sampled.trajectories[i].question.id for i in sampled.kept], [t.question.id for t in sampled.trajectories]]
     trainer.accelerator.wait_for_everyone()
