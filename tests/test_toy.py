@@ -1,40 +1,43 @@
-"""The built-in world: what it promises about names, facts, splits, tokens and warm-up traces."""
+"""The tiny model: its tokenizer, the heads it is born with, the traces of every protocol, and R-Search's reader."""
+
+import math
+from dataclasses import replace
 
 import pytest
+import torch
 
-from data import SearchRequest
-from policy import Policy
-from prompts import PROTOCOLS, build_prompt
+from cross_model import INSTRUCTION, reader_text
+from data import Question, SearchRequest
+from llm import LocalLLM
+from policy import Policy, load_policy, save_policy
+from prompts import PROTOCOLS
 from retriever import make_retriever
+from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
+from rollout import Search, Segment, Trajectory
 from summarizer import make_search, make_summarizer
 from toy import (
-    CITY_HEADS,
-    CITY_TAILS,
-    COMPANY_HEADS,
-    COMPANY_TAILS,
-    COUNTRIES,
-    FAMOUS,
-    FIRST,
-    KINDS,
-    LAST,
-    PRODUCTS,
-    RELATIONS,
-    SPLITS,
-    UNIT_SPLITS,
-    UNITS,
+    READER_STEPS,
+    WARM_UPS,
     TraceWriter,
     WarmUp,
-    World,
     encode_traces,
+    look_back,
+    main,
     make_model,
     make_tokenizer,
+    reader_example,
+    train_reader,
     warm_up,
+    world_for,
 )
+from world import KINDS, REFERENCES, RELATIONS
+
+ALL = ("ur2", "r1_searcher", "r_search", "when_to_search", "arena")
 
 
 @pytest.fixture(scope="module")
 def world():
-    return World(0)
+    return world_for("ur2")
 
 
 @pytest.fixture(scope="module")
@@ -42,67 +45,34 @@ def tokenizer():
     return make_tokenizer()
 
 
-def test_the_world_has_676_passages_with_titles_of_their_own(world):
-    # people 12 + 200 + 60 + 60 = 332; cities and companies half of it each, 166 and 166; units 8 + 2 + 2 = 12
-    assert sum(SPLITS.values()) == 332 and sum(UNIT_SPLITS.values()) == 12
-    assert len(world.documents) == 332 + 166 + 166 + 12 == 676
-    assert len({d.title for d in world.documents}) == 676
+def options_of(name: str, **changes) -> WarmUp:
+    return replace(WARM_UPS.get(name, WarmUp()), **changes)
 
 
-def test_no_name_belongs_to_two_splits_nor_to_the_warm_up(world):
-    names = [name for split in world.entities.values() for kind in split.values() for name in kind]
-    assert len(names) == len(set(names))
-    assert set(world.entities) == {*SPLITS, "warmup"}
+FLAWLESS = {
+    "practice": 0.0, "guess_at_once": (0.0, 0.0), "bad_query": 0.0, "stop_after_first_hop": 0.0, "ignore_document": 0.0,
+    "no_evidence": 0.0, "wrong_evidence": 0.0, "right_citation": 1.0, "no_analysis": 0.0,
+}  # fmt: skip
+LOOKUPS = (0.5, 0.5, 0.0, 0.0, 0.0)
 
 
-def test_no_word_of_one_class_is_a_name_of_another():
-    people = {f"{first} {last}" for first in FIRST for last in [*LAST, *FAMOUS]}
-    cities, companies = ({h + t for h in heads for t in tails} for heads, tails in (
-        (CITY_HEADS, CITY_TAILS), (COMPANY_HEADS, COMPANY_TAILS)))  # fmt: skip
-    classes = [people, cities, companies, *map(set, (COUNTRIES, PRODUCTS, UNITS, FIRST, LAST, FAMOUS))]
-    assert sum(map(len, classes)) == len(set().union(*classes))
+def writer_of(name: str, seed: int = 0, **changes) -> TraceWriter:
+    return TraceWriter(world_for(name), PROTOCOLS[name], options_of(name, **changes), seed)
 
 
-def test_both_hops_of_a_held_out_question_stay_in_the_split(world):
-    test_names = {name for kind in world.entities["test"].values() for name in kind}
-    for question in world.questions("test", "two_hop"):
-        assert len(question.references) == 2 and {d.title for d in question.references} <= test_names
+def lived(name: str, question: Question, pieces) -> Trajectory:
+    """A trace as the rollout would have logged it."""
+    protocol = PROTOCOLS[name]
+    trajectory = Trajectory(question, protocol, stop_reason="answer")
+    for text, kind in pieces:
+        if kind == "given":
+            query = trajectory.segments[-1].text.rpartition(protocol.query_tags[0])[2].removesuffix(protocol.query_tags[1])
+            trajectory.searches.append(Search(query.strip(), [], text))
+        trajectory.segments.append(Segment("documents" if kind == "given" else "model", text.replace("<eos>", "")))
+    return trajectory
 
 
-def test_a_question_s_references_state_its_answer(world):
-    for kind in ("one_hop", "two_hop", "known"):
-        for question in world.questions("test", kind, 50):
-            assert question.answers[0] in question.references[-1].text
-    for question in world.questions("test", "unit"):
-        n, factor = int(question.question.split()[4]), int(question.references[0].text.split()[3])
-        assert question.answers == [str(n * factor)]
-
-
-def test_the_same_seed_gives_the_same_world_and_another_seed_another(world):
-    assert World(0).facts == world.facts and World(0).entities == world.entities
-    assert World(1).entities["test"] != world.entities["test"]
-
-
-def test_redrawing_the_facts_keeps_the_names_and_changes_most_answers(world):
-    redrawn = World(0, fact_seed=1)
-    assert redrawn.entities == world.entities
-    before = {q.question: q.answers for q in world.questions("test", "one_hop")}
-    after = {q.question: q.answers for q in redrawn.questions("test", "one_hop")}
-    assert before.keys() == after.keys()
-    # values are drawn from at least 12: at most 1 in 12 stays by chance, plus noise over 240 questions
-    assert sum(before[q] == after[q] for q in before) < 0.15 * len(before)
-
-
-def test_every_text_of_the_world_is_made_of_known_pieces_and_decodes_back(world, tokenizer):
-    for split in ("train", "test"):
-        for kind in KINDS:
-            for question in world.questions(split, kind, 40):
-                ids = build_prompt("ur2", question, tokenizer)
-                assert tokenizer.unk_token_id not in ids
-                assert tokenizer.decode(ids) == f" {question.question} answer :"
-    for document in world.documents:
-        assert tokenizer.unk_token_id not in tokenizer(f" {document.text}")["input_ids"]
-
+# ------------------------------------------------------------------------------------------------- the tokenizer
 
 def test_a_name_never_seen_is_at_most_two_tokens_that_other_names_share(world, tokenizer):
     trained = {i for name in world.entities["train"]["city"] for i in tokenizer(f" {name}")["input_ids"]}
@@ -111,44 +81,94 @@ def test_a_name_never_seen_is_at_most_two_tokens_that_other_names_share(world, t
         assert len(ids) == 2 and set(ids) <= trained
 
 
-def test_tags_and_notices_are_one_token_each(tokenizer):
-    protocol = PROTOCOLS["ur2"]
+@pytest.mark.parametrize("name", ALL)
+def test_tags_and_notices_are_one_token_each(tokenizer, name):
+    protocol = PROTOCOLS[name]
     for text in (*protocol.tags, protocol.fallback_notice, protocol.limit_notice, protocol.malformed_notice):
         assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == 1
 
 
+def test_a_number_in_a_citation_is_one_token_wherever_it_stands(tokenizer):
+    first, *_ = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("[4]",))
+    second = tokenizer("[1, 4]", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(second) == "[1, 4]" and len(second) == 5  # [ 1 , 4 ]
+    assert first[1] == second[3]
+
+
 def test_the_tokenizer_survives_saving_with_the_model(tmp_path, tokenizer):
     # the family's own tokenizer class would split the same text differently: policy.load_tokenizer must not take it
-    from policy import load_policy, save_policy
-
     save_policy(Policy(make_model(len(tokenizer))), tokenizer, tmp_path / "model")
     _, loaded = load_policy(str(tmp_path / "model"))
-    text = " where was ana bell born ? answer :<|begin_of_query|> birthplace of ana bell<|end_of_query|>"
+    text = " where was ana bell born ? answer :<|begin_of_query|> birthplace of ana bell<|end_of_query|>[1, 2]"
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
+# ----------------------------------------------------------------------------------------------------- the model
+
 def test_the_model_has_about_half_a_million_parameters(tokenizer):
-    # embeddings 390 · 128 (tied), two layers of attention 4 · 128² + 3 biases of 128 and MLP 3 · 128 · 384, norms
+    # tied embeddings, two layers of attention 4 · 128² + 3 biases of 128 and MLP 3 · 128 · 384, norms
     embeddings = len(tokenizer) * 128
     layer = 4 * 128**2 + 3 * 128 + 3 * 128 * 384 + 2 * 128
     assert sum(p.numel() for p in make_model(len(tokenizer)).parameters()) == embeddings + 2 * layer + 128
 
 
-@pytest.mark.parametrize("name", ["ur2", "r1_searcher"])
-def test_warm_up_traces_carry_no_loss_on_what_the_environment_writes(world, tokenizer, name):
+def test_the_first_heads_are_born_looking_one_and_two_places_back(tokenizer):
+    model = make_model(len(tokenizer), seed=1)
+    model.set_attn_implementation("eager")
+    ids = torch.randint(3, len(tokenizer), (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        attention = model(input_ids=ids, output_attentions=True).attentions[0][0]  # [heads, 40, 40]
+    for head, offset in enumerate((1, 1, 2, 2)):
+        back = attention[head].diagonal(-offset)[5:]  # the weight on the token `offset` places back, of tokens 5 + offset on
+        assert back.min() > 0.9
+    assert attention[4].diagonal(-1)[5:].mean() < 0.3  # a head that was left alone
+
+
+def test_look_back_changes_the_first_layer_only(tokenizer):
+    before = make_model(len(tokenizer), seed=2)
+    kept = {name: p.detach().clone() for name, p in before.named_parameters()}
+    look_back(before, (3,))
+    changed = {name for name, p in before.named_parameters() if not torch.equal(p, kept[name])}
+    assert changed and all(name.startswith("model.layers.0.self_attn.") for name in changed)
+
+
+# ---------------------------------------------------------------------------------------------------- the traces
+
+@pytest.mark.parametrize("name", ALL)
+def test_traces_are_of_known_tokens_and_carry_no_loss_on_what_the_environment_writes(tokenizer, name):
     protocol = PROTOCOLS[name]
-    writer = TraceWriter(world, protocol, WarmUp(), 0)
-    traces = [writer.write() for _ in range(200)]
-    inserted = {tokenizer.convert_tokens_to_ids(tag) for tag in protocol.documents_tags}
+    writer = writer_of(name)
+    inserted = {tokenizer.convert_tokens_to_ids(tag) for tag in protocol.documents_tags or ()}
     inserted.add(tokenizer.convert_tokens_to_ids(protocol.fallback_notice))
-    for example in encode_traces(traces, protocol, tokenizer):
+    for example in encode_traces([writer.write() for _ in range(200)], protocol, tokenizer):
         assert tokenizer.unk_token_id not in example.ids
         assert all(not mask for i, mask in zip(example.ids, example.mask, strict=True) if i in inserted)
         assert any(example.mask)
 
 
-def test_nearly_all_search_traces_of_lookups_leave_the_choice_to_search_out_of_the_loss(world):
-    writer = TraceWriter(world, PROTOCOLS["ur2"], WarmUp(practice=0.0, mix=(1, 0, 0, 0, 0)), 0)
+@pytest.mark.parametrize("name", ALL)
+def test_a_trace_without_flaws_earns_all_that_its_paper_pays_for_its_form(name):
+    writer = writer_of(name, mix=LOOKUPS, **FLAWLESS)
+    for _ in range(30):
+        question, pieces = writer.write()
+        trajectory = lived(name, question, pieces)
+        if name == "ur2":
+            assert ur2_stage1(trajectory)["format"] == 1.0
+        elif name == "r1_searcher":
+            assert r1_searcher_stage1(trajectory) == {"retrieval": 0.5, "format": 0.5}
+        elif name == "r_search":
+            assert r_search(trajectory)["format"] == 0.4  # 0.2 for the evidence, 0.2 for the answer
+        elif name == "when_to_search":
+            reward = when_to_search_stage1(trajectory, correct=True)
+            assert reward["format"] == 1.0 and (len(trajectory.searches) > 1 or reward["retrieval"] == 0.0)
+        else:
+            gold = tuple(i for i, d in enumerate(question.references, 1) if d.text.split()[0] in pieces[0][0].split())
+            asked = replace(trajectory.question, supporting=gold, answers=[trajectory.answer])
+            assert arena(replace(trajectory, question=asked)) == {"format": 1, "answer": 1, "relevance": 1, "bonus": 10}
+
+
+def test_nearly_all_search_traces_of_lookups_leave_the_choice_to_search_out_of_the_loss():
+    writer = writer_of("ur2", practice=0.0, mix=(1, 0, 0, 0, 0))
     first = [pieces[0] for _, pieces in (writer.write() for _ in range(2000))]
     searched = [kind for text, kind in first if "<|begin_of_query|>" in text]
     # 80 % of one-hop traces search (guess_at_once 0.2), 96 % of them without loss on the choice: ±4 standard errors
@@ -156,13 +176,32 @@ def test_nearly_all_search_traces_of_lookups_leave_the_choice_to_search_out_of_t
     assert abs(searched.count("choice") / len(searched) - 0.96) < 4 * (0.96 * 0.04 / len(searched)) ** 0.5
 
 
-def test_facts_of_warm_up_traces_are_thrown_away_but_known_people_keep_theirs(world):
-    writer = TraceWriter(world, PROTOCOLS["ur2"], WarmUp(), 0)
-    assert len({tuple(writer.facts("ana bell", "person").items()) for _ in range(20)}) > 15
-    writer = TraceWriter(world, PROTOCOLS["ur2"], WarmUp(practice=0.0, mix=(0, 0, 0, 0, 1)), 0)
+def test_when_to_search_thinks_the_same_whether_it_then_searches_or_not():
+    writer = writer_of("when_to_search", practice=0.0, mix=(0, 0, 0, 0.5, 0.5), needless_search=0.5)
+    thoughts = {True: set(), False: set()}
+    for question, pieces in (writer.write() for _ in range(300)):
+        kind = "arithmetic" if "+" in question.question else "known"
+        searched = any("<search>" in text for text, _ in pieces)
+        thoughts[searched].add((kind, pieces[0][0]))
+    assert thoughts[True] == thoughts[False] and len(thoughts[True]) == 3  # " how many", " birthplace", " employer"
+
+
+def test_facts_of_traces_are_thrown_away_but_known_people_keep_theirs(world):
+    writer = writer_of("ur2")
+    assert len({tuple(writer.facts("person").items()) for _ in range(20)}) > 15
+    writer = writer_of("ur2", practice=0.0, mix=(0, 0, 0, 0, 1))
     answers = {q.question: q.answers[0] for q in world.questions("train", "known")}
     for question, pieces in (writer.write() for _ in range(50)):
-        assert f"{{ {answers[question]}}}" in pieces[-1][0]
+        assert f"{{ {answers[question.question]}}}" in pieces[-1][0]
+
+
+def test_citations_are_right_as_often_as_the_options_say_and_mostly_not():
+    writer = writer_of("arena", practice=0.0)
+    draws = [writer.citation([2]) for _ in range(2000)]
+    # right at 0.35, and by chance where one of the flawed ways (a third of 0.65 each) gives the set: "only one" always does
+    # for a single number, "one too many" where the extra number is the right one (1 in 4)
+    p = 0.35 + 0.65 / 3 * (1 + 1 / REFERENCES)
+    assert abs(draws.count([2]) / 2000 - p) < 4 * math.sqrt(p * (1 - p) / 2000)
 
 
 def test_the_right_queries_find_the_right_passages_and_arithmetic_falls_back(world):
@@ -175,8 +214,44 @@ def test_the_right_queries_find_the_right_passages_and_arithmetic_falls_back(wor
     assert fallback.fallback and nobody.fallback
 
 
+def test_with_a_passage_per_fact_two_results_hold_the_fact_that_was_asked_for():
+    world = world_for("r_search")
+    search = make_search(make_retriever("bm25", world.documents, title_boost=4), k=2)
+    for question in world.questions("test", "one_hop", 40):
+        gold = question.references[question.supporting[0] - 1]
+        relation, name = gold.text.split()[0], gold.text.partition(" of ")[2].removesuffix(" .")
+        assert gold.text in [d.text for d in search([SearchRequest(question, f"{relation} of {name}")])[0].documents]
+
+
 def test_a_short_warm_up_lowers_the_loss_and_is_repeatable(world, tokenizer):
     options = WarmUp(steps=6, batch_size=16, lr_warmup=2)
     runs = [warm_up(Policy(make_model(len(tokenizer))), tokenizer, world, PROTOCOLS["ur2"], options) for _ in range(2)]
     assert runs[0] == runs[1]
     assert runs[0][-1] < runs[0][0]
+
+
+# ---------------------------------------------------------------------------------------------------- the reader
+
+def test_the_reader_is_trained_on_the_very_prompt_that_it_is_asked_with(tokenizer):
+    writer = writer_of("r_search", seed=5)
+    example = reader_example(writer, tokenizer)
+    prompt = [i for i, mask in zip(example.ids, example.mask, strict=True) if not mask]
+    text = tokenizer.decode(prompt).strip().removesuffix("answer :").strip()
+    evidence, question = text.split("\n")
+    asked = LocalLLM(Policy(make_model(len(tokenizer))), tokenizer, max_tokens=8)
+    assert asked.prompt((INSTRUCTION, reader_text(Question("", question.strip(), []), evidence.strip()))) == prompt
+
+
+def test_the_reader_is_of_another_family_and_shape_and_learns_within_a_few_steps(tokenizer):
+    reader = train_reader(world_for("r_search"), tokenizer, seed=0, steps=3)
+    policy = make_model(len(tokenizer))
+    assert reader.config.model_type == "llama" != policy.config.model_type
+    assert reader.config.hidden_size != policy.config.hidden_size and READER_STEPS >= 100
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_python_toy_shows_traces_of_a_protocol_on_one_screen(monkeypatch, capsys, name):
+    monkeypatch.setattr("sys.argv", ["toy.py", "--protocol", name])
+    main()
+    assert 5 < len(capsys.readouterr().out.splitlines()) < 40
+    assert set(KINDS) >= {"one_hop", "two_hop"}
