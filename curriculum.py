@@ -400,15 +400,16 @@ def measure_published(given: dict, options: dict, metric: str) -> dict[str, str]
 
 def measure_model(given: dict, options: dict, metric: str) -> dict[str, str]:
     import eval as evaluation
-    from recipes import answer_scores, build_protocol, build_search, rollout_settings
+    from recipes import answer_scores, build_protocol, build_search, load_model, rollout_settings
     from rollout import check_prompts, rollout
 
     recipe = evaluation.recipe_of({"temperature": 1.0, **given})  # evaluation's own default is greedy: K times the same
     if recipe.temperature == 0 and options["k"] > 1:
         raise InputError("--temperature 0 is greedy: all rollouts of a question would be the same; leave it at 1")
     questions, documents = evaluation.material(recipe, {"questions": options["questions"], "split": "train", "fact_seed": None})
-    search, protocol, settings = build_search(recipe, documents), build_protocol(recipe), rollout_settings(recipe)
-    policy, tokenizer = evaluation.load(recipe)
+    device = evaluation.best_device()
+    search, protocol, settings = build_search(recipe, documents, device), build_protocol(recipe), rollout_settings(recipe)
+    policy, tokenizer = load_model(recipe, recipe.model, device)
     check_prompts(questions, protocol, tokenizer, policy, **settings)
 
     def answer(some: list[Question], k: int) -> list[list[float]]:

@@ -261,7 +261,7 @@ def console_line(record: dict) -> str:
     shown = ("reward", "em", "searched", "searches", "fallbacks", "model_tokens", "frac_reward_zero_std", "grad_norm")
     line = f"step {record['step']:>4}  " + "  ".join(f"{name} {record[name]:.2f}" for name in shown if name in record)
     if record.get("skipped"):
-        line += f"  no update: no group had both right and wrong answers, in {1 + record['resampled']} draws"
+        line += f"  no update: no group had answers that differ, in {1 + record['resampled']} draws"
     return line
 
 
@@ -274,7 +274,7 @@ HINTS = {  # why is my curve flat or dead? cause -> (seen in a step's record, wh
     ),
     "no informative group": (
         lambda record, recipe: record.get("skipped", 0) == 1,
-        "no group had both right and wrong answers, so no update was made: are they too hard or too easy (samples.txt)? "
+        "no group had answers that differ, so no update was made: are they too hard or too easy (samples.txt)? "
         "A larger --group_size or --max_resample finds more",
     ),
     "no search": (

@@ -525,7 +525,7 @@ def test_a_step_without_an_informative_group_is_skipped_and_said(model, tmp_path
     records = [trainer.step(step)[0] for step in range(3)]
     assert same(before, weights_of(trainer.policy)) and not trainer.optimizer.state
     assert all(r["skipped"] == 1 and r["informative"] == 0 and "loss" not in r for r in records)
-    assert console_line(records[0]).endswith("no update: no group had both right and wrong answers, in 3 draws")
+    assert console_line(records[0]).endswith("no update: no group had answers that differ, in 3 draws")
     said = [line for record in records for line in hints.after(record)]
     assert any("no update was made" in line for line in said)
 
