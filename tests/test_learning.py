@@ -7,7 +7,7 @@ import pytest
 
 import eval as evaluation
 import train
-from recipes import build_search
+from recipes import build_search, load_model
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def measure(stage, runs, temperature):
     given = {"stage": stage, "name": "learned", "runs": str(runs), "world_seed": 7, "seed": 7, "temperature": temperature}
     recipe = evaluation.recipe_of(given)
     questions, documents = evaluation.material(recipe, {"questions": 40, "split": "dev", "fact_seed": None})
-    policy, tokenizer = evaluation.load(recipe)
+    policy, tokenizer = load_model(recipe, recipe.model)
     records = evaluation.evaluate(policy, tokenizer, questions, build_search(recipe, documents), recipe, quiet=True)
     return {kind: {c: row[c][0] for c in evaluation.COLUMNS} for kind, row in evaluation.summarise(records).items()}
 
