@@ -419,12 +419,12 @@ class TraceWriter:
         return question, [("<relevance>[", "given"), (f"{', '.join(map(str, numbers))}]", "model")]
 
     def citation(self, numbers: list[int]) -> list[int]:
-        """The right numbers, or others: all of them, only one, or one too many."""
+        """The right numbers, or wrong ones: all of them, one too many, or one of two."""
         if self.rng.random() < self.options.right_citation:
             return numbers
         everything = list(range(1, REFERENCES + 1))
-        one_more = sorted({*numbers, self.rng.choice(everything)})
-        return self.rng.choice([everything, [self.rng.choice(numbers)], one_more])
+        one_more = sorted([*numbers, self.rng.choice([number for number in everything if number not in numbers])])
+        return self.rng.choice([everything, one_more, *([number] for number in numbers if len(numbers) > 1)])
 
     def value(self, answer: str) -> str:
         return f" \\boxed{{ {answer}}}" if self.protocol.answer_tags is None else f" {answer}"

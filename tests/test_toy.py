@@ -195,13 +195,12 @@ def test_facts_of_traces_are_thrown_away_but_known_people_keep_theirs(world):
         assert f"{{ {answers[question.question]}}}" in pieces[-1][0]
 
 
-def test_citations_are_right_as_often_as_the_options_say_and_mostly_not():
+def test_citations_are_right_as_often_as_the_options_say_and_wrong_otherwise():
     writer = writer_of("arena", practice=0.0)
-    draws = [writer.citation([2]) for _ in range(2000)]
-    # right at 0.35, and by chance where one of the flawed ways (a third of 0.65 each) gives the set: "only one" always does
-    # for a single number, "one too many" where the extra number is the right one (1 in 4)
-    p = 0.35 + 0.65 / 3 * (1 + 1 / REFERENCES)
-    assert abs(draws.count([2]) / 2000 - p) < 4 * math.sqrt(p * (1 - p) / 2000)
+    for numbers in ([2], [1, 4]):
+        draws = [writer.citation(numbers) for _ in range(2000)]
+        assert abs(draws.count(numbers) / 2000 - 0.35) < 4 * math.sqrt(0.35 * 0.65 / 2000)  # right_citation
+        assert all(draw == sorted(set(draw)) and set(draw) <= set(range(1, REFERENCES + 1)) for draw in draws)
 
 
 def test_the_right_queries_find_the_right_passages_and_arithmetic_falls_back(world):
