@@ -25,8 +25,9 @@ from ablate import (
 from data import InputError
 from recipes import RECIPES, check_recipe, resolve
 
-UP = Claim("up", "a paper", "more is more", ("with", "without"), "EM", ablate.score("lookups", "em"))
-DOWN = Claim("down", "a paper", "less is less", ("with", "without"), "searches", ablate.score("arithmetic", "searches"), -1, 0.1)
+BOTH = ("with", "without")
+UP = Claim("up", "a paper", "more is more", BOTH, "EM", ablate.score("lookups", "em"))
+DOWN = Claim("down", "a paper", "less is less", BOTH, "searches", ablate.score("arithmetic", "searches"), -1, 0.1)
 
 
 def result(em=0.0, searches=0.0, **more) -> dict:
