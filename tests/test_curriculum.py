@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import curriculum
-import eval as evaluation
+import recipes
 from curriculum import (
     QuestionStream,
     bucket,
@@ -424,7 +424,7 @@ def test_r1_searchers_published_rollouts_fall_into_buckets(tmp_path):
 
 
 def test_a_model_is_measured_by_sampling_and_goes_on_after_an_interrupt(tmp_path, monkeypatch, toy_policy, toy_tokenizer):
-    monkeypatch.setattr(evaluation, "load", lambda recipe: (toy_policy, toy_tokenizer))
+    monkeypatch.setattr(recipes, "load_model", lambda *_: (toy_policy, toy_tokenizer))
     flags = ["--questions", "1", "--k", "3", "--runs", str(tmp_path), "--max_turn_tokens", "4"]
     curriculum.main(["difficulty", *flags, "--out", str(tmp_path / "a.jsonl")])
     lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
