@@ -676,7 +676,7 @@ def test_a_resumed_ppo_run_is_the_unbroken_run_with_its_critic(model, tmp_path):
 
 def test_a_ppo_step_logs_its_critic_and_the_first_one_expects_nothing(model, tmp_path):
     trainer = Trainer(recipe_for(model, tmp_path, "--algorithm", "ppo", "--critic_lr", "1e-3", "--group_size", "1"))
-    trainer.scorer = lambda trajectories, step: [{"answer": 1.0 + i} for i in range(len(trajectories))]
+    trainer.scorer = Marks(lambda ts: ([{"answer": 1.0 + i} for i in range(len(ts))], [True] * len(ts)))
     before, seen, learn = weights_of(trainer.critic), {}, trainer.update_all
     trainer.update_all = lambda step, batch, rows: seen.update(batch=batch) or learn(step, batch, rows)
     record, _, _ = trainer.step(0)
