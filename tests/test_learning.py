@@ -45,7 +45,8 @@ def test_the_warm_model_can_neither_answer_nor_does_it_search(scores):
 def test_stage_1_teaches_to_search_and_overdoes_it(scores):
     for kind in ("one_hop", "two_hop"):
         assert scores[1, 1.0][kind]["searched"] >= 0.9
-    assert scores[1, 1.0]["arithmetic"]["searched"] >= 0.5  # the over-searching that stage 2 cures
+    # the over-searching that stage 2 cures; before RL it is 0.02 on average
+    assert scores[1, 1.0]["arithmetic"]["searched"] >= 0.25
 
 
 @pytest.mark.slow
