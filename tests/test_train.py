@@ -899,7 +899,10 @@ def test_ctrl_c_before_the_first_checkpoint_says_so(model, tmp_path, monkeypatch
 def test_a_real_sigint_ends_the_process_with_130_and_one_line(model, tmp_path):
     folder = tmp_path / "t" / "stage1"
     command = [sys.executable, "train.py", *flags(model, tmp_path, "--steps", "100000", "--save_every", "1")]
-    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # a shell's background job ignores SIGINT, and its children inherit that: the test must not depend on how it was started
+    listen = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               **listen)  # fmt: skip
     try:
         for _ in range(600):
             if process.poll() is not None or len(checkpoints(folder)) >= 2:
