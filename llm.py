@@ -46,7 +46,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from data import InputError, run_main
 from policy import evaluating, first_line, load_tokenizer
-from rollout import context_of, end_ids, plain_generation, strip_tags
+from prompts import special_texts, strip_tags
+from rollout import context_of, end_ids, plain_generation
 
 Request = tuple[str, str]  # (instruction, text)
 THREADS = 16  # requests under way at once
@@ -381,8 +382,7 @@ class LocalLLM(LLM):
         if self.longest_prompt < 1:
             raise InputError(f"{name}: {max_tokens} new tokens do not fit the model's {context_of(policy, None)} positions")
         # A text may come from a page, or from the policy that is being judged: it must not open a turn of its own.
-        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self.forbidden = [*tokenizer.all_special_tokens, *special]
+        self.forbidden = special_texts(tokenizer)
 
     def prompt(self, request: Request) -> list[int]:
         text = chat_text(self.tokenizer, request[0], strip_tags(request[1], self.forbidden))

@@ -277,12 +277,16 @@ def frame_documents(protocol: Protocol, body: str) -> str:
     return f"\n\n{protocol.documents_tags[0]}\n{body}\n{protocol.documents_tags[1]}\n\n"
 
 
-def forbidden_texts(protocol: Protocol, tokenizer) -> list[str]:
-    """What no page may bring into a context: the protocol's tags and the tokenizer's special tokens."""
+def special_texts(tokenizer) -> list[str]:
+    """Every special token of the tokenizer as text: what a page, or a policy that is judged, must not be able to write."""
     # all_special_tokens leaves out those without a role, such as Llama 3's <|eot_id|>: a page could open a turn with them
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    special = [token.content for token in added if token.special]
-    return [*protocol.tags, *getattr(tokenizer, "all_special_tokens", []), *special]
+    return [*getattr(tokenizer, "all_special_tokens", []), *(token.content for token in added if token.special)]
+
+
+def forbidden_texts(protocol: Protocol, tokenizer) -> list[str]:
+    """What no page may bring into a context: the protocol's tags and the tokenizer's special tokens."""
+    return [*protocol.tags, *special_texts(tokenizer)]
 
 
 def strip_tags(text: str, tags) -> str:

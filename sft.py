@@ -33,7 +33,7 @@ from curriculum import QuestionStream
 from data import InputError, Question, load_questions, read_records, run_main, short
 from llm import chat_text
 from policy import Policy, last_column, load_policy, lr_factor, make_optimizer, micro_batches, save_policy
-from prompts import Protocol, as_protocol, build_prompt, forbidden_texts, number_documents, strip_tags
+from prompts import Protocol, as_protocol, build_prompt, forbidden_texts, number_documents, special_texts, strip_tags
 from rollout import Trajectory, encode, trajectory_from_text
 from summarizer import NO_FACT, SummaryPair, read_summary_log, summary_request
 
@@ -240,8 +240,7 @@ def summary_example(pair: SummaryPair, tokenizer) -> Example:
     """Instruction, query and numbered documents -> the summary, or NO FACT; the prompt is the one that llm.py's local
     model is asked with."""
     instruction, text = summary_request(pair.query, pair.documents)
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    prompt = chat_text(tokenizer, instruction, strip_tags(text, [*tokenizer.all_special_tokens, *special]))
+    prompt = chat_text(tokenizer, instruction, strip_tags(text, special_texts(tokenizer)))
     return example_of(encode(tokenizer, prompt), [(NO_FACT if pair.fallback else pair.summary, True)], tokenizer)
 
 
