@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import http.client
 import importlib.util
 import json
 import os
@@ -32,10 +31,6 @@ import re
 import sys
 import tempfile
 import threading
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -45,6 +40,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from data import InputError, run_main
+from fetch import MAX_BACKOFF, Fault, fetch_json, host_of, retrying, shown
 from policy import evaluating, first_line, load_tokenizer
 from prompts import special_texts, strip_tags
 from rollout import context_of, end_ids, plain_generation
@@ -53,9 +49,7 @@ Request = tuple[str, str]  # (instruction, text)
 THREADS = 16  # requests under way at once
 GIVE_UP = 16  # failures in a row, each after all its retries
 DEAD_BATCHES = 3
-MAX_BACKOFF = 8.0  # seconds between two tries
 PROBE = ("You are asked once whether you are there.", "Reply with the word yes.")
-_REQUEST_AT_FAULT = (400, 413, 422)  # HTTP: this request is not accepted; the server itself is well
 
 
 # ---------------------------------------------------------------------------------------------- kept on disk
@@ -192,14 +186,6 @@ def load_llm(spec: str, *, cache: str = "", timeout: float = 60.0, retries: int 
 
 # ------------------------------------------------------------------------------------------------- a server
 
-class Fault(Exception):
-    """Why one try failed. retry: the next may go well. down: the server cannot be reached or is not well."""
-
-    def __init__(self, text: str, retry: bool = True, down: bool = True):
-        super().__init__(text)
-        self.retry, self.down = retry, down
-
-
 class ServerLLM(LLM):
     """An OpenAI-compatible server, asked by a few threads at once. The environment's OPENAI_API_KEY is sent if it is set.
 
@@ -211,12 +197,9 @@ class ServerLLM(LLM):
                  backoff: float = 0.5):  # fmt: skip
         self.base, _, model = spec.partition("#")
         self.base, self.timeout, self.retries, self.backoff = self.base.rstrip("/"), timeout, retries, backoff
-        # Trap: with http_proxy set, a server on this machine would be looked for on the proxy's.
-        local = _host(self.base) in ("localhost", "127.0.0.1", "::1")
-        self.opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * local)
-        self.headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY", "").strip():
-            self.headers["Authorization"] = f"Bearer {key}"
+        host_of(self.base, "http://host:port/v1#model")  # an address at all?
+        key = os.environ.get("OPENAI_API_KEY", "").strip()
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.model = model or self.first_model()
         super().__init__(self.model, max_tokens, cache)  # the name keys the cache: a server that moves keeps its replies
         self.name = f"{self.base}#{self.model}"
@@ -250,28 +233,14 @@ class ServerLLM(LLM):
         try:
             content = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
-            raise Fault(f"a reply without choices: {_shown(json.dumps(reply))}") from None
+            raise Fault(f"a reply without choices: {shown(json.dumps(reply))}") from None
         if not isinstance(content, str):  # a reasoning model whose tokens ran out before it had said anything
             raise Silent("a reply without text", retry=False, down=False)
         return content
 
     def fetch(self, path: str, payload: dict | None = None) -> dict:
-        """One exchange of JSON. The limit holds for each wait on the socket and again for the whole body."""
-        data = None if payload is None else json.dumps(payload).encode()
-        deadline, body = time.monotonic() + self.timeout, b""
-        try:
-            request = urllib.request.Request(self.base + path, data, self.headers)
-            with self.opener.open(request, timeout=self.timeout) as response:
-                while piece := response.read1(65536):
-                    body += piece
-                    if time.monotonic() > deadline:  # a byte now and then would keep the socket's own limit from ever ending
-                        raise TimeoutError
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise _fault(error, self.timeout) from None
-        try:
-            return json.loads(body)
-        except ValueError:
-            raise Fault(f"a reply that is not JSON, or half of one: {_shown(body.decode(errors='replace'))}") from None
+        """One exchange of JSON, under the time limit."""
+        return fetch_json(self.base + path, payload, timeout=self.timeout, headers=self.headers)
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         # Daemon threads and not a pool's: Python would wait for those at exit, and Ctrl-C could take minutes.
@@ -317,50 +286,11 @@ class ServerLLM(LLM):
                 done.put((request, None, Fault(f"{type(error).__name__}: {error}")))
 
     def _try(self, request: Request, stop: threading.Event) -> str:
-        for attempt in range(self.retries + 1):
-            try:
-                return self.complete(request)
-            except Fault as fault:
-                if not fault.retry or attempt == self.retries or stop.wait(min(self.backoff * 2**attempt, MAX_BACKOFF)):
-                    raise
-        raise AssertionError("unreachable")
+        return retrying(lambda: self.complete(request), self.retries, self.backoff, stop.wait)
 
 
 class Silent(Fault):
     """The server is well and answered, but said nothing."""
-
-
-def _host(base: str) -> str:
-    try:
-        parts = urllib.parse.urlsplit(base)
-        parts.port  # noqa: B018  a port that is no number is found out here
-        if parts.hostname:
-            return parts.hostname
-    except ValueError:
-        pass
-    raise InputError(f"{base}: not an address: give http://host:port/v1#model")
-
-
-def _fault(error: Exception, timeout: float) -> Fault:
-    """What urllib raised, as a Fault."""
-    if isinstance(error, urllib.error.HTTPError):
-        with error, contextlib.suppress(OSError, http.client.HTTPException):
-            return Fault(f"HTTP {error.code} {_shown(error.read1(2000).decode(errors='replace'))}".strip(),
-                         retry=error.code in (408, 425, 429) or error.code >= 500,
-                         down=error.code not in _REQUEST_AT_FAULT)  # fmt: skip
-        return Fault(f"HTTP {error.code}")
-    reason = getattr(error, "reason", error)
-    if isinstance(reason, TimeoutError):
-        return Fault(f"nothing within {timeout:g} s")
-    return Fault(getattr(reason, "strerror", None) or f"{type(error).__name__}: {_shown(str(reason))}")
-
-
-def _shown(text: str) -> str:
-    """The beginning of what a server said, on one line."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        text = json.loads(text)["error"]["message"]
-    line = " ".join(str(text).split())
-    return line if len(line) <= 120 else line[:120] + " ..."
 
 
 # -------------------------------------------------------------------------------------------- a local model

@@ -269,7 +269,7 @@ RAW = b"HTTP/1.0 200 OK\r\nContent-Length: 500\r\n\r\n"
     ("fault", "shown"),
     [
         ((500, b"oh no"), "HTTP 500 oh no"), ((503, b""), "HTTP 503"), ((429, b"slow down"), "HTTP 429 slow down"),
-        (None, "nothing within 0.2 s"), (b"", "closed connection"), (RAW + said("half")[:20], "half of one"),
+        (None, "nothing within 0.2 s"), (b"", "closed connection"), (RAW + said("half")[:20], "half a"),
         ((200, b"<html>hello</html>"), "not JSON, or half of one: <html>"), ((200, b"{}"), "without choices: {}"),
         ((200, b"[]"), "without choices"), ((200, b'{"choices": []}'), "without choices"),
     ],

@@ -1,0 +1,163 @@
+"""One HTTP exchange that cannot hang, grow without end or end in a surprise: what every remote part stands on.
+
+    body = fetch(url, payload, timeout=..., max_bytes=...)      bytes, or a `Fault` that says whether to try again
+    result = retrying(lambda: ..., retries=2)                   more tries, with backoff, of what a Fault says may go well
+
+The time limit holds for each wait on the socket and again for the whole exchange: a server that sends a byte now and then
+would keep the socket's own limit from ever ending. Nothing is read beyond `max_bytes`. A fault carries two answers:
+    retry    may the same request go well the next time?    (not after a 404, which stays one)
+    down     is the server itself not well?                 (not after a 400, which is this request's fault)
+Left out: cookies, authentication other than a header, connections that are kept open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from data import InputError, run_main
+
+MAX_BYTES = 64 * 2**20
+MAX_BACKOFF = 8.0  # seconds between two tries
+_REQUEST_AT_FAULT = (400, 413, 422)  # HTTP: this request is not accepted; the server itself is well
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+class Fault(Exception):
+    """Why one try failed. retry: the next may go well. down: the server cannot be reached or is not well."""
+
+    def __init__(self, text: str, retry: bool = True, down: bool = True):
+        super().__init__(text)
+        self.retry, self.down = retry, down
+
+
+def fetch(url: str, payload: object = None, *, timeout: float = 60.0, max_bytes: int = MAX_BYTES,
+          headers: dict[str, str] | None = None, opener: urllib.request.OpenerDirector | None = None) -> bytes:  # fmt: skip
+    """The body of one GET, or of a POST of `payload` as JSON. Raises Fault, and nothing else."""
+    data = None if payload is None else json.dumps(payload).encode()
+    headers = {"Content-Type": "application/json"} | (headers or {}) if data is not None else headers or {}
+    deadline, body = time.monotonic() + timeout, bytearray()
+    try:
+        request = urllib.request.Request(url, data, headers)
+        with (opener or make_opener(url)).open(request, timeout=timeout) as response:
+            while piece := response.read1(65536):
+                body += piece
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                if len(body) > max_bytes:
+                    raise Fault(f"more than {max_bytes:,} bytes", retry=False, down=False)
+            if response.length:  # Trap: read1 returns b"" on a connection that broke off, and half a body looks whole
+                raise Fault(f"half an answer: {response.length:,} bytes are missing")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise as_fault(error, timeout) from None
+    return bytes(body)
+
+
+def fetch_json(url: str, payload: object = None, **limits) -> object:
+    """`fetch`, read as JSON; the limits are those of `fetch`."""
+    body = fetch(url, payload, **limits)
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise Fault(f"a reply that is not JSON, or half of one: {shown(body.decode(errors='replace'))}") from None
+
+
+def make_opener(url: str) -> urllib.request.OpenerDirector:
+    """Trap: with http_proxy set, a server on this machine would be looked for on the proxy's."""
+    return urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * (host_of(url) in _LOCAL))
+
+
+def host_of(url: str, example: str = "http://host:port") -> str:
+    """The host of an http(s) address; anything else is an InputError that shows `example`."""
+    with contextlib.suppress(ValueError):
+        parts = urllib.parse.urlsplit(url)
+        parts.port  # noqa: B018  a port that is no number is found out here
+        if parts.hostname and parts.scheme in ("http", "https"):
+            return parts.hostname
+    raise InputError(f"{url}: not an address: give {example}")
+
+
+def retrying(call: Callable[[], object], retries: int, backoff: float = 0.5, wait: Callable[[float], object] = time.sleep):
+    """`call()`, tried `retries` more times while its Fault says that may help. `backoff` seconds before the second try,
+    twice that before the third, at most MAX_BACKOFF. `wait` may return True to give up."""
+    for attempt in range(retries + 1):
+        try:
+            return call()
+        except Fault as fault:
+            if not fault.retry or attempt == retries or wait(min(backoff * 2**attempt, MAX_BACKOFF)):
+                raise
+    raise AssertionError("unreachable")
+
+
+def as_fault(error: Exception, timeout: float) -> Fault:
+    """What urllib raised, as a Fault."""
+    if isinstance(error, urllib.error.HTTPError):
+        with error, contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+            said = shown(error.read1(2000).decode(errors="replace"))
+            return Fault(f"HTTP {error.code} {said}".strip(), retry=error.code in (408, 425, 429) or error.code >= 500,
+                         down=error.code not in _REQUEST_AT_FAULT)  # fmt: skip
+        return Fault(f"HTTP {error.code}")
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, TimeoutError):
+        return Fault(f"nothing within {timeout:g} s")
+    return Fault(getattr(reason, "strerror", None) or f"{type(error).__name__}: {shown(str(reason))}")
+
+
+def shown(text: str) -> str:
+    """The beginning of what a server said, on one line."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        text = json.loads(text)["error"]["message"]
+    line = " ".join(str(text).split())
+    return line if len(line) <= 120 else line[:120] + " ..."
+
+
+# --------------------------------------------------------------------------------------------- on one screen
+
+class _Faulty(BaseHTTPRequestHandler):
+    """A server for the demonstration: each path fails in its own way; /second only the first time."""
+
+    count = 0
+
+    def do_GET(self):
+        _Faulty.count += self.path == "/second"
+        if self.path == "/slow":
+            time.sleep(0.6)
+        body = {"/huge": b"x" * 5000, "/prose": b"no JSON"}.get(self.path, b'{"said": "yes"}')
+        self.send_response({"/missing": 404, "/ill": 500, "/second": 503 if _Faulty.count < 2 else 200}.get(self.path, 200))
+        self.send_header("Content-Length", str(len(body) + 100 * (self.path == "/half")))
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fetch an address; without one, a faulty server of this file's own.")
+    parser.add_argument("url", nargs="*")
+    urls = parser.parse_args().url
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Faulty)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    paths = ["well", "slow", "huge", "half", "prose", "missing", "ill", "second"]
+    for url in urls or [f"http://127.0.0.1:{server.server_port}/{path}" for path in paths]:
+        try:
+            said = retrying(lambda url=url: fetch_json(url, timeout=0.5, max_bytes=1000), retries=1, backoff=0.01)
+            print(f"{url:32} {said}")
+        except Fault as fault:
+            print(f"{url:32} {fault}   (try again: {fault.retry}; the server is down: {fault.down})")
+    server.shutdown()
+    server.server_close()
+
+
+if __name__ == "__main__":
+    run_main(main)
