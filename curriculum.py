@@ -31,7 +31,7 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
-from data import InputError, Question, append_record, finished_records, load_attempts, run_main
+from data import InputError, Question, append_jsonl, finished_records, load_attempts, run_main
 
 # ------------------------------------------------------------------------------------------------------- difficulty
 
@@ -108,7 +108,7 @@ def measure_difficulty(
             missing = [question for question in questions[start : start + at_once] if question.id not in found]
             for question, scores in zip(missing, answer(missing, k) if missing else [], strict=True):
                 found[question.id] = difficulty_record(question.id, scores, k, scheme, by)
-                append_record(path, found[question.id])
+                append_jsonl(path, [found[question.id]])
                 bar.update()
     return {question.id: found[question.id]["bucket"] for question in questions}
 
@@ -400,6 +400,7 @@ def measure_published(given: dict, options: dict, metric: str) -> dict[str, str]
 
 def measure_model(given: dict, options: dict, metric: str) -> dict[str, str]:
     import eval as evaluation
+    from policy import best_device
     from recipes import answer_scores, build_protocol, build_search, load_model, rollout_settings
     from rollout import check_prompts, rollout
 
@@ -407,7 +408,7 @@ def measure_model(given: dict, options: dict, metric: str) -> dict[str, str]:
     if recipe.temperature == 0 and options["k"] > 1:
         raise InputError("--temperature 0 is greedy: all rollouts of a question would be the same; leave it at 1")
     questions, documents = evaluation.material(recipe, {"questions": options["questions"], "split": "train", "fact_seed": None})
-    device = evaluation.best_device()
+    device = best_device()
     search, protocol, settings = build_search(recipe, documents, device), build_protocol(recipe), rollout_settings(recipe)
     policy, tokenizer = load_model(recipe, recipe.model, device)
     check_prompts(questions, protocol, tokenizer, policy, **settings)

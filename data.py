@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import textwrap
@@ -736,9 +737,14 @@ def finished_records(path: str | Path, cut: bool = True) -> list[dict]:
     return [record for _, record in records]
 
 
-def append_record(path: str | Path, record: dict) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
+    """Append a JSON line for each record. A last line that an interrupt cut short is closed first: only it is lost."""
+    lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
+    with open(path, "ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            lines = lines if file.read(1) == b"\n" else b"\n" + lines
+        file.write(lines)  # in one piece: another run may append to the same file
 
 
 def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:

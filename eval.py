@@ -30,14 +30,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from cross_model import answer_from_evidence
-from data import InputError, Question, finished_records, load_questions, run_main
+from data import InputError, Question, append_jsonl, finished_records, load_questions, run_main
 from judge import Judge
 from metrics import rouge
-from policy import check_model_path
+from policy import best_device, check_model_path
 from prompts import build_prompt
 from recipes import (
     RECIPES,
@@ -65,7 +64,7 @@ from rewards import (
     has_one_box,
     r1_searcher_format,
     ur2_violations,
-    when_to_search_stage1,
+    when_to_search_format,
 )
 from rollout import Trajectory, check_prompts, rollout, show
 from toy import world_for
@@ -85,11 +84,6 @@ def r_search_format(trajectory: Trajectory) -> bool:
     """One answer box and, if it searched, one evidence box: all that R-Search's r_f pays for."""
     text, protocol = trajectory.model_text, trajectory.protocol
     return has_one_box(text, protocol.answer_tags) and (not trajectory.searches or has_one_box(text, protocol.evidence_tags))
-
-
-def when_to_search_format(trajectory: Trajectory) -> bool:
-    """r_f = 1. It is the same in both stages; beta=0, because evaluation may search more often than the price allows."""
-    return when_to_search_stage1(trajectory, correct=False, beta=0.0)["format"] == 1.0
 
 
 FORMATS = {  # protocol -> is the format right?
@@ -154,8 +148,7 @@ def evaluate(policy, tokenizer, questions: list[Question], search, recipe: Recip
                                    progress=bar.update, **rollout_settings(recipe))  # fmt: skip
             fresh = [prediction_record(t, i % samples) for i, t in enumerate(trajectories)]
             if out:
-                with open(out, "a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in fresh)
+                append_jsonl(out, fresh)
             records += fresh
     return records
 
@@ -458,10 +451,6 @@ def pick(questions: list[Question], text: str) -> Question:
     if not text:
         return next((q for q in questions if q.kind == "two_hop"), questions[0])
     return next((q for q in questions if q.question == text), Question("asked", text, []))
-
-
-def best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_judge(recipe: Recipe) -> Judge | None:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import rewards
 from data import Question, run_main
 from llm import without_thinking
-from metrics import choice_letter, cover_exact_match, math_equal
 from prompts import question_text
+from rewards import matches
 from rollout import Trajectory, trajectory_from_text
 
 Pair = tuple[Question, str | None]  # what was asked, and the answer that was given
@@ -97,20 +98,9 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
 # -------------------------------------------------------------------------------------------- for the rewards
 
 def right(trajectories: list[Trajectory], judge: Judge | None = None) -> list[bool]:
-    """Is each trajectory's answer right: the judge's verdict; without a judge, or where it is unreadable, `matches`."""
-    pairs = [(t.question, t.answer) for t in trajectories]
-    verdicts = judge.verdicts(pairs) if judge else [None] * len(pairs)
-    return [matches(*pair) if said is None else said for pair, said in zip(pairs, verdicts, strict=True)]
-
-
-def matches(question: Question, answer: str | None) -> bool:
-    """Without a judge: math equality, the letter, or cover-EM (punctuation deleted, as When to Search's scorer has it)."""
-    if question.task == "math":
-        return math_equal(answer, question.answers)
-    if question.task == "choice":
-        letter = choice_letter(answer, question.options)
-        return letter is not None and letter in {choice_letter(gold, question.options) for gold in question.answers}
-    return bool(cover_exact_match(answer, question.answers, "delete"))
+    """Is each trajectory's answer right: the judge's verdict; without a judge, or where it is unreadable, the metrics'."""
+    verdicts = judge.verdicts([(t.question, t.answer) for t in trajectories]) if judge else [None] * len(trajectories)
+    return [rewards.is_right(t, verdict) for t, verdict in zip(trajectories, verdicts, strict=True)]
 
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:

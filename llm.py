@@ -31,7 +31,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -39,7 +39,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from data import InputError, run_main
+from data import InputError, append_jsonl, run_main
 from fetch import MAX_BACKOFF, Fault, fetch_json, host_of, retrying, shown
 from policy import evaluating, first_line, load_tokenizer
 from prompts import special_texts, strip_tags
@@ -53,16 +53,6 @@ PROBE = ("You are asked once whether you are there.", "Reply with the word yes."
 
 
 # ---------------------------------------------------------------------------------------------- kept on disk
-
-def append_jsonl(path: Path, records: Iterable[dict]) -> None:
-    """Append a JSON line for each record. A last line that an interrupt cut short is closed first: only it is lost."""
-    lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
-    with open(path, "ab+") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            lines = lines if file.read(1) == b"\n" else b"\n" + lines
-        file.write(lines)  # in one piece: another run may append to the same file
-
 
 class Cache:
     """Replies by request, in a JSONL file of `folder` that all runs share; folder "" keeps nothing.

@@ -230,6 +230,16 @@ def choice_letter(text: str | None, options=()) -> str | None:
     return letter or (same[0] if len(same) == 1 else None)
 
 
+def same_choice(text: str | None, golds: str | list[str], options=()) -> bool:
+    """Does a text choose the letter that one of the golds names?
+
+    >>> same_choice("The correct answer is (B).", ["oak"], ["elm", "oak"]), same_choice("both", "B", ["elm", "oak"])
+    (True, False)
+    """
+    golds, letter = [golds] if isinstance(golds, str) else golds, choice_letter(text, options)
+    return letter is not None and letter in {choice_letter(gold, options) for gold in golds}
+
+
 def _leading_letter(text: str) -> str | None:
     if re.fullmatch(r"[\W_]*[A-Za-z][\W_]*", text):
         return re.search("[A-Za-z]", text).group().upper()

@@ -125,6 +125,10 @@ def _check_head(model: nn.Module) -> None:
         )
 
 
+def best_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def load_policy(path: str, device: torch.device | str = "cpu", gradient_checkpointing: bool = False) -> tuple[Policy, object]:
     """(policy, tokenizer) from a directory or a hub name. Trainable weights are fp32 whatever the file holds."""
     tokenizer = load_tokenizer(path)

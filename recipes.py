@@ -25,9 +25,9 @@ import rewards
 from cross_model import cross_answers
 from data import Document, InputError, Question, corpus_from_questions, load_corpus, load_questions, run_main
 from embed import Embedder, make_embedder
-from judge import Judge, math_grader
+from judge import Judge, math_grader, right
 from llm import LLM, LocalLLM, load_llm
-from metrics import choice_letter, cover_exact_match, exact_match, f1_score, math_equal, mean_rouge
+from metrics import cover_exact_match, exact_match, f1_score, math_equal, mean_rouge, same_choice
 from policy import Policy, load_policy
 from prompts import PROTOCOLS, Protocol, as_protocol
 from retriever import RETRIEVERS, make_retriever
@@ -41,7 +41,7 @@ from world import KINDS
 class Extras:
     """What a reward takes from outside its trajectory."""
 
-    correct: bool | None = None  # a judge's verdict
+    correct: bool | None = None  # is the answer right? None: the metrics decide
     cross_model_answer: str = ""  # R-Search: what another model answers from the evidence
     embed: Embedder | None = None  # When to Search: query -> vector
     grade: Callable[[Question, str], float] | None = None  # UR²: a judge's 2, 1 or 0 for a math answer
@@ -365,23 +365,16 @@ class Scorer:
 
     def __call__(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict[str, float]], list[bool]]:
         """(components of each reward, whether each answer is right)."""
-        verdicts = self.verdicts(trajectories)
+        asked = self.recipe.reward.startswith("when_to_search") or self.recipe.algorithm == "dapo"  # these ask for "right"
+        correct = right(trajectories, self.judge if asked else None)
         pairs = [(t.question, t.evidence if t.searches else None) for t in trajectories]
         read = cross_answers(self.cross_model, pairs) if self.cross_model else [""] * len(trajectories)
         grade = math_grader(trajectories, self.judge) if self.judge and self.recipe.reward.startswith("ur2") else None
         components = [
-            score(t, self.recipe, step, Extras(verdict, answer, self.embed, grade))
-            for t, verdict, answer in zip(trajectories, verdicts, read, strict=True)
+            score(t, self.recipe, step, Extras(is_right, answer, self.embed, grade))
+            for t, is_right, answer in zip(trajectories, correct, read, strict=True)
         ]
-        correct = [rewards.is_right(t, verdict) for t, verdict in zip(trajectories, verdicts, strict=True)]
         return components, correct
-
-    def verdicts(self, trajectories: list[Trajectory]) -> list[bool | None]:
-        """The judge's, where the reward or the algorithm asks for "right"; None: the metrics decide."""
-        asked = self.recipe.reward.startswith("when_to_search") or self.recipe.algorithm == "dapo"
-        if not (self.judge and asked):
-            return [None] * len(trajectories)
-        return self.judge.verdicts([(t.question, t.answer) for t in trajectories])
 
     def stats(self) -> dict[str, float]:
         """For the log: the share of verdicts that could not be read, and the requests that the reader left open, so far."""
@@ -500,9 +493,7 @@ def answer_scores(trajectory: Trajectory) -> dict[str, float]:
     if question.task == "summary":
         return dict.fromkeys(names, mean_rouge(answer, question.answers))
     if question.task == "choice":
-        golds = {choice_letter(gold, question.options) for gold in question.answers}
-        letter = choice_letter(answer, question.options)
-        return dict.fromkeys(names, float(letter is not None and letter in golds))
+        return dict.fromkeys(names, float(same_choice(answer, question.answers, question.options)))
     protocol = getattr(trajectory, "protocol", None)
     punctuation = "delete" if protocol and protocol.name in ("r_search", "when_to_search") else "space"
     metrics = (exact_match, f1_score, cover_exact_match)

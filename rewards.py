@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 
 from data import Document, InputError, Question, run_main
 from embed import Embedder, cosine, tfidf_embedder
-from metrics import choice_letter, cover_exact_match, exact_match, f1_score, math_equal, mean_rouge, normalize_answer
+from metrics import cover_exact_match, exact_match, f1_score, math_equal, mean_rouge, normalize_answer, same_choice
 from prompts import PROTOCOLS, Protocol, find_answers, find_blocks, frame_documents
 
 if TYPE_CHECKING:
@@ -258,8 +258,7 @@ def _ur2_answer(trajectory: Trajectory, metric: Callable, judge: Callable | None
     if not answer:
         return 0.0
     if question.task == "choice":
-        letter = choice_letter(answer, question.options)
-        return 2.0 * (letter is not None and letter in {choice_letter(gold, question.options) for gold in question.answers})
+        return 2.0 * same_choice(answer, question.answers, question.options)
     if question.task == "math":
         if math_equal(answer, question.answers):
             return 2.0
@@ -477,21 +476,32 @@ def _when_to_search(trajectory: Trajectory, embed: Embedder | None, similarity: 
         retrieval = 0.0 - share * mean_similarity(queries, embed or tfidf_embedder())
     else:
         retrieval = 0.0 if all(map(is_concise, queries)) else -1.0
-    return {"format": 1.0 if _WHEN_ORDER.fullmatch(section_order(trajectory)) else -1.0, "retrieval": retrieval}
+    return {"format": 1.0 if when_to_search_format(trajectory) else -1.0, "retrieval": retrieval}
+
+
+def when_to_search_format(trajectory: Trajectory) -> bool:
+    """Are the sections in one of the orders that the paper allows?"""
+    return _WHEN_ORDER.fullmatch(section_order(trajectory)) is not None
 
 
 def is_right(trajectory: Trajectory, correct: bool | None) -> bool:
-    """The judge's verdict, else the metric of the task: math equality, the letter, or cover-EM. An answer that lists
-    everything covers every gold: a long one is not right."""
+    """The judge's verdict, else `matches`. An answer that lists everything covers every gold: a long one is not right."""
     question, answer, golds = trajectory.question, trajectory.answer, trajectory.question.answers
     if not answer:
         return False
     if correct is not None:
         return bool(correct)
-    if question.task in ("math", "choice"):
-        return _ur2_answer(trajectory, exact_match, None) > 0
     short = len(answer.split()) <= max([MAX_ANSWER_WORDS, *(len(gold.split()) for gold in golds)])
-    return short and bool(cover_exact_match(answer, golds, "delete"))
+    return (short or question.task in ("math", "choice")) and matches(question, answer)
+
+
+def matches(question: Question, answer: str | None) -> bool:
+    """Math equality, the letter, or cover-EM (punctuation deleted, as When to Search's scorer has it)."""
+    if question.task == "math":
+        return math_equal(answer, question.answers)
+    if question.task == "choice":
+        return same_choice(answer, question.answers, question.options)
+    return bool(cover_exact_match(answer, question.answers, "delete"))
 
 
 def section_order(trajectory: Trajectory) -> str:

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from curriculum import QuestionStream
 from data import InputError, Question, load_questions, read_records, run_main, short
 from llm import chat_text
-from policy import Policy, last_column, load_policy, lr_factor, make_optimizer, micro_batches, save_policy
+from policy import Policy, best_device, last_column, load_policy, lr_factor, make_optimizer, micro_batches, save_policy
 from prompts import Protocol, as_protocol, build_prompt, forbidden_texts, number_documents, special_texts, strip_tags
 from rollout import Trajectory, encode, trajectory_from_text
 from summarizer import NO_FACT, SummaryPair, read_summary_log, summary_request
@@ -378,7 +378,7 @@ def check_options(options):
 def distil(options) -> None:
     """Load, encode, train, save."""
     protocol = as_protocol(options.protocol)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     policy, tokenizer = load_policy(options.model, device, options.gradient_checkpointing)
     positions = getattr(policy.config, "max_position_embeddings", None) or 4096
     examples = usable(examples_of(options, protocol, tokenizer), min(options.max_context or positions, positions))

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from data import Document, InputError, Question, SearchRequest, SearchResult, open_error, run_main
-from llm import append_jsonl, without_thinking
+from data import Document, InputError, Question, SearchRequest, SearchResult, append_jsonl, open_error, run_main
+from llm import without_thinking
 from prompts import number_documents
 
 Summarize = Callable[[list[SearchRequest], list[list[Document]]], list[SearchResult]]

@@ -30,7 +30,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from curriculum import bucket
-from data import InputError, Question, append_record, finished_records, load_questions, run_main
+from data import InputError, Question, append_jsonl, finished_records, load_questions, run_main
 from llm import load_llm
 from metrics import choice_letter, normalize_answer
 from prompts import question_text
@@ -180,7 +180,7 @@ def synthesize(given: list[Question], llm, count: int, path: str | Path, setting
             drafts = read_drafts(dict(zip(attempts, llm.ask(requests), strict=True)), texts, result, settings.options)
             fresh = check_drafts(drafts, llm, answerer or llm, result, settings)
             for question in fresh[: count - len(made)]:
-                append_record(path, asdict(question))
+                append_jsonl(path, [asdict(question)])
                 made.append(question)
                 result["made"] += 1
                 bar.update()
@@ -295,9 +295,9 @@ def check_options(options):
 
 
 def load_models(options) -> tuple:
-    import torch
+    from policy import best_device
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = best_device()
     settings = {"cache": options.llm_cache, "timeout": options.llm_timeout, "retries": options.llm_retries,
                 "max_tokens": options.max_tokens, "load_in_8bit": options.load_in_8bit, "device": device}  # fmt: skip
     writer = load_llm(options.llm, **settings)

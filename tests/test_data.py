@@ -14,7 +14,7 @@ from data import (
     Document,
     InputError,
     Question,
-    append_record,
+    append_jsonl,
     corpus_from_questions,
     detect_layout,
     finished_records,
@@ -372,13 +372,13 @@ def test_skip_bad_does_not_turn_a_file_without_a_usable_record_into_an_empty_lis
 def test_a_half_written_last_line_is_cut_off_and_what_is_appended_stands_on_its_own(tmp_path):
     path = tmp_path / "log.jsonl"
     assert finished_records(path) == []
-    append_record(path, {"id": 1, "text": "a\u2028b"})
+    append_jsonl(path, [{"id": 1, "text": "a\u2028b"}])
     with open(path, "a") as file:
         file.write('{"id": 2, "te')
     before = path.read_bytes()
     assert finished_records(path, cut=False) == [{"id": 1, "text": "a\u2028b"}] and path.read_bytes() == before
     assert finished_records(path) == [{"id": 1, "text": "a\u2028b"}]
-    append_record(path, {"id": 2})
+    append_jsonl(path, [{"id": 2}])
     assert [record["id"] for record in finished_records(path)] == [1, 2]
 
 
@@ -386,7 +386,7 @@ def test_a_last_record_that_lacks_only_its_newline_is_kept(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"id": 1}')
     assert finished_records(path) == [{"id": 1}]
-    append_record(path, {"id": 2})
+    append_jsonl(path, [{"id": 2}])
     assert len(finished_records(path)) == 2
 
 
