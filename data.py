@@ -674,20 +674,39 @@ def is_tsv(path: Path) -> bool:
 def load_questions(path: str | Path | list, skip_bad: bool = False) -> list[Question]:
     """Questions of one file or of several (a list, or names with commas between them), with ids that are unique over all.
 
-    An id that several files use gets the file's stem in front, in each of them: two data sets both count from 1, and
-    questions that share an id would share a group. `skip_bad` leaves malformed records out and says so on stderr.
+    `skip_bad` leaves malformed records out and says so on stderr.
     """
-    loaded = [(file, _load(file, LAYOUTS, skip_bad)) for file in _paths(path)]
-    uses = Counter(question.id for _, questions in loaded for question in questions)
-    merged = [
-        replace(question, id=f"{file.stem}:{question.id}") if uses[question.id] > 1 else question
-        for file, questions in loaded
-        for question in questions
-    ]
-    for question_id, count in Counter(question.id for question in merged).items():
+    return [question for questions in load_datasets(path, skip_bad).values() for question in questions]
+
+
+def load_datasets(path: str | Path | list, skip_bad: bool = False) -> dict[str, list[Question]]:
+    """`load_questions` by file: {name: its questions}, in the order given. A name is the file's stem, or more of its path
+    where two files share that ("nq/test", "hotpotqa/test").
+
+    An id that several files use gets the file's name in front, in each of them: two data sets both count from 1, and
+    questions that share an id would share a group.
+    """
+    files = _paths(path)
+    loaded = {name: _load(file, LAYOUTS, skip_bad) for name, file in zip(dataset_names(files), files, strict=True)}
+    uses = Counter(question.id for questions in loaded.values() for question in questions)
+    named = {
+        name: [replace(question, id=f"{name}:{question.id}") if uses[question.id] > 1 else question for question in questions]
+        for name, questions in loaded.items()
+    }
+    for question_id, count in Counter(question.id for questions in named.values() for question in questions).items():
         if count > 1:
             raise InputError(f"question id {question_id!r} comes from two files: rename one of the files, or leave one out")
-    return merged
+    return named
+
+
+def dataset_names(files: list[Path]) -> list[str]:
+    """For each file the shortest of stem, folder/stem and whole path that no other file shares."""
+    choices = [(file.stem, f"{file.absolute().parent.name}/{file.stem}", str(file.resolve())) for file in files]
+    uses = Counter(name for names in choices for name in names)
+    for file, (*_, whole) in zip(files, choices, strict=True):
+        if uses[whole] > 1:
+            raise InputError(f"{file}: named twice, its questions would share their ids: name it once")
+    return [next(name for name in names if uses[name] == 1) for names in choices]
 
 
 @dataclass(frozen=True)

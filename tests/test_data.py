@@ -20,6 +20,7 @@ from data import (
     finished_records,
     load_attempts,
     load_corpus,
+    load_datasets,
     load_questions,
     save_questions,
 )  # fmt: skip
@@ -413,7 +414,25 @@ def test_files_of_different_layouts_are_merged(write):
 
 def test_the_same_file_twice_is_an_error_because_its_questions_would_share_a_group(write):
     path = write(R1)
-    assert "'questions:7' comes from two files" in message(load_questions, [path, path])
+    again = path.parent / ".." / path.parent.name / path.name
+    assert "questions.jsonl: named twice" in message(load_questions, [path, again])
+
+
+def test_datasets_are_named_by_their_files_and_questions_are_theirs_one_after_the_other(write):
+    files = [write(R1, {**R1, "idx": 8}, name="hotpot.jsonl"), write(R1, name="wiki.jsonl")]
+    datasets = load_datasets(files)
+    assert {name: [q.id for q in questions] for name, questions in datasets.items()} == {
+        "hotpot": ["hotpot:7", "8"], "wiki": ["wiki:7"],
+    }  # fmt: skip
+    assert load_questions(files) == datasets["hotpot"] + datasets["wiki"]
+
+
+def test_two_files_of_one_stem_are_told_apart_by_their_folders_and_then_by_their_paths(write):
+    names = ["nq/test.jsonl", "wiki/test.jsonl", "dev.jsonl", "old/wiki/test.jsonl"]
+    datasets = load_datasets([write({**R1, "idx": i % 3}, name=name) for i, name in enumerate(names)])
+    (nq, wiki, dev, old), ids = datasets, [q.id for questions in datasets.values() for q in questions]
+    assert (nq, dev) == ("nq/test", "dev") and wiki.endswith("/wiki/test.jsonl") and old.endswith("/old/wiki/test.jsonl")
+    assert ids == ["nq/test:0", "1", "2", f"{old}:0"]
 
 
 def test_a_file_name_with_a_comma_is_one_file(write):
