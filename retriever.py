@@ -10,8 +10,14 @@ A term adds nothing to a document that lacks it, and nothing in its summand depe
 finished summand of every (term, document) pair, sorted by term: a query adds up a few slices instead of visiting N
 documents per word. The scores are the same numbers.
 
-Controls for experiments: `random`, `empty`, `oracle` (the question's own gold passages).
-Left out: stemming, stop words, an index on disk, dense encoders, remote servers.
+Controls for experiments: `random`, `empty`, `oracle` (the question's own gold passages). Elsewhere: dense.py (an encoder),
+remote.py (another machine's retriever), web.py (a search API); `make_retriever` knows them all by name.
+
+    python retriever.py "a query"                      search
+    python retriever.py serve --corpus FILE            offer a corpus to other machines
+    python retriever.py check --corpus FILE | --url    does a retriever answer sensibly?
+
+Left out: stemming, stop words, an index on disk.
 """
 
 from __future__ import annotations
@@ -19,10 +25,13 @@ from __future__ import annotations
 import argparse
 import random
 import re
+import sys
+import time
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -52,10 +61,11 @@ class BM25:
     ):
         """`title_boost`: how often the title's words stand in the indexed text."""
         if not documents:
-            raise InputError("the corpus is empty: BM25 needs at least one passage")
+            raise InputError("the corpus is empty: BM25 needs at least one passage: give --corpus FILE, or --corpus from-data")
         self.documents, self.tokenize = documents, tokenize
         texts = (f"{d.title} " * title_boost + d.text for d in documents)
-        texts = tqdm(texts, "BM25 index", len(documents), unit=" passages", disable=len(documents) < SHOW_PROGRESS_FROM)
+        quick = len(documents) < SHOW_PROGRESS_FROM
+        texts = tqdm(texts, "BM25 index", len(documents), unit=" passages", dynamic_ncols=True, disable=quick)
         self.vocabulary, tokens, lengths = count_words(texts, tokenize)
         terms, self.postings, frequencies = invert(tokens, lengths, len(self.vocabulary))
         document_counts = np.bincount(terms, minlength=len(self.vocabulary))  # n_t
@@ -78,7 +88,14 @@ class BM25:
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """min(k, N) documents each, best first. As in the reference, documents that share no word with the query (score 0)
         fill up the list."""
-        return [[self.documents[i] for i in top(self.scores(query), k)] for query in queries]
+        return [[document for document, _ in found] for found in self.search_scored(queries, k)]
+
+    def search_scored(self, queries: list[str], k: int) -> list[list[tuple[Document, float]]]:
+        """`search`, each document with its score."""
+        return [self.best(self.scores(query), k) for query in queries]
+
+    def best(self, scores: np.ndarray, k: int) -> list[tuple[Document, float]]:
+        return [(self.documents[i], float(scores[i])) for i in top(scores, k)]
 
 
 def count_words(texts: Iterable[str], tokenize: Callable) -> tuple[dict[str, int], np.ndarray, np.ndarray]:
@@ -161,45 +178,266 @@ class OracleRetriever:
         ]
 
 
+# ------------------------------------------------------------------------------------------- retrievers by name
+
+class Options(NamedTuple):
+    """What one retriever or another wants to know."""
+
+    seed: int  # random
+    title_boost: int  # bm25
+    url: str  # http, web
+    encoder: str  # dense: a HF directory or a hub name
+    folder: str  # dense: where vectors are kept
+    device: str  # dense
+    timeout: float  # http: seconds per try
+    retries: int  # http
+    cache_size: int  # http: results that are remembered
+    allow_private: bool  # web: may pages come from this network?
+
+
+def dense(documents: list[Document], chosen: Options):
+    if not chosen.encoder:
+        raise InputError("retriever dense needs an encoder: give --encoder with a HF directory or a hub name")
+    from dense import DenseRetriever  # here and not above: BM25 loads no torch
+
+    return DenseRetriever(documents, chosen.encoder, folder=chosen.folder, device=chosen.device)
+
+
+def http(documents: list[Document], chosen: Options):
+    if not chosen.url:
+        raise InputError("retriever http needs a server: give --retriever_url http://host:port")
+    from remote import HttpRetriever
+
+    return HttpRetriever(chosen.url, timeout=chosen.timeout, retries=chosen.retries, cache_size=chosen.cache_size)
+
+
+def web(documents: list[Document], chosen: Options):
+    if not chosen.url:
+        raise InputError("retriever web needs a search API: give its address with --retriever_url")
+    from web import WebRetriever
+
+    return WebRetriever(chosen.url, allow_private=chosen.allow_private)
+
+
 RETRIEVERS: dict[str, Callable] = {
-    "bm25": lambda documents, seed, title_boost: BM25(documents, title_boost=title_boost),
-    "random": lambda documents, seed, title_boost: RandomRetriever(documents, seed),
-    "empty": lambda documents, seed, title_boost: EmptyRetriever(),
-    "oracle": lambda documents, seed, title_boost: OracleRetriever(),
+    "bm25": lambda documents, chosen: BM25(documents, title_boost=chosen.title_boost),
+    "dense": dense,
+    "http": http,
+    "web": web,
+    "random": lambda documents, chosen: RandomRetriever(documents, chosen.seed),
+    "empty": lambda documents, chosen: EmptyRetriever(),
+    "oracle": lambda documents, chosen: OracleRetriever(),
 }
 
 
-def make_retriever(name: str, documents: list[Document], seed: int = 0, title_boost: int = 1):
-    """The retriever of that name; `seed` is for random, `title_boost` for bm25."""
+def make_retriever(name: str, documents: list[Document], seed: int = 0, title_boost: int = 1, *, url: str = "",
+                   encoder: str = "", folder: str = "", device: str = "cpu", timeout: float = 60.0, retries: int = 2,
+                   cache_size: int = 10_000, allow_private: bool = False):  # fmt: skip
+    """The retriever of that name over these documents (http, web, empty and oracle need none). `Options` says which of them
+    wants which setting. Raises InputError for a name or a setting that is missing, and where a server does not answer."""
     if name not in RETRIEVERS:
         raise InputError(f"unknown retriever {name!r}: one of {', '.join(RETRIEVERS)}")
-    return RETRIEVERS[name](documents, seed, title_boost)
+    chosen = Options(seed, title_boost, url, encoder, folder, device, timeout, retries, cache_size, allow_private)
+    return RETRIEVERS[name](documents, chosen)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Search a corpus with BM25.")
-    parser.add_argument("query")
+# ------------------------------------------------------------------------------- does a retriever answer sensibly?
+
+ODD_QUERIES = ("zxqvkj", "", "?!", "\n", "kelmouth " * 1000)  # a word that nothing holds, no word at all, far too many
+COMMON_WORDS = ("history", "city", "film", "born", "river", "music", "science", "war", "company", "language")
+
+
+class Finding(NamedTuple):
+    """One line of the check. level: "ok", "WARNING" or "WRONG"."""
+
+    level: str
+    name: str
+    text: str
+
+
+def check(retriever, passages: list[Document], k: int = 5, samples: int = 20, seed: int = 0) -> list[Finding]:
+    """What goes wrong with retrievers and is not seen in training, where each query has some answer: an index of another
+    corpus, lists in another order than the queries, one list for everything, an odd query that ends the server.
+
+    passages   which the retriever should have; `samples` of them are looked for
+    """
+    drawn = random.Random(seed).sample(passages, min(samples, len(passages)))
+    wanted = {query_for(passage): passage for passage in drawn}  # two passages of one title are one query
+    queries = list(wanted)
+    try:
+        alone, single = ask_each(retriever, [[query] for query in queries], k)
+        again, _ = ask_each(retriever, [[query] for query in queries], k)
+        together, batched = ask_each(retriever, [queries] * 5, k)
+    except Exception as error:  # a retriever may raise anything, and to say so is what this is for
+        return [Finding("WRONG", "answers", f"{type(error).__name__}: {error}")]
+    lists, n = [found for (found,) in alone], len(queries)
+    return [
+        check_hits(list(wanted.values()), lists, k),
+        check_distinct(lists),
+        check_alike("repeatable", lists, [found for (found,) in again], "when they are asked again"),
+        check_alike("batch", lists, together[0], "when all are asked at once"),
+        check_counts(lists, k),
+        check_odd(retriever, k),
+        Finding("ok", "one query", milliseconds(single)),
+        Finding("ok", f"{n} at once", f"{milliseconds(batched)}; {np.median(batched) / n * 1000:.2f} ms a query"),
+    ]
+
+
+def query_for(passage: Document) -> str:
+    return passage.title or " ".join(passage.text.split()[:12])
+
+
+def is_same(passage: Document, found: Document) -> bool:
+    """By title, which several passages of one page share, and any of them will do; without one by the beginning. Not by id:
+    another server may count otherwise."""
+    return query_for(passage).lower().split() == query_for(found).lower().split()
+
+
+def ask_each(retriever, calls: list[list[str]], k: int) -> tuple[list[list[list[Document]]], list[float]]:
+    """(what each call found, seconds of each call)."""
+    results, seconds = [], []
+    for queries in calls:
+        start = time.perf_counter()
+        results.append(retriever.search(queries, k))
+        seconds.append(time.perf_counter() - start)
+        if len(results[-1]) != len(queries):
+            raise ValueError(f"{len(results[-1])} lists for {len(queries)} queries")
+    return results, seconds
+
+
+def level(good: int, of: int, enough: float) -> str:
+    return "ok" if good >= enough * of else "WARNING" if good >= of / 2 else "WRONG"
+
+
+def check_hits(passages: list[Document], lists: list[list[Document]], k: int) -> Finding:
+    hits, n = sum(any(is_same(p, d) for d in found) for p, found in zip(passages, lists, strict=True)), len(lists)
+    return Finding(level(hits, n, 0.9), "finds itself", f"{hits} of {n} passages are among the {k} for their title or beginning")
+
+
+def check_distinct(lists: list[list[Document]]) -> Finding:
+    different, n = len({tuple(found) for found in lists}), len(lists)  # in a small corpus some lists are rightly the same
+    return Finding(level(different, n, 0.8), "distinct", f"{different} different lists for {n} queries")
+
+
+def check_alike(name: str, lists: list, others: list, when: str) -> Finding:
+    alike, n = sum(one == other for one, other in zip(lists, others, strict=True)), len(lists)
+    return Finding(level(alike, n, 1.0), name, f"{alike} of {n} queries find the same {when}")
+
+
+def check_counts(lists: list[list[Document]], k: int) -> Finding:
+    counts = sorted({len(found) for found in lists})
+    text = f"{counts[0]} to {counts[-1]} passages" if len(counts) > 1 else f"{counts[0]} passages each time"
+    return Finding("ok" if counts == [k] else "WARNING" if counts[-1] else "WRONG", "number", f"{text}, asked for {k}")
+
+
+def check_odd(retriever, k: int) -> Finding:
+    try:
+        ask_each(retriever, [[query] for query in ODD_QUERIES], k)
+    except Exception as error:
+        return Finding("WRONG", "odd queries", f"{type(error).__name__}: {error}")
+    return Finding("ok", "odd queries", "an unknown word, no word, a thousand words: each is answered")
+
+
+def milliseconds(seconds: list[float]) -> str:
+    median, high = np.percentile(seconds, [50, 95]) * 1000
+    return f"median {median:.2f} ms, 95 % within {high:.2f} ms"
+
+
+def some_passages(retriever, k: int) -> list[Document]:
+    """Passages of a retriever whose corpus is not at hand: what it finds for common words."""
+    found = [document for one in retriever.search(list(COMMON_WORDS), max(k, 5)) for document in one]
+    if not found:
+        raise InputError(f"nothing was found for any of {', '.join(COMMON_WORDS)}: give its --corpus, or correct the address")
+    return list(dict.fromkeys(found))
+
+
+# ------------------------------------------------------------------------------------------ python retriever.py
+
+INVENTED = [
+    Document("1", "Ana Bell", "Ana Bell was born in Kelmouth and draws maps of the coast."),
+    Document("2", "Kelmouth", "Kelmouth is a harbour city in the north of Norland."),
+    Document("3", "Norland", "Norland is a country of three islands. Its capital is Varen."),
+    Document("4", "Tidewerk", "Tidewerk is a company in Kelmouth that builds lanterns."),
+    Document("5", "Ivo Marr", "Ivo Marr founded Tidewerk in the year of the great storm."),
+    Document("6", "Varen", "Varen lies on the river Ost and is known for its bells."),
+]
+
+
+def search_command(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description="Search a corpus with BM25.",
+        epilog="A first word `serve` or `check` is a command, see `serve --help` and `check --help`. Capitals do not matter to "
+        "a search: to look for that very word, write Serve or Check.",
+    )
+    parser.add_argument("query", nargs="?", default="where was Ana Bell born")
     parser.add_argument("--corpus", help="a corpus file; without it, six invented passages")
     parser.add_argument("-k", type=int, default=3, help="how many passages")
-    args = parser.parse_args()
-    invented = [
-        ("Ana Bell", "Ana Bell was born in Kelmouth and draws maps of the coast."),
-        ("Kelmouth", "Kelmouth is a harbour city in the north of Norland."),
-        ("Norland", "Norland is a country of three islands. Its capital is Varen."),
-        ("Tidewerk", "Tidewerk is a company in Kelmouth that builds lanterns."),
-        ("Ivo Marr", "Ivo Marr founded Tidewerk in the year of the great storm."),
-        ("Varen", "Varen lies on the river Ost and is known for its bells."),
-    ]
-    own = [Document(str(i), title, text) for i, (title, text) in enumerate(invented, 1)]
-    bm25 = BM25(load_corpus(Path(args.corpus)) if args.corpus else own)
+    args = parser.parse_args(arguments)
+    bm25 = BM25(load_corpus(Path(args.corpus)) if args.corpus else INVENTED)
     scores = bm25.scores(args.query)
     print(f"{len(bm25.documents):,} passages, {len(bm25.vocabulary):,} words, {len(bm25.postings):,} postings")
     if not scores.any():
         print("no passage shares a word with the query")
-    for rank, i in enumerate(top(scores, args.k), 1):
-        if scores[i] != 0:
-            document = bm25.documents[i]
-            print(f"{rank}. {scores[i]:7.3f}  [{document.id}] {document.title}: {document.text}")
+    for rank, (document, score) in enumerate(bm25.best(scores, args.k), 1):
+        if score != 0:
+            print(f"{rank}. {score:7.3f}  [{document.id}] {document.title}: {document.text}")
+
+
+def serve_command(arguments: list[str]) -> None:
+    from remote import serve
+
+    parser = argparse.ArgumentParser("retriever.py serve", description="Offer a corpus to other machines: POST /retrieve.")
+    parser.add_argument("--corpus", required=True, help="a corpus file")
+    parser.add_argument("--retriever", choices=["bm25", "dense"], default="bm25")
+    add_options(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in, all of them: there is no password")
+    parser.add_argument("--port", type=int, default=8000)
+    args = parser.parse_args(arguments)
+    serve(made(args, load_corpus(Path(args.corpus))), args.host, args.port, args.retriever)
+
+
+def check_command(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser("retriever.py check", description="Does a retriever answer sensibly? Exit code 1 if not.")
+    parser.add_argument("--corpus", help="a corpus file; without it and without a url, six invented passages")
+    parser.add_argument("--url", "--retriever_url", default="", help="a server's address; with --corpus, it should know those")
+    parser.add_argument("--retriever", choices=[name for name in RETRIEVERS if name != "oracle"],
+                        help="default: http with a url, else bm25")  # fmt: skip
+    add_options(parser)
+    parser.add_argument("-k", type=int, default=5, help="how many passages")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds per try")
+    args = parser.parse_args(arguments)
+    if args.k < 1:
+        raise InputError(f"-k {args.k}: ask for at least one passage")
+    args.retriever = args.retriever or ("http" if args.url else "bm25")
+    documents = load_corpus(Path(args.corpus)) if args.corpus else [] if args.url else INVENTED
+    retriever = made(args, documents, url=args.url, timeout=args.timeout, retries=0, cache_size=0)
+    findings = check(retriever, documents or some_passages(retriever, args.k), args.k, seed=args.seed)
+    print(f"{args.retriever} {args.url or args.corpus or 'over six invented passages'}")
+    for finding in findings:
+        print(f"{finding.level:8} {finding.name:14} {finding.text}")
+    if any(finding.level == "WRONG" for finding in findings):
+        sys.exit(1)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--title_boost", type=int, default=1, help="bm25: how often the title counts")
+    parser.add_argument("--encoder", default="", help="dense: a HF directory or a hub name")
+    parser.add_argument("--folder", default="", help="dense: where the passages' vectors are kept")
+    parser.add_argument("--device", default="cpu", help="dense")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def made(args: argparse.Namespace, documents: list[Document], **more):
+    return make_retriever(args.retriever, documents, args.seed, args.title_boost,
+                          encoder=args.encoder, folder=args.folder, device=args.device, **more)  # fmt: skip
+
+
+def main() -> None:
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    if first in ("serve", "check"):
+        (serve_command if first == "serve" else check_command)(sys.argv[2:])
+    else:
+        search_command(sys.argv[1:])
 
 
 if __name__ == "__main__":
