@@ -3,8 +3,10 @@
     body = fetch(url, payload, timeout=..., max_bytes=...)      bytes, or a `Fault` that says whether to try again
     result = retrying(lambda: ..., retries=2)                   more tries, with backoff, of what a Fault says may go well
 
-The time limit holds for each wait on the socket and again for the whole exchange: a server that sends a byte now and then
-would keep the socket's own limit from ever ending. Nothing is read beyond `max_bytes`. A fault carries two answers:
+The time limit holds for the whole exchange, headers and redirects too: a socket's own limit holds for one wait, and a
+server that sends a byte now and then would never reach it. (Only the look-up of a name has no limit: the system's own
+holds, often 10 to 30 s.) Nothing is read beyond `max_bytes`. A redirect to another host is a fault: the request may
+carry a key, and that is for the host that was asked. A fault carries two answers:
     retry    may the same request go well the next time?    (not after a 404, which stays one)
     down     is the server itself not well?                 (not after a 400, which is this request's fault)
 Left out: cookies, authentication other than a header, connections that are kept open.
@@ -15,20 +17,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import io
 import json
+import socket
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from data import InputError, run_main
 
 MAX_BYTES = 64 * 2**20
 MAX_BACKOFF = 8.0  # seconds between two tries
-_REQUEST_AT_FAULT = (400, 413, 422)  # HTTP: this request is not accepted; the server itself is well
+_REQUEST_AT_FAULT = (400, 413, 414, 422)  # HTTP: this request is not accepted; the server itself is well
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -48,6 +53,7 @@ def fetch(url: str, payload: object = None, *, timeout: float = 60.0, max_bytes:
     deadline, body = time.monotonic() + timeout, bytearray()
     try:
         request = urllib.request.Request(url, data, headers)
+        request.deadline = deadline
         with (opener or make_opener(url)).open(request, timeout=timeout) as response:
             while piece := response.read1(65536):
                 body += piece
@@ -71,9 +77,75 @@ def fetch_json(url: str, payload: object = None, **limits) -> object:
         raise Fault(f"a reply that is not JSON, or half of one: {shown(body.decode(errors='replace'))}") from None
 
 
+class TimedResponse(http.client.HTTPResponse):
+    """A response that ends at `deadline` whatever the server does: before every wait the socket gets what is left of it."""
+
+    def __init__(self, sock: socket.socket, *args, deadline: float, **options):
+        super().__init__(sock, *args, **options)
+        self.fp = io.BufferedReader(_Timed(self.fp.detach(), sock, deadline))
+
+
+class _Timed(io.RawIOBase):
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket, deadline: float):
+        self.raw, self.sock, self.deadline = raw, sock, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int | None:
+        self.sock.settimeout(left(self.deadline))
+        return self.raw.readinto(buffer)
+
+    def close(self) -> None:
+        self.raw.close()
+        super().close()
+
+
+def left(deadline: float) -> float:
+    """Seconds until then; TimeoutError if there are none. (A socket takes a limit of 0 for "do not wait at all".)"""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError
+    return seconds
+
+
+def _timed(kind: type, request: urllib.request.Request) -> Callable:
+    """`kind(host, ...)` of a request: its connection has what is left of the time, not all of it anew at each redirect."""
+    def connect(host: str, **options) -> http.client.HTTPConnection:
+        connection = kind(host, **options)
+        if deadline := getattr(request, "deadline", None):
+            connection.timeout = left(deadline)
+            connection.response_class = partial(TimedResponse, deadline=deadline)
+        return connection
+
+    return connect
+
+
+class _HTTP(urllib.request.HTTPHandler):
+    def http_open(self, request):
+        return self.do_open(_timed(http.client.HTTPConnection, request), request)
+
+
+class _HTTPS(urllib.request.HTTPSHandler):
+    def https_open(self, request):
+        return self.do_open(_timed(http.client.HTTPSConnection, request), request, context=self._context)
+
+
+class _SameHost(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, request, reply, code, reason, headers, url):
+        # Trap: urllib sends all headers on to wherever it is sent, a key included.
+        old, new = urllib.parse.urlsplit(request.full_url), urllib.parse.urlsplit(url)
+        if new.hostname != old.hostname or (old.scheme, new.scheme) == ("https", "http"):
+            raise Fault(f"HTTP {code}, on to {shown(url)}: give that address if it is the right one", retry=False)
+        again = super().redirect_request(request, reply, code, reason, headers, url)
+        again.deadline = getattr(request, "deadline", None)
+        reply.close()  # or urllib would read the redirect's own body to its end, however long
+        return again
+
+
 def make_opener(url: str) -> urllib.request.OpenerDirector:
     """Trap: with http_proxy set, a server on this machine would be looked for on the proxy's."""
-    return urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * (host_of(url) in _LOCAL))
+    return urllib.request.build_opener(_HTTP, _HTTPS, _SameHost, *[urllib.request.ProxyHandler({})] * (host_of(url) in _LOCAL))
 
 
 def host_of(url: str, example: str = "http://host:port") -> str:
@@ -101,11 +173,11 @@ def retrying(call: Callable[[], object], retries: int, backoff: float = 0.5, wai
 def as_fault(error: Exception, timeout: float) -> Fault:
     """What urllib raised, as a Fault."""
     if isinstance(error, urllib.error.HTTPError):
+        said = ""
         with error, contextlib.suppress(OSError, ValueError, http.client.HTTPException):
             said = shown(error.read1(2000).decode(errors="replace"))
-            return Fault(f"HTTP {error.code} {said}".strip(), retry=error.code in (408, 425, 429) or error.code >= 500,
-                         down=error.code not in _REQUEST_AT_FAULT)  # fmt: skip
-        return Fault(f"HTTP {error.code}")
+        return Fault(f"HTTP {error.code} {said}".strip(), retry=error.code in (408, 425, 429) or error.code >= 500,
+                     down=error.code not in _REQUEST_AT_FAULT)  # fmt: skip
     reason = getattr(error, "reason", error)
     if isinstance(reason, TimeoutError):
         return Fault(f"nothing within {timeout:g} s")
