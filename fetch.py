@@ -174,7 +174,7 @@ def as_fault(error: Exception, timeout: float) -> Fault:
     """What urllib raised, as a Fault."""
     if isinstance(error, urllib.error.HTTPError):
         said = ""
-        with error, contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException), error:  # a loop of redirects comes closed
             said = shown(error.read1(2000).decode(errors="replace"))
         return Fault(f"HTTP {error.code} {said}".strip(), retry=error.code in (408, 425, 429) or error.code >= 500,
                      down=error.code not in _REQUEST_AT_FAULT)  # fmt: skip
