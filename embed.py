@@ -3,19 +3,34 @@
     tfidf   w(t) = count of t in the text · idf(t),   idf(t) = ln((1 + N) / (1 + n_t)) + 1
             N documents in the corpus, n_t of them hold t; a word that none holds is no dimension. Without a corpus
             every word is one, with idf = ln(1) + 1 = 1
-    a HF encoder by name: the mean of its last hidden states over the text's tokens
+    Encoder a HF encoder; h_1 .. h_L are the last hidden states of [prefix; text]
+            mean: v = Σ h_t / L        cls: v = h_1        then v / |v|, so that an inner product is a cosine
 
-When to Search prices a second search by how alike it is to the first; this file says what "alike" is.
-Two traps. A word of no document must not count, or a query could be repeated with another invented word each time. And
-two texts of such words alone are zero vectors: they are alike (cosine 1), or a misspelled query could be repeated.
-Left out: training an encoder, instructions in front of a query, vectors on disk.
+            family           before a query                before a passage    pooling
+            name has e5      "query: "                     "passage: "         mean
+            name has bge     one sentence (PREFIXES)       nothing             cls
+            any other        nothing                       nothing             mean
+            A directory with 1_Pooling/config.json says itself how it pools; `pooling` overrules both.
+
+When to Search prices a second search by how alike it is to the first; this file says what "alike" is. dense.py searches
+with the same Encoder.
+Traps. A word of no document must not count, or a query could be repeated with another invented word each time. Two texts
+of such words alone are zero vectors: they are alike (cosine 1), or a misspelled query could be repeated. A RoBERTa has 514
+rows of positions for 512 tokens: the first two are the padding's. `torch.no_grad` holds for one thread only: the caller's
+does not reach a search in a helper thread, so the encoder turns gradients off itself.
+Left out: training an encoder, last-token pooling (embedding models made of causal LMs), the task instructions of
+"instruct" encoders, a dense layer behind the pooling, models that bring their own code.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -48,38 +63,206 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
     return embed
 
 
-def encoder_embedder(name: str, batch_size: int = 64) -> Embedder:
-    """A frozen HF encoder, mean pooling. It is loaded at the first call: a recipe may name one that no reward asks."""
-    loaded: list = []
+# ------------------------------------------------------------------------------------------------- a HF encoder
 
-    def embed(texts: list[str]) -> np.ndarray:
-        if not loaded:
-            loaded.extend(_load_encoder(name))
-        pieces = [_mean_pool(*loaded, texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
-        return np.concatenate(pieces)  # [n, d]
+PREFIXES = (  # what a name contains, before a query, before a passage: as published with the encoders; the first row counts
+    ("e5", "query: ", "passage: "),
+    ("bge-m3", "", ""),
+    ("bge", "Represent this sentence for searching relevant passages: ", ""),
+)
+POOLINGS = ("auto", "mean", "cls")
+_STATED = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "mean": "mean", "cls": "cls"}
 
-    return embed
+
+class Encoder:
+    """Texts -> unit vectors, frozen, from a directory or the hub. fp32 on CPUs, fp16 on a GPU; what comes out is fp32.
+
+    pooling     "auto" (see above), "mean" or "cls"
+    batch_size  texts per forward pass; texts of a call are sorted by length first, so little of a batch is padding
+    max_length  tokens, prefix included; the model's own limit where that is lower. The text's end is cut off
+    version     names everything on which a passage's vector depends: weights, tokenizer, pooling, prefix, length
+    Several threads may share one.
+    """
+
+    def __init__(self, name: str, pooling: str = "auto", device: str = "cpu", batch_size: int = 64, max_length: int = 512):
+        import torch  # here, so that rewards load no torch
+
+        if pooling not in POOLINGS:
+            raise InputError(f"--pooling {pooling}: one of {', '.join(POOLINGS)}")
+        check_device(device)
+        self.name, self.device, self.batch_size, self.lock = name, device, batch_size, threading.Lock()
+        self.tokenizer, model = _load_encoder(name)
+        self.pooling = _pooling(name) if pooling == "auto" else pooling
+        self.query_prefix, self.passage_prefix = _prefixes(name)
+        self.dimension = model.config.hidden_size
+        self.max_length = min(max_length, _positions(model), self.tokenizer.model_max_length)
+        settings = [_fingerprint(model, self.tokenizer), self.pooling, self.passage_prefix, self.max_length]
+        self.version = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+        # fp16 and not bf16: the vectors are compared with each other, and bf16 has three bits less to tell them apart.
+        self.model = model.to(device, torch.float32 if torch.device(device).type == "cpu" else torch.float16)
+
+    def passages(self, texts: Sequence[str]) -> np.ndarray:
+        """[n, d] fp32, each of length 1."""
+        return self._encode(texts, self.passage_prefix)
+
+    def queries(self, texts: Sequence[str]) -> np.ndarray:
+        """[n, d] fp32, each of length 1."""
+        return self._encode(texts, self.query_prefix)
+
+    def _encode(self, texts: Sequence[str], prefix: str) -> np.ndarray:
+        import torch
+
+        vectors = np.zeros((len(texts), self.dimension), np.float32)  # [n, d]; a text without a token keeps its zeros
+        with self.lock, torch.inference_mode():
+            ids = self._token_ids([prefix + text for text in texts])
+            order = sorted((i for i in range(len(ids)) if ids[i]), key=lambda i: -len(ids[i]))
+            for start in range(0, len(order), self.batch_size):
+                rows = order[start : start + self.batch_size]
+                vectors[rows] = self._pool([ids[i] for i in rows])
+        if not np.isfinite(vectors).all():
+            raise InputError(f"encoder {self.name}: its vectors are not finite: its weights are damaged, or fp16 is too narrow")
+        return vectors
+
+    def _token_ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        texts = [text.encode("utf-8", "replace").decode() for text in texts]  # half a surrogate pair stops a tokenizer
+        return self.tokenizer(texts, truncation=True, max_length=self.max_length)["input_ids"]
+
+    def _pool(self, ids: list[list[int]]) -> np.ndarray:
+        """The vectors of one batch, longest first. Padded here, on the right: a tokenizer may have no padding token, or pad
+        on the left, where CLS pooling would take the padding."""
+        import torch
+
+        padding = self.tokenizer.pad_token_id or 0
+        tokens = torch.tensor([row + [padding] * (len(ids[0]) - len(row)) for row in ids], device=self.device)  # [n, L]
+        lengths = torch.tensor([len(row) for row in ids], device=self.device)[:, None]  # [n, 1]
+        mask = (torch.arange(len(ids[0]), device=self.device) < lengths).long()  # [n, L]
+        states = self.model(input_ids=tokens, attention_mask=mask).last_hidden_state.float()  # [n, L, d]
+        # padding is no part of the mean
+        pooled = states[:, 0] if self.pooling == "cls" else (states * mask[:, :, None]).sum(1) / lengths  # [n, d]
+        return torch.nn.functional.normalize(pooled, dim=1).cpu().numpy()
+
+
+def check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {device}: not here ({str(error).splitlines()[0]}): give cpu, cuda or cuda:0") from None
 
 
 def _load_encoder(name: str) -> tuple:
-    from transformers import AutoModel, AutoTokenizer  # here, so that rewards load no torch
+    """(tokenizer, model) in fp32, or an InputError of one line: a broken file raises whatever its format's reader does."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+    from transformers.utils import logging
+
+    from policy import load_tokenizer
+
+    _check_encoder(name, _load(name, AutoConfig.from_pretrained))  # before gigabytes of another kind of model are read
+    tokenizer = _load(name, load_tokenizer)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # else: a table that calls for training the pooler, which nobody uses here
+    try:
+        model, report = _load(name, AutoModel.from_pretrained, dtype=torch.float32, output_loading_info=True)
+    finally:
+        logging.set_verbosity(level)
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
+    if missing:  # they would be random numbers, another set at each start
+        raise InputError(f"encoder {name}: its weight file lacks {len(missing)} tensors ({missing[0]}, ...): download it again")
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows:
+        raise InputError(f"encoder {name}: {len(tokenizer)} tokens in the tokenizer, {rows} in the model: they do not fit")
+    return tokenizer, model.eval().requires_grad_(False)
+
+
+def _load(name: str, load: Callable, **options):
+    from policy import first_line
 
     try:
-        return AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name).eval().requires_grad_(False)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"--embedder {name}: cannot be loaded ({reason}): give tfidf, a directory or a hub name") from None
+        return load(name, **options)
+    except Exception as error:
+        reason = first_line(error).removeprefix(f"--model {name}: ")
+        raise InputError(f"encoder {name}: cannot be loaded ({reason}): give a directory or a hub name") from None
 
 
-def _mean_pool(tokenizer, model, texts: list[str]) -> np.ndarray:
-    import torch
+def _check_encoder(name: str, config) -> None:
+    """Models that read in both directions can also fill gaps: transformers' list of those tells them from causal LMs."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-    with torch.no_grad():
-        encoded = tokenizer(texts, padding=True, truncation=True, max_length=512, return_tensors="pt")
-        encoded = {key: value for key, value in encoded.items() if key in ("input_ids", "attention_mask")}
-        states = model(**encoded).last_hidden_state.float()  # [n, L, d]
-        mask = encoded["attention_mask"][:, :, None].float()  # padding is no part of the mean
-        return ((states * mask).sum(1) / mask.sum(1).clamp(min=1)).numpy()  # [n, d]
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
+    if causal or getattr(config, "is_decoder", False) or config.is_encoder_decoder:
+        kind = "encoder-decoder" if config.is_encoder_decoder else "causal LM"
+        raise InputError(f"encoder {name}: this is a {kind} ({config.model_type}): give an encoder, such as E5, BGE or a BERT")
+    layers = [module.get("type", "").rpartition(".")[2] for module in _sentence_file(name, "modules.json") or []]
+    if strange := [layer for layer in layers if layer not in ("Transformer", "Pooling", "Normalize")]:
+        raise InputError(f"encoder {name}: modules.json puts a {strange[0]} layer behind the encoder: give one without")
+
+
+def _sentence_file(name: str, file: str):
+    """A JSON file in the layout of sentence-transformers, or None where the encoder has none."""
+    from transformers.utils import cached_file
+
+    try:
+        return json.loads(Path(cached_file(name, file)).read_text("utf-8"))
+    except OSError:
+        return None
+    except ValueError:
+        raise InputError(f"encoder {name}: {file} is not valid JSON: correct it, or take it away") from None
+
+
+def _family(name: str) -> str:
+    """The part of a name or path that names the model; folders above it do not (".../test_e5/some-bert")."""
+    cached = re.search(r"models--([^/]+)/snapshots", name)  # the hub's own folders end in a hash
+    return (cached[1] if cached else Path(name).name).lower()
+
+
+def _prefixes(name: str) -> tuple[str, str]:
+    return next(((query, passage) for part, query, passage in PREFIXES if part in _family(name)), ("", ""))
+
+
+def _pooling(name: str) -> str:
+    stated = _sentence_file(name, "1_Pooling/config.json")
+    if stated is None:
+        return "cls" if "bge" in _family(name) else "mean"
+    modes = [key for key, on in stated.items() if key.startswith("pooling_mode_") and on] or [str(stated.get("pooling_mode"))]
+    if len(modes) > 1 or modes[0] not in _STATED:
+        raise InputError(f"encoder {name}: 1_Pooling/config.json asks for {' and '.join(modes)}: give --pooling mean or cls")
+    return _STATED[modes[0]]
+
+
+def _positions(model) -> int:
+    """How many tokens the model has positions for."""
+    table = next((part for key, part in model.named_modules() if key.endswith("position_embeddings")), None)
+    padding = getattr(table, "padding_idx", None)  # RoBERTa: positions are counted from padding_idx + 1
+    return (getattr(model.config, "max_position_embeddings", None) or 512) - (0 if padding is None else padding + 1)
+
+
+def _fingerprint(model, tokenizer) -> str:
+    """Which weights and which tokenizer these are, by content: a directory keeps its name when its files change."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    digest = hashlib.sha256((backend.to_str() if backend else str(sorted(tokenizer.get_vocab().items()))).encode())
+    for key, tensor in sorted(model.state_dict().items()):
+        if not key.startswith("pooler."):  # random where the file has none, and not used here
+            digest.update(f"{key} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().view(-1).numpy())
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------ by name
+
+def encoder_embedder(name: str) -> Embedder:
+    """The queries' vectors of an Encoder. It is loaded at the first call: a recipe may name one that no reward asks."""
+    loaded: list[Encoder] = []
+
+    def embed(texts: list[str]) -> np.ndarray:
+        if not loaded:
+            loaded.append(Encoder(name))
+        return loaded[0].queries(texts)  # [n, d]
+
+    return embed
 
 
 def make_embedder(name: str = "tfidf", documents: Sequence[Document] = ()) -> Embedder:
