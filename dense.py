@@ -288,7 +288,7 @@ def read_index(path: str | Path, n: int, d: int):
         reason = "not a faiss index, or half of one" if Path(path).is_file() else "no such file"
         raise InputError(f"--index_file {path}: {reason}: give a file that faiss.write_index wrote") from None
     if (index.ntotal, index.d) != (n, d):
-        raise InputError(f"--index_file {path}: it holds {index.ntotal:,} vectors of {index.d} numbers; {n:,} of {d} are needed, "
+        raise InputError(f"--index_file {path}: {index.ntotal:,} vectors of {index.d} numbers, where {n:,} of {d} are needed, "
                          "one for each passage: give the index of this corpus and this encoder")  # fmt: skip
     if index.metric_type != faiss.METRIC_INNER_PRODUCT:
         raise InputError(f"--index_file {path}: its metric is a distance: build it with METRIC_INNER_PRODUCT")
