@@ -130,10 +130,13 @@ def top(scores: np.ndarray, k: int) -> np.ndarray:
     k = min(k, len(scores))
     if k <= 0:
         return np.zeros(0, dtype=np.int64)
-    threshold = np.partition(scores, -k)[-k]
-    # `argpartition` would keep any of the documents that tie at the threshold: take them all, and sort stably.
-    candidates = np.flatnonzero(scores >= threshold)
-    return candidates[np.argsort(-scores[candidates], kind="stable")[:k]]
+    # Trap: np.partition(scores, -k) takes 13 ms where nearly all of 100,000 scores are 0; from the other end it takes 1.4 ms.
+    threshold = -np.partition(-scores, k - 1)[k - 1]
+    # `argpartition` would keep any of the documents that tie at the threshold. Those above it are fewer than k, and sorted;
+    # of those at it the first fill up, unsorted, for they may be all that share no word with the query.
+    above = np.flatnonzero(scores > threshold)
+    ties = np.flatnonzero(scores == threshold)[: k - len(above)]
+    return np.concatenate([above[np.argsort(-scores[above], kind="stable")], ties])
 
 
 # -------------------------------------------------------------------------------------------------- controls
@@ -311,7 +314,7 @@ def level(good: int, of: int, enough: float) -> str:
 
 def check_hits(passages: list[Document], lists: list[list[Document]], k: int) -> Finding:
     hits, n = sum(any(is_same(p, d) for d in found) for p, found in zip(passages, lists, strict=True)), len(lists)
-    return Finding(level(hits, n, 0.9), "finds itself", f"{hits} of {n} passages are among the {k} for their title or beginning")
+    return Finding(level(hits, n, 0.9), "finds itself", f"{hits} of {n} are among the {k} found for their title or beginning")
 
 
 def check_distinct(lists: list[list[Document]]) -> Finding:

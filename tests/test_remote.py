@@ -1,0 +1,580 @@
+"""remote.py: both ends over real sockets: what goes over the wire, every way to fail, and fifty clients at once."""
+
+import contextlib
+import http.client
+import json
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import remote
+from data import Document, InputError, load_corpus
+from fetch import Fault
+from remote import HttpRetriever, Recent, RetrievalServer, read_document, search_scored
+from retriever import BM25, EmptyRetriever, OracleRetriever, RandomRetriever
+
+ROOT = Path(__file__).resolve().parents[1]
+CORPUS = ROOT.parent / "shared" / "data" / "corpus" / "hipporag_2wiki_1200.jsonl"
+TOWNS = [
+    Document("1", "Ana Bell", "Ana Bell was born in Kelmouth."),
+    Document("2", "Kelmouth", "Kelmouth is a harbour city in Norland."),
+    Document("3", 'The "Ost"', "The Ost flows by Varen.\nIt is long."),
+    Document("4", "", "A passage without a title, of lanterns."),
+    Document("5", "Ödön", "Ödön's bells — 鐘 — ring at \u2028 noon."),
+]
+
+
+# ---------------------------------------------------------------------------------------- a server that fails
+
+def listed(payload, score=True):
+    """What a well server answers: each query finds passages named after it."""
+    names = [[f"{query} {i}" for i in range(payload.get("topk", payload.get("k")))] for query in payload["queries"]]
+    return [[{"document": {"id": name, "contents": f'"{name}"\nabout {name}'}, "score": 1.0} for name in one] for one in names]
+
+
+def well(path, payload, number):
+    if path == "/retrieve":
+        return 200, json.dumps({"result": listed(payload)}).encode()
+    return 404, b'{"detail": "Not Found"}'
+
+
+class Patient(ThreadingHTTPServer):
+    daemon_threads, request_queue_size = True, 128
+
+
+class Server:
+    """`script(path, payload, number)` -> (status, body), or bytes to be sent raw, or None to say nothing. number counts from 0,
+    the probe at construction included."""
+
+    def __init__(self, script=well):
+        self.posts, self.script, self.released = [], script, threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.posts.append((self.path, payload))
+                reply = outer.script(self.path, payload, len(outer.posts) - 1)
+                with contextlib.suppress(OSError):
+                    if reply is None:
+                        outer.released.wait(5)
+                    elif isinstance(reply, bytes):
+                        self.wfile.write(reply)
+                    else:
+                        self.send_response(reply[0])
+                        self.send_header("Content-Length", str(len(reply[1])))
+                        self.end_headers()
+                        self.wfile.write(reply[1])
+
+            def log_message(self, *_):
+                pass
+
+        self.http = Patient(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def close(self):
+        self.released.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+    def queries(self):
+        """Of every request but the probe."""
+        return [payload["queries"] for _, payload in self.posts if payload["queries"] != [remote.PROBE]]
+
+
+@pytest.fixture
+def start():
+    """start(script) -> a Server that is shut down at the end."""
+    servers = []
+
+    def start(script=well):
+        servers.append(Server(script))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def after_probe(script):
+    """`script`, but the probe is answered well."""
+    return lambda path, payload, number: (well if payload["queries"] == [remote.PROBE] else script)(path, payload, number)
+
+
+def quick(url, **settings):
+    return HttpRetriever(url, **{"timeout": 5, "retries": 0, "backoff": 0.01, **settings})
+
+
+def titles(found):
+    return [[document.title for document in one] for one in found]
+
+
+# -------------------------------------------------------------------------------------------------- detection
+
+def test_both_protocols_are_found_under_the_base_and_under_the_full_address(start):
+    def queries_only(path, payload, number):
+        if path != "/queries":
+            return 404, b"{}"
+        texts = [[f'"{query}"\ntext {i}' for i in range(payload["k"])] for query in payload["queries"]]
+        return 200, json.dumps({"answers": texts}).encode()
+
+    for server, path in ((start(), "/retrieve"), (start(queries_only), "/queries")):
+        for url in (server.url, server.url + "/", server.url + path, server.url + path + "/"):
+            retriever = quick(url)
+            assert (retriever.base, retriever.path) == (server.url, path)
+            assert len(retriever.search(["ana"], 3)[0]) == 3
+    assert titles(quick(server.url).search(["ana"], 2)) == [["ana", "ana"]]
+
+
+def test_what_is_sent_asks_for_scores_always(start):
+    server = start()
+    quick(server.url).search(["a", "b"], 7)
+    assert server.posts[-1] == ("/retrieve", {"queries": ["a", "b"], "topk": 7, "return_scores": True})
+
+
+def test_nobody_there_or_somebody_else_is_one_line_that_says_what_was_tried(start):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(InputError) as error:
+        quick(url)
+    refused = f"POST {url}/retrieve: Connection refused; POST {url}/queries: Connection refused"
+    assert str(error.value) == f"no retriever answers: {refused}: start the server, or correct --retriever_url"
+    other = start(lambda *_: (200, b"<html>\nWelcome\n</html>"))
+    with pytest.raises(InputError, match=r"/retrieve: a reply that is not JSON.*Welcome.*/queries: a reply") as error:
+        quick(other.url)
+    assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match=r"/retrieve: nothing within 0\.1 s") as error:
+        quick(start(lambda *_: None).url + "/retrieve", timeout=0.1)
+    assert "/queries" not in str(error.value)
+    with pytest.raises(InputError, match="not an address: give http://host:port"):
+        quick("127.0.0.1:8000")
+
+
+# ------------------------------------------------------------------------------------------- shapes of replies
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        ({"document": {"contents": '"Ana "the map" Bell"\nborn\nthere'}, "score": 2}, ('Ana "the map" Bell', "born\nthere")),
+        ({"id": 7, "contents": '"Ana"\nborn'}, ("Ana", "born")),
+        ({"document": {"id": 7.0, "title": "Ana", "text": "born"}}, ("Ana", "born")),
+        ({"document": '"Ana"\nborn', "score": 1}, ("Ana", "born")),
+        ({"id": 7, "title": None, "text": "born"}, ("", "born")),
+        ("born in Kelmouth", ("", "born in Kelmouth")),
+        ("Title: Ana Text:  born", ("Ana", "born")),
+        ({"contents": "half a \ud800 sign"}, ("", "half a ? sign")),
+    ],
+)  # fmt: skip
+def test_a_passage_is_read_in_any_form(item, expected):
+    found = read_document(item)
+    assert (found.title, found.text) == expected
+
+
+def test_ids_are_strings_and_where_there_is_none_the_text_decides():
+    def passage(**more):
+        return read_document({"contents": '"Ana"\nborn', **more}).id
+
+    assert [passage(id=7), passage(id="x"), passage(_id=8), passage(id=0)] == ["7", "x", "8", "0"]
+    assert passage() == passage(id=None) == passage(id="") == read_document({"title": "Ana", "text": "born"}).id
+    assert passage() != read_document('"Ana"\nborn there').id and len(passage()) == 16
+
+
+@pytest.mark.parametrize("item", [None, "", " ", {"document": None, "score": 0}, {"contents": ""}, {"title": "", "text": None}])
+def test_an_empty_slot_is_left_out(item):
+    assert read_document(item) is None
+
+
+@pytest.mark.parametrize("item", [7, True, [], ["x"], {}, {"id": "1"}, {"document": [1]}, {"contents": 5}, {"title": 5, "text": ""}])
+def test_anything_else_is_a_fault_that_may_be_tried_again(item):
+    with pytest.raises(Fault, match="wrong shape: no passage") as fault:
+        read_document(item)
+    assert fault.value.retry and "\n" not in str(fault.value)
+
+
+def test_too_many_are_cut_too_few_are_kept_and_so_are_duplicates(start):
+    one = {"contents": "same"}
+    server = start(lambda *_: (200, json.dumps({"result": [[None, one, one, {"contents": "b"}, {"contents": "c"}]]}).encode()))
+    retriever = quick(server.url)
+    assert [d.text for d in retriever.search(["a"], 3)[0]] == ["same", "same", "b"]
+    assert len(retriever.search(["a"], 9)[0]) == 4
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [{"result": [[]]}, {"result": [[], [], []]}, {"result": []}, {"result": None}, {"result": {}}, {"answers": [[], []]}, {},
+     [[], []], None, "x", {"result": [[], None]}, {"result": [[], {}]}, {"result": [[], [5]]}, {"result": [["x"], "x"]},
+     {"error": {"message": "out of memory"}}],
+)  # fmt: skip
+def test_a_reply_of_another_shape_is_a_fault_after_all_tries(start, reply):
+    server = start(after_probe(lambda *_: (200, json.dumps(reply).encode())))
+    with pytest.raises(Fault, match="wrong shape: "):
+        quick(server.url, retries=1).search(["a", "b"], 3)
+    assert len(server.queries()) == 2
+
+
+# ------------------------------------------------------------------------------------------ what is sent, and kept
+
+def test_nothing_is_sent_for_no_query_or_for_no_passage(start):
+    server = start()
+    retriever = quick(server.url)
+    assert retriever.search([], 3) == [] and retriever.search(["a", "b"], 0) == [[], []]
+    assert server.queries() == []
+
+
+def test_each_distinct_query_is_sent_once_in_batches_and_answered_in_order(start):
+    server = start()
+    retriever = quick(server.url, batch_size=2)
+    assert titles(retriever.search(["c", "a", "c", "b", "a"], 1)) == [["c 0"], ["a 0"], ["c 0"], ["b 0"], ["a 0"]]
+    assert server.queries() == [["c", "a"], ["b"]]
+    assert titles(retriever.search(["b", "d"], 1)) == [["b 0"], ["d 0"]]
+    assert server.queries()[2:] == [["d"]]
+    retriever.search(["b"], 2)  # another k is another search
+    assert server.queries()[3:] == [["b"]]
+
+
+def test_what_a_caller_does_with_a_list_does_not_change_what_is_remembered(start):
+    retriever = quick(start().url)
+    retriever.search(["a"], 2)[0].clear()
+    first, second = retriever.search(["a", "a"], 2)
+    first.clear()
+    assert titles([second, *retriever.search(["a"], 2)]) == [["a 0", "a 1"]] * 2
+
+
+def test_the_latest_used_results_are_remembered_and_size_0_remembers_none(start):
+    recent = Recent(2)
+    recent.put("a", [1]), recent.put("b", [2])
+    assert recent.get("a") == [1]  # now b is the oldest
+    recent.put("c", [3])
+    assert [recent.get(key) for key in "abc"] == [[1], None, [3]]
+    server = start()
+    none, few = quick(server.url, cache_size=0), quick(server.url, cache_size=1)
+    assert titles(none.search(["a", "b", "a"], 1) + none.search(["a"], 1)) == [["a 0"], ["b 0"], ["a 0"], ["a 0"]]
+    assert server.queries() == [["a", "b"], ["a"]]
+    assert titles(few.search(["a", "b", "a"], 1)) == [["a 0"], ["b 0"], ["a 0"]]  # more than fit, in one call
+
+
+def test_an_empty_list_is_an_answer_and_is_remembered(start):
+    server = start(lambda path, payload, number: (200, json.dumps({"result": [[] for _ in payload["queries"]]}).encode()))
+    retriever = quick(server.url)
+    assert retriever.search(["a"], 3) == retriever.search(["a"], 3) == [[]]
+    assert server.queries() == [["a"]]
+
+
+def test_many_threads_may_search_at_once(start):
+    retriever, wrong = quick(start().url, cache_size=5), []
+
+    def work(seed):
+        rng = random.Random(seed)
+        for _ in range(20):
+            queries = [rng.choice("abcdefgh") for _ in range(3)]
+            if titles(retriever.search(queries, 1)) != [[f"{query} 0"] for query in queries]:
+                wrong.append(queries)
+
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join(20) for thread in threads]
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+# ------------------------------------------------------------------------------------------------------ faults
+
+def test_what_goes_well_the_second_time_is_no_fault(start):
+    bad = [(500, b"ill"), (503, b"{}"), (200, b'{"result": [['), (200, b"{}"), b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n{", b""]
+    server = start(after_probe(lambda path, payload, number: bad[number // 2] if number % 2 else well(path, payload, number)))
+    retriever = quick(server.url, retries=1)
+    for i in range(len(bad)):
+        assert titles(retriever.search([f"q{i}"], 1)) == [[f"q{i} 0"]]
+    assert [len(queries) for queries in server.queries()] == [1] * 2 * len(bad)
+
+
+@pytest.mark.parametrize(
+    ("reply", "said", "tries"),
+    [((500, b'{"error": {"message": "no memory"}}'), "HTTP 500 no memory", 3), ((404, b"gone"), "HTTP 404 gone", 1),
+     ((400, b"no"), "HTTP 400 no", 1), ((200, b"<p>"), "not JSON", 3), (b"", "closed connection", 3),
+     (b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n{", "half an answer", 3)],
+)  # fmt: skip
+def test_a_fault_is_raised_after_all_tries_that_may_help(start, reply, said, tries):
+    server = start(after_probe(lambda *_: reply))
+    with pytest.raises(Fault, match=said):
+        quick(server.url, retries=2).search(["a"], 3)
+    assert len(server.queries()) == tries
+
+
+def test_a_server_that_has_gone_is_a_fault():
+    server = Server()
+    retriever = quick(server.url, retries=1)
+    server.close()
+    with pytest.raises(Fault, match="refused"):
+        retriever.search(["a"], 3)
+
+
+def test_a_server_fifty_times_slower_than_the_limit_costs_the_tries_and_no_more(start):
+    silent = start(after_probe(lambda *_: None))  # waits 5 s; the limit is 0.1
+    retriever = quick(silent.url, timeout=0.1, retries=2)
+    began = time.monotonic()
+    with pytest.raises(Fault, match=r"nothing within 0\.1 s"):
+        retriever.search(["a", "b"], 3)
+    assert 0.3 <= time.monotonic() - began < 1.5  # 3 · 0.1 s + 0.01 s + 0.02 s
+
+
+def test_batches_before_a_fault_are_kept(start):
+    server = start(lambda path, payload, number: (500, b"") if "c" in payload["queries"] else well(path, payload, number))
+    retriever = quick(server.url, batch_size=2)
+    with pytest.raises(Fault, match="HTTP 500"):
+        retriever.search(["a", "b", "c"], 1)
+    assert titles(retriever.search(["b", "a"], 1)) == [["b 0"], ["a 0"]]
+    assert server.queries() == [["a", "b"], ["c"]]
+
+
+# -------------------------------------------------------------------------------------------- our own server
+
+class Broken:
+    """Fails for one query."""
+
+    documents = TOWNS
+
+    def search(self, queries, k):
+        if "boom" in queries:
+            raise RuntimeError("no memory\nleft")
+        return [self.documents[:k] for _ in queries]
+
+
+@contextlib.contextmanager
+def served(retriever, **settings):
+    with RetrievalServer(retriever, port=0, **settings) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def towns():
+    with served(BM25(TOWNS), name="bm25") as url:
+        yield url
+
+
+def exchange(url, path="/retrieve", body=None, method="POST", headers=None):
+    """(status, reply read as JSON) of one request."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+    body = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request(method, path, body, headers or {})
+    response = connection.getresponse()
+    read = response.read()
+    connection.close()
+    assert len(read) == int(response.headers["Content-Length"])
+    return response.status, json.loads(read)
+
+
+def test_a_search_over_http_finds_what_one_in_this_process_finds(towns):
+    bm25, queries = BM25(TOWNS), ["where was Ana Bell born", "", "lanterns", "鐘", "unknown", "x" * 5000, "a \ud800 b", '"\n']
+    for k in (1, 3, 9):
+        assert HttpRetriever(towns).search(queries, k) == bm25.search(queries, k)
+        plain = [[(d.title, d.text) for d in one] for one in bm25.search(queries, k)]
+        over = HttpRetriever(towns + "/queries").search(queries, k)
+        assert [[(d.title, d.text) for d in one] for one in over] == plain
+
+
+def test_so_it_does_on_real_passages():
+    if not CORPUS.exists():
+        pytest.skip(f"the real slice {CORPUS} is not here")
+    corpus = load_corpus(CORPUS)
+    bm25 = BM25(corpus)
+    queries = [d.title for d in corpus[:300]] + [d.text for d in corpus[300:400]]
+    with served(bm25) as url:
+        assert HttpRetriever(url).search(queries, 5) == bm25.search(queries, 5)
+
+
+def test_scores_come_if_they_are_asked_for_and_null_where_there_are_none(towns):
+    status, reply = exchange(towns, body={"queries": ["kelmouth city", "varen"], "topk": 2, "return_scores": True})
+    expected = BM25(TOWNS).search_scored(["kelmouth city", "varen"], 2)
+    assert status == 200
+    found = [[(item["document"]["id"], item["score"]) for item in one] for one in reply["result"]]
+    assert found == [[(document.id, score) for document, score in one] for one in expected]
+    _, bare = exchange(towns, body={"queries": ["varen"], "topk": 1})
+    assert bare == {"result": [[{"id": "3", "contents": '"The "Ost""\nThe Ost flows by Varen.\nIt is long.'}]]}
+    assert search_scored(RandomRetriever(TOWNS), ["a"], 1)[0][0][1] is None
+    with served(RandomRetriever(TOWNS)) as url:
+        _, reply = exchange(url, body={"queries": ["varen"], "topk": 1, "return_scores": True})
+    assert reply["result"][0][0]["score"] is None
+
+
+def test_a_title_of_two_lines_stays_a_title():
+    with served(BM25([Document("1", "Ana\nBell", "born")])) as url:
+        assert HttpRetriever(url).search(["born"], 1) == [[Document("1", "Ana Bell", "born")]]
+
+
+def test_health_names_the_retriever_and_counts_its_passages(towns):
+    assert exchange(towns, "/health", method="GET") == (200, {"status": "ok", "passages": 5, "retriever": "bm25"})
+    with served(EmptyRetriever()) as url:
+        assert exchange(url, "/health", method="GET")[1] == {"status": "ok", "passages": None, "retriever": "EmptyRetriever"}
+
+
+def test_no_query_and_an_empty_query_are_in_order_and_so_is_no_number(towns):
+    assert exchange(towns, body={"queries": []}) == (200, {"result": []})
+    status, reply = exchange(towns, body={"queries": ["", "ana"]})
+    assert status == 200 and [len(one) for one in reply["result"]] == [remote.DEFAULT_K] * 2
+    answers = {"answers": [['"Ana Bell"\nAna Bell was born in Kelmouth.']]}
+    assert exchange(towns, "/queries?x=1", {"queries": ["ana"], "k": 1}) == (200, answers)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [(b"{", "no JSON"), (b"", "no JSON"), (b"\xff", "no JSON"), (b"[" * 100_000, "no JSON"), ([], "no object"),
+     (None, "no JSON"), ({}, "'queries' must"), ({"queries": "ana"}, "'queries' must"), ({"queries": ["a", None]}, "'queries' must"),
+     ({"queries": [["a"]]}, "'queries' must"), ({"queries": ["a"], "topk": 0}, "'topk' must be a whole number from 1 to 1000"),
+     ({"queries": ["a"], "topk": True}, "'topk' must"), ({"queries": ["a"], "topk": 2.0}, "'topk' must"),
+     ({"queries": ["a"], "topk": "3"}, "'topk' must"), ({"queries": ["a"], "topk": 1001}, "'topk' must"),
+     ({"queries": ["a"], "topk": -1}, "'topk' must"), ({"queries": ["a"], "return_scores": "yes"}, "'return_scores' must"),
+     ({"queries": ["a"] * 10_001}, "10,001 queries: send at most 10,000")],
+)  # fmt: skip
+def test_a_request_that_is_not_in_order_is_told_so(towns, body, said):
+    status, reply = exchange(towns, body=body, headers={} if body is not None else {"Content-Length": "0"})
+    assert status == 400 and said in reply["error"]["message"] and "\n" not in reply["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [("POST", "/search", 404, "POST /retrieve, POST /queries or GET /health"), ("GET", "/", 404, "POST /retrieve"),
+     ("GET", "/retrieve", 405, "asked with POST"), ("POST", "/health", 405, "GET /health"), ("PUT", "/retrieve", 501, "PUT")],
+)  # fmt: skip
+def test_a_wrong_path_or_method_is_told_the_right_one(towns, method, path, status, said):
+    found, reply = exchange(towns, path, {"queries": ["a"]} if method != "GET" else None, method)
+    assert found == status and said in reply["error"]["message"]
+
+
+def raw(url, data, wait=5.0):
+    """What comes back for these bytes, until the server ends the connection."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=wait) as connection:
+        connection.sendall(data)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(65536):
+                received += piece
+    return received
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [(b"", b"411"), (b"Transfer-Encoding: chunked\r\n", b"411"), (b"Content-Length: ten\r\n", b"400"),
+     (b"Content-Length: -1\r\n", b"400"), (b"Content-Length: 16777217\r\n", b"413"),
+     (b"Content-Length: " + b"9" * 6000 + b"\r\n", b"413")],
+)  # fmt: skip
+def test_a_body_without_a_good_length_is_refused_before_it_is_read(towns, header, status):
+    began = time.monotonic()
+    reply = raw(towns, b"POST /retrieve HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n")
+    assert reply.split()[1] == status and b'{"error": {"message": ' in reply
+    assert time.monotonic() - began < 1  # the answer and its end come at once, whatever is not sent
+
+
+def test_a_client_that_sends_far_too_much_can_still_read_why(towns):
+    status, reply = exchange(towns, body=b"x" * (40 * 2**20))
+    assert status == 413 and "at most 16,777,216 bytes" in reply["error"]["message"]
+
+
+def test_a_retriever_that_raises_is_a_500_of_one_line_and_the_next_request_goes_well(capsys):
+    with served(Broken()) as url:
+        for _ in range(2):
+            status, reply = exchange(url, body={"queries": ["a", "boom"]})
+            assert (status, reply) == (500, {"error": {"message": "the retriever failed: RuntimeError: no memory left"}})
+            assert exchange(url, body={"queries": ["a"], "topk": 1})[0] == 200
+    assert capsys.readouterr().err == "the retriever failed: RuntimeError: no memory left\n" * 2
+
+
+def test_several_requests_may_come_over_one_connection(towns):
+    connection = http.client.HTTPConnection(towns.removeprefix("http://"), timeout=5)
+    began = time.monotonic()
+    for query in ["ana", "varen"] * 25:
+        connection.request("POST", "/retrieve", json.dumps({"queries": [query], "topk": 1}))
+        found = json.loads(connection.getresponse().read())["result"][0][0]["id"]
+        assert found == {"ana": "1", "varen": "3"}[query]
+    connection.close()
+    assert time.monotonic() - began < 1  # 50 · 40 ms = 2 s if each answer's second piece waited for an ACK
+
+
+def test_a_client_that_says_nothing_is_left_after_a_while_and_the_others_are_served(monkeypatch, towns):
+    monkeypatch.setattr(remote._Handler, "timeout", 0.2)
+    for start in (b"", b"POST /retri", b"POST /retrieve HTTP/1.1\r\nContent-Length: 50\r\n\r\n{"):
+        began = time.monotonic()
+        raw(towns, start)  # ends: the server closed it
+        assert time.monotonic() - began < 2
+    assert exchange(towns, body={"queries": ["a"]})[0] == 200
+
+
+def test_clients_that_go_away_leave_no_traceback(towns, capfd):
+    host, port = towns.removeprefix("http://").split(":")
+    body = json.dumps({"queries": ["ana"] * 5000, "topk": 5}).encode()
+    for sent in (b"", b"POST", b"POST /retrieve HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)):
+        connection = socket.create_connection((host, int(port)))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close at once, with a reset
+        connection.sendall(sent)
+        connection.close()
+    assert exchange(towns, body={"queries": ["a"]})[0] == 200
+    time.sleep(0.3)
+    assert capfd.readouterr().err == ""
+
+
+def test_fifty_clients_at_once_get_right_answers_without_an_error():
+    corpus = [Document(str(i), f"Town {i}", f"The mayor of town{i} is m{i}.") for i in range(200)]
+    bm25, wrong, gate = BM25(corpus), [], threading.Barrier(50)
+    with served(bm25) as url:
+
+        def client(number):
+            try:
+                gate.wait(10)
+                retriever = HttpRetriever(url, timeout=30, retries=0)
+                for turn in range(5):
+                    queries = [f"mayor of town{(number * 5 + turn + i * 37) % 200}" for i in range(4)]
+                    if retriever.search(queries, 3) != bm25.search(queries, 3):
+                        wrong.append(queries)
+            except Exception as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=client, args=(i,), daemon=True) for i in range(50)]
+        [thread.start() for thread in threads]
+        [thread.join(30) for thread in threads]
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+def test_the_retriever_is_asked_by_one_thread_at_a_time():
+    inside, most = [], []
+
+    class Watched:
+        def search(self, queries, k):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.01)
+            inside.pop()
+            return [[] for _ in queries]
+
+    with served(Watched()) as url:
+        call = (url, "/retrieve", {"queries": ["a"]})
+        asks = [threading.Thread(target=exchange, args=call, daemon=True) for _ in range(10)]
+        [thread.start() for thread in asks]
+        [thread.join(10) for thread in asks]
+    assert most == [1] * 10
+
+
+def test_a_port_that_is_taken_and_one_that_is_none_are_one_line(towns):
+    port = int(towns.rpartition(":")[2])
+    with pytest.raises(InputError, match=rf"127\.0\.0\.1:{port}: cannot listen there \(Address already in use\)"):
+        RetrievalServer(BM25(TOWNS), port=port)
+    with pytest.raises(InputError, match="70000: cannot listen there"):
+        RetrievalServer(BM25(TOWNS), port=70000)
+    with pytest.raises(InputError, match="needs the question itself"):
+        RetrievalServer(OracleRetriever(), port=0)
+
+
+def test_the_file_shows_both_protocols_and_two_refusals():
+    result = subprocess.run([sys.executable, "remote.py"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0 and result.stderr == ""
+    assert result.stdout.count("1. [") == 2 and result.stdout.count("HTTP 400") == 2
