@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from cross_model import read_answer
 from data import Document, InputError, Question, append_jsonl, finished_records, run_main
-from eval import FORMATS, SHARED, material, prediction_record, summarise, table
+from eval import FORMATS, SHARED, material, prediction_record
 from llm import chat_text, load_llm, without_thinking
 from metrics import last_boxed
 from policy import best_device
@@ -54,6 +54,7 @@ from recipes import (
     resolve,
     search_seconds,
 )
+from report import summarise, table
 from retriever import BM25
 from rollout import Environment, Limits, SearchFunction, Trajectory, context_of, encode, sample_turns, seeded
 from summarizer import make_search
@@ -114,8 +115,8 @@ ONE_SENTENCE = (
     "answer is: the answer, in as few words as possible."
 )
 SELF_ASK = (
-    "Split the question into simpler ones. As long as a fact is missing, write one line, \"Follow up:\" and one simple question "
-    "that can be understood by itself, and stop; its answer is then given to you behind \"Intermediate answer:\". "
+    "Split the question into simpler ones. As long as a fact is missing, write one line, \"Follow up:\" and one simple "
+    "question that can be understood by itself, and stop; its answer is then given to you behind \"Intermediate answer:\". "
     f"When nothing is missing, write \"{FINAL}\" and the answer {_SHORT}."
 )
 DRAFT = (
@@ -172,7 +173,7 @@ def ircot(question: Question, limit: int) -> Steps:
         found.append((yield Look(query)))
         request = Write(ONE_SENTENCE, question_text(question), found.copy(), so_far=chain)
         query = first_sentence((yield request))
-        if not query or "answer is" in query.lower():
+        if not query or said_answer(query):
             break
         chain = f"{chain} {query}".strip()
     else:
@@ -187,7 +188,7 @@ def iter_retgen(question: Question, limit: int) -> Steps:
     """
     reply = ""
     for _ in range(limit):
-        found = yield Look(f"{question.question} {strip_tags(reply, BASELINE.tags)}")
+        found = yield Look(f"{question.question} {reply}")
         request = Write(READ_AND_THINK, question_text(question), [found])
         reply = yield request
     return (yield from conclude(request, reply))
@@ -263,9 +264,9 @@ def conclude(request: Write, reply: str) -> Steps:
     """The answer that the reply to `request` says; where it says none, the model has to complete "So the final answer is:"."""
     if answer := said_answer(reply):
         return answer
-    so_far = f"{request.so_far}{strip_tags(reply, BASELINE.query_tags)}".rstrip()
-    forced = yield replace(request, so_far=f"{so_far}\n{FINAL}".lstrip(), stop=(BASELINE.answer_tags[1],), thinking=False)
-    return any_answer(forced)
+    parts = [request.so_far, strip_tags(reply, BASELINE.tags), FINAL]
+    so_far = "\n".join(part.strip() for part in parts if part.strip())
+    return any_answer((yield replace(request, so_far=so_far, stop=(BASELINE.answer_tags[1],), thinking=False)))
 
 
 _SAID = re.compile(r"answer is\s*+:?\s*+([^\n]*\w[^\n]*)", re.IGNORECASE)
@@ -398,7 +399,7 @@ def write_all(rows: list[Row], generate, limits: Limits) -> None:
 
 def look_all(rows: list[Row], environment: Environment) -> None:
     """All rows' searches in one call, under the rollout's own rules: retries, time limit, tags stripped, cut to the budget."""
-    asking = [(row.trajectory, " ".join(row.request.query.split())) for row in rows]
+    asking = [(row.trajectory, " ".join(strip_tags(row.request.query, BASELINE.tags).split())) for row in rows]
     for trajectory, query in asking:
         trajectory.append_environment([], f"<search> {query} </search>", "notice")
     if asking:
@@ -606,8 +607,8 @@ def record_of(trajectory: Trajectory, method: str) -> dict:
     return {**prediction_record(trajectory, 0), "method": method}
 
 
-def predictions(name: str, questions: list[Question], path: Path,
-                run: Callable[[list[Question]], Iterator[Trajectory]]) -> list[dict]:  # fmt: skip
+def collect(name: str, questions: list[Question], path: Path,
+            run: Callable[[list[Question]], Iterator[Trajectory]]) -> list[dict]:  # fmt: skip
     """A record for each question, in their order: those that `path` has, and the others, written there as they come."""
     records = {record["id"]: record for record in finished_records(path)}
     missing = [question for question in questions if question.id not in records]
@@ -620,7 +621,7 @@ def predictions(name: str, questions: list[Question], path: Path,
     return [records[question.id] for question in questions if question.id in records]
 
 
-def report(name: str, records: list[dict], asked: int) -> None:
+def tell_faults(name: str, records: list[dict], asked: int) -> None:
     """What went wrong, where something did."""
     if len(records) < asked:
         print(f"{name}: {asked - len(records)} of {asked} questions got no reply and are left out; the same command asks again")
@@ -649,8 +650,8 @@ def main(arguments: list[str] | None = None) -> None:
     summaries = {}
     try:
         for name in options["method"]:
-            records = predictions(name, questions, folder / f"{name}.jsonl", lambda missing, name=name: run(name, missing))
-            report(name, records, len(questions))
+            records = collect(name, questions, folder / f"{name}.jsonl", lambda missing, name=name: run(name, missing))
+            tell_faults(name, records, len(questions))
             summaries |= {name: summarise(records)} if records else {}
     except KeyboardInterrupt:
         print(f"\ninterrupted; the predictions that were finished are in {folder}: the same command goes on")
