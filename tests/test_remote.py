@@ -193,7 +193,7 @@ def test_an_empty_slot_is_left_out(item):
     assert read_document(item) is None
 
 
-@pytest.mark.parametrize("item", [7, True, [], ["x"], {}, {"id": "1"}, {"document": [1]}, {"contents": 5}, {"title": 5, "text": ""}])
+@pytest.mark.parametrize("item", [7, True, [], ["x"], {}, {"id": "1"}, {"document": [1]}, {"contents": 5}, {"title": 5}])
 def test_anything_else_is_a_fault_that_may_be_tried_again(item):
     with pytest.raises(Fault, match="wrong shape: no passage") as fault:
         read_document(item)
@@ -288,7 +288,8 @@ def test_many_threads_may_search_at_once(start):
 # ------------------------------------------------------------------------------------------------------ faults
 
 def test_what_goes_well_the_second_time_is_no_fault(start):
-    bad = [(500, b"ill"), (503, b"{}"), (200, b'{"result": [['), (200, b"{}"), b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n{", b""]
+    half = b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n{"
+    bad = [(500, b"ill"), (503, b"{}"), (200, b'{"result": [['), (200, b"{}"), half, b""]
     server = start(after_probe(lambda path, payload, number: bad[number // 2] if number % 2 else well(path, payload, number)))
     retriever = quick(server.url, retries=1)
     for i in range(len(bad)):
@@ -429,8 +430,9 @@ def test_no_query_and_an_empty_query_are_in_order_and_so_is_no_number(towns):
 @pytest.mark.parametrize(
     ("body", "said"),
     [(b"{", "no JSON"), (b"", "no JSON"), (b"\xff", "no JSON"), (b"[" * 100_000, "no JSON"), ([], "no object"),
-     (None, "no JSON"), ({}, "'queries' must"), ({"queries": "ana"}, "'queries' must"), ({"queries": ["a", None]}, "'queries' must"),
-     ({"queries": [["a"]]}, "'queries' must"), ({"queries": ["a"], "topk": 0}, "'topk' must be a whole number from 1 to 1000"),
+     (None, "no JSON"), ({}, "'queries' must"), ({"queries": "ana"}, "'queries' must"),
+     ({"queries": ["a", None]}, "'queries' must"), ({"queries": [["a"]]}, "'queries' must"),
+     ({"queries": ["a"], "topk": 0}, "'topk' must be a whole number from 1 to 1000"),
      ({"queries": ["a"], "topk": True}, "'topk' must"), ({"queries": ["a"], "topk": 2.0}, "'topk' must"),
      ({"queries": ["a"], "topk": "3"}, "'topk' must"), ({"queries": ["a"], "topk": 1001}, "'topk' must"),
      ({"queries": ["a"], "topk": -1}, "'topk' must"), ({"queries": ["a"], "return_scores": "yes"}, "'return_scores' must"),

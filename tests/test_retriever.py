@@ -1,8 +1,13 @@
-"""retriever.py: BM25 by hand and against rank-bm25, order, and the controls."""
+"""retriever.py: BM25 by hand and against rank-bm25, order, the controls, the check, and the command line."""
 
+import json
 import math
+import signal
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +15,19 @@ import pytest
 from rank_bm25 import BM25Okapi
 
 from data import Document, InputError, Question, load_corpus
-from retriever import BM25, EmptyRetriever, OracleRetriever, RandomRetriever, make_retriever, tokenize, top
+from remote import HttpRetriever, RetrievalServer
+from retriever import (
+    BM25,
+    RETRIEVERS,
+    EmptyRetriever,
+    OracleRetriever,
+    RandomRetriever,
+    check,
+    make_retriever,
+    some_passages,
+    tokenize,
+    top,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT.parent / "shared" / "data" / "corpus" / "hipporag_2wiki_1200.jsonl"
@@ -126,6 +143,22 @@ def test_top_is_a_stable_sort_for_any_scores():
         assert list(top(scores, k)) == sorted(range(40), key=lambda i: (-scores[i], i))[:k]
 
 
+def test_a_few_scores_among_a_hundred_thousand_zeros_cost_no_sort():
+    scores = np.zeros(100_000)
+    scores[[70_000, 30]] = 1, 2
+    began = time.perf_counter()
+    for _ in range(20):
+        assert list(top(scores, 4)) == [30, 70_000, 0, 1]
+    assert time.perf_counter() - began < 20 * 0.008  # about 1.5 ms each; 13 ms with a partition from the other end
+
+
+def test_a_scored_search_gives_the_same_documents_and_their_scores_as_plain_numbers():
+    bm25 = BM25(documents("cat cat sat", "dog ran off", "a bird sang"))
+    [[first, second]] = bm25.search_scored(["cat"], 2)
+    assert first == (bm25.documents[0], pytest.approx(math.log(5 / 3) * 10 / 7)) and second == (bm25.documents[1], 0.0)
+    assert type(first[1]) is float and bm25.search(["cat"], 2) == [[first[0], second[0]]]
+
+
 def test_no_more_documents_come_back_than_there_are():
     assert len(BM25(documents("a b", "c")).search(["a"], 5)[0]) == 2
 
@@ -140,8 +173,9 @@ def test_an_unknown_word_of_a_query_does_not_enter_the_vocabulary():
 
 def test_a_corpus_without_a_word_scores_zero_and_an_empty_corpus_is_an_error():
     assert list(BM25(documents("...", "!")).scores("cat")) == [0, 0]
-    with pytest.raises(InputError, match="corpus is empty"):
-        BM25([])
+    for make in (BM25, RandomRetriever):
+        with pytest.raises(InputError, match="corpus is empty"):
+            make([])
 
 
 # -------------------------------------------------------------------------------------------------- controls
@@ -184,8 +218,118 @@ def test_retrievers_are_made_by_name_and_an_unknown_name_lists_them():
     titled = [Document("1", "a", "b"), Document("2", "b", "a a"), Document("3", "c", "c")]
     boosted = make_retriever("bm25", titled, title_boost=3)
     assert list(boosted.scores("a")) == list(BM25(titled, title_boost=3).scores("a")) != list(BM25(titled).scores("a"))
-    with pytest.raises(InputError, match="unknown retriever 'bing': one of bm25, random, empty, oracle"):
+    with pytest.raises(InputError, match="unknown retriever 'bing': one of bm25, dense, http, web, random, empty, oracle"):
         make_retriever("bing", corpus)
+    assert list(RETRIEVERS) == ["bm25", "dense", "http", "web", "random", "empty", "oracle"]
+
+
+def test_seed_and_boost_may_be_given_by_position():
+    assert make_retriever("random", documents("a"), 7, 2).seed == 7
+
+
+def test_a_retriever_that_lacks_its_setting_names_the_flag():
+    for name, flag in (("dense", "--encoder"), ("http", "--retriever_url"), ("web", "--retriever_url")):
+        with pytest.raises(InputError, match=f"retriever {name} needs .*{flag}"):
+            make_retriever(name, documents("a"))
+
+
+def test_bm25_and_http_load_no_torch():
+    code = "import sys; from retriever import make_retriever as m, INVENTED; m('bm25', INVENTED).search(['a'], 1)\n" \
+           "try: m('http', [], url='http://127.0.0.1:9')\nexcept Exception as e: print('torch' in sys.modules, e)"  # fmt: skip
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.startswith("False no retriever answers: POST http://127.0.0.1:9/retrieve"), result.stderr
+
+
+def test_a_dense_retriever_gets_its_settings(monkeypatch):
+    dense = pytest.importorskip("dense")
+
+    class Told:
+        def __init__(self, documents, encoder, *, folder, device):
+            self.told = documents, encoder, folder, device
+
+    monkeypatch.setattr(dense, "DenseRetriever", Told)
+    made = make_retriever("dense", documents("a"), encoder="e5", folder="f", device="cuda")
+    assert made.told == (documents("a"), "e5", "f", "cuda")
+
+
+# ------------------------------------------------------------------------------------------------- the check
+
+def towns(count):
+    return [Document(str(i), f"Town {i}", f"Town {i} lies on river {i % 7} and has {i * 31} bells.") for i in range(count)]
+
+
+def levels(retriever, passages, **settings):
+    return {finding.name: finding.level for finding in check(retriever, passages, **settings)}
+
+
+def test_a_well_retriever_is_well_in_every_line():
+    found = levels(BM25(towns(200)), towns(200), samples=12)
+    names = ["finds itself", "distinct", "repeatable", "batch", "number", "odd queries", "one query", "12 at once"]
+    assert found == dict.fromkeys(names, "ok")
+
+
+class Ill:
+    """BM25 with a fault: what(lists, queries, k) is done to the lists."""
+
+    def __init__(self, what):
+        self.bm25, self.what = BM25(towns(200)), what
+
+    def search(self, queries, k):
+        return self.what(self.bm25.search(queries, k), queries, k)
+
+
+def fails_without_words(lists, queries, k):
+    if "" in queries:
+        raise ZeroDivisionError("no words")
+    return lists
+
+
+ONE = Document("1", "Town 1", "x")
+
+
+@pytest.mark.parametrize(
+    ("what", "wrong"),
+    [
+        # Behind the best one stand the first towns of all, the same for every query: they share the word "town" only.
+        (lambda lists, queries, k: [one[1:] for one in lists],
+         {"finds itself": "WRONG", "distinct": "WRONG", "number": "WARNING"}),
+        (lambda lists, queries, k: lists[::-1], {"batch": "WRONG"}),
+        (lambda lists, queries, k: [lists[0]] * len(lists), {"batch": "WRONG"}),
+        (lambda lists, queries, k: [[ONE] * k] * len(lists), {"finds itself": "WRONG", "distinct": "WRONG"}),
+        (lambda lists, queries, k: [[] for _ in lists], {"finds itself": "WRONG", "distinct": "WRONG", "number": "WRONG"}),
+        (lambda lists, queries, k: [one[:-1] if "3" in q else one for one, q in zip(lists, queries, strict=True)],
+         {"number": "WARNING"}),
+        (fails_without_words, {"odd queries": "WRONG"}),
+        (lambda lists, queries, k: lists[:5], {"answers": "WRONG"}),
+    ],
+)  # fmt: skip
+def test_each_fault_is_found_in_its_own_line(what, wrong):
+    found = levels(Ill(what), towns(200))
+    assert {name: level for name, level in found.items() if level != "ok"} == wrong
+
+
+def test_answers_that_change_are_found():
+    def seeded_anew(lists, queries, k):
+        seeded_anew.calls += 1
+        return RandomRetriever(towns(200), seed=seeded_anew.calls).search(queries, k)
+
+    seeded_anew.calls = 0
+    found = levels(Ill(seeded_anew), towns(200))
+    assert found["repeatable"] == found["batch"] == found["finds itself"] == "WRONG" and found["distinct"] == "ok"
+
+
+def test_a_passage_without_a_title_is_looked_for_by_its_beginning_and_any_passage_of_a_title_will_do():
+    untitled = [Document(str(i), "", " ".join(f"w{i}x{j}" for j in range(30))) for i in range(20)]
+    assert levels(BM25(untitled), untitled)["finds itself"] == "ok"
+    pages = [Document(str(i), f"Page {i // 10}", f"page {i // 10} part {i}") for i in range(100)]
+    assert levels(BM25(pages), pages, k=3)["finds itself"] == "ok"
+
+
+def test_a_retriever_without_its_corpus_is_asked_for_passages_with_common_words():
+    corpus = [Document("1", "Kelmouth", "a harbour city"), Document("2", "Ost", "a river"), Document("3", "Varen", "bells")]
+    assert set(some_passages(BM25(corpus), 1)) == set(corpus)
+    with pytest.raises(InputError, match="nothing was found for any of history, city"):
+        some_passages(EmptyRetriever(), 3)
 
 
 # --------------------------------------------------------------------------------------- python retriever.py
@@ -201,6 +345,60 @@ def test_the_file_searches_its_own_passages_and_a_corpus(tmp_path):
     output = run("a cat", "--corpus", path, "-k", 1).stdout
     assert "[7]" in output and "[8]" not in output
     assert "no passage shares a word" in run("unicorn", "--corpus", path).stdout
+
+
+def test_without_a_query_it_asks_one_of_its_own_and_the_help_tells_the_commands():
+    assert "1.   5.974  [1] Ana Bell" in run().stdout
+    assert "`serve` or `check` is a command" in run("--help").stdout
+    assert "no passage shares a word" in run("Serve").stdout and "required: --corpus" in run("serve").stderr
+
+
+def test_the_check_prints_a_line_each_and_ends_with_1_if_something_is_wrong(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps(vars(document)) + "\n" for document in towns(100)))
+    well, noise = run("check", "--corpus", path), run("check", "--corpus", path, "--retriever", "random")
+    assert well.returncode == 0 and well.stdout.count("\nok ") == 8 and "20 of 20 are among the 5" in well.stdout
+    assert noise.returncode == 1 and "WRONG    finds itself" in noise.stdout
+    assert run("check").returncode == 0
+    assert run("check", "--retriever", "dense").stderr.startswith("error: retriever dense needs an encoder: give --encoder")
+    assert run("check", "-k", 0).stderr == "error: -k 0: ask for at least one passage\n"
+
+
+def test_the_check_asks_a_server_with_and_without_its_corpus(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps(vars(document)) + "\n" for document in towns(100)))
+    with RetrievalServer(BM25(towns(100)), port=0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for more in ([], ["--corpus", path]):
+            result = run("check", "--url", url, *more)
+            assert result.returncode == 0 and f"http {url}\nok       finds itself" in result.stdout, result
+        server.shutdown()
+    result = run("check", "--url", url)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "no retriever answers: POST" in result.stderr
+
+
+def test_a_corpus_is_served_until_ctrl_c(tmp_path):
+    path = tmp_path / "c.tsv"
+    path.write_text("7\tthe cat sat\n8\tdogs ran\n9\tbirds sang\n")
+    command = [sys.executable, "retriever.py", "serve", "--corpus", str(path), "--port", "0"]
+    # Ctrl-C may be switched off where the tests were started (a background shell does that), and a child inherits it.
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("bm25 over 3 passages at http://127.0.0.1:") and "POST /retrieve" in line
+        url = line.split(" at ")[1].split()[0]
+        assert json.load(urllib.request.urlopen(url + "/health"))["retriever"] == "bm25"
+        assert [d.id for d in HttpRetriever(url).search(["dogs"], 1)[0]] == ["8"]
+        taken = run("serve", "--corpus", path, "--port", url.rpartition(":")[2])
+        assert taken.returncode == 2 and "cannot listen there" in taken.stderr and taken.stderr.count("\n") == 1
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+        assert (process.returncode, out, err) == (0, "\nended\n", "")
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_missing_corpus_is_one_line_on_stderr_and_code_2(tmp_path):
