@@ -194,8 +194,8 @@ def _check_encoder(name: str, config) -> None:
 
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
     if causal or getattr(config, "is_decoder", False) or config.is_encoder_decoder:
-        kind = "encoder-decoder" if config.is_encoder_decoder else "causal LM"
-        raise InputError(f"encoder {name}: this is a {kind} ({config.model_type}): give an encoder, such as E5, BGE or a BERT")
+        kind = "an encoder-decoder" if config.is_encoder_decoder else "a causal LM"
+        raise InputError(f"encoder {name}: this is {kind} ({config.model_type}): give an encoder, such as E5, BGE or a BERT")
     layers = [module.get("type", "").rpartition(".")[2] for module in _sentence_file(name, "modules.json") or []]
     if strange := [layer for layer in layers if layer not in ("Transformer", "Pooling", "Normalize")]:
         raise InputError(f"encoder {name}: modules.json puts a {strange[0]} layer behind the encoder: give one without")
