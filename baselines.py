@@ -369,8 +369,8 @@ def run_method(name: str, questions: list[Question], generate, search: SearchFun
     environment.forbidden = [*environment.forbidden, *LABELS]
     waiting, live = iter(questions), []
     while live := live + [Row(method, q, max_searches or bound) for q in itertools.islice(waiting, at_once - len(live))]:
-        write_all([row for row in live if isinstance(row.request, Write)], generate, limits)
         look_all([row for row in live if isinstance(row.request, Look)], environment)
+        write_all([row for row in live if isinstance(row.request, Write)], generate, limits)
         yield from (row.trajectory for row in live if row.request is None)
         live = [row for row in live if row.request is not None]
 
@@ -602,23 +602,25 @@ def check_folder(folder: Path, recipe: Recipe, options: dict) -> None:
     path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
 
-def record_of(trajectory: Trajectory, method: str) -> dict:
+def record_of(trajectory: Trajectory, method: str, dataset: str) -> dict:
     FORMATS.setdefault(BASELINE.name, lambda t: t.answer is not None)
-    return {**prediction_record(trajectory, 0), "method": method}
+    return {**prediction_record(trajectory, 0), "method": method, **({"dataset": dataset} if dataset else {})}
 
 
-def collect(name: str, questions: list[Question], path: Path,
+def collect(name: str, datasets: dict[str, list[Question]], path: Path,
             run: Callable[[list[Question]], Iterator[Trajectory]]) -> list[dict]:  # fmt: skip
     """A record for each question, in their order: those that `path` has, and the others, written there as they come."""
+    dataset_of = {question.id: (name if len(datasets) > 1 else "") for name, some in datasets.items() for question in some}
     records = {record["id"]: record for record in finished_records(path)}
-    missing = [question for question in questions if question.id not in records]
-    with tqdm(total=len(questions), initial=len(questions) - len(missing), desc=name, dynamic_ncols=True) as bar:
+    missing = [question for some in datasets.values() for question in some if question.id not in records]
+    with tqdm(total=len(dataset_of), initial=len(dataset_of) - len(missing), desc=name, dynamic_ncols=True) as bar:
         for trajectory in run(missing) if missing else []:
+            question_id = trajectory.question.id
             if trajectory.stop_reason != "no reply":
-                records[trajectory.question.id] = record = record_of(trajectory, name)
-                append_jsonl(path, [record])
+                records[question_id] = record_of(trajectory, name, dataset_of[question_id])
+                append_jsonl(path, [records[question_id]])
             bar.update()
-    return [records[question.id] for question in questions if question.id in records]
+    return [records[question_id] for question_id in dataset_of if question_id in records]
 
 
 def tell_faults(name: str, records: list[dict], asked: int) -> None:
@@ -635,7 +637,7 @@ def main(arguments: list[str] | None = None) -> None:
         demo()
         return
     recipe, options = parse(arguments)
-    questions, documents = material(recipe, options)
+    datasets, documents = material(recipe, options)
     folder = Path(options["out"] or default_folder(recipe, options))
     check_folder(folder, recipe, options)
     loaded: list = []  # only if something is missing
@@ -650,8 +652,8 @@ def main(arguments: list[str] | None = None) -> None:
     summaries = {}
     try:
         for name in options["method"]:
-            records = collect(name, questions, folder / f"{name}.jsonl", lambda missing, name=name: run(name, missing))
-            tell_faults(name, records, len(questions))
+            records = collect(name, datasets, folder / f"{name}.jsonl", lambda missing, name=name: run(name, missing))
+            tell_faults(name, records, sum(map(len, datasets.values())))
             summaries |= {name: summarise(records)} if records else {}
     except KeyboardInterrupt:
         print(f"\ninterrupted; the predictions that were finished are in {folder}: the same command goes on")
