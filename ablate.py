@@ -241,6 +241,7 @@ def measure_arm(recipe, checkpoint: Path | str) -> dict[str, dict[str, float]]:
 
     import eval as evaluation
     import recipes
+    from report import summarise
     from toy import world_for
 
     world = world_for(recipe.protocol, recipe.world_seed)
@@ -251,7 +252,7 @@ def measure_arm(recipe, checkpoint: Path | str) -> dict[str, dict[str, float]]:
     if recipe.protocol == "r_search":
         records = evaluation.add_reader(records, recipes.build_cross_model(recipe))
     return {kind: {name: cell[0] for name, cell in row.items() if isinstance(cell, tuple)}
-            for kind, row in evaluation.summarise(records).items()}  # fmt: skip
+            for kind, row in summarise(records).items()}  # fmt: skip
 
 
 def held_out_reward(recipe, checkpoint: str) -> float:

@@ -407,7 +407,8 @@ def measure_model(given: dict, options: dict, metric: str) -> dict[str, str]:
     recipe = evaluation.recipe_of({"temperature": 1.0, **given})  # evaluation's own default is greedy: K times the same
     if recipe.temperature == 0 and options["k"] > 1:
         raise InputError("--temperature 0 is greedy: all rollouts of a question would be the same; leave it at 1")
-    questions, documents = evaluation.material(recipe, {"questions": options["questions"], "split": "train", "fact_seed": None})
+    datasets, documents = evaluation.material(recipe, {"questions": options["questions"], "split": "train", "fact_seed": None})
+    questions = evaluation.flat(datasets)
     device = best_device()
     search, protocol, settings = build_search(recipe, documents, device), build_protocol(recipe), rollout_settings(recipe)
     policy, tokenizer = load_model(recipe, recipe.model, device)

@@ -8,37 +8,37 @@
     python eval.py --judge URL#MODEL                is the answer right in other words? A share of the verdicts that can be read
     python eval.py --recipe r_search --reader SPEC  R-Search as a search tool: another model answers from the evidence
     python eval.py --predictions FILE --reader SPEC the same of predictions that are there already: nothing is rolled out
+    python eval.py --data A,B,C --model DIR         several data sets, one table
+    python eval.py ... --against OTHER              paired with another run's predictions, question by question
 
-Greedy unless --temperature says otherwise, with the very protocol, documents and limits of training. Every mean comes
-with a bootstrap interval: questions are drawn with replacement 1,000 times, 2.5 % are cut off at either end. A mean is over
-those that have the number: support over trajectories with evidence, ROUGE over summaries, verdicts over readable ones.
-Predictions are written as they come, before anybody else is asked, so an interrupt loses nothing that was finished.
-Left out: going on with an interrupted evaluation, comparison of two runs, predictions in other people's layouts.
+Greedy unless --temperature or --decoding says otherwise, with the very protocol, documents and limits of training. A mean
+is over those that have the number: support over trajectories with evidence, ROUGE over summaries, verdicts over readable
+ones; report.py adds the intervals. Predictions are written as they come, before anybody else is asked, and the same
+command goes on where it was interrupted. (Scoring a file alone needs no torch: `python predictions.py` starts faster.)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-import math
 import os
 import re
-import shutil
 import sys
-from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from cross_model import answer_from_evidence
-from data import InputError, Question, append_jsonl, finished_records, load_questions, run_main
+from data import InputError, Question, append_jsonl, finished_records, load_datasets, run_main
 from judge import Judge
+from llm import weights_version
 from metrics import rouge
 from policy import best_device, check_model_path
+from predictions import add_report_flags, report, score_files
 from prompts import build_prompt
 from recipes import (
+    PAPER_DECODING,
     RECIPES,
     FlagParser,
     Recipe,
@@ -68,13 +68,8 @@ from rewards import (
 )
 from rollout import Trajectory, check_prompts, rollout, show
 from toy import world_for
-from world import KINDS
 
 COLUMNS = ("em", "f1", "cem", "searched", "searches", "fallbacks", "format")  # of every protocol that searches
-ALL_COLUMNS = (
-    "em", "f1", "cem", "rouge1", "rouge2", "rougeL", "rouge", "judged", "reader_em", "reader_f1",
-    "searched", "searches", "fallbacks", "format", "evidence", "support", "relevance", "exact_set", "set_f1",
-)  # fmt: skip
 QUESTIONS_AT_ONCE = 64
 
 
@@ -133,81 +128,61 @@ def prediction_record(trajectory: Trajectory, sample: int) -> dict:
 
 # ---------------------------------------------------------------------------------------------------- many of them
 
-def evaluate(policy, tokenizer, questions: list[Question], search, recipe: Recipe, samples: int = 1, out: Path | None = None,
-             quiet: bool = False) -> list[dict]:  # fmt: skip
-    """Prediction records, question by question; each batch is appended to `out` as soon as it is finished."""
-    protocol, records = build_protocol(recipe), []
+def evaluate(policy, tokenizer, questions: list[Question], search, recipe: Recipe, samples: int = 1,
+             out: Path | None = None, quiet: bool = False, done: list[dict] | None = None,
+             dataset_of: dict[str, str] | None = None) -> list[dict]:  # fmt: skip
+    """Prediction records, question by question; each batch is appended to `out` as soon as it is finished.
+
+    done        the first records of this very evaluation, in whole batches (`finished_before`): they are not made again
+    dataset_of  question id -> data set, where there are several
+    """
+    protocol, records = build_protocol(recipe), list(done or [])
     check_prompts(questions, protocol, tokenizer, policy, **rollout_settings(recipe))
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text("")
-    with tqdm(total=len(questions) * samples, desc="evaluation", dynamic_ncols=True, disable=quiet) as bar:
-        for start in range(0, len(questions), QUESTIONS_AT_ONCE):
+        write_records(out, records)
+    begin, total = len(records), len(questions) * samples
+    with tqdm(total=total, initial=begin, desc="evaluation", dynamic_ncols=True, disable=quiet) as bar:
+        for start in range(begin // samples, len(questions), QUESTIONS_AT_ONCE):
             some = questions[start : start + QUESTIONS_AT_ONCE]
             trajectories = rollout(policy, tokenizer, some, search, protocol, samples, seed=recipe.seed + start,
                                    progress=bar.update, **rollout_settings(recipe))  # fmt: skip
             fresh = [prediction_record(t, i % samples) for i, t in enumerate(trajectories)]
+            if dataset_of:
+                fresh = [{**record, "dataset": dataset_of[record["id"]]} for record in fresh]
             if out:
                 append_jsonl(out, fresh)
             records += fresh
     return records
 
 
-def bootstrap(values: np.ndarray, draws: int = 1000, seed: int = 0) -> tuple[float, float, float]:
-    """(mean, low, high) with a 95 % percentile interval over the values (one per question).
-
-    >>> bootstrap(np.ones(5))
-    (1.0, 1.0, 1.0)
-    """
-    rng = np.random.default_rng(seed)
-    means = values[rng.integers(0, len(values), (draws, len(values)))].mean(1)  # [draws]
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(values.mean()), float(low), float(high)
+# Settings that change no prediction: who is asked about them, and where files lie.
+NOT_OF_A_PREDICTION = {"name", "runs", "resume", "judge", "llm_timeout", "llm_retries", "llm_cache", "summary_log"}
 
 
-def summarise(records: list[dict]) -> dict[str, dict]:
-    """kind -> column -> (mean, low, high); several samples of a question count as their mean: they are not independent."""
-    by_kind: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
-        for kind in (record["kind"], "all"):
-            by_kind[kind][record["id"]].append(record["metrics"])
-    order = sorted(by_kind, key=lambda kind: (kind == "all", KINDS.index(kind) if kind in KINDS else 99, kind))
-    summary = {}
-    for kind in order:
-        questions = by_kind[kind].values()
-        columns = {c: question_means(questions, c) for c in ALL_COLUMNS}
-        summary[kind] = {"questions": len(questions), **{c: bootstrap(v) for c, v in columns.items() if len(v)}}
-    return summary
+def signature(recipe: Recipe, samples: int, version: str, questions: list[Question], documents: list) -> dict:
+    """What a predictions file was made with: settings, weights, questions and passages."""
+    settings = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in NOT_OF_A_PREDICTION}
+    content = hashlib.sha256()
+    for item in [*questions, *documents]:
+        content.update(repr(item).encode())
+    return {**settings, "samples": samples, "weights": version, "material": content.hexdigest()[:16]}
 
 
-def question_means(questions: Iterable[list[dict]], column: str) -> np.ndarray:
-    """Each question's mean over its samples that have the number; a question without one is left out: None is not 0.
-
-    >>> question_means([[{"judged": 1.0}, {"judged": None}], [{"em": 1.0}]], "judged")
-    array([1.])
-    """
-    values = [[m[column] for m in metrics if m.get(column) is not None] for metrics in questions]
-    return np.array([np.mean(v) for v in values if v])
-
-
-NAME_WIDTH, CELL_WIDTH = 23, 18
-
-
-def table(summary: dict[str, dict], width: int = 0) -> str:
-    """A line per kind, in blocks of as many columns as fit `width` characters; 0 = the terminal's."""
-    columns = [c for c in ALL_COLUMNS if any(c in row for row in summary.values())]
-    width = width or shutil.get_terminal_size((150, 24)).columns
-    blocks = math.ceil(len(columns) / max(1, (width - NAME_WIDTH) // CELL_WIDTH))
-    size = math.ceil(len(columns) / blocks)
-    return "\n\n".join(table_block(summary, columns[i : i + size]) for i in range(0, len(columns), size))
-
-
-def table_block(summary: dict[str, dict], columns: list[str]) -> str:
-    lines = [f"{'kind':16}{'n':>5}  " + "".join(f"{c:>{CELL_WIDTH}}" for c in columns)]
-    for kind, row in summary.items():
-        cells = ["{:.2f} [{:.2f}, {:.2f}]".format(*row[c]) if c in row else "-" for c in columns]
-        lines.append(f"{kind:16}{row['questions']:>5}  " + "".join(f"{cell:>{CELL_WIDTH}}" for cell in cells))
-    return "\n".join(lines)
+def finished_before(out: Path, made_with: dict, questions: list[Question], samples: int, fresh: bool) -> list[dict]:
+    """The records of an interrupted evaluation with these very settings, as many whole batches as there are: a batch has one
+    seed, so that going on gives the numbers of an unbroken run. A file made otherwise is put aside and not overwritten."""
+    settings_file = out.with_name(out.name + ".settings.json")
+    same = settings_file.is_file() and settings_file.read_text(encoding="utf-8") == json.dumps(made_with, indent=1)
+    records = finished_records(out) if out.is_file() and same and not fresh else []
+    whole = len(records)
+    if whole < len(questions) * samples:
+        whole -= whole % (QUESTIONS_AT_ONCE * samples)
+    if out.is_file() and out.stat().st_size and not whole:
+        os.replace(out, out.with_name(out.name + ".old"))
+        print(f"the predictions that were in {out} are kept as {out.name}.old")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    settings_file.write_text(json.dumps(made_with, indent=1), encoding="utf-8")
+    return records[:whole]
 
 
 # ---------------------------------------------------------------------------------------------- what others say of it
@@ -260,23 +235,6 @@ def write_records(path: Path, records: list[dict]) -> None:
     os.replace(partial, path)
 
 
-RECORD_FIELDS = {"id": str, "kind": str, "question": str, "golds": list, "prediction": (str, type(None)), "metrics": dict}
-
-
-def read_predictions(path: str) -> list[dict]:
-    """The records that an evaluation has written; of an interrupted one those that were finished."""
-    if not Path(path).is_file():
-        raise InputError(f"--predictions {path}: no such file")
-    records = finished_records(path, cut=False)
-    if not records:
-        raise InputError(f"--predictions {path}: no predictions in it")
-    for number, record in enumerate(records, 1):
-        if wrong := [f for f, kind in RECORD_FIELDS.items() if f not in record or not isinstance(record[f], kind)]:
-            raise InputError(f"{path}, line {number}: field {wrong[0]!r} is missing or of the wrong type: "
-                             "give a predictions file of eval.py")  # fmt: skip
-    return records
-
-
 # ------------------------------------------------------------------------------------------------ the command line
 
 SHARED = [
@@ -287,8 +245,10 @@ SHARED = [
 ]  # fmt: skip
 WITHOUT_MODEL = [  # with --predictions: settings of the others that are asked, and which run it is
     "judge", "load_in_8bit", "llm_timeout", "llm_retries", "llm_cache", "recipe", "stage", "runs", "name", "seed", "world_seed",
+    "data", "skip_bad",
 ]  # fmt: skip
-OPTIONS = ("split", "questions", "samples", "fact_seed", "reader", "predictions", "out", "json")
+OPTIONS = ("split", "questions", "samples", "fact_seed", "decoding", "fresh", "reader", "predictions", "out")
+REPORT = ("against", "punctuation", "count_missing", "markdown", "json")
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Recipe, dict]:
@@ -300,14 +260,20 @@ def parse(arguments: list[str] | None = None) -> tuple[Recipe, dict]:
     parser.add_argument("--fact_seed", type=int, default=None, help="redraw every fact of the built-in world")
     parser.add_argument("--reader", default="", metavar="SPEC",
                         help="answers from the evidence: URL#model, a HF model, or built-in (its second model)")
-    parser.add_argument("--predictions", default="", metavar="FILE", help="of an earlier evaluation: ask others about these")
+    parser.add_argument("--decoding", default="greedy", choices=["greedy", "paper"], help="paper: as the paper evaluates")
+    parser.add_argument("--fresh", action="store_true", help="do not go on with predictions that are there already")
+    parser.add_argument("--predictions", default="", metavar="FILE,FILE", help="score these, in any layout; no model is run")
     parser.add_argument("--out", default="", help="predictions file; default: under runs/predictions; none with --predictions")
-    parser.add_argument("--json", default="", help="write the table to this file too")
+    add_report_flags(parser)
     given = vars(parser.parse_args(arguments))
-    options = {k: given.pop(k) for k in OPTIONS}
+    options = {k: given.pop(k) for k in OPTIONS + REPORT}
     if options["samples"] < 1 or options["questions"] < 0:
         raise InputError("--samples must be at least 1, and --questions at least 0 (all)")
-    recipe = recipe_without_model(given) if options["predictions"] else recipe_of(given)
+    if not options["predictions"]:
+        paper = PAPER_DECODING.get(given.get("recipe", "ur2"), {}) if options["decoding"] == "paper" else {}
+        recipe = recipe_of({**paper, **given})
+    else:
+        recipe = recipe_without_model(given)
     check_reader(options, recipe)
     return recipe, options
 
@@ -317,7 +283,9 @@ def recipe_without_model(given: dict) -> Recipe:
     if unused := [name for name in given if name not in WITHOUT_MODEL]:
         raise InputError(f"--{unused[0]} has no meaning with --predictions, as nothing is rolled out: leave one of them out")
     stage = given.get("stage") or last_stage(given.get("recipe", "ur2"))
-    return check_recipe(resolve(given.get("recipe", "ur2"), stage, True, {**given, "stage": stage}), training=False)
+    asked = {k: v for k, v in given.items() if k != "data"}
+    recipe = check_recipe(resolve(given.get("recipe", "ur2"), stage, True, {**asked, "stage": stage}), training=False)
+    return dataclasses.replace(recipe, data=given.get("data", ""))
 
 
 def check_reader(options: dict, recipe: Recipe) -> None:
@@ -378,48 +346,57 @@ def last_checkpoint(given: dict) -> str:
     return ""
 
 
-def material(recipe: Recipe, options: dict) -> tuple[list[Question], list]:
-    """(questions, passages): a file's, or the built-in world's held-out entities."""
+def material(recipe: Recipe, options: dict) -> tuple[dict[str, list[Question]], list]:
+    """(questions by data set, passages): a file's, or the built-in world's held-out entities."""
     if recipe.data:
-        questions = load_questions(recipe.data, skip_bad=recipe.skip_bad)
-        count = options["questions"]
-        return questions[: count or None], passages(recipe, questions)
+        datasets = load_datasets(recipe.data, skip_bad=recipe.skip_bad)
+        documents = passages(recipe, flat(datasets))
+        return {name: questions[: options["questions"] or None] for name, questions in datasets.items()}, documents
     world = world_for(recipe.protocol, recipe.world_seed, options["fact_seed"])
     count, split = options["questions"] or None, options["split"]
     kinds = [q for kind in built_in_kinds(recipe) for q in world.questions(split, kind, count)]
-    return kinds, passages(recipe, kinds) if recipe.corpus else world.documents
+    return {"the built-in world": kinds}, passages(recipe, kinds) if recipe.corpus else world.documents
+
+
+def flat(datasets: dict[str, list[Question]]) -> list[Question]:
+    return [question for questions in datasets.values() for question in questions]
 
 
 def main(arguments: list[str] | None = None) -> None:
     recipe, options = parse(arguments)
-    stored = read_predictions(options["predictions"]) if options["predictions"] else []
-    questions, documents = ([], []) if stored else material(recipe, options)
+    scoring = {"data": recipe.data, "skip_bad": recipe.skip_bad} | {k: options[k] for k in ("punctuation", "count_missing")}
+    stored = score_files(options["predictions"].split(","), **scoring) if options["predictions"] else []
+    others = score_files(options["against"], **scoring) if options["against"] else []
+    datasets, documents = ({}, []) if stored else material(recipe, options)
     reader, judge = load_reader(recipe, options["reader"]), load_judge(recipe)  # before the work: are they there at all?
     out = Path(options["out"] or default_out(recipe, options)) if options["out"] or not stored else None
     try:
-        records = stored or roll_out(recipe, options, questions, documents, out)
+        records = stored or roll_out(recipe, options, datasets, documents, out)
         if not stored and (reader or judge):
             print(f"all predictions are in {out}: should asking about them fail, --predictions {out} asks again")
         records = ask_others(records, reader, judge, out)
     except KeyboardInterrupt:
-        print(f"\ninterrupted; the predictions that were finished are in {options['predictions'] or out}")
+        goes_on = "" if stored else "; the same command goes on behind them"
+        print(f"\ninterrupted; the predictions that were finished are in {options['predictions'] or out}{goes_on}")
         sys.exit(130)
-    summary = summarise(records)
-    print(table(summary))
+    report(records, others, options["markdown"], options["json"])
     if out:
         print(f"predictions: {out}")
-    if options["json"]:
-        Path(options["json"]).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
-def roll_out(recipe: Recipe, options: dict, questions: list[Question], documents: list, out: Path) -> list[dict]:
+def roll_out(recipe: Recipe, options: dict, datasets: dict[str, list[Question]], documents: list, out: Path) -> list[dict]:
     search = build_search(recipe, documents, best_device())
     policy, tokenizer = load_model(recipe, recipe.model, best_device())
+    questions, samples = flat(datasets), options["samples"]
     searching = f", retriever {recipe.retriever}" if build_protocol(recipe).query_tags else ""
-    print(f"{recipe.model or 'the built-in model, before RL'}: {len(questions)} questions of "
-          f"{recipe.data or 'the built-in world'}, {options['samples']} sample(s) each, "
-          f"temperature {recipe.temperature:g}{searching}")  # fmt: skip
-    return evaluate(policy, tokenizer, questions, search, recipe, options["samples"], out)
+    print(f"{recipe.model or 'the built-in model, before RL'}: {len(questions)} questions of {', '.join(datasets)}, "
+          f"{samples} sample(s) each, temperature {recipe.temperature:g}{searching}")  # fmt: skip
+    version = weights_version(recipe.model, policy) if recipe.model else "built-in"
+    done = finished_before(out, signature(recipe, samples, version, questions, documents), questions, samples, options["fresh"])
+    if done:
+        print(f"{len(done)} of {len(questions) * samples} predictions are there already (--fresh makes them anew)")
+    dataset_of = {q.id: name for name, some in datasets.items() for q in some} if len(datasets) > 1 else None
+    return evaluate(policy, tokenizer, questions, search, recipe, samples, out, done=done, dataset_of=dataset_of)
 
 
 def demo(arguments: list[str] | None = None) -> None:
@@ -430,7 +407,8 @@ def demo(arguments: list[str] | None = None) -> None:
     given = vars(parser.parse_args(arguments))
     text = given.pop("question")
     recipe = recipe_of(given)
-    questions, documents = material(recipe, {"questions": 0, "split": "test", "fact_seed": None})
+    datasets, documents = material(recipe, {"questions": 0, "split": "test", "fact_seed": None})
+    questions = flat(datasets)
     question = pick(questions, text)
     search = build_search(recipe, documents, best_device())
     policy, tokenizer = load_model(recipe, recipe.model, best_device())

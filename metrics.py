@@ -6,6 +6,7 @@ r"""Does this answer match? One function per answer metric, and nothing of the p
     math_equal          same string, else same number, else same expression (the last needs sympy)
     choice_letter       the one option that a text chooses
     rouge               F1 of common words (1), common pairs of neighbours (2), the longest common subsequence (L)
+    score_answer        em, f1 and cem of an answer under the metric of its task
 
 `golds` is one gold or a list; the best one counts. A missing answer (None or "") scores 0. Left out: model judges.
 
@@ -484,6 +485,25 @@ def _value(node: ast.AST, source: str) -> Fraction | float:
         exact = isinstance(right, Fraction) and right.denominator == 1 and abs(right) <= 64 and abs(left) < 1e6
         return left**right if exact else float(left) ** float(right)
     return _OPERATORS[type(node.op)](left, right)
+
+
+# ------------------------------------------------------------------------------------------------------ any answer
+
+def score_answer(prediction: str | None, golds: list[str], task: str = "qa", options=(), punctuation: str = "space") -> dict:
+    r"""em, f1 and cem of one answer. A math or choice answer that is right counts 1 under each, a summary has its mean ROUGE.
+
+    >>> score_answer("Kelmouth, Norland", ["Kelmouth"])["cem"], score_answer("0.5", [r"\frac12"], "math")["em"]
+    (1.0, 1.0)
+    """
+    names = ("em", "f1", "cem")
+    if task == "math":
+        return dict.fromkeys(names, float(math_equal(prediction, golds)))
+    if task == "summary":
+        return dict.fromkeys(names, mean_rouge(prediction, golds))
+    if task == "choice":
+        return dict.fromkeys(names, float(same_choice(prediction, golds, options)))
+    metrics = (exact_match, f1_score, cover_exact_match)
+    return {name: float(metric(prediction, golds, punctuation)) for name, metric in zip(names, metrics, strict=True)}
 
 
 # ------------------------------------------------------------------------------------------------ symbolic equality

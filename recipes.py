@@ -27,7 +27,7 @@ from data import Document, InputError, Question, corpus_from_questions, load_cor
 from embed import Embedder, make_embedder
 from judge import Judge, math_grader, right
 from llm import LLM, LocalLLM, load_llm
-from metrics import cover_exact_match, exact_match, f1_score, math_equal, mean_rouge, same_choice
+from metrics import score_answer
 from policy import Policy, load_policy
 from prompts import PROTOCOLS, Protocol, as_protocol
 from retriever import RETRIEVERS, make_retriever
@@ -382,6 +382,14 @@ class Scorer:
         return stats | ({"reader_failures": self.cross_model.failures} if self.cross_model else {})
 
 
+# How each paper decodes when it evaluates, where it is not greedy.
+PAPER_DECODING: dict[str, dict] = {
+    "ur2": {"temperature": 0.3, "top_p": 0.5},  # appendix C.3
+    "vanilla_rl": {"temperature": 0.3, "top_p": 0.5},
+    "r_search": {"temperature": 0.1, "documents_per_search": 5},  # section 4.1
+}
+
+
 # ------------------------------------------------------------------------------------------- what a recipe stands for
 # Training and evaluation build everything from here, so that prompt, documents and limits are the same in both.
 
@@ -484,20 +492,10 @@ def build_protocol(recipe: Recipe) -> Protocol:
 
 
 def answer_scores(trajectory: Trajectory) -> dict[str, float]:
-    """em, f1 and cem of the final answer. A math or choice answer that is right counts 1 under each, a summary has its mean
-    ROUGE. Punctuation becomes a blank or nothing, as each paper's own scorer has it."""
-    question, answer = trajectory.question, trajectory.answer or ""
-    names = ("em", "f1", "cem")
-    if question.task == "math":
-        return dict.fromkeys(names, float(math_equal(answer, question.answers)))
-    if question.task == "summary":
-        return dict.fromkeys(names, mean_rouge(answer, question.answers))
-    if question.task == "choice":
-        return dict.fromkeys(names, float(same_choice(answer, question.answers, question.options)))
-    protocol = getattr(trajectory, "protocol", None)
+    """em, f1 and cem of the final answer. Punctuation becomes a blank or nothing, as each paper's own scorer has it."""
+    question, protocol = trajectory.question, getattr(trajectory, "protocol", None)
     punctuation = "delete" if protocol and protocol.name in ("r_search", "when_to_search") else "space"
-    metrics = (exact_match, f1_score, cover_exact_match)
-    return {name: float(metric(answer, question.answers, punctuation)) for name, metric in zip(names, metrics, strict=True)}
+    return score_answer(trajectory.answer, question.answers, question.task, question.options, punctuation)
 
 
 def rollout_settings(recipe: Recipe) -> dict:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import train_bpe
@@ -21,7 +20,6 @@ from data import Document, InputError, Question, load_questions
 from eval import (
     add_reader,
     add_verdicts,
-    bootstrap,
     default_out,
     demo,
     evaluate,
@@ -30,15 +28,13 @@ from eval import (
     material,
     pick,
     prediction_record,
-    read_predictions,
     recipe_of,
-    summarise,
-    table,
 )
 from judge import Judge
 from policy import Policy, load_policy, save_policy
 from prompts import PROTOCOLS, prompt_text
 from recipes import Recipe, build_search, checkpoints
+from report import summarise
 from rewards import STORIES, example, tell
 from rollout import trajectory_from_text
 from sft import train_sft
@@ -48,40 +44,7 @@ HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"
 SMALL = {"group_size": 2, "questions_per_step": 2, "steps": 2, "max_turn_tokens": 16, "max_searches": 2, "lr": 1e-3}
 
 
-# ------------------------------------------------------------------------------------------------------- numbers
-
-def test_the_bootstrap_by_hand():
-    # Two questions, 0 and 1: a resample's mean is 0, ½ or 1 with probability ¼, ½, ¼. So 2.5 % lies at 0 and 97.5 % at 1.
-    assert bootstrap(np.array([0.0, 1.0])) == (0.5, 0.0, 1.0)
-    assert bootstrap(np.ones(5)) == (1.0, 1.0, 1.0)
-    assert bootstrap(np.array([0.3])) == (0.3, 0.3, 0.3)
-
-
-def test_the_interval_is_that_of_the_normal_approximation_for_many_questions():
-    # 400 questions, half of them right: standard error √(0.25 / 400) = 0.025; ± 1.96 · 0.025 = ± 0.049
-    mean, low, high = bootstrap(np.array([0.0, 1.0] * 200))
-    assert (mean, low, high) == (0.5, pytest.approx(0.451, abs=0.006), pytest.approx(0.549, abs=0.006))
-
-
-def graded(question, kind, em):
-    metrics = dict.fromkeys(evaluation.COLUMNS, 0.0) | {"em": em}
-    return {"id": question, "kind": kind, "metrics": metrics}
-
-
-def test_samples_of_one_question_are_averaged_before_anything_else():
-    # Question a: 1, 1, 1, 0 -> 0.75; question b: one sample, 0 -> 0. Over questions 0.375, over samples it would be 0.6.
-    summary = summarise([graded("a", "one_hop", em) for em in (1.0, 1.0, 1.0, 0.0)] + [graded("b", "one_hop", 0.0)])
-    assert summary["one_hop"]["questions"] == 2
-    # two questions: the interval runs from 0 to 0.75, as in the bootstrap by hand
-    assert summary["one_hop"]["em"] == (0.375, 0.0, 0.75)
-
-
-def test_the_table_has_a_line_per_kind_in_the_worlds_order_and_all_at_the_end():
-    summary = summarise([graded("a", "two_hop", 1.0), graded("b", "one_hop", 0.0), graded("c", "zebra", 1.0)])
-    lines = table(summary, width=150).splitlines()
-    assert [line.split()[0] for line in lines] == ["kind", "one_hop", "two_hop", "zebra", "all"]
-    assert lines[4].split()[1:3] == ["3", "0.67"] and len({len(line) for line in lines}) == 1
-
+# ------------------------------------------------------------------------------------------------- one trajectory
 
 @pytest.mark.parametrize("protocol", ["ur2", "r1_searcher"])
 def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol):
@@ -180,39 +143,6 @@ def test_a_summary_is_graded_by_rouge():
 
 # --------------------------------------------------------------------------------------------- numbers that are missing
 
-def record(question, kind="a", **metrics):
-    return {"id": question, "kind": kind, "metrics": metrics}
-
-
-def test_a_mean_is_over_the_questions_that_have_the_number():
-    records = [record("1", em=1.0, support=0.5), record("1", em=0.0), record("2", em=0.0, judged=None),
-               record("3", "b", rouge=0.25, judged=1.0)]  # fmt: skip
-    summary = summarise(records)
-    # question 1: em (1 + 0) / 2, support of its one sample that has evidence; question 3 has no em at all
-    assert {k: v if k == "questions" else v[0] for k, v in summary["a"].items()} == {"questions": 2, "em": 0.25, "support": 0.5}
-    assert {k: v if k == "questions" else v[0] for k, v in summary["all"].items()} == {
-        "questions": 3, "em": 0.25, "support": 0.5, "rouge": 0.25, "judged": 1.0}  # fmt: skip
-
-
-def test_a_number_that_a_kind_does_not_have_is_a_dash():
-    lines = table(summarise([record("1", em=1.0), record("2", "b", rouge=0.5)]), width=150).splitlines()
-    assert lines[0].split() == ["kind", "n", "em", "rouge"]
-    assert lines[1].split() == ["a", "1", "1.00", "[1.00,", "1.00]", "-"]
-    assert lines[2].split() == ["b", "1", "-", "0.50", "[0.50,", "0.50]"]
-
-
-@pytest.mark.parametrize("width, blocks", [
-    (400, [19]), (150, [7, 7, 5]), (113, [5, 5, 5, 4]), (80, [3, 3, 3, 3, 3, 3, 1]), (10, [1] * 19),
-])  # fmt: skip
-def test_the_table_never_is_wider_than_the_screen(width, blocks):
-    # a line is 23 characters and 18 per column: 150 hold 7 columns, 113 hold 5, 80 hold 3; at least one is shown
-    text = table(summarise([record("1", **dict.fromkeys(evaluation.ALL_COLUMNS, 0.5))]), width)
-    parts = text.split("\n\n")
-    assert [len(part.splitlines()[0].split()) - 2 for part in parts] == blocks
-    assert max(map(len, text.splitlines())) <= max(width, 41)
-    assert [c for part in parts for c in part.splitlines()[0].split()[2:]] == list(evaluation.ALL_COLUMNS)
-
-
 # ------------------------------------------------------------------------------------------------- asked of others
 
 class Scripted:
@@ -279,7 +209,8 @@ def written(tmp_path, monkeypatch):
     texts = [WITH_EVIDENCE, "<answer> Norland </answer>"]
     recipe = Recipe(protocol="r_search", retriever="empty", model="m", runs=str(tmp_path))
     monkeypatch.setattr(evaluation, "recipe_of", lambda given: dataclasses.replace(recipe, judge=given.get("judge", "")))
-    monkeypatch.setattr(evaluation, "material", lambda recipe, options: (questions, []))
+    monkeypatch.setattr(evaluation, "material", lambda recipe, options: ({"people": questions}, []))
+    monkeypatch.setattr(evaluation, "weights_version", lambda *_: "1")
     monkeypatch.setattr(evaluation, "load_model", lambda *_: (None, None))
     monkeypatch.setattr(evaluation, "check_prompts", lambda *_, **__: None)
     monkeypatch.setattr(evaluation, "rollout", lambda policy, tokenizer, some, *_, **__: list(map(r_search, texts, some)))
@@ -345,26 +276,6 @@ def test_the_built_in_reader_is_the_built_in_worlds_whatever_the_checkpoint_was_
     monkeypatch.setattr(evaluation, "build_cross_model", build)
     evaluation.main(["--out", str(written), "--reader", "built-in"])
     assert '"reader_em": 1.0' in written.read_text()
-
-
-@pytest.mark.parametrize("content, said", [
-    (None, "no such file"), ("", "no predictions in it"), ("[1]\n", "line 1"), ("{\n{}\n", "line 1"),
-    ('{"id": "1"}\n', "line 1: field 'kind' is missing"),
-    ('{"id": "1", "kind": "a", "question": "?", "golds": "a", "prediction": null, "metrics": {}}\n', "field 'golds'"),
-])  # fmt: skip
-def test_a_bad_predictions_file_is_one_line(content, said, tmp_path):
-    if content is not None:
-        (tmp_path / "p.jsonl").write_text(content)
-    with pytest.raises(InputError, match=said) as error:
-        read_predictions(str(tmp_path / "p.jsonl"))
-    assert "\n" not in str(error.value)
-
-
-def test_predictions_of_an_interrupted_evaluation_are_read_up_to_the_half_written_line(tmp_path):
-    whole = json.dumps(stored("<answer> a </answer>", ["a"]))
-    (tmp_path / "p.jsonl").write_text(whole + "\n" + whole[:40])
-    assert read_predictions(str(tmp_path / "p.jsonl")) == [json.loads(whole)]
-    assert (tmp_path / "p.jsonl").read_text().endswith(whole[:40])  # that run may still be at it
 
 
 # ------------------------------------------------------------------------------------- which checkpoint, which settings
@@ -498,9 +409,11 @@ def test_a_missing_question_file_is_one_line_before_the_model_is_loaded(trained,
 def test_the_built_in_world_gives_so_many_held_out_questions_of_every_kind():
     recipe = Recipe()
     options = {"split": "test", "questions": 3, "fact_seed": None}
-    questions, documents = material(recipe, options)
+    datasets, documents = material(recipe, options)
+    questions = datasets["the built-in world"]
     assert len(questions) == 15 and {q.id.split("/")[0] for q in questions if q.kind == "one_hop"} == {"test"}
-    redrawn, other = material(recipe, {**options, "fact_seed": 9})
+    again, other = material(recipe, {**options, "fact_seed": 9})
+    redrawn = again["the built-in world"]
     assert [q.question for q in redrawn if q.kind == "one_hop"] == [q.question for q in questions if q.kind == "one_hop"]
     assert [d.title for d in other] == [d.title for d in documents] and other != documents
 
@@ -510,8 +423,8 @@ def test_of_a_file_the_first_questions_are_taken_and_zero_takes_all(tmp_path):
     (tmp_path / "q.jsonl").write_text("".join(records))
     recipe = Recipe(data=str(tmp_path / "q.jsonl"), model="m", retriever="empty")
     options = {"split": "test", "fact_seed": None}
-    assert [q.id for q in material(recipe, {**options, "questions": 2})[0]] == ["0", "1"]
-    assert len(material(recipe, {**options, "questions": 0})[0]) == 5
+    assert [q.id for q in material(recipe, {**options, "questions": 2})[0]["q"]] == ["0", "1"]
+    assert len(material(recipe, {**options, "questions": 0})[0]["q"]) == 5
 
 
 def test_predictions_are_written_as_they_come(trained, tmp_path, monkeypatch):
@@ -546,6 +459,99 @@ def test_greedy_evaluation_is_the_same_twice_and_samples_of_a_seed_are_too(train
         assert runs[0] == runs[1]
         texts = [record["transcript"] for record in runs[0][:2]]
         assert (texts[0] == texts[1]) == (temperature == 0)
+
+
+def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_one(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluation, "QUESTIONS_AT_ONCE", 4)
+    rollout, calls = evaluation.rollout, []
+
+    def third_time_interrupted(*arguments, **settings):
+        calls.append(settings["seed"])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return rollout(*arguments, **settings)
+
+    def run(out, *more):
+        sampled = ["--questions", "2", "--samples", "2", "--temperature", "1"]
+        evaluation.main(["--runs", str(trained), *sampled, "--out", str(out), *more])
+        return capsys.readouterr().out
+
+    unbroken, out = tmp_path / "unbroken.jsonl", tmp_path / "p.jsonl"
+    run(unbroken)
+    monkeypatch.setattr(evaluation, "rollout", third_time_interrupted)
+    with pytest.raises(SystemExit):
+        run(out)
+    with open(out, "a") as file:
+        file.write('{"id": "half a li')  # killed while it wrote
+    assert "16 of 20 predictions are there already" in run(out)
+    assert out.read_bytes() == unbroken.read_bytes() and calls == [0, 4, 8, 8]  # the third batch only was made again
+    assert "20 of 20 predictions are there already" in run(out) and len(calls) == 4
+    # other settings, or --fresh: nothing of it counts, and nothing is lost
+    assert "are kept as p.jsonl.old" in run(out, "--seed", "1") and len(calls) == 7
+    assert out.read_bytes() != unbroken.read_bytes() == (tmp_path / "p.jsonl.old").read_bytes()
+    run(out, "--seed", "1", "--fresh")
+    assert len(calls) == 10
+
+
+def test_a_half_finished_batch_is_made_again(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluation, "QUESTIONS_AT_ONCE", 4)
+    out = tmp_path / "p.jsonl"
+    command = ["--runs", str(trained), "--questions", "2", "--out", str(out)]
+    evaluation.main(command)
+    whole = out.read_bytes()
+    out.write_bytes(b"".join(whole.splitlines(keepends=True)[:7]))  # 7 of 10: one batch of 4, and 3 of the next
+    evaluation.main(command)
+    assert "4 of 10 predictions are there already" in capsys.readouterr().out and out.read_bytes() == whole
+
+
+def test_other_weights_or_passages_are_another_evaluation(tmp_path):
+    recipe, questions = Recipe(model="m"), [Question("1", "?", ["a"])]
+    made = evaluation.signature(recipe, 1, "v1", questions, [Document("1", "t", "x")])
+    assert made == evaluation.signature(dataclasses.replace(recipe, judge="J"), 1, "v1", questions, [Document("1", "t", "x")])
+    for other in [
+        evaluation.signature(recipe, 1, "v2", questions, [Document("1", "t", "x")]),
+        evaluation.signature(recipe, 2, "v1", questions, [Document("1", "t", "x")]),
+        evaluation.signature(recipe, 1, "v1", questions, [Document("1", "t", "y")]),
+        evaluation.signature(recipe, 1, "v1", [Question("1", "?", ["b"])], [Document("1", "t", "x")]),
+        evaluation.signature(dataclasses.replace(recipe, top_p=0.5), 1, "v1", questions, [Document("1", "t", "x")]),
+    ]:
+        assert other != made
+
+
+def test_several_data_sets_are_one_pass_and_one_table(written, monkeypatch, capsys):
+    asked = "where does Ana Bell live ?"
+    two = {name: [Question(f"{name}{i}", asked, ["Norland"]) for i in range(2)] for name in ("nq", "wiki")}
+    monkeypatch.setattr(evaluation, "material", lambda *_: (two, []))
+    answers = ["Norland", "Sudria", "Sudria", "Sudria"]
+    monkeypatch.setattr(evaluation, "rollout", lambda policy, tokenizer, some, *_, **__: [
+        r_search(f"<answer> {a} </answer>", q) for a, q in zip(answers, some, strict=True)])  # fmt: skip
+    evaluation.main(["--out", str(written), "--json", str(written) + ".json", "--markdown"])
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert rows == ["kind", "---", "nq", "wiki", "mean of datasets", "all"]
+    summary = json.loads(Path(str(written) + ".json").read_text())
+    assert (summary["nq"]["em"][0], summary["wiki"]["em"][0], summary["mean of datasets"]["em"][0]) == (0.5, 0, 0.25)
+    # the predictions alone give the same table
+    evaluation.main(["--predictions", str(written), "--json", str(written) + ".again.json"])
+    assert json.loads(Path(str(written) + ".again.json").read_text()) == summary
+
+
+def test_two_evaluations_are_compared_in_pairs(written, capsys):
+    evaluation.main(["--out", str(written)])
+    evaluation.main(["--out", str(written), "--against", str(written)])
+    out = capsys.readouterr().out
+    assert "paired: 2 questions of both runs (0 only in this one, 0 only in the other)" in out and "+0.000 [+0.000" in out
+
+
+def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
+    def sampling(*arguments):
+        recipe, _ = evaluation.parse(["--model", "m", "--runs", str(tmp_path), *arguments])
+        return recipe.temperature, recipe.top_p
+
+    assert sampling() == (0.0, 1.0)
+    assert sampling("--decoding", "paper") == (0.3, 0.5)  # UR²
+    assert sampling("--decoding", "paper", "--recipe", "r_search") == (0.1, 1.0)
+    assert sampling("--decoding", "paper", "--recipe", "r1_searcher") == (0.0, 1.0)
+    assert sampling("--decoding", "paper", "--temperature", "0.7") == (0.7, 0.5)
 
 
 def test_ctrl_c_names_the_predictions_that_are_finished(trained, tmp_path, monkeypatch, capsys):

@@ -8,6 +8,7 @@ import pytest
 import eval as evaluation
 import train
 from recipes import build_search, load_model
+from report import summarise
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +28,11 @@ def scores(tmp_path_factory):
 def measure(stage, runs, temperature):
     given = {"stage": stage, "name": "learned", "runs": str(runs), "world_seed": 7, "seed": 7, "temperature": temperature}
     recipe = evaluation.recipe_of(given)
-    questions, documents = evaluation.material(recipe, {"questions": 40, "split": "dev", "fact_seed": None})
+    datasets, documents = evaluation.material(recipe, {"questions": 40, "split": "dev", "fact_seed": None})
+    questions = evaluation.flat(datasets)
     policy, tokenizer = load_model(recipe, recipe.model)
     records = evaluation.evaluate(policy, tokenizer, questions, build_search(recipe, documents), recipe, quiet=True)
-    return {kind: {c: row[c][0] for c in evaluation.COLUMNS} for kind, row in evaluation.summarise(records).items()}
+    return {kind: {c: row[c][0] for c in evaluation.COLUMNS} for kind, row in summarise(records).items()}
 
 
 @pytest.mark.slow
