@@ -9,23 +9,31 @@
 A layout is one row of a table: its name, the fields that an error message shows, a test on the first record, and a
 function (record, number) -> Question. A new layout is one such function and one row. Whatever is wrong with a file is an
 InputError of one line that names the file, the line, the field and what to do; nothing is repaired in silence.
-Left out: compressed files, CSV-quoted passages that run over several lines, corpora larger than memory.
+JSON lines, JSON lists, tab-separated lines and parquet are read, the first three gzipped too; as a corpus also a folder of
+texts, cut by chunks.py. Left out: other compressions, CSV passages that run over several lines, corpora beyond memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import gzip
 import json
 import os
 import re
 import sys
 import textwrap
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from tqdm import tqdm
+
+from chunks import passages
 from metrics import last_boxed
 
 
@@ -104,63 +112,75 @@ class SearchResult:
 # ------------------------------------------------------------------------------------------- file -> records
 
 def open_error(path: Path, error: OSError) -> InputError:
-    reason = "no such file: check the path" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-    return InputError(f"{path}: {reason}")
+    reasons = {FileNotFoundError: "no such file: check the path", IsADirectoryError: "a folder: name the files in it"}
+    return InputError(f"{path}: {reasons.get(type(error)) or f'cannot be read ({error.strerror})'}")
+
+
+def byte_lines(path: Path) -> Iterator[bytes]:
+    """Lines as they are, unpacked where the file is gzipped, whatever it is called."""
+    try:
+        with open(path, "rb") as file:
+            yield from gzip.GzipFile(fileobj=file) if file.peek(2).startswith(b"\x1f\x8b") else file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path}: a broken gzip file ({error}): download or pack it again") from None
+    except OSError as error:
+        raise open_error(path, error) from None
 
 
 def first_line(path: Path) -> bytes:
     """The first line that is not blank, without a byte-order mark. A file without one is empty."""
-    try:
-        with open(path, "rb") as file:
-            for line in file:
-                if line := line.removeprefix(b"\xef\xbb\xbf").strip():
-                    return line
-    except OSError as error:
-        raise open_error(path, error) from None
+    for line in byte_lines(path):
+        if line := line.removeprefix(b"\xef\xbb\xbf").strip():
+            return line
     raise InputError(f"{path}: the file is empty: expected one JSON record per line, or a JSON list of records")
 
 
-def read_records(path: Path, tsv: bool = False) -> Iterator[tuple[int, str, object]]:
-    """Yield (number, "line 3" or "record 3", record).
+def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[int, str, object]]:
+    """Yield (number, "line 3" or "record 3", record). `columns` names those of tab-separated lines without a header.
 
     A record that cannot be read is yielded as its InputError: whether it ends the run or is skipped is the caller's choice.
     """
-    if first_line(path).startswith(b"PAR1"):
+    first = first_line(path)
+    if first.startswith(b"PAR1"):
         yield from ((i, f"record {i}", record) for i, record in enumerate(read_parquet(path), 1))
-        return
-    if not tsv and first_line(path).startswith(b"["):
-        yield from ((i, f"record {i}", as_object(record)) for i, record in enumerate(read_json_list(path), 1))
-        return
-    lines = decoded_lines(path)
-    if tsv:
-        yield from tsv_records(lines)
+    elif columns and is_tsv(path):
+        yield from tsv_records(decoded_lines(path), columns)
+    elif first.startswith(b"[") or first == b"{":  # a record over several lines: a list of one
+        yield from ((i, f"record {i}", as_record(record)) for i, record in enumerate(read_json(path), 1))
     else:
-        yield from ((i, f"line {i}", line if isinstance(line, InputError) else parse_json(line)) for i, line in lines)
+        for i, line in decoded_lines(path):
+            yield i, f"line {i}", line if isinstance(line, InputError) else parse_json(line)
 
 
 def decoded_lines(path: Path) -> Iterator[tuple[int, str | InputError]]:
     """Lines as text, blank ones left out. Read as bytes, so that broken UTF-8 has a line number and U+2028 ends no line."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                yield number, InputError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8")
-                continue
-            if text.strip():
-                yield number, text
+    for number, line in enumerate(byte_lines(path), 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            yield number, InputError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8")
+            continue
+        if text.strip():
+            yield number, text
 
 
-def read_json_list(path: Path) -> list:
-    data = path.read_bytes()
+def read_whole(path: Path) -> str:
+    data = b"".join(byte_lines(path))
     try:
-        return json.loads(data.decode("utf-8-sig"))
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise InputError(f"{path}, line {line}: not UTF-8: save the file as UTF-8") from None
+
+
+def read_json(path: Path) -> list:
+    text = read_whole(path)
+    try:
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         raise InputError(f"{path}, line {line}: not valid JSON ({getattr(error, 'msg', error)}): correct the file") from None
+    return value if isinstance(value, list) else [value]
 
 
 def read_parquet(path: Path) -> list[dict]:
@@ -176,37 +196,49 @@ def read_parquet(path: Path) -> list[dict]:
 
 def parse_json(line: str) -> object:
     try:
-        return as_object(json.loads(line))
+        return as_record(json.loads(line))
     except (ValueError, RecursionError) as error:
         column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         return InputError(f"not valid JSON ({getattr(error, 'msg', error)}{column})")
 
 
-def as_object(record: object) -> object:
+def as_record(record: object) -> object:
     return record if isinstance(record, dict) else InputError(f"expected an object {{...}}, found {type_name(record)}")
 
 
-_HEADERS = {"id", "_id", "idx", "docid", "doc_id", "pid"}
+PASSAGE_COLUMNS, QUESTION_COLUMNS = ("id", "passage"), ("question", "answer")  # of tab-separated lines without a header
+_ID_COLUMNS = ("id", "_id", "idx", "docid", "doc_id", "pid")
 
 
-def tsv_records(lines: Iterable[tuple[int, str | InputError]]) -> Iterator[tuple[int, str, object]]:
-    """id<TAB>text as {"id", "passage"}; under a header of other columns (id, text, title) a record of those names."""
-    names: list[str] = ["id", "passage"]
-    header_seen = False
+def is_tsv(path: Path) -> bool:
+    line = first_line(path)
+    return path.name.lower().removesuffix(".gz").endswith(".tsv") or (not line.startswith((b"{", b"[")) and b"\t" in line)
+
+
+def header(line: str) -> list[str] | None:
+    """The names in a header: it begins with a name for ids, or has a column "question"."""
+    names = [unquote(column).strip().lower() for column in line.split("\t")]
+    if names[0] in _ID_COLUMNS:
+        names[0] = "id"
+    elif "question" not in names:
+        return None
+    return list(PASSAGE_COLUMNS) if len(names) == 2 and "question" not in names else names
+
+
+def tsv_records(lines: Iterable[tuple[int, str | InputError]], columns: tuple[str, ...]) -> Iterator[tuple[int, str, object]]:
+    """Each line as a record of the header's names, or of `columns` where there is no header."""
+    names: list[str] = []
     for number, line in lines:
         where = f"line {number}"
         if isinstance(line, InputError):
             yield number, where, line
-            continue
-        columns = [unquote(column) for column in line.split("\t")]
-        if not header_seen and columns[0].strip().lower() in _HEADERS:
-            names = [name.strip().lower() for name in columns] if len(columns) > 2 else names
-            names[0] = "id"
-        elif len(columns) != len(names):
-            yield number, where, InputError(f"{len(columns)} tab-separated columns, expected {len(names)} ({', '.join(names)})")
+        elif not names and (found := header(line)):
+            names = found
         else:
-            yield number, where, dict(zip(names, columns, strict=True))
-        header_seen = True
+            names = names or list(columns)
+            values = [unquote(column) for column in line.split("\t")]
+            expected = f"{len(values)} tab-separated columns, expected {len(names)} ({', '.join(names)})"
+            yield number, where, dict(zip(names, values, strict=True)) if len(values) == len(names) else InputError(expected)
 
 
 def unquote(column: str) -> str:
@@ -221,12 +253,15 @@ def unquote(column: str) -> str:
 
 def type_name(value: object) -> str:
     names = {str: "a string", list: "a list", dict: "an object", bool: "true/false", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
+    return names.get(type(value), "null" if value is None else f"a {type(value).__name__}")
 
 
 def short(value: object) -> str:
     """A value for an error message: one line, not the whole passage."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # json reads what repr is too deep for
+        text = "[[[..."
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -255,6 +290,13 @@ def optional_text(record: dict, name: str) -> str:
     if value is not None and not isinstance(value, str):
         raise InputError(f"field {name!r}: expected a string, found {type_name(value)} {short(value)}")
     return value or ""
+
+
+def optional_flag(record: dict, name: str) -> bool | None:
+    value = record.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InputError(f"field {name!r}: expected true or false, found {type_name(value)} {short(value)}")
+    return value
 
 
 def level_text(record: dict) -> str:
@@ -363,6 +405,26 @@ def from_r1_searcher(record: dict, number: int) -> Question:
     return Question(question_id, question, answers, task, source=source, level=level_text(record))
 
 
+def from_plain(record: dict, number: int) -> Question:
+    """A table of questions and answers. Several answers stand in one column as a list: ["Ana", "Ana Bell"]."""
+    question_id, question = id_or_number(record, number), need(record, "question", str)
+    if question.strip().isdigit():
+        raise InputError(f"field 'question': {short(question)} is a number: passages go where a corpus is asked for")
+    answers = answer_list(need_answers(record, "answer", str, question_id)[0])
+    source = optional_text(record, "source")
+    return Question(question_id, question, answers, source=source, level=level_text(record))
+
+
+def answer_list(text: str) -> list[str]:
+    """'["Ana", "Ana Bell"]', in JSON or as Python prints it, is two answers; "[1, 2)" is one."""
+    for read in (json.loads, ast.literal_eval) if text.startswith("[") else ():
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            answers = read(text)
+            if answers and isinstance(answers, list) and all(isinstance(answer, str) and answer.strip() for answer in answers):
+                return answers
+    return [text]
+
+
 def from_hotpotqa(record: dict, number: int) -> Question:
     """HotpotQA as published or on the hub, and 2WikiMultihopQA. Paragraph n of `context` is reference n."""
     question_id, question = need_id(record), need(record, "question", str)
@@ -380,35 +442,35 @@ def from_hotpotqa(record: dict, number: int) -> Question:
 
 
 def from_musique(record: dict, number: int) -> Question:
-    """The paragraphs are numbered by their place, from 1; `idx` counts from 0. Aliases of the answer count as right."""
+    """The paragraphs are numbered by their place, from 1; `idx` counts from 0. Aliases of the answer count as right.
+    Records cut from such a file with their paragraphs as {title, text} are read too; they tell no gold paragraph."""
     question_id, question = need_id(record), need(record, "question", str)
-    if record.get("answerable") is False:
+    if optional_flag(record, "answerable") is False:
         raise InputError(f"question {question_id} has no answer: field 'answerable' is false, its paragraphs do not hold one")
     answers = need_answers(record, "answer", str, question_id)
     aliases = need_strings(record, "answer_aliases") if record.get("answer_aliases") else []
-    paragraphs = [as_paragraph(item, i) for i, item in enumerate(need(record, "paragraphs", list), 1)]
-    references = tuple(
-        Document(f"{question_id}:{i}", optional_text(p, "title"), p["paragraph_text"]) for i, p in enumerate(paragraphs, 1)
-    )
-    check_support(record, {p.get("idx") for p in paragraphs})
-    supporting = tuple(i for i, p in enumerate(paragraphs, 1) if p.get("is_supporting"))
+    items = need(record, "paragraphs", list)
+    paragraphs = [from_paragraph(item, f"{question_id}:{i}", i) for i, item in enumerate(items, 1)]
+    check_support(record, [item.get("idx") for item in items])
+    supporting = tuple(i for i, (_, gold) in enumerate(paragraphs, 1) if gold)
     hops = re.match(r"\d+hop", question_id)
-    source = f"musique_{hops.group()}" if hops else "musique"
+    source = f"musique_{hops.group()}" if hops else "musique" if supporting else ""
     answers = list(dict.fromkeys([*answers, *(alias for alias in aliases if alias.strip())]))
-    return Question(question_id, question, answers, "qa", (), references, supporting, source)
+    return Question(question_id, question, answers, "qa", (), tuple(p for p, _ in paragraphs), supporting, source)
 
 
-def as_paragraph(item: object, number: int) -> dict:
+def from_paragraph(item: object, document_id: str, number: int) -> tuple[Document, bool]:
+    """(the paragraph, is it gold)"""
     try:
         if not isinstance(item, dict):
             raise InputError(f"expected an object, found {type_name(item)}")
-        need(item, "paragraph_text", str)
+        text = need(item, "text" if "text" in item else "paragraph_text", str)
+        return Document(document_id, optional_text(item, "title"), text), bool(optional_flag(item, "is_supporting"))
     except InputError as error:
         raise InputError(f"field 'paragraphs', item {number}: {error}") from None
-    return item
 
 
-def check_support(record: dict, known: set) -> None:
+def check_support(record: dict, known: list) -> None:
     """Every paragraph that a step of the decomposition names must be there: a gold id without a paragraph is a data error."""
     for i, step in enumerate(need_list(record, "question_decomposition"), 1):
         index = step.get("paragraph_support_idx") if isinstance(step, dict) else None
@@ -443,7 +505,7 @@ def from_medqa(record: dict, number: int) -> Question:
     question_id, question = id_or_number(record, number), need(record, "question", str)
     text = need_answers(record, "answer", str, question_id)[0]
     options = lettered(record["options"]) if isinstance(record.get("options"), dict) else need_strings(record, "options")
-    letter = letter_of(record["answer_idx"], options, "answer_idx")
+    letter = letter_of(need(record, "answer_idx", str), options, "answer_idx")
     if options[ord(letter) - 65].strip() != text.strip():
         raise InputError(f"field 'answer_idx': option {letter} is {short(options[ord(letter) - 65])}, 'answer' {short(text)}")
     return Question(question_id, question, [letter], "choice", tuple(options))
@@ -521,14 +583,13 @@ def join_sentences(sentences: object, number: int) -> str:
 
 
 def reference_numbers(titles: list[str], references: tuple[Document, ...]) -> tuple[int, ...]:
-    """The 1-based numbers of the paragraphs with these titles, each once, in the order of the references."""
+    """The 1-based numbers of the paragraphs with these titles, each once, in the order of the references. None at all where
+    a title has no paragraph: in HotpotQA's fullwiki files they were retrieved, and half of the gold would pass for all."""
     numbers: dict[str, int] = {}
     for i, reference in enumerate(references, 1):
         numbers.setdefault(reference.title, i)
-    for title in titles:
-        if title not in numbers:
-            raise InputError(f"field 'supporting_facts': no paragraph of 'context' has the title {short(title)}")
-    return tuple(sorted({numbers[title] for title in titles}))
+    found = {numbers.get(title) for title in titles}
+    return () if None in found else tuple(sorted(found))
 
 
 class Layout(NamedTuple):
@@ -541,6 +602,7 @@ class Layout(NamedTuple):
 
 
 _OWN_FIELDS = {f.name for f in fields(Question)}
+_PLAIN_FIELDS = {"id", "_id", "question_id", "question", "answer", "source", "level", "type", "category", "subject"}
 
 
 def _is_hotpotqa(record: dict) -> bool:
@@ -557,6 +619,10 @@ def _is_2wiki(record: dict) -> bool:
 
 def _is_r1_searcher(record: dict) -> bool:
     return "idx" in record and ("question" in record or "answer" in record)
+
+
+def _is_plain(record: dict) -> bool:
+    return "question" in record and "answer" in record and set(record) <= _PLAIN_FIELDS
 
 
 def _is_own(record: dict) -> bool:
@@ -585,15 +651,19 @@ LAYOUTS: dict[str, Layout] = {
     "2wiki": Layout("_id, question, answer, supporting_facts, context, evidences", _is_2wiki, from_hotpotqa),
     "hotpotqa_hub": Layout("id, question, answer, supporting_facts{}, context{}", _is_hub_hotpotqa, from_hotpotqa),
     "hotpotqa": Layout("_id, question, answer, supporting_facts[], context[]", _is_hotpotqa, from_hotpotqa),
-    "musique": Layout("id, paragraphs[], question, answer", lambda record: "paragraphs" in record, from_musique),
+    "musique": Layout("id, paragraphs[{title, paragraph_text}], question, answer", lambda r: "paragraphs" in r, from_musique),
     "verl": Layout("data_source, prompt[], reward_model{ground_truth}", lambda record: "reward_model" in record, from_verl),
     "medqa": Layout("question, options, answer, answer_idx", _is_medqa, from_medqa),
     "mmlu_pro": Layout("question_id, question, options[], answer, answer_index", _is_mmlu_pro, from_mmlu_pro),
     "math": Layout("problem, solution[, answer]", _is_math, from_math),
     "gsm8k": Layout("question, answer = '... #### 18'", _is_gsm8k, from_gsm8k),
     "r1_searcher": Layout("idx, question, answer", _is_r1_searcher, from_r1_searcher),
+    "plain": Layout("[id,] question, answer; or question<TAB>answer", _is_plain, from_plain),
     "own": Layout("id, question, answers[]", _is_own, from_own),
 }
+
+
+_PREDICTED = {"prediction", "predictions", "pred", "pred_ans", "pred_answer"}
 
 
 def detect_layout(record: dict) -> str:
@@ -605,9 +675,15 @@ def _detect(record: dict, table: dict[str, Layout]) -> str:
     for name, layout in table.items():
         if layout.recognise(record):
             return name
+    if _PREDICTED & set(record) or isinstance(record.get("answer"), dict):
+        raise InputError("this looks like predictions: python eval.py --predictions FILE")
+    for name, value in record.items():
+        inner = value[0] if isinstance(value, list) and value else value
+        if isinstance(inner, dict) and any(layout.recognise(inner) for layout in table.values()):
+            raise InputError(f"one object with the records under {short(name)}: save them as a list, or one on each line")
     known = "; ".join(f"{name} ({layout.shown})" for name, layout in table.items())
     found = textwrap.shorten(", ".join(map(repr, record)), 300, placeholder=" ...") or "none"
-    raise InputError(f"unknown layout: it has the fields {found}; known are {known}")
+    raise InputError(f"unknown layout: it has the fields {found}; known are {known}: convert the file to one of them")
 
 
 # ---------------------------------------------------------------------------------- layouts of corpus files
@@ -632,20 +708,21 @@ def from_title_text(record: dict, number: int) -> Document:
 
 def from_abstract(record: dict, number: int) -> Document:
     """R1-Searcher's abstracts: "Title: X Text:  Y"."""
-    title, mark, text = record["passage"].partition(" Text:")
+    passage = need(record, "passage", str)
+    title, mark, text = passage.partition(" Text:")
     if not mark or not title.startswith("Title:"):
-        raise InputError(f"field 'text': expected 'Title: ... Text: ...', found {short(record['passage'])}")
+        raise InputError(f"field 'text': expected 'Title: ... Text: ...', found {short(passage)}")
     return checked(need_id(record), title.removeprefix("Title:"), text, "text")
 
 
 def from_chunk(record: dict, number: int) -> Document:
     """R1-Searcher's pages: the title, three blanks, a piece of the page."""
-    title, gap, text = record["passage"].partition("   ")
+    title, gap, text = need(record, "passage", str).partition("   ")
     return checked(need_id(record), title if gap else "", text if gap else title, "text")
 
 
 def from_passage(record: dict, number: int) -> Document:
-    return checked(need_id(record), "", record["passage"], "text")
+    return checked(need_id(record), "", need(record, "passage", str), "text")
 
 
 def checked(document_id: str, title: str, text: str, name: str) -> Document:
@@ -654,19 +731,72 @@ def checked(document_id: str, title: str, text: str, name: str) -> Document:
     return Document(document_id, title.strip(), text.strip())
 
 
-# A tab-separated line arrives as {"id", "passage"}: no JSON file uses that name.
+def _begins(record: dict) -> str:
+    return record["passage"] if isinstance(record.get("passage"), str) else ""
+
+
+# A tab-separated line arrives as {"id", "passage"}.
 CORPUS_LAYOUTS: dict[str, Layout] = {
     "contents": Layout('id, contents = "\\"Title\\"\\ntext"', lambda r: "contents" in r, from_contents),
     "title_text": Layout("[id,] title, text", lambda r: "text" in r, from_title_text),
-    "tsv_abstract": Layout("id<TAB>Title: ... Text: ...", lambda r: r.get("passage", "").startswith("Title:"), from_abstract),
-    "tsv_chunk": Layout("id<TAB>title, three blanks, text", lambda r: "   " in r.get("passage", "").strip(), from_chunk),
+    "tsv_abstract": Layout("id<TAB>Title: ... Text: ...", lambda r: _begins(r).startswith("Title:"), from_abstract),
+    "tsv_chunk": Layout("id<TAB>title, three blanks, text", lambda r: "   " in _begins(r).strip(), from_chunk),
     "tsv": Layout("id<TAB>text", lambda r: "passage" in r, from_passage),
 }
 
 
-def is_tsv(path: Path) -> bool:
-    line = first_line(path)
-    return path.suffix.lower() == ".tsv" or (not line.startswith((b"{", b"[")) and b"\t" in line)
+# ------------------------------------------------------------------------------------------ folders of texts
+
+TEXT_ENDINGS = (".txt", ".md")
+
+
+def text_ending(path: Path) -> str:
+    return next((ending for ending in TEXT_ENDINGS if path.name.lower().removesuffix(".gz").endswith(ending)), "")
+
+
+def is_text(path: Path) -> bool:
+    """A folder, a Markdown file, or a .txt file that does not hold records all the same."""
+    if path.is_dir() or text_ending(path) == ".md":
+        return True
+    return text_ending(path) == ".txt" and not is_tsv(path) and not first_line(path).startswith((b"{", b"[{"))
+
+
+def text_files(folder: Path) -> list[Path]:
+    """The texts in a folder and the folders below it, sorted; hidden ones are left out, and so is a folder that a link leads
+    to a second time: links may go round in circles."""
+
+    def fail(error: OSError) -> None:
+        raise open_error(Path(error.filename), error)
+
+    found, seen = [], set()
+    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".") and os.path.realpath(root) not in seen]
+        files = [Path(root, name) for name in names if not name.startswith(".") and os.path.realpath(root) not in seen]
+        found += [file for file in files if text_ending(file) and (file.is_file() or not file.exists())]  # a pipe would hang
+        seen.add(os.path.realpath(root))
+    if not found:
+        raise InputError(f"{folder}: no file in it ends in {' or '.join(TEXT_ENDINGS)}: name a folder of texts, or a file")
+    return sorted(found)
+
+
+def load_texts(path: Path, skip_bad: bool) -> list[Document]:
+    """Passages of about 100 words (chunks.py) of one text or of a folder of them; their ids are "file in the folder#number"."""
+    files, root = (text_files(path), path) if path.is_dir() else ([path], path.parent)
+    documents, problems, used = [], [], 0
+    for file in tqdm(files, desc="passages", unit="file", dynamic_ncols=True, leave=False, disable=None):
+        name = file.relative_to(root).as_posix().encode(errors="replace").decode()  # Linux allows names that are no text
+        try:
+            text = read_whole(file).replace("\r\n", "\n").replace("\r", "\n")
+        except InputError as error:
+            if not skip_bad:
+                raise InputError(f"{error}, or leave it out with --skip_bad") from None
+            problems.append(str(error))
+            continue
+        found = passages(text, stem(file), markdown=text_ending(file) == ".md")
+        documents += [Document(f"{name}#{i}", title, passage) for i, (title, passage) in enumerate(found, 1)]
+        problems, used = problems if found else problems + [f"{file}: no words in it"], used + bool(found)
+    report_skipped(path, used, problems, "file")
+    return documents
 
 
 # -------------------------------------------------------------------------------------------- whole files
@@ -687,7 +817,8 @@ def load_datasets(path: str | Path | list, skip_bad: bool = False) -> dict[str, 
     questions that share an id would share a group.
     """
     files = _paths(path)
-    loaded = {name: _load(file, LAYOUTS, skip_bad) for name, file in zip(dataset_names(files), files, strict=True)}
+    names = dataset_names(files)
+    loaded = {name: _load(file, LAYOUTS, skip_bad, QUESTION_COLUMNS) for name, file in zip(names, files, strict=True)}
     uses = Counter(question.id for questions in loaded.values() for question in questions)
     named = {
         name: [replace(question, id=f"{name}:{question.id}") if uses[question.id] > 1 else question for question in questions]
@@ -699,9 +830,13 @@ def load_datasets(path: str | Path | list, skip_bad: bool = False) -> dict[str, 
     return named
 
 
+def stem(path: Path) -> str:
+    return Path(path.name.removesuffix(".gz")).stem
+
+
 def dataset_names(files: list[Path]) -> list[str]:
     """For each file the shortest of stem, folder/stem and whole path that no other file shares."""
-    choices = [(file.stem, f"{file.absolute().parent.name}/{file.stem}", str(file.resolve())) for file in files]
+    choices = [(stem(file), f"{file.absolute().parent.name}/{stem(file)}", str(file.resolve())) for file in files]
     uses = Counter(name for names in choices for name in names)
     for file, (*_, whole) in zip(files, choices, strict=True):
         if uses[whole] > 1:
@@ -767,9 +902,10 @@ def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
 
 
 def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
-    """Passages of one file: JSONL, a JSON list or tab-separated lines. A record without id gets its line's number."""
+    """Passages of one file: JSONL, a JSON list, tab-separated lines or parquet, where a record without id gets its line's
+    number; or of a text or a folder of texts (.txt, .md), cut into pieces of about 100 words."""
     path = Path(path)
-    return _load(path, CORPUS_LAYOUTS, skip_bad, tsv=is_tsv(path))
+    return load_texts(path, skip_bad) if is_text(path) else _load(path, CORPUS_LAYOUTS, skip_bad, PASSAGE_COLUMNS)
 
 
 def _paths(path: str | Path | list) -> list[Path]:
@@ -783,10 +919,10 @@ def _paths(path: str | Path | list) -> list[Path]:
     return [Path(name) for name in names]
 
 
-def _load(path: Path, table: dict[str, Layout], skip_bad: bool, tsv: bool = False) -> list:
+def _load(path: Path, table: dict[str, Layout], skip_bad: bool, columns: tuple[str, ...] = ()) -> list:
     """Every record of a file through one layout, with unique ids."""
     layout, items, places, problems = None, [], {}, []
-    for number, place, record in read_records(path, tsv):
+    for number, place, record in read_records(path, columns):
         try:
             if isinstance(record, InputError):
                 raise record
@@ -798,21 +934,29 @@ def _load(path: Path, table: dict[str, Layout], skip_bad: bool, tsv: bool = Fals
             problems.append(f"{path}, {place}: {error}")
             if not skip_bad:
                 unknown = layout is None and isinstance(record, dict)
-                advice = "convert the file to one of them" if unknown else "correct it, or leave it out with --skip_bad"
-                raise InputError(f"{problems[0]}: {advice}") from None
+                raise InputError(problems[0] + ("" if unknown else ": correct it, or leave it out with --skip_bad")) from None
         else:
             items.append(item)
             places[item.id] = place
-    report_skipped(path, len(items), problems)
+    report_skipped(path, len(items), problems, "record")
+    report_gold(path, items)
     return items
 
 
-def report_skipped(path: Path, kept: int, problems: list[str]) -> None:
+def report_skipped(path: Path, kept: int, problems: list[str], noun: str) -> None:
     if not kept:
         reason = f"; the first problem: {problems[0]}" if problems else ""
-        raise InputError(f"{path}: no record to use: name another file{reason}")
+        raise InputError(f"{path}: no {noun} to use: name another file{reason}")
     if problems:
-        print(f"{path}: {len(problems)} of {len(problems) + kept} records skipped; the first: {problems[0]}", file=sys.stderr)
+        count = f"{len(problems)} of {len(problems) + kept} {noun}s"
+        print(f"{path}: {count} skipped; the first: {problems[0]}", file=sys.stderr)
+
+
+def report_gold(path: Path, items: list) -> None:
+    """Some questions of a file know their gold paragraphs and some do not: that is seldom meant."""
+    gold = [bool(item.supporting) for item in items if isinstance(item, Question) and item.references]
+    if any(gold) and not all(gold):
+        print(f"{path}: of {len(gold)} questions with paragraphs, {gold.count(False)} have no gold paragraph", file=sys.stderr)
 
 
 def corpus_from_questions(questions: list[Question]) -> list[Document]:
@@ -840,9 +984,14 @@ def save_questions(path: str | Path, questions: list[Question]) -> None:
 
 def first_layout(path: Path) -> tuple[bool, str]:
     """(is it a corpus, the layout's name), from the first record that can be read."""
+    if is_text(path):
+        return True, "text"
     tsv = is_tsv(path)
-    for _, place, record in read_records(path, tsv):
+    for _, place, record in read_records(path, ("first", "second") if tsv else ()):
         if isinstance(record, dict):
+            if set(record) == {"first", "second"}:  # no header: ids have no blanks, questions do
+                names = QUESTION_COLUMNS if " " in record["first"].strip() else PASSAGE_COLUMNS
+                record = dict(zip(names, record.values(), strict=True))
             corpus = "question" not in record and any(layout.recognise(record) for layout in CORPUS_LAYOUTS.values())
             try:
                 return corpus, _detect(record, CORPUS_LAYOUTS if corpus else LAYOUTS)
@@ -870,7 +1019,7 @@ def show(path: Path, skip_bad: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Say what a question file or a corpus file holds.")
-    parser.add_argument("file", help="questions or passages; several question files with commas between them")
+    parser.add_argument("file", help="questions, passages or a folder of texts; several files with commas between them")
     parser.add_argument("--skip_bad", action="store_true", help="leave malformed records out and count them")
     args = parser.parse_args()
     for path in _paths(args.file):
