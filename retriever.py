@@ -13,9 +13,9 @@ documents per word. The scores are the same numbers.
 Controls for experiments: `random`, `empty`, `oracle` (the question's own gold passages). Elsewhere: dense.py (an encoder),
 remote.py (another machine's retriever), web.py (a search API); `make_retriever` knows them all by name.
 
-    python retriever.py "a query"                      search
-    python retriever.py serve --corpus FILE            offer a corpus to other machines
-    python retriever.py check --corpus FILE | --url    does a retriever answer sensibly?
+    python retriever.py "a query" --corpus FILE              search
+    python retriever.py serve --corpus FILE                  offer a corpus to other machines
+    python retriever.py check --corpus FILE or --url URL     does a retriever answer sensibly?
 
 Left out: stemming, stop words, an index on disk.
 """
@@ -130,7 +130,7 @@ def top(scores: np.ndarray, k: int) -> np.ndarray:
     k = min(k, len(scores))
     if k <= 0:
         return np.zeros(0, dtype=np.int64)
-    # Trap: np.partition(scores, -k) takes 13 ms where nearly all of 100,000 scores are 0; from the other end it takes 1.4 ms.
+    # Trap: np.partition(scores, -k) takes 13 ms where nearly all of 100,000 scores are 0; from the other end it takes 1 ms.
     threshold = -np.partition(-scores, k - 1)[k - 1]
     # `argpartition` would keep any of the documents that tie at the threshold. Those above it are fewer than k, and sorted;
     # of those at it the first fill up, unsorted, for they may be all that share no word with the query.

@@ -146,10 +146,12 @@ def test_top_is_a_stable_sort_for_any_scores():
 def test_a_few_scores_among_a_hundred_thousand_zeros_cost_no_sort():
     scores = np.zeros(100_000)
     scores[[70_000, 30]] = 1, 2
-    began = time.perf_counter()
+    seconds = []
     for _ in range(20):
+        began = time.perf_counter()
         assert list(top(scores, 4)) == [30, 70_000, 0, 1]
-    assert time.perf_counter() - began < 20 * 0.008  # about 1.5 ms each; 13 ms with a partition from the other end
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.008  # about 1 ms; 13 ms with a partition from the other end
 
 
 def test_a_scored_search_gives_the_same_documents_and_their_scores_as_plain_numbers():
