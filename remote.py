@@ -152,7 +152,7 @@ def read_record(record: dict) -> Document:
     if isinstance(contents, str) and contents.startswith("Title:") and " Text:" in contents:
         found = from_abstract({"id": "-", "passage": contents}, 0)
     else:
-        found = (from_contents if contents is not None else from_title_text)({**record, "id": "-"}, 0)
+        found = (from_contents if contents else from_title_text)({**record, "id": "-"}, 0)
     # A lone surrogate is legal in JSON, and no tokenizer takes it.
     title, text = (part.encode("utf-8", "replace").decode() for part in (found.title, found.text))
     own = record.get(id_field(record))

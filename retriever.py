@@ -198,7 +198,7 @@ class Options(NamedTuple):
     allow_private: bool  # web: may pages come from this network?
 
 
-def dense(documents: list[Document], chosen: Options):
+def make_dense(documents: list[Document], chosen: Options):
     if not chosen.encoder:
         raise InputError("retriever dense needs an encoder: give --encoder with a HF directory or a hub name")
     from dense import DenseRetriever  # here and not above: BM25 loads no torch
@@ -206,7 +206,7 @@ def dense(documents: list[Document], chosen: Options):
     return DenseRetriever(documents, chosen.encoder, folder=chosen.folder, device=chosen.device)
 
 
-def http(documents: list[Document], chosen: Options):
+def make_http(documents: list[Document], chosen: Options):
     if not chosen.url:
         raise InputError("retriever http needs a server: give --retriever_url http://host:port")
     from remote import HttpRetriever
@@ -214,7 +214,7 @@ def http(documents: list[Document], chosen: Options):
     return HttpRetriever(chosen.url, timeout=chosen.timeout, retries=chosen.retries, cache_size=chosen.cache_size)
 
 
-def web(documents: list[Document], chosen: Options):
+def make_web(documents: list[Document], chosen: Options):
     if not chosen.url:
         raise InputError("retriever web needs a search API: give its address with --retriever_url")
     from web import WebRetriever
@@ -224,9 +224,9 @@ def web(documents: list[Document], chosen: Options):
 
 RETRIEVERS: dict[str, Callable] = {
     "bm25": lambda documents, chosen: BM25(documents, title_boost=chosen.title_boost),
-    "dense": dense,
-    "http": http,
-    "web": web,
+    "dense": make_dense,
+    "http": make_http,
+    "web": make_web,
     "random": lambda documents, chosen: RandomRetriever(documents, chosen.seed),
     "empty": lambda documents, chosen: EmptyRetriever(),
     "oracle": lambda documents, chosen: OracleRetriever(),

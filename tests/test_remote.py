@@ -169,6 +169,7 @@ def test_nobody_there_or_somebody_else_is_one_line_that_says_what_was_tried(star
         ({"document": {"id": 7.0, "title": "Ana", "text": "born"}}, ("Ana", "born")),
         ({"document": '"Ana"\nborn', "score": 1}, ("Ana", "born")),
         ({"id": 7, "title": None, "text": "born"}, ("", "born")),
+        ({"contents": "", "title": "Ana", "text": "born"}, ("Ana", "born")),
         ("born in Kelmouth", ("", "born in Kelmouth")),
         ("Title: Ana Text:  born", ("Ana", "born")),
         ({"contents": "half a \ud800 sign"}, ("", "half a ? sign")),
