@@ -289,8 +289,8 @@ def any_answer(reply: str) -> str:
     return said_answer(reply) or first_sentence(strip_tags(read_answer(reply), BASELINE.tags))
 
 
-# A full stop behind one capital letter or a title does not end a sentence.
-_SENTENCE = re.compile(r"[^\n]*?(?:(?<!\b[A-Z])(?<!\b[DMS]r)(?<!\bSt)(?<!\bMrs)(?<!\bvs)[.!?][\"')\]]*(?=\s|$)|(?=\n|$))")
+# A full stop behind one capital letter, one digit (of a numbered list) or a title does not end a sentence.
+_SENTENCE = re.compile(r"[^\n]*?(?:(?<!\b[A-Z\d])(?<!\b[DMS]r)(?<!\bSt)(?<!\bMrs)(?<!\bvs)[.!?][\"')\]]*(?=\s|$)|(?=\n|$))")
 
 
 def first_sentence(text: str) -> str:
