@@ -294,7 +294,9 @@ _SENTENCE = re.compile(r"[^\n]*?(?:(?<!\b[A-Z\d])(?<!\b[DMS]r)(?<!\bSt)(?<!\bMrs
 
 
 def first_sentence(text: str) -> str:
-    """>>> first_sentence("Dr. J. Bell was born in Kelmouth. It is a town.")
+    """The text up to the end of its first sentence, or of its first line.
+
+    >>> first_sentence("Dr. J. Bell was born in Kelmouth. It is a town.")
     'Dr. J. Bell was born in Kelmouth.'
     """
     return _SENTENCE.match(text.strip()).group().strip()
