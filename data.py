@@ -25,7 +25,7 @@ import sys
 import textwrap
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -146,7 +146,9 @@ def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[in
     elif columns and is_tsv(path):
         yield from tsv_records(decoded_lines(path), columns)
     elif first.startswith(b"[") or first == b"{":  # a record over several lines: a list of one
-        yield from ((i, f"record {i}", as_record(record)) for i, record in enumerate(read_json(path), 1))
+        text = read_whole(path)
+        escaped = "\\ud" in text or "\\uD" in text
+        yield from ((i, f"record {i}", as_record(record, escaped)) for i, record in enumerate(read_json(path, text), 1))
     else:
         for i, line in decoded_lines(path):
             yield i, f"line {i}", line if isinstance(line, InputError) else parse_json(line)
@@ -173,8 +175,7 @@ def read_whole(path: Path) -> str:
         raise InputError(f"{path}, line {line}: not UTF-8: save the file as UTF-8") from None
 
 
-def read_json(path: Path) -> list:
-    text = read_whole(path)
+def read_json(path: Path, text: str) -> list:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -196,14 +197,22 @@ def read_parquet(path: Path) -> list[dict]:
 
 def parse_json(line: str) -> object:
     try:
-        return as_record(json.loads(line))
+        return as_record(json.loads(line), "\\ud" in line or "\\uD" in line)
     except (ValueError, RecursionError) as error:
         column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         return InputError(f"not valid JSON ({getattr(error, 'msg', error)}{column})")
 
 
-def as_record(record: object) -> object:
-    return record if isinstance(record, dict) else InputError(f"expected an object {{...}}, found {type_name(record)}")
+def as_record(record: object, escaped: bool = False) -> object:
+    """`record`, or what is wrong with it. Trap: JSON may escape half a character ("\\ud83d" alone), which nothing can write."""
+    if not isinstance(record, dict):
+        return InputError(f"expected an object {{...}}, found {type_name(record)}")
+    try:
+        if escaped:
+            json.dumps(record, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return InputError("half a character: a \\ud8.. to \\udf.. without its other half, or data nested too deep")
+    return record
 
 
 PASSAGE_COLUMNS, QUESTION_COLUMNS = ("id", "passage"), ("question", "answer")  # of tab-separated lines without a header
@@ -218,6 +227,7 @@ def is_tsv(path: Path) -> bool:
 def header(line: str) -> list[str] | None:
     """The names in a header: it begins with a name for ids, or has a column "question"."""
     names = [unquote(column).strip().lower() for column in line.split("\t")]
+    names = ["answer" if name in ("answers", "golden_answers") else name for name in names]  # a column is one string
     if names[0] in _ID_COLUMNS:
         names[0] = "id"
     elif "question" not in names:
@@ -305,9 +315,12 @@ def level_text(record: dict) -> str:
     return str(value) if type(value) is int else optional_text(record, "level")
 
 
+_ID_FIELDS = ("id", "_id", "idx", "question_id", "unique_id")
+
+
 def id_field(record: dict) -> str:
     """The name under which this record keeps its id."""
-    return next((name for name in ("id", "_id", "idx", "question_id", "unique_id") if name in record), "id")
+    return next((name for name in _ID_FIELDS if name in record), "id")
 
 
 def id_or_number(record: dict, number: int) -> str:
@@ -317,8 +330,13 @@ def id_or_number(record: dict, number: int) -> str:
 
 def need_id(record: dict) -> str:
     name = id_field(record)
-    value = record.get(name)
-    if value is None or value == "":
+    if name not in record:
+        raise InputError(f"field 'id' is missing (or {', '.join(map(repr, _ID_FIELDS[1:]))})")
+    return as_id(record[name], name)
+
+
+def as_id(value: object, name: str) -> str:
+    if value is None or (isinstance(value, str) and not value.strip()):
         raise InputError(f"field {name!r} is missing or empty")
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise InputError(f"field {name!r}: expected a string or a whole number, found {type_name(value)} {short(value)}")
@@ -347,7 +365,7 @@ def from_own(record: dict, number: int) -> Question:
     task = optional_text(record, "task") or "qa"
     if task not in TASKS:
         raise InputError(f"field 'task': {short(task)} is none of {', '.join(TASKS)}")
-    options = tuple(need_strings(record, "options")) if record.get("options") else ()
+    options = tuple(need_strings(record, "options")) if record.get("options") is not None else ()
     if task == "choice" and not options:
         raise InputError("field 'options' is missing: task 'choice' needs them")
     references = tuple(from_reference(item, i) for i, item in enumerate(need_list(record, "references"), 1))
@@ -357,6 +375,7 @@ def from_own(record: dict, number: int) -> Question:
             raise InputError(f"field 'supporting': {short(index)} is no number from 1 to {len(references)}, the references")
     source, level = optional_text(record, "source"), level_text(record)
     answers = need_strings(record, "answers")
+    answers = [letter_of(answer, options, "answers") for answer in answers] if task == "choice" else answers
     return Question(question_id, need(record, "question", str), answers, task, options, references, supporting, source, level)
 
 
@@ -448,7 +467,7 @@ def from_musique(record: dict, number: int) -> Question:
     if optional_flag(record, "answerable") is False:
         raise InputError(f"question {question_id} has no answer: field 'answerable' is false, its paragraphs do not hold one")
     answers = need_answers(record, "answer", str, question_id)
-    aliases = need_strings(record, "answer_aliases") if record.get("answer_aliases") else []
+    aliases = need_strings(record, "answer_aliases") if record.get("answer_aliases") is not None else []
     items = need(record, "paragraphs", list)
     paragraphs = [from_paragraph(item, f"{question_id}:{i}", i) for i, item in enumerate(items, 1)]
     check_support(record, [item.get("idx") for item in items])
@@ -492,7 +511,7 @@ def from_mmlu_pro(record: dict, number: int) -> Question:
     return Question(question_id, question, [letters["answer"]], "choice", tuple(options), source=category)
 
 
-def letter_of(letter: object, options: list[str], name: str) -> str:
+def letter_of(letter: object, options: Sequence[str], name: str) -> str:
     """A letter is a letter here, even where an option happens to read "B"."""
     letters = [chr(65 + i) for i in range(len(options))]
     if letter not in letters:
@@ -521,7 +540,7 @@ def lettered(options: dict) -> list[str]:
 def from_math(record: dict, number: int) -> Question:
     """MATH-500 and Minerva: a worked solution, and the answer beside it or in its last box."""
     question_id = id_or_number(record, number)
-    question = need(record, "problem" if "problem" in record else "question", str)
+    question = need(record, "question" if "question" in record else "problem", str)
     if record.get("answer") not in (None, ""):
         answer = need(record, "answer", str)
     else:
@@ -543,9 +562,10 @@ def from_gsm8k(record: dict, number: int) -> Question:
 def from_verl(record: dict, number: int) -> Question:
     """verl's training records (Search-R1 and others): the question ends the user's message, and may stand behind an
     instruction and "Question:"; several answers come as a list, under "target", or joined by <|answer_split|>."""
-    source, extra = optional_text(record, "data_source"), record.get("extra_info") or {}
-    index = extra.get("index") if isinstance(extra, dict) else None
-    question_id = f"{source}:{number if index is None else index}".lstrip(":")
+    source = optional_text(record, "data_source")
+    extra = {} if record.get("extra_info") is None else need(record, "extra_info", dict)
+    index = number if extra.get("index") is None else as_id(extra["index"], "extra_info.index")
+    question_id = f"{source}:{index}".lstrip(":")
     said = [m.get("content") for m in need(record, "prompt", list) if isinstance(m, dict) and m.get("role") == "user"]
     if not said or not isinstance(said[-1], str):
         raise InputError("field 'prompt': no message of the role 'user' with a text")
@@ -555,8 +575,9 @@ def from_verl(record: dict, number: int) -> Question:
     golds = need(record, "reward_model", dict).get("ground_truth")
     golds = golds.get("target") if isinstance(golds, dict) else golds
     golds = golds.split("<|answer_split|>") if isinstance(golds, str) else golds
-    answers = need_answers({"reward_model.ground_truth": golds}, "reward_model.ground_truth", list, question_id)
-    return Question(question_id, question, need_strings({"ground_truth": answers}, "ground_truth"), source=source)
+    name = "reward_model.ground_truth"
+    need_answers({name: golds}, name, list, question_id)
+    return Question(question_id, question, need_strings({name: golds}, name), source=source)
 
 
 def titled_pairs(record: dict, name: str, second: str) -> list[tuple[str, object]]:

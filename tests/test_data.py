@@ -1,6 +1,7 @@
 """data.py: every layout, on records small enough to check by eye and on real slices; every bad file in one line."""
 
 import csv
+import gzip
 import json
 import subprocess
 import sys
@@ -62,6 +63,7 @@ VERL = {
     "reward_model": {"ground_truth": {"target": ["Ana", "Ana Bell"]}, "style": "rule"},
     "extra_info": {"index": 3, "split": "train"},
 }  # fmt: skip
+PLAIN = {"id": "p1", "question": "Who?", "answer": "Ana", "source": "x", "level": "easy"}
 ROLLOUTS = {**R1, "pred_anses": ["", " Ana "]}
 
 
@@ -122,6 +124,8 @@ def message(call, *args, **kwargs) -> str:
         (MINERVA, "math"),
         (GSM8K, "gsm8k"),
         (VERL, "verl"),
+        (PLAIN, "plain"),
+        (without(PLAIN, "id", "source", "level"), "plain"),
         ({**OWN, "solution": "so"}, "own"),
     ],
 )
@@ -191,6 +195,13 @@ def test_of_two_paragraphs_with_one_title_the_first_is_the_gold_one(write):
     assert load_questions(write(record))[0].supporting == (1, 3)
 
 
+@pytest.mark.parametrize("facts", [[["C", 0], ["Z", 1]], [["Z", 0]]])
+def test_where_a_gold_title_has_no_paragraph_no_number_is_given_and_the_count_is_told(write, capsys, facts):
+    path = write(HOTPOT, {**HOTPOT, "_id": "h2", "supporting_facts": facts})  # as in HotpotQA's fullwiki files
+    assert [q.supporting for q in load_questions(path)] == [(1, 3), ()]
+    assert "of 2 questions with paragraphs, 1 have no gold paragraph" in capsys.readouterr().err
+
+
 def test_hotpotqa_without_a_type_is_grouped_as_hotpotqa(write):
     assert load_questions(write(without(HOTPOT, "type")))[0].kind == "hotpotqa"
 
@@ -207,6 +218,13 @@ def test_musiques_gold_paragraphs_are_numbered_by_place_and_aliases_count_as_rig
     assert question.supporting == (2, 3)  # idx 1 and 2 count from 0; both have the title B, so titles would not tell them apart
     assert question.answers == ["Kelmouth", "Kel"] and question.source == "musique_2hop"
     assert [d.text for d in question.references] == ["One.", "Two.", "Three."]
+
+
+def test_paragraphs_of_title_and_text_are_references_and_none_is_gold(write, capsys):
+    record = {"id": "x1", "question": "Where?", "answer": "Kelmouth", "paragraphs": [{"title": "A", "text": "One."}], "cot": ""}
+    (question,) = load_questions(write(record))
+    assert question == Question("x1", "Where?", ["Kelmouth"], references=(Document("x1:1", "A", "One."),))
+    assert capsys.readouterr().err == ""
 
 
 def test_an_unanswerable_record_is_an_error_and_skip_bad_leaves_it_out(write, capsys):
@@ -254,6 +272,61 @@ def test_published_rollout_answers_come_with_their_question(write):
     assert (attempts.id, attempts.question.answers, attempts.predictions) == ("7", ["Ana"], ["", " Ana "])
     assert "'pred_anses' is empty" in message(load_attempts, write({**R1, "pred_anses": []}))
     assert "rollouts (idx, question, answer, pred_anses[])" in message(load_attempts, write(R1))
+
+
+@pytest.mark.parametrize(
+    ("lines", "ids"),
+    [
+        (["Who came?\tAna", "Who left?\t['Bo', \"Bo's\"]", 'When?\t"[""1"", ""2""]"'], ["1", "2", "3"]),
+        (["Question\tAnswer", "Who came?\tAna", "Who left?\t['Bo', \"Bo's\"]", 'When?\t["1", "2"]'], ["2", "3", "4"]),
+        (["ID\tquestion\tanswers\tsource", "a\tWho came?\tAna\tx", "b\tWho left?\t['Bo', \"Bo's\"]\tx",
+          'c\tWhen?\t["1", "2"]\tx'], ["a", "b", "c"]),
+    ],
+)  # fmt: skip
+def test_a_table_of_questions_is_read_with_and_without_a_header(write, lines, ids):
+    questions = load_questions(write(*lines, name="q.tsv"))
+    assert [q.answers for q in questions] == [["Ana"], ["Bo", "Bo's"], ["1", "2"]] and [q.id for q in questions] == ids
+    assert load_questions(write(*lines, name="q.txt")) == questions
+
+
+def test_an_interval_in_brackets_is_one_answer(write):
+    answers = [q.answers for q in load_questions(write("Which x?\t[1, 2)", "Which y?\t[1, 2]", "Which z?\t[]", name="q.tsv"))]
+    assert answers == [["[1, 2)"], ["[1, 2]"], ["[]"]]
+
+
+def test_a_table_of_passages_given_for_questions_is_an_error(write):
+    assert "line 1: field 'question': '5' is a number" in message(load_questions, write("5\tA passage.", name="c.tsv"))
+
+
+def test_a_table_whose_header_lacks_the_answers_is_an_error(write):
+    path = write("id\tquestion", "1\tWho?", name="q.tsv")
+    assert "line 2: question 1 has no answer" in message(load_questions, path)
+
+
+def test_gzipped_files_are_read_as_they_are_and_a_broken_one_is_one_line(tmp_path):
+    path = tmp_path / "nq.jsonl.gz"
+    path.write_bytes(packed := gzip.compress("\n".join(json.dumps({**OWN, "id": str(i)}) for i in range(1000)).encode()))
+    assert len(load_questions(path)) == 1000 and list(load_datasets(path)) == ["nq"]
+    (tmp_path / "c.tsv.gz").write_bytes(gzip.compress(b"5\tA passage."))
+    assert load_corpus(tmp_path / "c.tsv.gz") == [Document("5", "", "A passage.")]
+    for broken in (packed[: len(packed) // 2], packed[:20] + b"xx" + packed[22:], packed[:-8] + b"12345678"):
+        path.write_bytes(broken)
+        assert "nq.jsonl.gz: a broken gzip file" in message(load_questions, path)
+
+
+def test_hotpotqa_from_the_hub_as_parquet_is_what_it_is_as_json(write, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `data`")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist([HUB, {**HUB, "id": "h2"}]), tmp_path / "hub.parquet")
+    assert load_questions(tmp_path / "hub.parquet") == load_questions(write(HUB, {**HUB, "id": "h2"}))
+    passages = [{"title": "A", "text": "One."}, {"title": "B", "text": "Two."}]
+    parquet.write_table(pyarrow.Table.from_pylist(passages), tmp_path / "c.parquet")
+    assert load_corpus(tmp_path / "c.parquet") == load_corpus(write(*passages))
+    (tmp_path / "half.parquet").write_bytes((tmp_path / "c.parquet").read_bytes()[:200])
+    assert "half.parquet: not a readable parquet file" in message(load_corpus, tmp_path / "half.parquet")
+    parquet.write_table(pyarrow.table({"id": [1.5], "question": ["Who?"], "answers": [["Ana"]]}), tmp_path / "bad.parquet")
+    assert "record 1: field 'id': expected a string or a whole number" in message(load_questions, tmp_path / "bad.parquet")
 
 
 def test_a_json_list_is_read_like_json_lines(write):
@@ -339,6 +412,122 @@ def test_other_layouts_name_their_own_fields(write, record, expected):
     assert "questions.jsonl, line 1: " in text
     for part in expected:
         assert part in text
+
+
+# ------------------------------------------------------- every field of every layout, missing and of every wrong type
+
+VALUES = {
+    "missing": None, "null": None, "empty": "", "blank": " ", "5": 5, "1.5": 1.5, "NaN": float("nan"), "true": True, "[]": [],
+    "[1]": [1], "[[]]": [[]], "[null]": [None], "{}": {}, "{a}": {"a": 1}, "deep": json.loads("[" * 900 + "]" * 900),
+}  # fmt: skip
+TEXT, OPTIONAL, LEVEL = "", "missing null empty blank", "missing null empty blank 5"
+ID, ID_OR_LINE, FLAG, IGNORED = "5", "missing 5", "missing null true", " ".join(VALUES)
+RICH_OWN = {**OWN, "task": "choice", "options": ["a", "b"], "answers": ["A"], "source": "s", "level": "l",
+            "references": [{"id": "1", "title": "T", "text": "x"}], "supporting": [1]}  # fmt: skip
+# layout -> (a good record, {field: the values that load all the same}); a field that is not named accepts none of them
+FIELDS = {
+    "own": (RICH_OWN, {"id": ID, "task": "missing null empty", "supporting": "missing null [] [1]", "source": OPTIONAL,
+                       "level": LEVEL}),
+    "r1_searcher": ({**R1, "source": "rag", "level": "hard", "subject": "x"},
+                    {"idx": ID, "source": OPTIONAL, "level": LEVEL, "subject": IGNORED}),
+    "flashrag": ({**FLASHRAG, "choices": ["red", "green"], "golden_answers": [1], "metadata": {}},
+                 {"id": ID, "golden_answers": "[1]", "metadata": IGNORED}),
+    "hotpotqa": (HOTPOT, {"_id": ID, "type": OPTIONAL, "level": LEVEL, "supporting_facts": "[]", "context": "[]"}),
+    "hotpotqa_hub": (HUB, {"id": ID, "type": OPTIONAL, "level": LEVEL, "supporting_facts": "[]", "context": "[]"}),
+    "2wiki": ({**HOTPOT, "evidences": []},
+              {"_id": ID, "type": OPTIONAL, "level": LEVEL, "supporting_facts": "[]", "context": "[]",
+               "evidences": IGNORED}),
+    "musique": (MUSIQUE, {"id": ID, "answer_aliases": "missing null []", "answerable": FLAG,  # its steps are for a check only
+                          "question_decomposition": "missing null [] [1] [[]] [null] deep"}),
+    "verl": (VERL, {"data_source": OPTIONAL, "extra_info": "missing null {} {a}"}),
+    "medqa": (MEDQA, {}),
+    "mmlu_pro": (MMLU, {"question_id": ID, "answer_index": "missing null", "category": OPTIONAL}),
+    "math": (MATH, {"unique_id": ID_OR_LINE, "level": LEVEL, "answer": "missing null empty", "solution": IGNORED}),
+    "gsm8k": (GSM8K, {}),
+    "plain": (PLAIN, {"id": ID_OR_LINE, "source": OPTIONAL, "level": LEVEL}),
+    "rollouts": (ROLLOUTS, {"idx": ID}),
+    "contents": ({"id": "a", "contents": "T\nx"}, {"id": ID_OR_LINE}),
+    "title_text": ({"id": "a", "title": "T", "text": "x"}, {"id": ID_OR_LINE, "title": OPTIONAL, "text": OPTIONAL}),
+    "tsv_abstract": ({"id": "a", "passage": "Title: T Text: x"}, {"id": ID}),
+    "tsv_chunk": ({"id": "a", "passage": "T   x"}, {"id": ID}),
+    "tsv": ({"id": "a", "passage": "x"}, {"id": ID}),
+}  # fmt: skip
+# Two fields that must agree: the message names the other one.
+OTHER_NAMES = {("flashrag", "choices"): "golden_answers", ("musique", "paragraphs"): "question_decomposition"}
+
+
+def test_the_table_of_fields_has_every_layout():
+    assert set(FIELDS) == set(LAYOUTS) | set(CORPUS_LAYOUTS) | {"rollouts"}
+
+
+@pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout in FIELDS for name in FIELDS[layout][0]])
+def test_a_field_that_is_missing_or_of_a_wrong_type_is_named_or_has_a_meaning(write, capsys, layout, name):
+    good, accepted = FIELDS[layout]
+    load = load_corpus if layout in CORPUS_LAYOUTS else load_attempts if layout == "rollouts" else load_questions
+    ids = [field for field in ("id", "_id", "idx", "question_id", "unique_id") if field in good]
+    first = {**good, **dict.fromkeys(ids, "first")} | ({"extra_info": {"index": 9}} if layout == "verl" else {})
+    for shown, value in VALUES.items():
+        path = write(first, without(good, name) if shown == "missing" else {**good, name: value})
+        if shown in accepted.get(name, "").split():
+            assert len(load(path)) == 2, shown
+            continue
+        text = message(load, path)
+        assert "questions.jsonl, line 2: " in text and len(text) < 500, shown
+        assert f"'{name}" in text or OTHER_NAMES.get((layout, name), "-") in text, (shown, text)
+        capsys.readouterr()
+        assert len(load(path, skip_bad=True)) == 1
+        assert "1 of 2 records skipped; the first: " in capsys.readouterr().err
+
+
+BAD_INSIDE = [
+    ({**MUSIQUE, "paragraphs": [{"text": "One.", "is_supporting": "false"}]}, "'paragraphs', item 1: field 'is_supporting'"),
+    ({**MUSIQUE, "paragraphs": [{"text": "One.", "title": 5}]}, "'paragraphs', item 1: field 'title'"),
+    ({**MUSIQUE, "paragraphs": [{"text": None}]}, "'paragraphs', item 1: field 'text' is missing"),
+    ({**MUSIQUE, "paragraphs": [{**p, "idx": [p["idx"]]} for p in MUSIQUE["paragraphs"]]}, "no paragraph has the idx 1"),
+    ({**HUB, "supporting_facts": {"title": ["A", None], "sent_id": [0, 0]}}, "'supporting_facts', item 2"),
+    ({**HUB, "context": {"title": ["A"], "sentences": ["One."]}}, "'context', item 1"),
+    ({**VERL, "extra_info": {"index": [3]}}, "'extra_info.index'"),
+    ({**VERL, "reward_model": {"ground_truth": {"target": [1]}}}, "'reward_model.ground_truth', item 1"),
+    ({**VERL, "prompt": [{"role": "user", "content": ["Who?"]}]}, "'prompt'"),
+    ({**RICH_OWN, "answers": ["C"]}, "'answers': 'C' is none of the 2 options"),
+    ({**RICH_OWN, "references": [{"id": None, "text": "x"}]}, "'references', item 1: field 'id' is missing"),
+    ({**MEDQA, "options": {"A": "red", "B": 5}}, "'options'"),
+    (r'{"id": "q2", "question": "a \ud83d smile?", "answers": ["a"]}', "half a character"),
+    ('{"id": ' + "9" * 5000 + "}", "not valid JSON"),
+    ("[" * 100_000, "not valid JSON"),
+    ({"id": "q2", "question": "Who?" * 2_500_000, "answers": 5}, "'answers'"),
+]  # the last is one line of 10 MB
+
+
+@pytest.mark.parametrize(("record", "expected"), BAD_INSIDE)
+def test_what_is_wrong_inside_of_a_field_is_named_too(write, record, expected):
+    text = message(load_questions, write(record))
+    assert "questions.jsonl, line 1: " in text and expected in text and len(text) < 500
+
+
+def test_both_halves_of_an_escaped_character_are_one(write):
+    assert load_questions(write(r'{"id": "q", "question": "\ud83d\ude00?", "answers": ["a"]}'))[0].question == "😀?"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"answer": {"h1": "yes"}, "sp": {"h1": [["A", 0]]}}', ["line 1", "predictions: python eval.py --predictions FILE"]),
+        (json.dumps({"answer": {"h1": "yes"}, "sp": {}}, indent=1), ["record 1", "looks like predictions"]),
+        (json.dumps({"id": "1", "question": "Who?", "golds": ["a"], "prediction": "b"}), ["line 1", "looks like predictions"]),
+        (json.dumps({"version": 1, "data": [OWN]}), ["records under 'data'", "as a list, or one on each line"]),
+        (json.dumps({"q1": OWN, "q2": OWN}, indent=1), ["records under 'q1'"]),
+        ("{\n" + json.dumps(OWN)[1:] + "\n" + json.dumps(OWN), ["line 3: not valid JSON"]),
+    ],
+)
+def test_an_object_where_records_are_expected_is_told_what_to_do(write, content, expected):
+    text = message(load_questions, write(content))
+    for part in expected:
+        assert part in text
+
+
+def test_one_record_over_several_lines_is_a_record(write):
+    assert load_questions(write(json.dumps(OWN, indent=1))) == load_questions(write(OWN))
 
 
 def test_in_a_json_list_the_record_is_counted_instead_of_the_line(write):
