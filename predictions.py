@@ -146,7 +146,7 @@ def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
             problems.append(f"{path}, {place}: {error}")
             if not skip_bad:
                 raise InputError(f"{problems[0]}: correct it, or leave it out with --skip_bad") from None
-    report_skipped(path, len(found), problems)
+    report_skipped(path, len(found), problems, "record")
     return check_unique(path, found)
 
 

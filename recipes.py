@@ -111,7 +111,12 @@ class Recipe:
     max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
     rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
     notices: bool = setting(True, "tell the model why a query was not run")
-    retriever: str = setting("bm25", "all but bm25 are controls", one_of=RETRIEVERS)
+    retriever: str = setting("bm25", "of the corpus: bm25, dense; elsewhere: http, web; the others are controls",
+                             one_of=RETRIEVERS)  # fmt: skip
+    retriever_url: str = setting("", "http: a server's address; web: a search API's, with {query} in it")
+    encoder: str = setting("", "dense: a HF encoder such as intfloat/e5-base-v2, a directory or a hub name")
+    vectors: str = setting("", "dense: folder where vectors are kept; default: runs/vectors")
+    allow_private: bool = setting(False, "web: pages may come from this machine and its network")
     title_boost: int = setting(1, "how often BM25 counts a passage's title", least=0)
     documents_per_search: int = setting(5, "passages per query", least=1)
     document_tokens: int = setting(1024, "tokens of documents per search at most", least=1)
@@ -292,14 +297,20 @@ def check_recipe(recipe: Recipe, training: bool = True) -> Recipe:
         check_value(f.name, getattr(recipe, f.name), f.metadata)
     if recipe.data and not recipe.model:
         raise InputError("--data needs --model: the built-in tiny model can read only its own world")
-    searches = PROTOCOLS[recipe.protocol].query_tags is not None and recipe.retriever not in ("empty", "oracle")
-    if recipe.data and searches and not recipe.corpus:
+    searches = PROTOCOLS[recipe.protocol].query_tags is not None
+    if recipe.data and searches and recipe.retriever in NEEDS_CORPUS and not recipe.corpus:
         raise InputError("--data needs --corpus FILE, or --corpus from-data to search the records' own paragraphs")
+    if searches and recipe.retriever in NEEDS and not getattr(recipe, NEEDS[recipe.retriever]):
+        raise InputError(f"--retriever {recipe.retriever} needs --{NEEDS[recipe.retriever]}")
     if recipe.summarizer == "llm" and not recipe.summarizer_model:
         raise InputError("--summarizer llm needs --summarizer_model http://host:port/v1#model, or a HF model")
     if training:
         check_training(recipe)
     return recipe
+
+
+NEEDS_CORPUS = ("bm25", "dense", "random")
+NEEDS = {"dense": "encoder", "http": "retriever_url", "web": "retriever_url"}
 
 
 def check_value(name: str, value, limits) -> None:
@@ -426,9 +437,14 @@ def passages(recipe: Recipe, questions: list[Question]) -> list[Document]:
 
 
 def build_search(recipe: Recipe, documents: list[Document], device="cpu") -> SearchFunction:
+    """Retriever and summariser. A server is tried once per search here: the rollout is what tries again."""
     if PROTOCOLS[recipe.protocol].query_tags is None:  # ARENA: the references come with the question
         return make_search(make_retriever("empty", []))
-    retriever = make_retriever(recipe.retriever, documents, recipe.seed, recipe.title_boost)
+    retriever = make_retriever(
+        recipe.retriever, documents, recipe.seed, recipe.title_boost, url=recipe.retriever_url, encoder=recipe.encoder,
+        folder=recipe.vectors or str(Path(recipe.runs) / "vectors"), device=device, timeout=recipe.search_timeout, retries=0,
+        allow_private=recipe.allow_private,
+    )  # fmt: skip
     llm = build_llm(recipe, recipe.summarizer_model, device) if recipe.summarizer == "llm" and recipe.summarizer_model else None
     return make_search(retriever, make_summarizer(recipe.summarizer, llm, recipe.summary_log), recipe.documents_per_search)
 

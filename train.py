@@ -400,9 +400,9 @@ class Trainer:
         self.stream = QuestionStream(questions, recipe.questions_per_step, recipe.mix, recipe.seed, self.draws, difficulty,
                                      recipe.buckets, recipe.task_mixing)  # fmt: skip
         documents, device = passages(recipe, questions), self.accelerator.device
-        self.search = build_search(recipe, documents, device)
         self.accelerator.print(said)
-        with self.accelerator.local_main_process_first():  # one process makes the built-in models, the others read them
+        with self.accelerator.local_main_process_first():  # one process makes models and vectors, the others read them
+            self.search = build_search(recipe, documents, device)
             self.policy, self.tokenizer = load_model(recipe, start, device)
             self.scorer = Scorer(recipe, documents, device) if self.accelerator.is_main_process else None
         check_prompts(questions, self.protocol, self.tokenizer, self.policy, **rollout_settings(recipe))

@@ -691,7 +691,7 @@ def test_real_hotpotqa_records_run_to_the_end_on_the_real_command_lines(tmp_path
         said.append(done.stdout)
     check_real_run(tmp_path / "runs", load_questions(data))
     assert f"stage 2 starts from {tmp_path}/runs/real/stage1/checkpoint-000002" in said[1]
-    assert f"3 questions of {data}" in said[2] and "\nall " in said[2]
+    assert f"3 questions of {data.stem}" in said[2] and "\nall " in said[2]
     predictions = Path(said[2].splitlines()[-1].removeprefix("predictions: ")).read_text().splitlines()
     assert len(predictions) == 3 and any(json.loads(line)["searches"] for line in predictions)
 

@@ -552,3 +552,31 @@ def test_the_reward_functions_named_are_those_of_rewards_py():
 
 def test_model_paths_are_checked_by_the_same_rule_as_in_policy():
     assert train.check_model_path is policy.check_model_path
+
+
+# ------------------------------------------------------------------------------------------- retrievers elsewhere
+
+@pytest.mark.parametrize("flags, said", [
+    (["--retriever", "dense"], "--retriever dense needs --encoder"),
+    (["--retriever", "http"], "--retriever http needs --retriever_url"),
+    (["--retriever", "web"], "--retriever web needs --retriever_url"),
+    (["--retriever", "dense", "--encoder", "e5", "--data", "q", "--model", "m"], "--data needs --corpus"),
+])  # fmt: skip
+def test_a_retriever_says_what_it_needs_before_anything_is_loaded(flags, said):
+    with pytest.raises(InputError, match=said):
+        parse_recipe(flags)
+
+
+@pytest.mark.parametrize("name", ["http", "web"])
+def test_a_retriever_elsewhere_needs_no_corpus_here(name):
+    recipe = parse_recipe(["--retriever", name, "--retriever_url", "http://x/{query}", "--data", "q", "--model", "m"])
+    assert passages(recipe, []) == []
+
+
+def test_the_settings_of_a_retriever_reach_it(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(recipes, "make_retriever", lambda *given, **settings: asked.update(given=given, **settings))
+    build_search(Recipe(retriever="dense", encoder="e5", search_timeout=7.0, runs="r", allow_private=True, seed=3), [], "cuda")
+    assert asked["given"] == ("dense", [], 3, 1)
+    assert (asked["encoder"], asked["folder"], asked["device"]) == ("e5", "r/vectors", "cuda")
+    assert (asked["timeout"], asked["retries"], asked["allow_private"]) == (7.0, 0, True)  # the rollout is what tries again
