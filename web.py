@@ -19,7 +19,7 @@ A call with Q distinct queries that are not kept from before ends, whatever any 
     Q / rate  +  ⌈Q / threads⌉ · api_seconds  +  3 · round_seconds          (and our own choosing of windows, ~10 ms a page)
 
 e.g. 64 queries by the defaults: 64 / 5 + 2 · 8 + 3 · 8 = 52.8 s. (A rollout waits for 60.) HTML is read by one core for all
-threads: 25 ms for a page of 200 kB, 250 ms with `trafilatura`. A page that is late for its round is an empty slot, but kept.
+threads: 25 ms for a page of 200 kB, 250 ms with `trafilatura`. A text that is late for its round is an empty slot, but kept.
 
 A search leads to addresses that a stranger chose, from inside your network. So: http and https only; only `ports`; every
 address a host has must be a public one (neither private, loopback, link-local, multicast nor reserved, however it is
@@ -434,10 +434,12 @@ def _work(work: Callable, deadline: float, todo: queue.SimpleQueue, done: queue.
 # --------------------------------------------------------------------------------------------- the retriever
 
 class WebRetriever:
-    """Search the web through a search API. `template`: its address with {query} and, if it takes one, {count} (3k is put
-    there; an API that refuses so many wants a fixed number in its place). The environment's SEARCH_API_KEY is sent as
-    `Authorization: Bearer KEY`, as `X-API-KEY: KEY` and as `X-Subscription-Token: KEY`: each API reads one of them.
+    """Search the web through a search API.
 
+    template         its address, with {query} and, if the API takes one, {count}: 3k is put there (one that refuses so
+                     many wants a fixed number instead). SearXNG needs `json` among the formats of its settings.yml
+    SEARCH_API_KEY   of the environment is sent as `Authorization: Bearer KEY`, as `X-API-KEY: KEY` and as
+                     `X-Subscription-Token: KEY`: each API reads one of them
     words            of a passage
     rate             requests per second to the search API, over all threads and calls; 0: no limit
     threads          requests under way at once, per call of `search`
