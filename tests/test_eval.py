@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,9 @@ from judge import Judge
 from policy import Policy, load_policy, save_policy
 from prompts import PROTOCOLS, prompt_text
 from recipes import Recipe, build_search, checkpoints
+from remote import RetrievalServer
 from report import summarise
+from retriever import make_retriever
 from rewards import STORIES, example, tell
 from rollout import trajectory_from_text
 from sft import train_sft
@@ -459,6 +462,20 @@ def test_greedy_evaluation_is_the_same_twice_and_samples_of_a_seed_are_too(train
         assert runs[0] == runs[1]
         texts = [record["transcript"] for record in runs[0][:2]]
         assert (texts[0] == texts[1]) == (temperature == 0)
+
+
+def test_a_search_over_http_gives_the_very_predictions_of_the_search_here(trained, tmp_path):
+    """The same corpus, once in process and once behind `retriever.py serve`'s server."""
+    world = World(0)
+    with RetrievalServer(make_retriever("bm25", world.documents), port=0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for name, more in (("here", []), ("there", ["--retriever", "http", "--retriever_url", url])):
+            out = ["--out", str(tmp_path / name), "--title_boost", "1"]
+            evaluation.main(["--runs", str(trained), "--questions", "2", *out, *more])
+        server.shutdown()
+    records = [json.loads(line) for line in (tmp_path / "there").read_text().splitlines()]
+    assert (tmp_path / "there").read_text() == (tmp_path / "here").read_text() and any(r["searches"] for r in records)
 
 
 def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_one(trained, tmp_path, monkeypatch, capsys):
