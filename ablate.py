@@ -439,7 +439,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", default="runs/ablate", help="folder of the arms")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="arms at the same time, one core each")
     parser.add_argument("--table", action="store_true", help="run nothing: the table of what is there")
-    parser.add_argument("--markdown", action="store_true", help="print the README's table")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/results.md")
     parser.add_argument("--rewards", action="store_true", help="print each arm's own reward on held-out questions too")
     options = parser.parse_args(arguments)
     if options.seeds < 1 or options.workers < 1:

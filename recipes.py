@@ -603,9 +603,9 @@ def markdown_table() -> str:
 
 
 def main() -> None:
-    """The papers' settings, a row per paper and stage here, so that they fit a screen; --markdown: the README's table."""
+    """The papers' settings, a row per paper and stage here, so that they fit a screen; --markdown: docs/papers.md's table."""
     parser = FlagParser("recipes.py", description="Print the hyper-parameters of the five papers.", allow_abbrev=False)
-    parser.add_argument("--markdown", action="store_true", help="the table of the README")
+    parser.add_argument("--markdown", action="store_true", help="the table of docs/papers.md")
     if parser.parse_args().markdown:
         print(markdown_table())
         return

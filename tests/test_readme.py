@@ -16,16 +16,19 @@ from recipes import Recipe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAPERS = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 SHOWN = {  # file -> its arguments
-    "ablate": "--table --runs nowhere", "cross_model": "", "curriculum": "", "dapo": "", "embed": "", "grpo": "", "judge": "",
-    "kl": "", "llm": "", "metrics": "", "policy": "", "ppo": "", "prompts": "", "recipes": "", "reinforce_pp": "",
-    "retriever": "Kelmouth", "rewards": "", "sft": "", "summarizer": "", "synthesize": "", "toy": "", "world": "",
+    "ablate": "--table --runs nowhere", "baselines": "", "chunks": "", "cross_model": "", "curriculum": "", "dapo": "",
+    "dense": "", "embed": "", "fetch": "", "grpo": "", "judge": "", "kl": "", "llm": "", "metrics": "", "policy": "", "ppo": "",
+    "predictions": "", "prompts": "", "recipes": "", "reinforce_pp": "", "remote": "", "report": "", "retriever": "Kelmouth",
+    "rewards": "", "sft": "", "summarizer": "", "synthesize": "", "toy": "", "web": "", "world": "",
 }  # fmt: skip
 WITH_A_RUN = {"data", "eval", "rollout", "train", "view"}  # these show a file, or a model: their own tests run them
 
 # `python FILE ARGUMENTS`, in a block or in a line; behind " #" a comment
 COMMANDS = re.findall(r"(?:python|accelerate launch) (\w+)\.py((?: (?!#)[^\s`]+)*)", README)
-SUBCOMMANDS = ("difficulty", "direct", "reasoning", "traces", "summarizer")
+SUBCOMMANDS = ("difficulty", "direct", "reasoning", "traces", "summarizer", "serve", "check")
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -49,7 +52,7 @@ def test_every_function_of_the_equation_map_exists():
 
 
 def test_every_flag_in_the_readme_is_known_to_some_file():
-    flags = set(re.findall(r"--([a-z_]\w*)", README))
+    flags = set(re.findall(r"--([a-z_]\w*)", re.sub(r"hf download.*", "", README) + PAPERS + RESULTS))
     of_files = {f for path in ROOT.glob("*.py") for f in re.findall(r'add_argument\("--(\w+)"', path.read_text("utf-8"))}
     assert flags - {"help", "quiet"} <= {f.name for f in fields(Recipe)} | of_files
 
@@ -82,20 +85,22 @@ def test_the_readme_has_a_command_for_every_recipe():
 
 @pytest.mark.parametrize("name", sorted({name for name, arguments in COMMANDS if "--" in arguments and name != "train"}))
 def test_every_command_has_only_flags_that_its_file_knows(name):
-    given = [arguments.split() for other, arguments in COMMANDS if other == name and "--" in arguments]
-    for subcommand in {next((word for word in words if word in SUBCOMMANDS), "") for words in given}:
+    given: dict[str, set[str]] = {}
+    for words in [arguments.split() for other, arguments in COMMANDS if other == name and "--" in arguments]:
+        subcommand = next((word for word in words if word in SUBCOMMANDS), "")
+        given.setdefault(subcommand, set()).update(word for word in words if word.startswith("--"))
+    for subcommand, asked in given.items():
         known = set(re.findall(r"--\w+", help_text(name, subcommand)))
-        asked = {word for words in given for word in words if word.startswith("--") and subcommand in ("", *words)}
         assert asked <= known, f"python {name}.py {subcommand}: {', '.join(sorted(asked - known))}"
 
 
 def test_the_settings_are_those_of_the_recipes():
-    shown = README.split("<!-- recipes -->")[1].split("<!-- /recipes -->")[0].strip()
-    assert shown == recipes.markdown_table(), "run `python recipes.py --markdown` and put the table into the README"
+    shown = PAPERS.split("<!-- recipes -->")[1].split("<!-- /recipes -->")[0].strip()
+    assert shown == recipes.markdown_table(), "run `python recipes.py --markdown` and put the table into docs/papers.md"
 
 
 def test_the_ablation_table_has_its_place():
-    assert README.count("<!-- ablate -->") == README.count("<!-- /ablate -->") == 1
+    assert RESULTS.count("<!-- ablate -->") == RESULTS.count("<!-- /ablate -->") == 1
 
 
 def test_every_file_of_the_reading_order_exists_and_none_is_left_out():
@@ -109,5 +114,5 @@ def test_every_recipe_is_in_the_list_of_papers():
 
 
 def test_the_picture_is_in_the_repo():
-    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
+    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README) + ["docs/ablate.png"]:
         assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
