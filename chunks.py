@@ -34,6 +34,7 @@ FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 ATX_HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
 TARGET = re.compile(r" {0,3}\[[^\]^][^\]]*\]:\s*\S+\s*(?:[\"'(].*)?$")  # [name]: address
 OWN_LINE = re.compile(r"\s*(?:[-*+•]\s|\d+[.)]\s|\|)")  # a list item, a table's row
+TITLE = re.compile(rf"(?!{OWN_LINE.pattern}).{{1,100}}\Z")  # what "---" below it makes a heading: one short line
 RULED = "-*_=|:+ \t"  # a line of nothing else: blank, a rule, the line below a table's head
 INLINE = re.compile(
     r"`+([^`]+)`+|<!--(?:(?!<!--).)*?-->|</?[A-Za-z][^<>]*>"
@@ -90,7 +91,7 @@ def read_blocks(text: str, markdown: bool) -> list[Block]:
             continue
         if markdown:
             line = re.sub(r"^\s*(?:>\s?)+", "", line)
-            under = not fresh and line.strip() and not line.strip(" \t=-") and not OWN_LINE.match(found[-1].text)
+            under = not fresh and line.strip() and not line.strip(" \t=-") and TITLE.match(found[-1].text)
             if match := FENCE.match(line):
                 fence, fresh = match[1], True
                 continue
@@ -193,4 +194,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from data import run_main  # here: data.py imports this file
+
+    run_main(main)

@@ -116,11 +116,12 @@ def open_error(path: Path, error: OSError) -> InputError:
     return InputError(f"{path}: {reasons.get(type(error)) or f'cannot be read ({error.strerror})'}")
 
 
-def byte_lines(path: Path) -> Iterator[bytes]:
-    """Lines as they are, unpacked where the file is gzipped, whatever it is called."""
+def byte_lines(path: Path, most: int = -1) -> Iterator[bytes]:
+    """Lines as they are, or pieces of at most `most` bytes of them; unpacked where the file is gzipped, whatever its name."""
     try:
         with open(path, "rb") as file:
-            yield from gzip.GzipFile(fileobj=file) if file.peek(2).startswith(b"\x1f\x8b") else file
+            unpacked = gzip.GzipFile(fileobj=file) if file.peek(2).startswith(b"\x1f\x8b") else file
+            yield from iter(lambda: unpacked.readline(most), b"")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path}: a broken gzip file ({error}): download or pack it again") from None
     except OSError as error:
@@ -128,8 +129,8 @@ def byte_lines(path: Path) -> Iterator[bytes]:
 
 
 def first_line(path: Path) -> bytes:
-    """The first line that is not blank, without a byte-order mark. A file without one is empty."""
-    for line in byte_lines(path):
+    """How the first line that is not blank begins, without a byte-order mark. A file without one is empty."""
+    for line in byte_lines(path, most=2**16):  # a JSON list may be one line of 500 MB
         if line := line.removeprefix(b"\xef\xbb\xbf").strip():
             return line
     raise InputError(f"{path}: the file is empty: expected one JSON record per line, or a JSON list of records")
@@ -813,7 +814,7 @@ def load_texts(path: Path, skip_bad: bool) -> list[Document]:
                 raise InputError(f"{error}, or leave it out with --skip_bad") from None
             problems.append(str(error))
             continue
-        found = passages(text, stem(file), markdown=text_ending(file) == ".md")
+        found = passages(text, stem(Path(name)), markdown=text_ending(file) == ".md")
         documents += [Document(f"{name}#{i}", title, passage) for i, (title, passage) in enumerate(found, 1)]
         problems, used = problems if found else problems + [f"{file}: no words in it"], used + bool(found)
     report_skipped(path, used, problems, "file")

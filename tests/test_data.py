@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from data import (
     corpus_from_questions,
     detect_layout,
     finished_records,
+    first_layout,
     load_attempts,
     load_corpus,
     load_datasets,
@@ -695,6 +697,77 @@ def test_a_malformed_corpus_is_one_line_with_file_line_and_field(write, rows, na
         assert part in text
 
 
+# --------------------------------------------------------------------------------------------- folders of texts
+
+def test_a_folder_of_texts_is_a_corpus_in_the_order_of_its_names(write, tmp_path, capsys):
+    write("# Bells", "The bell [rings](http://x).", name="b/bell.MD")
+    write(b"\xef\xbb\xbfAna came.\r", "She stayed.\r", name="a notes.txt")
+    write(" ".join(["word"] * 300) + ".", name="b.txt")
+    for name in (".hidden.txt", ".git/x.md", "b/table.csv", "README"):
+        write("Not this.", name=name)
+    (tmp_path / "z.md.gz").write_bytes(gzip.compress(b"Packed."))
+    corpus = load_corpus(tmp_path)
+    assert corpus[0] == Document("a notes.txt#1", "a notes", "Ana came. She stayed.")
+    assert [(d.id, d.title) for d in corpus[1:]] == [
+        ("b/bell.MD#1", "Bells"), ("b.txt#1", "b"), ("b.txt#2", "b"), ("b.txt#3", "b"), ("z.md.gz#1", "z"),
+    ]  # fmt: skip
+    assert (corpus[1].text, corpus[5].text) == ("The bell rings.", "Packed.") and capsys.readouterr().err == ""
+
+
+def test_one_text_is_a_corpus_too_and_a_txt_file_with_records_still_holds_records(write):
+    assert load_corpus(write("[Ana](x) came.", name="a.md")) == [Document("a.md#1", "a", "Ana came.")]
+    assert load_corpus(write("[1] Ana came.", name="a.txt")) == [Document("a.txt#1", "a", "[1] Ana came.")]
+    assert load_corpus(write({"id": "7", "title": "A", "text": "x"}, name="c.txt")) == [Document("7", "A", "x")]
+    assert load_corpus(write("7\tx", name="c.txt")) == [Document("7", "", "x")]
+
+
+def test_texts_without_words_are_left_out_and_counted(write, tmp_path, capsys):
+    write("Ana came.", name="a.txt")
+    write("", name="b.txt")
+    write("# Only a heading", name="c.md")
+    assert len(load_corpus(tmp_path)) == 1
+    assert "2 of 3 files skipped; the first: " in (error := capsys.readouterr().err) and "b.txt: no words in it" in error
+
+
+@pytest.mark.parametrize("broken", [b"caf\xe9.", b"\xff\xfeA\x00n\x00a\x00"])
+def test_a_text_that_is_not_utf8_is_named_with_its_line_and_skip_bad_leaves_it_out(write, tmp_path, capsys, broken):
+    path = write("One.", broken, name="b.txt")
+    write("Ana came.", name="a.txt")
+    expected = f"{path}, line 2: not UTF-8: save the file as UTF-8, or leave it out with --skip_bad"
+    assert message(load_corpus, tmp_path) == expected
+    assert [d.id for d in load_corpus(tmp_path, skip_bad=True)] == ["a.txt#1"]
+    assert "1 of 2 files skipped" in capsys.readouterr().err
+    (tmp_path / "a.txt").unlink()
+    assert "no file to use" in message(load_corpus, tmp_path, skip_bad=True)
+
+
+def test_a_folder_without_texts_says_which_endings_are_read(write, tmp_path):
+    write("x", name="a.rst")
+    assert "no file in it ends in .txt or .md" in message(load_corpus, tmp_path)
+
+
+def test_links_that_go_round_in_circles_end_and_what_is_linked_is_read_once(write, tmp_path):
+    write("Ana came.", name="here/a.txt")
+    write("Bo left.", name="there/b.txt")
+    (tmp_path / "here" / "loop").symlink_to(tmp_path / "here")
+    (tmp_path / "here" / "more").symlink_to(tmp_path / "there")
+    (tmp_path / "there" / "back").symlink_to(tmp_path / "here")
+    os.mkfifo(tmp_path / "here" / "pipe.txt")  # to open it would wait for ever
+    assert [d.id for d in load_corpus(tmp_path / "here")] == ["a.txt#1", "more/b.txt#1"]
+    (tmp_path / "here" / "gone.txt").symlink_to("nowhere.txt")
+    assert "gone.txt: no such file" in message(load_corpus, tmp_path / "here")
+    (tmp_path / "here" / "gone.txt").unlink()
+    (tmp_path / "here" / "gone.txt").symlink_to("gone.txt")
+    assert "gone.txt" in message(load_corpus, tmp_path / "here")
+
+
+def test_a_file_name_that_is_no_text_makes_an_id_that_can_be_written(tmp_path):
+    with open(os.fsencode(tmp_path) + b"/caf\xe9.txt", "wb") as file:
+        file.write(b"Ana came.")
+    (document,) = load_corpus(tmp_path)
+    assert document.id.encode() == b"caf?.txt#1" and document.title.encode()
+
+
 def test_paragraphs_of_questions_become_a_corpus_without_repetitions(write):
     other = {**HOTPOT, "_id": "h2", "context": [["A", ["One.", " Two."]], ["C", ["Five."]]]}
     corpus = corpus_from_questions(load_questions(write(HOTPOT, other)))
@@ -717,6 +790,8 @@ def test_questions_without_paragraphs_make_no_corpus(write):
 @pytest.mark.parametrize(
     ("name", "count", "sources"),
     [
+        ("ircot/hotpotqa_gold_plus_1_distractor.jsonl", 29, {""}),
+        ("ircot/musique_gold_plus_1_distractor.jsonl", 20, {"musique_2hop", "musique_3hop", "musique_4hop"}),
         ("qa_eval/2wiki_500.jsonl", 500, {""}),
         ("qa_eval/bamboogle.jsonl", 125, {""}),
         ("qa_eval/flashrag_nq_16.jsonl", 17, {""}),
@@ -820,6 +895,20 @@ def test_the_file_shows_layout_counts_and_a_record_of_questions_and_of_a_corpus(
     assert "hotpotqa" in output and "hotpotqa_comparison 1" in output and "qa 2" in output and "Which?" in output
     output = run(write("5\tTitle: Ana Text: Born.", name="c.tsv")).stdout
     assert "tsv_abstract" in output and "documents  1" in output and "Ana" in output
+
+
+def test_the_file_shows_a_folder_of_texts_and_tells_predictions_apart(write, tmp_path):
+    output = run(write("# Bells", "It rang.", name="texts/a.md").parent).stdout
+    assert "layout     text" in output and "documents  1" in output and "a.md#1" in output
+    assert "python eval.py --predictions FILE" in run(write({"id": "1", "question": "?", "prediction": "a"})).stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("5\tA passage.", (True, "tsv")), ("Who came?\tAna", (False, "plain")), ("question\tanswer\nWho?\tAna", (False, "plain"))],
+)
+def test_a_table_is_told_to_hold_questions_by_its_header_or_by_blanks_in_its_first_column(write, line, expected):
+    assert first_layout(write(line, name="t.tsv")) == expected
 
 
 def test_the_file_ends_with_one_line_and_code_2_on_bad_input(write):
