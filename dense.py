@@ -22,6 +22,7 @@ Left out: approximate search (but a prebuilt faiss index is read), corpora large
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import hashlib
 import io
@@ -42,7 +43,7 @@ from data import Document, InputError, load_corpus, run_main
 from embed import POOLINGS, Encoder, check_device
 
 BLOCK = 1024  # passages encoded between two writes: what an interruption can cost
-CPU_ROWS, GPU_ROWS = 2048, 65536  # rows of one product: on a CPU they stay in the cache (16,384 rows took ten times as long)
+CPU_ROWS, GPU_ROWS = 2048, 65536  # rows of one product: 2,048 stay in a CPU's cache (with 16,384 one query took 13 times as long)
 SCORES = 2**24  # at most so many scores at a time, whatever the number of queries
 LAST_ROW = 2**32 - 1
 INDEXES = ("auto", "numpy", "faiss")
@@ -112,16 +113,17 @@ def nearest(matrix: torch.Tensor, queries: np.ndarray, k: int, device: str = "cp
 
     >>> rows = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.6, 0.8], [1.0, 0.0]])
     >>> scores, found = nearest(rows, np.array([[1.0, 0.0]]), k=3)      # rows 1 and 3 tie: the earlier first
-    >>> found.tolist(), scores.round(4).tolist()
-    ([[1, 3, 2]], [[1.0, 1.0, 0.6000000238418579]])
+    >>> found.tolist(), scores.astype(float).round(4).tolist()
+    ([[1, 3, 2]], [[1.0, 1.0, 0.6]])
     """
     asked = torch.as_tensor(queries, dtype=torch.float32, device=device)  # [B, d]
     step = block_rows(len(asked), len(matrix), asked.device.type)
     best = torch.empty(len(asked), 0, dtype=torch.int64, device=device)  # [B, at most k]
+    block = torch.zeros(step, matrix.shape[1], device=device)  # [step, d]: one for all, behind the last rows are older ones
     for start in range(0, len(matrix), step):
-        rows = matrix[start : start + step].to(device).float()  # [n, d]
-        scores = asked @ torch.nn.functional.pad(rows, (0, 0, 0, step - len(rows))).T  # [B, step]
-        keys = as_keys(scores[:, : len(rows)], start)  # [B, n]
+        rows = matrix[start : start + step].to(device)  # [n, d] fp16
+        block[: len(rows)] = rows
+        keys = as_keys((asked @ block.T)[:, : len(rows)], start)  # [B, n]
         best = torch.cat([best, keys.topk(min(k, keys.shape[1])).values], dim=1)
         best = best.topk(min(k, best.shape[1])).values
     return as_scores(best).cpu().numpy(), (LAST_ROW - (best & LAST_ROW)).cpu().numpy()
@@ -175,7 +177,8 @@ def passage_vectors(documents: list[Document], encoder: Encoder, folder: str | P
             write_vectors(path, documents, encoder)
         vectors = map_vectors(path)
     except OSError as error:
-        raise InputError(f"{path}: vectors cannot be kept there ({error.strerror or error}): give another folder") from None
+        advice = "make room and start again: it goes on where it was" if error.errno == errno.ENOSPC else "give another folder"
+        raise InputError(f"{path}: vectors cannot be kept there ({error.strerror or error}): {advice}") from None
     if vectors is None or vectors.shape != shape or vectors.dtype != np.float16:
         raise InputError(f"{path}: this file is damaged: delete it, and the passages are encoded again")
     return vectors

@@ -80,7 +80,8 @@ class Encoder:
     pooling     "auto" (see above), "mean" or "cls"
     batch_size  texts per forward pass; texts of a call are sorted by length first, so little of a batch is padding
     max_length  tokens, prefix included; the model's own limit where that is lower. The text's end is cut off
-    version     names everything on which a passage's vector depends: weights, tokenizer, pooling, prefix, length
+    version     names what a passage's vector depends on: weights, tokenizer, pooling, prefix, length (and not the device,
+                though fp16 is coarser than fp32)
     Several threads may share one.
     """
 

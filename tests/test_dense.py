@@ -381,7 +381,7 @@ def test_a_disk_that_fills_up_in_the_middle_loses_nothing(tmp_path, monkeypatch)
         fsync(number)
 
     monkeypatch.setattr(dense.os, "fsync", full)
-    with pytest.raises(InputError, match=r"vectors cannot be kept there \(No space left on device\): give another folder"):
+    with pytest.raises(InputError, match=r"there \(No space left on device\): make room and start again"):
         passage_vectors(invented(37), first, tmp_path)
     vectors = passage_vectors(invented(37), second, tmp_path)
     assert np.array_equal(vectors, passage_vectors(invented(37), Hashed())) and len(second.encoded) <= 17

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -206,13 +207,21 @@ def test_the_version_is_another_for_other_weights_and_the_same_for_a_copy(make, 
     assert Encoder(path).version != version
 
 
-def test_threads_share_an_encoder_and_keep_no_graph(encoder):
+def test_threads_share_an_encoder_one_at_a_time(encoder, monkeypatch):
     encoder = Encoder(encoder)
-    alone, found = encoder.queries(TEXTS), []
+    alone, found, inside, forward = encoder.queries(TEXTS), [], [], encoder.model.forward
+
+    def watched(**batch):
+        inside.append(1)
+        time.sleep(0.005)
+        assert len(inside) == 1
+        inside.pop()
+        return forward(**batch)
 
     def ask():
-        with torch.enable_grad():  # as it is in every new thread
-            found.append(encoder.queries(TEXTS))
+        found.append(encoder.queries(TEXTS))
+
+    monkeypatch.setattr(encoder.model, "forward", watched)
 
     threads = [threading.Thread(target=ask, daemon=True) for _ in range(8)]
     for thread in threads:
