@@ -793,6 +793,12 @@ def test_a_search_ends_within_its_bound_when_every_page_hangs(site):
     hang.set()
 
 
+def test_one_slow_page_costs_its_own_limit_and_not_that_of_the_round(site):
+    start = time.perf_counter()
+    assert one(site, drip, page_seconds=0.2, round_seconds=3.0) == ([], told(timeouts=1))
+    assert time.perf_counter() - start < 0.7
+
+
 def test_a_search_ends_within_its_bound_when_the_api_hangs(site):
     # 5 queries, 2 threads: 5/50 + ⌈5/2⌉ · 0.2 = 0.7 s, and no page
     web = searcher(site, threads=2, api_seconds=0.2, rate=50)
