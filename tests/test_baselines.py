@@ -479,6 +479,8 @@ def test_a_local_batch_says_what_each_row_says_alone_and_stops_at_its_limit(qwen
     assert all(0 < len(short) < len(long) for short, long in zip(brief, together, strict=True))
     warm = [Local(qwen2, bpe, Limits(max_turn_tokens=9, max_context=512), 1.0, seed=s)(requests, ()) for s in (1, 1, 2)]
     assert warm[0] == warm[1] != warm[2]
+    sampled = Local(qwen2, bpe, Limits(max_turn_tokens=9, max_context=512), 1.0)
+    assert sampled(requests, ()) != sampled(requests, ())  # each batch draws anew
 
 
 def test_thinking_aloud_is_no_part_of_a_reply_but_where_the_method_searches_inside_it(qwen2, bpe):
