@@ -43,7 +43,7 @@ from data import Document, InputError, load_corpus, run_main
 from embed import POOLINGS, Encoder, check_device
 
 BLOCK = 1024  # passages encoded between two writes: what an interruption can cost
-CPU_ROWS, GPU_ROWS = 2048, 65536  # rows of one product: 2,048 stay in a CPU's cache (with 16,384 one query took 13 times as long)
+CPU_ROWS, GPU_ROWS = 2048, 65536  # rows of one product: on a CPU they stay in its cache
 SCORES = 2**24  # at most so many scores at a time, whatever the number of queries
 LAST_ROW = 2**32 - 1
 INDEXES = ("auto", "numpy", "faiss")
@@ -63,7 +63,7 @@ class DenseRetriever:
     device      of the encoder (if it is given by name) and of the search. On a GPU the matrix stays there if it takes no
                 more than half of the memory that is free; else its blocks move over for each search
     index       "numpy": blocks, from the file. "faiss": IndexFlatIP, which holds fp32 in memory, twice the file.
-                "auto": faiss only for an `index_file`, as blocks are as fast
+                "auto": faiss only for an `index_file`, as blocks are faster for a batch of queries
     index_file  a prebuilt faiss index whose row i is passage i, made with the same encoder: no passage is encoded
 
     InputError, before any passage is encoded: an empty corpus, an encoder, folder or index that cannot be used, a full disk.
@@ -149,8 +149,7 @@ def ordered_bits(scores: torch.Tensor) -> torch.Tensor:
 
 
 def as_scores(keys: torch.Tensor) -> torch.Tensor:
-    bits = (keys >> 32).int()
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)  # its own inverse: the sign bit stays
+    return ordered_bits((keys >> 32).int().view(torch.float32)).view(torch.float32)  # its own inverse: the sign bit stays
 
 
 def placed(vectors: np.ndarray, device: str) -> torch.Tensor:

@@ -160,8 +160,9 @@ def _load_encoder(name: str) -> tuple:
     from transformers import AutoConfig, AutoModel
     from transformers.utils import logging
 
-    from policy import load_tokenizer
+    from policy import check_model_path, load_tokenizer
 
+    _load(name, check_model_path)
     _check_encoder(name, _load(name, AutoConfig.from_pretrained))  # before gigabytes of another kind of model are read
     tokenizer = _load(name, load_tokenizer)
     level = logging.get_verbosity()
@@ -185,7 +186,7 @@ def _load(name: str, load: Callable, **options):
     try:
         return load(name, **options)
     except Exception as error:
-        reason = first_line(error).removeprefix(f"--model {name}: ")
+        reason = first_line(error).removeprefix(f"--model {name}: ").partition("; give")[0]
         raise InputError(f"encoder {name}: cannot be loaded ({reason}): give a directory or a hub name") from None
 
 

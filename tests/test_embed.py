@@ -251,8 +251,8 @@ def one_line(name, match):
 
 
 def test_an_encoder_that_is_not_there_is_one_line(tmp_path):
-    one_line(tmp_path / "nothing", "encoder .*nothing: cannot be loaded .*: give a directory or a hub name")
-    one_line(tmp_path, "cannot be loaded")  # an empty directory
+    one_line(tmp_path / "nothing", r"encoder .*nothing: cannot be loaded \(no such directory\): give a directory or a hub name")
+    one_line(tmp_path, "there is no config.json in this directory")
 
 
 def test_half_an_encoder_is_one_line(encoder, make):
