@@ -646,6 +646,11 @@ def test_no_more_text_than_the_limit_is_kept():
     assert len(html_to_text("<p>word " * MAX_TEXT)[1]) <= MAX_TEXT
 
 
+def test_reading_ends_where_enough_text_was_found():
+    with pytest.raises(module._Enough):
+        module._Reader(frozenset()).feed("<p>word " * MAX_TEXT)
+
+
 def test_the_passage_is_the_window_with_most_words_of_the_query():
     text = " ".join(["filler"] * 400 + "Ana Bell was born in Kelmouth".split() + ["filler"] * 400)
     found = passage(text, "born Kelmouth Ana?", words=100)
@@ -797,6 +802,15 @@ def test_one_slow_page_costs_its_own_limit_and_not_that_of_the_round(site):
     start = time.perf_counter()
     assert one(site, drip, page_seconds=0.2, round_seconds=3.0) == ([], told(timeouts=1))
     assert time.perf_counter() - start < 0.7
+
+
+@pytest.mark.parametrize("first", [b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n", b"HTTP/1.1 200 OK\r\nX-Long: "])
+def test_the_thread_of_a_page_that_drips_ends_too(site, first):
+    site.pages["/page"] = lambda sock, head: drip(sock, head, first)
+    web, start = searcher(site), time.monotonic()
+    with pytest.raises(TimeoutError):
+        web.read(site.base + "/page", start + 0.2)
+    assert time.monotonic() - start < 0.5
 
 
 def test_a_search_ends_within_its_bound_when_the_api_hangs(site):
