@@ -329,12 +329,12 @@ def test_texts_of_a_moment_are_one_batch_and_searches_one_call_and_who_is_done_c
     assert library.calls == [["a?", "b?", "c?"], ["A one.", "C one."], ["A two."]]
 
 
-def test_a_question_that_is_done_makes_room_for_the_next():
-    questions = [Question(i, f"{i}?", ["x"]) for i in "abc"]
+def test_a_question_that_is_done_makes_room_for_the_next_and_for_one_only():
+    questions = [Question(i, f"{i}?", ["x"]) for i in "abcd"]
     said = "So the answer is: x."
-    generate = Keyed({"a?": ["A one.", said], "b?": [said], "c?": [said]})
+    generate = Keyed({"a?": ["A one.", said], "b?": [said], "c?": [said], "d?": [said]})
     ended = [t.question.id for t in run_method("ircot", questions, generate, Library(), Limits(), at_once=2)]
-    assert generate.batches == [["a?", "b?"], ["a?", "c?"]] and ended == ["b", "a", "c"]
+    assert generate.batches == [["a?", "b?"], ["a?", "c?"], ["d?"]] and ended == ["b", "a", "c", "d"]
 
 
 def test_a_reply_that_does_not_come_ends_the_question_and_no_other():
