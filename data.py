@@ -193,7 +193,7 @@ def read_parquet(path: Path) -> list[dict]:
     try:
         return parquet.read_table(path).to_pylist()
     except Exception as error:  # a damaged file raises whatever the format's reader does
-        raise InputError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]}): download it again") from None
+        raise InputError(f"{path}: not a readable parquet file ({short(str(error))}): download it again") from None
 
 
 def parse_json(line: str) -> object:

@@ -124,9 +124,9 @@ def test_front_matter_gives_the_title_and_nothing_else():
 
 
 def test_code_keeps_its_lines_and_its_marks_and_holds_no_heading():
-    text = "Run:\n```sh\n# not a heading\n  make *all* [x](y)\n\n~~~\n```\nDone.\n\n~~~\nopen # to the end"
+    text = "Run:\n```sh\n# not a heading\n  make *all* [x](y).   Yes\n\n~~~\n```\nDone.\n\n~~~\nopen # to the end"
     assert passages(text, "notes", markdown=True) == [
-        ("notes", "Run:\n# not a heading\n  make *all* [x](y)\n~~~\nDone.\nopen # to the end")
+        ("notes", "Run:\n# not a heading\n  make *all* [x](y).   Yes\n~~~\nDone.\nopen # to the end")
     ]
 
 

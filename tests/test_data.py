@@ -26,6 +26,7 @@ from data import (
     load_datasets,
     load_questions,
     save_questions,
+    short,
 )  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -507,6 +508,13 @@ def test_what_is_wrong_inside_of_a_field_is_named_too(write, record, expected):
     assert "questions.jsonl, line 1: " in text and expected in text and len(text) < 500
 
 
+def test_a_value_that_is_nested_too_deep_to_be_shown_is_shown_as_such():
+    value = []
+    for _ in range(10_000):
+        value = [value]
+    assert short(value) == "[[[..."
+
+
 def test_both_halves_of_an_escaped_character_are_one(write):
     assert load_questions(write(r'{"id": "q", "question": "\ud83d\ude00?", "answers": ["a"]}'))[0].question == "😀?"
 
@@ -716,6 +724,7 @@ def test_a_folder_of_texts_is_a_corpus_in_the_order_of_its_names(write, tmp_path
 
 def test_one_text_is_a_corpus_too_and_a_txt_file_with_records_still_holds_records(write):
     assert load_corpus(write("[Ana](x) came.", name="a.md")) == [Document("a.md#1", "a", "Ana came.")]
+    assert load_corpus(write("---\r\ntitle: Bells\r\n---\r\nIt rang.", name="a.md")) == [Document("a.md#1", "Bells", "It rang.")]
     assert load_corpus(write("[1] Ana came.", name="a.txt")) == [Document("a.txt#1", "a", "[1] Ana came.")]
     assert load_corpus(write({"id": "7", "title": "A", "text": "x"}, name="c.txt")) == [Document("7", "A", "x")]
     assert load_corpus(write("7\tx", name="c.txt")) == [Document("7", "", "x")]
