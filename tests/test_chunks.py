@@ -37,8 +37,7 @@ def test_a_text_without_words_has_no_passage():
 
 
 def test_cuts_stand_at_paragraph_ends_rather_than_at_sentence_ends():
-    # 85 + 115 words: as paragraphs 2 · 15² = 450; as sentences of 100 + 100 words it would be 0 + 400 for a cut in a paragraph
-    # of its own, so the 15 words need to be dearer: 80 + 120 is 800 > 400, 87 + 113 is 338 < 400.
+    # 87 + 113 costs 2 · 13² = 338, less than the 400 of a cut between sentences; 80 + 120 costs 2 · 20² = 800, more.
     assert lengths(words(87) + "\n\n" + words(13) + " " + words(100)) == [87, 113]
     assert lengths(words(80) + "\n\n" + words(20) + " " + words(100)) == [100, 100]
 

@@ -724,7 +724,8 @@ def test_a_folder_of_texts_is_a_corpus_in_the_order_of_its_names(write, tmp_path
 
 def test_one_text_is_a_corpus_too_and_a_txt_file_with_records_still_holds_records(write):
     assert load_corpus(write("[Ana](x) came.", name="a.md")) == [Document("a.md#1", "a", "Ana came.")]
-    assert load_corpus(write("---\r\ntitle: Bells\r\n---\r\nIt rang.", name="a.md")) == [Document("a.md#1", "Bells", "It rang.")]
+    path = write("---\r\ntitle: Bells\r\n---\r\nIt rang.", name="a.md")
+    assert load_corpus(path) == [Document("a.md#1", "Bells", "It rang.")]
     assert load_corpus(write("[1] Ana came.", name="a.txt")) == [Document("a.txt#1", "a", "[1] Ana came.")]
     assert load_corpus(write({"id": "7", "title": "A", "text": "x"}, name="c.txt")) == [Document("7", "A", "x")]
     assert load_corpus(write("7\tx", name="c.txt")) == [Document("7", "", "x")]
