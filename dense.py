@@ -399,8 +399,14 @@ def main() -> None:
         return demonstrate()
     if not (args.corpus and args.encoder):
         raise InputError("a query needs --corpus FILE and --encoder NAME")
-    retriever = DenseRetriever(load_corpus(args.corpus), args.encoder, folder=args.folder, device=args.device,
-                               pooling=args.pooling, index=args.index, index_file=args.index_file)  # fmt: skip
+    documents = load_corpus(args.corpus)
+    try:
+        retriever = DenseRetriever(documents, args.encoder, folder=args.folder, device=args.device, pooling=args.pooling,
+                                   index=args.index, index_file=args.index_file)  # fmt: skip
+    except KeyboardInterrupt:
+        kept = f"what was encoded is in {args.folder}: the same command goes on" if args.folder else "nothing is kept"
+        print(f"\ninterrupted; {kept}", file=sys.stderr)
+        sys.exit(130)
     show(retriever.search_scored([args.query], args.k)[0])
 
 

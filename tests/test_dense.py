@@ -2,6 +2,7 @@
 
 import doctest
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -469,11 +470,6 @@ def test_an_index_that_does_not_fit_is_one_line(tmp_path):
 
 # ----------------------------------------------------------------------------------------------- command line
 
-def run(*arguments):
-    command = [sys.executable, str(Path(dense.__file__)), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
 def test_the_command_searches_a_corpus(tmp_path, monkeypatch, capsys):
     (tmp_path / "corpus.jsonl").write_text('{"id": "1", "text": "Varen lies on the river"}\n{"id": "2", "text": "ana bell"}\n')
     encoder = make_tiny_encoder(tmp_path / "tiny", WORDS)
@@ -482,6 +478,17 @@ def test_the_command_searches_a_corpus(tmp_path, monkeypatch, capsys):
     dense.main()
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("1.   1.000  [2] ") and len(files(tmp_path / "vectors")) == 1
+
+
+def test_an_interrupted_command_says_where_its_work_is(tmp_path, monkeypatch, capsys):
+    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "text": "ana bell"}')
+    monkeypatch.setattr(dense, "Encoder", lambda *_: Hashed(stop=0))
+    for options, said in ((["--folder", str(tmp_path / "v")], "is in .*/v: the same command goes on"), ([], "nothing is kept")):
+        corpus = ["--corpus", str(tmp_path / "corpus.jsonl"), "--encoder", "any"]
+        monkeypatch.setattr(sys, "argv", ["dense.py", "ana", *corpus, *options])
+        with pytest.raises(SystemExit, match="130"):
+            dense.main()
+        assert re.search(f"interrupted; .*{said}", capsys.readouterr().err)
 
 
 def test_a_query_without_a_corpus_is_one_line_and_without_a_query_there_is_a_demonstration(monkeypatch, capsys):
