@@ -119,6 +119,17 @@ def test_a_server_that_drips_is_left_at_the_time_limit(serve, where):
         assert str(fault) == "nothing within 0.3 s" and fault.retry and fault.down
 
 
+def test_a_wait_that_begins_late_ends_at_the_same_time_limit(serve):
+    def stops(sock, head):  # a byte after 0.25 s: a limit of 0.3 s for each wait would end at 0.55 s
+        time.sleep(0.25)
+        sock.sendall(DRIPS["headers"])
+        time.sleep(1)
+
+    server, start = serve(stops), time.perf_counter()
+    fault_of(server.url, timeout=0.3)
+    assert time.perf_counter() - start < 0.5
+
+
 def test_the_time_limit_holds_over_all_redirects_together(serve):
     def onward(sock, head):  # ten hops of 0.15 s each would be 1.5 s
         time.sleep(0.15)

@@ -1,6 +1,7 @@
 """web.py: over real sockets, with everything a search API, a page or a name can do to us."""
 
 import contextlib
+import doctest
 import gzip
 import json
 import socket
@@ -191,6 +192,11 @@ def test_the_third_round_is_the_last_and_candidates_beyond_3k_are_not_visited(si
     web = searcher(site)
     assert web.search(["q"], 2) == [[]]
     assert set(site.visits) == {f"/{i}" for i in range(6)} and web.counts["http_errors"] == 6 and web.counts["empty_slots"] == 2
+
+
+def test_a_snippet_of_a_result_beyond_3k_is_not_used(site):
+    site.results = lambda query: [{"url": f"{site.base}/{i}", "content": "s" * (i > 2)} for i in range(9)]
+    assert searcher(site).search(["q"], 1) == [[]]
 
 
 def test_fewer_results_than_wanted_are_no_fault(site):
@@ -657,6 +663,13 @@ def test_the_passage_is_the_window_with_most_words_of_the_query():
     assert len(found.split()) == 100 and "filler Ana Bell was born in Kelmouth filler" in found
 
 
+def test_what_was_found_stands_in_the_middle_of_the_passage():
+    # 20 words a window, blocks of 4: word 100 is in block 25, hence in the windows that begin at blocks 21 to 25. The middle
+    # one is block 23: words 92 to 111.
+    text = " ".join("ana" if i == 100 else str(i) for i in range(300))
+    assert passage(text, "Ana", words=20).split()[0] == "92" and passage(text, "Ana", words=20).split()[-1] == "111"
+
+
 def test_a_passage_without_a_word_of_the_query_is_the_beginning_and_a_short_text_is_whole():
     text = " ".join(map(str, range(1000)))
     assert passage(text, "ana", words=10) == "0 1 2 3 4 5 6 7 8 9"
@@ -911,6 +924,11 @@ def test_every_visit_has_one_outcome(site):
     web.search(["q"], 3)
     reasons = "fetched http_errors redirects wrong_type connection_errors empty refused_hosts timeouts unexpected".split()
     assert sum(web.counts[reason] for reason in reasons) == 7
+
+
+def test_the_worked_examples_are_true():
+    result = doctest.testmod(module)
+    assert result.attempted >= 5 and result.failed == 0
 
 
 def test_the_file_shows_documents_and_why_other_slots_were_empty(capsys, monkeypatch):
