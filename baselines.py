@@ -37,8 +37,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cross_model import read_answer
-from data import Document, InputError, Question, append_jsonl, finished_records, run_main
-from eval import FORMATS, SHARED, material, prediction_record
+from data import Document, InputError, Question, run_main
+from eval import SHARED, material, prediction_record
 from llm import chat_text, load_llm, without_thinking
 from metrics import last_boxed
 from policy import best_device
@@ -54,6 +54,7 @@ from recipes import (
     resolve,
     search_seconds,
 )
+from records import append_jsonl, finished_records
 from report import summarise, table
 from retriever import BM25
 from rollout import Environment, Limits, SearchFunction, Trajectory, context_of, encode, sample_turns, seeded
@@ -605,7 +606,6 @@ def check_folder(folder: Path, recipe: Recipe, options: dict) -> None:
 
 
 def record_of(trajectory: Trajectory, method: str, dataset: str) -> dict:
-    FORMATS.setdefault(BASELINE.name, lambda t: t.answer is not None)
     return {**prediction_record(trajectory, 0), "method": method, **({"dataset": dataset} if dataset else {})}
 
 

@@ -31,7 +31,8 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
-from data import InputError, Question, append_jsonl, finished_records, load_attempts, run_main
+from data import InputError, Question, load_attempts, run_main
+from records import append_jsonl, finished_records
 
 # ------------------------------------------------------------------------------------------------------- difficulty
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cross_model import answer_from_evidence
-from data import InputError, Question, append_jsonl, finished_records, load_datasets, run_main
+from data import InputError, Question, load_datasets, run_main
 from judge import Judge
 from llm import weights_version
 from metrics import rouge
@@ -57,6 +57,7 @@ from recipes import (
     rollout_settings,
     stage_folder,
 )
+from records import append_jsonl, finished_records
 from rewards import (
     arena_format,
     arena_scores,
@@ -88,6 +89,7 @@ FORMATS = {  # protocol -> is the format right?
     "r_search": r_search_format,
     "when_to_search": when_to_search_format,
     "arena": arena_format,
+    "baseline": lambda t: t.answer is not None,  # baselines.py
 }
 
 
@@ -240,7 +242,7 @@ def write_records(path: Path, records: list[dict]) -> None:
 SHARED = [
     "recipe", "stage", "model", "data", "corpus", "skip_bad", "prompt_file", "runs", "name", "seed", "world_seed", "protocol",
     "retrieval", "temperature", "top_p", "max_searches", "max_turn_tokens", "max_context", "rollout_batch_size", "notices",
-    "retriever", "retriever_url", "encoder", "vectors", "allow_private", "title_boost", "documents_per_search",
+    "retriever", "retriever_url", "encoder", "vectors", "index_file", "allow_private", "title_boost", "documents_per_search",
     "document_tokens", "summarizer", "summarizer_model", "search_timeout", "search_retries", "load_in_8bit", "llm_timeout",
     "llm_retries", "llm_cache",
 ]  # fmt: skip
@@ -397,7 +399,10 @@ def roll_out(recipe: Recipe, options: dict, datasets: dict[str, list[Question]],
     if done:
         print(f"{len(done)} of {len(questions) * samples} predictions are there already (--fresh makes them anew)")
     dataset_of = {q.id: name for name, some in datasets.items() for q in some} if len(datasets) > 1 else None
-    return evaluate(policy, tokenizer, questions, search, recipe, samples, out, done=done, dataset_of=dataset_of)
+    records = evaluate(policy, tokenizer, questions, search, recipe, samples, out, done=done, dataset_of=dataset_of)
+    if counted := getattr(search, "report", None):
+        print(counted())
+    return records
 
 
 def demo(arguments: list[str] | None = None) -> None:

@@ -25,7 +25,8 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -190,6 +191,26 @@ def shown(text: str) -> str:
         text = json.loads(text)["error"]["message"]
     line = " ".join(str(text).split())
     return line if len(line) <= 120 else line[:120] + " ..."
+
+
+class LRU:
+    """The `size` entries that were used last, for any number of threads; 0 keeps none."""
+
+    def __init__(self, size: int):
+        self.size, self.entries, self.lock = size, OrderedDict(), threading.Lock()
+
+    def get(self, key: Hashable):
+        with self.lock:
+            if key in self.entries:
+                self.entries.move_to_end(key)
+            return self.entries.get(key)
+
+    def put(self, key: Hashable, value: object) -> None:
+        with self.lock:
+            self.entries[key] = value
+            self.entries.move_to_end(key)
+            while len(self.entries) > self.size:
+                self.entries.popitem(last=False)
 
 
 # --------------------------------------------------------------------------------------------- on one screen

@@ -39,10 +39,11 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from data import InputError, append_jsonl, run_main
+from data import InputError, run_main
 from fetch import MAX_BACKOFF, Fault, fetch_json, host_of, retrying, shown
 from policy import evaluating, first_line, load_tokenizer
 from prompts import special_texts, strip_tags
+from records import append_jsonl
 from rollout import context_of, end_ids, plain_generation
 
 Request = tuple[str, str]  # (instruction, text)

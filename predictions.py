@@ -23,20 +23,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from data import (
-    InputError,
-    Layout,
-    Question,
-    first_line,
-    load_datasets,
-    read_records,
-    report_skipped,
-    run_main,
-    short,
-    type_name,
-)
+from data import InputError, Layout, Question, load_datasets, run_main
 from metrics import rouge, score_answer
 from prompts import PROTOCOLS
+from records import first_line, read_records, report_skipped, short, type_name
 from report import compare, comparison_markdown, comparison_table, markdown, summarise, table
 
 PUNCTUATION = ("space", "delete")

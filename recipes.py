@@ -87,7 +87,7 @@ class Recipe:
     model: str = setting("", 'HF causal LM, a directory or a hub name; "" = the tiny built-in model')
     start_from: str = setting("", "checkpoint to start from; default: stage 2 from its run's stage 1, else --model")
     data: str = setting("", 'question files, comma-separated; "" = the built-in world')
-    corpus: str = setting("", 'passages; "from-data" takes the records\' own paragraphs; "" = the built-in world\'s')
+    corpus: str = setting("", 'passages: a file, a folder of texts, or "from-data": the records\' own')
     skip_bad: bool = setting(False, "count malformed records and go on")
     mix: str = setting("", 'shares of the kinds of question in every step, as "kind=weight,..."; "" = as they come')
     prompt_file: str = setting("", "a text file whose content replaces the protocol's instruction")
@@ -116,6 +116,7 @@ class Recipe:
     retriever_url: str = setting("", "http: a server's address; web: a search API's, with {query} in it")
     encoder: str = setting("", "dense: a HF encoder such as intfloat/e5-base-v2, a directory or a hub name")
     vectors: str = setting("", "dense: folder where vectors are kept; default: runs/vectors")
+    index_file: str = setting("", "dense: a FAISS index of the corpus, row i for passage i, in place of our vectors")
     allow_private: bool = setting(False, "web: pages may come from this machine and its network")
     title_boost: int = setting(1, "how often BM25 counts a passage's title", least=0)
     documents_per_search: int = setting(5, "passages per query", least=1)
@@ -442,8 +443,8 @@ def build_search(recipe: Recipe, documents: list[Document], device="cpu") -> Sea
         return make_search(make_retriever("empty", []))
     retriever = make_retriever(
         recipe.retriever, documents, recipe.seed, recipe.title_boost, url=recipe.retriever_url, encoder=recipe.encoder,
-        folder=recipe.vectors or str(Path(recipe.runs) / "vectors"), device=device, timeout=recipe.search_timeout, retries=0,
-        allow_private=recipe.allow_private,
+        folder=recipe.vectors or str(Path(recipe.runs) / "vectors"), index_file=recipe.index_file, device=device,
+        timeout=recipe.search_timeout, retries=0, allow_private=recipe.allow_private,
     )  # fmt: skip
     llm = build_llm(recipe, recipe.summarizer_model, device) if recipe.summarizer == "llm" and recipe.summarizer_model else None
     return make_search(retriever, make_summarizer(recipe.summarizer, llm, recipe.summary_log), recipe.documents_per_search)

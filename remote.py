@@ -26,11 +26,11 @@ import socket
 import sys
 import threading
 import time
-from collections import OrderedDict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from data import Document, InputError, from_abstract, from_contents, from_title_text, id_field, run_main, short
-from fetch import Fault, fetch_json, host_of, retrying, shown
+from data import Document, InputError, from_abstract, from_contents, from_title_text, run_main
+from fetch import LRU, Fault, fetch_json, host_of, retrying, shown
+from records import id_field, short
 
 REPLY_FIELD = {"/retrieve": "result", "/queries": "answers"}  # path -> where its reply has the lists
 NUMBER_FIELD = {"/retrieve": "topk", "/queries": "k"}
@@ -56,7 +56,7 @@ class HttpRetriever:
                  backoff: float = 0.5):  # fmt: skip
         host_of(url, "http://host:port")
         self.timeout, self.retries, self.batch_size, self.backoff = timeout, retries, batch_size, backoff
-        self.cache = Recent(cache_size)
+        self.cache = LRU(cache_size)
         self.base, self.path = self.find_protocol(url.rstrip("/"))
 
     def find_protocol(self, url: str) -> tuple[str, str]:
@@ -91,26 +91,6 @@ class HttpRetriever:
         scores = {"return_scores": True} if path == "/retrieve" else {}
         reply = fetch_json(base + path, {"queries": queries, NUMBER_FIELD[path]: k, **scores}, timeout=self.timeout)
         return read_reply(reply, REPLY_FIELD[path], len(queries), k)
-
-
-class Recent:
-    """The `size` results that were used last; any number of threads may ask."""
-
-    def __init__(self, size: int):
-        self.size, self.items, self.lock = size, OrderedDict(), threading.Lock()
-
-    def get(self, key: tuple) -> list[Document] | None:
-        with self.lock:
-            if key in self.items:
-                self.items.move_to_end(key)
-            return self.items.get(key)
-
-    def put(self, key: tuple, documents: list[Document]) -> None:
-        with self.lock:
-            self.items[key] = documents
-            self.items.move_to_end(key)
-            while len(self.items) > self.size:
-                self.items.popitem(last=False)
 
 
 def read_reply(reply: object, field: str, count: int, k: int) -> list[list[Document]]:

@@ -191,6 +191,7 @@ class Options(NamedTuple):
     url: str  # http, web
     encoder: str  # dense: a HF directory or a hub name
     folder: str  # dense: where vectors are kept
+    index_file: str  # dense: a FAISS index of these passages
     device: str  # dense
     timeout: float  # http: seconds per try
     retries: int  # http
@@ -203,7 +204,7 @@ def make_dense(documents: list[Document], chosen: Options):
         raise InputError("retriever dense needs an encoder: give --encoder with a HF directory or a hub name")
     from dense import DenseRetriever  # here and not above: BM25 loads no torch
 
-    return DenseRetriever(documents, chosen.encoder, folder=chosen.folder, device=chosen.device)
+    return DenseRetriever(documents, chosen.encoder, folder=chosen.folder, device=chosen.device, index_file=chosen.index_file)
 
 
 def make_http(documents: list[Document], chosen: Options):
@@ -219,7 +220,8 @@ def make_web(documents: list[Document], chosen: Options):
         raise InputError("retriever web needs a search API: give its address with --retriever_url")
     from web import WebRetriever
 
-    return WebRetriever(chosen.url, allow_private=chosen.allow_private)
+    ports = () if chosen.allow_private else (80, 443)  # what runs on this network seldom has port 80
+    return WebRetriever(chosen.url, allow_private=chosen.allow_private, ports=ports)
 
 
 RETRIEVERS: dict[str, Callable] = {
@@ -234,13 +236,13 @@ RETRIEVERS: dict[str, Callable] = {
 
 
 def make_retriever(name: str, documents: list[Document], seed: int = 0, title_boost: int = 1, *, url: str = "",
-                   encoder: str = "", folder: str = "", device: str = "cpu", timeout: float = 60.0, retries: int = 2,
-                   cache_size: int = 10_000, allow_private: bool = False):  # fmt: skip
+                   encoder: str = "", folder: str = "", index_file: str = "", device: str = "cpu", timeout: float = 60.0,
+                   retries: int = 2, cache_size: int = 10_000, allow_private: bool = False):  # fmt: skip
     """The retriever of that name over these documents (http, web, empty and oracle need none). `Options` says which of them
     wants which setting. Raises InputError for a name or a setting that is missing, and where a server does not answer."""
     if name not in RETRIEVERS:
         raise InputError(f"unknown retriever {name!r}: one of {', '.join(RETRIEVERS)}")
-    chosen = Options(seed, title_boost, url, encoder, folder, device, timeout, retries, cache_size, allow_private)
+    chosen = Options(seed, title_boost, url, encoder, folder, index_file, device, timeout, retries, cache_size, allow_private)
     return RETRIEVERS[name](documents, chosen)
 
 
@@ -426,13 +428,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--title_boost", type=int, default=1, help="bm25: how often the title counts")
     parser.add_argument("--encoder", default="", help="dense: a HF directory or a hub name")
     parser.add_argument("--folder", default="", help="dense: where the passages' vectors are kept")
+    parser.add_argument("--index_file", default="", help="dense: a FAISS index whose row i is passage i")
     parser.add_argument("--device", default="cpu", help="dense")
     parser.add_argument("--seed", type=int, default=0)
 
 
 def made(args: argparse.Namespace, documents: list[Document], **more):
     return make_retriever(args.retriever, documents, args.seed, args.title_boost,
-                          encoder=args.encoder, folder=args.folder, device=args.device, **more)  # fmt: skip
+                          encoder=args.encoder, folder=args.folder, index_file=args.index_file, device=args.device,
+                          **more)  # fmt: skip
 
 
 def main() -> None:

@@ -30,10 +30,11 @@ import torch
 from tqdm import tqdm
 
 from curriculum import QuestionStream
-from data import InputError, Question, load_questions, read_records, run_main, short
+from data import InputError, Question, load_questions, run_main
 from llm import chat_text
 from policy import Policy, best_device, last_column, load_policy, lr_factor, make_optimizer, micro_batches, save_policy
 from prompts import Protocol, as_protocol, build_prompt, forbidden_texts, number_documents, special_texts, strip_tags
+from records import read_records, short
 from rollout import Trajectory, encode, trajectory_from_text
 from summarizer import NO_FACT, SummaryPair, read_summary_log, summary_request
 

@@ -24,9 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from data import Document, InputError, Question, SearchRequest, SearchResult, append_jsonl, open_error, run_main
+from data import Document, InputError, Question, SearchRequest, SearchResult, run_main
 from llm import without_thinking
 from prompts import number_documents
+from records import append_jsonl, open_error
 
 Summarize = Callable[[list[SearchRequest], list[list[Document]]], list[SearchResult]]
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
@@ -211,6 +212,8 @@ def make_search(retriever, summarizer: Summarize | None = None, k: int = 5) -> S
     def search(requests: list[SearchRequest]) -> list[SearchResult]:
         return summarize(requests, retrieve(retriever, requests, k)) if requests else []
 
+    if hasattr(retriever, "report"):
+        search.report = retriever.report  # what the web retriever counted, for a log
     return search
 
 

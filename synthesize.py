@@ -30,10 +30,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from curriculum import bucket
-from data import InputError, Question, append_jsonl, finished_records, load_questions, run_main
+from data import InputError, Question, load_questions, run_main
 from llm import load_llm
 from metrics import choice_letter, normalize_answer
 from prompts import question_text
+from records import append_jsonl, finished_records
 
 QUESTION_WORDS, OPTION_WORDS, OPTIONS = (4, 200), (1, 40), (3, 10)  # at least and at most
 WRITE = (

@@ -29,8 +29,7 @@ a name that is public when it is checked and private when it is connected to (DN
 checked the same way. For pages no http proxy is used: it would look the name up itself. The search API is the user's own
 choice: it may be local, and a proxy of the environment is used for it.
 Traps: the end of a page may never come (cut at `max_bytes`, and what was read is used), a gzip of 1 MB may hold 1 GB
-(unpacked under the same limit), html.parser needs hours for a hostile megabyte (PARSE_SECONDS), and the texts depend on
-whether `trafilatura` is installed (`report` says which).
+(unpacked under the same limit), and the texts depend on whether `trafilatura` is installed (`report` says which).
 Left out: JavaScript, PDF, cookies, robots.txt, a second page of results, remembering which servers failed.
 """
 
@@ -45,29 +44,26 @@ import json
 import math
 import os
 import queue
-import re
 import socket
 import ssl
 import threading
 import time
 import urllib.parse
 import zlib
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
-from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from typing import NamedTuple
 
 from data import Document, InputError, run_main
-from fetch import Fault, TimedResponse, fetch_json, host_of, left, shown
+from fetch import LRU, Fault, TimedResponse, fetch_json, host_of, left, shown
+from page import SILENT, decode, html_to_text, lines, one_line, parse_html
 from retriever import tokenize
 
 ROUNDS = 3
-MAX_TEXT = 100_000  # characters of a page that are kept and looked through
 MAX_QUERY = 400  # characters of a query that the API gets: many refuse more, and the policy may write anything
-PARSE_SECONDS = 1.0  # of one core, for one page
 API_BYTES = 4 * 2**20
 EXAMPLE = "http://host/search?format=json&q={query}"
 PROBE = "encyclopedia"
@@ -165,7 +161,7 @@ class Pinned(http.client.HTTPConnection):
             self.sock = self.tls.wrap_socket(self.sock, server_hostname=self.host)
 
 
-# ----------------------------------------------------------------------------------------- bytes -> text
+# ------------------------------------------------------------------------------------- bytes -> a passage
 
 def body_of(response: http.client.HTTPResponse, max_bytes: int) -> tuple[bytes, bool]:
     """(the body, unpacked, at most `max_bytes` of it; was it cut off?)"""
@@ -183,112 +179,6 @@ def body_of(response: http.client.HTTPResponse, max_bytes: int) -> tuple[bytes, 
     elif packing != "identity":
         raise Skip("wrong_type")
     return bytes(body[:max_bytes]), len(body) > max_bytes
-
-
-def decode(body: bytes, charset: str | None) -> str:
-    """The text: by its byte order mark, the header's charset, a meta tag's, or else UTF-8. Never raises.
-
-    >>> decode("Kelmöuth".encode("latin-1"), "iso-8859-1"), decode("Kelmöuth".encode(), "no-such")
-    ('Kelmöuth', 'Kelmöuth')
-    """
-    meta = re.search(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?([\w-]{1,40})", body[:4096], re.IGNORECASE)
-    name = charset or (meta[1].decode() if meta else "utf-8")
-    for mark, marked in ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16")):
-        name = marked if body.startswith(mark) else name
-    # Trap: Python also knows codecs ("punycode", "unicode_escape") that no page is written in, some of them very slow.
-    if not re.match(r"(?i)utf-?(8|16)|iso|windows|cp\d|koi8|gb|big5|euc|shift|ascii|us-ascii|latin", name):
-        name = "utf-8"
-    try:
-        return body.decode(name, errors="replace")
-    except (LookupError, ValueError):
-        return body.decode(errors="replace")
-
-
-_SILENT = frozenset("script style noscript svg template iframe object select textarea".split())
-_FRAME = frozenset("nav header footer form aside button".split())
-_BLOCKS = frozenset(
-    "address article blockquote body br dd details div dl dt figcaption figure h1 h2 h3 h4 h5 h6 head hr html li main ol p pre "
-    "section summary table tbody td tfoot th thead title tr ul".split()
-)
-
-
-class _Enough(Exception):
-    pass
-
-
-class _Reader(HTMLParser):
-    """The title and the text outside of the elements `silent`; a block's end is a line's end."""
-
-    def __init__(self, silent: frozenset[str]):
-        super().__init__()
-        self.silent, self.title, self.in_title = silent, "", False
-        self.within, self.depth = "", 0  # the silent element we are in, and how many of its kind are open
-        self.pieces: list[str] = []
-        self.length, self.until = 0, time.thread_time() + PARSE_SECONDS
-
-    def handle_starttag(self, tag, attrs):
-        if self.within:
-            self.depth += tag == self.within
-        elif tag in self.silent:
-            self.within, self.depth = tag, 1
-        else:
-            self.in_title = tag == "title" and not self.title  # any other tag ends a title that was not closed
-            self.pieces.append("\n" if tag in _BLOCKS else "")
-
-    def handle_endtag(self, tag):
-        if tag == self.within:
-            self.depth -= 1
-            self.within = self.within if self.depth else ""
-        elif not self.within:
-            self.in_title = False
-            self.pieces.append("\n" if tag in _BLOCKS else "")
-
-    def handle_data(self, data):
-        if self.in_title:
-            self.title += data
-        elif not self.within:
-            self.pieces.append(data)
-            self.length += len(data)
-        # Trap: "<a <a <a ..." makes html.parser quadratic; each of its steps passes here.
-        if self.length > MAX_TEXT or time.thread_time() > self.until:
-            raise _Enough
-
-
-def html_to_text(html: str) -> tuple[str, str]:
-    """(title, text) of a page, one line per block, by `trafilatura` where it is installed. Never raises.
-
-    >>> html_to_text("<title>Ana</title><nav>menu</nav><p>Ana &amp; Bo<p>left <b>Kel</b>mouth")
-    ('Ana', 'Ana & Bo\\nleft Kelmouth')
-    """
-    title, text = _parse(html, _SILENT | _FRAME)
-    if not text:  # whole pages stand inside a <form>, or behind a <header> that nobody closed
-        title, text = _parse(html, _SILENT)
-    return title, _main_text(html) or text
-
-
-def _parse(html: str, silent: frozenset[str]) -> tuple[str, str]:
-    reader = _Reader(silent)
-    with contextlib.suppress(_Enough, AssertionError, ValueError, RecursionError):  # html.parser asserts things about a page
-        reader.feed(html.replace("<![", "<! ["))  # such as that nothing unknown stands behind "<!["
-        reader.close()
-    return one_line(reader.title)[:200], lines("".join(reader.pieces))
-
-
-def _main_text(html: str) -> str:
-    try:
-        import trafilatura
-
-        return lines(trafilatura.extract(html, include_comments=False) or "")
-    except Exception:  # not installed; or a page that lxml, or the rules on top of it, stumble over
-        return ""
-
-
-def lines(text: str) -> str:
-    return "\n".join(filter(None, map(one_line, text[:MAX_TEXT].splitlines())))
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def passage(text: str, query: str, words: int = 150) -> str:
@@ -358,31 +248,11 @@ def _hit(result: object) -> Hit | None:
     if not isinstance(result, dict) or not (url := field("url", "link")):
         return None
     snippet = field("content", "snippet", "description")
-    snippet = _parse(snippet, _SILENT)[1] if "<" in snippet else snippet  # some APIs print what was found in bold
+    snippet = parse_html(snippet, SILENT)[1] if "<" in snippet else snippet  # some APIs print what was found in bold
     return Hit(url.partition("#")[0], one_line(field("title", "name"))[:200], one_line(snippet)[:1000])
 
 
 # ------------------------------------------------------------------------ kept, paced and done in parallel
-
-class LRU:
-    """The `size` entries used last."""
-
-    def __init__(self, size: int):
-        self.size, self.entries, self.lock = size, OrderedDict(), threading.Lock()
-
-    def get(self, key: Hashable):
-        with self.lock:
-            if key in self.entries:
-                self.entries.move_to_end(key)
-            return self.entries.get(key)
-
-    def put(self, key: Hashable, value: object) -> None:
-        with self.lock:
-            self.entries[key] = value
-            self.entries.move_to_end(key)
-            if len(self.entries) > self.size:
-                self.entries.popitem(last=False)
-
 
 class Pace:
     """At most `rate` calls per second, evenly spaced, over all threads; 0 is no limit."""

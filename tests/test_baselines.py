@@ -34,21 +34,17 @@ from baselines import (
     said_answer,
     user_text,
 )
-from data import Document, InputError, Question, SearchResult, finished_records
-from eval import FORMATS, grade
+from data import Document, InputError, Question, SearchResult
+from eval import grade
 from llm import LLM
 from policy import save_policy
 from prompts import PROTOCOLS, frame_documents
+from records import finished_records
 from rollout import Limits, trajectory_from_text
 
 HOTPOTQA = Path(__file__).parents[2] / "shared" / "data" / "hotpotqa" / "hf_layout_dev_distractor_20.jsonl"
 ANA = Question("ana", "Which country was Ana Bell born in?", ["Norland"])
 NEVER = "Hard to say, as the archives burned"  # names no answer
-
-
-@pytest.fixture(autouse=True)
-def graded_here_only(monkeypatch):
-    monkeypatch.setitem(FORMATS, "baseline", lambda t: t.answer is not None)
 
 
 class Library:

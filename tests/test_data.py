@@ -16,18 +16,16 @@ from data import (
     Document,
     InputError,
     Question,
-    append_jsonl,
     corpus_from_questions,
     detect_layout,
-    finished_records,
     first_layout,
     load_attempts,
     load_corpus,
     load_datasets,
     load_questions,
     save_questions,
-    short,
 )  # fmt: skip
+from records import append_jsonl, finished_records, short
 
 ROOT = Path(__file__).resolve().parents[1]
 SLICES = ROOT.parent / "shared" / "data"

@@ -62,7 +62,7 @@ def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol
 # ------------------------------------------------------------------------------------------ the other protocols
 
 def test_every_protocol_has_a_format_of_its_own():
-    assert set(evaluation.FORMATS) == set(PROTOCOLS)
+    assert set(evaluation.FORMATS) == {*PROTOCOLS, "baseline"}
     for name in PROTOCOLS:
         if name != "ur2_search":  # the stories are told in the papers' own tags
             assert grade(tell(STORIES[0], name))["format"] == 1, name

@@ -15,8 +15,9 @@ from transformers import GenerationConfig
 
 import llm
 from data import InputError
-from llm import Cache, LocalLLM, ServerLLM, append_jsonl, chat_text, load_llm, without_thinking
+from llm import Cache, LocalLLM, ServerLLM, chat_text, load_llm, without_thinking
 from policy import save_policy
+from records import append_jsonl
 
 
 def said(content) -> bytes:

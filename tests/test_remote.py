@@ -17,7 +17,7 @@ import pytest
 import remote
 from data import Document, InputError, load_corpus
 from fetch import Fault
-from remote import HttpRetriever, Recent, RetrievalServer, read_document, search_scored
+from remote import LRU, HttpRetriever, RetrievalServer, read_document, search_scored
 from retriever import BM25, EmptyRetriever, OracleRetriever, RandomRetriever
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -251,7 +251,7 @@ def test_what_a_caller_does_with_a_list_does_not_change_what_is_remembered(start
 
 
 def test_the_latest_used_results_are_remembered_and_size_0_remembers_none(start):
-    recent = Recent(2)
+    recent = LRU(2)
     recent.put("a", [1]), recent.put("b", [2])
     assert recent.get("a") == [1]  # now b is the oldest
     recent.put("c", [3])

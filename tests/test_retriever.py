@@ -246,18 +246,19 @@ def test_a_dense_retriever_gets_its_settings(monkeypatch):
     dense = pytest.importorskip("dense")
 
     class Told:
-        def __init__(self, documents, encoder, *, folder, device):
-            self.told = documents, encoder, folder, device
+        def __init__(self, documents, encoder, *, folder, device, index_file):
+            self.told = documents, encoder, folder, device, index_file
 
     monkeypatch.setattr(dense, "DenseRetriever", Told)
-    made = make_retriever("dense", documents("a"), encoder="e5", folder="f", device="cuda")
-    assert made.told == (documents("a"), "e5", "f", "cuda")
+    made = make_retriever("dense", documents("a"), encoder="e5", folder="f", index_file="i", device="cuda")
+    assert made.told == (documents("a"), "e5", "f", "cuda", "i")
 
 
 def test_so_do_the_ones_that_ask_elsewhere(monkeypatch):
     web = pytest.importorskip("web")
-    monkeypatch.setattr(web, "WebRetriever", lambda api, *, allow_private: (api, allow_private))
-    assert make_retriever("web", [], url="http://x/?q={query}", allow_private=True) == ("http://x/?q={query}", True)
+    monkeypatch.setattr(web, "WebRetriever", lambda api, *, allow_private, ports: (api, allow_private, ports))
+    assert make_retriever("web", [], url="http://x/?q={query}") == ("http://x/?q={query}", False, (80, 443))
+    assert make_retriever("web", [], url="x", allow_private=True) == ("x", True, ())  # nor need it be on a usual port
     with RetrievalServer(BM25(documents("cat", "dog")), port=0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"

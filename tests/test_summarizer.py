@@ -6,7 +6,8 @@ import pytest
 
 import summarizer
 from data import Document, InputError, Question, SearchRequest, SearchResult
-from llm import LocalLLM, append_jsonl
+from llm import LocalLLM
+from records import append_jsonl
 from retriever import OracleRetriever
 from summarizer import (
     INSTRUCTION,
