@@ -106,13 +106,13 @@ def test_a_server_that_drips_is_left_at_the_time_limit(serve, where):
     # A byte every 50 ms never reaches a socket's own limit of 0.3 s; 100 of them would take 5 s.
     def drip(sock, head):
         sock.sendall(DRIPS[where])
-        for _ in range(100):
+        for _ in range(400):  # 20 s
             sock.sendall(b"x")
             time.sleep(0.05)
 
     server, start = serve(drip), time.perf_counter()
     fault = fault_of(server.url, timeout=0.3)
-    assert time.perf_counter() - start < 0.6
+    assert time.perf_counter() - start < 8
     if where == "error's body":  # what it says of the error need not be whole, and stays a 404: no second try
         assert str(fault).startswith("HTTP 404") and not fault.retry
     else:
@@ -120,14 +120,14 @@ def test_a_server_that_drips_is_left_at_the_time_limit(serve, where):
 
 
 def test_a_wait_that_begins_late_ends_at_the_same_time_limit(serve):
-    def stops(sock, head):  # a byte after 0.25 s: a limit of 0.3 s for each wait would end at 0.55 s
-        time.sleep(0.25)
-        sock.sendall(DRIPS["headers"])
+    def stops(sock, head):  # a byte after 1 s: a limit of 1.2 s for each wait would end at 2.2 s
         time.sleep(1)
+        sock.sendall(DRIPS["headers"])
+        time.sleep(4)
 
     server, start = serve(stops), time.perf_counter()
-    fault_of(server.url, timeout=0.3)
-    assert time.perf_counter() - start < 0.5
+    fault_of(server.url, timeout=1.2)
+    assert time.perf_counter() - start < 2.1
 
 
 def test_the_time_limit_holds_over_all_redirects_together(serve):
@@ -138,14 +138,14 @@ def test_the_time_limit_holds_over_all_redirects_together(serve):
 
     server, start = serve(onward), time.perf_counter()
     assert "nothing within 0.4 s" in str(fault_of(server.url, timeout=0.4))
-    assert time.perf_counter() - start < 0.7 and len(server.heads) <= 3
+    assert time.perf_counter() - start < 1.4 and len(server.heads) <= 3
 
 
 def test_a_server_that_says_nothing_is_left_at_the_time_limit(serve):
-    server = serve(lambda sock, head: time.sleep(1))
+    server = serve(lambda sock, head: time.sleep(9))
     start = time.perf_counter()
     assert "nothing within 0.2 s" in str(fault_of(server.url, timeout=0.2))
-    assert time.perf_counter() - start < 0.5
+    assert time.perf_counter() - start < 6
 
 
 # ----------------------------------------------------------------------------------------------- limit of bytes

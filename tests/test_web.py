@@ -674,7 +674,7 @@ def test_requests_to_the_api_keep_their_distance(site):
     web = searcher(site, rate=20)
     start = time.perf_counter()
     web.search([f"q{i}" for i in range(6)], 1)
-    assert 0.25 <= time.perf_counter() - start < 0.6
+    assert time.perf_counter() - start >= 0.25
 
 
 def test_the_pace_holds_over_threads_and_zero_is_no_limit():
@@ -685,7 +685,7 @@ def test_the_pace_holds_over_threads_and_zero_is_no_limit():
     start = time.monotonic()
     for _ in range(1000):
         Pace(0).wait()
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 5  # at 50 per second it would be 20
 
 
 def test_thirty_queries_at_once_all_get_their_own_pages(site):
@@ -728,19 +728,19 @@ def test_a_search_ends_within_its_bound_when_every_page_hangs(site):
     # Q/rate + ⌈Q/threads⌉ · api_seconds + 3 · round_seconds with an API that answers at once: 3 · 0.2 s
     site.results = lambda query: [f"/{query}{i}" for i in range(6)]
     hang = threading.Event()
-    site.pages = {f"/{q}{i}": lambda sock, head: hang.wait(3) for q in "abcdefgh" for i in range(6)}
+    site.pages = {f"/{q}{i}": lambda sock, head: hang.wait(20) for q in "abcdefgh" for i in range(6)}
     web = searcher(site, threads=4, page_seconds=9.0, round_seconds=0.2)
     start = time.perf_counter()
     assert web.search(list("abcdefgh"), 2) == [[]] * 8
-    assert time.perf_counter() - start < 3 * 0.2 + 0.3
+    assert time.perf_counter() - start < 10  # 3 · 0.2, and a busy machine; without a bound 20
     assert web.counts["timeouts"] == 8 * 6  # those whose turn never came too
     hang.set()
 
 
 def test_one_slow_page_costs_its_own_limit_and_not_that_of_the_round(site):
     start = time.perf_counter()
-    assert one(site, drip, page_seconds=0.2, round_seconds=3.0) == ([], told(timeouts=1))
-    assert time.perf_counter() - start < 0.7
+    assert one(site, drip, page_seconds=0.2, round_seconds=9.0) == ([], told(timeouts=1))
+    assert time.perf_counter() - start < 6
 
 
 @pytest.mark.parametrize("first", [b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n", b"HTTP/1.1 200 OK\r\nX-Long: "])
@@ -749,28 +749,28 @@ def test_the_thread_of_a_page_that_drips_ends_too(site, first):
     web, start = searcher(site), time.monotonic()
     with pytest.raises(TimeoutError):
         web.read(site.base + "/page", start + 0.2)
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 4
 
 
 def test_a_search_ends_within_its_bound_when_the_api_hangs(site):
     # 5 queries, 2 threads: 5/50 + ⌈5/2⌉ · 0.2 = 0.7 s, and no page
     web = searcher(site, threads=2, api_seconds=0.2, rate=50)
     hang = threading.Event()
-    site.results = lambda query: hang.wait(3) and b""
+    site.results = lambda query: hang.wait(20) and b""
     start = time.perf_counter()
     with pytest.raises(Fault):
         web.search(list("abcde"), 1)
-    assert time.perf_counter() - start < 0.7 + 0.3 and web.counts["api_faults"] == 5
+    assert time.perf_counter() - start < 10 and web.counts["api_faults"] == 5
     hang.set()
 
 
 def test_a_name_whose_look_up_hangs_is_a_timeout(site, monkeypatch):
-    monkeypatch.setattr(module, "resolve", lambda host, port: time.sleep(1.5) or [])
+    monkeypatch.setattr(module, "resolve", lambda host, port: time.sleep(9) or [])
     site.results = lambda query: [{"url": "http://slow.test/"}]
     web = searcher(site, round_seconds=0.2)
     start = time.perf_counter()
     assert web.search(["q"], 1) == [[]] and web.counts["timeouts"] == 1
-    assert time.perf_counter() - start < 0.6
+    assert time.perf_counter() - start < 6
 
 
 def test_a_page_that_comes_too_late_is_there_for_the_next_search(site, monkeypatch):
@@ -839,7 +839,7 @@ def test_an_interrupt_leaves_at_once(site, monkeypatch):
     start = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         web.search(["q"], 1)
-    assert time.perf_counter() - start < 0.5
+    assert time.perf_counter() - start < 4
     assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
