@@ -450,10 +450,11 @@ def load_reader(recipe: Recipe, spec: str):
 
 def default_out(recipe: Recipe, options: dict) -> Path:
     """Never into the model's own folder: it may be a hub name, or read-only."""
-    of = Path(recipe.data).stem if recipe.data else f"world{recipe.world_seed}-{options['split']}"
+    files = "+".join(Path(name).stem for name in recipe.data.split(","))[:100]
+    of = files or f"world{recipe.world_seed}-{options['split']}"
     who = "-".join(Path(recipe.model).parts[-3:]) if recipe.model else f"warm-{recipe.protocol}"
     name = f"{who}-{of}-t{recipe.temperature:g}-{recipe.retriever}.jsonl"
-    return Path(recipe.runs) / "predictions" / re.sub(r"[^\w.-]+", "", name).lstrip("-.")
+    return Path(recipe.runs) / "predictions" / re.sub(r"[^\w.+-]+", "", name).lstrip("-.")
 
 
 if __name__ == "__main__":

@@ -231,11 +231,14 @@ def markdown(summary: dict[str, dict]) -> str:
 
 
 def comparison_lines(comparison: dict[str, dict]) -> list[list[str]]:
-    """A line per row and column: what both have, the difference with its interval, p, and who is better how often."""
+    """A line per row and column: what both have, the difference with its interval, p, and who is better how often. Of the
+    rows above "all" only what differs at all."""
     lines = [["kind", "n", "metric", "this", "other", "difference [95 %]", "p", "better", "worse"]]
     for name, row in shown_rows(comparison).items():
         for column in columns_of({name: row}):
             c = row[column]
+            if name != "all" and len(comparison) > 2 and not c["better"] + c["worse"]:
+                continue
             lines.append([name, str(row["questions"]), column, f"{c['mean']:.3f}", f"{c['other']:.3f}",
                           "{:+.3f} [{:+.3f}, {:+.3f}]".format(*c["difference"]), f"{c['p']:.3g}",
                           str(c["better"]), str(c["worse"])])  # fmt: skip
