@@ -89,7 +89,7 @@ def test_only_worlds_with_both_arms_are_compared():
 
 
 def test_no_worse_than_by_0_03_is_a_claim_that_grants_0_03():
-    claim = Claim("as good", "a paper", "costs nothing", ("with", "without"), "EM + 0.03", None, 1, 0.0)
+    claim = Claim("as good", "a paper", "costs nothing", ("with", "without"), "EM + 0.03", UP.measure, 1, 0.0, margin=0.03)
     results = {("with", 1): result(0.50), ("without", 1): result(0.52), ("with", 2): result(0.50), ("without", 2): result(0.52)}
     pairs = values(claim, results, [1, 2])
     assert pairs[0] == (pytest.approx(0.53), pytest.approx(0.52))
