@@ -33,8 +33,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data import InputError, run_main
-from recipes import FlagParser
+from errors import FlagParser, InputError, run_main
 
 DEFAULT_SEEDS = 2
 LONG = ("ppo",)  # run only if named: a critic of the policy's own size doubles the time of a step
@@ -430,7 +429,7 @@ def chosen(names: str) -> list[Claim]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = FlagParser("ablate.py", description="The papers' claims in the built-in world.", allow_abbrev=False)
+    parser = FlagParser("ablate.py", description="The papers' claims in the built-in world.")
     parser.add_argument("--seeds", type=int, default=DEFAULT_SEEDS, help="worlds per arm")
     parser.add_argument("--first_world", type=int, default=FIRST_WORLD)
     parser.add_argument("--only", default="", help=f"claims, comma-separated: {', '.join(c.name for c in CLAIMS)}")

@@ -37,14 +37,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cross_model import read_answer
-from data import Document, InputError, Question, run_main
+from data import Document, Question
+from errors import FlagParser, InputError, run_main
 from eval import SHARED, material, prediction_record
 from llm import chat_text, load_llm, without_thinking
 from metrics import last_boxed
 from policy import best_device
 from prompts import Protocol, frame_documents, last_block, parse_query, prompt_text, question_text, special_texts, strip_tags
 from recipes import (
-    FlagParser,
     Recipe,
     add_flags,
     build_protocol,
@@ -528,7 +528,7 @@ NOT_KEPT = ("runs", "resume", "skip_bad", "rollout_batch_size", "search_timeout"
 
 
 def parse(arguments: list[str]) -> tuple[Recipe, dict]:
-    parser = FlagParser("baselines.py", description="Score the methods that the papers compare with.", allow_abbrev=False)
+    parser = FlagParser("baselines.py", description="Score the methods that the papers compare with.")
     parser.add_argument("--method", default="", help=f"all, or some of {','.join(METHODS)}")
     add_flags(parser, FLAGS)
     parser.add_argument("--split", default="test", choices=["train", "dev", "test"], help="of the built-in world")

@@ -19,6 +19,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from errors import run_main
+
 GOAL, LEAST, MOST = 100, 50, 150  # words in a passage
 PIECE = 50  # words; a longer sentence is cut: of units of at most 50, passages of 50 to 150 can always be made
 PARAGRAPH, SENTENCE, INSIDE = 0.0, 400.0, 6400.0  # prices of a cut; 400 is what a passage pays that is 20 words off
@@ -194,6 +196,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from data import run_main  # here: data.py imports this file
-
     run_main(main)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 
-from data import InputError, Question, run_main
+from data import Question
+from errors import InputError, run_main
 from llm import without_thinking
 from metrics import exact_match, f1_score, last_boxed
 from prompts import find_blocks, question_text

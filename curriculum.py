@@ -31,7 +31,8 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
-from data import InputError, Question, load_attempts, run_main
+from data import Question, load_attempts
+from errors import InputError, run_main
 from records import append_jsonl, finished_records
 
 # ------------------------------------------------------------------------------------------------------- difficulty
@@ -347,7 +348,7 @@ def measure(arguments: list[str]) -> None:
     from eval import SHARED  # the model comes from files below this one, so they are imported here only
     from recipes import FlagParser, add_flags
 
-    parser = FlagParser("curriculum.py difficulty", description="Measure how hard each question is.", allow_abbrev=False)
+    parser = FlagParser("curriculum.py difficulty", description="Measure how hard each question is.")
     add_flags(parser, SHARED)
     parser.add_argument("--out", default="", help="JSONL to write; the same command goes on with it")
     parser.add_argument("--k", type=int, default=20, help="rollouts per question (default 20, as UR²)")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import grpo
 import ppo
-from data import run_main
+from errors import run_main
 
 
 def informative_groups(correct: Tensor, group_size: int) -> Tensor:

@@ -14,7 +14,6 @@ records.py reads the files; a folder of texts is a corpus too, cut by chunks.py.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
@@ -31,11 +30,11 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from chunks import passages
+from errors import FlagParser, InputError, run_main
 from metrics import last_boxed
 from records import (
     PASSAGE_COLUMNS,
     QUESTION_COLUMNS,
-    InputError,
     as_id,
     first_line,
     id_field,
@@ -52,7 +51,6 @@ from records import (
     read_records,
     read_whole,
     report_skipped,
-    run_main,
     short,
     type_name,
 )
@@ -762,7 +760,7 @@ def show(path: Path, skip_bad: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Say what a question file or a corpus file holds.")
+    parser = FlagParser(description="Say what a question file or a corpus file holds.")
     parser.add_argument("file", help="questions, passages or a folder of texts; several files with commas between them")
     parser.add_argument("--skip_bad", action="store_true", help="leave malformed records out and count them")
     args = parser.parse_args()

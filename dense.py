@@ -21,7 +21,6 @@ Left out: approximate search (but a prebuilt faiss index is read), corpora large
 
 from __future__ import annotations
 
-import argparse
 import errno
 import fcntl
 import hashlib
@@ -39,8 +38,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data import Document, InputError, load_corpus, run_main
+from data import Document, load_corpus
 from embed import POOLINGS, Encoder, check_device
+from errors import FlagParser, InputError, run_main
 
 BLOCK = 1024  # passages encoded between two writes: what an interruption can cost
 CPU_ROWS, GPU_ROWS = 2048, 65536  # rows of one product: on a CPU they stay in its cache
@@ -384,7 +384,7 @@ def show(found: list[tuple[Document, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Search a corpus with a HF encoder; without a query, a demonstration.")
+    parser = FlagParser(description="Search a corpus with a HF encoder; without a query, a demonstration.")
     parser.add_argument("query", nargs="?")
     parser.add_argument("--corpus", help="a corpus file")
     parser.add_argument("--encoder", help="an encoder's directory or hub name, such as intfloat/e5-base-v2")

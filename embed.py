@@ -34,7 +34,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data import Document, InputError, run_main
+from data import Document
+from errors import InputError, run_main
 
 Embedder = Callable[[list[str]], np.ndarray]  # n texts -> [n, d]
 

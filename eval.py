@@ -30,7 +30,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cross_model import answer_from_evidence
-from data import InputError, Question, load_datasets, run_main
+from data import Question, load_datasets
+from errors import FlagParser, InputError, run_main
 from judge import Judge
 from llm import weights_version
 from metrics import rouge
@@ -40,7 +41,6 @@ from prompts import build_prompt
 from recipes import (
     PAPER_DECODING,
     RECIPES,
-    FlagParser,
     Recipe,
     add_flags,
     answer_scores,
@@ -255,7 +255,7 @@ REPORT = ("against", "punctuation", "count_missing", "markdown", "json")
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Recipe, dict]:
-    parser = FlagParser("eval.py", description="Score a checkpoint.", allow_abbrev=False)
+    parser = FlagParser("eval.py", description="Score a checkpoint.")
     add_flags(parser, [*SHARED, "judge"])
     parser.add_argument("--split", default="test", choices=["train", "dev", "test"], help="of the built-in world")
     parser.add_argument("--questions", type=int, default=100, help="per kind in the built-in world; of a file, 0 = all")
@@ -407,7 +407,7 @@ def roll_out(recipe: Recipe, options: dict, datasets: dict[str, list[Question]],
 
 def demo(arguments: list[str] | None = None) -> None:
     """`python rollout.py "a question"`: one trajectory, search by search, of the last checkpoint or of --model."""
-    parser = FlagParser("rollout.py", description="Show one live trajectory.", allow_abbrev=False)
+    parser = FlagParser("rollout.py", description="Show one live trajectory.")
     parser.add_argument("question", nargs="?", default="", help="without one: a held-out two-hop question, or the file's first")
     add_flags(parser, SHARED)
     given = vars(parser.parse_args(arguments))

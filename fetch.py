@@ -14,7 +14,6 @@ Left out: cookies, authentication other than a header, connections that are kept
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import io
@@ -30,7 +29,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from data import InputError, run_main
+from errors import FlagParser, InputError, run_main
 
 MAX_BYTES = 64 * 2**20
 MAX_BACKOFF = 8.0  # seconds between two tries
@@ -236,7 +235,7 @@ class _Faulty(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Fetch an address; without one, a faulty server of this file's own.")
+    parser = FlagParser(description="Fetch an address; without one, a faulty server of this file's own.")
     parser.add_argument("url", nargs="*")
     urls = parser.parse_args().url
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Faulty)

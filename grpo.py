@@ -23,7 +23,7 @@ from torch import Tensor
 
 import kl
 import ppo
-from data import InputError, run_main
+from errors import InputError, run_main
 
 EPSILON = ppo.EPSILON
 

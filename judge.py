@@ -16,7 +16,8 @@ import re
 from collections.abc import Callable
 
 import rewards
-from data import Question, run_main
+from data import Question
+from errors import run_main
 from llm import without_thinking
 from prompts import question_text
 from rewards import matches

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data import InputError, run_main
+from errors import InputError, run_main
 
 # ------------------------------------------------------------------------------------------------- estimators
 

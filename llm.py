@@ -20,7 +20,6 @@ Left out: streaming, sampling, images, servers that want `max_completion_tokens`
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import importlib.util
@@ -39,7 +38,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from data import InputError, run_main
+from errors import FlagParser, InputError, run_main
 from fetch import MAX_BACKOFF, Fault, fetch_json, host_of, retrying, shown
 from policy import evaluating, first_line, load_tokenizer
 from prompts import special_texts, strip_tags
@@ -415,7 +414,7 @@ class _Echo(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ask a language model; without one, a server of this file's own.")
+    parser = FlagParser(description="Ask a language model; without one, a server of this file's own.")
     parser.add_argument("model", nargs="?", default="", help="http://host:port/v1#model, a HF directory or a hub name")
     parser.add_argument("text", nargs="*", default=["where was ana bell born?", "17 + 25", "where was ana bell born?"])
     arguments = parser.parse_args()

@@ -11,14 +11,13 @@ Left out: JavaScript, PDF, tables as anything but lines.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import time
 from html.parser import HTMLParser
 from pathlib import Path
 
-from data import run_main
+from errors import FlagParser, run_main
 
 MAX_TEXT = 100_000  # characters of a page that are kept
 PARSE_SECONDS = 1.0  # of one core, for one page
@@ -131,7 +130,7 @@ def one_line(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Show the text of an HTML file; without one, of an invented page.")
+    parser = FlagParser(description="Show the text of an HTML file; without one, of an invented page.")
     parser.add_argument("file", nargs="?", default="")
     args = parser.parse_args()
     invented = (

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
-from data import InputError, run_main
+from errors import InputError, run_main
 
 logging.disable_progress_bar()  # a bar for every checkpoint would tear the run's own bar apart
 CHUNK_LOGITS = 2**24  # logits held at once: 64 MB in fp32

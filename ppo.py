@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import kl
-from data import InputError, run_main
+from errors import InputError, run_main
 
 EPSILON = 1e-6
 

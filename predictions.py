@@ -23,7 +23,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from data import InputError, Layout, Question, load_datasets, run_main
+from data import Layout, Question, load_datasets
+from errors import FlagParser, InputError, run_main
 from metrics import rouge, score_answer
 from prompts import PROTOCOLS
 from records import first_line, read_records, report_skipped, short, type_name
@@ -289,7 +290,7 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Score predictions files without a model.")
+    parser = FlagParser(description="Score predictions files without a model.")
     parser.add_argument("files", nargs="*", help="predictions; several are several data sets, in one table")
     parser.add_argument("--data", default="", help="question files with the gold answers, comma-separated")
     parser.add_argument("--skip_bad", action="store_true", help="leave malformed records out and count them")

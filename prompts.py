@@ -21,7 +21,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data import Document, InputError, Question, run_main
+from data import Document, Question
+from errors import InputError, run_main
 from metrics import Span, find_boxed
 
 

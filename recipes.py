@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import rewards
 from cross_model import cross_answers
-from data import Document, InputError, Question, corpus_from_questions, load_corpus, load_questions, run_main
+from data import Document, Question, corpus_from_questions, load_corpus, load_questions
 from embed import Embedder, make_embedder
+from errors import FlagParser, InputError, nearest, run_main
 from judge import Judge, math_grader, right
 from llm import LLM, LocalLLM, load_llm
 from metrics import score_answer
@@ -280,16 +279,11 @@ BUILT_IN: dict[str, dict[int, dict]] = {
 def resolve(recipe: str, stage: int, built_in: bool, given: dict | None = None) -> Recipe:
     """The settings of one run: defaults, the paper's stage, the built-in world's where it is used, then `given`."""
     if recipe not in RECIPES:
-        raise InputError(f"--recipe {recipe}: unknown; one of {', '.join(RECIPES)}{_nearest(recipe, RECIPES)}")
+        raise InputError(f"--recipe {recipe}: unknown; one of {', '.join(RECIPES)}{nearest(recipe, RECIPES)}")
     if stage not in RECIPES[recipe]:
         raise InputError(f"--stage {stage}: {recipe} has stages {', '.join(map(str, RECIPES[recipe]))}")
     small = BUILT_IN[recipe][stage] if built_in else {}
     return Recipe(**{"recipe": recipe, "stage": stage, **RECIPES[recipe][stage], **small, **(given or {})})
-
-
-def _nearest(word: str, known) -> str:
-    match = difflib.get_close_matches(word, list(known), 1)
-    return f" (did you mean {match[0]}?)" if match else ""
 
 
 def check_recipe(recipe: Recipe, training: bool = True) -> Recipe:
@@ -317,7 +311,7 @@ NEEDS = {"dense": "encoder", "http": "retriever_url", "web": "retriever_url"}
 def check_value(name: str, value, limits) -> None:
     """One setting against the limits that stand beside it in `Recipe`."""
     if "one_of" in limits and value not in limits["one_of"]:
-        raise InputError(f"--{name} {value}: unknown; one of {', '.join(limits['one_of'])}{_nearest(value, limits['one_of'])}")
+        raise InputError(f"--{name} {value}: unknown; one of {', '.join(limits['one_of'])}{nearest(value, limits['one_of'])}")
     if isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"--{name} {value}: must be a finite number")
     if "least" in limits and value < limits["least"]:
@@ -533,21 +527,6 @@ def search_seconds(recipe: Recipe) -> float:
 
 # ------------------------------------------------------------------------------------------------ the command line
 
-class FlagParser(argparse.ArgumentParser):
-    """argparse whose complaint is one line, and names the nearest flag for one it does not know."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{self.prog}: {message}")
-
-    def parse_args(self, args=None, namespace=None):
-        known, rest = self.parse_known_args(args, namespace)
-        if rest:
-            flags = [option for action in self._actions for option in action.option_strings]
-            nearest = _nearest(rest[0].split("=")[0], flags)
-            raise InputError(f"{self.prog}: unknown flag {rest[0]}{nearest}; --help lists them all")
-        return known
-
-
 def boolean(text: str) -> bool:
     if text.lower() in ("true", "yes", "1"):
         return True
@@ -569,7 +548,7 @@ def add_flags(parser: argparse.ArgumentParser, names: list[str] | None = None) -
 
 def parse_recipe(arguments: list[str] | None = None) -> Recipe:
     """The command line as a Recipe."""
-    parser = FlagParser("train.py", description="Train one stage of one paper.", allow_abbrev=False)
+    parser = FlagParser("train.py", description="Train one stage of one paper.")
     add_flags(parser)
     given = vars(parser.parse_args(arguments))
     return check_recipe(resolve(given.get("recipe", "ur2"), given.get("stage", 1), not given.get("model"), given))
@@ -605,7 +584,7 @@ def markdown_table() -> str:
 
 def main() -> None:
     """The papers' settings, a row per paper and stage here, so that they fit a screen; --markdown: docs/papers.md's table."""
-    parser = FlagParser("recipes.py", description="Print the hyper-parameters of the five papers.", allow_abbrev=False)
+    parser = FlagParser("recipes.py", description="Print the hyper-parameters of the five papers.")
     parser.add_argument("--markdown", action="store_true", help="the table of docs/papers.md")
     if parser.parse_args().markdown:
         print(markdown_table())

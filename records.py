@@ -1,4 +1,4 @@
-"""A file -> its records, and the fields of a record; whatever is wrong is one line: what, where, and what to do.
+"""A file -> its records, and the fields of a record.
 
     bytes -> lines -> records      JSON lines, a JSON list, tab-separated lines, the same gzipped, parquet (with pyarrow)
     record -> fields               need(record, name, kind) and its relatives say which field is missing or of the wrong type
@@ -17,24 +17,10 @@ import os
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-
-class InputError(ValueError):
-    """Something the user gave is wrong. The message is one line: what, where, and what to do."""
-
-
-def run_main(main: Callable[[], None]) -> None:
-    """Run a file's `main`; an InputError becomes one line on stderr and exit code 2, never a traceback."""
-    try:
-        main()
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:  # `python data.py FILE | head` is not an error
-        sys.stderr.close()
-
+from errors import InputError, run_main
 
 # ------------------------------------------------------------------------------------------- file -> records
 

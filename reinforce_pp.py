@@ -22,7 +22,7 @@ from torch import Tensor
 
 import grpo
 import ppo
-from data import run_main
+from errors import run_main
 from grpo import EPSILON
 from ppo import last_model_token, token_rewards
 

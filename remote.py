@@ -18,7 +18,6 @@ Left out: encryption and passwords (put a proxy in front), several processes, co
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -28,7 +27,8 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from data import Document, InputError, from_abstract, from_contents, from_title_text, run_main
+from data import Document, from_abstract, from_contents, from_title_text
+from errors import FlagParser, InputError, run_main
 from fetch import LRU, Fault, fetch_json, host_of, retrying, shown
 from records import id_field, short
 
@@ -350,7 +350,7 @@ class _SharedWords:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ask a retrieval server; without one, a small one of this file's own.")
+    parser = FlagParser(description="Ask a retrieval server; without one, a small one of this file's own.")
     parser.add_argument("query", nargs="?", default="where was ana bell born")
     parser.add_argument("--url", default="", help="http://host:port")
     parser.add_argument("-k", type=int, default=2, help="how many passages")

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from data import InputError, run_main
+from errors import InputError, run_main
 from world import KINDS
 
 ALL_COLUMNS = (

@@ -36,7 +36,8 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from data import Document, InputError, Question, load_corpus, run_main
+from data import Document, Question, load_corpus
+from errors import FlagParser, InputError, run_main
 
 SHOW_PROGRESS_FROM = 20_000  # documents: below this the index is built before a bar could be read
 
@@ -369,7 +370,7 @@ INVENTED = [
 
 
 def search_command(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         description="Search a corpus with BM25.",
         epilog="A first word `serve` or `check` is a command, see `serve --help` and `check --help`. Capitals do not matter to "
         "a search: to look for that very word, write Serve or Check.",
@@ -391,7 +392,7 @@ def search_command(arguments: list[str]) -> None:
 def serve_command(arguments: list[str]) -> None:
     from remote import serve
 
-    parser = argparse.ArgumentParser("retriever.py serve", description="Offer a corpus to other machines: POST /retrieve.")
+    parser = FlagParser("retriever.py serve", description="Offer a corpus to other machines: POST /retrieve.")
     parser.add_argument("--corpus", required=True, help="a corpus file")
     parser.add_argument("--retriever", choices=["bm25", "dense"], default="bm25")
     add_options(parser)
@@ -402,7 +403,7 @@ def serve_command(arguments: list[str]) -> None:
 
 
 def check_command(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser("retriever.py check", description="Does a retriever answer sensibly? Exit code 1 if not.")
+    parser = FlagParser("retriever.py check", description="Does a retriever answer sensibly? Exit code 1 if not.")
     parser.add_argument("--corpus", help="a corpus file; without it and without a url, six invented passages")
     parser.add_argument("--url", "--retriever_url", default="", help="a server's address; with --corpus, it should know those")
     parser.add_argument("--retriever", choices=[name for name in RETRIEVERS if name != "oracle"],

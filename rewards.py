@@ -33,8 +33,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from data import Document, InputError, Question, run_main
+from data import Document, Question
 from embed import Embedder, cosine, tfidf_embedder
+from errors import InputError, run_main
 from metrics import cover_exact_match, exact_match, f1_score, math_equal, mean_rouge, normalize_answer, same_choice
 from prompts import PROTOCOLS, Protocol, find_answers, find_blocks, frame_documents
 

@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from data import Document, InputError, Question, SearchRequest, SearchResult, run_main
+from data import Document, Question, SearchRequest, SearchResult
+from errors import InputError, run_main
 from prompts import (
     Protocol,
     as_protocol,

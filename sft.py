@@ -30,7 +30,8 @@ import torch
 from tqdm import tqdm
 
 from curriculum import QuestionStream
-from data import InputError, Question, load_questions, run_main
+from data import Question, load_questions
+from errors import InputError, run_main
 from llm import chat_text
 from policy import Policy, best_device, last_column, load_policy, lr_factor, make_optimizer, micro_batches, save_policy
 from prompts import Protocol, as_protocol, build_prompt, forbidden_texts, number_documents, special_texts, strip_tags
@@ -336,7 +337,7 @@ METHODS = ("direct", "reasoning", "traces", "summarizer")
 def parse(arguments: list[str]):
     from recipes import FlagParser, boolean  # below this file: here only
 
-    parser = FlagParser("sft.py", description="Supervised baselines and summariser distillation.", allow_abbrev=False)
+    parser = FlagParser("sft.py", description="Supervised baselines and summariser distillation.")
     parser.add_argument("method", help=f"one of {', '.join(METHODS)}")
     parser.add_argument("--model", default="", help="HF causal LM to start from: a directory or a hub name")
     parser.add_argument("--data", default="", help="questions; for traces predictions of eval.py, for summarizer its log")

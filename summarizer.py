@@ -24,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from data import Document, InputError, Question, SearchRequest, SearchResult, run_main
+from data import Document, Question, SearchRequest, SearchResult
+from errors import InputError, run_main
 from llm import without_thinking
 from prompts import number_documents
 from records import append_jsonl, open_error

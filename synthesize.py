@@ -30,7 +30,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from curriculum import bucket
-from data import InputError, Question, load_questions, run_main
+from data import Question, load_questions
+from errors import InputError, run_main
 from llm import load_llm
 from metrics import choice_letter, normalize_answer
 from prompts import question_text
@@ -259,7 +260,7 @@ MODELS = ["llm_timeout", "llm_retries", "llm_cache", "load_in_8bit"]
 def parse(arguments: list[str]):
     from recipes import FlagParser, Recipe, add_flags  # below this file in the house: here only
 
-    parser = FlagParser("synthesize.py", description="Multiple-choice questions written by a model.", allow_abbrev=False)
+    parser = FlagParser("synthesize.py", description="Multiple-choice questions written by a model.")
     parser.add_argument("--llm", default="", help="writes and votes: http://host:port/v1#model, or a HF model")
     parser.add_argument("--answerer", default="", help="sets the difficulty; default: --llm")
     parser.add_argument("--data", default="", help="multiple-choice questions to write after")

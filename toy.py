@@ -19,7 +19,6 @@ Left out: misspellings, prose, protocols that were trained on each other's trace
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Callable
@@ -32,7 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from cross_model import INSTRUCTION as READER_INSTRUCTION
 from cross_model import reader_text
-from data import Document, Question, run_main
+from data import Document, Question
+from errors import FlagParser, run_main
 from llm import chat_text
 from policy import Policy, load_policy, save_policy
 from prompts import PROTOCOLS, Protocol, as_protocol, build_prompt, frame_documents, number_documents
@@ -559,7 +559,7 @@ def load_reader(world_seed: int = 0, runs: str = "runs") -> tuple[Policy, PreTra
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Show warm-up traces of the built-in world.")
+    parser = FlagParser(description="Show warm-up traces of the built-in world.")
     parser.add_argument("--world_seed", type=int, default=0)
     parser.add_argument("--protocol", default="ur2", choices=list(PROTOCOLS))
     arguments = parser.parse_args()

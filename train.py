@@ -44,7 +44,7 @@ import grpo
 import ppo
 import reinforce_pp
 from curriculum import QuestionStream, read_difficulty
-from data import InputError, run_main
+from errors import InputError, run_main
 from policy import (
     Batch,
     Policy,

@@ -11,12 +11,11 @@ Needs the extra `plot` (matplotlib). Left out: a page of trajectories (samples.t
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
 
-from data import InputError, run_main
+from errors import FlagParser, InputError, run_main
 
 # Panels: (title, metrics or "prefix/" for all metrics under it)
 PANELS = (
@@ -110,7 +109,7 @@ def draw(folder: Path, png: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw a run's curves.")
+    parser = FlagParser(description="Draw a run's curves.")
     parser.add_argument("run", type=Path, help="runs/NAME, or one stage of it")
     parser.add_argument("--png", action="store_true", help="draw one picture (the only view there is)")
     parser.add_argument("--out", type=Path, help="default: curves.png in the run's folder")

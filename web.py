@@ -35,7 +35,6 @@ Left out: JavaScript, PDF, cookies, robots.txt, a second page of results, rememb
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import importlib.util
@@ -57,7 +56,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from typing import NamedTuple
 
-from data import Document, InputError, run_main
+from data import Document
+from errors import FlagParser, InputError, run_main
 from fetch import LRU, Fault, TimedResponse, fetch_json, host_of, left, shown
 from page import SILENT, decode, html_to_text, lines, one_line, parse_html
 from retriever import tokenize
@@ -536,7 +536,7 @@ class _Site(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Search the web; without --api, a site of this file's own.")
+    parser = FlagParser(description="Search the web; without --api, a site of this file's own.")
     parser.add_argument("query", nargs="?", default="where was ana bell born")
     parser.add_argument("--api", default="", help=f"address of a search API, e.g. '{EXAMPLE}'")
     parser.add_argument("-k", type=int, default=3, help="how many documents")

@@ -27,7 +27,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from data import Document, Question, run_main
+from data import Document, Question
+from errors import run_main
 from prompts import number_documents
 
 # ------------------------------------------------------------------------------------------- the pieces of names

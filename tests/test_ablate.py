@@ -22,7 +22,7 @@ from ablate import (
     verdict,
     wanted_arms,
 )
-from data import InputError
+from errors import InputError
 from recipes import RECIPES, check_recipe, resolve
 
 BOTH = ("with", "without")

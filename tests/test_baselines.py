@@ -34,7 +34,8 @@ from baselines import (
     said_answer,
     user_text,
 )
-from data import Document, InputError, Question, SearchResult
+from data import Document, Question, SearchResult
+from errors import InputError
 from eval import grade
 from llm import LLM
 from policy import save_policy

@@ -4,7 +4,8 @@ import pytest
 
 import cross_model
 from cross_model import INSTRUCTION, answer_from_evidence, cross_answers, read_answer
-from data import InputError, Question
+from data import Question
+from errors import InputError
 from llm import LocalLLM
 
 WHERE = Question("q", "In which country was Ana Bell born?", ["Norland"])

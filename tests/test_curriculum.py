@@ -19,7 +19,8 @@ from curriculum import (
     parse_mix,
     read_difficulty,
 )
-from data import InputError, Question
+from data import Question
+from errors import InputError
 
 SLICES = Path(__file__).resolve().parents[2] / "shared" / "data"
 SEVEN_TWO_ONE = "hard=7,medium=2,easy=1"

@@ -8,7 +8,7 @@ import torch
 
 import dapo
 import grpo
-from data import InputError
+from errors import InputError
 from policy import Batch
 from recipes import Recipe
 

@@ -14,7 +14,6 @@ from data import (
     CORPUS_LAYOUTS,
     LAYOUTS,
     Document,
-    InputError,
     Question,
     corpus_from_questions,
     detect_layout,
@@ -25,6 +24,7 @@ from data import (
     load_questions,
     save_questions,
 )  # fmt: skip
+from errors import InputError
 from records import append_jsonl, finished_records, short
 
 ROOT = Path(__file__).resolve().parents[1]

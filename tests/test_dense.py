@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import dense
-from data import Document, InputError
+from data import Document
 from dense import DenseRetriever, make_tiny_encoder, nearest, passage_text, passage_vectors
 from embed import Encoder
+from errors import InputError
 
 WORDS = "ana bell born in kelmouth norland varen tidewerk ivo marr lantern storm coast river island map city harbour".split()
 

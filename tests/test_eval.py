@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 import eval as evaluation
 import recipes
 import train
-from data import Document, InputError, Question, load_questions
+from data import Document, Question, load_questions
+from errors import InputError
 from eval import (
     add_reader,
     add_verdicts,

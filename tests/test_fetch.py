@@ -9,7 +9,7 @@ import time
 import pytest
 
 import fetch as module
-from data import InputError
+from errors import InputError
 from fetch import MAX_BACKOFF, Fault, fetch, fetch_json, host_of, make_opener, retrying, shown
 
 OK = b"HTTP/1.1 200 OK\r\n"

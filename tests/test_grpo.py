@@ -8,7 +8,7 @@ import torch
 
 import grpo
 import ppo
-from data import InputError
+from errors import InputError
 
 # Two questions, two answers each. Row 1 has a document in the middle, row 2 ends in padding, row 3 has no model token.
 MASK = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]])

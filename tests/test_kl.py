@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kl
-from data import InputError
+from errors import InputError
 
 DISTANCES = [0.05, 0.5, 2.0, 4.0]
 

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 import llm
-from data import InputError
+from errors import InputError
 from llm import Cache, LocalLLM, ServerLLM, chat_text, load_llm, without_thinking
 from policy import save_policy
 from records import append_jsonl

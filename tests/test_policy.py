@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import policy as policy_file
-from data import InputError
+from errors import InputError
 from policy import (
     Batch,
     Policy,

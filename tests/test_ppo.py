@@ -9,7 +9,7 @@ import torch
 
 import ppo
 import reinforce_pp
-from data import InputError
+from errors import InputError
 
 # Three trajectories of 4, 1 and 0 model tokens; columns with 0 are documents or padding.
 MASK = torch.tensor([[1, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import predictions
-from data import InputError, Question
+from data import Question
+from errors import InputError
 from predictions import read_predictions, score_file, score_files
 from report import summarise
 

@@ -5,7 +5,8 @@ import time
 import pytest
 
 import prompts
-from data import Document, InputError, Question
+from data import Document, Question
+from errors import InputError
 from prompts import (
     PROTOCOLS,
     as_protocol,

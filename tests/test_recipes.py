@@ -10,7 +10,8 @@ import policy
 import recipes
 import rewards
 import train
-from data import Document, InputError, Question, SearchRequest
+from data import Document, Question, SearchRequest
+from errors import InputError
 from recipes import (
     BUILT_IN,
     RECIPES,

@@ -9,7 +9,7 @@ import torch
 import grpo
 import ppo
 import reinforce_pp
-from data import InputError
+from errors import InputError
 
 NAN, INF = float("nan"), float("inf")
 

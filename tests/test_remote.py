@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 import remote
-from data import Document, InputError, load_corpus
+from data import Document, load_corpus
+from errors import InputError
 from fetch import Fault
 from remote import LRU, HttpRetriever, RetrievalServer, read_document, search_scored
 from retriever import BM25, EmptyRetriever, OracleRetriever, RandomRetriever

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import report
-from data import InputError
+from errors import InputError
 from report import (
     ALL_COLUMNS,
     bootstrap,

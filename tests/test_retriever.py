@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from rank_bm25 import BM25Okapi
 
-from data import Document, InputError, Question, load_corpus
+from data import Document, Question, load_corpus
+from errors import InputError
 from remote import HttpRetriever, RetrievalServer
 from retriever import (
     BM25,

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import rewards
-from data import Document, InputError, Question
+from data import Document, Question
 from embed import tfidf_embedder
+from errors import InputError
 from metrics import f1_score
 from prompts import PROTOCOLS
 from rewards import (

@@ -23,7 +23,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from transformers.utils import logging as hf_logging
 
 import rollout as rollout_file
-from data import Document, InputError, Question, SearchResult
+from data import Document, Question, SearchResult
+from errors import InputError
 from policy import Policy, collate
 from prompts import PROTOCOLS, build_prompt, frame_documents
 from rollout import (

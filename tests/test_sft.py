@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import sft
-from data import Document, InputError, Question, load_questions, save_questions
+from data import Document, Question, load_questions, save_questions
+from errors import InputError
 from llm import LocalLLM
 from policy import Policy, save_policy
 from prompts import PROTOCOLS, build_prompt, frame_documents

@@ -5,7 +5,8 @@ import json
 import pytest
 
 import summarizer
-from data import Document, InputError, Question, SearchRequest, SearchResult
+from data import Document, Question, SearchRequest, SearchResult
+from errors import InputError
 from llm import LocalLLM
 from records import append_jsonl
 from retriever import OracleRetriever

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import synthesize as module
-from data import InputError, Question, load_questions
+from data import Question, load_questions
+from errors import InputError
 from prompts import question_text
 from synthesize import (
     ANSWER,

@@ -25,7 +25,8 @@ import ppo
 import recipes
 import rewards
 import train
-from data import InputError, Question, run_main
+from data import Question
+from errors import InputError, run_main
 from policy import Batch, Policy, load_policy, save_policy
 from prompts import PROTOCOLS, build_prompt, frame_documents
 from recipes import Recipe, checkpoints, parse_recipe

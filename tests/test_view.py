@@ -5,7 +5,7 @@ import json
 import pytest
 
 import view
-from data import InputError
+from errors import InputError
 
 
 def write_run(folder, stages):

@@ -15,7 +15,7 @@ from collections import Counter
 import pytest
 
 import web as module
-from data import InputError
+from errors import InputError
 from fetch import LRU, Fault
 from web import (
     MAX_QUERY,

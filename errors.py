@@ -1,0 +1,90 @@
+"""Whatever the user gave that is wrong is one line: what, where, and what to do; never a traceback.
+
+    InputError   the line. Every file raises it for a bad file, record, flag or address
+    run_main     runs a file's `main`: an InputError is printed and ends it with code 2, Ctrl-C with 130
+    FlagParser   argparse whose complaints are such lines, and name the nearest flag for one that it does not know
+    check_output can this file be written? Better known before the work than after it
+
+    error: train.py: unknown flag --lrr (did you mean --lr?); --help lists them all
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NoReturn
+
+
+class InputError(ValueError):
+    """Something the user gave is wrong. The message is one line: what, where, and what to do."""
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a file's `main`; what is the user's to mend becomes one line on stderr and exit code 2, never a traceback."""
+    try:
+        main()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # `python data.py FILE | head` is not an error
+        sys.stderr.close()
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """
+    >>> nearest("--lrr", ["--lr", "--seed"])
+    ' (did you mean --lr?)'
+    """
+    match = difflib.get_close_matches(word, list(known), 1)
+    return f" (did you mean {match[0]}?)" if match else ""
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Flags are written in full: an abbreviation would mean another flag as soon as one is added."""
+
+    def __init__(self, *names, **settings):
+        super().__init__(*names, allow_abbrev=False, **{k: v for k, v in settings.items() if k != "allow_abbrev"})
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{self.prog}: {message}")
+
+    def parse_args(self, args=None, namespace=None):
+        known, rest = self.parse_known_args(args, namespace)
+        if rest:
+            flags = [option for action in self._actions for option in action.option_strings]
+            like = nearest(rest[0].split("=")[0], flags)
+            raise InputError(f"{self.prog}: unknown flag {rest[0]}{like}; --help lists them all")
+        return known
+
+
+def check_output(path: str | Path, flag: str) -> None:
+    """Raise InputError if `path` cannot be written: a folder, or in a place that is none. Nothing is left behind."""
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"{flag} {path}: that is a folder: name a file")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise InputError(f"{flag} {path}: cannot be written there: name another place")
+
+
+def main() -> None:
+    """Each of these would end a command."""
+    parser = FlagParser("train.py")
+    parser.add_argument("--lr", type=float)
+    for what in (lambda: parser.parse_args(["--lrr", "1"]), lambda: parser.parse_args(["--lr", "x"]),
+                 lambda: check_output("/", "--json"), lambda: check_output("/dev/null/x", "--out")):  # fmt: skip
+        try:
+            what()
+        except InputError as error:
+            print(f"error: {error}")
+
+
+if __name__ == "__main__":
+    run_main(main)
