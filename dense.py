@@ -222,10 +222,16 @@ def write_vectors(path: Path, documents: list[Document], encoder: Encoder) -> No
         check_space(path.parent, (len(documents) - done) * encoder.dimension * 2, len(documents))
         file.truncate(len(header) + done * encoder.dimension * 2 if done else 0)
         file.write(b"" if done else header)
-        for _, vectors in encoded_blocks(documents, encoder, done):
-            file.write(vectors.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            for start, vectors in encoded_blocks(documents, encoder, done):
+                file.write(vectors.tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+                done = start + len(vectors)
+        except KeyboardInterrupt:
+            kept = f"{done:,} of {len(documents):,} passages are kept in {path.parent}: the same command goes on"
+            print(f"\n{kept}" if done else "\nno passage was encoded yet", file=sys.stderr)
+            raise
         os.replace(part, path)  # while it is locked: who waits for it must find the file when it is let in
 
 
@@ -275,27 +281,27 @@ def check_index(index: str, index_file: str | Path) -> None:
     if index_file and index == "numpy":
         raise InputError(f"--index_file {index_file}: this is read by faiss: leave --index numpy out")
     if index_file or index == "faiss":
-        import_faiss()
-
-
-def import_faiss():
-    try:
-        import faiss
-    except ImportError:
-        raise InputError("--index faiss: faiss is not installed: pip install faiss-cpu, or --index numpy") from None
-    return faiss
+        flag = "--index_file" if index_file else "--index"
+        try:
+            import faiss  # noqa: F401
+        except ImportError:
+            raise InputError(f"{flag} {index_file or index}: faiss is not installed: pip install faiss-cpu, or leave {flag} "
+                             "out") from None  # fmt: skip
 
 
 def flat_index(vectors: np.ndarray):
     """Exact search by faiss, over all rows in fp32, added block by block."""
-    index = import_faiss().IndexFlatIP(vectors.shape[1])
+    import faiss
+
+    index = faiss.IndexFlatIP(vectors.shape[1])
     for start in range(0, len(vectors), GPU_ROWS):
         index.add(vectors[start : start + GPU_ROWS].astype(np.float32))
     return index
 
 
 def read_index(path: str | Path, n: int, d: int):
-    faiss = import_faiss()
+    import faiss
+
     try:
         index = faiss.read_index(str(path))
     except RuntimeError:
@@ -388,7 +394,8 @@ def main() -> None:
     parser.add_argument("query", nargs="?")
     parser.add_argument("--corpus", help="a corpus file")
     parser.add_argument("--encoder", help="an encoder's directory or hub name, such as intfloat/e5-base-v2")
-    parser.add_argument("--folder", default="", help="where the vectors are kept")
+    parser.add_argument("--skip_bad", action="store_true", help="count malformed records and go on")
+    parser.add_argument("--vectors", default="", help="folder where the vectors are kept; by default nothing is")
     parser.add_argument("--pooling", default="auto", choices=POOLINGS)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--index", default="auto", choices=INDEXES)
@@ -399,14 +406,11 @@ def main() -> None:
         return demonstrate()
     if not (args.corpus and args.encoder):
         raise InputError("a query needs --corpus FILE and --encoder NAME")
-    documents = load_corpus(args.corpus)
-    try:
-        retriever = DenseRetriever(documents, args.encoder, folder=args.folder, device=args.device, pooling=args.pooling,
-                                   index=args.index, index_file=args.index_file)  # fmt: skip
-    except KeyboardInterrupt:
-        kept = f"what was encoded is in {args.folder}: the same command goes on" if args.folder else "nothing is kept"
-        print(f"\ninterrupted; {kept}", file=sys.stderr)
-        sys.exit(130)
+    if args.k < 1:
+        raise InputError(f"-k {args.k}: ask for at least one passage")
+    documents = load_corpus(args.corpus, args.skip_bad)
+    retriever = DenseRetriever(documents, args.encoder, folder=args.vectors, device=args.device, pooling=args.pooling,
+                               index=args.index, index_file=args.index_file)  # fmt: skip
     show(retriever.search_scored([args.query], args.k)[0])
 
 

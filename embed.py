@@ -105,13 +105,13 @@ class Encoder:
 
     def passages(self, texts: Sequence[str]) -> np.ndarray:
         """[n, d] fp32, each of length 1."""
-        return self._encode(texts, self.passage_prefix)
+        return self._encode(texts, self.passage_prefix, InputError)
 
-    def queries(self, texts: Sequence[str]) -> np.ndarray:
-        """[n, d] fp32, each of length 1."""
-        return self._encode(texts, self.query_prefix)
+    def queries(self, texts: Sequence[str], error: type[Exception] = RuntimeError) -> np.ndarray:
+        """[n, d] fp32, each of length 1. If they are not finite, `error`: an InputError would end a training that searches."""
+        return self._encode(texts, self.query_prefix, error)
 
-    def _encode(self, texts: Sequence[str], prefix: str) -> np.ndarray:
+    def _encode(self, texts: Sequence[str], prefix: str, error: type[Exception]) -> np.ndarray:
         import torch
 
         vectors = np.zeros((len(texts), self.dimension), np.float32)  # [n, d]; a text without a token keeps its zeros
@@ -122,7 +122,7 @@ class Encoder:
                 rows = order[start : start + self.batch_size]
                 vectors[rows] = self._pool([ids[i] for i in rows])
         if not np.isfinite(vectors).all():
-            raise InputError(f"encoder {self.name}: its vectors are not finite: its weights are damaged, or fp16 is too narrow")
+            raise error(f"encoder {self.name}: its vectors are not finite: its weights are damaged, or fp16 is too narrow")
         return vectors
 
     def _token_ids(self, texts: list[str]) -> list[list[int]]:
@@ -232,7 +232,8 @@ def _pooling(name: str) -> str:
         return "cls" if "bge" in _family(name) else "mean"
     modes = [key for key, on in stated.items() if key.startswith("pooling_mode_") and on] or [str(stated.get("pooling_mode"))]
     if len(modes) > 1 or modes[0] not in _STATED:
-        raise InputError(f"encoder {name}: 1_Pooling/config.json asks for {' and '.join(modes)}: give --pooling mean or cls")
+        raise InputError(f"encoder {name}: 1_Pooling/config.json asks for {' and '.join(modes)}, not mean or cls: give "
+                         "another encoder, or for dense retrieval --pooling mean or --pooling cls")  # fmt: skip
     return _STATED[modes[0]]
 
 
@@ -263,7 +264,7 @@ def encoder_embedder(name: str) -> Embedder:
     def embed(texts: list[str]) -> np.ndarray:
         if not loaded:
             loaded.append(Encoder(name))
-        return loaded[0].queries(texts)  # [n, d]
+        return loaded[0].queries(texts, InputError)  # [n, d]
 
     return embed
 

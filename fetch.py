@@ -5,10 +5,12 @@
 
 The time limit holds for the whole exchange, headers and redirects too: a socket's own limit holds for one wait, and a
 server that sends a byte now and then would never reach it. (Only the look-up of a name has no limit: the system's own
-holds, often 10 to 30 s.) Nothing is read beyond `max_bytes`. A redirect to another host is a fault: the request may
-carry a key, and that is for the host that was asked. A fault carries two answers:
+holds, often 10 to 30 s.) Nothing is read beyond `max_bytes`. A redirect to another host or port is a fault: the request may
+carry a key, and that is for the server that was asked. (From http to https on the usual ports of one host is followed.) A
+fault carries three answers:
     retry    may the same request go well the next time?    (not after a 404, which stays one)
     down     is the server itself not well?                 (not after a 400, which is this request's fault)
+    reached  was there a connection at all?                 (if not, no other request would fare better now)
 Left out: cookies, authentication other than a header, connections that are kept open.
 """
 
@@ -38,11 +40,12 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Fault(Exception):
-    """Why one try failed. retry: the next may go well. down: the server cannot be reached or is not well."""
+    """Why one try failed. retry: the next may go well. down: the server cannot be reached or is not well. reached: there was
+    a connection."""
 
-    def __init__(self, text: str, retry: bool = True, down: bool = True):
+    def __init__(self, text: str, retry: bool = True, down: bool = True, reached: bool = True):
         super().__init__(text)
-        self.retry, self.down = retry, down
+        self.retry, self.down, self.reached = retry, down, reached
 
 
 def fetch(url: str, payload: object = None, *, timeout: float = 60.0, max_bytes: int = MAX_BYTES,
@@ -82,10 +85,12 @@ class TimedResponse(http.client.HTTPResponse):
 
     def __init__(self, sock: socket.socket, *args, deadline: float, **options):
         super().__init__(sock, *args, **options)
-        self.fp = io.BufferedReader(_Timed(self.fp.detach(), sock, deadline))
+        self.fp = io.BufferedReader(Timed(self.fp.detach(), sock, deadline))
 
 
-class _Timed(io.RawIOBase):
+class Timed(io.RawIOBase):
+    """What comes from a socket, until `deadline`; then TimeoutError."""
+
     def __init__(self, raw: io.RawIOBase, sock: socket.socket, deadline: float):
         self.raw, self.sock, self.deadline = raw, sock, deadline
 
@@ -131,11 +136,11 @@ class _HTTPS(urllib.request.HTTPSHandler):
         return self.do_open(_timed(http.client.HTTPSConnection, request), request, context=self._context)
 
 
-class _SameHost(urllib.request.HTTPRedirectHandler):
+class _SameServer(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, request, reply, code, reason, headers, url):
-        # Trap: urllib sends all headers on to wherever it is sent, a key included.
-        old, new = urllib.parse.urlsplit(request.full_url), urllib.parse.urlsplit(url)
-        if new.hostname != old.hostname or (old.scheme, new.scheme) == ("https", "http"):
+        # Trap: urllib sends all headers on to wherever it is sent, a key included; and another port is another server.
+        (scheme, host, port), new = origin(request.full_url), origin(url)
+        if new not in ((scheme, host, port), ("https", host, 443 if port == 80 else port)):
             raise Fault(f"HTTP {code}, on to {shown(url)}: give that address if it is the right one", retry=False)
         again = super().redirect_request(request, reply, code, reason, headers, url)
         again.deadline = getattr(request, "deadline", None)
@@ -145,7 +150,17 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
 
 def make_opener(url: str) -> urllib.request.OpenerDirector:
     """Trap: with http_proxy set, a server on this machine would be looked for on the proxy's."""
-    return urllib.request.build_opener(_HTTP, _HTTPS, _SameHost, *[urllib.request.ProxyHandler({})] * (host_of(url) in _LOCAL))
+    direct = [urllib.request.ProxyHandler({})] if host_of(url) in _LOCAL else []
+    return urllib.request.build_opener(_HTTP, _HTTPS, _SameServer, *direct)
+
+
+def origin(url: str) -> tuple[str, str | None, int | None]:
+    """
+    >>> origin("http://Host/a"), origin("https://h:8080/b")
+    (('http', 'host', 80), ('https', 'h', 8080))
+    """
+    parts = urllib.parse.urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def host_of(url: str, example: str = "http://host:port") -> str:
@@ -179,9 +194,12 @@ def as_fault(error: Exception, timeout: float) -> Fault:
         return Fault(f"HTTP {error.code} {said}".strip(), retry=error.code in (408, 425, 429) or error.code >= 500,
                      down=error.code not in _REQUEST_AT_FAULT)  # fmt: skip
     reason = getattr(error, "reason", error)
+    # urllib wraps what happens up to the end of sending; a server that hangs up while we still send was there.
+    reached = reason is error or isinstance(reason, (BrokenPipeError, ConnectionResetError))
     if isinstance(reason, TimeoutError):
-        return Fault(f"nothing within {timeout:g} s")
-    return Fault(getattr(reason, "strerror", None) or f"{type(error).__name__}: {shown(str(reason))}")
+        return Fault(f"nothing within {timeout:g} s", reached=reached)
+    text = getattr(reason, "strerror", None) or f"{type(error).__name__}: {shown(str(reason))}"
+    return Fault(text, reached=reached)
 
 
 def shown(text: str) -> str:

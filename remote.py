@@ -8,8 +8,12 @@ run where the memory is.
 
 `HttpRetriever` speaks whichever of the two a server understands: one query at construction finds out. `RetrievalServer`
 serves any retriever of ours in both. What goes wrong ends in one of these, and nothing waits for ever:
-    the client   InputError at construction if nobody is there; later a `fetch.Fault`, after `retries` more tries
-    the server   {"error": {"message": ...}} with 400, 404, 405, 411, 413 or 500; it lives on
+    the client   InputError at construction if nobody is there; later None for a query whose search failed, and a
+                 `fetch.Fault` if there is nothing for any query of the call
+    the server   {"error": {"message": ...}} with 400, 404, 405, 408, 411, 413 or 500; it lives on
+
+One query that a server cannot take fails the whole batch. So a batch that failed in every try is halved, and the half that
+fails again, until the bad query is alone: with n queries, 2 log2(n) requests more for one bad query.
 
 Traps. A common server fails where "return_scores" is false, so it is always asked for. And a server may drop or double
 a list: paired with the queries by position, all that follow would get another query's passages. Hence the count is checked.
@@ -20,7 +24,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
+import math
 import socket
 import sys
 import threading
@@ -29,7 +35,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from data import Document, from_abstract, from_contents, from_title_text
 from errors import FlagParser, InputError, run_main
-from fetch import LRU, Fault, fetch_json, host_of, retrying, shown
+from fetch import LRU, MAX_BACKOFF, Fault, Timed, fetch_json, host_of, left, retrying, shown
 from records import id_field, short
 
 REPLY_FIELD = {"/retrieve": "result", "/queries": "answers"}  # path -> where its reply has the lists
@@ -44,8 +50,12 @@ Scored = list[tuple[Document, float | None]]  # best first; None where the retri
 class HttpRetriever:
     """The retriever behind `url`: http://host:port, or that with /retrieve or /queries.
 
-    timeout      seconds per try, for one batch
+    timeout      seconds per try, for one batch; and for all of its halves together
     batch_size   queries per request; cache_size: results (query, k) that are remembered, the latest used; 0 remembers none
+
+    A call with Q queries that are not remembered ends, whatever the server does, within (the look-up of its name aside)
+
+        ⌈Q / batch_size⌉ · ((retries + 2) · timeout + Σ backoffs)
 
     Raises InputError at construction if nobody is there who speaks either protocol.
     """
@@ -65,32 +75,87 @@ class HttpRetriever:
         base, tried = url.removesuffix(named[0]) if named else url, []
         for path in named or REPLY_FIELD:
             try:
-                self.ask(base, path, [PROBE], 1)
+                self.ask(base, path, [PROBE], 1, self.timeout)
                 return base, path
             except Fault as fault:
                 tried.append(f"POST {base}{path}: {fault}")
-        raise InputError(f"no retriever answers: {'; '.join(tried)}: start the server, or correct --retriever_url")
+        raise InputError(f"no retriever answers: {'; '.join(tried)}: start the server, or correct its address")
 
-    def search(self, queries: list[str], k: int) -> list[list[Document]]:
-        """At most k documents for each query, as the server ranks them. Raises Fault when a batch fails in every try; what
-        the batches before it brought is remembered, so that another call need not ask for it again."""
+    def seconds(self, queries: int, k: int) -> float:
+        """How long a call with so many queries may take: the bound above."""
+        waits = sum(min(self.backoff * 2**attempt, MAX_BACKOFF) for attempt in range(self.retries))
+        return math.ceil(queries / self.batch_size) * ((self.retries + 2) * self.timeout + waits)
+
+    def search(self, queries: list[str], k: int) -> list[list[Document] | None]:
+        """At most k documents for each query, as the server ranks them; None for one that failed in a batch and alone too,
+        or was not reached before the bound. Raises Fault if there is nothing for any query. What came is remembered: another
+        call need not ask for it again."""
         if k < 1:
             return [[] for _ in queries]
         found = {query: self.cache.get((query, k)) for query in queries}  # each distinct one once
         missing = [query for query, documents in found.items() if documents is None]
+        fault = None
         for start in range(0, len(missing), self.batch_size):
-            batch = missing[start : start + self.batch_size]
-            call = lambda batch=batch: self.ask(self.base, self.path, batch, k)  # noqa: E731
-            for query, documents in zip(batch, retrying(call, self.retries, self.backoff), strict=True):
-                found[query] = documents
-                self.cache.put((query, k), documents)
-        return [list(found[query]) for query in queries]
+            try:
+                found |= self.ask_batch(missing[start : start + self.batch_size], k)
+            except Fault as error:
+                fault = fault or error
+                if not error.reached:  # nor would the next batch be
+                    break
+        if fault and all(documents is None for documents in found.values()):
+            raise fault
+        return [None if found[query] is None else list(found[query]) for query in queries]
 
-    def ask(self, base: str, path: str, queries: list[str], k: int) -> list[list[Document]]:
-        """One try of one batch."""
+    def ask_batch(self, batch: list[str], k: int) -> dict[str, list[Document]]:
+        """The answers of a batch, or of what of it can be answered. Raises Fault if that is nothing."""
+        try:
+            return retrying(lambda: self.answers(batch, k, self.timeout), self.retries, self.backoff)
+        except Fault as fault:
+            # Nobody there, or HTTP 404: each half would hear the same.
+            found = self.ask_halves(batch, k) if fault.reached and (fault.retry or not fault.down) else {}
+            if not found:
+                raise
+            return found
+
+    def ask_halves(self, batch: list[str], k: int) -> dict[str, list[Document]]:
+        """Halve what failed until the bad queries are alone. `timeout` seconds for all of it, of which one request may have
+        a share, so that a query that hangs leaves time for the others; and an end after so many failures that the server,
+        and no query, is what is wrong (four bad queries are always told apart)."""
+        levels, deadline = math.ceil(math.log2(len(batch))), time.monotonic() + self.timeout
+        found, failures, todo = {}, 0, halves(batch)
+        while todo and failures < 4 * levels:
+            part = todo.pop()
+            try:
+                found |= self.answers(part, k, min(self.timeout / levels, left(deadline)))
+            except TimeoutError:
+                break
+            except Fault as fault:
+                if not fault.reached:
+                    break
+                failures += 1
+                todo += halves(part)
+        return found
+
+    def answers(self, queries: list[str], k: int, timeout: float) -> dict[str, list[Document]]:
+        """One try of one batch, remembered."""
+        found = dict(zip(queries, self.ask(self.base, self.path, queries, k, timeout), strict=True))
+        for query, documents in found.items():
+            self.cache.put((query, k), documents)
+        return found
+
+    def ask(self, base: str, path: str, queries: list[str], k: int, timeout: float) -> list[list[Document]]:
         scores = {"return_scores": True} if path == "/retrieve" else {}
-        reply = fetch_json(base + path, {"queries": queries, NUMBER_FIELD[path]: k, **scores}, timeout=self.timeout)
+        reply = fetch_json(base + path, {"queries": queries, NUMBER_FIELD[path]: k, **scores}, timeout=timeout)
         return read_reply(reply, REPLY_FIELD[path], len(queries), k)
+
+
+def halves(batch: list[str]) -> list[list[str]]:
+    """
+    >>> halves(["a", "b", "c"]), halves(["a"])
+    ([['b', 'c'], ['a']], [])
+    """
+    middle = len(batch) // 2
+    return [batch[middle:], batch[:middle]] if middle else []  # the first half last: it is taken first
 
 
 def read_reply(reply: object, field: str, count: int, k: int) -> list[list[Document]]:
@@ -149,7 +214,7 @@ def wrong_shape(what: str) -> Fault:
 
 MAX_BODY = 16 * 2**20  # bytes of one request
 MAX_QUERIES, MAX_K, DEFAULT_K = 10_000, 1000, 5
-PATIENCE = 30.0  # seconds that a client may be silent: else each one that says nothing would keep a thread for ever
+PATIENCE = 30.0  # seconds in which a request must be there, whole: else a byte a second would keep a thread for ever
 LINGER = 1.0  # seconds
 HERE = "POST /retrieve, POST /queries or GET /health"
 
@@ -189,7 +254,10 @@ def search_scored(retriever, queries: list[str], k: int) -> list[Scored]:
     """With scores, if the retriever has them; None and not 0 where it has none, which would be a score."""
     if hasattr(retriever, "search_scored"):
         return retriever.search_scored(queries, k)
-    return [[(document, None) for document in found] for found in retriever.search(queries, k)]
+    lists = retriever.search(queries, k)
+    if None in lists:  # no reply has a place for that: with a 500 the client finds out which query it is
+        raise RuntimeError(f"the search failed for {lists.count(None)} of {len(queries)} queries")
+    return [[(document, None) for document in found] for found in lists]
 
 
 def as_contents(document: Document) -> str:
@@ -224,6 +292,7 @@ class RetrievalServer(ThreadingHTTPServer):
         if getattr(retriever, "needs_questions", False):
             raise InputError("this retriever needs the question itself, which no request holds: serve another one")
         self.retriever, self.name, self.lock = retriever, name or type(retriever).__name__, threading.Lock()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -255,6 +324,15 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE
     disable_nagle_algorithm = True  # Trap: head and body go in two pieces, and the second would wait up to 40 ms for an ACK
 
+    def setup(self):
+        super().setup()
+        self.incoming = Timed(self.rfile.detach(), self.connection, 0.0)
+        self.rfile = io.BufferedReader(self.incoming)
+
+    def handle_one_request(self):
+        self.incoming.deadline = time.monotonic() + self.timeout
+        super().handle_one_request()
+
     def do_GET(self):
         path = self.plain_path()
         if path == "/health":
@@ -284,7 +362,13 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(400, f"Content-Length {shown(length)}: no number of bytes")
         if len(length) > 15 or int(length) > MAX_BODY:  # 15 first: int() refuses thousands of digits
             raise Refused(413, f"the body is too large: at most {MAX_BODY:,} bytes")
-        return self.rfile.read(int(length))
+        try:
+            body = self.rfile.read(int(length))
+        except TimeoutError:
+            raise Refused(408, f"the request was not there, whole, within {self.timeout:g} s") from None
+        if len(body) < int(length):
+            raise Refused(400, f"half a body: {int(length) - len(body):,} bytes are missing")
+        return body
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None):
         """Ours, and what the library itself finds wrong with a request. The connection ends: a body that was not read would
@@ -296,6 +380,7 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self, status: int, reply: dict) -> None:
         body = json.dumps(reply).encode()
         try:
+            self.connection.settimeout(self.timeout)  # reading has left it at what remained of its time
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -312,7 +397,7 @@ class _Handler(BaseHTTPRequestHandler):
         deadline = time.monotonic() + LINGER
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(LINGER)
+            self.incoming.deadline = deadline
             while time.monotonic() < deadline and self.rfile.read1(65536):
                 pass
 
@@ -325,7 +410,8 @@ def serve(retriever, host: str = "127.0.0.1", port: int = 8000, name: str = "") 
     with RetrievalServer(retriever, host, port, name) as server:
         passages = server.health()["passages"]
         what = server.name if passages is None else f"{server.name} over {passages:,} passages"
-        print(f"{what} at http://{host}:{server.server_port} ({HERE}); Ctrl-C ends it", flush=True)
+        where = f"[{host}]" if ":" in host else host
+        print(f"{what} at http://{where}:{server.server_port} ({HERE}); Ctrl-C ends it", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
         print("\nended", flush=True)

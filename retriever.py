@@ -1,4 +1,6 @@
-"""Query -> documents. Every retriever has `search(queries, k)`, and all rows' queries of a moment come in one call.
+"""Query -> documents. Every retriever has `search(queries, k)`, and all rows' queries of a moment come in one call: a list
+of documents for each, or None for a query whose search failed by itself (http, web). Those two also say how long a call may
+take: `seconds(queries, k)`.
 
 BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t in document d, |d| = its words:
 
@@ -61,8 +63,10 @@ class BM25:
         tokenize: Callable[[str], list[str]] = tokenize,
     ):
         """`title_boost`: how often the title's words stand in the indexed text."""
+        if title_boost < 0:
+            raise InputError(f"--title_boost {title_boost}: how often the title counts: give 0 or more")
         if not documents:
-            raise InputError("the corpus is empty: BM25 needs at least one passage: give --corpus FILE, or --corpus from-data")
+            raise InputError("the corpus is empty: BM25 needs at least one passage: give a --corpus that holds some")
         self.documents, self.tokenize = documents, tokenize
         texts = (f"{d.title} " * title_boost + d.text for d in documents)
         quick = len(documents) < SHOW_PROGRESS_FROM
@@ -193,11 +197,13 @@ class Options(NamedTuple):
     encoder: str  # dense: a HF directory or a hub name
     folder: str  # dense: where vectors are kept
     index_file: str  # dense: a FAISS index of these passages
+    pooling: str  # dense: auto, mean or cls
     device: str  # dense
-    timeout: float  # http: seconds per try
+    timeout: float  # http: seconds per try; web: of the search API, 8 at most
     retries: int  # http
-    cache_size: int  # http: results that are remembered
+    cache_size: int  # http, web: results that are remembered
     allow_private: bool  # web: may pages come from this network?
+    rate: float  # web: requests per second to the search API
 
 
 def make_dense(documents: list[Document], chosen: Options):
@@ -205,7 +211,8 @@ def make_dense(documents: list[Document], chosen: Options):
         raise InputError("retriever dense needs an encoder: give --encoder with a HF directory or a hub name")
     from dense import DenseRetriever  # here and not above: BM25 loads no torch
 
-    return DenseRetriever(documents, chosen.encoder, folder=chosen.folder, device=chosen.device, index_file=chosen.index_file)
+    return DenseRetriever(documents, chosen.encoder, folder=chosen.folder, device=chosen.device, pooling=chosen.pooling,
+                          index_file=chosen.index_file)  # fmt: skip
 
 
 def make_http(documents: list[Document], chosen: Options):
@@ -222,7 +229,9 @@ def make_web(documents: list[Document], chosen: Options):
     from web import WebRetriever
 
     ports = () if chosen.allow_private else (80, 443)  # what runs on this network seldom has port 80
-    return WebRetriever(chosen.url, allow_private=chosen.allow_private, ports=ports)
+    return WebRetriever(chosen.url, allow_private=chosen.allow_private, ports=ports, rate=chosen.rate,
+                        api_seconds=min(8.0, chosen.timeout), kept_queries=chosen.cache_size,
+                        kept_pages=min(1000, chosen.cache_size))  # fmt: skip
 
 
 RETRIEVERS: dict[str, Callable] = {
@@ -237,13 +246,15 @@ RETRIEVERS: dict[str, Callable] = {
 
 
 def make_retriever(name: str, documents: list[Document], seed: int = 0, title_boost: int = 1, *, url: str = "",
-                   encoder: str = "", folder: str = "", index_file: str = "", device: str = "cpu", timeout: float = 60.0,
-                   retries: int = 2, cache_size: int = 10_000, allow_private: bool = False):  # fmt: skip
+                   encoder: str = "", folder: str = "", index_file: str = "", pooling: str = "auto", device: str = "cpu",
+                   timeout: float = 60.0, retries: int = 2, cache_size: int = 10_000, allow_private: bool = False,
+                   rate: float = 5.0):  # fmt: skip
     """The retriever of that name over these documents (http, web, empty and oracle need none). `Options` says which of them
     wants which setting. Raises InputError for a name or a setting that is missing, and where a server does not answer."""
     if name not in RETRIEVERS:
         raise InputError(f"unknown retriever {name!r}: one of {', '.join(RETRIEVERS)}")
-    chosen = Options(seed, title_boost, url, encoder, folder, index_file, device, timeout, retries, cache_size, allow_private)
+    chosen = Options(seed, title_boost, url, encoder, folder, index_file, pooling, device, timeout, retries, cache_size,
+                     allow_private, rate)  # fmt: skip
     return RETRIEVERS[name](documents, chosen)
 
 
@@ -308,6 +319,8 @@ def ask_each(retriever, calls: list[list[str]], k: int) -> tuple[list[list[list[
         seconds.append(time.perf_counter() - start)
         if len(results[-1]) != len(queries):
             raise ValueError(f"{len(results[-1])} lists for {len(queries)} queries")
+        if failed := [query for query, found in zip(queries, results[-1], strict=True) if found is None]:
+            raise ValueError(f"the search failed for {len(failed)} of {len(queries)} queries, such as {failed[0][:50]!r}")
     return results, seconds
 
 
@@ -351,7 +364,7 @@ def milliseconds(seconds: list[float]) -> str:
 
 def some_passages(retriever, k: int) -> list[Document]:
     """Passages of a retriever whose corpus is not at hand: what it finds for common words."""
-    found = [document for one in retriever.search(list(COMMON_WORDS), max(k, 5)) for document in one]
+    found = [document for one in retriever.search(list(COMMON_WORDS), max(k, 5)) for document in one or ()]
     if not found:
         raise InputError(f"nothing was found for any of {', '.join(COMMON_WORDS)}: give its --corpus, or correct the address")
     return list(dict.fromkeys(found))
@@ -378,14 +391,17 @@ def search_command(arguments: list[str]) -> None:
     parser.add_argument("query", nargs="?", default="where was Ana Bell born")
     parser.add_argument("--corpus", help="a corpus file; without it, six invented passages")
     parser.add_argument("-k", type=int, default=3, help="how many passages")
+    add_skip_bad(parser)
     args = parser.parse_args(arguments)
-    bm25 = BM25(load_corpus(Path(args.corpus)) if args.corpus else INVENTED)
-    scores = bm25.scores(args.query)
+    check_k(args.k)
+    bm25 = BM25(load_corpus(Path(args.corpus), args.skip_bad) if args.corpus else INVENTED)
+    words = bm25.vocabulary.keys() & tokenize(args.query)
     print(f"{len(bm25.documents):,} passages, {len(bm25.vocabulary):,} words, {len(bm25.postings):,} postings")
-    if not scores.any():
+    if not words:
         print("no passage shares a word with the query")
-    for rank, (document, score) in enumerate(bm25.best(scores, args.k), 1):
-        if score != 0:
+    for rank, (document, score) in enumerate(bm25.best(bm25.scores(args.query), args.k), 1):
+        # Not `score != 0`: the idf of a word that half of the passages hold is ln 1 = 0.
+        if words & {*tokenize(f"{document.title} {document.text}")}:
             print(f"{rank}. {score:7.3f}  [{document.id}] {document.title}: {document.text}")
 
 
@@ -399,7 +415,7 @@ def serve_command(arguments: list[str]) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in, all of them: there is no password")
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args(arguments)
-    serve(made(args, load_corpus(Path(args.corpus))), args.host, args.port, args.retriever)
+    serve(made(args, load_corpus(Path(args.corpus), args.skip_bad)), args.host, args.port, args.retriever)
 
 
 def check_command(arguments: list[str]) -> None:
@@ -410,13 +426,17 @@ def check_command(arguments: list[str]) -> None:
                         help="default: http with a url, else bm25")  # fmt: skip
     add_options(parser)
     parser.add_argument("-k", type=int, default=5, help="how many passages")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds per try")
+    parser.add_argument("--timeout", type=float, default=60.0, help="http: seconds per try; web: per request, 8 at most")
+    parser.add_argument("--allow_private", action="store_true", help="web: pages may come from this machine and its network")
+    parser.add_argument("--web_rate", type=float, default=5.0, help="web: requests per second to the search API; 0: no limit")
     args = parser.parse_args(arguments)
-    if args.k < 1:
-        raise InputError(f"-k {args.k}: ask for at least one passage")
+    check_k(args.k)
+    if not args.timeout > 0:  # nor is "nan" a time
+        raise InputError(f"--timeout {args.timeout:g}: give more than 0 seconds")
     args.retriever = args.retriever or ("http" if args.url else "bm25")
-    documents = load_corpus(Path(args.corpus)) if args.corpus else [] if args.url else INVENTED
-    retriever = made(args, documents, url=args.url, timeout=args.timeout, retries=0, cache_size=0)
+    documents = load_corpus(Path(args.corpus), args.skip_bad) if args.corpus else [] if args.url else INVENTED
+    retriever = made(args, documents, url=args.url, timeout=args.timeout, retries=0, cache_size=0,
+                     allow_private=args.allow_private, rate=args.web_rate)  # fmt: skip
     findings = check(retriever, documents or some_passages(retriever, args.k), args.k, seed=args.seed)
     print(f"{args.retriever} {args.url or args.corpus or 'over six invented passages'}")
     for finding in findings:
@@ -428,16 +448,27 @@ def check_command(arguments: list[str]) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--title_boost", type=int, default=1, help="bm25: how often the title counts")
     parser.add_argument("--encoder", default="", help="dense: a HF directory or a hub name")
-    parser.add_argument("--folder", default="", help="dense: where the passages' vectors are kept")
+    parser.add_argument("--pooling", choices=["auto", "mean", "cls"], default="auto", help="dense: how the encoder pools")
+    parser.add_argument("--vectors", default="runs/vectors", help="dense: folder where the passages' vectors are kept")
     parser.add_argument("--index_file", default="", help="dense: a FAISS index whose row i is passage i")
     parser.add_argument("--device", default="cpu", help="dense")
     parser.add_argument("--seed", type=int, default=0)
+    add_skip_bad(parser)
+
+
+def add_skip_bad(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--skip_bad", action="store_true", help="count malformed records of the corpus and go on")
+
+
+def check_k(k: int) -> None:
+    if k < 1:
+        raise InputError(f"-k {k}: ask for at least one passage")
 
 
 def made(args: argparse.Namespace, documents: list[Document], **more):
     return make_retriever(args.retriever, documents, args.seed, args.title_boost,
-                          encoder=args.encoder, folder=args.folder, index_file=args.index_file, device=args.device,
-                          **more)  # fmt: skip
+                          encoder=args.encoder, folder=args.vectors, index_file=args.index_file, pooling=args.pooling,
+                          device=args.device, **more)  # fmt: skip
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -206,20 +207,37 @@ def make_summarizer(name: str, llm=None, log: str | Path = "") -> Summarize:
 
 # ---------------------------------------------------------------------------------------- the search of a rollout
 
+SEARCH_FAILED = "search failed"  # of one query, while others of its call were answered
+
 def make_search(retriever, summarizer: Summarize | None = None, k: int = 5) -> SearchFunction:
-    """The function the rollout is given: retrieve for all requests in one call, then summarise for all."""
+    """The function the rollout is given: retrieve for all requests in one call, then summarise for all. A request whose
+    search failed by itself is an error in its own result; the summariser is not asked about it.
+
+    search.report()          what the web retriever counted, for a log
+    search.seconds(queries)  how long so many queries may take a retriever that asks elsewhere, the summariser not counted
+    Each is there if the retriever has it.
+    """
     summarize = summarizer or PassThrough()
 
     def search(requests: list[SearchRequest]) -> list[SearchResult]:
-        return summarize(requests, retrieve(retriever, requests, k)) if requests else []
+        found = retrieve(retriever, requests, k) if requests else []
+        answered = [i for i, documents in enumerate(found) if documents is not None]
+        results = [SearchResult(error=SEARCH_FAILED) for _ in requests]
+        told = summarize([requests[i] for i in answered], [found[i] for i in answered]) if answered else []
+        for i, result in zip(answered, told, strict=True):
+            results[i] = result
+        return results
 
     if hasattr(retriever, "report"):
-        search.report = retriever.report  # what the web retriever counted, for a log
+        search.report = retriever.report
+    if hasattr(retriever, "seconds"):
+        search.seconds = partial(retriever.seconds, k=k)
     return search
 
 
-def retrieve(retriever, requests: list[SearchRequest], k: int) -> list[list[Document]]:
-    """The documents of every request; rows of one group often ask the same, and that is searched once."""
+def retrieve(retriever, requests: list[SearchRequest], k: int) -> list[list[Document] | None]:
+    """The documents of every request, None where its search failed; rows of one group often ask the same, and that is
+    searched once."""
     oracle = getattr(retriever, "needs_questions", False)
     # For the oracle the question decides: two questions may well ask the same query.
     keys = [(request.query, request.question.id if oracle else "") for request in requests]
@@ -230,7 +248,7 @@ def retrieve(retriever, requests: list[SearchRequest], k: int) -> list[list[Docu
     else:
         found = retriever.search(queries, k)
     documents = dict(zip(unique, found, strict=True))  # strict: a retriever that drops a query must not shift the others
-    return [list(documents[key]) for key in keys]
+    return [None if documents[key] is None else list(documents[key]) for key in keys]
 
 
 def main() -> None:

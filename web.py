@@ -10,17 +10,21 @@ and again what failed. Taken here is 3 rounds · k = 3k: nobody's server is aske
 failed is not asked again a second later, and the worst case is the same three time limits.
 
 What goes wrong is an empty slot (a list shorter than k) and a number in `counts`, never an exception. If a page cannot be
-had, the API's own snippet fills its slot. Only the search API itself may raise: InputError at construction if it does not
-answer, and later a `fetch.Fault`, which a rollout shows as "search unavailable". Nothing is lost by it: the other queries
-of the call are finished and kept first. A query that the API refuses by itself (HTTP 400) just finds nothing.
+had, the API's own snippet fills its slot. Only the search API itself is more: InputError at construction if it does not
+answer; later None in place of the list of a query that it fails, and a `fetch.Fault` if it fails all that are asked and
+nothing is kept for any other of the call. A query that the API refuses by itself (HTTP 400) just finds nothing.
+
+Each request may cost money, so what one brought is kept as soon as it is there, and there is one call at a time: a call that
+was given up and the next try of it do not ask the API for the same twice.
 
 A call with Q distinct queries that are not kept from before ends, whatever any server does, within
 
-    Q / rate  +  ⌈Q / threads⌉ · api_seconds  +  3 · round_seconds          (and ~5 ms per page to choose the window)
+    Q / rate  +  ⌈Q / threads⌉ · api_seconds  +  3 · round_seconds  +  5 ms · Q · k    (to choose the windows)
 
-e.g. 64 queries by the defaults: 64 / 5 + 2 · 8 + 3 · 8 = 52.8 s. (A rollout waits for 60.) HTML is read by one core for all
-threads: with a server that answers at once, 64 queries and k = 5 take 2 s if pages have 20 kB, and 18 s if 200 kB; and
-`trafilatura` is ten times slower. A text that is late for its round is an empty slot, but kept.
+behind the call before it, e.g. 64 queries by the defaults and k = 5: 64 / 5 + 2 · 8 + 3 · 8 + 1.6 = 54.4 s; `seconds(64, 5)`
+says so. HTML is read by one core for all threads: with a server that answers at once, 64 queries and k = 5 take 2 s if pages
+have 20 kB, and 18 s if 200 kB; and `trafilatura` is ten times slower. A text that is late for its round is an empty slot,
+but kept.
 
 A search leads to addresses that a stranger chose, from inside your network. So: http and https only; only `ports`; every
 address a host has must be a public one (neither private, loopback, link-local, multicast nor reserved, however it is
@@ -102,6 +106,11 @@ def resolve(host: str, port: int) -> list[tuple[int, tuple]]:
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
+# What a Python release may not count among the private ones yet: protocol assignments, and a documentation range (RFC 9637).
+_NOT_PUBLIC = (ipaddress.ip_network("192.0.0.0/24"), ipaddress.ip_network("3fff::/20"))
+_NO_NAME = frozenset("%。．｡")  # a network card or an escape, and dots that some look-ups take for one and others do not
+
+
 def is_public(address: str) -> bool:
     """May a page lie there?
 
@@ -113,7 +122,8 @@ def is_public(address: str) -> bool:
         ip = ip.ipv4_mapped
     if ip.version == 6 and (ip.sixtofour or ip.is_site_local):  # 6to4 wraps an IPv4 address, which may be a private one
         return False
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_private)
+    newer = any(ip in network for network in _NOT_PUBLIC)
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_private or newer)
 
 
 def checked(url: str, allow_private: bool, ports: tuple[int, ...]) -> tuple[urllib.parse.SplitResult, int, list]:
@@ -121,7 +131,8 @@ def checked(url: str, allow_private: bool, ports: tuple[int, ...]) -> tuple[urll
     try:
         parts = urllib.parse.urlsplit(url)
         port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-        addresses = resolve(parts.hostname, port) if parts.hostname and (not ports or port in ports) else []
+        allowed = parts.hostname and not _NO_NAME & {*parts.hostname} and (not ports or port in ports)
+        addresses = resolve(parts.hostname, port) if allowed else []
     except (ValueError, KeyError):  # no port, no such scheme, no name (UnicodeError)
         raise Skip("refused_hosts") from None
     # All of them: a name with a public and a private address is somebody's trick.
@@ -319,7 +330,7 @@ class WebRetriever:
     redirects        hops to follow
     ports            where a page may lie; () is anywhere
     allow_private    also read pages of this machine and its network
-    kept_pages, kept_queries    how many are remembered, in memory
+    kept_pages, kept_queries    how many are remembered, in memory; 0 remembers none
     """
 
     needs_questions = False
@@ -330,6 +341,8 @@ class WebRetriever:
                  kept_queries: int = 10_000):  # fmt: skip
         if "{query}" not in template or "{" in host_of(template, EXAMPLE):  # the policy must not choose the host
             raise InputError(f"{template}: no place for the query: give {EXAMPLE}")
+        if not rate >= 0:
+            raise InputError(f"--web_rate {rate:g}: requests per second to the search API: give 0 (no limit) or more")
         self.template, self.words, self.rate, self.threads = template, words, rate, threads
         self.api_seconds, self.page_seconds, self.round_seconds = api_seconds, page_seconds, round_seconds
         self.max_bytes, self.redirects, self.ports, self.allow_private = max_bytes, redirects, tuple(ports), allow_private
@@ -337,8 +350,9 @@ class WebRetriever:
         keys = {"Authorization": f"Bearer {key}", "X-API-KEY": key, "X-Subscription-Token": key} if key else {}
         self.headers = {"User-Agent": HEADERS["User-Agent"], "Accept": "application/json", **keys}
         self.tls, self.pace = ssl.create_default_context(), Pace(rate)
-        self.pages, self.queries = LRU(kept_pages), LRU(kept_queries)
-        self.counts, self.lock = Counter(), threading.Lock()  # a search that was given up may still be running
+        self.pages, self.queries, self.hits = LRU(kept_pages), LRU(kept_queries), LRU(kept_queries)
+        self.counts, self.lock = Counter(), threading.Lock()  # threads of a search that has ended may still be running
+        self.one_call = threading.Lock()
         self.probe()
 
     def probe(self) -> None:
@@ -349,10 +363,22 @@ class WebRetriever:
             raise InputError(f"{self.template.partition('?')[0]}: no search results ({fault}): start the search API, correct "
                              f"the address ({EXAMPLE}), or set SEARCH_API_KEY") from None  # fmt: skip
 
-    def search(self, queries: list[str], k: int) -> list[list[Document]]:
-        """At most k documents each, in the API's order. Raises fetch.Fault if the API failed a query."""
+    def seconds(self, queries: int, k: int) -> float:
+        """How long a call with so many queries may take: the bound above."""
+        return self.api_bound(queries) + ROUNDS * self.round_seconds + 0.005 * queries * k
+
+    def api_bound(self, queries: int) -> float:
+        return queries * self.pace.interval + math.ceil(queries / self.threads) * self.api_seconds
+
+    def search(self, queries: list[str], k: int) -> list[list[Document] | None]:
+        """At most k documents each, in the API's order; None for a query that the API failed. Raises fetch.Fault if none of
+        the call was answered, now or before."""
         if k <= 0:
             return [[] for _ in queries]
+        with self.one_call:
+            return self.search_now(queries, k)
+
+    def search_now(self, queries: list[str], k: int) -> list[list[Document] | None]:
         found = {query: self.queries.get((query, k)) for query in queries}
         missing = [query for query, documents in found.items() if documents is None and query.strip()]
         self.count(queries=len(found), cached_queries=sum(documents is not None for documents in found.values()))
@@ -362,24 +388,31 @@ class WebRetriever:
             found[query] = self.documents(query, hits[query], pages, k)
             if found[query]:  # nothing found may be an API's bad day
                 self.queries.put((query, k), found[query])
-        if fault:
+        if fault and all(documents is None for documents in found.values()):
             raise fault
-        return [list(found[query] or ()) for query in queries]
+        found |= {query: [] for query in found if not query.strip()}
+        return [None if found[query] is None else list(found[query]) for query in queries]
 
     # the search API
 
     def ask(self, query: str, k: int, deadline: float) -> list[Hit]:
+        """One request. Its hits are kept even if they come too late for this call."""
         self.pace.wait()
         seconds = min(self.api_seconds, left(deadline))
         url = address(self.template, query, ROUNDS * k)
-        return hits_of(fetch_json(url, timeout=seconds, max_bytes=API_BYTES, headers=self.headers))[: ROUNDS * k]
+        hits = hits_of(fetch_json(url, timeout=seconds, max_bytes=API_BYTES, headers=self.headers))[: ROUNDS * k]
+        if hits:
+            self.hits.put((query, k), hits)
+        return hits
 
     def ask_all(self, queries: list[str], k: int) -> tuple[dict[str, list[Hit]], Fault | None]:
-        """(the hits of every query that was answered, the fault of one that was not)"""
-        seconds = len(queries) * self.pace.interval + math.ceil(len(queries) / self.threads) * self.api_seconds
-        replies = in_parallel(lambda query, deadline: self.ask(query, k, deadline), queries, self.threads, seconds)
-        hits, fault = {}, None
-        for query in queries:
+        """(the hits of every query that was answered, now or before; the fault of one that was not)"""
+        kept = {query: self.hits.get((query, k)) for query in queries}
+        asked = [query for query in queries if kept[query] is None]
+        work, fault = lambda query, deadline: self.ask(query, k, deadline), None
+        replies = in_parallel(work, asked, self.threads, self.api_bound(len(asked)))
+        hits = {query: found for query, found in kept.items() if found is not None}
+        for query in asked:
             reply = replies.get(query, TimeoutError())
             if isinstance(reply, Exception):
                 reply = reply if isinstance(reply, Fault) else Fault(f"no answer in time ({type(reply).__name__})")
