@@ -139,8 +139,8 @@ class _HTTPS(urllib.request.HTTPSHandler):
 class _SameServer(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, request, reply, code, reason, headers, url):
         # Trap: urllib sends all headers on to wherever it is sent, a key included; and another port is another server.
-        (scheme, host, port), new = origin(request.full_url), origin(url)
-        if new not in ((scheme, host, port), ("https", host, 443 if port == 80 else port)):
+        old, new = origin(request.full_url), origin(url)
+        if new != old and (old, new) != (("http", old[1], 80), ("https", old[1], 443)):
             raise Fault(f"HTTP {code}, on to {shown(url)}: give that address if it is the right one", retry=False)
         again = super().redirect_request(request, reply, code, reason, headers, url)
         again.deadline = getattr(request, "deadline", None)

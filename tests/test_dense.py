@@ -409,8 +409,8 @@ def test_a_device_or_an_encoder_that_is_not_there_is_one_line(tmp_path):
 
 def test_faiss_asked_for_by_name_and_not_there_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    refused("faiss is not installed: pip install faiss-cpu, or --index numpy", index="faiss")
-    refused("faiss is not installed", index_file=tmp_path / "flat.index")
+    refused("--index faiss: faiss is not installed: pip install faiss-cpu, or leave --index out", index="faiss")
+    refused("faiss is not installed: pip install faiss-cpu, or leave --index_file out", index_file=tmp_path / "flat.index")
     refused("--index hnsw: one of auto, numpy, faiss", index="hnsw")
     refused("this is read by faiss: leave --index numpy out", index="numpy", index_file=tmp_path / "flat.index")
     assert DenseRetriever(invented(20), Hashed(), index="auto").search(["ana"], 1)
@@ -475,21 +475,35 @@ def test_the_command_searches_a_corpus(tmp_path, monkeypatch, capsys):
     (tmp_path / "corpus.jsonl").write_text('{"id": "1", "text": "Varen lies on the river"}\n{"id": "2", "text": "ana bell"}\n')
     encoder = make_tiny_encoder(tmp_path / "tiny", WORDS)
     monkeypatch.setattr(sys, "argv", ["dense.py", "ana bell", "--corpus", str(tmp_path / "corpus.jsonl"), "--encoder", encoder,
-                                      "--folder", str(tmp_path / "vectors"), "-k", "1"])  # fmt: skip
+                                      "--vectors", str(tmp_path / "vectors"), "-k", "1"])  # fmt: skip
     dense.main()
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("1.   1.000  [2] ") and len(files(tmp_path / "vectors")) == 1
 
 
-def test_an_interrupted_command_says_where_its_work_is(tmp_path, monkeypatch, capsys):
-    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "text": "ana bell"}')
-    monkeypatch.setattr(dense, "Encoder", lambda *_: Hashed(stop=0))
-    for options, said in ((["--folder", str(tmp_path / "v")], "is in .*/v: the same command goes on"), ([], "nothing is kept")):
-        corpus = ["--corpus", str(tmp_path / "corpus.jsonl"), "--encoder", "any"]
+def test_an_interrupted_command_says_where_its_work_is_if_there_is_any(tmp_path, monkeypatch, capsys):
+    (tmp_path / "corpus.jsonl").write_text("".join(f'{{"id": "{i}", "text": "ana bell {i}"}}\n' for i in range(25)))
+    corpus = ["--corpus", str(tmp_path / "corpus.jsonl"), "--encoder", "any"]
+    kept = r"20 of 25 passages are kept in .*/v: the same command goes on"
+    for options, stop, said in ((["--vectors", str(tmp_path / "v")], 0, "no passage was encoded yet"), ([], 0, ""),
+                                (["--vectors", str(tmp_path / "v")], 20, kept)):  # fmt: skip
+        monkeypatch.setattr(dense, "Encoder", lambda *_, stop=stop: Hashed(stop=stop))
         monkeypatch.setattr(sys, "argv", ["dense.py", "ana", *corpus, *options])
-        with pytest.raises(SystemExit, match="130"):
+        with pytest.raises(KeyboardInterrupt):
             dense.main()
-        assert re.search(f"interrupted; .*{said}", capsys.readouterr().err)
+        err = capsys.readouterr().err
+        assert re.search(said, err) and ("kept in" in err) == (said == kept)
+
+
+def test_a_command_takes_at_least_one_passage_and_may_leave_bad_records_out(tmp_path, monkeypatch, capsys):
+    (tmp_path / "c.jsonl").write_text('{"id": "1", "text": "ana bell"}\nnone\n')
+    monkeypatch.setattr(dense, "Encoder", lambda *_: Hashed())
+    monkeypatch.setattr(sys, "argv", ["dense.py", "a", "--encoder", "any", "--skip_bad", "--corpus", str(tmp_path / "c.jsonl")])
+    dense.main()
+    assert "[1]" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "-k", "0"])
+    with pytest.raises(InputError, match="-k 0: ask for at least one passage"):
+        dense.main()
 
 
 def test_a_query_without_a_corpus_is_one_line_and_without_a_query_there_is_a_demonstration(monkeypatch, capsys):

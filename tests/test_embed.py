@@ -169,7 +169,7 @@ def test_the_directory_says_how_it_pools_and_the_flag_overrules_it(make):
                                    {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}])  # fmt: skip
 def test_a_pooling_that_is_not_here_is_one_line_unless_the_flag_says_otherwise(encoder, modes):
     state(encoder, **modes)
-    one_line(encoder, "1_Pooling/config.json asks for .*: give --pooling mean or cls")
+    one_line(encoder, "1_Pooling/config.json asks for .*, not mean or cls: give another encoder, or .* --pooling mean")
     assert Encoder(encoder, pooling="mean").pooling == "mean"
 
 
@@ -303,7 +303,11 @@ def test_damaged_weights_give_no_vectors(encoder):
     encoder = Encoder(encoder)
     encoder.model.embeddings.LayerNorm.weight.data[0] = float("nan")
     with pytest.raises(InputError, match="its vectors are not finite"):
+        encoder.passages(["Ana"])
+    with pytest.raises(RuntimeError, match="its vectors are not finite"):  # an InputError ends the training that searches
         encoder.queries(["Ana"])
+    with pytest.raises(InputError, match="its vectors are not finite"):  # a reward's vectors: nothing else can be done
+        encoder.queries(["Ana"], InputError)
 
 
 def test_a_device_or_a_pooling_that_is_not_there_is_one_line(encoder):

@@ -1,10 +1,12 @@
 """fetch.py: over real sockets, with servers that drip, break off, go on without end and send one elsewhere."""
 
 import contextlib
+import io
 import socket
 import sys
 import threading
 import time
+import urllib.request
 
 import pytest
 
@@ -237,6 +239,38 @@ def test_a_redirect_to_another_host_gets_no_request_and_no_key(serve):
     server = serve(f"HTTP/1.1 302 Found\r\nLocation: {there}\r\nContent-Length: 0\r\n\r\n".encode())
     fault = fault_of(server.url, headers={"Authorization": "Bearer secret"})
     assert f"HTTP 302, on to {there}" in str(fault) and not fault.retry and other.heads == []
+
+
+def test_a_redirect_to_another_port_of_the_host_gets_no_request_and_no_key(serve):
+    other = serve(reply(b"stolen"))
+    server = serve(f"HTTP/1.1 302 Found\r\nLocation: {other.url}\r\nContent-Length: 0\r\n\r\n".encode())
+    assert "HTTP 302, on to" in str(fault_of(server.url, headers={"X-API-KEY": "secret"})) and other.heads == []
+
+
+@pytest.mark.parametrize(("old", "new", "followed"), [
+    ("http://h/a", "http://H:80/b", True), ("http://h/", "https://h/", True), ("http://h:8080/", "http://h:8080/x", True),
+    ("http://h:8080/", "http://h:22/", False), ("https://h/", "http://h/", False), ("http://h/", "https://h:444/", False),
+    ("http://h:8080/", "https://h:8080/", False), ("http://h/", "http://i/", False),
+])  # fmt: skip
+def test_a_redirect_is_followed_on_one_server_and_from_http_to_https_on_the_usual_ports(old, new, followed):
+    def onward():
+        return module._SameServer().redirect_request(urllib.request.Request(old), io.BytesIO(), 302, "", {}, new)
+
+    if followed:
+        assert onward().full_url == new
+    else:
+        with pytest.raises(Fault, match="HTTP 302, on to"):
+            onward()
+
+
+def test_a_fault_knows_whether_anybody_was_reached(serve):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        assert not fault_of(f"http://127.0.0.1:{free.getsockname()[1]}").reached
+    assert not fault_of("http://no-such-host.invalid/").reached
+    for script in (b"", reply(b"abc", length=103), b"HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n"):
+        assert fault_of(serve(script).url).reached
+    assert fault_of(serve(lambda sock, head: time.sleep(2)).url, timeout=0.1).reached
 
 
 def test_a_redirect_on_the_same_host_is_followed_and_a_loop_is_a_fault(serve):

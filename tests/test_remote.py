@@ -148,7 +148,7 @@ def test_nobody_there_or_somebody_else_is_one_line_that_says_what_was_tried(star
     with pytest.raises(InputError) as error:
         quick(url)
     refused = f"POST {url}/retrieve: Connection refused; POST {url}/queries: Connection refused"
-    assert str(error.value) == f"no retriever answers: {refused}: start the server, or correct --retriever_url"
+    assert str(error.value) == f"no retriever answers: {refused}: start the server, or correct its address"
     other = start(lambda *_: (200, b"<html>\nWelcome\n</html>"))
     with pytest.raises(InputError, match=r"/retrieve: a reply that is not JSON.*Welcome.*/queries: a reply") as error:
         quick(other.url)
@@ -212,14 +212,14 @@ def test_too_many_are_cut_too_few_are_kept_and_so_are_duplicates(start):
 
 @pytest.mark.parametrize(
     "reply",
-    [{"result": [[]]}, {"result": [[], [], []]}, {"result": []}, {"result": None}, {"result": {}}, {"answers": [[], []]}, {},
+    [{"result": [[5]]}, {"result": [[], [], []]}, {"result": []}, {"result": None}, {"result": {}}, {"answers": [[], []]}, {},
      [[], []], None, "x", {"result": [[], None]}, {"result": [[], {}]}, {"result": [[], [5]]}, {"result": [["x"], "x"]},
      {"error": {"message": "out of memory"}}],
 )  # fmt: skip
 def test_a_reply_of_another_shape_is_a_fault_after_all_tries(start, reply):
     server = start(after_probe(lambda *_: (200, json.dumps(reply).encode())))
     with pytest.raises(Fault, match="wrong shape: "):
-        quick(server.url, retries=1).search(["a", "b"], 3)
+        quick(server.url, retries=1).search(["a"], 3)
     assert len(server.queries()) == 2
 
 
@@ -329,13 +329,93 @@ def test_a_server_fifty_times_slower_than_the_limit_costs_the_tries_and_no_more(
     assert 0.3 <= time.monotonic() - began < 10  # 3 · 0.1 s + 0.01 s + 0.02 s
 
 
-def test_batches_before_a_fault_are_kept(start):
-    server = start(lambda path, payload, number: (500, b"") if "c" in payload["queries"] else well(path, payload, number))
-    retriever = quick(server.url, batch_size=2)
-    with pytest.raises(Fault, match="HTTP 500"):
-        retriever.search(["a", "b", "c"], 1)
-    assert titles(retriever.search(["b", "a"], 1)) == [["b 0"], ["a 0"]]
-    assert server.queries() == [["a", "b"], ["c"]]
+def poisoned(*bad, reply=(500, b"")):
+    return lambda path, payload, number: reply if {*bad} & {*payload["queries"]} else well(path, payload, number)
+
+
+@pytest.mark.parametrize("reply", [(500, b""), (400, b"odd"), (200, b"<p>"), (200, b'{"result": []}'), b""])
+def test_one_bad_query_costs_no_other_its_passages(start, reply):
+    server = start(poisoned("poison", reply=reply))
+    retriever = quick(server.url)
+    ana, bo, poison, kelmouth = retriever.search(["ana", "bo", "poison", "kelmouth"], 1)
+    assert titles([ana, bo, kelmouth]) == [["ana 0"], ["bo 0"], ["kelmouth 0"]] and poison is None
+    assert server.queries() == [["ana", "bo", "poison", "kelmouth"], ["ana", "bo"], ["poison", "kelmouth"], ["poison"],
+                                ["kelmouth"]]  # fmt: skip
+    assert retriever.search(["poison", "ana"], 1) == [None, ana]  # what is remembered is an answer too
+    assert server.queries()[5:] == [["poison"]]
+    with pytest.raises(Fault):
+        retriever.search(["poison"], 1)
+
+
+def test_bad_queries_among_many_are_found_and_retries_are_for_whole_batches(start):
+    names = [f"q{i}" for i in range(100)]
+    server = start(poisoned("q0", "q41", "q42", "q99"))
+    found = quick(server.url, retries=1).search(names, 1)
+    assert [name for name, one in zip(names, found, strict=True) if one is None] == ["q0", "q41", "q42", "q99"]
+    assert [len(queries) for queries in server.queries()[:3]] == [100, 100, 50]
+
+
+def test_a_server_that_drops_lists_is_asked_for_each_query_alone(start):
+    def drops(path, payload, number):
+        return 200, json.dumps({"result": listed(payload)[:1]}).encode()
+
+    assert titles(quick(start(drops).url).search(["a", "b", "c"], 1)) == [["a 0"], ["b 0"], ["c 0"]]
+
+
+def test_a_request_that_is_refused_for_all_says_what_the_server_said_after_a_few_tries(start):
+    server = start(after_probe(lambda *_: (400, b'{"error": {"message": "\'topk\' must be at most 10"}}')))
+    with pytest.raises(Fault, match="HTTP 400 'topk' must be at most 10"):
+        quick(server.url).search([f"q{i}" for i in range(256)], 99)
+    assert len(server.queries()) == 1 + 4 * 8  # the batch, and four times log2(256)
+
+
+def test_a_path_that_is_gone_is_not_halved(start):
+    server = start(after_probe(lambda *_: (404, b"gone")))
+    with pytest.raises(Fault, match="HTTP 404 gone"):
+        quick(server.url).search(["a", "b"], 1)
+    assert len(server.queries()) == 1
+
+
+def test_a_query_that_hangs_leaves_time_for_the_others(start):
+    # The whole batch hangs for 1 s; of the halves' one second each request has 1 / log2(4) = 0.5 s: [hangs, b] and [hangs]
+    # take it all if they are first, so they come last here.
+    server = start(lambda path, payload, number: None if "hangs" in payload["queries"] else well(path, payload, number))
+    found = quick(server.url, timeout=1).search(["a", "b", "c", "hangs"], 1)
+    assert found[3] is None and titles(found[:3]) == [["a 0"], ["b 0"], ["c 0"]]
+
+
+def test_a_batch_that_meets_nobody_leaves_the_rows_of_the_batches_before_it(start):
+    server = start()
+    retriever, ask, calls = quick(server.url, batch_size=2), HttpRetriever.ask, []
+
+    def gone(*given):
+        calls.append(given)
+        if len(calls) > 1:
+            raise Fault("Connection refused", reached=False)
+        return ask(retriever, *given)
+
+    retriever.ask = gone
+    found = retriever.search(["a", "b", "c", "d", "e", "f"], 1)
+    assert titles(found[:2]) == [["a 0"], ["b 0"]] and found[2:] == [None] * 4
+    assert len(calls) == 2  # neither halves nor the next batch
+
+
+def test_a_call_ends_within_the_seconds_it_names(start):
+    server = start(after_probe(lambda *_: None))
+    retriever = quick(server.url, timeout=0.2, retries=1, batch_size=4, backoff=0.1)
+    assert retriever.seconds(9, 5) == pytest.approx(3 * (3 * 0.2 + 0.1))  # three batches of two tries, one wait, and halves
+    assert retriever.seconds(0, 5) == 0
+    began = time.monotonic()
+    with pytest.raises(Fault, match=r"nothing within 0\.2 s"):
+        retriever.search(list("abcdefghi"), 5)
+    assert 3 * 0.5 <= time.monotonic() - began < 2.1 + 3  # a busy machine
+
+
+def test_a_fault_on_our_way_is_a_500_so_that_the_client_can_find_the_query(start):
+    behind = start(poisoned("poison"))
+    with served(HttpRetriever(behind.url, retries=0)) as url:
+        found = quick(url).search(["ana", "poison", "bo"], 1)
+    assert found[1] is None and titles([found[0], found[2]]) == [["ana 0"], ["bo 0"]]
 
 
 # -------------------------------------------------------------------------------------------- our own server
@@ -526,6 +606,54 @@ def test_a_client_that_says_nothing_is_left_after_a_while_and_the_others_are_ser
         raw(towns, start)  # ends: the server closed it
         assert time.monotonic() - began < 15
     assert exchange(towns, body={"queries": ["a"]})[0] == 200
+
+
+def test_a_body_of_a_byte_now_and_then_is_refused_in_the_end(monkeypatch, towns):
+    monkeypatch.setattr(remote._Handler, "timeout", 0.5)
+    host, port = towns.removeprefix("http://").split(":")
+    began, received = time.monotonic(), b""
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(b"POST /retrieve HTTP/1.1\r\nContent-Length: 5000\r\n\r\n")
+        connection.settimeout(0.05)
+        while b"\r\n\r\n" not in received and time.monotonic() - began < 5:
+            connection.sendall(b" ")  # each is within the limit; all of them are not
+            with contextlib.suppress(TimeoutError):
+                received += connection.recv(65536)
+    assert received.split()[1] == b"408" and 0.4 < time.monotonic() - began < 4
+
+
+def test_so_is_a_head_that_never_ends(monkeypatch, towns):
+    monkeypatch.setattr(remote._Handler, "timeout", 0.3)
+    host, port = towns.removeprefix("http://").split(":")
+    began, received = time.monotonic(), None
+    with socket.create_connection((host, int(port)), timeout=0.05) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(b"POST /retrieve HTTP/1.1\r\nX: ")
+        while received != b"" and time.monotonic() - began < 5:
+            connection.sendall(b"x")
+            with contextlib.suppress(TimeoutError):
+                received = connection.recv(65536)
+    assert time.monotonic() - began < 4
+
+
+def test_half_a_body_is_told_so(towns):
+    host, port = towns.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(b"POST /retrieve HTTP/1.1\r\nContent-Length: 50\r\n\r\n{")
+        connection.shutdown(socket.SHUT_WR)
+        received = connection.recv(65536)
+    assert received.split()[1] == b"400"
+
+
+def test_a_server_may_listen_at_an_ipv6_address(capsys):
+    try:
+        server = RetrievalServer(BM25(TOWNS), host="::1", port=0)
+    except InputError:
+        pytest.skip("no IPv6 here")
+    with server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://[::1]:{server.server_port}"
+        assert HttpRetriever(url).search(["lanterns"], 1)[0][0].id == "4"
+        server.shutdown()
 
 
 def test_clients_that_go_away_leave_no_traceback(towns, capfd):

@@ -247,19 +247,23 @@ def test_a_dense_retriever_gets_its_settings(monkeypatch):
     dense = pytest.importorskip("dense")
 
     class Told:
-        def __init__(self, documents, encoder, *, folder, device, index_file):
-            self.told = documents, encoder, folder, device, index_file
+        def __init__(self, documents, encoder, *, folder, device, pooling, index_file):
+            self.told = documents, encoder, folder, device, pooling, index_file
 
     monkeypatch.setattr(dense, "DenseRetriever", Told)
-    made = make_retriever("dense", documents("a"), encoder="e5", folder="f", index_file="i", device="cuda")
-    assert made.told == (documents("a"), "e5", "f", "cuda", "i")
+    made = make_retriever("dense", documents("a"), encoder="e5", folder="f", index_file="i", device="cuda", pooling="cls")
+    assert made.told == (documents("a"), "e5", "f", "cuda", "cls", "i")
 
 
 def test_so_do_the_ones_that_ask_elsewhere(monkeypatch):
     web = pytest.importorskip("web")
-    monkeypatch.setattr(web, "WebRetriever", lambda api, *, allow_private, ports: (api, allow_private, ports))
-    assert make_retriever("web", [], url="http://x/?q={query}") == ("http://x/?q={query}", False, (80, 443))
-    assert make_retriever("web", [], url="x", allow_private=True) == ("x", True, ())  # nor need it be on a usual port
+    monkeypatch.setattr(web, "WebRetriever", lambda api, **settings: (api, settings))
+    usual = {"allow_private": False, "ports": (80, 443), "rate": 5.0, "api_seconds": 8.0, "kept_queries": 10_000,
+             "kept_pages": 1000}  # fmt: skip
+    assert make_retriever("web", [], url="http://x/?q={query}") == ("http://x/?q={query}", usual)
+    other = {"allow_private": True, "ports": (), "rate": 0.5, "api_seconds": 3.0, "kept_queries": 0, "kept_pages": 0}
+    # A page of this network need not be on a usual port either.
+    assert make_retriever("web", [], url="x", allow_private=True, rate=0.5, timeout=3.0, cache_size=0) == ("x", other)
     with RetrievalServer(BM25(documents("cat", "dog")), port=0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
@@ -322,6 +326,15 @@ ONE = Document("1", "Town 1", "x")
 def test_each_fault_is_found_in_its_own_line(what, wrong):
     found = levels(Ill(what), towns(200))
     assert {name: level for name, level in found.items() if level != "ok"} == wrong
+
+
+def test_a_search_that_failed_for_one_query_is_found():
+    def fails(lists, queries, k):
+        return [None if query == "Town 3" else found for query, found in zip(queries, lists, strict=True)]
+
+    (finding,) = check(Ill(fails), towns(5))
+    assert finding == ("WRONG", "answers", "ValueError: the search failed for 1 of 1 queries, such as 'Town 3'")
+    assert len(some_passages(Ill(lambda lists, queries, k: [None, *lists[1:]]), 1)) > 0
 
 
 def test_answers_that_change_are_found():
@@ -415,6 +428,38 @@ def test_a_corpus_is_served_until_ctrl_c(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_word_in_half_of_the_passages_is_shared_though_it_scores_nothing(tmp_path):
+    path = tmp_path / "c.tsv"
+    path.write_text("7\tthe cat sat\n8\tthe dogs ran\n9\tbirds sang\n10\tbells rang\n")  # idf = ln(2.5 / 2.5) = 0
+    output = run("the", "--corpus", path, "-k", 4).stdout
+    assert "no passage shares" not in output and "[7]" in output and "[8]" in output and "[9]" not in output
+
+
+def test_flags_that_are_wrong_are_one_line_and_code_2(tmp_path):
+    path = tmp_path / "c.tsv"
+    path.write_text("7\tthe cat sat\n")
+    for arguments, said in (
+        (["cat", "-k", 0], "-k 0: ask for at least one passage"), (["cat", "-k", "x"], "invalid int value: 'x'"),
+        (["cat", "--corpsu", path], "unknown flag --corpsu (did you mean --corpus?)"),
+        (["serve"], "retriever.py serve: the following arguments are required: --corpus"),
+        (["serve", "--corpus", path, "--folder", "v"], "unknown flag --folder"),
+        (["serve", "--corpus", path, "--title_boost", -1], "--title_boost -1: "),
+        (["check", "--timeout", 0], "--timeout 0: give more than 0 seconds"),
+        (["check", "--timeout", "nan"], "--timeout nan: "),
+        (["check", "--retriever", "web", "--url", "http://127.0.0.1:9/{query}", "--web_rate", -1], "--web_rate -1: "),
+    ):  # fmt: skip
+        result = run(*arguments)
+        assert result.returncode == 2 and said in result.stderr and result.stderr.count("\n") == 1, result
+
+
+def test_bad_records_are_left_out_if_asked(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"id": "1", "text": "cat"}\nnone\n{"id": "2", "text": "dog"}\n{"id": "3", "text": "dove"}\n')
+    assert run("cat", "--corpus", path).returncode == 2
+    assert "[1]" in run("cat", "--corpus", path, "--skip_bad").stdout
+    assert "finds itself   3 of 3" in run("check", "--corpus", path, "--skip_bad").stdout
 
 
 def test_a_missing_corpus_is_one_line_on_stderr_and_code_2(tmp_path):

@@ -285,6 +285,35 @@ def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
         make_search(Drops())(requests("a", "b"))
 
 
+class Fails(Recorder):
+    """Has no answer for "bad"."""
+
+    def search(self, queries, k):
+        return [None if query == "bad" else found for query, found in zip(queries, super().search(queries, k), strict=True)]
+
+    def seconds(self, queries, k):
+        return queries + k / 10
+
+
+def test_a_query_without_an_answer_is_an_error_of_its_own_rows_and_the_summariser_is_not_asked():
+    asked = []
+
+    def summarize(requests, documents):
+        asked.append([request.query for request in requests])
+        return PassThrough()(requests, documents)
+
+    results = make_search(Fails(), summarize)(requests("a", "bad", "b", "bad", "a"))
+    assert [r.error for r in results] == [None, "search failed", None, "search failed", None]
+    assert [[d.id for d in r.documents] for r in results] == [["a"], [], ["b"], [], ["a"]]
+    assert asked == [["a", "b", "a"]]
+    assert [r.error for r in make_search(Fails(), summarize)(requests("bad"))] == ["search failed"] and len(asked) == 1
+
+
+def test_the_search_says_how_long_it_may_take_if_its_retriever_does():
+    assert make_search(Fails(), k=3).seconds(2) == 2.3
+    assert not hasattr(make_search(Recorder()), "seconds")
+
+
 def test_summarisers_are_made_by_name_and_an_unknown_name_lists_them():
     assert isinstance(make_summarizer("none"), PassThrough)
     assert isinstance(make_summarizer("extractive"), ExtractiveSummarizer)

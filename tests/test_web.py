@@ -308,16 +308,21 @@ def test_an_api_that_does_not_answer_with_results_is_one_line_at_construction(si
     reply("<html>", "application/json"), reply("{", "application/json"), reply("", status="500 X"), reply("", status="429 X"),
     b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}", b"",
 ])  # fmt: skip
-def test_a_fault_of_the_api_later_is_a_fault_and_what_the_others_found_is_kept(site, raw):
+def test_a_query_that_the_api_failed_has_no_list_and_the_others_have_theirs(site, raw):
     site.pages = {"/a": text_page("a")}
     web = searcher(site)
     site.results = lambda query: raw if query == "bad" else ["/a"]
-    with pytest.raises(Fault):
-        web.search(["good", "bad"], 1)
-    assert web.counts["api_faults"] == 1 and web.counts["documents"] == 1
+    for queries in (["bad"], ["bad", " "]):  # nobody was answered
+        with pytest.raises(Fault):
+            web.search(queries, 1)
+    good, bad = web.search(["good", "bad"], 1)
+    assert len(good) == 1 and bad is None and web.counts["documents"] == 1
+    assert web.search(["good", "bad"], 1) == [good, None]  # "good" is kept, and that is an answer too
+    assert web.search(["", "good", "bad"], 1) == [[], good, None]
+    site.queries.clear()
     site.results = lambda query: ["/a"]
     assert [len(found) for found in web.search(["good", "bad"], 1)] == [1, 1]
-    assert Counter(query for query, _ in site.queries) == {"good": 1, "bad": 2}
+    assert site.queries == [("bad", 3)]
 
 
 def test_a_query_that_the_api_refuses_finds_nothing_and_stops_no_other(site):
@@ -551,6 +556,18 @@ def test_only_the_given_ports_and_schemes_are_visited(monkeypatch):
     assert checked("http://h:8080/", False, ())[1] == 8080
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1。", "localhost。", "127。0。0。1", "[fe80::1%25eth0]", "127.0.0.1%2e", "h．i"])
+def test_a_host_that_look_ups_read_in_different_ways_is_refused_unasked(monkeypatch, host):
+    monkeypatch.setattr(module, "resolve", lambda host, port: pytest.fail(f"looked up {host}"))
+    with pytest.raises(Skip, match="refused_hosts"):
+        checked(f"http://{host}/x", True, ())
+
+
+@pytest.mark.parametrize("ip", ["192.0.0.8", "192.0.0.9", "192.0.0.170", "3fff::1", "3fff:fff::1"])
+def test_assignments_and_documentation_are_not_public_whatever_this_python_says(ip):
+    assert not is_public(ip)
+
+
 def test_resolve_gives_every_address_of_a_host_once():
     assert resolve("127.0.0.1", 80) == [(socket.AF_INET, ("127.0.0.1", 80))]
 
@@ -640,6 +657,39 @@ def test_a_query_that_found_nothing_is_asked_again(site):
     web = searcher(site)
     assert web.search(["q"], 1) == web.search(["q"], 1) == [[]]
     assert len(site.queries) == 2 and web.counts["no_results"] == 2
+
+
+def test_a_call_that_was_given_up_and_its_next_try_pay_once(site):
+    site.pages = {"/a": text_page("a")}
+    site.results = lambda query: time.sleep(0.2) or ["/a"]
+    web, late = searcher(site, page_seconds=4.0, round_seconds=5.0, api_seconds=5.0), []
+    first = threading.Thread(target=lambda: late.append(web.search(["q", "r"], 1)), daemon=True)
+    first.start()
+    time.sleep(0.05)  # whoever began it does not wait for it any more
+    again = web.search(["q", "r"], 1)
+    first.join(9)
+    assert late == [again] and [len(found) for found in again] == [1, 1]
+    assert sorted(query for query, _ in site.queries) == ["q", "r"]
+
+
+def test_hits_are_kept_as_they_come_even_those_that_come_too_late(site):
+    site.pages = {"/a": text_page("a")}
+    site.results = lambda query: time.sleep(0.3 * (query == "slow")) or ["/a"]
+    web = searcher(site)
+    web.api_bound = lambda queries: 0.15  # the call ends before the reply; the request does not
+    web.ask_now, web.ask = web.ask, lambda query, k, deadline: web.ask_now(query, k, deadline + 1)
+    assert [found and len(found) for found in web.search(["slow", "fast"], 1)] == [None, 1]
+    time.sleep(0.4)
+    assert len(web.search(["slow"], 1)[0]) == 1
+    assert sorted(query for query, _ in site.queries) == ["fast", "slow"]
+
+
+def test_the_bound_is_what_the_file_says(site):
+    web = searcher(site, rate=5, api_seconds=8, round_seconds=8)
+    # 64 / 5 + ⌈64 / 32⌉ · 8 + 3 · 8 + 0.005 · 64 · 5 = 12.8 + 16 + 24 + 1.6
+    assert web.seconds(64, 5) == pytest.approx(54.4) and web.seconds(0, 5) == 24
+    with pytest.raises(InputError, match="--web_rate -1: "):
+        searcher(site, rate=-1)
 
 
 def test_a_page_that_failed_is_fetched_again_by_another_search(site):
