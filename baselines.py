@@ -38,9 +38,9 @@ from tqdm import tqdm
 
 from cross_model import read_answer
 from data import Document, Question
-from errors import FlagParser, InputError, run_main
-from eval import SHARED, material, prediction_record
-from llm import chat_text, load_llm, without_thinking
+from errors import FlagParser, InputError, check_output, run_main
+from eval import SHARED, material, prediction_record, signature
+from llm import chat_text, load_llm, weights_version, without_thinking
 from metrics import last_boxed
 from policy import best_device
 from prompts import Protocol, frame_documents, last_block, parse_query, prompt_text, question_text, special_texts, strip_tags
@@ -592,15 +592,18 @@ def default_folder(recipe: Recipe, options: dict) -> Path:
     return Path(recipe.runs) / "baselines" / re.sub(r"[^\w.-]+", "-", f"{who}-{of}-{recipe.retriever}").lstrip("-.")
 
 
-def check_folder(folder: Path, recipe: Recipe, options: dict) -> None:
-    """One folder holds predictions under one set of settings: a run that goes on with another's would mix them up."""
+def check_folder(folder: Path, recipe: Recipe, options: dict, made_with: dict) -> None:
+    """One folder holds predictions under one set of settings, of one model's weights, over the same passages: a run
+    that goes on with another's would mix them up."""
     settings = {**{k: v for k, v in dataclasses.asdict(recipe).items() if k in FLAGS and k not in NOT_KEPT},
-                **{k: options[k] for k in ("split", "fact_seed", "max_searches")}}  # fmt: skip
+                **{k: options[k] for k in ("split", "fact_seed", "max_searches")},
+                **{k: made_with[k] for k in ("weights", "material")}}  # fmt: skip
     path = folder / "settings.json"
     before = (finished_records(path, cut=False) or [settings])[0]
     if changed := [k for k in settings if before.get(k) != settings[k]]:
-        raise InputError(f"--out {folder} holds predictions with --{changed[0]} {before.get(changed[0])}, and now it is "
-                         f"{settings[changed[0]]}: name another folder, or delete this one")  # fmt: skip
+        what = {"weights": "other weights", "material": "other passages"}.get(
+            changed[0], f"--{changed[0]} {before.get(changed[0])}, and now it is {settings[changed[0]]}")
+        raise InputError(f"--out {folder} holds predictions with {what}: name another folder, or delete this one")
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
@@ -614,9 +617,14 @@ def collect(name: str, datasets: dict[str, list[Question]], path: Path,
     """A record for each question, in their order: those that `path` has, and the others, written there as they come."""
     dataset_of = {question.id: (name if len(datasets) > 1 else "") for name, some in datasets.items() for question in some}
     records = {record["id"]: record for record in finished_records(path)}
+    for question in (question for some in datasets.values() for question in some):  # more or fewer of them may be asked now
+        kept = records.get(question.id, {"question": question.question, "golds": question.answers})
+        if (kept["question"], kept["golds"]) != (question.question, question.answers):
+            raise InputError(f"{path}: question {question.id} was another one then: name another --out, or delete this one")
     missing = [question for some in datasets.values() for question in some if question.id not in records]
+    trajectories = run(missing) if missing else []  # before the bar: a model that cannot be loaded is told of in a line
     with tqdm(total=len(dataset_of), initial=len(dataset_of) - len(missing), desc=name, dynamic_ncols=True) as bar:
-        for trajectory in run(missing) if missing else []:
+        for trajectory in trajectories:
             question_id = trajectory.question.id
             if trajectory.stop_reason != "no reply":
                 records[question_id] = record_of(trajectory, name, dataset_of[question_id])
@@ -641,7 +649,11 @@ def main(arguments: list[str] | None = None) -> None:
     recipe, options = parse(arguments)
     datasets, documents = material(recipe, options)
     folder = Path(options["out"] or default_folder(recipe, options))
-    check_folder(folder, recipe, options)
+    if options["json"]:
+        check_output(options["json"], "--json")
+    check_output(folder / "settings.json", "--out")
+    version = weights_version(recipe.model) if recipe.model else "built-in"
+    check_folder(folder, recipe, options, signature(recipe, 1, version, [], documents))
     loaded: list = []  # only if something is missing
 
     def run(name: str, missing: list[Question]) -> Iterator[Trajectory]:
@@ -663,6 +675,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(table({name: summary["all"] for name, summary in summaries.items()}).replace("kind  ", "method"))
     print(f"predictions: {folder}/METHOD.jsonl")
     if options["json"]:
+        Path(options["json"]).parent.mkdir(parents=True, exist_ok=True)
         Path(options["json"]).write_text(json.dumps(summaries, indent=1) + "\n", encoding="utf-8")
 
 

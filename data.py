@@ -597,7 +597,7 @@ def load_datasets(path: str | Path | list, skip_bad: bool = False) -> dict[str, 
     An id that several files use gets the file's name in front, in each of them: two data sets both count from 1, and
     questions that share an id would share a group.
     """
-    files = _paths(path)
+    files = named_files(path)
     names = dataset_names(files)
     loaded = {name: _load(file, LAYOUTS, skip_bad, QUESTION_COLUMNS) for name, file in zip(names, files, strict=True)}
     uses = Counter(question.id for questions in loaded.values() for question in questions)
@@ -659,9 +659,9 @@ def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
     return load_texts(path, skip_bad) if is_text(path) else _load(path, CORPUS_LAYOUTS, skip_bad, PASSAGE_COLUMNS)
 
 
-def _paths(path: str | Path | list) -> list[Path]:
+def named_files(path: str | Path | list) -> list[Path]:
     if isinstance(path, list | tuple):
-        return [file for item in path for file in _paths(item)]
+        return [file for item in path for file in named_files(item)]
     if Path(path).exists():  # a name may hold a comma
         return [Path(path)]
     names = [name.strip() for name in str(path).split(",") if name.strip()]
@@ -764,7 +764,7 @@ def main() -> None:
     parser.add_argument("file", help="questions, passages or a folder of texts; several files with commas between them")
     parser.add_argument("--skip_bad", action="store_true", help="leave malformed records out and count them")
     args = parser.parse_args()
-    for path in _paths(args.file):
+    for path in named_files(args.file):
         show(path, args.skip_bad)
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -30,13 +31,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cross_model import answer_from_evidence
-from data import Question, load_datasets
-from errors import FlagParser, InputError, run_main
+from data import Question, load_datasets, named_files
+from errors import FlagParser, InputError, check_output, run_main
 from judge import Judge
 from llm import weights_version
-from metrics import rouge
+from metrics import summary_scores
 from policy import best_device, check_model_path
-from predictions import add_report_flags, report, score_files
+from predictions import add_report_flags, report, score_files, scored
 from prompts import build_prompt
 from recipes import (
     PAPER_DECODING,
@@ -53,6 +54,7 @@ from recipes import (
     checkpoints,
     load_model,
     passages,
+    punctuation_of,
     resolve,
     rollout_settings,
     stage_folder,
@@ -96,7 +98,8 @@ FORMATS = {  # protocol -> is the format right?
 def grade(trajectory: Trajectory) -> dict[str, float]:
     """The numbers of one trajectory, by the names of ALL_COLUMNS. What does not apply to it has no entry, and not a 0."""
     protocol, question, searches = trajectory.protocol, trajectory.question, trajectory.searches
-    numbers = summary_scores(trajectory) if question.task == "summary" else answer_scores(trajectory)
+    summary = question.task == "summary"
+    numbers = summary_scores(trajectory.answer, question.answers) if summary else answer_scores(trajectory)
     if protocol.query_tags:
         fallbacks = sum(s.fallback for s in searches)
         numbers |= {"searched": float(bool(searches)), "searches": float(len(searches)), "fallbacks": float(fallbacks)}
@@ -109,18 +112,12 @@ def grade(trajectory: Trajectory) -> dict[str, float]:
     return numbers
 
 
-def summary_scores(trajectory: Trajectory) -> dict[str, float]:
-    """ROUGE and its mean in place of em, f1 and cem: no summary is equal to its reference."""
-    scores = rouge(trajectory.answer, trajectory.question.answers)
-    return {**scores, "rouge": sum(scores.values()) / len(scores)}
-
-
 def prediction_record(trajectory: Trajectory, sample: int) -> dict:
     question = trajectory.question
     return {
         "id": question.id, "sample": sample, "kind": question.kind, "task": question.task,
         "question": question.question, **({"options": list(question.options)} if question.options else {}),
-        "golds": question.answers, "prediction": trajectory.answer,
+        "golds": question.answers, "prediction": trajectory.answer, "punctuation": punctuation_of(trajectory.protocol.name),
         **({"evidence": trajectory.evidence} if trajectory.protocol.evidence_tags else {}),
         "transcript": trajectory.text, "stop_reason": trajectory.stop_reason,
         "searches": [{"query": s.query, "fallback": s.fallback, "error": s.error} for s in trajectory.searches],
@@ -164,7 +161,7 @@ NOT_OF_A_PREDICTION = {"name", "runs", "resume", "judge", "llm_timeout", "llm_re
 def signature(recipe: Recipe, samples: int, version: str, questions: list[Question], documents: list) -> dict:
     """What a predictions file was made with: settings, weights, questions and passages."""
     settings = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in NOT_OF_A_PREDICTION}
-    content = hashlib.sha256()
+    content = hashlib.sha256(build_protocol(recipe).instruction.encode())  # --prompt_file names a file, not its words
     for item in [*questions, *documents]:
         content.update(repr(item).encode())
     return {**settings, "samples": samples, "weights": version, "material": content.hexdigest()[:16]}
@@ -172,19 +169,35 @@ def signature(recipe: Recipe, samples: int, version: str, questions: list[Questi
 
 def finished_before(out: Path, made_with: dict, questions: list[Question], samples: int, fresh: bool) -> list[dict]:
     """The records of an interrupted evaluation with these very settings, as many whole batches as there are: a batch has one
-    seed, so that going on gives the numbers of an unbroken run. A file made otherwise is put aside and not overwritten."""
+    seed, so that going on gives the numbers of an unbroken run. It ends before the first batch in which a search failed. What
+    is not gone on with is put aside."""
     settings_file = out.with_name(out.name + ".settings.json")
     same = settings_file.is_file() and settings_file.read_text(encoding="utf-8") == json.dumps(made_with, indent=1)
     records = finished_records(out) if out.is_file() and same and not fresh else []
-    whole = len(records)
-    if whole < len(questions) * samples:
+    expected = [(question.id, sample) for question in questions for sample in range(samples)]
+    pairs = list(zip(records, expected, strict=False))
+    good = lambda pair: (pair[0].get("id"), pair[0].get("sample")) == pair[1] and not search_faults([pair[0]])  # noqa: E731
+    whole = next((i for i, pair in enumerate(pairs) if not good(pair)), len(pairs))
+    if whole < len(expected):
         whole -= whole % (QUESTIONS_AT_ONCE * samples)
-    if out.is_file() and out.stat().st_size and not whole:
-        os.replace(out, out.with_name(out.name + ".old"))
-        print(f"the predictions that were in {out} are kept as {out.name}.old")
+    if out.is_file() and out.stat().st_size and (whole < len(records) or not same or fresh):
+        put_aside(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     settings_file.write_text(json.dumps(made_with, indent=1), encoding="utf-8")
     return records[:whole]
+
+
+def put_aside(out: Path) -> None:
+    """What was computed once is kept, under the first free of .old, .old2, ..."""
+    names = (f"{out.name}.old{number if number > 1 else ''}" for number in itertools.count(1))
+    name = next(name for name in names if not out.with_name(name).exists())
+    os.replace(out, out.with_name(name))
+    print(f"the predictions that were in {out} are kept as {name}")
+
+
+def search_faults(records: list[dict]) -> list[str]:
+    """What failed searches said. Scores of trajectories that could not search are not the model's."""
+    return [search["error"] for record in records for search in record.get("searches", []) if search["error"]]
 
 
 # ---------------------------------------------------------------------------------------------- what others say of it
@@ -202,6 +215,9 @@ def add_reader(records: list[dict], llm) -> list[dict]:
 def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
     """The column `judged`: 1 or 0; None where the verdict could not be read, which is neither."""
     verdicts = judge.verdicts([(question_of(record), record["prediction"]) for record in records])
+    if judge.silent:  # what the file says already is kept
+        verdicts = [record["metrics"].get("judged") if said is None else said
+                    for record, said in zip(records, verdicts, strict=True)]  # fmt: skip
     return [
         {**record, "metrics": {**record["metrics"], "judged": None if said is None else float(said)}}
         for record, said in zip(records, verdicts, strict=True)
@@ -224,6 +240,8 @@ def ask_others(records: list[dict], reader, judge: Judge | None, out: Path | Non
         records = add_verdicts(records, judge)
         print(f"judge: {judge.unreadable} of {judge.asked} verdicts unreadable "
               f"({judge.unreadable / max(1, judge.asked):.1%}); the column `judged` is without them")  # fmt: skip
+        if judge.silent:
+            print(f"judge: {judge.silent} of them got no reply at all: the same command asks again for those")
     if out and (reader or judge):
         write_records(out, records)
     return records
@@ -270,6 +288,9 @@ def parse(arguments: list[str] | None = None) -> tuple[Recipe, dict]:
     add_report_flags(parser)
     given = vars(parser.parse_args(arguments))
     options = {k: given.pop(k) for k in OPTIONS + REPORT}
+    for name in ("out", "json"):
+        if options[name]:
+            check_output(options[name], f"--{name}")
     if options["samples"] < 1 or options["questions"] < 0:
         raise InputError("--samples must be at least 1, and --questions at least 0 (all)")
     if not options["predictions"]:
@@ -368,19 +389,22 @@ def flat(datasets: dict[str, list[Question]]) -> list[Question]:
 def main(arguments: list[str] | None = None) -> None:
     recipe, options = parse(arguments)
     scoring = {"data": recipe.data, "skip_bad": recipe.skip_bad} | {k: options[k] for k in ("punctuation", "count_missing")}
-    stored = score_files(options["predictions"].split(","), **scoring) if options["predictions"] else []
+    stored = score_files(named_files(options["predictions"]), **scoring) if options["predictions"] else []
     others = score_files(options["against"], **scoring) if options["against"] else []
     datasets, documents = ({}, []) if stored else material(recipe, options)
     reader, judge = load_reader(recipe, options["reader"]), load_judge(recipe)  # before the work: are they there at all?
     out = Path(options["out"] or default_out(recipe, options)) if options["out"] or not stored else None
     try:
         records = stored or roll_out(recipe, options, datasets, documents, out)
+        if not stored and options["punctuation"]:
+            records = [scored({**record, "metrics": dict(record["metrics"])}, options["punctuation"]) for record in records]
         if not stored and (reader or judge):
             print(f"all predictions are in {out}: should asking about them fail, --predictions {out} asks again")
         records = ask_others(records, reader, judge, out)
     except KeyboardInterrupt:
+        kept = f"the predictions that were finished are in {options['predictions'] or out}"
         goes_on = "" if stored else "; the same command goes on behind them"
-        print(f"\ninterrupted; the predictions that were finished are in {options['predictions'] or out}{goes_on}")
+        print(f"\ninterrupted; {kept + goes_on if stored or out.is_file() else 'nothing was finished yet'}")
         sys.exit(130)
     report(records, others, options["markdown"], options["json"])
     if out:
@@ -392,7 +416,9 @@ def roll_out(recipe: Recipe, options: dict, datasets: dict[str, list[Question]],
     policy, tokenizer = load_model(recipe, recipe.model, best_device())
     questions, samples = flat(datasets), options["samples"]
     searching = f", retriever {recipe.retriever}" if build_protocol(recipe).query_tags else ""
-    print(f"{recipe.model or 'the built-in model, before RL'}: {len(questions)} questions of {', '.join(datasets)}, "
+    cut = recipe.data and options["questions"]
+    first = f" (the first {options['questions']} of each: --questions 0 takes all)" if cut else ""
+    print(f"{recipe.model or 'the built-in model, before RL'}: {len(questions)} questions of {', '.join(datasets)}{first}, "
           f"{samples} sample(s) each, temperature {recipe.temperature:g}{searching}")  # fmt: skip
     version = weights_version(recipe.model, policy) if recipe.model else "built-in"
     done = finished_before(out, signature(recipe, samples, version, questions, documents), questions, samples, options["fresh"])
@@ -402,6 +428,9 @@ def roll_out(recipe: Recipe, options: dict, datasets: dict[str, list[Question]],
     records = evaluate(policy, tokenizer, questions, search, recipe, samples, out, done=done, dataset_of=dataset_of)
     if counted := getattr(search, "report", None):
         print(counted())
+    if faults := search_faults(records):
+        print(f"warning: {len(faults)} searches failed (the first: {faults[0]}): these scores are not the model's; mend the "
+              "retriever, and the same command makes the batches anew in which that happened", file=sys.stderr)  # fmt: skip
     return records
 
 

@@ -45,10 +45,11 @@ GRADES = {"correct": 2.0, "partly": 1.0, "partly correct": 1.0, "partially corre
 
 
 class Judge:
-    """A judge and its counts: `asked` pairs went to the model, `unreadable` of them got no verdict that can be read."""
+    """A judge and its counts: `asked` pairs went to the model, `unreadable` of them got no verdict that can be read, of
+    which `silent` got no reply at all: asked again, the model may be there again."""
 
     def __init__(self, llm):
-        self.llm, self.asked, self.unreadable = llm, 0, 0
+        self.llm, self.asked, self.unreadable, self.silent = llm, 0, 0, 0
 
     def verdicts(self, pairs: list[Pair]) -> list[bool | None]:
         """Right or not, for every pair in one batch. An empty answer is wrong, and nobody is asked."""
@@ -69,6 +70,7 @@ class Judge:
             found[i] = read_verdict(reply, words)
         self.asked += len(given)
         self.unreadable += sum(found[i] is None for i in given)
+        self.silent += sum(reply is None for reply in replies)
         return found
 
 

@@ -384,11 +384,11 @@ def check_8bit(path: str, device: torch.device | str) -> None:
         raise InputError(f"{path}: 8-bit weights need a CUDA device, and this is {device}: leave --load_in_8bit out")
 
 
-def weights_version(path: str, model) -> str:
+def weights_version(path: str, model=None) -> str:
     """Which weights these are. Trap: a directory keeps its name when a run writes other weights into it, and a cache by
     name would then give the old model's replies."""
     if not Path(path).is_dir():
-        return str(getattr(model.config, "_commit_hash", None) or "main")[:12]
+        return str(getattr(getattr(model, "config", None), "_commit_hash", None) or "main")[:12]
     files = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in Path(path).iterdir() if f.is_file())
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12]
 

@@ -122,6 +122,11 @@ def rouge(prediction: str | None, golds: str | list[str]) -> dict[str, float]:
     return {name: max((score[name] for score in scores), default=0.0) for name in ("rouge1", "rouge2", "rougeL")}
 
 
+def summary_scores(prediction: str | None, golds: str | list[str]) -> dict[str, float]:
+    """The three, and as `rouge` their mean: in place of em, f1 and cem, as no summary is equal to its reference."""
+    return {**rouge(prediction, golds), "rouge": mean_rouge(prediction, golds)}
+
+
 def mean_rouge(prediction: str | None, golds: str | list[str]) -> float:
     """The mean of the three: what ARENA pays for a summary.
 
@@ -257,6 +262,7 @@ def _leading_letter(text: str) -> str | None:
 # ------------------------------------------------------------------------------------------------------------ math
 
 SYMBOLIC_SECONDS = 3.0  # per comparison
+MAX_MATH = 2000  # characters; a longer answer is compared as a string
 _TOLERANCE = 1e-6  # relative; for decimals of numbers that have no finite one. Two integers must be equal.
 
 _GREEK = {"alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "mu", "phi", "varphi", "rho", "sigma", "omega"}
@@ -298,6 +304,8 @@ def math_equal(prediction: str | None, gold: str | list[str]) -> bool:
     if prediction is None or not str(prediction).strip():
         return False
     golds = [gold] if isinstance(gold, str) else gold
+    if len(str(prediction)) > MAX_MATH:
+        return str(prediction) in golds
     try:
         return any(_same(normalize_math(str(prediction)), normalize_math(str(g))) for g in golds)
     except RecursionError:  # a model can write a thousand brackets
@@ -518,6 +526,8 @@ def symbolic_equal(left: str, right: str) -> bool:
 
     A process, because simplify can run for hours, a signal works on the main thread only, and a thread cannot be killed.
     """
+    if re.search(r"\*\*\(*-?\d{5,}", left + " " + right):  # x**99999: sympy would need its whole time to give up
+        return False
     return has_sympy() and _WORKER.ask(left, right, SYMBOLIC_SECONDS)
 
 

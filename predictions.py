@@ -23,14 +23,15 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from data import Layout, Question, load_datasets
-from errors import FlagParser, InputError, run_main
-from metrics import rouge, score_answer
+from data import TASKS, Layout, Question, dataset_names, lettered, load_datasets
+from errors import FlagParser, InputError, check_output, run_main
+from metrics import score_answer, summary_scores
 from prompts import PROTOCOLS
-from records import first_line, read_records, report_skipped, short, type_name
+from records import first_line, need_strings, optional_text, read_records, read_whole, report_skipped, short, type_name
 from report import compare, comparison_markdown, comparison_table, markdown, summarise, table
 
 PUNCTUATION = ("space", "delete")
+VERDICTS = {"true": 1.0, "yes": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "no": 0.0, "0": 0.0, "0.0": 0.0}
 TEXT_FIELDS = ("prediction", "pred", "pred_ans", "predicted_answer", "output", "response")
 GOLD_FIELDS = ("golds", "golden_answers", "answers", "answer", "ground_truth")
 ID_FIELDS = ("id", "_id", "idx", "question_id", "qid")
@@ -45,8 +46,33 @@ def from_eval(record: dict, number: int) -> dict:
     for name, kind in kinds.items():
         if not isinstance(record.get(name), kind):
             raise InputError(f"field {name!r}: expected {type_name(kind())}, found {short(record.get(name))}")
-    text_of(record, "prediction")
-    return record
+    if "prediction" not in record:
+        raise InputError("field 'prediction' is missing (null says that there was no answer)")
+    need_strings(record, "golds")
+    optional_text(record, "dataset")
+    for name, value in record["metrics"].items():
+        if value is not None and not is_number(value):
+            raise InputError(f"field 'metrics', {name}: expected a number, found {short(value)}")
+    return {**record, "prediction": text_of(record, "prediction"), **common(record)}
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e300  # NaN is not below anything
+
+
+def common(record: dict) -> dict:
+    """What both layouts may hold: task, options, the number of the sample, how punctuation was treated."""
+    found: dict = {"task": optional_text(record, "task") or "qa"}
+    if found["task"] not in TASKS:
+        raise InputError(f"field 'task': {short(record['task'])} is none of {', '.join(TASKS)}")
+    if record.get("options"):
+        options = record["options"]
+        found["options"] = lettered(options) if isinstance(options, dict) else need_strings(record, "options")
+    if type(record.get("sample", 0)) is not int:
+        raise InputError(f"field 'sample': expected a whole number, found {short(record['sample'])}")
+    if record.get("punctuation", "space") not in PUNCTUATION:
+        raise InputError(f"field 'punctuation': {short(record['punctuation'])} is none of {', '.join(PUNCTUATION)}")
+    return found | ({"sample": record["sample"]} if "sample" in record else {})
 
 
 def from_plain(record: dict, number: int) -> dict:
@@ -62,12 +88,12 @@ def from_plain(record: dict, number: int) -> dict:
     found = {"prediction": prediction, "metrics": stored_numbers(record)}
     if (key := next((key for key in ID_FIELDS if record.get(key) not in (None, "")), None)) is not None:
         found["id"] = str(record[key])
-    for name in ("question", "kind", "task", "source"):
+    for name in ("question", "kind", "source"):
         if record.get(name):
             found[name] = text_of(record, name)
     if "id" not in found and "question" not in found:
         raise InputError("field 'id' and field 'question' are both missing: one of them must say what was asked")
-    return {**found, **gold_of(record)}
+    return {**found, **common(record), **gold_of(record)}
 
 
 def text_of(record: dict, name: str) -> str | None:
@@ -85,8 +111,11 @@ def gold_of(record: dict) -> dict:
     name = next((name for name in GOLD_FIELDS if record.get(name) not in (None, "", [])), None)
     if name is None:
         return {}
-    value = record[name]
-    return {"golds": [str(gold) for gold in value] if isinstance(value, list) else [text_of(record, name)]}
+    values = record[name] if isinstance(record[name], list) else [record[name]]
+    golds = [text_of({name: value}, name) for value in values]
+    if not all(gold and gold.strip() for gold in golds):
+        raise InputError(f"field {name!r} holds an empty answer: every prediction would cover it")
+    return {"golds": golds}
 
 
 def stored_numbers(record: dict) -> dict[str, float | None]:
@@ -94,9 +123,9 @@ def stored_numbers(record: dict) -> dict[str, float | None]:
     numbers: dict[str, float | None] = {}
     for name in ("gpt4o_output", "judge", "verdict"):
         if name in record:
-            numbers["judged"] = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}.get(str(record[name]).strip(" .").lower())
+            numbers["judged"] = VERDICTS.get(str(record[name]).strip(" .").lower())
     transcript = next((record[name] for name in ("transcript", "gen_text_store") if isinstance(record.get(name), str)), None)
-    if isinstance(record.get("n_search"), int):
+    if is_number(record.get("n_search")):
         numbers["searches"] = float(record["n_search"])
     elif transcript is not None:
         numbers["searches"] = float(sum(transcript.count(tag) for tag in _DOCUMENT_TAGS))
@@ -125,7 +154,7 @@ def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
     short is left out: the run may still be at it."""
     path = Path(path)
     if not path.is_file():
-        raise InputError(f"--predictions {path}: no such file")
+        raise InputError(f"{path}: {'a folder: name the files in it' if path.is_dir() else 'no such file: check the path'}")
     found, problems, layout = [], [], None
     for number, place, record in numbered_records(path):
         try:
@@ -149,7 +178,7 @@ def numbered_records(path: Path) -> Iterator[tuple[int, str, object]]:
             yield i, f"id {short(key)}", {"id": key, "prediction": text}
         return
     data = path.read_bytes()
-    last = data.rstrip().count(b"\n") + 1
+    last = data.rstrip().count(b"\n") + 1  # of a gzipped file it is no line's number, and nothing is left out
     for number, place, record in read_records(path):
         if isinstance(record, InputError) and number == last > 1 and not data.endswith(b"\n"):
             return
@@ -159,8 +188,8 @@ def numbered_records(path: Path) -> Iterator[tuple[int, str, object]]:
 def id_mapping(path: Path) -> dict | None:
     """HotpotQA's own layout: {"answer": {id: text}, ...}, or plainly {id: text}; None for any other file."""
     try:
-        whole = json.loads(path.read_bytes()) if first_line(path).startswith(b"{") else None
-    except (ValueError, RecursionError):  # several lines of JSON are no JSON
+        whole = json.loads(read_whole(path)) if first_line(path).startswith(b"{") else None
+    except (ValueError, RecursionError):  # several lines of JSON are no JSON, and a broken file is told of later
         return None
     if not isinstance(whole, dict) or {*TEXT_FIELDS, *ID_FIELDS, "question"} & set(whole):  # one line of JSONL
         return None
@@ -188,18 +217,28 @@ Datasets = dict[str, list[Question]]  # as data.load_datasets gives them
 
 def score_files(paths: list[str], data: str = "", skip_bad: bool = False, **settings) -> list[dict]:
     """The records of several files, each a data set of its own unless --data names them; ids are unique over all."""
+    if settings.get("count_missing") and not data:
+        raise InputError("--count_missing: which questions are missing is known only with --data")
     datasets = load_datasets(data, skip_bad) if data else None
-    scored_files = [score_file(path, datasets, skip_bad=skip_bad, **settings) for path in paths]
-    uses = Counter(question_id for records in scored_files for question_id in {r["id"] for r in records})
-    return [{**r, "id": f"{r['dataset']}:{r['id']}"} if uses[r["id"]] > 1 else r for records in scored_files for r in records]
+    names = dataset_names([Path(path) for path in paths])
+    files = [score_file(path, datasets, name=name, skip_bad=skip_bad, **settings)
+             for path, name in zip(paths, names, strict=True)]  # fmt: skip
+    if datasets and len(datasets) > 1:
+        spoken_of = {record["dataset"] for records in files for record in records}
+        for name in [name for name in datasets if name not in spoken_of]:
+            print(f"{name}: no prediction for any of its {len(datasets[name])} questions: it has no row", file=sys.stderr)
+    uses = Counter(question_id for records in files for question_id in {r["id"] for r in records})
+    return [{**r, "id": f"{name}:{r['id']}"} if uses[r["id"]] > 1 else r
+            for name, records in zip(names, files, strict=True) for r in records]  # fmt: skip
 
 
 def score_file(path: str | Path, datasets: Datasets | None = None, punctuation: str = "", skip_bad: bool = False,
-               count_missing: bool = False) -> list[dict]:  # fmt: skip
+               count_missing: bool = False, name: str = "") -> list[dict]:  # fmt: skip
     """Prediction records with metrics, of the questions in `datasets` or of all that the file has gold answers for.
 
-    punctuation    "space" or "delete"; "" keeps the scores that eval.py stored, and is "space" for all others
-    count_missing  a question without a prediction counts as wrong; else it is only told of
+    punctuation    "space" or "delete"; "" is what eval.py scored with, and "space" for all others
+    count_missing  a question without a prediction counts as wrong in em, f1 and cem; else it is only told of
+    name           of the data set, where neither the records nor several `datasets` name one; default: the file's stem
     """
     records = read_predictions(path, skip_bad)
     if datasets is not None:
@@ -208,7 +247,8 @@ def score_file(path: str | Path, datasets: Datasets | None = None, punctuation: 
     if without:
         raise InputError(f"{path}: {len(without)} of {len(records)} predictions have no gold answer (the first: id "
                          f"{short(without[0]['id'])}): give --data with the questions")  # fmt: skip
-    return [{"dataset": Path(path).stem, **scored(record, punctuation, datasets is not None)} for record in records]
+    name = name or Path(path).stem
+    return [{"dataset": name, **scored(record, punctuation, datasets is not None)} for record in records]
 
 
 def joined(path: str | Path, records: list[dict], datasets: Datasets, count_missing: bool) -> list[dict]:
@@ -228,8 +268,10 @@ def joined(path: str | Path, records: list[dict], datasets: Datasets, count_miss
     spoken_of = {by_id[question_id][0] for question_id in answered}  # another data set's questions are not missing here
     missing = [(name, q) for name, q in by_id.values() if name in spoken_of and q.id not in answered]
     say_coverage(path, len(answered), len(missing), len(records) - len(found), count_missing)
-    unanswered = [{**question_fields(q), "dataset": name, "prediction": None, "metrics": {}} for name, q in missing]
-    return found + unanswered * count_missing
+    several = len(datasets) > 1
+    unanswered = [{**question_fields(q), **({"dataset": name} if several else {}), "prediction": None, "metrics": {}}
+                  for name, q in missing]  # fmt: skip
+    return check_unique(path, found) + unanswered * count_missing
 
 
 def say_coverage(path: str | Path, answered: int, missing: int, foreign: int, count_missing: bool) -> None:
@@ -256,10 +298,10 @@ def scored(record: dict, punctuation: str = "", anew: bool = False) -> dict:
     if "em" in record["metrics"] and not punctuation and not anew:
         return record
     if task == "summary":
-        scores = rouge(record["prediction"], record["golds"])
-        scores["rouge"] = sum(scores.values()) / 3
+        scores = summary_scores(record["prediction"], record["golds"])
     else:
-        scores = score_answer(record["prediction"], record["golds"], task, record.get("options", ()), punctuation or "space")
+        punctuation = punctuation or record.get("punctuation", "space")
+        scores = score_answer(record["prediction"], record["golds"], task, record.get("options") or (), punctuation)
     return {**record, "metrics": {**scores, **{k: v for k, v in record["metrics"].items() if k not in scores}}}
 
 
@@ -277,6 +319,7 @@ def report(records: list[dict], others: list[dict] | None = None, as_markdown: b
         print("\n" + (comparison_markdown if as_markdown else comparison_table)(comparison))
     if json_file:
         whole = {**summary, "comparison": comparison} if comparison else summary
+        Path(json_file).parent.mkdir(parents=True, exist_ok=True)
         Path(json_file).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
@@ -289,6 +332,11 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", default="", help="write the numbers to this file too")
 
 
+def check_report_flags(json_file: str) -> None:
+    if json_file:
+        check_output(json_file, "--json")
+
+
 def main() -> None:
     parser = FlagParser(description="Score predictions files without a model.")
     parser.add_argument("files", nargs="*", help="predictions; several are several data sets, in one table")
@@ -296,8 +344,11 @@ def main() -> None:
     parser.add_argument("--skip_bad", action="store_true", help="leave malformed records out and count them")
     add_report_flags(parser)
     args = parser.parse_args()
-    if not args.files:
+    check_report_flags(args.json)
+    if len(sys.argv) == 1:
         return demo()
+    if not args.files:
+        raise InputError("predictions.py: name a predictions file first: python predictions.py FILE --against OTHER")
     settings = {name: getattr(args, name) for name in ("data", "punctuation", "skip_bad", "count_missing")}
     records = score_files(args.files, **settings)
     report(records, score_files(args.against, **settings) if args.against else None, args.markdown, args.json)

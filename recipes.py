@@ -97,7 +97,7 @@ class Recipe:
     save_every: int = setting(10, "steps between checkpoints (the last step always saves)", least=1)
     keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0)
     show_every: int = setting(5, "steps between decoded trajectories on the console", least=1)
-    seed: int = setting(0, "seed of questions and sampling")
+    seed: int = setting(0, "seed of questions and sampling", least=0, most=2**31 - 1)
     world_seed: int = setting(0, "seed of the built-in world and its model")
     threads: int = setting(0, "CPU threads of a process; 0 = all cores, shared by the processes of this machine", least=0)
     # the rollout
@@ -505,8 +505,12 @@ def build_protocol(recipe: Recipe) -> Protocol:
 def answer_scores(trajectory: Trajectory) -> dict[str, float]:
     """em, f1 and cem of the final answer. Punctuation becomes a blank or nothing, as each paper's own scorer has it."""
     question, protocol = trajectory.question, getattr(trajectory, "protocol", None)
-    punctuation = "delete" if protocol and protocol.name in ("r_search", "when_to_search") else "space"
+    punctuation = punctuation_of(protocol.name if protocol else "")
     return score_answer(trajectory.answer, question.answers, question.task, question.options, punctuation)
+
+
+def punctuation_of(protocol: str) -> str:
+    return "delete" if protocol in ("r_search", "when_to_search") else "space"
 
 
 def rollout_settings(recipe: Recipe) -> dict:

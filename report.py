@@ -42,7 +42,9 @@ def bootstrap(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> tuple[fl
 
 
 def resampled_means(values: np.ndarray, draws: int, rng: np.random.Generator) -> np.ndarray:
-    return values[rng.integers(0, len(values), (draws, len(values)))].mean(1)  # [draws]
+    # 50 at a time: all 1,000 draws of 200,000 questions would be 3 GB
+    blocks = [min(50, draws - start) for start in range(0, draws, 50)]
+    return np.concatenate([values[rng.integers(0, len(values), (n, len(values)))].mean(1) for n in blocks])  # [draws]
 
 
 def _interval(mean: float, means: np.ndarray) -> tuple[float, float, float]:
@@ -91,9 +93,14 @@ def grouped(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
     rows: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
     key = "dataset" if len(datasets(records)) > 1 else "kind"
     for record in records:
-        for row in (record.get(key) or "-", "all"):
+        for row in (row_name(record.get(key)), "all"):
             rows[row][record["id"]].append(record["metrics"])
     return {row: rows[row] for row in sorted(rows, key=row_order)}
+
+
+def row_name(name: str | None) -> str:
+    """Trap: a file called all.jsonl would be counted into the total twice, and then be taken for it."""
+    return f"{name} (file)" if name in ("all", MEAN_OF_DATASETS, "comparison") else name or "-"
 
 
 def row_order(row: str) -> tuple:
@@ -123,18 +130,24 @@ def compare(records: list[dict], others: list[dict]) -> dict[str, dict]:
     for record in others:
         if record["id"] in others_by_id:
             right[others_by_id[record["id"]]].append(record["metrics"])
-    summary = {name: {"questions": len(questions), **compare_row(questions, right)} for name, questions in left.items()}
+    found = {name: paired_values(questions, right) for name, questions in left.items()}  # row -> column -> [questions, 2]
+    summary = {name: {"questions": len(left[name]), **{c: paired(v[:, 0], v[:, 1]) for c, v in columns.items()}}
+               for name, columns in found.items()}  # fmt: skip
+    every = summary.pop("all")
+    if len(datasets(records)) > 1:
+        summary[MEAN_OF_DATASETS] = {"questions": every["questions"], **paired_means([found[name] for name in summary])}
+    summary["all"] = every
     summary["all"]["only_here"] = len({r["id"] for r in records}) - len(pairs)
     summary["all"]["only_there"] = len({r["id"] for r in others}) - len(pairs)
     return summary
 
 
 def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
-    """id here -> id there: the same question by its text; of several with one text the n-th here is the n-th there. Ids are
-    not asked: many files number their lines, and a line's number says nothing about another file."""
+    """id here -> id there: the same question by its text; of several with one text the n-th here is the n-th there. Ids count
+    only where there is no text: many files number their lines, and a line's number says nothing about another file."""
     def places(some: list[dict]) -> dict[tuple[str, int], str]:
         seen, found = Counter(), {}
-        for question_id, text in {r["id"]: " ".join(r["question"].split()) for r in some}.items():
+        for question_id, text in {r["id"]: " ".join(r["question"].split()) or f"id {r['id']}" for r in some}.items():
             found[text, seen[text]] = question_id
             seen[text] += 1
         return found
@@ -143,13 +156,29 @@ def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
     return {question_id: there[place] for place, question_id in here.items() if place in there}
 
 
-def compare_row(questions: dict[str, list[dict]], right: dict[str, list[dict]]) -> dict[str, dict]:
+def paired_values(questions: dict[str, list[dict]], right: dict[str, list[dict]]) -> dict[str, np.ndarray]:
+    """column -> (here, there) of every question that has the number in both runs.  # [questions, 2]"""
     found = {}
     for column in ALL_COLUMNS:
         both = [(question_means([m], column), question_means([right[i]], column)) for i, m in questions.items()]
         both = np.array([(a[0], b[0]) for a, b in both if len(a) and len(b)])  # [questions, 2]
         if len(both):
-            found[column] = paired(both[:, 0], both[:, 1])
+            found[column] = both
+    return found
+
+
+def paired_means(rows: list[dict[str, np.ndarray]]) -> dict[str, dict]:
+    """The mean over data sets of their differences, each data set resampled by itself; p flips signs as `paired` does, a
+    question of a small data set weighing more."""
+    found = {}
+    for column in [c for c in ALL_COLUMNS if all(c in row for row in rows)]:
+        pairs = [row[column] for row in rows]
+        differences = [p[:, 0] - p[:, 1] for p in pairs]
+        weighted = np.concatenate([d / len(d) for d in differences])
+        found[column] = {"mean": float(np.mean([p[:, 0].mean() for p in pairs])),
+                         "other": float(np.mean([p[:, 1].mean() for p in pairs])),
+                         "difference": mean_of_means(differences), "p": sign_flip_p(weighted),
+                         "better": int((weighted > 0).sum()), "worse": int((weighted < 0).sum())}  # fmt: skip
     return found
 
 
@@ -174,7 +203,7 @@ def sign_flip_p(difference: np.ndarray, seed: int = 0) -> float:
     differing, rng = difference[difference != 0], np.random.default_rng(seed)
     if not len(differing):
         return 1.0
-    observed, as_far = abs(differing.sum()) - 1e-9, 0
+    observed, as_far = abs(differing.sum()) * (1 - 1e-9), 0
     for start in range(0, FLIPS, 500):  # blocks: 10,000 x 100,000 signs would be 8 GB
         signs = rng.integers(0, 2, (min(500, FLIPS - start), len(differing))) * 2 - 1
         as_far += int((abs(signs @ differing) >= observed).sum())
@@ -207,6 +236,8 @@ def table(summary: dict[str, dict], width: int = 0) -> str:
     """A line per row, in blocks of as many columns as fit `width` characters; 0 = the terminal's."""
     summary = shown_rows(summary)
     columns, first = columns_of(summary), name_width(summary) + 7
+    if not columns:
+        return "no numbers: none of the records has a metric"
     width = width or shutil.get_terminal_size((160, 24)).columns
     blocks = math.ceil(len(columns) / max(1, (width - first) // CELL_WIDTH))
     size = math.ceil(len(columns) / max(1, blocks))
@@ -227,7 +258,11 @@ def markdown(summary: dict[str, dict]) -> str:
     summary, columns = shown_rows(summary), columns_of(summary)
     lines = [["kind", "n", *columns], ["---"] * (len(columns) + 2)]
     lines += [[name, str(row["questions"]), *(cell(row, c) for c in columns)] for name, row in summary.items()]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return as_markdown(lines)
+
+
+def as_markdown(lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def comparison_lines(comparison: dict[str, dict]) -> list[list[str]]:
@@ -256,7 +291,7 @@ def comparison_table(comparison: dict[str, dict]) -> str:
 
 def comparison_markdown(comparison: dict[str, dict]) -> str:
     header, *lines = comparison_lines(comparison)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines])
+    return as_markdown([header, ["---"] * len(header), *lines])
 
 
 def main() -> None:

@@ -714,3 +714,21 @@ def test_the_docstring_lists_the_methods_with_their_bounds():
     listed = {line.split()[0]: line for line in baselines.__doc__.splitlines() if line.startswith("    ")}
     for name, (_, bound) in METHODS.items():
         assert listed[name].endswith(str(bound) if bound else "no search")
+
+
+@pytest.mark.parametrize("changed, said", [
+    ("weights", "other weights"), ("corpus", "other passages"), ("question", "another one then"),
+])  # fmt: skip
+def test_what_was_answered_by_other_weights_or_from_other_data_is_not_gone_on_with(line, changed, said, monkeypatch):
+    arguments, *_ = line
+    main([*arguments, "--method", "direct"])
+    datasets, documents = baselines.material(*baselines.parse([*arguments, "--method", "direct"]))
+    if changed == "weights":
+        monkeypatch.setattr(baselines, "weights_version", lambda *_: "another")
+    elif changed == "corpus":
+        documents = [*documents, Document("new", "New", "A new passage.")]
+    else:
+        datasets = {name: [replace(q, answers=["ZZZ"]) for q in some] for name, some in datasets.items()}
+    monkeypatch.setattr(baselines, "material", lambda *_: (datasets, documents))
+    with pytest.raises(InputError, match=said):
+        main([*arguments, "--method", "direct"])

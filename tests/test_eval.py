@@ -511,6 +511,57 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
     assert len(calls) == 10
 
 
+def test_a_line_that_was_lost_or_doubled_is_noticed_and_nothing_is_thrown_away(trained, tmp_path, capsys):
+    out = tmp_path / "p.jsonl"
+    command = ["--runs", str(trained), "--questions", "2", "--out", str(out)]
+    evaluation.main(command)
+    whole = out.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for number, damaged in (("", lines[1:]), ("2", lines + lines)):
+        out.write_bytes(b"".join(damaged))
+        evaluation.main(command)
+        assert out.read_bytes() == whole and (tmp_path / f"p.jsonl.old{number}").read_bytes() == b"".join(damaged)
+
+
+def test_failed_searches_are_told_of_and_made_again(trained, tmp_path, monkeypatch, capsys):
+    """A score of trajectories that could not search is not the model's."""
+    out, real = tmp_path / "p.jsonl", evaluation.build_search
+    command = ["--runs", str(trained), "--questions", "2", "--out", str(out), "--search_retries", "0"]
+    evaluation.main(command)
+    healthy = out.read_bytes()
+    assert any(json.loads(line)["searches"] for line in healthy.splitlines())
+    monkeypatch.setattr(evaluation, "build_search", lambda *_: lambda requests: 1 / 0)
+    evaluation.main([*command, "--fresh"])
+    assert "searches failed (the first: ZeroDivisionError" in capsys.readouterr().err
+    monkeypatch.setattr(evaluation, "build_search", real)
+    evaluation.main(command)
+    assert out.read_bytes() == healthy and "searches failed" not in capsys.readouterr().err
+
+
+def test_another_prompt_under_the_same_name_is_another_evaluation(tmp_path):
+    prompt, questions = tmp_path / "p.txt", [Question("1", "?", ["a"])]
+    made = []
+    for words in ("Say A.", "Say B."):
+        prompt.write_text(words)
+        made.append(evaluation.signature(Recipe(model="m", prompt_file=str(prompt)), 1, "v", questions, []))
+    assert made[0] != made[1]
+
+
+def test_a_judge_that_went_away_is_told_of_and_stored_verdicts_are_kept():
+    records = [stored(f"<answer> {a} </answer>", ["Norway"], id=a) for a in ("Norland", "Sudria")]
+    records[0]["metrics"]["judged"] = 1.0
+    judge = Judge(Scripted({"answer: Norland": None, "answer: Sudria": "no"}))
+    assert [r["metrics"]["judged"] for r in add_verdicts(records, judge)] == [1.0, 0.0] and judge.silent == 1
+
+
+@pytest.mark.parametrize("flag", ["--out", "--json"])
+def test_a_place_that_cannot_be_written_is_one_line_before_the_work(flag, tmp_path):
+    (tmp_path / "file").write_text("")
+    for place, said in ((tmp_path, "that is a folder"), (tmp_path / "file" / "x", "cannot be written there")):
+        with pytest.raises(InputError, match=f"{flag} {place}: {said}"):
+            evaluation.main(["--model", "m", "--runs", str(tmp_path), flag, str(place)])
+
+
 def test_a_half_finished_batch_is_made_again(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluation, "QUESTIONS_AT_ONCE", 4)
     out = tmp_path / "p.jsonl"

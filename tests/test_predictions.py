@@ -123,6 +123,46 @@ def test_files_that_both_count_lines_stay_apart(write):
     assert [r["id"] for r in records] == ["x:1", "y:1"] and summarise(records)["all"]["em"][0] == 0.5
 
 
+def test_missing_questions_of_one_file_stay_in_its_data_set(write):
+    records = score_file(write({"id": "a", "prediction": "Kelmouth"}), QUESTIONS, count_missing=True)
+    assert {r["dataset"] for r in records} == {"p"} and set(summarise(records)) == {"qa", "all"}
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(write, tmp_path):
+    for folder, answer in (("x", " Kelmouth "), ("y", "no")):
+        (tmp_path / folder).mkdir()
+        write({**R1, "pred_ans": answer}, name=f"{folder}/nq.jsonl")
+    records = score_files([str(tmp_path / "x" / "nq.jsonl"), str(tmp_path / "y" / "nq.jsonl")])
+    assert {r["dataset"]: r["metrics"]["em"] for r in records} == {"x/nq": 1, "y/nq": 0}
+    assert len({r["id"] for r in records}) == 2
+
+
+def test_two_predictions_for_one_question_are_an_error_also_when_its_text_is_what_they_share(write):
+    with pytest.raises(InputError, match="two predictions for id 'a'"):
+        score_file(write({"question": "Where ?", "prediction": "x"}, {"question": "Where  ?", "prediction": "y"}), QUESTIONS)
+
+
+def test_samples_and_options_of_anybodys_file_are_read(write):
+    answers = [{**FLASHRAG, "sample": i, "output": {"pred": text}} for i, text in enumerate(("Varen", "no"))]
+    assert summarise(score_file(write(*answers)))["all"]["em"][0] == 0.5
+    choice = {"id": 1, "question": "?", "task": "choice", "golds": ["oak"], "prediction": "\\boxed{B}"}
+    for options in (["elm", "oak"], {"A": "elm", "B": "oak"}):
+        assert score_file(write({**choice, "options": options}))[0]["metrics"]["em"] == 1
+
+
+def test_a_record_says_how_its_punctuation_was_treated(write):
+    record = {**OWN, "golds": ["Spider-Man"], "prediction": "spiderman", "punctuation": "delete"}
+    questions = {"q": [Question("1", "Where ?", ["Spider-Man"])]}
+    assert score_file(write(record), questions)[0]["metrics"]["em"] == 1  # scored anew, as it was scored before
+
+
+def test_a_data_set_without_a_prediction_is_told(write, tmp_path, capsys):
+    for name, question in (("nq", "Who ?"), ("wiki", "Where ?")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": name, "question": question, "answers": ["a"]}) + "\n")
+    score_files([str(write({"id": "nq", "prediction": "a"}))], f"{tmp_path / 'nq.jsonl'},{tmp_path / 'wiki.jsonl'}")
+    assert capsys.readouterr().err.strip() == "wiki: no prediction for any of its 1 questions: it has no row"
+
+
 # ------------------------------------------------------------------------------------------------------ bad input
 
 @pytest.mark.parametrize("content, said", [
@@ -136,6 +176,15 @@ def test_files_that_both_count_lines_stay_apart(write):
     ('{"id": "1", "prediction": "a"}\n{"id": "1", "prediction": "b"}\n', "two predictions for id '1'"),
     ('{"id": "1", "prediction": "a"}\n', "1 of 1 predictions have no gold answer .* give --data"),
     ('{"id": "1", "question": 5, "prediction": "a", "answer": {"b": 1}}\n', "field 'answer'"),
+    ('{"id": "1", "prediction": "a", "golds": [null, "b"]}\n', "field 'golds' holds an empty answer"),
+    ('{"id": "1", "prediction": "a", "golds": [{"a": 1}]}\n', "field 'golds': expected a string"),
+    ('{"id": "1", "prediction": "a", "golds": ["a"], "task": "cohice"}\n', "field 'task': 'cohice' is none of qa"),
+    ('{"id": "1", "prediction": "a", "golds": ["a"], "sample": []}\n', "field 'sample': expected a whole number"),
+    (json.dumps({**OWN, "golds": [1]}) + "\n", "field 'golds', item 1: expected a string"),
+    (json.dumps({**OWN, "dataset": True}) + "\n", "field 'dataset'"),
+    (json.dumps({**OWN, "options": [1]}) + "\n", "field 'options', item 1"),
+    (json.dumps({**OWN, "metrics": {"em": "x"}}) + "\n", "field 'metrics', em: expected a number, found 'x'"),
+    (json.dumps({k: v for k, v in OWN.items() if k != "prediction"}) + "\n", "field 'prediction' is missing"),
 ])  # fmt: skip
 def test_a_bad_predictions_file_is_one_line(content, said, tmp_path):
     path = tmp_path / "p.jsonl"
@@ -164,7 +213,7 @@ def test_predictions_of_nothing_that_was_asked_are_one_line(write):
 def test_predictions_of_an_interrupted_evaluation_are_read_up_to_the_half_written_line(tmp_path):
     whole = json.dumps(OWN)
     (tmp_path / "p.jsonl").write_text(whole + "\n" + whole[:40])
-    assert read_predictions(tmp_path / "p.jsonl") == [OWN]
+    assert read_predictions(tmp_path / "p.jsonl") == [{**OWN, "task": "qa"}]
     assert (tmp_path / "p.jsonl").read_text().endswith(whole[:40])  # that run may still be at it
 
 
@@ -185,6 +234,21 @@ def test_r1_searchers_published_predictions_give_its_papers_numbers_to_the_digit
         row = summarise(score_files([str(path)], questions))["all"]
         assert tuple(round(100 * row[c][0], 1) for c in ("em", "cem", "f1", "judged")) == published
         assert row["questions"] == (125 if name == "bamboogle" else 500)
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--against", "{p}"], "name a predictions file first"), (["--data", "{p}"], "name a predictions file first"),
+    (["{p}", "--agianst", "x"], "unknown flag --agianst (did you mean --against?)"),
+    (["{p}", "--json", "{p}/x.json"], "x.json: cannot be written there"),
+    (["{p}", "--json", "{folder}"], "that is a folder: name a file"), (["{folder}"], "a folder: name the files in it"),
+    (["{p}", "--count_missing"], "known only with --data"),
+])  # fmt: skip
+def test_a_wrong_command_is_one_line(arguments, said, write, tmp_path, monkeypatch):
+    path = write(R1)
+    monkeypatch.setattr(sys, "argv", ["predictions.py", *(a.format(p=path, folder=tmp_path) for a in arguments)])
+    with pytest.raises(InputError) as error:
+        predictions.main()
+    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_scoring_loads_no_torch():

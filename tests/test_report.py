@@ -209,3 +209,39 @@ def test_the_comparison_says_over_how_many_questions_it_is():
     assert text.splitlines()[0] == "paired: 1 questions of both runs (1 only in this one, 0 only in the other)"
     assert text.splitlines()[2].split() == ["qa", "1", "em", "1.000", "0.000", "+1.000", "[+1.000,", "+1.000]", "1", "1", "0"]
     assert comparison_markdown(compare(here, there)).splitlines()[2].startswith("| qa | 1 | em | 1.000 | 0.000 | +1.000 [")
+
+
+def test_a_data_set_called_all_is_not_taken_for_the_total():
+    summary = summarise([of("all", "1", 1.0), of("b", "1", 0.0)])
+    assert {name: row["em"][0] for name, row in summary.items()} == {
+        "all (file)": 1, "b": 0, "mean of datasets": 0.5, "all": 0.5}  # fmt: skip
+
+
+def test_the_mean_of_data_sets_is_compared_too():
+    # a: differences 1, 1, 1, 1; b: 0: over data sets ½, over questions 4/5. No data set varies in itself.
+    here = [of("a", f"a{i}", 1.0) for i in range(4)] + [of("b", "b0", 1.0)]
+    there = [of("a", f"a{i}", 0.0) for i in range(4)] + [of("b", "b0", 1.0)]
+    comparison = compare(here, there)
+    assert list(comparison) == ["a", "b", "mean of datasets", "all"]
+    mean = comparison["mean of datasets"]["em"]
+    assert (mean["mean"], mean["other"], mean["difference"]) == (1.0, 0.5, (0.5, 0.5, 0.5))
+    assert comparison["all"]["em"]["difference"][0] == pytest.approx(0.8)
+
+
+def test_without_texts_the_ids_count():
+    here = [{**asked("a", "", 1.0)}, {**asked("b", "", 0.0)}]
+    assert matched(here, [asked("b", "", 1.0), asked("a", "", 1.0)]) == {"a": "a", "b": "b"}
+    with pytest.raises(InputError, match="no question in common"):
+        compare(here, [asked("c", "", 1.0)])
+
+
+def test_many_questions_are_drawn_in_blocks_of_the_very_numbers():
+    values = np.random.default_rng(0).random(30)
+    rng = np.random.default_rng(7)
+    expected = np.concatenate([values[rng.integers(0, 30, (n, 30))].mean(1) for n in (50, 50, 20)])
+    assert (report.resampled_means(values, 120, np.random.default_rng(7)) == expected).all()
+
+
+def test_records_without_a_number_and_a_bar_in_a_name_do_no_harm():
+    assert table(summarise([record("1")])) == "no numbers: none of the records has a metric"
+    assert "| a\\|b | 1 |" in markdown(summarise([record("1", "a|b", em=1.0)]))

@@ -849,7 +849,7 @@ def record_with(**changes):
     ({"searched": 0.0, "searches": 0.0}, {"max_searches": 0}, None),
     ({"searched": 0.0, "searches": 0.0, "refused": 0.5}, {}, "none was run"),
     ({"cut_off": 1.0}, {}, "raise --max_turn_tokens"),
-    ({"search_errors": 1.0}, {}, "every search failed"),
+    ({"search_errors": 1.0}, {}, "a tenth or more of the searches failed"),
     ({}, {}, None),
 ])  # fmt: skip
 def test_three_steps_of_one_cause_give_one_hint_and_never_again(changes, settings, said):
@@ -1020,13 +1020,46 @@ def take_step(recipe: Recipe, batch: Batch, out: Path) -> None:
         torch.save((trainer.accelerator.num_processes, moved, scored, totals, questions), out)
 
 
-def as_rank(rank: int, port: int, *arguments) -> None:
+def as_rank(rank: int, port: int, work, *arguments) -> None:
     """A forked process as torchrun would set it up; forking saves the imports."""
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1"}  # fmt: skip
-    take_step(*arguments)
+    work(*arguments)
     torch.distributed.destroy_process_group()
+
+
+def in_two_processes(work, *arguments) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=as_rank, args=(r, port, work, *arguments), daemon=True) for r in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    hanging = [process for process in ranks if process.exitcode is None]
+    for process in hanging:
+        process.kill()
+    assert not hanging and [process.exitcode for process in ranks] == [0, 0]
+
+
+def test_two_processes_are_one_training_from_the_command_line_on(model, tmp_path):
+    """Trap: asking accelerate for its state too early left each process alone, and both wrote the same files."""
+    small = [word for k, v in {"group_size": 2, "questions_per_step": 2, "steps": 2, "max_turn_tokens": 8}.items()
+             for word in (f"--{k}", str(v))]  # fmt: skip
+    in_two_processes(train.main, ["--model", model, "--runs", str(tmp_path), "--name", "two", *small, "--retriever", "empty"])
+    folder = tmp_path / "two" / "stage1"
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0, 1]
+    assert len(recipes.checkpoints(folder)) == 1
+
+
+def test_processes_that_did_not_find_each_other_are_one_line(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="2 processes were started and 1 take part: set ACCELERATE_USE_CPU=true"):
+        train.check_processes(1)
+    train.check_processes(2)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "ppo"])
@@ -1037,19 +1070,7 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path):
                         "--questions_per_step", "4", "--algorithm", algorithm, "--max_grad_norm", "1e9")  # fmt: skip
     batch = unequal_batch(recipe)
     take_step(recipe, batch, tmp_path / "one.pt")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=as_rank, args=(r, port, recipe, batch, tmp_path / "two.pt"), daemon=True) for r in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    hanging = [process for process in ranks if process.exitcode is None]
-    for process in hanging:
-        process.kill()
-    assert not hanging and [process.exitcode for process in ranks] == [0, 0]
+    in_two_processes(take_step, recipe, batch, tmp_path / "two.pt")
     (_, moved, scored, totals, questions), two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
     assert two[0] == 2 and two[4] == questions
     assert len(questions[1]) > 8 if algorithm == "dapo" else questions[0] == questions[1] and len(questions[1]) == 8
