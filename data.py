@@ -543,8 +543,8 @@ def is_text(path: Path) -> bool:
 
 
 def text_files(folder: Path) -> list[Path]:
-    """The texts in a folder and the folders below it, sorted; hidden ones are left out, and so is a folder that a link leads
-    to a second time: links may go round in circles."""
+    """The texts in a folder and the folders below it, sorted; hidden ones are left out, and so is what a link leads to a second
+    time: links may go round in circles."""
 
     def fail(error: OSError) -> None:
         raise open_error(Path(error.filename), error)
@@ -557,7 +557,9 @@ def text_files(folder: Path) -> list[Path]:
         seen.add(os.path.realpath(root))
     if not found:
         raise InputError(f"{folder}: no file in it ends in {' or '.join(TEXT_ENDINGS)}: name a folder of texts, or a file")
-    return sorted(found)
+    # Of two names of one file the real one stays: sorted by path, links behind it.
+    once = {os.path.realpath(file): file for file in sorted(found, key=lambda file: (file.is_symlink(), file), reverse=True)}
+    return sorted(once.values())
 
 
 def load_texts(path: Path, skip_bad: bool) -> list[Document]:
@@ -662,7 +664,7 @@ def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
 def named_files(path: str | Path | list) -> list[Path]:
     if isinstance(path, list | tuple):
         return [file for item in path for file in named_files(item)]
-    if Path(path).exists():  # a name may hold a comma
+    if path and Path(path).exists():  # a name may hold a comma; "" would be this folder
         return [Path(path)]
     names = [name.strip() for name in str(path).split(",") if name.strip()]
     if not names:

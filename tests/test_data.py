@@ -925,3 +925,14 @@ def test_the_file_ends_with_one_line_and_code_2_on_bad_input(write):
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and "line 2" in result.stderr
     result = run(write(OWN, "{"), "--skip_bad")
     assert result.returncode == 0 and "1 of 2 records skipped" in result.stderr
+
+
+def test_a_second_name_of_a_text_is_no_second_text(tmp_path):
+    (tmp_path / "b.txt").write_text("Ana Bell was born in Kelmouth.")
+    (tmp_path / "a.txt").symlink_to(tmp_path / "b.txt")
+    assert [d.id for d in load_corpus(tmp_path)] == ["b.txt#1"]
+
+
+def test_no_name_is_not_this_folder(capsys, monkeypatch):
+    with pytest.raises(InputError, match="no question file was named"):
+        load_questions("")
