@@ -118,15 +118,16 @@ class HttpRetriever:
             return found
 
     def ask_halves(self, batch: list[str], k: int) -> dict[str, list[Document]]:
-        """Halve what failed until the bad queries are alone. `timeout` seconds for all of it, of which one request may have
-        a share, so that a query that hangs leaves time for the others; and an end after so many failures that the server,
-        and no query, is what is wrong (four bad queries are always told apart)."""
+        """Halve what failed until the bad queries are alone, the larger parts first: they hold most answers. `timeout`
+        seconds for all of it; what one request may have of them is so much that one query that hangs, asked in log2(n)
+        parts, takes half. And an end after so many failures that the server, and no query, is what is wrong (four bad
+        queries are always told apart)."""
         levels, deadline = math.ceil(math.log2(len(batch))), time.monotonic() + self.timeout
         found, failures, todo = {}, 0, halves(batch)
         while todo and failures < 4 * levels:
-            part = todo.pop()
+            part = todo.pop(0)
             try:
-                found |= self.answers(part, k, min(self.timeout / levels, left(deadline)))
+                found |= self.answers(part, k, min(self.timeout / (2 * levels), left(deadline)))
             except TimeoutError:
                 break
             except Fault as fault:
@@ -152,10 +153,10 @@ class HttpRetriever:
 def halves(batch: list[str]) -> list[list[str]]:
     """
     >>> halves(["a", "b", "c"]), halves(["a"])
-    ([['b', 'c'], ['a']], [])
+    ([['a'], ['b', 'c']], [])
     """
     middle = len(batch) // 2
-    return [batch[middle:], batch[:middle]] if middle else []  # the first half last: it is taken first
+    return [batch[:middle], batch[middle:]] if middle else []
 
 
 def read_reply(reply: object, field: str, count: int, k: int) -> list[list[Document]]:

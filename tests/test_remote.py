@@ -1,6 +1,7 @@
 """remote.py: both ends over real sockets: what goes over the wire, every way to fail, and fifty clients at once."""
 
 import contextlib
+import doctest
 import http.client
 import json
 import random
@@ -112,6 +113,11 @@ def after_probe(script):
 
 def quick(url, **settings):
     return HttpRetriever(url, **{"timeout": 5, "retries": 0, "backoff": 0.01, **settings})
+
+
+def test_the_worked_examples_are_true():
+    result = doctest.testmod(remote)
+    assert result.attempted >= 2 and result.failed == 0
 
 
 def titles(found):
@@ -377,11 +383,11 @@ def test_a_path_that_is_gone_is_not_halved(start):
 
 
 def test_a_query_that_hangs_leaves_time_for_the_others(start):
-    # The whole batch hangs for 1 s; of the halves' one second each request has 1 / log2(4) = 0.5 s: [hangs, b] and [hangs]
-    # take it all if they are first, so they come last here.
+    # The whole batch hangs for 1 s; of the halves' one second each request has 1 / (2 log2(4)) = 0.25 s: [hangs, a] and
+    # [hangs] take half of it.
     server = start(lambda path, payload, number: None if "hangs" in payload["queries"] else well(path, payload, number))
-    found = quick(server.url, timeout=1).search(["a", "b", "c", "hangs"], 1)
-    assert found[3] is None and titles(found[:3]) == [["a 0"], ["b 0"], ["c 0"]]
+    found = quick(server.url, timeout=1).search(["hangs", "a", "b", "c"], 1)
+    assert found[0] is None and titles(found[1:]) == [["a 0"], ["b 0"], ["c 0"]]
 
 
 def test_a_batch_that_meets_nobody_leaves_the_rows_of_the_batches_before_it(start):
