@@ -523,8 +523,10 @@ def tiny_prompt(request: Write, tokenizer, protocol: Protocol) -> tuple[str, str
 
 FLAGS = [name for name in SHARED if name not in ("stage", "prompt_file", "name", "protocol", "retrieval", "notices")]
 OPTIONS = ("method", "split", "questions", "fact_seed", "out", "json")
-NOT_KEPT = ("runs", "resume", "skip_bad", "rollout_batch_size", "search_timeout", "search_retries", "llm_timeout",
-            "llm_retries", "llm_cache")  # fmt: skip  # settings that no prediction depends on
+NOT_KEPT = (  # settings that no prediction depends on
+    "runs", "vectors", "web_rate", "resume", "skip_bad", "rollout_batch_size", "search_timeout", "search_retries",
+    "llm_timeout", "llm_retries", "llm_cache",
+)  # fmt: skip
 
 
 def parse(arguments: list[str]) -> tuple[Recipe, dict]:

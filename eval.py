@@ -70,6 +70,7 @@ from rewards import (
     when_to_search_format,
 )
 from rollout import Trajectory, check_prompts, rollout, show
+from summarizer import SEARCH_FAILED
 from toy import world_for
 
 COLUMNS = ("em", "f1", "cem", "searched", "searches", "fallbacks", "format")  # of every protocol that searches
@@ -155,7 +156,10 @@ def evaluate(policy, tokenizer, questions: list[Question], search, recipe: Recip
 
 
 # Settings that change no prediction: who is asked about them, and where files lie.
-NOT_OF_A_PREDICTION = {"name", "runs", "resume", "judge", "llm_timeout", "llm_retries", "llm_cache", "summary_log"}
+NOT_OF_A_PREDICTION = {
+    "name", "runs", "resume", "judge", "llm_timeout", "llm_retries", "llm_cache", "summary_log", "vectors", "web_rate",
+    "search_timeout", "search_retries", "threads",
+}  # fmt: skip
 
 
 def signature(recipe: Recipe, samples: int, version: str, questions: list[Question], documents: list) -> dict:
@@ -169,14 +173,15 @@ def signature(recipe: Recipe, samples: int, version: str, questions: list[Questi
 
 def finished_before(out: Path, made_with: dict, questions: list[Question], samples: int, fresh: bool) -> list[dict]:
     """The records of an interrupted evaluation with these very settings, as many whole batches as there are: a batch has one
-    seed, so that going on gives the numbers of an unbroken run. It ends before the first batch in which a search failed. What
-    is not gone on with is put aside."""
+    seed, so that going on gives the numbers of an unbroken run. It ends before the first batch in which the retriever was out
+    (a query that it does not take, while it takes others, would fail again). What is not gone on with is put aside."""
     settings_file = out.with_name(out.name + ".settings.json")
     same = settings_file.is_file() and settings_file.read_text(encoding="utf-8") == json.dumps(made_with, indent=1)
     records = finished_records(out) if out.is_file() and same and not fresh else []
     expected = [(question.id, sample) for question in questions for sample in range(samples)]
     pairs = list(zip(records, expected, strict=False))
-    good = lambda pair: (pair[0].get("id"), pair[0].get("sample")) == pair[1] and not search_faults([pair[0]])  # noqa: E731
+    outage = lambda record: any(fault != SEARCH_FAILED for fault in search_faults([record]))  # noqa: E731
+    good = lambda pair: (pair[0].get("id"), pair[0].get("sample")) == pair[1] and not outage(pair[0])  # noqa: E731
     whole = next((i for i, pair in enumerate(pairs) if not good(pair)), len(pairs))
     if whole < len(expected):
         whole -= whole % (QUESTIONS_AT_ONCE * samples)
@@ -258,11 +263,11 @@ def write_records(path: Path, records: list[dict]) -> None:
 # ------------------------------------------------------------------------------------------------ the command line
 
 SHARED = [
-    "recipe", "stage", "model", "data", "corpus", "skip_bad", "prompt_file", "runs", "name", "seed", "world_seed", "protocol",
-    "retrieval", "temperature", "top_p", "max_searches", "max_turn_tokens", "max_context", "rollout_batch_size", "notices",
-    "retriever", "retriever_url", "encoder", "vectors", "index_file", "allow_private", "title_boost", "documents_per_search",
-    "document_tokens", "summarizer", "summarizer_model", "search_timeout", "search_retries", "load_in_8bit", "llm_timeout",
-    "llm_retries", "llm_cache",
+    "recipe", "stage", "model", "data", "corpus", "skip_bad", "prompt_file", "runs", "name", "seed", "world_seed",
+    "protocol", "retrieval", "temperature", "top_p", "max_searches", "max_turn_tokens", "max_context", "rollout_batch_size",
+    "notices", "retriever", "retriever_url", "encoder", "pooling", "vectors", "index_file", "allow_private", "web_rate",
+    "title_boost", "documents_per_search", "document_tokens", "summarizer", "summarizer_model", "search_timeout",
+    "search_retries", "load_in_8bit", "llm_timeout", "llm_retries", "llm_cache",
 ]  # fmt: skip
 WITHOUT_MODEL = [  # with --predictions: settings of the others that are asked, and which run it is
     "judge", "load_in_8bit", "llm_timeout", "llm_retries", "llm_cache", "recipe", "stage", "runs", "name", "seed", "world_seed",

@@ -114,9 +114,11 @@ class Recipe:
                              one_of=RETRIEVERS)  # fmt: skip
     retriever_url: str = setting("", "http: a server's address; web: a search API's, with {query} in it")
     encoder: str = setting("", "dense: a HF encoder such as intfloat/e5-base-v2, a directory or a hub name")
+    pooling: str = setting("auto", "dense: how the encoder's states become one vector", one_of=("auto", "mean", "cls"))
     vectors: str = setting("", "dense: folder where vectors are kept; default: runs/vectors")
     index_file: str = setting("", "dense: a FAISS index of the corpus, row i for passage i, in place of our vectors")
     allow_private: bool = setting(False, "web: pages may come from this machine and its network")
+    web_rate: float = setting(5.0, "web: requests per second to the search API; 0 = no limit", least=0)
     title_boost: int = setting(1, "how often BM25 counts a passage's title", least=0)
     documents_per_search: int = setting(5, "passages per query", least=1)
     document_tokens: int = setting(1024, "tokens of documents per search at most", least=1)
@@ -432,13 +434,14 @@ def passages(recipe: Recipe, questions: list[Question]) -> list[Document]:
 
 
 def build_search(recipe: Recipe, documents: list[Document], device="cpu") -> SearchFunction:
-    """Retriever and summariser. A server is tried once per search here: the rollout is what tries again."""
+    """Retriever and summariser. A server gets one more try here: the rollout tries again only when all of a call failed."""
     if PROTOCOLS[recipe.protocol].query_tags is None:  # ARENA: the references come with the question
         return make_search(make_retriever("empty", []))
     retriever = make_retriever(
         recipe.retriever, documents, recipe.seed, recipe.title_boost, url=recipe.retriever_url, encoder=recipe.encoder,
         folder=recipe.vectors or str(Path(recipe.runs) / "vectors"), index_file=recipe.index_file, device=device,
-        timeout=recipe.search_timeout, retries=0, allow_private=recipe.allow_private,
+        timeout=recipe.search_timeout, retries=min(1, recipe.search_retries), allow_private=recipe.allow_private,
+        pooling=recipe.pooling, rate=recipe.web_rate,
     )  # fmt: skip
     llm = build_llm(recipe, recipe.summarizer_model, device) if recipe.summarizer == "llm" and recipe.summarizer_model else None
     return make_search(retriever, make_summarizer(recipe.summarizer, llm, recipe.summary_log), recipe.documents_per_search)
@@ -524,7 +527,8 @@ def rollout_settings(recipe: Recipe) -> dict:
 
 
 def search_seconds(recipe: Recipe) -> float:
-    """How long one search may take: its own limit, and with an LLM as summariser the tries that its model is allowed."""
+    """How long one search may take: its own limit, and with an LLM as summariser the tries that its model is allowed. What
+    asks over the network says itself how long that may take for so many queries (`rollout.call_search` adds it)."""
     asked = (recipe.llm_retries + 1) * recipe.llm_timeout if recipe.summarizer == "llm" else 0.0
     return recipe.search_timeout + asked
 

@@ -252,6 +252,8 @@ def call_search(search: SearchFunction, requests: list[SearchRequest], retries: 
     A training step must survive a retriever that is down, and must not wait for ever on one that hangs.
     """
     error = ""
+    if bound := getattr(search, "seconds", None):  # one that asks over the network: the more queries, the longer
+        timeout += bound(len({request.query for request in requests}))
     for attempt in range(retries + 1):
         if attempt:
             time.sleep(min(0.1 * 2**attempt, 5.0))

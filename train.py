@@ -293,7 +293,7 @@ HINTS = {  # why is my curve flat or dead? cause -> (seen in a step's record, wh
     ),
     "search down": (
         lambda record, recipe: record["search_errors"] >= 0.1,
-        "a tenth or more of the searches failed: the retriever is down, or slower than --search_timeout",
+        "a tenth or more of the searches failed: the retriever is down, slower than --search_timeout, or refuses queries",
     ),
 }  # fmt: skip
 
@@ -624,6 +624,8 @@ def train(recipe: Recipe) -> Path:
                 bar.write("\n" + sample + "\n")
             if last or (step + 1) % recipe.save_every == 0:
                 run.save(trainer.policy, trainer.tokenizer, trainer.state(), step + 1)
+    if run.main and (counted := getattr(trainer.search, "report", None)):
+        print(counted())
     trainer.accelerator.wait_for_everyone()  # one process saves: the others' folder is not there before
     return run.folder
 

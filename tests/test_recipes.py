@@ -580,4 +580,4 @@ def test_the_settings_of_a_retriever_reach_it(monkeypatch):
     build_search(Recipe(retriever="dense", encoder="e5", search_timeout=7.0, runs="r", allow_private=True, seed=3), [], "cuda")
     assert asked["given"] == ("dense", [], 3, 1)
     assert (asked["encoder"], asked["folder"], asked["device"]) == ("e5", "r/vectors", "cuda")
-    assert (asked["timeout"], asked["retries"], asked["allow_private"]) == (7.0, 0, True)  # the rollout is what tries again
+    assert (asked["timeout"], asked["retries"], asked["allow_private"]) == (7.0, 1, True)

@@ -14,6 +14,7 @@ import math
 import random
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from transformers.utils import logging as hf_logging
 
 import rollout as rollout_file
-from data import Document, Question, SearchResult
+from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError
 from policy import Policy, collate
 from prompts import PROTOCOLS, build_prompt, frame_documents
@@ -33,6 +34,7 @@ from rollout import (
     Refusal,
     Segment,
     Trajectory,
+    call_search,
     check_prompts,
     closing_ids,
     decode,
@@ -1099,3 +1101,14 @@ def test_limits_count_prompt_and_response():
 def test_a_context_beyond_the_model_s_positions_is_refused_before_a_run_begins(toy_policy, toy_tokenizer):
     with pytest.raises(InputError, match="256 positions"):  # the toy config's max_position_embeddings
         rollout_file.check_prompts([], PROTOCOLS["ur2"], toy_tokenizer, toy_policy, max_context=257)
+
+
+def test_a_search_over_the_network_is_given_the_time_that_it_says_it_needs():
+    def slow(requests):
+        time.sleep(0.3)
+        return [SearchResult(text="found") for _ in requests]
+
+    requests = [SearchRequest(QA, query) for query in ("a", "a", "b")]
+    assert call_search(slow, requests, 0, 0.05)[0].error == "no answer within 0.05 s"
+    slow.seconds = lambda queries: 10.0 * (queries == 2)  # two different ones
+    assert [result.text for result in call_search(slow, requests, 0, 0.05)] == ["found"] * 3
