@@ -24,17 +24,19 @@ sliding window, attention other than SDPA.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy
 import torch
 from transformers import Cache, TopPLogitsWarper
 
 from data import run_main
 
 BLOCK = 64  # keys are read up to the longest live row, rounded up to so many places
-CHUNK = 2048  # padded tokens of one catching-up forward: bounds its memory
+CHUNK = {"cpu": 512, "cuda": 8192}  # padded tokens of one catching-up forward: bounds its memory
 SHARE = 0.8  # of the free memory that slots may take
 
 
@@ -67,8 +69,12 @@ class SlotCache(Cache):
         # Under autocast the keys come out of the rotation in fp32, and attention would round all of them at every step.
         device = like.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
+        shape = (self.slots, like.shape[1], self.size + 1, like.shape[3])
         # Zeros: places not yet written are masked, but 0 weight times what an empty tensor may hold (NaN) is NaN.
-        held = torch.zeros(self.slots, like.shape[1], self.size + 1, like.shape[3], dtype=dtype, device=like.device)
+        if device == "cpu":  # numpy's zeros cost no memory before they are written; torch fills its own at once
+            held = torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, numpy.uint8)).view(dtype).view(shape)
+        else:
+            held = torch.zeros(shape, dtype=dtype, device=like.device)
         if self.fixed:
             torch._dynamo.mark_static_address(held)  # a recorded graph may then write into it
         return held
@@ -183,7 +189,7 @@ class Engine:
         """Forwards of at most CHUNK padded tokens, rows that miss about as much together. No head: nothing is sampled."""
         rows = sorted(rows, key=lambda row: row.missing)
         while rows:
-            count = max(1, CHUNK // rows[-1].missing)
+            count = max(1, CHUNK.get(self.device.type, 2048) // rows[-1].missing)
             batch, rows = rows[-count:], rows[:-count]
             chunks = [row.ids[row.cached : -1] for row in batch]
             longest = len(chunks[-1])
