@@ -521,7 +521,7 @@ def tiny_prompt(request: Write, tokenizer, protocol: Protocol) -> tuple[str, str
 
 # ------------------------------------------------------------------------------------------------ the command line
 
-FLAGS = [name for name in SHARED if name not in ("stage", "prompt_file", "name", "protocol", "retrieval", "notices")]
+FLAGS = [name for name in SHARED if name not in ("stage", "prompt_file", "name", "protocol", "retrieval", "notices", "engine")]
 OPTIONS = ("method", "split", "questions", "fact_seed", "out", "json")
 NOT_KEPT = (  # settings that no prediction depends on
     "runs", "vectors", "web_rate", "resume", "skip_bad", "rollout_batch_size", "search_timeout", "search_retries",

@@ -265,9 +265,9 @@ def write_records(path: Path, records: list[dict]) -> None:
 SHARED = [
     "recipe", "stage", "model", "data", "corpus", "skip_bad", "prompt_file", "runs", "name", "seed", "world_seed",
     "protocol", "retrieval", "temperature", "top_p", "max_searches", "max_turn_tokens", "max_context", "rollout_batch_size",
-    "notices", "retriever", "retriever_url", "encoder", "pooling", "vectors", "index_file", "allow_private", "web_rate",
-    "title_boost", "documents_per_search", "document_tokens", "summarizer", "summarizer_model", "search_timeout",
-    "search_retries", "load_in_8bit", "llm_timeout", "llm_retries", "llm_cache",
+    "engine", "notices", "retriever", "retriever_url", "encoder", "pooling", "vectors", "index_file", "allow_private",
+    "web_rate", "title_boost", "documents_per_search", "document_tokens", "summarizer", "summarizer_model",
+    "search_timeout", "search_retries", "load_in_8bit", "llm_timeout", "llm_retries", "llm_cache",
 ]  # fmt: skip
 WITHOUT_MODEL = [  # with --predictions: settings of the others that are asked, and which run it is
     "judge", "load_in_8bit", "llm_timeout", "llm_retries", "llm_cache", "recipe", "stage", "runs", "name", "seed", "world_seed",

@@ -109,6 +109,7 @@ class Recipe:
     max_turn_tokens: int = setting(512, "new tokens per turn", least=1)
     max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
     rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
+    engine: str = setting("hf", "what samples: plain generate, or engine.py's slots", one_of=("hf", "slots"))
     notices: bool = setting(True, "tell the model why a query was not run")
     retriever: str = setting("bm25", "of the corpus: bm25, dense; elsewhere: http, web; the others are controls",
                              one_of=RETRIEVERS)  # fmt: skip
@@ -522,7 +523,8 @@ def rollout_settings(recipe: Recipe) -> dict:
         "temperature": recipe.temperature, "top_p": recipe.top_p, "max_searches": recipe.max_searches,
         "max_turn_tokens": recipe.max_turn_tokens, "max_context": recipe.max_context or None,
         "document_tokens": recipe.document_tokens, "notices": recipe.notices, "retrieval": recipe.retrieval,
-        "batch_size": recipe.rollout_batch_size, "retries": recipe.search_retries, "timeout": search_seconds(recipe),
+        "batch_size": recipe.rollout_batch_size, "engine": recipe.engine, "retries": recipe.search_retries,
+        "timeout": search_seconds(recipe),
     }  # fmt: skip
 
 

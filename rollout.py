@@ -10,8 +10,9 @@ Two rules keep the training signal true:
     environment wrote: the documents with their tags, the blank lines around them, the notices.
 
 The loop knows neither retriever nor summariser: it gets `search(list[SearchRequest]) -> list[SearchResult]`.
-Sampling is plain HF `generate` on the rows that are still alive, so this file is the page to read; what it leaves out
-is speed: the keys and values of a row are computed again at each of its turns.
+Sampling is plain HF `generate` on the rows that are still alive, so this file is the page to read; there the keys and
+values of a row are computed again at each of its turns. `engine="slots"` samples with engine.py instead: the same
+trajectories when greedy and the same distribution otherwise, several times faster and in less memory.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +31,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from data import Document, Question, SearchRequest, SearchResult
+from engine import Engine, affordable, obstacle
 from errors import InputError, run_main
+from policy import evaluating
 from prompts import (
     Protocol,
     as_protocol,
@@ -142,21 +147,40 @@ class Trajectory:
 
 # ------------------------------------------------------------------------------------------------ sample a turn
 
+class StopRule:
+    """When a turn is over: EOS, a stop tag, or no room left. Only a token in `watched` can be one of the first two.
+
+    A tag is looked for in the decoded tail of the turn, because it may span tokens or end inside one that goes on behind
+    it (">\\n\\n"): the turn is cut after that token, whole, since that is what was sampled.
+    """
+
+    def __init__(self, tokenizer, stop_tags: Sequence[str], eos_ids: set[int]):
+        self.tokenizer, self.stop_tags, self.eos_ids = tokenizer, stop_tags, eos_ids
+        self.watched = eos_ids | closing_ids(tokenizer, len(tokenizer), "".join(tag[-1] for tag in stop_tags))
+
+    def reason(self, turn: list[int], room: int) -> str | None:
+        """Why `turn` is over with its last token: "eos", the tag, "length"; None if it is not."""
+        if turn[-1] in self.eos_ids:
+            return "eos"
+        if turn[-1] in self.watched:
+            for tag in self.stop_tags:
+                # Every token of the tag holds at least one of its characters, so this many tokens hold the whole tag.
+                if tag in decode(self.tokenizer, turn[-len(tag) :]):
+                    return tag
+        return "length" if len(turn) >= room else None
+
+
 class TurnWatcher:
     """Watches `generate` from inside: as logits processor it sees the distribution, as stopping criterion the token.
 
-    It ends a row at a stop tag, EOS or the row's own room, and notes each sampled token's log-prob. A tag is looked for
-    in the decoded tail of the turn, because it may span tokens or end inside one that goes on behind it (">\\n\\n"):
-    the turn is cut after that token, whole, since that is what was sampled.
+    It ends each row by the rule, with the row's own room, and notes each sampled token's log-prob.
     """
 
-    def __init__(self, tokenizer, stop_tags: Sequence[str], eos_ids: set[int], room: list[int], temperature: float):
-        self.tokenizer, self.stop_tags, self.eos_ids, self.temperature = tokenizer, stop_tags, eos_ids, temperature
-        self.room = room
+    def __init__(self, rule: StopRule, room: list[int], temperature: float):
+        self.rule, self.room, self.temperature = rule, room, temperature
         self.reasons: list[str | None] = [None] * len(room)
         self.ids: list[list[int]] = [[] for _ in room]
         self.logprobs: list[list[float]] = [[] for _ in room]
-        self.closers = closing_ids(tokenizer, len(tokenizer), "".join(tag[-1] for tag in stop_tags))
 
     def process_logits(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """[B, V] -> the logits that are sampled from, at our temperature; kept to score the token that comes next."""
@@ -170,19 +194,8 @@ class TurnWatcher:
             if self.reasons[row] is None:
                 self.ids[row].append(token)
                 self.logprobs[row].append(logprob)
-                self.reasons[row] = self._reason(row, token)
+                self.reasons[row] = self.rule.reason(self.ids[row], self.room[row])
         return torch.tensor([reason is not None for reason in self.reasons], device=input_ids.device)
-
-    def _reason(self, row: int, token: int) -> str | None:
-        if token in self.eos_ids:
-            return "eos"
-        if token in self.closers:
-            for tag in self.stop_tags:
-                # Every token of the tag holds at least one of its characters, so this many tokens hold the whole tag.
-                tail = decode(self.tokenizer, self.ids[row][-len(tag) :])
-                if tag in tail:
-                    return tag
-        return "length" if len(self.ids[row]) >= self.room[row] else None
 
 
 @functools.lru_cache(maxsize=8)
@@ -229,7 +242,7 @@ def sample_turns(policy, tokenizer, contexts: list[list[int]], room: list[int], 
     tokens = torch.tensor([[pad_id] * (width - len(c)) + c for c in contexts], device=policy.device)
     # Not `tokens != pad`: where pad is EOS that would hide real EOS tokens.
     attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=policy.device)
-    watcher = TurnWatcher(tokenizer, stop_tags, eos_ids, room, temperature or 1.0)
+    watcher = TurnWatcher(StopRule(tokenizer, stop_tags, eos_ids), room, temperature or 1.0)
     # top_k: generate's default of 50 is off-policy. temperature 1: the watcher divides, generate would divide once more.
     sampling = {"do_sample": True, "top_k": 0, "top_p": top_p, "temperature": 1.0} if temperature else {"do_sample": False}
     with plain_generation(policy, eos_ids, pad_id):
@@ -321,6 +334,10 @@ class Limits:
     def room(self, trajectory: Trajectory) -> int:
         return self.max_context - len(trajectory.prompt_ids) - len(trajectory.response_ids)
 
+    def turn_room(self, trajectory: Trajectory) -> int:
+        """Tokens that the next turn may sample."""
+        return min(self.max_turn_tokens, self.room(trajectory))
+
 
 class Environment:
     """What stands around the policy: it takes the rows that asked, searches once for all, and writes the answers."""
@@ -349,6 +366,15 @@ class Environment:
         if accepted:
             self.execute(accepted)
 
+    def longest(self, prompt: int) -> int:
+        """Tokens that a trajectory with a prompt of so many may have at most."""
+        notice = max(len(encode(self.tokenizer, text)) for text in (self.protocol.malformed_notice, self.protocol.limit_notice))
+        refusals, searches = max(self.limits.max_refusals, 1), self.limits.max_searches if self.protocol.query_tags else 0
+        # a turn ends in a search, in a refusal (the last of which ends all), or for good
+        sampled = (searches + refusals) * self.limits.max_turn_tokens
+        inserted = searches * (self.limits.document_tokens + self.overhead) + (refusals - 1) * notice
+        return min(prompt + sampled + inserted, self.limits.max_context)
+
     def budget(self, trajectory: Trajectory) -> int:
         room = self.limits.room(trajectory) - self.overhead - self.limits.answer_tokens
         return min(self.limits.document_tokens, room)
@@ -362,6 +388,12 @@ class Environment:
             trajectory.stop_reason = "length"
         else:
             trajectory.append_environment(ids, notice, "notice")
+
+    def end_turn(self, trajectory: Trajectory, ids: list[int], logprobs: list[float], reason: str) -> None:
+        """Append a sampled turn. A trajectory that ended it in a query keeps an empty stop_reason: it asks."""
+        trajectory.append_model(ids, logprobs, decode(self.tokenizer, ids))
+        if not (self.protocol.query_tags and reason == self.protocol.query_tags[1]):
+            trajectory.stop_reason = "answer" if reason in self.protocol.stop_tags else reason
 
     def execute(self, accepted: list[tuple[Trajectory, str]]) -> None:
         start = time.perf_counter()
@@ -409,6 +441,7 @@ def rollout(
     retries: int = 2,
     timeout: float = 60.0,
     progress: Callable[[int], None] | None = None,
+    engine: str = "hf",
 ) -> list[Trajectory]:
     """`group_size` trajectories for each question, question by question: row b belongs to question b // group_size.
 
@@ -417,9 +450,12 @@ def rollout(
     top_p        below 1 samples from a truncated distribution while log-probs are of the full one: off-policy.
     max_context  prompt and response together; default: the model's own limit.
     retrieval    one for all, or one per question: may it search? (It chooses the prompt; UR² section 3.3.)
-    batch_size   rows sampled at once; 0 = all.
+    batch_size   rows sampled at once; 0 = all. (In slots: how many there are; less if memory is short.)
     progress     called with the number of trajectories that ended since the last call.
+    engine       "hf" is plain `generate`; "slots" is engine.py, which falls back to "hf" for models it cannot drive.
     """
+    if engine not in ("hf", "slots"):
+        raise InputError(f'engine {engine!r}: "hf" (plain generate) or "slots" (engine.py)')
     protocol = as_protocol(protocol)
     questions = [questions] if isinstance(questions, Question) else list(questions)
     allowed = [retrieval] * len(questions) if isinstance(retrieval, bool) else list(retrieval)
@@ -433,30 +469,80 @@ def rollout(
         trajectories += [Trajectory(question, protocol, prompt, retrieval=may_search) for _ in range(group_size)]
 
     with seeded(seed, policy.device):
-        live = trajectories
-        while live:
-            size = batch_size or len(live)
-            for start in range(0, len(live), size):
-                take_turn(policy, tokenizer, live[start : start + size], protocol, limits, temperature, top_p)
-            environment.answer([t for t in live if not t.stop_reason])
-            ended = sum(bool(t.stop_reason) for t in live)
-            if progress:
-                progress(ended)
-            live = [t for t in live if not t.stop_reason]
+        if engine == "hf" or not play_in_slots(policy, environment, trajectories, batch_size, temperature, top_p, progress):
+            play_by_turns(policy, environment, trajectories, batch_size, temperature, top_p, progress)
     return trajectories
 
 
-def take_turn(policy, tokenizer, rows: list[Trajectory], protocol: Protocol, limits: Limits,
-              temperature: float, top_p: float) -> None:  # fmt: skip
-    """Sample each row's next turn and append it. Rows that ended in a query keep an empty stop_reason."""
-    room = [min(limits.max_turn_tokens, limits.room(row)) for row in rows]
-    turns = sample_turns(policy, tokenizer, [row.ids for row in rows], room, protocol.stop_tags, temperature, top_p)
+def play_by_turns(policy, environment: Environment, live: list[Trajectory], batch_size: int, temperature: float, top_p: float,
+                  progress: Callable[[int], None] | None) -> None:  # fmt: skip
+    """All live rows sample a turn, then all that asked are answered, and so on until no row is left."""
+    while live:
+        size = batch_size or len(live)
+        for start in range(0, len(live), size):
+            take_turn(policy, environment, live[start : start + size], temperature, top_p)
+        environment.answer([t for t in live if not t.stop_reason])
+        ended = sum(bool(t.stop_reason) for t in live)
+        if progress:
+            progress(ended)
+        live = [t for t in live if not t.stop_reason]
+
+
+def take_turn(policy, environment: Environment, rows: list[Trajectory], temperature: float, top_p: float) -> None:
+    """Sample each row's next turn and append it."""
+    room, stop_tags = [environment.limits.turn_room(row) for row in rows], environment.protocol.stop_tags
+    turns = sample_turns(policy, environment.tokenizer, [row.ids for row in rows], room, stop_tags, temperature, top_p)
     for row, ids, logprobs, reason in zip(rows, turns.ids, turns.logprobs, turns.reasons, strict=True):
-        row.append_model(ids, logprobs, decode(tokenizer, ids))
-        if protocol.query_tags and reason == protocol.query_tags[1]:
-            row.stop_reason = ""
-        else:
-            row.stop_reason = "answer" if reason in protocol.stop_tags else reason
+        environment.end_turn(row, ids, logprobs, reason)
+
+
+def play_in_slots(policy, environment: Environment, trajectories: list[Trajectory], batch_size: int, temperature: float,
+                  top_p: float, progress: Callable[[int], None] | None) -> bool:  # fmt: skip
+    """The same in engine.py's slots, where no row waits for the slowest. False, with a warning, if that cannot be done."""
+    model = getattr(policy, "language_model", policy)
+    # One autocast around all of it: on a GPU the weights' bf16 copy is made once and not at every step.
+    with evaluating(model), getattr(policy, "autocast", contextlib.nullcontext)():
+        size = max((environment.longest(len(t.prompt_ids)) for t in trajectories), default=0)
+        slots = min(batch_size or len(trajectories), len(trajectories), affordable(model, size))
+        if problem := obstacle(model) or ("" if slots or not trajectories else f"no memory for one row of {size} tokens"):
+            warn_once(f'engine "slots": {problem}; plain generate takes its place')
+            return False
+        rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, end_ids(policy, environment.tokenizer))
+        engine = Engine(model, slots, size, rule.watched, rule.reason, temperature, top_p)
+        play_queue(engine, environment, deque(trajectories), progress)
+    return True
+
+
+def play_queue(engine: Engine, environment: Environment, queue: deque[Trajectory],
+               progress: Callable[[int], None] | None) -> None:  # fmt: skip
+    """Each row that ends gives its slot to the next of the queue. Rows that ask wait until no fewer wait than decode: so one
+    search serves at least half of those in the slots, and all that are left when none can go on without."""
+    limits = environment.limits
+    while queue or engine.taken:
+        while queue and engine.vacant:
+            trajectory = queue.popleft()
+            engine.add(trajectory, trajectory.ids, limits.turn_room(trajectory))
+        before = engine.taken
+        for row in engine.decode():
+            environment.end_turn(row.owner, row.turn, row.logprobs, row.reason)
+            if row.owner.stop_reason:
+                engine.release(row)
+        asking = engine.in_state("waiting")
+        if len(asking) >= len(engine.in_state("live")):
+            environment.answer([row.owner for row in asking])
+            for row in asking:
+                if row.owner.stop_reason:
+                    engine.release(row)
+                else:
+                    engine.resume(row, row.owner.ids, limits.turn_room(row.owner))
+        if progress and before > engine.taken:
+            progress(before - engine.taken)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """A training run says it at its first step, not at every one."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def context_of(policy, max_context: int | None) -> int:
