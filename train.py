@@ -45,6 +45,7 @@ import ppo
 import reinforce_pp
 from curriculum import QuestionStream, read_difficulty
 from data import InputError, run_main
+from lora import add_lora, check_peft, load_lora, lora_state, without_lora
 from policy import (
     Batch,
     Policy,
@@ -394,6 +395,8 @@ class Trainer:
         self.algorithm = ALGORITHMS[recipe.algorithm]
         self.protocol = build_protocol(recipe)
         start, said = starting_model(recipe)  # first of all: reading a corpus and then missing the model wastes minutes
+        if recipe.lora_rank:
+            check_peft(recipe.lora_rank)
         questions = check_questions(training_questions(recipe), recipe)
         self.draws = 1 + recipe.max_resample if self.algorithm is dapo else 1  # of questions per step, at most
         difficulty = read_difficulty(recipe.difficulty, questions) if recipe.difficulty else None
@@ -403,10 +406,10 @@ class Trainer:
         self.accelerator.print(said)
         with self.accelerator.local_main_process_first():  # one process makes models and vectors, the others read them
             self.search = build_search(recipe, documents, device)
-            self.policy, self.tokenizer = load_model(recipe, start, device)
+            self.policy, self.tokenizer = self.load_trained(start)
             self.scorer = Scorer(recipe, documents, device) if self.accelerator.is_main_process else None
         check_prompts(questions, self.protocol, self.tokenizer, self.policy, **rollout_settings(recipe))
-        self.reference = self.load_reference() if recipe.kl_coef else None
+        self.reference = self.load_reference() if recipe.kl_coef and not recipe.lora_rank else None
         betas = (recipe.beta1, recipe.beta2)
         self.optimizer = make_optimizer(self.policy, recipe.optimizer, recipe.lr, betas, recipe.weight_decay)
         self.critic = None
@@ -431,15 +434,41 @@ class Trainer:
         bf16 = self.accelerator.device.type != "cpu"
         return recipe.old_logprobs == "recompute" or (recipe.old_logprobs == "auto" and bf16) or not recipe.mask_documents
 
+    def load_trained(self, start: str) -> tuple[Policy, object]:
+        """(policy, tokenizer). With LoRA the frozen weights are those that the stage began with, also in a resumed run: its
+        checkpoint holds the sum, and beside it what was learned."""
+        recipe, device = self.recipe, self.accelerator.device
+        if not recipe.lora_rank:
+            return load_model(recipe, start, device)
+        policy, tokenizer = load_model(recipe, self.first_model(), device, True, recipe.base_in_8bit)
+        add_lora(policy.language_model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_targets, recipe.seed)
+        return policy, tokenizer
+
+    def first_model(self) -> str:
+        """The model this stage began with."""
+        return starting_model(dataclasses.replace(self.recipe, resume=False))[0]
+
     def load_reference(self) -> Policy:
         """π_ref: the model this stage began with, frozen."""
-        path, _ = starting_model(dataclasses.replace(self.recipe, resume=False))
-        reference, _ = load_model(self.recipe, path, self.accelerator.device)
+        recipe = self.recipe
+        reference, _ = load_model(recipe, self.first_model(), self.accelerator.device, True, recipe.reference_in_8bit)
         return reference.eval().requires_grad_(False)
+
+    def score_reference(self, batch: Batch) -> torch.Tensor:
+        """π_ref's log-probs [B, T]. With LoRA it is the policy without what was learned: no second model is loaded."""
+        if self.reference is not None:
+            return self.score(self.reference, batch)
+        with without_lora(self.policy):
+            return self.score(self.policy, batch)
 
     def load_trainer(self, path: Path) -> int:
         """Optimizer state and step number of the checkpoint at `path`; of PPO the critic too."""
         state = torch.load(path / "trainer.pt", map_location=self.accelerator.device, weights_only=True)
+        if bool(self.recipe.lora_rank) != ("lora" in state):
+            raise InputError(f"--resume: {path} was made {'with' if 'lora' in state else 'without'} --lora_rank; do the same, "
+                             "or leave --resume out to start anew")  # fmt: skip
+        if self.recipe.lora_rank:
+            load_lora(self.policy, state["lora"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.critic is not None:
             if "critic" not in state:
@@ -457,10 +486,12 @@ class Trainer:
 
     def state(self) -> dict:
         """What a checkpoint holds beside the policy."""
-        if self.critic is None:
-            return {"optimizer": self.optimizer.state_dict()}
-        return {"optimizer": self.optimizer.state_dict(), "critic": self.critic.state_dict(),
-                "critic_optimizer": self.critic_optimizer.state_dict()}  # fmt: skip
+        state = {"optimizer": self.optimizer.state_dict()}
+        if self.recipe.lora_rank:
+            state["lora"] = lora_state(self.policy)
+        if self.critic is not None:
+            state |= {"critic": self.critic.state_dict(), "critic_optimizer": self.critic_optimizer.state_dict()}
+        return state
 
     def score(self, policy: Policy, batch: Batch) -> torch.Tensor:
         with evaluating(policy):
@@ -541,8 +572,8 @@ class Trainer:
         batch.correct = sampled.correct[sampled.kept]  # [B]
         if self.recompute and (self.updates > 1 or (recipe.kl_coef and recipe.kl_place == "reward")):
             batch.old_logprobs = self.score(self.policy, batch)
-        if self.reference is not None:
-            batch.ref_logprobs = self.score(self.reference, batch)
+        if recipe.kl_coef:
+            batch.ref_logprobs = self.score_reference(batch)
         if self.critic is not None:  # once per rollout: advantages, returns and the clip of all its updates start from these
             with evaluating(self.critic):
                 batch.values = value_batch(self.critic, batch, recipe, self.accelerator)  # [B, T]

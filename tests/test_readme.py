@@ -20,8 +20,8 @@ PAPERS = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 SHOWN = {  # file -> its arguments
     "ablate": "--table --runs nowhere", "baselines": "", "chunks": "", "cross_model": "", "curriculum": "", "dapo": "",
-    "dense": "", "embed": "", "fetch": "", "grpo": "", "judge": "", "kl": "", "llm": "", "metrics": "", "page": "", "policy":
-    "", "ppo": "", "predictions": "", "prompts": "", "recipes": "", "records": "", "reinforce_pp": "", "remote": "", "report":
+    "dense": "", "embed": "", "fetch": "", "grpo": "", "judge": "", "kl": "", "llm": "", "lora": "", "metrics": "", "page": "",
+    "policy": "", "ppo": "", "predictions": "", "prompts": "", "recipes": "", "records": "", "reinforce_pp": "", "remote": "", "report":
     "", "retriever": "Kelmouth", "rewards": "", "sft": "", "summarizer": "", "synthesize": "", "toy": "", "web": "", "world":
     "",
 }  # fmt: skip
