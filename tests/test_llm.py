@@ -649,7 +649,7 @@ def test_broken_weights_are_one_line(saved):
 
 def test_a_frozen_model_in_8_bits_answers_and_without_the_library_it_is_one_line(saved, monkeypatch):
     local = load_llm(str(saved), load_in_8bit=True, max_tokens=4)
-    assert local.model.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
+    assert local.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert len(local.ask([("", "where ?")])) == 1
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="8-bit weights need bitsandbytes: pip install bitsandbytes"):
