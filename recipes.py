@@ -588,7 +588,7 @@ def add_flags(parser: argparse.ArgumentParser, names: list[str] | None = None) -
 
 def parse_recipe(arguments: list[str] | None = None) -> Recipe:
     """The command line as a Recipe."""
-    parser = FlagParser("train.py", description="Train one stage of one paper.", allow_abbrev=False)
+    parser = FlagParser("train.py", description="Train one stage of one paper; --plan: what of it fits.", allow_abbrev=False)
     add_flags(parser)
     given = vars(parser.parse_args(arguments))
     return check_recipe(resolve(given.get("recipe", "ur2"), given.get("stage", 1), not given.get("model"), given))

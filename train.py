@@ -3,6 +3,7 @@
     accelerate launch train.py --stage 1                      the built-in world, UR²
     accelerate launch train.py --stage 2                      goes on from stage 1's last checkpoint
     accelerate launch train.py --stage 1 --model DIR --data FILE --corpus from-data
+    python train.py --plan --model 7B --gpus 1                what of it fits, before anything is downloaded
 
     questions -> rollout -> rewards [B] -> advantages [B, T] -> for each update: token weights (sum 1) ->
     micro-batches: Σ weight · loss, backward -> clip -> one optimizer step
@@ -41,6 +42,7 @@ from tqdm import tqdm
 
 import dapo
 import grpo
+import plan
 import ppo
 import reinforce_pp
 from curriculum import QuestionStream, read_difficulty
@@ -647,6 +649,9 @@ def train(recipe: Recipe) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    if "--plan" in (sys.argv[1:] if arguments is None else arguments):
+        plan.main(arguments)
+        return
     recipe = parse_recipe(arguments)
     say = PartialState().print  # one process speaks for all
     say(shown_settings(recipe) + f"\n  (all of them: {stage_folder(recipe)}/settings.json)")
