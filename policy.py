@@ -195,13 +195,15 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def save_policy(policy: Policy, tokenizer, path: Path | str, trainer: dict | None = None, settings: str = "") -> None:
+def save_policy(policy: Policy, tokenizer, path: Path | str, trainer: dict | None = None, settings: str = "",
+                weights: dict[str, torch.Tensor] | None = None) -> None:  # fmt: skip
     """A directory that `AutoModelForCausalLM.from_pretrained` loads; with `trainer` (optimizer state) and `settings`
-    where a run wants to go on from it. Written aside and renamed: an interrupt never leaves half a checkpoint."""
+    where a run wants to go on from it; `weights` in place of the policy's own, where those are in parts. Written aside
+    and renamed: an interrupt never leaves half a checkpoint."""
     path = Path(path)
     aside = path.with_name(path.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)  # what an interrupt may have left
-    save_weights(policy.language_model, aside)
+    save_weights(policy.language_model, aside, weights)
     tokenizer.save_pretrained(aside)
     if trainer is not None:
         torch.save(trainer, aside / "trainer.pt")
@@ -210,16 +212,19 @@ def save_policy(policy: Policy, tokenizer, path: Path | str, trainer: dict | Non
     aside.rename(path)
 
 
-def save_weights(model: nn.Module, path: Path) -> None:
+def save_weights(model: nn.Module, path: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
     """Of a model with LoRA the merged weights, as if there had been none: int8 weights become fp32 again."""
-    if not has_lora(model):
+    if weights is None and not has_lora(model):
         model.save_pretrained(path)
         return
     config = type(model.config).from_dict({k: v for k, v in model.config.to_dict().items() if k != "quantization_config"})
     with torch.device("meta"):
         plain = type(model)(config)  # no memory: it lends its class and its config
     plain.config.dtype, plain.generation_config = torch.float32, model.generation_config
-    plain.save_pretrained(path, state_dict=merged_state(model))
+    weights = merged_state(model) if weights is None else weights
+    once = {name for name, _ in plain.named_parameters()}  # of two that are tied, the first
+    twice = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - once
+    plain.save_pretrained(path, state_dict={name: w for name, w in weights.items() if name not in twice})
 
 
 # --------------------------------------------------------------------------------------------------- the batch

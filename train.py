@@ -33,11 +33,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list, gather_object
 from tqdm import tqdm
 
 import dapo
@@ -71,11 +72,26 @@ from recipes import (
     parse_recipe,
     passages,
     rollout_settings,
+    search_seconds,
     shown_settings,
     stage_folder,
     training_questions,
 )
 from rollout import Trajectory, check_prompts, rollout, show
+from shards import (
+    asked_for,
+    check_shardable,
+    cut,
+    full,
+    in_parts,
+    load_moments,
+    load_weights,
+    passes_behind,
+    shard,
+    whole,
+    whole_moments,
+    whole_weights,
+)
 
 ALGORITHMS = {"reinforce_pp": reinforce_pp, "reinforce_pp_baseline": reinforce_pp, "grpo": grpo, "dapo": dapo, "ppo": ppo}
 
@@ -118,23 +134,32 @@ def make_batch(trajectories: list[Trajectory], rewards: list[float], recipe: Rec
 
 def score_batch(policy: Policy, batch: Batch, recipe: Recipe, accelerator: Accelerator) -> torch.Tensor:
     """Log-probs [B, T] of the batch's tokens under `policy`, on the CPU. Each process scores its share; all get all."""
-    return in_shares(lambda part: policy(part.tokens, recipe.temperature, part.response_mask), batch, recipe, accelerator)
+    def compute(part: Batch) -> torch.Tensor:
+        return policy(part.tokens, recipe.temperature, part.response_mask)  # [b, t]
+
+    return in_shares(policy, compute, batch, recipe, accelerator)
 
 
 def value_batch(critic: ppo.Critic, batch: Batch, recipe: Recipe, accelerator: Accelerator) -> torch.Tensor:
     """The critic's values [B, T] of the states in which the policy chose a token, 0 elsewhere; on the CPU."""
-    return in_shares(lambda part: ppo.model_only(critic(part.tokens), part.response_mask), batch, recipe, accelerator)
+    return in_shares(critic, lambda part: ppo.model_only(critic(part.tokens), part.response_mask), batch, recipe, accelerator)
 
 
 @torch.no_grad()
-def in_shares(compute: Callable[[Batch], torch.Tensor], batch: Batch, recipe: Recipe, accelerator: Accelerator) -> torch.Tensor:
+def in_shares(model, compute: Callable[[Batch], torch.Tensor], batch: Batch, recipe: Recipe,
+              accelerator: Accelerator) -> torch.Tensor:  # fmt: skip
     """compute(rows) [b, t] of all rows [B, T]: each process takes its share, in micro-batches; all get all."""
-    whole = torch.zeros(batch.response_mask.shape)  # [B, T]
+    scored = torch.zeros(batch.response_mask.shape)  # [B, T]
     mine = torch.arange(accelerator.process_index, len(batch), accelerator.num_processes)
-    for rows in micro_batches(batch.response_mask[mine], recipe.tokens_per_micro_batch):
+    cuts = micro_batches(batch.response_mask[mine], recipe.tokens_per_micro_batch)
+    behind = passes_behind(len(cuts), model)
+    for rows in cuts:
         result = compute(batch.rows(mine[rows]).to(accelerator.device))  # [b, t]
-        whole[mine[rows], : result.shape[1]] = result.float().cpu()
-    return accelerator.reduce(whole.to(accelerator.device), "sum").cpu() if accelerator.num_processes > 1 else whole
+        scored[mine[rows], : result.shape[1]] = result.float().cpu()
+    for _ in range(behind):
+        compute(batch.rows(torch.zeros(1, dtype=torch.long)).to(accelerator.device))
+    cut(model)
+    return accelerator.reduce(scored.to(accelerator.device), "sum").cpu() if accelerator.num_processes > 1 else scored
 
 
 def update(model, optimizer, algorithm, part: Batch, recipe: Recipe, accelerator: Accelerator, fresh: bool) -> dict[str, float]:
@@ -179,15 +204,19 @@ def descend(model, optimizer, part: Batch, recipe: Recipe, accelerator: Accelera
     mine = share_of(part, accelerator)
     cuts = micro_batches(mine.response_mask, recipe.tokens_per_micro_batch)
     totals: dict[str, float] = defaultdict(float)
-    for number, rows in enumerate(cuts):
+    extra = [torch.zeros(1, dtype=torch.long)] * passes_behind(len(cuts), model)
+    for number, rows in enumerate(cuts + extra):
         micro = mine.rows(rows).to(accelerator.device)
-        with accelerator.no_sync(model) if number + 1 < len(cuts) else contextlib.nullcontext():
+        if number >= len(cuts):  # a pass that only keeps the others company
+            micro.token_weights = torch.zeros_like(micro.token_weights)  # [1, t]
+        wait = number + 1 < len(cuts) and not in_parts(model)  # parts take their share of each gradient at once
+        with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             loss = loss_of(micro, totals)
             # DDP averages the gradients of its processes; ours are parts of one sum
             accelerator.backward(loss * accelerator.num_processes)
         totals["loss"] += loss.item()
     totals = over_processes(totals, accelerator)
-    totals["grad_norm"] = float(accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm))
+    totals["grad_norm"] = full(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)).item()
     if math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"]):
         optimizer.step()
     optimizer.zero_grad()
@@ -351,12 +380,12 @@ class Run:
             with open(self.folder / "samples.txt", "a") as file:
                 file.write(text + "\n\n")
 
-    def save(self, policy: Policy, tokenizer, trainer: dict, step: int) -> None:
-        """After `step` finished steps; trainer: what else a resumed run needs."""
+    def save(self, policy: Policy, tokenizer, trainer: dict, step: int, weights: dict | None = None) -> None:
+        """After `step` finished steps; trainer: what else a resumed run needs; weights: the policy's, where it has parts."""
         path = self.folder / f"checkpoint-{step:06d}"
         if not self.main or path.exists():
             return
-        save_policy(policy, tokenizer, path, {"step": step, **trainer}, settings_text(self.recipe))
+        save_policy(policy, tokenizer, path, {"step": step, **trainer}, settings_text(self.recipe), weights)
         keep = self.recipe.keep_checkpoints
         for old in checkpoints(self.folder)[:-keep] if keep else []:
             shutil.rmtree(old)
@@ -388,11 +417,22 @@ class Sampled:
     draws: int
 
 
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """Processes wait for each other's rollouts: as long as all searches of one may take, and half an hour."""
+    searching = (recipe.max_searches + 1) * (recipe.search_retries + 1) * search_seconds(recipe)
+    limit = InitProcessGroupKwargs(timeout=timedelta(minutes=30, seconds=searching))
+    # bucket views: without them DDP keeps a second copy of all gradients
+    return Accelerator(kwargs_handlers=[limit, DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+
+
 class Trainer:
     """Everything one stage needs, set up once; `step` is one turn of the loop."""
 
     def __init__(self, recipe: Recipe):
-        self.recipe, self.accelerator = recipe, Accelerator()
+        self.recipe, self.accelerator = recipe, make_accelerator(recipe)
+        self.sharding = asked_for() if self.accelerator.num_processes > 1 else "ddp"
+        if self.sharding != "ddp":
+            check_shardable(recipe.optimizer, recipe.lora_rank)
         set_threads(recipe.threads)
         self.algorithm = ALGORITHMS[recipe.algorithm]
         self.protocol = build_protocol(recipe)
@@ -412,14 +452,11 @@ class Trainer:
             self.scorer = Scorer(recipe, documents, device) if self.accelerator.is_main_process else None
         check_prompts(questions, self.protocol, self.tokenizer, self.policy, **rollout_settings(recipe))
         self.reference = self.load_reference() if recipe.kl_coef and not recipe.lora_rank else None
-        betas = (recipe.beta1, recipe.beta2)
-        self.optimizer = make_optimizer(self.policy, recipe.optimizer, recipe.lr, betas, recipe.weight_decay)
         self.critic = None
         if self.algorithm is ppo:  # also in stage 2 a new one: another reward has other values
             self.critic = ppo.Critic(copy.deepcopy(self.policy.language_model.base_model))
-            self.critic_optimizer = make_optimizer(self.critic, recipe.optimizer, recipe.critic_lr, betas, recipe.weight_decay)
-            self.critic_model = self.accelerator.prepare_model(self.critic)
-        self.model = self.accelerator.prepare_model(self.policy)
+            self.critic_model, self.critic_optimizer = self.spread(self.critic, recipe.critic_lr)
+        self.model, self.optimizer = self.spread(self.policy, recipe.lr)
         self.first_step = self.load_trainer(Path(start)) if recipe.resume else 0
         per_step = recipe.questions_per_step * recipe.group_size
         self.per_update = recipe.trajectories_per_update or per_step
@@ -427,6 +464,15 @@ class Trainer:
         if per_step // self.updates < self.accelerator.num_processes:
             raise InputError(f"{per_step // self.updates} trajectories per update cannot be shared by "
                              f"{self.accelerator.num_processes} processes: raise --trajectories_per_update")  # fmt: skip
+
+    def spread(self, module, lr: float):
+        """(what is called in an update, its optimizer): the module's weights on every process, or each with a part of them."""
+        if self.sharding == "ddp":
+            model = self.accelerator.prepare_model(module)
+        else:
+            model = shard(module, self.sharding, self.accelerator.num_processes)
+        recipe = self.recipe
+        return model, make_optimizer(module, recipe.optimizer, lr, (recipe.beta1, recipe.beta2), recipe.weight_decay)
 
     @property
     def recompute(self) -> bool:
@@ -465,18 +511,18 @@ class Trainer:
 
     def load_trainer(self, path: Path) -> int:
         """Optimizer state and step number of the checkpoint at `path`; of PPO the critic too."""
-        state = torch.load(path / "trainer.pt", map_location=self.accelerator.device, weights_only=True)
+        state = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
         if bool(self.recipe.lora_rank) != ("lora" in state):
             raise InputError(f"--resume: {path} was made {'with' if 'lora' in state else 'without'} --lora_rank; do the same, "
                              "or leave --resume out to start anew")  # fmt: skip
         if self.recipe.lora_rank:
             load_lora(self.policy, state["lora"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_moments(self.policy, self.optimizer, state["optimizer"])
         if self.critic is not None:
             if "critic" not in state:
                 raise InputError(f"--resume: {path} was not made by PPO and has no critic; leave --resume out to start anew")
-            self.critic.load_state_dict(state["critic"])
-            self.critic_optimizer.load_state_dict(state["critic_optimizer"])
+            load_weights(self.critic, state["critic"])
+            load_moments(self.critic, self.critic_optimizer, state["critic_optimizer"])
         if state["step"] >= self.recipe.steps:
             raise InputError(f"--resume: {state['step']} of --steps {self.recipe.steps} steps are done; raise --steps to go on")
         before = json.loads((path / "settings.json").read_text(encoding="utf-8"))
@@ -487,13 +533,18 @@ class Trainer:
         return state["step"]
 
     def state(self) -> dict:
-        """What a checkpoint holds beside the policy."""
-        state = {"optimizer": self.optimizer.state_dict()}
+        """What a checkpoint holds beside the policy. All processes call it: parts are put together."""
+        state = {"optimizer": whole_moments(self.policy, self.optimizer)}
         if self.recipe.lora_rank:
             state["lora"] = lora_state(self.policy)
         if self.critic is not None:
-            state |= {"critic": self.critic.state_dict(), "critic_optimizer": self.critic_optimizer.state_dict()}
+            moments = whole_moments(self.critic, self.critic_optimizer)
+            state |= {"critic": whole_weights(self.critic), "critic_optimizer": moments}
         return state
+
+    def weights(self) -> dict | None:
+        """The policy's weights where no process has all of them."""
+        return whole_weights(self.policy.language_model) if in_parts(self.policy) else None
 
     def score(self, policy: Policy, batch: Batch) -> torch.Tensor:
         with evaluating(policy):
@@ -509,8 +560,9 @@ class Trainer:
         settings = rollout_settings(self.recipe)
         if self.recipe.retrieval:  # task mixing: some questions are asked without
             settings["retrieval"] = self.stream.may_search(mine)
-        mine = rollout(self.policy, self.tokenizer, mine, self.search, self.protocol, self.recipe.group_size, seed=seed,
-                       **settings)  # fmt: skip
+        with whole(self.policy, self.sharding):
+            mine = rollout(self.policy, self.tokenizer, mine, self.search, self.protocol, self.recipe.group_size, seed=seed,
+                           **settings)  # fmt: skip
         return gather_object(mine) if world > 1 else mine
 
     def judged(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict[str, float]], list[bool]]:
@@ -644,7 +696,7 @@ def train(recipe: Recipe) -> Path:
                 run.show(f"step {step}\n{sample}")
                 bar.write("\n" + sample + "\n")
             if last or (step + 1) % recipe.save_every == 0:
-                run.save(trainer.policy, trainer.tokenizer, trainer.state(), step + 1)
+                run.save(trainer.policy, trainer.tokenizer, trainer.state(), step + 1, trainer.weights())
     return run.folder
 
 

@@ -22,8 +22,8 @@ SHOWN = {  # file -> its arguments
     "ablate": "--table --runs nowhere", "baselines": "", "chunks": "", "cross_model": "", "curriculum": "", "dapo": "",
     "dense": "", "embed": "", "fetch": "", "grpo": "", "judge": "", "kl": "", "llm": "", "lora": "", "metrics": "", "page": "",
     "plan": "", "policy": "", "ppo": "", "predictions": "", "prompts": "", "recipes": "", "records": "", "reinforce_pp": "",
-    "remote": "", "report": "", "retriever": "Kelmouth", "rewards": "", "sft": "", "summarizer": "", "synthesize": "",
-    "toy": "", "web": "", "world": "",
+    "remote": "", "report": "", "retriever": "Kelmouth", "rewards": "", "sft": "", "shards": "", "summarizer": "",
+    "synthesize": "", "toy": "", "web": "", "world": "",
 }  # fmt: skip
 WITH_A_RUN = {"data", "eval", "rollout", "train", "view"}  # these show a file, or a model: their own tests run them
 
