@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
 import queue
@@ -36,11 +35,11 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
 
 from errors import FlagParser, InputError, run_main
 from fetch import MAX_BACKOFF, Fault, fetch_json, host_of, retrying, shown
-from policy import evaluating, first_line, load_tokenizer
+from policy import evaluating, first_line, frozen_options, load_tokenizer
 from prompts import special_texts, strip_tags
 from records import append_jsonl
 from rollout import context_of, end_ids, plain_generation
@@ -359,15 +358,11 @@ def chat_text(tokenizer, instruction: str, text: str) -> str:
 def load_local(path: str, max_tokens: int = 256, cache: str | Path = "", load_in_8bit: bool = False,
                device: torch.device | str = "cpu") -> LocalLLM:  # fmt: skip
     """A HF model from a directory or the hub, frozen: bf16 on a GPU (fp32 on CPUs), or 8-bit weights."""
-    if load_in_8bit:
-        check_8bit(path, device)
+    options = frozen_options(device, load_in_8bit)
     try:
         tokenizer = load_tokenizer(path)
     except InputError as error:  # it speaks of --model, which is another one
         raise InputError(str(error).removeprefix("--model ")) from None
-    options = {"dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16}
-    if load_in_8bit:
-        options |= {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": {"": device}}
     try:
         model = AutoModelForCausalLM.from_pretrained(path, **options).eval().requires_grad_(False)
         model = model if load_in_8bit else model.to(device)
@@ -375,13 +370,6 @@ def load_local(path: str, max_tokens: int = 256, cache: str | Path = "", load_in
         raise InputError(f"{path}: no causal LM could be loaded from there: {first_line(error)}") from None
     name = f"{path}@{weights_version(path, model)}{'-8bit' * load_in_8bit}"
     return LocalLLM(model, tokenizer, max_tokens, name=name, cache=cache)
-
-
-def check_8bit(path: str, device: torch.device | str) -> None:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError(f"{path}: 8-bit weights need bitsandbytes: pip install bitsandbytes, or --load_in_8bit false")
-    if torch.device(device).type != "cuda":
-        raise InputError(f"{path}: 8-bit weights need a CUDA device, and this is {device}: leave --load_in_8bit out")
 
 
 def weights_version(path: str, model=None) -> str:

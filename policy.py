@@ -7,14 +7,16 @@ the last hidden states, only where the policy itself sampled (documents and padd
 logits are thrown away and computed again in the backward pass.
 
 Trainable weights are fp32 and the arithmetic on GPUs is bf16 autocast. With bf16 weights a step of 1e-6 rounds away:
-after 20 AdamW steps 98 % of the weights have not moved. 8 bits are for Adam's moments (`optimizer="adamw8bit"`).
-Left out here: LoRA, 8-bit frozen models, packing.
+after 20 AdamW steps 98 % of the weights have not moved. 8 bits are for Adam's moments (`optimizer="adamw8bit"`) and for
+models that nobody trains: frozen weights are bf16 on a GPU, or int8 (`in_8bit`). Left out here: packing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
+import logging
 import math
 import shutil
 from collections.abc import Sequence
@@ -24,14 +26,16 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 from errors import InputError, run_main
+from lora import has_lora, merged_state
 
-logging.disable_progress_bar()  # a bar for every checkpoint would tear the run's own bar apart
+disable_progress_bar()  # a bar for every checkpoint would tear the run's own bar apart
 CHUNK_LOGITS = 2**24  # logits held at once: 64 MB in fp32
+OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
 
 
 # ------------------------------------------------------------------------------------------------- the network
@@ -129,12 +133,14 @@ def best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_policy(path: str, device: torch.device | str = "cpu", gradient_checkpointing: bool = False) -> tuple[Policy, object]:
+def load_policy(path: str, device: torch.device | str = "cpu", gradient_checkpointing: bool = False,
+                frozen: bool = False, in_8bit: bool = False) -> tuple[Policy, object]:  # fmt: skip
     """(policy, tokenizer) from a directory or a hub name. Trainable weights are fp32 whatever the file holds."""
     tokenizer = load_tokenizer(path)
+    options = frozen_options(device, in_8bit) if frozen or in_8bit else {"dtype": torch.float32}
     try:
         config = without_dropout(AutoConfig.from_pretrained(path))
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
     except Exception as error:  # a broken weight file raises whatever its format's reader does
         raise InputError(f"--model {path}: no causal LM could be loaded from there: {first_line(error)}") from None
     rows = model.get_input_embeddings().weight.shape[0]
@@ -142,7 +148,19 @@ def load_policy(path: str, device: torch.device | str = "cpu", gradient_checkpoi
         raise InputError(f"--model {path}: the tokenizer has {len(tokenizer)} tokens, the model only {rows}: not of one model")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return Policy(model.to(device)), tokenizer
+    policy = Policy(model if in_8bit else model.to(device))
+    return (policy.requires_grad_(False) if frozen or in_8bit else policy), tokenizer
+
+
+def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
+    """How `from_pretrained` loads weights that nobody trains: bf16 on a GPU, fp32 on a CPU, or int8 with a scale per row."""
+    options = {"dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16}
+    if not in_8bit:
+        return options
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError("8-bit weights need bitsandbytes: pip install bitsandbytes, or leave the flag out")
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line per product, for ever
+    return options | {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": {"": device}}
 
 
 def without_dropout(config):
@@ -177,19 +195,36 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def save_policy(policy: Policy, tokenizer, path: Path | str, trainer: dict | None = None, settings: str = "") -> None:
+def save_policy(policy: Policy, tokenizer, path: Path | str, trainer: dict | None = None, settings: str = "",
+                weights: dict[str, torch.Tensor] | None = None) -> None:  # fmt: skip
     """A directory that `AutoModelForCausalLM.from_pretrained` loads; with `trainer` (optimizer state) and `settings`
-    where a run wants to go on from it. Written aside and renamed: an interrupt never leaves half a checkpoint."""
+    where a run wants to go on from it; `weights` in place of the policy's own, where those are in parts. Written aside
+    and renamed: an interrupt never leaves half a checkpoint."""
     path = Path(path)
     aside = path.with_name(path.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)  # what an interrupt may have left
-    policy.language_model.save_pretrained(aside)
+    save_weights(policy.language_model, aside, weights)
     tokenizer.save_pretrained(aside)
     if trainer is not None:
         torch.save(trainer, aside / "trainer.pt")
     if settings:
         (aside / "settings.json").write_text(settings, encoding="utf-8")
     aside.rename(path)
+
+
+def save_weights(model: nn.Module, path: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """Of a model with LoRA the merged weights, as if there had been none: int8 weights become fp32 again."""
+    if weights is None and not has_lora(model):
+        model.save_pretrained(path)
+        return
+    config = type(model.config).from_dict({k: v for k, v in model.config.to_dict().items() if k != "quantization_config"})
+    with torch.device("meta"):
+        plain = type(model)(config)  # no memory: it lends its class and its config
+    plain.config.dtype, plain.generation_config = torch.float32, model.generation_config
+    weights = merged_state(model) if weights is None else weights
+    once = {name for name, _ in plain.named_parameters()}  # of two that are tied, the first
+    twice = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - once
+    plain.save_pretrained(path, state_dict={name: w for name, w in weights.items() if name not in twice})
 
 
 # --------------------------------------------------------------------------------------------------- the batch
@@ -278,15 +313,19 @@ def micro_batches(mask: torch.Tensor, tokens_per_micro_batch: int) -> list[torch
 # ----------------------------------------------------------------------------------------------- the optimizer
 
 def make_optimizer(policy: nn.Module, name: str, lr: float, betas=(0.9, 0.999), weight_decay: float = 0.0):
-    """AdamW, or bitsandbytes' AdamW with 8-bit moments (blocks of under 4096 values keep 32 bits)."""
+    """AdamW, or bitsandbytes' AdamW with 8-bit moments (blocks of under 4096 values keep 32 bits); paged: moments that
+    move to the CPU's memory while the GPU's is short, and back (on a CPU bitsandbytes warns and does not page)."""
     parameters = [p for p in policy.parameters() if p.requires_grad]
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
-    if name == "adamw8bit":
-        import bitsandbytes
+    if name not in OPTIMIZERS:
+        raise InputError(f"unknown optimizer {name!r}: {', '.join(OPTIMIZERS)}")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError(f"--optimizer {name} needs bitsandbytes: pip install bitsandbytes, or --optimizer adamw")
+    import bitsandbytes
 
-        return bitsandbytes.optim.AdamW8bit(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
-    raise InputError(f"unknown optimizer {name!r}: adamw or adamw8bit")
+    kind = bitsandbytes.optim.PagedAdamW8bit if name == "paged_adamw8bit" else bitsandbytes.optim.AdamW8bit
+    return kind(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 def lr_factor(step: int, steps: int, warmup: int, schedule: str) -> float:

@@ -27,7 +27,7 @@ from errors import FlagParser, InputError, nearest, run_main
 from judge import Judge, math_grader, right
 from llm import LLM, LocalLLM, load_llm
 from metrics import score_answer
-from policy import Policy, load_policy
+from policy import OPTIMIZERS, Policy, load_policy
 from prompts import PROTOCOLS, Protocol, as_protocol
 from retriever import RETRIEVERS, make_retriever
 from rollout import SearchFunction, Trajectory
@@ -176,7 +176,7 @@ class Recipe:
     value_clip: float = setting(0.2, "PPO: the value moves at most this far from its old one; 0 = off", least=0)
     critic_lr: float = setting(1e-5, "PPO: learning rate of the critic", above=0)
     # the optimizer
-    optimizer: str = setting("adamw", "8 bits are for Adam's moments", one_of=("adamw", "adamw8bit"))
+    optimizer: str = setting("adamw", "8 bits are for Adam's moments; paged: on the CPU when need be", one_of=OPTIMIZERS)
     lr: float = setting(2e-6, "learning rate", above=0)
     lr_warmup: int = setting(0, "updates of linear warm-up", least=0)
     lr_schedule: str = setting("constant", "after the warm-up; two end at 0", one_of=("constant", "linear", "cosine"))
@@ -186,6 +186,11 @@ class Recipe:
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", above=0)
     tokens_per_micro_batch: int = setting(16384, "padded tokens per forward pass of the update", least=1)
     gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass")
+    lora_rank: int = setting(0, "train two thin matrices beside each frozen one (needs peft); 0: all weights", least=0)
+    lora_alpha: float = setting(16.0, "LoRA: what is learned is scaled by this / rank", above=0)
+    lora_targets: str = setting("all-linear", 'LoRA: beside which matrices; or names, as "q_proj,v_proj"')
+    base_in_8bit: bool = setting(False, "LoRA: the frozen weights in 8 bits")
+    reference_in_8bit: bool = setting(False, "the frozen reference of --kl_coef in 8 bits (under LoRA there is none to load)")
     old_logprobs: str = setting(
         "auto", "as sampled, or by one more scoring pass; auto: recompute under bf16", one_of=("auto", "rollout", "recompute")
     )
@@ -337,9 +342,21 @@ def check_training(recipe: Recipe) -> None:
         raise InputError("--kl_estimator k1 in the loss has no expected gradient: use k2, or --kl_place reward")
     if recipe.kl_coef and recipe.kl_place == "reward" and recipe.kl_estimator != "k1":
         raise InputError(f"--kl_estimator {recipe.kl_estimator} in the reward has another gradient than the KL: use k1")
+    check_8bit(recipe)
     if 0 < recipe.dual_clip <= 1:
         raise InputError(f"--dual_clip {recipe.dual_clip}: must be above 1 (3 is usual), or 0 for none")
     check_reward(recipe)
+
+
+def check_8bit(recipe: Recipe) -> None:
+    """int8 weights are for models that nobody trains."""
+    if recipe.base_in_8bit and not recipe.lora_rank:
+        raise InputError("--base_in_8bit: int8 weights cannot be trained, a step of 1e-6 rounds away: add --lora_rank 16, or "
+                         "leave it out (--optimizer adamw8bit has Adam's moments in 8 bits)")  # fmt: skip
+    if recipe.reference_in_8bit and recipe.lora_rank:
+        raise InputError("--reference_in_8bit: with --lora_rank the reference is the frozen base itself: --base_in_8bit")
+    if recipe.reference_in_8bit and not recipe.kl_coef:
+        raise InputError("--reference_in_8bit: with --kl_coef 0 no reference is loaded; leave it out")
 
 
 def check_reward(recipe: Recipe) -> None:
@@ -466,10 +483,12 @@ def build_cross_model(recipe: Recipe, device="cpu") -> LLM:
     return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=f"reader-world{recipe.world_seed}")
 
 
-def load_model(recipe: Recipe, path: str, device="cpu") -> tuple[Policy, object]:
+def load_model(recipe: Recipe, path: str, device="cpu", frozen: bool = False, in_8bit: bool = False) -> tuple[Policy, object]:
     """(policy, tokenizer) from `path`, or the built-in ones where it is ""."""
     if path:
-        return load_policy(path, device, recipe.gradient_checkpointing)
+        return load_policy(path, device, recipe.gradient_checkpointing, frozen, in_8bit)
+    if in_8bit:
+        raise InputError("8 bits are for models from --model: the built-in one is made here, in fp32")
     policy, tokenizer, _ = load_toy(recipe.world_seed, recipe.protocol, recipe.runs)
     return policy.to(device), tokenizer
 
@@ -558,7 +577,7 @@ def add_flags(parser: argparse.ArgumentParser, names: list[str] | None = None) -
 
 def parse_recipe(arguments: list[str] | None = None) -> Recipe:
     """The command line as a Recipe."""
-    parser = FlagParser("train.py", description="Train one stage of one paper.")
+    parser = FlagParser("train.py", description="Train one stage of one paper; --plan: what of it fits.")
     add_flags(parser)
     given = vars(parser.parse_args(arguments))
     return check_recipe(resolve(given.get("recipe", "ur2"), given.get("stage", 1), not given.get("model"), given))

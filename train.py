@@ -3,6 +3,7 @@
     accelerate launch train.py --stage 1                      the built-in world, UR²
     accelerate launch train.py --stage 2                      goes on from stage 1's last checkpoint
     accelerate launch train.py --stage 1 --model DIR --data FILE --corpus from-data
+    python train.py --plan --model 7B --gpus 1                what of it fits, before anything is downloaded
 
     questions -> rollout -> rewards [B] -> advantages [B, T] -> for each update: token weights (sum 1) ->
     micro-batches: Σ weight · loss, backward -> clip -> one optimizer step
@@ -32,19 +33,22 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list, gather_object
 from tqdm import tqdm
 
 import dapo
 import grpo
+import plan
 import ppo
 import reinforce_pp
 from curriculum import QuestionStream, read_difficulty
 from errors import InputError, run_main
+from lora import add_lora, check_peft, load_lora, lora_state, without_lora
 from policy import (
     Batch,
     Policy,
@@ -68,11 +72,26 @@ from recipes import (
     parse_recipe,
     passages,
     rollout_settings,
+    search_seconds,
     shown_settings,
     stage_folder,
     training_questions,
 )
 from rollout import Trajectory, check_prompts, rollout, show
+from shards import (
+    asked_for,
+    check_shardable,
+    cut,
+    full,
+    in_parts,
+    load_moments,
+    load_weights,
+    passes_behind,
+    shard,
+    whole,
+    whole_moments,
+    whole_weights,
+)
 
 ALGORITHMS = {"reinforce_pp": reinforce_pp, "reinforce_pp_baseline": reinforce_pp, "grpo": grpo, "dapo": dapo, "ppo": ppo}
 
@@ -115,23 +134,32 @@ def make_batch(trajectories: list[Trajectory], rewards: list[float], recipe: Rec
 
 def score_batch(policy: Policy, batch: Batch, recipe: Recipe, accelerator: Accelerator) -> torch.Tensor:
     """Log-probs [B, T] of the batch's tokens under `policy`, on the CPU. Each process scores its share; all get all."""
-    return in_shares(lambda part: policy(part.tokens, recipe.temperature, part.response_mask), batch, recipe, accelerator)
+    def compute(part: Batch) -> torch.Tensor:
+        return policy(part.tokens, recipe.temperature, part.response_mask)  # [b, t]
+
+    return in_shares(policy, compute, batch, recipe, accelerator)
 
 
 def value_batch(critic: ppo.Critic, batch: Batch, recipe: Recipe, accelerator: Accelerator) -> torch.Tensor:
     """The critic's values [B, T] of the states in which the policy chose a token, 0 elsewhere; on the CPU."""
-    return in_shares(lambda part: ppo.model_only(critic(part.tokens), part.response_mask), batch, recipe, accelerator)
+    return in_shares(critic, lambda part: ppo.model_only(critic(part.tokens), part.response_mask), batch, recipe, accelerator)
 
 
 @torch.no_grad()
-def in_shares(compute: Callable[[Batch], torch.Tensor], batch: Batch, recipe: Recipe, accelerator: Accelerator) -> torch.Tensor:
+def in_shares(model, compute: Callable[[Batch], torch.Tensor], batch: Batch, recipe: Recipe,
+              accelerator: Accelerator) -> torch.Tensor:  # fmt: skip
     """compute(rows) [b, t] of all rows [B, T]: each process takes its share, in micro-batches; all get all."""
-    whole = torch.zeros(batch.response_mask.shape)  # [B, T]
+    scored = torch.zeros(batch.response_mask.shape)  # [B, T]
     mine = torch.arange(accelerator.process_index, len(batch), accelerator.num_processes)
-    for rows in micro_batches(batch.response_mask[mine], recipe.tokens_per_micro_batch):
+    cuts = micro_batches(batch.response_mask[mine], recipe.tokens_per_micro_batch)
+    behind = passes_behind(len(cuts), model)
+    for rows in cuts:
         result = compute(batch.rows(mine[rows]).to(accelerator.device))  # [b, t]
-        whole[mine[rows], : result.shape[1]] = result.float().cpu()
-    return accelerator.reduce(whole.to(accelerator.device), "sum").cpu() if accelerator.num_processes > 1 else whole
+        scored[mine[rows], : result.shape[1]] = result.float().cpu()
+    for _ in range(behind):
+        compute(batch.rows(torch.zeros(1, dtype=torch.long)).to(accelerator.device))
+    cut(model)
+    return accelerator.reduce(scored.to(accelerator.device), "sum").cpu() if accelerator.num_processes > 1 else scored
 
 
 def update(model, optimizer, algorithm, part: Batch, recipe: Recipe, accelerator: Accelerator, fresh: bool) -> dict[str, float]:
@@ -176,15 +204,19 @@ def descend(model, optimizer, part: Batch, recipe: Recipe, accelerator: Accelera
     mine = share_of(part, accelerator)
     cuts = micro_batches(mine.response_mask, recipe.tokens_per_micro_batch)
     totals: dict[str, float] = defaultdict(float)
-    for number, rows in enumerate(cuts):
+    extra = [torch.zeros(1, dtype=torch.long)] * passes_behind(len(cuts), model)
+    for number, rows in enumerate(cuts + extra):
         micro = mine.rows(rows).to(accelerator.device)
-        with accelerator.no_sync(model) if number + 1 < len(cuts) else contextlib.nullcontext():
+        if number >= len(cuts):  # a pass that only keeps the others company
+            micro.token_weights = torch.zeros_like(micro.token_weights)  # [1, t]
+        wait = number + 1 < len(cuts) and not in_parts(model)  # parts take their share of each gradient at once
+        with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             loss = loss_of(micro, totals)
             # DDP averages the gradients of its processes; ours are parts of one sum
             accelerator.backward(loss * accelerator.num_processes)
         totals["loss"] += loss.item()
     totals = over_processes(totals, accelerator)
-    totals["grad_norm"] = float(accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm))
+    totals["grad_norm"] = full(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)).item()
     if math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"]):
         optimizer.step()
     optimizer.zero_grad()
@@ -350,12 +382,12 @@ class Run:
             with open(self.folder / "samples.txt", "a") as file:
                 file.write(text + "\n\n")
 
-    def save(self, policy: Policy, tokenizer, trainer: dict, step: int) -> None:
-        """After `step` finished steps; trainer: what else a resumed run needs."""
+    def save(self, policy: Policy, tokenizer, trainer: dict, step: int, weights: dict | None = None) -> None:
+        """After `step` finished steps; trainer: what else a resumed run needs; weights: the policy's, where it has parts."""
         path = self.folder / f"checkpoint-{step:06d}"
         if not self.main or path.exists():
             return
-        save_policy(policy, tokenizer, path, {"step": step, **trainer}, settings_text(self.recipe))
+        save_policy(policy, tokenizer, path, {"step": step, **trainer}, settings_text(self.recipe), weights)
         keep = self.recipe.keep_checkpoints
         for old in checkpoints(self.folder)[:-keep] if keep else []:
             shutil.rmtree(old)
@@ -395,16 +427,29 @@ def check_processes(known: int) -> None:
         raise InputError(f"{started} processes were started and {known} take part: set ACCELERATE_USE_CPU=true, or start one")
 
 
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """Processes wait for each other's rollouts: as long as all searches of one may take, and half an hour."""
+    searching = (recipe.max_searches + 1) * (recipe.search_retries + 1) * search_seconds(recipe)
+    limit = InitProcessGroupKwargs(timeout=timedelta(minutes=30, seconds=searching))
+    # bucket views: without them DDP keeps a second copy of all gradients
+    return Accelerator(kwargs_handlers=[limit, DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+
+
 class Trainer:
     """Everything one stage needs, set up once; `step` is one turn of the loop."""
 
     def __init__(self, recipe: Recipe):
-        self.recipe, self.accelerator = recipe, Accelerator()
+        self.recipe, self.accelerator = recipe, make_accelerator(recipe)
         check_processes(self.accelerator.num_processes)
+        self.sharding = asked_for() if self.accelerator.num_processes > 1 else "ddp"
+        if self.sharding != "ddp":
+            check_shardable(recipe.optimizer, recipe.lora_rank)
         set_threads(recipe.threads)
         self.algorithm = ALGORITHMS[recipe.algorithm]
         self.protocol = build_protocol(recipe)
         start, said = starting_model(recipe)  # first of all: reading a corpus and then missing the model wastes minutes
+        if recipe.lora_rank:
+            check_peft(recipe.lora_rank)
         questions = check_questions(training_questions(recipe), recipe)
         self.draws = 1 + recipe.max_resample if self.algorithm is dapo else 1  # of questions per step, at most
         difficulty = read_difficulty(recipe.difficulty, questions) if recipe.difficulty else None
@@ -415,18 +460,15 @@ class Trainer:
         # Not under the barrier below: vectors of a large corpus take hours. (dense.py's own lock lets one process encode.)
         self.search = build_search(recipe, documents, device)
         with self.accelerator.local_main_process_first():  # one process makes the built-in models, the others read them
-            self.policy, self.tokenizer = load_model(recipe, start, device)
+            self.policy, self.tokenizer = self.load_trained(start)
             self.scorer = Scorer(recipe, documents, device) if self.accelerator.is_main_process else None
         check_prompts(questions, self.protocol, self.tokenizer, self.policy, **rollout_settings(recipe))
-        self.reference = self.load_reference() if recipe.kl_coef else None
-        betas = (recipe.beta1, recipe.beta2)
-        self.optimizer = make_optimizer(self.policy, recipe.optimizer, recipe.lr, betas, recipe.weight_decay)
+        self.reference = self.load_reference() if recipe.kl_coef and not recipe.lora_rank else None
         self.critic = None
         if self.algorithm is ppo:  # also in stage 2 a new one: another reward has other values
             self.critic = ppo.Critic(copy.deepcopy(self.policy.language_model.base_model))
-            self.critic_optimizer = make_optimizer(self.critic, recipe.optimizer, recipe.critic_lr, betas, recipe.weight_decay)
-            self.critic_model = self.accelerator.prepare_model(self.critic)
-        self.model = self.accelerator.prepare_model(self.policy)
+            self.critic_model, self.critic_optimizer = self.spread(self.critic, recipe.critic_lr)
+        self.model, self.optimizer = self.spread(self.policy, recipe.lr)
         self.first_step = self.load_trainer(Path(start)) if recipe.resume else 0
         per_step = recipe.questions_per_step * recipe.group_size
         self.per_update = recipe.trajectories_per_update or per_step
@@ -434,6 +476,15 @@ class Trainer:
         if per_step // self.updates < self.accelerator.num_processes:
             raise InputError(f"{per_step // self.updates} trajectories per update cannot be shared by "
                              f"{self.accelerator.num_processes} processes: raise --trajectories_per_update")  # fmt: skip
+
+    def spread(self, module, lr: float):
+        """(what is called in an update, its optimizer): the module's weights on every process, or each with a part of them."""
+        if self.sharding == "ddp":
+            model = self.accelerator.prepare_model(module)
+        else:
+            model = shard(module, self.sharding, self.accelerator.num_processes)
+        recipe = self.recipe
+        return model, make_optimizer(module, recipe.optimizer, lr, (recipe.beta1, recipe.beta2), recipe.weight_decay)
 
     @property
     def recompute(self) -> bool:
@@ -443,21 +494,47 @@ class Trainer:
         bf16 = self.accelerator.device.type != "cpu"
         return recipe.old_logprobs == "recompute" or (recipe.old_logprobs == "auto" and bf16) or not recipe.mask_documents
 
+    def load_trained(self, start: str) -> tuple[Policy, object]:
+        """(policy, tokenizer). With LoRA the frozen weights are those that the stage began with, also in a resumed run: its
+        checkpoint holds the sum, and beside it what was learned."""
+        recipe, device = self.recipe, self.accelerator.device
+        if not recipe.lora_rank:
+            return load_model(recipe, start, device)
+        policy, tokenizer = load_model(recipe, self.first_model(), device, True, recipe.base_in_8bit)
+        add_lora(policy.language_model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_targets, recipe.seed)
+        return policy, tokenizer
+
+    def first_model(self) -> str:
+        """The model this stage began with."""
+        return starting_model(dataclasses.replace(self.recipe, resume=False))[0]
+
     def load_reference(self) -> Policy:
         """π_ref: the model this stage began with, frozen."""
-        path, _ = starting_model(dataclasses.replace(self.recipe, resume=False))
-        reference, _ = load_model(self.recipe, path, self.accelerator.device)
+        recipe = self.recipe
+        reference, _ = load_model(recipe, self.first_model(), self.accelerator.device, True, recipe.reference_in_8bit)
         return reference.eval().requires_grad_(False)
+
+    def score_reference(self, batch: Batch) -> torch.Tensor:
+        """π_ref's log-probs [B, T]. With LoRA it is the policy without what was learned: no second model is loaded."""
+        if self.reference is not None:
+            return self.score(self.reference, batch)
+        with without_lora(self.policy):
+            return self.score(self.policy, batch)
 
     def load_trainer(self, path: Path) -> int:
         """Optimizer state and step number of the checkpoint at `path`; of PPO the critic too."""
-        state = torch.load(path / "trainer.pt", map_location=self.accelerator.device, weights_only=True)
-        self.optimizer.load_state_dict(state["optimizer"])
+        state = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
+        if bool(self.recipe.lora_rank) != ("lora" in state):
+            raise InputError(f"--resume: {path} was made {'with' if 'lora' in state else 'without'} --lora_rank; do the same, "
+                             "or leave --resume out to start anew")  # fmt: skip
+        if self.recipe.lora_rank:
+            load_lora(self.policy, state["lora"])
+        load_moments(self.policy, self.optimizer, state["optimizer"])
         if self.critic is not None:
             if "critic" not in state:
                 raise InputError(f"--resume: {path} was not made by PPO and has no critic; leave --resume out to start anew")
-            self.critic.load_state_dict(state["critic"])
-            self.critic_optimizer.load_state_dict(state["critic_optimizer"])
+            load_weights(self.critic, state["critic"])
+            load_moments(self.critic, self.critic_optimizer, state["critic_optimizer"])
         if state["step"] >= self.recipe.steps:
             raise InputError(f"--resume: {state['step']} of --steps {self.recipe.steps} steps are done; raise --steps to go on")
         before = json.loads((path / "settings.json").read_text(encoding="utf-8"))
@@ -468,11 +545,18 @@ class Trainer:
         return state["step"]
 
     def state(self) -> dict:
-        """What a checkpoint holds beside the policy."""
-        if self.critic is None:
-            return {"optimizer": self.optimizer.state_dict()}
-        return {"optimizer": self.optimizer.state_dict(), "critic": self.critic.state_dict(),
-                "critic_optimizer": self.critic_optimizer.state_dict()}  # fmt: skip
+        """What a checkpoint holds beside the policy. All processes call it: parts are put together."""
+        state = {"optimizer": whole_moments(self.policy, self.optimizer)}
+        if self.recipe.lora_rank:
+            state["lora"] = lora_state(self.policy)
+        if self.critic is not None:
+            moments = whole_moments(self.critic, self.critic_optimizer)
+            state |= {"critic": whole_weights(self.critic), "critic_optimizer": moments}
+        return state
+
+    def weights(self) -> dict | None:
+        """The policy's weights where no process has all of them."""
+        return whole_weights(self.policy.language_model) if in_parts(self.policy) else None
 
     def score(self, policy: Policy, batch: Batch) -> torch.Tensor:
         with evaluating(policy):
@@ -488,8 +572,9 @@ class Trainer:
         settings = rollout_settings(self.recipe)
         if self.recipe.retrieval:  # task mixing: some questions are asked without
             settings["retrieval"] = self.stream.may_search(mine)
-        mine = rollout(self.policy, self.tokenizer, mine, self.search, self.protocol, self.recipe.group_size, seed=seed,
-                       **settings)  # fmt: skip
+        with whole(self.policy, self.sharding):
+            mine = rollout(self.policy, self.tokenizer, mine, self.search, self.protocol, self.recipe.group_size, seed=seed,
+                           **settings)  # fmt: skip
         return gather_object(mine) if world > 1 else mine
 
     def judged(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict[str, float]], list[bool]]:
@@ -553,8 +638,8 @@ class Trainer:
         batch.correct = sampled.correct[sampled.kept]  # [B]
         if self.recompute and (self.updates > 1 or (recipe.kl_coef and recipe.kl_place == "reward")):
             batch.old_logprobs = self.score(self.policy, batch)
-        if self.reference is not None:
-            batch.ref_logprobs = self.score(self.reference, batch)
+        if recipe.kl_coef:
+            batch.ref_logprobs = self.score_reference(batch)
         if self.critic is not None:  # once per rollout: advantages, returns and the clip of all its updates start from these
             with evaluating(self.critic):
                 batch.values = value_batch(self.critic, batch, recipe, self.accelerator)  # [B, T]
@@ -623,7 +708,7 @@ def train(recipe: Recipe) -> Path:
                 run.show(f"step {step}\n{sample}")
                 bar.write("\n" + sample + "\n")
             if last or (step + 1) % recipe.save_every == 0:
-                run.save(trainer.policy, trainer.tokenizer, trainer.state(), step + 1)
+                run.save(trainer.policy, trainer.tokenizer, trainer.state(), step + 1, trainer.weights())
     if run.main and (counted := getattr(trainer.search, "report", None)):
         print(counted())
     trainer.accelerator.wait_for_everyone()  # one process saves: the others' folder is not there before
@@ -631,8 +716,12 @@ def train(recipe: Recipe) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    if "--plan" in (sys.argv[1:] if arguments is None else arguments):
+        plan.main(arguments)
+        return
     recipe = parse_recipe(arguments)
-    say = Accelerator().print  # one process speaks for all. Trap: PartialState() would ignore ACCELERATE_USE_CPU for good
+    # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU for good.
+    say = make_accelerator(recipe).print
     say(shown_settings(recipe) + f"\n  (all of them: {stage_folder(recipe)}/settings.json)")
     try:
         folder = train(recipe)

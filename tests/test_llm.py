@@ -1,6 +1,7 @@
 """llm.py: over real sockets, with every way in which a server can fail; and a local model beside its slow twin."""
 
 import contextlib
+import importlib.util
 import json
 import shutil
 import socket
@@ -646,12 +647,13 @@ def test_broken_weights_are_one_line(saved):
     assert "\n" not in str(caught.value)
 
 
-def test_8_bits_without_a_gpu_or_without_the_library_are_one_line(saved, monkeypatch):
-    with pytest.raises(InputError, match="8-bit weights need a CUDA device, and this is cpu"):
+def test_a_frozen_model_in_8_bits_answers_and_without_the_library_it_is_one_line(saved, monkeypatch):
+    local = load_llm(str(saved), load_in_8bit=True, max_tokens=4)
+    assert local.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
+    assert len(local.ask([("", "where ?")])) == 1
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="8-bit weights need bitsandbytes: pip install bitsandbytes"):
         load_llm(str(saved), load_in_8bit=True)
-    monkeypatch.setattr(llm.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="8-bit weights need bitsandbytes"):
-        load_llm(str(saved), load_in_8bit=True, device="cuda")
 
 
 def test_the_file_shows_two_distinct_requests_a_retry_and_a_second_run_that_asks_nothing(capsys, monkeypatch):

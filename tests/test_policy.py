@@ -415,11 +415,13 @@ def test_a_run_without_warm_up_begins_at_the_full_rate():
 
 
 def test_an_unknown_optimizer_is_an_input_error():
-    with pytest.raises(InputError, match="adamw or adamw8bit"):
+    with pytest.raises(InputError, match="adamw, adamw8bit, paged_adamw8bit"):
         make_optimizer(make_policy(), "adam", 1e-3)
 
 
-def test_adamw8bit_takes_the_step_of_adamw_to_a_few_percent_on_a_cpu():
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("name", ["adamw8bit", "paged_adamw8bit"])
+def test_adamw8bit_takes_the_step_of_adamw_to_a_few_percent_on_a_cpu(name):
     def one_step(name):
         torch.manual_seed(0)
         layer = torch.nn.Linear(128, 128)  # 16384 weights: above bitsandbytes' 4096, so the moments really are 8 bits
@@ -429,9 +431,27 @@ def test_adamw8bit_takes_the_step_of_adamw_to_a_few_percent_on_a_cpu():
         optimizer.step()
         return layer.weight.detach() - before, optimizer.state[layer.weight]
 
-    (plain, _), (eight, state) = one_step("adamw"), one_step("adamw8bit")
+    (plain, _), (eight, state) = one_step("adamw"), one_step(name)
     assert state["state1"].dtype == torch.uint8
     assert eight.abs().max() > 0 and (eight - plain).norm() / plain.norm() < 0.05
+
+
+def test_without_bitsandbytes_8_bit_moments_are_one_line_that_names_it(monkeypatch):
+    monkeypatch.setattr(policy_file.importlib.util, "find_spec", lambda name: None)
+    for name in ("adamw8bit", "paged_adamw8bit"):
+        with pytest.raises(InputError, match=f"--optimizer {name} needs bitsandbytes: pip install bitsandbytes"):
+            make_optimizer(make_policy(), name, 1e-3)
+    make_optimizer(make_policy(), "adamw", 1e-3)
+
+
+def test_a_frozen_policy_has_no_gradient_and_int8_keeps_a_quarter_of_each_matrix(saved):
+    frozen, eight = (load_policy(str(saved), frozen=True, in_8bit=flag)[0] for flag in (False, True))
+    assert not any(p.requires_grad for policy in (frozen, eight) for p in policy.parameters())
+    layers = [policy.language_model.model.layers for policy in (frozen, eight)]
+    sizes = [sum(p.nbytes for p in part.parameters() if p.ndim == 2) for part in layers]
+    assert sizes[0] == 4 * sizes[1]
+    difference = (frozen(make_tokens()) - eight(make_tokens())).abs().mean()
+    assert 0 < difference < 0.05 * frozen(make_tokens()).abs().mean()
 
 
 def test_bf16_weights_do_not_move_at_a_learning_rate_of_1e_6_and_fp32_weights_do():
