@@ -19,7 +19,7 @@ The prompt of a group is computed once; documents are appended in one chunk whil
 finished row's slot goes to the next one. The engine knows no tags: it is told which tokens to stop at and who decides.
 
 Left out: paging (a slot is as long as the longest row may become; on CPUs memory is only taken as it is filled) and layers with
-a sliding window. Not run: `compile_decode`, and anything on a GPU.
+a sliding window. Not run: anything on a GPU (`compile_decode` was tried on a CPU: one graph, the same tokens).
 """
 
 from __future__ import annotations

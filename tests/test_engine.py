@@ -362,6 +362,39 @@ def scripted_queue(turns):
     return engine, environment, environment.asked
 
 
+def test_a_compiled_step_has_one_shape_and_gives_the_same_rows(qwen2, work, monkeypatch):
+    # Not compiled here: only what `compile_decode` changes in its inputs, all slots and a width in long blocks.
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    shapes, outcomes = set(), []
+    forward = Engine.forward
+    monkeypatch.setattr(Engine, "forward", lambda self, x: shapes.add(x["attention_mask"].shape) or forward(self, x))
+    for compile_decode in (False, True):
+        shapes.clear()
+        engine = Engine(qwen2.language_model, 3, 600, set(), lambda turn, room: "length" if len(turn) >= room else None,
+                        temperature=0.0, compile_decode=compile_decode)  # fmt: skip
+        queue = deque([([1, 2, 3, 4], 3), ([1, 2, 3, 4], 6), ([7, 8], 90), ([9], 5), ([5, 6, 7], 20)])
+        outcomes.append(run_queue(engine, queue))
+    assert outcomes[0] == outcomes[1]
+    assert shapes == {(3, 1, 1, 512)}
+
+
+def run_queue(engine, queue) -> list:
+    """[(ids, turn)] of each row, sorted."""
+    done = []
+    with torch.no_grad():
+        while queue or engine.taken:
+            while queue and engine.vacant:
+                engine.add(None, *queue.popleft())
+            for row in engine.decode():
+                done.append((row.ids, row.turn))
+                engine.release(row)
+    return sorted(done)
+
+
+def test_no_questions_are_no_work(qwen2, bpe):
+    assert sampled(qwen2, bpe, questions=[]) == []
+
+
 def test_progress_hears_of_every_row_that_ends(qwen2, bpe):
     heard = []
     sampled(qwen2, bpe, 7, batch_size=3, progress=heard.append)
