@@ -165,7 +165,7 @@ def in_shares(model, compute: Callable[[Batch], torch.Tensor], batch: Batch, rec
 def update(model, optimizer, algorithm, part: Batch, recipe: Recipe, accelerator: Accelerator, fresh: bool) -> dict[str, float]:
     """One optimizer update of the policy on the rows of `part` (all processes hold all of them; each takes its share).
 
-    fresh: this is the only update of the step, so π_old is π: its log-probs are taken from the forward pass itself.
+    fresh: this is the first update of the step, so π_old is π: its log-probs are taken from the forward pass itself.
     """
     part.token_weights = algorithm.compute_token_weights(part, recipe)  # [B, T]
 
@@ -489,7 +489,8 @@ class Trainer:
     @property
     def recompute(self) -> bool:
         """Are π_old's log-probs computed again? Under bf16 sampling and scoring round differently, and a rollout has none
-        for documents. With one update per step the update's own forward pass gives them."""
+        for documents. The step's first update gets them from its own forward pass (`fresh`): only the later ones' rows cost
+        a scoring pass, before the weights move."""
         recipe = self.recipe
         bf16 = self.accelerator.device.type != "cpu"
         return recipe.old_logprobs == "recompute" or (recipe.old_logprobs == "auto" and bf16) or not recipe.mask_documents
@@ -636,8 +637,13 @@ class Trainer:
         rewards = [sum(sampled.components[i].values()) for i in sampled.kept]
         batch = make_batch(trajectories, rewards, recipe, self.tokenizer.pad_token_id or 0)
         batch.correct = sampled.correct[sampled.kept]  # [B]
-        if self.recompute and (self.updates > 1 or (recipe.kl_coef and recipe.kl_place == "reward")):
+        cuts = self.cuts(step, batch)
+        if self.recompute and recipe.kl_coef and recipe.kl_place == "reward":
             batch.old_logprobs = self.score(self.policy, batch)
+        elif self.recompute and len(cuts) > 1:
+            later = torch.cat(cuts[1:])
+            scored = self.score(self.policy, batch.rows(later))  # [n, t]
+            batch.old_logprobs[later, : scored.shape[1]] = scored
         if recipe.kl_coef:
             batch.ref_logprobs = self.score_reference(batch)
         if self.critic is not None:  # once per rollout: advantages, returns and the clip of all its updates start from these
@@ -649,13 +655,17 @@ class Trainer:
             record["explained_variance"] = ppo.explained_variance(batch.values, batch.returns, batch.response_mask)
         return record
 
+    def cuts(self, step: int, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """The rows of each of the step's updates, shuffled. DAPO may keep fewer rows than asked for: then there are fewer
+        updates, and not smaller ones."""
+        order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(self.recipe.seed * 7_919 + step))
+        return order.tensor_split(math.ceil(len(batch) / self.per_update))
+
     def update_all(self, step: int, batch: Batch, trajectories: list[Trajectory]) -> dict[str, float]:
-        """The step's updates over shuffled rows; returns the means of their statistics (of EXTREMES, the extreme)."""
-        recipe = self.recipe
-        order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(recipe.seed * 7_919 + step))
-        results, fresh = [], self.recompute and self.updates == 1
-        # DAPO may keep fewer rows than asked for: then there are fewer updates, and not smaller ones
-        for number, rows in enumerate(order.tensor_split(math.ceil(len(batch) / self.per_update))):
+        """The step's updates, each on its rows; returns the means of their statistics (of EXTREMES, the extreme)."""
+        recipe, results = self.recipe, []
+        for number, rows in enumerate(self.cuts(step, batch)):
+            fresh = self.recompute and number == 0
             lr = self.set_lr(step * self.updates + number)
             part, seen = batch.rows(rows), [trajectories[i] for i in rows.tolist()]
             result = update(self.model, self.optimizer, self.algorithm, part, recipe, self.accelerator, fresh)
@@ -720,7 +730,7 @@ def main(arguments: list[str] | None = None) -> None:
         plan.main(arguments)
         return
     recipe = parse_recipe(arguments)
-    # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU for good.
+    # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU and our time limit.
     say = make_accelerator(recipe).print
     say(shown_settings(recipe) + f"\n  (all of them: {stage_folder(recipe)}/settings.json)")
     try:

@@ -5,7 +5,8 @@ import importlib.util
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train import model, recipe_for, rows_of, same  # noqa: F401  (model is a fixture)
+from test_shards import in_two, take_step
+from test_train import model, recipe_for, rows_of, same, unequal_batch  # noqa: F401  (model is a fixture)
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import lora
@@ -236,3 +237,15 @@ def test_the_file_shows_that_merged_weights_give_the_same(capsys):
     lora.main()
     # W x = (3, 4); A x = 11; 2 · B A x = (11, 0): h = (14, 4)
     assert capsys.readouterr().out.count("[14.0, 4.0]") == 2
+
+
+@needs_peft
+def test_two_processes_take_lora_s_step_of_one(model, tmp_path):  # noqa: F811
+    recipe = recipe_for(model, tmp_path, "--tokens_per_micro_batch", "10", "--trajectories_per_update", "3", "--lr", "0.1",
+                        "--questions_per_step", "4", "--lora_rank", "4", "--max_grad_norm", "1e9")  # fmt: skip
+    batch = unequal_batch(recipe)
+    take_step(recipe, batch, tmp_path / "one.pt")
+    in_two("ddp", take_step, recipe, batch, tmp_path / "two.pt")
+    one, two = (torch.load(tmp_path / name)[0] for name in ("one.pt", "two.pt"))
+    assert max(m.abs().max() for m in one) > 1e-3
+    assert max((a - b).abs().max() for a, b in zip(one, two, strict=True)) < 1e-6

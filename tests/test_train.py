@@ -379,6 +379,32 @@ def test_a_second_update_on_the_same_rollout_is_off_policy(model, tmp_path, more
     assert record["ratio_min"] < 0.999 or record["ratio_max"] > 1.001
 
 
+def test_the_first_update_s_rows_need_no_scoring_pass_and_the_step_is_the_same(model, tmp_path, monkeypatch):
+    # Four rows in two updates: π_old of the second one's rows must be known before the first one moves the weights.
+    moved, scored = [], []
+    for every in (False, True):
+        trainer = Trainer(recipe_for(model, tmp_path, "--old_logprobs", "recompute", "--trajectories_per_update", "2"))
+        pay(trainer, [1.0, 0.0, 0.0, 1.0])
+        trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 0.1)  # Adam's division would blow rounding errors up
+        before, score = weights_of(trainer.policy), trainer.score
+        if every:  # the slow twin: all rows are scored, and no update takes its own forward pass for π_old
+            learn = trainer.update_all
+
+            def update_all(step, batch, rows, trainer=trainer, score=score, learn=learn):
+                batch.old_logprobs = score(trainer.policy, batch)
+                monkeypatch.setattr(Trainer, "recompute", False)
+                return learn(step, batch, rows)
+
+            trainer.update_all = update_all
+        else:
+            trainer.score = lambda policy, batch, score=score: scored.append(len(batch)) or score(policy, batch)
+        trainer.step(0)
+        moved.append([a - b for a, b in zip(weights_of(trainer.policy), before, strict=True)])
+    assert scored == [2]
+    assert max(m.abs().max() for m in moved[0]) > 1e-4
+    assert max((a - b).abs().max() for a, b in zip(*moved, strict=True)) < 1e-6
+
+
 def test_a_kl_in_the_reward_uses_recomputed_logprobs_where_the_rollout_has_none(model, tmp_path):
     # Documents that are trained on (the ablation) have no log-prob from the rollout. The reference is the policy itself in
     # step 0, so every k1 is 0; with the rollout's zeros standing in, k1 would be −log π_ref, and the advantages wrong.
