@@ -25,8 +25,9 @@ Several GPUs: under `ddp` everything stands on each of them, and gradients all t
 gradients and moments are cut in parts, and the weights are put together for a rollout and for an update; under `fsdp2` in an
 update layer by layer.
 
-tests/test_plan.py holds these against measured peaks of small models, on a CPU and under bf16 autocast. Left out: frozen judges
-and readers (2 bytes per weight), dense retrieval, CUDA's own memory and fragments: USABLE is the share that is counted on.
+tests/test_plan.py holds these against measured peaks of small models, on a CPU and under bf16 autocast. The rollout is that
+of --engine slots: plain `generate` reads whole prompts at once, which takes more. Left out: frozen judges and readers (2 bytes
+per weight), dense retrieval, CUDA's own memory and fragments: USABLE is the share that is counted on.
 """
 
 from __future__ import annotations
@@ -360,7 +361,8 @@ def report(shape: Shape, recipe: Recipe, gpus: int, gpu_memory: float) -> str:
 def verdict(shape: Shape, s: Setting, plan: Plan, gpus: int, sharding: str) -> list[str]:
     where, usable = f"{sharding}: " if gpus > 1 else "", f"{plan.memory / GIB:.1f} GiB ({USABLE:.0%} of a GPU)"
     if plan.fits:
-        return [f"{where}fits in {usable}, with {plan.slots} of {s.rows} rows sampled at once"]
+        few = f" (--engine slots sees to that; plain generate needs --rollout_batch_size {plan.slots} or less)"
+        return [f"{where}fits in {usable}, with {plan.slots} of {s.rows} rows sampled at once{few * (plan.slots < s.rows)}"]
     chosen = remedies(shape, s, plan.memory, gpus, sharding)
     lines = [f"{where}does not fit in {usable}; " + ("it would with" if chosen else "no flag makes it fit")]
     return lines + [f"    {REMEDIES[i][0].format(min(s.tokens, s.row_tokens)):34} {REMEDIES[i][1]}" for i in chosen]
