@@ -27,12 +27,12 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 from tqdm import tqdm
 
 from data import Question, load_attempts
 from errors import InputError, run_main
+from metrics import score_answer
 from records import append_jsonl, finished_records
 
 # ------------------------------------------------------------------------------------------------------- difficulty
@@ -384,16 +384,13 @@ def check_options(options: dict) -> None:
 
 
 def measure_published(given: dict, options: dict, metric: str) -> dict[str, str]:
-    from recipes import answer_scores
-
     attempts = load_attempts(options["from_rollouts"], given.get("skip_bad", False))[: options["questions"] or None]
     few = min(len(a.predictions) for a in attempts)
     if options["scheme"] == "r1_searcher" and few < 20:
         print(f"note: some questions have only {few} rollouts; without a success among them they count as hard")
 
-    # graded as evaluation does; its function wants no more of a trajectory than these two
     def score(question: Question, text: str) -> float:
-        return answer_scores(SimpleNamespace(question=question, answer=text))[metric]
+        return score_answer(text, question.answers, question.task, question.options)[metric]
 
     scores = {a.id: [score(a.question, text) for text in a.predictions] for a in attempts}
     return measure_difficulty([a.question for a in attempts], lambda some, _k: [scores[q.id] for q in some], 0, options["out"],

@@ -36,12 +36,9 @@ import numpy as np
 
 from data import Document
 from errors import InputError, run_main
+from retriever import tokenize
 
 Embedder = Callable[[list[str]], np.ndarray]  # n texts -> [n, d]
-
-
-def words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
 
 
 def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
@@ -51,11 +48,11 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
     >>> embed(["Ana town"]).round(4).tolist()       # idf(ana) = ln(3/2) + 1, idf(town) = ln(3/3) + 1
     [[1.4055, 1.0]]
     """
-    holders = Counter(word for d in documents for word in set(words(f"{d.title} {d.text}")))  # n_t
+    holders = Counter(word for d in documents for word in set(tokenize(f"{d.title} {d.text}")))  # n_t
     n = len(documents)
 
     def embed(texts: list[str]) -> np.ndarray:
-        counts = [Counter(words(text)) for text in texts]
+        counts = [Counter(tokenize(text)) for text in texts]
         # These texts' words are all the columns that matter to their cosines.
         vocabulary = sorted(word for word in set().union(*counts) if word in holders or not documents)
         idf = np.array([np.log((1 + n) / (1 + holders[word])) + 1 for word in vocabulary])

@@ -179,10 +179,7 @@ def finished_before(out: Path, made_with: dict, questions: list[Question], sampl
     same = settings_file.is_file() and settings_file.read_text(encoding="utf-8") == json.dumps(made_with, indent=1)
     records = finished_records(out) if out.is_file() and same and not fresh else []
     expected = [(question.id, sample) for question in questions for sample in range(samples)]
-    pairs = list(zip(records, expected, strict=False))
-    outage = lambda record: any(fault != SEARCH_FAILED for fault in search_faults([record]))  # noqa: E731
-    good = lambda pair: (pair[0].get("id"), pair[0].get("sample")) == pair[1] and not outage(pair[0])  # noqa: E731
-    whole = next((i for i, pair in enumerate(pairs) if not good(pair)), len(pairs))
+    whole = good_start(records, expected)
     if whole < len(expected):
         whole -= whole % (QUESTIONS_AT_ONCE * samples)
     if out.is_file() and out.stat().st_size and (whole < len(records) or not same or fresh):
@@ -190,6 +187,15 @@ def finished_before(out: Path, made_with: dict, questions: list[Question], sampl
     out.parent.mkdir(parents=True, exist_ok=True)
     settings_file.write_text(json.dumps(made_with, indent=1), encoding="utf-8")
     return records[:whole]
+
+
+def good_start(records: list[dict], expected: list[tuple[str, int]]) -> int:
+    """How many records, from the first on, are those of `expected` (question id, sample) and saw no outage of the retriever."""
+    for number, (record, wanted) in enumerate(zip(records, expected, strict=False)):
+        outage = any(fault != SEARCH_FAILED for fault in search_faults([record]))
+        if (record.get("id"), record.get("sample")) != wanted or outage:
+            return number
+    return min(len(records), len(expected))
 
 
 def put_aside(out: Path) -> None:

@@ -332,11 +332,6 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", default="", help="write the numbers to this file too")
 
 
-def check_report_flags(json_file: str) -> None:
-    if json_file:
-        check_output(json_file, "--json")
-
-
 def main() -> None:
     parser = FlagParser(description="Score predictions files without a model.")
     parser.add_argument("files", nargs="*", help="predictions; several are several data sets, in one table")
@@ -344,7 +339,8 @@ def main() -> None:
     parser.add_argument("--skip_bad", action="store_true", help="leave malformed records out and count them")
     add_report_flags(parser)
     args = parser.parse_args()
-    check_report_flags(args.json)
+    if args.json:
+        check_output(args.json, "--json")
     if len(sys.argv) == 1:
         return demo()
     if not args.files:

@@ -527,8 +527,7 @@ def build_protocol(recipe: Recipe) -> Protocol:
 
 def answer_scores(trajectory: Trajectory) -> dict[str, float]:
     """em, f1 and cem of the final answer. Punctuation becomes a blank or nothing, as each paper's own scorer has it."""
-    question, protocol = trajectory.question, getattr(trajectory, "protocol", None)
-    punctuation = punctuation_of(protocol.name if protocol else "")
+    question, punctuation = trajectory.question, punctuation_of(trajectory.protocol.name)
     return score_answer(trajectory.answer, question.answers, question.task, question.options, punctuation)
 
 

@@ -1,11 +1,16 @@
 """What several tests share: tokenizers as real ones are, small random models, and nothing from the network."""
 
+import contextlib
+import multiprocessing
 import os
+import socket
+import threading
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -93,3 +98,55 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
 def toy_policy(toy_tokenizer) -> Policy:
     """The built-in world's tiny model with random weights."""
     return Policy(make_model(len(toy_tokenizer), seed=0)).eval()
+
+
+# ---------------------------------------------------------------------------------------------- two processes
+
+def as_rank(rank: int, port: int, environment: dict, work, *arguments) -> None:
+    """A forked process as torchrun would set it up; forking saves the imports."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1", **environment}  # fmt: skip
+    work(*arguments)
+    torch.distributed.destroy_process_group()
+
+
+def in_two_processes(work, *arguments, environment: dict | None = None) -> None:
+    """work(*arguments) in two processes at once; both must end well."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    given = (port, environment or {}, work, *arguments)
+    ranks = [context.Process(target=as_rank, args=(rank, *given), daemon=True) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    hanging = [process for process in ranks if process.exitcode is None]
+    for process in hanging:
+        process.kill()
+    assert not hanging and [process.exitcode for process in ranks] == [0, 0]
+
+
+# ------------------------------------------------------------------------------------------------ a raw server
+
+class RawServer:
+    """Accepts connections and hands each, in a thread of its own, to `answer(sock)`, which a test's server defines."""
+
+    def __init__(self, backlog: int = 128):
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=backlog)
+        self.port = self.listener.getsockname()[1]
+        self.base = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self.listener.accept()
+                threading.Thread(target=self.answer, args=(sock,), daemon=True).start()
+
+    def stop(self):
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()

@@ -4,11 +4,11 @@ import contextlib
 import io
 import socket
 import sys
-import threading
 import time
 import urllib.request
 
 import pytest
+from conftest import RawServer
 
 import fetch as module
 from errors import InputError
@@ -17,31 +17,19 @@ from fetch import MAX_BACKOFF, Fault, fetch, fetch_json, host_of, make_opener, r
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-class Raw:
+class Raw(RawServer):
     """A server that reads a request's head and body, and then does with the socket what `script(sock, head)` says."""
 
     def __init__(self, script):
         self.heads, self.script = [], script
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/"
-        threading.Thread(target=self.accept, daemon=True).start()
-
-    def accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = self.listener.accept()
-                threading.Thread(target=self.answer, args=(sock,), daemon=True).start()
+        super().__init__()
+        self.url = f"{self.base}/"
 
     def answer(self, sock):
         with sock, contextlib.suppress(OSError):
             head = sock.recv(65536).decode()
             self.heads.append(head)
             self.script(sock, head)
-
-    def stop(self):
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
 
 
 @pytest.fixture

@@ -1,12 +1,9 @@
 """shards.py: two processes with half of the weights each take the step of one and leave whole checkpoints."""
 
-import multiprocessing
-import os
-import socket
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from conftest import in_two_processes
 from safetensors.torch import load_file
 from test_train import model, recipe_for, rows_of, unequal_batch  # noqa: F401  (model is a fixture)
 
@@ -24,33 +21,11 @@ from train import Trainer, value_batch
 ASKED = {"zero2": "false", "fsdp2": "true"}
 
 
-def as_rank(rank: int, port: int, sharding: str, work, *arguments) -> None:
-    """A forked process as torchrun would set it up, with what the configuration file puts into the environment."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1"}  # fmt: skip
-    if sharding in ASKED:
-        os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": ASKED[sharding],
-                       "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}  # fmt: skip
-    work(*arguments)
-    torch.distributed.destroy_process_group()
-
-
 def in_two(sharding: str, work, *arguments) -> None:
-    """work(*arguments) in two processes at once."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=as_rank, args=(r, port, sharding, work, *arguments), daemon=True) for r in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    hanging = [process for process in ranks if process.exitcode is None]
-    for process in hanging:
-        process.kill()
-    assert not hanging and [process.exitcode for process in ranks] == [0, 0]
+    """In two processes, with what the configuration file puts into the environment."""
+    in_two_processes(work, *arguments, environment={} if sharding not in ASKED else {
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": ASKED[sharding],
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})  # fmt: skip
 
 
 def weights_of(module) -> list[torch.Tensor]:

@@ -4,11 +4,9 @@ import copy
 import dataclasses
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from conftest import in_two_processes
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 import grpo
@@ -1044,31 +1042,6 @@ def take_step(recipe: Recipe, batch: Batch, out: Path) -> None:
     trainer.accelerator.wait_for_everyone()
     if trainer.accelerator.is_main_process:
         torch.save((trainer.accelerator.num_processes, moved, scored, totals, questions), out)
-
-
-def as_rank(rank: int, port: int, work, *arguments) -> None:
-    """A forked process as torchrun would set it up; forking saves the imports."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1"}  # fmt: skip
-    work(*arguments)
-    torch.distributed.destroy_process_group()
-
-
-def in_two_processes(work, *arguments) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=as_rank, args=(r, port, work, *arguments), daemon=True) for r in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    hanging = [process for process in ranks if process.exitcode is None]
-    for process in hanging:
-        process.kill()
-    assert not hanging and [process.exitcode for process in ranks] == [0, 0]
 
 
 def test_two_processes_are_one_training_from_the_command_line_on(model, tmp_path):

@@ -13,6 +13,7 @@ import urllib.parse
 from collections import Counter
 
 import pytest
+from conftest import RawServer
 
 import web as module
 from errors import InputError
@@ -44,7 +45,7 @@ def onward(url: str) -> bytes:
     return reply("", status="302 Found", Location=url)
 
 
-class Site:
+class Site(RawServer):
     """A search API at /search and whatever lies in `pages`: path -> bytes to send, or script(sock, head).
 
     `results(query)` is what the API replies: a list of paths or of whole results, anything else as it is (bytes: raw).
@@ -53,17 +54,8 @@ class Site:
     def __init__(self):
         self.pages, self.results = {}, lambda query: []
         self.queries, self.heads, self.visits, self.connections = [], [], Counter(), 0
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self.port = self.listener.getsockname()[1]
-        self.base = f"http://127.0.0.1:{self.port}"
+        super().__init__(backlog=512)
         self.api = self.base + "/search?format=json&q={query}&n={count}"
-        threading.Thread(target=self.accept, daemon=True).start()
-
-    def accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = self.listener.accept()
-                threading.Thread(target=self.answer, args=(sock,), daemon=True).start()
 
     def answer(self, sock):
         self.connections += 1
@@ -88,11 +80,6 @@ class Site:
         if isinstance(found, list):
             found = {"results": [{"url": self.base + item} if isinstance(item, str) else item for item in found]}
         return reply(json.dumps(found), "application/json")
-
-    def stop(self):
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
 
 
 @pytest.fixture
