@@ -36,6 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
 from errors import run_main
+from packing import FAMILIES, windowed
 
 BLOCK = 64  # keys are read up to the longest live row, rounded up to so many places
 CHUNK = {"cpu": 512, "cuda": 8192}  # padded tokens of one catching-up forward: bounds its memory
@@ -340,17 +341,14 @@ def obstacle(model) -> str:
     """Why this model cannot be driven in slots; "" if it can."""
     config = model.config
     rope = getattr(config, "rope_parameters", None)
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     if not rope:
         return f"{config.model_type} has no rotary positions"
-    if layers != {"full_attention"} or getattr(config, "sliding_window", None):
-        return f"{config.model_type} has layers with {', '.join(sorted(layers - {'full_attention'})) or 'a sliding window'}"
+    if window := windowed(config):
+        return f"{config.model_type} has layers with {window}"
     if rope.get("rope_type", "default") in ("dynamic", "longrope"):
         return f"rotary positions of type {rope['rope_type']} depend on what else is in the batch"
-    return "" if config.model_type in KNOWN or agrees(model) else f"{config.model_type} gives other logits in slots than whole"
-
-
-KNOWN = ("llama", "qwen2", "qwen3")
+    known = config.model_type in FAMILIES or agrees(model)
+    return "" if known else f"{config.model_type} gives other logits in slots than whole"
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ logits are thrown away and computed again in the backward pass.
 
 Trainable weights are fp32 and the arithmetic on GPUs is bf16 autocast. With bf16 weights a step of 1e-6 rounds away:
 after 20 AdamW steps 98 % of the weights have not moved. 8 bits are for Adam's moments (`optimizer="adamw8bit"`) and for
-models that nobody trains: frozen weights are bf16 on a GPU, or int8 (`in_8bit`). Left out here: packing.
+models that nobody trains: frozen weights are bf16 on a GPU, or int8 (`in_8bit`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from errors import InputError, run_main
 from lora import has_lora, merged_state
+from packing import allow_packing, hidden_states
 
 disable_progress_bar()  # a bar for every checkpoint would tear the run's own bar apart
 CHUNK_LOGITS = 2**24  # logits held at once: 64 MB in fp32
@@ -69,6 +70,7 @@ class Policy(nn.Module):
         super().__init__()
         self.language_model = language_model
         _check_head(language_model)
+        allow_packing(language_model)
         self.train()  # as `evaluating` puts it back; only gradient checkpointing asks, `load_policy` takes dropout out
 
     @property
@@ -86,17 +88,16 @@ class Policy(nn.Module):
     def forward(self, tokens: torch.Tensor, temperature: float = 1.0, mask: torch.Tensor | None = None) -> torch.Tensor:
         """tokens [B, L], right-padded -> logprobs [B, L − 1] in fp32; column t predicts tokens[:, t + 1].
 
-        mask [B, L − 1]: compute only where it is not 0; the rest is 0. Right padding under causal attention needs no
-        attention mask and no position ids: nothing in front of a token looks at the padding behind it.
+        mask [B, L − 1]: compute only where it is not 0; the rest is 0. The padding is not computed either (packing.py).
         """
         # Are inserted tokens really masked? They are read, so they shape the hidden states of what follows, but here no
         # head is computed for them: their log-prob is the constant 0, which has no gradient.
         with self.autocast():
-            hidden = self.language_model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]  # [B, T, H]
             targets = tokens[:, 1:]  # [B, T]
             wanted = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()  # [B, T]
+            hidden = hidden_states(self.language_model.base_model, tokens, wanted)  # [N, H]
             head = self.language_model.get_output_embeddings()
-            scored = token_logprobs(hidden[wanted], head, targets[wanted], temperature)  # [N]
+            scored = token_logprobs(hidden, head, targets[wanted], temperature)  # [N]
         logprobs = torch.zeros(targets.shape, device=tokens.device)  # [B, T]
         return logprobs.masked_scatter(wanted, scored.float())
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import kl
 from errors import InputError, run_main
+from packing import hidden_states
 
 EPSILON = 1e-6
 
@@ -169,12 +170,14 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [B, L], right-padded -> values [B, L − 1], in fp32."""
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """tokens [B, L], right-padded -> values [B, L − 1] in fp32; 0 where the mask [B, L − 1] is."""
+        wanted = torch.ones_like(tokens[:, 1:], dtype=torch.bool) if mask is None else mask.bool()  # [B, T]
         # On GPUs the body computes in bf16 as the policy's does; its 8 bits would be too coarse for a value.
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.device.type != "cpu"):
-            hidden = self.backbone(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]  # [B, T, H]
-        return self.head(hidden.float())[..., 0]  # [B, T]
+            hidden = hidden_states(self.backbone, tokens, wanted)  # [N, H]
+        values = torch.zeros(wanted.shape, device=tokens.device)  # [B, T]
+        return values.masked_scatter(wanted, self.head(hidden.float())[:, 0])
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ def train_sft(
     warmup: int = 0,
     decay_from: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.98),
-    tokens_per_micro_batch: int = 16384,  # small for a tiny model on a CPU: padding then costs more than the extra passes
+    tokens_per_micro_batch: int = 16384,  # small for a tiny model on a CPU: what it computes then stays in the cache
     description: str = "supervised",
 ) -> list[float]:
     """`steps` updates; `next_examples(step)` gives each step's batch. Returns the loss of every step.

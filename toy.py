@@ -485,7 +485,7 @@ def warm_up(policy: Policy, tokenizer, world: World, protocol: Protocol, options
         return encode_traces([writer.write() for _ in range(options.batch_size)], protocol, tokenizer)
 
     return train_sft(policy, next_examples, options.steps, options.lr, options.lr_warmup, options.decay_from,
-                     tokens_per_micro_batch=1024, description=f"warm-up ({protocol.name})")  # fmt: skip
+                     tokens_per_micro_batch=2048, description=f"warm-up ({protocol.name})")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- R-Search's frozen reader
@@ -521,7 +521,7 @@ def train_reader(world: World, tokenizer, seed: int, steps: int = READER_STEPS) 
         reader = Policy(look_back(LlamaForCausalLM(config), (1, 1, 2, 2)))
     writer = TraceWriter(world, PROTOCOLS["r_search"], WARM_UPS["r_search"], 1_000 + seed)
     train_sft(reader, lambda step: [reader_example(writer, tokenizer) for _ in range(64)], steps, 4e-3, 50, 0.5,
-              tokens_per_micro_batch=1024, description="the reader of R-Search's evidence")  # fmt: skip
+              tokens_per_micro_batch=2048, description="the reader of R-Search's evidence")  # fmt: skip
     return reader
 
 

@@ -142,7 +142,7 @@ def score_batch(policy: Policy, batch: Batch, recipe: Recipe, accelerator: Accel
 
 def value_batch(critic: ppo.Critic, batch: Batch, recipe: Recipe, accelerator: Accelerator) -> torch.Tensor:
     """The critic's values [B, T] of the states in which the policy chose a token, 0 elsewhere; on the CPU."""
-    return in_shares(critic, lambda part: ppo.model_only(critic(part.tokens), part.response_mask), batch, recipe, accelerator)
+    return in_shares(critic, lambda part: critic(part.tokens, part.response_mask), batch, recipe, accelerator)
 
 
 @torch.no_grad()
@@ -187,7 +187,7 @@ def update_critic(model, optimizer, part: Batch, recipe: Recipe, accelerator: Ac
     part.token_weights = ppo.token_weights(part.response_mask)  # [B, T]
 
     def loss_of(micro: Batch, totals: dict) -> torch.Tensor:
-        loss, stats = ppo.compute_value_loss(model(micro.tokens), micro, recipe)  # [b, t]
+        loss, stats = ppo.compute_value_loss(model(micro.tokens, micro.response_mask), micro, recipe)  # [b, t]
         totals["value_clip_fraction"] += (micro.token_weights * stats["clipped"]).sum().item()
         return (micro.token_weights * loss).sum()
 

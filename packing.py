@@ -1,0 +1,154 @@
+"""Texts of unequal length in one forward pass, one behind the other and not each padded to the longest.
+
+    padded     a a a a a a a a        packed     a a a a a a a a | b b b . | c c c c | d d
+               b b b . . . . .
+               c c c c . . . .        groups     1 row of 8 | 2 rows of 4 | 1 row of 2
+               d d . . . . . .
+
+Everything in a transformer but attention treats each token by itself: it does not care where texts begin and end, if each
+token has its position in its own text. Attention is computed group by group: a group's rows are as long as each other, to
+within SLACK tokens, so a group is a view of the packed tensor and nothing is copied, masked or built for it.
+
+Padding behind a text cannot influence it under causal attention; nor can what a text says behind the last token that is
+asked for, so that is cut off too. Left out: texts that share a prompt share no computation of it; layers with a sliding
+window and families not listed below: those models go through padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from errors import run_main
+
+SLACK = 4  # tokens of padding that a row may get so that a group has more rows: each group costs a call per layer
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """N tokens of B texts. groups: (rows, length) of each, in order; starts [B]: where each text begins."""
+
+    ids: torch.Tensor  # [1, N]
+    positions: torch.Tensor  # [1, N]  each token's place in its own text
+    groups: list[tuple[int, int]]
+    starts: torch.Tensor  # [B]
+
+
+def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """tokens [B, L], right-padded, wanted [B, T] bool -> the last hidden states of the n wanted places, row by row: [n, H]."""
+    if not packs(backbone.config):
+        return backbone(input_ids=tokens, use_cache=False).last_hidden_state[:, : wanted.shape[1]][wanted]
+    packed = pack(tokens, lengths_of(wanted))
+    # Trap: without a mask the model would take it upon itself to build one of N x N; one of four dimensions it hands on as
+    # it is. Ours says nothing, and nobody reads it.
+    output = backbone(input_ids=packed.ids, position_ids=packed.positions, groups=packed.groups, use_cache=False,
+                      attention_mask=tokens.new_zeros(1, 1, 1, 1))  # fmt: skip
+    places = packed.starts[:, None] + torch.arange(wanted.shape[1], device=tokens.device)  # [B, T]
+    return output.last_hidden_state[0, places[wanted]]
+
+
+def lengths_of(wanted: torch.Tensor) -> list[int]:
+    """[B, T] bool -> how many tokens of each row have to be read: up to the last place that is asked for, and at least 1."""
+    columns = torch.arange(1, wanted.shape[1] + 1, device=wanted.device)  # [T]
+    return (wanted * columns).amax(1).clamp(min=1).tolist()
+
+
+def pack(tokens: torch.Tensor, lengths: list[int], slack: int = SLACK) -> Packed:
+    """The first lengths[b] tokens of each row of `tokens` [B, L], and up to `slack` more."""
+    pieces, positions, groups, starts, count = [], [], [], [0] * len(lengths), 0
+    for rows in grouped(lengths, slack):
+        length = lengths[rows[0]]
+        pieces.append(tokens[rows, :length].flatten())  # [rows · length]
+        positions.append(torch.arange(length, device=tokens.device).repeat(len(rows)))
+        groups.append((len(rows), length))
+        for row in rows:
+            starts[row], count = count, count + length
+    return Packed(torch.cat(pieces)[None], torch.cat(positions)[None], groups, torch.tensor(starts, device=tokens.device))
+
+
+def grouped(lengths: list[int], slack: int) -> list[list[int]]:
+    """Row numbers in groups, the longest first; in a group lengths differ by at most `slack`.
+
+    >>> grouped([8, 3, 4, 2], 1)
+    [[0], [2, 1], [3]]
+    """
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if groups and lengths[groups[-1][0]] - lengths[row] <= slack:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def packed_attention(module, query, key, value, attention_mask, groups=None, scaling=None, **options):
+    """query [1, heads, N, D], key and value [1, kv, N, D] -> [1, N, heads, D]: each token sees its own text's past.
+
+    Without groups, as `generate` calls it, this is plain attention.
+    """
+    if groups is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))  # [1, heads, N, D]
+    parts, begin = [], 0
+    for rows, length in groups:
+        # [1, heads, rows · length, D] -> [rows, heads, length, D], a view
+        cut = slice(begin, begin + rows * length)
+        q, k, v = (x[0, :, cut].unflatten(1, (rows, length)).transpose(0, 1) for x in (query, key, value))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+        parts.append(out.transpose(1, 2).flatten(0, 1))  # [rows · length, heads, D]
+        begin = cut.stop
+    return torch.cat(parts)[None], None
+
+
+AttentionInterface.register("packed", packed_attention)
+AttentionMaskInterface.register("packed", sdpa_mask)
+
+
+def allow_packing(model) -> None:
+    """Give a model the attention above, if it is of a kind that hands `groups` on to it.
+
+    For good, not for a call: with gradient checkpointing the layers are computed again in the backward pass.
+    """
+    config = model.config
+    if config.model_type in FAMILIES and config._attn_implementation == "sdpa" and not windowed(config):
+        config._attn_implementation = "packed"
+
+
+def packs(config) -> bool:
+    return config._attn_implementation == "packed"
+
+
+def windowed(config) -> str:
+    """The kinds of its layers that do not see all tokens before; "" if all do."""
+    others = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    return ", ".join(sorted(others)) or ("a sliding window" if getattr(config, "sliding_window", None) else "")
+
+
+def main() -> None:
+    """Three texts, padded and packed: what is computed, and that it is the same."""
+    from transformers import Qwen2Config, Qwen2Model
+
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+                         intermediate_size=32)  # fmt: skip
+    model, lengths = Qwen2Model(config).eval(), [9, 3, 4]
+    tokens = torch.randint(1, 20, (3, 9))  # [B, L]
+    wanted = torch.arange(9) < torch.tensor(lengths)[:, None]  # [B, T]
+    with torch.no_grad():
+        padded = model(input_ids=tokens, use_cache=False).last_hidden_state[wanted]
+        allow_packing(model)
+        packed = hidden_states(model, tokens, wanted)
+    print(f"texts of {lengths} tokens: {tokens.numel()} places padded, {pack(tokens, lengths).ids.numel()} packed, "
+          f"{pack(tokens, lengths, 0).ids.numel()} with slack 0")  # fmt: skip
+    print("groups (rows, length):", pack(tokens, lengths).groups)
+    print("largest difference of a hidden state:", f"{(padded - packed).abs().max().item():.0e}")
+
+
+if __name__ == "__main__":
+    run_main(main)
