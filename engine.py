@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, TopPLogitsWarper
@@ -39,7 +39,7 @@ from errors import run_main
 from packing import FAMILIES, windowed
 
 BLOCK = 64  # keys are read up to the longest live row, rounded up to so many places
-CHUNK = {"cpu": 512, "cuda": 8192}  # padded tokens of one catching-up forward: bounds its memory
+CHUNK = {"cpu": 256, "cuda": 8192}  # padded tokens of one catching-up forward: bounds its memory
 SHARE = 0.8  # of the free memory that slots may take
 
 
@@ -51,46 +51,56 @@ class SlotCache(Cache):
     def __init__(self, slots: int, size: int, fixed: bool = False):
         super().__init__(layers=[])  # of the base class only its type is used
         self.slots, self.size, self.fixed = slots, size, fixed
-        self.keys: list[torch.Tensor] = []  # per layer [slots, heads, size + 1, D]; the last place is for padding
+        self.keys: list[torch.Tensor] = []  # per layer [slots, size + 1, heads, D]; the last place is for padding
         self.values: list[torch.Tensor] = []
 
     def aim(self, slots: torch.Tensor, read: slice | torch.Tensor, positions: torch.Tensor, width: int) -> None:
         """Write to `positions` [n, C] of `slots` [n]; read the first `width` places of `read`, the same slots (a slice is a
         view where an index would copy)."""
-        self.write, self.read, self.width = (slots[:, None], slice(None), positions), read, width
+        self.write, self.read, self.width = (slots[:, None], positions), read, width
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by every attention layer with [n, heads, C, D] -> keys and values to attend to, [n, heads, width, D]."""
         if layer_idx == len(self.keys):
             self.keys.append(self._allocate(keys))
             self.values.append(self._allocate(values))
-        self.keys[layer_idx][self.write] = keys.transpose(1, 2).to(self.keys[layer_idx].dtype)
-        self.values[layer_idx][self.write] = values.transpose(1, 2).to(self.values[layer_idx].dtype)
-        return self.keys[layer_idx][self.read, :, : self.width], self.values[layer_idx][self.read, :, : self.width]
+        return self._put(self.keys[layer_idx], keys), self._put(self.values[layer_idx], values)
+
+    def _put(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        held[self.write] = new.transpose(1, 2).to(held.dtype)
+        return held[self.read, : self.width].transpose(1, 2)  # [n, heads, width, D]
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         # Under autocast the keys come out of the rotation in fp32, and attention would round all of them at every step.
         device = like.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
-        shape = (self.slots, like.shape[1], self.size + 1, like.shape[3])
-        # Zeros: places not yet written are masked, but 0 weight times what an empty tensor may hold (NaN) is NaN.
-        if device == "cpu":  # numpy's zeros cost no memory before they are written; torch fills its own at once
-            held = torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, numpy.uint8)).view(dtype).view(shape)
-        else:
-            held = torch.zeros(shape, dtype=dtype, device=like.device)
+        shape = (self.slots, self.size + 1, like.shape[1], like.shape[3])
+        held = untouched(shape, dtype) if device == "cpu" else torch.zeros(shape, dtype=dtype, device=like.device)
         if self.fixed:
             torch._dynamo.mark_static_address(held)  # a recorded graph may then write into it
         return held
 
     def copy(self, source: int, target: int, length: int) -> None:
         for held in self.keys + self.values:
-            held[target, :, :length] = held[source, :, :length]
+            held[target, :length] = held[source, :length]
 
     def swap(self, a: int, b: int, length: int) -> None:
         for held in self.keys + self.values:
-            kept = held[a, :, :length].clone()
-            held[a, :, :length] = held[b, :, :length]
-            held[b, :, :length] = kept
+            kept = held[a, :length].clone()
+            held[a, :length] = held[b, :length]
+            held[b, :length] = kept
+
+
+def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on a CPU that take memory where they are written, and not before: a slot is longer than most of its rows.
+
+    Zeros, because places not yet written are masked, but 0 weight times what an empty tensor may hold (NaN) is NaN.
+    """
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)  # fresh pages, zero by the kernel's word
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_NOHUGEPAGE)  # a page of 2 MB would span several slots and take all of them at once
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_) -> tuple[torch.Tensor, None]:
@@ -305,9 +315,11 @@ class Engine:
         self.cache.aim(slots, read, positions, min(-(-width // block) * block, self.cache.size))
 
     def inputs(self, tokens: torch.Tensor, positions: torch.Tensor) -> dict:
-        seen = self.places[: self.cache.width] <= positions[..., None]  # [n, C, width]: place j is seen from i where j <= i
+        hidden = self.places[: self.cache.width] > positions[..., None]  # [n, C, width]: place j is seen from i where j <= i
+        # added to the attention's scores; a mask of bools would be made into this one anew in every layer
+        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
         return {
-            "input_ids": tokens, "position_ids": positions, "attention_mask": seen[:, None],
+            "input_ids": tokens, "position_ids": positions, "attention_mask": mask[:, None],
             "past_key_values": self.cache, "use_cache": True,
         }  # fmt: skip
 

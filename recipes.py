@@ -109,7 +109,7 @@ class Recipe:
     max_turn_tokens: int = setting(512, "new tokens per turn", least=1)
     max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
     rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
-    engine: str = setting("hf", "what samples: plain generate, or engine.py's slots", one_of=("hf", "slots"))
+    engine: str = setting("slots", "what samples: engine.py's slots, or plain generate", one_of=("slots", "hf"))
     notices: bool = setting(True, "tell the model why a query was not run")
     retriever: str = setting("bm25", "of the corpus: bm25, dense; elsewhere: http, web; the others are controls",
                              one_of=RETRIEVERS)  # fmt: skip
