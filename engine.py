@@ -19,7 +19,7 @@ The prompt of a group is computed once; documents are appended in one chunk whil
 finished row's slot goes to the next one. The engine knows no tags: it is told which tokens to stop at and who decides.
 
 Left out: paging (a slot is as long as the longest row may become; on CPUs memory is only taken as it is filled) and layers with
-a sliding window. Not run: anything on a GPU (`compile_decode` was tried on a CPU: one graph, the same tokens).
+a sliding window. Not run: anything on a GPU; of the recording all but the CUDA calls themselves is tested.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ SHARE = 0.8  # of the free memory that slots may take
 class SlotCache(Cache):
     """Keys and values of fixed slots. Before each forward `aim` says which slots it is about, and where in them."""
 
-    def __init__(self, slots: int, size: int, fixed: bool = False):
+    def __init__(self, slots: int, size: int):
         super().__init__(layers=[])  # of the base class only its type is used
-        self.slots, self.size, self.fixed = slots, size, fixed
+        self.slots, self.size = slots, size
         self.keys: list[torch.Tensor] = []  # per layer [slots, size + 1, heads, D]; the last place is for padding
         self.values: list[torch.Tensor] = []
 
@@ -75,10 +75,7 @@ class SlotCache(Cache):
         device = like.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
         shape = (self.slots, self.size + 1, like.shape[1], like.shape[3])
-        held = untouched(shape, dtype) if device == "cpu" else torch.zeros(shape, dtype=dtype, device=like.device)
-        if self.fixed:
-            torch._dynamo.mark_static_address(held)  # a recorded graph may then write into it
-        return held
+        return untouched(shape, dtype) if device == "cpu" else torch.zeros(shape, dtype=dtype, device=like.device)
 
     def copy(self, source: int, target: int, length: int) -> None:
         for held in self.keys + self.values:
@@ -162,18 +159,18 @@ class Engine:
     """
 
     def __init__(self, model, slots: int, size: int, watched: set[int], reason: Callable[[list[int], int], str | None],
-                 temperature: float = 1.0, top_p: float = 1.0, compile_decode: bool = False):  # fmt: skip
+                 temperature: float = 1.0, top_p: float = 1.0, graphs: bool = False):  # fmt: skip
         self.model, self.device, self.reason, self.watched = model, model.device, reason, watched
-        self.temperature, self.top_p, self.compile_decode = temperature, top_p, compile_decode
+        self.temperature, self.top_p, self.graphs = temperature, top_p, graphs
         size = -(-size // BLOCK) * BLOCK  # an attention mask of an even width is what GPU kernels want
-        self.cache = SlotCache(slots, size, compile_decode)
+        self.cache = SlotCache(slots, size)
         self.rows: list[Row | None] = [None] * slots  # row i is in slot i
         self.slot_ids = torch.arange(slots, device=self.device)
         self.places = torch.arange(size, device=self.device)
         self.alarm = torch.zeros(model.get_output_embeddings().weight.shape[0], dtype=torch.bool)  # [V]
         self.alarm[[i for i in watched if i < len(self.alarm)]] = True
         self.alarm = self.alarm.to(self.device)
-        self.step = torch.compile(self.forward, mode="reduce-overhead", dynamic=False) if compile_decode else self.forward
+        self.recordings: dict[tuple[int, int], Recording] = {}  # of a decoding step, by (slots, width)
 
     def in_state(self, state: str) -> list[Row]:
         return [row for row in self.rows if row and row.state == state]
@@ -294,25 +291,33 @@ class Engine:
         return bool(row.reason)
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """[n, 1] tokens at [n, 1] positions of the first n slots -> logits [n, V].
+        """[n, 1] tokens at [n, 1] positions of the first n slots -> logits [n, V]."""
+        if self.graphs:
+            return self.replay(tokens, positions, width)
+        self.aim(self.slot_ids[: len(tokens)], slice(len(tokens)), positions, width)
+        return self.forward(tokens, positions)
 
-        A compiled step wants the same shapes again and again: then all slots are computed, those without a live row at
-        their last place, and the width grows in longer blocks (one recording for each).
-        """
-        count, block = len(tokens), BLOCK
-        if self.compile_decode:
-            idle = (0, 0, 0, self.cache.slots - count)
-            tokens = torch.nn.functional.pad(tokens, idle)
-            positions, block = torch.nn.functional.pad(positions, idle, value=self.cache.size), 8 * BLOCK
-            torch.compiler.cudagraph_mark_step_begin()
-        self.aim(self.slot_ids[: len(tokens)], slice(len(tokens)), positions, width, block)
-        return self.step(self.inputs(tokens, positions))[:count]
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model(**self.inputs(tokens, positions)).logits[:, -1]
 
-    def forward(self, inputs: dict) -> torch.Tensor:
-        return self.model(**inputs).logits[:, -1]
+    def replay(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+        """The same from a recording, which is of one shape: slots are rounded up to a power of two, the width to 8 blocks. The
+        slots too many are computed at their last place, where nobody looks."""
+        count, width = len(tokens), self.rounded(width, 8 * BLOCK)
+        slots = min(1 << (count - 1).bit_length(), self.cache.slots)
+        tokens = torch.nn.functional.pad(tokens, (0, 0, 0, slots - count))  # [slots, 1]
+        positions = torch.nn.functional.pad(positions, (0, 0, 0, slots - count), value=self.cache.size)
+        if (slots, width) not in self.recordings:
+            self.cache.aim(self.slot_ids[:slots], slice(slots), positions, width)
+            pool = next((recording.graph.pool() for recording in self.recordings.values()), None)
+            self.recordings[slots, width] = Recording(self.forward, tokens, positions, self.cache, pool)
+        return self.recordings[slots, width](tokens, positions)[:count]
 
-    def aim(self, slots, read, positions, width: int, block: int = BLOCK) -> None:
-        self.cache.aim(slots, read, positions, min(-(-width // block) * block, self.cache.size))
+    def rounded(self, width: int, block: int = BLOCK) -> int:
+        return min(-(-width // block) * block, self.cache.size)
+
+    def aim(self, slots, read, positions, width: int) -> None:
+        self.cache.aim(slots, read, positions, self.rounded(width))
 
     def inputs(self, tokens: torch.Tensor, positions: torch.Tensor) -> dict:
         hidden = self.places[: self.cache.width] > positions[..., None]  # [n, C, width]: place j is seen from i where j <= i
@@ -332,6 +337,43 @@ class Engine:
             kept = TopPLogitsWarper(self.top_p)(None, scores) if self.top_p < 1 else scores
             tokens = pick(kept.softmax(-1))
         return tokens, scores.gather(1, tokens) - scores.logsumexp(-1, keepdim=True)
+
+
+class Recording:
+    """A decoding step of one shape as a CUDA graph: a few hundred kernels that a GPU then starts by itself. Without it, Python
+    takes longer to ask for them than the GPU to run them.
+
+    What is recorded are addresses: inputs are copied into the recorded ones, and outputs are read where they were written.
+    """
+
+    def __init__(self, step: Callable, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache, pool):
+        self.tokens, self.positions = tokens.clone(), positions.clone()
+        cache.write = (cache.write[0], self.positions)  # where keys go is an input too
+        self.graph, self.logits = record(lambda: step(self.tokens, self.positions), pool)
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.tokens.copy_(tokens)
+        self.positions.copy_(positions)
+        self.graph.replay()
+        return self.logits
+
+
+def record(step: Callable[[], torch.Tensor], pool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """(the graph, where each replay leaves its result). pool: the memory of the other recordings, which never run at once.
+
+    Trap: libraries take memory at their first call, which a recording must not see, so the step runs twice before it; it
+    writes the same keys to the same places each time.
+    """
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = step()
+    return graph, result
 
 
 def pick(probabilities: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from errors import run_main
@@ -94,13 +94,12 @@ def packed_attention(module, query, key, value, attention_mask, groups=None, sca
     """
     if groups is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))  # [1, heads, N, D]
-    parts, begin = [], 0
+    parts, begin, shared = [], 0, query.shape[1] != key.shape[1]  # several queries share a key head
     for rows, length in groups:
-        # [1, heads, rows · length, D] -> [rows, heads, length, D], a view
+        # [1, heads, rows · length, D] -> [rows, heads, length, D], a view; keys and values likewise
         cut = slice(begin, begin + rows * length)
         q, k, v = (x[0, :, cut].unflatten(1, (rows, length)).transpose(0, 1) for x in (query, key, value))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared)
         parts.append(out.transpose(1, 2).flatten(0, 1))  # [rows · length, heads, D]
         begin = cut.stop
     return torch.cat(parts)[None], None

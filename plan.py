@@ -10,7 +10,8 @@ queries and keys, V vocabulary; b = 2 bytes for what a GPU computes (bf16), 4 on
     moments        8 X; in 8 bits 2 X and a scale per 256; paged: they leave the GPU                     56.7, 14.4, 0
     gradients      4 X                                                                                   28.4
     reference      b P, where --kl_coef asks for one; or in 8 bits; under LoRA nothing                   14.2, 8.1, 0
-    bf16 copy      2 per weight of a matrix, while autocast holds it; of frozen bf16 weights none        13.2
+    bf16 copy      2 P while a rollout samples from it; under LoRA none                                  14.2
+                   2 per weight of a matrix, while autocast holds it in an update; of bf16 weights none  13.2
     keys, values   2 K b per layer and token of a slot; as many slots as fit                             56 KiB per token
     activations    per token and layer: in fp32 the residual stream, twice, and what the two norms make of it, 16 H; in b
                    bytes the matrices' inputs (on a GPU a copy for each of 5, on a CPU 2 shared ones), queries, keys,
@@ -22,8 +23,8 @@ queries and keys, V vocabulary; b = 2 bytes for what a GPU computes (bf16), 4 on
                                                update:  gradients + bf16 copy + activations + head)
 
 Several GPUs: under `ddp` everything stands on each of them, and gradients all the time, in its buckets; under `zero2` weights,
-gradients and moments are cut in parts, and the weights are put together for a rollout and for an update; under `fsdp2` in an
-update layer by layer.
+gradients and moments are cut in parts; for an update the weights are put together, under `fsdp2` layer by layer. A rollout has
+its copy.
 
 tests/test_plan.py holds these against measured peaks of small models, on a CPU and under bf16 autocast. The rollout is that
 of --engine slots: plain `generate` reads whole prompts at once, which takes more. Left out: frozen judges and readers (2 bytes
@@ -226,8 +227,8 @@ def multiplied(shape: Shape) -> int:
 
 def rollout_parts(shape: Shape, s: Setting, slots: int, sharding: str = "ddp") -> dict[str, float]:
     return {
-        "all weights, gathered": 4 * shape.weights * (sharding != "ddp"),
-        "bf16 copy of the weights": 2 * multiplied(shape) * (s.b == 2 and not s.lora_rank),
+        "all weights, gathered": 4 * shape.weights * (sharding != "ddp" and s.b == 4),
+        "bf16 copy to sample with": 2 * shape.weights * (s.b == 2 and not s.lora_rank),
         "keys and values": kv_bytes(shape, s.b) * slots * s.row_tokens,
         "logits of a step": 16 * slots * shape.vocab,
     }

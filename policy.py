@@ -82,8 +82,9 @@ class Policy(nn.Module):
         return self.language_model.config
 
     def autocast(self):
-        """bf16 arithmetic on GPUs; the weights stay fp32. On CPUs everything is fp32."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type != "cpu")
+        """bf16 arithmetic on GPUs where weights are fp32, and stay so. On CPUs everything is computed as the weights are."""
+        mixed = self.device.type != "cpu" and any(p.dtype == torch.float32 for p in self.parameters())
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed)
 
     def forward(self, tokens: torch.Tensor, temperature: float = 1.0, mask: torch.Tensor | None = None) -> torch.Tensor:
         """tokens [B, L], right-padded -> logprobs [B, L − 1] in fp32; column t predicts tokens[:, t + 1].
@@ -218,14 +219,21 @@ def save_weights(model: nn.Module, path: Path, weights: dict[str, torch.Tensor] 
     if weights is None and not has_lora(model):
         model.save_pretrained(path)
         return
-    config = type(model.config).from_dict({k: v for k, v in model.config.to_dict().items() if k != "quantization_config"})
     with torch.device("meta"):
-        plain = type(model)(config)  # no memory: it lends its class and its config
+        plain = type(model)(plain_config(model))  # no memory: it lends its class and its config
     plain.config.dtype, plain.generation_config = torch.float32, model.generation_config
     weights = merged_state(model) if weights is None else weights
     once = {name for name, _ in plain.named_parameters()}  # of two that are tied, the first
     twice = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - once
     plain.save_pretrained(path, state_dict={name: w for name, w in weights.items() if name not in twice})
+
+
+def plain_config(model: nn.Module):
+    """A copy of its config that says nothing of 8 bits."""
+    settings = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
+    config = type(model.config).from_dict(settings)
+    config._attn_implementation = model.config._attn_implementation  # not among the settings
+    return config
 
 
 # --------------------------------------------------------------------------------------------------- the batch
@@ -250,6 +258,7 @@ class Batch:
     overlong: torch.Tensor | None = None  # [B] bool: cut off by length without an answer
     values: torch.Tensor | None = None  # [B, T]  the critic's, at the rollout: of the state before tokens[:, t + 1]
     returns: torch.Tensor | None = None  # [B, T]  what the critic shall learn
+    sampled_logprobs: torch.Tensor | None = None  # [B, T]  that the tokens were sampled with, by weights still in place
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -291,7 +300,8 @@ def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, p
         tokens[row, : len(t.ids)] = torch.tensor(t.ids)
         mask[row, start : start + len(t.response_mask)] = torch.tensor(t.response_mask, dtype=torch.float)
         old_logprobs[row, start : start + len(t.logprobs)] = torch.tensor(t.logprobs, dtype=torch.float)
-    return Batch(tokens, mask, old_logprobs, torch.tensor(rewards, dtype=torch.float), group_size)
+    rewards = torch.tensor(rewards, dtype=torch.float)  # [B]
+    return Batch(tokens, mask, old_logprobs, rewards, group_size, sampled_logprobs=old_logprobs.clone())
 
 
 def micro_batches(mask: torch.Tensor, tokens_per_micro_batch: int) -> list[torch.Tensor]:

@@ -110,6 +110,9 @@ class Recipe:
     max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
     rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
     engine: str = setting("slots", "what samples: engine.py's slots, or plain generate", one_of=("slots", "hf"))
+    sampling_copy: str = setting("auto", "of the weights, for a rollout: bf16, none; auto: bf16 on a GPU, not under LoRA",
+                                 one_of=("auto", "bf16", "none"))  # fmt: skip
+    cuda_graphs: bool = setting(False, "record the slots' decoding step on a GPU and replay it (docs/gpu.md)")
     notices: bool = setting(True, "tell the model why a query was not run")
     retriever: str = setting("bm25", "of the corpus: bm25, dense; elsewhere: http, web; the others are controls",
                              one_of=RETRIEVERS)  # fmt: skip
@@ -541,7 +544,8 @@ def rollout_settings(recipe: Recipe) -> dict:
         "temperature": recipe.temperature, "top_p": recipe.top_p, "max_searches": recipe.max_searches,
         "max_turn_tokens": recipe.max_turn_tokens, "max_context": recipe.max_context or None,
         "document_tokens": recipe.document_tokens, "notices": recipe.notices, "retrieval": recipe.retrieval,
-        "batch_size": recipe.rollout_batch_size, "engine": recipe.engine, "retries": recipe.search_retries,
+        "batch_size": recipe.rollout_batch_size, "engine": recipe.engine,
+        "cuda_graphs": recipe.cuda_graphs, "retries": recipe.search_retries,
         "timeout": search_seconds(recipe),
     }  # fmt: skip
 

@@ -442,6 +442,7 @@ def rollout(
     timeout: float = 60.0,
     progress: Callable[[int], None] | None = None,
     engine: str = "hf",
+    cuda_graphs: bool = False,
 ) -> list[Trajectory]:
     """`group_size` trajectories for each question, question by question: row b belongs to question b // group_size.
 
@@ -453,6 +454,7 @@ def rollout(
     batch_size   rows sampled at once; 0 = all. (In slots: how many there are; less if memory is short.)
     progress     called with the number of trajectories that ended since the last call.
     engine       "hf" is plain `generate`; "slots" is engine.py, which falls back to "hf" for models it cannot drive.
+    cuda_graphs  record the slots' decoding step; nothing on a CPU, nor where autocast computes.
     """
     if engine not in ("hf", "slots"):
         raise InputError(f'engine {engine!r}: "hf" (plain generate) or "slots" (engine.py)')
@@ -469,7 +471,8 @@ def rollout(
         trajectories += [Trajectory(question, protocol, prompt, retrieval=may_search) for _ in range(group_size)]
 
     with seeded(seed, policy.device):
-        if engine == "hf" or not play_in_slots(policy, environment, trajectories, batch_size, temperature, top_p, progress):
+        if engine == "hf" or not play_in_slots(policy, environment, trajectories, batch_size, temperature, top_p, progress,
+                                               cuda_graphs):  # fmt: skip
             play_by_turns(policy, environment, trajectories, batch_size, temperature, top_p, progress)
     return trajectories
 
@@ -497,7 +500,7 @@ def take_turn(policy, environment: Environment, rows: list[Trajectory], temperat
 
 
 def play_in_slots(policy, environment: Environment, trajectories: list[Trajectory], batch_size: int, temperature: float,
-                  top_p: float, progress: Callable[[int], None] | None) -> bool:  # fmt: skip
+                  top_p: float, progress: Callable[[int], None] | None, cuda_graphs: bool = False) -> bool:  # fmt: skip
     """The same in engine.py's slots, where no row waits for the slowest. False, with a warning, if that cannot be done."""
     model = getattr(policy, "language_model", policy)
     # One autocast around all of it: on a GPU the weights' bf16 copy is made once and not at every step.
@@ -508,7 +511,9 @@ def play_in_slots(policy, environment: Environment, trajectories: list[Trajector
             warn_once(f'engine "slots": {problem}; plain generate takes its place')
             return False
         rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, end_ids(policy, environment.tokenizer))
-        engine = Engine(model, slots, size, rule.watched, rule.reason, temperature, top_p)
+        # Not under autocast: its copies of the weights are dropped with it, and a recording would go on reading them.
+        graphs = cuda_graphs and model.device.type == "cuda" and not torch.is_autocast_enabled("cuda")
+        engine = Engine(model, slots, size, rule.watched, rule.reason, temperature, top_p, graphs)
         play_queue(engine, environment, deque(trajectories), progress)
     return True
 

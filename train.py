@@ -78,6 +78,7 @@ from recipes import (
     training_questions,
 )
 from rollout import Trajectory, check_prompts, rollout, show
+from sampling import sampling_copy, wants_copy
 from shards import (
     asked_for,
     check_shardable,
@@ -129,6 +130,7 @@ def make_batch(trajectories: list[Trajectory], rewards: list[float], recipe: Rec
         lengths = torch.tensor([[len(t.prompt_ids) - 1, len(t.ids) - 1] for t in trajectories])  # [B, 2]
         columns = torch.arange(batch.response_mask.shape[1])  # [T]
         batch.response_mask = ((columns >= lengths[:, :1]) & (columns < lengths[:, 1:])).float()  # [B, T]
+        batch.sampled_logprobs = None  # of documents there are none
     return batch
 
 
@@ -171,6 +173,10 @@ def update(model, optimizer, algorithm, part: Batch, recipe: Recipe, accelerator
 
     def loss_of(micro: Batch, totals: dict) -> torch.Tensor:
         logprobs = model(micro.tokens, recipe.temperature, micro.response_mask)  # [b, t]
+        if micro.sampled_logprobs is not None:
+            gap = (logprobs.detach() - micro.sampled_logprobs).abs() * micro.response_mask  # [b, t]
+            totals["logprob_gap"] += (micro.token_weights * gap).sum().item()
+            totals["logprob_gap_max"] = max(totals["logprob_gap_max"], gap.max().item())
         if fresh:
             micro.old_logprobs = logprobs.detach()
         loss, stats = algorithm.compute_loss(logprobs, micro, recipe)  # [b, t]
@@ -243,7 +249,9 @@ def add_stats(totals: dict, logprobs: torch.Tensor, stats: dict, micro: Batch) -
         totals["clip_fraction" if name == "clipped" else name] += (micro.token_weights * value).sum().item()
 
 
-EXTREMES = {"ratio_min": min, "ratio_max": max, "grad_norm": max, "critic_grad_norm": max}  # what is no sum and no mean
+EXTREMES = {  # what is no sum and no mean
+    "ratio_min": min, "ratio_max": max, "grad_norm": max, "critic_grad_norm": max, "logprob_gap_max": max,
+}  # fmt: skip
 
 
 def over_processes(totals: dict[str, float], accelerator: Accelerator) -> dict[str, float]:
@@ -322,6 +330,11 @@ HINTS = {  # why is my curve flat or dead? cause -> (seen in a step's record, wh
     "cut off": (
         lambda record, recipe: record["cut_off"] == 1,
         "every trajectory was cut off before an answer: raise --max_turn_tokens or --max_context, or look at samples.txt",
+    ),
+    "another sampler": (
+        lambda record, recipe: record.get("logprob_gap", 0) > 0.1,
+        "the log-probs that tokens were sampled and scored with differ by more than 0.1: something is seen by one of the two "
+        "only; --engine hf and --sampling_copy none take out, one by one, what may differ",
     ),
     "search down": (
         lambda record, recipe: record["search_errors"] >= 0.1,
@@ -444,6 +457,9 @@ class Trainer:
         self.sharding = asked_for() if self.accelerator.num_processes > 1 else "ddp"
         if self.sharding != "ddp":
             check_shardable(recipe.optimizer, recipe.lora_rank)
+        # bf16 products are summed in fp32, also across the blocks that a GPU cuts a matrix into
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        self.copies = wants_copy(recipe.sampling_copy, self.accelerator.device, bool(recipe.lora_rank), recipe.base_in_8bit)
         set_threads(recipe.threads)
         self.algorithm = ALGORITHMS[recipe.algorithm]
         self.protocol = build_protocol(recipe)
@@ -492,7 +508,7 @@ class Trainer:
         for documents. The step's first update gets them from its own forward pass (`fresh`): only the later ones' rows cost
         a scoring pass, before the weights move."""
         recipe = self.recipe
-        bf16 = self.accelerator.device.type != "cpu"
+        bf16 = self.accelerator.device.type != "cpu" or self.copies
         return recipe.old_logprobs == "recompute" or (recipe.old_logprobs == "auto" and bf16) or not recipe.mask_documents
 
     def load_trained(self, start: str) -> tuple[Policy, object]:
@@ -573,10 +589,20 @@ class Trainer:
         settings = rollout_settings(self.recipe)
         if self.recipe.retrieval:  # task mixing: some questions are asked without
             settings["retrieval"] = self.stream.may_search(mine)
-        with whole(self.policy, self.sharding):
-            mine = rollout(self.policy, self.tokenizer, mine, self.search, self.protocol, self.recipe.group_size, seed=seed,
+        with self.to_sample_with() as policy:
+            mine = rollout(policy, self.tokenizer, mine, self.search, self.protocol, self.recipe.group_size, seed=seed,
                            **settings)  # fmt: skip
         return gather_object(mine) if world > 1 else mine
+
+    @contextlib.contextmanager
+    def to_sample_with(self):
+        """A bf16 copy of the policy, or the policy itself, with all its weights together."""
+        if self.copies:
+            with sampling_copy(self.policy) as copy:
+                yield copy
+        else:
+            with whole(self.policy, self.sharding):
+                yield self.policy
 
     def judged(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict[str, float]], list[bool]]:
         """Reward components and correctness. One process scores for all: a model that judges may answer another process
@@ -668,13 +694,15 @@ class Trainer:
             fresh = self.recompute and number == 0
             lr = self.set_lr(step * self.updates + number)
             part, seen = batch.rows(rows), [trajectories[i] for i in rows.tolist()]
+            if number:  # the weights have moved: what they say now and what was sampled with may differ
+                part.sampled_logprobs = None
             result = update(self.model, self.optimizer, self.algorithm, part, recipe, self.accelerator, fresh)
             self.check_finite(result, ("loss", "grad_norm"), step, part, seen)
             if self.critic is not None:
                 result |= update_critic(self.critic_model, self.critic_optimizer, part, recipe, self.accelerator)
                 self.check_finite(result, ("value_loss", "critic_grad_norm"), step, part, seen)
             results.append(result | {"lr": lr})
-        return {k: EXTREMES.get(k, lambda v: sum(v) / len(v))([r[k] for r in results]) for k in results[0]}
+        return {k: EXTREMES.get(k, lambda v: sum(v) / len(v))([r[k] for r in results if k in r]) for k in results[0]}
 
     def set_lr(self, update_number: int) -> float:
         """The policy's. The critic's is critic_lr throughout: a long warm-up of the policy is the critic's time to learn."""

@@ -362,20 +362,36 @@ def scripted_queue(turns):
     return engine, environment, environment.asked
 
 
-def test_a_compiled_step_has_one_shape_and_gives_the_same_rows(qwen2, work, monkeypatch):
-    # Not compiled here: only what `compile_decode` changes in its inputs, all slots and a width in long blocks.
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    shapes, outcomes = set(), []
-    forward = Engine.forward
-    monkeypatch.setattr(Engine, "forward", lambda self, x: shapes.add(x["attention_mask"].shape) or forward(self, x))
-    for compile_decode in (False, True):
-        shapes.clear()
-        engine = Engine(qwen2.language_model, 3, 600, set(), lambda turn, room: "length" if len(turn) >= room else None,
-                        temperature=0.0, compile_decode=compile_decode)  # fmt: skip
-        queue = deque([([1, 2, 3, 4], 3), ([1, 2, 3, 4], 6), ([7, 8], 90), ([9], 5), ([5, 6, 7], 20)])
+def test_a_recorded_step_is_replayed_with_what_it_is_given_and_gives_the_same_rows(qwen2, monkeypatch):
+    # No CUDA here: a recording that computes again, from the addresses, slots and width that were recorded and from no others.
+    shapes, outcomes, cache = [], [], None
+
+    class Graph:
+        def __init__(self, step):
+            self.step, self.aim, self.result = step, (cache.write, cache.read, cache.width), step().clone()
+            shapes.append(tuple(self.result.shape[:1]) + (cache.width,))
+
+        def pool(self):
+            return None
+
+        def replay(self):
+            cache.write, cache.read, cache.width = self.aim
+            self.result.copy_(self.step())
+
+    def record(step, pool):
+        graph = Graph(step)
+        return graph, graph.result
+
+    monkeypatch.setattr("engine.record", record)
+    for graphs in (False, True):
+        engine = Engine(qwen2.language_model, 5, 600, set(), lambda turn, room: "length" if len(turn) >= room else None,
+                        temperature=0.0, graphs=graphs)  # fmt: skip
+        cache = engine.cache
+        queue = deque([([1, 2, 3, 4], 3), ([1, 2, 3, 4], 6), ([7, 8], 90), ([9], 5), ([5, 6, 7], 20), ([3], 530), ([4, 4], 9)])
         outcomes.append(run_queue(engine, queue))
     assert outcomes[0] == outcomes[1]
-    assert shapes == {(3, 1, 1, 512)}
+    # five rows, and as they end 4, 2, 1; the longest passes place 512
+    assert sorted(shapes) == [(1, 512), (1, 640), (2, 512), (4, 512), (5, 512)]
 
 
 def run_queue(engine, queue) -> list:

@@ -76,7 +76,7 @@ def test_several_gpus_share_what_the_sharding_says_by_hand():
         assert sharded.standing == {"weights": weights / 8, "moments": weights / 4}
         # a part of all gradients, and for a moment the whole ones of embedding and head
         assert sharded.update["gradients"] == weights / 8 + 2 * 4 * 152064 * 3584
-        assert sharded.rollout["all weights, gathered"] == weights
+        assert sharded.rollout["bf16 copy to sample with"] == weights / 2 and not sharded.rollout["all weights, gathered"]
     assert zero2.update["weights gathered"] == weights
     assert fsdp2.update["weights gathered"] == 4 * (2 * 152064 * 3584 + 2 * SEVEN.layer)
 

@@ -21,7 +21,7 @@ RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 SHOWN = {  # file -> its arguments
     "ablate": "--table --runs nowhere", "baselines": "", "chunks": "", "cross_model": "", "curriculum": "", "dapo": "",
     "lora": "", "plan": "", "shards": "",
-    "dense": "", "embed": "", "engine": "", "packing": "",
+    "dense": "", "embed": "", "engine": "", "packing": "", "sampling": "",
     "errors": "", "fetch": "", "grpo": "", "judge": "", "kl": "", "llm": "", "metrics": "",
     "page": "", "policy": "", "ppo": "", "predictions": "", "prompts": "", "recipes": "", "records": "", "reinforce_pp": "",
     "remote": "", "report": "", "retriever": "Kelmouth", "rewards": "", "sft": "", "summarizer": "", "synthesize": "",

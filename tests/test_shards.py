@@ -15,6 +15,7 @@ from policy import load_policy
 from prompts import PROTOCOLS
 from recipes import Recipe, checkpoints
 from rollout import Trajectory
+from sampling import sampling_copy
 from shards import asked_for, full, in_parts
 from train import Trainer, value_batch
 
@@ -49,6 +50,8 @@ def take_step(recipe: Recipe, batch, out) -> None:
     totals = [trainer.update_all(0, part, unnamed) for part in (batch, batch.rows(torch.tensor([3])))]  # the second: one row
     moved = [a - b for m, old in zip(modules, before, strict=True) for a, b in zip(weights_of(m), old, strict=True)]
     sampled = trainer.sample(0)
+    with sampling_copy(trainer.policy, torch.float32) as copy:  # put together weight by weight
+        moved += weights_of(copy)
     again = trainer.score(trainer.policy, batch)  # sampling left the parts as they were
     held = sum(getattr(p, "_local_tensor", p).numel() for p in trainer.policy.parameters())
     if trainer.accelerator.is_main_process:
