@@ -23,6 +23,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,12 +95,17 @@ def train_sft(
     optimizer = make_optimizer(policy, "adamw", lr, betas)
     start = max(warmup, int(decay_from * steps))  # the decay begins behind the warm-up
     losses = []
-    with tqdm(total=steps, desc=description, dynamic_ncols=True) as bar:
+    # The next batch is made while this one is learned from.
+    with ThreadPoolExecutor(1) as ahead, tqdm(total=steps, desc=description, dynamic_ncols=True) as bar:
+        coming = ahead.submit(next_examples, 0)
         for step in range(steps):
+            examples = coming.result()
+            if step + 1 < steps:
+                coming = ahead.submit(next_examples, step + 1)
             factor = sft_lr_factor(step, steps, warmup, start)
             for group in optimizer.param_groups:
                 group["lr"] = lr * factor
-            tokens, mask = collate_examples(next_examples(step))
+            tokens, mask = collate_examples(examples)
             tokens, mask = tokens.to(policy.device), mask.to(policy.device)
             loss = 0.0
             for rows in micro_batches(mask, tokens_per_micro_batch):

@@ -271,17 +271,17 @@ def measure(trajectories: list[Trajectory], components: list[dict[str, float]], 
     record = {"reward": sum(sum(c.values()) for c in components) / count}
     for name in components[0]:
         record[f"reward/{name}"] = sum(c[name] for c in components) / count
-    kinds: dict[str, list[Trajectory]] = defaultdict(list)
-    for t in trajectories:
-        kinds[t.question.kind].append(t)
+    em, kinds = [answer_scores(t)["em"] for t in trajectories], defaultdict(list)
+    for row, t in enumerate(trajectories):
+        kinds[t.question.kind].append(row)
     for kind, rows in sorted(kinds.items()):
-        record[f"em/{kind}"] = sum(answer_scores(t)["em"] for t in rows) / len(rows)
-        record[f"searched/{kind}"] = sum(bool(t.searches) for t in rows) / len(rows)
-        record[f"searches/{kind}"] = sum(len(t.searches) for t in rows) / len(rows)
+        record[f"em/{kind}"] = sum(em[row] for row in rows) / len(rows)
+        record[f"searched/{kind}"] = sum(bool(trajectories[row].searches) for row in rows) / len(rows)
+        record[f"searches/{kind}"] = sum(len(trajectories[row].searches) for row in rows) / len(rows)
     searches = [s for t in trajectories for s in t.searches]
     model_tokens = sum(sum(t.response_mask) for t in trajectories)
     record |= {
-        "em": sum(answer_scores(t)["em"] for t in trajectories) / count,
+        "em": sum(em) / count,
         "searched": sum(bool(t.searches) for t in trajectories) / count,
         "searches": len(searches) / count,
         "fallbacks": sum(s.fallback for s in searches) / max(1, len(searches)),

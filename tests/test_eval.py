@@ -455,7 +455,7 @@ def test_predictions_are_written_as_they_come(trained, tmp_path, monkeypatch):
 
 
 def test_greedy_evaluation_is_the_same_twice_and_samples_of_a_seed_are_too(trained):
-    for temperature in (0.0, 1.0):
+    for temperature in (0.0, 2.0):  # at 1 two samples may be the same text
         recipe = recipe_of({"runs": str(trained), "temperature": temperature})
         policy, tokenizer = load_policy(recipe.model)
         search, questions = build_search(recipe, World(0).documents), World(0).questions("test", "one_hop", 2)

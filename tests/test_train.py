@@ -372,7 +372,8 @@ def test_the_first_update_has_ratio_one(model, tmp_path, more, exactly):
 
 @pytest.mark.parametrize("more", [(), ("--old_logprobs", "recompute")])
 def test_a_second_update_on_the_same_rollout_is_off_policy(model, tmp_path, more):
-    trainer = Trainer(recipe_for(model, tmp_path, "--steps", "1", "--trajectories_per_update", "2", *more))
+    # at temperature 2 two samples of a group are never the same text, which a better and a worse reward would not move
+    trainer = Trainer(recipe_for(model, tmp_path, "--temperature", "2", "--trajectories_per_update", "2", *more))
     pay(trainer, [1.0, 0.0, 0.0, 1.0])
     record = trainer.step(0)[0]
     assert record["ratio_min"] < 0.999 or record["ratio_max"] > 1.001
@@ -382,7 +383,8 @@ def test_the_first_update_s_rows_need_no_scoring_pass_and_the_step_is_the_same(m
     # Four rows in two updates: π_old of the second one's rows must be known before the first one moves the weights.
     moved, scored = [], []
     for every in (False, True):
-        trainer = Trainer(recipe_for(model, tmp_path, "--old_logprobs", "recompute", "--trajectories_per_update", "2"))
+        trainer = Trainer(recipe_for(model, tmp_path, "--old_logprobs", "recompute", "--trajectories_per_update", "2",
+                                     "--temperature", "2"))  # fmt: skip
         pay(trainer, [1.0, 0.0, 0.0, 1.0])
         trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 0.1)  # Adam's division would blow rounding errors up
         before, score = weights_of(trainer.policy), trainer.score
@@ -853,7 +855,7 @@ def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample_with_the_doc
 
 
 def test_a_checkpoint_loads_with_automodel(model, tmp_path):
-    folder = train.train(recipe_for(model, tmp_path, "--steps", "1"))
+    folder = train.train(recipe_for(model, tmp_path, "--steps", "1", "--temperature", "2"))
     again = AutoModelForCausalLM.from_pretrained(checkpoints(folder)[-1])
     assert {p.dtype for p in again.parameters()} == {torch.float32}
     assert not same(weights_of(Policy(again)), weights_of(load_policy(model)[0]))
