@@ -402,7 +402,7 @@ def test_the_first_update_s_rows_need_no_scoring_pass_and_the_step_is_the_same(m
         trainer.step(0)
         moved.append([a - b for a, b in zip(weights_of(trainer.policy), before, strict=True)])
     assert scored == [2]
-    assert max(m.abs().max() for m in moved[0]) > 1e-4
+    assert max(m.abs().max() for m in moved[0]) > 1e-5
     assert max((a - b).abs().max() for a, b in zip(*moved, strict=True)) < 1e-6
 
 
@@ -855,7 +855,7 @@ def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample_with_the_doc
 
 
 def test_a_checkpoint_loads_with_automodel(model, tmp_path):
-    folder = train.train(recipe_for(model, tmp_path, "--steps", "1", "--temperature", "2"))
+    folder = train.train(recipe_for(model, tmp_path, "--steps", "1", "--group_size", "8"))
     again = AutoModelForCausalLM.from_pretrained(checkpoints(folder)[-1])
     assert {p.dtype for p in again.parameters()} == {torch.float32}
     assert not same(weights_of(Policy(again)), weights_of(load_policy(model)[0]))
