@@ -19,6 +19,9 @@ from prompts import PROTOCOLS
 from toy import make_model, make_tokenizer
 
 
+torch.set_num_threads(1)  # also what a module's fixtures train, before the first test
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """The models are so small that a second thread only waits; a test that trains may have taken all cores."""
