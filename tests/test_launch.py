@@ -25,7 +25,7 @@ SAME_TEXTS = ("--top_p", "0.01", "--algorithm", "reinforce_pp", "--old_logprobs"
 
 
 def command_line(config: str, logs: Path, arguments: list[str]) -> None:
-    """What the script `accelerate` does, in a forked process: forking saves its imports. Only what a GPU gives is overridden."""
+    """What the script `accelerate` does, in a forked process: forking saves its imports. Overridden: what a GPU gives."""
     os.environ |= {"ACCELERATE_USE_CPU": "true"}
     os.chdir(ROOT)
     sys.argv = ["accelerate", "launch", "--config_file", f"configs/{config}.yaml", "--num_processes", "2",
@@ -51,7 +51,9 @@ def wait(process) -> int | None:
 
 def said(logs: Path) -> list[str]:
     """What each of the two processes wrote, stdout and stderr."""
-    return ["".join(p.read_text(errors="replace") for p in sorted(logs.glob(f"*/attempt_0/{rank}/std*.log"))) for rank in (0, 1)]
+    files = [sorted(logs.glob(f"*/attempt_0/{rank}/std*.log")) for rank in (0, 1)]
+    assert all(files)
+    return ["".join(file.read_text(errors="replace") for file in one) for one in files]
 
 
 @pytest.fixture(scope="module")
