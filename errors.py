@@ -14,6 +14,7 @@ import argparse
 import difflib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
@@ -26,7 +27,7 @@ class InputError(ValueError):
 def run_main(main: Callable[[], None]) -> None:
     """Run a file's `main`; what is the user's to mend becomes one line on stderr and exit code 2, never a traceback."""
     try:
-        main()
+        in_turn(main)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -35,6 +36,16 @@ def run_main(main: Callable[[], None]) -> None:
         sys.exit(130)
     except BrokenPipeError:  # `python data.py FILE | head` is not an error
         sys.stderr.close()
+
+
+def in_turn(main: Callable[[], None]) -> None:
+    """What several processes all find wrong, the first of them says: torchrun ends the others while they wait for it."""
+    try:
+        main()
+    except Exception:
+        if int(os.environ.get("LOCAL_RANK", 0)):
+            time.sleep(5)
+        raise
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -104,12 +104,15 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def generate(self, **arguments):
-        """HF `generate` in evaluation mode (dropout would make samples and scores disagree)."""
+        """HF `generate` in evaluation mode (dropout would make samples and scores disagree).
+
+        Trap: of weights in parts (shards.py) it would wait at each token for the other processes, and for ever for one that
+        is done. All weights are together here, so nobody waits: synced_gpus=False."""
         training = self.language_model.training
         self.language_model.eval()
         try:
             with self.autocast():
-                return self.language_model.generate(**arguments)
+                return self.language_model.generate(**arguments, synced_gpus=False)
         finally:
             self.language_model.train(training)
 

@@ -18,6 +18,8 @@ from policy import Policy
 from prompts import PROTOCOLS
 from toy import make_model, make_tokenizer
 
+torch.set_num_threads(1)  # also what a module's fixtures train, before the first test
+
 
 @pytest.fixture(autouse=True)
 def one_thread():

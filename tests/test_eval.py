@@ -459,10 +459,10 @@ def test_greedy_evaluation_is_the_same_twice_and_samples_of_a_seed_are_too(train
         recipe = recipe_of({"runs": str(trained), "temperature": temperature})
         policy, tokenizer = load_policy(recipe.model)
         search, questions = build_search(recipe, World(0).documents), World(0).questions("test", "one_hop", 2)
-        runs = [evaluate(policy, tokenizer, questions, search, recipe, 2, quiet=True) for _ in range(2)]
+        runs = [evaluate(policy, tokenizer, questions, search, recipe, 8, quiet=True) for _ in range(2)]
         assert runs[0] == runs[1]
-        texts = [record["transcript"] for record in runs[0][:2]]
-        assert (texts[0] == texts[1]) == (temperature == 0)
+        texts = {record["transcript"] for record in runs[0][:8]}  # of one question
+        assert (len(texts) == 1) == (temperature == 0)
 
 
 def test_a_search_over_http_gives_the_very_predictions_of_the_search_here(trained, tmp_path):

@@ -76,6 +76,20 @@ def test_two_processes_with_half_of_the_weights_each_take_the_step_of_one(shardi
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)
 
 
+def sample_unevenly(recipe: Recipe) -> None:
+    """Rank 0 generates once, rank 1 three times, as in a rollout with more turns."""
+    trainer = Trainer(recipe)
+    with shards.whole(trainer.policy, trainer.sharding), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_reduce", None)  # calling it fails; a process that waits would end no test
+        for _ in range(1 + 2 * trainer.accelerator.process_index):
+            trainer.policy.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=4)
+    trainer.accelerator.wait_for_everyone()
+
+
+def test_a_rollout_of_more_turns_than_the_other_s_waits_for_nobody(model, tmp_path):  # noqa: F811
+    in_two("zero2", sample_unevenly, recipe_for(model, tmp_path))
+
+
 def run(recipe: Recipe, *later: Recipe) -> None:
     for one in (recipe, *later):
         train.train(one)
