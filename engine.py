@@ -38,7 +38,8 @@ from transformers import AttentionInterface, Cache, TopPLogitsWarper
 from errors import run_main
 from packing import FAMILIES, windowed
 
-BLOCK = 64  # keys are read up to the longest live row, rounded up to so many places
+BLOCK = {"cpu": 16, "cuda": 64}  # keys are read up to the longest live row, rounded up to so many places
+RECORDED = 512  # the same of a recorded step: one recording for each width
 CHUNK = {"cpu": 256, "cuda": 8192}  # padded tokens of one catching-up forward: bounds its memory
 SHARE = 0.8  # of the free memory that slots may take
 
@@ -162,7 +163,8 @@ class Engine:
                  temperature: float = 1.0, top_p: float = 1.0, graphs: bool = False):  # fmt: skip
         self.model, self.device, self.reason, self.watched = model, model.device, reason, watched
         self.temperature, self.top_p, self.graphs = temperature, top_p, graphs
-        size = -(-size // BLOCK) * BLOCK  # an attention mask of an even width is what GPU kernels want
+        self.block = BLOCK.get(self.device.type, 64)
+        size = -(-size // self.block) * self.block  # an attention mask of an even width is what GPU kernels want
         self.cache = SlotCache(slots, size)
         self.rows: list[Row | None] = [None] * slots  # row i is in slot i
         self.slot_ids = torch.arange(slots, device=self.device)
@@ -301,9 +303,9 @@ class Engine:
         return self.model(**self.inputs(tokens, positions)).logits[:, -1]
 
     def replay(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """The same from a recording, which is of one shape: slots are rounded up to a power of two, the width to 8 blocks. The
-        slots too many are computed at their last place, where nobody looks."""
-        count, width = len(tokens), self.rounded(width, 8 * BLOCK)
+        """The same from a recording, which is of one shape: slots are rounded up to a power of two, the width to RECORDED.
+        The slots too many are computed at their last place, where nobody looks."""
+        count, width = len(tokens), self.rounded(width, RECORDED)
         slots = min(1 << (count - 1).bit_length(), self.cache.slots)
         tokens = torch.nn.functional.pad(tokens, (0, 0, 0, slots - count))  # [slots, 1]
         positions = torch.nn.functional.pad(positions, (0, 0, 0, slots - count), value=self.cache.size)
@@ -313,11 +315,11 @@ class Engine:
             self.recordings[slots, width] = Recording(self.forward, tokens, positions, self.cache, pool)
         return self.recordings[slots, width](tokens, positions)[:count]
 
-    def rounded(self, width: int, block: int = BLOCK) -> int:
+    def rounded(self, width: int, block: int) -> int:
         return min(-(-width // block) * block, self.cache.size)
 
     def aim(self, slots, read, positions, width: int) -> None:
-        self.cache.aim(slots, read, positions, self.rounded(width))
+        self.cache.aim(slots, read, positions, self.rounded(width, self.block))
 
     def inputs(self, tokens: torch.Tensor, positions: torch.Tensor) -> dict:
         hidden = self.places[: self.cache.width] > positions[..., None]  # [n, C, width]: place j is seen from i where j <= i
@@ -434,7 +436,7 @@ def affordable(model, size: int) -> int:
     if torch.is_autocast_enabled(model.device.type):
         bytes_each = torch.get_autocast_dtype(model.device.type).itemsize
         free -= bytes_each * sum(p.numel() for p in model.parameters())  # the weights' copy that autocast is about to make
-    per_slot = 2 * config.num_hidden_layers * heads * width * (size + BLOCK) * bytes_each
+    per_slot = 2 * config.num_hidden_layers * heads * width * (size + 64) * bytes_each
     return max(0, int(SHARE * free / per_slot))
 
 
