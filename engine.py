@@ -25,6 +25,7 @@ a sliding window. Not run: anything on a GPU; of the recording all but the CUDA 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import mmap
 import os
@@ -40,7 +41,7 @@ from packing import FAMILIES, windowed
 
 BLOCK = {"cpu": 16, "cuda": 64}  # keys are read up to the longest live row, rounded up to so many places
 RECORDED = 512  # the same of a recorded step: one recording for each width
-CHUNK = {"cpu": 256, "cuda": 8192}  # padded tokens of one catching-up forward: bounds its memory
+CHUNK = {"cpu": 256, "cuda": 4096}  # padded tokens of one catching-up forward: bounds its memory
 SHARE = 0.8  # of the free memory that slots may take
 
 
@@ -225,22 +226,22 @@ class Engine:
                 self.share(self.donor(row), self.rows.index(row), row)
 
     def prefill(self, rows: list[Row]) -> None:
-        """Forwards of at most CHUNK padded tokens, rows that miss about as much together. No head: nothing is sampled."""
-        rows = sorted(rows, key=lambda row: row.missing)
-        while rows:
-            count = max(1, CHUNK.get(self.device.type, 2048) // rows[-1].missing)
-            batch, rows = rows[-count:], rows[:-count]
-            chunks = [row.ids[row.cached : -1] for row in batch]
-            longest = len(chunks[-1])
+        """Forwards of at most CHUNK padded tokens, rows that miss about as much together, a row that misses more in pieces. No
+        head: nothing is sampled."""
+        most = CHUNK.get(self.device.type, 2048)
+        while rows := sorted((row for row in rows if row.missing), key=lambda row: row.missing):
+            longest = min(rows[-1].missing, most)
+            batch = rows[-max(1, most // longest) :]
+            chunks = [row.ids[row.cached : row.cached + min(row.missing, longest)] for row in batch]
             tokens = torch.tensor([chunk + [0] * (longest - len(chunk)) for chunk in chunks], device=self.device)  # [n, C]
             # Padding gets places behind the row's end too: not seen, and overwritten later; at the slot's end, its last place.
             starts = torch.tensor([[row.cached] for row in batch], device=self.device)
             positions = (starts + self.places[:longest]).clamp(max=self.cache.size)  # [n, C]
             slots = torch.tensor([self.rows.index(row) for row in batch], device=self.device)
-            self.aim(slots, slots, positions, max(len(row.ids) for row in batch))
+            self.aim(slots, slots, positions, max(row.cached for row in batch) + longest)
             self.model.base_model(**self.inputs(tokens, positions))
-            for row in batch:
-                row.cached = len(row.ids) - 1
+            for row, chunk in zip(batch, chunks, strict=True):
+                row.cached += len(chunk)
 
     # --------------------------------------------------------------------------------------------------- decoding
 
@@ -363,19 +364,25 @@ class Recording:
 def record(step: Callable[[], torch.Tensor], pool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """(the graph, where each replay leaves its result). pool: the memory of the other recordings, which never run at once.
 
-    Trap: libraries take memory at their first call, which a recording must not see, so the step runs twice before it; it
-    writes the same keys to the same places each time.
+    Trap: libraries take memory at their first call on a stream, which a recording must not see, so the step runs twice before
+    it on the same stream; it writes the same keys to the same places each time. A search that runs late in its thread may take
+    memory meanwhile: "thread_local".
     """
-    aside = torch.cuda.Stream()
+    aside = recording_stream(torch.cuda.current_device())
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         for _ in range(2):
             step()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
         result = step()
     return graph, result
+
+
+@functools.cache
+def recording_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # one: cuBLAS keeps 32 MB for each stream it has seen
 
 
 def pick(probabilities: torch.Tensor) -> torch.Tensor:
@@ -435,15 +442,16 @@ def affordable(model, size: int) -> int:
     free, bytes_each = free_memory(model.device), model.dtype.itemsize
     if torch.is_autocast_enabled(model.device.type):
         bytes_each = torch.get_autocast_dtype(model.device.type).itemsize
-        free -= bytes_each * sum(p.numel() for p in model.parameters())  # the weights' copy that autocast is about to make
+        # the copy that autocast is about to make of weights in fp32
+        free -= bytes_each * sum(p.numel() for p in model.parameters() if p.dtype == torch.float32)
     per_slot = 2 * config.num_hidden_layers * heads * width * (size + 64) * bytes_each
     return max(0, int(SHARE * free / per_slot))
 
 
 def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by torch itself
-        return torch.cuda.mem_get_info(device)[0] + unused
+        torch.cuda.empty_cache()  # what torch holds unused; what it cannot give back are fragments, too small for slots
+        return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))

@@ -40,7 +40,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float = 16.0, targets: str = "a
 
     names = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=names, bias="none")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
         torch.manual_seed(seed)  # A is drawn
         try:
             peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)

@@ -10,14 +10,14 @@ queries and keys, V vocabulary; b = 2 bytes for what a GPU computes (bf16), 4 on
     moments        8 X; in 8 bits 2 X and a scale per 256; paged: they leave the GPU                     56.7, 14.4, 0
     gradients      4 X                                                                                   28.4
     reference      b P, where --kl_coef asks for one; or in 8 bits; under LoRA nothing                   14.2, 8.1, 0
-    bf16 copy      2 P while a rollout samples from it; under LoRA none                                  14.2
-                   2 per weight of a matrix, while autocast holds it in an update; of bf16 weights none  13.2
+    bf16 copy      2 P while a rollout samples from it; of int8 weights none                             14.2
+                   2 per weight of a matrix, kept for the backward pass; not with checkpointing          13.2
     keys, values   2 K b per layer and token of a slot; as many slots as fit                             56 KiB per token
     activations    per token and layer: in fp32 the residual stream, twice, and what the two norms make of it, 16 H; in b
                    bytes the matrices' inputs (on a GPU a copy for each of 5, on a CPU 2 shared ones), queries, keys,
                    values and attention's output, 2 Q + 2 K, and 4 F; 8 for the norms, 4 per head        255 KiB
                    with --gradient_checkpointing 4 H per layer, and one layer whole                      14 KiB
-    head           16 bytes per logit of a chunk; the gradient of its matrix, 6 V H as chunks add up     3.0 GiB
+    head           10 bytes per logit of a chunk and 6 per weight for its gradient, on a CPU 4 and 4     4.3 GiB
 
     peak = weights + moments + reference + max(rollout: bf16 copy + keys and values + logits of a step,
                                                update:  gradients + bf16 copy + activations + head)
@@ -167,11 +167,11 @@ def kv_bytes(shape: Shape, b: int = 2) -> int:
 
 
 def head_bytes(shape: Shape, positions: int, trained: bool, b: int = 2) -> int:
-    """The larger of two moments: a chunk's logits in the backward pass, with the gradient of the chunk before; the gradient of
-    the head's matrix, of the chunks so far, of this one, and their sum. 7B: max(256 MiB + 4 VH, 6 VH) = 3.05 GiB."""
-    rows = min(positions, max(1, policy.CHUNK_LOGITS // shape.vocab))
-    chunked, size = positions > rows, shape.embedding if trained else 0
-    return max(16 * rows * shape.vocab + 4 * size * chunked, (6 if b == 2 else 12 if chunked else 4) * size)
+    """In the backward pass a chunk's logits in fp32, and in bf16 what they become, with an fp32 product on the way as a CPU
+    makes it; the sum of the head's gradient in fp32, and in bf16 the chunk's part of it. 7B on a GPU: 882 rows at once,
+    10 · 882 · V + 6 V H = 4.3 GiB."""
+    rows = min(positions, policy.chunk_rows(shape.vocab, "cuda" if b == 2 else "cpu"))
+    return (10 if b == 2 else 4) * rows * shape.vocab + (6 if b == 2 else 4) * shape.embedding * trained
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,7 @@ class Setting:
     critic: bool  # PPO's
     rows: int  # that a GPU samples
     row_tokens: int  # the longest that a row may become
+    copied: bool = True  # a rollout samples from a bf16 copy
     b: int = 2  # bytes of what is computed: bf16 on a GPU
 
     def trained(self, shape: Shape) -> int:
@@ -202,7 +203,8 @@ def setting_of(recipe: Recipe, shape: Shape, gpus: int = 1, b: int = 2) -> Setti
     return Setting(
         recipe.optimizer, recipe.gradient_checkpointing, max(recipe.tokens_per_micro_batch, longest), recipe.lora_rank,
         recipe.base_in_8bit, bool(recipe.kl_coef) and not recipe.lora_rank, recipe.reference_in_8bit, recipe.algorithm == "ppo",
-        min(rows, recipe.rollout_batch_size or rows), longest, b,
+        min(rows, recipe.rollout_batch_size or rows), longest,
+        b == 2 and (recipe.sampling_copy == "bf16" or (recipe.sampling_copy == "auto" and not recipe.base_in_8bit)), b,
     )  # fmt: skip
 
 
@@ -227,8 +229,9 @@ def multiplied(shape: Shape) -> int:
 
 def rollout_parts(shape: Shape, s: Setting, slots: int, sharding: str = "ddp") -> dict[str, float]:
     return {
-        "all weights, gathered": 4 * shape.weights * (sharding != "ddp" and s.b == 4),
-        "bf16 copy to sample with": 2 * shape.weights * (s.b == 2 and not s.lora_rank),
+        "all weights, gathered": 4 * shape.weights * (sharding != "ddp" and not s.copied),
+        "bf16 copy to sample with": 2 * shape.weights * s.copied,
+        "bf16 copy, autocast's": 2 * multiplied(shape) * (s.b == 2 and not s.copied and not s.lora_rank),
         "keys and values": kv_bytes(shape, s.b) * slots * s.row_tokens,
         "logits of a step": 16 * slots * shape.vocab,
     }
@@ -245,9 +248,8 @@ def update_parts(shape: Shape, s: Setting, gpus: int = 1, sharding: str = "ddp")
     waiting = 4 * shape.embedding * (shape.tied and not s.lora_rank)  # the head's gradient, until the embedding has its own
     if s.gradient_checkpointing:
         kept, copied = (s.b if s.lora_rank else 4) * shape.hidden * shape.layers, 0
-        # three moments: the end of the forward pass, the head's gradient, one layer again with its gradient
-        extra = max(copies * multiplied(shape), head + copies * shape.embedding,
-                    act * s.tokens + passing * s.b / 4 + waiting + copies * shape.layer)  # fmt: skip
+        # two moments: the head's gradient, one layer again with its gradient
+        extra = max(head + copies * shape.embedding, act * s.tokens + passing * s.b / 4 + waiting + copies * shape.layer)
     else:
         kept, copied = act * shape.layers, copies * multiplied(shape)
         extra = max(head, passing + waiting)
@@ -299,7 +301,8 @@ REMEDIES: list[tuple[str, str, dict]] = [
     ("--optimizer adamw8bit", "moments rounded to 8 bits", {"optimizer": "adamw8bit"}),
     ("--optimizer paged_adamw8bit", "moments on the CPU: slow steps", {"optimizer": "paged_adamw8bit"}),
     ("--lora_rank 16", "not all weights are trained; ten times the learning rate", {"lora_rank": 16, "reference": False}),
-    ("--base_in_8bit", "with LoRA: frozen weights rounded to 8 bits", {"base_in_8bit": True}),
+    ("--sampling_copy none", "with LoRA: slower sampling, through the thin matrices", {"copied": False}),
+    ("--base_in_8bit", "with LoRA: frozen weights rounded to 8 bits", {"base_in_8bit": True, "copied": False}),
 ]
 
 
@@ -309,7 +312,7 @@ def remedies(shape: Shape, s: Setting, memory: float, gpus: int = 1, sharding: s
         return make_plan(shape, changed(s, chosen), memory, gpus, sharding).fits
 
     possible = [i for i, (flag, _, change) in enumerate(REMEDIES) if changed(s, [i]) != s
-                and (sharding == "ddp" or not flag.startswith(("--optimizer", "--lora", "--base")))]  # fmt: skip
+                and (sharding == "ddp" or not flag.startswith(("--optimizer", "--lora", "--base", "--sampling")))]  # fmt: skip
     counts = [n for n in range(1, len(possible) + 1) if fits(possible[:n])]
     if not counts:
         return []
@@ -325,7 +328,7 @@ def changed(s: Setting, chosen: list[int]) -> Setting:
         change = REMEDIES[i][2]
         if "tokens" in change:
             change = {"tokens": min(s.tokens, s.row_tokens)}
-        if ("reference_in_8bit" in change and not s.reference) or ("base_in_8bit" in change and not s.lora_rank):
+        if ("reference_in_8bit" in change and not s.reference) or ("copied" in change and not s.lora_rank):
             change = {}
         s = dataclasses.replace(s, **change)
     return s

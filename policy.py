@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
@@ -35,28 +34,83 @@ from lora import has_lora, merged_state
 from packing import allow_packing, hidden_states
 
 disable_progress_bar()  # a bar for every checkpoint would tear the run's own bar apart
-CHUNK_LOGITS = 2**24  # logits held at once: 64 MB in fp32
+# Trap: on an H100 PyTorch prefers cuDNN's attention, which plans for every new shape, 20 ms and more; ours are nearly all new.
+torch.backends.cuda.enable_cudnn_sdp(False)
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # held at once, in fp32: 64 MB, 512 MB (each chunk reads the whole head)
 OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
 
 
 # ------------------------------------------------------------------------------------------------- the network
+
+def chunk_rows(vocab: int, device: str) -> int:
+    return max(1, CHUNK_LOGITS.get(device, 2**24) // vocab)
+
 
 def token_logprobs(hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """log softmax(head(hidden) / τ) at `targets`: hidden [N, H], targets [N] -> [N], never more than a chunk of logits.
 
     Worked number: logits (0, ln 3), target 1, τ = 1 -> ln 3 − ln 4 = −0.2877.
     """
-    rows = max(1, CHUNK_LOGITS // head.weight.shape[0])
-    if len(targets) <= rows:
-        return _score(hidden, head, targets, temperature)
-    pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
-    # checkpoint: the backward pass computes a chunk's logits again instead of keeping them
-    return torch.cat([checkpoint(_score, h, head, t, temperature, use_reentrant=False) for h, t in pieces])
+    dtype = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
+    if type(head) is nn.Linear and head.bias is None:
+        return ChunkedLogprobs.apply(hidden, head.weight, targets, temperature, dtype)
+    logits = head(hidden).float() / temperature  # [N, V]  a head of another kind, whole
+    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)  # [N]
 
 
-def _score(hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits = head(hidden).float() / temperature  # [n, V]
-    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)  # [n]
+class ChunkedLogprobs(torch.autograd.Function):
+    """log p_y = z_y − ln Σ_v exp z_v, z = W h / τ, with its gradient written out; one buffer of logits serves all chunks.
+
+        ∂ log p_y / ∂z_v = 1[v = y] − p_v          G = weight · (onehot − p) / τ  [n, V]   ->   ∂h = G W,  ∂W = Σ_chunks Gᵀ h
+
+    The backward pass computes each chunk's logits again. Trap: autograd would keep four tensors of [n, V] where this has one,
+    and under autocast add up the chunks' ∂W in bf16, 1 % off after 64 chunks; here the sum is fp32.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, dtype):
+        """hidden [N, H], weight [V, H], targets [N] -> [N]; products are computed in `dtype`."""
+        ctx.temperature, ctx.dtype = temperature, dtype
+        sums, chosen = hidden.new_empty(len(targets), dtype=torch.float32), hidden.new_empty(len(targets), dtype=torch.float32)
+        for cut, logits in chunks_of_logits(hidden.to(dtype), weight.to(dtype), temperature):
+            chosen[cut] = logits.gather(1, targets[cut, None])[:, 0]
+            largest = logits.amax(1, keepdim=True)  # [n, 1]
+            sums[cut] = (logits.sub_(largest).exp_().sum(1, keepdim=True).log_() + largest)[:, 0]
+        ctx.save_for_backward(hidden, weight, targets, sums)
+        return chosen - sums
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight, targets, sums = ctx.saved_tensors
+        of_hidden, of_weight = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.zeros_like(weight)
+        scale = gradient.float() / ctx.temperature  # [N]
+        hidden, weight = hidden.to(ctx.dtype), weight.to(ctx.dtype)
+        for cut, logits in chunks_of_logits(hidden, weight, ctx.temperature):
+            p = logits.sub_(sums[cut, None]).exp_()  # [n, V]
+            g = p.mul_(-scale[cut, None]).scatter_add_(1, targets[cut, None], scale[cut, None]).to(ctx.dtype)
+            of_hidden[cut] = g @ weight
+            if of_weight is not None:
+                add_product(of_weight, g.T, hidden[cut])
+        return of_hidden, of_weight, None, None, None
+
+
+def chunks_of_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float):
+    """(slice, logits / τ [n, V] in fp32) chunk by chunk; the next one overwrites the one before."""
+    rows = chunk_rows(len(weight), hidden.device.type)
+    buffer = hidden.new_empty(min(rows, len(hidden)), len(weight), dtype=torch.float32)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for start in range(0, len(hidden), rows):
+            cut = slice(start, min(start + rows, len(hidden)))
+            logits = buffer[: cut.stop - start].zero_()
+            add_product(logits, hidden[cut], weight.T)
+            yield cut, logits.div_(temperature)
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a b, in place where all are of one kind; bf16 products are rounded one by one and summed in fp32."""
+    total.addmm_(a, b) if total.dtype == a.dtype == b.dtype else total.add_(a @ b)
 
 
 class Policy(nn.Module):
@@ -81,10 +135,13 @@ class Policy(nn.Module):
     def config(self):
         return self.language_model.config
 
-    def autocast(self):
-        """bf16 arithmetic on GPUs where weights are fp32, and stay so. On CPUs everything is computed as the weights are."""
+    def autocast(self, keep: bool = True):
+        """bf16 arithmetic on GPUs where weights are fp32, and stay so. On CPUs everything is computed as the weights are.
+
+        keep: hold the weights' bf16 copies until the block ends. That pays where they are used again, as in a rollout.
+        """
         mixed = self.device.type != "cpu" and any(p.dtype == torch.float32 for p in self.parameters())
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed, cache_enabled=keep)
 
     def forward(self, tokens: torch.Tensor, temperature: float = 1.0, mask: torch.Tensor | None = None) -> torch.Tensor:
         """tokens [B, L], right-padded -> logprobs [B, L − 1] in fp32; column t predicts tokens[:, t + 1].
@@ -93,7 +150,7 @@ class Policy(nn.Module):
         """
         # Are inserted tokens really masked? They are read, so they shape the hidden states of what follows, but here no
         # head is computed for them: their log-prob is the constant 0, which has no gradient.
-        with self.autocast():
+        with self.autocast(keep=False):
             targets = tokens[:, 1:]  # [B, T]
             wanted = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()  # [B, T]
             hidden = hidden_states(self.language_model.base_model, tokens, wanted)  # [N, H]
@@ -143,6 +200,8 @@ def load_policy(path: str, device: torch.device | str = "cpu", gradient_checkpoi
     """(policy, tokenizer) from a directory or a hub name. Trainable weights are fp32 whatever the file holds."""
     tokenizer = load_tokenizer(path)
     options = frozen_options(device, in_8bit) if frozen or in_8bit else {"dtype": torch.float32}
+    if torch.device(device).type != "cpu":  # straight there: eight processes would put eight copies into the host's memory
+        options["device_map"] = {"": device}
     try:
         config = without_dropout(AutoConfig.from_pretrained(path))
         model = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
@@ -331,7 +390,9 @@ def make_optimizer(policy: nn.Module, name: str, lr: float, betas=(0.9, 0.999), 
     move to the CPU's memory while the GPU's is short, and back (on a CPU bitsandbytes warns and does not page)."""
     parameters = [p for p in policy.parameters() if p.requires_grad]
     if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
+        # fused: what PyTorch takes on a GPU otherwise holds a second copy of all weights during the step
+        fused = all(p.is_cuda for p in parameters) or None
+        return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused)
     if name not in OPTIMIZERS:
         raise InputError(f"unknown optimizer {name!r}: {', '.join(OPTIMIZERS)}")
     if importlib.util.find_spec("bitsandbytes") is None:

@@ -110,7 +110,7 @@ class Recipe:
     max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
     rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
     engine: str = setting("slots", "what samples: engine.py's slots, or plain generate", one_of=("slots", "hf"))
-    sampling_copy: str = setting("auto", "of the weights, for a rollout: bf16, none; auto: bf16 on a GPU, not under LoRA",
+    sampling_copy: str = setting("auto", "of the weights, for a rollout: bf16, none; auto: bf16 on a GPU, not of int8",
                                  one_of=("auto", "bf16", "none"))  # fmt: skip
     cuda_graphs: bool = setting(False, "record the slots' decoding step on a GPU and replay it (docs/gpu.md)")
     notices: bool = setting(True, "tell the model why a query was not run")

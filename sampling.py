@@ -29,12 +29,11 @@ from policy import Policy, plain_config
 from shards import full
 
 
-def wants_copy(choice: str, device: torch.device, lora: bool, in_8bit: bool) -> bool:
-    """--sampling_copy: "bf16", "none", or "auto": on a GPU, where the trained weights themselves are fp32 (under LoRA the
-    frozen ones are bf16 already, and a copy would take as much again)."""
+def wants_copy(choice: str, device: torch.device, in_8bit: bool) -> bool:
+    """--sampling_copy: "bf16", "none", or "auto": on a GPU, but not of int8 weights."""
     if choice == "bf16" and in_8bit:
         raise InputError("--sampling_copy bf16 with --base_in_8bit: the copy would take the memory that 8 bits saved; use none")
-    return choice == "bf16" or (choice == "auto" and device.type != "cpu" and not lora)
+    return choice == "bf16" or (choice == "auto" and device.type != "cpu" and not in_8bit)
 
 
 @contextlib.contextmanager
@@ -51,9 +50,11 @@ def copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     copy.generation_config = model.generation_config
     copy.tie_weights()  # `to_empty` has torn them apart
     own = dict(copy.named_parameters())  # of two that are tied, the first
-    for name, weight in plain_weights(model):
+    for name, weight in plain_weights(model, dtype):
         if name in own:
-            own[name].copy_(weight)
+            own.pop(name).copy_(weight)
+    if own:
+        raise RuntimeError(f"weights that the policy does not have: {', '.join(own)}")
     buffers = dict(model.named_buffers())  # not of `dtype`: rotary frequencies in bf16 would move every position
     for module_name, module in copy.named_modules():
         for name in module._buffers:
@@ -61,14 +62,15 @@ def copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy
 
 
-def plain_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole weight) one by one, under the names that a model without LoRA has and with LoRA merged."""
+def plain_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole weight) one by one, under the names that a model without LoRA has and with LoRA merged; parts are rounded
+    before they travel."""
     layers = dict(lora_layers(model))
     for name, weight in model.named_parameters():
         if (owner := name.removesuffix(".base_layer.weight")) != name and owner in layers:
             yield f"{owner}.weight", weight.float() + layers[owner].get_delta_weight(ADAPTER).float()
         elif ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), full(weight)
+            yield name.replace(".base_layer.", "."), full(weight.to(dtype))
 
 
 def main() -> None:

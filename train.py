@@ -459,7 +459,7 @@ class Trainer:
             check_shardable(recipe.optimizer, recipe.lora_rank)
         # bf16 products are summed in fp32, also across the blocks that a GPU cuts a matrix into
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        self.copies = wants_copy(recipe.sampling_copy, self.accelerator.device, bool(recipe.lora_rank), recipe.base_in_8bit)
+        self.copies = wants_copy(recipe.sampling_copy, self.accelerator.device, recipe.base_in_8bit)
         set_threads(recipe.threads)
         self.algorithm = ALGORITHMS[recipe.algorithm]
         self.protocol = build_protocol(recipe)

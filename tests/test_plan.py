@@ -61,7 +61,8 @@ def test_the_worked_numbers_of_7b():
     assert kv_bytes(SEVEN) == 2 * 28 * 512 * 2 == 56 * 1024
     assert activation_bytes(SEVEN) == 26 * 3584 + 2 * (2 * 3584 + 2 * 512 + 4 * 18944) + 8 + 4 * 28 == 261_240
     assert round(261_240 / 1024) == 255 and 4 * 3584 == 14 * 1024
-    assert gib(head_bytes(SEVEN, 16384, True)) == 3.0 and head_bytes(SEVEN, 16384, False) == 16 * 110 * 152064  # 2²⁴ // V = 110
+    assert gib(head_bytes(SEVEN, 16384, True)) == 4.3 and head_bytes(SEVEN, 16384, False) == 10 * 882 * 152064  # 2²⁷ // V = 882
+    assert head_bytes(SEVEN, 16384, True, b=4) == 4 * 110 * 152064 + 4 * 152064 * 3584  # 2²⁴ // V = 110
     lora = dataclasses.replace(PLAIN, lora_rank=16)
     assert gib(standing(SEVEN, lora)["weights"]) == 14.3
     assert gib(standing(SEVEN, dataclasses.replace(lora, base_in_8bit=True))["weights"]) == 8.3
@@ -127,7 +128,7 @@ def measured(model, s: Setting) -> tuple[float, float]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy, shape = Policy(model), shape_from(model.config)
     if s.b == 2:  # what a GPU does
-        policy.autocast = lambda: torch.autocast("cpu", torch.bfloat16)
+        policy.autocast = lambda keep: torch.autocast("cpu", torch.bfloat16, cache_enabled=keep)
     if s.lora_rank:
         add_lora(model.to(torch.bfloat16 if s.b == 2 else torch.float32), s.lora_rank)
     tokens = torch.randint(0, shape.vocab, (s.tokens // 129, 129), generator=torch.Generator().manual_seed(0))  # [B, L]
@@ -138,6 +139,12 @@ def measured(model, s: Setting) -> tuple[float, float]:
     learn()
     gradients = sum(p.grad.nbytes for p in policy.parameters() if p.grad is not None)
     return gradients + peak_of(learn), sum(update_parts(shape, s).values())
+
+
+@pytest.fixture
+def chunks_of_a_cpu(monkeypatch):
+    """What is measured here under bf16 autocast has a CPU's chunks."""
+    monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cuda", policy_file.CHUNK_LOGITS["cpu"])
 
 
 LARGE_HEAD = {"vocab_size": 20000, "num_hidden_layers": 1}
@@ -153,6 +160,7 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("chunks_of_a_cpu")
 @pytest.mark.parametrize("b", [4, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_the_update_s_peak_is_the_measured_one_within_a_tenth(case, b):
@@ -161,6 +169,7 @@ def test_the_update_s_peak_is_the_measured_one_within_a_tenth(case, b):
     assert said == pytest.approx(seen, rel=0.1)
 
 
+@pytest.mark.usefixtures("chunks_of_a_cpu")
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="the extra peft is not installed")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("b", [4, 2])
@@ -171,7 +180,8 @@ def test_lora_s_peak_is_the_measured_one_within_a_tenth(b, checkpointing):
 
 
 def test_the_logits_of_many_chunks_are_those_of_one_chunk(monkeypatch):
-    monkeypatch.setattr(policy_file, "CHUNK_LOGITS", 2**18)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setitem(policy_file.CHUNK_LOGITS, device, 2**18)
     seen, said = measured(small(), PLAIN)
     assert said == pytest.approx(seen, rel=0.1)
 
