@@ -61,7 +61,7 @@ from transformers import (
 import grpo
 from data import Document, Question
 from engine import Engine
-from errors import FlagParser, InputError, check_output, run_main
+from errors import FlagParser, InputError, check_output, nearest, run_main
 from lora import add_lora, check_peft
 from plan import Shape, shape_of
 from policy import OPTIMIZERS, Batch, Policy, collate, evaluating, make_optimizer, micro_batches
@@ -187,6 +187,8 @@ def config_of(o: Namespace):
 
 
 def make_model(o: Namespace, dtype: torch.dtype = torch.float32):
+    if o.device == "cuda" and not torch.cuda.is_available():  # asked in the child: who has asked CUDA cannot fork any more
+        raise InputError("--device cuda: torch sees no GPU here")
     torch.manual_seed(o.seed)
     with torch.device(o.device):
         return AutoModelForCausalLM.from_config(config_of(o), dtype=dtype)
@@ -456,14 +458,14 @@ def selective(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def padded_gradient(policy: Policy, batch: Batch, lengths: torch.Tensor, score: Callable = full_softmax) -> None:
     """Rows as they come, a few at a time, padded to the longest of all, logits at every position."""
+    weights = batch.token_weights * batch.advantages  # [B, T]
     for rows in torch.arange(len(batch)).split(MICRO_BATCH):
         tokens = batch.tokens[rows].to(policy.device)  # [b, L]
         seen = (torch.arange(tokens.shape[1]) < lengths[rows][:, None]).long().to(policy.device)  # [b, L]
         with policy.autocast():
             logits = policy.language_model(input_ids=tokens, attention_mask=seen, use_cache=False).logits[:, :-1]  # [b, T, V]
             logprobs = score(logits, tokens[:, 1:])  # [b, T]
-        weights = (batch.token_weights * batch.advantages)[rows].to(policy.device)  # [b, T]
-        (-weights * logprobs).sum().backward()
+        (-weights[rows].to(policy.device) * logprobs).sum().backward()
 
 
 def our_gradient(policy: Policy, batch: Batch, budget: int) -> None:
@@ -539,8 +541,7 @@ def update_part(o: Namespace) -> list[Part]:
 def our_step(policy: Policy, optimizer, environment: Scripted, accelerator: Accelerator, o: Namespace) -> dict:
     """The functions that train.py calls: slots, advantages, a scoring pass where an update comes second, updates."""
     recipe, start = recipe_of(o), clock(o.device)
-    with evaluating(policy):
-        slots(policy, environment, share=o.rows_per_slot)
+    slots(policy, environment, share=o.rows_per_slot)
     rolled = clock(o.device)
     batch, _ = make_batch(environment.rows, o)
     cuts = torch.arange(len(batch)).tensor_split(o.updates)
@@ -562,10 +563,14 @@ def slow_step(policy: Policy, optimizer, environment: Scripted, accelerator: Acc
     start = clock(o.device)
     naive(policy, environment)
     rolled = clock(o.device)
-    padded_gradient(policy, *make_batch(environment.rows, o))
-    torch.nn.utils.clip_grad_norm_(policy.parameters(), recipe_of(o).max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
+    batch, lengths = make_batch(environment.rows, o)
+    for rows in torch.arange(len(batch)).tensor_split(o.updates):
+        part = batch.rows(rows)
+        part.token_weights = grpo.compute_token_weights(part, recipe_of(o))  # [b, t]
+        padded_gradient(policy, part, lengths[rows])
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), recipe_of(o).max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
     return {"rollout_seconds": rolled - start, "score_seconds": 0.0, "update_seconds": clock(o.device) - rolled}
 
 
@@ -609,7 +614,7 @@ def run_trl(o: Namespace) -> dict:
             output_dir=folder, max_steps=2, num_generations=o.group_size, max_completion_length=max(s.tokens for s in scripts),
             per_device_train_batch_size=MICRO_BATCH, gradient_accumulation_steps=rows // MICRO_BATCH, learning_rate=1e-6,
             gradient_checkpointing=o.gradient_checkpointing, use_cpu=o.device == "cpu", bf16=o.device == "cuda", beta=0.0,
-            report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=o.seed,
+            report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True, shuffle_dataset=False, seed=o.seed,
         )  # fmt: skip
         trainer = GRPOTrainer(
             model=model, args=settings, processing_class=tokenizer, rollout_func=roll_out,
@@ -654,6 +659,8 @@ def step_part(o: Namespace) -> list[Part]:
         missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
         if missing:
             raise InputError(f"--peer trl: {' and '.join(missing)} not installed: pip install 'trl==1.16.*'")
+        if o.updates > 1:
+            raise InputError(f"--peer trl makes one update a step, not --updates {o.updates}: leave one of them out")
         works = {"TRL": partial(run_trl, o), **works}
     rows = o.prompts * o.group_size
     return [Part(f"step: GRPO, {o.prompts} prompts x {o.group_size} samples, {rows} rows, {o.model}", works,
@@ -788,8 +795,6 @@ def check(o: Namespace) -> Namespace:
     for name in ("repeats", "prompts", "group_size", "threads", "updates", "rows_per_slot", "batch", "context", "steps"):
         if getattr(o, name) < 1:
             raise InputError(f"--{name} {getattr(o, name)}: must be at least 1")
-    if o.device == "cuda" and not torch.backends.cuda.is_built():  # is one there? asking CUDA would forbid to fork
-        raise InputError("--device cuda: this torch was built without CUDA")
     if o.lora_rank:
         check_peft(o.lora_rank)
     if o.json:
@@ -799,14 +804,26 @@ def check(o: Namespace) -> Namespace:
     return o
 
 
+def parts_of(o: Namespace) -> list[Part]:
+    """The tables that are asked for, with the variants that are."""
+    parts = [part for name in ([o.part] if o.part else PARTS) for part in PARTS[name](o)]
+    if not o.only:
+        return parts
+    known, only = {name for part in parts for name in part.works}, o.only.split(",")
+    for name in only:
+        if name not in known:
+            raise InputError(f"--only {name}: no such variant{nearest(name, known)}; there are {', '.join(sorted(known))}")
+    for part in parts:
+        part.works = {name: work for name, work in part.works.items() if name in only}
+    return [part for part in parts if part.works]
+
+
 def main(arguments: list[str] | None = None) -> None:
     o = parse(sys.argv[1:] if arguments is None else arguments)
     torch.set_num_threads(1)  # a pool of threads would not survive the fork
     rows, complete = [], True
     with tempfile.TemporaryDirectory() as o.folder:
-        for part in [part for name in ([o.part] if o.part else PARTS) for part in PARTS[name](o)]:
-            if o.only:
-                part.works = {name: part.works[name] for name in o.only.split(",") if name in part.works}
+        for part in parts_of(o):
             runs, complete = in_turns(part, o.repeats, o.threads)
             found = summarize(runs, part)
             rows += [{"part": part.what, **row} for row in found]
