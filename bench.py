@@ -563,14 +563,10 @@ def slow_step(policy: Policy, optimizer, environment: Scripted, accelerator: Acc
     start = clock(o.device)
     naive(policy, environment)
     rolled = clock(o.device)
-    batch, lengths = make_batch(environment.rows, o)
-    for rows in torch.arange(len(batch)).tensor_split(o.updates):
-        part = batch.rows(rows)
-        part.token_weights = grpo.compute_token_weights(part, recipe_of(o))  # [b, t]
-        padded_gradient(policy, part, lengths[rows])
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), recipe_of(o).max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+    padded_gradient(policy, *make_batch(environment.rows, o))
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), recipe_of(o).max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
     return {"rollout_seconds": rolled - start, "score_seconds": 0.0, "update_seconds": clock(o.device) - rolled}
 
 
@@ -659,9 +655,9 @@ def step_part(o: Namespace) -> list[Part]:
         missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
         if missing:
             raise InputError(f"--peer trl: {' and '.join(missing)} not installed: pip install 'trl==1.16.*'")
-        if o.updates > 1:
-            raise InputError(f"--peer trl makes one update a step, not --updates {o.updates}: leave one of them out")
         works = {"TRL": partial(run_trl, o), **works}
+    if o.updates > 1:  # the twins make one: their loss has no ratio
+        works = {"ours": works["ours"]}
     rows = o.prompts * o.group_size
     return [Part(f"step: GRPO, {o.prompts} prompts x {o.group_size} samples, {rows} rows, {o.model}", works,
                  {"slow twin": ("slow twin",), "TRL": ("TRL",)},
@@ -781,7 +777,7 @@ def parse(arguments: list[str] | None = None) -> Namespace:
     parser.add_argument("--gradient_checkpointing", action="store_true", help="step: recompute activations")
     parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS, help="step")
     parser.add_argument("--lora_rank", type=int, default=0, help="step: train thin matrices beside frozen weights")
-    parser.add_argument("--updates", type=int, default=1, help="step: optimizer updates that its rows are cut into")
+    parser.add_argument("--updates", type=int, default=1, help="step: optimizer updates of its rows; more than 1 is ours alone")
     parser.add_argument("--rows_per_slot", type=int, default=1, help="step: 2 has half as many slots as rows")
     parser.add_argument("--batch", type=int, default=64, help="decode: rows")
     parser.add_argument("--context", type=int, default=512, help="decode: tokens in front of what is timed")
