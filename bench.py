@@ -765,7 +765,7 @@ def parse(arguments: list[str] | None = None) -> Namespace:
     parser.add_argument("--only", default="", help="names of variants, comma-separated, such as ours")
     parser.add_argument("--json", default="", help="file for the same numbers")
     parser.add_argument("--quick", action="store_true", help="small work, one run each")
-    parser.add_argument("--prompts", type=int, default=8, help="of a step")
+    parser.add_argument("--prompts", type=int, default=0, help="of a step; default 8, of an update 2")
     parser.add_argument("--group_size", type=int, default=8, help="samples of each")
     parser.add_argument("--model", default="4M", help="4M, 7B, 3B, ... or a directory: its shape, with random weights")
     parser.add_argument("--vocab", type=int, default=0, help="in place of the shape's own")
@@ -788,6 +788,7 @@ def parse(arguments: list[str] | None = None) -> Namespace:
 
 
 def check(o: Namespace) -> Namespace:
+    o.prompts = o.prompts or (2 if o.part == "update" else 8)
     for name in ("repeats", "prompts", "group_size", "threads", "updates", "rows_per_slot", "batch", "context", "steps"):
         if getattr(o, name) < 1:
             raise InputError(f"--{name} {getattr(o, name)}: must be at least 1")
