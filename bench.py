@@ -1,7 +1,7 @@
 """How fast, and against what: each part of a training step beside a slow twin that does the same work in the same run.
 
     python bench.py                              all parts, small: seconds
-    python bench.py rollout [--repeats 5]        five loops that sample, with and without kept keys and values
+    python bench.py rollout [--repeats 5]        six loops that sample
     python bench.py update                       one gradient, at V = 32,000 and 151,936
     python bench.py step [--peer trl]            rollout, advantages and update of a whole GRPO step
     python bench.py retrieval                    BM25
@@ -13,7 +13,8 @@ tokens at the same places, and every update sees the same rows.
 
     seconds   of CPU (on a GPU: of the clock, after a synchronisation); medians. Every run is a process of its own, and all
               variants take turns, so that what else the machine does meets all of them
-    MiB       peak over the process before the run: weights and compiled code are not counted, gradients and moments are
+    MiB       peak over the process before the run: weights and compiled code are not counted, gradients and moments are (on
+              a GPU all that torch has allocated is counted)
     ratio     seconds of the slow twin / seconds of this; its share of the twin's memory is MiB / MiB of the twin
 
 Traps: the first call of anything imports, compiles and allocates, so each process first does a small piece of the same work.
@@ -206,7 +207,7 @@ def make_policy(o: Namespace) -> tuple[Policy, PreTrainedTokenizerFast]:
 
 
 def scripts_of(o: Namespace, vocab: int) -> list[Script]:
-    return write_scripts(o.prompts, o.group_size, vocab, o.seed, 5 if o.quick else 1)
+    return write_scripts(o.prompts, o.group_size, vocab, o.seed, 10 if o.quick else 1)
 
 
 def warm_scripts(scripts: list[Script]) -> list[Script]:
@@ -224,11 +225,11 @@ def clock(device: str) -> float:
 
 
 def memory(device: str, reset: bool = False) -> float:
-    """Peak MiB since the last reset; with `reset` what is taken now."""
+    """Peak MiB since the last reset; with `reset` what is taken now (on a GPU 0: there the whole peak is shown)."""
     if device == "cuda":
         if reset:
             torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.max_memory_allocated() / MIB
+        return 0.0 if reset else torch.cuda.max_memory_allocated() / MIB
     try:
         if reset:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
@@ -456,7 +457,7 @@ def selective(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return logits.float().gather(2, targets[..., None])[..., 0] - logits.float().logsumexp(-1)
 
 
-def padded_gradient(policy: Policy, batch: Batch, lengths: torch.Tensor, score: Callable = full_softmax) -> None:
+def padded_gradient(policy: Policy, batch: Batch, lengths: torch.Tensor, o: Namespace, score: Callable = full_softmax) -> None:
     """Rows as they come, a few at a time, padded to the longest of all, logits at every position."""
     weights = batch.token_weights * batch.advantages  # [B, T]
     for rows in torch.arange(len(batch)).split(MICRO_BATCH):
@@ -468,23 +469,17 @@ def padded_gradient(policy: Policy, batch: Batch, lengths: torch.Tensor, score: 
         (-weights[rows].to(policy.device) * logprobs).sum().backward()
 
 
-def our_gradient(policy: Policy, batch: Batch, budget: int) -> None:
+def our_gradient(policy: Policy, batch: Batch, lengths: torch.Tensor, o: Namespace) -> None:
     """policy.py: rows of like length in one micro-batch, the head only where the policy sampled, in chunks."""
+    budget = o.tokens_per_micro_batch or MICRO_BATCH * batch.tokens.shape[1]  # as many tokens as the padded twin has at once
     for rows in micro_batches(batch.response_mask, budget):
         part = batch.rows(rows).to(policy.device)
         logprobs = policy(part.tokens, 1.0, part.response_mask)  # [b, t]
         (-part.token_weights * part.advantages * logprobs).sum().backward()
 
 
-UPDATES = {"padded log_softmax": "full", "padded gather-logsumexp": "selective", "ours": "ours",
-           "ours checkpointed": "checkpointing"}  # fmt: skip
-
-
-def gradient(kind: str, policy: Policy, batch: Batch, lengths: torch.Tensor, o: Namespace) -> None:
-    if kind in ("full", "selective"):
-        padded_gradient(policy, batch, lengths, full_softmax if kind == "full" else selective)
-    else:  # as many tokens in a micro-batch as the padded twin has
-        our_gradient(policy, batch, o.tokens_per_micro_batch or MICRO_BATCH * batch.tokens.shape[1])
+UPDATES = {"padded log_softmax": padded_gradient, "padded gather-logsumexp": partial(padded_gradient, score=selective),
+           "ours": our_gradient, "ours checkpointed": our_gradient}  # fmt: skip
 
 
 def make_batch(rows: list[Trajectory], o: Namespace) -> tuple[Batch, torch.Tensor]:
@@ -500,15 +495,14 @@ def recipe_of(o: Namespace) -> Recipe:
 
 
 def run_update(name: str, o: Namespace, folder: str) -> dict:
-    kind = UPDATES[name]
-    policy, _ = make_policy(Namespace(**vars(o) | {"gradient_checkpointing": kind == "checkpointing"}))
+    policy, _ = make_policy(Namespace(**vars(o) | {"gradient_checkpointing": name == "ours checkpointed"}))
     scripts = scripts_of(o, policy.config.vocab_size)
     warm = make_batch(played(warm_scripts(scripts[: o.group_size]), policy.config.vocab_size).rows, o)
-    gradient(kind, policy, *warm, o)
+    UPDATES[name](policy, *warm, o)
     policy.zero_grad(set_to_none=True)
     environment = played(scripts, policy.config.vocab_size)
     batch, lengths = make_batch(environment.rows, o)
-    numbers, _ = measured(lambda: gradient(kind, policy, batch, lengths, o), o.device)
+    numbers, _ = measured(lambda: UPDATES[name](policy, batch, lengths, o), o.device)
     return numbers | {"tokens": environment.sampled, "difference": same_gradient(policy, Path(folder, f"{o.vocab}.npy"))}
 
 
@@ -563,7 +557,7 @@ def slow_step(policy: Policy, optimizer, environment: Scripted, accelerator: Acc
     start = clock(o.device)
     naive(policy, environment)
     rolled = clock(o.device)
-    padded_gradient(policy, *make_batch(environment.rows, o))
+    padded_gradient(policy, *make_batch(environment.rows, o), o)
     torch.nn.utils.clip_grad_norm_(policy.parameters(), recipe_of(o).max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
@@ -827,6 +821,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(table(part, found) + "\n")
             if not complete:
                 break
+    if o.quick:
+        print("small work, one run: what it does, not how fast it is; python bench.py rollout, update, step, ... measure")
     where = machine(o)
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     if o.json:

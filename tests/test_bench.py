@@ -113,8 +113,8 @@ def test_all_ways_to_the_gradient_give_the_same_gradient(policy, scripts):
     o = options("update", "--group_size", "4")
     batch, lengths = bench.make_batch(bench.played(scripts, VOCAB).rows, o)
     gradients = {}
-    for name, kind in bench.UPDATES.items():
-        bench.gradient(kind, policy, batch, lengths, o)
+    for name, update in bench.UPDATES.items():
+        update(policy, batch, lengths, o)
         gradients[name] = flat_gradient(policy)
     first = gradients["padded log_softmax"]
     assert first.norm() > 0
@@ -126,7 +126,7 @@ def test_the_budget_of_a_micro_batch_changes_no_gradient(policy, scripts):
     batch, lengths = bench.make_batch(bench.played(scripts, VOCAB).rows, options("update", "--group_size", "4"))
     gradients = []
     for budget in ("1", "100000"):
-        bench.gradient("ours", policy, batch, lengths, options("update", "--tokens_per_micro_batch", budget))
+        bench.our_gradient(policy, batch, lengths, options("update", "--tokens_per_micro_batch", budget))
         gradients.append(flat_gradient(policy))
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[0].norm()
 
@@ -192,6 +192,14 @@ def test_trl_plays_the_same_script():
 def test_trl_gets_the_scripts_in_the_order_of_its_own_prompts():
     rows = [Script([i], [1], []) for i in range(4)]
     assert bench.in_order(rows, ["1", "1", "0", "0"], 2) == [rows[2], rows[3], rows[0], rows[1]]
+
+
+@pytest.mark.slow
+def test_a_step_of_trl_runs_beside_ours(capsys):
+    pytest.importorskip("trl")
+    bench.main(["step", "--quick", "--peer", "trl"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:3] in ("TRL", "slo", "our")] == [
+        "TRL", "slow", "ours"]
 
 
 def test_without_trl_there_is_one_line_that_names_the_command(monkeypatch):
