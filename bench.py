@@ -195,10 +195,13 @@ def make_model(o: Namespace, dtype: torch.dtype = torch.float32):
         return AutoModelForCausalLM.from_config(config_of(o), dtype=dtype)
 
 
-def make_policy(o: Namespace) -> tuple[Policy, PreTrainedTokenizerFast]:
-    """All weights trained, in fp32; or frozen (bf16 on a GPU) with two thin matrices beside each."""
+def make_policy(o: Namespace, plain: bool = False) -> tuple[Policy, PreTrainedTokenizerFast]:
+    """All weights trained, in fp32; or frozen (bf16 on a GPU) with two thin matrices beside each. plain: for a slow twin, with
+    the attention that transformers would give it."""
     frozen = torch.bfloat16 if o.device == "cuda" else torch.float32
     policy = Policy(make_model(o, frozen if o.lora_rank else torch.float32))
+    if plain:
+        policy.language_model.set_attn_implementation("sdpa")
     if o.lora_rank:
         add_lora(policy.requires_grad_(False).language_model, o.lora_rank)
     if o.gradient_checkpointing:
@@ -428,7 +431,7 @@ LOOPS = {"naive": naive, "HF active rows": active, "HF kept caches": kept, "slot
 
 
 def run_rollout(name: str, o: Namespace) -> dict:
-    policy, tokenizer = make_policy(o)
+    policy, tokenizer = make_policy(o, plain="slots" not in name)
     scripts = scripts_of(o, policy.config.vocab_size)
     policy.eval()
     LOOPS[name](policy, Scripted(warm_scripts(scripts[:2]), tokenizer))
@@ -470,7 +473,7 @@ def padded_gradient(policy: Policy, batch: Batch, lengths: torch.Tensor, o: Name
 
 
 def our_gradient(policy: Policy, batch: Batch, lengths: torch.Tensor, o: Namespace) -> None:
-    """policy.py: rows of like length in one micro-batch, the head only where the policy sampled, in chunks."""
+    """policy.py: the head only where the policy sampled, in chunks; rows of like length in one micro-batch, unpadded."""
     budget = o.tokens_per_micro_batch or MICRO_BATCH * batch.tokens.shape[1]  # as many tokens as the padded twin has at once
     for rows in micro_batches(batch.response_mask, budget):
         part = batch.rows(rows).to(policy.device)
@@ -495,7 +498,8 @@ def recipe_of(o: Namespace) -> Recipe:
 
 
 def run_update(name: str, o: Namespace, folder: str) -> dict:
-    policy, _ = make_policy(Namespace(**vars(o) | {"gradient_checkpointing": name == "ours checkpointed"}))
+    given = Namespace(**vars(o) | {"gradient_checkpointing": name == "ours checkpointed"})
+    policy, _ = make_policy(given, plain=name.startswith("padded"))
     scripts = scripts_of(o, policy.config.vocab_size)
     warm = make_batch(played(warm_scripts(scripts[: o.group_size]), policy.config.vocab_size).rows, o)
     UPDATES[name](policy, *warm, o)
@@ -565,7 +569,7 @@ def slow_step(policy: Policy, optimizer, environment: Scripted, accelerator: Acc
 
 
 def run_step(step: Callable, o: Namespace) -> dict:
-    policy, tokenizer = make_policy(o)
+    policy, tokenizer = make_policy(o, plain=step is slow_step)
     accelerator, scripts = Accelerator(cpu=o.device == "cpu"), scripts_of(o, policy.config.vocab_size)
     make = partial(make_optimizer, policy, o.optimizer, 1e-6)
     step(policy, make(), Scripted(warm_scripts(scripts[: o.group_size]), tokenizer), accelerator, o)
