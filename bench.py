@@ -24,6 +24,7 @@ Left out: searches (nothing waits here), several processes, sampling by a server
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -79,6 +80,7 @@ from rollout import (
     play_in_slots,
     sample_turns,
 )
+from sampling import sampling_copy, wants_copy
 from train import score_batch, update
 
 TINY = Shape(256, 4, 8, 2, 688, 4096, tied=True, positions=4096)  # "4M"
@@ -419,10 +421,10 @@ def left_padded(texts: list[list[int]], device) -> tuple[torch.Tensor, torch.Ten
 
 
 @torch.no_grad()
-def slots(policy: Policy, environment: Scripted, temperature: float = 1.0, share: int = 1) -> None:
+def slots(policy: Policy, environment: Scripted, temperature: float = 1.0, share: int = 1, graphs: bool = False) -> None:
     """engine.py, fed by rollout.py, with a slot for every row or for one in `share`."""
     count = max(1, len(environment.rows) // share)
-    if not play_in_slots(policy, environment, environment.rows, count, temperature, 1.0, None):
+    if not play_in_slots(policy, environment, environment.rows, count, temperature, 1.0, None, graphs):
         raise InputError("the engine cannot be used here (see the warning): nothing to compare")
 
 
@@ -537,9 +539,11 @@ def update_part(o: Namespace) -> list[Part]:
 # -------------------------------------------------------------------------------------------------- a whole step
 
 def our_step(policy: Policy, optimizer, environment: Scripted, accelerator: Accelerator, o: Namespace) -> dict:
-    """The functions that train.py calls: slots, advantages, a scoring pass where an update comes second, updates."""
+    """As train.py: slots (on a GPU of a copy in bf16), advantages, a scoring pass for what is updated second, updates."""
     recipe, start = recipe_of(o), clock(o.device)
-    slots(policy, environment, share=o.rows_per_slot)
+    copied = wants_copy("auto", policy.device, bool(o.lora_rank), False)
+    with sampling_copy(policy) if copied else contextlib.nullcontext(policy) as sampler:
+        slots(sampler, environment, share=o.rows_per_slot, graphs=o.cuda_graphs)
     rolled = clock(o.device)
     batch, _ = make_batch(environment.rows, o)
     cuts = torch.arange(len(batch)).tensor_split(o.updates)
@@ -734,11 +738,11 @@ def run_decode(o: Namespace) -> dict:
     model = make_model(o, getattr(torch, o.dtype)).eval()
     warm = 8
     engine = Engine(model, o.batch, o.context + warm + o.steps + 1, set(),
-                    lambda turn, room: "length" if len(turn) >= room else None, compile_decode=o.compile)  # fmt: skip
+                    lambda turn, room: "length" if len(turn) >= room else None, graphs=o.cuda_graphs)  # fmt: skip
     prompt = [i % 1000 + 1 for i in range(o.context)]
     for number in range(o.batch):
         engine.add(number, prompt, warm)
-    for row in engine.decode():  # reads the prompt; compiles
+    for row in engine.decode():  # reads the prompt; records
         engine.resume(row, row.ids, o.steps)
     numbers, _ = measured(engine.decode, o.device)
     seconds = numbers["seconds"] / o.steps
@@ -748,7 +752,7 @@ def run_decode(o: Namespace) -> dict:
 
 def decode_part(o: Namespace) -> list[Part]:
     what = f"decode: a step of {o.batch} rows behind {o.context} tokens, {o.model} in {o.dtype}, {o.device}"
-    return [Part(f"{what}{', compiled' * o.compile}", {"slots": partial(run_decode, o)})]
+    return [Part(f"{what}{', recorded' * o.cuda_graphs}", {"slots": partial(run_decode, o)})]
 
 
 # ------------------------------------------------------------------------------------------------------ commands
@@ -781,7 +785,7 @@ def parse(arguments: list[str] | None = None) -> Namespace:
     parser.add_argument("--context", type=int, default=512, help="decode: tokens in front of what is timed")
     parser.add_argument("--steps", type=int, default=64, help="decode: steps that are timed")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="decode: of the weights")
-    parser.add_argument("--compile", action="store_true", help="decode: compile the step")
+    parser.add_argument("--cuda_graphs", action="store_true", help="decode, step: record a decoding step and replay it")
     return check(parser.parse_args(arguments))
 
 
@@ -790,6 +794,8 @@ def check(o: Namespace) -> Namespace:
     for name in ("repeats", "prompts", "group_size", "threads", "updates", "rows_per_slot", "batch", "context", "steps"):
         if getattr(o, name) < 1:
             raise InputError(f"--{name} {getattr(o, name)}: must be at least 1")
+    if o.cuda_graphs and o.device != "cuda":
+        raise InputError("--cuda_graphs: only a GPU can record a step: add --device cuda, or leave it out")
     if o.lora_rank:
         check_peft(o.lora_rank)
     if o.json:

@@ -348,6 +348,7 @@ def test_a_decoding_step_is_held_against_the_bandwidth_of_the_same_run():
     (["rollout", "--only", "slot"], r"--only slot: no such variant \(did you mean slots\?\)"),
     (["rollout", "--repeats", "0"], "--repeats 0: must be at least 1"),
     (["rolout"], "invalid choice"),
+    (["decode", "--cuda_graphs"], "--cuda_graphs: only a GPU can record a step"),
     (["step", "--json", "/"], "name a file"),
     (["decode", "--model", "nowhere/none", "--quick"], "neither"),
 ])  # fmt: skip
