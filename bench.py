@@ -828,7 +828,8 @@ def main(arguments: list[str] | None = None) -> None:
             runs, complete = in_turns(part, o.repeats, o.threads)
             found = summarize(runs, part)
             rows += [{"part": part.what, **row} for row in found]
-            print(table(part, found) + "\n")
+            if found:
+                print(table(part, found) + "\n")
             if not complete:
                 break
     if o.quick:
