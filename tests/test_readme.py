@@ -20,7 +20,7 @@ PAPERS = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 SHOWN = {  # file -> its arguments
     "ablate": "--table --runs nowhere", "baselines": "", "chunks": "", "cross_model": "", "curriculum": "", "dapo": "",
-    "lora": "", "plan": "", "shards": "",
+    "bench": "", "lora": "", "plan": "", "shards": "",
     "dense": "", "embed": "", "engine": "", "packing": "", "sampling": "",
     "errors": "", "fetch": "", "grpo": "", "judge": "", "kl": "", "llm": "", "metrics": "",
     "page": "", "policy": "", "ppo": "", "predictions": "", "prompts": "", "recipes": "", "records": "", "reinforce_pp": "",
