@@ -541,7 +541,7 @@ def update_part(o: Namespace) -> list[Part]:
 def our_step(policy: Policy, optimizer, environment: Scripted, accelerator: Accelerator, o: Namespace) -> dict:
     """As train.py: slots (on a GPU of a copy in bf16), advantages, a scoring pass for what is updated second, updates."""
     recipe, start = recipe_of(o), clock(o.device)
-    copied = wants_copy("auto", policy.device, bool(o.lora_rank), False)
+    copied = wants_copy("auto", policy.device, False)
     with sampling_copy(policy) if copied else contextlib.nullcontext(policy) as sampler:
         slots(sampler, environment, share=o.rows_per_slot, graphs=o.cuda_graphs)
     rolled = clock(o.device)
