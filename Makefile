@@ -16,8 +16,7 @@ install: $(VENV)/installed
 train: install
 	$(BIN)/accelerate launch --config_file configs/cpu.yaml train.py --stage 1 --world_seed $(SEED) --seed $(SEED)
 	$(BIN)/accelerate launch --config_file configs/cpu.yaml train.py --stage 2 --world_seed $(SEED) --seed $(SEED)
-	$(BIN)/python eval.py --world_seed $(SEED) --seed $(SEED) --temperature 1
-	$(BIN)/python eval.py --world_seed $(SEED) --seed $(SEED)
+	$(BIN)/python eval.py --world_seed $(SEED) --seed $(SEED) --decoding both
 	$(BIN)/python view.py --png runs/ur2-world$(SEED)-seed$(SEED)
 
 # Everything but the long learning runs; `make slow` runs those.

@@ -292,7 +292,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Recipe, dict]:
     parser.add_argument("--fact_seed", type=int, default=None, help="redraw every fact of the built-in world")
     parser.add_argument("--reader", default="", metavar="SPEC",
                         help="answers from the evidence: URL#model, a HF model, or built-in (its second model)")
-    parser.add_argument("--decoding", default="greedy", choices=["greedy", "paper"], help="paper: as the paper evaluates")
+    parser.add_argument("--decoding", default="greedy", choices=["greedy", "paper", "both"],
+                        help="paper: as the paper evaluates; both: at temperature 1, and greedily")
     parser.add_argument("--fresh", action="store_true", help="do not go on with predictions that are there already")
     parser.add_argument("--predictions", default="", metavar="FILE,FILE", help="score these, in any layout; no model is run")
     parser.add_argument("--out", default="", help="predictions file; default: under runs/predictions; none with --predictions")
@@ -302,6 +303,10 @@ def parse(arguments: list[str] | None = None) -> tuple[Recipe, dict]:
     for name in ("out", "json"):
         if options[name]:
             check_output(options[name], f"--{name}")
+    if options["decoding"] == "both" and (bad := next((n for n in ("predictions", "out", "json") if options[n]), "")):
+        raise InputError(f"--decoding both evaluates twice, and --{bad} is for one: leave one of them out")
+    if options["decoding"] == "both" and "temperature" in given:
+        raise InputError("--decoding both has temperatures of its own: leave --temperature out")
     if options["samples"] < 1 or options["questions"] < 0:
         raise InputError("--samples must be at least 1, and --questions at least 0 (all)")
     if not options["predictions"]:
@@ -399,6 +404,14 @@ def flat(datasets: dict[str, list[Question]]) -> list[Question]:
 
 def main(arguments: list[str] | None = None) -> None:
     recipe, options = parse(arguments)
+    if options["decoding"] != "both":
+        run(recipe, options)
+        return
+    for temperature in (1.0, 0.0):
+        run(dataclasses.replace(recipe, temperature=temperature), options)
+
+
+def run(recipe: Recipe, options: dict) -> None:
     scoring = {"data": recipe.data, "skip_bad": recipe.skip_bad} | {k: options[k] for k in ("punctuation", "count_missing")}
     stored = score_files(named_files(options["predictions"]), **scoring) if options["predictions"] else []
     others = score_files(options["against"], **scoring) if options["against"] else []

@@ -10,12 +10,13 @@ token has its position in its own text. Attention is computed group by group: a 
 within SLACK tokens, so a group is a view of the packed tensor and nothing is copied, masked or built for it.
 
 Padding behind a text cannot influence it under causal attention; nor can what a text says behind the last token that is
-asked for, so that is cut off too. Left out: texts that share a prompt share no computation of it; layers with a sliding
+asked for, so that is cut off too, and behind the last layer's attention all that is not asked for. Left out: texts that share a prompt share no computation of it; layers with a sliding
 window and families not listed below: those models go through padded.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -47,10 +48,27 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
     packed = pack(tokens, lengths_of(wanted))
     # Trap: without a mask the model would take it upon itself to build one of N x N; one of four dimensions it hands on as
     # it is. Ours says nothing, and nobody reads it.
-    output = backbone(input_ids=packed.ids, position_ids=packed.positions, groups=packed.groups, use_cache=False,
-                      attention_mask=tokens.new_zeros(1, 1, 1, 1))  # fmt: skip
-    places = packed.starts[:, None] + torch.arange(wanted.shape[1], device=tokens.device)  # [B, T]
-    return output.last_hidden_state[0, places[wanted]]
+    places = (packed.starts[:, None] + torch.arange(wanted.shape[1], device=tokens.device))[wanted]  # [n]
+    with last_layer_at(backbone, places):
+        output = backbone(input_ids=packed.ids, position_ids=packed.positions, groups=packed.groups, use_cache=False,
+                          attention_mask=tokens.new_zeros(1, 1, 1, 1))  # fmt: skip
+    return output.last_hidden_state[0, places]
+
+
+@contextlib.contextmanager
+def last_layer_at(backbone, places: torch.Tensor):
+    """Behind the last layer's attention no token is read by another: its feed-forward part is computed at `places` [n] only.
+
+    Not with gradient checkpointing, which computes the layer again when this is over.
+    """
+    layer = backbone.layers[-1]
+    if not getattr(layer, "gradient_checkpointing", False):
+        whole = layer.mlp.forward
+        layer.mlp.forward = lambda hidden: torch.zeros_like(hidden).index_copy(1, places, whole(hidden.index_select(1, places)))
+    try:
+        yield
+    finally:
+        vars(layer.mlp).pop("forward", None)
 
 
 def lengths_of(wanted: torch.Tensor) -> list[int]:

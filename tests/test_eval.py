@@ -623,6 +623,25 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
     assert sampling("--decoding", "paper", "--temperature", "0.7") == (0.7, 0.5)
 
 
+def test_both_decodings_in_one_go_are_the_two_evaluations(trained, capsys):
+    few = ["--runs", str(trained), "--questions", "1"]
+    evaluation.main([*few, "--temperature", "1", "--fresh"])
+    evaluation.main([*few, "--fresh"])
+    alone = capsys.readouterr().out
+    evaluation.main([*few, "--decoding", "both", "--fresh"])
+    assert capsys.readouterr().out == alone and "temperature 1" in alone and "temperature 0" in alone
+
+
+@pytest.mark.parametrize("more, said", [
+    (("--out", "p.jsonl"), "--out is for one"), (("--json", "t.json"), "--json is for one"),
+    (("--predictions", "p.jsonl"), "--predictions is for one"), (("--temperature", "1"), "leave --temperature out"),
+])  # fmt: skip
+def test_both_decodings_with_what_is_for_one_is_one_line(more, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=said):
+        evaluation.main(["--decoding", "both", *more])
+
+
 def test_ctrl_c_names_the_predictions_that_are_finished(trained, tmp_path, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -140,6 +140,19 @@ def test_generate_and_a_saved_checkpoint_know_nothing_of_it(tmp_path):
     assert ours.tolist() == loaded.generate(**arguments).tolist()
 
 
+def test_the_last_feed_forward_part_is_computed_where_it_is_asked_for_and_is_itself_again_behind_it(monkeypatch):
+    (tokens, mask), policy, seen = batch(), make(), []
+    layers = policy.language_model.model.layers
+    for layer in layers:
+        layer.mlp.up_proj.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    policy(tokens, mask=mask)
+    assert seen == [14 + 9 + 9 + 3 + 3 + 3, mask.sum()]
+    assert all("forward" not in vars(layer.mlp) for layer in layers)
+    seen.clear()
+    policy.language_model(input_ids=tokens)
+    assert seen == [15, 15]  # whoever calls the model itself gets all of it
+
+
 def test_places_that_nobody_asks_for_cost_nothing_and_break_nothing():
     policy, tokens = make(), torch.randint(0, 50, (2, 6))
     none = torch.zeros(2, 5, dtype=torch.bool)
