@@ -10,8 +10,8 @@ token has its position in its own text. Attention is computed group by group: a 
 within SLACK tokens, so a group is a view of the packed tensor and nothing is copied, masked or built for it.
 
 Padding behind a text cannot influence it under causal attention; nor can what a text says behind the last token that is
-asked for, so that is cut off too, and behind the last layer's attention all that is not asked for. Left out: texts that share a prompt share no computation of it; layers with a sliding
-window and families not listed below: those models go through padded.
+asked for, so that is cut off too, and behind the last layer's attention all that is not asked for. Left out: texts that share
+a prompt share no computation of it; layers with a sliding window and families not listed below go through padded.
 """
 
 from __future__ import annotations

@@ -629,7 +629,8 @@ def test_both_decodings_in_one_go_are_the_two_evaluations(trained, capsys):
     evaluation.main([*few, "--fresh"])
     alone = capsys.readouterr().out
     evaluation.main([*few, "--decoding", "both", "--fresh"])
-    assert capsys.readouterr().out == alone and "temperature 1" in alone and "temperature 0" in alone
+    both = "\n".join(line for line in capsys.readouterr().out.splitlines() if "are kept as" not in line) + "\n"
+    assert both == alone and "temperature 1" in alone and "temperature 0" in alone
 
 
 @pytest.mark.parametrize("more, said", [
