@@ -391,8 +391,7 @@ def make_optimizer(policy: nn.Module, name: str, lr: float, betas=(0.9, 0.999), 
     parameters = [p for p in policy.parameters() if p.requires_grad]
     if name == "adamw":
         # fused: what PyTorch takes on a GPU otherwise holds a second copy of all weights during the step
-        fused = all(p.is_cuda for p in parameters) or None
-        return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused)
+        return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
     if name not in OPTIMIZERS:
         raise InputError(f"unknown optimizer {name!r}: {', '.join(OPTIMIZERS)}")
     if importlib.util.find_spec("bitsandbytes") is None:

@@ -23,7 +23,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +83,7 @@ def train_sft(
     warmup: int = 0,
     decay_from: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.98),
-    tokens_per_micro_batch: int = 16384,  # small for a tiny model on a CPU: what it computes then stays in the cache
+    tokens_per_micro_batch: int = 16384,
     description: str = "supervised",
 ) -> list[float]:
     """`steps` updates; `next_examples(step)` gives each step's batch. Returns the loss of every step.
@@ -95,17 +94,12 @@ def train_sft(
     optimizer = make_optimizer(policy, "adamw", lr, betas)
     start = max(warmup, int(decay_from * steps))  # the decay begins behind the warm-up
     losses = []
-    # The next batch is made while this one is learned from.
-    with ThreadPoolExecutor(1) as ahead, tqdm(total=steps, desc=description, dynamic_ncols=True) as bar:
-        coming = ahead.submit(next_examples, 0)
+    with tqdm(total=steps, desc=description, dynamic_ncols=True) as bar:
         for step in range(steps):
-            examples = coming.result()
-            if step + 1 < steps:
-                coming = ahead.submit(next_examples, step + 1)
             factor = sft_lr_factor(step, steps, warmup, start)
             for group in optimizer.param_groups:
                 group["lr"] = lr * factor
-            tokens, mask = collate_examples(examples)
+            tokens, mask = collate_examples(next_examples(step))
             tokens, mask = tokens.to(policy.device), mask.to(policy.device)
             loss = 0.0
             for rows in micro_batches(mask, tokens_per_micro_batch):

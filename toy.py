@@ -35,7 +35,7 @@ from data import Document, Question
 from errors import FlagParser, run_main
 from llm import chat_text
 from policy import Policy, load_policy, save_policy
-from prompts import PROTOCOLS, Protocol, as_protocol, build_prompt, frame_documents, number_documents
+from prompts import PROTOCOLS, Protocol, as_protocol, frame_documents, number_documents, prompt_text
 from sft import Example, train_sft
 from world import (
     CITY_HEADS,
@@ -461,11 +461,12 @@ def as_documents(passages: list[tuple[str, str]]) -> tuple[Document, ...]:
 
 def encode_traces(traces: list[tuple[Question, Pieces]], protocol: Protocol, tokenizer) -> list[Example]:
     """Traces -> ids and masks. Every piece is encoded by itself, as the rollout does."""
-    texts = [text for _, pieces in traces for text, _ in pieces]
-    encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    texts = [text for question, pieces in traces
+             for text in (prompt_text(protocol, question, tokenizer), *(piece for piece, _ in pieces))]  # fmt: skip
+    encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])  # in one call: many small ones take as long again
     examples = []
-    for question, pieces in traces:
-        ids = build_prompt(protocol, question, tokenizer)
+    for _, pieces in traces:
+        ids = list(next(encoded))  # the prompt
         mask = [0] * len(ids)
         for _, kind in pieces:
             piece = next(encoded)
@@ -485,7 +486,7 @@ def warm_up(policy: Policy, tokenizer, world: World, protocol: Protocol, options
         return encode_traces([writer.write() for _ in range(options.batch_size)], protocol, tokenizer)
 
     return train_sft(policy, next_examples, options.steps, options.lr, options.lr_warmup, options.decay_from,
-                     tokens_per_micro_batch=2048, description=f"warm-up ({protocol.name})")  # fmt: skip
+                     description=f"warm-up ({protocol.name})")  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- R-Search's frozen reader
@@ -521,7 +522,7 @@ def train_reader(world: World, tokenizer, seed: int, steps: int = READER_STEPS) 
         reader = Policy(look_back(LlamaForCausalLM(config), (1, 1, 2, 2)))
     writer = TraceWriter(world, PROTOCOLS["r_search"], WARM_UPS["r_search"], 1_000 + seed)
     train_sft(reader, lambda step: [reader_example(writer, tokenizer) for _ in range(64)], steps, 4e-3, 50, 0.5,
-              tokens_per_micro_batch=2048, description="the reader of R-Search's evidence")  # fmt: skip
+              description="the reader of R-Search's evidence")  # fmt: skip
     return reader
 
 
