@@ -589,9 +589,10 @@ def load_writer(recipe: Recipe) -> tuple[Local | Asked, Limits]:
 
 
 def default_folder(recipe: Recipe, options: dict) -> Path:
-    of = Path(recipe.data).stem if recipe.data else f"world{recipe.world_seed}-{options['split']}"
+    files = "+".join(Path(name).stem for name in recipe.data.split(","))[:100]
+    of = files or f"world{recipe.world_seed}-{options['split']}"
     who = recipe.model or f"warm-{recipe.protocol}"
-    return Path(recipe.runs) / "baselines" / re.sub(r"[^\w.-]+", "-", f"{who}-{of}-{recipe.retriever}").lstrip("-.")
+    return Path(recipe.runs) / "baselines" / re.sub(r"[^\w.+-]+", "-", f"{who}-{of}-{recipe.retriever}").lstrip("-.")
 
 
 def check_folder(folder: Path, recipe: Recipe, options: dict, made_with: dict) -> None:

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from data import Document, Question, SearchResult
-from engine import Engine, affordable, obstacle, pick
+from engine import Engine, affordable, attending_to_slots, obstacle, pick
 from errors import InputError
 from policy import Policy, collate, without_dropout
 from prompts import PROTOCOLS, build_prompt
@@ -392,6 +392,21 @@ def test_a_recorded_step_is_replayed_with_what_it_is_given_and_gives_the_same_ro
     assert outcomes[0] == outcomes[1]
     # five rows, and as they end 4, 2, 1; the longest passes place 512
     assert sorted(shapes) == [(1, 512), (1, 608), (2, 512), (4, 512), (5, 512)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_a_recorded_step_gives_the_plain_step_s_logits_and_rows():
+    model = random_policy(40, random.Random(0)).language_model.to("cuda")  # fp32: bf16 logits are often tied
+    outcomes, logits = [], []
+    for graphs in (False, True):
+        engine = Engine(model, 5, 600, set(), lambda turn, room: "length" if len(turn) >= room else None, 0.0, graphs=graphs)
+        queue = deque([([1, 2, 3, 4], 3), ([1, 2, 3, 4], 6), ([7, 8], 90), ([9], 5), ([5, 6, 7], 20), ([3], 530), ([4, 4], 9)])
+        outcomes.append(run_queue(engine, queue))
+        with torch.no_grad(), attending_to_slots(model):
+            last = torch.tensor([[5], [6]], device="cuda")
+            logits.append(engine.logits(last, torch.zeros_like(last), 8).clone())
+    assert outcomes[0] == outcomes[1]
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)
 
 
 def run_queue(engine, queue) -> list:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -623,8 +624,9 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
     assert sampling("--decoding", "paper", "--temperature", "0.7") == (0.7, 0.5)
 
 
-def test_both_decodings_in_one_go_are_the_two_evaluations(trained, capsys):
-    few = ["--runs", str(trained), "--questions", "1"]
+def test_both_decodings_in_one_go_are_the_two_evaluations(trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / "runs")
+    few = ["--runs", str(tmp_path / "runs"), "--questions", "1"]
     evaluation.main([*few, "--temperature", "1", "--fresh"])
     evaluation.main([*few, "--fresh"])
     alone = capsys.readouterr().out

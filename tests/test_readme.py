@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAPERS = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+GPU = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 SHOWN = {  # file -> its arguments
     "ablate": "--table --runs nowhere", "baselines": "", "chunks": "", "cross_model": "", "curriculum": "", "dapo": "",
     "bench": "", "lora": "", "plan": "", "shards": "",
@@ -30,7 +31,7 @@ SHOWN = {  # file -> its arguments
 WITH_A_RUN = {"data", "eval", "rollout", "train", "view"}  # these show a file, or a model: their own tests run them
 
 # `python FILE ARGUMENTS`, in a block or in a line; behind " #" a comment
-COMMANDS = re.findall(r"(?:python|accelerate launch) (\w+)\.py((?: (?!#)[^\s`]+)*)", README)
+COMMANDS = re.findall(r"(?:python|accelerate launch) (\w+)\.py((?: (?!#)[^\s`]+)*)", README + GPU)
 SUBCOMMANDS = ("difficulty", "direct", "reasoning", "traces", "summarizer", "serve", "check")
 
 
@@ -55,9 +56,9 @@ def test_every_function_of_the_equation_map_exists():
 
 
 def test_every_flag_in_the_readme_is_known_to_some_file():
-    flags = set(re.findall(r"--([a-z_]\w*)", re.sub(r"hf download.*", "", README) + PAPERS + RESULTS))
+    flags = set(re.findall(r"--([a-z_]\w*)", re.sub(r"hf download.*", "", README) + PAPERS + RESULTS + GPU))
     of_files = {f for path in ROOT.glob("*.py") for f in re.findall(r'add_argument\("--(\w+)"', path.read_text("utf-8"))}
-    assert flags - {"help", "quiet", "nproc_per_node"} <= {f.name for f in fields(Recipe)} | of_files
+    assert flags - {"help", "quiet", "config_file", "num_processes"} <= {f.name for f in fields(Recipe)} | of_files
 
 
 def help_text(name, subcommand):
