@@ -579,7 +579,7 @@ def load_writer(recipe: Recipe) -> tuple[Local | Asked, Limits]:
         cache = recipe.llm_cache or str(Path(recipe.runs) / "llm_cache")
         return Asked(load_llm(recipe.model, cache=cache, timeout=recipe.llm_timeout, retries=recipe.llm_retries,
                               max_tokens=recipe.max_turn_tokens)), limits  # fmt: skip
-    policy, tokenizer = load_model(recipe, recipe.model, best_device())
+    policy, tokenizer = load_model(recipe, recipe.model, best_device(), frozen=True)
     limits = replace(limits, max_context=context_of(policy, recipe.max_context or None))
     if limits.max_context > context_of(policy, None):
         raise InputError(f"--max_context {limits.max_context}: the model has {context_of(policy, None)} positions")

@@ -107,12 +107,12 @@ def grouped_attention(module, query, keys, values, mask, scaling=None, **_) -> t
 
     The heads / kv queries that share a key head become rows of one query matrix, so no key is repeated in memory.
     """
-    n, heads, chunk, width = query.shape
+    n, heads, chunk, size = query.shape  # size: D
     group = heads // keys.shape[1]
-    packed = query.reshape(n, heads // group, group * chunk, width)
+    stacked = query.reshape(n, heads // group, group * chunk, size)
     mask = mask if chunk == 1 else mask.repeat(1, 1, group, 1)
-    out = scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
-    return out.reshape(n, heads, chunk, width).transpose(1, 2).contiguous(), None  # [n, C, heads, D]
+    out = scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scaling)
+    return out.reshape(n, heads, chunk, size).transpose(1, 2).contiguous(), None  # [n, C, heads, D]
 
 
 AttentionInterface.register("slots", grouped_attention)
@@ -435,7 +435,8 @@ def agrees(model) -> bool:
 
 
 def affordable(model, size: int) -> int:
-    """Slots of `size` places that fit in the free memory."""
+    """Slots of `size` places that fit in the free memory, each with its row's logits (16 bytes for one of V). On a CPU a
+    container's own limit is not known here: --rollout_batch_size bounds it."""
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -444,7 +445,7 @@ def affordable(model, size: int) -> int:
         bytes_each = torch.get_autocast_dtype(model.device.type).itemsize
         # the copy that autocast is about to make of weights in fp32
         free -= bytes_each * sum(p.numel() for p in model.parameters() if p.dtype == torch.float32)
-    per_slot = 2 * config.num_hidden_layers * heads * width * (size + 64) * bytes_each
+    per_slot = 2 * config.num_hidden_layers * heads * width * (size + 64) * bytes_each + 16 * config.vocab_size
     return max(0, int(SHARE * free / per_slot))
 
 

@@ -310,8 +310,9 @@ def parse(arguments: list[str] | None = None) -> tuple[Recipe, dict]:
     if options["samples"] < 1 or options["questions"] < 0:
         raise InputError("--samples must be at least 1, and --questions at least 0 (all)")
     if not options["predictions"]:
-        paper = PAPER_DECODING.get(given.get("recipe", "ur2"), {}) if options["decoding"] == "paper" else {}
-        recipe = recipe_of({**paper, **given})
+        recipe = recipe_of(given)
+        if options["decoding"] == "paper":  # of the recipe that the checkpoint was trained with
+            recipe = recipe_of({**PAPER_DECODING.get(recipe.recipe, {}), **given})
     else:
         recipe = recipe_without_model(given)
     check_reader(options, recipe)
@@ -350,7 +351,7 @@ def recipe_of(given: dict) -> Recipe:
         recipe = resolve(name, given.get("stage", last_stage(name)), not model)
     if "data" in given and recipe.corpus != "from-data":
         recipe = dataclasses.replace(recipe, corpus="")  # another question file: not the old corpus
-    evaluation = {"temperature": 0.0, "top_p": 1.0, "judge": "", "summary_log": ""}
+    evaluation = {"temperature": 0.0, "top_p": 1.0, "judge": "", "summary_log": "", "cuda_graphs": False}
     recipe = dataclasses.replace(recipe, **{**evaluation, **given, "model": model})
     return check_recipe(recipe, training=False)
 
@@ -437,7 +438,7 @@ def run(recipe: Recipe, options: dict) -> None:
 
 def roll_out(recipe: Recipe, options: dict, datasets: dict[str, list[Question]], documents: list, out: Path) -> list[dict]:
     search = build_search(recipe, documents, best_device())
-    policy, tokenizer = load_model(recipe, recipe.model, best_device())
+    policy, tokenizer = load_model(recipe, recipe.model, best_device(), frozen=True)
     questions, samples = flat(datasets), options["samples"]
     searching = f", retriever {recipe.retriever}" if build_protocol(recipe).query_tags else ""
     cut = recipe.data and options["questions"]
@@ -470,7 +471,7 @@ def demo(arguments: list[str] | None = None) -> None:
     questions = flat(datasets)
     question = pick(questions, text)
     search = build_search(recipe, documents, best_device())
-    policy, tokenizer = load_model(recipe, recipe.model, best_device())
+    policy, tokenizer = load_model(recipe, recipe.model, best_device(), frozen=True)
     protocol = build_protocol(recipe)
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in build_prompt(protocol, question, tokenizer):
         raise InputError(f"the model has no tokens for this question, as it knows only its own world's words; "

@@ -9,9 +9,9 @@ Everything in a transformer but attention treats each token by itself: it does n
 token has its position in its own text. Attention is computed group by group: a group's rows are as long as each other, to
 within SLACK tokens, so a group is a view of the packed tensor and nothing is copied, masked or built for it.
 
-Padding behind a text cannot influence it under causal attention; nor can what a text says behind the last token that is
-asked for, so that is cut off too, and behind the last layer's attention all that is not asked for. Left out: texts that share
-a prompt share no computation of it; layers with a sliding window and families not listed below go through padded.
+Three things are not computed: padding, which causal attention lets no text see; what a text says behind the last token that is
+asked for; and the last layer's feed-forward part of all tokens that are not asked for. Left out: texts that share a prompt
+share no computation of it; layers with a sliding window and families not listed below go through padded.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
     if not packs(backbone.config):
         return backbone(input_ids=tokens, use_cache=False).last_hidden_state[:, : wanted.shape[1]][wanted]
     packed = pack(tokens, lengths_of(wanted))
-    # Trap: without a mask the model would take it upon itself to build one of N x N; one of four dimensions it hands on as
-    # it is. Ours says nothing, and nobody reads it.
+    # Trap: without a mask the model builds one of N x N. One of four dimensions is handed on untouched; ours is not read.
     places = (packed.starts[:, None] + torch.arange(wanted.shape[1], device=tokens.device))[wanted]  # [n]
     with last_layer_at(backbone, places):
         output = backbone(input_ids=packed.ids, position_ids=packed.positions, groups=packed.groups, use_cache=False,
@@ -62,13 +61,15 @@ def last_layer_at(backbone, places: torch.Tensor):
     Not with gradient checkpointing, which computes the layer again when this is over.
     """
     layer = backbone.layers[-1]
+    own, whole = vars(layer.mlp), layer.mlp.forward
+    kept = dict(own)  # somebody else may have put a forward of theirs there
     if not getattr(layer, "gradient_checkpointing", False):
-        whole = layer.mlp.forward
         layer.mlp.forward = lambda hidden: torch.zeros_like(hidden).index_copy(1, places, whole(hidden.index_select(1, places)))
     try:
         yield
     finally:
-        vars(layer.mlp).pop("forward", None)
+        own.pop("forward", None)
+        own.update(kept)
 
 
 def lengths_of(wanted: torch.Tensor) -> list[int]:

@@ -26,7 +26,8 @@ Several GPUs: under `ddp` everything stands on each of them, and gradients all t
 gradients and moments are cut in parts; for an update the weights are put together, under `fsdp2` layer by layer. A rollout has
 its copy.
 
-tests/test_plan.py holds these against measured peaks of small models, on a CPU and under bf16 autocast. The rollout is that
+tests/test_plan.py holds the update's peak, weights, moments and keys and values against what small models take, on a CPU and
+under bf16 autocast. The rollout is that
 of --engine slots: plain `generate` reads whole prompts at once, which takes more. Left out: frozen judges and readers (2 bytes
 per weight), dense retrieval, CUDA's own memory and fragments: USABLE is the share that is counted on.
 """
@@ -123,8 +124,11 @@ def shape_of(model: str) -> Shape:
         if model.upper() == short or (name.lower() in model.lower() and not Path(model).exists()):
             return shape
     try:
-        return shape_from(AutoConfig.from_pretrained(model, local_files_only=True))
-    except (OSError, ValueError, AttributeError):
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        return shape_from(config)
+    except AttributeError:
+        raise InputError(f"--model {model}: {config.model_type} is not built as Llama is: its bytes are not known") from None
+    except (OSError, ValueError):
         close = difflib.get_close_matches(model, SHAPES, 1, 0)[0]
         raise InputError(f"--model {model}: neither {', '.join(SHAPES)} nor a model on this disk: give the one most like it, "
                          f"such as {close}, or a directory with its config.json") from None  # fmt: skip

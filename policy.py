@@ -36,6 +36,8 @@ from packing import allow_packing, hidden_states
 disable_progress_bar()  # a bar for every checkpoint would tear the run's own bar apart
 # Trap: on an H100 PyTorch prefers cuDNN's attention, which plans for every new shape, 20 ms and more; ours are nearly all new.
 torch.backends.cuda.enable_cudnn_sdp(False)
+# bf16 products are summed in fp32, also across the blocks that a GPU cuts a matrix into
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}  # held at once, in fp32: 64 MB, 512 MB (each chunk reads the whole head)
 OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
 
@@ -47,7 +49,8 @@ def chunk_rows(vocab: int, device: str) -> int:
 
 
 def token_logprobs(hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """log softmax(head(hidden) / τ) at `targets`: hidden [N, H], targets [N] -> [N], never more than a chunk of logits.
+    """log softmax(head(hidden) / τ) at `targets`: hidden [N, H], targets [N] -> [N]. Of a plain head without bias, as all
+    families named here have it, there is never more than a chunk of logits; of another kind they are computed whole.
 
     Worked number: logits (0, ln 3), target 1, τ = 1 -> ln 3 − ln 4 = −0.2877.
     """
@@ -63,8 +66,8 @@ class ChunkedLogprobs(torch.autograd.Function):
 
         ∂ log p_y / ∂z_v = 1[v = y] − p_v          G = weight · (onehot − p) / τ  [n, V]   ->   ∂h = G W,  ∂W = Σ_chunks Gᵀ h
 
-    The backward pass computes each chunk's logits again. Trap: autograd would keep four tensors of [n, V] where this has one,
-    and under autocast add up the chunks' ∂W in bf16, 1 % off after 64 chunks; here the sum is fp32.
+    The backward pass computes each chunk's logits again. Trap: autograd would keep four tensors of [n, V] where this has one
+    in fp32, and under autocast add up the chunks' ∂W in bf16, 1 % off after 64 chunks; here the sum is fp32.
     """
 
     @staticmethod
@@ -179,7 +182,7 @@ def _check_head(model: nn.Module) -> None:
 
     A cap hardly touches small logits, such as an untrained model's: the config's word counts too.
     """
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(model):  # dropout would make any two passes differ
         ids = torch.arange(3, device=model.device)[None]
         ours = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
         theirs = model(input_ids=ids, use_cache=False).logits
@@ -425,11 +428,13 @@ def evaluating(module: nn.Module):
 
 
 def main() -> None:
-    hidden, head = torch.zeros(1, 1), nn.Linear(1, 2)
+    hidden, head = torch.ones(1, 1), nn.Linear(1, 2, bias=False)
     with torch.no_grad():
-        head.weight.zero_()
-        head.bias.copy_(torch.tensor([0.0, math.log(3)]))
-        print("logits (0, ln 3), target 1: log-prob", round(token_logprobs(hidden, head, torch.tensor([1])).item(), 4))
+        head.weight.copy_(torch.tensor([[0.0], [math.log(3)]]))
+    logprob = token_logprobs(hidden, head, torch.tensor([1]))
+    logprob.sum().backward()
+    print("logits (0, ln 3), target 1: log-prob", round(logprob.item(), 4))
+    print("its gradient by the logits, onehot − p:", [round(g, 4) for g in head.weight.grad[:, 0].tolist()])
 
 
 if __name__ == "__main__":

@@ -353,6 +353,10 @@ def check_training(recipe: Recipe) -> None:
 
 def check_8bit(recipe: Recipe) -> None:
     """int8 weights are for models that nobody trains."""
+    if recipe.sampling_copy == "bf16" and recipe.base_in_8bit:
+        raise InputError("--sampling_copy bf16 with --base_in_8bit: the copy would take the memory that 8 bits saved; use none")
+    if recipe.cuda_graphs and recipe.engine == "hf":
+        raise InputError("--cuda_graphs records the slots' decoding step: use --engine slots, or leave it out")
     if recipe.base_in_8bit and not recipe.lora_rank:
         raise InputError("--base_in_8bit: int8 weights cannot be trained, a step of 1e-6 rounds away: add --lora_rank 16, or "
                          "leave it out (--optimizer adamw8bit has Adam's moments in 8 bits)")  # fmt: skip

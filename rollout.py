@@ -514,7 +514,7 @@ def play_in_slots(policy, environment: Environment, trajectories: list[Trajector
         # Not under autocast: its copies of the weights are dropped with it, and a recording would go on reading them.
         graphs = cuda_graphs and model.device.type == "cuda" and not torch.is_autocast_enabled("cuda")
         if cuda_graphs and not graphs:
-            warn_once("--cuda_graphs: nothing is recorded on a CPU, nor where weights are fp32 (--sampling_copy bf16)")
+            warn_once("--cuda_graphs: nothing is recorded on a CPU, nor where autocast computes (no bf16 copy)")
         engine = Engine(model, slots, size, rule.watched, rule.reason, temperature, top_p, graphs)
         play_queue(engine, environment, deque(trajectories), progress)
     return True

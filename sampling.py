@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from errors import InputError, run_main
+from errors import run_main
 from lora import ADAPTER, lora_layers
 from policy import Policy, plain_config
 from shards import full
@@ -31,8 +31,6 @@ from shards import full
 
 def wants_copy(choice: str, device: torch.device, in_8bit: bool) -> bool:
     """--sampling_copy: "bf16", "none", or "auto": on a GPU, but not of int8 weights."""
-    if choice == "bf16" and in_8bit:
-        raise InputError("--sampling_copy bf16 with --base_in_8bit: the copy would take the memory that 8 bits saved; use none")
     return choice == "bf16" or (choice == "auto" and device.type != "cpu" and not in_8bit)
 
 

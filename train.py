@@ -457,8 +457,6 @@ class Trainer:
         self.sharding = asked_for() if self.accelerator.num_processes > 1 else "ddp"
         if self.sharding != "ddp":
             check_shardable(recipe.optimizer, recipe.lora_rank)
-        # bf16 products are summed in fp32, also across the blocks that a GPU cuts a matrix into
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.copies = wants_copy(recipe.sampling_copy, self.accelerator.device, recipe.base_in_8bit)
         set_threads(recipe.threads)
         self.algorithm = ALGORITHMS[recipe.algorithm]

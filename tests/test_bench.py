@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import LlamaConfig, Qwen2Config
+from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
 import bench
 from bench import LOOPS, Part, Script, Scripted
@@ -167,6 +167,33 @@ def test_our_step_and_the_slow_one_move_the_weights_alike_when_they_sample_the_s
 
 def test_with_several_updates_there_is_no_twin():
     assert list(bench.step_part(options("step", "--updates", "4"))[0].works) == ["ours"]
+
+
+@pytest.mark.parametrize("more, said", [
+    (("rollout", "--peer", "trl"), "--peer trl is for"), (("step", "--peer", "trl", "--lora_rank", "4"), "--peer trl is for"),
+    (("step", "--quick", "--updates", "100"), "there are 8 rows"), (("rollout", "--vocab", "1"), "--vocab must be at least 2"),
+    (("update", "--vocab", "-1"), "--vocab must"), (("update", "--tokens_per_micro_batch", "-5"), "--tokens_per_micro_batch"),
+    (("retrieval", "--device", "cuda"), "leave --device out"), (("rollout", "--model", "9B"), "--model 9B: neither"),
+])  # fmt: skip
+def test_what_has_no_meaning_is_one_line_before_anything_runs(more, said, monkeypatch):
+    monkeypatch.setattr(bench, "check_peft", lambda rank: None)
+    with pytest.raises(InputError, match=said):
+        bench.parse(list(more))
+
+
+def test_a_model_directory_does_the_scripted_work_with_the_vocabulary_that_is_asked_for(tmp_path):
+    # Its config names an EOS, which would end turns early.
+    Qwen2Config(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+                intermediate_size=32, eos_token_id=3).save_pretrained(tmp_path)  # fmt: skip
+    o = options("rollout", "--quick", "--model", str(tmp_path), "--vocab", "60")
+    tokens = {bench.run_rollout(name, o)["tokens"] for name in ("naive", "HF active rows", "slots")}
+    assert len(tokens) == 1 and bench.config_of(o).vocab_size == 60
+
+
+def test_decode_of_a_model_without_rotary_positions_is_one_line(tmp_path):
+    GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="gpt2 has no rotary positions; the engine cannot drive it"):
+        bench.run_decode(options("decode", "--quick", "--model", str(tmp_path)))
 
 
 class FakeTrainer:

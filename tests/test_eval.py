@@ -622,6 +622,13 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
     assert sampling("--decoding", "paper", "--recipe", "r_search") == (0.1, 1.0)
     assert sampling("--decoding", "paper", "--recipe", "r1_searcher") == (0.0, 1.0)
     assert sampling("--decoding", "paper", "--temperature", "0.7") == (0.7, 0.5)
+    # a checkpoint's own recipe counts, and what it recorded on a GPU is nothing to an evaluation
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").write_text("{}")
+    saved = Recipe(recipe="r_search", protocol="r_search", cuda_graphs=True, model="m")
+    (tmp_path / "c" / "settings.json").write_text(json.dumps(dataclasses.asdict(saved)))
+    recipe, _ = evaluation.parse(["--model", str(tmp_path / "c"), "--decoding", "paper"])
+    assert (recipe.recipe, recipe.temperature, recipe.cuda_graphs) == ("r_search", 0.1, False)
 
 
 def test_both_decodings_in_one_go_are_the_two_evaluations(trained, tmp_path, capsys):

@@ -5,7 +5,15 @@ import importlib.util
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import plan
 import policy as policy_file
@@ -224,6 +232,12 @@ def test_a_shape_is_found_by_size_by_hub_name_and_from_a_directory(tmp_path, mon
     with pytest.raises(InputError, match=r"--model owner/nothing: neither .*, Llama-3-8B nor a model on this disk") as caught:
         shape_of("owner/nothing")
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_another_build_is_one_line(tmp_path):
+    GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="gpt2 is not built as Llama is"):
+        shape_of(str(tmp_path))
 
 
 def offline(load):

@@ -515,7 +515,8 @@ def test_bf16_weights_do_not_move_at_a_learning_rate_of_1e_6_and_fp32_weights_do
 
 def test_python_policy_prints_the_worked_number(capsys):
     policy_file.main()
-    assert capsys.readouterr().out.strip().endswith("-0.2877")  # ln 3 − ln 4
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(" -0.2877") and second.endswith("[-0.25, 0.25]")  # ln 3 − ln 4; 0 − 1/4 and 1 − 3/4
 
 
 def test_a_batch_knows_its_length_and_moves_as_a_whole():

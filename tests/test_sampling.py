@@ -108,6 +108,10 @@ def test_where_documents_are_trained_on_there_is_no_gap_to_report(model, tmp_pat
 
 
 def test_a_copy_of_int8_weights_is_refused_before_anything_is_loaded(tmp_path):
-    recipe = recipe_for("nowhere", tmp_path, "--lora_rank", "4", "--base_in_8bit", "--sampling_copy", "bf16")
     with pytest.raises(InputError, match="the copy would take the memory that 8 bits saved"):
-        Trainer(recipe)
+        recipe_for("nowhere", tmp_path, "--lora_rank", "4", "--base_in_8bit", "--sampling_copy", "bf16")
+
+
+def test_recorded_steps_of_plain_generate_are_refused(tmp_path):
+    with pytest.raises(InputError, match="use --engine slots"):
+        recipe_for("nowhere", tmp_path, "--engine", "hf", "--cuda_graphs")
