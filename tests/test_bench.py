@@ -338,7 +338,7 @@ def test_a_run_has_its_own_process_and_its_peak_is_counted():
         return numbers
 
     found = bench.alone(work, 1)
-    assert 60 < found["mib"] < 70 and found["seconds"] > 0
+    assert 60 < found["mib"] < 128 and found["seconds"] > 0  # and not the hundreds that a forked process shares
 
 
 def test_what_is_wrong_in_a_run_comes_back_as_one_line(capfd):

@@ -216,7 +216,7 @@ def written(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "recipe_of", lambda given: dataclasses.replace(recipe, judge=given.get("judge", "")))
     monkeypatch.setattr(evaluation, "material", lambda recipe, options: ({"people": questions}, []))
     monkeypatch.setattr(evaluation, "weights_version", lambda *_: "1")
-    monkeypatch.setattr(evaluation, "load_model", lambda *_: (None, None))
+    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: (None, None))
     monkeypatch.setattr(evaluation, "check_prompts", lambda *_, **__: None)
     monkeypatch.setattr(evaluation, "rollout", lambda policy, tokenizer, some, *_, **__: list(map(r_search, texts, some)))
     return tmp_path / "p.jsonl"
@@ -250,7 +250,7 @@ def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_as
     assert end.value.code == 130 and str(written) in capsys.readouterr().out.splitlines()[-1]
     before = written.read_text()
     assert len(before.splitlines()) == 2 and "reader_em" not in before
-    monkeypatch.setattr(evaluation, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     again = written.with_name("again.jsonl")
     evaluation.main(["--predictions", str(written), "--reader", "S", "--out", str(again), "--json", str(written) + ".json"])
     assert written.read_text() == before and "reader_em" in again.read_text()
@@ -404,7 +404,7 @@ def test_bad_input_of_eval_is_one_line(arguments, said, tmp_path, capsys):
 
 
 def test_a_missing_question_file_is_one_line_before_the_model_is_loaded(trained, capsys, monkeypatch):
-    monkeypatch.setattr(evaluation, "load_model", lambda *_: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: pytest.fail("the model was loaded first"))
     arguments = ["--model", trained / "model", "--data", trained / "none.jsonl", "--corpus", "from-data"]
     assert "no such file" in command_line(evaluation.main, arguments, capsys)
 
