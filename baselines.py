@@ -39,7 +39,7 @@ from tqdm import tqdm
 from cross_model import read_answer
 from data import Document, Question
 from errors import FlagParser, InputError, check_output, run_main
-from eval import SHARED, material, prediction_record, signature
+from eval import SHARED, material, prediction_record, questions_name, signature
 from llm import chat_text, load_llm, weights_version, without_thinking
 from metrics import last_boxed
 from policy import best_device
@@ -589,8 +589,7 @@ def load_writer(recipe: Recipe) -> tuple[Local | Asked, Limits]:
 
 
 def default_folder(recipe: Recipe, options: dict) -> Path:
-    files = "+".join(Path(name).stem for name in recipe.data.split(","))[:100]
-    of = files or f"world{recipe.world_seed}-{options['split']}"
+    of = questions_name(recipe, options["split"])
     who = recipe.model or f"warm-{recipe.protocol}"
     return Path(recipe.runs) / "baselines" / re.sub(r"[^\w.+-]+", "-", f"{who}-{of}-{recipe.retriever}").lstrip("-.")
 

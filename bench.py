@@ -63,7 +63,7 @@ from transformers import (
 
 import grpo
 from data import Document, Question
-from engine import Engine, obstacle
+from engine import Engine, obstacle, place_bytes
 from errors import FlagParser, InputError, check_output, nearest, run_main
 from lora import add_lora, check_peft
 from plan import Shape, shape_of
@@ -76,6 +76,7 @@ from rollout import (
     Trajectory,
     TurnWatcher,
     end_ids,
+    left_padded,
     plain_generation,
     play_by_turns,
     play_in_slots,
@@ -390,7 +391,7 @@ def active(policy: Policy, environment: Scripted, temperature: float = 1.0) -> N
 def kept(policy: Policy, environment: Scripted, temperature: float = 1.0) -> None:
     """`generate` on the active rows with one cache through all turns: columns that are no text of a row are masked."""
     live, tokenizer = environment.rows, environment.tokenizer
-    ids, mask = left_padded([row.ids for row in live], policy.device)
+    ids, mask = left_padded([row.ids for row in live], 0, policy.device)
     cache = DynamicCache(config=policy.config)
     rule = StopRule(tokenizer, environment.protocol.stop_tags, end_ids(policy, tokenizer))
     sampling = {"do_sample": True, "top_k": 0} if temperature else {"do_sample": False}
@@ -412,16 +413,9 @@ def kept(policy: Policy, environment: Scripted, temperature: float = 1.0) -> Non
         before = [len(row.ids) for row in live]
         environment.answer(live)
         said = torch.arange(max(room), device=ids.device) < torch.tensor(room, device=ids.device)[:, None]  # [B, room]
-        new, new_mask = left_padded([row.ids[n:] for row, n in zip(live, before, strict=True)], ids.device)
+        new, new_mask = left_padded([row.ids[n:] for row, n in zip(live, before, strict=True)], 0, ids.device)
         ids, mask = torch.cat([ids[stay], new], 1), torch.cat([mask[stay], said[stay].long(), new_mask], 1)
         cache.batch_select_indices(stay)
-
-
-def left_padded(texts: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token lists -> (ids, mask), [B, L] each."""
-    width = max(map(len, texts))
-    ids = torch.tensor([[0] * (width - len(text)) + text for text in texts], device=device)
-    return ids, torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
 
 
 @torch.no_grad()
@@ -716,9 +710,7 @@ def bytes_per_step(model, rows: int, tokens: float) -> float:
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if not config.tie_word_embeddings:
         weights -= model.get_input_embeddings().weight.numel() * weight.element_size()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * weight.element_size()
-    return weights + rows * tokens * per_token
+    return weights + rows * tokens * place_bytes(config, weight.element_size())
 
 
 def bandwidth(device: str) -> float:
@@ -799,8 +791,7 @@ def parse(arguments: list[str] | None = None) -> Namespace:
 
 
 def check(o: Namespace) -> Namespace:
-    small = o.part is None or o.quick
-    if small:
+    if o.part is None or o.quick:
         o.quick, o.repeats, o.prompts, o.group_size, o.batch, o.context, o.steps = True, 1, 2, 4, 8, 64, 16
     o.prompts = o.prompts or (2 if o.part == "update" else 8)
     for name in ("repeats", "prompts", "group_size", "threads", "updates", "rows_per_slot", "batch", "context", "steps"):

@@ -437,16 +437,20 @@ def agrees(model) -> bool:
 def affordable(model, size: int) -> int:
     """Slots of `size` places that fit in the free memory, each with its row's logits (16 bytes for one of V). On a CPU a
     container's own limit is not known here: --rollout_batch_size bounds it."""
-    config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     free, bytes_each = free_memory(model.device), model.dtype.itemsize
     if torch.is_autocast_enabled(model.device.type):
         bytes_each = torch.get_autocast_dtype(model.device.type).itemsize
         # the copy that autocast is about to make of weights in fp32
         free -= bytes_each * sum(p.numel() for p in model.parameters() if p.dtype == torch.float32)
-    per_slot = 2 * config.num_hidden_layers * heads * width * (size + 64) * bytes_each + 16 * config.vocab_size
+    per_slot = place_bytes(model.config, bytes_each) * (size + 64) + 16 * model.config.vocab_size
     return max(0, int(SHARE * free / per_slot))
+
+
+def place_bytes(config, bytes_each: int) -> int:
+    """Keys and values of one token in all layers."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * width * bytes_each
 
 
 def free_memory(device: torch.device) -> int:

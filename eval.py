@@ -502,12 +502,15 @@ def load_reader(recipe: Recipe, spec: str):
     return build_llm(recipe, spec, best_device()) if spec else None
 
 
+def questions_name(recipe: Recipe, split: str) -> str:
+    """What is asked, as a part of a file's name."""
+    return "+".join(Path(name).stem for name in recipe.data.split(","))[:100] or f"world{recipe.world_seed}-{split}"
+
+
 def default_out(recipe: Recipe, options: dict) -> Path:
     """Never into the model's own folder: it may be a hub name, or read-only."""
-    files = "+".join(Path(name).stem for name in recipe.data.split(","))[:100]
-    of = files or f"world{recipe.world_seed}-{options['split']}"
     who = "-".join(Path(recipe.model).parts[-3:]) if recipe.model else f"warm-{recipe.protocol}"
-    name = f"{who}-{of}-t{recipe.temperature:g}-{recipe.retriever}.jsonl"
+    name = f"{who}-{questions_name(recipe, options['split'])}-t{recipe.temperature:g}-{recipe.retriever}.jsonl"
     return Path(recipe.runs) / "predictions" / re.sub(r"[^\w.+-]+", "", name).lstrip("-.")
 
 

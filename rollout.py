@@ -233,15 +233,20 @@ def end_ids(policy, tokenizer) -> set[int]:
     return {i for i in [tokenizer.eos_token_id, *listed] if i is not None}
 
 
+def left_padded(texts: list[list[int]], pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token lists -> (tokens, attention mask), [B, L] each: all end at the same place."""
+    width = max(map(len, texts))
+    tokens = torch.tensor([[pad_id] * (width - len(text)) + text for text in texts], device=device)
+    # Not `tokens != pad`: where pad is EOS that would hide real EOS tokens.
+    return tokens, torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
+
+
 def sample_turns(policy, tokenizer, contexts: list[list[int]], room: list[int], stop_tags: Sequence[str],
                  temperature: float, top_p: float) -> TurnWatcher:  # fmt: skip
     """One turn for every context: left-padded, so that all rows sample their next token at the same place."""
     eos_ids = end_ids(policy, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos_ids, default=0)
-    width = max(map(len, contexts))
-    tokens = torch.tensor([[pad_id] * (width - len(c)) + c for c in contexts], device=policy.device)
-    # Not `tokens != pad`: where pad is EOS that would hide real EOS tokens.
-    attention = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=policy.device)
+    tokens, attention = left_padded(contexts, pad_id, policy.device)
     watcher = TurnWatcher(StopRule(tokenizer, stop_tags, eos_ids), room, temperature or 1.0)
     # top_k: generate's default of 50 is off-policy. temperature 1: the watcher divides, generate would divide once more.
     sampling = {"do_sample": True, "top_k": 0, "top_p": top_p, "temperature": 1.0} if temperature else {"do_sample": False}

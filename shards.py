@@ -6,8 +6,9 @@
 
 Both are PyTorch's `fully_shard`. It puts weights together inside `forward`, by a call in which all processes take part:
   * whoever makes one forward pass more than the others waits for ever: `passes_behind` says how many are to be made up for;
-  * sampling goes round `Policy.forward`, and texts end where they end: there `whole` puts everything together first;
-  * a part has no meaning alone: checkpoints are of `whole_state`.
+  * sampling goes round `Policy.forward`, and texts end where they end: it has a copy (sampling.py), or `whole` puts everything
+    together first;
+  * a part has no meaning alone: checkpoints are of `whole_weights`.
 The gradient is the sum over the processes, as without parts. Left out: DeepSpeed, weights kept on the CPU, 8-bit moments and
 LoRA in parts (a LoRA run has next to nothing to cut).
 """

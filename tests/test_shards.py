@@ -5,19 +5,23 @@ import pytest
 import torch
 from conftest import in_two_processes
 from safetensors.torch import load_file
-from test_train import model, recipe_for, rows_of, unequal_batch  # noqa: F401  (model is a fixture)
+from test_train import (
+    model,  # noqa: F401  (a fixture)
+    recipe_for,
+    rows_of,
+    score_and_update,
+    unequal_batch,
+    whole_weights_of,
+)
 
 import shards
 import train
-from data import Question
 from errors import InputError
 from policy import load_policy
-from prompts import PROTOCOLS
 from recipes import Recipe, checkpoints
-from rollout import Trajectory
 from sampling import sampling_copy
-from shards import asked_for, full, in_parts
-from train import Trainer, value_batch
+from shards import asked_for, in_parts
+from train import Trainer
 
 ASKED = {"zero2": "false", "fsdp2": "true"}
 
@@ -29,29 +33,18 @@ def in_two(sharding: str, work, *arguments) -> None:
         "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})  # fmt: skip
 
 
-def weights_of(module) -> list[torch.Tensor]:
-    return [full(p.detach()).clone() for p in module.parameters()]
-
-
 def take_step(recipe: Recipe, batch, out) -> None:
     """Score a batch that all hold, update on it, and sample."""
     torch.set_num_threads(1)
     trainer = Trainer(recipe)
-    modules = [m for m in (trainer.policy, trainer.critic) if m is not None]
     trainer.optimizer = torch.optim.SGD(trainer.policy.parameters())  # Adam's division would blow rounding errors up
     if trainer.critic is not None:
         torch.nn.init.constant_(trainer.critic.head.weight, 0.01)
         trainer.critic_optimizer = torch.optim.SGD(trainer.critic.parameters(), 0.01)
-    before = [weights_of(module) for module in modules]
-    scored = trainer.score(trainer.policy, batch)
-    if trainer.critic is not None:
-        scored = scored + value_batch(trainer.critic, batch, recipe, trainer.accelerator)
-    unnamed = [Trajectory(Question("q", "?", []), PROTOCOLS["ur2"])] * len(batch)
-    totals = [trainer.update_all(0, part, unnamed) for part in (batch, batch.rows(torch.tensor([3])))]  # the second: one row
-    moved = [a - b for m, old in zip(modules, before, strict=True) for a, b in zip(weights_of(m), old, strict=True)]
+    scored, totals, moved = score_and_update(trainer, batch)
     sampled = trainer.sample(0)
     with sampling_copy(trainer.policy, torch.float32) as copy:  # put together weight by weight
-        moved += weights_of(copy)
+        moved += whole_weights_of(copy)
     again = trainer.score(trainer.policy, batch)  # sampling left the parts as they were
     held = sum(getattr(p, "_local_tensor", p).numel() for p in trainer.policy.parameters())
     if trainer.accelerator.is_main_process:

@@ -30,6 +30,7 @@ from prompts import PROTOCOLS, build_prompt, frame_documents
 from recipes import Recipe, checkpoints, parse_recipe
 from rollout import Trajectory, encode
 from sft import Example, train_sft
+from shards import full
 from toy import make_model, make_tokenizer
 from train import (
     Hints,
@@ -1018,22 +1019,32 @@ def test_a_typo_on_the_real_command_line_is_one_line_and_exit_code_2():
 
 # -------------------------------------------------------------------------------------------------- two processes
 
+def score_and_update(trainer: Trainer, batch: Batch) -> tuple[torch.Tensor, list[dict], list[torch.Tensor]]:
+    """(scores before, the totals of two updates, of which the second has one row, how each weight moved)."""
+    modules = [m for m in (trainer.policy, trainer.critic) if m is not None]
+    before = [whole_weights_of(module) for module in modules]
+    scored = trainer.score(trainer.policy, batch)
+    if trainer.critic is not None:
+        scored = scored + value_batch(trainer.critic, batch, trainer.recipe, trainer.accelerator)
+    unnamed = [Trajectory(Question("q", "?", []), PROTOCOLS["ur2"])] * len(batch)
+    totals = [trainer.update_all(0, part, unnamed) for part in (batch, batch.rows(torch.tensor([3])))]
+    after = [whole_weights_of(module) for module in modules]
+    return scored, totals, [a - b for new, old in zip(after, before, strict=True) for a, b in zip(new, old, strict=True)]
+
+
+def whole_weights_of(module) -> list[torch.Tensor]:
+    """Also of weights in parts."""
+    return [full(p.detach()).clone() for p in module.parameters()]
+
+
 def take_step(recipe: Recipe, batch: Batch, out: Path) -> None:
     """What each process does: score a batch that all hold, update on it, and sample its share, for DAPO in several draws."""
     trainer = Trainer(recipe)
     trainer.optimizer = torch.optim.SGD(trainer.policy.parameters())  # Adam's division would blow rounding errors up
-    modules = [trainer.policy]
     if trainer.critic is not None:
         torch.nn.init.normal_(trainer.critic.head.weight, std=0.01, generator=torch.Generator().manual_seed(0))
         trainer.critic_optimizer = torch.optim.SGD(trainer.critic.parameters(), 0.01)
-        modules.append(trainer.critic)
-    before = [weights_of(module) for module in modules]
-    scored = trainer.score(trainer.policy, batch)
-    if trainer.critic is not None:
-        scored = scored + value_batch(trainer.critic, batch, recipe, trainer.accelerator)
-    unnamed = [Trajectory(Question("q", "?", []), PROTOCOLS["ur2"])] * len(batch)
-    totals = [trainer.update_all(0, part, unnamed) for part in (batch, batch.rows(torch.tensor([3])))]  # the second: one row
-    moved = [a - b for m, old in zip(modules, before, strict=True) for a, b in zip(weights_of(m), old, strict=True)]
+    scored, totals, moved = score_and_update(trainer, batch)
     # Right or wrong by question and place in the group, as each process samples other texts than a single one would.
     if (plain := trainer.scorer) is not None:  # one process scores for all
         def mark(ts):
