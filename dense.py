@@ -1,22 +1,25 @@
 """Query -> the passages whose vectors are nearest: dense retrieval, exact.
 
-    v_i = encoder(passage i)        score(q, i) = <encoder(q), v_i>        the k largest, ties in corpus order
+    v_i = encoder(passage i)        score(q, i) = <encoder(q), v_i>        the k largest, ties in
+    corpus order
 
-    corpus -> vectors, once, block by block -> a file that all runs share          (embed.py has the encoder)
-    queries -> one product per block of rows -> the k best so far -> the next block
+    corpus -> vectors, once, block by block -> a file that all runs share          (embed.py has the
+    encoder) queries -> one product per block of rows -> the k best so far -> the next block
 
-Nothing of size B x N ever stands in memory (B queries, N passages). A score and its row become one 64-bit number,
-[score's bits, 2^32 - 1 - row]: the larger number is the better score, or on a tie the earlier passage, so `topk` of the
-numbers is exact and the same on every device.
+Nothing of size B x N ever stands in memory (B queries, N passages). A score and its row become one
+64-bit number, [score's bits, 2^32 - 1 - row]: the larger number is the better score, or on a tie
+the earlier passage, so `topk` of the numbers is exact and the same on every device.
 
-On disk are fp16 numbers: 21M passages x 768 x 2 bytes = 32 GB, where fp32 would take 65. A component then is wrong by at
-most 2^-11 of itself, and a score by at most 2^-11 (Σ|q_j v_j| <= 1 for unit vectors); products are taken in fp32.
+On disk are fp16 numbers: 21M passages x 768 x 2 bytes = 32 GB, where fp32 would take 65. A
+component then is wrong by at most 2^-11 of itself, and a score by at most 2^-11 (Σ|q_j v_j| <= 1
+for unit vectors); products are taken in fp32.
 
-Traps. `torch.no_grad` holds for one thread: a search in a helper thread would keep graphs, if it were not said here again.
-A product in fp16 would make ties of scores that differ. A full disk kills whoever writes through a memory map (SIGBUS): the
-file is written as a file, and only read through a map. A file that is there may be half a file: it has its name only once
-it is whole, and what a cut has left behind is used up to the last whole block.
-Left out: approximate search (but a prebuilt faiss index is read), corpora larger than memory, training an encoder.
+Traps. `torch.no_grad` holds for one thread: a search in a helper thread would keep graphs, if it
+were not said here again. A product in fp16 would make ties of scores that differ. A full disk kills
+whoever writes through a memory map (SIGBUS): the file is written as a file, and only read through a
+map. A file that is there may be half a file: it has its name only once it is whole, and what a cut
+has left behind is used up to the last whole block. Left out: approximate search (but a prebuilt
+faiss index is read), corpora larger than memory, training an encoder.
 """
 
 from __future__ import annotations
@@ -57,28 +60,45 @@ def passage_text(document: Document) -> str:
 class DenseRetriever:
     """Exact dense retrieval over these documents.
 
-    encoder     a name for `Encoder`, or one that is there; anything with its `passages`, `queries`, `dimension`, `name`
-                and `version` will do
-    folder      where the passages' vectors are kept, for every later run with the same passages and weights; "" keeps none
-    device      of the encoder (if it is given by name) and of the search. On a GPU the matrix stays there if it takes no
-                more than half of the memory that is free; else its blocks move over for each search
-    index       "numpy": blocks, from the file. "faiss": IndexFlatIP, which holds fp32 in memory, twice the file.
-                "auto": faiss only for an `index_file`, as blocks are faster for a batch of queries
-    index_file  a prebuilt faiss index whose row i is passage i, made with the same encoder: no passage is encoded
+    encoder     a name for `Encoder`, or one that is there; anything with its `passages`, `queries`,
+                `dimension`, `name` and `version` will do
+    folder      where the passages' vectors are kept, for every later run with the same passages and
+                weights; "" keeps none
+    device      of the encoder (if it is given by name) and of the search. On a GPU the matrix stays
+                there if it takes no more than half of the memory that is free; else its blocks move
+                over for each search
+    index       "numpy": blocks, from the file. "faiss": IndexFlatIP, which holds fp32 in memory,
+                twice the file. "auto": faiss only for an `index_file`, as blocks are faster for a
+                batch of queries
+    index_file  a prebuilt faiss index whose row i is passage i, made with the same encoder: no
+                passage is encoded
 
-    InputError, before any passage is encoded: an empty corpus, an encoder, folder or index that cannot be used, a full disk.
+    InputError, before any passage is encoded: an empty corpus, an encoder, folder or index that
+    cannot be used, a full disk.
     """
 
     needs_questions = False
 
-    def __init__(self, documents: list[Document], encoder: str | Encoder, *, folder: str | Path = "", device: str = "cpu",
-                 batch_size: int = 64, pooling: str = "auto", index: str = "auto", index_file: str | Path = ""):  # fmt: skip
+    def __init__(
+        self,
+        documents: list[Document],
+        encoder: str | Encoder,
+        *,
+        folder: str | Path = "",
+        device: str = "cpu",
+        batch_size: int = 64,
+        pooling: str = "auto",
+        index: str = "auto",
+        index_file: str | Path = "",
+    ):
         if not documents:
             raise InputError("the corpus is empty: dense retrieval needs at least one passage")
         check_index(index, index_file)
         check_device(device)
         self.documents, self.device = documents, device
-        self.encoder = Encoder(encoder, pooling, device, batch_size) if isinstance(encoder, str) else encoder
+        self.encoder = (
+            Encoder(encoder, pooling, device, batch_size) if isinstance(encoder, str) else encoder
+        )
         self.index = self.matrix = None
         if index_file:
             self.index = read_index(index_file, len(documents), self.encoder.dimension)
@@ -97,19 +117,31 @@ class DenseRetriever:
         if not queries or k <= 0:
             return [[] for _ in queries]
         vectors = self.encoder.queries(queries)  # [B, d]
-        scores, rows = self.index.search(vectors, k) if self.index else nearest(self.matrix, vectors, k, self.device)
+        scores, rows = (
+            self.index.search(vectors, k)
+            if self.index
+            else nearest(self.matrix, vectors, k, self.device)
+        )
         return [
             # faiss fills up with row -1 where it finds too few
-            [(self.documents[row], score) for row, score in zip(rows, scores, strict=True) if row >= 0]
+            [
+                (self.documents[row], score)
+                for row, score in zip(rows, scores, strict=True)
+                if row >= 0
+            ]
             for rows, scores in zip(rows.tolist(), scores.tolist(), strict=True)
         ]
 
 
-# ---------------------------------------------------------------------------------------------------- nearest
+# ------------------------------------------------------------------------------------------ nearest
+
 
 @torch.inference_mode()
-def nearest(matrix: torch.Tensor, queries: np.ndarray, k: int, device: str = "cpu") -> tuple[np.ndarray, np.ndarray]:
-    """(scores [B, k] fp32, rows [B, k]) of the k largest inner products of each query with the rows of matrix [N, d].
+def nearest(
+    matrix: torch.Tensor, queries: np.ndarray, k: int, device: str = "cpu"
+) -> tuple[np.ndarray, np.ndarray]:
+    """(scores [B, k] fp32, rows [B, k]) of the k largest inner products of each query with the rows
+    of matrix [N, d].
 
     >>> rows = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.6, 0.8], [1.0, 0.0]])
     >>> scores, found = nearest(rows, np.array([[1.0, 0.0]]), k=3)      # rows 1 and 3 tie: the earlier first
@@ -119,7 +151,9 @@ def nearest(matrix: torch.Tensor, queries: np.ndarray, k: int, device: str = "cp
     asked = torch.as_tensor(queries, dtype=torch.float32, device=device)  # [B, d]
     step = block_rows(len(asked), len(matrix), asked.device.type)
     best = torch.empty(len(asked), 0, dtype=torch.int64, device=device)  # [B, at most k]
-    block = torch.zeros(step, matrix.shape[1], device=device)  # [step, d]: one for all, behind the last rows are older ones
+    block = torch.zeros(
+        step, matrix.shape[1], device=device
+    )  # [step, d]: one for all, behind the last rows are older ones
     for start in range(0, len(matrix), step):
         rows = matrix[start : start + step].to(device)  # [n, d] fp16
         block[: len(rows)] = rows
@@ -130,8 +164,10 @@ def nearest(matrix: torch.Tensor, queries: np.ndarray, k: int, device: str = "cp
 
 
 def block_rows(queries: int, n: int, device: str) -> int:
-    """Rows of one product: a multiple of 16, the same for all blocks. Trap: the odd rows at the end of a product go through
-    other instructions, so that equal rows get scores that differ in the last bit, and are no tie."""
+    """Rows of one product: a multiple of 16, the same for all blocks. Trap: the odd rows at the end
+    of a product go through other instructions, so that equal rows get scores that differ in the
+    last bit, and are no tie.
+    """
     rows = min(n, CPU_ROWS if device == "cpu" else GPU_ROWS, max(1, SCORES // queries))
     return -(-rows // 16) * 16
 
@@ -139,31 +175,47 @@ def block_rows(queries: int, n: int, device: str) -> int:
 def as_keys(scores: torch.Tensor, start: int) -> torch.Tensor:
     """One int64 per score, ordered by (score, then the earlier row).  # [B, n]"""
     rows = torch.arange(start, start + scores.shape[1], device=scores.device)
-    return (ordered_bits(scores + 0.0).long() << 32) + (LAST_ROW - rows)  # + 0.0: -0.0 would come behind 0.0
+    return (ordered_bits(scores + 0.0).long() << 32) + (
+        LAST_ROW - rows
+    )  # + 0.0: -0.0 would come behind 0.0
 
 
 def ordered_bits(scores: torch.Tensor) -> torch.Tensor:
-    """fp32 -> int32 of the same order: a float's bits are ordered already, but the negative ones the wrong way round."""
+    """fp32 -> int32 of the same order: a float's bits are ordered already, but the negative ones
+    the wrong way round.
+    """
     bits = scores.view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def as_scores(keys: torch.Tensor) -> torch.Tensor:
-    return ordered_bits((keys >> 32).int().view(torch.float32)).view(torch.float32)  # its own inverse: the sign bit stays
+    return ordered_bits((keys >> 32).int().view(torch.float32)).view(
+        torch.float32
+    )  # its own inverse: the sign bit stays
 
 
 def placed(vectors: np.ndarray, device: str) -> torch.Tensor:
-    """[N, d] fp16, on the GPU if it fits with room for the models to come, else on the CPU (or in the file)."""
+    """[N, d] fp16, on the GPU if it fits with room for the models to come, else on the CPU (or in
+    the file).
+    """
     matrix = torch.from_numpy(vectors)
-    if torch.device(device).type != "cuda" or 2 * vectors.nbytes > torch.cuda.mem_get_info(torch.device(device))[0]:
+    if (
+        torch.device(device).type != "cuda"
+        or 2 * vectors.nbytes > torch.cuda.mem_get_info(torch.device(device))[0]
+    ):
         return matrix
     return matrix.to(device)
 
 
-# ---------------------------------------------------------------------------------------------- kept on disk
+# ------------------------------------------------------------------------------------- kept on disk
 
-def passage_vectors(documents: list[Document], encoder: Encoder, folder: str | Path = "") -> np.ndarray:
-    """[N, d] fp16: encoded now, or mapped from the file of `folder` that holds them already or up to where it was cut."""
+
+def passage_vectors(
+    documents: list[Document], encoder: Encoder, folder: str | Path = ""
+) -> np.ndarray:
+    """[N, d] fp16: encoded now, or mapped from the file of `folder` that holds them already or up
+    to where it was cut.
+    """
     shape = (len(documents), encoder.dimension)
     if not folder:
         vectors = np.empty(shape, np.float16)
@@ -176,26 +228,44 @@ def passage_vectors(documents: list[Document], encoder: Encoder, folder: str | P
             write_vectors(path, documents, encoder)
         vectors = map_vectors(path)
     except OSError as error:
-        advice = "make room and start again: it goes on where it was" if error.errno == errno.ENOSPC else "give another folder"
-        raise InputError(f"{path}: vectors cannot be kept there ({error.strerror or error}): {advice}") from None
+        advice = (
+            "make room and start again: it goes on where it was"
+            if error.errno == errno.ENOSPC
+            else "give another folder"
+        )
+        raise InputError(
+            f"{path}: vectors cannot be kept there ({error.strerror or error}): {advice}"
+        ) from None
     if vectors is None or vectors.shape != shape or vectors.dtype != np.float16:
-        raise InputError(f"{path}: this file is damaged: delete it, and the passages are encoded again")
+        raise InputError(
+            f"{path}: this file is damaged: delete it, and the passages are encoded again"
+        )
     return vectors
 
 
 def map_vectors(path: Path) -> np.ndarray | None:
     try:
-        return np.load(path, mmap_mode="c")  # "c": the file is never written to, and torch takes only what it could write to
+        return np.load(
+            path, mmap_mode="c"
+        )  # "c": the file is never written to, and torch takes only what it could write to
     except (ValueError, EOFError):
         return None
 
 
-def encoded_blocks(documents: list[Document], encoder: Encoder, done: int) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, [n, d] fp16) for all passages from row `done` on. The bar counts what the caller has dealt with."""
-    bar = tqdm(desc="encoding", total=len(documents), initial=done, unit=" passages", dynamic_ncols=True)
+def encoded_blocks(
+    documents: list[Document], encoder: Encoder, done: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, [n, d] fp16) for all passages from row `done` on. The bar counts what the caller
+    has dealt with.
+    """
+    bar = tqdm(
+        desc="encoding", total=len(documents), initial=done, unit=" passages", dynamic_ncols=True
+    )
     with bar:
         for start in range(done, len(documents), BLOCK):
-            vectors = encoder.passages([passage_text(document) for document in documents[start : start + BLOCK]])
+            vectors = encoder.passages(
+                [passage_text(document) for document in documents[start : start + BLOCK]]
+            )
             yield start, vectors.astype(np.float16)
             bar.update(len(vectors))
 
@@ -210,7 +280,9 @@ def file_name(documents: list[Document], encoder: Encoder) -> str:
 
 
 def write_vectors(path: Path, documents: list[Document], encoder: Encoder) -> None:
-    """Encode into PATH.part, from the last whole block on, and give it its name when it is whole and on the disk."""
+    """Encode into PATH.part, from the last whole block on, and give it its name when it is whole
+    and on the disk.
+    """
     part, header = path.with_suffix(".part"), npy_header(len(documents), encoder.dimension)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(part, "ab+") as file:
@@ -229,21 +301,29 @@ def write_vectors(path: Path, documents: list[Document], encoder: Encoder) -> No
                 os.fsync(file.fileno())
                 done = start + len(vectors)
         except KeyboardInterrupt:
-            kept = f"{done:,} of {len(documents):,} passages are kept in {path.parent}: the same command goes on"
+            kept = (
+                f"{done:,} of {len(documents):,} passages are kept in {path.parent}: the same"
+                " command goes on"
+            )
             print(f"\n{kept}" if done else "\nno passage was encoded yet", file=sys.stderr)
             raise
-        os.replace(part, path)  # while it is locked: who waits for it must find the file when it is let in
+        os.replace(
+            part, path
+        )  # while it is locked: who waits for it must find the file when it is let in
 
 
 def npy_header(n: int, d: int) -> bytes:
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": "<f2", "fortran_order": False, "shape": (n, d)})
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "<f2", "fortran_order": False, "shape": (n, d)}
+    )
     return header.getvalue()
 
 
 def lock(file) -> None:
-    """One process encodes, the others wait: each process of a training run makes its own retriever. The lock ends with the
-    process, however that ends."""
+    """One process encodes, the others wait: each process of a training run makes its own retriever.
+    The lock ends with the process, however that ends.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -252,8 +332,9 @@ def lock(file) -> None:
 
 
 def rows_done(file, header: bytes, n: int, d: int) -> int:
-    """How many rows of a .part can be trusted: whole blocks, of which the last holds unit vectors. (It is written before it
-    is forced to the disk: after a power cut it may be there as zeros.)"""
+    """How many rows of a .part can be trusted: whole blocks, of which the last holds unit vectors.
+    (It is written before it is forced to the disk: after a power cut it may be there as zeros.)
+    """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     if size < len(header) or file.read(len(header)) != header:
@@ -262,31 +343,42 @@ def rows_done(file, header: bytes, n: int, d: int) -> int:
     done = rows if rows == n else rows - rows % BLOCK
     first = max(0, (done - 1) // BLOCK * BLOCK)
     file.seek(len(header) + first * d * 2)
-    last = np.frombuffer(file.read((done - first) * d * 2), np.float16).reshape(-1, d).astype(np.float32)
+    last = (
+        np.frombuffer(file.read((done - first) * d * 2), np.float16)
+        .reshape(-1, d)
+        .astype(np.float32)
+    )
     return done if np.allclose(np.linalg.norm(last, axis=1), 1, atol=0.01) else first
 
 
 def check_space(folder: Path, needed: int, n: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise InputError(f"{folder}: {n:,} passages need {needed / 1e9:.2f} GB more there, and {free / 1e9:.2f} GB are free: "
-                         "make room, or give another folder")  # fmt: skip
+        raise InputError(
+            f"{folder}: {n:,} passages need {needed / 1e9:.2f} GB more there, and {free / 1e9:.2f}"
+            " GB are free: make room, or give another folder"
+        )
 
 
-# ----------------------------------------------------------------------------------------------- faiss (extra)
+# ------------------------------------------------------------------------------------ faiss (extra)
+
 
 def check_index(index: str, index_file: str | Path) -> None:
     if index not in INDEXES:
         raise InputError(f"--index {index}: one of {', '.join(INDEXES)}")
     if index_file and index == "numpy":
-        raise InputError(f"--index_file {index_file}: this is read by faiss: leave --index numpy out")
+        raise InputError(
+            f"--index_file {index_file}: this is read by faiss: leave --index numpy out"
+        )
     if index_file or index == "faiss":
         flag = "--index_file" if index_file else "--index"
         try:
-            import faiss  # noqa: F401
+            import faiss
         except ImportError:
-            raise InputError(f"{flag} {index_file or index}: faiss is not installed: pip install faiss-cpu, or leave {flag} "
-                             "out") from None  # fmt: skip
+            raise InputError(
+                f"{flag} {index_file or index}: faiss is not installed: pip install faiss-cpu, or"
+                f" leave {flag} out"
+            ) from None
 
 
 def flat_index(vectors: np.ndarray):
@@ -306,16 +398,22 @@ def read_index(path: str | Path, n: int, d: int):
         index = faiss.read_index(str(path))
     except RuntimeError:
         reason = "not a faiss index, or half of one" if Path(path).is_file() else "no such file"
-        raise InputError(f"--index_file {path}: {reason}: give a file that faiss.write_index wrote") from None
+        raise InputError(
+            f"--index_file {path}: {reason}: give a file that faiss.write_index wrote"
+        ) from None
     if (index.ntotal, index.d) != (n, d):
-        raise InputError(f"--index_file {path}: {index.ntotal:,} vectors of {index.d} numbers, where {n:,} of {d} are needed, "
-                         "one for each passage: give the index of this corpus and this encoder")  # fmt: skip
+        raise InputError(
+            f"--index_file {path}: {index.ntotal:,} vectors of {index.d} numbers, where {n:,} of"
+            f" {d} are needed, one for each passage: give the index of this corpus and this encoder"
+        )
     if index.metric_type != faiss.METRIC_INNER_PRODUCT:
-        raise InputError(f"--index_file {path}: its metric is a distance: build it with METRIC_INNER_PRODUCT")
+        raise InputError(
+            f"--index_file {path}: its metric is a distance: build it with METRIC_INNER_PRODUCT"
+        )
     return index
 
 
-# --------------------------------------------------------------------------------------------- on one screen
+# ------------------------------------------------------------------------------------ on one screen
 
 INVENTED = [
     ("Ana Bell", "Ana Bell was born in Kelmouth and draws maps of the coast."),
@@ -334,32 +432,58 @@ def make_tiny_encoder(folder: str | Path, texts: list[str], seed: int = 0) -> st
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
-    tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=special, show_progress=False))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = (
+        normalizers.Lowercase(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
+    tokenizer.train_from_iterator(
+        texts, trainers.WordLevelTrainer(special_tokens=special, show_progress=False)
+    )
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
-                            sep_token="[SEP]").save_pretrained(folder)  # fmt: skip
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+    ).save_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = BertConfig(vocab_size=tokenizer.get_vocab_size(), hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-                            intermediate_size=128, max_position_embeddings=64, initializer_range=0.1)  # fmt: skip
+        config = BertConfig(
+            vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=128,
+            max_position_embeddings=64,
+            initializer_range=0.1,
+        )
         BertModel(config, add_pooling_layer=False).save_pretrained(folder)
     return str(folder)
 
 
 def demonstrate() -> None:
-    torch.set_num_threads(1)  # such small products only wait for a second thread, long if its core is busy
+    torch.set_num_threads(
+        1
+    )  # such small products only wait for a second thread, long if its core is busy
     documents = [Document(str(i), title, text) for i, (title, text) in enumerate(INVENTED, 1)]
     with tempfile.TemporaryDirectory() as folder:
-        encoder = Encoder(make_tiny_encoder(Path(folder) / "tiny-bert", [passage_text(d) for d in documents]))
+        encoder = Encoder(
+            make_tiny_encoder(Path(folder) / "tiny-bert", [passage_text(d) for d in documents])
+        )
         passages, calls = encoder.passages, []
         encoder.passages = lambda texts: calls.append(len(texts)) or passages(texts)
         for run in ("first", "second"):
             retriever = DenseRetriever(documents, encoder, folder=Path(folder) / "vectors")
-            print(f"{run + ' run':10} encoded {sum(calls)} passages, and found {len(documents) - sum(calls)} on the disk")
+            print(
+                f"{run + ' run':10} encoded {sum(calls)} passages, and found"
+                f" {len(documents) - sum(calls)} on the disk"
+            )
             calls.clear()
         query = "a harbour city in Norland"
-        print(f"\n{query!r}, by an encoder of random weights (words that are shared are all it sees)")
+        print(
+            f"\n{query!r}, by an encoder of random weights (words that are shared are all it sees)"
+        )
         show(retriever.search_scored([query], k=3)[0])
     compare_speed()
 
@@ -367,11 +491,19 @@ def demonstrate() -> None:
 def compare_speed(n: int = 20_000, d: int = 256, queries: int = 64, k: int = 5) -> None:
     """Blocks against all scores at once and a full sort."""
     draw = np.random.default_rng(0)
-    matrix, asked = draw.standard_normal((n, d), np.float32).astype(np.float16), draw.standard_normal((queries, d), np.float32)
+    matrix, asked = (
+        draw.standard_normal((n, d), np.float32).astype(np.float16),
+        draw.standard_normal((queries, d), np.float32),
+    )
     blocked, (_, rows) = best_time(lambda: nearest(torch.from_numpy(matrix), asked, k))
-    whole, naive = best_time(lambda: np.argsort(-(asked @ matrix.astype(np.float32).T), axis=1, kind="stable")[:, :k])
-    print(f"\n{queries} queries, {n:,} x {d}: all scores and a sort {1000 * whole:.0f} ms, blocks {1000 * blocked:.0f} ms "
-          f"({whole / blocked:.1f} times as fast), same passages: {bool((rows == naive).all())}")  # fmt: skip
+    whole, naive = best_time(
+        lambda: np.argsort(-(asked @ matrix.astype(np.float32).T), axis=1, kind="stable")[:, :k]
+    )
+    print(
+        f"\n{queries} queries, {n:,} x {d}: all scores and a sort {1000 * whole:.0f} ms, blocks"
+        f" {1000 * blocked:.0f} ms ({whole / blocked:.1f} times as fast), same passages:"
+        f" {bool((rows == naive).all())}"
+    )
 
 
 def best_time(call: Callable[[], object], tries: int = 3) -> tuple[float, object]:
@@ -390,16 +522,24 @@ def show(found: list[tuple[Document, float]]) -> None:
 
 
 def main() -> None:
-    parser = FlagParser(description="Search a corpus with a HF encoder; without a query, a demonstration.")
+    parser = FlagParser(
+        description="Search a corpus with a HF encoder; without a query, a demonstration."
+    )
     parser.add_argument("query", nargs="?")
     parser.add_argument("--corpus", help="a corpus file")
-    parser.add_argument("--encoder", help="an encoder's directory or hub name, such as intfloat/e5-base-v2")
+    parser.add_argument(
+        "--encoder", help="an encoder's directory or hub name, such as intfloat/e5-base-v2"
+    )
     parser.add_argument("--skip_bad", action="store_true", help="count malformed records and go on")
-    parser.add_argument("--vectors", default="", help="folder where the vectors are kept; by default nothing is")
+    parser.add_argument(
+        "--vectors", default="", help="folder where the vectors are kept; by default nothing is"
+    )
     parser.add_argument("--pooling", default="auto", choices=POOLINGS)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--index", default="auto", choices=INDEXES)
-    parser.add_argument("--index_file", default="", help="a prebuilt faiss index; row i is passage i")
+    parser.add_argument(
+        "--index_file", default="", help="a prebuilt faiss index; row i is passage i"
+    )
     parser.add_argument("-k", type=int, default=3, help="how many passages")
     args = parser.parse_args()
     if args.query is None:
@@ -409,8 +549,15 @@ def main() -> None:
     if args.k < 1:
         raise InputError(f"-k {args.k}: ask for at least one passage")
     documents = load_corpus(args.corpus, args.skip_bad)
-    retriever = DenseRetriever(documents, args.encoder, folder=args.vectors, device=args.device, pooling=args.pooling,
-                               index=args.index, index_file=args.index_file)  # fmt: skip
+    retriever = DenseRetriever(
+        documents,
+        args.encoder,
+        folder=args.vectors,
+        device=args.device,
+        pooling=args.pooling,
+        index=args.index,
+        index_file=args.index_file,
+    )
     show(retriever.search_scored([args.query], args.k)[0])
 
 

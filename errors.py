@@ -1,11 +1,12 @@
 """Whatever the user gave that is wrong is one line: what, where, and what to do; never a traceback.
 
-    InputError   the line. Every file raises it for a bad file, record, flag or address
-    run_main     runs a file's `main`: an InputError is printed and ends it with code 2, Ctrl-C with 130
-    FlagParser   argparse whose complaints are such lines, and name the nearest flag for one that it does not know
-    check_output can this file be written? Better known before the work than after it
+InputError   the line. Every file raises it for a bad file, record, flag or address
+run_main     runs a file's `main`: an InputError is printed and ends it with code 2, Ctrl-C with 130
+FlagParser   argparse whose complaints are such lines, and name the nearest flag for one that it
+             does not know
+check_output can this file be written? Better known before the work than after it
 
-    error: train.py: unknown flag --lrr (did you mean --lr?); --help lists them all
+error: train.py: unknown flag --lrr (did you mean --lr?); --help lists them all
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class InputError(ValueError):
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a file's `main`; what is the user's to mend becomes one line on stderr and exit code 2, never a traceback."""
+    """Run a file's `main`; what is the user's to mend becomes one line on stderr and exit code 2,
+    never a traceback.
+    """
     try:
         in_turn(main)
     except InputError as error:
@@ -39,7 +42,9 @@ def run_main(main: Callable[[], None]) -> None:
 
 
 def in_turn(main: Callable[[], None]) -> None:
-    """What several processes all find wrong, the first of them says: torchrun ends the others while they wait for it."""
+    """What several processes all find wrong, the first of them says: torchrun ends the others while
+    they wait for it.
+    """
     try:
         main()
     except Exception:
@@ -58,10 +63,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Flags are written in full: an abbreviation would mean another flag as soon as one is added."""
+    """Flags are written in full: an abbreviation would mean another flag as soon as one is
+    added.
+    """
 
     def __init__(self, *names, **settings):
-        super().__init__(*names, allow_abbrev=False, **{k: v for k, v in settings.items() if k != "allow_abbrev"})
+        super().__init__(
+            *names, allow_abbrev=False, **{k: v for k, v in settings.items() if k != "allow_abbrev"}
+        )
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{self.prog}: {message}")
@@ -76,12 +85,18 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def check_output(path: str | Path, flag: str) -> None:
-    """Raise InputError if `path` cannot be written: a folder, or in a place that is none. Nothing is left behind."""
+    """Raise InputError if `path` cannot be written: a folder, or in a place that is none. Nothing
+    is left behind.
+    """
     path = Path(path)
     if path.is_dir():
         raise InputError(f"{flag} {path}: that is a folder: name a file")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    if (
+        not folder.is_dir()
+        or not os.access(folder, os.W_OK)
+        or (path.exists() and not os.access(path, os.W_OK))
+    ):
         raise InputError(f"{flag} {path}: cannot be written there: name another place")
 
 
@@ -89,8 +104,12 @@ def main() -> None:
     """Each of these would end a command."""
     parser = FlagParser("train.py")
     parser.add_argument("--lr", type=float)
-    for what in (lambda: parser.parse_args(["--lrr", "1"]), lambda: parser.parse_args(["--lr", "x"]),
-                 lambda: check_output("/", "--json"), lambda: check_output("/dev/null/x", "--out")):  # fmt: skip
+    for what in (
+        lambda: parser.parse_args(["--lrr", "1"]),
+        lambda: parser.parse_args(["--lr", "x"]),
+        lambda: check_output("/", "--json"),
+        lambda: check_output("/dev/null/x", "--out"),
+    ):
         try:
             what()
         except InputError as error:

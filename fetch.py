@@ -1,16 +1,22 @@
-"""One HTTP exchange that cannot hang, grow without end or end in a surprise: what every remote part stands on.
+"""One HTTP exchange that cannot hang, grow without end or end in a surprise: what every remote part
+stands on.
 
-    body = fetch(url, payload, timeout=..., max_bytes=...)      bytes, or a `Fault` that says whether to try again
-    result = retrying(lambda: ..., retries=2)                   more tries, with backoff, of what a Fault says may go well
+    body = fetch(url, payload, timeout=..., max_bytes=...)      bytes, or a `Fault` that says
+    whether to try again
+    result = retrying(lambda: ..., retries=2)                   more tries, with backoff, of what a
+    Fault says may go well
 
-The time limit holds for the whole exchange, headers and redirects too: a socket's own limit holds for one wait, and a
-server that sends a byte now and then would never reach it. (Only the look-up of a name has no limit: the system's own
-holds, often 10 to 30 s.) Nothing is read beyond `max_bytes`. A redirect to another host or port is a fault: the request may
-carry a key, and that is for the server that was asked. (From http to https on the usual ports of one host is followed.) A
-fault carries three answers:
+The time limit holds for the whole exchange, headers and redirects too: a socket's own limit holds
+for one wait, and a server that sends a byte now and then would never reach it. (Only the look-up of
+a name has no limit: the system's own holds, often 10 to 30 s.) Nothing is read beyond `max_bytes`.
+A redirect to another host or port is a fault: the request may carry a key, and that is for the
+server that was asked. (From http to https on the usual ports of one host is followed.) A fault
+carries three answers:
     retry    may the same request go well the next time?    (not after a 404, which stays one)
-    down     is the server itself not well?                 (not after a 400, which is this request's fault)
-    reached  was there a connection at all?                 (if not, no other request would fare better now)
+    down     is the server itself not well?                 (not after a 400, which is this
+             request's fault)
+    reached  was there a connection at all?                 (if not, no other request would fare
+             better now)
 Left out: cookies, authentication other than a header, connections that are kept open.
 """
 
@@ -35,24 +41,41 @@ from errors import FlagParser, InputError, run_main
 
 MAX_BYTES = 64 * 2**20
 MAX_BACKOFF = 8.0  # seconds between two tries
-_REQUEST_AT_FAULT = (400, 413, 414, 422)  # HTTP: this request is not accepted; the server itself is well
+_REQUEST_AT_FAULT = (
+    400,
+    413,
+    414,
+    422,
+)  # HTTP: this request is not accepted; the server itself is well
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Fault(Exception):
-    """Why one try failed. retry: the next may go well. down: the server cannot be reached or is not well. reached: there was
-    a connection."""
+    """Why one try failed. retry: the next may go well. down: the server cannot be reached or is not
+    well. reached: there was a connection.
+    """
 
     def __init__(self, text: str, retry: bool = True, down: bool = True, reached: bool = True):
         super().__init__(text)
         self.retry, self.down, self.reached = retry, down, reached
 
 
-def fetch(url: str, payload: object = None, *, timeout: float = 60.0, max_bytes: int = MAX_BYTES,
-          headers: dict[str, str] | None = None, opener: urllib.request.OpenerDirector | None = None) -> bytes:  # fmt: skip
+def fetch(
+    url: str,
+    payload: object = None,
+    *,
+    timeout: float = 60.0,
+    max_bytes: int = MAX_BYTES,
+    headers: dict[str, str] | None = None,
+    opener: urllib.request.OpenerDirector | None = None,
+) -> bytes:
     """The body of one GET, or of a POST of `payload` as JSON. Raises Fault, and nothing else."""
     data = None if payload is None else json.dumps(payload).encode()
-    headers = {"Content-Type": "application/json"} | (headers or {}) if data is not None else headers or {}
+    headers = (
+        {"Content-Type": "application/json"} | (headers or {})
+        if data is not None
+        else headers or {}
+    )
     deadline, body = time.monotonic() + timeout, bytearray()
     try:
         request = urllib.request.Request(url, data, headers)
@@ -64,7 +87,8 @@ def fetch(url: str, payload: object = None, *, timeout: float = 60.0, max_bytes:
                     raise TimeoutError
                 if len(body) > max_bytes:
                     raise Fault(f"more than {max_bytes:,} bytes", retry=False, down=False)
-            if response.length:  # Trap: read1 returns b"" on a connection that broke off, and half a body looks whole
+            # Trap: read1 returns b"" on a connection that broke off, and half a body looks whole
+            if response.length:
                 raise Fault(f"half an answer: {response.length:,} bytes are missing")
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise as_fault(error, timeout) from None
@@ -77,11 +101,15 @@ def fetch_json(url: str, payload: object = None, **limits) -> object:
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        raise Fault(f"a reply that is not JSON, or half of one: {shown(body.decode(errors='replace'))}") from None
+        raise Fault(
+            f"a reply that is not JSON, or half of one: {shown(body.decode(errors='replace'))}"
+        ) from None
 
 
 class TimedResponse(http.client.HTTPResponse):
-    """A response that ends at `deadline` whatever the server does: before every wait the socket gets what is left of it."""
+    """A response that ends at `deadline` whatever the server does: before every wait the socket
+    gets what is left of it.
+    """
 
     def __init__(self, sock: socket.socket, *args, deadline: float, **options):
         super().__init__(sock, *args, **options)
@@ -107,7 +135,9 @@ class Timed(io.RawIOBase):
 
 
 def left(deadline: float) -> float:
-    """Seconds until then; TimeoutError if there are none. (A socket takes a limit of 0 for "do not wait at all".)"""
+    """Seconds until then; TimeoutError if there are none. (A socket takes a limit of 0 for "do not
+    wait at all".)
+    """
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError
@@ -115,7 +145,10 @@ def left(deadline: float) -> float:
 
 
 def _timed(kind: type, request: urllib.request.Request) -> Callable:
-    """`kind(host, ...)` of a request: its connection has what is left of the time, not all of it anew at each redirect."""
+    """`kind(host, ...)` of a request: its connection has what is left of the time, not all of it
+    anew at each redirect.
+    """
+
     def connect(host: str, **options) -> http.client.HTTPConnection:
         connection = kind(host, **options)
         if deadline := getattr(request, "deadline", None):
@@ -133,15 +166,21 @@ class _HTTP(urllib.request.HTTPHandler):
 
 class _HTTPS(urllib.request.HTTPSHandler):
     def https_open(self, request):
-        return self.do_open(_timed(http.client.HTTPSConnection, request), request, context=self._context)
+        return self.do_open(
+            _timed(http.client.HTTPSConnection, request), request, context=self._context
+        )
 
 
 class _SameServer(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, request, reply, code, reason, headers, url):
-        # Trap: urllib sends all headers on to wherever it is sent, a key included; and another port is another server.
+        # Trap: urllib sends all headers on to wherever it is sent, a key included; and another port
+        # is another server.
         old, new = origin(request.full_url), origin(url)
         if new != old and (old, new) != (("http", old[1], 80), ("https", old[1], 443)):
-            raise Fault(f"HTTP {code}, on to {shown(url)}: give that address if it is the right one", retry=False)
+            raise Fault(
+                f"HTTP {code}, on to {shown(url)}: give that address if it is the right one",
+                retry=False,
+            )
         again = super().redirect_request(request, reply, code, reason, headers, url)
         again.deadline = getattr(request, "deadline", None)
         reply.close()  # or urllib would read the redirect's own body to its end, however long
@@ -167,20 +206,31 @@ def host_of(url: str, example: str = "http://host:port") -> str:
     """The host of an http(s) address; anything else is an InputError that shows `example`."""
     with contextlib.suppress(ValueError):
         parts = urllib.parse.urlsplit(url)
-        parts.port  # noqa: B018  a port that is no number is found out here
+        parts.port
         if parts.hostname and parts.scheme in ("http", "https"):
             return parts.hostname
     raise InputError(f"{url}: not an address: give {example}")
 
 
-def retrying(call: Callable[[], object], retries: int, backoff: float = 0.5, wait: Callable[[float], object] = time.sleep):
-    """`call()`, tried `retries` more times while its Fault says that may help. `backoff` seconds before the second try,
-    twice that before the third, at most MAX_BACKOFF. `wait` may return True to give up."""
+def retrying(
+    call: Callable[[], object],
+    retries: int,
+    backoff: float = 0.5,
+    wait: Callable[[float], object] = time.sleep,
+):
+    """`call()`, tried `retries` more times while its Fault says that may help. `backoff` seconds
+    before the second try, twice that before the third, at most MAX_BACKOFF. `wait` may return True
+    to give up.
+    """
     for attempt in range(retries + 1):
         try:
             return call()
         except Fault as fault:
-            if not fault.retry or attempt == retries or wait(min(backoff * 2**attempt, MAX_BACKOFF)):
+            if (
+                not fault.retry
+                or attempt == retries
+                or wait(min(backoff * 2**attempt, MAX_BACKOFF))
+            ):
                 raise
     raise AssertionError("unreachable")
 
@@ -189,12 +239,19 @@ def as_fault(error: Exception, timeout: float) -> Fault:
     """What urllib raised, as a Fault."""
     if isinstance(error, urllib.error.HTTPError):
         said = ""
-        with contextlib.suppress(OSError, ValueError, http.client.HTTPException), error:  # a loop of redirects comes closed
+        with (
+            contextlib.suppress(OSError, ValueError, http.client.HTTPException),
+            error,
+        ):  # a loop of redirects comes closed
             said = shown(error.read1(2000).decode(errors="replace"))
-        return Fault(f"HTTP {error.code} {said}".strip(), retry=error.code in (408, 425, 429) or error.code >= 500,
-                     down=error.code not in _REQUEST_AT_FAULT)  # fmt: skip
+        return Fault(
+            f"HTTP {error.code} {said}".strip(),
+            retry=error.code in (408, 425, 429) or error.code >= 500,
+            down=error.code not in _REQUEST_AT_FAULT,
+        )
     reason = getattr(error, "reason", error)
-    # urllib wraps what happens up to the end of sending; a server that hangs up while we still send was there.
+    # urllib wraps what happens up to the end of sending; a server that hangs up while we still send
+    # was there.
     reached = reason is error or isinstance(reason, (BrokenPipeError, ConnectionResetError))
     if isinstance(reason, TimeoutError):
         return Fault(f"nothing within {timeout:g} s", reached=reached)
@@ -230,10 +287,13 @@ class LRU:
                 self.entries.popitem(last=False)
 
 
-# --------------------------------------------------------------------------------------------- on one screen
+# ------------------------------------------------------------------------------------ on one screen
+
 
 class _Faulty(BaseHTTPRequestHandler):
-    """A server for the demonstration: each path fails in its own way; /second only the first time."""
+    """A server for the demonstration: each path fails in its own way; /second only the first
+    time.
+    """
 
     count = 0
 
@@ -242,7 +302,11 @@ class _Faulty(BaseHTTPRequestHandler):
         if self.path == "/slow":
             time.sleep(0.6)
         body = {"/huge": b"x" * 5000, "/prose": b"no JSON"}.get(self.path, b'{"said": "yes"}')
-        self.send_response({"/missing": 404, "/ill": 500, "/second": 503 if _Faulty.count < 2 else 200}.get(self.path, 200))
+        self.send_response(
+            {"/missing": 404, "/ill": 500, "/second": 503 if _Faulty.count < 2 else 200}.get(
+                self.path, 200
+            )
+        )
         self.send_header("Content-Length", str(len(body) + 100 * (self.path == "/half")))
         self.end_headers()
         with contextlib.suppress(OSError):
@@ -253,7 +317,9 @@ class _Faulty(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    parser = FlagParser(description="Fetch an address; without one, a faulty server of this file's own.")
+    parser = FlagParser(
+        description="Fetch an address; without one, a faulty server of this file's own."
+    )
     parser.add_argument("url", nargs="*")
     urls = parser.parse_args().url
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Faulty)
@@ -261,10 +327,16 @@ def main() -> None:
     paths = ["well", "slow", "huge", "half", "prose", "missing", "ill", "second"]
     for url in urls or [f"http://127.0.0.1:{server.server_port}/{path}" for path in paths]:
         try:
-            said = retrying(lambda url=url: fetch_json(url, timeout=0.5, max_bytes=1000), retries=1, backoff=0.01)
+            said = retrying(
+                lambda url=url: fetch_json(url, timeout=0.5, max_bytes=1000),
+                retries=1,
+                backoff=0.01,
+            )
             print(f"{url:32} {said}")
         except Fault as fault:
-            print(f"{url:32} {fault}   (try again: {fault.retry}; the server is down: {fault.down})")
+            print(
+                f"{url:32} {fault}   (try again: {fault.retry}; the server is down: {fault.down})"
+            )
     server.shutdown()
     server.server_close()
 

@@ -1,17 +1,20 @@
-"""Texts of unequal length in one forward pass, one behind the other and not each padded to the longest.
+"""Texts of unequal length in one forward pass, one behind the other and not each padded to the
+longest.
 
     padded     a a a a a a a a        packed     a a a a a a a a | b b b . | c c c c | d d
                b b b . . . . .
                c c c c . . . .        groups     1 row of 8 | 2 rows of 4 | 1 row of 2
                d d . . . . . .
 
-Everything in a transformer but attention treats each token by itself: it does not care where texts begin and end, if each
-token has its position in its own text. Attention is computed group by group: a group's rows are as long as each other, to
-within SLACK tokens, so a group is a view of the packed tensor and nothing is copied, masked or built for it.
+Everything in a transformer but attention treats each token by itself: it does not care where texts
+begin and end, if each token has its position in its own text. Attention is computed group by group:
+a group's rows are as long as each other, to within SLACK tokens, so a group is a view of the packed
+tensor and nothing is copied, masked or built for it.
 
-Three things are not computed: padding, which causal attention lets no text see; what a text says behind the last token that is
-asked for; and the last layer's feed-forward part of all tokens that are not asked for. Left out: texts that share a prompt
-share no computation of it; layers with a sliding window and families not listed below go through padded.
+Three things are not computed: padding, which causal attention lets no text see; what a text says
+behind the last token that is asked for; and the last layer's feed-forward part of all tokens that
+are not asked for. Left out: texts that share a prompt share no computation of it; layers with a
+sliding window and families not listed below go through padded.
 """
 
 from __future__ import annotations
@@ -27,13 +30,17 @@ from transformers.masking_utils import sdpa_mask
 
 from errors import run_main
 
-SLACK = 4  # tokens of padding that a row may get so that a group has more rows: each group costs a call per layer
+# tokens of padding that a row may get so that a group has more rows: each group costs a call per
+# layer
+SLACK = 4
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
 class Packed:
-    """N tokens of B texts. groups: (rows, length) of each, in order; starts [B]: where each text begins."""
+    """N tokens of B texts. groups: (rows, length) of each, in order; starts [B]: where each text
+    begins.
+    """
 
     ids: torch.Tensor  # [1, N]
     positions: torch.Tensor  # [1, N]  each token's place in its own text
@@ -42,21 +49,34 @@ class Packed:
 
 
 def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """tokens [B, L], right-padded, wanted [B, T] bool -> the last hidden states of the n wanted places, row by row: [n, H]."""
+    """tokens [B, L], right-padded, wanted [B, T] bool -> the last hidden states of the n wanted
+    places, row by row: [n, H].
+    """
     if not packs(backbone.config):
-        return backbone(input_ids=tokens, use_cache=False).last_hidden_state[:, : wanted.shape[1]][wanted]
+        return backbone(input_ids=tokens, use_cache=False).last_hidden_state[:, : wanted.shape[1]][
+            wanted
+        ]
     packed = pack(tokens, lengths_of(wanted))
-    # Trap: without a mask the model builds one of N x N. One of four dimensions is handed on untouched; ours is not read.
-    places = (packed.starts[:, None] + torch.arange(wanted.shape[1], device=tokens.device))[wanted]  # [n]
+    # Trap: without a mask the model builds one of N x N. One of four dimensions is handed on
+    # untouched; ours is not read.
+    places = (packed.starts[:, None] + torch.arange(wanted.shape[1], device=tokens.device))[
+        wanted
+    ]  # [n]
     with last_layer_at(backbone, places):
-        output = backbone(input_ids=packed.ids, position_ids=packed.positions, groups=packed.groups, use_cache=False,
-                          attention_mask=tokens.new_zeros(1, 1, 1, 1))  # fmt: skip
+        output = backbone(
+            input_ids=packed.ids,
+            position_ids=packed.positions,
+            groups=packed.groups,
+            use_cache=False,
+            attention_mask=tokens.new_zeros(1, 1, 1, 1),
+        )
     return output.last_hidden_state[0, places]
 
 
 @contextlib.contextmanager
 def last_layer_at(backbone, places: torch.Tensor):
-    """Behind the last layer's attention no token is read by another: its feed-forward part is computed at `places` [n] only.
+    """Behind the last layer's attention no token is read by another: its feed-forward part is
+    computed at `places` [n] only.
 
     Not with gradient checkpointing, which computes the layer again when this is over.
     """
@@ -64,7 +84,9 @@ def last_layer_at(backbone, places: torch.Tensor):
     own, whole = vars(layer.mlp), layer.mlp.forward
     kept = dict(own)  # somebody else may have put a forward of theirs there
     if not getattr(layer, "gradient_checkpointing", False):
-        layer.mlp.forward = lambda hidden: torch.zeros_like(hidden).index_copy(1, places, whole(hidden.index_select(1, places)))
+        layer.mlp.forward = lambda hidden: torch.zeros_like(hidden).index_copy(
+            1, places, whole(hidden.index_select(1, places))
+        )
     try:
         yield
     finally:
@@ -73,7 +95,9 @@ def last_layer_at(backbone, places: torch.Tensor):
 
 
 def lengths_of(wanted: torch.Tensor) -> list[int]:
-    """[B, T] bool -> how many tokens of each row have to be read: up to the last place that is asked for, and at least 1."""
+    """[B, T] bool -> how many tokens of each row have to be read: up to the last place that is
+    asked for, and at least 1.
+    """
     columns = torch.arange(1, wanted.shape[1] + 1, device=wanted.device)  # [T]
     return (wanted * columns).amax(1).clamp(min=1).tolist()
 
@@ -88,7 +112,12 @@ def pack(tokens: torch.Tensor, lengths: list[int], slack: int = SLACK) -> Packed
         groups.append((len(rows), length))
         for row in rows:
             starts[row], count = count, count + length
-    return Packed(torch.cat(pieces)[None], torch.cat(positions)[None], groups, torch.tensor(starts, device=tokens.device))
+    return Packed(
+        torch.cat(pieces)[None],
+        torch.cat(positions)[None],
+        groups,
+        torch.tensor(starts, device=tokens.device),
+    )
 
 
 def grouped(lengths: list[int], slack: int) -> list[list[int]]:
@@ -106,19 +135,28 @@ def grouped(lengths: list[int], slack: int) -> list[list[int]]:
     return groups
 
 
-def packed_attention(module, query, key, value, attention_mask, groups=None, scaling=None, **options):
-    """query [1, heads, N, D], key and value [1, kv, N, D] -> [1, N, heads, D]: each token sees its own text's past.
+def packed_attention(
+    module, query, key, value, attention_mask, groups=None, scaling=None, **options
+):
+    """query [1, heads, N, D], key and value [1, kv, N, D] -> [1, N, heads, D]: each token sees its
+    own text's past.
 
     Without groups, as `generate` calls it, this is plain attention.
     """
     if groups is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
     parts, begin, shared = [], 0, query.shape[1] != key.shape[1]  # several queries share a key head
     for rows, length in groups:
         # [1, heads, rows · length, D] -> [rows, heads, length, D], a view; keys and values likewise
         cut = slice(begin, begin + rows * length)
-        q, k, v = (x[0, :, cut].unflatten(1, (rows, length)).transpose(0, 1) for x in (query, key, value))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=shared)
+        q, k, v = (
+            x[0, :, cut].unflatten(1, (rows, length)).transpose(0, 1) for x in (query, key, value)
+        )
+        out = scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=shared
+        )
         parts.append(out.transpose(1, 2).flatten(0, 1))  # [rows · length, heads, D]
         begin = cut.stop
     return torch.cat(parts)[None], None
@@ -131,10 +169,15 @@ AttentionMaskInterface.register("packed", sdpa_mask)
 def allow_packing(model) -> None:
     """Give a model the attention above, if it is of a kind that hands `groups` on to it.
 
-    For good, not for a call: with gradient checkpointing the layers are computed again in the backward pass.
+    For good, not for a call: with gradient checkpointing the layers are computed again in the
+    backward pass.
     """
     config = model.config
-    if config.model_type in FAMILIES and config._attn_implementation == "sdpa" and not windowed(config):
+    if (
+        config.model_type in FAMILIES
+        and config._attn_implementation == "sdpa"
+        and not windowed(config)
+    ):
         config._attn_implementation = "packed"
 
 
@@ -145,7 +188,9 @@ def packs(config) -> bool:
 def windowed(config) -> str:
     """The kinds of its layers that do not see all tokens before; "" if all do."""
     others = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-    return ", ".join(sorted(others)) or ("a sliding window" if getattr(config, "sliding_window", None) else "")
+    return ", ".join(sorted(others)) or (
+        "a sliding window" if getattr(config, "sliding_window", None) else ""
+    )
 
 
 def main() -> None:
@@ -153,8 +198,14 @@ def main() -> None:
     from transformers import Qwen2Config, Qwen2Model
 
     torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-                         intermediate_size=32)  # fmt: skip
+    config = Qwen2Config(
+        vocab_size=20,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+    )
     model, lengths = Qwen2Model(config).eval(), [9, 3, 4]
     tokens = torch.randint(1, 20, (3, 9))  # [B, L]
     wanted = torch.arange(9) < torch.tensor(lengths)[:, None]  # [B, T]
@@ -162,8 +213,11 @@ def main() -> None:
         padded = model(input_ids=tokens, use_cache=False).last_hidden_state[wanted]
         allow_packing(model)
         packed = hidden_states(model, tokens, wanted)
-    print(f"texts of {lengths} tokens: {tokens.numel()} places padded, {pack(tokens, lengths).ids.numel()} packed, "
-          f"{pack(tokens, lengths, 0).ids.numel()} with slack 0")  # fmt: skip
+    print(
+        f"texts of {lengths} tokens: {tokens.numel()} places padded,"
+        f" {pack(tokens, lengths).ids.numel()} packed, {pack(tokens, lengths, 0).ids.numel()} with"
+        " slack 0"
+    )
     print("groups (rows, length):", pack(tokens, lengths).groups)
     print("largest difference of a hidden state:", f"{(padded - packed).abs().max().item():.0e}")
 

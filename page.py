@@ -1,12 +1,15 @@
 """The bytes of a web page -> its title and its text, whatever a stranger's server sends.
 
-    bytes -> characters   by the byte-order mark, the header's charset, a meta tag's, or else as UTF-8
-    HTML -> text          by the optional `trafilatura`, else by html.parser: a line per block, without scripts, menus, forms
+    bytes -> characters   by the byte-order mark, the header's charset, a meta tag's, or else as
+    UTF-8
+    HTML -> text          by the optional `trafilatura`, else by html.parser: a line per block,
+    without scripts, menus, forms
 
-Nothing here raises, and nothing takes long. Traps: html.parser needs hours for a hostile megabyte (PARSE_SECONDS ends it),
-Python knows codecs that no page is written in and some of them are very slow, whole pages stand inside a <form>, and half
-the titles of the web are not closed. The text depends on whether `trafilatura` is installed.
-Left out: JavaScript, PDF, tables as anything but lines.
+Nothing here raises, and nothing takes long. Traps: html.parser needs hours for a hostile megabyte
+(PARSE_SECONDS ends it), Python knows codecs that no page is written in and some of them are very
+slow, whole pages stand inside a <form>, and half the titles of the web are not closed. The text
+depends on whether `trafilatura` is installed. Left out: JavaScript, PDF, tables as anything but
+lines.
 """
 
 from __future__ import annotations
@@ -24,17 +27,27 @@ PARSE_SECONDS = 1.0  # of one core, for one page
 
 
 def decode(body: bytes, charset: str | None) -> str:
-    """The text: by its byte order mark, the header's charset, a meta tag's, or else UTF-8. Never raises.
+    """The text: by its byte order mark, the header's charset, a meta tag's, or else UTF-8. Never
+    raises.
 
     >>> decode("Kelmöuth".encode("latin-1"), "iso-8859-1"), decode("Kelmöuth".encode(), "no-such")
     ('Kelmöuth', 'Kelmöuth')
     """
-    meta = re.search(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?([\w-]{1,40})", body[:4096], re.IGNORECASE)
+    meta = re.search(
+        rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?([\w-]{1,40})", body[:4096], re.IGNORECASE
+    )
     name = charset or (meta[1].decode() if meta else "utf-8")
-    for mark, marked in ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16")):
+    for mark, marked in (
+        (b"\xef\xbb\xbf", "utf-8-sig"),
+        (b"\xff\xfe", "utf-16"),
+        (b"\xfe\xff", "utf-16"),
+    ):
         name = marked if body.startswith(mark) else name
-    # Trap: Python also knows codecs ("punycode", "unicode_escape") that no page is written in, some of them very slow.
-    if not re.match(r"(?i)utf-?(8|16)|iso|windows|cp\d|koi8|gb|big5|euc|shift|ascii|us-ascii|latin", name):
+    # Trap: Python also knows codecs ("punycode", "unicode_escape") that no page is written in, some
+    # of them very slow.
+    if not re.match(
+        r"(?i)utf-?(8|16)|iso|windows|cp\d|koi8|gb|big5|euc|shift|ascii|us-ascii|latin", name
+    ):
         name = "utf-8"
     try:
         return body.decode(name, errors="replace")
@@ -45,8 +58,8 @@ def decode(body: bytes, charset: str | None) -> str:
 SILENT = frozenset("script style noscript svg template iframe object select textarea".split())
 FRAME = frozenset("nav header footer form aside button".split())
 _BLOCKS = frozenset(
-    "address article blockquote body br dd details div dl dt figcaption figure h1 h2 h3 h4 h5 h6 head hr html li main ol p pre "
-    "section summary table tbody td tfoot th thead title tr ul".split()
+    "address article blockquote body br dd details div dl dt figcaption figure h1 h2 h3 h4 h5 h6"
+    " head hr html li main ol p pre section summary table tbody td tfoot th thead title tr ul".split()
 )
 
 
@@ -60,7 +73,10 @@ class _Reader(HTMLParser):
     def __init__(self, silent: frozenset[str]):
         super().__init__()
         self.silent, self.title, self.in_title = silent, "", False
-        self.within, self.depth = "", 0  # the silent element we are in, and how many of its kind are open
+        self.within, self.depth = (
+            "",
+            0,
+        )  # the silent element we are in, and how many of its kind are open
         self.pieces: list[str] = []
         self.length, self.until = 0, time.thread_time() + PARSE_SECONDS
 
@@ -70,7 +86,9 @@ class _Reader(HTMLParser):
         elif tag in self.silent:
             self.within, self.depth, self.in_title = tag, 1, False
         else:
-            self.in_title = tag == "title" and not self.title  # any other tag ends a title that was not closed
+            self.in_title = (
+                tag == "title" and not self.title
+            )  # any other tag ends a title that was not closed
             self.pieces.append("\n" if tag in _BLOCKS else "")
 
     def handle_endtag(self, tag):
@@ -93,7 +111,8 @@ class _Reader(HTMLParser):
 
 
 def html_to_text(html: str) -> tuple[str, str]:
-    """(title, text) of a page, one line per block, by `trafilatura` where it is installed. Never raises.
+    """(title, text) of a page, one line per block, by `trafilatura` where it is installed. Never
+    raises.
 
     >>> html_to_text("<title>Ana</title><nav>menu</nav><p>Ana &amp; Bo<p>left <b>Kel</b>mouth")
     ('Ana', 'Ana & Bo\\nleft Kelmouth')
@@ -106,7 +125,9 @@ def html_to_text(html: str) -> tuple[str, str]:
 
 def parse_html(html: str, silent: frozenset[str]) -> tuple[str, str]:
     reader = _Reader(silent)
-    with contextlib.suppress(_Enough, AssertionError, ValueError, RecursionError):  # html.parser asserts things about a page
+    with contextlib.suppress(
+        _Enough, AssertionError, ValueError, RecursionError
+    ):  # html.parser asserts things about a page
         reader.feed(html.replace("<![", "<! ["))  # such as that nothing unknown stands behind "<!["
         reader.close()
     return one_line(reader.title)[:200], lines("".join(reader.pieces))
@@ -130,16 +151,22 @@ def one_line(text: str) -> str:
 
 
 def main() -> None:
-    parser = FlagParser(description="Show the text of an HTML file; without one, of an invented page.")
+    parser = FlagParser(
+        description="Show the text of an HTML file; without one, of an invented page."
+    )
     parser.add_argument("file", nargs="?", default="")
     args = parser.parse_args()
     invented = (
-        b"<title>Ana Bell<nav>Home | Maps</nav><script>track()</script><h1>Ana Bell</h1><p>Born in Kelm\xf6uth &amp; raised "
-        b"there.<p>She draws <b>maps</b> of the coast.<form>Your name</form><footer>All rights</footer>"
+        b"<title>Ana Bell<nav>Home | Maps</nav><script>track()</script><h1>Ana Bell</h1><p>Born in"
+        b" Kelm\xf6uth &amp; raised there.<p>She draws <b>maps</b> of the coast.<form>Your"
+        b" name</form><footer>All rights</footer>"
     )
     body = Path(args.file).read_bytes() if args.file else invented
     title, text = html_to_text(decode(body, None if args.file else "iso-8859-1"))
-    print(f"{len(body):,} bytes\ntitle  {title}\n" + "\n".join(f"text   {line}" for line in text.splitlines()[:50]))
+    print(
+        f"{len(body):,} bytes\ntitle  {title}\n"
+        + "\n".join(f"text   {line}" for line in text.splitlines()[:50])
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
-"""REINFORCE++: PPO's surrogate without a critic; the advantage is a return, whitened over the whole batch.
+"""REINFORCE++: PPO's surrogate without a critic; the advantage is a return, whitened over the whole
+batch.
 
     plain     r_t = −kl_coef · k1_t  (kl_place "reward"),  + R on the trajectory's last model token
               G_t = r_t + γ G_{t+1}                        over model tokens only, γ = 1
               A_t = (G_t − mean_batch) / (std_batch + 1e-6)
     baseline  A = Norm_batch(Norm_group(R − b)),  b = mean of the group           (UR² eq. 5)
-              one advantage per trajectory, so γ plays no part; a KL in the reward is summed over the trajectory first
-              group_std=False leaves out the division by the group's std, as UR²'s released code does
+              one advantage per trajectory, so γ plays no part; a KL in the reward is summed over
+              the trajectory first group_std=False leaves out the division by the group's std, as
+              UR²'s released code does
 
-Only the advantage differs from GRPO; weights and loss are GRPO's. The plain form has no group: a question whose answers
-are all right still pushes them up. In the baseline form it teaches nothing, as in GRPO.
-Source: Hu et al. 2025 (REINFORCE++ and REINFORCE++-baseline); UR² eq. 5 and, for the loss, eq. 3.
-Departure: the batch statistics give each trajectory the weight 1, not each token. By tokens, long answers would set the mean,
-and a group of equal rewards would get an advantage other than 0 in the baseline form.
-Left out: reward clipping and running statistics across batches.
+Only the advantage differs from GRPO; weights and loss are GRPO's. The plain form has no group: a
+question whose answers are all right still pushes them up. In the baseline form it teaches nothing,
+as in GRPO. Source: Hu et al. 2025 (REINFORCE++ and REINFORCE++-baseline); UR² eq. 5 and, for the
+loss, eq. 3. Departure: the batch statistics give each trajectory the weight 1, not each token. By
+tokens, long answers would set the mean, and a group of equal rewards would get an advantage other
+than 0 in the baseline form. Left out: reward clipping and running statistics across batches.
 """
 
 from __future__ import annotations
@@ -26,22 +28,27 @@ from errors import run_main
 from grpo import EPSILON
 from ppo import last_model_token, token_rewards
 
-# ---------------------------------------------------------------------------------------------- the baseline form
+# -------------------------------------------------------------------------------- the baseline form
+
 
 def baseline_advantages(rewards: Tensor, group_size: int, group_std: bool = True) -> Tensor:
     """Norm_batch(Norm_group(R − b)), [B] (UR² eq. 5). Equal groups: exactly 0.
 
-    Worked: [1, 0, 1, 1] by twos: group [0.7071, −0.7071, 0, 0]; batch std √(1/3) = 0.5774 -> [1.2247, −1.2247, 0, 0].
+    Worked: [1, 0, 1, 1] by twos: group [0.7071, −0.7071, 0, 0]; batch std √(1/3) = 0.5774 ->
+    [1.2247, −1.2247, 0, 0].
     """
     normalize = grpo.group_normalize if group_std else grpo.group_center
     advantages = normalize(rewards, group_size)  # [B]
-    # Norm_batch only divides: each group's mean is 0, so the batch's is, and subtracting its rounding error would move
-    # the groups that are exactly 0.
-    std = (advantages.square().sum() / max(len(advantages) - 1, 1)).sqrt()  # ddof 1; a batch of one is 0 / (0 + 1e-6)
+    # Norm_batch only divides: each group's mean is 0, so the batch's is, and subtracting its
+    # rounding error would move the groups that are exactly 0.
+    std = (
+        advantages.square().sum() / max(len(advantages) - 1, 1)
+    ).sqrt()  # ddof 1; a batch of one is 0 / (0 + 1e-6)
     return advantages / (std + EPSILON)  # [B]
 
 
-# ------------------------------------------------------------------------------------------------- the plain form
+# ----------------------------------------------------------------------------------- the plain form
+
 
 def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
     """G_t = r_t + γ G_{t'}, t' the next model token; [B, T], 0 on masked tokens.
@@ -52,19 +59,24 @@ def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1
     returns = torch.zeros_like(token_rewards)  # [B, T]
     later = token_rewards.new_zeros(len(token_rewards))  # [B]
     for t in reversed(range(token_rewards.shape[1])):
-        # A document is no step of the policy: it neither discounts what comes after it nor adds what stands on it.
+        # A document is no step of the policy: it neither discounts what comes after it nor adds
+        # what stands on it.
         later = torch.where(mask[:, t], token_rewards[:, t] + gamma * later, later)  # [B]
         returns[:, t] = later
     return ppo.model_only(returns, mask)  # [B, T]
 
 
 def whiten(returns: Tensor, response_mask: Tensor) -> Tensor:
-    """(G − mean) / (std + 1e-6), 0 on masked tokens; each trajectory weighs 1 in mean and std, however long it is.
+    """(G − mean) / (std + 1e-6), 0 on masked tokens; each trajectory weighs 1 in mean and std,
+    however long it is.
 
-    Worked, one return per row: 1, 0, 1, 1: mean 0.75, std (ddof 1) 0.5 -> 0.5, −1.5, 0.5, 0.5, whatever the lengths.
+    Worked, one return per row: 1, 0, 1, 1: mean 0.75, std (ddof 1) 0.5 -> 0.5, −1.5, 0.5, 0.5,
+    whatever the lengths.
     """
     mask, values = response_mask.bool(), ppo.model_only(returns, response_mask)  # [B, T], [B, T]
-    weights = ppo.sequence_weights(mask)  # [B, T]  1 / length / trajectories: documents and empty rows have 0
+    weights = ppo.sequence_weights(
+        mask
+    )  # [B, T]  1 / length / trajectories: documents and empty rows have 0
     trajectories = int(mask.any(1).sum())
     centered = values - (weights * values).sum()  # [B, T]
     std = ((weights * centered.square()).sum() * trajectories / max(trajectories - 1, 1)).sqrt()
@@ -73,14 +85,19 @@ def whiten(returns: Tensor, response_mask: Tensor) -> Tensor:
     return ppo.model_only(centered / (std + EPSILON), mask)  # [B, T]
 
 
-# ------------------------------------------------------------------------------------------------ the interface
+# ------------------------------------------------------------------------------------ the interface
+
 
 def compute_advantages(batch, recipe) -> Tensor:
     """Once, on the whole rollout batch (of all ranks: they share the statistics)."""
     if recipe.algorithm == "reinforce_pp_baseline":
         rewards = grpo.trajectory_rewards(batch, recipe)  # [B]
-        return grpo.on_tokens(baseline_advantages(rewards, batch.group_size, recipe.group_std), batch.response_mask)  # [B, T]
-    returns = returns_to_go(token_rewards(batch, recipe), batch.response_mask, recipe.gamma)  # [B, T]
+        return grpo.on_tokens(
+            baseline_advantages(rewards, batch.group_size, recipe.group_std), batch.response_mask
+        )  # [B, T]
+    returns = returns_to_go(
+        token_rewards(batch, recipe), batch.response_mask, recipe.gamma
+    )  # [B, T]
     return whiten(returns, batch.response_mask)  # [B, T]
 
 
@@ -95,8 +112,14 @@ def main() -> None:
     print(f"Two questions, two answers each. rewards {rewards.tolist()}\n")
     print("baseline (UR² eq. 5): minus the group's mean, / the group's std, / the batch's std")
     print(f"  Norm_group     {[round(a, 4) for a in normalized.tolist()]}   batch std {std:.4f}")
-    print(f"  Norm_batch     {[round(a, 4) for a in baseline_advantages(rewards, group_size).tolist()]}")
-    print(f"  group_std off  {[round(a, 4) for a in baseline_advantages(rewards, group_size, False).tolist()]}\n")
+    print(
+        "  Norm_batch    "
+        f" {[round(a, 4) for a in baseline_advantages(rewards, group_size).tolist()]}"
+    )
+    print(
+        "  group_std off "
+        f" {[round(a, 4) for a in baseline_advantages(rewards, group_size, False).tolist()]}\n"
+    )
     mask = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0]])  # [4, 3]
     returns = returns_to_go(rewards[:, None] * last_model_token(mask), mask)  # [4, 3]
     print("plain: the return of each model token, whitened over the batch (mean 0.75, std 0.5)")

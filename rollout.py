@@ -1,18 +1,23 @@
 """The loop: the model reasons, asks, reads what was found, and answers. It yields a `Trajectory`.
 
-    sample a turn -> does it end in a query? -> search (all rows' queries of this moment in one call)
-                  -> append the documents with mask 0 -> sample the next turn -> ... -> answer, EOS or a limit
+    sample a turn -> does it end in a query? -> search (all rows' queries of this moment in one
+    call)
+                  -> append the documents with mask 0 -> sample the next turn -> ... -> answer, EOS
+                  or a limit
 
 Two rules keep the training signal true:
-  * token ids in, token ids out: sampled ids are never decoded and encoded again; what the environment writes is encoded
-    once and appended (a re-encoded text can split into other tokens, and the log-probs would be of a text nobody sampled);
-  * the mask is born with the token: 1 for a token the policy sampled (closing tags and EOS too), 0 for everything the
-    environment wrote: the documents with their tags, the blank lines around them, the notices.
+  * token ids in, token ids out: sampled ids are never decoded and encoded again; what the
+    environment writes is encoded once and appended (a re-encoded text can split into other tokens,
+    and the log-probs would be of a text nobody sampled);
+  * the mask is born with the token: 1 for a token the policy sampled (closing tags and EOS too), 0
+    for everything the environment wrote: the documents with their tags, the blank lines around
+    them, the notices.
 
-The loop knows neither retriever nor summariser: it gets `search(list[SearchRequest]) -> list[SearchResult]`.
-Sampling is plain HF `generate` on the rows that are still alive, so this file is the page to read; there the keys and
-values of a row are computed again at each of its turns. `engine="slots"` samples with engine.py instead: the same
-trajectories when greedy and the same distribution otherwise, several times faster and in less memory.
+The loop knows neither retriever nor summariser: it gets `search(list[SearchRequest]) ->
+list[SearchResult]`. Sampling is plain HF `generate` on the rows that are still alive, so this file
+is the page to read; there the keys and values of a row are computed again at each of its turns.
+`engine="slots"` samples with engine.py instead: the same trajectories when greedy and the same
+distribution otherwise, several times faster and in less memory.
 """
 
 from __future__ import annotations
@@ -51,7 +56,8 @@ SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 MIN_DOCUMENT_TOKENS = 16  # a search whose documents would be cut below this is not worth running
 
 
-# ------------------------------------------------------------------------------------------------------ types
+# -------------------------------------------------------------------------------------------- types
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -63,7 +69,9 @@ class Segment:
 
 @dataclass
 class Search:
-    """One search that the environment executed. `text` is the block's body as the policy read it."""
+    """One search that the environment executed. `text` is the block's body as the policy read
+    it.
+    """
 
     query: str
     documents: list[Document]
@@ -85,10 +93,11 @@ class Refusal:
 class Trajectory:
     """One response: ids, who wrote each, what was searched, why it ended.
 
-    response_ids, response_mask and logprobs have one entry per response token; mask 1 = sampled by the policy, and
-    logprobs holds the log-prob it was sampled with (0.0 where the mask is 0).
-    stop_reason: "eos", "answer" (the answer's end tag), "length" (turn limit or context end), "refused" (a query that
-    could not be run, after the notice or without one), "written" (read from a transcript); "" while it goes on.
+    response_ids, response_mask and logprobs have one entry per response token; mask 1 = sampled by
+    the policy, and logprobs holds the log-prob it was sampled with (0.0 where the mask is 0).
+    stop_reason: "eos", "answer" (the answer's end tag), "length" (turn limit or context end),
+    "refused" (a query that could not be run, after the notice or without one), "written" (read from
+    a transcript); "" while it goes on.
     """
 
     question: Question
@@ -119,7 +128,10 @@ class Trajectory:
 
     @property
     def answers(self) -> list[str]:
-        return [span.content for span in find_answers(self.protocol, self.model_text, self.question.task)]
+        return [
+            span.content
+            for span in find_answers(self.protocol, self.model_text, self.question.task)
+        ]
 
     @property
     def answer(self) -> str | None:
@@ -145,18 +157,23 @@ class Trajectory:
         self.segments.append(segment)
 
 
-# ------------------------------------------------------------------------------------------------ sample a turn
+# ------------------------------------------------------------------------------------ sample a turn
+
 
 class StopRule:
-    """When a turn is over: EOS, a stop tag, or no room left. Only a token in `watched` can be one of the first two.
+    """When a turn is over: EOS, a stop tag, or no room left. Only a token in `watched` can be one
+    of the first two.
 
-    A tag is looked for in the decoded tail of the turn, because it may span tokens or end inside one that goes on behind
-    it (">\\n\\n"): the turn is cut after that token, whole, since that is what was sampled.
+    A tag is looked for in the decoded tail of the turn, because it may span tokens or end inside
+    one that goes on behind it (">\\n\\n"): the turn is cut after that token, whole, since that is
+    what was sampled.
     """
 
     def __init__(self, tokenizer, stop_tags: Sequence[str], eos_ids: set[int]):
         self.tokenizer, self.stop_tags, self.eos_ids = tokenizer, stop_tags, eos_ids
-        self.watched = eos_ids | closing_ids(tokenizer, len(tokenizer), "".join(tag[-1] for tag in stop_tags))
+        self.watched = eos_ids | closing_ids(
+            tokenizer, len(tokenizer), "".join(tag[-1] for tag in stop_tags)
+        )
 
     def reason(self, turn: list[int], room: int) -> str | None:
         """Why `turn` is over with its last token: "eos", the tag, "length"; None if it is not."""
@@ -164,14 +181,16 @@ class StopRule:
             return "eos"
         if turn[-1] in self.watched:
             for tag in self.stop_tags:
-                # Every token of the tag holds at least one of its characters, so this many tokens hold the whole tag.
+                # Every token of the tag holds at least one of its characters, so this many tokens
+                # hold the whole tag.
                 if tag in decode(self.tokenizer, turn[-len(tag) :]):
                     return tag
         return "length" if len(turn) >= room else None
 
 
 class TurnWatcher:
-    """Watches `generate` from inside: as logits processor it sees the distribution, as stopping criterion the token.
+    """Watches `generate` from inside: as logits processor it sees the distribution, as stopping
+    criterion the token.
 
     It ends each row by the rule, with the row's own room, and notes each sampled token's log-prob.
     """
@@ -183,7 +202,9 @@ class TurnWatcher:
         self.logprobs: list[list[float]] = [[] for _ in room]
 
     def process_logits(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """[B, V] -> the logits that are sampled from, at our temperature; kept to score the token that comes next."""
+        """[B, V] -> the logits that are sampled from, at our temperature; kept to score the token
+        that comes next.
+        """
         self.scores = logits / self.temperature
         return self.scores
 
@@ -195,12 +216,16 @@ class TurnWatcher:
                 self.ids[row].append(token)
                 self.logprobs[row].append(logprob)
                 self.reasons[row] = self.rule.reason(self.ids[row], self.room[row])
-        return torch.tensor([reason is not None for reason in self.reasons], device=input_ids.device)
+        return torch.tensor(
+            [reason is not None for reason in self.reasons], device=input_ids.device
+        )
 
 
 @functools.lru_cache(maxsize=8)
 def closing_ids(tokenizer, size: int, last: str) -> set[int]:
-    """Token ids that hold one of the characters `last`, so that they can complete a tag: only they cost a look at the tail."""
+    """Token ids that hold one of the characters `last`, so that they can complete a tag: only they
+    cost a look at the tail.
+    """
     pieces = tokenizer.batch_decode([[i] for i in range(size)], skip_special_tokens=False)
     return {i for i, piece in enumerate(pieces) if any(character in piece for character in last)}
 
@@ -213,12 +238,15 @@ def decode(tokenizer, ids: Sequence[int]) -> str:
 def plain_generation(policy, eos_ids: set[int], pad_id: int):
     """`generate` without the checkpoint's own defaults while inside.
 
-    Trap: a hub model's generation_config (top_k=20, repetition_penalty=1.05, ...) fills every setting that the caller
-    leaves open; samples then come from another distribution than the one whose log-probs are trained.
+    Trap: a hub model's generation_config (top_k=20, repetition_penalty=1.05, ...) fills every
+    setting that the caller leaves open; samples then come from another distribution than the one
+    whose log-probs are trained.
     """
     model = getattr(policy, "language_model", policy)
     kept = model.generation_config
-    model.generation_config = GenerationConfig(eos_token_id=sorted(eos_ids) or None, pad_token_id=pad_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=sorted(eos_ids) or None, pad_token_id=pad_id
+    )
     try:
         yield
     finally:
@@ -226,7 +254,9 @@ def plain_generation(policy, eos_ids: set[int], pad_id: int):
 
 
 def end_ids(policy, tokenizer) -> set[int]:
-    """Every id that ends a text: the tokenizer's EOS and the checkpoint's (chat models have two)."""
+    """Every id that ends a text: the tokenizer's EOS and the checkpoint's (chat models have
+    two).
+    """
     model = getattr(policy, "language_model", policy)
     listed = getattr(model.generation_config, "eos_token_id", None)
     listed = listed if isinstance(listed, list) else [listed]
@@ -238,18 +268,36 @@ def left_padded(texts: list[list[int]], pad_id: int, device) -> tuple[torch.Tens
     width = max(map(len, texts))
     tokens = torch.tensor([[pad_id] * (width - len(text)) + text for text in texts], device=device)
     # Not `tokens != pad`: where pad is EOS that would hide real EOS tokens.
-    return tokens, torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
+    return tokens, torch.tensor(
+        [[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device
+    )
 
 
-def sample_turns(policy, tokenizer, contexts: list[list[int]], room: list[int], stop_tags: Sequence[str],
-                 temperature: float, top_p: float) -> TurnWatcher:  # fmt: skip
-    """One turn for every context: left-padded, so that all rows sample their next token at the same place."""
+def sample_turns(
+    policy,
+    tokenizer,
+    contexts: list[list[int]],
+    room: list[int],
+    stop_tags: Sequence[str],
+    temperature: float,
+    top_p: float,
+) -> TurnWatcher:
+    """One turn for every context: left-padded, so that all rows sample their next token at the same
+    place.
+    """
     eos_ids = end_ids(policy, tokenizer)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos_ids, default=0)
+    pad_id = (
+        tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos_ids, default=0)
+    )
     tokens, attention = left_padded(contexts, pad_id, policy.device)
     watcher = TurnWatcher(StopRule(tokenizer, stop_tags, eos_ids), room, temperature or 1.0)
-    # top_k: generate's default of 50 is off-policy. temperature 1: the watcher divides, generate would divide once more.
-    sampling = {"do_sample": True, "top_k": 0, "top_p": top_p, "temperature": 1.0} if temperature else {"do_sample": False}
+    # top_k: generate's default of 50 is off-policy. temperature 1: the watcher divides, generate
+    # would divide once more.
+    sampling = (
+        {"do_sample": True, "top_k": 0, "top_p": top_p, "temperature": 1.0}
+        if temperature
+        else {"do_sample": False}
+    )
     with plain_generation(policy, eos_ids, pad_id):
         policy.generate(
             input_ids=tokens,
@@ -262,15 +310,22 @@ def sample_turns(policy, tokenizer, contexts: list[list[int]], room: list[int], 
     return watcher
 
 
-# ------------------------------------------------------------------------------------------- answer the queries
+# ------------------------------------------------------------------------------- answer the queries
 
-def call_search(search: SearchFunction, requests: list[SearchRequest], retries: int, timeout: float) -> list[SearchResult]:
-    """`search`, retried with backoff under a time limit; at last an explicit "unavailable" for every request.
 
-    A training step must survive a retriever that is down, and must not wait for ever on one that hangs.
+def call_search(
+    search: SearchFunction, requests: list[SearchRequest], retries: int, timeout: float
+) -> list[SearchResult]:
+    """`search`, retried with backoff under a time limit; at last an explicit "unavailable" for
+    every request.
+
+    A training step must survive a retriever that is down, and must not wait for ever on one that
+    hangs.
     """
     error = ""
-    if bound := getattr(search, "seconds", None):  # one that asks over the network: the more queries, the longer
+    if bound := getattr(
+        search, "seconds", None
+    ):  # one that asks over the network: the more queries, the longer
         timeout += bound(len({request.query for request in requests}))
     for attempt in range(retries + 1):
         if attempt:
@@ -281,7 +336,9 @@ def call_search(search: SearchFunction, requests: list[SearchRequest], retries: 
         thread.join(timeout)
         if not box:
             error = f"no answer within {timeout:g} s"
-        elif isinstance(box[0], InputError):  # such as a summariser that has been down for batches: no fault of one search
+        elif isinstance(
+            box[0], InputError
+        ):  # such as a summariser that has been down for batches: no fault of one search
             raise box[0]
         elif isinstance(box[0], Exception):
             error = f"{type(box[0]).__name__}: {box[0]}"
@@ -302,13 +359,17 @@ def _call_into(search: SearchFunction, requests: list[SearchRequest], box: list)
         box.append(error)
 
 
-def fit_block(tokenizer, protocol: Protocol, pieces: list[str], budget: int) -> tuple[list[int], str]:
-    """(ids of the framed documents, their text), cut at a document's end so that the whole block has at most `budget`
-    tokens; only a first document that is too long by itself is cut inside.
+def fit_block(
+    tokenizer, protocol: Protocol, pieces: list[str], budget: int
+) -> tuple[list[int], str]:
+    """(ids of the framed documents, their text), cut at a document's end so that the whole block
+    has at most `budget` tokens; only a first document that is too long by itself is cut inside.
 
-    The block is encoded as one text: a body encoded apart from its frame begins otherwise (in many tokenizers a word
-    behind a newline is another token than a word that nothing stands before), and supervised traces have it whole.
+    The block is encoded as one text: a body encoded apart from its frame begins otherwise (in many
+    tokenizers a word behind a newline is another token than a word that nothing stands before), and
+    supervised traces have it whole.
     """
+
     def block(body: str) -> list[int]:
         return encode(tokenizer, frame_documents(protocol, body))
 
@@ -316,7 +377,10 @@ def fit_block(tokenizer, protocol: Protocol, pieces: list[str], budget: int) -> 
         body = "\n".join(pieces[:count])
         if len(ids := block(body)) <= budget:
             return ids, body
-    fits = bisect.bisect_right(range(len(body)), budget, key=lambda length: len(block(body[:length]))) - 1
+    fits = (
+        bisect.bisect_right(range(len(body)), budget, key=lambda length: len(block(body[:length])))
+        - 1
+    )
     return block(body[: max(fits, 0)]), body[: max(fits, 0)]
 
 
@@ -345,27 +409,53 @@ class Limits:
 
 
 class Environment:
-    """What stands around the policy: it takes the rows that asked, searches once for all, and writes the answers."""
+    """What stands around the policy: it takes the rows that asked, searches once for all, and
+    writes the answers.
+    """
 
-    def __init__(self, tokenizer, protocol: Protocol, search: SearchFunction, limits: Limits, retries: int, timeout: float):
-        self.tokenizer, self.protocol, self.search, self.limits = tokenizer, protocol, search, limits
+    def __init__(
+        self,
+        tokenizer,
+        protocol: Protocol,
+        search: SearchFunction,
+        limits: Limits,
+        retries: int,
+        timeout: float,
+    ):
+        self.tokenizer, self.protocol, self.search, self.limits = (
+            tokenizer,
+            protocol,
+            search,
+            limits,
+        )
         self.retries, self.timeout = retries, timeout
-        frame = frame_documents(protocol, "\x00") if protocol.documents_tags else ""  # without tags nobody will ask
+        frame = (
+            frame_documents(protocol, "\x00") if protocol.documents_tags else ""
+        )  # without tags nobody will ask
         self.frame_tokens = sum(len(encode(tokenizer, half)) for half in frame.split("\x00"))
         self.overhead = self.frame_tokens + len(encode(tokenizer, protocol.fallback_notice))
         self.forbidden = forbidden_texts(protocol, tokenizer)
 
     def answer(self, asking: list[Trajectory]) -> None:
-        """Each trajectory ends in a query tag. Execute what is well-formed, in one call; refuse the rest."""
+        """Each trajectory ends in a query tag. Execute what is well-formed, in one call; refuse the
+        rest.
+        """
         accepted = []
         for trajectory in asking:
             query = parse_query(self.protocol, trajectory.segments[-1].text)
             if not query:
-                self.refuse(trajectory, "malformed" if query is None else "empty", query or "", self.protocol.malformed_notice)
+                self.refuse(
+                    trajectory,
+                    "malformed" if query is None else "empty",
+                    query or "",
+                    self.protocol.malformed_notice,
+                )
             elif len(trajectory.searches) >= self.limits.max_searches:
                 self.refuse(trajectory, "limit", query, self.protocol.limit_notice)
             elif self.budget(trajectory) < min(self.limits.document_tokens, MIN_DOCUMENT_TOKENS):
-                trajectory.stop_reason = "length"  # known before the search: its documents would leave no room to answer
+                trajectory.stop_reason = (  # known before the search: its documents would leave no room to answer
+                    "length"
+                )
             else:
                 accepted.append((trajectory, query))
         if accepted:
@@ -373,11 +463,19 @@ class Environment:
 
     def longest(self, prompt: int) -> int:
         """Tokens that a trajectory with a prompt of so many may have at most."""
-        notice = max(len(encode(self.tokenizer, text)) for text in (self.protocol.malformed_notice, self.protocol.limit_notice))
-        refusals, searches = max(self.limits.max_refusals, 1), self.limits.max_searches if self.protocol.query_tags else 0
+        notice = max(
+            len(encode(self.tokenizer, text))
+            for text in (self.protocol.malformed_notice, self.protocol.limit_notice)
+        )
+        refusals, searches = (
+            max(self.limits.max_refusals, 1),
+            self.limits.max_searches if self.protocol.query_tags else 0,
+        )
         # a turn ends in a search, in a refusal (the last of which ends all), or for good
         sampled = (searches + refusals) * self.limits.max_turn_tokens
-        inserted = searches * (self.limits.document_tokens + self.overhead) + (refusals - 1) * notice
+        inserted = (
+            searches * (self.limits.document_tokens + self.overhead) + (refusals - 1) * notice
+        )
         return min(prompt + sampled + inserted, self.limits.max_context)
 
     def budget(self, trajectory: Trajectory) -> int:
@@ -394,8 +492,12 @@ class Environment:
         else:
             trajectory.append_environment(ids, notice, "notice")
 
-    def end_turn(self, trajectory: Trajectory, ids: list[int], logprobs: list[float], reason: str) -> None:
-        """Append a sampled turn. A trajectory that ended it in a query keeps an empty stop_reason: it asks."""
+    def end_turn(
+        self, trajectory: Trajectory, ids: list[int], logprobs: list[float], reason: str
+    ) -> None:
+        """Append a sampled turn. A trajectory that ended it in a query keeps an empty stop_reason:
+        it asks.
+        """
         trajectory.append_model(ids, logprobs, decode(self.tokenizer, ids))
         if not (self.protocol.query_tags and reason == self.protocol.query_tags[1]):
             trajectory.stop_reason = "answer" if reason in self.protocol.stop_tags else reason
@@ -408,21 +510,30 @@ class Environment:
         for (trajectory, query), result in zip(accepted, results, strict=True):
             self.write(trajectory, query, result, seconds)
 
-    def write(self, trajectory: Trajectory, query: str, result: SearchResult, seconds: float) -> None:
+    def write(
+        self, trajectory: Trajectory, query: str, result: SearchResult, seconds: float
+    ) -> None:
         if result.error:
             pieces = [self.protocol.error_text]
         else:
             pieces = [result.text] if result.text else number_documents(result.documents)
-        pieces = [strip_tags(piece, self.forbidden) for piece in pieces] or [self.protocol.empty_text]
-        ids, body = fit_block(self.tokenizer, self.protocol, pieces, self.frame_tokens + self.budget(trajectory))
+        pieces = [strip_tags(piece, self.forbidden) for piece in pieces] or [
+            self.protocol.empty_text
+        ]
+        ids, body = fit_block(
+            self.tokenizer, self.protocol, pieces, self.frame_tokens + self.budget(trajectory)
+        )
         trajectory.append_environment(ids, frame_documents(self.protocol, body), "documents")
         if result.fallback:
             notice = self.protocol.fallback_notice
             trajectory.append_environment(encode(self.tokenizer, notice), notice, "notice")
-        trajectory.searches.append(Search(query, list(result.documents), body, result.fallback, result.error, seconds))
+        trajectory.searches.append(
+            Search(query, list(result.documents), body, result.fallback, result.error, seconds)
+        )
 
 
-# --------------------------------------------------------------------------------------------------- the loop
+# ----------------------------------------------------------------------------------------- the loop
+
 
 @torch.no_grad()
 def rollout(
@@ -449,16 +560,21 @@ def rollout(
     engine: str = "hf",
     cuda_graphs: bool = False,
 ) -> list[Trajectory]:
-    """`group_size` trajectories for each question, question by question: row b belongs to question b // group_size.
+    """`group_size` trajectories for each question, question by question: row b belongs to question
+    b // group_size.
 
-    temperature  0 is greedy. `seed` makes the whole rollout reproducible on the same machine and leaves the global
-                 random state as it was.
-    top_p        below 1 samples from a truncated distribution while log-probs are of the full one: off-policy.
+    temperature  0 is greedy. `seed` makes the whole rollout reproducible on the same machine and
+                 leaves the global random state as it was.
+    top_p        below 1 samples from a truncated distribution while log-probs are of the full one:
+                 off-policy.
     max_context  prompt and response together; default: the model's own limit.
-    retrieval    one for all, or one per question: may it search? (It chooses the prompt; UR² section 3.3.)
-    batch_size   rows sampled at once; 0 = all. (In slots: how many there are; less if memory is short.)
+    retrieval    one for all, or one per question: may it search? (It chooses the prompt; UR²
+                 section 3.3.)
+    batch_size   rows sampled at once; 0 = all. (In slots: how many there are; less if memory is
+                 short.)
     progress     called with the number of trajectories that ended since the last call.
-    engine       "hf" is plain `generate`; "slots" is engine.py, which falls back to "hf" for models it cannot drive.
+    engine       "hf" is plain `generate`; "slots" is engine.py, which falls back to "hf" for models
+                 it cannot drive.
     cuda_graphs  record the slots' decoding step; nothing on a CPU, nor where autocast computes.
     """
     if engine not in ("hf", "slots"):
@@ -466,25 +582,45 @@ def rollout(
     protocol = as_protocol(protocol)
     questions = [questions] if isinstance(questions, Question) else list(questions)
     allowed = [retrieval] * len(questions) if isinstance(retrieval, bool) else list(retrieval)
-    limits = Limits(max_searches, max_turn_tokens, context_of(policy, max_context), document_tokens, notices=notices)
+    limits = Limits(
+        max_searches,
+        max_turn_tokens,
+        context_of(policy, max_context),
+        document_tokens,
+        notices=notices,
+    )
     environment = Environment(tokenizer, protocol, search, limits, retries, timeout)
 
     trajectories = []
     for question, may_search in zip(questions, allowed, strict=True):
         prompt = build_prompt(protocol, question, tokenizer, may_search)
         check_prompt(question, prompt, limits)
-        trajectories += [Trajectory(question, protocol, prompt, retrieval=may_search) for _ in range(group_size)]
+        trajectories += [
+            Trajectory(question, protocol, prompt, retrieval=may_search) for _ in range(group_size)
+        ]
 
     with seeded(seed, policy.device):
-        if engine == "hf" or not play_in_slots(policy, environment, trajectories, batch_size, temperature, top_p, progress,
-                                               cuda_graphs):  # fmt: skip
-            play_by_turns(policy, environment, trajectories, batch_size, temperature, top_p, progress)
+        if engine == "hf" or not play_in_slots(
+            policy, environment, trajectories, batch_size, temperature, top_p, progress, cuda_graphs
+        ):
+            play_by_turns(
+                policy, environment, trajectories, batch_size, temperature, top_p, progress
+            )
     return trajectories
 
 
-def play_by_turns(policy, environment: Environment, live: list[Trajectory], batch_size: int, temperature: float, top_p: float,
-                  progress: Callable[[int], None] | None) -> None:  # fmt: skip
-    """All live rows sample a turn, then all that asked are answered, and so on until no row is left."""
+def play_by_turns(
+    policy,
+    environment: Environment,
+    live: list[Trajectory],
+    batch_size: int,
+    temperature: float,
+    top_p: float,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """All live rows sample a turn, then all that asked are answered, and so on until no row is
+    left.
+    """
     while live:
         size = batch_size or len(live)
         for start in range(0, len(live), size):
@@ -496,39 +632,83 @@ def play_by_turns(policy, environment: Environment, live: list[Trajectory], batc
         live = [t for t in live if not t.stop_reason]
 
 
-def take_turn(policy, environment: Environment, rows: list[Trajectory], temperature: float, top_p: float) -> None:
+def take_turn(
+    policy, environment: Environment, rows: list[Trajectory], temperature: float, top_p: float
+) -> None:
     """Sample each row's next turn and append it."""
-    room, stop_tags = [environment.limits.turn_room(row) for row in rows], environment.protocol.stop_tags
-    turns = sample_turns(policy, environment.tokenizer, [row.ids for row in rows], room, stop_tags, temperature, top_p)
-    for row, ids, logprobs, reason in zip(rows, turns.ids, turns.logprobs, turns.reasons, strict=True):
+    room, stop_tags = (
+        [environment.limits.turn_room(row) for row in rows],
+        environment.protocol.stop_tags,
+    )
+    turns = sample_turns(
+        policy,
+        environment.tokenizer,
+        [row.ids for row in rows],
+        room,
+        stop_tags,
+        temperature,
+        top_p,
+    )
+    for row, ids, logprobs, reason in zip(
+        rows, turns.ids, turns.logprobs, turns.reasons, strict=True
+    ):
         environment.end_turn(row, ids, logprobs, reason)
 
 
-def play_in_slots(policy, environment: Environment, trajectories: list[Trajectory], batch_size: int, temperature: float,
-                  top_p: float, progress: Callable[[int], None] | None, cuda_graphs: bool = False) -> bool:  # fmt: skip
-    """The same in engine.py's slots, where no row waits for the slowest. False, with a warning, if that cannot be done."""
+def play_in_slots(
+    policy,
+    environment: Environment,
+    trajectories: list[Trajectory],
+    batch_size: int,
+    temperature: float,
+    top_p: float,
+    progress: Callable[[int], None] | None,
+    cuda_graphs: bool = False,
+) -> bool:
+    """The same in engine.py's slots, where no row waits for the slowest. False, with a warning, if
+    that cannot be done.
+    """
     model = getattr(policy, "language_model", policy)
-    # One autocast around all of it: on a GPU the weights' bf16 copy is made once and not at every step.
+    # One autocast around all of it: on a GPU the weights' bf16 copy is made once and not at every
+    # step.
     with evaluating(model), getattr(policy, "autocast", contextlib.nullcontext)():
         size = max((environment.longest(len(t.prompt_ids)) for t in trajectories), default=0)
         slots = min(batch_size or len(trajectories), len(trajectories), affordable(model, size))
-        if problem := obstacle(model) or ("" if slots or not trajectories else f"no memory for one row of {size} tokens"):
+        if problem := obstacle(model) or (
+            "" if slots or not trajectories else f"no memory for one row of {size} tokens"
+        ):
             warn_once(f'engine "slots": {problem}; plain generate takes its place')
             return False
-        rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, end_ids(policy, environment.tokenizer))
-        # Not under autocast: its copies of the weights are dropped with it, and a recording would go on reading them.
-        graphs = cuda_graphs and model.device.type == "cuda" and not torch.is_autocast_enabled("cuda")
+        rule = StopRule(
+            environment.tokenizer,
+            environment.protocol.stop_tags,
+            end_ids(policy, environment.tokenizer),
+        )
+        # Not under autocast: its copies of the weights are dropped with it, and a recording would
+        # go on reading them.
+        graphs = (
+            cuda_graphs and model.device.type == "cuda" and not torch.is_autocast_enabled("cuda")
+        )
         if cuda_graphs and not graphs:
-            warn_once("--cuda_graphs: nothing is recorded on a CPU, nor where autocast computes (no bf16 copy)")
+            warn_once(
+                "--cuda_graphs: nothing is recorded on a CPU, nor where autocast computes (no bf16"
+                " copy)"
+            )
         engine = Engine(model, slots, size, rule.watched, rule.reason, temperature, top_p, graphs)
         play_queue(engine, environment, deque(trajectories), progress)
     return True
 
 
-def play_queue(engine: Engine, environment: Environment, queue: deque[Trajectory],
-               progress: Callable[[int], None] | None) -> None:  # fmt: skip
-    """Each row that ends gives its slot to the next of the queue. Rows that ask wait until no fewer wait than decode: so one
-    search serves at least half of those in the slots, and all that are left when none can go on without."""
+def play_queue(
+    engine: Engine,
+    environment: Environment,
+    queue: deque[Trajectory],
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Each row that ends gives its slot to the next of the queue. Rows that ask wait until no fewer
+    wait than decode: so one search serves at least half of those in the slots, and all that are
+    left when none can go on without.
+    """
     limits = environment.limits
     while queue or engine.taken:
         while queue and engine.vacant:
@@ -564,17 +744,33 @@ def context_of(policy, max_context: int | None) -> int:
 def check_prompt(question: Question, prompt: list[int], limits: Limits) -> None:
     if len(prompt) + limits.answer_tokens > limits.max_context:
         raise InputError(
-            f"question {question.id}: its prompt has {len(prompt)} tokens and the context is {limits.max_context}, of which "
-            f"{limits.answer_tokens} are kept for the answer: shorten it, or raise --max_context"
+            f"question {question.id}: its prompt has {len(prompt)} tokens and the context is"
+            f" {limits.max_context}, of which {limits.answer_tokens} are kept for the answer:"
+            " shorten it, or raise --max_context"
         )
 
 
-def check_prompts(questions: list[Question], protocol: Protocol, tokenizer, policy, max_context: int | None = None,
-                  retrieval: bool = True, **_settings) -> None:  # fmt: skip
-    """Every prompt must leave room to answer: found out before a long run begins, not at its step 300."""
-    limits, positions = Limits(max_context=context_of(policy, max_context)), context_of(policy, None)
+def check_prompts(
+    questions: list[Question],
+    protocol: Protocol,
+    tokenizer,
+    policy,
+    max_context: int | None = None,
+    retrieval: bool = True,
+    **_settings,
+) -> None:
+    """Every prompt must leave room to answer: found out before a long run begins, not at its step
+    300.
+    """
+    limits, positions = (
+        Limits(max_context=context_of(policy, max_context)),
+        context_of(policy, None),
+    )
     if limits.max_context > positions:
-        raise InputError(f"--max_context {limits.max_context}: the model has {positions} positions; give at most that")
+        raise InputError(
+            f"--max_context {limits.max_context}: the model has {positions} positions; give at most"
+            " that"
+        )
     for question in questions:
         check_prompt(question, build_prompt(protocol, question, tokenizer, retrieval), limits)
 
@@ -590,13 +786,20 @@ def seeded(seed: int | None, device: torch.device):
         yield
 
 
-# ---------------------------------------------------------------------------------------- a written transcript
+# ----------------------------------------------------------------------------- a written transcript
 
-def trajectory_from_text(question: Question, text: str, protocol: Protocol | str, fallbacks: Sequence = (),
-                         retrieval: bool = True) -> Trajectory:  # fmt: skip
-    """Read a transcript. A document block right behind a well-formed, non-empty query is the environment's; any other
-    block was written by the model. `fallbacks`: the numbers (from 0) of the searches that came back as the fallback, or
-    one bool per search. No ids and no log-probs: it can be scored, not trained on.
+
+def trajectory_from_text(
+    question: Question,
+    text: str,
+    protocol: Protocol | str,
+    fallbacks: Sequence = (),
+    retrieval: bool = True,
+) -> Trajectory:
+    """Read a transcript. A document block right behind a well-formed, non-empty query is the
+    environment's; any other block was written by the model. `fallbacks`: the numbers (from 0) of
+    the searches that came back as the fallback, or one bool per search. No ids and no log-probs: it
+    can be scored, not trained on.
 
     >>> t = trajectory_from_text(Question("1", "?", ["5"]), "\\\\boxed{5}", "ur2")
     >>> (t.answer, len(t.searches))
@@ -604,7 +807,11 @@ def trajectory_from_text(question: Question, text: str, protocol: Protocol | str
     """
     protocol = as_protocol(protocol)
     trajectory = Trajectory(question, protocol, stop_reason="written", retrieval=retrieval)
-    flags = {i for i, f in enumerate(fallbacks) if f} if all(isinstance(f, bool) for f in fallbacks) else set(fallbacks)
+    flags = (
+        {i for i, f in enumerate(fallbacks) if f}
+        if all(isinstance(f, bool) for f in fallbacks)
+        else set(fallbacks)
+    )
     model, position = "", 0
     while protocol.query_tags and (end := text.find(protocol.query_tags[1], position)) >= 0:
         end += len(protocol.query_tags[1])
@@ -612,8 +819,13 @@ def trajectory_from_text(question: Question, text: str, protocol: Protocol | str
         model += turn
         query, block = parse_query(protocol, model), _block_at(protocol, text, end)
         if query and block:
-            trajectory.segments += [Segment("model", model), Segment("documents", text[end : block[1]])]
-            trajectory.searches.append(Search(query, [], block[0], len(trajectory.searches) in flags))
+            trajectory.segments += [
+                Segment("model", model),
+                Segment("documents", text[end : block[1]]),
+            ]
+            trajectory.searches.append(
+                Search(query, [], block[0], len(trajectory.searches) in flags)
+            )
             model, position = "", block[1]
     trajectory.segments.append(Segment("model", model + text[position:]))
     return trajectory
@@ -626,18 +838,27 @@ def _block_at(protocol: Protocol, text: str, position: int) -> tuple[str, int] |
     if not text.startswith(begin, start) or (close := text.find(end, start)) < 0:
         return None
     after = close + len(end)
-    return text[start + len(begin) : close].strip(), after + len(text[after:]) - len(text[after:].lstrip())
+    return text[start + len(begin) : close].strip(), after + len(text[after:]) - len(
+        text[after:].lstrip()
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- to look at
+# --------------------------------------------------------------------------------------- to look at
+
 
 def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> str:
     """One trajectory on a screen: what the environment wrote stands between ⟦ and ⟧."""
     parts = [s.text if s.writer == "model" else f"⟦{s.text.strip()}⟧ " for s in trajectory.segments]
     lines = [
-        f"question: {trajectory.question.question}   gold: {' | '.join(trajectory.question.answers) or 'unknown'}",
+        (
+            f"question: {trajectory.question.question}   gold:"
+            f" {' | '.join(trajectory.question.answers) or 'unknown'}"
+        ),
         "".join(parts).strip(),
-        f"[{len(trajectory.searches)} searches; answer {trajectory.answer!r}; ended by {trajectory.stop_reason}]",
+        (
+            f"[{len(trajectory.searches)} searches; answer {trajectory.answer!r}; ended by"
+            f" {trajectory.stop_reason}]"
+        ),
     ]
     if components:
         terms = ", ".join(f"{name} {value:+.2f}" for name, value in components.items())
@@ -646,7 +867,9 @@ def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> 
 
 
 def main() -> None:
-    """One live trajectory. The model and the world come from files above this one, so they are imported here only."""
+    """One live trajectory. The model and the world come from files above this one, so they are
+    imported here only.
+    """
     from eval import demo
 
     demo()

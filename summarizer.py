@@ -1,16 +1,18 @@
 """Documents -> what the policy reads, or the fallback (UR², the section on the LLM summariser).
 
-    SUMMARY CONTRACT   summarize(requests: list[SearchRequest], documents: list[list[Document]]) -> list[SearchResult]
-                       one result per request, in order
+    SUMMARY CONTRACT   summarize(requests: list[SearchRequest], documents: list[list[Document]]) ->
+                       list[SearchResult] one result per request, in order
 
-A summariser stands between retriever and policy and does two things: it makes five passages into one short text, and it
-decides whether the query asks for a fact at all. If not, the result is a fallback: the policy reads nothing that it could
-use, the reward charges the search, and the rollout tells the policy to ask for a fact. That decision is the flag
-`SearchResult.fallback` and nothing else: comparing the text with a sentinel would take a passage or a summary that
-happens to say the same for a fallback. The documents stay in the result, so that a log shows what was found.
+A summariser stands between retriever and policy and does two things: it makes five passages into
+one short text, and it decides whether the query asks for a fact at all. If not, the result is a
+fallback: the policy reads nothing that it could use, the reward charges the search, and the rollout
+tells the policy to ask for a fact. That decision is the flag `SearchResult.fallback` and nothing
+else: comparing the text with a sentinel would take a passage or a summary that happens to say the
+same for a fallback. The documents stay in the result, so that a log shows what was found.
 
-`LLMSummarizer` asks a language model, one request per query, all of a moment in one batch. Its replies can be logged:
-(query, documents, summary, fallback) is what a small summariser is distilled from.
+`LLMSummarizer` asks a language model, one request per query, all of a moment in one batch. Its
+replies can be logged: (query, documents, summary, fallback) is what a small summariser is distilled
+from.
 
 Left out: the distillation itself (sft.py).
 """
@@ -39,24 +41,34 @@ MAX_QUERY_WORDS = 12
 
 
 class PassThrough:
-    """No summariser: the policy reads the documents themselves, and every query counts as a lookup."""
+    """No summariser: the policy reads the documents themselves, and every query counts as a
+    lookup.
+    """
 
-    def __call__(self, requests: list[SearchRequest], documents: list[list[Document]]) -> list[SearchResult]:
+    def __call__(
+        self, requests: list[SearchRequest], documents: list[list[Document]]
+    ) -> list[SearchResult]:
         return [SearchResult(documents=found) for _, found in zip(requests, documents, strict=True)]
 
 
 class ExtractiveSummarizer:
-    """The built-in world's summariser, without a model: its passages are a sentence or two, so the best one is the summary.
+    """The built-in world's summariser, without a model: its passages are a sentence or two, so the
+    best one is the summary.
 
-    fallback_text   what stands between the document tags then. With "" the rollout would show the documents themselves,
-                    and an ill-posed query would be answered all the same.
+    fallback_text   what stands between the document tags then. With "" the rollout would show the
+                    documents themselves, and an ill-posed query would be answered all the same.
     """
 
     def __init__(self, fallback_text: str = "None"):
         self.fallback_text = fallback_text
 
-    def __call__(self, requests: list[SearchRequest], documents: list[list[Document]]) -> list[SearchResult]:
-        return [self.summarize(request.query, found) for request, found in zip(requests, documents, strict=True)]
+    def __call__(
+        self, requests: list[SearchRequest], documents: list[list[Document]]
+    ) -> list[SearchResult]:
+        return [
+            self.summarize(request.query, found)
+            for request, found in zip(requests, documents, strict=True)
+        ]
 
     def summarize(self, query: str, documents: list[Document]) -> SearchResult:
         if documents and is_lookup(query, documents[0].title):
@@ -65,39 +77,46 @@ class ExtractiveSummarizer:
 
 
 def is_lookup(query: str, title: str) -> bool:
-    """Does the query ask for a fact about `title`: no arithmetic, not too long, and the title named in it?"""
+    """Does the query ask for a fact about `title`: no arithmetic, not too long, and the title named
+    in it?
+    """
     arithmetic = any(operator in query for operator in OPERATORS)
     return not arithmetic and len(query.split()) <= MAX_QUERY_WORDS and names(query, title)
 
 
 def names(query: str, title: str) -> bool:
-    """Does `title` stand in the query as whole words? "ana bell" is not in "diana bell" nor in "ana bellow"."""
+    """Does `title` stand in the query as whole words? "ana bell" is not in "diana bell" nor in "ana
+    bellow".
+    """
     words = r"\s+".join(map(re.escape, title.split()))
     return bool(words) and re.search(rf"(?<!\w){words}(?!\w)", query, re.IGNORECASE) is not None
 
 
-# -------------------------------------------------------------------------------------------- a language model
+# --------------------------------------------------------------------------------- a language model
 
 NO_FACT = "NO FACT"
 MAX_SUMMARY = 2000  # characters; the rollout cuts to its own token budget after that
 INSTRUCTION = (
-    "You prepare what a search engine found for somebody who works on a larger problem. You get one search query and the "
-    "numbered passages that were found for it. If the query asks for a fact that could be looked up, write short notes: the "
-    "facts from the passages that answer it, with full names, numbers and dates, and nothing that is not in the passages; if "
-    "they do not answer it, say in one sentence what is missing. If the query asks for no fact at all, but for a calculation, "
-    "a piece of reasoning or an opinion, or if it cannot be understood without more context, reply with this single line and "
-    f"nothing else: {NO_FACT}"
+    "You prepare what a search engine found for somebody who works on a larger problem. You get"
+    " one search query and the numbered passages that were found for it. If the query asks for a"
+    " fact that could be looked up, write short notes: the facts from the passages that answer it,"
+    " with full names, numbers and dates, and nothing that is not in the passages; if they do not"
+    " answer it, say in one sentence what is missing. If the query asks for no fact at all, but"
+    " for a calculation, a piece of reasoning or an opinion, or if it cannot be understood without"
+    f" more context, reply with this single line and nothing else: {NO_FACT}"
 )
 
 
 class LLMSummarizer:
-    """A language model writes the notes, or says that the query asks for no fact (`NO_FACT`, the whole reply).
+    """A language model writes the notes, or says that the query asks for no fact (`NO_FACT`, the
+    whole reply).
 
     llm            anything with `ask`, as llm.py makes it
     fallback_text  what stands between the document tags then
     log            JSONL file to which every new pair is appended; "" logs nothing
 
-    Where nothing was found nobody is asked: a model would make facts up, and the query may have been a good one.
+    Where nothing was found nobody is asked: a model would make facts up, and the query may have
+    been a good one.
     """
 
     def __init__(self, llm, fallback_text: str = "None", log: str | Path = ""):
@@ -105,12 +124,16 @@ class LLMSummarizer:
         if self.log:
             _log(self.log, [])  # is it writable? better known before the first search
 
-    def __call__(self, requests: list[SearchRequest], documents: list[list[Document]]) -> list[SearchResult]:
+    def __call__(
+        self, requests: list[SearchRequest], documents: list[list[Document]]
+    ) -> list[SearchResult]:
         pairs = [(request.query, found) for request, found in zip(requests, documents, strict=True)]
         asked = [i for i, (_, found) in enumerate(pairs) if found]
         replies = self.llm.ask([summary_request(*pairs[i]) for i in asked]) if asked else []
         results = [SearchResult(documents=found) for _, found in pairs]
-        summaries: dict[str, SummaryPair] = {}  # rows of one group often ask the same: once in the log
+        summaries: dict[
+            str, SummaryPair
+        ] = {}  # rows of one group often ask the same: once in the log
         for i, reply in zip(asked, replies, strict=True):
             query, found = pairs[i]
             reply = cut(without_thinking(reply or ""))
@@ -126,11 +149,15 @@ class LLMSummarizer:
         if not reply:  # an empty text would show the documents themselves
             return SearchResult(documents=documents, error="summariser gave no answer")
         fallback = reply == NO_FACT  # strictly: notes that mention it are notes
-        return SearchResult(documents=documents, text=self.fallback_text if fallback else reply, fallback=fallback)
+        return SearchResult(
+            documents=documents, text=self.fallback_text if fallback else reply, fallback=fallback
+        )
 
 
 def summary_request(query: str, documents: list[Document]) -> tuple[str, str]:
-    """(instruction, text) for one query: the same when a summariser is asked and when one is trained."""
+    """(instruction, text) for one query: the same when a summariser is asked and when one is
+    trained.
+    """
     return INSTRUCTION, "\n".join([f"Query: {query}", *number_documents(documents)])
 
 
@@ -142,7 +169,9 @@ def cut(summary: str) -> str:
 
 
 class SummaryPair(NamedTuple):
-    """One example for a distilled summariser: `summary` is the text to learn, NO_FACT where `fallback` holds."""
+    """One example for a distilled summariser: `summary` is the text to learn, NO_FACT where
+    `fallback` holds.
+    """
 
     query: str
     documents: list[Document]
@@ -151,18 +180,24 @@ class SummaryPair(NamedTuple):
 
 
 def _log(path: Path, pairs: list[SummaryPair]) -> None:
-    records = [{**pair._asdict(), "documents": [vars(document) for document in pair.documents]} for pair in pairs]
+    records = [
+        {**pair._asdict(), "documents": [vars(document) for document in pair.documents]}
+        for pair in pairs
+    ]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         append_jsonl(path, records)
     except OSError as error:
-        raise InputError(f"{path}: summaries cannot be logged there ({error.strerror}): give another file") from None
+        raise InputError(
+            f"{path}: summaries cannot be logged there ({error.strerror}): give another file"
+        ) from None
 
 
 def read_summary_log(path: str | Path) -> list[SummaryPair]:
     """The pairs of a log, each query with its documents once (the last time it was asked).
 
-    A line that an interrupt cut short is no JSON: it is left out, with a warning. Any other odd line is an error.
+    A line that an interrupt cut short is no JSON: it is left out, with a warning. Any other odd
+    line is an error.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -186,12 +221,16 @@ def _pair(record: dict, place: str) -> SummaryPair:
         documents = [Document(d["id"], d["title"], d["text"]) for d in record["documents"]]
         return SummaryPair(record["query"], documents, record["summary"], bool(record["fallback"]))
     except (TypeError, KeyError) as error:
-        raise InputError(f"{place}: no summary record ({error!r}): give a log of --summarizer llm") from None
+        raise InputError(
+            f"{place}: no summary record ({error!r}): give a log of --summarizer llm"
+        ) from None
 
 
 SUMMARIZERS: dict[str, Callable[..., Summarize]] = {
-    "none": PassThrough, "extractive": ExtractiveSummarizer, "llm": LLMSummarizer,
-}  # fmt: skip
+    "none": PassThrough,
+    "extractive": ExtractiveSummarizer,
+    "llm": LLMSummarizer,
+}
 
 
 def make_summarizer(name: str, llm=None, log: str | Path = "") -> Summarize:
@@ -201,20 +240,26 @@ def make_summarizer(name: str, llm=None, log: str | Path = "") -> Summarize:
     if name != "llm":
         return SUMMARIZERS[name]()
     if llm is None:
-        raise InputError("--summarizer llm needs a model: give --summarizer_model http://host:port/v1#model, or a HF model")
+        raise InputError(
+            "--summarizer llm needs a model: give --summarizer_model http://host:port/v1#model, or"
+            " a HF model"
+        )
     return LLMSummarizer(llm, log=log)
 
 
-# ---------------------------------------------------------------------------------------- the search of a rollout
+# -------------------------------------------------------------------------- the search of a rollout
 
 SEARCH_FAILED = "search failed"  # of one query, while others of its call were answered
 
+
 def make_search(retriever, summarizer: Summarize | None = None, k: int = 5) -> SearchFunction:
-    """The function the rollout is given: retrieve for all requests in one call, then summarise for all. A request whose
-    search failed by itself is an error in its own result; the summariser is not asked about it.
+    """The function the rollout is given: retrieve for all requests in one call, then summarise for
+    all. A request whose search failed by itself is an error in its own result; the summariser is
+    not asked about it.
 
     search.report()          what the web retriever counted, for a log
-    search.seconds(queries)  how long so many queries may take a retriever that asks elsewhere, the summariser not counted
+    search.seconds(queries)  how long so many queries may take a retriever that asks elsewhere, the
+                             summariser not counted
     Each is there if the retriever has it.
     """
     summarize = summarizer or PassThrough()
@@ -223,7 +268,11 @@ def make_search(retriever, summarizer: Summarize | None = None, k: int = 5) -> S
         found = retrieve(retriever, requests, k) if requests else []
         answered = [i for i, documents in enumerate(found) if documents is not None]
         results = [SearchResult(error=SEARCH_FAILED) for _ in requests]
-        told = summarize([requests[i] for i in answered], [found[i] for i in answered]) if answered else []
+        told = (
+            summarize([requests[i] for i in answered], [found[i] for i in answered])
+            if answered
+            else []
+        )
         for i, result in zip(answered, told, strict=True):
             results[i] = result
         return results
@@ -236,8 +285,9 @@ def make_search(retriever, summarizer: Summarize | None = None, k: int = 5) -> S
 
 
 def retrieve(retriever, requests: list[SearchRequest], k: int) -> list[list[Document] | None]:
-    """The documents of every request, None where its search failed; rows of one group often ask the same, and that is
-    searched once."""
+    """The documents of every request, None where its search failed; rows of one group often ask the
+    same, and that is searched once.
+    """
     oracle = getattr(retriever, "needs_questions", False)
     # For the oracle the question decides: two questions may well ask the same query.
     keys = [(request.query, request.question.id if oracle else "") for request in requests]
@@ -247,7 +297,9 @@ def retrieve(retriever, requests: list[SearchRequest], k: int) -> list[list[Docu
         found = retriever.search(queries, k, [request.question for request in unique.values()])
     else:
         found = retriever.search(queries, k)
-    documents = dict(zip(unique, found, strict=True))  # strict: a retriever that drops a query must not shift the others
+    documents = dict(
+        zip(unique, found, strict=True)
+    )  # strict: a retriever that drops a query must not shift the others
     return [None if documents[key] is None else list(documents[key]) for key in keys]
 
 
@@ -262,11 +314,18 @@ def main() -> None:
         """Most words in common first: enough for three passages."""
 
         def search(self, queries: list[str], k: int) -> list[list[Document]]:
-            return [sorted(passages, key=lambda d, q=query: -len({*q.split()} & {*d.text.split()}))[:k] for query in queries]
+            return [
+                sorted(passages, key=lambda d, q=query: -len({*q.split()} & {*d.text.split()}))[:k]
+                for query in queries
+            ]
 
     search = make_search(SharedWords(), make_summarizer("extractive"), k=2)
     question = Question("demo", "in which country was ana bell born ?", ["norland"])
-    queries = {"a fact": "where was ana bell born", "arithmetic": "17 + 25", "ill-posed": "in which country was she born"}
+    queries = {
+        "a fact": "where was ana bell born",
+        "arithmetic": "17 + 25",
+        "ill-posed": "in which country was she born",
+    }
     results = search([SearchRequest(question, query) for query in queries.values()])
     for (kind, query), result in zip(queries.items(), results, strict=True):
         print(f"{kind:10}  query     {query}")

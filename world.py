@@ -1,24 +1,27 @@
-"""The built-in world: small enough to learn to search in on a laptop. Its tiny model is in `toy.py`.
+"""The built-in world: small enough to learn to search in on a laptop. Its tiny model is in
+`toy.py`.
 
-A world has people, cities and companies with invented names, the passages that state their facts, and twelve unit
-conversions. It is drawn from a seed: the names, the facts, and who belongs to which split. Names are combinations of
-pieces that all splits share, so an entity the model has never seen can be copied token by token, but its facts cannot be
-known.
+A world has people, cities and companies with invented names, the passages that state their facts,
+and twelve unit conversions. It is drawn from a seed: the names, the facts, and who belongs to which
+split. Names are combinations of pieces that all splits share, so an entity the model has never seen
+can be copied token by token, but its facts cannot be known.
 
     one_hop      where was ana bell born ?                                one search
     two_hop      who is the mayor of the city where ana bell was born ?   two searches
-    unit         how many fip are 3 borg ?                                one search, then 3 times what it says
+    unit         how many fip are 3 borg ?                                one search, then 3 times
+                 what it says
     arithmetic   what is 2 + 7 ?                                          no search helps
     known        a one-hop question about one of twelve people whose facts the model has by heart
 
     layout "pages"   one passage per entity, with both its facts in a random order
-    layout "facts"   one passage per fact. R-Search reads two at a time and copies the one that counts; ARENA is given four
-                     with the question, numbered, and cites those that count.
+    layout "facts"   one passage per fact. R-Search reads two at a time and copies the one that
+                     counts; ARENA is given four with the question, numbered, and cites those that
+                     count.
 
-What ARENA's distractors are: facts of other entities, of relations that the question does not ask for. So the right
-passage is found by what it states, not by whom it is about: a model of this size learns that in a minute. Matching names
-between passages takes it several (see the README).
-Left out: misspellings, facts that change, a year or a number as an answer.
+What ARENA's distractors are: facts of other entities, of relations that the question does not ask
+for. So the right passage is found by what it states, not by whom it is about: a model of this size
+learns that in a minute. Matching names between passages takes it several (see the README). Left
+out: misspellings, facts that change, a year or a number as an answer.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from data import Document, Question
 from errors import run_main
 from prompts import number_documents
 
-# ------------------------------------------------------------------------------------------- the pieces of names
+# ------------------------------------------------------------------------------ the pieces of names
 
 FIRST = """
 ada alma ana arno bela bruno cara celia dario dora edda elio emil enna falk fina gero hanna ida ivo jana jaro kira
@@ -67,14 +70,20 @@ boats bricks clocks drums engines forks glass hats kites lamps maps pens pumps r
 UNITS = """
 bim bolt borg cran dram ell fip gan hep jot kip lok mim nab oka pim quo rin sep tun ull vim wex zib
 """.split()
-SPLITS = {"known": len(FAMOUS), "train": 200, "dev": 60, "test": 60}  # people; half as many cities and companies
+SPLITS = {
+    "known": len(FAMOUS),
+    "train": 200,
+    "dev": 60,
+    "test": 60,
+}  # people; half as many cities and companies
 UNIT_SPLITS = {"train": 8, "dev": 2, "test": 2}
 ENTITIES = ("person", "city", "company")
 KINDS = ("one_hop", "two_hop", "unit", "arithmetic", "known")
 MAX_NUMBER = 100
 REFERENCES = 4  # passages that a question of the layout "facts" comes with
 
-# relation -> (what it is about, what it leads to). Passages and queries name it by this word, questions do not.
+# relation -> (what it is about, what it leads to). Passages and queries name it by this word,
+# questions do not.
 RELATIONS = {
     "birthplace": ("person", "city"),
     "employer": ("person", "company"),
@@ -102,23 +111,30 @@ TWO_HOP = {
 KNOWN_RELATIONS = ("birthplace", "employer")
 
 
-# ------------------------------------------------------------------------------------------------------ the world
+# ---------------------------------------------------------------------------------------- the world
+
 
 @dataclass
 class World:
     """Entities by split and kind, their facts, and the passages that state them.
 
     seed        draws the names and the splits, and the facts too unless fact_seed is given
-    fact_seed   other facts for the same names: a model that reads answers as well as before, one that recalls fails
-    layout      "pages": a passage per entity; "facts": a passage per fact, and REFERENCES numbered ones per question
+    fact_seed   other facts for the same names: a model that reads answers as well as before, one
+                that recalls fails
+    layout      "pages": a passage per entity; "facts": a passage per fact, and REFERENCES numbered
+                ones per question
     """
 
     seed: int = 0
     fact_seed: int | None = None
     layout: str = "pages"
-    entities: dict[str, dict[str, list[str]]] = field(default_factory=dict)  # split -> kind -> names
+    entities: dict[str, dict[str, list[str]]] = field(
+        default_factory=dict
+    )  # split -> kind -> names
     facts: dict[str, dict[str, str]] = field(default_factory=dict)  # name -> relation -> value
-    units: dict[str, list[tuple[str, str, int]]] = field(default_factory=dict)  # split -> (big, small, factor)
+    units: dict[str, list[tuple[str, str, int]]] = field(
+        default_factory=dict
+    )  # split -> (big, small, factor)
 
     def __post_init__(self):
         rng = random.Random(f"names {self.seed}")
@@ -129,41 +145,75 @@ class World:
         for split, count in SPLITS.items():
             half = count // 2
             names = famous if split == "known" else take(people, count)
-            self.entities[split] = {"person": names, "city": take(cities, half), "company": take(companies, half)}
-        self.entities["warmup"] = {"person": people, "city": cities, "company": companies}  # names of no other split
+            self.entities[split] = {
+                "person": names,
+                "city": take(cities, half),
+                "company": take(companies, half),
+            }
+        self.entities["warmup"] = {
+            "person": people,
+            "city": cities,
+            "company": companies,
+        }  # names of no other split
         rng = random.Random(f"facts {self.seed if self.fact_seed is None else self.fact_seed}")
         for split in SPLITS:
             for kind, names in self.entities[split].items():
                 self.facts |= {name: self.draw_facts(rng, kind, split) for name in names}
         words = shuffled(random.Random(f"units {self.seed}"), UNITS)
         for split, count in UNIT_SPLITS.items():
-            self.units[split] = [(take(words, 1)[0], take(words, 1)[0], rng.randint(2, 9)) for _ in range(count)]
+            self.units[split] = [
+                (take(words, 1)[0], take(words, 1)[0], rng.randint(2, 9)) for _ in range(count)
+            ]
 
     def draw_facts(self, rng: random.Random, kind: str, split: str) -> dict[str, str]:
-        """Facts of one entity. They stay inside the split, so that both hops of a held-out question are held out."""
+        """Facts of one entity. They stay inside the split, so that both hops of a held-out question
+        are held out.
+        """
         pools = {**self.entities[split], "country": COUNTRIES, "product": PRODUCTS}
-        return {relation: rng.choice(pools[to]) for relation, (about, to) in RELATIONS.items() if about == kind}
+        return {
+            relation: rng.choice(pools[to])
+            for relation, (about, to) in RELATIONS.items()
+            if about == kind
+        }
 
     @property
     def documents(self) -> list[Document]:
-        """676 pages, or 1340 facts, unit conversions included. A page's title is the entity's name, a fact has none."""
+        """676 pages, or 1340 facts, unit conversions included. A page's title is the entity's name,
+        a fact has none.
+        """
         return [document for document, _ in self.keyed_documents()]
 
     def keyed_documents(self) -> list[tuple[Document, tuple[str, str]]]:
-        """Each passage with what it is about: (name, relation); of a page and of a unit the relation is ""."""
+        """Each passage with what it is about: (name, relation); of a page and of a unit the
+        relation is "".
+        """
         rng = random.Random(f"passages {self.seed}")
-        names = [name for split in SPLITS for names in self.entities[split].values() for name in names]
+        names = [
+            name for split in SPLITS for names in self.entities[split].values() for name in names
+        ]
         if self.layout == "pages":
             passages = [(passage(rng, name, self.facts[name]), (name, "")) for name in names]
         else:
-            facts = [(name, *fact) for name in names for fact in shuffled(rng, list(self.facts[name].items()))]
+            facts = [
+                (name, *fact)
+                for name in names
+                for fact in shuffled(rng, list(self.facts[name].items()))
+            ]
             passages = [(fact_passage(*fact), fact[:2]) for fact in facts]
-        passages += [(unit_passage(*unit), (unit[0], "")) for units in self.units.values() for unit in units]
+        passages += [
+            (unit_passage(*unit), (unit[0], "")) for units in self.units.values() for unit in units
+        ]
         return [(Document(str(i), *passage), key) for i, (passage, key) in enumerate(passages)]
 
-    def questions(self, split: str, kind: str, count: int | None = None, seed: int = 0) -> list[Question]:
-        """Questions of one kind over one split's entities, in an order drawn from `seed`; `count=None` gives all."""
-        questions = shuffled(random.Random(f"questions {self.seed} {seed}"), list(self._questions(split, kind)))
+    def questions(
+        self, split: str, kind: str, count: int | None = None, seed: int = 0
+    ) -> list[Question]:
+        """Questions of one kind over one split's entities, in an order drawn from `seed`;
+        `count=None` gives all.
+        """
+        questions = shuffled(
+            random.Random(f"questions {self.seed} {seed}"), list(self._questions(split, kind))
+        )
         return questions[:count]
 
     def _questions(self, split: str, kind: str) -> Iterator[Question]:
@@ -172,17 +222,28 @@ class World:
         def ask(text: str, answer: str, *hops: tuple[str, str]) -> Question:
             identity = f"{split}/{kind}/{text}"
             references, supporting = finder.find(identity, hops)
-            return Question(identity, text, [answer], references=references, supporting=supporting, source=kind)
+            return Question(
+                identity, text, [answer], references=references, supporting=supporting, source=kind
+            )
 
         if kind in ("one_hop", "known"):
             for relation in ONE_HOP if kind == "one_hop" else KNOWN_RELATIONS:
-                for name in self.entities["known" if kind == "known" else split][RELATIONS[relation][0]]:
-                    yield ask(ONE_HOP[relation].format(name), self.facts[name][relation], (name, relation))
+                for name in self.entities["known" if kind == "known" else split][
+                    RELATIONS[relation][0]
+                ]:
+                    yield ask(
+                        ONE_HOP[relation].format(name), self.facts[name][relation], (name, relation)
+                    )
         elif kind == "two_hop":
             for (first, second), template in TWO_HOP.items():
                 for name in self.entities[split][RELATIONS[first][0]]:
                     bridge = self.facts[name][first]
-                    yield ask(template.format(name), self.facts[bridge][second], (name, first), (bridge, second))
+                    yield ask(
+                        template.format(name),
+                        self.facts[bridge][second],
+                        (name, first),
+                        (bridge, second),
+                    )
         elif kind == "unit":
             for big, small, factor in self.units[split]:
                 for n in range(2, 10):
@@ -193,28 +254,41 @@ class World:
 
 
 class References:
-    """The passages of one split that a question comes with: those of its hops, and in the layout "facts" distractors."""
+    """The passages of one split that a question comes with: those of its hops, and in the layout
+    "facts" distractors.
+    """
 
     def __init__(self, world: World, split: str):
-        self.world, self.names = world, [name for names in world.entities[split].values() for name in names]
+        self.world, self.names = (
+            world,
+            [name for names in world.entities[split].values() for name in names],
+        )
         about = {*self.names, *(unit[0] for unit in world.units.get(split, []))}
-        self.documents = {key: document for document, key in world.keyed_documents() if key[0] in about}
+        self.documents = {
+            key: document for document, key in world.keyed_documents() if key[0] in about
+        }
 
-    def find(self, identity: str, hops: tuple[tuple[str, str], ...]) -> tuple[tuple[Document, ...], tuple[int, ...]]:
+    def find(
+        self, identity: str, hops: tuple[tuple[str, str], ...]
+    ) -> tuple[tuple[Document, ...], tuple[int, ...]]:
         """(references, numbers of those that support the answer, from 1)."""
         pages = self.world.layout == "pages"
         gold = [self.documents[name, "" if pages else relation] for name, relation in hops]
         if pages or not gold:
             return tuple(gold), tuple(range(1, len(gold) + 1))
         rng = random.Random(f"references {self.world.seed} {identity}")
-        shown = gold + self.distractors(rng, {relation for _, relation in hops}, REFERENCES - len(gold))
+        shown = gold + self.distractors(
+            rng, {relation for _, relation in hops}, REFERENCES - len(gold)
+        )
         shown = shuffled(rng, shown)
         return tuple(shown), tuple(sorted(shown.index(document) + 1 for document in gold))
 
     def distractors(self, rng: random.Random, asked: set[str], count: int) -> list[Document]:
         """Facts of other relations than the asked ones, each of another relation."""
         chosen = []
-        for relation in rng.sample([relation for relation in RELATIONS if relation not in asked], count):
+        for relation in rng.sample(
+            [relation for relation in RELATIONS if relation not in asked], count
+        ):
             names = [name for name in self.names if (name, relation) in self.documents]
             chosen.append(self.documents[rng.choice(names), relation])
         return chosen
@@ -225,14 +299,17 @@ def sums(split: str) -> list[tuple[int, int]]:
 
 
 def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, str]:
-    """(title, text) of an entity: its facts in a random order, so that where a fact stands says nothing about which it is."""
+    """(title, text) of an entity: its facts in a random order, so that where a fact stands says
+    nothing about which it is.
+    """
     stated = [f"{relation} {value}" for relation, value in shuffled(rng, list(facts.items()))]
     return name, f"{name} has {' and '.join(stated)} ."
 
 
 def fact_passage(name: str, relation: str, value: str) -> tuple[str, str]:
-    """A fact has no title: its relation stands right behind its number, and the value right behind the relation. What stands
-    side by side is what a model of two layers can match."""
+    """A fact has no title: its relation stands right behind its number, and the value right behind
+    the relation. What stands side by side is what a model of two layers can match.
+    """
     return "", f"{relation} {value} of {name} ."
 
 

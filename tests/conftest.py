@@ -1,4 +1,6 @@
-"""What several tests share: tokenizers as real ones are, small random models, and nothing from the network."""
+"""What several tests share: tokenizers as real ones are, small random models, and nothing from the
+network.
+"""
 
 import contextlib
 import multiprocessing
@@ -12,7 +14,13 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from policy import Policy
 from prompts import PROTOCOLS
@@ -23,7 +31,9 @@ torch.set_num_threads(1)  # also what a module's fixtures train, before the firs
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The models are so small that a second thread only waits; a test that trains may have taken all cores."""
+    """The models are so small that a second thread only waits; a test that trains may have taken
+    all cores.
+    """
     torch.set_num_threads(1)
 
 
@@ -31,54 +41,88 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# How the large models cut a text before BPE: signs keep the newlines behind them, so ">\n\n" can become one token.
+# How the large models cut a text before BPE: signs keep the newlines behind them, so ">\n\n" can
+# become one token.
 PIECES = Regex(
-    r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 def train_bpe(texts: list[str], vocab_size: int = 800) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer as chat models have it: tags are plain text, EOS is not the padding."""
+    """A byte-level BPE tokenizer as chat models have it: tags are plain text, EOS is not the
+    padding.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(PIECES, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(PIECES, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
 @pytest.fixture(scope="session")
 def bpe():
-    """Trained on the protocols' own texts: tags are several tokens, and "|>\\n\\n" and ">\\n\\n" are one each."""
-    texts = [text for p in PROTOCOLS.values() for text in (p.instruction, p.direct_instruction, p.limit_notice)]
+    """Trained on the protocols' own texts: tags are several tokens, and "|>\\n\\n" and ">\\n\\n"
+    are one each.
+    """
+    texts = [
+        text
+        for p in PROTOCOLS.values()
+        for text in (p.instruction, p.direct_instruction, p.limit_notice)
+    ]
     texts += [f"a {tag}\n\nb {tag} c" for p in PROTOCOLS.values() for tag in p.tags]
-    texts += ["Ana Bell was born in Kelmouth. Kelmouth is a town in Norland. The answer is \\boxed{5}."]
+    texts += [
+        "Ana Bell was born in Kelmouth. Kelmouth is a town in Norland. The answer is \\boxed{5}."
+    ]
     return train_bpe(texts * 5)
 
 
 def random_policy(config, seed: int) -> Policy:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Policy((Qwen2ForCausalLM if config.model_type == "qwen2" else LlamaForCausalLM)(config)).eval()
+        return Policy(
+            (Qwen2ForCausalLM if config.model_type == "qwen2" else LlamaForCausalLM)(config)
+        ).eval()
 
 
 def small(**changes) -> dict:
-    """Sizes of a model that answers in a millisecond. Large weights, so that what it says depends on what it has read."""
+    """Sizes of a model that answers in a millisecond. Large weights, so that what it says depends
+    on what it has read.
+    """
     return {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
-        "max_position_embeddings": 512, "initializer_range": 0.6, "tie_word_embeddings": False,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **changes,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.6,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        **changes,
+    }
 
 
 # The models have a few more output rows than the tokenizer has tokens, as hub models do.
+
 
 @pytest.fixture(scope="session")
 def qwen2(bpe) -> Policy:
@@ -102,13 +146,22 @@ def toy_policy(toy_tokenizer) -> Policy:
     return Policy(make_model(len(toy_tokenizer), seed=0)).eval()
 
 
-# ---------------------------------------------------------------------------------------------- two processes
+# ------------------------------------------------------------------------------------ two processes
+
 
 def as_rank(rank: int, port: int, environment: dict, work, *arguments) -> None:
     """A forked process as torchrun would set it up; forking saves the imports."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1", **environment}  # fmt: skip
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "1",
+        **environment,
+    }
     work(*arguments)
     torch.distributed.destroy_process_group()
 
@@ -131,10 +184,13 @@ def in_two_processes(work, *arguments, environment: dict | None = None) -> None:
     assert not hanging and [process.exitcode for process in ranks] == [0, 0]
 
 
-# ------------------------------------------------------------------------------------------------ a raw server
+# ------------------------------------------------------------------------------------- a raw server
+
 
 class RawServer:
-    """Accepts connections and hands each, in a thread of its own, to `answer(sock)`, which a test's server defines."""
+    """Accepts connections and hands each, in a thread of its own, to `answer(sock)`, which a test's
+    server defines.
+    """
 
     def __init__(self, backlog: int = 128):
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=backlog)

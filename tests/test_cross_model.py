@@ -1,4 +1,6 @@
-"""cross_model.py: the frozen reader sees evidence and question alone, and its reply is cut to the answer."""
+"""cross_model.py: the frozen reader sees evidence and question alone, and its reply is cut to the
+answer.
+"""
 
 import pytest
 
@@ -39,12 +41,19 @@ def test_all_pairs_are_one_batch_and_those_without_evidence_are_not_asked():
     llm = Says("a", "b")
     pairs = [(WHERE, None), (WHERE, "one"), (WHERE, ""), (WHERE, " \n"), (WHERE, "two")]
     assert cross_answers(llm, pairs) == ["", "a", "", "", "b"]
-    assert len(llm.batches) == 1 and [text.split("\n")[0] for _, text in llm.batches[0]] == ["one", "two"]
+    assert len(llm.batches) == 1 and [text.split("\n")[0] for _, text in llm.batches[0]] == [
+        "one",
+        "two",
+    ]
 
 
 def test_no_evidence_at_all_asks_nobody():
     llm = Says("a")
-    assert cross_answers(llm, [(WHERE, None)]) == [""] and cross_answers(llm, []) == [] and llm.batches == []
+    assert (
+        cross_answers(llm, [(WHERE, None)]) == [""]
+        and cross_answers(llm, []) == []
+        and llm.batches == []
+    )
 
 
 def test_a_reader_without_a_reply_counts_as_an_empty_answer():
@@ -54,20 +63,30 @@ def test_a_reader_without_a_reply_counts_as_an_empty_answer():
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
-        ("Norland", "Norland"), ("\n Norland \nbecause Kelmouth lies there", "Norland"), ("", ""), (None, ""),
-        ("I read:\n<answer> Norland </answer>", "Norland"), ("<answer>A</answer> no: <answer>B</answer>", "B"),
-        ("<answer> Norland", "Norland"), ("Answer: Norland", "Norland"), ("The answer is: Norland", "Norland"),
-        ("<think>Kelmouth?\n</think>\nNorland", "Norland"), ("so \\boxed{Norland}.", "Norland"),
+        ("Norland", "Norland"),
+        ("\n Norland \nbecause Kelmouth lies there", "Norland"),
+        ("", ""),
+        (None, ""),
+        ("I read:\n<answer> Norland </answer>", "Norland"),
+        ("<answer>A</answer> no: <answer>B</answer>", "B"),
+        ("<answer> Norland", "Norland"),
+        ("Answer: Norland", "Norland"),
+        ("The answer is: Norland", "Norland"),
+        ("<think>Kelmouth?\n</think>\nNorland", "Norland"),
+        ("so \\boxed{Norland}.", "Norland"),
         ("no answer: none", "no answer: none"),
     ],
-)  # fmt: skip
+)
 def test_a_reply_is_cut_to_its_answer(reply, answer):
     assert read_answer(reply) == answer
 
 
 def test_a_choice_question_is_asked_with_its_options():
     llm = Says("B")
-    cross_answers(llm, [(Question("c", "Which?", ["B"], task="choice", options=("Norland", "Ostland")), "one")])
+    cross_answers(
+        llm,
+        [(Question("c", "Which?", ["B"], task="choice", options=("Norland", "Ostland")), "one")],
+    )
     assert llm.batches[0][0][1] == "one\nWhich?\nA. Norland\nB. Ostland"
 
 
@@ -77,15 +96,25 @@ def test_the_built_in_world_s_tiny_model_reads_evidence_and_question(toy_policy,
     assert isinstance(answers[0], str) and answers[1] == "" and llm.asked == 1
 
 
-# ------------------------------------------------------------------------------------------- as a search tool
+# --------------------------------------------------------------------------------- as a search tool
+
 
 def record(evidence, **more):
-    return {"id": "q", "question": WHERE.question, "golds": ["Norland"], "evidence": evidence, "prediction": "Ostland", **more}
+    return {
+        "id": "q",
+        "question": WHERE.question,
+        "golds": ["Norland"],
+        "evidence": evidence,
+        "prediction": "Ostland",
+        **more,
+    }
 
 
 def test_records_of_evidence_are_answered_and_scored_again():
     # "Norland country" against "Norland": P = 1/2, R = 1, F1 = 2/3
-    records = answer_from_evidence(Says("Norland country", "Norland"), [record(EVIDENCE), record("x"), record(None)])
+    records = answer_from_evidence(
+        Says("Norland country", "Norland"), [record(EVIDENCE), record("x"), record(None)]
+    )
     assert [r["metrics"]["f1"] for r in records] == [pytest.approx(2 / 3), 1.0, 0.0]
     assert [r["metrics"]["em"] for r in records] == [0.0, 1.0, 0.0]
     assert [r["prediction"] for r in records] == ["Norland country", "Norland", ""]
@@ -108,4 +137,8 @@ def test_predictions_of_a_protocol_without_evidence_are_one_line():
 def test_the_file_shows_good_evidence_poor_evidence_and_none(capsys):
     cross_model.main()
     output = capsys.readouterr().out
-    assert [line.split()[-1] for line in output.splitlines() if line.startswith("reader")] == ["1.00", "0.00", "0.00"]
+    assert [line.split()[-1] for line in output.splitlines() if line.startswith("reader")] == [
+        "1.00",
+        "0.00",
+        "0.00",
+    ]

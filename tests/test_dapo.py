@@ -12,19 +12,27 @@ from errors import InputError
 from policy import Batch
 from recipes import Recipe
 
-# Two questions, two answers each. Row 0 has a document in the middle, row 2 is long, row 3 has one token.
+# Two questions, two answers each. Row 0 has a document in the middle, row 2 is long, row 3 has one
+# token.
 MASK = torch.tensor([[1.0, 0, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
-RECIPE = Recipe(algorithm="dapo", group_size=2, clip_low=0.2, clip_high=0.28, loss_aggregation="token")
+RECIPE = Recipe(
+    algorithm="dapo", group_size=2, clip_low=0.2, clip_high=0.28, loss_aggregation="token"
+)
 
 
-def make_batch(rewards=(1.0, 0.0, 0.0, 2.0), overlong=(False, False, False, False), **changes) -> Batch:
+def make_batch(
+    rewards=(1.0, 0.0, 0.0, 2.0), overlong=(False, False, False, False), **changes
+) -> Batch:
     old = -torch.rand(4, 4, generator=torch.Generator().manual_seed(0)) - 0.1
-    batch = Batch(torch.zeros(4, 5, dtype=torch.long), MASK.clone(), old, torch.tensor(rewards), 2, **changes)
+    batch = Batch(
+        torch.zeros(4, 5, dtype=torch.long), MASK.clone(), old, torch.tensor(rewards), 2, **changes
+    )
     batch.overlong = torch.tensor(overlong)
     return batch
 
 
-# --------------------------------------------------------------------------------------------- dynamic sampling
+# --------------------------------------------------------------------------------- dynamic sampling
+
 
 def test_a_group_with_right_and_wrong_answers_is_informative_and_no_other():
     correct = torch.tensor([True, False, False, True, True, True, False, False, False])
@@ -45,7 +53,8 @@ def test_a_group_of_one_never_teaches_and_half_a_group_is_an_input_error():
         dapo.informative_groups(torch.tensor([True, False, True]), 2)
 
 
-# ------------------------------------------------------------------------------------------ weights and overlong
+# ----------------------------------------------------------------------------- weights and overlong
+
 
 def test_every_model_token_weighs_the_same_and_the_recipes_aggregation_is_not_asked():
     # 2 + 2 + 4 + 1 = 9 model tokens
@@ -67,7 +76,9 @@ def test_a_batch_of_overlong_trajectories_has_loss_zero_and_not_nan():
     batch = make_batch(overlong=(True,) * 4)
     batch.advantages = dapo.compute_advantages(batch, RECIPE)
     logprobs = batch.old_logprobs.clone().requires_grad_()
-    total = (dapo.compute_token_weights(batch, RECIPE) * dapo.compute_loss(logprobs, batch, RECIPE)[0]).sum()
+    total = (
+        dapo.compute_token_weights(batch, RECIPE) * dapo.compute_loss(logprobs, batch, RECIPE)[0]
+    ).sum()
     total.backward()
     assert total.item() == 0 and logprobs.grad.eq(0).all()
 
@@ -76,7 +87,9 @@ def test_the_gradient_of_an_overlong_trajectory_is_zero_and_that_of_its_group_is
     batch = make_batch(overlong=(False, False, True, False))
     batch.advantages = dapo.compute_advantages(batch, RECIPE)
     logprobs = batch.old_logprobs.clone().requires_grad_()
-    (dapo.compute_token_weights(batch, RECIPE) * dapo.compute_loss(logprobs, batch, RECIPE)[0]).sum().backward()
+    (
+        dapo.compute_token_weights(batch, RECIPE) * dapo.compute_loss(logprobs, batch, RECIPE)[0]
+    ).sum().backward()
     # first update: −A / 5 on each counted model token; groups [1, 0] and [0, 2] both give ±0.7071
     expected = torch.tensor([-0.14142, 0.14142, 0.0, -0.14142])[:, None] * MASK
     torch.testing.assert_close(logprobs.grad, expected, atol=1e-4, rtol=0)
@@ -88,7 +101,8 @@ def test_a_batch_that_does_not_say_what_is_overlong_counts_every_trajectory():
     assert dapo.compute_token_weights(batch, RECIPE).sum().item() == pytest.approx(1)
 
 
-# ------------------------------------------------------------------------------------------- advantage and loss
+# ------------------------------------------------------------------------------- advantage and loss
+
 
 def test_the_advantage_is_grpos_with_overlong_rows_in_the_mean_of_their_group():
     batch = make_batch(overlong=(False, False, True, False))
@@ -98,14 +112,23 @@ def test_the_advantage_is_grpos_with_overlong_rows_in_the_mean_of_their_group():
     assert torch.equal(advantages, grpo.compute_advantages(batch, RECIPE))
 
 
-@pytest.mark.parametrize("ratio, advantage, expected, gradient", [
-    (1.25, 1.0, -1.25, -1.25),  # above 1.2 and below 1.28: still free
-    (1.35, 1.0, -1.28, 0.0),
-    (0.75, -1.0, 0.8, 0.0),  # below stays at 0.8
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ratio, advantage, expected, gradient",
+    [
+        (1.25, 1.0, -1.25, -1.25),  # above 1.2 and below 1.28: still free
+        (1.35, 1.0, -1.28, 0.0),
+        (0.75, -1.0, 0.8, 0.0),  # below stays at 0.8
+    ],
+)
 def test_clip_higher_by_hand(ratio, advantage, expected, gradient):
-    batch = Batch(torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 1), torch.zeros(1, 1), torch.zeros(1), 1,
-                  advantages=torch.tensor([[advantage]]))  # fmt: skip
+    batch = Batch(
+        torch.zeros(1, 2, dtype=torch.long),
+        torch.ones(1, 1),
+        torch.zeros(1, 1),
+        torch.zeros(1),
+        1,
+        advantages=torch.tensor([[advantage]]),
+    )
     logprobs = torch.tensor([[ratio]]).log().requires_grad_()
     loss, _ = dapo.compute_loss(logprobs, batch, RECIPE)
     loss.sum().backward()
@@ -119,7 +142,9 @@ def test_there_is_no_kl_unless_the_recipe_asks():
     assert dapo.compute_loss(logprobs, batch, RECIPE)[0].eq(0).all()
     asked = Recipe(algorithm="dapo", kl_coef=1e-4, kl_estimator="k3", kl_place="loss")
     # k3 with d = 0.5: e^−0.5 − 1 + 0.5 = 0.10653
-    torch.testing.assert_close(dapo.compute_loss(logprobs, batch, asked)[0], MASK * 0.10653e-4, atol=1e-9, rtol=1e-3)
+    torch.testing.assert_close(
+        dapo.compute_loss(logprobs, batch, asked)[0], MASK * 0.10653e-4, atol=1e-9, rtol=1e-3
+    )
 
 
 def test_nothing_in_the_batch_is_changed():
@@ -129,10 +154,15 @@ def test_nothing_in_the_batch_is_changed():
     dapo.compute_token_weights(batch, RECIPE)
     dapo.compute_loss(batch.old_logprobs, batch, RECIPE)
     for name, value in vars(before).items():
-        assert torch.equal(value, getattr(batch, name)) if torch.is_tensor(value) else value == getattr(batch, name)
+        assert (
+            torch.equal(value, getattr(batch, name))
+            if torch.is_tensor(value)
+            else value == getattr(batch, name)
+        )
 
 
-# ------------------------------------------------------------------------------------------------------ the file
+# ----------------------------------------------------------------------------------------- the file
+
 
 def test_each_departure_is_numbered_in_the_docstring_and_marked_at_its_line():
     code = inspect.getsource(dapo).split('"""', 2)[2]
@@ -146,5 +176,7 @@ def test_running_the_file_shows_the_four_departures(capsys):
     out = capsys.readouterr().out
     assert [f"departure {n}" in out for n in (1, 2, 3, 4)] == [True] * 4
     assert "[1, 0, 0]  kept" in out and "[1, 1, 1]  dropped" in out
-    assert "[0.125, 0.125, 0.125]" in out and "[0.2, 0.2, 0.0]" in out  # 8 tokens; 5 without the third trajectory's
+    assert (
+        "[0.125, 0.125, 0.125]" in out and "[0.2, 0.2, 0.0]" in out
+    )  # 8 tokens; 5 without the third trajectory's
     assert len(out.splitlines()) < 30

@@ -1,4 +1,6 @@
-"""data.py: every layout, on records small enough to check by eye and on real slices; every bad file in one line."""
+"""data.py: every layout, on records small enough to check by eye and on real slices; every bad file
+in one line.
+"""
 
 import csv
 import gzip
@@ -23,7 +25,7 @@ from data import (
     load_datasets,
     load_questions,
     save_questions,
-)  # fmt: skip
+)
 from errors import InputError
 from records import append_jsonl, finished_records, short
 
@@ -34,36 +36,66 @@ OWN = {"id": "q1", "question": "Who?", "answers": ["Ana"]}
 R1 = {"idx": 7, "question": "Who?", "answer": "Ana"}
 FLASHRAG = {"id": "test_0", "question": "Who?", "golden_answers": ["Ana", "Ana Bell"]}
 HOTPOT = {
-    "_id": "h1", "question": "Which?", "answer": "yes", "type": "comparison", "level": "hard",
+    "_id": "h1",
+    "question": "Which?",
+    "answer": "yes",
+    "type": "comparison",
+    "level": "hard",
     "supporting_facts": [["C", 0], ["A", 1], ["C", 2]],
     "context": [["A", ["One.", " Two."]], ["B", ["Three."]], ["C", ["Four."]]],
-}  # fmt: skip
+}
 HUB = {
-    **{k: v for k, v in HOTPOT.items() if k != "_id"}, "id": "h1",
+    **{k: v for k, v in HOTPOT.items() if k != "_id"},
+    "id": "h1",
     "supporting_facts": {"title": ["C", "A", "C"], "sent_id": [0, 1, 2]},
     "context": {"title": ["A", "B", "C"], "sentences": [["One.", " Two."], ["Three."], ["Four."]]},
-}  # fmt: skip
+}
 
 MUSIQUE = {
-    "id": "2hop__1_2", "question": "Where?", "answer": "Kelmouth", "answer_aliases": ["Kel", "Kelmouth", ""],
+    "id": "2hop__1_2",
+    "question": "Where?",
+    "answer": "Kelmouth",
+    "answer_aliases": ["Kel", "Kelmouth", ""],
     "answerable": True,
     "paragraphs": [
         {"idx": 0, "title": "A", "paragraph_text": "One.", "is_supporting": False},
         {"idx": 1, "title": "B", "paragraph_text": "Two.", "is_supporting": True},
         {"idx": 2, "title": "B", "paragraph_text": "Three.", "is_supporting": True},
     ],
-    "question_decomposition": [{"id": 1, "paragraph_support_idx": 1}, {"id": 2, "paragraph_support_idx": 2}],
-}  # fmt: skip
-MMLU = {"question_id": 70, "question": "Which?", "options": ["B", "red"], "answer": "B", "answer_index": 1, "category": "law"}
-MEDQA = {"question": "Which?", "options": {"B": "green", "A": "red"}, "answer": "green", "answer_idx": "B"}
-MATH = {"problem": "1 + 1?", "solution": "It is \\boxed{2}.", "answer": "2", "level": 5, "unique_id": "test/algebra/1.json"}
+    "question_decomposition": [
+        {"id": 1, "paragraph_support_idx": 1},
+        {"id": 2, "paragraph_support_idx": 2},
+    ],
+}
+MMLU = {
+    "question_id": 70,
+    "question": "Which?",
+    "options": ["B", "red"],
+    "answer": "B",
+    "answer_index": 1,
+    "category": "law",
+}
+MEDQA = {
+    "question": "Which?",
+    "options": {"B": "green", "A": "red"},
+    "answer": "green",
+    "answer_idx": "B",
+}
+MATH = {
+    "problem": "1 + 1?",
+    "solution": "It is \\boxed{2}.",
+    "answer": "2",
+    "level": 5,
+    "unique_id": "test/algebra/1.json",
+}
 MINERVA = {"problem": "1/2?", "solution": "First \\boxed{1}, then \\boxed{\\frac{1}{2}}.", "idx": 4}
 GSM8K = {"question": "How much?", "answer": "9 * 2 = <<9*2=18>>18 #### no\n#### 18"}
 VERL = {
-    "data_source": "nq", "prompt": [{"role": "user", "content": "Answer it. Question: Who?\n"}],
+    "data_source": "nq",
+    "prompt": [{"role": "user", "content": "Answer it. Question: Who?\n"}],
     "reward_model": {"ground_truth": {"target": ["Ana", "Ana Bell"]}, "style": "rule"},
     "extra_info": {"index": 3, "split": "train"},
-}  # fmt: skip
+}
 PLAIN = {"id": "p1", "question": "Who?", "answer": "Ana", "source": "x", "level": "easy"}
 ROLLOUTS = {**R1, "pred_anses": ["", " Ana "]}
 
@@ -76,7 +108,10 @@ def without(record, *names):
 def write(tmp_path):
     def write(*records, name="questions.jsonl"):
         """Records as JSON lines; str and bytes are written as they are."""
-        lines = [r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode() for r in records]
+        lines = [
+            r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode()
+            for r in records
+        ]
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"\n".join(lines))
@@ -101,7 +136,8 @@ def message(call, *args, **kwargs) -> str:
     return text
 
 
-# ------------------------------------------------------------------------------------------------- layouts
+# ------------------------------------------------------------------------------------------ layouts
+
 
 @pytest.mark.parametrize(
     ("record", "layout"),
@@ -134,7 +170,9 @@ def test_each_layout_is_recognised_from_one_record(record, layout):
     assert detect_layout(record) == layout
 
 
-@pytest.mark.parametrize("record", [OWN, R1, FLASHRAG, HOTPOT, HUB, MUSIQUE, MMLU, MEDQA, MATH, GSM8K])
+@pytest.mark.parametrize(
+    "record", [OWN, R1, FLASHRAG, HOTPOT, HUB, MUSIQUE, MMLU, MEDQA, MATH, GSM8K]
+)
 def test_a_record_without_its_question_is_still_recognised(record):
     assert detect_layout(without(record, "question")) == detect_layout(record)
 
@@ -152,23 +190,43 @@ def test_our_own_layout_needs_only_id_question_and_answers(write):
 def test_what_is_saved_is_what_is_loaded(tmp_path):
     questions = [
         Question("1", "Wer ist Ödön?", ["a", "b"], source="one_hop", level="easy"),
-        Question("2", "Which?", ["B"], "choice", ("red", "green"), (Document("9", "T", "x"), Document("4", "", "y")), (2,)),
+        Question(
+            "2",
+            "Which?",
+            ["B"],
+            "choice",
+            ("red", "green"),
+            (Document("9", "T", "x"), Document("4", "", "y")),
+            (2,),
+        ),
     ]
     save_questions(tmp_path / "saved.jsonl", questions)
     assert load_questions(tmp_path / "saved.jsonl") == questions
     second = json.loads((tmp_path / "saved.jsonl").read_text(encoding="utf-8").splitlines()[1])
-    assert second["references"][0] == {"id": "9", "title": "T", "text": "x"} and second["supporting"] == [2]
+    assert second["references"][0] == {"id": "9", "title": "T", "text": "x"} and second[
+        "supporting"
+    ] == [2]
 
 
 def test_r1_searchers_idx_becomes_a_string_id_and_its_answer_a_list(write):
     (question,) = load_questions(write(R1))
-    assert (question.id, question.answers, question.task, question.kind) == ("7", ["Ana"], "qa", "qa")
+    assert (question.id, question.answers, question.task, question.kind) == (
+        "7",
+        ["Ana"],
+        "qa",
+        "qa",
+    )
 
 
 def test_only_the_source_math_makes_the_task_math(write):
-    rows = [{**R1, "idx": i, "source": source, "level": 3} for i, source in enumerate(["math", "rag"])]
+    rows = [
+        {**R1, "idx": i, "source": source, "level": 3} for i, source in enumerate(["math", "rag"])
+    ]
     questions = load_questions(write(*rows))
-    assert [(q.task, q.source, q.level) for q in questions] == [("math", "math", "3"), ("qa", "rag", "3")]
+    assert [(q.task, q.source, q.level) for q in questions] == [
+        ("math", "math", "3"),
+        ("qa", "rag", "3"),
+    ]
 
 
 def test_flashrag_keeps_every_golden_answer(write):
@@ -176,8 +234,14 @@ def test_flashrag_keeps_every_golden_answer(write):
 
 
 def test_flashrag_choices_turn_an_index_from_zero_into_a_letter(write):
-    (question,) = load_questions(write({**FLASHRAG, "choices": ["red", "green", "blue"], "golden_answers": [2]}))
-    assert (question.task, question.options, question.answers) == ("choice", ("red", "green", "blue"), ["C"])
+    (question,) = load_questions(
+        write({**FLASHRAG, "choices": ["red", "green", "blue"], "golden_answers": [2]})
+    )
+    assert (question.task, question.options, question.answers) == (
+        "choice",
+        ("red", "green", "blue"),
+        ["C"],
+    )
     text = message(load_questions, write({**FLASHRAG, "choices": ["red"], "golden_answers": [1]}))
     assert "line 1: field 'golden_answers': 1 is none of the 1 options" in text
 
@@ -197,8 +261,12 @@ def test_of_two_paragraphs_with_one_title_the_first_is_the_gold_one(write):
 
 
 @pytest.mark.parametrize("facts", [[["C", 0], ["Z", 1]], [["Z", 0]]])
-def test_where_a_gold_title_has_no_paragraph_no_number_is_given_and_the_count_is_told(write, capsys, facts):
-    path = write(HOTPOT, {**HOTPOT, "_id": "h2", "supporting_facts": facts})  # as in HotpotQA's fullwiki files
+def test_where_a_gold_title_has_no_paragraph_no_number_is_given_and_the_count_is_told(
+    write, capsys, facts
+):
+    path = write(
+        HOTPOT, {**HOTPOT, "_id": "h2", "supporting_facts": facts}
+    )  # as in HotpotQA's fullwiki files
     assert [q.supporting for q in load_questions(path)] == [(1, 3), ()]
     assert "of 2 questions with paragraphs, 1 have no gold paragraph" in capsys.readouterr().err
 
@@ -208,7 +276,12 @@ def test_hotpotqa_without_a_type_is_grouped_as_hotpotqa(write):
 
 
 def test_2wiki_is_hotpotqas_layout_with_sentences_that_bring_no_blank(write):
-    record = {**HOTPOT, "evidences": [], "type": "inference", "context": [["A", ["One.", "Two."]], ["C", ["Four."]]]}
+    record = {
+        **HOTPOT,
+        "evidences": [],
+        "type": "inference",
+        "context": [["A", ["One.", "Two."]], ["C", ["Four."]]],
+    }
     (question,) = load_questions(write(record))
     assert question.references[0].text == "One. Two."
     assert question.source == "2wiki_inference"
@@ -216,33 +289,59 @@ def test_2wiki_is_hotpotqas_layout_with_sentences_that_bring_no_blank(write):
 
 def test_musiques_gold_paragraphs_are_numbered_by_place_and_aliases_count_as_right(write):
     (question,) = load_questions(write(MUSIQUE))
-    assert question.supporting == (2, 3)  # idx 1 and 2 count from 0; both have the title B, so titles would not tell them apart
+    assert question.supporting == (
+        2,
+        3,
+    )  # idx 1 and 2 count from 0; both have the title B, so titles would not tell them apart
     assert question.answers == ["Kelmouth", "Kel"] and question.source == "musique_2hop"
     assert [d.text for d in question.references] == ["One.", "Two.", "Three."]
 
 
 def test_paragraphs_of_title_and_text_are_references_and_none_is_gold(write, capsys):
-    record = {"id": "x1", "question": "Where?", "answer": "Kelmouth", "paragraphs": [{"title": "A", "text": "One."}], "cot": ""}
+    record = {
+        "id": "x1",
+        "question": "Where?",
+        "answer": "Kelmouth",
+        "paragraphs": [{"title": "A", "text": "One."}],
+        "cot": "",
+    }
     (question,) = load_questions(write(record))
-    assert question == Question("x1", "Where?", ["Kelmouth"], references=(Document("x1:1", "A", "One."),))
+    assert question == Question(
+        "x1", "Where?", ["Kelmouth"], references=(Document("x1:1", "A", "One."),)
+    )
     assert capsys.readouterr().err == ""
 
 
 def test_an_unanswerable_record_is_an_error_and_skip_bad_leaves_it_out(write, capsys):
     path = write(MUSIQUE, {**MUSIQUE, "answerable": False})  # MuSiQue-Full gives both one id
-    assert "line 2: question 2hop__1_2 has no answer: field 'answerable' is false" in message(load_questions, path)
-    assert len(load_questions(path, skip_bad=True)) == 1 and "1 of 2 records skipped" in capsys.readouterr().err
+    assert "line 2: question 2hop__1_2 has no answer: field 'answerable' is false" in message(
+        load_questions, path
+    )
+    assert (
+        len(load_questions(path, skip_bad=True)) == 1
+        and "1 of 2 records skipped" in capsys.readouterr().err
+    )
 
 
 def test_mmlu_pro_reads_a_letter_as_a_letter_even_where_an_option_reads_like_it(write):
     (question,) = load_questions(write(MMLU))
-    assert (question.id, question.task, question.answers, question.source) == ("70", "choice", ["B"], "law")
+    assert (question.id, question.task, question.answers, question.source) == (
+        "70",
+        "choice",
+        ["B"],
+        "law",
+    )
 
 
 @pytest.mark.parametrize("options", [MEDQA["options"], ["red", "green"]])
 def test_medqas_options_stand_under_letters_or_in_a_list_and_its_id_is_the_line(write, options):
     (question,) = load_questions(write({**MEDQA, "options": options}))
-    assert (question.id, question.options, question.answers, question.task) == ("1", ("red", "green"), ["B"], "choice")
+    assert (question.id, question.options, question.answers, question.task) == (
+        "1",
+        ("red", "green"),
+        ["B"],
+        "choice",
+    )
 
 
 def test_a_math_answer_stands_beside_the_solution_or_in_its_last_box(write):
@@ -254,13 +353,22 @@ def test_a_math_answer_stands_beside_the_solution_or_in_its_last_box(write):
 
 
 def test_gsm8ks_answer_stands_behind_the_last_mark(write):
-    assert [(q.id, q.answers, q.task) for q in load_questions(write(GSM8K))] == [("1", ["18"], "math")]
+    assert [(q.id, q.answers, q.task) for q in load_questions(write(GSM8K))] == [
+        ("1", ["18"], "math")
+    ]
 
 
-@pytest.mark.parametrize("gold", [{"target": ["Ana", "Ana Bell"]}, ["Ana", "Ana Bell"], "Ana<|answer_split|>Ana Bell"])
+@pytest.mark.parametrize(
+    "gold", [{"target": ["Ana", "Ana Bell"]}, ["Ana", "Ana Bell"], "Ana<|answer_split|>Ana Bell"]
+)
 def test_verl_records_give_the_question_behind_the_instruction_and_all_answers(write, gold):
     (question,) = load_questions(write({**VERL, "reward_model": {"ground_truth": gold}}))
-    assert (question.id, question.question, question.answers, question.source) == ("nq:3", "Who?", ["Ana", "Ana Bell"], "nq")
+    assert (question.id, question.question, question.answers, question.source) == (
+        "nq:3",
+        "Who?",
+        ["Ana", "Ana Bell"],
+        "nq",
+    )
 
 
 def test_a_summary_is_a_task_of_our_own_layout(write):
@@ -270,7 +378,11 @@ def test_a_summary_is_a_task_of_our_own_layout(write):
 
 def test_published_rollout_answers_come_with_their_question(write):
     (attempts,) = load_attempts(write(ROLLOUTS))
-    assert (attempts.id, attempts.question.answers, attempts.predictions) == ("7", ["Ana"], ["", " Ana "])
+    assert (attempts.id, attempts.question.answers, attempts.predictions) == (
+        "7",
+        ["Ana"],
+        ["", " Ana "],
+    )
     assert "'pred_anses' is empty" in message(load_attempts, write({**R1, "pred_anses": []}))
     assert "rollouts (idx, question, answer, pred_anses[])" in message(load_attempts, write(R1))
 
@@ -278,25 +390,52 @@ def test_published_rollout_answers_come_with_their_question(write):
 @pytest.mark.parametrize(
     ("lines", "ids"),
     [
-        (["Who came?\tAna", "Who left?\t['Bo', \"Bo's\"]", 'When?\t"[""1"", ""2""]"'], ["1", "2", "3"]),
-        (["Question\tAnswer", "Who came?\tAna", "Who left?\t['Bo', \"Bo's\"]", 'When?\t["1", "2"]'], ["2", "3", "4"]),
-        (["ID\tquestion\tanswers\tsource", "a\tWho came?\tAna\tx", "b\tWho left?\t['Bo', \"Bo's\"]\tx",
-          'c\tWhen?\t["1", "2"]\tx'], ["a", "b", "c"]),
+        (
+            ["Who came?\tAna", "Who left?\t['Bo', \"Bo's\"]", 'When?\t"[""1"", ""2""]"'],
+            ["1", "2", "3"],
+        ),
+        (
+            [
+                "Question\tAnswer",
+                "Who came?\tAna",
+                "Who left?\t['Bo', \"Bo's\"]",
+                'When?\t["1", "2"]',
+            ],
+            ["2", "3", "4"],
+        ),
+        (
+            [
+                "ID\tquestion\tanswers\tsource",
+                "a\tWho came?\tAna\tx",
+                "b\tWho left?\t['Bo', \"Bo's\"]\tx",
+                'c\tWhen?\t["1", "2"]\tx',
+            ],
+            ["a", "b", "c"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_table_of_questions_is_read_with_and_without_a_header(write, lines, ids):
     questions = load_questions(write(*lines, name="q.tsv"))
-    assert [q.answers for q in questions] == [["Ana"], ["Bo", "Bo's"], ["1", "2"]] and [q.id for q in questions] == ids
+    assert [q.answers for q in questions] == [["Ana"], ["Bo", "Bo's"], ["1", "2"]] and [
+        q.id for q in questions
+    ] == ids
     assert load_questions(write(*lines, name="q.txt")) == questions
 
 
 def test_an_interval_in_brackets_is_one_answer(write):
-    answers = [q.answers for q in load_questions(write("Which x?\t[1, 2)", "Which y?\t[1, 2]", "Which z?\t[]", name="q.tsv"))]
+    answers = [
+        q.answers
+        for q in load_questions(
+            write("Which x?\t[1, 2)", "Which y?\t[1, 2]", "Which z?\t[]", name="q.tsv")
+        )
+    ]
     assert answers == [["[1, 2)"], ["[1, 2]"], ["[]"]]
 
 
 def test_a_table_of_passages_given_for_questions_is_an_error(write):
-    assert "line 1: field 'question': '5' is a number" in message(load_questions, write("5\tA passage.", name="c.tsv"))
+    assert "line 1: field 'question': '5' is a number" in message(
+        load_questions, write("5\tA passage.", name="c.tsv")
+    )
 
 
 def test_a_table_whose_header_lacks_the_answers_is_an_error(write):
@@ -306,11 +445,19 @@ def test_a_table_whose_header_lacks_the_answers_is_an_error(write):
 
 def test_gzipped_files_are_read_as_they_are_and_a_broken_one_is_one_line(tmp_path):
     path = tmp_path / "nq.jsonl.gz"
-    path.write_bytes(packed := gzip.compress("\n".join(json.dumps({**OWN, "id": str(i)}) for i in range(1000)).encode()))
+    path.write_bytes(
+        packed := gzip.compress(
+            "\n".join(json.dumps({**OWN, "id": str(i)}) for i in range(1000)).encode()
+        )
+    )
     assert len(load_questions(path)) == 1000 and list(load_datasets(path)) == ["nq"]
     (tmp_path / "c.tsv.gz").write_bytes(gzip.compress(b"5\tA passage."))
     assert load_corpus(tmp_path / "c.tsv.gz") == [Document("5", "", "A passage.")]
-    for broken in (packed[: len(packed) // 2], packed[:20] + b"xx" + packed[22:], packed[:-8] + b"12345678"):
+    for broken in (
+        packed[: len(packed) // 2],
+        packed[:20] + b"xx" + packed[22:],
+        packed[:-8] + b"12345678",
+    ):
         path.write_bytes(broken)
         assert "nq.jsonl.gz: a broken gzip file" in message(load_questions, path)
 
@@ -319,27 +466,48 @@ def test_hotpotqa_from_the_hub_as_parquet_is_what_it_is_as_json(write, tmp_path)
     pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `data`")
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.Table.from_pylist([HUB, {**HUB, "id": "h2"}]), tmp_path / "hub.parquet")
-    assert load_questions(tmp_path / "hub.parquet") == load_questions(write(HUB, {**HUB, "id": "h2"}))
+    parquet.write_table(
+        pyarrow.Table.from_pylist([HUB, {**HUB, "id": "h2"}]), tmp_path / "hub.parquet"
+    )
+    assert load_questions(tmp_path / "hub.parquet") == load_questions(
+        write(HUB, {**HUB, "id": "h2"})
+    )
     passages = [{"title": "A", "text": "One."}, {"title": "B", "text": "Two."}]
     parquet.write_table(pyarrow.Table.from_pylist(passages), tmp_path / "c.parquet")
     assert load_corpus(tmp_path / "c.parquet") == load_corpus(write(*passages))
     (tmp_path / "half.parquet").write_bytes((tmp_path / "c.parquet").read_bytes()[:200])
-    assert "half.parquet: not a readable parquet file" in message(load_corpus, tmp_path / "half.parquet")
-    parquet.write_table(pyarrow.table({"id": [1.5], "question": ["Who?"], "answers": [["Ana"]]}), tmp_path / "bad.parquet")
-    assert "record 1: field 'id': expected a string or a whole number" in message(load_questions, tmp_path / "bad.parquet")
+    assert "half.parquet: not a readable parquet file" in message(
+        load_corpus, tmp_path / "half.parquet"
+    )
+    parquet.write_table(
+        pyarrow.table({"id": [1.5], "question": ["Who?"], "answers": [["Ana"]]}),
+        tmp_path / "bad.parquet",
+    )
+    assert "record 1: field 'id': expected a string or a whole number" in message(
+        load_questions, tmp_path / "bad.parquet"
+    )
 
 
 def test_a_json_list_is_read_like_json_lines(write):
-    assert load_questions(write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2"}], indent=1), name="dev.json"))[1].id == "h2"
+    assert (
+        load_questions(
+            write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2"}], indent=1), name="dev.json")
+        )[1].id
+        == "h2"
+    )
 
 
 def test_blank_lines_a_byte_order_mark_and_line_separators_inside_a_text_do_no_harm(write):
-    path = write(b"\xef\xbb\xbf" + json.dumps(OWN).encode(), "", '{"id": "q2", "question": "a\u2028b", "answers": ["c"]}\r', "")
+    path = write(
+        b"\xef\xbb\xbf" + json.dumps(OWN).encode(),
+        "",
+        '{"id": "q2", "question": "a\u2028b", "answers": ["c"]}\r',
+        "",
+    )
     assert [q.question for q in load_questions(path)] == ["Who?", "a\u2028b"]
 
 
-# ---------------------------------------------------------------------------------------------- bad questions
+# ------------------------------------------------------------------------------------ bad questions
 
 BAD_SECOND_LINES = {
     "bad JSON": ('{"id": "q2", "question"', ["not valid JSON", "column"]),
@@ -349,19 +517,40 @@ BAD_SECOND_LINES = {
     "true as an id": ({**OWN, "id": True}, ["'id'", "true/false"]),
     "no question": ({"id": "q2", "answers": ["a"]}, ["'question' is missing"]),
     "empty question": ({**OWN, "id": "q2", "question": " "}, ["'question' is empty"]),
-    "question of a wrong type": ({**OWN, "id": "q2", "question": ["Who?"]}, ["'question'", "expected a string", "a list"]),
+    "question of a wrong type": (
+        {**OWN, "id": "q2", "question": ["Who?"]},
+        ["'question'", "expected a string", "a list"],
+    ),
     "no answers": ({"id": "q2", "question": "Who?"}, ["question q2 has no answer", "'answers'"]),
-    "empty list of answers": ({**OWN, "id": "q2", "answers": []}, ["question q2 has no answer", "'answers'"]),
-    "an empty answer": ({**OWN, "id": "q2", "answers": ["Ana", ""]}, ["question q2 has no answer", "'answers'"]),
-    "answers of a wrong type": ({**OWN, "id": "q2", "answers": "Ana"}, ["'answers'", "expected a list", "a string"]),
-    "an answer of a wrong type": ({**OWN, "id": "q2", "answers": ["a", 18]}, ["'answers', item 2", "expected a string", "18"]),
+    "empty list of answers": (
+        {**OWN, "id": "q2", "answers": []},
+        ["question q2 has no answer", "'answers'"],
+    ),
+    "an empty answer": (
+        {**OWN, "id": "q2", "answers": ["Ana", ""]},
+        ["question q2 has no answer", "'answers'"],
+    ),
+    "answers of a wrong type": (
+        {**OWN, "id": "q2", "answers": "Ana"},
+        ["'answers'", "expected a list", "a string"],
+    ),
+    "an answer of a wrong type": (
+        {**OWN, "id": "q2", "answers": ["a", 18]},
+        ["'answers', item 2", "expected a string", "18"],
+    ),
     "unknown task": ({**OWN, "id": "q2", "task": "poem"}, ["'task'", "qa, math, choice"]),
     "choice without options": ({**OWN, "id": "q2", "task": "choice"}, ["'options' is missing"]),
     "supporting from zero": ({**OWN, "id": "q2", "supporting": [0]}, ["'supporting'", "0"]),
-    "a reference without text": ({**OWN, "id": "q2", "references": [{"id": "1"}]}, ["'references', item 1", "'text'"]),
+    "a reference without text": (
+        {**OWN, "id": "q2", "references": [{"id": "1"}]},
+        ["'references', item 1", "'text'"],
+    ),
     "source of a wrong type": ({**OWN, "id": "q2", "source": ["x"]}, ["'source'", "a list"]),
     "duplicate id": (OWN, ["'id'", "duplicate", "'q1'", "line 1"]),
-    "broken UTF-8": (b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', ["byte 30", "UTF-8"]),
+    "broken UTF-8": (
+        b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}',
+        ["byte 30", "UTF-8"],
+    ),
 }  # the \xe9 is byte 30: {"id": "q2", and a blank are 13, "question": a blank and a quote 13, caf 3
 
 
@@ -369,7 +558,9 @@ BAD_SECOND_LINES = {
 def test_a_malformed_record_is_one_line_with_file_line_and_field(write, case):
     record, expected = BAD_SECOND_LINES[case]
     text = message(load_questions, write(OWN, record))
-    assert "questions.jsonl, line 2: " in text and text.endswith("correct it, or leave it out with --skip_bad")
+    assert "questions.jsonl, line 2: " in text and text.endswith(
+        "correct it, or leave it out with --skip_bad"
+    )
     for part in expected:
         assert part in text
 
@@ -378,7 +569,10 @@ def test_a_malformed_record_is_one_line_with_file_line_and_field(write, case):
 def test_skip_bad_leaves_the_malformed_record_out_and_says_so(write, capsys, case):
     path = write(OWN, BAD_SECOND_LINES[case][0], {**OWN, "id": "q3"})
     assert [q.id for q in load_questions(path, skip_bad=True)] == ["q1", "q3"]
-    assert "1 of 3 records skipped; the first: " in (error := capsys.readouterr().err) and "line 2" in error
+    assert (
+        "1 of 3 records skipped; the first: " in (error := capsys.readouterr().err)
+        and "line 2" in error
+    )
 
 
 @pytest.mark.parametrize(
@@ -391,21 +585,36 @@ def test_skip_bad_leaves_the_malformed_record_out_and_says_so(write, capsys, cas
         ({**FLASHRAG, "golden_answers": []}, ["question test_0 has no answer", "'golden_answers'"]),
         ({**HOTPOT, "supporting_facts": [["A"]]}, ["'supporting_facts', item 1"]),
         ({**HOTPOT, "context": "A"}, ["'context'", "expected a list"]),
-        ({**HOTPOT, "context": [["A", "One."], ["C", []]]}, ["'context', item 1", "list of sentences"]),
+        (
+            {**HOTPOT, "context": [["A", "One."], ["C", []]]},
+            ["'context', item 1", "list of sentences"],
+        ),
         ({**HUB, "context": {"title": ["A", "C"], "sentences": [[]]}}, ["'context'", "one length"]),
         (without(HOTPOT, "answer"), ["question h1 has no answer", "'answer'"]),
         (without(MUSIQUE, "answer"), ["question 2hop__1_2 has no answer", "'answer'"]),
-        ({**MUSIQUE, "paragraphs": [{"title": "A"}]}, ["'paragraphs', item 1", "'paragraph_text' is missing"]),
-        ({**MUSIQUE, "question_decomposition": [{"paragraph_support_idx": 9}]}, ["'question_decomposition', item 1", "idx 9"]),
+        (
+            {**MUSIQUE, "paragraphs": [{"title": "A"}]},
+            ["'paragraphs', item 1", "'paragraph_text' is missing"],
+        ),
+        (
+            {**MUSIQUE, "question_decomposition": [{"paragraph_support_idx": 9}]},
+            ["'question_decomposition', item 1", "idx 9"],
+        ),
         ({**MMLU, "answer": "C"}, ["'answer'", "'C' is none of the 2 options"]),
-        ({**MMLU, "answer_index": 0}, ["'answer' and 'answer_index' name different options: B and A"]),
+        (
+            {**MMLU, "answer_index": 0},
+            ["'answer' and 'answer_index' name different options: B and A"],
+        ),
         ({**MEDQA, "answer": "blue"}, ["'answer_idx'", "option B is 'green'", "'blue'"]),
         ({**MEDQA, "answer_idx": "E"}, ["'answer_idx'", "'E' is none of the 2 options"]),
         ({**MEDQA, "options": {"A": "red", "C": "green"}}, ["'options'", "A, B"]),
         ({**MINERVA, "solution": "no box"}, ["question 4 has no answer", "'solution'"]),
         ({**GSM8K, "answer": "so #### "}, ["question 1 has no answer", "####"]),
         ({**VERL, "prompt": [{"role": "system", "content": "x"}]}, ["'prompt'", "'user'"]),
-        ({**VERL, "reward_model": {}}, ["question nq:3 has no answer", "reward_model.ground_truth"]),
+        (
+            {**VERL, "reward_model": {}},
+            ["question nq:3 has no answer", "reward_model.ground_truth"],
+        ),
     ],
 )
 def test_other_layouts_name_their_own_fields(write, record, expected):
@@ -415,58 +624,139 @@ def test_other_layouts_name_their_own_fields(write, record, expected):
         assert part in text
 
 
-# ------------------------------------------------------- every field of every layout, missing and of every wrong type
+# ------------------------------------- every field of every layout, missing and of every wrong type
 
 VALUES = {
-    "missing": None, "null": None, "empty": "", "blank": " ", "5": 5, "1.5": 1.5, "NaN": float("nan"), "true": True, "[]": [],
-    "[1]": [1], "[[]]": [[]], "[null]": [None], "{}": {}, "{a}": {"a": 1}, "deep": json.loads("[" * 900 + "]" * 900),
-}  # fmt: skip
+    "missing": None,
+    "null": None,
+    "empty": "",
+    "blank": " ",
+    "5": 5,
+    "1.5": 1.5,
+    "NaN": float("nan"),
+    "true": True,
+    "[]": [],
+    "[1]": [1],
+    "[[]]": [[]],
+    "[null]": [None],
+    "{}": {},
+    "{a}": {"a": 1},
+    "deep": json.loads("[" * 900 + "]" * 900),
+}
 TEXT, OPTIONAL, LEVEL = "", "missing null empty blank", "missing null empty blank 5"
 ID, ID_OR_LINE, FLAG, IGNORED = "5", "missing 5", "missing null true", " ".join(VALUES)
-RICH_OWN = {**OWN, "task": "choice", "options": ["a", "b"], "answers": ["A"], "source": "s", "level": "l",
-            "references": [{"id": "1", "title": "T", "text": "x"}], "supporting": [1]}  # fmt: skip
-# layout -> (a good record, {field: the values that load all the same}); a field that is not named accepts none of them
+RICH_OWN = {
+    **OWN,
+    "task": "choice",
+    "options": ["a", "b"],
+    "answers": ["A"],
+    "source": "s",
+    "level": "l",
+    "references": [{"id": "1", "title": "T", "text": "x"}],
+    "supporting": [1],
+}
+# layout -> (a good record, {field: the values that load all the same}); a field that is not named
+# accepts none of them
 FIELDS = {
-    "own": (RICH_OWN, {"id": ID, "task": "missing null empty", "supporting": "missing null [] [1]", "source": OPTIONAL,
-                       "level": LEVEL}),
-    "r1_searcher": ({**R1, "source": "rag", "level": "hard", "subject": "x"},
-                    {"idx": ID, "source": OPTIONAL, "level": LEVEL, "subject": IGNORED}),
-    "flashrag": ({**FLASHRAG, "choices": ["red", "green"], "golden_answers": [1], "metadata": {}},
-                 {"id": ID, "golden_answers": "[1]", "metadata": IGNORED}),
-    "hotpotqa": (HOTPOT, {"_id": ID, "type": OPTIONAL, "level": LEVEL, "supporting_facts": "[]", "context": "[]"}),
-    "hotpotqa_hub": (HUB, {"id": ID, "type": OPTIONAL, "level": LEVEL, "supporting_facts": "[]", "context": "[]"}),
-    "2wiki": ({**HOTPOT, "evidences": []},
-              {"_id": ID, "type": OPTIONAL, "level": LEVEL, "supporting_facts": "[]", "context": "[]",
-               "evidences": IGNORED}),
-    "musique": (MUSIQUE, {"id": ID, "answer_aliases": "missing null []", "answerable": FLAG,  # its steps are for a check only
-                          "question_decomposition": "missing null [] [1] [[]] [null] deep"}),
+    "own": (
+        RICH_OWN,
+        {
+            "id": ID,
+            "task": "missing null empty",
+            "supporting": "missing null [] [1]",
+            "source": OPTIONAL,
+            "level": LEVEL,
+        },
+    ),
+    "r1_searcher": (
+        {**R1, "source": "rag", "level": "hard", "subject": "x"},
+        {"idx": ID, "source": OPTIONAL, "level": LEVEL, "subject": IGNORED},
+    ),
+    "flashrag": (
+        {**FLASHRAG, "choices": ["red", "green"], "golden_answers": [1], "metadata": {}},
+        {"id": ID, "golden_answers": "[1]", "metadata": IGNORED},
+    ),
+    "hotpotqa": (
+        HOTPOT,
+        {"_id": ID, "type": OPTIONAL, "level": LEVEL, "supporting_facts": "[]", "context": "[]"},
+    ),
+    "hotpotqa_hub": (
+        HUB,
+        {"id": ID, "type": OPTIONAL, "level": LEVEL, "supporting_facts": "[]", "context": "[]"},
+    ),
+    "2wiki": (
+        {**HOTPOT, "evidences": []},
+        {
+            "_id": ID,
+            "type": OPTIONAL,
+            "level": LEVEL,
+            "supporting_facts": "[]",
+            "context": "[]",
+            "evidences": IGNORED,
+        },
+    ),
+    "musique": (
+        MUSIQUE,
+        {
+            "id": ID,
+            "answer_aliases": "missing null []",
+            "answerable": FLAG,  # its steps are for a check only
+            "question_decomposition": "missing null [] [1] [[]] [null] deep",
+        },
+    ),
     "verl": (VERL, {"data_source": OPTIONAL, "extra_info": "missing null {} {a}"}),
     "medqa": (MEDQA, {}),
     "mmlu_pro": (MMLU, {"question_id": ID, "answer_index": "missing null", "category": OPTIONAL}),
-    "math": (MATH, {"unique_id": ID_OR_LINE, "level": LEVEL, "answer": "missing null empty", "solution": IGNORED}),
+    "math": (
+        MATH,
+        {
+            "unique_id": ID_OR_LINE,
+            "level": LEVEL,
+            "answer": "missing null empty",
+            "solution": IGNORED,
+        },
+    ),
     "gsm8k": (GSM8K, {}),
     "plain": (PLAIN, {"id": ID_OR_LINE, "source": OPTIONAL, "level": LEVEL}),
     "rollouts": (ROLLOUTS, {"idx": ID}),
     "contents": ({"id": "a", "contents": "T\nx"}, {"id": ID_OR_LINE}),
-    "title_text": ({"id": "a", "title": "T", "text": "x"}, {"id": ID_OR_LINE, "title": OPTIONAL, "text": OPTIONAL}),
+    "title_text": (
+        {"id": "a", "title": "T", "text": "x"},
+        {"id": ID_OR_LINE, "title": OPTIONAL, "text": OPTIONAL},
+    ),
     "tsv_abstract": ({"id": "a", "passage": "Title: T Text: x"}, {"id": ID}),
     "tsv_chunk": ({"id": "a", "passage": "T   x"}, {"id": ID}),
     "tsv": ({"id": "a", "passage": "x"}, {"id": ID}),
-}  # fmt: skip
+}
 # Two fields that must agree: the message names the other one.
-OTHER_NAMES = {("flashrag", "choices"): "golden_answers", ("musique", "paragraphs"): "question_decomposition"}
+OTHER_NAMES = {
+    ("flashrag", "choices"): "golden_answers",
+    ("musique", "paragraphs"): "question_decomposition",
+}
 
 
 def test_the_table_of_fields_has_every_layout():
     assert set(FIELDS) == set(LAYOUTS) | set(CORPUS_LAYOUTS) | {"rollouts"}
 
 
-@pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout in FIELDS for name in FIELDS[layout][0]])
-def test_a_field_that_is_missing_or_of_a_wrong_type_is_named_or_has_a_meaning(write, capsys, layout, name):
+@pytest.mark.parametrize(
+    ("layout", "name"), [(layout, name) for layout in FIELDS for name in FIELDS[layout][0]]
+)
+def test_a_field_that_is_missing_or_of_a_wrong_type_is_named_or_has_a_meaning(
+    write, capsys, layout, name
+):
     good, accepted = FIELDS[layout]
-    load = load_corpus if layout in CORPUS_LAYOUTS else load_attempts if layout == "rollouts" else load_questions
+    load = (
+        load_corpus
+        if layout in CORPUS_LAYOUTS
+        else load_attempts
+        if layout == "rollouts"
+        else load_questions
+    )
     ids = [field for field in ("id", "_id", "idx", "question_id", "unique_id") if field in good]
-    first = {**good, **dict.fromkeys(ids, "first")} | ({"extra_info": {"index": 9}} if layout == "verl" else {})
+    first = {**good, **dict.fromkeys(ids, "first")} | (
+        {"extra_info": {"index": 9}} if layout == "verl" else {}
+    )
     for shown, value in VALUES.items():
         path = write(first, without(good, name) if shown == "missing" else {**good, name: value})
         if shown in accepted.get(name, "").split():
@@ -481,17 +771,35 @@ def test_a_field_that_is_missing_or_of_a_wrong_type_is_named_or_has_a_meaning(wr
 
 
 BAD_INSIDE = [
-    ({**MUSIQUE, "paragraphs": [{"text": "One.", "is_supporting": "false"}]}, "'paragraphs', item 1: field 'is_supporting'"),
-    ({**MUSIQUE, "paragraphs": [{"text": "One.", "title": 5}]}, "'paragraphs', item 1: field 'title'"),
+    (
+        {**MUSIQUE, "paragraphs": [{"text": "One.", "is_supporting": "false"}]},
+        "'paragraphs', item 1: field 'is_supporting'",
+    ),
+    (
+        {**MUSIQUE, "paragraphs": [{"text": "One.", "title": 5}]},
+        "'paragraphs', item 1: field 'title'",
+    ),
     ({**MUSIQUE, "paragraphs": [{"text": None}]}, "'paragraphs', item 1: field 'text' is missing"),
-    ({**MUSIQUE, "paragraphs": [{**p, "idx": [p["idx"]]} for p in MUSIQUE["paragraphs"]]}, "no paragraph has the idx 1"),
-    ({**HUB, "supporting_facts": {"title": ["A", None], "sent_id": [0, 0]}}, "'supporting_facts', item 2"),
+    (
+        {**MUSIQUE, "paragraphs": [{**p, "idx": [p["idx"]]} for p in MUSIQUE["paragraphs"]]},
+        "no paragraph has the idx 1",
+    ),
+    (
+        {**HUB, "supporting_facts": {"title": ["A", None], "sent_id": [0, 0]}},
+        "'supporting_facts', item 2",
+    ),
     ({**HUB, "context": {"title": ["A"], "sentences": ["One."]}}, "'context', item 1"),
     ({**VERL, "extra_info": {"index": [3]}}, "'extra_info.index'"),
-    ({**VERL, "reward_model": {"ground_truth": {"target": [1]}}}, "'reward_model.ground_truth', item 1"),
+    (
+        {**VERL, "reward_model": {"ground_truth": {"target": [1]}}},
+        "'reward_model.ground_truth', item 1",
+    ),
     ({**VERL, "prompt": [{"role": "user", "content": ["Who?"]}]}, "'prompt'"),
     ({**RICH_OWN, "answers": ["C"]}, "'answers': 'C' is none of the 2 options"),
-    ({**RICH_OWN, "references": [{"id": None, "text": "x"}]}, "'references', item 1: field 'id' is missing"),
+    (
+        {**RICH_OWN, "references": [{"id": None, "text": "x"}]},
+        "'references', item 1: field 'id' is missing",
+    ),
     ({**MEDQA, "options": {"A": "red", "B": 5}}, "'options'"),
     (r'{"id": "q2", "question": "a \ud83d smile?", "answers": ["a"]}', "half a character"),
     ('{"id": ' + "9" * 5000 + "}", "not valid JSON"),
@@ -514,16 +822,33 @@ def test_a_value_that_is_nested_too_deep_to_be_shown_is_shown_as_such():
 
 
 def test_both_halves_of_an_escaped_character_are_one(write):
-    assert load_questions(write(r'{"id": "q", "question": "\ud83d\ude00?", "answers": ["a"]}'))[0].question == "😀?"
+    assert (
+        load_questions(write(r'{"id": "q", "question": "\ud83d\ude00?", "answers": ["a"]}'))[
+            0
+        ].question
+        == "😀?"
+    )
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ('{"answer": {"h1": "yes"}, "sp": {"h1": [["A", 0]]}}', ["line 1", "predictions: python eval.py --predictions FILE"]),
-        (json.dumps({"answer": {"h1": "yes"}, "sp": {}}, indent=1), ["record 1", "looks like predictions"]),
-        (json.dumps({"id": "1", "question": "Who?", "golds": ["a"], "prediction": "b"}), ["line 1", "looks like predictions"]),
-        (json.dumps({"version": 1, "data": [OWN]}), ["records under 'data'", "as a list, or one on each line"]),
+        (
+            '{"answer": {"h1": "yes"}, "sp": {"h1": [["A", 0]]}}',
+            ["line 1", "predictions: python eval.py --predictions FILE"],
+        ),
+        (
+            json.dumps({"answer": {"h1": "yes"}, "sp": {}}, indent=1),
+            ["record 1", "looks like predictions"],
+        ),
+        (
+            json.dumps({"id": "1", "question": "Who?", "golds": ["a"], "prediction": "b"}),
+            ["line 1", "looks like predictions"],
+        ),
+        (
+            json.dumps({"version": 1, "data": [OWN]}),
+            ["records under 'data'", "as a list, or one on each line"],
+        ),
         (json.dumps({"q1": OWN, "q2": OWN}, indent=1), ["records under 'q1'"]),
         ("{\n" + json.dumps(OWN)[1:] + "\n" + json.dumps(OWN), ["line 3: not valid JSON"]),
     ],
@@ -539,18 +864,28 @@ def test_one_record_over_several_lines_is_a_record(write):
 
 
 def test_in_a_json_list_the_record_is_counted_instead_of_the_line(write):
-    text = message(load_questions, write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2", "answer": None}], indent=1)))
+    text = message(
+        load_questions,
+        write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2", "answer": None}], indent=1)),
+    )
     assert "questions.jsonl, record 2: question h2 has no answer" in text
 
 
 def test_a_broken_json_list_names_its_line(write):
-    assert "questions.jsonl, line 3: not valid JSON" in message(load_questions, write("[", json.dumps(OWN), "oops]"))
+    assert "questions.jsonl, line 3: not valid JSON" in message(
+        load_questions, write("[", json.dumps(OWN), "oops]")
+    )
     assert "questions.jsonl, line 2: not UTF-8" in message(load_questions, write("[", b'"\xff"]'))
 
 
-@pytest.mark.parametrize(("content", "expected"), [("", "file is empty"), (" \n\n", "file is empty"), ("[]", "no record")])
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [("", "file is empty"), (" \n\n", "file is empty"), ("[]", "no record")],
+)
 def test_a_file_without_records_is_an_error(write, content, expected):
-    assert expected in message(load_questions, write(content)) and expected in message(load_corpus, write(content))
+    assert expected in message(load_questions, write(content)) and expected in message(
+        load_corpus, write(content)
+    )
 
 
 def test_a_missing_file_and_a_folder_are_errors(tmp_path):
@@ -561,10 +896,14 @@ def test_a_missing_file_and_a_folder_are_errors(tmp_path):
 
 
 def test_skip_bad_does_not_turn_a_file_without_a_usable_record_into_an_empty_list(write):
-    assert "no record to use" in (text := message(load_questions, write("{x", "{"), skip_bad=True)) and "line 1" in text
+    assert (
+        "no record to use" in (text := message(load_questions, write("{x", "{"), skip_bad=True))
+        and "line 1" in text
+    )
 
 
-# --------------------------------------------------------------------------- a file that a run appends to
+# --------------------------------------------------------------------- a file that a run appends to
+
 
 def test_a_half_written_last_line_is_cut_off_and_what_is_appended_stands_on_its_own(tmp_path):
     path = tmp_path / "log.jsonl"
@@ -573,7 +912,10 @@ def test_a_half_written_last_line_is_cut_off_and_what_is_appended_stands_on_its_
     with open(path, "a") as file:
         file.write('{"id": 2, "te')
     before = path.read_bytes()
-    assert finished_records(path, cut=False) == [{"id": 1, "text": "a\u2028b"}] and path.read_bytes() == before
+    assert (
+        finished_records(path, cut=False) == [{"id": 1, "text": "a\u2028b"}]
+        and path.read_bytes() == before
+    )
     assert finished_records(path) == [{"id": 1, "text": "a\u2028b"}]
     append_jsonl(path, [{"id": 2}])
     assert [record["id"] for record in finished_records(path)] == [1, 2]
@@ -594,17 +936,25 @@ def test_a_broken_line_in_the_middle_is_an_error_and_nothing_is_thrown_away(tmp_
     assert path.read_text().count("\n") == 3
 
 
-# ---------------------------------------------------------------------------------------------- several files
+# ------------------------------------------------------------------------------------ several files
+
 
 def test_ids_that_two_files_share_get_the_files_stem_and_others_stay(write):
-    a, b = write(R1, {**R1, "idx": 8}, name="hotpot.jsonl"), write(R1, {**R1, "idx": 9}, name="wiki.jsonl")
+    a, b = (
+        write(R1, {**R1, "idx": 8}, name="hotpot.jsonl"),
+        write(R1, {**R1, "idx": 9}, name="wiki.jsonl"),
+    )
     expected = ["hotpot:7", "8", "wiki:7", "9"]
     assert [q.id for q in load_questions(f"{a},{b}")] == expected
     assert [q.id for q in load_questions([a, str(b)])] == expected
 
 
 def test_files_of_different_layouts_are_merged(write):
-    paths = [write(R1, name="a.jsonl"), write(HOTPOT, name="b.jsonl"), write(json.dumps([HUB | {"id": "h2"}]), name="c.json")]
+    paths = [
+        write(R1, name="a.jsonl"),
+        write(HOTPOT, name="b.jsonl"),
+        write(json.dumps([HUB | {"id": "h2"}]), name="c.json"),
+    ]
     assert [q.id for q in load_questions(paths)] == ["7", "h1", "h2"]
 
 
@@ -618,16 +968,26 @@ def test_datasets_are_named_by_their_files_and_questions_are_theirs_one_after_th
     files = [write(R1, {**R1, "idx": 8}, name="hotpot.jsonl"), write(R1, name="wiki.jsonl")]
     datasets = load_datasets(files)
     assert {name: [q.id for q in questions] for name, questions in datasets.items()} == {
-        "hotpot": ["hotpot:7", "8"], "wiki": ["wiki:7"],
-    }  # fmt: skip
+        "hotpot": ["hotpot:7", "8"],
+        "wiki": ["wiki:7"],
+    }
     assert load_questions(files) == datasets["hotpot"] + datasets["wiki"]
 
 
 def test_two_files_of_one_stem_are_told_apart_by_their_folders_and_then_by_their_paths(write):
     names = ["nq/test.jsonl", "wiki/test.jsonl", "dev.jsonl", "old/wiki/test.jsonl"]
-    datasets = load_datasets([write({**R1, "idx": i % 3}, name=name) for i, name in enumerate(names)])
-    (nq, wiki, dev, old), ids = datasets, [q.id for questions in datasets.values() for q in questions]
-    assert (nq, dev) == ("nq/test", "dev") and wiki.endswith("/wiki/test.jsonl") and old.endswith("/old/wiki/test.jsonl")
+    datasets = load_datasets(
+        [write({**R1, "idx": i % 3}, name=name) for i, name in enumerate(names)]
+    )
+    (nq, wiki, dev, old), ids = (
+        datasets,
+        [q.id for questions in datasets.values() for q in questions],
+    )
+    assert (
+        (nq, dev) == ("nq/test", "dev")
+        and wiki.endswith("/wiki/test.jsonl")
+        and old.endswith("/old/wiki/test.jsonl")
+    )
     assert ids == ["nq/test:0", "1", "2", f"{old}:0"]
 
 
@@ -635,7 +995,8 @@ def test_a_file_name_with_a_comma_is_one_file(write):
     assert load_questions(str(write(OWN, name="a,b.jsonl")))[0].id == "q1"
 
 
-# ---------------------------------------------------------------------------------------------------- corpora
+# ------------------------------------------------------------------------------------------ corpora
+
 
 def test_contents_are_split_at_the_first_line_and_only_the_outer_quotes_go(write):
     rows = [
@@ -651,18 +1012,25 @@ def test_contents_are_split_at_the_first_line_and_only_the_outer_quotes_go(write
 
 
 def test_title_and_text_without_an_id_get_the_line_number(write):
-    assert load_corpus(write({"title": "A", "text": "x"}, {"title": "B", "text": "y"}))[1] == Document("2", "B", "y")
+    assert load_corpus(write({"title": "A", "text": "x"}, {"title": "B", "text": "y"}))[
+        1
+    ] == Document("2", "B", "y")
     assert load_corpus(write({"id": "p7", "title": "A", "text": "x"})) == [Document("p7", "A", "x")]
 
 
 def test_a_json_list_is_a_corpus_too(write):
-    assert load_corpus(write(json.dumps([{"title": "A", "text": "x"}]), name="c.json")) == [Document("1", "A", "x")]
+    assert load_corpus(write(json.dumps([{"title": "A", "text": "x"}]), name="c.json")) == [
+        Document("1", "A", "x")
+    ]
 
 
 @pytest.mark.parametrize("header", [[], ["id\ttext"], ["ID\tText\r"]])
 def test_tab_separated_passages_with_and_without_a_header(write, header):
     path = write(*header, "5\tA plain passage.\r", "6\tAnother.", name="c.tsv")
-    assert load_corpus(path) == [Document("5", "", "A plain passage."), Document("6", "", "Another.")]
+    assert load_corpus(path) == [
+        Document("5", "", "A plain passage."),
+        Document("6", "", "Another."),
+    ]
 
 
 def test_a_header_may_name_a_title_column(write):
@@ -671,29 +1039,66 @@ def test_a_header_may_name_a_title_column(write):
 
 
 def test_r1_searchers_abstracts_lose_their_csv_quotes(write):
-    path = write("0\tTitle: Ana: a life Text:  Born.", '1\t"Title: Bell Text:  The ""great"" bell."', name="c.tsv")
-    assert load_corpus(path) == [Document("0", "Ana: a life", "Born."), Document("1", "Bell", 'The "great" bell.')]
+    path = write(
+        "0\tTitle: Ana: a life Text:  Born.",
+        '1\t"Title: Bell Text:  The ""great"" bell."',
+        name="c.tsv",
+    )
+    assert load_corpus(path) == [
+        Document("0", "Ana: a life", "Born."),
+        Document("1", "Bell", 'The "great" bell.'),
+    ]
 
 
 def test_a_chunk_that_merely_begins_with_a_quoted_word_keeps_its_quotes(write):
-    path = write("0\tA   first chunk", '1\t"Heroes" (album)   a record called "Heroes"', name="c.tsv")
+    path = write(
+        "0\tA   first chunk", '1\t"Heroes" (album)   a record called "Heroes"', name="c.tsv"
+    )
     assert load_corpus(path)[1] == Document("1", '"Heroes" (album)', 'a record called "Heroes"')
 
 
 @pytest.mark.parametrize(
     ("rows", "name", "expected"),
     [
-        ([{"title": "A", "text": "x"}, {"title": "", "text": ""}], "c.jsonl", ["line 2", "'text' is empty"]),
-        ([{"title": "A", "text": "x"}, {"title": "B", "text": 3}], "c.jsonl", ["line 2", "'text'", "expected a string"]),
-        ([{"id": 1, "contents": "a"}, {"id": "1", "contents": "c"}], "c.jsonl", ["line 2", "'id': duplicate id '1'", "line 1"]),
-        ([{"id": "1", "contents": "a\nb"}, {"id": "2"}], "c.jsonl", ["line 2", "'contents' is missing"]),
+        (
+            [{"title": "A", "text": "x"}, {"title": "", "text": ""}],
+            "c.jsonl",
+            ["line 2", "'text' is empty"],
+        ),
+        (
+            [{"title": "A", "text": "x"}, {"title": "B", "text": 3}],
+            "c.jsonl",
+            ["line 2", "'text'", "expected a string"],
+        ),
+        (
+            [{"id": 1, "contents": "a"}, {"id": "1", "contents": "c"}],
+            "c.jsonl",
+            ["line 2", "'id': duplicate id '1'", "line 1"],
+        ),
+        (
+            [{"id": "1", "contents": "a\nb"}, {"id": "2"}],
+            "c.jsonl",
+            ["line 2", "'contents' is missing"],
+        ),
         ([{"id": "1", "contents": "a\nb"}, "{"], "c.jsonl", ["line 2", "not valid JSON"]),
-        ([{"passage_text": "x"}], "c.jsonl", ["line 1", "unknown layout", "'passage_text'", *CORPUS_LAYOUTS]),
-        (["1\tx", "2 y"], "c.tsv", ["line 2", "1 tab-separated columns, expected 2", "id, passage"]),
+        (
+            [{"passage_text": "x"}],
+            "c.jsonl",
+            ["line 1", "unknown layout", "'passage_text'", *CORPUS_LAYOUTS],
+        ),
+        (
+            ["1\tx", "2 y"],
+            "c.tsv",
+            ["line 2", "1 tab-separated columns, expected 2", "id, passage"],
+        ),
         (["1\tx\ty"], "c.tsv", ["line 1", "3 tab-separated columns"]),
         (["1\tx", b"2\t\xff"], "c.tsv", ["line 2", "byte 3", "UTF-8"]),
         (["1\tx", "1\ty"], "c.tsv", ["line 2", "duplicate id '1'"]),
-        (["1\tTitle: A Text: x", "2\tno mark"], "c.tsv", ["line 2", "'text'", "Title: ... Text: ..."]),
+        (
+            ["1\tTitle: A Text: x", "2\tno mark"],
+            "c.tsv",
+            ["line 2", "'text'", "Title: ... Text: ..."],
+        ),
         (["id\ttext"], "c.tsv", ["no record"]),
     ],
 )
@@ -703,7 +1108,8 @@ def test_a_malformed_corpus_is_one_line_with_file_line_and_field(write, rows, na
         assert part in text
 
 
-# --------------------------------------------------------------------------------------------- folders of texts
+# --------------------------------------------------------------------------------- folders of texts
+
 
 def test_a_folder_of_texts_is_a_corpus_in_the_order_of_its_names(write, tmp_path, capsys):
     write("# Bells", "The bell [rings](http://x).", name="b/bell.MD")
@@ -715,17 +1121,29 @@ def test_a_folder_of_texts_is_a_corpus_in_the_order_of_its_names(write, tmp_path
     corpus = load_corpus(tmp_path)
     assert corpus[0] == Document("a notes.txt#1", "a notes", "Ana came. She stayed.")
     assert [(d.id, d.title) for d in corpus[1:]] == [
-        ("b/bell.MD#1", "Bells"), ("b.txt#1", "b"), ("b.txt#2", "b"), ("z.md.gz#1", "z"),
-    ]  # fmt: skip
-    assert (corpus[1].text, corpus[4].text) == ("The bell rings.", "Packed.") and capsys.readouterr().err == ""
+        ("b/bell.MD#1", "Bells"),
+        ("b.txt#1", "b"),
+        ("b.txt#2", "b"),
+        ("z.md.gz#1", "z"),
+    ]
+    assert (corpus[1].text, corpus[4].text) == (
+        "The bell rings.",
+        "Packed.",
+    ) and capsys.readouterr().err == ""
 
 
 def test_one_text_is_a_corpus_too_and_a_txt_file_with_records_still_holds_records(write):
-    assert load_corpus(write("[Ana](x) came.", name="a.md")) == [Document("a.md#1", "a", "Ana came.")]
+    assert load_corpus(write("[Ana](x) came.", name="a.md")) == [
+        Document("a.md#1", "a", "Ana came.")
+    ]
     path = write("---\r\ntitle: Bells\r\n---\r\nIt rang.", name="a.md")
     assert load_corpus(path) == [Document("a.md#1", "Bells", "It rang.")]
-    assert load_corpus(write("[1] Ana came.", name="a.txt")) == [Document("a.txt#1", "a", "[1] Ana came.")]
-    assert load_corpus(write({"id": "7", "title": "A", "text": "x"}, name="c.txt")) == [Document("7", "A", "x")]
+    assert load_corpus(write("[1] Ana came.", name="a.txt")) == [
+        Document("a.txt#1", "a", "[1] Ana came.")
+    ]
+    assert load_corpus(write({"id": "7", "title": "A", "text": "x"}, name="c.txt")) == [
+        Document("7", "A", "x")
+    ]
     assert load_corpus(write("7\tx", name="c.txt")) == [Document("7", "", "x")]
 
 
@@ -734,11 +1152,16 @@ def test_texts_without_words_are_left_out_and_counted(write, tmp_path, capsys):
     write("", name="b.txt")
     write("# Only a heading", name="c.md")
     assert len(load_corpus(tmp_path)) == 1
-    assert "2 of 3 files skipped; the first: " in (error := capsys.readouterr().err) and "b.txt: no words in it" in error
+    assert (
+        "2 of 3 files skipped; the first: " in (error := capsys.readouterr().err)
+        and "b.txt: no words in it" in error
+    )
 
 
 @pytest.mark.parametrize("broken", [b"caf\xe9.", b"\xff\xfeA\x00n\x00a\x00"])
-def test_a_text_that_is_not_utf8_is_named_with_its_line_and_skip_bad_leaves_it_out(write, tmp_path, capsys, broken):
+def test_a_text_that_is_not_utf8_is_named_with_its_line_and_skip_bad_leaves_it_out(
+    write, tmp_path, capsys, broken
+):
     path = write("One.", broken, name="b.txt")
     write("Ana came.", name="a.txt")
     expected = f"{path}, line 2: not UTF-8: save the file as UTF-8, or leave it out with --skip_bad"
@@ -780,12 +1203,25 @@ def test_paragraphs_of_questions_become_a_corpus_without_repetitions(write):
     other = {**HOTPOT, "_id": "h2", "context": [["A", ["One.", " Two."]], ["C", ["Five."]]]}
     corpus = corpus_from_questions(load_questions(write(HOTPOT, other)))
     # A with the same text counts once; C has another text in the second record and counts twice.
-    assert [(d.title, d.text) for d in corpus] == [("A", "One. Two."), ("B", "Three."), ("C", "Four."), ("C", "Five.")]
-    assert [d.id for d in corpus] == ["h1:1", "h1:2", "h1:3", "h2:2"]  # the first record that brings a paragraph names it
+    assert [(d.title, d.text) for d in corpus] == [
+        ("A", "One. Two."),
+        ("B", "Three."),
+        ("C", "Four."),
+        ("C", "Five."),
+    ]
+    assert [d.id for d in corpus] == [
+        "h1:1",
+        "h1:2",
+        "h1:3",
+        "h2:2",
+    ]  # the first record that brings a paragraph names it
 
 
 def test_references_with_one_id_but_different_texts_get_different_ids():
-    questions = [Question(str(i), "?", ["a"], references=(Document("1", "T", f"text {i}"),)) for i in range(3)]
+    questions = [
+        Question(str(i), "?", ["a"], references=(Document("1", "T", f"text {i}"),))
+        for i in range(3)
+    ]
     assert len({d.id for d in corpus_from_questions(questions)}) == 3
 
 
@@ -793,21 +1229,34 @@ def test_questions_without_paragraphs_make_no_corpus(write):
     assert "no paragraphs" in message(corpus_from_questions, load_questions(write(OWN)))
 
 
-# ------------------------------------------------------------------------------------------------ real slices
+# -------------------------------------------------------------------------------------- real slices
+
 
 @pytest.mark.parametrize(
     ("name", "count", "sources"),
     [
         ("ircot/hotpotqa_gold_plus_1_distractor.jsonl", 29, {""}),
-        ("ircot/musique_gold_plus_1_distractor.jsonl", 20, {"musique_2hop", "musique_3hop", "musique_4hop"}),
+        (
+            "ircot/musique_gold_plus_1_distractor.jsonl",
+            20,
+            {"musique_2hop", "musique_3hop", "musique_4hop"},
+        ),
         ("qa_eval/2wiki_500.jsonl", 500, {""}),
         ("qa_eval/bamboogle.jsonl", 125, {""}),
         ("qa_eval/flashrag_nq_16.jsonl", 17, {""}),
         ("train/r1_searcher_stage1_80.jsonl", 80, {""}),
         ("train/r1_searcher_stage2_100.jsonl", 100, {""}),
         ("train/ur2_stage2_150.jsonl", 150, {"math", "rag"}),
-        ("hotpotqa/official_train_distractor_20.json", 20, {"hotpotqa_bridge", "hotpotqa_comparison"}),
-        ("hotpotqa/hf_layout_dev_distractor_20.jsonl", 20, {"hotpotqa_bridge", "hotpotqa_comparison"}),
+        (
+            "hotpotqa/official_train_distractor_20.json",
+            20,
+            {"hotpotqa_bridge", "hotpotqa_comparison"},
+        ),
+        (
+            "hotpotqa/hf_layout_dev_distractor_20.jsonl",
+            20,
+            {"hotpotqa_bridge", "hotpotqa_comparison"},
+        ),
     ],
 )
 def test_real_question_files_load_whole(name, count, sources):
@@ -819,7 +1268,9 @@ def test_real_question_files_load_whole(name, count, sources):
 
 def test_the_gold_paragraphs_of_real_hotpotqa_records_are_the_ones_their_facts_name():
     path = real("hotpotqa/official_train_distractor_20.json")
-    for record, question in zip(json.loads(path.read_text(encoding="utf-8")), load_questions(path), strict=True):
+    for record, question in zip(
+        json.loads(path.read_text(encoding="utf-8")), load_questions(path), strict=True
+    ):
         titles = {question.references[number - 1].title for number in question.supporting}
         assert titles == {title for title, _ in record["supporting_facts"]}
 
@@ -838,7 +1289,9 @@ def test_the_gold_paragraphs_of_real_hotpotqa_records_are_the_ones_their_facts_n
 def test_real_math_choice_and_musique_files_load_whole(name, count, task):
     questions = load_questions(real(name))
     assert len(questions) == count and {q.task for q in questions} == {task}
-    assert all(set(q.answers) <= set("ABCDEFGHIJ"[: len(q.options)]) for q in questions if task == "choice")
+    assert all(
+        set(q.answers) <= set("ABCDEFGHIJ"[: len(q.options)]) for q in questions if task == "choice"
+    )
 
 
 def test_the_gold_paragraphs_of_real_musique_records_are_those_of_its_decomposition():
@@ -852,7 +1305,7 @@ def test_the_gold_paragraphs_of_real_musique_records_are_those_of_its_decomposit
 def test_a_real_parquet_file_loads_or_says_what_it_needs():
     path = real("qa_eval/deepresearcher_verl_7x12.parquet")
     try:
-        import pyarrow  # noqa: F401
+        import pyarrow
     except ImportError:
         assert "pip install pyarrow" in message(load_questions, path)
     else:
@@ -865,7 +1318,9 @@ def test_real_rollout_answers_come_nine_or_ten_a_question():
 
 
 def test_two_real_files_that_both_count_from_one_stay_apart():
-    questions = load_questions([real("qa_eval/hotpotqa_500.jsonl"), real("qa_eval/musique_500.jsonl")])
+    questions = load_questions(
+        [real("qa_eval/hotpotqa_500.jsonl"), real("qa_eval/musique_500.jsonl")]
+    )
     assert len({q.id for q in questions}) == 1000 and questions[0].id == "hotpotqa_500:1"
 
 
@@ -886,21 +1341,33 @@ def test_real_corpora_load_whole_with_titles_and_texts(name, count, title):
 
 
 def test_real_csv_quoted_abstracts_are_what_a_csv_reader_makes_of_them():
-    path = real("corpus/r1_searcher_title_abs_100.tsv")  # every field that begins with a quote in this file is a CSV field
+    path = real(
+        "corpus/r1_searcher_title_abs_100.tsv"
+    )  # every field that begins with a quote in this file is a CSV field
     with open(path, encoding="utf-8", newline="") as file:
         expected = [row[1] for row in csv.reader(file, delimiter="\t")]
-    assert [f"Title: {d.title} Text:  {d.text}" for d in load_corpus(path)] == [text.rstrip() for text in expected]
+    assert [f"Title: {d.title} Text:  {d.text}" for d in load_corpus(path)] == [
+        text.rstrip() for text in expected
+    ]
 
 
-# -------------------------------------------------------------------------------------------- python data.py
+# ----------------------------------------------------------------------------------- python data.py
+
 
 def run(*arguments):
-    return subprocess.run([sys.executable, "data.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "data.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
+    )
 
 
 def test_the_file_shows_layout_counts_and_a_record_of_questions_and_of_a_corpus(write):
     output = run(write(HOTPOT, {**HOTPOT, "_id": "h2", "type": "bridge"})).stdout
-    assert "hotpotqa" in output and "hotpotqa_comparison 1" in output and "qa 2" in output and "Which?" in output
+    assert (
+        "hotpotqa" in output
+        and "hotpotqa_comparison 1" in output
+        and "qa 2" in output
+        and "Which?" in output
+    )
     output = run(write("5\tTitle: Ana Text: Born.", name="c.tsv")).stdout
     assert "tsv_abstract" in output and "documents  1" in output and "Ana" in output
 
@@ -908,21 +1375,34 @@ def test_the_file_shows_layout_counts_and_a_record_of_questions_and_of_a_corpus(
 def test_the_file_shows_a_folder_of_texts_and_tells_predictions_apart(write, tmp_path):
     output = run(write("# Bells", "It rang.", name="texts/a.md").parent).stdout
     assert "layout     text" in output and "documents  1" in output and "a.md#1" in output
-    assert "python eval.py --predictions FILE" in run(write({"id": "1", "question": "?", "prediction": "a"})).stderr
+    assert (
+        "python eval.py --predictions FILE"
+        in run(write({"id": "1", "question": "?", "prediction": "a"})).stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [("5\tA passage.", (True, "tsv")), ("Who came?\tAna", (False, "plain")), ("question\tanswer\nWho?\tAna", (False, "plain"))],
+    [
+        ("5\tA passage.", (True, "tsv")),
+        ("Who came?\tAna", (False, "plain")),
+        ("question\tanswer\nWho?\tAna", (False, "plain")),
+    ],
 )
-def test_a_table_is_told_to_hold_questions_by_its_header_or_by_blanks_in_its_first_column(write, line, expected):
+def test_a_table_is_told_to_hold_questions_by_its_header_or_by_blanks_in_its_first_column(
+    write, line, expected
+):
     assert first_layout(write(line, name="t.tsv")) == expected
 
 
 def test_the_file_ends_with_one_line_and_code_2_on_bad_input(write):
     result = run(write(OWN, "{"))
     assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and "line 2" in result.stderr
+    assert (
+        result.stderr.startswith("error: ")
+        and result.stderr.count("\n") == 1
+        and "line 2" in result.stderr
+    )
     result = run(write(OWN, "{"), "--skip_bad")
     assert result.returncode == 0 and "1 of 2 records skipped" in result.stderr
 

@@ -35,7 +35,9 @@ def test_without_a_corpus_every_word_weighs_the_same():
     assert similarity(tfidf_embedder(), "ana birthplace", "Ana: employer") == pytest.approx(1 / 2)
     assert similarity(tfidf_embedder(), "ana", "bo") == 0.0
     # counts (2, 1) and (1, 1): 3 / (√5 · √2)
-    assert similarity(tfidf_embedder(), "ana ana town", "ana town") == pytest.approx(3 / math.sqrt(10))
+    assert similarity(tfidf_embedder(), "ana ana town", "ana town") == pytest.approx(
+        3 / math.sqrt(10)
+    )
 
 
 def test_a_rare_word_weighs_more_than_a_common_one():
@@ -55,9 +57,14 @@ def test_invented_words_do_not_make_a_repeated_query_another_one():
     assert similarity(tfidf_embedder(), "??", "??") == 1.0
 
 
-# ------------------------------------------------------------------------------------------------- a HF encoder
+# ------------------------------------------------------------------------------------- a HF encoder
 
-TEXTS = ["Ana Bell", "Kelmouth is a harbour town in the north of Norland", "a town", "Ana Bell draws maps"]
+TEXTS = [
+    "Ana Bell",
+    "Kelmouth is a harbour town in the north of Norland",
+    "a town",
+    "Ana Bell draws maps",
+]
 
 
 @pytest.fixture
@@ -92,7 +99,11 @@ def state(path, **modes):
 def spy(encoder, monkeypatch):
     """All texts that its tokenizer is given from now on."""
     seen, tokenizer = [], encoder.tokenizer
-    monkeypatch.setattr(encoder, "tokenizer", lambda texts, **limits: seen.extend(texts) or tokenizer(texts, **limits))
+    monkeypatch.setattr(
+        encoder,
+        "tokenizer",
+        lambda texts, **limits: seen.extend(texts) or tokenizer(texts, **limits),
+    )
     encoder.tokenizer.pad_token_id = tokenizer.pad_token_id
     return seen
 
@@ -123,7 +134,10 @@ def test_the_same_text_alone_or_in_a_batch_is_the_same_vector(encoder, pooling, 
         edit(encoder, "tokenizer_config.json", padding_side=change)
     encoder = Encoder(encoder, pooling=pooling)
     assert (encoder.tokenizer.pad_token is None) == (change == "no padding token")
-    together, alone = encoder.passages(TEXTS), np.concatenate([encoder.passages([text]) for text in TEXTS])
+    together, alone = (
+        encoder.passages(TEXTS),
+        np.concatenate([encoder.passages([text]) for text in TEXTS]),
+    )
     assert np.allclose(together, alone, atol=1e-5)
     encoder.batch_size = 2  # batches by length: 10 and 4 tokens, then 2 and 2; the order comes back
     assert np.allclose(encoder.passages(TEXTS), alone, atol=1e-5)
@@ -139,13 +153,25 @@ def edit(path, file, **changes):
     [
         ("e5-base-v2", "query: Ana Bell", "passage: Ana Bell", "mean"),
         ("Multilingual-E5-small", "query: Ana Bell", "passage: Ana Bell", "mean"),
-        ("bge-base-en-v1.5", "Represent this sentence for searching relevant passages: Ana Bell", "Ana Bell", "cls"),
+        (
+            "bge-base-en-v1.5",
+            "Represent this sentence for searching relevant passages: Ana Bell",
+            "Ana Bell",
+            "cls",
+        ),
         ("bge-m3", "Ana Bell", "Ana Bell", "cls"),  # published as one without an instruction
         ("e5s/tiny-bert", "Ana Bell", "Ana Bell", "mean"),  # a folder above it names nothing
-        ("models--x--e5-base/snapshots/0bge0", "query: Ana Bell", "passage: Ana Bell", "mean"),  # but the hub's own does
+        (
+            "models--x--e5-base/snapshots/0bge0",
+            "query: Ana Bell",
+            "passage: Ana Bell",
+            "mean",
+        ),  # but the hub's own does
     ],
 )
-def test_the_name_decides_what_stands_before_the_text(make, monkeypatch, name, query, passage, pooling):
+def test_the_name_decides_what_stands_before_the_text(
+    make, monkeypatch, name, query, passage, pooling
+):
     encoder = Encoder(make(name))
     assert encoder.pooling == pooling
     seen = spy(encoder, monkeypatch)
@@ -156,7 +182,12 @@ def test_the_name_decides_what_stands_before_the_text(make, monkeypatch, name, q
 
 def test_the_directory_says_how_it_pools_and_the_flag_overrules_it(make):
     path = make("bge-tiny")
-    state(path, pooling_mode_cls_token=False, pooling_mode_mean_tokens=True, pooling_mode_max_tokens=False)
+    state(
+        path,
+        pooling_mode_cls_token=False,
+        pooling_mode_mean_tokens=True,
+        pooling_mode_max_tokens=False,
+    )
     assert Encoder(path).pooling == "mean" and Encoder(path, pooling="cls").pooling == "cls"
     path = make("tiny")
     state(path, pooling_mode_cls_token=True, pooling_mode_mean_tokens=False)
@@ -165,11 +196,22 @@ def test_the_directory_says_how_it_pools_and_the_flag_overrules_it(make):
     assert Encoder(path).pooling == "cls"
 
 
-@pytest.mark.parametrize("modes", [{"pooling_mode_lasttoken": True}, {"pooling_mode": "max"}, {},
-                                   {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}])  # fmt: skip
+@pytest.mark.parametrize(
+    "modes",
+    [
+        {"pooling_mode_lasttoken": True},
+        {"pooling_mode": "max"},
+        {},
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
+    ],
+)
 def test_a_pooling_that_is_not_here_is_one_line_unless_the_flag_says_otherwise(encoder, modes):
     state(encoder, **modes)
-    one_line(encoder, "1_Pooling/config.json asks for .*, not mean or cls: give another encoder, or .* --pooling mean")
+    one_line(
+        encoder,
+        "1_Pooling/config.json asks for .*, not mean or cls: give another encoder, or .* --pooling"
+        " mean",
+    )
     assert Encoder(encoder, pooling="mean").pooling == "mean"
 
 
@@ -177,25 +219,40 @@ def test_a_text_is_cut_at_the_models_own_limit(encoder):
     cut = Encoder(encoder)
     assert cut.max_length == 64  # its positions, not 512
     # [CLS] + 62 words + [SEP] are the 64
-    assert np.allclose(cut.passages(["ana " * 500 + "bell"]), cut.passages(["ana " * 62]), atol=1e-6)
-    assert not np.allclose(cut.passages(["ana " * 61]), cut.passages(["ana " * 61 + "bell"]), atol=1e-4)
+    assert np.allclose(
+        cut.passages(["ana " * 500 + "bell"]), cut.passages(["ana " * 62]), atol=1e-6
+    )
+    assert not np.allclose(
+        cut.passages(["ana " * 61]), cut.passages(["ana " * 61 + "bell"]), atol=1e-4
+    )
     assert Encoder(encoder, max_length=5).max_length == 5
 
 
 def test_a_roberta_has_two_positions_less_than_rows(tmp_path, encoder):
     shutil.copytree(encoder, tmp_path / "roberta")
-    config = RobertaConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-                           max_position_embeddings=34, pad_token_id=1)  # fmt: skip
+    config = RobertaConfig(
+        vocab_size=60,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=34,
+        pad_token_id=1,
+    )
     RobertaModel(config).save_pretrained(tmp_path / "roberta")
     roberta = Encoder(str(tmp_path / "roberta"))
     assert roberta.max_length == 32
-    assert np.allclose(roberta.passages(["town " * 100]), roberta.passages(["town " * 30]), atol=1e-6)
+    assert np.allclose(
+        roberta.passages(["town " * 100]), roberta.passages(["town " * 30]), atol=1e-6
+    )
 
 
 def test_texts_without_words_and_broken_texts_are_texts(encoder):
     encoder = Encoder(encoder)
     assert encoder.queries([]).shape == (0, 64)
-    assert np.allclose(np.linalg.norm(encoder.queries(["", "??", "half \ud800 a pair"]), axis=1), 1, atol=1e-6)
+    assert np.allclose(
+        np.linalg.norm(encoder.queries(["", "??", "half \ud800 a pair"]), axis=1), 1, atol=1e-6
+    )
 
 
 def test_the_version_is_another_for_other_weights_and_the_same_for_a_copy(make, tmp_path):
@@ -203,7 +260,10 @@ def test_the_version_is_another_for_other_weights_and_the_same_for_a_copy(make, 
     version = Encoder(path).version
     shutil.copytree(path, tmp_path / "copy")
     assert Encoder(str(tmp_path / "copy")).version == Encoder(path).version == version
-    assert len({version, Encoder(path, pooling="cls").version, Encoder(path, max_length=9).version}) == 3
+    assert (
+        len({version, Encoder(path, pooling="cls").version, Encoder(path, max_length=9).version})
+        == 3
+    )
     make(seed=1)
     assert Encoder(path).version != version
 
@@ -234,16 +294,22 @@ def test_threads_share_an_encoder_one_at_a_time(encoder, monkeypatch):
 
 def test_no_graph_is_kept_even_where_the_weights_could_be_trained(encoder, monkeypatch):
     encoder = Encoder(encoder)
-    assert not any(parameter.requires_grad for parameter in encoder.model.parameters()) and not encoder.model.training
+    assert (
+        not any(parameter.requires_grad for parameter in encoder.model.parameters())
+        and not encoder.model.training
+    )
     encoder.model.requires_grad_(True)
     forward, states = encoder.model.forward, []
-    monkeypatch.setattr(encoder.model, "forward", lambda **batch: states.append(forward(**batch)) or states[-1])
+    monkeypatch.setattr(
+        encoder.model, "forward", lambda **batch: states.append(forward(**batch)) or states[-1]
+    )
     with torch.enable_grad():
         encoder.queries(["Ana"])
     assert states[0].last_hidden_state.grad_fn is None
 
 
-# --------------------------------------------------------------------------------- what cannot be an encoder
+# ------------------------------------------------------------------------ what cannot be an encoder
+
 
 def one_line(name, match):
     with pytest.raises(InputError, match=match) as error:
@@ -252,7 +318,11 @@ def one_line(name, match):
 
 
 def test_an_encoder_that_is_not_there_is_one_line(tmp_path):
-    one_line(tmp_path / "nothing", r"encoder .*nothing: cannot be loaded \(no such directory\): give a directory or a hub name")
+    one_line(
+        tmp_path / "nothing",
+        r"encoder .*nothing: cannot be loaded \(no such directory\): give a directory or a hub"
+        r" name",
+    )
     one_line(tmp_path, "there is no config.json in this directory")
 
 
@@ -269,7 +339,9 @@ def test_half_an_encoder_is_one_line(encoder, make):
 
 def test_weights_that_lack_a_layer_would_be_random_and_are_one_line(encoder):
     edit(encoder, "config.json", num_hidden_layers=3)
-    one_line(encoder, "lacks 16 tensors .*encoder.layer.2")  # 6 matrices and biases of 2, and 2 norms of 2
+    one_line(
+        encoder, "lacks 16 tensors .*encoder.layer.2"
+    )  # 6 matrices and biases of 2, and 2 norms of 2
 
 
 def test_a_tokenizer_of_another_model_is_one_line(make):
@@ -290,10 +362,15 @@ def test_an_encoder_decoder_is_none_either(encoder):
 
 
 def test_a_layer_behind_the_pooling_is_one_line(encoder):
-    modules = [{"type": f"sentence_transformers.models.{layer}"} for layer in ("Transformer", "Pooling", "Normalize")]
+    modules = [
+        {"type": f"sentence_transformers.models.{layer}"}
+        for layer in ("Transformer", "Pooling", "Normalize")
+    ]
     (Path(encoder) / "modules.json").write_text(json.dumps(modules))
     Encoder(encoder)
-    (Path(encoder) / "modules.json").write_text(json.dumps([*modules, {"type": "sentence_transformers.models.Dense"}]))
+    (Path(encoder) / "modules.json").write_text(
+        json.dumps([*modules, {"type": "sentence_transformers.models.Dense"}])
+    )
     one_line(encoder, "modules.json puts a Dense layer")
     (Path(encoder) / "modules.json").write_text("[")
     one_line(encoder, "modules.json is not valid JSON")
@@ -304,23 +381,32 @@ def test_damaged_weights_give_no_vectors(encoder):
     encoder.model.embeddings.LayerNorm.weight.data[0] = float("nan")
     with pytest.raises(InputError, match="its vectors are not finite"):
         encoder.passages(["Ana"])
-    with pytest.raises(RuntimeError, match="its vectors are not finite"):  # an InputError ends the training that searches
+    with pytest.raises(
+        RuntimeError, match="its vectors are not finite"
+    ):  # an InputError ends the training that searches
         encoder.queries(["Ana"])
-    with pytest.raises(InputError, match="its vectors are not finite"):  # a reward's vectors: nothing else can be done
+    with pytest.raises(
+        InputError, match="its vectors are not finite"
+    ):  # a reward's vectors: nothing else can be done
         encoder.queries(["Ana"], InputError)
 
 
 def test_a_device_or_a_pooling_that_is_not_there_is_one_line(encoder):
     for device in ("nowhere", "cuda:99"):
-        with pytest.raises(InputError, match=f"--device {device}: not here .*: give cpu, cuda or cuda:0$"):
+        with pytest.raises(
+            InputError, match=f"--device {device}: not here .*: give cpu, cuda or cuda:0$"
+        ):
             Encoder(encoder, device=device)
     with pytest.raises(InputError, match="--pooling max: one of auto, mean, cls"):
         Encoder(encoder, pooling="max")
 
 
-# -------------------------------------------------------------------------------------------------- by name
+# ------------------------------------------------------------------------------------------ by name
 
-def test_an_embedder_by_name_is_the_encoders_queries_loaded_once_and_only_when_asked(make, monkeypatch):
+
+def test_an_embedder_by_name_is_the_encoders_queries_loaded_once_and_only_when_asked(
+    make, monkeypatch
+):
     path, loads, load = make("tiny-e5"), [], embed._load_encoder
     monkeypatch.setattr(embed, "_load_encoder", lambda name: loads.append(name) or load(name))
     embedder = make_embedder(path)
@@ -335,6 +421,8 @@ def test_an_embedder_by_name_is_the_encoders_queries_loaded_once_and_only_when_a
 def test_running_the_file_shows_a_table(capsys):
     embed.main()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 and all(f"{number}  " in line for number, line in enumerate(lines[1:], 1))
+    assert len(lines) == 5 and all(
+        f"{number}  " in line for number, line in enumerate(lines[1:], 1)
+    )
     # on the diagonal every text is like itself
     assert all(line.split()[-4:][i] == "1.000" for i, line in enumerate(lines[1:]))

@@ -1,4 +1,6 @@
-"""fetch.py: over real sockets, with servers that drip, break off, go on without end and send one elsewhere."""
+"""fetch.py: over real sockets, with servers that drip, break off, go on without end and send one
+elsewhere.
+"""
 
 import contextlib
 import io
@@ -18,7 +20,9 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 
 class Raw(RawServer):
-    """A server that reads a request's head and body, and then does with the socket what `script(sock, head)` says."""
+    """A server that reads a request's head and body, and then does with the socket what
+    `script(sock, head)` says.
+    """
 
     def __init__(self, script):
         self.heads, self.script = [], script
@@ -46,7 +50,10 @@ def serve():
 
 
 def reply(body: bytes, status: str = "200 OK", length: int | None = None) -> bytes:
-    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+    return (
+        f"HTTP/1.1 {status}\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n".encode()
+        + body
+    )
 
 
 def fault_of(url: str, **limits) -> Fault:
@@ -61,18 +68,25 @@ def closed_port() -> int:
         return s.getsockname()[1]
 
 
-# ------------------------------------------------------------------------------------------------ it goes well
+# ------------------------------------------------------------------------------------- it goes well
+
 
 def test_a_get_has_no_body_and_a_post_is_json(serve):
     server = serve(reply(b'{"a": 1}'))
     assert fetch(server.url + "x?y=1", headers={"X-Key": "k"}) == b'{"a": 1}'
     assert fetch_json(server.url, {"q": "ü"}) == {"a": 1}
     assert server.heads[0].startswith("GET /x?y=1 HTTP/1.1") and "X-Key: k" in server.heads[0]
-    assert server.heads[1].startswith("POST / ") and "Content-Type: application/json" in server.heads[1]
+    assert (
+        server.heads[1].startswith("POST / ")
+        and "Content-Type: application/json" in server.heads[1]
+    )
 
 
 def test_a_body_in_chunks_and_one_that_ends_with_the_connection_are_whole(serve):
-    assert fetch(serve(OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n").url) == b"abcde"
+    assert (
+        fetch(serve(OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n").url)
+        == b"abcde"
+    )
     assert fetch(serve(OK + b"\r\nabc").url) == b"abc"
 
 
@@ -80,7 +94,7 @@ def test_an_empty_body_is_no_fault(serve):
     assert fetch(serve(reply(b"")).url) == b""
 
 
-# ------------------------------------------------------------------------------------------------- limit of time
+# ------------------------------------------------------------------------------------ limit of time
 
 DRIPS = {
     "body": OK + b"Content-Length: 1000\r\n\r\n",
@@ -103,7 +117,9 @@ def test_a_server_that_drips_is_left_at_the_time_limit(serve, where):
     server, start = serve(drip), time.perf_counter()
     fault = fault_of(server.url, timeout=0.3)
     assert time.perf_counter() - start < 8
-    if where == "error's body":  # what it says of the error need not be whole, and stays a 404: no second try
+    if (
+        where == "error's body"
+    ):  # what it says of the error need not be whole, and stays a 404: no second try
         assert str(fault).startswith("HTTP 404") and not fault.retry
     else:
         assert str(fault) == "nothing within 0.3 s" and fault.retry and fault.down
@@ -124,7 +140,9 @@ def test_the_time_limit_holds_over_all_redirects_together(serve):
     def onward(sock, head):  # ten hops of 0.15 s each would be 1.5 s
         time.sleep(0.15)
         number = int(head.split()[1].strip("/") or 0)
-        sock.sendall(f"HTTP/1.1 302 Found\r\nLocation: /{number + 1}\r\nContent-Length: 0\r\n\r\n".encode())
+        sock.sendall(
+            f"HTTP/1.1 302 Found\r\nLocation: /{number + 1}\r\nContent-Length: 0\r\n\r\n".encode()
+        )
 
     server, start = serve(onward), time.perf_counter()
     assert "nothing within 0.4 s" in str(fault_of(server.url, timeout=0.4))
@@ -138,7 +156,8 @@ def test_a_server_that_says_nothing_is_left_at_the_time_limit(serve):
     assert time.perf_counter() - start < 6
 
 
-# ----------------------------------------------------------------------------------------------- limit of bytes
+# ----------------------------------------------------------------------------------- limit of bytes
+
 
 def test_max_bytes_is_the_largest_body_that_is_taken(serve):
     server = serve(reply(b"x" * 100))
@@ -170,18 +189,24 @@ def test_a_redirect_s_own_body_is_not_read(serve):
     assert fetch(serve(endless).url) == b"here"
 
 
-# ------------------------------------------------------------------------------------------------ half an answer
+# ----------------------------------------------------------------------------------- half an answer
 
-@pytest.mark.parametrize("raw", [
-    reply(b"abc", length=103),
-    OK + b"Transfer-Encoding: chunked\r\n\r\n10\r\nabc",
-    OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n",
-    OK + b"Content-Le",
-    b"",
-    b"no HTTP at all\r\n\r\n",
-])  # fmt: skip
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        reply(b"abc", length=103),
+        OK + b"Transfer-Encoding: chunked\r\n\r\n10\r\nabc",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n",
+        OK + b"Content-Le",
+        b"",
+        b"no HTTP at all\r\n\r\n",
+    ],
+)
 def test_half_an_answer_is_a_fault_that_may_be_tried_again(serve, raw):
-    if raw == OK + b"Content-Le":  # half a header ends the headers for http.client: an empty body is what is left
+    if (
+        raw == OK + b"Content-Le"
+    ):  # half a header ends the headers for http.client: an empty body is what is left
         assert fetch(serve(raw).url) == b""
         return
     fault = fault_of(serve(raw).url)
@@ -189,7 +214,10 @@ def test_half_an_answer_is_a_fault_that_may_be_tried_again(serve, raw):
 
 
 def test_the_missing_bytes_are_counted(serve):
-    assert str(fault_of(serve(reply(b"abc", length=103)).url)) == "half an answer: 100 bytes are missing"
+    assert (
+        str(fault_of(serve(reply(b"abc", length=103)).url))
+        == "half an answer: 100 bytes are missing"
+    )
 
 
 @pytest.mark.parametrize("body", [b'{"a": [1', b"<html>", b"", b"\xff\xfe\x00", b"[" * 100_000])
@@ -198,13 +226,27 @@ def test_a_body_that_is_not_json_is_a_fault_and_not_a_crash(serve, body):
         fetch_json(serve(reply(body)).url)
 
 
-# ---------------------------------------------------------------------------------------------------- HTTP codes
+# --------------------------------------------------------------------------------------- HTTP codes
 
-@pytest.mark.parametrize("code, retry, down", [
-    (400, False, False), (401, False, True), (403, False, True), (404, False, True), (408, True, True),
-    (413, False, False), (414, False, False), (422, False, False), (425, True, True), (429, True, True),
-    (500, True, True), (502, True, True), (503, True, True),
-])  # fmt: skip
+
+@pytest.mark.parametrize(
+    "code, retry, down",
+    [
+        (400, False, False),
+        (401, False, True),
+        (403, False, True),
+        (404, False, True),
+        (408, True, True),
+        (413, False, False),
+        (414, False, False),
+        (422, False, False),
+        (425, True, True),
+        (429, True, True),
+        (500, True, True),
+        (502, True, True),
+        (503, True, True),
+    ],
+)
 def test_a_code_says_whether_to_try_again_and_whether_the_server_is_down(serve, code, retry, down):
     fault = fault_of(serve(reply(b'{"error": {"message": "so\\nit is"}}', f"{code} X")).url)
     assert (str(fault), fault.retry, fault.down) == (f"HTTP {code} so it is", retry, down)
@@ -219,7 +261,8 @@ def test_a_name_that_does_not_exist_is_a_fault():
     assert fault_of("http://no-such-host.invalid/").down
 
 
-# ----------------------------------------------------------------------------------------------------- redirects
+# ---------------------------------------------------------------------------------------- redirects
+
 
 def test_a_redirect_to_another_host_gets_no_request_and_no_key(serve):
     other = serve(reply(b"stolen"))
@@ -231,18 +274,35 @@ def test_a_redirect_to_another_host_gets_no_request_and_no_key(serve):
 
 def test_a_redirect_to_another_port_of_the_host_gets_no_request_and_no_key(serve):
     other = serve(reply(b"stolen"))
-    server = serve(f"HTTP/1.1 302 Found\r\nLocation: {other.url}\r\nContent-Length: 0\r\n\r\n".encode())
-    assert "HTTP 302, on to" in str(fault_of(server.url, headers={"X-API-KEY": "secret"})) and other.heads == []
+    server = serve(
+        f"HTTP/1.1 302 Found\r\nLocation: {other.url}\r\nContent-Length: 0\r\n\r\n".encode()
+    )
+    assert (
+        "HTTP 302, on to" in str(fault_of(server.url, headers={"X-API-KEY": "secret"}))
+        and other.heads == []
+    )
 
 
-@pytest.mark.parametrize(("old", "new", "followed"), [
-    ("http://h/a", "http://H:80/b", True), ("http://h/", "https://h/", True), ("http://h:8080/", "http://h:8080/x", True),
-    ("http://h:8080/", "http://h:22/", False), ("https://h/", "http://h/", False), ("http://h/", "https://h:444/", False),
-    ("http://h:8080/", "https://h:8080/", False), ("http://h/", "http://i/", False),
-])  # fmt: skip
-def test_a_redirect_is_followed_on_one_server_and_from_http_to_https_on_the_usual_ports(old, new, followed):
+@pytest.mark.parametrize(
+    ("old", "new", "followed"),
+    [
+        ("http://h/a", "http://H:80/b", True),
+        ("http://h/", "https://h/", True),
+        ("http://h:8080/", "http://h:8080/x", True),
+        ("http://h:8080/", "http://h:22/", False),
+        ("https://h/", "http://h/", False),
+        ("http://h/", "https://h:444/", False),
+        ("http://h:8080/", "https://h:8080/", False),
+        ("http://h/", "http://i/", False),
+    ],
+)
+def test_a_redirect_is_followed_on_one_server_and_from_http_to_https_on_the_usual_ports(
+    old, new, followed
+):
     def onward():
-        return module._SameServer().redirect_request(urllib.request.Request(old), io.BytesIO(), 302, "", {}, new)
+        return module._SameServer().redirect_request(
+            urllib.request.Request(old), io.BytesIO(), 302, "", {}, new
+        )
 
     if followed:
         assert onward().full_url == new
@@ -263,37 +323,56 @@ def test_a_fault_knows_whether_anybody_was_reached(serve):
 
 def test_a_redirect_on_the_same_host_is_followed_and_a_loop_is_a_fault(serve):
     def script(sock, head):
-        sock.sendall(reply(b"yes") if head.startswith("GET /there")
-                     else b"HTTP/1.1 307 X\r\nLocation: there\r\nContent-Length: 0\r\n\r\n")  # fmt: skip
+        sock.sendall(
+            reply(b"yes")
+            if head.startswith("GET /there")
+            else b"HTTP/1.1 307 X\r\nLocation: there\r\nContent-Length: 0\r\n\r\n"
+        )
 
     assert fetch(serve(script).url) == b"yes"
-    assert "HTTP 302" in str(fault_of(serve(b"HTTP/1.1 302 X\r\nLocation: /\r\nContent-Length: 0\r\n\r\n").url))
+    assert "HTTP 302" in str(
+        fault_of(serve(b"HTTP/1.1 302 X\r\nLocation: /\r\nContent-Length: 0\r\n\r\n").url)
+    )
 
 
 def test_a_redirect_to_a_file_of_this_machine_is_a_fault(serve):
-    assert "302" in str(fault_of(serve(b"HTTP/1.1 302 X\r\nLocation: file:///etc/hosts\r\nContent-Length: 0\r\n\r\n").url))
+    assert "302" in str(
+        fault_of(
+            serve(b"HTTP/1.1 302 X\r\nLocation: file:///etc/hosts\r\nContent-Length: 0\r\n\r\n").url
+        )
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- addresses
+# ---------------------------------------------------------------------------------------- addresses
 
-@pytest.mark.parametrize("url", ["", "host:80", "ftp://h/", "file:///etc/hosts", "http://", "http://h:port/", "http://[::1/"])
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "host:80", "ftp://h/", "file:///etc/hosts", "http://", "http://h:port/", "http://[::1/"],
+)
 def test_a_bad_address_is_one_line_that_shows_a_good_one(url):
     with pytest.raises(InputError, match=r"not an address: give http://host/search") as caught:
         host_of(url, "http://host/search")
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url, host", [("http://h", "h"), ("https://A.b:8/x?y", "a.b"), ("http://[::1]:80/", "::1")])
+@pytest.mark.parametrize(
+    "url, host", [("http://h", "h"), ("https://A.b:8/x?y", "a.b"), ("http://[::1]:80/", "::1")]
+)
 def test_a_good_address_has_a_host(url, host):
     assert host_of(url) == host
 
 
-def test_a_proxy_of_the_environment_is_not_asked_for_this_machine_but_for_others(serve, monkeypatch):
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine_but_for_others(
+    serve, monkeypatch
+):
     proxy, server = serve(reply(b"proxy")), serve(reply(b"server"))
     monkeypatch.setenv("http_proxy", proxy.url)
     monkeypatch.delenv("no_proxy", raising=False)
     assert fetch(server.url) == b"server"
-    assert fetch("http://example.test/x") == b"proxy" and proxy.heads[0].startswith("GET http://example.test/x ")
+    assert fetch("http://example.test/x") == b"proxy" and proxy.heads[0].startswith(
+        "GET http://example.test/x "
+    )
 
 
 def test_an_opener_of_one_s_own_serves_many_requests(serve):
@@ -304,7 +383,8 @@ def test_an_opener_of_one_s_own_serves_many_requests(serve):
         assert response.read() == b"yes"
 
 
-# ---------------------------------------------------------------------------------------------------- more tries
+# --------------------------------------------------------------------------------------- more tries
+
 
 def failing(times, **fault):
     calls = []
@@ -346,7 +426,8 @@ def test_retrying_leaves_other_errors_alone():
         retrying(lambda: 1 / 0, retries=5, wait=lambda seconds: pytest.fail("no wait"))
 
 
-# --------------------------------------------------------------------------------------------------------- shown
+# -------------------------------------------------------------------------------------------- shown
+
 
 def test_shown_is_one_short_line():
     assert shown("a\n  b") == "a b" and shown('{"error": {"message": "m"}}') == "m"

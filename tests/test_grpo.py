@@ -10,13 +10,24 @@ import grpo
 import ppo
 from errors import InputError
 
-# Two questions, two answers each. Row 1 has a document in the middle, row 2 ends in padding, row 3 has no model token.
+# Two questions, two answers each. Row 1 has a document in the middle, row 2 ends in padding, row 3
+# has no model token.
 MASK = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
 
 
 def make_recipe(**changes):
-    settings = {"algorithm": "grpo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0, "loss_aggregation": "sequence",
-                "kl_coef": 0.0, "kl_estimator": "k3", "kl_place": "none", "group_std": True, "gamma": 1.0}  # fmt: skip
+    settings = {
+        "algorithm": "grpo",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "dual_clip": 0.0,
+        "loss_aggregation": "sequence",
+        "kl_coef": 0.0,
+        "kl_estimator": "k3",
+        "kl_place": "none",
+        "group_std": True,
+        "gamma": 1.0,
+    }
     return SimpleNamespace(**(settings | changes))
 
 
@@ -25,10 +36,15 @@ def make_batch(rewards=(1.0, 0.0, 1.0, 0.0), mask=MASK, ref=True, seed=0):
     rows, columns = mask.shape
     old, ref_logprobs = -torch.rand(2, rows, columns, generator=generator) - 0.1
     return SimpleNamespace(
-        tokens=torch.zeros(rows, columns + 1, dtype=torch.long), response_mask=mask.clone(), old_logprobs=old,
-        ref_logprobs=ref_logprobs if ref else None, rewards=torch.tensor(rewards), group_size=2,
-        advantages=torch.zeros(rows, columns), token_weights=torch.zeros(rows, columns),
-    )  # fmt: skip
+        tokens=torch.zeros(rows, columns + 1, dtype=torch.long),
+        response_mask=mask.clone(),
+        old_logprobs=old,
+        ref_logprobs=ref_logprobs if ref else None,
+        rewards=torch.tensor(rewards),
+        group_size=2,
+        advantages=torch.zeros(rows, columns),
+        token_weights=torch.zeros(rows, columns),
+    )
 
 
 def prepare(batch, recipe):
@@ -44,16 +60,21 @@ def total_and_gradient(logprobs, batch, recipe):
     return total.item(), logprobs.grad
 
 
-# --------------------------------------------------------------------------------------------------- advantages
+# --------------------------------------------------------------------------------------- advantages
+
 
 def test_the_worked_group():
-    # mean 0.88; squared distances 0.2704 + 0.2304 + 0.4624 + 2.3104 + 0.7744 = 4.048; std √(4.048 / 4) = 1.00598
+    # mean 0.88; squared distances 0.2704 + 0.2304 + 0.4624 + 2.3104 + 0.7744 = 4.048; std √(4.048 /
+    # 4) = 1.00598
     advantages = grpo.group_normalize(torch.tensor([1.4, 0.4, 0.2, 2.4, 0.0]), 5)
-    assert advantages.tolist() == pytest.approx([0.5169, -0.4771, -0.6760, 1.5110, -0.8748], abs=1e-4)
+    assert advantages.tolist() == pytest.approx(
+        [0.5169, -0.4771, -0.6760, 1.5110, -0.8748], abs=1e-4
+    )
 
 
 def test_a_group_is_compared_with_itself_only():
-    # [1, 0]: mean 0.5, std √0.5 = 0.7071 -> ±0.7071; [10, 8]: mean 9, std √2 -> ±0.7071, not dwarfing the first
+    # [1, 0]: mean 0.5, std √0.5 = 0.7071 -> ±0.7071; [10, 8]: mean 9, std √2 -> ±0.7071, not
+    # dwarfing the first
     advantages = grpo.group_normalize(torch.tensor([1.0, 0.0, 10.0, 8.0]), 2)
     assert advantages.tolist() == pytest.approx([0.7071, -0.7071, 0.7071, -0.7071], abs=1e-4)
 
@@ -65,7 +86,8 @@ def test_equal_rewards_give_exactly_zero(reward, size):
 
 
 def test_equal_rewards_would_not_give_zero_by_the_formula_alone():
-    # Seven times fp32 0.7: the mean comes out one rounding, 6e-8, away from 0.7: 6e-8 / (6e-8 + 1e-6) = 0.056.
+    # Seven times fp32 0.7: the mean comes out one rounding, 6e-8, away from 0.7: 6e-8 / (6e-8 +
+    # 1e-6) = 0.056.
     rewards = torch.full((7,), 0.7)
     naive = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     assert naive.abs().max() > 1e-2
@@ -82,7 +104,9 @@ def test_a_group_of_one_has_no_advantage():
 
 
 def test_rewards_may_be_integers():
-    assert grpo.group_normalize(torch.tensor([1, 0]), 2).tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
+    assert grpo.group_normalize(torch.tensor([1, 0]), 2).tolist() == pytest.approx(
+        [0.7071, -0.7071], abs=1e-4
+    )
 
 
 def test_an_incomplete_group_is_refused():
@@ -105,8 +129,8 @@ def test_every_model_token_gets_the_advantage_and_documents_get_none():
 
 
 def test_kl_in_the_reward_is_summed_over_model_tokens_only():
-    # kl_coef 0.1; k1 of row 0: 1 + 2 = 3, of row 1: 5 (its second column is a document with k1 NaN).
-    # rewards 1 − 0.3 = 0.7 and 1 − 0.5 = 0.5: the group is not equal any more, ±0.7071.
+    # kl_coef 0.1; k1 of row 0: 1 + 2 = 3, of row 1: 5 (its second column is a document with k1
+    # NaN). rewards 1 − 0.3 = 0.7 and 1 − 0.5 = 0.5: the group is not equal any more, ±0.7071.
     batch = make_batch((1.0, 1.0), torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
     batch.old_logprobs = torch.tensor([[1.0, 2.0], [5.0, float("nan")]])
     batch.ref_logprobs = torch.zeros(2, 2)
@@ -117,11 +141,17 @@ def test_kl_in_the_reward_is_summed_over_model_tokens_only():
     assert advantages[1].tolist() == pytest.approx([-0.7071, 0.0], abs=1e-4)
 
 
-# ----------------------------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------ weights
+
 
 def test_weights_follow_the_recipe():
     batch = make_batch()  # 4 + 2 + 2 = 8 model tokens in 3 trajectories
-    assert grpo.compute_token_weights(batch, make_recipe(loss_aggregation="token"))[1].tolist() == [0.125, 0, 0, 0.125]
+    assert grpo.compute_token_weights(batch, make_recipe(loss_aggregation="token"))[1].tolist() == [
+        0.125,
+        0,
+        0,
+        0.125,
+    ]
     sequence = grpo.compute_token_weights(batch, make_recipe())[1].tolist()
     assert sequence == pytest.approx([1 / 6, 0, 0, 1 / 6])
     with pytest.raises(InputError, match="loss_aggregation"):
@@ -129,7 +159,8 @@ def test_weights_follow_the_recipe():
 
 
 def test_the_last_sampled_token_is_trained_on():
-    # The last 1 of a row is EOS or a closing tag: it has an advantage, a weight and a gradient like any other.
+    # The last 1 of a row is EOS or a closing tag: it has an advantage, a weight and a gradient like
+    # any other.
     batch, recipe = make_batch(), make_recipe()
     prepare(batch, recipe)
     _, gradient = total_and_gradient(batch.old_logprobs, batch, recipe)
@@ -138,7 +169,8 @@ def test_the_last_sampled_token_is_trained_on():
     assert gradient[1, 3].item() == pytest.approx(0.7071 / 6, rel=1e-3)
 
 
-# ------------------------------------------------------------------------------------------------------- loss
+# --------------------------------------------------------------------------------------------- loss
+
 
 def test_the_first_update_has_ratio_one_and_the_gradient_of_the_plain_policy_gradient():
     batch, recipe = make_batch(ref=False), make_recipe()
@@ -160,10 +192,13 @@ def test_a_group_of_equal_rewards_moves_nothing():
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_kl_in_the_loss_is_added_with_its_coefficient(estimator):
-    # One token, A = 0, π 0.5, π_old 0.4, ref 0.25, kl_coef 2. k2: 2 · 1.25 · 0.240227 = 0.600567, gradient 2 · 1.25 · ln 2
-    # = 1.732868. k3: 2 · 0.193147 = 0.386294, gradient 2 · (1 − 0.5) = 1.
+    # One token, A = 0, π 0.5, π_old 0.4, ref 0.25, kl_coef 2. k2: 2 · 1.25 · 0.240227 = 0.600567,
+    # gradient 2 · 1.25 · ln 2 = 1.732868. k3: 2 · 0.193147 = 0.386294, gradient 2 · (1 − 0.5) = 1.
     batch = make_batch((0.0, 0.0), torch.ones(2, 1))
-    batch.old_logprobs, batch.ref_logprobs = torch.full((2, 1), 0.4).log(), torch.full((2, 1), 0.25).log()
+    batch.old_logprobs, batch.ref_logprobs = (
+        torch.full((2, 1), 0.4).log(),
+        torch.full((2, 1), 0.25).log(),
+    )
     recipe = make_recipe(kl_place="loss", kl_coef=2.0, kl_estimator=estimator)
     prepare(batch, recipe)
     total, gradient = total_and_gradient(torch.full((2, 1), 0.5).log(), batch, recipe)
@@ -185,9 +220,13 @@ def test_kl_in_the_reward_is_not_in_the_loss_a_second_time():
 def test_settings_that_cannot_work_are_refused():
     batch = make_batch()
     with pytest.raises(InputError, match="k1"):
-        grpo.compute_loss(batch.old_logprobs, batch, make_recipe(kl_place="loss", kl_coef=0.1, kl_estimator="k1"))
+        grpo.compute_loss(
+            batch.old_logprobs, batch, make_recipe(kl_place="loss", kl_coef=0.1, kl_estimator="k1")
+        )
     with pytest.raises(InputError, match="ref_logprobs"):
-        grpo.compute_loss(batch.old_logprobs, make_batch(ref=False), make_recipe(kl_place="loss", kl_coef=0.1))
+        grpo.compute_loss(
+            batch.old_logprobs, make_batch(ref=False), make_recipe(kl_place="loss", kl_coef=0.1)
+        )
     with pytest.raises(InputError, match="kl_place"):
         grpo.compute_advantages(batch, make_recipe(kl_place="both"))
 
@@ -216,8 +255,12 @@ def test_a_trajectory_without_a_model_token_changes_nothing():
     recipe = make_recipe()
     batch = prepare(make_batch(), recipe)
     alone = total_and_gradient(batch.old_logprobs + 0.1, batch, recipe)
-    part = SimpleNamespace(**{k: v[:3] if torch.is_tensor(v) else v for k, v in vars(batch).items()})
-    part.token_weights = grpo.compute_token_weights(part, recipe)  # of the three rows that have model tokens
+    part = SimpleNamespace(
+        **{k: v[:3] if torch.is_tensor(v) else v for k, v in vars(batch).items()}
+    )
+    part.token_weights = grpo.compute_token_weights(
+        part, recipe
+    )  # of the three rows that have model tokens
     without = total_and_gradient(part.old_logprobs + 0.1, part, recipe)
     assert alone[0] == pytest.approx(without[0])
     torch.testing.assert_close(alone[1][:3], without[1])
@@ -226,14 +269,18 @@ def test_a_trajectory_without_a_model_token_changes_nothing():
 @pytest.mark.parametrize("aggregation", ["sequence", "token"])
 @pytest.mark.parametrize("cut", [1, 3])
 def test_micro_batches_add_up_to_the_batch(aggregation, cut):
-    recipe = make_recipe(loss_aggregation=aggregation, kl_place="loss", kl_coef=0.1, kl_estimator="k2")
+    recipe = make_recipe(
+        loss_aggregation=aggregation, kl_place="loss", kl_coef=0.1, kl_estimator="k2"
+    )
     batch = prepare(make_batch(), recipe)
     logprobs = batch.old_logprobs + torch.linspace(-0.4, 0.4, 4)
     total, gradient = total_and_gradient(logprobs, batch, recipe)
     totals, gradients = 0.0, []
     for start in range(0, 4, cut):
         rows = slice(start, start + cut)
-        part = SimpleNamespace(**{k: v[rows] if torch.is_tensor(v) else v for k, v in vars(batch).items()})
+        part = SimpleNamespace(
+            **{k: v[rows] if torch.is_tensor(v) else v for k, v in vars(batch).items()}
+        )
         part_total, part_gradient = total_and_gradient(logprobs[rows], part, recipe)
         totals += part_total
         gradients.append(part_gradient)
@@ -242,7 +289,8 @@ def test_micro_batches_add_up_to_the_batch(aggregation, cut):
 
 
 def test_every_estimator_is_logged_even_when_none_is_optimised():
-    # π_old = π = e^-1 and ref = e^-2 on model tokens: d = 1: k1 1, k2 0.5, k3 e^-1 − 1 + 1 = 0.367879, |d| 1
+    # π_old = π = e^-1 and ref = e^-2 on model tokens: d = 1: k1 1, k2 0.5, k3 e^-1 − 1 + 1 =
+    # 0.367879, |d| 1
     batch, recipe = make_batch(), make_recipe()
     batch.old_logprobs, batch.ref_logprobs = torch.full((4, 4), -1.0), torch.full((4, 4), -2.0)
     prepare(batch, recipe)
@@ -250,7 +298,11 @@ def test_every_estimator_is_logged_even_when_none_is_optimised():
     for name, value in {"k1": 1.0, "k2": 0.5, "k3": 0.367879, "k_abs": 1.0}.items():
         torch.testing.assert_close(stats[name], MASK * value, rtol=1e-5, atol=0)
     batch.ref_logprobs = None
-    assert set(grpo.compute_loss(batch.old_logprobs, batch, recipe)[1]) == {"ratio", "clipped", "kl_old"}
+    assert set(grpo.compute_loss(batch.old_logprobs, batch, recipe)[1]) == {
+        "ratio",
+        "clipped",
+        "kl_old",
+    }
 
 
 def test_kl_old_is_measured_with_the_samplers_tokens():
@@ -275,7 +327,11 @@ def test_the_batch_is_not_changed():
     assert torch.equal(logprobs, kept)
     assert set(before) == set(vars(batch))
     for name, value in before.items():
-        assert torch.equal(value, getattr(batch, name)) if torch.is_tensor(value) else value == getattr(batch, name)
+        assert (
+            torch.equal(value, getattr(batch, name))
+            if torch.is_tensor(value)
+            else value == getattr(batch, name)
+        )
 
 
 def test_running_the_file_works_the_example(capsys):

@@ -1,4 +1,6 @@
-"""kl.py against enumeration: expectations are sums over a small categorical, written out here a second time."""
+"""kl.py against enumeration: expectations are sums over a small categorical, written out here a
+second time.
+"""
 
 from types import SimpleNamespace
 
@@ -25,14 +27,18 @@ def exact_gradients(logits, ref):
 
 
 def gradient_as_a_loss(logits, probs, estimator, ref):
-    """Σ_a p(a) · ∇ estimator(a), with p not differentiated: what averaging over samples computes."""
+    """Σ_a p(a) · ∇ estimator(a), with p not differentiated: what averaging over samples
+    computes.
+    """
     return torch.autograd.grad((probs * estimator(logits.log_softmax(-1), ref)).sum(), logits)[0]
 
 
-# ------------------------------------------------------------------------------------------------- the values
+# --------------------------------------------------------------------------------------- the values
+
 
 def test_estimators_of_a_token_of_probability_half_against_a_quarter():
-    # d = ln 0.5 − ln 0.25 = ln 2 = 0.693147; d²/2 = 0.240227; exp(−d) = 0.25 / 0.5 = 0.5, so k3 = 0.5 − 1 + 0.693147
+    # d = ln 0.5 − ln 0.25 = ln 2 = 0.693147; d²/2 = 0.240227; exp(−d) = 0.25 / 0.5 = 0.5, so k3 =
+    # 0.5 − 1 + 0.693147
     logprobs, ref = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
     assert kl.k1(logprobs, ref).item() == pytest.approx(0.693147, abs=1e-6)
     assert kl.k2(logprobs, ref).item() == pytest.approx(0.240227, abs=1e-6)
@@ -41,7 +47,8 @@ def test_estimators_of_a_token_of_probability_half_against_a_quarter():
 
 
 def test_k3_has_the_sign_that_the_samples_of_the_policy_ask_for():
-    # The mirrored token, d = −ln 2: exp(ln 2) − 1 − ln 2 = 0.306853. With the sign turned round it would be 0.193147.
+    # The mirrored token, d = −ln 2: exp(ln 2) − 1 − ln 2 = 0.306853. With the sign turned round it
+    # would be 0.193147.
     logprobs, ref = torch.tensor([[0.25]]).log(), torch.tensor([[0.5]]).log()
     assert kl.k3(logprobs, ref).item() == pytest.approx(0.306853, abs=1e-6)
 
@@ -50,19 +57,23 @@ def test_k3_has_the_sign_that_the_samples_of_the_policy_ask_for():
 def test_k1_and_k3_are_unbiased(epsilon):
     logits, ref, probs = pair(epsilon)
     logprobs = logits.log_softmax(-1).detach()
-    exact = torch.nn.functional.kl_div(ref, logprobs, log_target=True, reduction="sum").item()  # KL(π‖ref)
+    exact = torch.nn.functional.kl_div(
+        ref, logprobs, log_target=True, reduction="sum"
+    ).item()  # KL(π‖ref)
     assert (probs * kl.k1(logprobs, ref)).sum().item() == pytest.approx(exact, rel=1e-9)
     assert (probs * kl.k3(logprobs, ref)).sum().item() == pytest.approx(exact, rel=1e-9)
 
 
 def test_k3_keeps_its_digits_near_the_reference():
-    # d = 1e-4 in fp32: d²/2 − d³/6 = 5.0e-9 − 1.7e-13. Computed as exp(−d) − 1 + d, a rounding error of 6e-8 buries it.
+    # d = 1e-4 in fp32: d²/2 − d³/6 = 5.0e-9 − 1.7e-13. Computed as exp(−d) − 1 + d, a rounding
+    # error of 6e-8 buries it.
     d = torch.tensor([[1e-4]])
     assert kl.k3(d, torch.zeros(1, 1)).item() == pytest.approx(4.99983e-9, rel=1e-2)
     assert (torch.exp(-d) - 1 + d).item() != pytest.approx(4.99983e-9, rel=1e-2)
 
 
-# ---------------------------------------------------------------------------------------------- the gradients
+# ------------------------------------------------------------------------------------ the gradients
+
 
 @pytest.mark.parametrize("epsilon", DISTANCES)
 def test_k2_as_a_loss_has_the_gradient_of_the_kl(epsilon):
@@ -85,7 +96,9 @@ def test_k3_as_a_loss_has_the_gradient_of_the_other_direction(epsilon):
 def test_k1_as_a_loss_has_no_expected_gradient_and_in_the_reward_the_right_one():
     logits, ref, probs = pair(2.0)
     assert gradient_as_a_loss(logits, probs, kl.k1, ref).abs().max().item() < 1e-14
-    in_reward = gradient_as_a_loss(logits, probs, lambda logprobs, ref: kl.k1(logprobs, ref).detach() * logprobs, ref)
+    in_reward = gradient_as_a_loss(
+        logits, probs, lambda logprobs, ref: kl.k1(logprobs, ref).detach() * logprobs, ref
+    )
     torch.testing.assert_close(in_reward, exact_gradients(logits, ref)[0], rtol=1e-9, atol=1e-12)
 
 
@@ -94,35 +107,44 @@ def test_the_tables_own_kl_gradient_is_the_closed_form(epsilon):
     logits, ref, _ = pair(epsilon)
     forward, reverse = exact_gradients(logits, ref)
     torch.testing.assert_close(kl.kl_gradient(logits, ref), forward, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(kl.kl_gradient(logits, ref, reverse=True), reverse, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        kl.kl_gradient(logits, ref, reverse=True), reverse, rtol=1e-9, atol=1e-12
+    )
 
 
 def test_k3_explodes_on_a_token_that_the_policy_has_left_behind():
     # d = −10: the slope of k3 is 1 − e^10 = −22025.47, of k2 it is −10.
     logprobs, ref = torch.tensor([[-10.0]], requires_grad=True), torch.zeros(1, 1)
-    assert torch.autograd.grad(kl.k3(logprobs, ref).sum(), logprobs)[0].item() == pytest.approx(-22025.47, rel=1e-5)
-    assert torch.autograd.grad(kl.k2(logprobs, ref).sum(), logprobs)[0].item() == pytest.approx(-10.0)
+    assert torch.autograd.grad(kl.k3(logprobs, ref).sum(), logprobs)[0].item() == pytest.approx(
+        -22025.47, rel=1e-5
+    )
+    assert torch.autograd.grad(kl.k2(logprobs, ref).sum(), logprobs)[0].item() == pytest.approx(
+        -10.0
+    )
 
 
 def test_off_policy_k2_needs_the_ratio_as_its_weight():
     logits, ref, _ = pair(2.0)
     old = kl.categorical(0.5)[0].log_softmax(-1)
     target = exact_gradients(logits, ref)[0]
-    weighted = gradient_as_a_loss(logits, old.exp(), lambda logprobs, ref: kl.k2_off_policy(logprobs, ref, old), ref)
+    weighted = gradient_as_a_loss(
+        logits, old.exp(), lambda logprobs, ref: kl.k2_off_policy(logprobs, ref, old), ref
+    )
     torch.testing.assert_close(weighted, target, rtol=1e-9, atol=1e-12)
     assert (gradient_as_a_loss(logits, old.exp(), kl.k2, ref) - target).norm() > 0.5 * target.norm()
 
 
 def test_the_ratio_of_off_policy_k2_is_a_weight_and_has_no_gradient():
-    # π 0.5, ref 0.25, π_old 0.4: ratio 1.25, value 1.25 · 0.240227 = 0.300283, gradient 1.25 · 0.693147 = 0.866434.
-    # With the ratio differentiated too it would be 0.866434 + 0.300283.
+    # π 0.5, ref 0.25, π_old 0.4: ratio 1.25, value 1.25 · 0.240227 = 0.300283, gradient 1.25 ·
+    # 0.693147 = 0.866434. With the ratio differentiated too it would be 0.866434 + 0.300283.
     logprobs = torch.tensor([[0.5]]).log().requires_grad_()
     loss = kl.k2_off_policy(logprobs, torch.tensor([[0.25]]).log(), torch.tensor([[0.4]]).log())
     assert loss.item() == pytest.approx(0.300283, abs=1e-5)
     assert torch.autograd.grad(loss.sum(), logprobs)[0].item() == pytest.approx(0.866434, abs=1e-5)
 
 
-# --------------------------------------------------------------------------------------------- where they stand
+# --------------------------------------------------------------------------------- where they stand
+
 
 def test_k1_in_the_loss_is_refused():
     with pytest.raises(InputError, match="zero"):
@@ -135,7 +157,8 @@ def test_an_unknown_estimator_is_refused():
 
 
 def test_the_reward_pays_k1_on_model_tokens_and_nothing_on_documents():
-    # k1 = ln 2 at the first token: −0.1 · 0.693147. The documents hold −inf − (−inf) = NaN, which must not leak.
+    # k1 = ln 2 at the first token: −0.1 · 0.693147. The documents hold −inf − (−inf) = NaN, which
+    # must not leak.
     old = torch.tensor([[0.5, 0.0, 0.0]]).log()
     ref = torch.tensor([[0.25, 0.0, 0.5]]).log()
     rewards = kl.kl_in_reward(old, ref, torch.tensor([[1.0, 0.0, 0.0]]), 0.1)
@@ -155,11 +178,15 @@ def test_the_coefficient_stands_in_one_place_only():
         kl.coefficient(SimpleNamespace(kl_coef=0.3, kl_place="rewrd"), "loss")
 
 
-# --------------------------------------------------------------------------------------------------- the table
+# ---------------------------------------------------------------------------------------- the table
 
 # epsilon: KL, bias of k2, error of k3's gradient against ∇KL(π‖ref), its norm ratio
-PUBLISHED = {0.05: (5.05e-4, 0.0063, 0.012, 1.01), 0.5: (0.057, 0.109, 0.196, 1.07),
-             2.0: (1.5, 0.89, 0.626, 0.60), 4.0: (3.83, 1.14, 1.48, 2.2)}  # fmt: skip
+PUBLISHED = {
+    0.05: (5.05e-4, 0.0063, 0.012, 1.01),
+    0.5: (0.057, 0.109, 0.196, 1.07),
+    2.0: (1.5, 0.89, 0.626, 0.60),
+    4.0: (3.83, 1.14, 1.48, 2.2),
+}
 
 
 @pytest.mark.parametrize("epsilon", DISTANCES)
@@ -178,9 +205,12 @@ def test_the_table_has_the_published_figures(epsilon):
 def test_one_collapsed_logit_makes_k3s_gradient_a_thousand_times_too_long():
     row = kl.estimator_row(*kl.collapsed(10.0), "k3")
     assert 1000 < row.norm < 2000
-    # By hand: its expected gradient is π − ref, and ref's likeliest token has lost nearly all its probability to the rest.
+    # By hand: its expected gradient is π − ref, and ref's likeliest token has lost nearly all its
+    # probability to the rest.
     logits, ref = kl.collapsed(10.0)
-    assert row.norm == pytest.approx(((logits.softmax(-1) - ref.exp()).norm() / kl.kl_gradient(logits, ref).norm()).item())
+    assert row.norm == pytest.approx(
+        ((logits.softmax(-1) - ref.exp()).norm() / kl.kl_gradient(logits, ref).norm()).item()
+    )
 
 
 def test_k2_varies_less_than_k3_far_from_the_reference_and_more_near_it():

@@ -1,4 +1,6 @@
-"""configs/*.yaml through the real `accelerate launch`: two processes on the CPU take the steps of one."""
+"""configs/*.yaml through the real `accelerate launch`: two processes on the CPU take the steps of
+one.
+"""
 
 import json
 import multiprocessing
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands import accelerate_cli
-from test_train import flags, model, recipe_for, rows_of  # noqa: F401  (model is a fixture)
+from test_train import flags, model, recipe_for, rows_of
 from transformers import AutoModelForCausalLM
 
 import train
@@ -19,28 +21,61 @@ from errors import InputError, run_main
 from recipes import checkpoints
 
 ROOT = Path(train.__file__).parent
-# top_p: only the likeliest token is left, so one process and two sample the same texts. 5 questions: 2 and 3 of them.
-SAME_TEXTS = ("--top_p", "0.01", "--algorithm", "reinforce_pp", "--old_logprobs", "recompute", "--questions_per_step", "5",
-              "--kl_coef", "0.05", "--steps", "3")  # fmt: skip
+# top_p: only the likeliest token is left, so one process and two sample the same texts. 5
+# questions: 2 and 3 of them.
+SAME_TEXTS = (
+    "--top_p",
+    "0.01",
+    "--algorithm",
+    "reinforce_pp",
+    "--old_logprobs",
+    "recompute",
+    "--questions_per_step",
+    "5",
+    "--kl_coef",
+    "0.05",
+    "--steps",
+    "3",
+)
 
 
 def command_line(config: str, logs: Path, arguments: list[str]) -> None:
-    """What the script `accelerate` does, in a forked process: forking saves its imports. Overridden: what a GPU gives."""
+    """What the script `accelerate` does, in a forked process: forking saves its imports.
+    Overridden: what a GPU gives.
+    """
     os.environ |= {"ACCELERATE_USE_CPU": "true"}
     os.chdir(ROOT)
-    sys.argv = ["accelerate", "launch", "--config_file", f"configs/{config}.yaml", "--num_processes", "2",
-                "--main_process_port", "0", "--log_dir", str(logs), "--tee", "3", "train.py", *arguments]  # fmt: skip
+    sys.argv = [
+        "accelerate",
+        "launch",
+        "--config_file",
+        f"configs/{config}.yaml",
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        "--log_dir",
+        str(logs),
+        "--tee",
+        "3",
+        "train.py",
+        *arguments,
+    ]
     accelerate_cli.main()
 
 
 def start(config: str, logs: Path, arguments: list[str]):
-    process = multiprocessing.get_context("fork").Process(target=command_line, args=(config, logs, arguments))
+    process = multiprocessing.get_context("fork").Process(
+        target=command_line, args=(config, logs, arguments)
+    )
     process.start()
     return process
 
 
 def wait(process) -> int | None:
-    """Its exit code; a launcher that hangs is killed, and its processes with it (they are its children)."""
+    """Its exit code; a launcher that hangs is killed, and its processes with it (they are its
+    children).
+    """
     process.join(120)
     if process.exitcode is None:
         process.terminate()  # the launcher ends its processes
@@ -57,7 +92,7 @@ def said(logs: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def alone(model, tmp_path_factory):  # noqa: F811
+def alone(model, tmp_path_factory):
     """The run of one process."""
     return train.train(recipe_for(model, tmp_path_factory.mktemp("one"), *SAME_TEXTS))
 
@@ -67,47 +102,79 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("config", ["ddp", "zero2", "fsdp2"])
-def test_accelerate_launch_with_each_file_takes_the_steps_of_one_process(config, alone, model, tmp_path):  # noqa: F811
+def test_accelerate_launch_with_each_file_takes_the_steps_of_one_process(
+    config, alone, model, tmp_path
+):
     assert wait(start(config, tmp_path / "logs", flags(model, tmp_path, *SAME_TEXTS))) == 0
     main, other = said(tmp_path / "logs")
-    assert "settings:" in main and "done:" in main and not other.strip()  # two took part, and one speaks
+    assert (
+        "settings:" in main and "done:" in main and not other.strip()
+    )  # two took part, and one speaks
     folder = tmp_path / "t" / "stage1"
     for ours, theirs in zip(rows_of(alone), rows_of(folder), strict=True):
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)
     assert max(row["grad_norm"] for row in rows_of(folder)) > 1
     assert [path.name for path in folder.glob("checkpoint*")] == ["checkpoint-000003"]
-    begin, one, two = AutoModelForCausalLM.from_pretrained(model).state_dict(), weights_of(alone), weights_of(folder)
+    begin, one, two = (
+        AutoModelForCausalLM.from_pretrained(model).state_dict(),
+        weights_of(alone),
+        weights_of(folder),
+    )
     assert max((one[name] - begin[name]).abs().max() for name in one) > 1e-3
-    assert max((one[name] - two[name]).abs().max() for name in one) < 2e-4  # Adam's division blows rounding errors up
+    assert (
+        max((one[name] - two[name]).abs().max() for name in one) < 2e-4
+    )  # Adam's division blows rounding errors up
     moments = torch.load(checkpoints(folder)[-1] / "trainer.pt")["optimizer"]["state"]
-    assert all(isinstance(name, int if config == "ddp" else str) for name in moments)  # in parts they have names
+    assert all(
+        isinstance(name, int if config == "ddp" else str) for name in moments
+    )  # in parts they have names
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["ddp", "zero2", "fsdp2"])
-def test_ctrl_c_ends_both_processes_and_resume_goes_on(config, model, tmp_path):  # noqa: F811
+def test_ctrl_c_ends_both_processes_and_resume_goes_on(config, model, tmp_path):
     folder = tmp_path / "t" / "stage1"
-    process = start(config, tmp_path / "logs", flags(model, tmp_path, "--steps", "5000", "--save_every", "2"))
+    process = start(
+        config, tmp_path / "logs", flags(model, tmp_path, "--steps", "5000", "--save_every", "2")
+    )
     while process.exitcode is None and not checkpoints(folder):
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
     assert wait(process) == 1  # the launcher's own; ours is 130
     main, other = said(tmp_path / "logs")
-    assert "interrupted; last checkpoint:" in main and "Error" not in main and "Traceback" not in main + other
+    assert (
+        "interrupted; last checkpoint:" in main
+        and "Error" not in main
+        and "Traceback" not in main + other
+    )
     done = int(checkpoints(folder)[-1].name[-6:])
     more = flags(model, tmp_path, "--steps", str(done + 1), "--save_every", "2", "--resume")
     assert wait(start(config, tmp_path / "more", more)) == 0
     assert "going on from" in said(tmp_path / "more")[0]
-    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(done + 1)) and checkpoints(folder)[-1].name == f"checkpoint-{done + 1:06d}"
+    steps = [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert (
+        steps == list(range(done + 1))
+        and checkpoints(folder)[-1].name == f"checkpoint-{done + 1:06d}"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong, line", [
-    (("--lrr", "1"), "error: train.py: unknown flag --lrr (did you mean --lr?); --help lists them all"),  # both find it
-    (("--recipe", "r_search", "--cross_model", "/nowhere"), "error: /nowhere: no such directory; give"),  # only one looks
-])  # fmt: skip
-def test_what_is_wrong_is_one_line_of_one_process(wrong, line, model, tmp_path):  # noqa: F811
+@pytest.mark.parametrize(
+    "wrong, line",
+    [
+        (
+            ("--lrr", "1"),
+            "error: train.py: unknown flag --lrr (did you mean --lr?); --help lists them all",
+        ),  # both find it
+        (
+            ("--recipe", "r_search", "--cross_model", "/nowhere"),
+            "error: /nowhere: no such directory; give",
+        ),  # only one looks
+    ],
+)
+def test_what_is_wrong_is_one_line_of_one_process(wrong, line, model, tmp_path):
     assert wait(start("ddp", tmp_path / "logs", flags(model, tmp_path, *wrong))) == 1
     main, other = said(tmp_path / "logs")
     assert line in main and "Traceback" not in main and not other.strip()
@@ -123,4 +190,8 @@ def test_the_other_processes_wait_before_they_say_what_is_wrong(rank, waited, mo
     monkeypatch.setattr("errors.time.sleep", slept.append)
     with pytest.raises(SystemExit) as ended:
         run_main(wrong)
-    assert ended.value.code == 2 and slept == waited and capsys.readouterr().err == "error: no such file\n"
+    assert (
+        ended.value.code == 2
+        and slept == waited
+        and capsys.readouterr().err == "error: no such file\n"
+    )

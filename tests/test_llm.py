@@ -1,4 +1,6 @@
-"""llm.py: over real sockets, with every way in which a server can fail; and a local model beside its slow twin."""
+"""llm.py: over real sockets, with every way in which a server can fail; and a local model beside
+its slow twin.
+"""
 
 import contextlib
 import importlib.util
@@ -22,7 +24,9 @@ from records import append_jsonl
 
 
 def said(content) -> bytes:
-    return json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode()
+    return json.dumps(
+        {"choices": [{"message": {"role": "assistant", "content": content}}]}
+    ).encode()
 
 
 def text_of(payload) -> str:
@@ -35,12 +39,14 @@ def capitals(payload, number):
 
 class Patient(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128  # with the 5 of the library, sixteen connections at once wait for a second, or are refused
+    # with the 5 of the library, sixteen connections at once wait for a second, or are refused
+    request_queue_size = 128
 
 
 class Server:
-    """A server on localhost. `script(payload, number)` -> (status, body), or bytes to be sent raw, or None to say nothing;
-    number counts the requests from 0, and the first is always the probe."""
+    """A server on localhost. `script(payload, number)` -> (status, body), or bytes to be sent raw,
+    or None to say nothing; number counts the requests from 0, and the first is always the probe.
+    """
 
     def __init__(self, script=None, models=("m",)):
         self.posts, self.headers, self.script = [], [], script or capitals
@@ -118,10 +124,13 @@ def closed_port() -> int:
 
 def after_probe(script):
     """A script for what follows the probe, which goes well; it counts from 0."""
-    return lambda payload, number: (200, said("yes")) if number == 0 else script(payload, number - 1)
+    return lambda payload, number: (
+        (200, said("yes")) if number == 0 else script(payload, number - 1)
+    )
 
 
-# ------------------------------------------------------------------------------------------------ it goes well
+# ------------------------------------------------------------------------------------- it goes well
+
 
 def test_replies_come_in_the_order_of_the_requests_whichever_is_ready_first(serve):
     def slow_first(payload, number):
@@ -135,9 +144,11 @@ def test_the_instruction_is_the_system_message_and_decoding_is_greedy(serve):
     server = serve()
     asker(server, max_tokens=7).ask([("Judge.", "who?")])
     assert server.posts[1] == {
-        "model": "m", "temperature": 0, "max_tokens": 7,
+        "model": "m",
+        "temperature": 0,
+        "max_tokens": 7,
         "messages": [{"role": "system", "content": "Judge."}, {"role": "user", "content": "who?"}],
-    }  # fmt: skip
+    }
 
 
 def test_equal_requests_of_a_batch_are_asked_once_and_another_instruction_is_another_request(serve):
@@ -187,16 +198,21 @@ def test_without_a_model_in_the_address_the_server_s_first_one_is_asked(serve):
 def test_what_a_model_thinks_aloud_is_no_part_of_its_reply(serve):
     script = after_probe(lambda payload, number: (200, said("<think>a? no, b</think>\n\nb")))
     assert asker(serve(script)).ask(requests("q")) == ["b"]
-    assert without_thinking("opened by the template</think> b") == "b"  # the opening tag stood in the prompt
+    assert (
+        without_thinking("opened by the template</think> b") == "b"
+    )  # the opening tag stood in the prompt
     assert without_thinking("<think>never ended") == ""
     assert without_thinking(" plain ") == "plain"
 
 
-# --------------------------------------------------------------------------------------- the server is not there
+# -------------------------------------------------------------------------- the server is not there
+
 
 def test_a_refused_connection_is_one_line_at_load_time():
     spec = f"http://127.0.0.1:{closed_port()}/v1#m"
-    with pytest.raises(InputError, match=r"no answer \(Connection refused\): start the server") as caught:
+    with pytest.raises(
+        InputError, match=r"no answer \(Connection refused\): start the server"
+    ) as caught:
         load_llm(spec)
     assert spec in str(caught.value) and "\n" not in str(caught.value)
 
@@ -225,7 +241,9 @@ def test_what_the_server_says_about_a_wrong_model_is_shown(serve):
 
 
 def test_a_server_that_does_not_take_the_settings_says_so_at_load_time(serve):
-    with pytest.raises(InputError, match=r"does not take the request .HTTP 400 max_tokens too large"):
+    with pytest.raises(
+        InputError, match=r"does not take the request .HTTP 400 max_tokens too large"
+    ):
         asker(serve(lambda payload, number: (400, b"max_tokens too large")))
 
 
@@ -241,7 +259,8 @@ def test_a_name_that_is_none_is_one_line(spec):
         load_llm(spec)
 
 
-# ------------------------------------------------------------------------------------------- one request fails
+# -------------------------------------------------------------------------------- one request fails
+
 
 def once(fault):
     """The first try of every text fails in this way, the second goes well."""
@@ -258,7 +277,9 @@ def once(fault):
 
 
 def patient(server, fault, retries):
-    """Impatient only where the fault is slowness: on a busy machine a good reply may take a while."""
+    """Impatient only where the fault is slowness: on a busy machine a good reply may take a
+    while.
+    """
     model = asker(server, timeout=5.0, retries=retries)
     model.timeout = 0.2 if fault is None else 5.0
     return model
@@ -270,14 +291,22 @@ RAW = b"HTTP/1.0 200 OK\r\nContent-Length: 500\r\n\r\n"
 @pytest.mark.parametrize(
     ("fault", "shown"),
     [
-        ((500, b"oh no"), "HTTP 500 oh no"), ((503, b""), "HTTP 503"), ((429, b"slow down"), "HTTP 429 slow down"),
-        (None, "nothing within 0.2 s"), (b"", "closed connection"), (RAW + said("half")[:20], "half a"),
-        ((200, b"<html>hello</html>"), "not JSON, or half of one: <html>"), ((200, b"{}"), "without choices: {}"),
-        ((200, b"[]"), "without choices"), ((200, b'{"choices": []}'), "without choices"),
+        ((500, b"oh no"), "HTTP 500 oh no"),
+        ((503, b""), "HTTP 503"),
+        ((429, b"slow down"), "HTTP 429 slow down"),
+        (None, "nothing within 0.2 s"),
+        (b"", "closed connection"),
+        (RAW + said("half")[:20], "half a"),
+        ((200, b"<html>hello</html>"), "not JSON, or half of one: <html>"),
+        ((200, b"{}"), "without choices: {}"),
+        ((200, b"[]"), "without choices"),
+        ((200, b'{"choices": []}'), "without choices"),
     ],
     ids=["500", "503", "429", "slow", "closed", "half", "not-json", "empty", "list", "no-choice"],
-)  # fmt: skip
-def test_a_try_that_fails_is_followed_by_another_and_after_the_last_one_by_none(serve, fault, shown):
+)
+def test_a_try_that_fails_is_followed_by_another_and_after_the_last_one_by_none(
+    serve, fault, shown
+):
     server = serve(once(fault))
     model = patient(server, fault, retries=1)
     assert model.ask(requests("a", "b")) == ["A", "B"] and model.failures == 0
@@ -289,7 +318,9 @@ def test_a_try_that_fails_is_followed_by_another_and_after_the_last_one_by_none(
 
 def test_a_reply_that_drips_ends_at_the_time_limit(serve):
     class Drips:
-        """Behind each try stands a server of its own that sends a byte now and then, and never ends."""
+        """Behind each try stands a server of its own that sends a byte now and then, and never
+        ends.
+        """
 
         def __init__(self):
             self.socket = socket.create_server(("127.0.0.1", 0))
@@ -343,22 +374,32 @@ def test_each_retry_waits_twice_as_long_as_the_one_before(serve):
 
 
 def test_one_request_that_fails_leaves_the_others_their_replies(serve):
-    server = serve(after_probe(lambda payload, number: (500, b"") if text_of(payload) == "b" else (200, said("ok"))))
+    server = serve(
+        after_probe(
+            lambda payload, number: (500, b"") if text_of(payload) == "b" else (200, said("ok"))
+        )
+    )
     model = asker(server)
     assert model.ask(requests("a", "b", "c")) == ["ok", None, "ok"]
-    assert (model.asked, model.failures) == (3, 1) and server.texts().count("b") == 3  # 1 + 2 retries
+    assert (model.asked, model.failures) == (3, 1) and server.texts().count(
+        "b"
+    ) == 3  # 1 + 2 retries
 
 
-# --------------------------------------------------------------------------------------------- the server dies
+# ---------------------------------------------------------------------------------- the server dies
+
 
 def test_a_server_that_dies_costs_a_batch_one_round_of_tries_and_not_one_per_request(serve):
-    # 2,000 requests by 16 threads, each 0.15 s: one round is 0.15 s, all of them 125 · 0.15 s = 19 s
+    # 2,000 requests by 16 threads, each 0.15 s: one round is 0.15 s, all of them 125 · 0.15 s = 19
+    # s
     server = serve(after_probe(lambda payload, number: None))
     model = asker(server, retries=0)
     model.timeout, start = 0.15, time.perf_counter()
     assert model.ask(requests(*map(str, range(2000)))) == [None] * 2000
     assert time.perf_counter() - start < 5
-    assert model.failures == 2000 and len(server.texts()) <= 16 + 16  # a thread may have begun its second request
+    assert (
+        model.failures == 2000 and len(server.texts()) <= 16 + 16
+    )  # a thread may have begun its second request
 
 
 def test_threads_of_a_batch_that_was_given_up_ask_no_more(serve):
@@ -377,16 +418,27 @@ def test_three_batches_in_a_row_without_an_answer_stop_the_run_with_one_line(ser
     server.stop()
     assert model.ask(requests("b")) == [None]
     assert model.ask(requests("c", "d")) == [None, None]
-    with pytest.raises(InputError, match=r"3 batches in a row without an answer .Connection refused") as caught:
+    with pytest.raises(
+        InputError, match=r"3 batches in a row without an answer .Connection refused"
+    ) as caught:
         model.ask(requests("e"))
     assert server.base in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_batch_with_an_answer_between_them_begins_the_count_anew(serve):
     down = {"b", "c", "e", "f"}
-    script = after_probe(lambda payload, number: (500, b"") if text_of(payload) in down else (200, said("ok")))
+    script = after_probe(
+        lambda payload, number: (500, b"") if text_of(payload) in down else (200, said("ok"))
+    )
     model = asker(serve(script), retries=0)
-    assert [model.ask(requests(text))[0] for text in "abcdef"] == ["ok", None, None, "ok", None, None]
+    assert [model.ask(requests(text))[0] for text in "abcdef"] == [
+        "ok",
+        None,
+        None,
+        "ok",
+        None,
+        None,
+    ]
 
 
 def test_a_fault_of_our_own_in_a_thread_is_none_and_not_an_endless_wait(serve, monkeypatch):
@@ -396,7 +448,11 @@ def test_a_fault_of_our_own_in_a_thread_is_none_and_not_an_endless_wait(serve, m
 
 
 def test_an_interrupt_keeps_what_has_come_and_leaves_quickly(serve, tmp_path, monkeypatch):
-    server = serve(after_probe(lambda payload, number: None if text_of(payload) == "slow" else (200, said("ok"))))
+    server = serve(
+        after_probe(
+            lambda payload, number: None if text_of(payload) == "slow" else (200, said("ok"))
+        )
+    )
     model = asker(server, timeout=20.0, cache=tmp_path)
     real = model.cache.put
 
@@ -412,7 +468,8 @@ def test_an_interrupt_keeps_what_has_come_and_leaves_quickly(serve, tmp_path, mo
     assert asker(server, cache=tmp_path).cache.get(("do it", "a")) == "ok"
 
 
-# ------------------------------------------------------------------------------------------------ kept on disk
+# ------------------------------------------------------------------------------------- kept on disk
+
 
 def test_a_reply_that_is_kept_is_not_asked_again_by_any_later_run(serve, tmp_path):
     server = serve()
@@ -427,8 +484,16 @@ def test_model_instruction_text_and_length_each_make_another_entry(tmp_path):
     kept = Cache(tmp_path, "m", 8)
     kept.put(("i", "t"), "r")
     assert Cache(tmp_path, "m", 8).get(("i", "t")) == "r"
-    others = [("n", 8, ("i", "t")), ("m", 9, ("i", "t")), ("m", 8, ("j", "t")), ("m", 8, ("i", "u")), ("m", 8, ("it", ""))]
-    assert [Cache(tmp_path, name, size).get(request) for name, size, request in others] == [None] * 5
+    others = [
+        ("n", 8, ("i", "t")),
+        ("m", 9, ("i", "t")),
+        ("m", 8, ("j", "t")),
+        ("m", 8, ("i", "u")),
+        ("m", 8, ("it", "")),
+    ]
+    assert [Cache(tmp_path, name, size).get(request) for name, size, request in others] == [
+        None
+    ] * 5
 
 
 def test_two_names_that_share_a_file_do_not_share_replies(tmp_path):
@@ -439,7 +504,9 @@ def test_two_names_that_share_a_file_do_not_share_replies(tmp_path):
 
 
 def test_no_answer_is_never_kept(serve, tmp_path):
-    server = serve(after_probe(lambda payload, number: (500, b"") if number == 0 else (200, said("ok"))))
+    server = serve(
+        after_probe(lambda payload, number: (500, b"") if number == 0 else (200, said("ok")))
+    )
     model = asker(server, retries=0, cache=tmp_path)
     assert model.ask(requests("a")) == [None]
     assert model.ask(requests("a")) == ["ok"]
@@ -473,7 +540,10 @@ def test_a_half_line_with_a_whole_one_behind_it_is_never_read_as_a_reply(tmp_pat
         assert dict(llm._read_replies(tmp_path / "x.jsonl")) == {}
 
 
-@pytest.mark.parametrize("junk", [b"\xff\xfe", b"[]", b"3", b"{}", b'{"key": 1, "reply": "x"}', b'{"key": "k", "reply": null}'])
+@pytest.mark.parametrize(
+    "junk",
+    [b"\xff\xfe", b"[]", b"3", b"{}", b'{"key": 1, "reply": "x"}', b'{"key": "k", "reply": null}'],
+)
 def test_lines_that_are_no_entries_are_skipped(tmp_path, junk):
     cache = Cache(tmp_path, "m", 8)
     cache.put(("i", "a"), "A")
@@ -510,19 +580,30 @@ def test_append_jsonl_writes_a_line_each_and_nothing_for_none(tmp_path):
     assert (tmp_path / "x").read_text(encoding="utf-8") == '{"a": 1}\n{"b": "ü"}\n'
 
 
-# ------------------------------------------------------------------------------------------------ a local model
+# ------------------------------------------------------------------------------------ a local model
+
 
 def alone(policy, tokenizer, request, count) -> str:
-    """The slow twin: no batch, no padding, no `generate`: the likeliest token, one after the other."""
+    """The slow twin: no batch, no padding, no `generate`: the likeliest token, one after the
+    other.
+    """
     ids = tokenizer(chat_text(tokenizer, *request), add_special_tokens=False)["input_ids"]
     new = []
     with torch.no_grad():
         while len(new) < count and tokenizer.eos_token_id not in new:
             new.append(int(policy.language_model(torch.tensor([ids + new])).logits[0, -1].argmax()))
-    return tokenizer.decode([i for i in new if i != tokenizer.eos_token_id], skip_special_tokens=True).strip()
+    return tokenizer.decode(
+        [i for i in new if i != tokenizer.eos_token_id], skip_special_tokens=True
+    ).strip()
 
 
-TEXTS = ["who?", "Ana Bell was born in Kelmouth. In which country was she born?", "Norland Norland", "a", "b c d e f g h"]
+TEXTS = [
+    "who?",
+    "Ana Bell was born in Kelmouth. In which country was she born?",
+    "Norland Norland",
+    "a",
+    "b c d e f g h",
+]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -545,7 +626,9 @@ def test_a_reply_ends_at_the_end_token_and_the_padding_behind_it_is_no_text(qwen
 def test_the_checkpoint_s_own_sampling_defaults_change_nothing(llama, bpe):
     plain = LocalLLM(llama, bpe, max_tokens=12).ask(requests(*TEXTS))
     model, kept = llama.language_model, llama.language_model.generation_config
-    model.generation_config = GenerationConfig(do_sample=True, temperature=3.0, repetition_penalty=5.0, max_new_tokens=1)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=3.0, repetition_penalty=5.0, max_new_tokens=1
+    )
     try:
         assert LocalLLM(llama, bpe, max_tokens=12).ask(requests(*TEXTS)) == plain
     finally:
@@ -601,10 +684,16 @@ def test_a_template_without_a_system_role_gets_the_instruction_in_the_user_s_tur
     assert chat_text(Strict(), "Judge.", "who?") == "Judge.\n\nwho?"
 
 
-def test_the_built_in_world_s_tiny_model_reads_the_text_and_not_the_instruction(toy_policy, toy_tokenizer):
+def test_the_built_in_world_s_tiny_model_reads_the_text_and_not_the_instruction(
+    toy_policy, toy_tokenizer
+):
     model = LocalLLM(toy_policy, toy_tokenizer, max_tokens=6)
-    assert model.prompt(("some instruction", "where was ana born")) == model.prompt(("another", "where was ana born"))
-    assert model.prompt(("i", "kelmouth lies in norland .\nwhere ?")) != model.prompt(("i", "where ?"))
+    assert model.prompt(("some instruction", "where was ana born")) == model.prompt(
+        ("another", "where was ana born")
+    )
+    assert model.prompt(("i", "kelmouth lies in norland .\nwhere ?")) != model.prompt(
+        ("i", "where ?")
+    )
     assert isinstance(model.ask([("i", "where was ana born")])[0], str)
 
 
@@ -622,7 +711,9 @@ def test_a_saved_model_says_what_the_one_in_memory_says_and_keeps_it(saved, qwen
     assert again.ask(requests(*TEXTS)) == replies and again.asked == 0
 
 
-def test_other_weights_in_the_same_folder_do_not_get_the_old_ones_replies(saved, llama, bpe, tmp_path):
+def test_other_weights_in_the_same_folder_do_not_get_the_old_ones_replies(
+    saved, llama, bpe, tmp_path
+):
     cache = str(tmp_path / "cache")
     load_llm(str(saved), max_tokens=6, cache=cache).ask(requests("who?"))
     shutil.rmtree(saved)
@@ -647,18 +738,27 @@ def test_broken_weights_are_one_line(saved):
     assert "\n" not in str(caught.value)
 
 
-def test_a_frozen_model_in_8_bits_answers_and_without_the_library_it_is_one_line(saved, monkeypatch):
+def test_a_frozen_model_in_8_bits_answers_and_without_the_library_it_is_one_line(
+    saved, monkeypatch
+):
     local = load_llm(str(saved), load_in_8bit=True, max_tokens=4)
     assert local.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert len(local.ask([("", "where ?")])) == 1
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="8-bit weights need bitsandbytes: pip install bitsandbytes"):
+    with pytest.raises(
+        InputError, match="8-bit weights need bitsandbytes: pip install bitsandbytes"
+    ):
         load_llm(str(saved), load_in_8bit=True)
 
 
-def test_the_file_shows_two_distinct_requests_a_retry_and_a_second_run_that_asks_nothing(capsys, monkeypatch):
+def test_the_file_shows_two_distinct_requests_a_retry_and_a_second_run_that_asks_nothing(
+    capsys, monkeypatch
+):
     monkeypatch.setattr(sys, "argv", ["llm.py"])
     llm.main()
     output = capsys.readouterr().out
     assert "first: 3 requests, 2 asked, 0 without an answer" in output
-    assert "again: 3 requests, 0 asked, 0 without an answer" in output and "WHERE WAS ANA BELL BORN?" in output
+    assert (
+        "again: 3 requests, 0 asked, 0 without an answer" in output
+        and "WHERE WAS ANA BELL BORN?" in output
+    )

@@ -1,4 +1,6 @@
-"""lora.py: the first step is at π_0, only A and B move, checkpoints are plain models, and a resumed run is the unbroken one."""
+"""lora.py: the first step is at π_0, only A and B move, checkpoints are plain models, and a resumed
+run is the unbroken one.
+"""
 
 import importlib.util
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_shards import in_two, take_step
-from test_train import model, recipe_for, rows_of, same, unequal_batch  # noqa: F401  (model is a fixture)
+from test_train import model, recipe_for, rows_of, same, unequal_batch  # noqa: F401
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import lora
@@ -17,16 +19,37 @@ from policy import Policy, frozen_options, load_policy, make_optimizer, save_pol
 from recipes import checkpoints
 from train import Trainer
 
-needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="the extra peft is not installed")
-H, KV, FF, R = 32, 16, 48, 4  # hidden size, width of keys and values, of the feed-forward layer; rank
+needs_peft = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="the extra peft is not installed"
+)
+H, KV, FF, R = (
+    32,
+    16,
+    48,
+    4,
+)  # hidden size, width of keys and values, of the feed-forward layer; rank
 
 
 def make_policy(seed=0, **changes) -> Policy:
     torch.manual_seed(seed)
-    return Policy(Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=50, hidden_size=H, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=FF,
-        max_position_embeddings=64, initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None, **changes,
-    )))  # fmt: skip
+    return Policy(
+        Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=50,
+                hidden_size=H,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=FF,
+                max_position_embeddings=64,
+                initializer_range=0.2,
+                bos_token_id=None,
+                eos_token_id=None,
+                pad_token_id=None,
+                **changes,
+            )
+        )
+    )
 
 
 def with_lora(policy: Policy, **settings) -> Policy:
@@ -53,8 +76,11 @@ def test_the_first_step_is_at_the_frozen_model_and_only_a_and_b_are_trained():
     policy = with_lora(make_policy())
     assert torch.equal(policy(tokens()), plain)
     names = [name for name, p in policy.named_parameters() if p.requires_grad]
-    assert len(names) == 2 * 7 * 2 and all(".lora_" in name for name in names)  # A and B of 7 matrices in 2 layers, no head
-    # A has r · in, B has out · r: q and o 2 · (32 + 32), k and v 2 · (32 + 16), the three of the feed-forward 3 · (32 + 48)
+    assert len(names) == 2 * 7 * 2 and all(
+        ".lora_" in name for name in names
+    )  # A and B of 7 matrices in 2 layers, no head
+    # A has r · in, B has out · r: q and o 2 · (32 + 32), k and v 2 · (32 + 16), the three of the
+    # feed-forward 3 · (32 + 48)
     expected = 2 * R * (2 * (H + H) + 2 * (H + KV) + 3 * (H + FF))
     assert sum(p.numel() for p in policy.parameters() if p.requires_grad) == expected == 3712
 
@@ -80,7 +106,9 @@ def test_without_lora_is_the_frozen_model_whatever_was_learned_and_training_goes
         assert torch.equal(policy(tokens()), plain)
     before = [p.clone() for p in lora_state(policy).values()]
     learn(policy, 1)
-    assert not any(torch.equal(a, b) for a, b in zip(before, lora_state(policy).values(), strict=True))
+    assert not any(
+        torch.equal(a, b) for a, b in zip(before, lora_state(policy).values(), strict=True)
+    )
 
 
 @needs_peft
@@ -116,7 +144,11 @@ def test_a_checkpoint_is_a_plain_model_with_the_same_logprobs(tied, tmp_path, bp
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.int8])
 def test_a_and_b_are_fp32_beside_frozen_weights_of_any_kind(kind, tmp_path, bpe):
     save_policy(make_policy(), bpe, tmp_path / "plain")
-    policy = in_8bit(tmp_path / "plain") if kind == torch.int8 else Policy(make_policy().language_model.to(kind))
+    policy = (
+        in_8bit(tmp_path / "plain")
+        if kind == torch.int8
+        else Policy(make_policy().language_model.to(kind))
+    )
     with_lora(policy)
     assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
     assert policy.language_model.model.layers[0].mlp.up_proj.base_layer.weight.dtype == kind
@@ -132,16 +164,21 @@ def test_over_int8_weights_lora_learns_and_its_checkpoint_is_fp32(tmp_path, bpe)
     policy = learn(with_lora(in_8bit(tmp_path / "plain")))
     save_policy(policy, bpe, tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert again.model.layers[0].mlp.up_proj.weight.dtype == torch.float32 and not hasattr(again.config, "quantization_config")
+    assert again.model.layers[0].mlp.up_proj.weight.dtype == torch.float32 and not hasattr(
+        again.config, "quantization_config"
+    )
     ours, theirs, untrained = policy(tokens()), Policy(again)(tokens()), make_policy()(tokens())
-    # int8 products round their inputs to 1/127 of a row's largest too: they differ by per cents from fp32 ones
+    # int8 products round their inputs to 1/127 of a row's largest too: they differ by per cents
+    # from fp32 ones
     assert (ours - theirs).abs().max() < 0.1 * (ours - untrained).abs().max()
 
 
 @needs_peft
-def test_a_resumed_lora_run_is_the_unbroken_run_and_loads_one_model(model, tmp_path, monkeypatch):  # noqa: F811
+def test_a_resumed_lora_run_is_the_unbroken_run_and_loads_one_model(model, tmp_path, monkeypatch):
     loaded = []
-    monkeypatch.setattr(train, "load_model", lambda *a, plain=train.load_model: loaded.append(a[1]) or plain(*a))
+    monkeypatch.setattr(
+        train, "load_model", lambda *a, plain=train.load_model: loaded.append(a[1]) or plain(*a)
+    )
     more = ("--algorithm", "grpo", "--kl_coef", "0.05", "--lora_rank", "4", "--lr", "1e-2")
     straight = train.train(recipe_for(model, tmp_path / "a", "--steps", "4", *more))
     assert loaded == [model]  # the reference is the same model without what was learned
@@ -149,15 +186,23 @@ def test_a_resumed_lora_run_is_the_unbroken_run_and_loads_one_model(model, tmp_p
     resumed = train.train(recipe_for(model, tmp_path / "b", "--steps", "4", "--resume", *more))
     assert rows_of(resumed) == rows_of(straight) and len(rows_of(straight)) == 4
     assert rows_of(straight)[0]["k2"] == 0 and rows_of(straight)[3]["k2"] > 0
-    ends = [load_file(checkpoints(folder)[-1] / "model.safetensors") for folder in (straight, resumed)]
+    ends = [
+        load_file(checkpoints(folder)[-1] / "model.safetensors") for folder in (straight, resumed)
+    ]
     assert same(ends[0].values(), ends[1].values())
-    states = [torch.load(checkpoints(folder)[-1] / "trainer.pt")["lora"] for folder in (straight, resumed)]
-    assert same(states[0].values(), states[1].values()) and all(".lora_" in name for name in states[0])
+    states = [
+        torch.load(checkpoints(folder)[-1] / "trainer.pt")["lora"] for folder in (straight, resumed)
+    ]
+    assert same(states[0].values(), states[1].values()) and all(
+        ".lora_" in name for name in states[0]
+    )
 
 
 @needs_peft
-def test_stage_two_starts_from_stage_ones_merged_weights_with_new_matrices(model, tmp_path):  # noqa: F811
-    before = train.train(recipe_for(model, tmp_path, "--steps", "2", "--lora_rank", "4", "--lr", "1e-2"))
+def test_stage_two_starts_from_stage_ones_merged_weights_with_new_matrices(model, tmp_path):
+    before = train.train(
+        recipe_for(model, tmp_path, "--steps", "2", "--lora_rank", "4", "--lr", "1e-2")
+    )
     trainer = Trainer(recipe_for(model, tmp_path, "--stage", "2", "--lora_rank", "4"))
     whole, _ = load_policy(str(checkpoints(before)[-1]))
     batch = torch.arange(2, 20)[None]
@@ -166,16 +211,21 @@ def test_stage_two_starts_from_stage_ones_merged_weights_with_new_matrices(model
 
 
 @needs_peft
-def test_ppo_s_critic_has_matrices_of_its_own(model, tmp_path):  # noqa: F811
-    trainer = Trainer(recipe_for(model, tmp_path, "--algorithm", "ppo", "--lora_rank", "4", "--critic_lr", "1e-2"))
+def test_ppo_s_critic_has_matrices_of_its_own(model, tmp_path):
+    trainer = Trainer(
+        recipe_for(model, tmp_path, "--algorithm", "ppo", "--lora_rank", "4", "--critic_lr", "1e-2")
+    )
     trained = {name for name, p in trainer.critic.named_parameters() if p.requires_grad}
-    assert {name for name in trained if ".lora_" not in name} == {"head.weight", "head.bias"} and len(trained) > 2
+    assert {name for name in trained if ".lora_" not in name} == {
+        "head.weight",
+        "head.bias",
+    } and len(trained) > 2
     trainer.step(0)
     assert trainer.critic.head.weight.abs().max() > 0
 
 
 @needs_peft
-def test_a_resume_with_another_rank_or_without_lora_is_one_line(model, tmp_path):  # noqa: F811
+def test_a_resume_with_another_rank_or_without_lora_is_one_line(model, tmp_path):
     train.train(recipe_for(model, tmp_path, "--steps", "1", "--lora_rank", "4"))
     with pytest.raises(InputError, match="of another rank"):
         train.train(recipe_for(model, tmp_path, "--steps", "2", "--resume", "--lora_rank", "2"))
@@ -187,7 +237,9 @@ def test_a_resume_with_another_rank_or_without_lora_is_one_line(model, tmp_path)
 
 @needs_peft
 def test_unknown_targets_are_one_line_that_names_the_known_ones():
-    with pytest.raises(InputError, match=r"--lora_targets query: no such modules; .*q_proj") as caught:
+    with pytest.raises(
+        InputError, match=r"--lora_targets query: no such modules; .*q_proj"
+    ) as caught:
         add_lora(make_policy().language_model, R, targets="query")
     assert "\n" not in str(caught.value)
 
@@ -204,27 +256,40 @@ def test_a_is_drawn_from_the_seed_and_the_global_random_state_stays():
     assert same(states[0], states[1]) and not same(states[0], states[2])
 
 
-def test_without_peft_it_is_one_line_that_names_the_extra_before_anything_is_read(tmp_path, monkeypatch):
+def test_without_peft_it_is_one_line_that_names_the_extra_before_anything_is_read(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(lora.importlib.util, "find_spec", lambda name: None)
     recipe = recipe_for("owner/model", tmp_path, "--lora_rank", "8")
-    monkeypatch.setattr(train, "training_questions", lambda recipe: pytest.fail("the questions were read"))
+    monkeypatch.setattr(
+        train, "training_questions", lambda recipe: pytest.fail("the questions were read")
+    )
     with pytest.raises(InputError, match="--lora_rank 8 needs peft: pip install peft"):
         Trainer(recipe)
 
 
-@pytest.mark.parametrize("flags, said", [
-    (("--base_in_8bit",), "int8 weights cannot be trained"),
-    (("--reference_in_8bit",), "no reference is loaded"),
-    (("--reference_in_8bit", "--kl_coef", "0.1", "--lora_rank", "4"), "the reference is the frozen base itself"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (("--base_in_8bit",), "int8 weights cannot be trained"),
+        (("--reference_in_8bit",), "no reference is loaded"),
+        (
+            ("--reference_in_8bit", "--kl_coef", "0.1", "--lora_rank", "4"),
+            "the reference is the frozen base itself",
+        ),
+    ],
+)
 def test_eight_bits_where_they_mean_nothing_are_refused(flags, said, tmp_path):
     with pytest.raises(InputError, match=said):
         recipe_for("owner/model", tmp_path, *flags)
 
 
-def test_an_eight_bit_reference_scores_as_the_model_does_to_a_few_percent(model, tmp_path):  # noqa: F811
+def test_an_eight_bit_reference_scores_as_the_model_does_to_a_few_percent(model, tmp_path):
     more = ("--algorithm", "grpo", "--kl_coef", "0.05")
-    plain, eight = (Trainer(recipe_for(model, tmp_path, *more, *flag)).reference for flag in ((), ("--reference_in_8bit",)))
+    plain, eight = (
+        Trainer(recipe_for(model, tmp_path, *more, *flag)).reference
+        for flag in ((), ("--reference_in_8bit",))
+    )
     assert eight.language_model.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     ids = torch.arange(2, 20)[None]
     with torch.no_grad():
@@ -240,9 +305,23 @@ def test_the_file_shows_that_merged_weights_give_the_same(capsys):
 
 
 @needs_peft
-def test_two_processes_take_lora_s_step_of_one(model, tmp_path):  # noqa: F811
-    recipe = recipe_for(model, tmp_path, "--tokens_per_micro_batch", "10", "--trajectories_per_update", "3", "--lr", "0.1",
-                        "--questions_per_step", "4", "--lora_rank", "4", "--max_grad_norm", "1e9")  # fmt: skip
+def test_two_processes_take_lora_s_step_of_one(model, tmp_path):
+    recipe = recipe_for(
+        model,
+        tmp_path,
+        "--tokens_per_micro_batch",
+        "10",
+        "--trajectories_per_update",
+        "3",
+        "--lr",
+        "0.1",
+        "--questions_per_step",
+        "4",
+        "--lora_rank",
+        "4",
+        "--max_grad_norm",
+        "1e9",
+    )
     batch = unequal_batch(recipe)
     take_step(recipe, batch, tmp_path / "one.pt")
     in_two("ddp", take_step, recipe, batch, tmp_path / "two.pt")

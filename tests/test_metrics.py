@@ -1,4 +1,6 @@
-"""metrics.py: each number is worked out in a comment; the golden and real files are read where they are at hand."""
+"""metrics.py: each number is worked out in a comment; the golden and real files are read where they
+are at hand.
+"""
 
 import doctest
 import json
@@ -44,12 +46,15 @@ def test_the_docstring_examples_are_true():
     assert doctest.testmod(metrics).failed == 0
 
 
-# ------------------------------------------------------------------------------------------------- open answers
+# ------------------------------------------------------------------------------------- open answers
+
 
 def test_the_two_normalisations_differ_at_punctuation():
     assert normalize_answer("Spider-Man") == "spider man"
     assert normalize_answer("Spider-Man", "delete") == "spiderman"
-    assert normalize_answer("O’Hara") == "o hara" and normalize_answer("O’Hara", "delete") == "o’hara"
+    assert (
+        normalize_answer("O’Hara") == "o hara" and normalize_answer("O’Hara", "delete") == "o’hara"
+    )
 
 
 def test_an_unknown_normalisation_is_an_error():
@@ -60,7 +65,12 @@ def test_an_unknown_normalisation_is_an_error():
 def test_an_answer_of_nothing_but_an_article_is_not_emptied():
     # emptied, "A" would equal "The" and "..." and be covered by everything
     assert exact_match("A", "A") == 1.0
-    assert exact_match("The", "A") == exact_match("...", "A") == cover_exact_match("Norland", "A") == 0.0
+    assert (
+        exact_match("The", "A")
+        == exact_match("...", "A")
+        == cover_exact_match("Norland", "A")
+        == 0.0
+    )
 
 
 def test_true_and_false_are_verdicts_in_the_space_style_only():
@@ -72,13 +82,19 @@ def test_true_and_false_are_verdicts_in_the_space_style_only():
 @pytest.mark.parametrize("prediction", [None, "", "  \n"])
 @pytest.mark.parametrize("metric", METRICS.values())
 def test_no_answer_scores_zero(metric, prediction):
-    assert metric(prediction, ["Norland"]) == 0.0 and metric(prediction, "") == 0.0 and metric("Norland", []) == 0.0
+    assert (
+        metric(prediction, ["Norland"]) == 0.0
+        and metric(prediction, "") == 0.0
+        and metric("Norland", []) == 0.0
+    )
 
 
 def test_f1_by_hand():
-    # "the red old town" -> red old town; gold "red town hall": 2 common of 3 and 3, P = R = 2/3 = F1
+    # "the red old town" -> red old town; gold "red town hall": 2 common of 3 and 3, P = R = 2/3 =
+    # F1
     assert f1_score("the red old town", "red town hall") == pytest.approx(2 / 3)
-    # "ana ana bell" against "ana bell": 2 common of 3 and 2, P = 2/3, R = 1, F1 = 4/5: a repeated token counts once
+    # "ana ana bell" against "ana bell": 2 common of 3 and 2, P = 2/3, R = 1, F1 = 4/5: a repeated
+    # token counts once
     assert f1_score("Ana Ana Bell", "Ana Bell") == pytest.approx(0.8)
 
 
@@ -111,21 +127,34 @@ def test_every_golden_row_holds_in_both_styles():
 
 
 @pytest.mark.parametrize(
-    ("name", "published"), [("hotpotqa", (58.0, 65.4, 71.9)), ("2wiki", (55.4, 63.6, 63.7)), ("bamboogle", (45.6, 52.8, 57.7))]
+    ("name", "published"),
+    [
+        ("hotpotqa", (58.0, 65.4, 71.9)),
+        ("2wiki", (55.4, 63.6, 63.7)),
+        ("bamboogle", (45.6, 52.8, 57.7)),
+    ],
 )
 def test_published_predictions_give_the_published_numbers(name, published):
-    rows = [json.loads(line) for line in shared(f"data/predictions/r1_searcher_{name}_qwen_scores.jsonl").splitlines()]
-    means = [100 * sum(metric(r["pred_ans"], r["answer"]) for r in rows) / len(rows) for metric in
-             (exact_match, cover_exact_match, f1_score)]  # fmt: skip
+    rows = [
+        json.loads(line)
+        for line in shared(f"data/predictions/r1_searcher_{name}_qwen_scores.jsonl").splitlines()
+    ]
+    means = [
+        100 * sum(metric(r["pred_ans"], r["answer"]) for r in rows) / len(rows)
+        for metric in (exact_match, cover_exact_match, f1_score)
+    ]
     assert tuple(round(mean, 1) for mean in means) == published
 
 
-# --------------------------------------------------------------------------------------------- boxes and letters
+# -------------------------------------------------------------------------------- boxes and letters
+
 
 def test_the_last_box_is_read_with_balanced_braces():
     assert last_boxed(r"\boxed{1} then \boxed{\frac{1}{2}} done") == r"\frac{1}{2}"
     assert last_boxed(r"\boxed{1} then \boxed{2") == "1"  # the second never closes
-    assert last_boxed(r"\boxed{\left\{ 1, 2 \right.}") == r"\left\{ 1, 2 \right."  # an escaped brace is no brace
+    assert (
+        last_boxed(r"\boxed{\left\{ 1, 2 \right.}") == r"\left\{ 1, 2 \right."
+    )  # an escaped brace is no brace
     assert last_boxed("no box") is None and last_boxed(None) is None
 
 
@@ -136,13 +165,15 @@ def test_of_a_box_in_a_box_the_outer_one_is_the_answer_to_every_reader():
     assert math_equal(last_boxed(nested), "9") and choice_letter(r"\boxed{\boxed{B}}") == "B"
 
 
-# --------------------------------------------------------------------------------------------------------- summaries
+# ---------------------------------------------------------------------------------------- summaries
+
 
 @pytest.mark.parametrize(
     ("prediction", "gold", "expected"),
     [
-        # words: the 2, cat, sat, on, mat are 6 of 6 and 6. pairs: "the cat", "on the", "the mat" 3 of 5 and 5.
-        # longest subsequence of "the cat sat on the mat" in "the cat on the mat sat": the cat on the mat, 5
+        # words: the 2, cat, sat, on, mat are 6 of 6 and 6. pairs: "the cat", "on the", "the mat" 3
+        # of 5 and 5. longest subsequence of "the cat sat on the mat" in "the cat on the mat sat":
+        # the cat on the mat, 5
         ("the cat sat on the mat", "the cat on the mat sat", (1.0, 3 / 5, 5 / 6)),
         # the gold's one "the" is matched once: 1 of 3 and 1 = 2 · 1 / 4. No pair in the gold.
         ("the the the", "the", (1 / 2, 0.0, 1 / 2)),
@@ -155,7 +186,9 @@ def test_of_a_box_in_a_box_the_outer_one_is_the_answer_to_every_reader():
 )
 def test_rouge_by_hand(prediction, gold, expected):
     assert tuple(rouge(prediction, gold).values()) == pytest.approx(expected)
-    assert tuple(rouge(gold, prediction).values()) == pytest.approx(expected)  # F1 does not care which is which
+    assert tuple(rouge(gold, prediction).values()) == pytest.approx(
+        expected
+    )  # F1 does not care which is which
     assert mean_rouge(prediction, gold) == pytest.approx(sum(expected) / 3)
 
 
@@ -172,7 +205,9 @@ def test_rouge_without_a_summary_or_a_gold_is_zero():
 
 def test_repeating_the_gold_lowers_rouge():
     # precision falls to 1/3 at recall 1: 2 · 4 / (12 + 4)
-    assert rouge("a b c d " * 3, "a b c d")["rouge1"] == 1 / 2 < rouge("a b c d", "a b c d")["rouge1"]
+    assert (
+        rouge("a b c d " * 3, "a b c d")["rouge1"] == 1 / 2 < rouge("a b c d", "a b c d")["rouge1"]
+    )
 
 
 OPTIONS = ("Elm", "Oak", "Ash", "The elm tree")
@@ -211,7 +246,7 @@ def test_the_text_of_two_equal_options_chooses_neither():
     assert choice_letter("elm", ("Elm", "oak")) == "A"
 
 
-# ---------------------------------------------------------------------------------------------------------- math
+# --------------------------------------------------------------------------------------------- math
 
 EQUAL = [
     (r"\frac12", "0.5"),
@@ -274,7 +309,13 @@ def test_math_takes_a_list_of_golds(without_sympy):
     assert math_equal("2", ["1", "2"]) and not math_equal("3", ["1", "2"])
 
 
-SYMBOLIC = [("(x-1)(x+1)", "x^2-1"), ("y+2x=3", "3 = 2x + y"), ("3+4i", "4i+3"), ("N", "N+0"), (r"\sin(x)^2+\cos(x)^2", "1")]
+SYMBOLIC = [
+    ("(x-1)(x+1)", "x^2-1"),
+    ("y+2x=3", "3 = 2x + y"),
+    ("3+4i", "4i+3"),
+    ("N", "N+0"),
+    (r"\sin(x)^2+\cos(x)^2", "1"),
+]
 
 
 @pytest.mark.parametrize(("prediction", "gold"), SYMBOLIC)
@@ -309,8 +350,15 @@ def test_a_comparison_that_never_ends_is_cut_off_in_any_thread():
 def test_math_agrees_with_the_recorded_verdicts_on_800_real_answers(sympy, request):
     if not sympy:
         request.getfixturevalue("without_sympy")
-    rows = [json.loads(line) for line in shared("data/predictions/qwen25math_800_pairs.jsonl").splitlines()]
-    wrong = [(r["gold"], r["pred"]) for r in rows if math_equal(r["pred"], r["gold"]) != r["official_correct"]]
+    rows = [
+        json.loads(line)
+        for line in shared("data/predictions/qwen25math_800_pairs.jsonl").splitlines()
+    ]
+    wrong = [
+        (r["gold"], r["pred"])
+        for r in rows
+        if math_equal(r["pred"], r["gold"]) != r["official_correct"]
+    ]
     # 799 of 800: that grader takes no thousands separator in LaTeX (10{,}000), we do.
     assert len(rows) == 800 and len(wrong) == 1
     assert "{,}" in wrong[0][0]

@@ -1,4 +1,6 @@
-"""Packed is padded: the same hidden states and gradients, of every family, and nothing computed for the padding."""
+"""Packed is padded: the same hidden states and gradients, of every family, and nothing computed for
+the padding.
+"""
 
 import pytest
 import torch
@@ -20,14 +22,28 @@ import packing
 from packing import grouped, hidden_states, lengths_of, pack, packs
 from policy import Policy
 
-SHAPE = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "intermediate_size": 64, "initializer_range": 0.3}  # fmt: skip
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "initializer_range": 0.3,
+}
 FAMILIES = {
     "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**SHAPE, **more)),
     "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8, **more)),
     "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SHAPE, **more)),
 }
-LENGTHS = [14, 3, 9, 3, 8, 1]  # of what is asked for: with slack 4 the groups are (14), (9, 8), (3, 3, 1)
+LENGTHS = [
+    14,
+    3,
+    9,
+    3,
+    8,
+    1,
+]  # of what is asked for: with slack 4 the groups are (14), (9, 8), (3, 3, 1)
 
 
 def make(family="qwen2", **more) -> Policy:
@@ -36,7 +52,9 @@ def make(family="qwen2", **more) -> Policy:
 
 
 def batch():
-    """tokens [6, 15] and a mask [6, 14] with holes, whose last 1 stands in column LENGTHS[b] − 1."""
+    """tokens [6, 15] and a mask [6, 14] with holes, whose last 1 stands in column LENGTHS[b] −
+    1.
+    """
     draw = torch.Generator().manual_seed(1)
     tokens, mask = torch.randint(0, 50, (6, 15), generator=draw), torch.zeros(6, 14)
     for row, length in enumerate(LENGTHS):
@@ -68,10 +86,15 @@ def test_packed_log_probs_and_gradients_are_the_padded_ones(family, slack, monke
 
 
 def test_recomputed_layers_still_know_the_groups():
-    # The backward pass of gradient checkpointing calls attention again, behind the forward pass and out of its context.
+    # The backward pass of gradient checkpointing calls attention again, behind the forward pass and
+    # out of its context.
     (tokens, mask), plain, again = batch(), make(), make()
-    again.language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    (_, expected), (_, found) = (with_gradients(policy, tokens, mask, mask) for policy in (plain, again))
+    again.language_model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False}
+    )
+    (_, expected), (_, found) = (
+        with_gradients(policy, tokens, mask, mask) for policy in (plain, again)
+    )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
@@ -80,11 +103,16 @@ def test_what_is_computed_is_what_is_asked_for(monkeypatch):
     (tokens, mask), policy, seen = batch(), make(), []
     body = policy.language_model.base_model
     forward = body.forward
-    monkeypatch.setattr(body, "forward", lambda **a: seen.append(a["input_ids"].shape) or forward(**a))
+    monkeypatch.setattr(
+        body, "forward", lambda **a: seen.append(a["input_ids"].shape) or forward(**a)
+    )
     policy(tokens, mask=mask)
     monkeypatch.setattr(packing.pack, "__defaults__", (0,))
     policy(tokens, mask=mask)
-    assert seen == [(1, 14 + 9 + 9 + 3 + 3 + 3), (1, sum(LENGTHS))]  # padded it would be 6 * 15 = 90
+    assert seen == [
+        (1, 14 + 9 + 9 + 3 + 3 + 3),
+        (1, sum(LENGTHS)),
+    ]  # padded it would be 6 * 15 = 90
 
 
 def test_rows_are_grouped_by_length_the_longest_first():
@@ -97,7 +125,9 @@ def test_a_row_is_read_up_to_the_last_place_that_is_asked_for():
     wanted = torch.tensor([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
     assert lengths_of(wanted) == [4, 1, 1]
     packed = pack(torch.arange(15).view(3, 5), [4, 1, 1], 0)
-    assert packed.ids.tolist() == [[0, 1, 2, 3, 5, 10]] and packed.positions.tolist() == [[0, 1, 2, 3, 0, 0]]
+    assert packed.ids.tolist() == [[0, 1, 2, 3, 5, 10]] and packed.positions.tolist() == [
+        [0, 1, 2, 3, 0, 0]
+    ]
     assert packed.groups == [(1, 4), (2, 1)] and packed.starts.tolist() == [0, 4, 5]
 
 
@@ -110,12 +140,20 @@ def test_nothing_of_one_text_reaches_another():
     assert same.tolist() == [True, False, True, True, True, True]
 
 
-@pytest.mark.parametrize("build", [
-    lambda: GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)),
-    lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4)),
-    lambda: FAMILIES["qwen2"](use_sliding_window=True, sliding_window=4, max_window_layers=1),
-    lambda: FAMILIES["qwen2"](attn_implementation="eager"),
-], ids=["no known family", "a window", "a window in some layers", "another attention"])  # fmt: skip
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=50, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+            )
+        ),
+        lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4)),
+        lambda: FAMILIES["qwen2"](use_sliding_window=True, sliding_window=4, max_window_layers=1),
+        lambda: FAMILIES["qwen2"](attn_implementation="eager"),
+    ],
+    ids=["no known family", "a window", "a window in some layers", "another attention"],
+)
 def test_what_cannot_be_packed_goes_through_padded(build):
     torch.manual_seed(0)
     model = build().eval()
@@ -131,7 +169,13 @@ def test_what_cannot_be_packed_goes_through_padded(build):
 def test_generate_and_a_saved_checkpoint_know_nothing_of_it(tmp_path):
     policy, tokens = make().eval(), torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
     attention = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    arguments = {"input_ids": tokens, "attention_mask": attention, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    arguments = {
+        "input_ids": tokens,
+        "attention_mask": attention,
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     ours = policy.language_model.generate(**arguments)
     policy.language_model.save_pretrained(tmp_path)
     assert "packed" not in (tmp_path / "config.json").read_text()
@@ -140,11 +184,15 @@ def test_generate_and_a_saved_checkpoint_know_nothing_of_it(tmp_path):
     assert ours.tolist() == loaded.generate(**arguments).tolist()
 
 
-def test_the_last_feed_forward_part_is_computed_where_it_is_asked_for_and_is_itself_again_behind_it(monkeypatch):
+def test_the_last_feed_forward_part_is_computed_where_it_is_asked_for_and_is_itself_again_behind_it(
+    monkeypatch,
+):
     (tokens, mask), policy, seen = batch(), make(), []
     layers = policy.language_model.model.layers
     for layer in layers:
-        layer.mlp.up_proj.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+        layer.mlp.up_proj.register_forward_hook(
+            lambda module, inputs, output: seen.append(output.shape[1])
+        )
     policy(tokens, mask=mask)
     assert seen == [14 + 9 + 9 + 3 + 3 + 3, mask.sum()]
     assert all("forward" not in vars(layer.mlp) for layer in layers)

@@ -20,20 +20,34 @@ def test_the_worked_examples_are_true():
     assert result.attempted >= 2 and result.failed == 0
 
 
-@pytest.mark.parametrize("body, charset, text", [
-    ("Kelmöuth".encode("latin-1"), "iso-8859-1", "Kelmöuth"),
-    ("<meta charset='windows-1252'>ö".encode("cp1252"), None, "<meta charset='windows-1252'>ö"),
-    ('<META http-equiv=x content="text/html; charset=Shift_JIS">海'.encode("shift_jis"), None,
-     '<META http-equiv=x content="text/html; charset=Shift_JIS">海'),
-    ("<meta charset=latin-1>ü".encode(), "utf-8", "<meta charset=latin-1>ü"),  # the header is asked first
-    (b"\xef\xbb\xbfa", "latin-1", "a"),  # and a mark in the text before it
-    ("aü".encode("utf-16"), None, "aü"),
-    (b"a\xffb", None, "a\ufffdb"),
-    (b"a\xffb", "utf-8", "a\ufffdb"),
-    ("ü".encode(), "no-such-charset", "ü"),
-    (b"a-", "punycode", "a-"), (b"a", "idna", "a"), (b"a", "base64", "a"), (b"a", "undefined", "a"), (b"a", "iso-0-\x00", "a"),
-    (b"<meta charset=\"x-\xff\">a", None, "<meta charset=\"x-\ufffd\">a"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body, charset, text",
+    [
+        ("Kelmöuth".encode("latin-1"), "iso-8859-1", "Kelmöuth"),
+        ("<meta charset='windows-1252'>ö".encode("cp1252"), None, "<meta charset='windows-1252'>ö"),
+        (
+            '<META http-equiv=x content="text/html; charset=Shift_JIS">海'.encode("shift_jis"),
+            None,
+            '<META http-equiv=x content="text/html; charset=Shift_JIS">海',
+        ),
+        (
+            "<meta charset=latin-1>ü".encode(),
+            "utf-8",
+            "<meta charset=latin-1>ü",
+        ),  # the header is asked first
+        (b"\xef\xbb\xbfa", "latin-1", "a"),  # and a mark in the text before it
+        ("aü".encode("utf-16"), None, "aü"),
+        (b"a\xffb", None, "a\ufffdb"),
+        (b"a\xffb", "utf-8", "a\ufffdb"),
+        ("ü".encode(), "no-such-charset", "ü"),
+        (b"a-", "punycode", "a-"),
+        (b"a", "idna", "a"),
+        (b"a", "base64", "a"),
+        (b"a", "undefined", "a"),
+        (b"a", "iso-0-\x00", "a"),
+        (b'<meta charset="x-\xff">a', None, '<meta charset="x-\ufffd">a'),
+    ],
+)
 def test_the_charset_is_found_and_a_broken_one_never_raises(body, charset, text):
     assert decode(body, charset) == text
 
@@ -46,20 +60,23 @@ def test_html_becomes_lines_without_menus_and_scripts():
     assert html_to_text(html) == ("Ana Bell & Co", "Ana\nwas born in Kelmouth!\nNorland\none\ntwo")
 
 
-@pytest.mark.parametrize("html, title, text", [
-    ("<form><p>all of it</form>", "", "all of it"),  # whole pages stand in a form
-    ("<header>no end<p>all", "", "no end\nall"),
-    ("<title>no end<p>text", "no end", "text"),
-    ("<title>no end<nav>menu</nav>text", "no end", "text"),
-    ("<title>a</title><title>b</title>c", "a", "b\nc"),
-    ("a<nav>x<nav>y</nav>z</nav>b", "", "ab"),
-    ("</nav></p>a</div>", "", "a"),
-    ("a<![foo[ b ]]>c<![CDATA[d]]>e", "", "ace"),
-    ("a<!-- <p>b -->c<!doctype x>d", "", "acd"),
-    ("a < b & c &nosuch; &#0; &#xD800; d", "", "a < b & c &nosuch; \ufffd \ufffd d"),
-    ("", "", ""),
-    ("<a href='x>y'>z", "", "z"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "html, title, text",
+    [
+        ("<form><p>all of it</form>", "", "all of it"),  # whole pages stand in a form
+        ("<header>no end<p>all", "", "no end\nall"),
+        ("<title>no end<p>text", "no end", "text"),
+        ("<title>no end<nav>menu</nav>text", "no end", "text"),
+        ("<title>a</title><title>b</title>c", "a", "b\nc"),
+        ("a<nav>x<nav>y</nav>z</nav>b", "", "ab"),
+        ("</nav></p>a</div>", "", "a"),
+        ("a<![foo[ b ]]>c<![CDATA[d]]>e", "", "ace"),
+        ("a<!-- <p>b -->c<!doctype x>d", "", "acd"),
+        ("a < b & c &nosuch; &#0; &#xD800; d", "", "a < b & c &nosuch; \ufffd \ufffd d"),
+        ("", "", ""),
+        ("<a href='x>y'>z", "", "z"),
+    ],
+)
 def test_malformed_html_never_raises_and_loses_little(html, title, text):
     assert html_to_text(html) == (title, text)
 
@@ -86,6 +103,11 @@ def test_reading_ends_where_enough_text_was_found():
 def test_trafilatura_reads_where_it_is_installed(monkeypatch):
     monkeypatch.delitem(sys.modules, "trafilatura")
     pytest.importorskip("trafilatura")
-    body = "".join(f"<p>Ana Bell was born in Kelmouth, a harbour city in the north of Norland: {i}.</p>" for i in range(9))
-    title, text = html_to_text(f"<title>Ana</title><div class=menu><a href=x>a</a></div><article>{body}</article>")
+    body = "".join(
+        f"<p>Ana Bell was born in Kelmouth, a harbour city in the north of Norland: {i}.</p>"
+        for i in range(9)
+    )
+    title, text = html_to_text(
+        f"<title>Ana</title><div class=menu><a href=x>a</a></div><article>{body}</article>"
+    )
     assert title == "Ana" and "Ana Bell was born in Kelmouth" in text

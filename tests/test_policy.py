@@ -1,4 +1,6 @@
-"""policy.py: log-probs without [B, T, V], fp32 weights, batches that keep their masks, checkpoints that load."""
+"""policy.py: log-probs without [B, T, V], fp32 weights, batches that keep their masks, checkpoints
+that load.
+"""
 
 import copy
 import json
@@ -42,10 +44,18 @@ from policy import (
 
 VOCABULARY = 50
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.2,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 FAMILIES = {
     "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen2, untied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
@@ -60,12 +70,16 @@ def make_policy(family="qwen2, untied", seed=0) -> Policy:
 
 
 def make_tokens(rows=3, length=9, seed=1):
-    return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))  # [B, L]
+    return torch.randint(
+        0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed)
+    )  # [B, L]
 
 
 def full_logprobs(policy: Policy, tokens, temperature=1.0):
     """The plain way: all logits, log_softmax, gather."""
-    logits = policy.language_model(input_ids=tokens).logits[:, :-1].float() / temperature  # [B, T, V]
+    logits = (
+        policy.language_model(input_ids=tokens).logits[:, :-1].float() / temperature
+    )  # [B, T, V]
     return logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # [B, T]
 
 
@@ -75,17 +89,26 @@ def gradients(policy: Policy, loss) -> list:
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in policy.parameters()]
 
 
-# ---------------------------------------------------------------------------------------------------- log-probs
+# ---------------------------------------------------------------------------------------- log-probs
 
-@pytest.mark.parametrize("chunk_rows", [1, 5, 24, 1000])  # 24 log-probs: one row per chunk, a ragged cut, exactly one, all
+
+@pytest.mark.parametrize(
+    "chunk_rows", [1, 5, 24, 1000]
+)  # 24 log-probs: one row per chunk, a ragged cut, exactly one, all
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunked_logprobs_and_their_gradients_are_those_of_the_full_softmax(family, chunk_rows, monkeypatch):
+def test_chunked_logprobs_and_their_gradients_are_those_of_the_full_softmax(
+    family, chunk_rows, monkeypatch
+):
     monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", chunk_rows * VOCABULARY)
     policy, tokens = make_policy(family), make_tokens()
     weights = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))  # [B, T]
     ours, plain = policy(tokens, 0.7), full_logprobs(policy, tokens, 0.7)  # [B, T]
     assert torch.allclose(ours, plain, atol=1e-5)
-    for one, other in zip(gradients(policy, (weights * ours).sum()), gradients(policy, (weights * plain).sum()), strict=True):
+    for one, other in zip(
+        gradients(policy, (weights * ours).sum()),
+        gradients(policy, (weights * plain).sum()),
+        strict=True,
+    ):
         assert (one - other).abs().max() <= 1e-6 * max(1.0, other.abs().max().item())
 
 
@@ -101,7 +124,9 @@ def test_logprobs_by_hand_and_at_another_temperature():
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 4])
-def test_no_more_than_a_chunk_of_logits_exists_at_once_and_masked_positions_have_none(chunk_rows, monkeypatch):
+def test_no_more_than_a_chunk_of_logits_exists_at_once_and_masked_positions_have_none(
+    chunk_rows, monkeypatch
+):
     monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", chunk_rows * VOCABULARY)
     policy, tokens = make_policy(), make_tokens()
     mask = torch.zeros(3, 8)
@@ -119,15 +144,22 @@ def test_no_more_than_a_chunk_of_logits_exists_at_once_and_masked_positions_have
     assert sum(size[0] for size in sizes) == 6
     sizes.clear()
     logprobs.sum().backward()
-    assert sum(size[0] for size in sizes) == 6  # the backward pass makes each chunk's logits again, and no others
+    assert (
+        sum(size[0] for size in sizes) == 6
+    )  # the backward pass makes each chunk's logits again, and no others
 
 
 @pytest.mark.parametrize("chunks", [1, 64])
 def test_under_bf16_the_head_s_gradient_is_as_exact_of_many_chunks_as_of_one(chunks, monkeypatch):
-    # Autograd would add 64 parts in bf16: 1.1 % off. A product rounded to bf16 is 2⁻⁹ = 0.2 % off, and their sum no more.
+    # Autograd would add 64 parts in bf16: 1.1 % off. A product rounded to bf16 is 2⁻⁹ = 0.2 % off,
+    # and their sum no more.
     monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 640 // chunks * 50)
     torch.manual_seed(0)
-    head, hidden, targets = torch.nn.Linear(32, 50, bias=False), torch.randn(640, 32), torch.randint(0, 50, (640,))
+    head, hidden, targets = (
+        torch.nn.Linear(32, 50, bias=False),
+        torch.randn(640, 32),
+        torch.randint(0, 50, (640,)),
+    )
     weights, found = torch.randn(640), []
     for enabled in (False, True):
         head.zero_grad()
@@ -139,19 +171,27 @@ def test_under_bf16_the_head_s_gradient_is_as_exact_of_many_chunks_as_of_one(chu
 
 
 def test_the_gradients_of_a_log_prob_by_hand():
-    # z = W h = (0, ln 3): p = (1/4, 3/4). Of log p_1: ∂z = (−1/4, 1/4), so ∂W = ∂z hᵀ ∂h = Wᵀ ∂z; at τ = 1/2, z = (0, ln 9),
-    # p = (1/10, 9/10) and ∂z = 2 · (−1/10, 1/10).
+    # z = W h = (0, ln 3): p = (1/4, 3/4). Of log p_1: ∂z = (−1/4, 1/4), so ∂W = ∂z hᵀ ∂h = Wᵀ ∂z;
+    # at τ = 1/2, z = (0, ln 9), p = (1/10, 9/10) and ∂z = 2 · (−1/10, 1/10).
     for temperature, slope in ((1.0, 0.25), (0.5, 0.2)):
-        head, hidden = torch.nn.Linear(2, 2, bias=False), torch.tensor([[1.0, 2.0]], requires_grad=True)
+        head, hidden = (
+            torch.nn.Linear(2, 2, bias=False),
+            torch.tensor([[1.0, 2.0]], requires_grad=True),
+        )
         with torch.no_grad():
             head.weight.copy_(torch.tensor([[0.0, 0.0], [math.log(3), 0.0]]))
         token_logprobs(hidden, head, torch.tensor([1]), temperature).sum().backward()
-        assert head.weight.grad.flatten().tolist() == pytest.approx([-slope, -2 * slope, slope, 2 * slope])
+        assert head.weight.grad.flatten().tolist() == pytest.approx(
+            [-slope, -2 * slope, slope, 2 * slope]
+        )
         assert hidden.grad[0].tolist() == pytest.approx([slope * math.log(3), 0])
 
 
 def test_a_frozen_head_gets_no_gradient_and_passes_one_on():
-    head, hidden = torch.nn.Linear(2, 3, bias=False).requires_grad_(False), torch.randn(4, 2, requires_grad=True)
+    head, hidden = (
+        torch.nn.Linear(2, 3, bias=False).requires_grad_(False),
+        torch.randn(4, 2, requires_grad=True),
+    )
     token_logprobs(hidden, head, torch.tensor([0, 1, 2, 0])).sum().backward()
     assert head.weight.grad is None and hidden.grad.abs().sum() > 0
 
@@ -163,22 +203,26 @@ def test_masked_positions_are_zero_and_move_nothing():
     masked, plain = policy(tokens, mask=mask), full_logprobs(policy, tokens)
     assert torch.allclose(masked[:, 3:5], plain[:, 3:5], atol=1e-5)
     assert masked[:, :3].eq(0).all() and masked[:, 5:].eq(0).all()
-    # Whatever weight the prompt's and the documents' columns are given, the gradient is that of the sampled ones.
+    # Whatever weight the prompt's and the documents' columns are given, the gradient is that of the
+    # sampled ones.
     loud = gradients(policy, (masked * torch.where(mask.bool(), 1.0, 1e6)).sum())
     plain = gradients(policy, (full_logprobs(policy, tokens) * mask).sum())
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(loud, plain, strict=True))
 
 
 def test_the_targets_of_masked_positions_have_no_gradient_in_the_head():
-    # Token 7 stands only in the "document". The head's row of a token that is neither sampled nor competes would be 0; as a
-    # competitor its gradient is −p(7) · h summed over the sampled positions, and nothing from being the target itself.
+    # Token 7 stands only in the "document". The head's row of a token that is neither sampled nor
+    # competes would be 0; as a competitor its gradient is −p(7) · h summed over the sampled
+    # positions, and nothing from being the target itself.
     policy, tokens = make_policy(), make_tokens()
     tokens[tokens == 7] = 8
     tokens[:, 4] = 7
     mask = torch.ones(3, 8)
     mask[:, 3] = 0  # column 3 is about tokens[:, 4]
     gradients(policy, policy(tokens, mask=mask).sum())
-    hidden = policy.language_model.base_model(input_ids=tokens).last_hidden_state[:, :-1]  # [B, T, H]
+    hidden = policy.language_model.base_model(input_ids=tokens).last_hidden_state[
+        :, :-1
+    ]  # [B, T, H]
     probability = policy.language_model.lm_head(hidden).softmax(-1)[..., 7]  # [B, T]
     expected = -(probability * mask)[..., None].mul(hidden).sum((0, 1))  # [H]
     assert torch.allclose(policy.language_model.lm_head.weight.grad[7], expected, atol=1e-5)
@@ -209,7 +253,9 @@ def test_logprobs_are_fp32_and_scoring_leaves_the_model_as_it_was():
 
 @pytest.mark.parametrize("name", ["soft cap", "scaled logits"])
 def test_a_model_that_changes_its_logits_after_the_head_is_refused_in_one_line(name):
-    if name == "soft cap":  # logits of an untrained model are so small that a cap of 30 hardly moves them
+    if (
+        name == "soft cap"
+    ):  # logits of an untrained model are so small that a cap of 30 hardly moves them
         sizes = {k: v for k, v in SIZES.items() if k != "initializer_range"}
         model = Gemma2ForCausalLM(Gemma2Config(**sizes, head_dim=8, final_logit_softcapping=30.0))
     else:
@@ -228,14 +274,17 @@ def test_generation_and_evaluation_leave_the_mode_as_it_was():
     assert policy.language_model.training
 
 
-# ------------------------------------------------------------------------------------------- loading and saving
+# ------------------------------------------------------------------------------- loading and saving
+
 
 @pytest.fixture(scope="module")
 def saved(bpe, tmp_path_factory):
     """A bf16 checkpoint on disk, as hub models are."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "vocab_size": len(bpe)})).to(torch.bfloat16).save_pretrained(path)
+    Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "vocab_size": len(bpe)})).to(
+        torch.bfloat16
+    ).save_pretrained(path)
     bpe.save_pretrained(path)
     return path
 
@@ -250,7 +299,9 @@ def test_trainable_weights_are_fp32_even_if_the_checkpoint_is_bf16(saved):
 def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
     # With GPT-2's 10 % two scorings of one text would differ, and the first ratio would not be 1.
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=len(bpe), n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
+    config = GPT2Config(
+        vocab_size=len(bpe), n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2
+    )
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     bpe.save_pretrained(tmp_path)
     policy = load_policy(str(tmp_path))[0].train()
@@ -263,7 +314,10 @@ def test_gradient_checkpointing_changes_memory_and_no_gradient(saved):
     tokens, grads = make_tokens(), []
     for flag in (False, True):
         policy, _ = load_policy(str(saved), gradient_checkpointing=flag)
-        assert policy.language_model.is_gradient_checkpointing == flag and policy.language_model.training
+        assert (
+            policy.language_model.is_gradient_checkpointing == flag
+            and policy.language_model.training
+        )
         grads.append(gradients(policy, policy(tokens).sum()))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*grads, strict=True))
 
@@ -300,13 +354,20 @@ def test_a_tokenizer_of_another_model_is_refused_before_an_index_error_on_step_3
         load_policy(str(tmp_path))
 
 
-def test_the_tokenizer_that_the_files_declare_is_loaded_and_not_the_familys_own(tmp_path, toy_tokenizer):
-    # AutoTokenizer sees model_type qwen2 and puts Qwen's byte-level splitting in place of the saved word pieces.
-    Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "vocab_size": len(toy_tokenizer)})).save_pretrained(tmp_path)
+def test_the_tokenizer_that_the_files_declare_is_loaded_and_not_the_familys_own(
+    tmp_path, toy_tokenizer
+):
+    # AutoTokenizer sees model_type qwen2 and puts Qwen's byte-level splitting in place of the saved
+    # word pieces.
+    Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "vocab_size": len(toy_tokenizer)})).save_pretrained(
+        tmp_path
+    )
     toy_tokenizer.save_pretrained(tmp_path)
     text = " where was ada abel born ? answer :"
     ids = toy_tokenizer(text)["input_ids"]
-    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] != ids, "the trap is gone: load_tokenizer can be simpler"
+    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] != ids, (
+        "the trap is gone: load_tokenizer can be simpler"
+    )
     assert load_tokenizer(str(tmp_path))(text)["input_ids"] == ids
 
 
@@ -324,7 +385,9 @@ def test_a_saved_policy_reloads_with_automodel_and_equal_logits(tmp_path, saved)
     assert torch.load(tmp_path / "a" / "trainer.pt") == {"step": 3}
 
 
-def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it(tmp_path, monkeypatch):
+def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it(
+    tmp_path, monkeypatch
+):
     policy = make_policy()
 
     def interrupted(path):
@@ -338,18 +401,22 @@ def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it
     assert [p.name for p in tmp_path.iterdir()] == ["c"] and not (tmp_path / "c" / "stale").exists()
 
 
-# ---------------------------------------------------------------------------------------------------- the batch
+# ---------------------------------------------------------------------------------------- the batch
+
 
 def written(prompt, response, mask, logprobs=None):
     """A trajectory as `collate` sees it."""
     return SimpleNamespace(
-        prompt_ids=prompt, response_mask=mask, ids=prompt + response,
+        prompt_ids=prompt,
+        response_mask=mask,
+        ids=prompt + response,
         logprobs=logprobs or [-float(i + 1) * m for i, m in enumerate(mask)],
-    )  # fmt: skip
+    )
 
 
 EOS = 2
-# prompt 2 + response 4 with a document in the middle; prompt 1 + response 2 that ends in EOS; all masked
+# prompt 2 + response 4 with a document in the middle; prompt 1 + response 2 that ends in EOS; all
+# masked
 ROWS = [
     written([5, 6], [7, 8, 9, EOS], [1, 0, 0, 1]),
     written([5], [7, EOS], [1, 1]),
@@ -360,7 +427,8 @@ ROWS = [
 def test_collate_puts_mask_and_logprobs_in_the_column_before_their_token():
     batch = collate(ROWS, [1.0, 0.0, 0.5], group_size=3, pad_id=0)
     assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, EOS], [5, 7, EOS, 0, 0, 0], [5, 6, 7, 8, 0, 0]]
-    # Column t is about token t + 1: row 0's first sampled token stands at 2, so its column is 1; the prompt is never scored.
+    # Column t is about token t + 1: row 0's first sampled token stands at 2, so its column is 1;
+    # the prompt is never scored.
     assert batch.response_mask.tolist() == [[0, 1, 0, 0, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
     assert batch.old_logprobs.tolist() == [[0, -1, 0, 0, -4], [-1, -2, 0, 0, 0], [0, 0, 0, 0, 0]]
     assert batch.rewards.tolist() == [1.0, 0.0, 0.5]
@@ -401,19 +469,31 @@ def test_rows_keep_their_order_their_optional_tensors_and_leave_the_batch_alone(
     batch.advantages = torch.arange(15.0).view(3, 5)
     before = copy.deepcopy(batch)
     part = batch.rows(torch.tensor([2, 0]))
-    assert part.advantages[:, 0].tolist() == [10, 0] and part.ref_logprobs is None and part.group_size == 3
+    assert (
+        part.advantages[:, 0].tolist() == [10, 0]
+        and part.ref_logprobs is None
+        and part.group_size == 3
+    )
     part.advantages.zero_()
     part.tokens.zero_()
-    assert torch.equal(batch.advantages, before.advantages) and torch.equal(batch.tokens, before.tokens)
+    assert torch.equal(batch.advantages, before.advantages) and torch.equal(
+        batch.tokens, before.tokens
+    )
 
 
 def test_rows_cut_what_is_per_token_to_the_width_and_take_what_is_per_trajectory_by_row():
     batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
-    batch.correct, batch.overlong = torch.tensor([True, False, True]), torch.tensor([False, True, False])
+    batch.correct, batch.overlong = (
+        torch.tensor([True, False, True]),
+        torch.tensor([False, True, False]),
+    )
     batch.values, batch.returns = torch.arange(15.0).view(3, 5), -torch.arange(15.0).view(3, 5)
     part = batch.rows(torch.tensor([2, 1]))  # the longest of them needs two columns
     assert part.correct.tolist() == [True, False] and part.overlong.tolist() == [False, True]
-    assert part.values.tolist() == [[10, 11], [5, 6]] and part.returns.tolist() == [[-10, -11], [-5, -6]]
+    assert part.values.tolist() == [[10, 11], [5, 6]] and part.returns.tolist() == [
+        [-10, -11],
+        [-5, -6],
+    ]
 
 
 def test_rows_without_a_sampled_token_keep_one_column():
@@ -434,24 +514,38 @@ def test_micro_batches_cover_every_row_once_within_the_budget(budget):
 
 
 def test_micro_batches_put_rows_of_like_length_together():
-    # Columns 4, 1, 4, 1 with a budget of 8: two of four, then two of one; in the given order it would be 4 + 4 padded twice.
+    # Columns 4, 1, 4, 1 with a budget of 8: two of four, then two of one; in the given order it
+    # would be 4 + 4 padded twice.
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0]])
     assert [rows.tolist() for rows in micro_batches(mask, 8)] == [[0, 2], [1, 3]]
 
 
-# ------------------------------------------------------------------------------------------------ the optimizer
+# ------------------------------------------------------------------------------------ the optimizer
 
-@pytest.mark.parametrize("step, schedule, expected", [
-    (0, "constant", 0.5), (1, "constant", 1.0), (9, "constant", 1.0),  # two steps of warm-up: 1/2, 2/2
-    (2, "linear", 1.0), (6, "linear", 0.5), (9, "linear", 0.125),  # progress 0, 4/8, 7/8
-    (6, "cosine", 0.5), (4, "cosine", 0.5 * (1 + math.sqrt(0.5))),  # cos(π/2) = 0; cos(π/4) = √½
-])  # fmt: skip
+
+@pytest.mark.parametrize(
+    "step, schedule, expected",
+    [
+        (0, "constant", 0.5),
+        (1, "constant", 1.0),
+        (9, "constant", 1.0),  # two steps of warm-up: 1/2, 2/2
+        (2, "linear", 1.0),
+        (6, "linear", 0.5),
+        (9, "linear", 0.125),  # progress 0, 4/8, 7/8
+        (6, "cosine", 0.5),
+        (4, "cosine", 0.5 * (1 + math.sqrt(0.5))),  # cos(π/2) = 0; cos(π/4) = √½
+    ],
+)
 def test_the_learning_rate_by_hand(step, schedule, expected):
     assert lr_factor(step, 10, 2, schedule) == pytest.approx(expected)
 
 
 def test_a_run_without_warm_up_begins_at_the_full_rate():
-    assert [lr_factor(0, 1, 0, schedule) for schedule in ("constant", "linear", "cosine")] == [1.0, 1.0, 1.0]
+    assert [lr_factor(0, 1, 0, schedule) for schedule in ("constant", "linear", "cosine")] == [
+        1.0,
+        1.0,
+        1.0,
+    ]
 
 
 def test_an_unknown_optimizer_is_an_input_error():
@@ -464,7 +558,9 @@ def test_an_unknown_optimizer_is_an_input_error():
 def test_adamw8bit_takes_the_step_of_adamw_to_a_few_percent_on_a_cpu(name):
     def one_step(name):
         torch.manual_seed(0)
-        layer = torch.nn.Linear(128, 128)  # 16384 weights: above bitsandbytes' 4096, so the moments really are 8 bits
+        layer = torch.nn.Linear(
+            128, 128
+        )  # 16384 weights: above bitsandbytes' 4096, so the moments really are 8 bits
         before = layer.weight.detach().clone()
         optimizer = make_optimizer(layer, name, 1e-3)
         layer(torch.ones(4, 128)).square().sum().backward()
@@ -479,13 +575,17 @@ def test_adamw8bit_takes_the_step_of_adamw_to_a_few_percent_on_a_cpu(name):
 def test_without_bitsandbytes_8_bit_moments_are_one_line_that_names_it(monkeypatch):
     monkeypatch.setattr(policy_file.importlib.util, "find_spec", lambda name: None)
     for name in ("adamw8bit", "paged_adamw8bit"):
-        with pytest.raises(InputError, match=f"--optimizer {name} needs bitsandbytes: pip install bitsandbytes"):
+        with pytest.raises(
+            InputError, match=f"--optimizer {name} needs bitsandbytes: pip install bitsandbytes"
+        ):
             make_optimizer(make_policy(), name, 1e-3)
     make_optimizer(make_policy(), "adamw", 1e-3)
 
 
 def test_a_frozen_policy_has_no_gradient_and_int8_keeps_a_quarter_of_each_matrix(saved):
-    frozen, eight = (load_policy(str(saved), frozen=True, in_8bit=flag)[0] for flag in (False, True))
+    frozen, eight = (
+        load_policy(str(saved), frozen=True, in_8bit=flag)[0] for flag in (False, True)
+    )
     assert not any(p.requires_grad for policy in (frozen, eight) for p in policy.parameters())
     layers = [policy.language_model.model.layers for policy in (frozen, eight)]
     sizes = [sum(p.nbytes for p in part.parameters() if p.ndim == 2) for part in layers]
@@ -495,8 +595,9 @@ def test_a_frozen_policy_has_no_gradient_and_int8_keeps_a_quarter_of_each_matrix
 
 
 def test_bf16_weights_do_not_move_at_a_learning_rate_of_1e_6_and_fp32_weights_do():
-    # 20 steps of AdamW move a weight by about 2e-5. bf16 keeps 8 bits: next to 0.02 its numbers are 6e-5 to 1.2e-4 apart, and
-    # each single step of 1e-6 rounds away. fp32 numbers near 0.02 are 2e-9 apart.
+    # 20 steps of AdamW move a weight by about 2e-5. bf16 keeps 8 bits: next to 0.02 its numbers are
+    # 6e-5 to 1.2e-4 apart, and each single step of 1e-6 rounds away. fp32 numbers near 0.02 are
+    # 2e-9 apart.
     def share_that_moved(dtype):
         torch.manual_seed(0)
         layer = torch.nn.Linear(64, 64, bias=False)
@@ -516,11 +617,18 @@ def test_bf16_weights_do_not_move_at_a_learning_rate_of_1e_6_and_fp32_weights_do
 def test_python_policy_prints_the_worked_number(capsys):
     policy_file.main()
     first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith(" -0.2877") and second.endswith("[-0.25, 0.25]")  # ln 3 − ln 4; 0 − 1/4 and 1 − 3/4
+    assert first.endswith(" -0.2877") and second.endswith(
+        "[-0.25, 0.25]"
+    )  # ln 3 − ln 4; 0 − 1/4 and 1 − 3/4
 
 
 def test_a_batch_knows_its_length_and_moves_as_a_whole():
     batch = collate(ROWS, [0.0] * 3, 3)
     moved = batch.to("meta")
     assert len(batch) == 3 and isinstance(moved, Batch)
-    assert moved.tokens.is_meta and moved.rewards.is_meta and moved.group_size == 3 and moved.advantages is None
+    assert (
+        moved.tokens.is_meta
+        and moved.rewards.is_meta
+        and moved.group_size == 3
+        and moved.advantages is None
+    )

@@ -1,4 +1,6 @@
-"""ppo.py: the surrogate token by token, weights that do not know how a batch is cut, and a critic that skips documents."""
+"""ppo.py: the surrogate token by token, weights that do not know how a batch is cut, and a critic
+that skips documents.
+"""
 
 import copy
 import itertools
@@ -24,14 +26,22 @@ def surrogate(ratio, advantage, clip_low=0.2, clip_high=0.3, dual_clip=None):
     return loss.item(), logprobs.grad.item(), stats["clipped"].item()
 
 
-# --------------------------------------------------------------------------------------------------- surrogate
+# ---------------------------------------------------------------------------------------- surrogate
+
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "dual_clip", "loss", "gradient", "clipped"),
     [
         (1.25, 1.0, None, -1.25, -1.25, False),  # below 1.3: free
         (1.35, 1.0, None, -1.30, 0.0, True),  # held at 1.3
-        (0.75, 1.0, None, -0.75, -0.75, False),  # the minimum takes the free branch: a good token may come back
+        (
+            0.75,
+            1.0,
+            None,
+            -0.75,
+            -0.75,
+            False,
+        ),  # the minimum takes the free branch: a good token may come back
         (0.75, -1.0, None, 0.8, 0.0, True),  # held at 0.8
         (1.35, -1.0, None, 1.35, 1.35, False),  # a bad token that became likelier is never held
         (4.0, -1.0, None, 4.0, 4.0, False),  # ... and without the dual clip grows without bound
@@ -70,11 +80,16 @@ def test_clipped_marks_exactly_the_tokens_without_a_gradient():
     assert not stats["ratio"].requires_grad
 
 
-# ----------------------------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------ weights
+
 
 def test_sequence_weights_by_hand():
     # Two trajectories have model tokens: 1/2 each, over 4 tokens and over 1. The third row is 0.
-    assert ppo.sequence_weights(MASK).tolist() == [[0.125, 0, 0.125, 0.125, 0.125], [0, 0, 0.5, 0, 0], [0, 0, 0, 0, 0]]
+    assert ppo.sequence_weights(MASK).tolist() == [
+        [0.125, 0, 0.125, 0.125, 0.125],
+        [0, 0, 0.5, 0, 0],
+        [0, 0, 0, 0, 0],
+    ]
 
 
 def test_token_weights_by_hand():
@@ -109,7 +124,9 @@ def test_a_sequence_mean_and_a_token_mean_are_two_losses():
 @pytest.mark.parametrize("cut", [1, 2, 3, 5, 7])
 def test_loss_and_gradient_do_not_depend_on_the_cut_into_micro_batches(weights, cut):
     generator = torch.Generator().manual_seed(1)
-    mask = (torch.rand(7, 11, generator=generator) < torch.linspace(0, 0.9, 7)[:, None]).float()  # row 0 is empty
+    mask = (
+        torch.rand(7, 11, generator=generator) < torch.linspace(0, 0.9, 7)[:, None]
+    ).float()  # row 0 is empty
     values = torch.randn(7, 11, generator=generator).requires_grad_()
     assert mask[0].sum() == 0
     whole = ppo.aggregate(values.square(), weights(mask))
@@ -126,8 +143,8 @@ def test_loss_and_gradient_do_not_depend_on_the_cut_into_micro_batches(weights, 
 
 
 def test_the_mean_of_micro_batch_means_is_another_number():
-    # Rows of 3 tokens with loss 1 and of 1 token with loss 5, a micro-batch each. Global token mean (3 + 5) / 4 = 2;
-    # mean of means (1 + 5) / 2 = 3: half as much again.
+    # Rows of 3 tokens with loss 1 and of 1 token with loss 5, a micro-batch each. Global token mean
+    # (3 + 5) / 4 = 2; mean of means (1 + 5) / 2 = 3: half as much again.
     mask, loss = torch.tensor([[1.0, 1, 1], [1, 0, 0]]), torch.tensor([[1.0, 1, 1], [5, 0, 0]])
     naive = sum(ppo.aggregate(loss[[i]], ppo.token_weights(mask[[i]])) for i in range(2)) / 2
     global_weights = ppo.token_weights(mask)
@@ -139,7 +156,9 @@ def test_the_mean_of_micro_batch_means_is_another_number():
 def test_inf_and_nan_on_masked_tokens_do_not_reach_the_loss():
     loss = torch.tensor([[1.0, float("inf"), 3.0], [float("nan"), float("-inf"), float("nan")]])
     mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
-    assert ppo.aggregate(loss, ppo.sequence_weights(mask)).item() == pytest.approx(2)  # (1 + 3) / 2, one trajectory
+    assert ppo.aggregate(loss, ppo.sequence_weights(mask)).item() == pytest.approx(
+        2
+    )  # (1 + 3) / 2, one trajectory
 
 
 def test_the_mask_is_not_changed():
@@ -148,11 +167,13 @@ def test_the_mask_is_not_changed():
     assert torch.equal(mask, MASK.float())
 
 
-# --------------------------------------------------------------------------------------------------------- GAE
+# ---------------------------------------------------------------------------------------------- GAE
+
 
 def test_gae_by_hand_with_a_document_in_the_middle():
-    # mask [1, 0, 1, 1], γ 0.5, λ 0.5, from behind: 1 − 0.8 = 0.2;  δ = 0.5 · 0.8 − 0.6 = −0.2, A = −0.2 + 0.25 · 0.2 = −0.15;
-    # over the document: δ = 0.5 · 0.6 − 0.5 = −0.2, A = −0.2 + 0.25 · −0.15 = −0.2375. Returns A + V.
+    # mask [1, 0, 1, 1], γ 0.5, λ 0.5, from behind: 1 − 0.8 = 0.2;  δ = 0.5 · 0.8 − 0.6 = −0.2, A =
+    # −0.2 + 0.25 · 0.2 = −0.15; over the document: δ = 0.5 · 0.6 − 0.5 = −0.2, A = −0.2 + 0.25 ·
+    # −0.15 = −0.2375. Returns A + V.
     rewards, values = torch.tensor([[0.0, 9, 0, 1]]), torch.tensor([[0.5, 7, 0.6, 0.8]])
     advantages, returns = ppo.gae(rewards, values, torch.tensor([[1, 0, 1, 1]]), 0.5, 0.5)
     torch.testing.assert_close(advantages, torch.tensor([[-0.2375, 0, -0.15, 0.2]]))
@@ -160,10 +181,18 @@ def test_gae_by_hand_with_a_document_in_the_middle():
 
 
 def test_documents_and_padding_are_no_steps_of_the_recursion():
-    # The same three steps without a document, with one in front, two in between, and padding behind: the same numbers.
+    # The same three steps without a document, with one in front, two in between, and padding
+    # behind: the same numbers.
     def placed(columns, fill):
-        rewards, values, mask = torch.full((1, 8), fill), torch.full((1, 8), fill), torch.zeros(1, 8)
-        rewards[0, columns], values[0, columns] = torch.tensor([0.1, -0.2, 1.0]), torch.tensor([0.5, -0.6, 0.8])
+        rewards, values, mask = (
+            torch.full((1, 8), fill),
+            torch.full((1, 8), fill),
+            torch.zeros(1, 8),
+        )
+        rewards[0, columns], values[0, columns] = (
+            torch.tensor([0.1, -0.2, 1.0]),
+            torch.tensor([0.5, -0.6, 0.8]),
+        )
         mask[0, columns] = 1
         return [x[0, columns] for x in ppo.gae(rewards, values, mask, 0.9, 0.7)]
 
@@ -191,11 +220,15 @@ def test_a_trajectory_without_a_model_token_has_no_advantage_and_no_return():
     assert advantages.tolist() == [[0, 0, 0]] and returns.tolist() == [[0, 0, 0]]
 
 
-# --------------------------------------------------------------------------------------------------- whitening
+# ---------------------------------------------------------------------------------------- whitening
+
 
 def test_whitening_by_hand_leaves_documents_out():
     # Model tokens 2, 4 and 6: mean 4, std (ddof 1) √((4 + 0 + 4) / 2) = 2.
-    found = ppo.whiten(torch.tensor([[2.0, 99, 4], [6, float("nan"), float("inf")]]), torch.tensor([[1, 0, 1], [1, 0, 0]]))
+    found = ppo.whiten(
+        torch.tensor([[2.0, 99, 4], [6, float("nan"), float("inf")]]),
+        torch.tensor([[1, 0, 1], [1, 0, 0]]),
+    )
     torch.testing.assert_close(found, torch.tensor([[-1.0, 0, 0], [1, 0, 0]]))
 
 
@@ -205,39 +238,63 @@ def test_equal_advantages_and_a_single_token_are_exactly_zero():
     assert ppo.whiten(torch.rand(2, 3), torch.zeros(2, 3)).eq(0).all()
 
 
-# --------------------------------------------------------------------------------------------------- the critic
+# --------------------------------------------------------------------------------------- the critic
+
 
 @pytest.mark.parametrize(
     ("value", "clip", "loss", "gradient", "clipped"),
     [  # returns 1, V_old 0.5; the gradient of ½ (V − 1)² is V − 1
         (0.6, 0.2, 0.08, -0.4, False),  # ½ · 0.4²
-        (0.9, 0.2, 0.045, 0.0, True),  # towards the returns, further than 0.2: held at 0.7, ½ · 0.3²
+        (
+            0.9,
+            0.2,
+            0.045,
+            0.0,
+            True,
+        ),  # towards the returns, further than 0.2: held at 0.7, ½ · 0.3²
         (0.9, 0.0, 0.005, -0.1, False),  # 0 is off: ½ · 0.1²
-        (0.1, 0.2, 0.405, -0.9, False),  # away from the returns: its own error ½ · 0.9² is above that of 0.3
+        (
+            0.1,
+            0.2,
+            0.405,
+            -0.9,
+            False,
+        ),  # away from the returns: its own error ½ · 0.9² is above that of 0.3
         (1.5, 0.2, 0.125, 0.5, False),  # beyond the returns: ½ · 0.5² is above that of 0.7
         (1.1, 0.2, 0.045, 0.0, True),  # beyond, but nearer than 0.7: ½ · 0.3²
     ],
 )
-def test_the_value_loss_takes_the_larger_of_the_free_and_the_held_error(value, clip, loss, gradient, clipped):
+def test_the_value_loss_takes_the_larger_of_the_free_and_the_held_error(
+    value, clip, loss, gradient, clipped
+):
     values = torch.tensor([[value]], requires_grad=True)
     found, held = ppo.value_loss(values, torch.tensor([[0.5]]), torch.ones(1, 1), clip)
     found.sum().backward()
-    assert (found.item(), values.grad.item()) == (pytest.approx(loss), pytest.approx(gradient, abs=1e-6))
+    assert (found.item(), values.grad.item()) == (
+        pytest.approx(loss),
+        pytest.approx(gradient, abs=1e-6),
+    )
     assert held.item() == clipped
 
 
 def test_a_value_is_held_on_the_side_below_its_old_one_too():
     # returns 0, V_old 0.5: 0.1 is nearer than 0.3, at which it is held: ½ · 0.3² = 0.045
-    loss, held = ppo.value_loss(torch.tensor([[0.1]]), torch.tensor([[0.5]]), torch.zeros(1, 1), 0.2)
+    loss, held = ppo.value_loss(
+        torch.tensor([[0.1]]), torch.tensor([[0.5]]), torch.zeros(1, 1), 0.2
+    )
     assert loss.item() == pytest.approx(0.045) and held.item()
 
 
 def test_the_critics_loss_is_a_mean_over_model_tokens_and_documents_have_no_gradient():
-    # Errors 1 and 3 on model tokens: mean of ½ and 4.5 is 2.5; the document's NaN and inf reach neither loss nor gradient.
+    # Errors 1 and 3 on model tokens: mean of ½ and 4.5 is 2.5; the document's NaN and inf reach
+    # neither loss nor gradient.
     nan, inf = float("nan"), float("inf")
     values = torch.tensor([[1.0, nan, 3.0], [inf, 5.0, 5.0]], requires_grad=True)
-    batch = SimpleNamespace(response_mask=torch.tensor([[1, 0, 1], [0, 0, 0]]), values=torch.tensor([[1.0, inf, 3], [1, 1, 1]]),
-                            returns=torch.tensor([[0.0, nan, 0], [inf, inf, 1]]))  # fmt: skip
+    batch = SimpleNamespace(
+        response_mask=torch.tensor([[1, 0, 1], [0, 0, 0]]),
+        values=torch.tensor([[1.0, inf, 3], [1, 1, 1]]),
+        returns=torch.tensor([[0.0, nan, 0], [inf, inf, 1]]),
+    )
     loss, _ = ppo.compute_value_loss(values, batch, SimpleNamespace(value_clip=0.2))
     total = (ppo.token_weights(batch.response_mask) * loss).sum()
     total.backward()
@@ -270,7 +327,9 @@ def test_the_critic_has_a_body_of_its_own(critic, qwen2):
     of_policy = {p.data_ptr() for p in qwen2.parameters()}
     assert not of_policy & {p.data_ptr() for p in critic.parameters()}
     critic(torch.tensor([[5, 6, 7]])).sum().backward()
-    assert all(p.grad is not None for p in critic.parameters()) and all(p.grad is None for p in qwen2.parameters())
+    assert all(p.grad is not None for p in critic.parameters()) and all(
+        p.grad is None for p in qwen2.parameters()
+    )
 
 
 @pytest.mark.parametrize(
@@ -285,7 +344,9 @@ def test_the_critic_has_a_body_of_its_own(critic, qwen2):
 )
 def test_explained_variance_by_hand_on_model_tokens_only(values, expected):
     first, last = values
-    found = ppo.explained_variance(torch.tensor([[first, 9, last]]), torch.tensor([[0.0, -9, 2]]), torch.tensor([[1, 0, 1]]))
+    found = ppo.explained_variance(
+        torch.tensor([[first, 9, last]]), torch.tensor([[0.0, -9, 2]]), torch.tensor([[1, 0, 1]])
+    )
     assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -294,21 +355,35 @@ def test_explained_variance_without_anything_to_foresee_is_zero():
     assert ppo.explained_variance(torch.rand(2, 3), torch.rand(2, 3), torch.zeros(2, 3)) == 0
 
 
-# ------------------------------------------------------------------------------------------------ the interface
+# ------------------------------------------------------------------------------------ the interface
+
 
 def ppo_recipe(**changes):
-    settings = {"gamma": 1.0, "gae_lambda": 1.0, "kl_coef": 0.0, "kl_place": "none", "loss_aggregation": "token"}
+    settings = {
+        "gamma": 1.0,
+        "gae_lambda": 1.0,
+        "kl_coef": 0.0,
+        "kl_place": "none",
+        "loss_aggregation": "token",
+    }
     return SimpleNamespace(**(settings | changes))
 
 
 def ppo_batch(values):
     mask = torch.tensor([[1.0, 0, 1], [1, 0, 0]])
-    return SimpleNamespace(response_mask=mask, rewards=torch.tensor([2.0, 0.0]), old_logprobs=torch.full((2, 3), -1.0),
-                           ref_logprobs=torch.full((2, 3), -2.0), values=values, returns=None)  # fmt: skip
+    return SimpleNamespace(
+        response_mask=mask,
+        rewards=torch.tensor([2.0, 0.0]),
+        old_logprobs=torch.full((2, 3), -1.0),
+        ref_logprobs=torch.full((2, 3), -2.0),
+        values=values,
+        returns=None,
+    )
 
 
 def test_advantages_by_hand():
-    # λ 1: returns 2, 2 and 0. Values 1, 2, 0.5: A = 1, 0, −0.5. Mean 1/6, std √((25 + 1 + 16) / 36 / 2) = 0.763763.
+    # λ 1: returns 2, 2 and 0. Values 1, 2, 0.5: A = 1, 0, −0.5. Mean 1/6, std √((25 + 1 + 16) / 36
+    # / 2) = 0.763763.
     batch = ppo_batch(torch.tensor([[1.0, 7, 2], [0.5, 7, 7]]))
     advantages = ppo.compute_advantages(batch, ppo_recipe())
     assert batch.returns.tolist() == [[2, 0, 2], [0, 0, 0]]
@@ -317,7 +392,8 @@ def test_advantages_by_hand():
 
 
 def test_a_kl_in_the_reward_is_paid_token_by_token():
-    # k1 = −1 − (−2) = 1, times 0.1: rewards −0.1, 1.9 and −0.1; γ 1, λ 1: returns 1.8, 1.9 and −0.1.
+    # k1 = −1 − (−2) = 1, times 0.1: rewards −0.1, 1.9 and −0.1; γ 1, λ 1: returns 1.8, 1.9 and
+    # −0.1.
     batch = ppo_batch(torch.zeros(2, 3))
     ppo.compute_advantages(batch, ppo_recipe(kl_coef=0.1, kl_place="reward"))
     torch.testing.assert_close(batch.returns, torch.tensor([[1.8, 0, 1.9], [-0.1, 0, 0]]))

@@ -1,4 +1,6 @@
-"""prompts.py: what the model is asked, and what counts as a query, an answer and a document block."""
+"""prompts.py: what the model is asked, and what counts as a query, an answer and a document
+block.
+"""
 
 import time
 
@@ -27,17 +29,29 @@ from prompts import (
 UR2, R1 = PROTOCOLS["ur2"], PROTOCOLS["r1_searcher"]
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
 CHOICE = Question("2", "Which tree?", ["B"], task="choice", options=("elm", "oak", "ash"))
-REFERENCES = (Document("a", "Ana Bell", "born in Kelmouth"), Document("b", "Kelmouth", "a town in Norland"))
-READ = Question("3", "In which country was Ana Bell born?", ["Norland"], references=REFERENCES, supporting=(1, 2))
+REFERENCES = (
+    Document("a", "Ana Bell", "born in Kelmouth"),
+    Document("b", "Kelmouth", "a town in Norland"),
+)
+READ = Question(
+    "3",
+    "In which country was Ana Bell born?",
+    ["Norland"],
+    references=REFERENCES,
+    supporting=(1, 2),
+)
 SEARCHING = [protocol for protocol in PROTOCOLS.values() if protocol.query_tags]
 NO_SYSTEM_ROLE = (
-    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not"
+    " supported') }}{% endif %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if"
+    " add_generation_prompt %}<model>{% endif %}"
 )
 
 
 class Template:
-    """A tokenizer's templating side alone, so that the expected prompt can be written down whole."""
+    """A tokenizer's templating side alone, so that the expected prompt can be written down
+    whole.
+    """
 
     def __init__(self, bpe, chat_template, bos_token=None):
         self.bpe, self.chat_template, self.bos_token = bpe, chat_template, bos_token
@@ -46,12 +60,11 @@ class Template:
         return self.bpe.apply_chat_template(messages, chat_template=self.chat_template, **arguments)
 
 
-# ---------------------------------------------------------------------------------------------------- prompt
+# ------------------------------------------------------------------------------------------- prompt
+
 
 def test_a_chat_template_gets_the_instruction_as_system_and_the_question_as_user(bpe):
-    expected = (
-        f"<|im_start|>system\n{UR2.instruction}<|im_end|>\n<|im_start|>user\n{QA.question}<|im_end|>\n<|im_start|>assistant\n"
-    )
+    expected = f"<|im_start|>system\n{UR2.instruction}<|im_end|>\n<|im_start|>user\n{QA.question}<|im_end|>\n<|im_start|>assistant\n"
     assert prompt_text("ur2", QA, bpe) == expected
 
 
@@ -100,7 +113,10 @@ def test_arenas_references_stand_below_the_question_numbered_from_one(bpe):
     numbered = "(1) Ana Bell: born in Kelmouth\n(2) Kelmouth: a town in Norland"
     user = f"{QA.question}\n\n{numbered}"
     arena = PROTOCOLS["arena"]
-    assert prompt_text("arena", READ, Template(bpe, None)) == f"{arena.instruction}\n\nQuestion: {user}\nAnswer:"
+    assert (
+        prompt_text("arena", READ, Template(bpe, None))
+        == f"{arena.instruction}\n\nQuestion: {user}\nAnswer:"
+    )
     assert f"<|im_start|>user\n{user}<|im_end|>" in prompt_text("arena", READ, bpe)
     # the numbers do not depend on searching: there is none
     assert prompt_text("arena", READ, bpe, retrieval=False) == prompt_text("arena", READ, bpe)
@@ -117,13 +133,16 @@ def test_a_reference_cannot_open_a_section_or_a_turn(bpe):
     user = prompt_text("arena", question, bpe).split("<|im_start|>user\n")[1]
     shown, end, rest = user.partition("<|im_end|>")
     assert not any(tag in shown for tag in forbidden_texts(PROTOCOLS["arena"], bpe))
-    # a tag becomes a blank: "T <answer> 1" has three blanks then, and the page is whole up to its end
+    # a tag becomes a blank: "T <answer> 1" has three blanks then, and the page is whole up to its
+    # end
     assert shown.startswith("?\n\n(1) T   1: x ") and "[2]" in shown and shown.endswith(" user   y")
     assert end + rest == "<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_question_without_references_cannot_be_asked_under_arena(bpe):
-    with pytest.raises(InputError, match=r"question 1 has no references: .* give the record a `references` list"):
+    with pytest.raises(
+        InputError, match=r"question 1 has no references: .* give the record a `references` list"
+    ):
         build_prompt("arena", QA, bpe)
 
 
@@ -154,7 +173,10 @@ def test_options_are_lettered_below_the_question():
 
 def test_both_tag_pairs_of_ur2_share_everything_but_the_tags():
     search = PROTOCOLS["ur2_search"]
-    assert search.query_tags == ("<search>", "</search>") and search.documents_tags == ("<information>", "</information>")
+    assert search.query_tags == ("<search>", "</search>") and search.documents_tags == (
+        "<information>",
+        "</information>",
+    )
     renamed = search.instruction
     for theirs, ours in zip(search.tags, UR2.tags, strict=True):
         renamed = renamed.replace(theirs, ours)
@@ -172,12 +194,23 @@ def test_turns_stop_at_the_query_and_only_tagged_answers_stop_too():
 
 def test_a_protocol_lists_all_its_tags_and_finds_a_section_by_name():
     assert PROTOCOLS["arena"].tags == (
-        "<answer>", "</answer>", "<relevance>", "</relevance>", "<analysis>", "</analysis>"
-    )  # fmt: skip
+        "<answer>",
+        "</answer>",
+        "<relevance>",
+        "</relevance>",
+        "<analysis>",
+        "</analysis>",
+    )
     assert PROTOCOLS["r_search"].tags == (
-        "<search>", "</search>", "<observation>", "</observation>", "<original_evidence>", "</original_evidence>",
-        "<answer>", "</answer>",
-    )  # fmt: skip
+        "<search>",
+        "</search>",
+        "<observation>",
+        "</observation>",
+        "<original_evidence>",
+        "</original_evidence>",
+        "<answer>",
+        "</answer>",
+    )
     assert {"<reflect>", "</think>"} <= set(PROTOCOLS["when_to_search"].tags)
     assert PROTOCOLS["arena"].section_tags("analysis") == ("<analysis>", "</analysis>")
     with pytest.raises(InputError, match="protocol ur2 has no <analysis> section"):
@@ -191,7 +224,8 @@ def test_a_protocol_is_found_by_name_or_given_and_a_typo_lists_the_names():
         as_protocol("ur3")
 
 
-# ------------------------------------------------------------------------------------------------- \boxed{...}
+# -------------------------------------------------------------------------------------- \boxed{...}
+
 
 @pytest.mark.parametrize(
     "text, contents",
@@ -206,7 +240,10 @@ def test_a_protocol_is_found_by_name_or_given_and_a_typo_lists_the_names():
         (r"\\boxed{7}", ["7"]),  # escaped once too often
         (r"a } here and a { there, \boxed{8}", ["8"]),  # braces outside open and close nothing
         (r"\boxed{\boxed{9}}", [r"\boxed{9}"]),  # one answer, not two
-        (r"\boxed{1} and \boxed{2} in \boxed{a \boxed{3} b \boxed{4}}", ["1", "2", r"a \boxed{3} b \boxed{4}"]),
+        (
+            r"\boxed{1} and \boxed{2} in \boxed{a \boxed{3} b \boxed{4}}",
+            ["1", "2", r"a \boxed{3} b \boxed{4}"],
+        ),
         (r"\boxed{never closed", []),
         (r"\boxed{\frac{1}{2}", []),
         (r"put it in \boxed{ and so \boxed{5}", ["5"]),  # the open one hides no other
@@ -223,7 +260,8 @@ def test_boxes_are_read_with_balanced_braces(text, contents):
 
 
 def test_a_degenerate_answer_is_read_in_linear_time():
-    # The text of a model that repeats itself for 4000 tokens. Quadratic readers take from seconds to hours here.
+    # The text of a model that repeats itself for 4000 tokens. Quadratic readers take from seconds
+    # to hours here.
     start = time.perf_counter()
     assert find_boxed("\\boxed{" * 4000) == []
     assert len(find_boxed("\\boxed{" * 4000 + "}" * 4000)) == 1
@@ -232,7 +270,8 @@ def test_a_degenerate_answer_is_read_in_linear_time():
     assert time.perf_counter() - start < 2
 
 
-# ------------------------------------------------------------------------------------------------ blocks, answers
+# ---------------------------------------------------------------------------------- blocks, answers
+
 
 def test_blocks_are_pairs_and_a_second_begin_starts_anew():
     text = "</a> <a> 1 </a> x <a> lost <a> 2 </a> 3 </a> <a> open"
@@ -280,7 +319,8 @@ def test_words_are_no_answer_to_an_open_question():
     assert answers("the correct answer is: Norland") == []
 
 
-# ----------------------------------------------------------------------------------------------------- queries
+# ------------------------------------------------------------------------------------------ queries
+
 
 @pytest.mark.parametrize("protocol", SEARCHING, ids=lambda p: p.name)
 @pytest.mark.parametrize(
@@ -309,7 +349,8 @@ def test_without_query_tags_nothing_is_a_query():
     assert parse_query(PROTOCOLS["arena"], "<search> Ana Bell </search>") is None
 
 
-# ------------------------------------------------------------------------------------------ the environment's text
+# --------------------------------------------------------------------------- the environment's text
+
 
 def test_documents_are_numbered_from_one_and_an_empty_title_leaves_no_colon():
     documents = [Document("a", "Ana Bell", "born in Kelmouth"), Document("b", "", "no title")]
@@ -317,7 +358,10 @@ def test_documents_are_numbered_from_one_and_an_empty_title_leaves_no_colon():
 
 
 def test_a_frame_is_the_tags_on_their_own_lines_and_blank_lines_around():
-    assert frame_documents(PROTOCOLS["ur2_search"], "text") == "\n\n<information>\ntext\n</information>\n\n"
+    assert (
+        frame_documents(PROTOCOLS["ur2_search"], "text")
+        == "\n\n<information>\ntext\n</information>\n\n"
+    )
 
 
 def test_a_stripped_text_holds_no_tag_even_where_removing_one_would_make_another():

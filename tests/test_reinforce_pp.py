@@ -15,36 +15,51 @@ NAN, INF = float("nan"), float("inf")
 
 
 def make_recipe(**changes):
-    settings = {"algorithm": "reinforce_pp", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0,
-                "loss_aggregation": "sequence", "kl_coef": 0.0, "kl_estimator": "k2", "kl_place": "none",
-                "group_std": True, "gamma": 1.0}  # fmt: skip
+    settings = {
+        "algorithm": "reinforce_pp",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": 0.0,
+        "loss_aggregation": "sequence",
+        "kl_coef": 0.0,
+        "kl_estimator": "k2",
+        "kl_place": "none",
+        "group_std": True,
+        "gamma": 1.0,
+    }
     return SimpleNamespace(**(settings | changes))
 
 
 def make_batch(rewards, mask, old=None, ref=None, group_size=2):
     mask = torch.tensor(mask, dtype=torch.float)
     return SimpleNamespace(
-        response_mask=mask, rewards=torch.tensor(rewards), group_size=group_size,
+        response_mask=mask,
+        rewards=torch.tensor(rewards),
+        group_size=group_size,
         old_logprobs=torch.zeros_like(mask) if old is None else torch.tensor(old),
         ref_logprobs=None if ref is None else torch.tensor(ref),
-    )  # fmt: skip
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- baseline
+# ----------------------------------------------------------------------------------------- baseline
+
 
 def test_the_baseline_form_by_hand():
-    # By twos: [1, 0] -> ±0.7071, [1, 1] -> 0. Batch: mean 0, std √((0.5 + 0.5) / 3) = 0.57735 -> ±1.22474
+    # By twos: [1, 0] -> ±0.7071, [1, 1] -> 0. Batch: mean 0, std √((0.5 + 0.5) / 3) = 0.57735 ->
+    # ±1.22474
     advantages = reinforce_pp.baseline_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), 2)
     assert advantages.tolist() == pytest.approx([1.22474, -1.22474, 0.0, 0.0], abs=1e-4)
 
 
 def test_without_the_groups_std_a_wide_group_keeps_its_width():
-    # [1, 0, 3, 0] by twos, minus the means: ±0.5, ±1.5; std √(5 / 3) = 1.29099 -> ±0.38730, ±1.16190.
-    # With the groups' std all are ±0.70711, batch std √(2 / 3) = 0.81650 -> ±0.86603.
+    # [1, 0, 3, 0] by twos, minus the means: ±0.5, ±1.5; std √(5 / 3) = 1.29099 -> ±0.38730,
+    # ±1.16190. With the groups' std all are ±0.70711, batch std √(2 / 3) = 0.81650 -> ±0.86603.
     rewards = torch.tensor([1.0, 0.0, 3.0, 0.0])
     mean_only = reinforce_pp.baseline_advantages(rewards, 2, group_std=False)
     assert mean_only.tolist() == pytest.approx([0.38730, -0.38730, 1.16190, -1.16190], abs=1e-4)
-    assert reinforce_pp.baseline_advantages(rewards, 2).tolist() == pytest.approx([0.86603, -0.86603] * 2, abs=1e-4)
+    assert reinforce_pp.baseline_advantages(rewards, 2).tolist() == pytest.approx(
+        [0.86603, -0.86603] * 2, abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("group_std", [True, False])
@@ -59,81 +74,114 @@ def test_a_group_of_equal_rewards_is_exactly_zero_beside_others(group_std):
 
 @pytest.mark.parametrize(("rewards", "group_size"), [([1.0], 1), ([0.7] * 4, 2), ([1.0, 5.0], 1)])
 def test_nothing_to_compare_gives_zero_and_not_nan(rewards, group_size):
-    assert reinforce_pp.baseline_advantages(torch.tensor(rewards), group_size).tolist() == [0.0] * len(rewards)
+    assert reinforce_pp.baseline_advantages(torch.tensor(rewards), group_size).tolist() == [
+        0.0
+    ] * len(rewards)
 
 
 def test_the_length_of_the_answers_does_not_move_an_equal_group():
-    # Group [1, 0] with lengths 3 and 1, group [1, 1]. Token statistics would have the mean (3 − 1) · 0.7071 / 6 = 0.2357 and
-    # so give the equal group −0.2357 / 0.5270 = −0.447; over trajectories it is 0.
+    # Group [1, 0] with lengths 3 and 1, group [1, 1]. Token statistics would have the mean (3 − 1)
+    # · 0.7071 / 6 = 0.2357 and so give the equal group −0.2357 / 0.5270 = −0.447; over trajectories
+    # it is 0.
     mask = [[1, 1, 1], [1, 0, 0], [1, 0, 0], [1, 0, 0]]
     batch = make_batch([1.0, 0.0, 1.0, 1.0], mask)
-    advantages = reinforce_pp.compute_advantages(batch, make_recipe(algorithm="reinforce_pp_baseline"))
+    advantages = reinforce_pp.compute_advantages(
+        batch, make_recipe(algorithm="reinforce_pp_baseline")
+    )
     assert advantages[2:].abs().max() == 0
     assert advantages[0].tolist() == pytest.approx([1.22474] * 3, abs=1e-4)
     assert advantages[1].tolist() == pytest.approx([-1.22474, 0, 0], abs=1e-4)
-    tokens = grpo.group_normalize(batch.rewards, 2)[:, None].expand(4, 3)[batch.response_mask.bool()]
+    tokens = grpo.group_normalize(batch.rewards, 2)[:, None].expand(4, 3)[
+        batch.response_mask.bool()
+    ]
     by_tokens = (tokens - tokens.mean()) / tokens.std(correction=0)
     assert by_tokens[-1].item() == pytest.approx(-0.447, abs=1e-3)
 
 
 def test_the_recipe_chooses_the_form_and_its_group_std():
     batch = make_batch([1.0, 0.0, 3.0, 0.0], [[1], [1], [1], [1]])
-    baseline = reinforce_pp.compute_advantages(batch, make_recipe(algorithm="reinforce_pp_baseline", group_std=False))
-    assert baseline[:, 0].tolist() == pytest.approx([0.38730, -0.38730, 1.16190, -1.16190], abs=1e-4)
+    baseline = reinforce_pp.compute_advantages(
+        batch, make_recipe(algorithm="reinforce_pp_baseline", group_std=False)
+    )
+    assert baseline[:, 0].tolist() == pytest.approx(
+        [0.38730, -0.38730, 1.16190, -1.16190], abs=1e-4
+    )
     # plain: mean 1, squared distances 0 + 1 + 4 + 1 = 6, std √2 -> [0, −0.70711, 1.41421, −0.70711]
     plain = reinforce_pp.compute_advantages(batch, make_recipe())
     assert plain[:, 0].tolist() == pytest.approx([0.0, -0.70711, 1.41421, -0.70711], abs=1e-4)
 
 
 def test_the_baseline_form_takes_the_kl_of_the_whole_trajectory():
-    # kl_coef 0.1, k1 sums to 3 and 5 on model tokens: rewards 0.7, 0.5; group ±0.7071, batch std √(1 / 1) = 1 -> ±0.7071
-    batch = make_batch([1.0, 1.0], [[1, 1], [1, 0]], old=[[1.0, 2.0], [5.0, NAN]], ref=[[0.0, 0.0], [0.0, 0.0]])
+    # kl_coef 0.1, k1 sums to 3 and 5 on model tokens: rewards 0.7, 0.5; group ±0.7071, batch std
+    # √(1 / 1) = 1 -> ±0.7071
+    batch = make_batch(
+        [1.0, 1.0], [[1, 1], [1, 0]], old=[[1.0, 2.0], [5.0, NAN]], ref=[[0.0, 0.0], [0.0, 0.0]]
+    )
     recipe = make_recipe(algorithm="reinforce_pp_baseline", kl_place="reward", kl_coef=0.1)
     advantages = reinforce_pp.compute_advantages(batch, recipe)
     assert advantages[0].tolist() == pytest.approx([0.70711, 0.70711], abs=1e-4)
     assert advantages[1].tolist() == pytest.approx([-0.70711, 0.0], abs=1e-4)
 
 
-# ----------------------------------------------------------------------------------------------------- returns
+# ------------------------------------------------------------------------------------------ returns
+
 
 def test_returns_are_discounted_by_model_tokens_and_skip_documents():
-    # γ 0.5, mask [1, 0, 0, 1, 1]: G_4 = 4, G_3 = 2 + 0.5 · 4 = 4, G_0 = 1 + 0.5 · 4 = 3: one step, not three; 9 is nobody's.
-    returns = reinforce_pp.returns_to_go(torch.tensor([[1.0, 9, 9, 2, 4]]), torch.tensor([[1, 0, 0, 1, 1]]), 0.5)
+    # γ 0.5, mask [1, 0, 0, 1, 1]: G_4 = 4, G_3 = 2 + 0.5 · 4 = 4, G_0 = 1 + 0.5 · 4 = 3: one step,
+    # not three; 9 is nobody's.
+    returns = reinforce_pp.returns_to_go(
+        torch.tensor([[1.0, 9, 9, 2, 4]]), torch.tensor([[1, 0, 0, 1, 1]]), 0.5
+    )
     assert returns.tolist() == [[3.0, 0.0, 0.0, 4.0, 4.0]]
 
 
 def test_with_gamma_one_a_final_reward_reaches_every_model_token():
-    rewards, mask = torch.tensor([[0.0, 0, 0, 2, 0], [0, 0, 0, 0, 0]]), torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 0]])
+    rewards, mask = (
+        torch.tensor([[0.0, 0, 0, 2, 0], [0, 0, 0, 0, 0]]),
+        torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 0]]),
+    )
     returns = reinforce_pp.returns_to_go(rewards, mask)
     assert returns.tolist() == [[2, 0, 2, 2, 0], [0, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_what_stands_on_a_document_does_not_enter_a_return(bad):
-    returns = reinforce_pp.returns_to_go(torch.tensor([[1.0, bad, 2.0, bad]]), torch.tensor([[1, 0, 1, 0]]), 0.9)
+    returns = reinforce_pp.returns_to_go(
+        torch.tensor([[1.0, bad, 2.0, bad]]), torch.tensor([[1, 0, 1, 0]]), 0.9
+    )
     assert returns.tolist() == [[pytest.approx(2.8), 0.0, 2.0, 0.0]]
 
 
 def test_the_last_model_token_is_found_before_padding_and_documents():
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
-    assert reinforce_pp.last_model_token(mask).int().tolist() == [[0, 1, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert reinforce_pp.last_model_token(mask).int().tolist() == [
+        [0, 1, 0, 0],
+        [0, 0, 0, 1],
+        [1, 0, 0, 0],
+        [0, 0, 0, 0],
+    ]
 
 
 def test_token_rewards_are_the_kl_everywhere_and_the_reward_at_the_end():
     # kl_coef 0.1, k1 0.5: −0.05 per model token; reward 2 on the last one
-    batch = make_batch([2.0, 7.0], [[1, 0, 1, 0], [0, 0, 0, 0]], old=[[0.5] * 4, [0.5] * 4], ref=[[0.0] * 4] * 2)
+    batch = make_batch(
+        [2.0, 7.0], [[1, 0, 1, 0], [0, 0, 0, 0]], old=[[0.5] * 4, [0.5] * 4], ref=[[0.0] * 4] * 2
+    )
     found = reinforce_pp.token_rewards(batch, make_recipe(kl_place="reward", kl_coef=0.1))
     assert found[0].tolist() == pytest.approx([-0.05, 0.0, 1.95, 0.0])
     assert found[1].tolist() == [0.0] * 4
-    assert reinforce_pp.token_rewards(batch, make_recipe(kl_place="loss", kl_coef=0.1))[0].tolist() == [0.0, 0.0, 2.0, 0.0]
+    assert reinforce_pp.token_rewards(batch, make_recipe(kl_place="loss", kl_coef=0.1))[
+        0
+    ].tolist() == [0.0, 0.0, 2.0, 0.0]
 
 
-# ------------------------------------------------------------------------------------------------------- plain
+# -------------------------------------------------------------------------------------------- plain
+
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1, 1], [4, 1, 2, 3], [1, 4, 1, 1]])
 def test_the_plain_form_is_whitened_over_trajectories_whatever_their_lengths(lengths):
-    # rewards [1, 0, 1, 1]: mean 0.75, std √((3 · 0.0625 + 0.5625) / 3) = 0.5 -> 0.5, −1.5, 0.5, 0.5.
-    # Over the tokens of lengths [1, 4, 1, 1] the mean would be 3 / 7.
+    # rewards [1, 0, 1, 1]: mean 0.75, std √((3 · 0.0625 + 0.5625) / 3) = 0.5 -> 0.5, −1.5, 0.5,
+    # 0.5. Over the tokens of lengths [1, 4, 1, 1] the mean would be 3 / 7.
     mask = [[1] * n + [0] * (4 - n) for n in lengths]
     batch = make_batch([1.0, 0.0, 1.0, 1.0], mask)
     advantages = reinforce_pp.compute_advantages(batch, make_recipe())
@@ -142,9 +190,10 @@ def test_the_plain_form_is_whitened_over_trajectories_whatever_their_lengths(len
 
 
 def test_the_plain_form_with_kl_in_the_reward_by_hand():
-    # kl_coef 0.1. Row 0: k1 2 and 4, reward 1: r = −0.2, 0.6; returns 0.4, 0.6. Row 1: k1 1 and 3, reward 0: r = −0.1, −0.3;
-    # returns −0.4, −0.3. Mean (0.5 − 0.35) / 2 = 0.075. Mean squares: (0.325² + 0.525²) / 2 = 0.190625,
-    # (0.475² + 0.375²) / 2 = 0.183125; their mean 0.186875 · 2 / 1 = 0.37375; std 0.611351.
+    # kl_coef 0.1. Row 0: k1 2 and 4, reward 1: r = −0.2, 0.6; returns 0.4, 0.6. Row 1: k1 1 and 3,
+    # reward 0: r = −0.1, −0.3; returns −0.4, −0.3. Mean (0.5 − 0.35) / 2 = 0.075. Mean squares:
+    # (0.325² + 0.525²) / 2 = 0.190625, (0.475² + 0.375²) / 2 = 0.183125; their mean 0.186875 · 2 /
+    # 1 = 0.37375; std 0.611351.
     mask, old = [[1, 0, 1], [1, 1, 0]], [[2.0, NAN, 4.0], [1.0, 3.0, -INF]]
     batch = make_batch([1.0, 0.0], mask, old=old, ref=[[0.0, 0.0, 0.0], [0.0, 0.0, -INF]])
     advantages = reinforce_pp.compute_advantages(batch, make_recipe(kl_place="reward", kl_coef=0.1))
@@ -153,29 +202,37 @@ def test_the_plain_form_with_kl_in_the_reward_by_hand():
 
 
 def test_gamma_is_the_recipes():
-    # γ 0.5, rewards 1 and 0 on two tokens: returns 0.5, 1 and 0, 0. Mean 0.375; mean squares (0.015625 + 0.390625) / 2 =
-    # 0.203125 and 0.140625; their mean 0.171875 · 2 = 0.34375; std 0.586302 -> 0.21320, 1.06600, −0.63960.
-    advantages = reinforce_pp.compute_advantages(make_batch([1.0, 0.0], [[1, 1], [1, 1]]), make_recipe(gamma=0.5))
+    # γ 0.5, rewards 1 and 0 on two tokens: returns 0.5, 1 and 0, 0. Mean 0.375; mean squares
+    # (0.015625 + 0.390625) / 2 =
+    # 0.203125 and 0.140625; their mean 0.171875 · 2 = 0.34375; std 0.586302 -> 0.21320, 1.06600,
+    # −0.63960.
+    advantages = reinforce_pp.compute_advantages(
+        make_batch([1.0, 0.0], [[1, 1], [1, 1]]), make_recipe(gamma=0.5)
+    )
     assert advantages[0].tolist() == pytest.approx([0.21320, 1.06600], abs=1e-4)
     assert advantages[1].tolist() == pytest.approx([-0.63960, -0.63960], abs=1e-4)
 
 
 def test_a_trajectory_without_a_model_token_does_not_enter_the_statistics():
-    # The fourth row has reward 100 and no token: the other three, [1, 0, 1], have mean 2/3 and std √(1/3) = 0.57735.
+    # The fourth row has reward 100 and no token: the other three, [1, 0, 1], have mean 2/3 and std
+    # √(1/3) = 0.57735.
     batch = make_batch([1.0, 0.0, 1.0, 100.0], [[1, 1], [1, 0], [1, 1], [0, 0]])
     advantages = reinforce_pp.compute_advantages(batch, make_recipe())
     assert advantages[:, 0].tolist() == pytest.approx([0.57735, -1.15470, 0.57735, 0.0], abs=1e-4)
     assert advantages[3].tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("mask", [[[1, 1], [1, 0], [1, 1]], [[1, 1], [0, 0], [0, 0]], [[0, 0], [0, 0], [0, 0]]])
+@pytest.mark.parametrize(
+    "mask", [[[1, 1], [1, 0], [1, 1]], [[1, 1], [0, 0], [0, 0]], [[0, 0], [0, 0], [0, 0]]]
+)
 def test_equal_rewards_or_a_single_trajectory_give_exactly_zero(mask):
     batch = make_batch([0.7, 0.7, 0.7], mask, group_size=3)
     assert reinforce_pp.compute_advantages(batch, make_recipe()).abs().max() == 0
 
 
 def test_equal_rewards_of_unequal_answers_are_exactly_zero_too():
-    # The weights 1 / length / 4 do not sum to 1 in fp32: the mean of 0.7 is a rounding error away, and would be whitened.
+    # The weights 1 / length / 4 do not sum to 1 in fp32: the mean of 0.7 is a rounding error away,
+    # and would be whitened.
     mask = torch.tensor([[1] * n + [0] * (4 - n) for n in range(1, 5)])
     returns = mask * 0.7
     assert (ppo.sequence_weights(mask) * returns).sum() != returns[0, 0]
@@ -185,18 +242,26 @@ def test_equal_rewards_of_unequal_answers_are_exactly_zero_too():
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_what_stands_on_a_document_does_not_enter_the_statistics(bad):
     # rewards 1 and 0: mean 0.5, std √0.5 -> ±0.70711
-    advantages = reinforce_pp.whiten(torch.tensor([[1.0, bad], [0.0, 0.0]]), torch.tensor([[1, 0], [1, 1]]))
+    advantages = reinforce_pp.whiten(
+        torch.tensor([[1.0, bad], [0.0, 0.0]]), torch.tensor([[1, 0], [1, 1]])
+    )
     assert advantages[0].tolist() == pytest.approx([0.70711, 0.0], abs=1e-4)
     assert advantages[1].tolist() == pytest.approx([-0.70711, -0.70711], abs=1e-4)
 
 
-# --------------------------------------------------------------------------------------------------- interface
+# ---------------------------------------------------------------------------------------- interface
+
 
 def test_loss_and_weights_are_those_of_grpo():
-    batch, recipe = make_batch([1.0, 0.0], [[1, 0, 1], [1, 1, 1]]), make_recipe(loss_aggregation="token")
+    batch, recipe = (
+        make_batch([1.0, 0.0], [[1, 0, 1], [1, 1, 1]]),
+        make_recipe(loss_aggregation="token"),
+    )
     batch.advantages = reinforce_pp.compute_advantages(batch, recipe)
-    assert reinforce_pp.compute_token_weights(batch, recipe).tolist() == [[pytest.approx(0.2), 0.0, pytest.approx(0.2)],
-                                                                          [pytest.approx(0.2)] * 3]  # fmt: skip
+    assert reinforce_pp.compute_token_weights(batch, recipe).tolist() == [
+        [pytest.approx(0.2), 0.0, pytest.approx(0.2)],
+        [pytest.approx(0.2)] * 3,
+    ]
     # ratio e^0.1 = 1.10517; A = ±0.70711 (rewards 1 and 0: mean 0.5, std 0.70711)
     loss, _ = reinforce_pp.compute_loss(torch.full((2, 3), 0.1), batch, recipe)
     assert loss[0].tolist() == pytest.approx([-0.78147, 0.0, -0.78147], abs=1e-4)
@@ -209,16 +274,26 @@ def test_k1_in_the_loss_and_a_missing_reference_are_refused():
         reinforce_pp.compute_advantages(batch, make_recipe(kl_place="reward", kl_coef=0.1))
     batch.advantages, batch.ref_logprobs = torch.zeros(2, 1), ref
     with pytest.raises(InputError, match="k1"):
-        reinforce_pp.compute_loss(ref, batch, make_recipe(kl_place="loss", kl_coef=0.1, kl_estimator="k1"))
+        reinforce_pp.compute_loss(
+            ref, batch, make_recipe(kl_place="loss", kl_coef=0.1, kl_estimator="k1")
+        )
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce_pp", "reinforce_pp_baseline"])
 def test_the_batch_is_not_changed(algorithm):
-    batch = make_batch([1.0, 0.0], [[1, 0], [1, 1]], old=[[0.1, 0.2], [0.3, 0.4]], ref=[[0.0, 0.0], [0.0, 0.0]])
+    batch = make_batch(
+        [1.0, 0.0], [[1, 0], [1, 1]], old=[[0.1, 0.2], [0.3, 0.4]], ref=[[0.0, 0.0], [0.0, 0.0]]
+    )
     before = copy.deepcopy(vars(batch))
-    reinforce_pp.compute_advantages(batch, make_recipe(algorithm=algorithm, kl_place="reward", kl_coef=0.1))
+    reinforce_pp.compute_advantages(
+        batch, make_recipe(algorithm=algorithm, kl_place="reward", kl_coef=0.1)
+    )
     assert set(vars(batch)) == set(before)
-    assert all(torch.equal(value, getattr(batch, name)) for name, value in before.items() if torch.is_tensor(value))
+    assert all(
+        torch.equal(value, getattr(batch, name))
+        for name, value in before.items()
+        if torch.is_tensor(value)
+    )
 
 
 def test_running_the_file_works_both_forms(capsys):

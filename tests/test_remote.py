@@ -1,4 +1,6 @@
-"""remote.py: both ends over real sockets: what goes over the wire, every way to fail, and fifty clients at once."""
+"""remote.py: both ends over real sockets: what goes over the wire, every way to fail, and fifty
+clients at once.
+"""
 
 import contextlib
 import doctest
@@ -33,12 +35,22 @@ TOWNS = [
 ]
 
 
-# ---------------------------------------------------------------------------------------- a server that fails
+# ------------------------------------------------------------------------------ a server that fails
+
 
 def listed(payload, score=True):
     """What a well server answers: each query finds passages named after it."""
-    names = [[f"{query} {i}" for i in range(payload.get("topk", payload.get("k")))] for query in payload["queries"]]
-    return [[{"document": {"id": name, "contents": f'"{name}"\nabout {name}'}, "score": 1.0} for name in one] for one in names]
+    names = [
+        [f"{query} {i}" for i in range(payload.get("topk", payload.get("k")))]
+        for query in payload["queries"]
+    ]
+    return [
+        [
+            {"document": {"id": name, "contents": f'"{name}"\nabout {name}'}, "score": 1.0}
+            for name in one
+        ]
+        for one in names
+    ]
 
 
 def well(path, payload, number):
@@ -52,8 +64,9 @@ class Patient(ThreadingHTTPServer):
 
 
 class Server:
-    """`script(path, payload, number)` -> (status, body), or bytes to be sent raw, or None to say nothing. number counts from 0,
-    the probe at construction included."""
+    """`script(path, payload, number)` -> (status, body), or bytes to be sent raw, or None to say
+    nothing. number counts from 0, the probe at construction included.
+    """
 
     def __init__(self, script=well):
         self.posts, self.script, self.released = [], script, threading.Event()
@@ -89,7 +102,9 @@ class Server:
 
     def queries(self):
         """Of every request but the probe."""
-        return [payload["queries"] for _, payload in self.posts if payload["queries"] != [remote.PROBE]]
+        return [
+            payload["queries"] for _, payload in self.posts if payload["queries"] != [remote.PROBE]
+        ]
 
 
 @pytest.fixture
@@ -108,7 +123,9 @@ def start():
 
 def after_probe(script):
     """`script`, but the probe is answered well."""
-    return lambda path, payload, number: (well if payload["queries"] == [remote.PROBE] else script)(path, payload, number)
+    return lambda path, payload, number: (well if payload["queries"] == [remote.PROBE] else script)(
+        path, payload, number
+    )
 
 
 def quick(url, **settings):
@@ -124,13 +141,16 @@ def titles(found):
     return [[document.title for document in one] for one in found]
 
 
-# -------------------------------------------------------------------------------------------------- detection
+# ---------------------------------------------------------------------------------------- detection
+
 
 def test_both_protocols_are_found_under_the_base_and_under_the_full_address(start):
     def queries_only(path, payload, number):
         if path != "/queries":
             return 404, b"{}"
-        texts = [[f'"{query}"\ntext {i}' for i in range(payload["k"])] for query in payload["queries"]]
+        texts = [
+            [f'"{query}"\ntext {i}' for i in range(payload["k"])] for query in payload["queries"]
+        ]
         return 200, json.dumps({"answers": texts}).encode()
 
     for server, path in ((start(), "/retrieve"), (start(queries_only), "/queries")):
@@ -144,7 +164,10 @@ def test_both_protocols_are_found_under_the_base_and_under_the_full_address(star
 def test_what_is_sent_asks_for_scores_always(start):
     server = start()
     quick(server.url).search(["a", "b"], 7)
-    assert server.posts[-1] == ("/retrieve", {"queries": ["a", "b"], "topk": 7, "return_scores": True})
+    assert server.posts[-1] == (
+        "/retrieve",
+        {"queries": ["a", "b"], "topk": 7, "return_scores": True},
+    )
 
 
 def test_nobody_there_or_somebody_else_is_one_line_that_says_what_was_tried(start):
@@ -154,9 +177,14 @@ def test_nobody_there_or_somebody_else_is_one_line_that_says_what_was_tried(star
     with pytest.raises(InputError) as error:
         quick(url)
     refused = f"POST {url}/retrieve: Connection refused; POST {url}/queries: Connection refused"
-    assert str(error.value) == f"no retriever answers: {refused}: start the server, or correct its address"
+    assert (
+        str(error.value)
+        == f"no retriever answers: {refused}: start the server, or correct its address"
+    )
     other = start(lambda *_: (200, b"<html>\nWelcome\n</html>"))
-    with pytest.raises(InputError, match=r"/retrieve: a reply that is not JSON.*Welcome.*/queries: a reply") as error:
+    with pytest.raises(
+        InputError, match=r"/retrieve: a reply that is not JSON.*Welcome.*/queries: a reply"
+    ) as error:
         quick(other.url)
     assert "\n" not in str(error.value)
     with pytest.raises(InputError, match=r"/retrieve: nothing within 0\.1 s") as error:
@@ -166,12 +194,16 @@ def test_nobody_there_or_somebody_else_is_one_line_that_says_what_was_tried(star
         quick("127.0.0.1:8000")
 
 
-# ------------------------------------------------------------------------------------------- shapes of replies
+# -------------------------------------------------------------------------------- shapes of replies
+
 
 @pytest.mark.parametrize(
     ("item", "expected"),
     [
-        ({"document": {"contents": '"Ana "the map" Bell"\nborn\nthere'}, "score": 2}, ('Ana "the map" Bell', "born\nthere")),
+        (
+            {"document": {"contents": '"Ana "the map" Bell"\nborn\nthere'}, "score": 2},
+            ('Ana "the map" Bell', "born\nthere"),
+        ),
         ({"id": 7, "contents": '"Ana"\nborn'}, ("Ana", "born")),
         ({"document": {"id": 7.0, "title": "Ana", "text": "born"}}, ("Ana", "born")),
         ({"document": '"Ana"\nborn', "score": 1}, ("Ana", "born")),
@@ -181,7 +213,7 @@ def test_nobody_there_or_somebody_else_is_one_line_that_says_what_was_tried(star
         ("Title: Ana Text:  born", ("Ana", "born")),
         ({"contents": "half a \ud800 sign"}, ("", "half a ? sign")),
     ],
-)  # fmt: skip
+)
 def test_a_passage_is_read_in_any_form(item, expected):
     found = read_document(item)
     assert (found.title, found.text) == expected
@@ -192,16 +224,26 @@ def test_ids_are_strings_and_where_there_is_none_the_text_decides():
         return read_document({"contents": '"Ana"\nborn', **more}).id
 
     assert [passage(id=7), passage(id="x"), passage(_id=8), passage(id=0)] == ["7", "x", "8", "0"]
-    assert passage() == passage(id=None) == passage(id="") == read_document({"title": "Ana", "text": "born"}).id
+    assert (
+        passage()
+        == passage(id=None)
+        == passage(id="")
+        == read_document({"title": "Ana", "text": "born"}).id
+    )
     assert passage() != read_document('"Ana"\nborn there').id and len(passage()) == 16
 
 
-@pytest.mark.parametrize("item", [None, "", " ", {"document": None, "score": 0}, {"contents": ""}, {"title": "", "text": None}])
+@pytest.mark.parametrize(
+    "item",
+    [None, "", " ", {"document": None, "score": 0}, {"contents": ""}, {"title": "", "text": None}],
+)
 def test_an_empty_slot_is_left_out(item):
     assert read_document(item) is None
 
 
-@pytest.mark.parametrize("item", [7, True, [], ["x"], {}, {"id": "1"}, {"document": [1]}, {"contents": 5}, {"title": 5}])
+@pytest.mark.parametrize(
+    "item", [7, True, [], ["x"], {}, {"id": "1"}, {"document": [1]}, {"contents": 5}, {"title": 5}]
+)
 def test_anything_else_is_a_fault_that_may_be_tried_again(item):
     with pytest.raises(Fault, match="wrong shape: no passage") as fault:
         read_document(item)
@@ -210,7 +252,14 @@ def test_anything_else_is_a_fault_that_may_be_tried_again(item):
 
 def test_too_many_are_cut_too_few_are_kept_and_so_are_duplicates(start):
     one = {"contents": "same"}
-    server = start(lambda *_: (200, json.dumps({"result": [[None, one, one, {"contents": "b"}, {"contents": "c"}]]}).encode()))
+    server = start(
+        lambda *_: (
+            200,
+            json.dumps(
+                {"result": [[None, one, one, {"contents": "b"}, {"contents": "c"}]]}
+            ).encode(),
+        )
+    )
     retriever = quick(server.url)
     assert [d.text for d in retriever.search(["a"], 3)[0]] == ["same", "same", "b"]
     assert len(retriever.search(["a"], 9)[0]) == 4
@@ -218,10 +267,24 @@ def test_too_many_are_cut_too_few_are_kept_and_so_are_duplicates(start):
 
 @pytest.mark.parametrize(
     "reply",
-    [{"result": [[5]]}, {"result": [[], [], []]}, {"result": []}, {"result": None}, {"result": {}}, {"answers": [[], []]}, {},
-     [[], []], None, "x", {"result": [[], None]}, {"result": [[], {}]}, {"result": [[], [5]]}, {"result": [["x"], "x"]},
-     {"error": {"message": "out of memory"}}],
-)  # fmt: skip
+    [
+        {"result": [[5]]},
+        {"result": [[], [], []]},
+        {"result": []},
+        {"result": None},
+        {"result": {}},
+        {"answers": [[], []]},
+        {},
+        [[], []],
+        None,
+        "x",
+        {"result": [[], None]},
+        {"result": [[], {}]},
+        {"result": [[], [5]]},
+        {"result": [["x"], "x"]},
+        {"error": {"message": "out of memory"}},
+    ],
+)
 def test_a_reply_of_another_shape_is_a_fault_after_all_tries(start, reply):
     server = start(after_probe(lambda *_: (200, json.dumps(reply).encode())))
     with pytest.raises(Fault, match="wrong shape: "):
@@ -229,7 +292,8 @@ def test_a_reply_of_another_shape_is_a_fault_after_all_tries(start, reply):
     assert len(server.queries()) == 2
 
 
-# ------------------------------------------------------------------------------------------ what is sent, and kept
+# --------------------------------------------------------------------------- what is sent, and kept
+
 
 def test_nothing_is_sent_for_no_query_or_for_no_passage(start):
     server = start()
@@ -241,7 +305,13 @@ def test_nothing_is_sent_for_no_query_or_for_no_passage(start):
 def test_each_distinct_query_is_sent_once_in_batches_and_answered_in_order(start):
     server = start()
     retriever = quick(server.url, batch_size=2)
-    assert titles(retriever.search(["c", "a", "c", "b", "a"], 1)) == [["c 0"], ["a 0"], ["c 0"], ["b 0"], ["a 0"]]
+    assert titles(retriever.search(["c", "a", "c", "b", "a"], 1)) == [
+        ["c 0"],
+        ["a 0"],
+        ["c 0"],
+        ["b 0"],
+        ["a 0"],
+    ]
     assert server.queries() == [["c", "a"], ["b"]]
     assert titles(retriever.search(["b", "d"], 1)) == [["b 0"], ["d 0"]]
     assert server.queries()[2:] == [["d"]]
@@ -265,13 +335,27 @@ def test_the_latest_used_results_are_remembered_and_size_0_remembers_none(start)
     assert [recent.get(key) for key in "abc"] == [[1], None, [3]]
     server = start()
     none, few = quick(server.url, cache_size=0), quick(server.url, cache_size=1)
-    assert titles(none.search(["a", "b", "a"], 1) + none.search(["a"], 1)) == [["a 0"], ["b 0"], ["a 0"], ["a 0"]]
+    assert titles(none.search(["a", "b", "a"], 1) + none.search(["a"], 1)) == [
+        ["a 0"],
+        ["b 0"],
+        ["a 0"],
+        ["a 0"],
+    ]
     assert server.queries() == [["a", "b"], ["a"]]
-    assert titles(few.search(["a", "b", "a"], 1)) == [["a 0"], ["b 0"], ["a 0"]]  # more than fit, in one call
+    assert titles(few.search(["a", "b", "a"], 1)) == [
+        ["a 0"],
+        ["b 0"],
+        ["a 0"],
+    ]  # more than fit, in one call
 
 
 def test_an_empty_list_is_an_answer_and_is_remembered(start):
-    server = start(lambda path, payload, number: (200, json.dumps({"result": [[] for _ in payload["queries"]]}).encode()))
+    server = start(
+        lambda path, payload, number: (
+            200,
+            json.dumps({"result": [[] for _ in payload["queries"]]}).encode(),
+        )
+    )
     retriever = quick(server.url)
     assert retriever.search(["a"], 3) == retriever.search(["a"], 3) == [[]]
     assert server.queries() == [["a"]]
@@ -293,12 +377,19 @@ def test_many_threads_may_search_at_once(start):
     assert not wrong and not any(thread.is_alive() for thread in threads)
 
 
-# ------------------------------------------------------------------------------------------------------ faults
+# ------------------------------------------------------------------------------------------- faults
+
 
 def test_what_goes_well_the_second_time_is_no_fault(start):
     half = b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n{"
     bad = [(500, b"ill"), (503, b"{}"), (200, b'{"result": [['), (200, b"{}"), half, b""]
-    server = start(after_probe(lambda path, payload, number: bad[number // 2] if number % 2 else well(path, payload, number)))
+    server = start(
+        after_probe(
+            lambda path, payload, number: (
+                bad[number // 2] if number % 2 else well(path, payload, number)
+            )
+        )
+    )
     retriever = quick(server.url, retries=1)
     for i in range(len(bad)):
         assert titles(retriever.search([f"q{i}"], 1)) == [[f"q{i} 0"]]
@@ -307,10 +398,15 @@ def test_what_goes_well_the_second_time_is_no_fault(start):
 
 @pytest.mark.parametrize(
     ("reply", "said", "tries"),
-    [((500, b'{"error": {"message": "no memory"}}'), "HTTP 500 no memory", 3), ((404, b"gone"), "HTTP 404 gone", 1),
-     ((400, b"no"), "HTTP 400 no", 1), ((200, b"<p>"), "not JSON", 3), (b"", "closed connection", 3),
-     (b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n{", "half an answer", 3)],
-)  # fmt: skip
+    [
+        ((500, b'{"error": {"message": "no memory"}}'), "HTTP 500 no memory", 3),
+        ((404, b"gone"), "HTTP 404 gone", 1),
+        ((400, b"no"), "HTTP 400 no", 1),
+        ((200, b"<p>"), "not JSON", 3),
+        (b"", "closed connection", 3),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n{", "half an answer", 3),
+    ],
+)
 def test_a_fault_is_raised_after_all_tries_that_may_help(start, reply, said, tries):
     server = start(after_probe(lambda *_: reply))
     with pytest.raises(Fault, match=said):
@@ -336,18 +432,30 @@ def test_a_server_fifty_times_slower_than_the_limit_costs_the_tries_and_no_more(
 
 
 def poisoned(*bad, reply=(500, b"")):
-    return lambda path, payload, number: reply if {*bad} & {*payload["queries"]} else well(path, payload, number)
+    return lambda path, payload, number: (
+        reply if {*bad} & {*payload["queries"]} else well(path, payload, number)
+    )
 
 
-@pytest.mark.parametrize("reply", [(500, b""), (400, b"odd"), (200, b"<p>"), (200, b'{"result": []}'), b""])
+@pytest.mark.parametrize(
+    "reply", [(500, b""), (400, b"odd"), (200, b"<p>"), (200, b'{"result": []}'), b""]
+)
 def test_one_bad_query_costs_no_other_its_passages(start, reply):
     server = start(poisoned("poison", reply=reply))
     retriever = quick(server.url)
     ana, bo, poison, kelmouth = retriever.search(["ana", "bo", "poison", "kelmouth"], 1)
     assert titles([ana, bo, kelmouth]) == [["ana 0"], ["bo 0"], ["kelmouth 0"]] and poison is None
-    assert server.queries() == [["ana", "bo", "poison", "kelmouth"], ["ana", "bo"], ["poison", "kelmouth"], ["poison"],
-                                ["kelmouth"]]  # fmt: skip
-    assert retriever.search(["poison", "ana"], 1) == [None, ana]  # what is remembered is an answer too
+    assert server.queries() == [
+        ["ana", "bo", "poison", "kelmouth"],
+        ["ana", "bo"],
+        ["poison", "kelmouth"],
+        ["poison"],
+        ["kelmouth"],
+    ]
+    assert retriever.search(["poison", "ana"], 1) == [
+        None,
+        ana,
+    ]  # what is remembered is an answer too
     assert server.queries()[5:] == [["poison"]]
     with pytest.raises(Fault):
         retriever.search(["poison"], 1)
@@ -357,7 +465,12 @@ def test_bad_queries_among_many_are_found_and_retries_are_for_whole_batches(star
     names = [f"q{i}" for i in range(100)]
     server = start(poisoned("q0", "q41", "q42", "q99"))
     found = quick(server.url, retries=1).search(names, 1)
-    assert [name for name, one in zip(names, found, strict=True) if one is None] == ["q0", "q41", "q42", "q99"]
+    assert [name for name, one in zip(names, found, strict=True) if one is None] == [
+        "q0",
+        "q41",
+        "q42",
+        "q99",
+    ]
     assert [len(queries) for queries in server.queries()[:3]] == [100, 100, 50]
 
 
@@ -369,7 +482,9 @@ def test_a_server_that_drops_lists_is_asked_for_each_query_alone(start):
 
 
 def test_a_request_that_is_refused_for_all_says_what_the_server_said_after_a_few_tries(start):
-    server = start(after_probe(lambda *_: (400, b'{"error": {"message": "\'topk\' must be at most 10"}}')))
+    server = start(
+        after_probe(lambda *_: (400, b'{"error": {"message": "\'topk\' must be at most 10"}}'))
+    )
     with pytest.raises(Fault, match="HTTP 400 'topk' must be at most 10"):
         quick(server.url).search([f"q{i}" for i in range(256)], 99)
     assert len(server.queries()) == 1 + 4 * 8  # the batch, and four times log2(256)
@@ -383,9 +498,13 @@ def test_a_path_that_is_gone_is_not_halved(start):
 
 
 def test_a_query_that_hangs_leaves_time_for_the_others(start):
-    # The whole batch hangs for 1 s; of the halves' one second each request has 1 / (2 log2(4)) = 0.25 s: [hangs, a] and
-    # [hangs] take half of it.
-    server = start(lambda path, payload, number: None if "hangs" in payload["queries"] else well(path, payload, number))
+    # The whole batch hangs for 1 s; of the halves' one second each request has 1 / (2 log2(4)) =
+    # 0.25 s: [hangs, a] and [hangs] take half of it.
+    server = start(
+        lambda path, payload, number: (
+            None if "hangs" in payload["queries"] else well(path, payload, number)
+        )
+    )
     found = quick(server.url, timeout=1).search(["hangs", "a", "b", "c"], 1)
     assert found[0] is None and titles(found[1:]) == [["a 0"], ["b 0"], ["c 0"]]
 
@@ -409,7 +528,9 @@ def test_a_batch_that_meets_nobody_leaves_the_rows_of_the_batches_before_it(star
 def test_a_call_ends_within_the_seconds_it_names(start):
     server = start(after_probe(lambda *_: None))
     retriever = quick(server.url, timeout=0.2, retries=1, batch_size=4, backoff=0.1)
-    assert retriever.seconds(9, 5) == pytest.approx(3 * (3 * 0.2 + 0.1))  # three batches of two tries, one wait, and halves
+    assert retriever.seconds(9, 5) == pytest.approx(
+        3 * (3 * 0.2 + 0.1)
+    )  # three batches of two tries, one wait, and halves
     assert retriever.seconds(0, 5) == 0
     began = time.monotonic()
     with pytest.raises(Fault, match=r"nothing within 0\.2 s"):
@@ -424,7 +545,8 @@ def test_a_fault_on_our_way_is_a_500_so_that_the_client_can_find_the_query(start
     assert found[1] is None and titles([found[0], found[2]]) == [["ana 0"], ["bo 0"]]
 
 
-# -------------------------------------------------------------------------------------------- our own server
+# ----------------------------------------------------------------------------------- our own server
+
 
 class Broken:
     """Fails for one query."""
@@ -464,7 +586,19 @@ def exchange(url, path="/retrieve", body=None, method="POST", headers=None):
 
 
 def test_a_search_over_http_finds_what_one_in_this_process_finds(towns):
-    bm25, queries = BM25(TOWNS), ["where was Ana Bell born", "", "lanterns", "鐘", "unknown", "x" * 5000, "a \ud800 b", '"\n']
+    bm25, queries = (
+        BM25(TOWNS),
+        [
+            "where was Ana Bell born",
+            "",
+            "lanterns",
+            "鐘",
+            "unknown",
+            "x" * 5000,
+            "a \ud800 b",
+            '"\n',
+        ],
+    )
     for k in (1, 3, 9):
         assert HttpRetriever(towns).search(queries, k) == bm25.search(queries, k)
         plain = [[(d.title, d.text) for d in one] for one in bm25.search(queries, k)]
@@ -483,13 +617,17 @@ def test_so_it_does_on_real_passages():
 
 
 def test_scores_come_if_they_are_asked_for_and_null_where_there_are_none(towns):
-    status, reply = exchange(towns, body={"queries": ["kelmouth city", "varen"], "topk": 2, "return_scores": True})
+    status, reply = exchange(
+        towns, body={"queries": ["kelmouth city", "varen"], "topk": 2, "return_scores": True}
+    )
     expected = BM25(TOWNS).search_scored(["kelmouth city", "varen"], 2)
     assert status == 200
     found = [[(item["document"]["id"], item["score"]) for item in one] for one in reply["result"]]
     assert found == [[(document.id, score) for document, score in one] for one in expected]
     _, bare = exchange(towns, body={"queries": ["varen"], "topk": 1})
-    assert bare == {"result": [[{"id": "3", "contents": '"The "Ost""\nThe Ost flows by Varen.\nIt is long.'}]]}
+    assert bare == {
+        "result": [[{"id": "3", "contents": '"The "Ost""\nThe Ost flows by Varen.\nIt is long.'}]]
+    }
     assert search_scored(RandomRetriever(TOWNS), ["a"], 1)[0][0][1] is None
     with served(RandomRetriever(TOWNS)) as url:
         _, reply = exchange(url, body={"queries": ["varen"], "topk": 1, "return_scores": True})
@@ -502,9 +640,16 @@ def test_a_title_of_two_lines_stays_a_title():
 
 
 def test_health_names_the_retriever_and_counts_its_passages(towns):
-    assert exchange(towns, "/health", method="GET") == (200, {"status": "ok", "passages": 5, "retriever": "bm25"})
+    assert exchange(towns, "/health", method="GET") == (
+        200,
+        {"status": "ok", "passages": 5, "retriever": "bm25"},
+    )
     with served(EmptyRetriever()) as url:
-        assert exchange(url, "/health", method="GET")[1] == {"status": "ok", "passages": None, "retriever": "EmptyRetriever"}
+        assert exchange(url, "/health", method="GET")[1] == {
+            "status": "ok",
+            "passages": None,
+            "retriever": "EmptyRetriever",
+        }
 
 
 def test_no_query_and_an_empty_query_are_in_order_and_so_is_no_number(towns):
@@ -517,25 +662,48 @@ def test_no_query_and_an_empty_query_are_in_order_and_so_is_no_number(towns):
 
 @pytest.mark.parametrize(
     ("body", "said"),
-    [(b"{", "no JSON"), (b"", "no JSON"), (b"\xff", "no JSON"), (b"[" * 100_000, "no JSON"), ([], "no object"),
-     (None, "no JSON"), ({}, "'queries' must"), ({"queries": "ana"}, "'queries' must"),
-     ({"queries": ["a", None]}, "'queries' must"), ({"queries": [["a"]]}, "'queries' must"),
-     ({"queries": ["a"], "topk": 0}, "'topk' must be a whole number from 1 to 1000"),
-     ({"queries": ["a"], "topk": True}, "'topk' must"), ({"queries": ["a"], "topk": 2.0}, "'topk' must"),
-     ({"queries": ["a"], "topk": "3"}, "'topk' must"), ({"queries": ["a"], "topk": 1001}, "'topk' must"),
-     ({"queries": ["a"], "topk": -1}, "'topk' must"), ({"queries": ["a"], "return_scores": "yes"}, "'return_scores' must"),
-     ({"queries": ["a"] * 10_001}, "10,001 queries: send at most 10,000")],
-)  # fmt: skip
+    [
+        (b"{", "no JSON"),
+        (b"", "no JSON"),
+        (b"\xff", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        ([], "no object"),
+        (None, "no JSON"),
+        ({}, "'queries' must"),
+        ({"queries": "ana"}, "'queries' must"),
+        ({"queries": ["a", None]}, "'queries' must"),
+        ({"queries": [["a"]]}, "'queries' must"),
+        ({"queries": ["a"], "topk": 0}, "'topk' must be a whole number from 1 to 1000"),
+        ({"queries": ["a"], "topk": True}, "'topk' must"),
+        ({"queries": ["a"], "topk": 2.0}, "'topk' must"),
+        ({"queries": ["a"], "topk": "3"}, "'topk' must"),
+        ({"queries": ["a"], "topk": 1001}, "'topk' must"),
+        ({"queries": ["a"], "topk": -1}, "'topk' must"),
+        ({"queries": ["a"], "return_scores": "yes"}, "'return_scores' must"),
+        ({"queries": ["a"] * 10_001}, "10,001 queries: send at most 10,000"),
+    ],
+)
 def test_a_request_that_is_not_in_order_is_told_so(towns, body, said):
-    status, reply = exchange(towns, body=body, headers={} if body is not None else {"Content-Length": "0"})
-    assert status == 400 and said in reply["error"]["message"] and "\n" not in reply["error"]["message"]
+    status, reply = exchange(
+        towns, body=body, headers={} if body is not None else {"Content-Length": "0"}
+    )
+    assert (
+        status == 400
+        and said in reply["error"]["message"]
+        and "\n" not in reply["error"]["message"]
+    )
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status", "said"),
-    [("POST", "/search", 404, "POST /retrieve, POST /queries or GET /health"), ("GET", "/", 404, "POST /retrieve"),
-     ("GET", "/retrieve", 405, "asked with POST"), ("POST", "/health", 405, "GET /health"), ("PUT", "/retrieve", 501, "PUT")],
-)  # fmt: skip
+    [
+        ("POST", "/search", 404, "POST /retrieve, POST /queries or GET /health"),
+        ("GET", "/", 404, "POST /retrieve"),
+        ("GET", "/retrieve", 405, "asked with POST"),
+        ("POST", "/health", 405, "GET /health"),
+        ("PUT", "/retrieve", 501, "PUT"),
+    ],
+)
 def test_a_wrong_path_or_method_is_told_the_right_one(towns, method, path, status, said):
     found, reply = exchange(towns, path, {"queries": ["a"]} if method != "GET" else None, method)
     assert found == status and said in reply["error"]["message"]
@@ -555,15 +723,26 @@ def raw(url, data, wait=5.0):
 
 @pytest.mark.parametrize(
     ("header", "status"),
-    [(b"", b"411"), (b"Transfer-Encoding: chunked\r\n", b"411"), (b"Content-Length: ten\r\n", b"400"),
-     (b"Content-Length: -1\r\n", b"400"), (b"Content-Length: 16777217\r\n", b"413"),
-     (b"Content-Length: " + b"9" * 6000 + b"\r\n", b"413")],
-)  # fmt: skip
+    [
+        (b"", b"411"),
+        (b"Transfer-Encoding: chunked\r\n", b"411"),
+        (b"Content-Length: ten\r\n", b"400"),
+        (b"Content-Length: -1\r\n", b"400"),
+        (b"Content-Length: 16777217\r\n", b"413"),
+        (b"Content-Length: " + b"9" * 6000 + b"\r\n", b"413"),
+    ],
+)
 def test_a_body_without_a_good_length_is_refused_before_it_is_read(towns, header, status):
     began = time.monotonic()
     reply = raw(towns, b"POST /retrieve HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n")
-    assert reply.split()[1] == status and b'{"error": {"message": ' in reply and b"Connection: close" in reply
-    assert time.monotonic() - began < 10  # the answer and its end come at once, whatever is not sent
+    assert (
+        reply.split()[1] == status
+        and b'{"error": {"message": ' in reply
+        and b"Connection: close" in reply
+    )
+    assert (
+        time.monotonic() - began < 10
+    )  # the answer and its end come at once, whatever is not sent
 
 
 def test_a_client_that_sends_far_too_much_can_still_read_why(towns):
@@ -588,7 +767,10 @@ def test_a_retriever_that_raises_is_a_500_of_one_line_and_the_next_request_goes_
     with served(Broken()) as url:
         for _ in range(2):
             status, reply = exchange(url, body={"queries": ["a", "boom"]})
-            assert (status, reply) == (500, {"error": {"message": "the retriever failed: RuntimeError: no memory left"}})
+            assert (status, reply) == (
+                500,
+                {"error": {"message": "the retriever failed: RuntimeError: no memory left"}},
+            )
             assert exchange(url, body={"queries": ["a"], "topk": 1})[0] == 200
     assert capsys.readouterr().err == "the retriever failed: RuntimeError: no memory left\n" * 2
 
@@ -601,10 +783,14 @@ def test_several_requests_may_come_over_one_connection(towns):
         found = json.loads(connection.getresponse().read())["result"][0][0]["id"]
         assert found == {"ana": "1", "varen": "3"}[query]
     connection.close()
-    assert time.monotonic() - began < 6  # 200 · 40 ms = 8 s if each answer's second piece waited for an ACK
+    assert (
+        time.monotonic() - began < 6
+    )  # 200 · 40 ms = 8 s if each answer's second piece waited for an ACK
 
 
-def test_a_client_that_says_nothing_is_left_after_a_while_and_the_others_are_served(monkeypatch, towns):
+def test_a_client_that_says_nothing_is_left_after_a_while_and_the_others_are_served(
+    monkeypatch, towns
+):
     assert remote._Handler.timeout == remote.PATIENCE
     monkeypatch.setattr(remote._Handler, "timeout", 0.2)
     for start in (b"", b"POST /retri", b"POST /retrieve HTTP/1.1\r\nContent-Length: 50\r\n\r\n{"):
@@ -632,7 +818,10 @@ def test_so_is_a_head_that_never_ends(monkeypatch, towns):
     monkeypatch.setattr(remote._Handler, "timeout", 0.3)
     host, port = towns.removeprefix("http://").split(":")
     began, received = time.monotonic(), None
-    with socket.create_connection((host, int(port)), timeout=0.05) as connection, contextlib.suppress(ConnectionError):
+    with (
+        socket.create_connection((host, int(port)), timeout=0.05) as connection,
+        contextlib.suppress(ConnectionError),
+    ):
         connection.sendall(b"POST /retrieve HTTP/1.1\r\nX: ")
         while received != b"" and time.monotonic() - began < 5:
             connection.sendall(b"x")
@@ -665,9 +854,15 @@ def test_a_server_may_listen_at_an_ipv6_address(capsys):
 def test_clients_that_go_away_leave_no_traceback(towns, capfd):
     host, port = towns.removeprefix("http://").split(":")
     body = json.dumps({"queries": ["ana"] * 5000, "topk": 5}).encode()
-    for sent in (b"", b"POST", b"POST /retrieve HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)):
+    for sent in (
+        b"",
+        b"POST",
+        b"POST /retrieve HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body),
+    ):
         connection = socket.create_connection((host, int(port)))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close at once, with a reset
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"
+        )  # close at once, with a reset
         connection.sendall(sent)
         connection.close()
     assert exchange(towns, body={"queries": ["a"]})[0] == 200
@@ -685,7 +880,9 @@ def test_fifty_clients_at_once_get_right_answers_without_an_error():
                 gate.wait(10)
                 retriever = HttpRetriever(url, timeout=30, retries=0)
                 for turn in range(5):
-                    queries = [f"mayor of town{(number * 5 + turn + i * 37) % 200}" for i in range(4)]
+                    queries = [
+                        f"mayor of town{(number * 5 + turn + i * 37) % 200}" for i in range(4)
+                    ]
                     if retriever.search(queries, 3) != bm25.search(queries, 3):
                         wrong.append(queries)
             except Exception as error:
@@ -718,7 +915,9 @@ def test_the_retriever_is_asked_by_one_thread_at_a_time():
 
 def test_a_port_that_is_taken_and_one_that_is_none_are_one_line(towns):
     port = int(towns.rpartition(":")[2])
-    with pytest.raises(InputError, match=rf"127\.0\.0\.1:{port}: cannot listen there \(Address already in use\)"):
+    with pytest.raises(
+        InputError, match=rf"127\.0\.0\.1:{port}: cannot listen there \(Address already in use\)"
+    ):
         RetrievalServer(BM25(TOWNS), port=port)
     with pytest.raises(InputError, match="70000: cannot listen there"):
         RetrievalServer(BM25(TOWNS), port=70000)

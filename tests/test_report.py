@@ -27,19 +27,26 @@ def test_the_docstring_examples_are_true():
     assert doctest.testmod(report).failed == 0
 
 
-# ------------------------------------------------------------------------------------------------------- numbers
+# ------------------------------------------------------------------------------------------ numbers
+
 
 def test_the_bootstrap_by_hand():
-    # Two questions, 0 and 1: a resample's mean is 0, ½ or 1 with probability ¼, ½, ¼. So 2.5 % lies at 0 and 97.5 % at 1.
+    # Two questions, 0 and 1: a resample's mean is 0, ½ or 1 with probability ¼, ½, ¼. So 2.5 % lies
+    # at 0 and 97.5 % at 1.
     assert bootstrap(np.array([0.0, 1.0])) == (0.5, 0.0, 1.0)
     assert bootstrap(np.ones(5)) == (1.0, 1.0, 1.0)
     assert bootstrap(np.array([0.3])) == (0.3, 0.3, 0.3)
 
 
 def test_the_interval_is_that_of_the_normal_approximation_for_many_questions():
-    # 400 questions, half of them right: standard error √(0.25 / 400) = 0.025; ± 1.96 · 0.025 = ± 0.049
+    # 400 questions, half of them right: standard error √(0.25 / 400) = 0.025; ± 1.96 · 0.025 = ±
+    # 0.049
     mean, low, high = bootstrap(np.array([0.0, 1.0] * 200))
-    assert (mean, low, high) == (0.5, pytest.approx(0.451, abs=0.006), pytest.approx(0.549, abs=0.006))
+    assert (mean, low, high) == (
+        0.5,
+        pytest.approx(0.451, abs=0.006),
+        pytest.approx(0.549, abs=0.006),
+    )
 
 
 def graded(question, kind, em):
@@ -48,15 +55,20 @@ def graded(question, kind, em):
 
 
 def test_samples_of_one_question_are_averaged_before_anything_else():
-    # Question a: 1, 1, 1, 0 -> 0.75; question b: one sample, 0 -> 0. Over questions 0.375, over samples it would be 0.6.
-    summary = summarise([graded("a", "one_hop", em) for em in (1.0, 1.0, 1.0, 0.0)] + [graded("b", "one_hop", 0.0)])
+    # Question a: 1, 1, 1, 0 -> 0.75; question b: one sample, 0 -> 0. Over questions 0.375, over
+    # samples it would be 0.6.
+    summary = summarise(
+        [graded("a", "one_hop", em) for em in (1.0, 1.0, 1.0, 0.0)] + [graded("b", "one_hop", 0.0)]
+    )
     assert summary["one_hop"]["questions"] == 2
     # two questions: the interval runs from 0 to 0.75, as in the bootstrap by hand
     assert summary["one_hop"]["em"] == (0.375, 0.0, 0.75)
 
 
 def test_the_table_has_a_line_per_kind_in_the_worlds_order_and_all_at_the_end():
-    summary = summarise([graded("a", "two_hop", 1.0), graded("b", "one_hop", 0.0), graded("c", "zebra", 1.0)])
+    summary = summarise(
+        [graded("a", "two_hop", 1.0), graded("b", "one_hop", 0.0), graded("c", "zebra", 1.0)]
+    )
     lines = table(summary, width=160).splitlines()
     assert [line.split()[0] for line in lines] == ["kind", "one_hop", "two_hop", "zebra", "all"]
     assert lines[4].split()[1:3] == ["3", "0.667"] and len({len(line) for line in lines}) == 1
@@ -67,27 +79,51 @@ def record(question, kind="a", **metrics):
 
 
 def test_a_mean_is_over_the_questions_that_have_the_number():
-    records = [record("1", em=1.0, support=0.5), record("1", em=0.0), record("2", em=0.0, judged=None),
-               record("3", "b", rouge=0.25, judged=1.0)]  # fmt: skip
+    records = [
+        record("1", em=1.0, support=0.5),
+        record("1", em=0.0),
+        record("2", em=0.0, judged=None),
+        record("3", "b", rouge=0.25, judged=1.0),
+    ]
     summary = summarise(records)
-    # question 1: em (1 + 0) / 2, support of its one sample that has evidence; question 3 has no em at all
-    assert {k: v if k == "questions" else v[0] for k, v in summary["a"].items()} == {"questions": 2, "em": 0.25, "support": 0.5}
+    # question 1: em (1 + 0) / 2, support of its one sample that has evidence; question 3 has no em
+    # at all
+    assert {k: v if k == "questions" else v[0] for k, v in summary["a"].items()} == {
+        "questions": 2,
+        "em": 0.25,
+        "support": 0.5,
+    }
     assert {k: v if k == "questions" else v[0] for k, v in summary["all"].items()} == {
-        "questions": 3, "em": 0.25, "support": 0.5, "rouge": 0.25, "judged": 1.0}  # fmt: skip
+        "questions": 3,
+        "em": 0.25,
+        "support": 0.5,
+        "rouge": 0.25,
+        "judged": 1.0,
+    }
 
 
 def test_a_number_that_a_kind_does_not_have_is_a_dash():
-    lines = table(summarise([record("1", em=1.0), record("2", "b", rouge=0.5)]), width=160).splitlines()
+    lines = table(
+        summarise([record("1", em=1.0), record("2", "b", rouge=0.5)]), width=160
+    ).splitlines()
     assert lines[0].split() == ["kind", "n", "em", "rouge"]
     assert lines[1].split() == ["a", "1", "1.000", "[1.00,", "1.00]", "-"]
     assert lines[2].split() == ["b", "1", "-", "0.500", "[0.50,", "0.50]"]
 
 
-@pytest.mark.parametrize("width, blocks", [
-    (400, [19]), (156, [7, 7, 5]), (118, [5, 5, 5, 4]), (80, [3, 3, 3, 3, 3, 3, 1]), (10, [1] * 19),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "width, blocks",
+    [
+        (400, [19]),
+        (156, [7, 7, 5]),
+        (118, [5, 5, 5, 4]),
+        (80, [3, 3, 3, 3, 3, 3, 1]),
+        (10, [1] * 19),
+    ],
+)
 def test_the_table_never_is_wider_than_the_screen(width, blocks):
-    # a line is 23 characters and 19 per column: 156 hold 7 columns, 118 hold 5, 80 hold 3; at least one is shown
+    # a line is 23 characters and 19 per column: 156 hold 7 columns, 118 hold 5, 80 hold 3; at least
+    # one is shown
     text = table(summarise([record("1", **dict.fromkeys(ALL_COLUMNS, 0.5))]), width)
     parts = text.split("\n\n")
     assert [len(part.splitlines()[0].split()) - 2 for part in parts] == blocks
@@ -95,17 +131,29 @@ def test_the_table_never_is_wider_than_the_screen(width, blocks):
     assert [c for part in parts for c in part.splitlines()[0].split()[2:]] == list(ALL_COLUMNS)
 
 
-# ------------------------------------------------------------------------------------------------- several data sets
+# -------------------------------------------------------------------------------- several data sets
+
 
 def of(dataset, question, em):
-    return {"id": f"{dataset}:{question}", "question": question, "kind": "qa", "dataset": dataset, "metrics": {"em": em}}
+    return {
+        "id": f"{dataset}:{question}",
+        "question": question,
+        "kind": "qa",
+        "dataset": dataset,
+        "metrics": {"em": em},
+    }
 
 
 def test_several_data_sets_have_a_row_each_their_mean_and_all():
     # a: 1, 1, 1 (mean 1); b: 0 (mean 0). Over data sets ½, over questions ¾.
     records = [of("a", str(i), 1.0) for i in range(3)] + [of("b", "0", 0.0)]
     summary = summarise(records)
-    assert {name: row["em"][0] for name, row in summary.items()} == {"a": 1, "b": 0, "mean of datasets": 0.5, "all": 0.75}
+    assert {name: row["em"][0] for name, row in summary.items()} == {
+        "a": 1,
+        "b": 0,
+        "mean of datasets": 0.5,
+        "all": 0.75,
+    }
     assert summary["mean of datasets"]["em"] == (0.5, 0.5, 0.5)  # neither data set varies in itself
     assert summary["all"]["em"][1] < 0.75
 
@@ -117,7 +165,8 @@ def test_the_mean_of_data_sets_has_a_number_only_where_all_have_it():
 
 
 def test_each_data_set_is_resampled_by_itself():
-    # (0, 1) and (0, 1): the mean of two resampled means is 0 or 1 with probability 1/16 each: 2.5 % lie at 0, 97.5 % at 1
+    # (0, 1) and (0, 1): the mean of two resampled means is 0 or 1 with probability 1/16 each: 2.5 %
+    # lie at 0, 97.5 % at 1
     assert mean_of_means([np.array([0.0, 1.0])] * 2) == (0.5, 0.0, 1.0)
 
 
@@ -129,10 +178,13 @@ def test_one_kind_alone_is_shown_once():
 def test_the_markdown_table_has_the_same_cells():
     lines = markdown(summarise([record("1", em=1.0), record("2", "b", em=0.0)])).splitlines()
     assert lines[:2] == ["| kind | n | em |", "| --- | --- | --- |"]
-    assert lines[2] == "| a | 1 | 1.000 [1.00, 1.00] |" and lines[4].startswith("| all | 2 | 0.500 [")
+    assert lines[2] == "| a | 1 | 1.000 [1.00, 1.00] |" and lines[4].startswith(
+        "| all | 2 | 0.500 ["
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- two runs
+# ----------------------------------------------------------------------------------------- two runs
+
 
 def test_the_paired_difference_by_hand():
     # differences 1, 0, 0, -1, 1: mean 0.2; 2 better, 1 worse
@@ -206,19 +258,43 @@ def test_runs_without_a_common_question_are_one_line():
 def test_the_comparison_says_over_how_many_questions_it_is():
     here, there = [asked("1", "Who ?", 1.0), asked("2", "What ?", 1.0)], [asked("1", "Who ?", 0.0)]
     text = comparison_table(compare(here, there))
-    assert text.splitlines()[0] == "paired: 1 questions of both runs (1 only in this one, 0 only in the other)"
-    assert text.splitlines()[2].split() == ["qa", "1", "em", "1.000", "0.000", "+1.000", "[+1.000,", "+1.000]", "1", "1", "0"]
-    assert comparison_markdown(compare(here, there)).splitlines()[2].startswith("| qa | 1 | em | 1.000 | 0.000 | +1.000 [")
+    assert (
+        text.splitlines()[0]
+        == "paired: 1 questions of both runs (1 only in this one, 0 only in the other)"
+    )
+    assert text.splitlines()[2].split() == [
+        "qa",
+        "1",
+        "em",
+        "1.000",
+        "0.000",
+        "+1.000",
+        "[+1.000,",
+        "+1.000]",
+        "1",
+        "1",
+        "0",
+    ]
+    assert (
+        comparison_markdown(compare(here, there))
+        .splitlines()[2]
+        .startswith("| qa | 1 | em | 1.000 | 0.000 | +1.000 [")
+    )
 
 
 def test_a_data_set_called_all_is_not_taken_for_the_total():
     summary = summarise([of("all", "1", 1.0), of("b", "1", 0.0)])
     assert {name: row["em"][0] for name, row in summary.items()} == {
-        "all (file)": 1, "b": 0, "mean of datasets": 0.5, "all": 0.5}  # fmt: skip
+        "all (file)": 1,
+        "b": 0,
+        "mean of datasets": 0.5,
+        "all": 0.5,
+    }
 
 
 def test_the_mean_of_data_sets_is_compared_too():
-    # a: differences 1, 1, 1, 1; b: 0: over data sets ½, over questions 4/5. No data set varies in itself.
+    # a: differences 1, 1, 1, 1; b: 0: over data sets ½, over questions 4/5. No data set varies in
+    # itself.
     here = [of("a", f"a{i}", 1.0) for i in range(4)] + [of("b", "b0", 1.0)]
     there = [of("a", f"a{i}", 0.0) for i in range(4)] + [of("b", "b0", 1.0)]
     comparison = compare(here, there)

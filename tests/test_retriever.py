@@ -1,4 +1,6 @@
-"""retriever.py: BM25 by hand and against rank-bm25, order, the controls, the check, and the command line."""
+"""retriever.py: BM25 by hand and against rank-bm25, order, the controls, the check, and the command
+line.
+"""
 
 import json
 import math
@@ -41,15 +43,19 @@ def documents(*texts):
 def random_texts(rng, count, words):
     """Word w0 stands in most texts (negative idf), high numbers in few; one text may be empty."""
     chances = 1 / np.arange(1, words + 1)
-    return [" ".join(f"w{i}" for i in rng.choice(words, rng.integers(0, 30), p=chances / chances.sum())) for _ in range(count)]
+    return [
+        " ".join(f"w{i}" for i in rng.choice(words, rng.integers(0, 30), p=chances / chances.sum()))
+        for _ in range(count)
+    ]
 
 
-# --------------------------------------------------------------------------------------------------- by hand
+# ------------------------------------------------------------------------------------------ by hand
+
 
 def test_two_scores_worked_by_hand():
     bm25 = BM25(documents("cat cat sat", "dog ran off", "a bird sang"))
-    # Every document has the mean length 3, so the norm is k1 = 1.5. "cat" is in 1 of 3: idf = ln(2.5 / 1.5) = ln(5/3).
-    # f = 2: 2 · 2.5 / (2 + 1.5) = 10/7.
+    # Every document has the mean length 3, so the norm is k1 = 1.5. "cat" is in 1 of 3: idf =
+    # ln(2.5 / 1.5) = ln(5/3). f = 2: 2 · 2.5 / (2 + 1.5) = 10/7.
     np.testing.assert_allclose(bm25.scores("cat"), [math.log(5 / 3) * 10 / 7, 0, 0], rtol=1e-12)
     # f = 1: 1 · 2.5 / (1 + 1.5) = 1, the idf alone.
     np.testing.assert_allclose(bm25.scores("dog"), [0, math.log(5 / 3), 0], rtol=1e-12)
@@ -57,19 +63,26 @@ def test_two_scores_worked_by_hand():
 
 def test_a_shorter_document_scores_higher_by_the_length_norm():
     bm25 = BM25(documents("cat sat", "dog ran fast away", "my dove"))
-    # Mean length (2 + 4 + 2) / 3 = 8/3; |d| / mean = 3/4; norm = 1.5 · (0.25 + 0.75 · 0.75) = 1.5 · 13/16 = 39/32;
-    # 2.5 / (1 + 39/32) = 80/71. For the long one 4 / (8/3) = 3/2; norm = 1.5 · 1.375 = 33/16; 2.5 / (49/16) = 40/49.
-    np.testing.assert_allclose(bm25.scores("cat dog"), np.log(5 / 3) * np.array([80 / 71, 40 / 49, 0]), rtol=1e-12)
+    # Mean length (2 + 4 + 2) / 3 = 8/3; |d| / mean = 3/4; norm = 1.5 · (0.25 + 0.75 · 0.75) = 1.5 ·
+    # 13/16 = 39/32;
+    # 2.5 / (1 + 39/32) = 80/71. For the long one 4 / (8/3) = 3/2; norm = 1.5 · 1.375 = 33/16; 2.5 /
+    # (49/16) = 40/49.
+    np.testing.assert_allclose(
+        bm25.scores("cat dog"), np.log(5 / 3) * np.array([80 / 71, 40 / 49, 0]), rtol=1e-12
+    )
 
 
 def test_a_negative_idf_becomes_a_quarter_of_the_mean_idf():
     bm25 = BM25(documents("the cat", "the dog", "a bird"))
-    # the: ln(1.5 / 2.5) = -x with x = ln(5/3); cat, dog, a, bird: +x each. Mean 3x / 5, floor 0.25 · 3x / 5 = 0.15 x.
-    # All lengths are the mean: f = 1 gives the idf itself.
-    np.testing.assert_allclose(bm25.scores("the"), 0.15 * math.log(5 / 3) * np.array([1, 1, 0]), rtol=1e-12)
+    # the: ln(1.5 / 2.5) = -x with x = ln(5/3); cat, dog, a, bird: +x each. Mean 3x / 5, floor 0.25
+    # · 3x / 5 = 0.15 x. All lengths are the mean: f = 1 gives the idf itself.
+    np.testing.assert_allclose(
+        bm25.scores("the"), 0.15 * math.log(5 / 3) * np.array([1, 1, 0]), rtol=1e-12
+    )
 
 
-# ----------------------------------------------------------------------------------------- against rank-bm25
+# -------------------------------------------------------------------------------- against rank-bm25
+
 
 @pytest.mark.parametrize("seed", range(8))
 def test_scores_are_rank_bm25s_over_random_corpora(seed):
@@ -77,7 +90,15 @@ def test_scores_are_rank_bm25s_over_random_corpora(seed):
     texts = random_texts(rng, int(rng.integers(3, 60)), words=40) + ["w0 w1"]
     reference = BM25Okapi([tokenize(text) for text in texts])
     bm25 = BM25(documents(*texts))
-    queries = ["", "unknown", "w0", "w0 w0 w1", "w39 unknown W3", "w2 w2 w2 w17", *random_texts(rng, 5, words=50)]
+    queries = [
+        "",
+        "unknown",
+        "w0",
+        "w0 w0 w1",
+        "w39 unknown W3",
+        "w2 w2 w2 w17",
+        *random_texts(rng, 5, words=50),
+    ]
     for query in queries:
         expected = reference.get_scores(tokenize(query))
         np.testing.assert_allclose(bm25.scores(query), expected, rtol=0, atol=1e-9)
@@ -92,7 +113,9 @@ def test_parameters_other_than_the_defaults_are_rank_bm25s_too():
     texts = random_texts(np.random.default_rng(9), 30, words=20)
     reference = BM25Okapi([tokenize(text) for text in texts], k1=0.9, b=0.4, epsilon=0.1)
     bm25 = BM25(documents(*texts), k1=0.9, b=0.4, epsilon=0.1)
-    np.testing.assert_allclose(bm25.scores("w0 w5 w5"), reference.get_scores(["w0", "w5", "w5"]), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(
+        bm25.scores("w0 w5 w5"), reference.get_scores(["w0", "w5", "w5"]), rtol=0, atol=1e-9
+    )
 
 
 def test_scores_are_rank_bm25s_on_real_passages():
@@ -101,20 +124,35 @@ def test_scores_are_rank_bm25s_on_real_passages():
     corpus = load_corpus(CORPUS)
     reference = BM25Okapi([tokenize(f"{d.title} {d.text}") for d in corpus])
     bm25 = BM25(corpus)
-    for query in ["Who is the mother of the director of the film?", "Lothair II of Lotharingia", corpus[77].text]:
-        np.testing.assert_allclose(bm25.scores(query), reference.get_scores(tokenize(query)), rtol=0, atol=1e-9)
+    for query in [
+        "Who is the mother of the director of the film?",
+        "Lothair II of Lotharingia",
+        corpus[77].text,
+    ]:
+        np.testing.assert_allclose(
+            bm25.scores(query), reference.get_scores(tokenize(query)), rtol=0, atol=1e-9
+        )
     found = bm25.search([f"{d.title} {d.text}" for d in corpus[:50]], 1)
     assert [d[0].title for d in found] == [d.title for d in corpus[:50]]  # a passage finds itself
 
 
 def test_a_boosted_title_is_a_title_that_stands_in_the_text_several_times():
-    corpus = [Document("1", "ana bell", "born in kelmouth"), Document("2", "kelmouth", "ana bell"), Document("3", "x", "y")]
+    corpus = [
+        Document("1", "ana bell", "born in kelmouth"),
+        Document("2", "kelmouth", "ana bell"),
+        Document("3", "x", "y"),
+    ]
     reference = BM25Okapi([tokenize(" ".join([d.title] * 3 + [d.text])) for d in corpus])
-    np.testing.assert_allclose(BM25(corpus, title_boost=3).scores("ana bell"), reference.get_scores(["ana", "bell"]), atol=1e-9)
+    np.testing.assert_allclose(
+        BM25(corpus, title_boost=3).scores("ana bell"),
+        reference.get_scores(["ana", "bell"]),
+        atol=1e-9,
+    )
     np.testing.assert_allclose(BM25(corpus, title_boost=0).scores("x"), 0)
 
 
-# ---------------------------------------------------------------------------------------------------- search
+# ------------------------------------------------------------------------------------------- search
+
 
 def test_words_are_lower_cased_and_split_at_everything_that_is_no_letter_digit_or_underscore():
     assert tokenize("Ödön's 2nd trip, U.S._x") == ["ödön", "s", "2nd", "trip", "u", "s", "_x"]
@@ -158,7 +196,10 @@ def test_a_few_scores_among_a_hundred_thousand_zeros_cost_no_sort():
 def test_a_scored_search_gives_the_same_documents_and_their_scores_as_plain_numbers():
     bm25 = BM25(documents("cat cat sat", "dog ran off", "a bird sang"))
     [[first, second]] = bm25.search_scored(["cat"], 2)
-    assert first == (bm25.documents[0], pytest.approx(math.log(5 / 3) * 10 / 7)) and second == (bm25.documents[1], 0.0)
+    assert first == (bm25.documents[0], pytest.approx(math.log(5 / 3) * 10 / 7)) and second == (
+        bm25.documents[1],
+        0.0,
+    )
     assert type(first[1]) is float and bm25.search(["cat"], 2) == [[first[0], second[0]]]
 
 
@@ -181,7 +222,8 @@ def test_a_corpus_without_a_word_scores_zero_and_an_empty_corpus_is_an_error():
             make([])
 
 
-# -------------------------------------------------------------------------------------------------- controls
+# ----------------------------------------------------------------------------------------- controls
+
 
 def test_the_random_control_gives_one_query_the_same_documents_each_time_and_another_seed_others():
     corpus = documents(*map(str, range(200)))
@@ -193,10 +235,23 @@ def test_the_random_control_gives_one_query_the_same_documents_each_time_and_ano
 
 
 def test_the_random_control_does_not_depend_on_the_process():
-    code = "from data import Document; from retriever import RandomRetriever as R; " \
-           "print([d.id for d in R([Document(str(i), '', 'x') for i in range(99)], 3).search(['q'], 4)[0]])"  # fmt: skip
-    here = [d.id for d in RandomRetriever([Document(str(i), "", "x") for i in range(99)], 3).search(["q"], 4)[0]]
-    there = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env={"PYTHONHASHSEED": "5"})
+    code = (
+        "from data import Document; from retriever import RandomRetriever as R; print([d.id for d"
+        " in R([Document(str(i), '', 'x') for i in range(99)], 3).search(['q'], 4)[0]])"
+    )
+    here = [
+        d.id
+        for d in RandomRetriever([Document(str(i), "", "x") for i in range(99)], 3).search(
+            ["q"], 4
+        )[0]
+    ]
+    there = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"PYTHONHASHSEED": "5"},
+    )
     assert there.stdout.strip() == str(here), there.stderr
 
 
@@ -206,22 +261,40 @@ def test_the_empty_control_finds_nothing_for_each_query():
 
 def test_the_oracle_gives_the_gold_passages_and_counts_from_one():
     references = tuple(documents("a", "b", "c", "d"))
-    questions = [Question("1", "?", ["x"], references=references, supporting=(1, 4)), Question("2", "?", ["x"])]
+    questions = [
+        Question("1", "?", ["x"], references=references, supporting=(1, 4)),
+        Question("2", "?", ["x"]),
+    ]
     oracle = OracleRetriever()
     assert OracleRetriever.needs_questions and not BM25.needs_questions
-    assert [[d.text for d in found] for found in oracle.search(["q", "q"], 5, questions)] == [["a", "d"], []]
+    assert [[d.text for d in found] for found in oracle.search(["q", "q"], 5, questions)] == [
+        ["a", "d"],
+        [],
+    ]
     assert [d.text for d in oracle.search(["q"], 1, questions[:1])[0]] == ["a"]
 
 
 def test_retrievers_are_made_by_name_and_an_unknown_name_lists_them():
     corpus = documents("cat", "dog")
     made = [make_retriever(name, corpus, seed=4) for name in ("bm25", "random", "empty", "oracle")]
-    assert [type(retriever) for retriever in made] == [BM25, RandomRetriever, EmptyRetriever, OracleRetriever]
+    assert [type(retriever) for retriever in made] == [
+        BM25,
+        RandomRetriever,
+        EmptyRetriever,
+        OracleRetriever,
+    ]
     assert made[1].seed == 4
     titled = [Document("1", "a", "b"), Document("2", "b", "a a"), Document("3", "c", "c")]
     boosted = make_retriever("bm25", titled, title_boost=3)
-    assert list(boosted.scores("a")) == list(BM25(titled, title_boost=3).scores("a")) != list(BM25(titled).scores("a"))
-    with pytest.raises(InputError, match="unknown retriever 'bing': one of bm25, dense, http, web, random, empty, oracle"):
+    assert (
+        list(boosted.scores("a"))
+        == list(BM25(titled, title_boost=3).scores("a"))
+        != list(BM25(titled).scores("a"))
+    )
+    with pytest.raises(
+        InputError,
+        match="unknown retriever 'bing': one of bm25, dense, http, web, random, empty, oracle",
+    ):
         make_retriever("bing", corpus)
     assert list(RETRIEVERS) == ["bm25", "dense", "http", "web", "random", "empty", "oracle"]
 
@@ -231,16 +304,25 @@ def test_seed_and_boost_may_be_given_by_position():
 
 
 def test_a_retriever_that_lacks_its_setting_names_the_flag():
-    for name, flag in (("dense", "--encoder"), ("http", "--retriever_url"), ("web", "--retriever_url")):
+    for name, flag in (
+        ("dense", "--encoder"),
+        ("http", "--retriever_url"),
+        ("web", "--retriever_url"),
+    ):
         with pytest.raises(InputError, match=f"retriever {name} needs .*{flag}"):
             make_retriever(name, documents("a"))
 
 
 def test_bm25_and_http_load_no_torch():
-    code = "import sys; from retriever import make_retriever as m, INVENTED; m('bm25', INVENTED).search(['a'], 1)\n" \
-           "try: m('http', [], url='http://127.0.0.1:9')\nexcept Exception as e: print('torch' in sys.modules, e)"  # fmt: skip
+    code = (
+        "import sys; from retriever import make_retriever as m, INVENTED; m('bm25',"
+        " INVENTED).search(['a'], 1)\ntry: m('http', [], url='http://127.0.0.1:9')\nexcept"
+        " Exception as e: print('torch' in sys.modules, e)"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.stdout.startswith("False no retriever answers: POST http://127.0.0.1:9/retrieve"), result.stderr
+    assert result.stdout.startswith(
+        "False no retriever answers: POST http://127.0.0.1:9/retrieve"
+    ), result.stderr
 
 
 def test_a_dense_retriever_gets_its_settings(monkeypatch):
@@ -251,19 +333,42 @@ def test_a_dense_retriever_gets_its_settings(monkeypatch):
             self.told = documents, encoder, folder, device, pooling, index_file
 
     monkeypatch.setattr(dense, "DenseRetriever", Told)
-    made = make_retriever("dense", documents("a"), encoder="e5", folder="f", index_file="i", device="cuda", pooling="cls")
+    made = make_retriever(
+        "dense",
+        documents("a"),
+        encoder="e5",
+        folder="f",
+        index_file="i",
+        device="cuda",
+        pooling="cls",
+    )
     assert made.told == (documents("a"), "e5", "f", "cuda", "cls", "i")
 
 
 def test_so_do_the_ones_that_ask_elsewhere(monkeypatch):
     web = pytest.importorskip("web")
     monkeypatch.setattr(web, "WebRetriever", lambda api, **settings: (api, settings))
-    usual = {"allow_private": False, "ports": (80, 443), "rate": 5.0, "api_seconds": 8.0, "kept_queries": 10_000,
-             "kept_pages": 1000}  # fmt: skip
+    usual = {
+        "allow_private": False,
+        "ports": (80, 443),
+        "rate": 5.0,
+        "api_seconds": 8.0,
+        "kept_queries": 10_000,
+        "kept_pages": 1000,
+    }
     assert make_retriever("web", [], url="http://x/?q={query}") == ("http://x/?q={query}", usual)
-    other = {"allow_private": True, "ports": (), "rate": 0.5, "api_seconds": 3.0, "kept_queries": 0, "kept_pages": 0}
+    other = {
+        "allow_private": True,
+        "ports": (),
+        "rate": 0.5,
+        "api_seconds": 3.0,
+        "kept_queries": 0,
+        "kept_pages": 0,
+    }
     # A page of this network need not be on a usual port either.
-    assert make_retriever("web", [], url="x", allow_private=True, rate=0.5, timeout=3.0, cache_size=0) == ("x", other)
+    assert make_retriever(
+        "web", [], url="x", allow_private=True, rate=0.5, timeout=3.0, cache_size=0
+    ) == ("x", other)
     with RetrievalServer(BM25(documents("cat", "dog")), port=0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
@@ -272,10 +377,14 @@ def test_so_do_the_ones_that_ask_elsewhere(monkeypatch):
     assert (http.base, http.timeout, http.retries, http.cache.size) == (url, 7.0, 5, 3)
 
 
-# ------------------------------------------------------------------------------------------------- the check
+# ---------------------------------------------------------------------------------------- the check
+
 
 def towns(count):
-    return [Document(str(i), f"Town {i}", f"Town {i} lies on river {i % 7} and has {i * 31} bells.") for i in range(count)]
+    return [
+        Document(str(i), f"Town {i}", f"Town {i} lies on river {i % 7} and has {i * 31} bells.")
+        for i in range(count)
+    ]
 
 
 def levels(retriever, passages, **settings):
@@ -284,7 +393,16 @@ def levels(retriever, passages, **settings):
 
 def test_a_well_retriever_is_well_in_every_line():
     found = levels(BM25(towns(200)), towns(200), samples=12)
-    names = ["finds itself", "distinct", "repeatable", "batch", "number", "odd queries", "one query", "12 at once"]
+    names = [
+        "finds itself",
+        "distinct",
+        "repeatable",
+        "batch",
+        "number",
+        "odd queries",
+        "one query",
+        "12 at once",
+    ]
     assert found == dict.fromkeys(names, "ok")
 
 
@@ -310,19 +428,32 @@ ONE = Document("1", "Town 1", "x")
 @pytest.mark.parametrize(
     ("what", "wrong"),
     [
-        # Behind the best one stand the first towns of all, the same for every query: they share the word "town" only.
-        (lambda lists, queries, k: [one[1:] for one in lists],
-         {"finds itself": "WRONG", "distinct": "WRONG", "number": "WARNING"}),
+        # Behind the best one stand the first towns of all, the same for every query: they share the
+        # word "town" only.
+        (
+            lambda lists, queries, k: [one[1:] for one in lists],
+            {"finds itself": "WRONG", "distinct": "WRONG", "number": "WARNING"},
+        ),
         (lambda lists, queries, k: lists[::-1], {"batch": "WRONG"}),
         (lambda lists, queries, k: [lists[0]] * len(lists), {"batch": "WRONG"}),
-        (lambda lists, queries, k: [[ONE] * k] * len(lists), {"finds itself": "WRONG", "distinct": "WRONG"}),
-        (lambda lists, queries, k: [[] for _ in lists], {"finds itself": "WRONG", "distinct": "WRONG", "number": "WRONG"}),
-        (lambda lists, queries, k: [one[:-1] if "3" in q else one for one, q in zip(lists, queries, strict=True)],
-         {"number": "WARNING"}),
+        (
+            lambda lists, queries, k: [[ONE] * k] * len(lists),
+            {"finds itself": "WRONG", "distinct": "WRONG"},
+        ),
+        (
+            lambda lists, queries, k: [[] for _ in lists],
+            {"finds itself": "WRONG", "distinct": "WRONG", "number": "WRONG"},
+        ),
+        (
+            lambda lists, queries, k: [
+                one[:-1] if "3" in q else one for one, q in zip(lists, queries, strict=True)
+            ],
+            {"number": "WARNING"},
+        ),
         (fails_without_words, {"odd queries": "WRONG"}),
         (lambda lists, queries, k: lists[:5], {"answers": "WRONG"}),
     ],
-)  # fmt: skip
+)
 def test_each_fault_is_found_in_its_own_line(what, wrong):
     found = levels(Ill(what), towns(200))
     assert {name: level for name, level in found.items() if level != "ok"} == wrong
@@ -330,10 +461,17 @@ def test_each_fault_is_found_in_its_own_line(what, wrong):
 
 def test_a_search_that_failed_for_one_query_is_found():
     def fails(lists, queries, k):
-        return [None if query == "Town 3" else found for query, found in zip(queries, lists, strict=True)]
+        return [
+            None if query == "Town 3" else found
+            for query, found in zip(queries, lists, strict=True)
+        ]
 
     (finding,) = check(Ill(fails), towns(5))
-    assert finding == ("WRONG", "answers", "ValueError: the search failed for 1 of 1 queries, such as 'Town 3'")
+    assert finding == (
+        "WRONG",
+        "answers",
+        "ValueError: the search failed for 1 of 1 queries, such as 'Town 3'",
+    )
     assert len(some_passages(Ill(lambda lists, queries, k: [None, *lists[1:]]), 1)) > 0
 
 
@@ -344,7 +482,10 @@ def test_answers_that_change_are_found():
 
     seeded_anew.calls = 0
     found = levels(Ill(seeded_anew), towns(200))
-    assert found["repeatable"] == found["batch"] == found["finds itself"] == "WRONG" and found["distinct"] == "ok"
+    assert (
+        found["repeatable"] == found["batch"] == found["finds itself"] == "WRONG"
+        and found["distinct"] == "ok"
+    )
 
 
 def test_a_passage_without_a_title_is_looked_for_by_its_beginning_and_any_passage_of_a_title_will_do():
@@ -355,16 +496,26 @@ def test_a_passage_without_a_title_is_looked_for_by_its_beginning_and_any_passag
 
 
 def test_a_retriever_without_its_corpus_is_asked_for_passages_with_common_words():
-    corpus = [Document("1", "Kelmouth", "a harbour city"), Document("2", "Ost", "a river"), Document("3", "Varen", "bells")]
+    corpus = [
+        Document("1", "Kelmouth", "a harbour city"),
+        Document("2", "Ost", "a river"),
+        Document("3", "Varen", "bells"),
+    ]
     assert set(some_passages(BM25(corpus), 1)) == set(corpus)
     with pytest.raises(InputError, match="nothing was found for any of history, city"):
         some_passages(EmptyRetriever(), 3)
 
 
-# --------------------------------------------------------------------------------------- python retriever.py
+# ------------------------------------------------------------------------------ python retriever.py
+
 
 def run(*arguments):
-    return subprocess.run([sys.executable, "retriever.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "retriever.py", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_the_file_searches_its_own_passages_and_a_corpus(tmp_path):
@@ -379,17 +530,29 @@ def test_the_file_searches_its_own_passages_and_a_corpus(tmp_path):
 def test_without_a_query_it_asks_one_of_its_own_and_the_help_tells_the_commands():
     assert "1.   5.974  [1] Ana Bell" in run().stdout
     assert "`serve` or `check` is a command" in run("--help").stdout
-    assert "no passage shares a word" in run("Serve").stdout and "required: --corpus" in run("serve").stderr
+    assert (
+        "no passage shares a word" in run("Serve").stdout
+        and "required: --corpus" in run("serve").stderr
+    )
 
 
 def test_the_check_prints_a_line_each_and_ends_with_1_if_something_is_wrong(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text("".join(json.dumps(vars(document)) + "\n" for document in towns(100)))
-    well, noise = run("check", "--corpus", path), run("check", "--corpus", path, "--retriever", "random")
-    assert well.returncode == 0 and well.stdout.count("\nok ") == 8 and "20 of 20 are among the 5" in well.stdout
+    well, noise = (
+        run("check", "--corpus", path),
+        run("check", "--corpus", path, "--retriever", "random"),
+    )
+    assert (
+        well.returncode == 0
+        and well.stdout.count("\nok ") == 8
+        and "20 of 20 are among the 5" in well.stdout
+    )
     assert noise.returncode == 1 and "WRONG    finds itself" in noise.stdout
     assert run("check").returncode == 0
-    assert run("check", "--retriever", "dense").stderr.startswith("error: retriever dense needs an encoder: give --encoder")
+    assert run("check", "--retriever", "dense").stderr.startswith(
+        "error: retriever dense needs an encoder: give --encoder"
+    )
     assert run("check", "-k", 0).stderr == "error: -k 0: ask for at least one passage\n"
 
 
@@ -401,27 +564,47 @@ def test_the_check_asks_a_server_with_and_without_its_corpus(tmp_path):
         url = f"http://127.0.0.1:{server.server_port}"
         for more in ([], ["--corpus", path]):
             result = run("check", "--url", url, *more)
-            assert result.returncode == 0 and f"http {url}\nok       finds itself" in result.stdout, result
+            assert (
+                result.returncode == 0 and f"http {url}\nok       finds itself" in result.stdout
+            ), result
         server.shutdown()
     result = run("check", "--url", url)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "no retriever answers: POST" in result.stderr
+    assert (
+        result.returncode == 2
+        and result.stderr.count("\n") == 1
+        and "no retriever answers: POST" in result.stderr
+    )
 
 
 def test_a_corpus_is_served_until_ctrl_c(tmp_path):
     path = tmp_path / "c.tsv"
     path.write_text("7\tthe cat sat\n8\tdogs ran\n9\tbirds sang\n")
     command = [sys.executable, "retriever.py", "serve", "--corpus", str(path), "--port", "0"]
-    # Ctrl-C may be switched off where the tests were started (a background shell does that), and a child inherits it.
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
+    # Ctrl-C may be switched off where the tests were started (a background shell does that), and a
+    # child inherits it.
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     try:
         line = process.stdout.readline()
-        assert line.startswith("bm25 over 3 passages at http://127.0.0.1:") and "POST /retrieve" in line
+        assert (
+            line.startswith("bm25 over 3 passages at http://127.0.0.1:")
+            and "POST /retrieve" in line
+        )
         url = line.split(" at ")[1].split()[0]
         assert json.load(urllib.request.urlopen(url + "/health"))["retriever"] == "bm25"
         assert [d.id for d in HttpRetriever(url).search(["dogs"], 1)[0]] == ["8"]
         taken = run("serve", "--corpus", path, "--port", url.rpartition(":")[2])
-        assert taken.returncode == 2 and "cannot listen there" in taken.stderr and taken.stderr.count("\n") == 1
+        assert (
+            taken.returncode == 2
+            and "cannot listen there" in taken.stderr
+            and taken.stderr.count("\n") == 1
+        )
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=10)
         assert (process.returncode, out, err) == (0, "\nended\n", "")
@@ -432,31 +615,55 @@ def test_a_corpus_is_served_until_ctrl_c(tmp_path):
 
 def test_a_word_in_half_of_the_passages_is_shared_though_it_scores_nothing(tmp_path):
     path = tmp_path / "c.tsv"
-    path.write_text("7\tthe cat sat\n8\tthe dogs ran\n9\tbirds sang\n10\tbells rang\n")  # idf = ln(2.5 / 2.5) = 0
+    path.write_text(
+        "7\tthe cat sat\n8\tthe dogs ran\n9\tbirds sang\n10\tbells rang\n"
+    )  # idf = ln(2.5 / 2.5) = 0
     output = run("the", "--corpus", path, "-k", 4).stdout
-    assert "no passage shares" not in output and "[7]" in output and "[8]" in output and "[9]" not in output
+    assert (
+        "no passage shares" not in output
+        and "[7]" in output
+        and "[8]" in output
+        and "[9]" not in output
+    )
 
 
 def test_flags_that_are_wrong_are_one_line_and_code_2(tmp_path):
     path = tmp_path / "c.tsv"
     path.write_text("7\tthe cat sat\n")
     for arguments, said in (
-        (["cat", "-k", 0], "-k 0: ask for at least one passage"), (["cat", "-k", "x"], "invalid int value: 'x'"),
+        (["cat", "-k", 0], "-k 0: ask for at least one passage"),
+        (["cat", "-k", "x"], "invalid int value: 'x'"),
         (["cat", "--corpsu", path], "unknown flag --corpsu (did you mean --corpus?)"),
         (["serve"], "retriever.py serve: the following arguments are required: --corpus"),
         (["serve", "--corpus", path, "--folder", "v"], "unknown flag --folder"),
         (["serve", "--corpus", path, "--title_boost", -1], "--title_boost -1: "),
         (["check", "--timeout", 0], "--timeout 0: give more than 0 seconds"),
         (["check", "--timeout", "nan"], "--timeout nan: "),
-        (["check", "--retriever", "web", "--url", "http://127.0.0.1:9/{query}", "--web_rate", -1], "--web_rate -1: "),
-    ):  # fmt: skip
+        (
+            [
+                "check",
+                "--retriever",
+                "web",
+                "--url",
+                "http://127.0.0.1:9/{query}",
+                "--web_rate",
+                -1,
+            ],
+            "--web_rate -1: ",
+        ),
+    ):
         result = run(*arguments)
-        assert result.returncode == 2 and said in result.stderr and result.stderr.count("\n") == 1, result
+        assert (
+            result.returncode == 2 and said in result.stderr and result.stderr.count("\n") == 1
+        ), result
 
 
 def test_bad_records_are_left_out_if_asked(tmp_path):
     path = tmp_path / "c.jsonl"
-    path.write_text('{"id": "1", "text": "cat"}\nnone\n{"id": "2", "text": "dog"}\n{"id": "3", "text": "dove"}\n')
+    path.write_text(
+        '{"id": "1", "text": "cat"}\nnone\n{"id": "2", "text": "dog"}\n{"id": "3", "text":'
+        ' "dove"}\n'
+    )
     assert run("cat", "--corpus", path).returncode == 2
     assert "[1]" in run("cat", "--corpus", path, "--skip_bad").stdout
     assert "finds itself   3 of 3" in run("check", "--corpus", path, "--skip_bad").stdout
@@ -464,4 +671,8 @@ def test_bad_records_are_left_out_if_asked(tmp_path):
 
 def test_a_missing_corpus_is_one_line_on_stderr_and_code_2(tmp_path):
     result = run("cat", "--corpus", tmp_path / "none.jsonl")
-    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "no such file" in result.stderr
+    assert (
+        result.returncode == 2
+        and result.stderr.count("\n") == 1
+        and "no such file" in result.stderr
+    )

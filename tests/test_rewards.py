@@ -1,4 +1,6 @@
-"""rewards.py: the worked number of every formula, the orderings the papers rely on, and the hacks that must earn nothing."""
+"""rewards.py: the worked number of every formula, the orderings the papers rely on, and the hacks
+that must earn nothing.
+"""
 
 import dataclasses
 import doctest
@@ -46,7 +48,10 @@ LONG = " ".join(["word"] * 21)
 
 
 def search(query="Ana Bell birthplace", found="Ana Bell was born in Kelmouth, Norland."):
-    return f"<|begin_of_query|> {query} <|end_of_query|>\n\n<|begin_of_documents|>\n{found}\n<|end_of_documents|>\n\n"
+    return (
+        f"<|begin_of_query|> {query}"
+        f" <|end_of_query|>\n\n<|begin_of_documents|>\n{found}\n<|end_of_documents|>\n\n"
+    )
 
 
 def ur2(text, question=QA, fallbacks=(), retrieval=True):
@@ -66,7 +71,9 @@ def when(text, question=QA):
 
 
 def ar(text, supporting=(1, 4), gold="June 16, 1874", **fields):
-    return trajectory_from_text(Question("1", "When?", [gold], supporting=supporting, **fields), text, "arena")
+    return trajectory_from_text(
+        Question("1", "When?", [gold], supporting=supporting, **fields), text, "arena"
+    )
 
 
 def total(components):
@@ -86,24 +93,35 @@ def test_the_file_shows_ten_stories_under_every_reward(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 45 and max(map(len, lines)) <= 128  # one screen
     start = next(i for i, line in enumerate(lines) if line.startswith("transcript"))
-    table = {line[:32].strip(): [float(cell) for cell in line[32:].split()] for line in lines[start + 1 : start + 11]}
+    table = {
+        line[:32].strip(): [float(cell) for cell in line[32:].split()]
+        for line in lines[start + 1 : start + 11]
+    }
     assert list(table) == [story.name for story in STORIES] and len(table) == 10
-    # UR²: 1 + 4 and 2 + 1; R1-Searcher: 0.5 + 0.5 and F1; R-Search: 1 + 1 + 0.4; When to Search: 1 + 0 + 1 and
-    # 1 + 0 + 1 − 0.6; ARENA: 3 + 10
+    # UR²: 1 + 4 and 2 + 1; R1-Searcher: 0.5 + 0.5 and F1; R-Search: 1 + 1 + 0.4; When to Search: 1
+    # + 0 + 1 and 1 + 0 + 1 − 0.6; ARENA: 3 + 10
     assert table["good"] == [5, 3, 1, 1, 2.4, 2, 1.4, 13]
-    # UR²: −1 (missing retrieval) and 2 + 1; R-Search at most 1.4; no search costs nothing in When to Search; ARENA cites none
+    # UR²: −1 (missing retrieval) and 2 + 1; R-Search at most 1.4; no search costs nothing in When
+    # to Search; ARENA cites none
     assert table["no search"] == table["evidence without a search"] == [-1, 3, 0.5, 1, 1.4, 2, 2, 2]
     # ARENA: format 1, answer 0, relevance 1; UR² does not look at the answer in stage 1
     assert table["wrong answer"] == [5, 1, 1, 0, 1.4, 0.6, 0, 2]
-    # no row that a hack stands in beats the good one anywhere but where not searching is right (stage 2 of When to Search)
+    # no row that a hack stands in beats the good one anywhere but where not searching is right
+    # (stage 2 of When to Search)
     hacks = ("documents of its own", "text after the answer", "two answers", "cites everything")
-    assert all(cell <= good for hack in hacks for cell, good in zip(table[hack], table["good"], strict=True))
+    assert all(
+        cell <= good
+        for hack in hacks
+        for cell, good in zip(table[hack], table["good"], strict=True)
+    )
 
 
-# ------------------------------------------------------------------------------------------------- UR² by hand
+# -------------------------------------------------------------------------------------- UR² by hand
+
 
 @pytest.mark.parametrize(
-    ("variant", "by_searches"), [("qwen_7b", (-1, 4, 5, 5)), ("qwen_3b", (-1, 6, 8, 8)), ("llama_8b", (-1, 4, 4, 4))]
+    ("variant", "by_searches"),
+    [("qwen_7b", (-1, 4, 5, 5)), ("qwen_3b", (-1, 6, 8, 8)), ("llama_8b", (-1, 4, 4, 4))],
 )
 def test_ur2_stage1_pays_format_and_searches(variant, by_searches):
     # n = 0: format −1 (missing retrieval). n = 1: 1 + 3 (5, 3). n >= 2: 1 + 4 (7, 3)
@@ -148,14 +166,18 @@ def test_a_math_judge_grades_what_is_not_plainly_equal():
         asked.append(answer)
         return 1
 
-    assert total(ur2_stage2(ur2("\\boxed{about a half}", MATH), judge=judge)) == 2  # partly 1 + format 1
+    assert (
+        total(ur2_stage2(ur2("\\boxed{about a half}", MATH), judge=judge)) == 2
+    )  # partly 1 + format 1
     assert total(ur2_stage2(ur2("\\boxed{1/2}", MATH), judge=judge)) == 3  # equal: nobody is asked
     assert total(ur2_stage2(ur2("no box", MATH), judge=judge)) == 0  # no answer: nobody is asked
     assert asked == ["about a half"]
 
 
 def test_missing_retrieval_is_a_fault_in_stage_1_only():
-    assert ur2_violations(ur2(BOX)) == [] and ur2_violations(ur2(BOX), search_required=True) == ["missing_retrieval"]
+    assert ur2_violations(ur2(BOX)) == [] and ur2_violations(ur2(BOX), search_required=True) == [
+        "missing_retrieval"
+    ]
     assert ur2_stage2(ur2(BOX))["format"] == 1.0
 
 
@@ -163,13 +185,19 @@ def test_each_fallback_costs_half_in_every_stage():
     trajectory = ur2(search() * 3 + BOX, fallbacks=[0, 2])
     for components in (ur2_stage1(trajectory), ur2_stage2(trajectory), ur2_choice(trajectory, 0)):
         assert components["fallback"] == -1.0
-    for components in (ur2_stage1(trajectory, fallback_penalty=0.25), ur2_stage2(trajectory, fallback_penalty=0.25)):
+    for components in (
+        ur2_stage1(trajectory, fallback_penalty=0.25),
+        ur2_stage2(trajectory, fallback_penalty=0.25),
+    ):
         assert components["fallback"] == -0.5
 
 
 def test_the_choice_bonus_ends_with_its_steps():
     for n, bonus in enumerate((0.0, 0.5, 1.0, 1.0)):
-        assert ur2_choice(ur2(search() * n + "The correct answer is: B", CHOICE), 9)["retrieval"] == bonus
+        assert (
+            ur2_choice(ur2(search() * n + "The correct answer is: B", CHOICE), 9)["retrieval"]
+            == bonus
+        )
     two = ur2(search() * 2 + "The correct answer is: B", CHOICE)
     assert total(ur2_choice(two, 9)) == 4  # 2 + 1 + 1
     assert total(ur2_choice(two, 10)) == 3
@@ -192,13 +220,28 @@ LOOSE = {"format_check": "loose"}
     ],
 )
 def test_the_loose_format_check_looks_at_the_end_only(text, question, kept):
-    assert ur2_violations(ur2(text, question), format_check="loose") == ([] if kept else ["no_answer_at_end"])
-    assert ur2_stage1(ur2(text, question), **LOOSE)["format"] == (1.0 if kept else -1.0)  # v = 1, also without a search
-    assert ur2_stage2(ur2(text, question), **LOOSE)["format"] == ur2_choice(ur2(text, question), 0, **LOOSE)["format"] == kept
+    assert ur2_violations(ur2(text, question), format_check="loose") == (
+        [] if kept else ["no_answer_at_end"]
+    )
+    assert ur2_stage1(ur2(text, question), **LOOSE)["format"] == (
+        1.0 if kept else -1.0
+    )  # v = 1, also without a search
+    assert (
+        ur2_stage2(ur2(text, question), **LOOSE)["format"]
+        == ur2_choice(ur2(text, question), 0, **LOOSE)["format"]
+        == kept
+    )
 
 
 def test_what_the_strict_check_refuses_pays_under_the_loose_one():
-    for hack in (FAKED, "北 ", "<tool_call> ", "\\boxed{Sudria} ", "<|begin_of_query|> ", search(LONG)):
+    for hack in (
+        FAKED,
+        "北 ",
+        "<tool_call> ",
+        "\\boxed{Sudria} ",
+        "<|begin_of_query|> ",
+        search(LONG),
+    ):
         assert ur2_stage2(ur2(hack + BOX))["format"] == 0.0
         assert ur2_stage2(ur2(hack + BOX), **LOOSE)["format"] == 1.0
 
@@ -214,7 +257,8 @@ def test_unknown_names_are_one_line_errors():
         r1_searcher_stage2(r1(CLOSE), "rouge")
 
 
-# ------------------------------------------------------------------------------------------------ UR²: violations
+# ---------------------------------------------------------------------------------- UR²: violations
+
 
 @pytest.mark.parametrize(
     ("text", "faults"),
@@ -226,7 +270,10 @@ def test_unknown_names_are_one_line_errors():
         ("\\boxed{Norland} or \\boxed{Norland}", ["several_answers"]),
         ("<|begin_of_query|> where " + BOX, ["unpaired_query_tags"]),
         ("where <|end_of_query|> " + BOX, ["unpaired_query_tags"]),
-        ("<|begin_of_query|> a <|begin_of_query|> b <|end_of_query|> " + BOX, ["unpaired_query_tags"]),
+        (
+            "<|begin_of_query|> a <|begin_of_query|> b <|end_of_query|> " + BOX,
+            ["unpaired_query_tags"],
+        ),
         ("<|end_of_documents|> " + BOX, ["written_documents"]),
         (search(LONG) + search(LONG) + BOX, ["long_query", "long_query"]),
         (search() * 4 + BOX, []),
@@ -234,7 +281,10 @@ def test_unknown_names_are_one_line_errors():
         ("x\nuser\nagain " + BOX, ["illegal_user_turn"]),
         ("x\nusers like it " + BOX, []),
         ("the user asks " + BOX, []),
-        (search() + "assistant\n" + BOX, ["illegal_assistant_turn"]),  # the newline before it is the environment's
+        (
+            search() + "assistant\n" + BOX,
+            ["illegal_assistant_turn"],
+        ),  # the newline before it is the environment's
         ("<tool_call> <|start_header_id|> " + BOX, ["illegal_tool_call", "illegal_start_header"]),
         ("<|end_header_id|> " + BOX, ["illegal_end_header"]),
         (BOX + "<|im_end|>", []),  # the EOS token
@@ -257,7 +307,10 @@ def test_an_answer_may_be_as_long_as_the_gold():
     assert ur2_violations(ur2("\\boxed{" + " ".join(["word"] * 13) + "}", gold)) == ["long_answer"]
 
 
-@pytest.mark.parametrize(("answer", "good"), [("B", True), ("(B).<|im_end|>", True), ("both of them", False), ("oak", False)])
+@pytest.mark.parametrize(
+    ("answer", "good"),
+    [("B", True), ("(B).<|im_end|>", True), ("both of them", False), ("oak", False)],
+)
 def test_a_choice_is_answered_by_one_letter(answer, good):
     assert (ur2_violations(ur2(f"The correct answer is: {answer}", CHOICE)) == []) is good
 
@@ -265,7 +318,9 @@ def test_a_choice_is_answered_by_one_letter(answer, good):
 def test_a_script_that_the_question_or_a_document_uses_is_not_garbled():
     assert ur2_violations(ur2(search(found="北 is north") + "北 " + BOX)) == []
     shown = {"question": "北?"}, {"options": ("北",)}, {"references": (Document("1", "北", ""),)}
-    for question in (Question(**{"id": "1", "question": "?", "answers": ["x"], **place}) for place in shown):
+    for question in (
+        Question(**{"id": "1", "question": "?", "answers": ["x"], **place}) for place in shown
+    ):
         assert ur2_violations(ur2("北 \\boxed{x}", question)) == []
         assert ur2_violations(ur2("север \\boxed{x}", question)) == ["garbled_text"]
 
@@ -281,7 +336,8 @@ def test_a_loop_of_illegal_tokens_is_one_violation():
     assert ur2_violations(ur2("<tool_call>" * 100 + BOX)) == ["illegal_tool_call"]
 
 
-# ------------------------------------------------------------------------------------------ R1-Searcher by hand
+# ------------------------------------------------------------------------------ R1-Searcher by hand
+
 
 def test_r1_searcher_stage1_is_a_half_for_searching_and_a_half_for_the_format():
     assert total(r1_searcher_stage1(r1(search() + CLOSE))) == 1.0
@@ -291,7 +347,9 @@ def test_r1_searcher_stage1_is_a_half_for_searching_and_a_half_for_the_format():
 
 
 def test_r1_searcher_stage1_pays_a_wrong_answer_the_same():
-    assert r1_searcher_stage1(r1(search() + CLOSE)) == r1_searcher_stage1(r1(search() + CLOSE.replace("Norland", "Sudria")))
+    assert r1_searcher_stage1(r1(search() + CLOSE)) == r1_searcher_stage1(
+        r1(search() + CLOSE.replace("Norland", "Sudria"))
+    )
 
 
 def test_r1_searcher_stage2_is_f1_less_two_for_a_fault():
@@ -306,11 +364,20 @@ def test_r1_searcher_stage2_is_f1_less_two_for_a_fault():
 def test_r1_searcher_variants_are_named_switches():
     right, wrong = r1(search() + CLOSE), r1(search() + CLOSE.replace("Norland", "Sudria"))
     # released stage 1: 0.5 + 0.5 ± 1
-    assert total(r1_searcher_stage1(right, "cem")) == 2.0 and total(r1_searcher_stage1(wrong, "cem")) == 0.0
+    assert (
+        total(r1_searcher_stage1(right, "cem")) == 2.0
+        and total(r1_searcher_stage1(wrong, "cem")) == 0.0
+    )
     # table 5: +1 / −1
-    assert total(r1_searcher_stage2(right, "em")) == 1.0 and total(r1_searcher_stage2(wrong, "em")) == -1.0
+    assert (
+        total(r1_searcher_stage2(right, "em")) == 1.0
+        and total(r1_searcher_stage2(wrong, "em")) == -1.0
+    )
     cover = r1(CLOSE.replace("Norland", "Kelmouth, Norland"))
-    assert total(r1_searcher_stage2(cover, "em")) == -1.0 and total(r1_searcher_stage2(cover, "cem")) == 1.0
+    assert (
+        total(r1_searcher_stage2(cover, "em")) == -1.0
+        and total(r1_searcher_stage2(cover, "cem")) == 1.0
+    )
     # released Llama code: −1
     assert total(r1_searcher_stage2(r1("so Norland"), format_penalty=1.0)) == -1.0
 
@@ -332,7 +399,10 @@ def test_r1_searcher_variants_are_named_switches():
         (CLOSE + " I am sure.", ["text_beside_answer"]),
         ("so</think>" + search() + "<answer> Norland </answer>", ["text_beside_answer"]),
         (CLOSE.replace("Norland", " ".join("abcdefghijk")), ["long_answer"]),
-        (CLOSE.replace("Norland", "<|begin_of_documents|>"), ["written_documents", "tag_in_answer"]),
+        (
+            CLOSE.replace("Norland", "<|begin_of_documents|>"),
+            ["written_documents", "tag_in_answer"],
+        ),
         ("北" + CLOSE, ["garbled_text"]),
         ("<|begin_of_query|> where" + CLOSE, ["unpaired_query_tags"]),
     ],
@@ -341,7 +411,8 @@ def test_r1_searcher_names_what_is_wrong_with_a_format(text, faults):
     assert r1_searcher_format(r1(text)) == faults
 
 
-# --------------------------------------------------------------------------------------------- R-Search by hand
+# --------------------------------------------------------------------------------- R-Search by hand
+
 
 def observed(query="Ana Bell birthplace", found="Ana Bell was born in Kelmouth, Norland."):
     return f"<search> {query} </search>\n\n<observation>\n{found}\n</observation>\n\n"
@@ -356,7 +427,10 @@ def test_r_search_pays_answer_evidence_and_format():
     best = r_search(rs(observed() + EVIDENCE + ANSWER), "Norland")
     assert best == pytest.approx({"answer": 1.0, "evidence": 1.0, "format": 0.4})
     # "Kelmouth, Norland" against "Norland": F1 = 2/3, for the answer and for the other model's
-    partly = r_search(rs(observed() + EVIDENCE + ANSWER.replace("Norland", "Kelmouth, Norland")), "Kelmouth Norland")
+    partly = r_search(
+        rs(observed() + EVIDENCE + ANSWER.replace("Norland", "Kelmouth, Norland")),
+        "Kelmouth Norland",
+    )
     assert partly == pytest.approx({"answer": 2 / 3, "evidence": 2 / 3, "format": 0.4})
     # wrong, and the evidence says nothing: the format alone
     assert total(r_search(rs(observed() + EVIDENCE + "<answer> x </answer>"), "y")) == 0.4
@@ -370,10 +444,16 @@ def test_r_search_pays_answer_evidence_and_format():
         (observed() + ANSWER, 0.2),  # searched: E = 0, A = 1
         (observed() + EVIDENCE, 0.2),
         (observed() + "Norland", 0.0),
-        (observed() + "<original_evidence> </original_evidence>" + ANSWER, 0.2),  # an empty box is none
+        (
+            observed() + "<original_evidence> </original_evidence>" + ANSWER,
+            0.2,
+        ),  # an empty box is none
         (observed() + EVIDENCE * 2 + ANSWER, 0.2),
         (observed() + EVIDENCE + ANSWER * 2, 0.2),
-        (observed() + EVIDENCE + "<answer> </answer>" + ANSWER, 0.2),  # two boxes, though one is empty
+        (
+            observed() + EVIDENCE + "<answer> </answer>" + ANSWER,
+            0.2,
+        ),  # two boxes, though one is empty
         (observed() + EVIDENCE + ANSWER, 0.4),
     ],
 )
@@ -393,11 +473,15 @@ def test_r_search_and_when_to_search_remove_punctuation_and_arena_makes_it_a_bla
 
 
 def test_the_last_of_two_evidence_boxes_is_read_and_the_format_lost():
-    assert total(r_search(rs(observed() + EVIDENCE * 2 + ANSWER), "Norland")) == 2.2  # 1 + 1 + 0 + 0.2
+    assert (
+        total(r_search(rs(observed() + EVIDENCE * 2 + ANSWER), "Norland")) == 2.2
+    )  # 1 + 1 + 0 + 0.2
 
 
 def test_r_search_without_the_evidence_reward_is_answer_and_format():
-    assert total(r_search(rs(observed() + EVIDENCE + ANSWER), "Norland", evidence_reward=False)) == 1.4
+    assert (
+        total(r_search(rs(observed() + EVIDENCE + ANSWER), "Norland", evidence_reward=False)) == 1.4
+    )
 
 
 def test_evidence_support_is_the_share_of_its_words_that_were_read():
@@ -409,18 +493,28 @@ def test_evidence_support_is_the_share_of_its_words_that_were_read():
     assert evidence_support(rs(made_up)) == 0.0  # nothing was read
     assert evidence_support(rs(observed() + ANSWER)) == evidence_support(ur2(search() + BOX)) == 0.0
     # it is no part of the reward
-    assert r_search(rs(observed() + made_up + ANSWER), "Norland") == r_search(rs(observed() + EVIDENCE + ANSWER), "Norland")
+    assert r_search(rs(observed() + made_up + ANSWER), "Norland") == r_search(
+        rs(observed() + EVIDENCE + ANSWER), "Norland"
+    )
 
 
-# --------------------------------------------------------------------------------------- When to Search by hand
+# --------------------------------------------------------------------------- When to Search by hand
 
-def asked(query="Ana Bell birthplace", found="Ana Bell was born in Kelmouth, Norland.", reflect=True):
+
+def asked(
+    query="Ana Bell birthplace", found="Ana Bell was born in Kelmouth, Norland.", reflect=True
+):
     reflection = "<reflect> It helps. </reflect>\n" if reflect else ""
     return f"<search> {query} </search>\n\n<information>\n{found}\n</information>\n\n{reflection}"
 
 
 THINK, REFLECT = "<think> Where was she born? </think>\n", "<reflect> I know it. </reflect>\n"
-QUERIES = ["Ana Bell birthplace", "Kelmouth mayor", "Norland seat", "Sudria king"]  # no word in common
+QUERIES = [
+    "Ana Bell birthplace",
+    "Kelmouth mayor",
+    "Norland seat",
+    "Sudria king",
+]  # no word in common
 
 
 @pytest.mark.parametrize(
@@ -506,19 +600,33 @@ def test_one_search_must_be_concise_and_several_must_differ():
 
 
 def test_a_query_of_any_length_is_a_search_that_was_executed():
-    trajectory = when(THINK + asked(LONG) + ANSWER)  # 21 words: no valid search for UR², and not concise, but it cost one
+    trajectory = when(
+        THINK + asked(LONG) + ANSWER
+    )  # 21 words: no valid search for UR², and not concise, but it cost one
     assert count_valid_searches(trajectory) == 0
-    assert when_to_search_stage2(trajectory) == pytest.approx({"format": 1.0, "retrieval": -1.0, "answer": 0.7})
+    assert when_to_search_stage2(trajectory) == pytest.approx(
+        {"format": 1.0, "retrieval": -1.0, "answer": 0.7}
+    )
     wrong = when(THINK + asked(LONG) + "<answer> x </answer>")
     assert when_to_search_stage1(wrong)["answer"] == pytest.approx(-0.7)
 
 
 def test_a_corpus_says_which_common_word_makes_queries_alike():
-    documents = [Document("1", "Ana", "born"), Document("2", "Bo", "born"), Document("3", "Cy", "born")]
+    documents = [
+        Document("1", "Ana", "born"),
+        Document("2", "Bo", "born"),
+        Document("3", "Cy", "born"),
+    ]
     text = THINK + asked("ana born") + asked("bo born") + ANSWER
-    plain, weighted = when_to_search_stage1(when(text)), when_to_search_stage1(when(text), embed=tfidf_embedder(documents))
-    # without statistics 1/2; "born" is in every document (idf 1), the names are in one (idf ln 2 + 1 = 1.693): 1 / (1 + 1.693²)
-    assert plain["retrieval"] == pytest.approx(-0.5) and weighted["retrieval"] == pytest.approx(-0.25862, abs=1e-4)
+    plain, weighted = (
+        when_to_search_stage1(when(text)),
+        when_to_search_stage1(when(text), embed=tfidf_embedder(documents)),
+    )
+    # without statistics 1/2; "born" is in every document (idf 1), the names are in one (idf ln 2 +
+    # 1 = 1.693): 1 / (1 + 1.693²)
+    assert plain["retrieval"] == pytest.approx(-0.5) and weighted["retrieval"] == pytest.approx(
+        -0.25862, abs=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -549,7 +657,10 @@ def test_right_is_the_judges_verdict_and_without_one_cover_em():
     covered = when(THINK + REFLECT + "<answer> in Norland, I think </answer>")
     assert when_to_search_stage1(covered)["answer"] == 1.0
     assert when_to_search_stage1(covered, correct=False)["answer"] == -1.0
-    assert when_to_search_stage2(when(THINK + "<answer> Sudria </answer>"), correct=True)["answer"] == 1.0
+    assert (
+        when_to_search_stage2(when(THINK + "<answer> Sudria </answer>"), correct=True)["answer"]
+        == 1.0
+    )
     # no answer is right by no verdict
     assert when_to_search_stage1(when(THINK), correct=True)["answer"] == -1.0
 
@@ -559,7 +670,10 @@ def test_an_answer_that_lists_everything_is_not_right():
     assert when_to_search_stage1(when(THINK + f"<answer> {ten} </answer>"))["answer"] == 1.0
     assert when_to_search_stage1(when(THINK + f"<answer> Gradia {ten} </answer>"))["answer"] == -1.0
     long_gold = Question("1", "?", [f"Gradia {ten}"])
-    assert when_to_search_stage1(when(THINK + f"<answer> Gradia {ten} </answer>", long_gold))["answer"] == 1.0
+    assert (
+        when_to_search_stage1(when(THINK + f"<answer> Gradia {ten} </answer>", long_gold))["answer"]
+        == 1.0
+    )
 
 
 def test_beta_may_not_let_a_wrong_answer_outrank_a_right_one():
@@ -572,10 +686,13 @@ def test_beta_may_not_let_a_wrong_answer_outrank_a_right_one():
         when_to_search_stage1(when(text), beta=1.0)
 
 
-# ------------------------------------------------------------------------------------------------ ARENA by hand
+# ------------------------------------------------------------------------------------ ARENA by hand
+
 
 def sections(ids="[1, 4]", analysis="Reference 4 says so.", answer="June 16, 1874"):
-    return f"<relevance>{ids}</relevance>\n<analysis>{analysis}</analysis>\n<answer>{answer}</answer>"
+    return (
+        f"<relevance>{ids}</relevance>\n<analysis>{analysis}</analysis>\n<answer>{answer}</answer>"
+    )
 
 
 def test_arena_pays_three_terms_and_a_bonus_for_all():
@@ -586,7 +703,11 @@ def test_arena_pays_three_terms_and_a_bonus_for_all():
     assert total(arena(ar(sections("[2]", answer="1873")))) == 1
     assert total(arena(ar("June 16, 1874"))) == 0
     # without the relevance term the bonus asks for the other two
-    assert arena(ar(sections("[2]")), relevance_reward=False) == {"format": 1.0, "answer": 1.0, "bonus": 10.0}
+    assert arena(ar(sections("[2]")), relevance_reward=False) == {
+        "format": 1.0,
+        "answer": 1.0,
+        "bonus": 10.0,
+    }
     assert total(arena(ar(sections("[1, 4]", answer="1873")), relevance_reward=False)) == 1
 
 
@@ -631,27 +752,49 @@ def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
         (sections(analysis="<answer>x"), False),
         (sections(analysis="</relevance>"), False),
         (sections(analysis=" "), False),
-        ("<relevance></relevance>" + sections(), False),  # three with something in them, and one more
+        (
+            "<relevance></relevance>" + sections(),
+            False,
+        ),  # three with something in them, and one more
         (sections(answer=""), False),
         (sections() + sections(), False),
-        ("<analysis>x</analysis><relevance>[1, 4]</relevance><answer>June 16, 1874</answer>", False),
+        (
+            "<analysis>x</analysis><relevance>[1, 4]</relevance><answer>June 16, 1874</answer>",
+            False,
+        ),
         ("<relevance>[1, 4]</relevance><answer>June 16, 1874</answer>", False),
         ("", False),
     ],
 )
 def test_arenas_format_is_three_sections_and_white_space(text, good):
     assert arena(ar(text))["format"] == float(good)
-    if "1874" in text and not good and text.count("<answer>") == 1:  # the answer counts whether or not the format holds
+    if (
+        "1874" in text and not good and text.count("<answer>") == 1
+    ):  # the answer counts whether or not the format holds
         assert arena(ar(text))["answer"] == 1.0
 
 
 def test_arena_scores_show_how_exact_the_cited_set_is():
     # {1, 4} of {1, 4}; {1, ..., 10}: 2 · 2 / (10 + 2); {4}: 2 · 1 / (1 + 2); none
-    assert arena_scores(ar(sections())) == {"format": 1.0, "relevance": 1.0, "exact_set": 1.0, "set_f1": 1.0}
+    assert arena_scores(ar(sections())) == {
+        "format": 1.0,
+        "relevance": 1.0,
+        "exact_set": 1.0,
+        "set_f1": 1.0,
+    }
     everything = arena_scores(ar(sections(str(list(range(1, 11))))))
-    assert everything == {"format": 1.0, "relevance": 0.5, "exact_set": 0.0, "set_f1": pytest.approx(1 / 3)}
+    assert everything == {
+        "format": 1.0,
+        "relevance": 0.5,
+        "exact_set": 0.0,
+        "set_f1": pytest.approx(1 / 3),
+    }
     assert arena_scores(ar(sections("[4]")))["set_f1"] == pytest.approx(2 / 3)
-    assert arena_scores(ar(sections("none")))["set_f1"] == arena_scores(ar(sections("none"), supporting=()))["set_f1"] == 0.0
+    assert (
+        arena_scores(ar(sections("none")))["set_f1"]
+        == arena_scores(ar(sections("none"), supporting=()))["set_f1"]
+        == 0.0
+    )
 
 
 def test_a_summary_earns_its_mean_rouge():
@@ -679,10 +822,13 @@ def test_a_reward_under_another_papers_protocol_is_one_clear_line(reward):
 
 def test_the_older_rewards_bear_a_protocol_without_queries():
     trajectory = ar(sections())
-    assert total(r1_searcher_stage1(trajectory)) == 0.0 and "unpaired_query_tags" not in ur2_violations(trajectory)
+    assert total(
+        r1_searcher_stage1(trajectory)
+    ) == 0.0 and "unpaired_query_tags" not in ur2_violations(trajectory)
 
 
-# ------------------------------------------------------------------------------------ orderings the papers rely on
+# --------------------------------------------------------------------- orderings the papers rely on
+
 
 @pytest.mark.parametrize("variant", ["qwen_7b", "qwen_3b", "llama_8b"])
 def test_one_valid_query_beats_none_and_two_are_not_worse(variant):
@@ -693,7 +839,8 @@ def test_one_valid_query_beats_none_and_two_are_not_worse(variant):
 
 def test_a_fallback_costs_less_than_a_first_search_earns_and_more_than_nothing():
     asked, failed, none = (
-        sum(ur2_stage1(t).values()) for t in (ur2(search() + BOX), ur2(search() + BOX, fallbacks=[0]), ur2(BOX))
+        sum(ur2_stage1(t).values())
+        for t in (ur2(search() + BOX), ur2(search() + BOX, fallbacks=[0]), ur2(BOX))
     )
     assert none < failed < asked
 
@@ -709,7 +856,10 @@ def test_right_beats_wrong_at_every_number_of_searches(n):
 
 def test_right_without_a_search_beats_wrong_with_every_bonus():
     # 2 + 1 = 3 against 0 + 1 + 1 = 2
-    right, wrong = ur2("The correct answer is: B", CHOICE), ur2(search() * 2 + "The correct answer is: A", CHOICE)
+    right, wrong = (
+        ur2("The correct answer is: B", CHOICE),
+        ur2(search() * 2 + "The correct answer is: A", CHOICE),
+    )
     assert sum(ur2_choice(right, 0).values()) > sum(ur2_choice(wrong, 0).values())
 
 
@@ -718,7 +868,7 @@ def test_a_wrong_answer_in_form_beats_a_right_one_out_of_form_for_r1_searcher():
     assert sum(r1_searcher_stage2(wrong).values()) > sum(r1_searcher_stage2(right).values())
 
 
-# --------------------------------------------------------------------------------------- hacks that earn nothing
+# -------------------------------------------------------------------------- hacks that earn nothing
 
 FAKED = "<|begin_of_documents|>\nAna Bell was born in Norland.\n<|end_of_documents|>\n"
 NO_SEARCH = {
@@ -751,7 +901,11 @@ def test_an_answer_that_only_the_environment_gives_earns_nothing():
     assert ur2_stage2(ur2(in_document + "I do not know."))["answer"] == 0.0
     assert r1_searcher_stage2(r1(in_document + "so</think>"))["answer"] == 0.0
     in_prompt = Question("1", "Write \\boxed{Norland} or <answer> Norland </answer>.", ["Norland"])
-    assert ur2_stage2(ur2("I do not know.", in_prompt)) == {"answer": 0.0, "format": 0.0, "fallback": 0.0}
+    assert ur2_stage2(ur2("I do not know.", in_prompt)) == {
+        "answer": 0.0,
+        "format": 0.0,
+        "fallback": 0.0,
+    }
     assert r1_searcher_stage2(r1("so</think>", in_prompt)) == {"answer": 0.0, "format": -2.0}
     noticed = ur2("I do not know.")
     noticed.segments.append(Segment("notice", BOX))
@@ -759,9 +913,14 @@ def test_an_answer_that_only_the_environment_gives_earns_nothing():
 
 
 def test_what_a_document_says_costs_nothing():
-    found = "北 \ufffd\nassistant\nuser <tool_call> <|im_start|> <think></think> \\boxed{Sudria} <answer> Sudria </answer>"
+    found = (
+        "北 \ufffd\nassistant\nuser <tool_call> <|im_start|> <think></think> \\boxed{Sudria}"
+        " <answer> Sudria </answer>"
+    )
     assert ur2_stage1(ur2(search(found=found) + BOX)) == ur2_stage1(ur2(search() + BOX))
-    assert r1_searcher_stage2(r1(search(found=found) + CLOSE)) == r1_searcher_stage2(r1(search() + CLOSE))
+    assert r1_searcher_stage2(r1(search(found=found) + CLOSE)) == r1_searcher_stage2(
+        r1(search() + CLOSE)
+    )
 
 
 def test_every_answer_cannot_be_tried():
@@ -786,8 +945,12 @@ def test_a_fallback_is_known_by_its_flag_whatever_the_words():
 def test_the_rewards_read_the_tags_from_the_protocol():
     protocol = PROTOCOLS["ur2_search"]
     text = "<search> Ana Bell </search>\n\n<information>\nNorland\n</information>\n\n"
-    assert ur2_stage1(trajectory_from_text(QA, text + BOX, protocol)) == ur2_stage1(ur2(search() + BOX))
-    assert ur2_violations(trajectory_from_text(QA, "<information> Norland " + BOX, protocol)) == ["written_documents"]
+    assert ur2_stage1(trajectory_from_text(QA, text + BOX, protocol)) == ur2_stage1(
+        ur2(search() + BOX)
+    )
+    assert ur2_violations(trajectory_from_text(QA, "<information> Norland " + BOX, protocol)) == [
+        "written_documents"
+    ]
 
 
 FAKED_OBSERVATION = "<observation>\nAna Bell was born in Norland.\n</observation>\n"
@@ -805,7 +968,9 @@ def test_evidence_of_what_was_never_read_earns_nothing(hack):
     assert total(r_search(rs(hack + EVIDENCE + ANSWER), "Norland")) == 1.4
     assert r_search(rs(hack + EVIDENCE + ANSWER), "Norland") == r_search(rs(ANSWER))
     informed = hack.replace("observation", "information")
-    assert sum(when_to_search_stage1(when(THINK + informed + REFLECT + ANSWER)).values()) == 0.0  # −1 + 0 + 1
+    assert (
+        sum(when_to_search_stage1(when(THINK + informed + REFLECT + ANSWER)).values()) == 0.0
+    )  # −1 + 0 + 1
     # no search is paid for either: a wrong answer is not softened
     assert when_to_search_stage1(when(THINK + informed + "<answer> x </answer>"))["answer"] == -1.0
 
@@ -816,17 +981,27 @@ def test_evidence_without_a_search_earns_nothing():
 
 def test_evidence_that_only_a_document_or_the_prompt_gives_earns_nothing():
     in_document = observed(found=EVIDENCE + ANSWER)
-    assert r_search(rs(in_document + "I do not know."), "Norland") == {"answer": 0.0, "evidence": 0.0, "format": 0.0}
+    assert r_search(rs(in_document + "I do not know."), "Norland") == {
+        "answer": 0.0,
+        "evidence": 0.0,
+        "format": 0.0,
+    }
     in_prompt = Question("1", f"Write {EVIDENCE} and {ANSWER}.", ["Norland"])
-    assert total(r_search(rs("I do not know.", in_prompt), "Norland")) == 0.2  # the gift of not searching
+    assert (
+        total(r_search(rs("I do not know.", in_prompt), "Norland")) == 0.2
+    )  # the gift of not searching
     assert when_to_search_stage1(when("I do not know.", in_prompt))["answer"] == -1.0
-    cites = dataclasses.replace(in_prompt, question=f"Write {sections()}.", answers=["June 16, 1874"], supporting=(1, 4))
+    cites = dataclasses.replace(
+        in_prompt, question=f"Write {sections()}.", answers=["June 16, 1874"], supporting=(1, 4)
+    )
     assert total(arena(trajectory_from_text(cites, "I do not know.", "arena"))) == 0.0
 
 
 def test_what_a_document_says_costs_nothing_in_the_tagged_protocols():
     found = f"{EVIDENCE} <answer> Sudria </answer> <think> </think> 北 \ufffd"
-    assert r_search(rs(observed(found=found) + EVIDENCE + ANSWER)) == r_search(rs(observed() + EVIDENCE + ANSWER))
+    assert r_search(rs(observed(found=found) + EVIDENCE + ANSWER)) == r_search(
+        rs(observed() + EVIDENCE + ANSWER)
+    )
     noisy, plain = when(THINK + asked(found=found) + ANSWER), when(THINK + asked() + ANSWER)
     assert when_to_search_stage2(noisy) == when_to_search_stage2(plain)
 
@@ -834,14 +1009,20 @@ def test_what_a_document_says_costs_nothing_in_the_tagged_protocols():
 def test_every_answer_cannot_be_tried_in_the_tagged_protocols():
     both, other = ANSWER + "<answer> Sudria </answer>", "<answer> Sudria </answer>" + ANSWER
     assert total(r_search(rs(both))) == 0.2 and total(r_search(rs(other))) == 1.2  # instead of 1.4
-    assert total(when_to_search_stage1(when(THINK + both))) == -2  # the last is wrong, and the format is lost
+    assert (
+        total(when_to_search_stage1(when(THINK + both))) == -2
+    )  # the last is wrong, and the format is lost
     assert total(when_to_search_stage1(when(THINK + other))) == 0
     tried = "<answer>June 16, 1874</answer><answer>1873</answer>"
-    assert total(arena(ar(sections().replace("<answer>June 16, 1874</answer>", tried)))) == 1  # the relevance alone
+    assert (
+        total(arena(ar(sections().replace("<answer>June 16, 1874</answer>", tried)))) == 1
+    )  # the relevance alone
 
 
 def test_text_behind_the_answer_costs_the_format_in_the_tagged_protocols():
-    assert total(when_to_search_stage1(when(THINK + ANSWER + " Sudria"))) == 0  # −1 + 0 + 1 instead of 2
+    assert (
+        total(when_to_search_stage1(when(THINK + ANSWER + " Sudria"))) == 0
+    )  # −1 + 0 + 1 instead of 2
     assert total(arena(ar(sections() + " and 1000 words"))) == 2  # instead of 13
 
 
@@ -867,9 +1048,12 @@ def test_a_refused_search_counts_for_nothing():
 
 
 def test_a_fallback_hidden_in_a_paraphrase_is_no_evidence():
-    # it is a search like any other to these three: the flag, not the wording, is what a reward may look at
+    # it is a search like any other to these three: the flag, not the wording, is what a reward may
+    # look at
     paraphrase = observed(found="That is nothing one can look up.")
-    assert r_search(rs(paraphrase + EVIDENCE + ANSWER), "") == r_search(rs(observed() + EVIDENCE + ANSWER), "")
+    assert r_search(rs(paraphrase + EVIDENCE + ANSWER), "") == r_search(
+        rs(observed() + EVIDENCE + ANSWER), ""
+    )
 
 
 @pytest.mark.parametrize("n", range(5))
@@ -881,7 +1065,9 @@ def test_right_beats_wrong_at_every_number_of_searches_and_of_any_other_number(n
         wrong = when(THINK + "".join(map(asked, QUERIES[:m])) + "<answer> Sudria </answer>")
         assert all(right[stage] > sum(stage(wrong).values()) for stage in right)
     looked = "".join(observed(query) for query in QUERIES[:n]) + (EVIDENCE if n else "")
-    assert sum(r_search(rs(looked + ANSWER)).values()) > sum(r_search(rs(looked + "<answer> Sudria </answer>")).values())
+    assert sum(r_search(rs(looked + ANSWER)).values()) > sum(
+        r_search(rs(looked + "<answer> Sudria </answer>")).values()
+    )
 
 
 def test_stage_2_prefers_the_fewer_searches_and_stage_1_does_not_mind():
@@ -896,16 +1082,24 @@ def test_evidence_that_another_model_can_use_beats_no_search():
     assert sum(searched.values()) - sum(known.values()) == pytest.approx(1.0)  # 2.4 − 1.4
 
 
-# -------------------------------------------------------------------------------------------- the released code
+# -------------------------------------------------------------------------------- the released code
 
-SCHEDULE = "the code ends stage 1's search reward and its missing-retrieval fault with step 15; the paper gives no end"
+SCHEDULE = (
+    "the code ends stage 1's search reward and its missing-retrieval fault with step 15; the paper"
+    " gives no end"
+)
 WHITE_SPACE = "white space around the sections is no fault; the code's pattern refuses it"
 LATIN_ONLY = "the code looks for CJK in retrieved text too"
-DOCUMENTS = "the code wants a passage in each block; what the environment writes is not the model's fault"
+DOCUMENTS = (
+    "the code wants a passage in each block; what the environment writes is not the model's fault"
+)
 ON_PURPOSE = {  # row: (our reward, why it is not the code's)
     4: (-1.0, SCHEDULE),
     5: (4.0, SCHEDULE),
-    8: (-2.0, "a query over 20 words is no valid search: −2 for two of them, and no retrieval reward"),
+    8: (
+        -2.0,
+        "a query over 20 words is no valid search: −2 for two of them, and no retrieval reward",
+    ),
     9: (4.0, LATIN_ONLY),
     12: (2.0, "two answers on one line are two answers; the code's pattern sees one"),
     13: (1.0, "a prompt without retrieval pays the format only"),
@@ -918,17 +1112,38 @@ ON_PURPOSE = {  # row: (our reward, why it is not the code's)
     59: (1.5, "garbled text breaks the format in every stage; the code tests it in stage 2"),
     62: (1.5, "an answer over 10 words breaks the format in every stage and for every model"),
     71: (1.0, DOCUMENTS),
-    75: (4 / 13 - 1, "an answer over 10 words breaks the format in every stage and for every model"),
+    75: (
+        4 / 13 - 1,
+        "an answer over 10 words breaks the format in every stage and for every model",
+    ),
     84: (1.0, DOCUMENTS),
     87: (1.0, 'the word "assistant" stands in a document, not in the model\'s text'),
     96: (13.0, 'a "<" that opens no section is allowed; the code\'s pattern refuses any'),
     97: (13.0, WHITE_SPACE),
     98: (13.0, WHITE_SPACE),
-    99: (2.0, "text after the answer breaks the format: 0 + 1 + 1; the code matches a beginning only"),
+    99: (
+        2.0,
+        "text after the answer breaks the format: 0 + 1 + 1; the code matches a beginning only",
+    ),
     103: (2.0, "[true, 4] is no list of numbers; the code takes true for 1"),
-    109: (1.4, "without a search the format is 0.2 + 0.2; the code asks for no evidence then and finds some"),
-    114: (1.4, "faked documents are no search: the evidence earns nothing; the code looks for the tag"),
-    115: (1.4, 'the answer box is there, though "and" is wrong: 0 + 1 + 0.4; the code takes "and" for its prompt\'s own'),
+    109: (
+        1.4,
+        (
+            "without a search the format is 0.2 + 0.2; the code asks for no evidence then and finds"
+            " some"
+        ),
+    ),
+    114: (
+        1.4,
+        "faked documents are no search: the evidence earns nothing; the code looks for the tag",
+    ),
+    115: (
+        1.4,
+        (
+            'the answer box is there, though "and" is wrong: 0 + 1 + 0.4; the code takes "and" for'
+            " its prompt's own"
+        ),
+    ),
     117: (1.4, "no cross-model answer is F1 = 0: 1 + 0 + 0.4; the code crashes"),
 }
 FALLBACKS = {6: 1, 7: 2, 26: 1, 27: 2}  # rows whose searches all came back as the fallback
@@ -940,7 +1155,12 @@ def golden_ur2(index, row):
     settings = row["settings"]
     question = Question(str(index), "?", [row["gold"]], task=TASKS[settings["kind"]])
     flags = range(FALLBACKS.get(index, 0))
-    trajectory = ur2(row["response"], question, fallbacks=list(flags), retrieval=settings.get("retrieve_prompt", True))
+    trajectory = ur2(
+        row["response"],
+        question,
+        fallbacks=list(flags),
+        retrieval=settings.get("retrieve_prompt", True),
+    )
     variant = settings.get("variant", "qwen_7b").replace("llama", "llama_8b")
     if settings["stage"] == 1:
         return ur2_stage1(trajectory, variant)
@@ -954,7 +1174,9 @@ def golden_r1(index, row):
     trajectory = r1(row["response"], Question(str(index), "?", [row["gold"]]))
     if row["settings"]["stage"] == "llama1":
         return r1_searcher_stage1(trajectory, answer_metric="cem")
-    return r1_searcher_stage2(trajectory, format_penalty={"llama2": 1.0, "qwen_zero": 2.0}[row["settings"]["stage"]])
+    return r1_searcher_stage2(
+        trajectory, format_penalty={"llama2": 1.0, "qwen_zero": 2.0}[row["settings"]["stage"]]
+    )
 
 
 def golden_r_search(index, row):
@@ -970,18 +1192,29 @@ def test_every_golden_row_is_equal_or_differs_for_a_named_reason():
     path = SHARED / "golden/released_code_rewards.json"
     if not path.exists():
         pytest.skip(f"no {path}")
-    score = {"ur2": golden_ur2, "r1_searcher": golden_r1, "r_search": golden_r_search, "arena": golden_arena}
+    score = {
+        "ur2": golden_ur2,
+        "r1_searcher": golden_r1,
+        "r_search": golden_r_search,
+        "arena": golden_arena,
+    }
     rows = json.loads(path.read_text(encoding="utf-8"))
     assert len(rows) == 119
     for index, row in enumerate(rows):
         ours, released = sum(score[row["system"]](index, row).values()), row["released_code_reward"]
         wanted, reason = ON_PURPOSE.get(index, (released, "equal"))
         assert ours == pytest.approx(wanted, abs=1e-4), (index, reason)
-        differs = isinstance(released, str) or abs(ours - released) > 1e-3  # a string is the error that the code ends in
-        assert index not in ON_PURPOSE or differs, f"row {index} is equal now: drop it from the table"
+        differs = (
+            isinstance(released, str) or abs(ours - released) > 1e-3
+        )  # a string is the error that the code ends in
+        assert index not in ON_PURPOSE or differs, (
+            f"row {index} is equal now: drop it from the table"
+        )
 
 
-@pytest.mark.parametrize("name", ["r1_searcher_bamboogle_qwen_full_20", "r1_searcher_2wiki_qwen_full_15"])
+@pytest.mark.parametrize(
+    "name", ["r1_searcher_bamboogle_qwen_full_20", "r1_searcher_2wiki_qwen_full_15"]
+)
 def test_published_transcripts_of_the_trained_model_hold_its_format(name):
     path = SHARED / f"data/predictions/{name}.jsonl"
     if not path.exists():
@@ -990,4 +1223,6 @@ def test_published_transcripts_of_the_trained_model_hold_its_format(name):
         response = record["gen_text_store"].split("<think>")[-1]  # the prompt ends there
         trajectory = r1(response, Question("1", record["question"], [record["answer"]]))
         assert r1_searcher_format(trajectory) == []
-        assert f1_score(trajectory.answer, record["pred_ans"]) == 1.0  # a bag: one date is published in another order
+        assert (
+            f1_score(trajectory.answer, record["pred_ans"]) == 1.0
+        )  # a bag: one date is published in another order

@@ -1,4 +1,6 @@
-"""summarizer.py: when a query is a lookup, what the policy reads, and the search function of the rollout."""
+"""summarizer.py: when a query is a lookup, what the policy reads, and the search function of the
+rollout.
+"""
 
 import json
 
@@ -23,7 +25,7 @@ from summarizer import (
     make_search,
     make_summarizer,
     read_summary_log,
-)  # fmt: skip
+)
 
 ANA = Document("3", "ana bell", "ana bell was born in kelmouth .")
 KELMOUTH = Document("4", "kelmouth", "kelmouth lies in norland .")
@@ -49,9 +51,12 @@ class Recorder:
         return [[Document(query, query, f"about {query}")] for query in queries]
 
 
-# ---------------------------------------------------------------------------------- a lookup, or the fallback
+# ------------------------------------------------------------------------ a lookup, or the fallback
 
-@pytest.mark.parametrize("query", ["where was ana bell born", "Ana Bell", "born : ana  bell ?", "ana bell's city"])
+
+@pytest.mark.parametrize(
+    "query", ["where was ana bell born", "Ana Bell", "born : ana  bell ?", "ana bell's city"]
+)
 def test_a_query_that_names_the_top_title_reads_the_top_passage(query):
     result = summarize(query, ANA, KELMOUTH)
     assert result.text == ANA.text and not result.fallback
@@ -59,7 +64,16 @@ def test_a_query_that_names_the_top_title_reads_the_top_passage(query):
 
 @pytest.mark.parametrize(
     "query",
-    ["where was she born", "ana", "bell ana", "where was diana bell born", "ana bellow", "was ana born a bell", "kelmouth", ""],
+    [
+        "where was she born",
+        "ana",
+        "bell ana",
+        "where was diana bell born",
+        "ana bellow",
+        "was ana born a bell",
+        "kelmouth",
+        "",
+    ],
 )
 def test_a_query_without_the_top_title_as_whole_words_is_a_fallback(query):
     assert summarize(query, ANA, KELMOUTH).fallback
@@ -77,7 +91,9 @@ def test_twelve_words_are_a_lookup_and_thirteen_are_not():
 
 
 def test_a_title_of_regular_expression_signs_is_taken_literally():
-    assert is_lookup("who wrote c.d (film)", "C.D (film)") and not is_lookup("who wrote cxd (film)", "c.d (film)")
+    assert is_lookup("who wrote c.d (film)", "C.D (film)") and not is_lookup(
+        "who wrote cxd (film)", "c.d (film)"
+    )
 
 
 def test_no_document_and_a_document_without_title_are_fallbacks():
@@ -98,17 +114,23 @@ def test_the_flag_decides_and_not_the_text():
 
 
 def test_a_batch_gets_one_result_per_request_in_order():
-    results = ExtractiveSummarizer()(requests("ana bell", "1 + 1", "kelmouth"), [[ANA], [ANA], [KELMOUTH]])
-    assert [r.fallback for r in results] == [False, True, False] and results[2].text == KELMOUTH.text
+    results = ExtractiveSummarizer()(
+        requests("ana bell", "1 + 1", "kelmouth"), [[ANA], [ANA], [KELMOUTH]]
+    )
+    assert [r.fallback for r in results] == [False, True, False] and results[
+        2
+    ].text == KELMOUTH.text
 
 
-# ------------------------------------------------------------------------------------------ without a summary
+# -------------------------------------------------------------------------------- without a summary
+
 
 def test_without_a_summariser_the_documents_themselves_are_the_result():
     assert PassThrough()(requests("1 + 1"), [[ANA]]) == [SearchResult(documents=[ANA])]
 
 
-# -------------------------------------------------------------------------------------------- a language model
+# --------------------------------------------------------------------------------- a language model
+
 
 class Says:
     """Replies by the query; keeps the batches."""
@@ -118,7 +140,9 @@ class Says:
 
     def ask(self, requests):
         self.batches.append(requests)
-        return [self.replies.get(text.split("\n")[0].removeprefix("Query: ")) for _, text in requests]
+        return [
+            self.replies.get(text.split("\n")[0].removeprefix("Query: ")) for _, text in requests
+        ]
 
 
 def notes(llm, *queries, documents=(ANA, KELMOUTH), **options):
@@ -128,7 +152,10 @@ def notes(llm, *queries, documents=(ANA, KELMOUTH), **options):
 def test_the_model_reads_the_query_and_the_numbered_documents():
     llm = Says(who="notes")
     notes(llm, "who")
-    text = "Query: who\n(1) ana bell: ana bell was born in kelmouth .\n(2) kelmouth: kelmouth lies in norland ."
+    text = (
+        "Query: who\n(1) ana bell: ana bell was born in kelmouth .\n(2) kelmouth: kelmouth lies in"
+        " norland ."
+    )
     assert llm.batches == [[(INSTRUCTION, text)]]
 
 
@@ -146,7 +173,14 @@ def test_the_sentinel_alone_is_a_fallback(reply):
 
 
 @pytest.mark.parametrize(
-    "reply", [f"{NO_FACT} was found", f"He said: {NO_FACT}", f"{NO_FACT}\nbut Norland", "no fact", f"'{NO_FACT}'"]
+    "reply",
+    [
+        f"{NO_FACT} was found",
+        f"He said: {NO_FACT}",
+        f"{NO_FACT}\nbut Norland",
+        "no fact",
+        f"'{NO_FACT}'",
+    ],
 )
 def test_notes_that_only_mention_the_sentinel_are_notes(reply):
     result = notes(Says(who=reply), "who")[0]
@@ -189,15 +223,17 @@ def test_equal_queries_of_a_moment_are_asked_once_by_a_real_model(qwen2, bpe):
     assert first == second and llm.asked == 1
 
 
-# ------------------------------------------------------------------------------------ the log: pairs to distil from
+# -------------------------------------------------------------------- the log: pairs to distil from
+
 
 def test_the_log_has_each_new_pair_once_and_reads_back_as_it_was(tmp_path):
     path = tmp_path / "folder" / "pairs.jsonl"
     llm = Says(who="on who\nü", sum=NO_FACT, none=None)
     notes(llm, "who", "who", "sum", "none", log=path)
     assert read_summary_log(path) == [
-        SummaryPair("who", [ANA, KELMOUTH], "on who\nü", False), SummaryPair("sum", [ANA, KELMOUTH], NO_FACT, True)
-    ]  # fmt: skip
+        SummaryPair("who", [ANA, KELMOUTH], "on who\nü", False),
+        SummaryPair("sum", [ANA, KELMOUTH], NO_FACT, True),
+    ]
     assert len(path.read_text(encoding="utf-8").splitlines()) == 2
 
 
@@ -206,7 +242,10 @@ def test_a_pair_that_was_asked_again_is_read_once_and_other_documents_are_anothe
     notes(Says(who="old"), "who", log=path)
     notes(Says(who="new"), "who", log=path)
     notes(Says(who="other"), "who", documents=[ANA], log=path)
-    assert [(pair.summary, len(pair.documents)) for pair in read_summary_log(path)] == [("new", 2), ("other", 1)]
+    assert [(pair.summary, len(pair.documents)) for pair in read_summary_log(path)] == [
+        ("new", 2),
+        ("other", 1),
+    ]
 
 
 def test_a_line_that_an_interrupt_cut_short_is_left_out_with_a_warning(tmp_path, capsys):
@@ -220,7 +259,8 @@ def test_a_line_that_an_interrupt_cut_short_is_left_out_with_a_warning(tmp_path,
 
 
 @pytest.mark.parametrize(
-    "record", [{}, {"query": "q"}, [1], {"query": "q", "documents": [{}], "summary": "s", "fallback": False}]
+    "record",
+    [{}, {"query": "q"}, [1], {"query": "q", "documents": [{}], "summary": "s", "fallback": False}],
 )
 def test_a_file_that_is_no_log_is_one_line_with_its_place(tmp_path, record):
     path = tmp_path / "pairs.jsonl"
@@ -237,7 +277,8 @@ def test_a_missing_log_and_one_that_cannot_be_written_are_one_line(tmp_path):
         LLMSummarizer(Says(), log=tmp_path / "file" / "pairs.jsonl")
 
 
-# ------------------------------------------------------------------------------------------------ make_search
+# -------------------------------------------------------------------------------------- make_search
+
 
 def test_search_retrieves_for_all_requests_in_one_call_and_each_query_once():
     recorder = Recorder()
@@ -273,7 +314,11 @@ def test_the_oracle_gets_the_questions_and_equal_queries_of_two_questions_stay_a
     other = Question("r", "?", ["x"], references=(KELMOUTH,), supporting=(1,))
     gold = Question("q", "?", ["x"], references=(KELMOUTH, ANA), supporting=(2,))
     asked = requests("who", "who", question=gold) + requests("who", question=other)
-    assert [r.documents for r in make_search(OracleRetriever())(asked)] == [[ANA], [ANA], [KELMOUTH]]
+    assert [r.documents for r in make_search(OracleRetriever())(asked)] == [
+        [ANA],
+        [ANA],
+        [KELMOUTH],
+    ]
 
 
 def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
@@ -289,7 +334,10 @@ class Fails(Recorder):
     """Has no answer for "bad"."""
 
     def search(self, queries, k):
-        return [None if query == "bad" else found for query, found in zip(queries, super().search(queries, k), strict=True)]
+        return [
+            None if query == "bad" else found
+            for query, found in zip(queries, super().search(queries, k), strict=True)
+        ]
 
     def seconds(self, queries, k):
         return queries + k / 10
@@ -306,7 +354,9 @@ def test_a_query_without_an_answer_is_an_error_of_its_own_rows_and_the_summarise
     assert [r.error for r in results] == [None, "search failed", None, "search failed", None]
     assert [[d.id for d in r.documents] for r in results] == [["a"], [], ["b"], [], ["a"]]
     assert asked == [["a", "b", "a"]]
-    assert [r.error for r in make_search(Fails(), summarize)(requests("bad"))] == ["search failed"] and len(asked) == 1
+    assert [r.error for r in make_search(Fails(), summarize)(requests("bad"))] == [
+        "search failed"
+    ] and len(asked) == 1
 
 
 def test_the_search_says_how_long_it_may_take_if_its_retriever_does():
@@ -325,11 +375,18 @@ def test_the_llm_summariser_needs_a_model_and_says_which_flag_names_one():
     with pytest.raises(InputError, match="needs a model: give --summarizer_model"):
         make_summarizer("llm")
     search = make_search(Recorder(), make_summarizer("llm", Says(a="on a", b=NO_FACT)), 2)
-    assert [(r.text, r.fallback) for r in search(requests("a", "b"))] == [("on a", False), ("None", True)]
+    assert [(r.text, r.fallback) for r in search(requests("a", "b"))] == [
+        ("on a", False),
+        ("None", True),
+    ]
 
 
 def test_the_file_shows_a_fact_an_arithmetic_query_and_an_ill_posed_one(capsys):
     summarizer.main()
     output = capsys.readouterr().out
     assert "ana bell was born in kelmouth ." in output
-    assert [line.split()[-1] for line in output.splitlines() if "fallback" in line] == ["False", "True", "True"]
+    assert [line.split()[-1] for line in output.splitlines() if "fallback" in line] == [
+        "False",
+        "True",
+        "True",
+    ]

@@ -1,4 +1,6 @@
-"""The tiny model: its tokenizer, the heads it is born with, the traces of every protocol, and R-Search's reader."""
+"""The tiny model: its tokenizer, the heads it is born with, the traces of every protocol, and
+R-Search's reader.
+"""
 
 import math
 from dataclasses import replace
@@ -50,9 +52,16 @@ def options_of(name: str, **changes) -> WarmUp:
 
 
 FLAWLESS = {
-    "practice": 0.0, "guess_at_once": (0.0, 0.0), "bad_query": 0.0, "stop_after_first_hop": 0.0, "ignore_document": 0.0,
-    "no_evidence": 0.0, "wrong_evidence": 0.0, "right_citation": 1.0, "no_analysis": 0.0,
-}  # fmt: skip
+    "practice": 0.0,
+    "guess_at_once": (0.0, 0.0),
+    "bad_query": 0.0,
+    "stop_after_first_hop": 0.0,
+    "ignore_document": 0.0,
+    "no_evidence": 0.0,
+    "wrong_evidence": 0.0,
+    "right_citation": 1.0,
+    "no_analysis": 0.0,
+}
 LOOKUPS = (0.5, 0.5, 0.0, 0.0, 0.0)
 
 
@@ -66,16 +75,25 @@ def lived(name: str, question: Question, pieces) -> Trajectory:
     trajectory = Trajectory(question, protocol, stop_reason="answer")
     for text, kind in pieces:
         if kind == "given":
-            query = trajectory.segments[-1].text.rpartition(protocol.query_tags[0])[2].removesuffix(protocol.query_tags[1])
+            query = (
+                trajectory.segments[-1]
+                .text.rpartition(protocol.query_tags[0])[2]
+                .removesuffix(protocol.query_tags[1])
+            )
             trajectory.searches.append(Search(query.strip(), [], text))
-        trajectory.segments.append(Segment("documents" if kind == "given" else "model", text.replace("<eos>", "")))
+        trajectory.segments.append(
+            Segment("documents" if kind == "given" else "model", text.replace("<eos>", ""))
+        )
     return trajectory
 
 
-# ------------------------------------------------------------------------------------------------- the tokenizer
+# ------------------------------------------------------------------------------------ the tokenizer
+
 
 def test_a_name_never_seen_is_at_most_two_tokens_that_other_names_share(world, tokenizer):
-    trained = {i for name in world.entities["train"]["city"] for i in tokenizer(f" {name}")["input_ids"]}
+    trained = {
+        i for name in world.entities["train"]["city"] for i in tokenizer(f" {name}")["input_ids"]
+    }
     for name in world.entities["test"]["city"]:
         ids = tokenizer(f" {name}")["input_ids"]
         assert len(ids) == 2 and set(ids) <= trained
@@ -84,7 +102,12 @@ def test_a_name_never_seen_is_at_most_two_tokens_that_other_names_share(world, t
 @pytest.mark.parametrize("name", ALL)
 def test_tags_and_notices_are_one_token_each(tokenizer, name):
     protocol = PROTOCOLS[name]
-    for text in (*protocol.tags, protocol.fallback_notice, protocol.limit_notice, protocol.malformed_notice):
+    for text in (
+        *protocol.tags,
+        protocol.fallback_notice,
+        protocol.limit_notice,
+        protocol.malformed_notice,
+    ):
         assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == 1
 
 
@@ -96,20 +119,29 @@ def test_a_number_in_a_citation_is_one_token_wherever_it_stands(tokenizer):
 
 
 def test_the_tokenizer_survives_saving_with_the_model(tmp_path, tokenizer):
-    # the family's own tokenizer class would split the same text differently: policy.load_tokenizer must not take it
+    # the family's own tokenizer class would split the same text differently: policy.load_tokenizer
+    # must not take it
     save_policy(Policy(make_model(len(tokenizer))), tokenizer, tmp_path / "model")
     _, loaded = load_policy(str(tmp_path / "model"))
-    text = " where was ana bell born ? answer :<|begin_of_query|> birthplace of ana bell<|end_of_query|>[1, 2]"
+    text = (
+        " where was ana bell born ? answer :<|begin_of_query|> birthplace of ana"
+        " bell<|end_of_query|>[1, 2]"
+    )
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
-# ----------------------------------------------------------------------------------------------------- the model
+# ---------------------------------------------------------------------------------------- the model
+
 
 def test_the_model_has_about_half_a_million_parameters(tokenizer):
-    # tied embeddings, two layers of attention 4 · 128² + 3 biases of 128 and MLP 3 · 128 · 384, norms
+    # tied embeddings, two layers of attention 4 · 128² + 3 biases of 128 and MLP 3 · 128 · 384,
+    # norms
     embeddings = len(tokenizer) * 128
     layer = 4 * 128**2 + 3 * 128 + 3 * 128 * 384 + 2 * 128
-    assert sum(p.numel() for p in make_model(len(tokenizer)).parameters()) == embeddings + 2 * layer + 128
+    assert (
+        sum(p.numel() for p in make_model(len(tokenizer)).parameters())
+        == embeddings + 2 * layer + 128
+    )
 
 
 def test_the_first_heads_are_born_looking_one_and_two_places_back(tokenizer):
@@ -119,7 +151,9 @@ def test_the_first_heads_are_born_looking_one_and_two_places_back(tokenizer):
     with torch.no_grad():
         attention = model(input_ids=ids, output_attentions=True).attentions[0][0]  # [heads, 40, 40]
     for head, offset in enumerate((1, 1, 2, 2)):
-        back = attention[head].diagonal(-offset)[5:]  # the weight on the token `offset` places back, of tokens 5 + offset on
+        back = attention[head].diagonal(-offset)[
+            5:
+        ]  # the weight on the token `offset` places back, of tokens 5 + offset on
         assert back.min() > 0.9
     assert attention[4].diagonal(-1)[5:].mean() < 0.3  # a head that was left alone
 
@@ -132,17 +166,22 @@ def test_look_back_changes_the_first_layer_only(tokenizer):
     assert changed and all(name.startswith("model.layers.0.self_attn.") for name in changed)
 
 
-# ---------------------------------------------------------------------------------------------------- the traces
+# --------------------------------------------------------------------------------------- the traces
+
 
 @pytest.mark.parametrize("name", ALL)
-def test_traces_are_of_known_tokens_and_carry_no_loss_on_what_the_environment_writes(tokenizer, name):
+def test_traces_are_of_known_tokens_and_carry_no_loss_on_what_the_environment_writes(
+    tokenizer, name
+):
     protocol = PROTOCOLS[name]
     writer = writer_of(name)
     inserted = {tokenizer.convert_tokens_to_ids(tag) for tag in protocol.documents_tags or ()}
     inserted.add(tokenizer.convert_tokens_to_ids(protocol.fallback_notice))
     for example in encode_traces([writer.write() for _ in range(200)], protocol, tokenizer):
         assert tokenizer.unk_token_id not in example.ids
-        assert all(not mask for i, mask in zip(example.ids, example.mask, strict=True) if i in inserted)
+        assert all(
+            not mask for i, mask in zip(example.ids, example.mask, strict=True) if i in inserted
+        )
         assert any(example.mask)
 
 
@@ -160,20 +199,35 @@ def test_a_trace_without_flaws_earns_all_that_its_paper_pays_for_its_form(name):
             assert r_search(trajectory)["format"] == 0.4  # 0.2 for the evidence, 0.2 for the answer
         elif name == "when_to_search":
             reward = when_to_search_stage1(trajectory, correct=True)
-            assert reward["format"] == 1.0 and (len(trajectory.searches) > 1 or reward["retrieval"] == 0.0)
+            assert reward["format"] == 1.0 and (
+                len(trajectory.searches) > 1 or reward["retrieval"] == 0.0
+            )
         else:
-            gold = tuple(i for i, d in enumerate(question.references, 1) if d.text.split()[0] in pieces[0][0].split())
+            gold = tuple(
+                i
+                for i, d in enumerate(question.references, 1)
+                if d.text.split()[0] in pieces[0][0].split()
+            )
             asked = replace(trajectory.question, supporting=gold, answers=[trajectory.answer])
-            assert arena(replace(trajectory, question=asked)) == {"format": 1, "answer": 1, "relevance": 1, "bonus": 10}
+            assert arena(replace(trajectory, question=asked)) == {
+                "format": 1,
+                "answer": 1,
+                "relevance": 1,
+                "bonus": 10,
+            }
 
 
 def test_nearly_all_search_traces_of_lookups_leave_the_choice_to_search_out_of_the_loss():
     writer = writer_of("ur2", practice=0.0, mix=(1, 0, 0, 0, 0))
     first = [pieces[0] for _, pieces in (writer.write() for _ in range(2000))]
     searched = [kind for text, kind in first if "<|begin_of_query|>" in text]
-    # 80 % of one-hop traces search (guess_at_once 0.2), 96 % of them without loss on the choice: ±4 standard errors
+    # 80 % of one-hop traces search (guess_at_once 0.2), 96 % of them without loss on the choice: ±4
+    # standard errors
     assert abs(len(searched) / 2000 - 0.8) < 4 * (0.8 * 0.2 / 2000) ** 0.5
-    assert abs(searched.count("choice") / len(searched) - 0.96) < 4 * (0.96 * 0.04 / len(searched)) ** 0.5
+    assert (
+        abs(searched.count("choice") / len(searched) - 0.96)
+        < 4 * (0.96 * 0.04 / len(searched)) ** 0.5
+    )
 
 
 def test_when_to_search_thinks_the_same_whether_it_then_searches_or_not():
@@ -183,7 +237,9 @@ def test_when_to_search_thinks_the_same_whether_it_then_searches_or_not():
         kind = "arithmetic" if "+" in question.question else "known"
         searched = any("<search>" in text for text, _ in pieces)
         thoughts[searched].add((kind, pieces[0][0]))
-    assert thoughts[True] == thoughts[False] and len(thoughts[True]) == 3  # " how many", " birthplace", " employer"
+    assert (
+        thoughts[True] == thoughts[False] and len(thoughts[True]) == 3
+    )  # " how many", " birthplace", " employer"
 
 
 def test_facts_of_traces_are_thrown_away_but_known_people_keep_theirs(world):
@@ -199,16 +255,25 @@ def test_citations_are_right_as_often_as_the_options_say_and_wrong_otherwise():
     writer = writer_of("arena", practice=0.0)
     for numbers in ([2], [1, 4]):
         draws = [writer.citation(numbers) for _ in range(2000)]
-        assert abs(draws.count(numbers) / 2000 - 0.35) < 4 * math.sqrt(0.35 * 0.65 / 2000)  # right_citation
-        assert all(draw == sorted(set(draw)) and set(draw) <= set(range(1, REFERENCES + 1)) for draw in draws)
+        assert abs(draws.count(numbers) / 2000 - 0.35) < 4 * math.sqrt(
+            0.35 * 0.65 / 2000
+        )  # right_citation
+        assert all(
+            draw == sorted(set(draw)) and set(draw) <= set(range(1, REFERENCES + 1))
+            for draw in draws
+        )
 
 
 def test_the_right_queries_find_the_right_passages_and_arithmetic_falls_back(world):
-    search = make_search(make_retriever("bm25", world.documents, title_boost=4), make_summarizer("extractive"), 1)
+    search = make_search(
+        make_retriever("bm25", world.documents, title_boost=4), make_summarizer("extractive"), 1
+    )
     question = world.questions("test", "one_hop")[0]
     name = question.references[0].title
     relation = next(r for r in RELATIONS if r in question.references[0].text)
-    found, fallback, nobody = search([SearchRequest(question, q) for q in (f"{relation} of {name}", "3 + 4", f"{relation} of")])
+    found, fallback, nobody = search(
+        [SearchRequest(question, q) for q in (f"{relation} of {name}", "3 + 4", f"{relation} of")]
+    )
     assert found.text == question.references[0].text and not found.fallback
     assert fallback.fallback and nobody.fallback
 
@@ -219,17 +284,23 @@ def test_with_a_passage_per_fact_two_results_hold_the_fact_that_was_asked_for():
     for question in world.questions("test", "one_hop", 40):
         gold = question.references[question.supporting[0] - 1]
         relation, name = gold.text.split()[0], gold.text.partition(" of ")[2].removesuffix(" .")
-        assert gold.text in [d.text for d in search([SearchRequest(question, f"{relation} of {name}")])[0].documents]
+        assert gold.text in [
+            d.text for d in search([SearchRequest(question, f"{relation} of {name}")])[0].documents
+        ]
 
 
 def test_a_short_warm_up_lowers_the_loss_and_is_repeatable(world, tokenizer):
     options = WarmUp(steps=6, batch_size=16, lr_warmup=2)
-    runs = [warm_up(Policy(make_model(len(tokenizer))), tokenizer, world, PROTOCOLS["ur2"], options) for _ in range(2)]
+    runs = [
+        warm_up(Policy(make_model(len(tokenizer))), tokenizer, world, PROTOCOLS["ur2"], options)
+        for _ in range(2)
+    ]
     assert runs[0] == runs[1]
     assert runs[0][-1] < runs[0][0]
 
 
-# ---------------------------------------------------------------------------------------------------- the reader
+# --------------------------------------------------------------------------------------- the reader
+
 
 def test_the_reader_is_trained_on_the_very_prompt_that_it_is_asked_with(tokenizer):
     writer = writer_of("r_search", seed=5)
@@ -238,7 +309,12 @@ def test_the_reader_is_trained_on_the_very_prompt_that_it_is_asked_with(tokenize
     text = tokenizer.decode(prompt).strip().removesuffix("answer :").strip()
     evidence, question = text.split("\n")
     asked = LocalLLM(Policy(make_model(len(tokenizer))), tokenizer, max_tokens=8)
-    assert asked.prompt((INSTRUCTION, reader_text(Question("", question.strip(), []), evidence.strip()))) == prompt
+    assert (
+        asked.prompt(
+            (INSTRUCTION, reader_text(Question("", question.strip(), []), evidence.strip()))
+        )
+        == prompt
+    )
 
 
 def test_the_reader_is_of_another_family_and_shape_and_learns_within_a_few_steps(tokenizer):

@@ -1,4 +1,6 @@
-"""train.py: one gradient however the batch is cut, nothing learned from documents, and runs that survive what happens."""
+"""train.py: one gradient however the batch is cut, nothing learned from documents, and runs that
+survive what happens.
+"""
 
 import copy
 import dataclasses
@@ -49,18 +51,30 @@ from train import (
 from world import World
 
 ROOT = Path(__file__).parent.parent
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONPATH": str(ROOT),
+}
 
 
-# ------------------------------------------------------------------------------------------------ small material
+# ----------------------------------------------------------------------------------- small material
+
 
 def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"], search=True) -> list[Example]:
-    """Search for the first paragraph's title, read it, answer: what a model must have seen to search at all."""
+    """Search for the first paragraph's title, read it, answer: what a model must have seen to
+    search at all.
+    """
     begin, end = protocol.query_tags
     examples = []
     for question in questions:
         title, text = question.references[0].title, question.references[0].text[:40]
-        pieces = [(f"{begin} {title}{end}", 1), (frame_documents(protocol, text), 0), (f"\\boxed{{ {question.answers[0]}}}", 1)]
+        pieces = [
+            (f"{begin} {title}{end}", 1),
+            (frame_documents(protocol, text), 0),
+            (f"\\boxed{{ {question.answers[0]}}}", 1),
+        ]
         ids = build_prompt(protocol, question, tokenizer)
         mask = [0] * len(ids)
         for piece, kind in pieces if search else pieces[2:]:
@@ -71,7 +85,9 @@ def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"], search=True) -> list
 
 
 def plain_model(size: int, seed: int = 0) -> Qwen2ForCausalLM:
-    """The built-in model's shape without the heads that it is born with: it learns slower, and its gradients are smaller."""
+    """The built-in model's shape without the heads that it is born with: it learns slower, and its
+    gradients are smaller.
+    """
     config = make_model(size).config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -79,7 +95,9 @@ def plain_model(size: int, seed: int = 0) -> Qwen2ForCausalLM:
 
 
 def save_searching_model(path, seed=0):
-    """A tiny model that has seen a few traces for a moment: it searches often, and is wrong in many ways."""
+    """A tiny model that has seen a few traces for a moment: it searches often, and is wrong in many
+    ways.
+    """
     tokenizer = make_tokenizer()
     policy = Policy(plain_model(len(tokenizer), seed))
     examples = traces(tokenizer, World(0).questions("train", "one_hop")[:6])
@@ -94,9 +112,22 @@ def model(tmp_path_factory):
 
 
 def flags(model, runs, *more) -> list[str]:
-    small = {"model": model, "runs": runs, "name": "t", "group_size": 2, "questions_per_step": 2, "steps": 2, "lr": 1e-3,
-             "max_turn_tokens": 12, "max_searches": 2, "documents_per_search": 1, "document_tokens": 40, "title_boost": 4,
-             "trajectories_per_update": 0, "threads": 1}  # fmt: skip
+    small = {
+        "model": model,
+        "runs": runs,
+        "name": "t",
+        "group_size": 2,
+        "questions_per_step": 2,
+        "steps": 2,
+        "lr": 1e-3,
+        "max_turn_tokens": 12,
+        "max_searches": 2,
+        "documents_per_search": 1,
+        "document_tokens": 40,
+        "title_boost": 4,
+        "trajectories_per_update": 0,
+        "threads": 1,
+    }
     return [*itertools.chain(*((f"--{k}", str(v)) for k, v in small.items())), *more]
 
 
@@ -106,7 +137,9 @@ def recipe_for(model, runs, *more) -> Recipe:
 
 def rows_of(folder) -> list[dict]:
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.endswith("_seconds")} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.endswith("_seconds")} for line in lines
+    ]
 
 
 def weights_of(policy: Policy) -> list[torch.Tensor]:
@@ -117,7 +150,7 @@ def same(one, other) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-# ------------------------------------------------------------------------- the gradient, however the batch is cut
+# ----------------------------------------------------------- the gradient, however the batch is cut
 
 TINY = plain_model(40, seed=3)
 
@@ -134,14 +167,31 @@ def trajectory(generator, length, document=None, vocabulary=40):
 
 
 def unequal_batch(recipe: Recipe) -> Batch:
-    """Eight trajectories of 0 to 20 tokens, some with documents, one all masked; π_old and π_ref a little off π."""
+    """Eight trajectories of 0 to 20 tokens, some with documents, one all masked; π_old and π_ref a
+    little off π.
+    """
     generator = torch.Generator().manual_seed(0)
-    shapes = [(20, (3, 12)), (2, None), (9, None), (14, (1, 13)), (1, None), (5, (0, 5)), (17, None), (4, (1, 2))]
+    shapes = [
+        (20, (3, 12)),
+        (2, None),
+        (9, None),
+        (14, (1, 13)),
+        (1, None),
+        (5, (0, 5)),
+        (17, None),
+        (4, (1, 2)),
+    ]
     rewards = [1.0, 0.0, 0.5, 2.0, -1.0, 1.0, 0.3, 0.3]
-    batch = make_batch([trajectory(generator, *shape) for shape in shapes], rewards, recipe, pad_id=0)
+    batch = make_batch(
+        [trajectory(generator, *shape) for shape in shapes], rewards, recipe, pad_id=0
+    )
     logprobs = score_batch(Policy(TINY), batch, recipe, Accelerator())
     batch.old_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=generator)
-    batch.ref_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=generator) if recipe.kl_coef else None
+    batch.ref_logprobs = (
+        logprobs + 0.3 * torch.randn(logprobs.shape, generator=generator)
+        if recipe.kl_coef
+        else None
+    )
     batch.values = torch.randn(logprobs.shape, generator=generator)
     batch.overlong[3] = True  # only DAPO looks at it
     batch.advantages = train.ALGORITHMS[recipe.algorithm].compute_advantages(batch, recipe)
@@ -165,7 +215,9 @@ def gradient_of(batch: Batch, recipe: Recipe) -> tuple[list, dict]:
     policy = Policy(copy.deepcopy(TINY))
     recorder = Recorder(policy)
     algorithm = train.ALGORITHMS[recipe.algorithm]
-    totals = update(policy, recorder, algorithm, copy.deepcopy(batch), recipe, Accelerator(), fresh=False)
+    totals = update(
+        policy, recorder, algorithm, copy.deepcopy(batch), recipe, Accelerator(), fresh=False
+    )
     return recorder.gradients, totals
 
 
@@ -179,7 +231,14 @@ CASES = [
     Recipe(algorithm=algorithm, loss_aggregation=aggregation, group_size=2, max_grad_norm=1e9, **kl)
     for algorithm in ("reinforce_pp", "reinforce_pp_baseline", "dapo", "ppo", "grpo")
     for aggregation in (("token",) if algorithm == "dapo" else ("sequence", "token"))
-    for kl in ({}, {"kl_coef": 0.1, "kl_place": "reward" if algorithm == "reinforce_pp" else "loss", "kl_estimator": "k2"})
+    for kl in (
+        {},
+        {
+            "kl_coef": 0.1,
+            "kl_place": "reward" if algorithm == "reinforce_pp" else "loss",
+            "kl_estimator": "k2",
+        },
+    )
 ]
 
 
@@ -193,7 +252,9 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut_into_micro_batches(re
     whole, totals = gradient_of(batch, dataclasses.replace(recipe, tokens_per_micro_batch=10_000))
     assert max(g.abs().max() for g in whole) > 1e-3
     for budget in (1, 25, 44):  # every row alone; two ragged cuts
-        cut, cut_totals = gradient_of(batch, dataclasses.replace(recipe, tokens_per_micro_batch=budget))
+        cut, cut_totals = gradient_of(
+            batch, dataclasses.replace(recipe, tokens_per_micro_batch=budget)
+        )
         assert largest_difference(whole, cut) < 1e-6
         assert cut_totals == pytest.approx(totals, abs=1e-5)
 
@@ -213,12 +274,16 @@ def critic_gradient_of(batch: Batch, recipe: Recipe) -> tuple[list, dict]:
 
 
 def test_the_critics_gradient_is_the_same_however_the_batch_is_cut_into_micro_batches():
-    recipe = Recipe(algorithm="ppo", group_size=2, max_grad_norm=1e9, gae_lambda=0.9, value_clip=0.5)
+    recipe = Recipe(
+        algorithm="ppo", group_size=2, max_grad_norm=1e9, gae_lambda=0.9, value_clip=0.5
+    )
     batch = unequal_batch(recipe)
     whole, totals = critic_gradient_of(batch, recipe)
     assert max(g.abs().max() for g in whole) > 1e-3 and 0 < totals["value_clip_fraction"] < 1
     for budget in (1, 25, 44):
-        cut, cut_totals = critic_gradient_of(batch, dataclasses.replace(recipe, tokens_per_micro_batch=budget))
+        cut, cut_totals = critic_gradient_of(
+            batch, dataclasses.replace(recipe, tokens_per_micro_batch=budget)
+        )
         assert largest_difference(whole, cut) < 1e-5
         assert cut_totals == pytest.approx(totals, abs=1e-5)
 
@@ -239,9 +304,14 @@ def test_the_critics_loss_is_the_mean_over_all_model_tokens_and_no_document():
 def test_the_critic_learns_the_returns_and_its_values_then_explain_them():
     recipe = Recipe(algorithm="ppo", group_size=2, value_clip=0.0)
     batch, critic = unequal_batch(recipe), make_critic()
-    batch.tokens[:, 0] = torch.arange(3, 11)  # prompts that differ: nobody can foresee two rewards from one prompt
+    batch.tokens[:, 0] = torch.arange(
+        3, 11
+    )  # prompts that differ: nobody can foresee two rewards from one prompt
     optimizer = torch.optim.AdamW(critic.parameters(), lr=3e-3)
-    losses = [update_critic(critic, optimizer, batch, recipe, Accelerator())["value_loss"] for _ in range(40)]
+    losses = [
+        update_critic(critic, optimizer, batch, recipe, Accelerator())["value_loss"]
+        for _ in range(40)
+    ]
     values = value_batch(critic, batch, recipe, Accelerator())
     assert losses[-1] < 0.1 * losses[0]
     assert ppo.explained_variance(values, batch.returns, batch.response_mask) > 0.8
@@ -253,7 +323,9 @@ def test_values_in_micro_batches_are_those_of_the_whole_batch():
     with torch.no_grad():
         whole = torch.where(batch.response_mask.bool(), critic(batch.tokens), 0)
     for budget in (1, 25, 10_000):
-        values = value_batch(critic, batch, dataclasses.replace(recipe, tokens_per_micro_batch=budget), Accelerator())
+        values = value_batch(
+            critic, batch, dataclasses.replace(recipe, tokens_per_micro_batch=budget), Accelerator()
+        )
         torch.testing.assert_close(values, whole, atol=1e-5, rtol=1e-5)
 
 
@@ -264,13 +336,29 @@ def test_an_overlong_trajectory_is_one_cut_off_by_length_without_an_answer():
         t.stop_reason = reason
         return t
 
-    rows = [ended("length", "well"), ended("length", "\\boxed{elm} and"), ended("eos", "well"), ended("refused", "well")]
-    assert make_batch(rows, [0.0] * 4, Recipe(group_size=2), 0).overlong.tolist() == [True, False, False, False]
+    rows = [
+        ended("length", "well"),
+        ended("length", "\\boxed{elm} and"),
+        ended("eos", "well"),
+        ended("refused", "well"),
+    ]
+    assert make_batch(rows, [0.0] * 4, Recipe(group_size=2), 0).overlong.tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token"])
 def test_the_usual_mean_of_micro_batch_means_is_another_gradient(aggregation):
-    recipe = Recipe(algorithm="grpo", loss_aggregation=aggregation, group_size=2, max_grad_norm=1e9, tokens_per_micro_batch=25)
+    recipe = Recipe(
+        algorithm="grpo",
+        loss_aggregation=aggregation,
+        group_size=2,
+        max_grad_norm=1e9,
+        tokens_per_micro_batch=25,
+    )
     batch, policy = unequal_batch(recipe), Policy(copy.deepcopy(TINY))
     cuts = train.micro_batches(batch.response_mask, 25)
     for rows in cuts:  # each micro-batch with weights of its own, then the mean over micro-batches
@@ -282,8 +370,8 @@ def test_the_usual_mean_of_micro_batch_means_is_another_gradient(aggregation):
 
 
 def test_documents_and_prompts_weigh_nothing_in_the_update():
-    # Other documents of the same tokens' count change what the model reads, but whatever log-probs, advantages and KL terms
-    # stand on their columns changes nothing at all.
+    # Other documents of the same tokens' count change what the model reads, but whatever log-probs,
+    # advantages and KL terms stand on their columns changes nothing at all.
     recipe = CASES[-1]
     batch, loud = unequal_batch(recipe), unequal_batch(recipe)
     inserted = loud.response_mask == 0
@@ -297,7 +385,15 @@ def test_scoring_and_updating_change_nothing_in_the_batch():
     batch = unequal_batch(recipe)
     before, policy = copy.deepcopy(batch), Policy(copy.deepcopy(TINY))
     score_batch(policy, batch, recipe, Accelerator())
-    update(policy, torch.optim.SGD(policy.parameters(), 0.1), grpo, batch, recipe, Accelerator(), fresh=True)
+    update(
+        policy,
+        torch.optim.SGD(policy.parameters(), 0.1),
+        grpo,
+        batch,
+        recipe,
+        Accelerator(),
+        fresh=True,
+    )
     for field in dataclasses.fields(Batch):
         old, new = getattr(before, field.name), getattr(batch, field.name)
         if field.name == "token_weights":  # the one thing an update adds
@@ -312,7 +408,9 @@ def test_scoring_in_micro_batches_is_scoring_the_whole_batch():
     with torch.no_grad():
         whole = policy(batch.tokens, mask=batch.response_mask)
     for budget in (1, 25, 10_000):
-        scored = score_batch(policy, batch, dataclasses.replace(recipe, tokens_per_micro_batch=budget), Accelerator())
+        scored = score_batch(
+            policy, batch, dataclasses.replace(recipe, tokens_per_micro_batch=budget), Accelerator()
+        )
         assert torch.allclose(scored, whole, atol=1e-5)
 
 
@@ -321,19 +419,25 @@ def test_mask_documents_false_takes_in_every_token_behind_the_prompt():
     t = trajectory(torch.Generator().manual_seed(0), 5, (2, 4))
     short = trajectory(torch.Generator().manual_seed(1), 2)
     masked = make_batch([t, short], [0.0, 1.0], Recipe(group_size=2), 0).response_mask
-    ablated = make_batch([t, short], [0.0, 1.0], Recipe(group_size=2, mask_documents=False), 0).response_mask
+    ablated = make_batch(
+        [t, short], [0.0, 1.0], Recipe(group_size=2, mask_documents=False), 0
+    ).response_mask
     assert masked.tolist() == [[0, 0, 1, 1, 0, 0, 1], [0, 0, 1, 1, 0, 0, 0]]
     assert ablated.tolist() == [[0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0, 0]]
 
 
 def test_totals_of_several_processes_add_up_and_extremes_stay_extremes(monkeypatch):
-    parts = [{"loss": 0.25, "ratio_min": 0.5, "ratio_max": 1.5}, {"loss": -1.0, "ratio_min": 0.75, "ratio_max": 2.0}]
+    parts = [
+        {"loss": 0.25, "ratio_min": 0.5, "ratio_max": 1.5},
+        {"loss": -1.0, "ratio_min": 0.75, "ratio_max": 2.0},
+    ]
     monkeypatch.setattr(train, "gather_object", lambda mine: parts)
     two = type("TwoProcesses", (), {"num_processes": 2})()
     assert over_processes(parts[0], two) == {"loss": -0.75, "ratio_min": 0.5, "ratio_max": 2.0}
 
 
-# ----------------------------------------------------------------------------------------------- one step, live
+# ----------------------------------------------------------------------------------- one step, live
+
 
 @pytest.fixture(scope="module")
 def trainer(model, tmp_path_factory):
@@ -368,28 +472,50 @@ def test_the_first_update_has_ratio_one(model, tmp_path, more, exactly):
     folder = train.train(recipe_for(model, tmp_path, "--steps", "1", *more))
     record = rows_of(folder)[0]
     assert record["clip_fraction"] == 0
-    assert (record["ratio_min"], record["ratio_max"]) == ((1, 1) if exactly else pytest.approx((1, 1), abs=1e-4))
+    assert (record["ratio_min"], record["ratio_max"]) == (
+        (1, 1) if exactly else pytest.approx((1, 1), abs=1e-4)
+    )
 
 
 @pytest.mark.parametrize("more", [(), ("--old_logprobs", "recompute")])
 def test_a_second_update_on_the_same_rollout_is_off_policy(model, tmp_path, more):
-    # at temperature 2 two samples of a group are never the same text, which a better and a worse reward would not move
-    trainer = Trainer(recipe_for(model, tmp_path, "--temperature", "2", "--trajectories_per_update", "2", *more))
+    # at temperature 2 two samples of a group are never the same text, which a better and a worse
+    # reward would not move
+    trainer = Trainer(
+        recipe_for(model, tmp_path, "--temperature", "2", "--trajectories_per_update", "2", *more)
+    )
     pay(trainer, [1.0, 0.0, 0.0, 1.0])
     record = trainer.step(0)[0]
     assert record["ratio_min"] < 0.999 or record["ratio_max"] > 1.001
 
 
-def test_the_first_update_s_rows_need_no_scoring_pass_and_the_step_is_the_same(model, tmp_path, monkeypatch):
-    # Four rows in two updates: π_old of the second one's rows must be known before the first one moves the weights.
+def test_the_first_update_s_rows_need_no_scoring_pass_and_the_step_is_the_same(
+    model, tmp_path, monkeypatch
+):
+    # Four rows in two updates: π_old of the second one's rows must be known before the first one
+    # moves the weights.
     moved, scored = [], []
     for every in (False, True):
-        trainer = Trainer(recipe_for(model, tmp_path, "--old_logprobs", "recompute", "--trajectories_per_update", "2",
-                                     "--temperature", "2"))  # fmt: skip
+        trainer = Trainer(
+            recipe_for(
+                model,
+                tmp_path,
+                "--old_logprobs",
+                "recompute",
+                "--trajectories_per_update",
+                "2",
+                "--temperature",
+                "2",
+            )
+        )
         pay(trainer, [1.0, 0.0, 0.0, 1.0])
-        trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 0.1)  # Adam's division would blow rounding errors up
+        trainer.optimizer = torch.optim.SGD(
+            trainer.policy.parameters(), 0.1
+        )  # Adam's division would blow rounding errors up
         before, score = weights_of(trainer.policy), trainer.score
-        if every:  # the slow twin: all rows are scored, and no update takes its own forward pass for π_old
+        if (
+            every
+        ):  # the slow twin: all rows are scored, and no update takes its own forward pass for π_old
             learn = trainer.update_all
 
             def update_all(step, batch, rows, trainer=trainer, score=score, learn=learn):
@@ -399,7 +525,9 @@ def test_the_first_update_s_rows_need_no_scoring_pass_and_the_step_is_the_same(m
 
             trainer.update_all = update_all
         else:
-            trainer.score = lambda policy, batch, score=score: scored.append(len(batch)) or score(policy, batch)
+            trainer.score = lambda policy, batch, score=score: (
+                scored.append(len(batch)) or score(policy, batch)
+            )
         trainer.step(0)
         moved.append([a - b for a, b in zip(weights_of(trainer.policy), before, strict=True)])
     assert scored == [2]
@@ -408,10 +536,21 @@ def test_the_first_update_s_rows_need_no_scoring_pass_and_the_step_is_the_same(m
 
 
 def test_a_kl_in_the_reward_uses_recomputed_logprobs_where_the_rollout_has_none(model, tmp_path):
-    # Documents that are trained on (the ablation) have no log-prob from the rollout. The reference is the policy itself in
-    # step 0, so every k1 is 0; with the rollout's zeros standing in, k1 would be −log π_ref, and the advantages wrong.
-    more = ("--mask_documents", "false", "--kl_coef", "0.1", "--kl_place", "reward", "--kl_estimator", "k1",
-            "--algorithm", "reinforce_pp")  # fmt: skip
+    # Documents that are trained on (the ablation) have no log-prob from the rollout. The reference
+    # is the policy itself in step 0, so every k1 is 0; with the rollout's zeros standing in, k1
+    # would be −log π_ref, and the advantages wrong.
+    more = (
+        "--mask_documents",
+        "false",
+        "--kl_coef",
+        "0.1",
+        "--kl_place",
+        "reward",
+        "--kl_estimator",
+        "k1",
+        "--algorithm",
+        "reinforce_pp",
+    )
     trainer, seen = Trainer(recipe_for(model, tmp_path, *more)), {}
     trainer.update_all = lambda step, batch, trajectories: seen.update(batch=batch) or {}
     trainer.step(0)
@@ -434,10 +573,14 @@ class Marks:
 
 def pay(trainer, amounts: list[float]) -> None:
     """The trainer's trajectories earn these rewards, in their order."""
-    trainer.scorer = Marks(lambda trajectories: ([{"answer": r} for r in amounts], [r > 0 for r in amounts]))
+    trainer.scorer = Marks(
+        lambda trajectories: ([{"answer": r} for r in amounts], [r > 0 for r in amounts])
+    )
 
 
-def test_all_rewards_equal_leave_the_weights_as_they_were_and_one_better_answer_moves_them(model, tmp_path):
+def test_all_rewards_equal_leave_the_weights_as_they_were_and_one_better_answer_moves_them(
+    model, tmp_path
+):
     for algorithm in ("grpo", "reinforce_pp_baseline"):
         trainer = Trainer(recipe_for(model, tmp_path, "--algorithm", algorithm))
         before = weights_of(trainer.policy)
@@ -447,11 +590,17 @@ def test_all_rewards_equal_leave_the_weights_as_they_were_and_one_better_answer_
         assert record["frac_reward_zero_std"] == 1 and record["grad_norm"] == 0
         pay(trainer, [1.0, 0.0, 0.0, 0.0])
         record, _, _ = trainer.step(1)
-        assert not same(before, weights_of(trainer.policy)) and record["frac_reward_zero_std"] == 0.5
+        assert (
+            not same(before, weights_of(trainer.policy)) and record["frac_reward_zero_std"] == 0.5
+        )
 
 
 def test_a_step_makes_the_rewarded_answer_likelier_than_the_other(model, tmp_path, monkeypatch):
-    trainer = Trainer(recipe_for(model, tmp_path, "--lr", "1e-4", "--algorithm", "grpo", "--questions_per_step", "1"))
+    trainer = Trainer(
+        recipe_for(
+            model, tmp_path, "--lr", "1e-4", "--algorithm", "grpo", "--questions_per_step", "1"
+        )
+    )
     trajectories = trainer.roll_out(0)
     monkeypatch.setattr(trainer, "roll_out", lambda step, draw: trajectories)
     pay(trainer, [1.0, 0.0])
@@ -473,15 +622,20 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_questions_and_the_bat
     with pytest.raises(InputError, match=r"step 1: loss nan") as error:
         trainer.step(1)
     assert same(before, weights_of(trainer.policy))
-    assert "\n" not in str(error.value) and all(q.id in str(error.value) for q in trainer.stream.take(1))
+    assert "\n" not in str(error.value) and all(
+        q.id in str(error.value) for q in trainer.stream.take(1)
+    )
     saved = torch.load(re.search(r"The batch is in (\S+\.pt)", str(error.value))[1])
     assert saved["tokens"].shape[0] == 4 and saved["rewards"].isnan().all()
 
 
-# ----------------------------------------------------------------------------------- DAPO: more draws, and fewer rows
+# ----------------------------------------------------------------- DAPO: more draws, and fewer rows
+
 
 def scripted(trainer, rights: list[list[tuple[int, ...]]]) -> list[int]:
-    """Each draw's groups are right as written, such as (1, 0); question ids say which draw they are of. -> the draws made."""
+    """Each draw's groups are right as written, such as (1, 0); question ids say which draw they are
+    of. -> the draws made.
+    """
     made = []
 
     def roll_out(step, draw):
@@ -490,7 +644,9 @@ def scripted(trainer, rights: list[list[tuple[int, ...]]]) -> list[int]:
         rows = [(g, right) for g, group in enumerate(rights[draw]) for right in group]
         trajectories = [trajectory(generator, 4 + i, vocabulary=30) for i in range(len(rows))]
         for t, (g, right) in zip(trajectories, rows, strict=True):
-            t.question = Question(f"draw{draw} question{g} {'right' if right else 'wrong'}", "?", ["!"])
+            t.question = Question(
+                f"draw{draw} question{g} {'right' if right else 'wrong'}", "?", ["!"]
+            )
         return trajectories
 
     trainer.roll_out = roll_out
@@ -504,7 +660,19 @@ def scripted(trainer, rights: list[list[tuple[int, ...]]]) -> list[int]:
 
 
 def dapo_trainer(model, runs, *more) -> Trainer:
-    return Trainer(recipe_for(model, runs, "--algorithm", "dapo", "--questions_per_step", "2", "--max_resample", "2", *more))
+    return Trainer(
+        recipe_for(
+            model,
+            runs,
+            "--algorithm",
+            "dapo",
+            "--questions_per_step",
+            "2",
+            "--max_resample",
+            "2",
+            *more,
+        )
+    )
 
 
 def groups_of(sampled) -> list[str]:
@@ -515,14 +683,31 @@ def groups_of(sampled) -> list[str]:
 FULL, NONE, ALL = (1, 0), (0, 0), (1, 1)  # a group of two: informative, all wrong, all right
 
 
-@pytest.mark.parametrize("rights, draws, kept", [
-    ([[FULL, FULL]], 1, ["draw0 question0", "draw0 question1"]),  # enough at once: no further draw
-    ([[ALL, FULL], [NONE, FULL]], 2, ["draw0 question1", "draw1 question1"]),
-    ([[ALL, FULL], [FULL, FULL]], 2, ["draw0 question1", "draw1 question0"]),  # the surplus is cut from behind
-    ([[ALL, NONE], [NONE, NONE], [ALL, FULL]], 3, ["draw2 question1"]),  # no draw is left: fewer than asked
-    ([[ALL, NONE], [NONE, ALL], [ALL, ALL]], 3, []),
-])  # fmt: skip
-def test_groups_that_teach_nothing_are_replaced_while_draws_are_left(rights, draws, kept, model, tmp_path):
+@pytest.mark.parametrize(
+    "rights, draws, kept",
+    [
+        (
+            [[FULL, FULL]],
+            1,
+            ["draw0 question0", "draw0 question1"],
+        ),  # enough at once: no further draw
+        ([[ALL, FULL], [NONE, FULL]], 2, ["draw0 question1", "draw1 question1"]),
+        (
+            [[ALL, FULL], [FULL, FULL]],
+            2,
+            ["draw0 question1", "draw1 question0"],
+        ),  # the surplus is cut from behind
+        (
+            [[ALL, NONE], [NONE, NONE], [ALL, FULL]],
+            3,
+            ["draw2 question1"],
+        ),  # no draw is left: fewer than asked
+        ([[ALL, NONE], [NONE, ALL], [ALL, ALL]], 3, []),
+    ],
+)
+def test_groups_that_teach_nothing_are_replaced_while_draws_are_left(
+    rights, draws, kept, model, tmp_path
+):
     trainer = dapo_trainer(model, tmp_path)
     made = scripted(trainer, rights)
     sampled = trainer.sample(0)
@@ -544,16 +729,33 @@ def test_without_further_draws_uninformative_groups_are_only_dropped(model, tmp_
     assert groups_of(trainer.sample(0)) == ["draw0 question1"] and made == [0]
 
 
-def test_the_numbers_of_a_step_are_of_all_that_was_sampled_and_the_update_of_what_was_kept(model, tmp_path):
+def test_the_numbers_of_a_step_are_of_all_that_was_sampled_and_the_update_of_what_was_kept(
+    model, tmp_path
+):
     trainer, seen = dapo_trainer(model, tmp_path), {}
     scripted(trainer, [[ALL, ALL], [NONE, FULL], [ALL, FULL]])
     learn = trainer.update_all
-    trainer.update_all = lambda step, batch, rows: seen.update(batch=batch, rows=rows) or learn(step, batch, rows)
+    trainer.update_all = lambda step, batch, rows: (
+        seen.update(batch=batch, rows=rows) or learn(step, batch, rows)
+    )
     record, trajectories, _ = trainer.step(0)
-    assert record["reward"] == pytest.approx((2 + 2 + 0 + 1 + 2 + 1) / 12) and len(trajectories) == 12
-    assert (record["resampled"], record["informative"], record["skipped"]) == (2, pytest.approx(2 / 6), 0)
-    assert [t.question.id for t in seen["rows"]] == [f"draw{d} question1 {end}" for d in (1, 2) for end in ("right", "wrong")]
-    assert seen["batch"].rewards.tolist() == [1, 0, 1, 0] and seen["batch"].correct.tolist() == [True, False, True, False]
+    assert (
+        record["reward"] == pytest.approx((2 + 2 + 0 + 1 + 2 + 1) / 12) and len(trajectories) == 12
+    )
+    assert (record["resampled"], record["informative"], record["skipped"]) == (
+        2,
+        pytest.approx(2 / 6),
+        0,
+    )
+    assert [t.question.id for t in seen["rows"]] == [
+        f"draw{d} question1 {end}" for d in (1, 2) for end in ("right", "wrong")
+    ]
+    assert seen["batch"].rewards.tolist() == [1, 0, 1, 0] and seen["batch"].correct.tolist() == [
+        True,
+        False,
+        True,
+        False,
+    ]
     assert record["grad_norm"] > 0
 
 
@@ -564,21 +766,39 @@ def test_a_step_without_an_informative_group_is_skipped_and_said(model, tmp_path
     records = [trainer.step(step)[0] for step in range(3)]
     assert same(before, weights_of(trainer.policy)) and not trainer.optimizer.state
     assert all(r["skipped"] == 1 and r["informative"] == 0 and "loss" not in r for r in records)
-    assert console_line(records[0]).endswith("no update: no group had answers that differ, in 3 draws")
+    assert console_line(records[0]).endswith(
+        "no update: no group had answers that differ, in 3 draws"
+    )
     said = [line for record in records for line in hints.after(record)]
     assert any("no update was made" in line for line in said)
 
 
-def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(model, tmp_path, monkeypatch, capsys):
+def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(
+    model, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(rewards, "is_right", lambda trajectory, verdict: True)
     folder = train.train(recipe_for(model, tmp_path, "--algorithm", "dapo", "--max_resample", "1"))
     assert [row["skipped"] for row in rows_of(folder)] == [1, 1] and len(checkpoints(folder)) == 1
     assert capsys.readouterr().out.count("no update: ") == 2
 
 
-def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step(model, tmp_path, monkeypatch):
-    trainer = dapo_trainer(model, tmp_path, "--questions_per_step", "4", "--trajectories_per_update", "3", "--steps", "4",
-                           "--lr_schedule", "linear", "--lr", "1.2e-5")  # fmt: skip
+def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step(
+    model, tmp_path, monkeypatch
+):
+    trainer = dapo_trainer(
+        model,
+        tmp_path,
+        "--questions_per_step",
+        "4",
+        "--trajectories_per_update",
+        "3",
+        "--steps",
+        "4",
+        "--lr_schedule",
+        "linear",
+        "--lr",
+        "1.2e-5",
+    )
     sizes, rates = [], []
     plain = train.update
 
@@ -607,20 +827,35 @@ def test_what_a_step_draws_depends_on_seed_step_and_draw_alone(model, tmp_path):
 
     first, second = dapo_trainer(model, tmp_path), dapo_trainer(model, tmp_path)
     expected = {(step, draw): ids(first, step, draw) for step in (0, 1) for draw in (0, 1, 2)}
-    assert ids(second, 1, 2) == expected[1, 2] and ids(second, 0, 1) == expected[0, 1]  # without the draws before it
+    assert (
+        ids(second, 1, 2) == expected[1, 2] and ids(second, 0, 1) == expected[0, 1]
+    )  # without the draws before it
     asked = [question for drawn in expected.values() for question, _ in drawn[::2]]
     assert len(set(asked)) == 12  # every draw has questions of its own
 
 
 def test_a_resumed_dapo_run_is_the_unbroken_run(model, tmp_path, monkeypatch):
     # The tiny model is hardly ever right: here every answer of an odd number of tokens is.
-    monkeypatch.setattr(rewards, "is_right", lambda trajectory, verdict: len(trajectory.response_ids) % 2 == 1)
-    more = ("--algorithm", "dapo", "--max_resample", "1", "--clip_high", "0.28", "--trajectories_per_update", "2")
+    monkeypatch.setattr(
+        rewards, "is_right", lambda trajectory, verdict: len(trajectory.response_ids) % 2 == 1
+    )
+    more = (
+        "--algorithm",
+        "dapo",
+        "--max_resample",
+        "1",
+        "--clip_high",
+        "0.28",
+        "--trajectories_per_update",
+        "2",
+    )
     straight = train.train(recipe_for(model, tmp_path / "a", "--steps", "3", *more))
     train.train(recipe_for(model, tmp_path / "b", "--steps", "1", *more))
     resumed = train.train(recipe_for(model, tmp_path / "b", "--steps", "3", "--resume", *more))
     assert rows_of(resumed) == rows_of(straight)
-    assert any(not row["skipped"] for row in rows_of(straight)) and any(row["resampled"] for row in rows_of(straight))
+    assert any(not row["skipped"] for row in rows_of(straight)) and any(
+        row["resampled"] for row in rows_of(straight)
+    )
     ends = [load_policy(str(checkpoints(folder)[-1]))[0] for folder in (straight, resumed)]
     assert same(*map(weights_of, ends))
 
@@ -631,32 +866,54 @@ def test_right_is_cover_em_or_an_equal_result_in_math_and_choice(trainer):
         t.append_model([1], [-1.0], text)
         return t
 
-    rows = [answered("\\boxed{the old elm}", answers=["elm"]), answered("\\boxed{oak}", answers=["elm"]),
-            answered("elm", answers=["elm"]),
-            answered("\\boxed{0.5}", answers=["\\frac12"], task="math"),
-            answered("The correct answer is: A.", answers=["B"], task="choice", options=("elm", "oak"))]  # fmt: skip
+    rows = [
+        answered("\\boxed{the old elm}", answers=["elm"]),
+        answered("\\boxed{oak}", answers=["elm"]),
+        answered("elm", answers=["elm"]),
+        answered("\\boxed{0.5}", answers=["\\frac12"], task="math"),
+        answered("The correct answer is: A.", answers=["B"], task="choice", options=("elm", "oak")),
+    ]
     assert trainer.scorer(rows, 0)[1] == [True, False, False, True, False]
 
 
 def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right(model, tmp_path):
-    # When to Search's stage 2: right without a search earns 1, right after one 0.7: nothing to learn by right and wrong,
-    # but the very comparison that the stage is about. The first group differs in this way, the second not at all.
+    # When to Search's stage 2: right without a search earns 1, right after one 0.7: nothing to
+    # learn by right and wrong, but the very comparison that the stage is about. The first group
+    # differs in this way, the second not at all.
     answers = [1.0, 0.7, 1.0, 1.0]
     for by, kept in (("correct", []), ("answer", [0, 1])):
         trainer = dapo_trainer(model, tmp_path, "--filter_by", by, "--max_resample", "0")
-        trainer.scorer = Marks(lambda trajectories: ([{"format": 1.0, "answer": a} for a in answers], [True] * 4))
+        trainer.scorer = Marks(
+            lambda trajectories: ([{"format": 1.0, "answer": a} for a in answers], [True] * 4)
+        )
         assert trainer.sample(0).kept == kept
 
 
-def test_with_task_mixing_each_question_of_a_step_has_the_prompt_that_is_its_own(model, tmp_path, monkeypatch):
+def test_with_task_mixing_each_question_of_a_step_has_the_prompt_that_is_its_own(
+    model, tmp_path, monkeypatch
+):
     # UR² 3.2: of math only hard questions may search. Three of them: one hard, two easy.
     data, levels = tmp_path / "math.jsonl", tmp_path / "difficulty.jsonl"
-    records = [{"id": f"m{i}", "question": f"what is {i} + 1 ?", "answers": [str(i + 1)], "task": "math"} for i in range(3)]
+    records = [
+        {"id": f"m{i}", "question": f"what is {i} + 1 ?", "answers": [str(i + 1)], "task": "math"}
+        for i in range(3)
+    ]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     scores = zip(records, (0.3, 0.9, 0.9), strict=True)  # UR²'s buckets: 0.3 is hard, 0.9 easy
-    levels.write_text("".join(json.dumps({"id": r["id"], "scores": [s], "score": s}) + "\n" for r, s in scores))
-    more = ("--data", str(data), "--retriever", "empty", "--difficulty", str(levels), "--task_mixing",
-            "--questions_per_step", "3")  # fmt: skip
+    levels.write_text(
+        "".join(json.dumps({"id": r["id"], "scores": [s], "score": s}) + "\n" for r, s in scores)
+    )
+    more = (
+        "--data",
+        str(data),
+        "--retriever",
+        "empty",
+        "--difficulty",
+        str(levels),
+        "--task_mixing",
+        "--questions_per_step",
+        "3",
+    )
     rows = Trainer(recipe_for(model, tmp_path, *more)).roll_out(0)
     assert {t.question.id: t.retrieval for t in rows} == {"m0": True, "m1": False, "m2": False}
     alone = Trainer(recipe_for(model, tmp_path, *more, "--retrieval", "false")).roll_out(0)
@@ -669,31 +926,56 @@ def test_choice_and_math_answers_count_as_right_in_the_metrics():
         t.append_model([1], [-1.0], text)
         return t
 
-    rows = [answered("\\boxed{0.5}", answers=["\\frac12"], task="math"),
-            answered("The correct answer is: B.", answers=["B"], task="choice", options=("elm", "oak")),
-            answered("\\boxed{elm}", answers=["oak"])]  # fmt: skip
+    rows = [
+        answered("\\boxed{0.5}", answers=["\\frac12"], task="math"),
+        answered("The correct answer is: B.", answers=["B"], task="choice", options=("elm", "oak")),
+        answered("\\boxed{elm}", answers=["oak"]),
+    ]
     record = measure(rows, [{"r": 1.0}, {"r": 0.0}, {"r": 0.5}], Recipe(group_size=3))
     assert (record["em/math"], record["em/choice"], record["em/qa"]) == (1, 1, 0)
-    assert record["em"] == pytest.approx(2 / 3) and record["reward"] == 0.5 and record["searches"] == 0
+    assert (
+        record["em"] == pytest.approx(2 / 3) and record["reward"] == 0.5 and record["searches"] == 0
+    )
 
 
-# ------------------------------------------------------------------------------------------------ runs and files
+# ----------------------------------------------------------------------------------- runs and files
+
 
 def test_a_resumed_run_is_the_unbroken_run(model, tmp_path):
-    # With a KL in the loss: the reference must be the stage's first model, not the checkpoint that is resumed.
+    # With a KL in the loss: the reference must be the stage's first model, not the checkpoint that
+    # is resumed.
     more = ("--algorithm", "grpo", "--kl_coef", "0.05", "--beta2", "0.98")
     straight = train.train(recipe_for(model, tmp_path / "a", "--steps", "4", *more))
     train.train(recipe_for(model, tmp_path / "b", "--steps", "2", *more))
     resumed = train.train(recipe_for(model, tmp_path / "b", "--steps", "4", "--resume", *more))
-    assert rows_of(resumed) == rows_of(straight) and [row["step"] for row in rows_of(resumed)] == [0, 1, 2, 3]
+    assert rows_of(resumed) == rows_of(straight) and [row["step"] for row in rows_of(resumed)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert rows_of(straight)[3]["k2"] > 0
     ends = [load_policy(str(checkpoints(folder)[-1]))[0] for folder in (straight, resumed)]
     assert same(*map(weights_of, ends)) and checkpoints(resumed)[-1].name == "checkpoint-000004"
 
 
 def test_a_resumed_ppo_run_is_the_unbroken_run_with_its_critic(model, tmp_path):
-    more = ("--algorithm", "ppo", "--gae_lambda", "0.95", "--critic_lr", "1e-3", "--kl_coef", "0.05", "--kl_place", "reward",
-            "--kl_estimator", "k1", "--trajectories_per_update", "2")  # fmt: skip
+    more = (
+        "--algorithm",
+        "ppo",
+        "--gae_lambda",
+        "0.95",
+        "--critic_lr",
+        "1e-3",
+        "--kl_coef",
+        "0.05",
+        "--kl_place",
+        "reward",
+        "--kl_estimator",
+        "k1",
+        "--trajectories_per_update",
+        "2",
+    )
     straight = train.train(recipe_for(model, tmp_path / "a", "--steps", "4", *more))
     train.train(recipe_for(model, tmp_path / "b", "--steps", "2", *more))
     resumed = train.train(recipe_for(model, tmp_path / "b", "--steps", "4", "--resume", *more))
@@ -706,31 +988,53 @@ def test_a_resumed_ppo_run_is_the_unbroken_run_with_its_critic(model, tmp_path):
 
 
 def test_a_ppo_step_logs_its_critic_and_the_first_one_expects_nothing(model, tmp_path):
-    trainer = Trainer(recipe_for(model, tmp_path, "--algorithm", "ppo", "--critic_lr", "1e-3", "--group_size", "1"))
-    trainer.scorer = Marks(lambda ts: ([{"answer": 1.0 + i} for i in range(len(ts))], [True] * len(ts)))
+    trainer = Trainer(
+        recipe_for(
+            model, tmp_path, "--algorithm", "ppo", "--critic_lr", "1e-3", "--group_size", "1"
+        )
+    )
+    trainer.scorer = Marks(
+        lambda ts: ([{"answer": 1.0 + i} for i in range(len(ts))], [True] * len(ts))
+    )
     before, seen, learn = weights_of(trainer.critic), {}, trainer.update_all
-    trainer.update_all = lambda step, batch, rows: seen.update(batch=batch) or learn(step, batch, rows)
+    trainer.update_all = lambda step, batch, rows: (
+        seen.update(batch=batch) or learn(step, batch, rows)
+    )
     record, _, _ = trainer.step(0)
     batch = seen["batch"]
     used = batch.response_mask.bool()
     assert batch.values.eq(0).all() and record["explained_variance"] == pytest.approx(0, abs=1e-6)
-    # γ 1, λ 1: each token's return is its trajectory's reward, and V is 0: the loss is ½ of the returns' mean square
+    # γ 1, λ 1: each token's return is its trajectory's reward, and V is 0: the loss is ½ of the
+    # returns' mean square
     assert batch.returns[0][used[0]].eq(1).all() and batch.returns[1][used[1]].eq(2).all()
-    assert record["value_loss"] == pytest.approx(batch.returns[used].square().mean().item() / 2, rel=1e-4)
+    assert record["value_loss"] == pytest.approx(
+        batch.returns[used].square().mean().item() / 2, rel=1e-4
+    )
     assert record["critic_grad_norm"] > 0 and record["value_clip_fraction"] == 0
     assert not same(before, weights_of(trainer.critic))
 
 
 def test_a_ppo_step_starts_from_what_the_critic_said_before_it(model, tmp_path):
-    trainer, seen = Trainer(recipe_for(model, tmp_path, "--algorithm", "ppo", "--trajectories_per_update", "2")), {}
+    trainer, seen = (
+        Trainer(
+            recipe_for(model, tmp_path, "--algorithm", "ppo", "--trajectories_per_update", "2")
+        ),
+        {},
+    )
     trainer.update_all = lambda step, batch, rows: seen.update(batch=batch) or {}
-    torch.nn.init.normal_(trainer.critic.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(
+        trainer.critic.head.weight, std=0.1, generator=torch.Generator().manual_seed(0)
+    )
     trainer.step(0)
     batch = seen["batch"]
     said = value_batch(trainer.critic, batch, trainer.recipe, trainer.accelerator)
     assert said.abs().max() > 0.1 and torch.equal(batch.values, said)
-    errors = (batch.returns - said)[batch.response_mask.bool()]  # λ 1: the advantages before whitening
-    torch.testing.assert_close(batch.advantages[batch.response_mask.bool()], (errors - errors.mean()) / errors.std())
+    errors = (batch.returns - said)[
+        batch.response_mask.bool()
+    ]  # λ 1: the advantages before whitening
+    torch.testing.assert_close(
+        batch.advantages[batch.response_mask.bool()], (errors - errors.mean()) / errors.std()
+    )
 
 
 def test_a_checkpoint_of_another_algorithm_has_no_critic_to_go_on_with(model, tmp_path):
@@ -782,7 +1086,9 @@ def test_nothing_to_resume_and_nothing_left_to_do_are_one_line_each(model, tmp_p
         train.train(recipe_for(model, tmp_path, "--steps", "1", "--resume"))
 
 
-@pytest.mark.parametrize("keep, left", [(0, [1, 2, 3, 4]), (1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
+@pytest.mark.parametrize(
+    "keep, left", [(0, [1, 2, 3, 4]), (1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])]
+)
 def test_older_checkpoints_go_and_zero_keeps_all(keep, left, tmp_path):
     policy, tokenizer = Policy(make_model(40)), make_tokenizer()
     run = Run(Recipe(runs=str(tmp_path), keep_checkpoints=keep), main=True)
@@ -814,14 +1120,19 @@ def test_stage_two_starts_from_stage_ones_last_checkpoint(model, tmp_path, capsy
     before = train.train(recipe_for(model, tmp_path, "--steps", "2", "--save_every", "1"))
     trainer = Trainer(recipe_for(model, tmp_path, "--stage", "2"))
     assert f"stage 2 starts from {before}/checkpoint-000002" in capsys.readouterr().out
-    assert same(weights_of(trainer.policy), weights_of(load_policy(str(before / "checkpoint-000002"))[0]))
+    assert same(
+        weights_of(trainer.policy), weights_of(load_policy(str(before / "checkpoint-000002"))[0])
+    )
     assert trainer.recipe.reward == "ur2_stage2"
 
 
 def test_stage_two_says_so_if_there_is_no_stage_one(model, tmp_path):
     path, said = starting_model(recipe_for(model, tmp_path, "--stage", "2"))
     assert path == model
-    assert said == f"stage 2 starts from {model}: there is no stage 1 checkpoint in {tmp_path}/t/stage1"
+    assert (
+        said
+        == f"stage 2 starts from {model}: there is no stage 1 checkpoint in {tmp_path}/t/stage1"
+    )
 
 
 def test_without_a_model_the_built_in_one_is_trained(tmp_path, monkeypatch, capsys):
@@ -833,15 +1144,33 @@ def test_without_a_model_the_built_in_one_is_trained(tmp_path, monkeypatch, caps
         return Policy(make_model(len(tokenizer))), tokenizer, World(world_seed)
 
     monkeypatch.setattr(recipes, "load_toy", untrained)
-    arguments = ["--recipe", "r1_searcher", "--world_seed", "5", "--runs", str(tmp_path), "--group_size", "2",
-                 "--questions_per_step", "4", "--steps", "1", "--max_turn_tokens", "8"]  # fmt: skip
+    arguments = [
+        "--recipe",
+        "r1_searcher",
+        "--world_seed",
+        "5",
+        "--runs",
+        str(tmp_path),
+        "--group_size",
+        "2",
+        "--questions_per_step",
+        "4",
+        "--steps",
+        "1",
+        "--max_turn_tokens",
+        "8",
+    ]
     train.main(arguments)
     assert asked == [(5, "r1_searcher", str(tmp_path))]
     assert "stage 1 starts from the built-in model" in capsys.readouterr().out
-    assert (tmp_path / "r1_searcher-world5-seed0" / "stage1" / "checkpoint-000001" / "config.json").exists()
+    assert (
+        tmp_path / "r1_searcher-world5-seed0" / "stage1" / "checkpoint-000001" / "config.json"
+    ).exists()
 
 
-def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample_with_the_documents_marked(model, tmp_path, capsys):
+def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample_with_the_documents_marked(
+    model, tmp_path, capsys
+):
     train.main(flags(model, tmp_path, "--questions_per_step", "4", "--show_every", "1"))
     out, folder = capsys.readouterr().out, tmp_path / "t" / "stage1"
     assert out.startswith("settings: recipe=ur2 stage=1") and f"{folder}/settings.json" in out
@@ -862,24 +1191,35 @@ def test_a_checkpoint_loads_with_automodel(model, tmp_path):
     assert not same(weights_of(Policy(again)), weights_of(load_policy(model)[0]))
 
 
-# --------------------------------------------------------------------------------------------------------- hints
+# -------------------------------------------------------------------------------------------- hints
+
 
 def record_with(**changes):
-    return {"frac_reward_zero_std": 0.5, "searched": 0.5, "searches": 1.0, "refused": 0.0, "cut_off": 0.0, "search_errors": 0.0,
-            **changes}  # fmt: skip
+    return {
+        "frac_reward_zero_std": 0.5,
+        "searched": 0.5,
+        "searches": 1.0,
+        "refused": 0.0,
+        "cut_off": 0.0,
+        "search_errors": 0.0,
+        **changes,
+    }
 
 
-@pytest.mark.parametrize("changes, settings, said", [
-    ({"frac_reward_zero_std": 1.0}, {}, "all rewards of every group were equal"),
-    ({"frac_reward_zero_std": 1.0}, {"algorithm": "reinforce_pp"}, None),  # has no groups
-    ({"searched": 0.0, "searches": 0.0}, {}, "no trajectory searched"),
-    ({"searched": 0.0, "searches": 0.0}, {"retrieval": False}, None),  # must not
-    ({"searched": 0.0, "searches": 0.0}, {"max_searches": 0}, None),
-    ({"searched": 0.0, "searches": 0.0, "refused": 0.5}, {}, "none was run"),
-    ({"cut_off": 1.0}, {}, "raise --max_turn_tokens"),
-    ({"search_errors": 1.0}, {}, "a tenth or more of the searches failed"),
-    ({}, {}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, settings, said",
+    [
+        ({"frac_reward_zero_std": 1.0}, {}, "all rewards of every group were equal"),
+        ({"frac_reward_zero_std": 1.0}, {"algorithm": "reinforce_pp"}, None),  # has no groups
+        ({"searched": 0.0, "searches": 0.0}, {}, "no trajectory searched"),
+        ({"searched": 0.0, "searches": 0.0}, {"retrieval": False}, None),  # must not
+        ({"searched": 0.0, "searches": 0.0}, {"max_searches": 0}, None),
+        ({"searched": 0.0, "searches": 0.0, "refused": 0.5}, {}, "none was run"),
+        ({"cut_off": 1.0}, {}, "raise --max_turn_tokens"),
+        ({"search_errors": 1.0}, {}, "a tenth or more of the searches failed"),
+        ({}, {}, None),
+    ],
+)
 def test_three_steps_of_one_cause_give_one_hint_and_never_again(changes, settings, said):
     hints = Hints(Recipe(**settings))
     lines = [hints.after(record_with(**changes)) for _ in range(6)]
@@ -893,9 +1233,12 @@ def test_a_single_better_step_starts_the_count_anew():
     assert [hints.after(record_with(cut_off=float(c))) for c in cut] == [[]] * 6
 
 
-# -------------------------------------------------------------------------------------------------------- Ctrl-C
+# ------------------------------------------------------------------------------------------- Ctrl-C
 
-def test_ctrl_c_leaves_the_last_checkpoint_and_metrics_that_read(model, tmp_path, monkeypatch, capsys):
+
+def test_ctrl_c_leaves_the_last_checkpoint_and_metrics_that_read(
+    model, tmp_path, monkeypatch, capsys
+):
     step = Trainer.step
 
     def interrupted(self, number):
@@ -908,8 +1251,9 @@ def test_ctrl_c_leaves_the_last_checkpoint_and_metrics_that_read(model, tmp_path
         train.main(flags(model, tmp_path, "--steps", "5", "--save_every", "1"))
     assert end.value.code == 130
     folder = tmp_path / "t" / "stage1"
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        f"interrupted; last checkpoint: {folder}/checkpoint-000002 (go on with --resume)"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == f"interrupted; last checkpoint: {folder}/checkpoint-000002 (go on with --resume)"
     )
     assert [row["step"] for row in rows_of(folder)] == [0, 1]
     load_policy(str(checkpoints(folder)[-1]))
@@ -922,16 +1266,31 @@ def test_ctrl_c_before_the_first_checkpoint_says_so(model, tmp_path, monkeypatch
     monkeypatch.setattr(Trainer, "step", interrupted)
     with pytest.raises(SystemExit) as end:
         train.main(flags(model, tmp_path))
-    assert end.value.code == 130 and capsys.readouterr().out.splitlines()[-1] == "interrupted; no checkpoint yet"
+    assert (
+        end.value.code == 130
+        and capsys.readouterr().out.splitlines()[-1] == "interrupted; no checkpoint yet"
+    )
 
 
 def test_a_real_sigint_ends_the_process_with_130_and_one_line(model, tmp_path):
     folder = tmp_path / "t" / "stage1"
-    command = [sys.executable, "train.py", *flags(model, tmp_path, "--steps", "100000", "--save_every", "1")]
-    # a shell's background job ignores SIGINT, and its children inherit that: the test must not depend on how it was started
+    command = [
+        sys.executable,
+        "train.py",
+        *flags(model, tmp_path, "--steps", "100000", "--save_every", "1"),
+    ]
+    # a shell's background job ignores SIGINT, and its children inherit that: the test must not
+    # depend on how it was started
     listen = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               **listen)  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **listen,
+    )
     try:
         for _ in range(600):
             if process.poll() is not None or len(checkpoints(folder)) >= 2:
@@ -948,7 +1307,8 @@ def test_a_real_sigint_ends_the_process_with_130_and_one_line(model, tmp_path):
     load_policy(str(checkpoints(folder)[-1]))
 
 
-# ------------------------------------------------------------------------------------------ bad input, as a user meets it
+# -------------------------------------------------------------------- bad input, as a user meets it
+
 
 def command_line(main, arguments, capsys) -> str:
     """What a user sees on stderr: one line, exit code 2, no traceback."""
@@ -960,10 +1320,17 @@ def command_line(main, arguments, capsys) -> str:
     return lines[0]
 
 
-GOOD = json.dumps({"id": "1", "question": "who ?", "answers": ["me"], "references": [{"id": "1", "title": "t", "text": "x"}]})
+GOOD = json.dumps(
+    {
+        "id": "1",
+        "question": "who ?",
+        "answers": ["me"],
+        "references": [{"id": "1", "title": "t", "text": "x"}],
+    }
+)
 FILES = {
     "good.jsonl": GOOD,
-    "broken.jsonl": GOOD + "\n{\"id\": \"2\", \"question\": ",
+    "broken.jsonl": GOOD + '\n{"id": "2", "question": ',
     "typed.jsonl": GOOD + '\n{"id": "2", "question": 5, "answers": ["x"]}',
     "answerless.jsonl": GOOD + '\n{"id": "2", "question": "why ?", "answers": []}',
     "long.jsonl": GOOD.replace("who ?", "ada " * 400),
@@ -979,17 +1346,24 @@ def files(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("data, corpus, said", [
-    ("missing.jsonl", "from-data", "missing.jsonl: no such file"),
-    ("good.jsonl", "missing.jsonl", "missing.jsonl: no such file"),
-    ("good.jsonl", "empty.jsonl", "empty.jsonl: the file is empty"),
-    ("empty.jsonl", "from-data", "empty.jsonl: the file is empty"),
-    ("broken.jsonl", "from-data", "broken.jsonl, line 2: not valid JSON"),
-    ("typed.jsonl", "from-data", "typed.jsonl, line 2: field 'question': expected a string, found a number 5"),
-    ("answerless.jsonl", "from-data", "answerless.jsonl, line 2: question 2 has no answer"),
-    ("bare.jsonl", "from-data", "bring no paragraphs"),
-    ("long.jsonl", "from-data", "question 1: its prompt has"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "data, corpus, said",
+    [
+        ("missing.jsonl", "from-data", "missing.jsonl: no such file"),
+        ("good.jsonl", "missing.jsonl", "missing.jsonl: no such file"),
+        ("good.jsonl", "empty.jsonl", "empty.jsonl: the file is empty"),
+        ("empty.jsonl", "from-data", "empty.jsonl: the file is empty"),
+        ("broken.jsonl", "from-data", "broken.jsonl, line 2: not valid JSON"),
+        (
+            "typed.jsonl",
+            "from-data",
+            "typed.jsonl, line 2: field 'question': expected a string, found a number 5",
+        ),
+        ("answerless.jsonl", "from-data", "answerless.jsonl, line 2: question 2 has no answer"),
+        ("bare.jsonl", "from-data", "bring no paragraphs"),
+        ("long.jsonl", "from-data", "question 1: its prompt has"),
+    ],
+)
 def test_a_bad_file_is_one_line_before_training_starts(data, corpus, said, model, files, capsys):
     arguments = [*flags(model, files), "--data", files / data]
     corpus = corpus if corpus == "from-data" else files / corpus
@@ -1000,7 +1374,9 @@ def test_a_bad_file_is_one_line_before_training_starts(data, corpus, said, model
 
 def test_a_bad_model_is_one_line_before_a_large_corpus_is_read(model, files, capsys, monkeypatch):
     monkeypatch.setattr(train, "passages", lambda *_: pytest.fail("the corpus was read first"))
-    assert "no such directory" in command_line(train.main, [*flags(files / "no-model", files)], capsys)
+    assert "no such directory" in command_line(
+        train.main, [*flags(files / "no-model", files)], capsys
+    )
     assert "no config.json" in command_line(train.main, [*flags(files, files)], capsys)
 
 
@@ -1014,22 +1390,41 @@ def test_a_typo_on_the_real_command_line_is_one_line_and_exit_code_2():
     command = [sys.executable, "train.py", "--grup_size", "4"]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "error: train.py: unknown flag --grup_size (did you mean --group_size?); --help lists them all\n"
+    assert (
+        done.stderr
+        == "error: train.py: unknown flag --grup_size (did you mean --group_size?); --help lists"
+        " them all\n"
+    )
 
 
-# -------------------------------------------------------------------------------------------------- two processes
+# ------------------------------------------------------------------------------------ two processes
 
-def score_and_update(trainer: Trainer, batch: Batch) -> tuple[torch.Tensor, list[dict], list[torch.Tensor]]:
-    """(scores before, the totals of two updates, of which the second has one row, how each weight moved)."""
+
+def score_and_update(
+    trainer: Trainer, batch: Batch
+) -> tuple[torch.Tensor, list[dict], list[torch.Tensor]]:
+    """(scores before, the totals of two updates, of which the second has one row, how each weight
+    moved).
+    """
     modules = [m for m in (trainer.policy, trainer.critic) if m is not None]
     before = [whole_weights_of(module) for module in modules]
     scored = trainer.score(trainer.policy, batch)
     if trainer.critic is not None:
         scored = scored + value_batch(trainer.critic, batch, trainer.recipe, trainer.accelerator)
     unnamed = [Trajectory(Question("q", "?", []), PROTOCOLS["ur2"])] * len(batch)
-    totals = [trainer.update_all(0, part, unnamed) for part in (batch, batch.rows(torch.tensor([3])))]
+    totals = [
+        trainer.update_all(0, part, unnamed) for part in (batch, batch.rows(torch.tensor([3])))
+    ]
     after = [whole_weights_of(module) for module in modules]
-    return scored, totals, [a - b for new, old in zip(after, before, strict=True) for a, b in zip(new, old, strict=True)]
+    return (
+        scored,
+        totals,
+        [
+            a - b
+            for new, old in zip(after, before, strict=True)
+            for a, b in zip(new, old, strict=True)
+        ],
+    )
 
 
 def whole_weights_of(module) -> list[torch.Tensor]:
@@ -1038,55 +1433,116 @@ def whole_weights_of(module) -> list[torch.Tensor]:
 
 
 def take_step(recipe: Recipe, batch: Batch, out: Path) -> None:
-    """What each process does: score a batch that all hold, update on it, and sample its share, for DAPO in several draws."""
+    """What each process does: score a batch that all hold, update on it, and sample its share, for
+    DAPO in several draws.
+    """
     trainer = Trainer(recipe)
-    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters())  # Adam's division would blow rounding errors up
+    trainer.optimizer = torch.optim.SGD(
+        trainer.policy.parameters()
+    )  # Adam's division would blow rounding errors up
     if trainer.critic is not None:
-        torch.nn.init.normal_(trainer.critic.head.weight, std=0.01, generator=torch.Generator().manual_seed(0))
+        torch.nn.init.normal_(
+            trainer.critic.head.weight, std=0.01, generator=torch.Generator().manual_seed(0)
+        )
         trainer.critic_optimizer = torch.optim.SGD(trainer.critic.parameters(), 0.01)
     scored, totals, moved = score_and_update(trainer, batch)
-    # Right or wrong by question and place in the group, as each process samples other texts than a single one would.
+    # Right or wrong by question and place in the group, as each process samples other texts than a
+    # single one would.
     if (plain := trainer.scorer) is not None:  # one process scores for all
+
         def mark(ts):
-            return plain(ts, 0)[0], [i % 2 == 0 or t.question.id[-1] not in "02468" for i, t in enumerate(ts)]
+            return plain(ts, 0)[0], [
+                i % 2 == 0 or t.question.id[-1] not in "02468" for i, t in enumerate(ts)
+            ]
 
         trainer.scorer = Marks(mark)
     sampled = trainer.sample(0)
-    questions = [[sampled.trajectories[i].question.id for i in sampled.kept], [t.question.id for t in sampled.trajectories]]
+    questions = [
+        [sampled.trajectories[i].question.id for i in sampled.kept],
+        [t.question.id for t in sampled.trajectories],
+    ]
     trainer.accelerator.wait_for_everyone()
     if trainer.accelerator.is_main_process:
         torch.save((trainer.accelerator.num_processes, moved, scored, totals, questions), out)
 
 
 def test_two_processes_are_one_training_from_the_command_line_on(model, tmp_path):
-    """Trap: asking accelerate for its state too early left each process alone, and both wrote the same files."""
-    small = [word for k, v in {"group_size": 2, "questions_per_step": 2, "steps": 2, "max_turn_tokens": 8}.items()
-             for word in (f"--{k}", str(v))]  # fmt: skip
-    in_two_processes(train.main, ["--model", model, "--runs", str(tmp_path), "--name", "two", *small, "--retriever", "empty"])
+    """Trap: asking accelerate for its state too early left each process alone, and both wrote the
+    same files.
+    """
+    small = [
+        word
+        for k, v in {
+            "group_size": 2,
+            "questions_per_step": 2,
+            "steps": 2,
+            "max_turn_tokens": 8,
+        }.items()
+        for word in (f"--{k}", str(v))
+    ]
+    in_two_processes(
+        train.main,
+        [
+            "--model",
+            model,
+            "--runs",
+            str(tmp_path),
+            "--name",
+            "two",
+            *small,
+            "--retriever",
+            "empty",
+        ],
+    )
     folder = tmp_path / "two" / "stage1"
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0, 1]
+    assert [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ] == [0, 1]
     assert len(recipes.checkpoints(folder)) == 1
 
 
 def test_processes_that_did_not_find_each_other_are_one_line(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="2 processes were started and 1 take part: set ACCELERATE_USE_CPU=true"):
+    with pytest.raises(
+        InputError, match="2 processes were started and 1 take part: set ACCELERATE_USE_CPU=true"
+    ):
         train.check_processes(1)
     train.check_processes(2)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "ppo"])
 def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path):
-    # Uneven on purpose: 8 trajectories in 3 updates of 3, 3 and 2; one rank has two rows, the other one. Then an update of a
-    # single row: one rank has none.
-    recipe = recipe_for(model, tmp_path, "--tokens_per_micro_batch", "10", "--trajectories_per_update", "3", "--lr", "0.1",
-                        "--questions_per_step", "4", "--algorithm", algorithm, "--max_grad_norm", "1e9")  # fmt: skip
+    # Uneven on purpose: 8 trajectories in 3 updates of 3, 3 and 2; one rank has two rows, the other
+    # one. Then an update of a single row: one rank has none.
+    recipe = recipe_for(
+        model,
+        tmp_path,
+        "--tokens_per_micro_batch",
+        "10",
+        "--trajectories_per_update",
+        "3",
+        "--lr",
+        "0.1",
+        "--questions_per_step",
+        "4",
+        "--algorithm",
+        algorithm,
+        "--max_grad_norm",
+        "1e9",
+    )
     batch = unequal_batch(recipe)
     take_step(recipe, batch, tmp_path / "one.pt")
     in_two_processes(take_step, recipe, batch, tmp_path / "two.pt")
-    (_, moved, scored, totals, questions), two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
+    (_, moved, scored, totals, questions), two = (
+        torch.load(tmp_path / "one.pt"),
+        torch.load(tmp_path / "two.pt"),
+    )
     assert two[0] == 2 and two[4] == questions
-    assert len(questions[1]) > 8 if algorithm == "dapo" else questions[0] == questions[1] and len(questions[1]) == 8
+    assert (
+        len(questions[1]) > 8
+        if algorithm == "dapo"
+        else questions[0] == questions[1] and len(questions[1]) == 8
+    )
     assert max(m.abs().max() for m in moved) > 1e-3
     assert max((a - b).abs().max() for a, b in zip(moved, two[1], strict=True)) < 1e-6
     assert torch.allclose(scored, two[2], atol=1e-5)

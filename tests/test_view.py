@@ -23,13 +23,19 @@ def test_stages_are_drawn_one_after_the_other(tmp_path):
 
 
 def test_a_stage_s_own_folder_can_be_drawn_alone(tmp_path):
-    write_run(tmp_path, {"stage1": [{"step": 0, "reward": 1.0}], "stage2": [{"step": 0, "reward": 3.0}]})
+    write_run(
+        tmp_path, {"stage1": [{"step": 0, "reward": 1.0}], "stage2": [{"step": 0, "reward": 3.0}]}
+    )
     records, stages = view.read_run(tmp_path / "stage2")
     assert len(records) == 1 and stages == [(0, "stage2")]
 
 
 def test_a_kind_that_a_stage_lacks_leaves_a_gap_and_not_a_zero():
-    records = [{"x": 0, "em/a": 0.5}, {"x": 1, "em/a": 0.6, "em/b": 0.1}, {"x": 2, "em": 0.9, "emission": 1}]
+    records = [
+        {"x": 0, "em/a": 0.5},
+        {"x": 1, "em/a": 0.6, "em/b": 0.1},
+        {"x": 2, "em": 0.9, "emission": 1},
+    ]
     assert view.series(records, ("em/",)) == {"a": ([0, 1], [0.5, 0.6]), "b": ([1], [0.1])}
 
 
@@ -49,7 +55,14 @@ def test_an_empty_folder_is_one_clear_line(tmp_path):
 
 def test_the_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
-    write_run(tmp_path, {"stage1": [{"step": i, "reward": i, "em/one_hop": i / 3, "grad_norm": 1.0} for i in range(3)]})
+    write_run(
+        tmp_path,
+        {
+            "stage1": [
+                {"step": i, "reward": i, "em/one_hop": i / 3, "grad_norm": 1.0} for i in range(3)
+            ]
+        },
+    )
     view.draw(tmp_path, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -61,14 +74,28 @@ def test_the_running_mean_is_over_the_last_values_only():
 def test_a_panel_without_numbers_is_not_drawn():
     plain = [{"x": 0, "reward": 1.0, "grad_norm": 0.5}]
     assert list(view.filled_panels(plain)) == ["reward", "can it learn?"]
-    with_critic = view.filled_panels([{**plain[0], "explained_variance": 0.2, "value_loss": 3.0, "informative": 0.75}])
+    with_critic = view.filled_panels(
+        [{**plain[0], "explained_variance": 0.2, "value_loss": 3.0, "informative": 0.75}]
+    )
     assert list(with_critic) == ["reward", "can it learn?", "does the critic foresee the reward?"]
     assert with_critic["can it learn?"] == {"grad_norm": ([0], [0.5]), "informative": ([0], [0.75])}
-    assert set(with_critic["does the critic foresee the reward?"]) == {"explained_variance", "value_loss"}
+    assert set(with_critic["does the critic foresee the reward?"]) == {
+        "explained_variance",
+        "value_loss",
+    }
 
 
-@pytest.mark.parametrize("names, panels", [(("reward",), 1), (("reward", "em/a", "searches"), 3), (
-    ("reward", "em/a", "searched/a", "searches", "model_tokens", "grad_norm", "value_loss"), 7)])  # fmt: skip
+@pytest.mark.parametrize(
+    "names, panels",
+    [
+        (("reward",), 1),
+        (("reward", "em/a", "searches"), 3),
+        (
+            ("reward", "em/a", "searched/a", "searches", "model_tokens", "grad_norm", "value_loss"),
+            7,
+        ),
+    ],
+)
 def test_any_number_of_panels_makes_a_picture(tmp_path, names, panels):
     pytest.importorskip("matplotlib")
     record = dict.fromkeys(names, 1.0)

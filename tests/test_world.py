@@ -1,4 +1,6 @@
-"""The built-in world: names and splits, its two layouts, and what each question's references promise."""
+"""The built-in world: names and splits, its two layouts, and what each question's references
+promise.
+"""
 
 import pytest
 
@@ -54,7 +56,9 @@ def filled(template: str, text: str) -> str | None:
 
 
 def hops_of(question, facts: dict) -> list[tuple[str, str, str]]:
-    """(name, relation, value) of each hop, read from the question's words and looked up in the world's facts."""
+    """(name, relation, value) of each hop, read from the question's words and looked up in the
+    world's facts.
+    """
     for relations, template in [*(((r,), t) for r, t in ONE_HOP.items()), *TWO_HOP.items()]:
         name = filled(template, question.question)
         if name in facts and relations[0] in facts[name]:
@@ -66,7 +70,8 @@ def hops_of(question, facts: dict) -> list[tuple[str, str, str]]:
     raise AssertionError(f"no template fits {question.question}")
 
 
-# ------------------------------------------------------------------------------------------------ names and facts
+# ---------------------------------------------------------------------------------- names and facts
+
 
 def test_no_name_belongs_to_two_splits_nor_to_the_warm_up(world):
     names = [name for split in world.entities.values() for kind in split.values() for name in kind]
@@ -76,9 +81,16 @@ def test_no_name_belongs_to_two_splits_nor_to_the_warm_up(world):
 
 def test_no_word_of_one_class_is_a_name_of_another():
     people = {f"{first} {last}" for first in FIRST for last in [*LAST, *FAMOUS]}
-    cities, companies = ({h + t for h in heads for t in tails} for heads, tails in (
-        (CITY_HEADS, CITY_TAILS), (COMPANY_HEADS, COMPANY_TAILS)))  # fmt: skip
-    classes = [people, cities, companies, *map(set, (COUNTRIES, PRODUCTS, UNITS, FIRST, LAST, FAMOUS))]
+    cities, companies = (
+        {h + t for h in heads for t in tails}
+        for heads, tails in ((CITY_HEADS, CITY_TAILS), (COMPANY_HEADS, COMPANY_TAILS))
+    )
+    classes = [
+        people,
+        cities,
+        companies,
+        *map(set, (COUNTRIES, PRODUCTS, UNITS, FIRST, LAST, FAMOUS)),
+    ]
     assert sum(map(len, classes)) == len(set().union(*classes))
 
 
@@ -93,7 +105,8 @@ def test_redrawing_the_facts_keeps_the_names_and_changes_most_answers(world):
     before = {q.question: q.answers for q in world.questions("test", "one_hop")}
     after = {q.question: q.answers for q in redrawn.questions("test", "one_hop")}
     assert before.keys() == after.keys()
-    # values are drawn from at least 12: at most 1 in 12 stays by chance, plus noise over 240 questions
+    # values are drawn from at least 12: at most 1 in 12 stays by chance, plus noise over 240
+    # questions
     assert sum(before[q] == after[q] for q in before) < 0.15 * len(before)
 
 
@@ -101,19 +114,25 @@ def test_a_layout_changes_the_passages_and_neither_the_facts_nor_the_questions(w
     assert (facts.entities, facts.facts, facts.units) == (world.entities, world.facts, world.units)
     for kind in KINDS:
         pages, single = world.questions("dev", kind), facts.questions("dev", kind)
-        assert [(q.id, q.question, q.answers) for q in pages] == [(q.id, q.question, q.answers) for q in single]
+        assert [(q.id, q.question, q.answers) for q in pages] == [
+            (q.id, q.question, q.answers) for q in single
+        ]
 
 
 def test_both_hops_of_a_held_out_question_stay_in_the_split(world):
     test_names = {name for kind in world.entities["test"].values() for name in kind}
     for question in world.questions("test", "two_hop"):
-        assert len(question.references) == 2 and {d.title for d in question.references} <= test_names
+        assert (
+            len(question.references) == 2 and {d.title for d in question.references} <= test_names
+        )
 
 
-# ------------------------------------------------------------------------------------------------ layout "pages"
+# ----------------------------------------------------------------------------------- layout "pages"
+
 
 def test_the_world_has_676_pages_with_titles_of_their_own(world):
-    # people 12 + 200 + 60 + 60 = 332; cities and companies half of it each, 166 and 166; units 8 + 2 + 2 = 12
+    # people 12 + 200 + 60 + 60 = 332; cities and companies half of it each, 166 and 166; units 8 +
+    # 2 + 2 = 12
     assert sum(SPLITS.values()) == 332 and sum(UNIT_SPLITS.values()) == 12
     assert len(world.documents) == 332 + 166 + 166 + 12 == 676
     assert len({d.title for d in world.documents}) == 676
@@ -124,7 +143,9 @@ def test_a_question_s_pages_state_its_hops_and_all_of_them_support_it(world):
         for question in world.questions("test", kind, 50):
             hops = hops_of(question, world.facts)
             assert question.answers == [hops[-1][2]]
-            assert question.supporting == tuple(range(1, len(hops) + 1)) and len(question.references) == len(hops)
+            assert question.supporting == tuple(range(1, len(hops) + 1)) and len(
+                question.references
+            ) == len(hops)
             for document, (name, relation, value) in zip(question.references, hops, strict=True):
                 assert document.title == name and f" {relation} {value} " in document.text
     for question in world.questions("test", "unit"):
@@ -136,14 +157,19 @@ def test_a_question_s_pages_state_its_hops_and_all_of_them_support_it(world):
 
 
 def test_where_a_fact_stands_on_a_page_says_nothing_about_which_it_is(world):
-    # two facts in a random order: half of 664 pages begin with the relation that RELATIONS names first; 4 standard errors
+    # two facts in a random order: half of 664 pages begin with the relation that RELATIONS names
+    # first; 4 standard errors
     firsts = {"birthplace", "country", "product"}
     pages = world.documents[: 332 + 166 + 166]
-    begins = sum(document.text.removeprefix(f"{document.title} has ").split()[0] in firsts for document in pages)
+    begins = sum(
+        document.text.removeprefix(f"{document.title} has ").split()[0] in firsts
+        for document in pages
+    )
     assert abs(begins / 664 - 0.5) < 4 * 0.5 / 664**0.5
 
 
-# ------------------------------------------------------------------------------------------------ layout "facts"
+# ----------------------------------------------------------------------------------- layout "facts"
+
 
 def test_with_a_passage_per_fact_there_are_1340(facts):
     # two facts of each of the 664 entities, and 12 units
@@ -156,10 +182,16 @@ def test_with_a_passage_per_fact_there_are_1340(facts):
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_the_supporting_numbers_point_at_the_passages_that_state_the_hops(facts, split, kind):
     for question in facts.questions(split, kind, 300):
-        stated = {f"{relation} {value} of {name} ." for name, relation, value in hops_of(question, facts.facts)}
+        stated = {
+            f"{relation} {value} of {name} ."
+            for name, relation, value in hops_of(question, facts.facts)
+        }
         assert len(question.references) == REFERENCES == 4
         # the numbers are those of the prompt, from 1, in order and none twice
-        assert list(question.supporting) == sorted(set(question.supporting)) and min(question.supporting) >= 1
+        assert (
+            list(question.supporting) == sorted(set(question.supporting))
+            and min(question.supporting) >= 1
+        )
         assert {question.references[number - 1].text for number in question.supporting} == stated
 
 
@@ -167,7 +199,11 @@ def test_the_supporting_numbers_point_at_the_passages_that_state_the_hops(facts,
 def test_distractors_state_no_asked_relation_and_no_relation_twice(facts, kind):
     for question in facts.questions("test", kind, 300):
         asked = {relation for _, relation, _ in hops_of(question, facts.facts)}
-        others = [d.text.split()[0] for i, d in enumerate(question.references, 1) if i not in question.supporting]
+        others = [
+            d.text.split()[0]
+            for i, d in enumerate(question.references, 1)
+            if i not in question.supporting
+        ]
         assert len(others) == 4 - len(asked) and len(set(others)) == len(others)
         assert set(others) <= set(RELATIONS) - asked
 
@@ -193,7 +229,8 @@ def test_the_references_of_a_question_are_the_same_every_time(facts):
     assert again == facts.questions("test", "two_hop", 20)
 
 
-# ------------------------------------------------------------------------------------------------------ its words
+# ---------------------------------------------------------------------------------------- its words
+
 
 @pytest.mark.parametrize("layout", ["pages", "facts"])
 def test_every_text_of_the_world_is_made_of_known_tokens_and_decodes_back(layout, tokenizer):
@@ -210,12 +247,16 @@ def test_every_text_of_the_world_is_made_of_known_tokens_and_decodes_back(layout
 
 
 @pytest.mark.parametrize("kind", ["one_hop", "two_hop"])
-def test_arena_s_prompt_is_the_question_and_four_numbered_lines_of_known_tokens(facts, kind, tokenizer):
+def test_arena_s_prompt_is_the_question_and_four_numbered_lines_of_known_tokens(
+    facts, kind, tokenizer
+):
     numbers = {number: tokenizer(f" ({number})")["input_ids"] for number in (1, 2, 3, 4)}
     assert all(len(ids) == 1 for ids in numbers.values())
     for question in facts.questions("test", kind, 40):
         ids = build_prompt(PROTOCOLS["arena"], question, tokenizer)
-        lines = "".join(f"\n ({i}) {document.text}" for i, document in enumerate(question.references, 1))
+        lines = "".join(
+            f"\n ({i}) {document.text}" for i, document in enumerate(question.references, 1)
+        )
         assert tokenizer.unk_token_id not in ids
         assert tokenizer.decode(ids) == f" {question.question}\n{lines} answer :"
         assert all(ids.count(number[0]) == 1 for number in numbers.values())
@@ -225,7 +266,10 @@ def test_known_people_are_asked_only_for_what_the_warm_up_keeps(world):
     questions = world.questions("test", "known")
     assert len(questions) == 12 * len(KNOWN_RELATIONS)
     assert {question.answers[0] for question in questions} <= {
-        world.facts[name][relation] for name in world.entities["known"]["person"] for relation in KNOWN_RELATIONS}  # fmt: skip
+        world.facts[name][relation]
+        for name in world.entities["known"]["person"]
+        for relation in KNOWN_RELATIONS
+    }
 
 
 def test_python_world_shows_both_layouts_and_marks_what_supports(capsys):
