@@ -37,7 +37,7 @@ from tqdm import tqdm
 from data import Question, load_attempts
 from errors import InputError, run_main
 from metrics import score_answer
-from records import append_jsonl, finished_records
+from formats.records import append_jsonl, finished_records
 
 # --------------------------------------------------------------------------------------- difficulty
 

@@ -32,10 +32,10 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from chunks import passages
+from formats.text_folder import passages
 from errors import FlagParser, InputError, run_main
 from metrics import last_boxed
-from records import (
+from formats.records import (
     PASSAGE_COLUMNS,
     QUESTION_COLUMNS,
     as_id,

@@ -38,14 +38,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cross_model import answer_from_evidence
+from other_models.reader import answer_from_evidence
 from data import Question, load_datasets, named_files
 from errors import FlagParser, InputError, check_output, run_main
-from judge import Judge
-from llm import weights_version
+from other_models.judge import Judge
+from other_models.llm import weights_version
 from metrics import summary_scores
 from policy import best_device, check_model_path
-from predictions import add_report_flags, report, score_files, scored
+from plumbing.predictions import add_report_flags, report, score_files, scored
 from prompts import build_prompt
 from recipes import (
     PAPER_DECODING,
@@ -67,7 +67,7 @@ from recipes import (
     rollout_settings,
     stage_folder,
 )
-from records import append_jsonl, finished_records
+from formats.records import append_jsonl, finished_records
 from rewards import (
     arena_format,
     arena_scores,
@@ -79,7 +79,7 @@ from rewards import (
 )
 from rollout import Trajectory, check_prompts, rollout, show
 from summarizer import SEARCH_FAILED
-from toy import world_for
+from world.toy import world_for
 
 COLUMNS = (
     "em",

@@ -39,8 +39,8 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 from errors import InputError, run_main
-from lora import has_lora, merged_state
-from packing import allow_packing, hidden_states
+from scale.lora import has_lora, merged_state
+from scale.packing import allow_packing, hidden_states
 
 disable_progress_bar()  # a bar for every checkpoint would tear the run's own bar apart
 # Trap: on an H100 PyTorch prefers cuDNN's attention, which plans for every new shape, 20 ms and

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import kl
 from errors import InputError, run_main
-from packing import hidden_states
+from scale.packing import hidden_states
 
 EPSILON = 1e-6
 

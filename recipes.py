@@ -22,20 +22,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import rewards
-from cross_model import cross_answers
+from other_models.reader import cross_answers
 from data import Document, Question, corpus_from_questions, load_corpus, load_questions
-from embed import Embedder, make_embedder
+from retrievers.embed import Embedder, make_embedder
 from errors import FlagParser, InputError, nearest, run_main
-from judge import Judge, math_grader, right
-from llm import LLM, LocalLLM, load_llm
+from other_models.judge import Judge, math_grader, right
+from other_models.llm import LLM, LocalLLM, load_llm
 from metrics import score_answer
 from policy import OPTIMIZERS, Policy, load_policy
 from prompts import PROTOCOLS, Protocol, as_protocol
 from retriever import RETRIEVERS, make_retriever
 from rollout import SearchFunction, Trajectory
 from summarizer import SUMMARIZERS, make_search, make_summarizer
-from toy import LAYOUTS, load_reader, load_toy, world_for
-from world import KINDS
+from world.toy import LAYOUTS, load_reader, load_toy, world_for
+from world.world import KINDS
 
 
 @dataclass(frozen=True)

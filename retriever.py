@@ -252,7 +252,7 @@ def make_dense(documents: list[Document], chosen: Options):
         raise InputError(
             "retriever dense needs an encoder: give --encoder with a HF directory or a hub name"
         )
-    from dense import DenseRetriever  # here and not above: BM25 loads no torch
+    from retrievers.dense import DenseRetriever  # here and not above: BM25 loads no torch
 
     return DenseRetriever(
         documents,
@@ -267,7 +267,7 @@ def make_dense(documents: list[Document], chosen: Options):
 def make_http(documents: list[Document], chosen: Options):
     if not chosen.url:
         raise InputError("retriever http needs a server: give --retriever_url http://host:port")
-    from remote import HttpRetriever
+    from retrievers.remote import HttpRetriever
 
     return HttpRetriever(
         chosen.url, timeout=chosen.timeout, retries=chosen.retries, cache_size=chosen.cache_size
@@ -277,7 +277,7 @@ def make_http(documents: list[Document], chosen: Options):
 def make_web(documents: list[Document], chosen: Options):
     if not chosen.url:
         raise InputError("retriever web needs a search API: give its address with --retriever_url")
-    from web import WebRetriever
+    from retrievers.web import WebRetriever
 
     ports = (
         () if chosen.allow_private else (80, 443)
@@ -564,7 +564,7 @@ def search_command(arguments: list[str]) -> None:
 
 
 def serve_command(arguments: list[str]) -> None:
-    from remote import serve
+    from retrievers.remote import serve
 
     parser = FlagParser(
         "retriever.py serve", description="Offer a corpus to other machines: POST /retrieve."

@@ -41,7 +41,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from data import Document, Question
-from embed import Embedder, cosine, tfidf_embedder
+from retrievers.embed import Embedder, cosine, tfidf_embedder
 from errors import InputError, run_main
 from metrics import (
     cover_exact_match,

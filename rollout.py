@@ -36,7 +36,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from data import Document, Question, SearchRequest, SearchResult
-from engine import Engine, affordable, obstacle
+from scale.engine import Engine, affordable, obstacle
 from errors import InputError, run_main
 from policy import evaluating
 from prompts import (

@@ -38,7 +38,7 @@ from tqdm import tqdm
 from curriculum import QuestionStream
 from data import Question, load_questions
 from errors import InputError, run_main
-from llm import chat_text
+from other_models.llm import chat_text
 from policy import (
     Policy,
     best_device,
@@ -58,7 +58,7 @@ from prompts import (
     special_texts,
     strip_tags,
 )
-from records import read_records, short
+from formats.records import read_records, short
 from rollout import Trajectory, encode, trajectory_from_text
 from summarizer import NO_FACT, SummaryPair, read_summary_log, summary_request
 

@@ -52,12 +52,12 @@ from tqdm import tqdm
 
 import dapo
 import grpo
-import plan
+from lab import plan
 import ppo
 import reinforce_pp
 from curriculum import QuestionStream, read_difficulty
 from errors import InputError, run_main
-from lora import add_lora, check_peft, load_lora, lora_state, without_lora
+from scale.lora import add_lora, check_peft, load_lora, lora_state, without_lora
 from policy import (
     Batch,
     Policy,
@@ -87,8 +87,8 @@ from recipes import (
     training_questions,
 )
 from rollout import Trajectory, check_prompts, rollout, show
-from sampling import sampling_copy, wants_copy
-from shards import (
+from scale.sampling import sampling_copy, wants_copy
+from scale.shards import (
     asked_for,
     check_shardable,
     cut,

@@ -24,7 +24,7 @@ from transformers import (
 
 from policy import Policy
 from prompts import PROTOCOLS
-from toy import make_model, make_tokenizer
+from world.toy import make_model, make_tokenizer
 
 torch.set_num_threads(1)  # also what a module's fixtures train, before the first test
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import ablate
-from ablate import (
+from lab import ablate
+from lab.ablate import (
     ARMS,
     CLAIMS,
     Claim,

@@ -13,8 +13,8 @@ import pytest
 from conftest import random_policy, small
 from transformers import Qwen2Config
 
-import baselines
-from baselines import (
+from lab import baselines
+from lab.baselines import (
     DIGEST,
     DIRECT,
     FINAL,
@@ -39,10 +39,10 @@ from baselines import (
 from data import Document, Question, SearchResult
 from errors import InputError
 from eval import grade
-from llm import LLM
+from other_models.llm import LLM
 from policy import save_policy
 from prompts import PROTOCOLS, frame_documents
-from records import finished_records
+from formats.records import finished_records
 from rollout import Limits, trajectory_from_text
 
 HOTPOTQA = (

@@ -13,8 +13,8 @@ import torch
 from accelerate import Accelerator
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
-import bench
-from bench import LOOPS, Part, Script, Scripted
+from lab import bench
+from lab.bench import LOOPS, Part, Script, Scripted
 from errors import InputError
 from policy import Policy
 from tests.conftest import random_policy, small

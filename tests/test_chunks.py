@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from chunks import SENTENCE_END, cut_blocks, passages, plain, read_blocks, runs
+from formats.text_folder import SENTENCE_END, cut_blocks, passages, plain, read_blocks, runs
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -27,7 +27,7 @@ from data import (
     save_questions,
 )
 from errors import InputError
-from records import append_jsonl, finished_records, short
+from formats.records import append_jsonl, finished_records, short
 
 ROOT = Path(__file__).resolve().parents[1]
 SLICES = ROOT.parent / "shared" / "data"

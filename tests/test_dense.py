@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-import dense
+from retrievers import dense
 from data import Document
-from dense import DenseRetriever, make_tiny_encoder, nearest, passage_text, passage_vectors
-from embed import Encoder
+from retrievers.dense import DenseRetriever, make_tiny_encoder, nearest, passage_text, passage_vectors
+from retrievers.embed import Encoder
 from errors import InputError
 
 WORDS = (
@@ -363,7 +363,7 @@ def test_a_run_that_died_before_the_last_name_encodes_nothing_again(tmp_path):
 KILLED = """
 import os, signal, sys
 sys.path[:0] = {paths!r}
-import dense
+from retrievers import dense
 from test_dense import Hashed, invented
 dense.BLOCK = 10
 class Dies(Hashed):

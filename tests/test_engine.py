@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from data import Document, Question, SearchResult
-from engine import Engine, affordable, attending_to_slots, obstacle, pick
+from scale.engine import Engine, affordable, attending_to_slots, obstacle, pick
 from errors import InputError
 from policy import Policy, collate, without_dropout
 from prompts import PROTOCOLS, build_prompt
@@ -513,7 +513,7 @@ def test_a_recorded_step_is_replayed_with_what_it_is_given_and_gives_the_same_ro
         graph = Graph(step)
         return graph, graph.result
 
-    monkeypatch.setattr("engine.record", record)
+    monkeypatch.setattr("scale.engine.record", record)
     for graphs in (False, True):
         engine = Engine(
             qwen2.language_model,
@@ -695,11 +695,11 @@ def test_too_little_memory_means_fewer_slots_and_for_not_even_one_generate(
     warn_once.cache_clear()
     # [2 layers, keys and values, 2 heads of 8] in fp32 = 256 bytes a place; 256 + 64 places are 80
     # KiB, 2.5 of them 200 KiB
-    monkeypatch.setattr("engine.free_memory", lambda device: 200 * 1024 / 0.8)
+    monkeypatch.setattr("scale.engine.free_memory", lambda device: 200 * 1024 / 0.8)
     assert affordable(qwen2.language_model, 256) == 2
     sampled(qwen2, bpe, 4, max_context=256, max_turn_tokens=100)
     assert [cache.slots for cache in work["caches"]] == [2] and max(work["steps"]) == 2
-    monkeypatch.setattr("engine.free_memory", lambda device: 60 * 1024)
+    monkeypatch.setattr("scale.engine.free_memory", lambda device: 60 * 1024)
     rows = sampled(qwen2, bpe, 4, max_context=256, max_turn_tokens=100)
     assert (
         "no memory for one row of 256 tokens" in capsys.readouterr().err

@@ -41,17 +41,17 @@ from eval import (
     prediction_record,
     recipe_of,
 )
-from judge import Judge
+from other_models.judge import Judge
 from policy import Policy, load_policy, save_policy
 from prompts import PROTOCOLS, prompt_text
 from recipes import Recipe, build_search, checkpoints
-from remote import RetrievalServer
-from report import summarise
+from retrievers.remote import RetrievalServer
+from plumbing.report import summarise
 from retriever import make_retriever
 from rewards import STORIES, example, tell
 from rollout import trajectory_from_text
 from sft import train_sft
-from toy import World
+from world.toy import World
 
 HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"
 SMALL = {

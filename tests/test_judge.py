@@ -4,9 +4,9 @@ to.
 
 import pytest
 
-import judge
+from other_models import judge
 from data import Question
-from judge import (
+from other_models.judge import (
     GRADE_INSTRUCTION,
     GRADES,
     MAX_ANSWER,
@@ -18,7 +18,7 @@ from judge import (
     read_verdict,
     right,
 )
-from llm import LocalLLM
+from other_models.llm import LocalLLM
 from rewards import ur2_stage2
 from rollout import trajectory_from_text
 

@@ -10,7 +10,7 @@ import pytest
 import eval as evaluation
 import train
 from recipes import build_search, load_model
-from report import summarise
+from plumbing.report import summarise
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-import packing
-from packing import grouped, hidden_states, lengths_of, pack, packs
+from scale import packing
+from scale.packing import grouped, hidden_states, lengths_of, pack, packs
 from policy import Policy
 
 SHAPE = {

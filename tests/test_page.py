@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-import page
-from page import MAX_TEXT, decode, html_to_text
+from retrievers import page
+from retrievers.page import MAX_TEXT, decode, html_to_text
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,12 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-import plan
+from lab import plan
 import policy as policy_file
 import train
 from errors import InputError
-from lora import add_lora
-from plan import (
+from scale.lora import add_lora
+from lab.plan import (
     GIB,
     SHAPES,
     Setting,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import predictions
+from plumbing import predictions
 from data import Question
 from errors import InputError
-from predictions import read_predictions, score_file, score_files
-from report import summarise
+from plumbing.predictions import read_predictions, score_file, score_files
+from plumbing.report import summarise
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-import remote
+from retrievers import remote
 from data import Document, load_corpus
 from errors import InputError
-from fetch import Fault
-from remote import LRU, HttpRetriever, RetrievalServer, read_document, search_scored
+from retrievers.net import Fault
+from retrievers.remote import LRU, HttpRetriever, RetrievalServer, read_document, search_scored
 from retriever import BM25, EmptyRetriever, OracleRetriever, RandomRetriever
 
 ROOT = Path(__file__).resolve().parents[1]

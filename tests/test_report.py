@@ -5,9 +5,9 @@ import doctest
 import numpy as np
 import pytest
 
-import report
+from plumbing import report
 from errors import InputError
-from report import (
+from plumbing.report import (
     ALL_COLUMNS,
     bootstrap,
     compare,

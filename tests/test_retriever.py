@@ -18,7 +18,7 @@ from rank_bm25 import BM25Okapi
 
 from data import Document, Question, load_corpus
 from errors import InputError
-from remote import HttpRetriever, RetrievalServer
+from retrievers.remote import HttpRetriever, RetrievalServer
 from retriever import (
     BM25,
     RETRIEVERS,

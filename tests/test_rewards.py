@@ -11,7 +11,7 @@ import pytest
 
 import rewards
 from data import Document, Question
-from embed import tfidf_embedder
+from retrievers.embed import tfidf_embedder
 from errors import InputError
 from metrics import f1_score
 from prompts import PROTOCOLS

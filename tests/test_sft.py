@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import sft
 from data import Document, Question, load_questions, save_questions
 from errors import InputError
-from llm import LocalLLM
+from other_models.llm import LocalLLM
 from policy import Policy, save_policy
 from prompts import PROTOCOLS, build_prompt, frame_documents
 from rewards import arena
@@ -32,7 +32,7 @@ from sft import (
     train_sft,
 )
 from summarizer import SummaryPair, summary_request
-from toy import make_model
+from world.toy import make_model
 
 SLICES = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -15,13 +15,13 @@ from test_train import (
     whole_weights_of,
 )
 
-import shards
+from scale import shards
 import train
 from errors import InputError
 from policy import load_policy
 from recipes import Recipe, checkpoints
-from sampling import sampling_copy
-from shards import asked_for, in_parts
+from scale.sampling import sampling_copy
+from scale.shards import asked_for, in_parts
 from train import Trainer
 
 ASKED = {"zero2": "false", "fsdp2": "true"}

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import synthesize as module
+from lab import synthesize as module
 from data import Question, load_questions
 from errors import InputError
 from prompts import question_text
-from synthesize import (
+from lab.synthesize import (
     ANSWER,
     WRITE,
     Draft,

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cross_model import INSTRUCTION, reader_text
+from other_models.reader import INSTRUCTION, reader_text
 from data import Question, SearchRequest
-from llm import LocalLLM
+from other_models.llm import LocalLLM
 from policy import Policy, load_policy, save_policy
 from prompts import PROTOCOLS
 from retriever import make_retriever
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
 from rollout import Search, Segment, Trajectory
 from summarizer import make_search, make_summarizer
-from toy import (
+from world.toy import (
     READER_STEPS,
     WARM_UPS,
     TraceWriter,
@@ -32,7 +32,7 @@ from toy import (
     warm_up,
     world_for,
 )
-from world import KINDS, REFERENCES, RELATIONS
+from world.world import KINDS, REFERENCES, RELATIONS
 
 ALL = ("ur2", "r1_searcher", "r_search", "when_to_search", "arena")
 

@@ -32,8 +32,8 @@ from prompts import PROTOCOLS, build_prompt, frame_documents
 from recipes import Recipe, checkpoints, parse_recipe
 from rollout import Trajectory, encode
 from sft import Example, train_sft
-from shards import full
-from toy import make_model, make_tokenizer
+from scale.shards import full
+from world.toy import make_model, make_tokenizer
 from train import (
     Hints,
     Run,
@@ -48,7 +48,7 @@ from train import (
     update_critic,
     value_batch,
 )
-from world import World
+from world.world import World
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {

@@ -15,10 +15,10 @@ from collections import Counter
 import pytest
 from conftest import RawServer
 
-import web as module
+from retrievers import web as module
 from errors import InputError
-from fetch import LRU, Fault
-from web import (
+from retrievers.net import LRU, Fault
+from retrievers.web import (
     MAX_QUERY,
     Pace,
     Skip,

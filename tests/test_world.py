@@ -5,8 +5,8 @@ promise.
 import pytest
 
 from prompts import PROTOCOLS, build_prompt
-from toy import make_tokenizer
-from world import (
+from world.toy import make_tokenizer
+from world.world import (
     CITY_HEADS,
     CITY_TAILS,
     COMPANY_HEADS,

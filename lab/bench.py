@@ -68,10 +68,10 @@ from transformers import (
 
 import grpo
 from data import Document, Question
-from engine import Engine, obstacle, place_bytes
+from scale.engine import Engine, obstacle, place_bytes
 from errors import FlagParser, InputError, check_output, nearest, run_main
-from lora import add_lora, check_peft
-from plan import Shape, shape_of
+from scale.lora import add_lora, check_peft
+from lab.plan import Shape, shape_of
 from policy import (
     OPTIMIZERS,
     Batch,
@@ -96,7 +96,7 @@ from rollout import (
     play_in_slots,
     sample_turns,
 )
-from sampling import sampling_copy, wants_copy
+from scale.sampling import sampling_copy, wants_copy
 from train import score_batch, update
 
 TINY = Shape(256, 4, 8, 2, 688, 4096, tied=True, positions=4096)  # "4M"

@@ -45,11 +45,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cross_model import read_answer
+from other_models.reader import read_answer
 from data import Document, Question
 from errors import FlagParser, InputError, check_output, run_main
 from eval import SHARED, material, prediction_record, questions_name, signature
-from llm import chat_text, load_llm, weights_version, without_thinking
+from other_models.llm import chat_text, load_llm, weights_version, without_thinking
 from metrics import last_boxed
 from policy import best_device
 from prompts import (
@@ -72,8 +72,8 @@ from recipes import (
     resolve,
     search_seconds,
 )
-from records import append_jsonl, finished_records
-from report import summarise, table
+from formats.records import append_jsonl, finished_records
+from plumbing.report import summarise, table
 from retriever import BM25
 from rollout import (
     Environment,

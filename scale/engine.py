@@ -44,7 +44,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
 from errors import run_main
-from packing import FAMILIES, windowed
+from scale.packing import FAMILIES, windowed
 
 BLOCK = {
     "cpu": 16,

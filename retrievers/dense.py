@@ -42,7 +42,7 @@ import torch
 from tqdm import tqdm
 
 from data import Document, load_corpus
-from embed import POOLINGS, Encoder, check_device
+from retrievers.embed import POOLINGS, Encoder, check_device
 from errors import FlagParser, InputError, run_main
 
 BLOCK = 1024  # passages encoded between two writes: what an interruption can cost

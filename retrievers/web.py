@@ -69,8 +69,8 @@ from typing import NamedTuple
 
 from data import Document
 from errors import FlagParser, InputError, run_main
-from fetch import LRU, Fault, TimedResponse, fetch_json, host_of, left, shown
-from page import SILENT, decode, html_to_text, lines, one_line, parse_html
+from retrievers.net import LRU, Fault, TimedResponse, fetch_json, host_of, left, shown
+from retrievers.page import SILENT, decode, html_to_text, lines, one_line, parse_html
 from retriever import tokenize
 
 ROUNDS = 3

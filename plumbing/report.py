@@ -23,7 +23,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from errors import InputError, run_main
-from world import KINDS
+from world.world import KINDS
 
 ALL_COLUMNS = (
     "em",

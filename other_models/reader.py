@@ -19,7 +19,7 @@ import re
 
 from data import Question
 from errors import InputError, run_main
-from llm import without_thinking
+from other_models.llm import without_thinking
 from metrics import exact_match, f1_score, last_boxed
 from prompts import find_blocks, question_text
 

@@ -31,7 +31,7 @@ from data import TASKS, Layout, Question, dataset_names, lettered, load_datasets
 from errors import FlagParser, InputError, check_output, run_main
 from metrics import score_answer, summary_scores
 from prompts import PROTOCOLS
-from records import (
+from formats.records import (
     first_line,
     need_strings,
     optional_text,
@@ -41,7 +41,7 @@ from records import (
     short,
     type_name,
 )
-from report import compare, comparison_markdown, comparison_table, markdown, summarise, table
+from plumbing.report import compare, comparison_markdown, comparison_table, markdown, summarise, table
 
 PUNCTUATION = ("space", "delete")
 VERDICTS = {

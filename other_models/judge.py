@@ -22,7 +22,7 @@ from collections.abc import Callable
 import rewards
 from data import Question
 from errors import run_main
-from llm import without_thinking
+from other_models.llm import without_thinking
 from prompts import question_text
 from rewards import matches
 from rollout import Trajectory, trajectory_from_text

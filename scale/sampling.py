@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from errors import run_main
-from lora import ADAPTER, lora_layers
+from scale.lora import ADAPTER, lora_layers
 from policy import Policy, plain_config
-from shards import full
+from scale.shards import full
 
 
 def wants_copy(choice: str, device: torch.device, in_8bit: bool) -> bool:
@@ -87,7 +87,7 @@ def main() -> None:
     """What is left of a number in 8 bits of mantissa, and what that does to a log-prob."""
     weights = torch.tensor([0.1, 1.001, 1.01])
     print("fp32", weights.tolist(), "-> bf16", [round(w, 6) for w in weights.bfloat16().tolist()])
-    from toy import make_model
+    from world.toy import make_model
 
     policy, tokens = (
         Policy(make_model(100)).eval(),

@@ -429,8 +429,8 @@ def measure_arm(recipe, checkpoint: Path | str) -> dict[str, dict[str, float]]:
 
     import eval as evaluation
     import recipes
-    from report import summarise
-    from toy import world_for
+    from plumbing.report import summarise
+    from world.toy import world_for
 
     world = world_for(recipe.protocol, recipe.world_seed)
     questions = [
@@ -459,7 +459,7 @@ def held_out_reward(recipe, checkpoint: str) -> float:
     import recipes
     from curriculum import QuestionStream
     from rollout import rollout
-    from toy import world_for
+    from world.toy import world_for
 
     world = world_for(recipe.protocol, recipe.world_seed)
     pool = [q for kind in recipes.built_in_kinds(recipe) for q in world.questions("test", kind)]
@@ -482,7 +482,7 @@ def make_models(protocol: str, seed: int, runs: str) -> float:
     """The warmed-up model of one protocol and world, and R-Search's reader."""
     import torch
 
-    from toy import load_reader, load_toy
+    from world.toy import load_reader, load_toy
 
     torch.set_num_threads(1)
     start = time.perf_counter()

@@ -1,0 +1,1 @@
+"""Models that are asked and never trained: summariser, judge, reader; the door is plumbing."""

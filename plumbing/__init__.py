@@ -1,0 +1,1 @@
+"""What stands between the commands and the method: files, checkpoints, building, reports."""

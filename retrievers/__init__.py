@@ -1,0 +1,1 @@
+"""Retrievers beside BM25; the door is retriever.make_retriever."""

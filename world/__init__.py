@@ -1,0 +1,1 @@
+"""The built-in world and the tiny models that live in it."""
