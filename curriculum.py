@@ -36,8 +36,8 @@ from tqdm import tqdm
 
 from data import Question, load_attempts
 from errors import InputError, run_main
-from metrics import score_answer
 from formats.records import append_jsonl, finished_records
+from metrics import score_answer
 
 # --------------------------------------------------------------------------------------- difficulty
 

@@ -32,9 +32,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from formats.text_folder import passages
 from errors import FlagParser, InputError, run_main
-from metrics import last_boxed
 from formats.records import (
     PASSAGE_COLUMNS,
     QUESTION_COLUMNS,
@@ -57,6 +55,8 @@ from formats.records import (
     short,
     type_name,
 )
+from formats.text_folder import passages
+from metrics import last_boxed
 
 
 @dataclass(frozen=True)

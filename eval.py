@@ -38,14 +38,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from other_models.reader import answer_from_evidence
 from data import Question, load_datasets, named_files
 from errors import FlagParser, InputError, check_output, run_main
+from formats.records import append_jsonl, finished_records
+from metrics import summary_scores
 from other_models.judge import Judge
 from other_models.llm import weights_version
-from metrics import summary_scores
-from policy import best_device, check_model_path
+from other_models.reader import answer_from_evidence
 from plumbing.predictions import add_report_flags, report, score_files, scored
+from policy import best_device, check_model_path
 from prompts import build_prompt
 from recipes import (
     PAPER_DECODING,
@@ -67,7 +68,6 @@ from recipes import (
     rollout_settings,
     stage_folder,
 )
-from formats.records import append_jsonl, finished_records
 from rewards import (
     arena_format,
     arena_scores,

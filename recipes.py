@@ -22,16 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import rewards
-from other_models.reader import cross_answers
 from data import Document, Question, corpus_from_questions, load_corpus, load_questions
-from retrievers.embed import Embedder, make_embedder
 from errors import FlagParser, InputError, nearest, run_main
+from metrics import score_answer
 from other_models.judge import Judge, math_grader, right
 from other_models.llm import LLM, LocalLLM, load_llm
-from metrics import score_answer
+from other_models.reader import cross_answers
 from policy import OPTIMIZERS, Policy, load_policy
 from prompts import PROTOCOLS, Protocol, as_protocol
 from retriever import RETRIEVERS, make_retriever
+from retrievers.embed import Embedder, make_embedder
 from rollout import SearchFunction, Trajectory
 from summarizer import SUMMARIZERS, make_search, make_summarizer
 from world.toy import LAYOUTS, load_reader, load_toy, world_for

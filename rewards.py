@@ -41,7 +41,6 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from data import Document, Question
-from retrievers.embed import Embedder, cosine, tfidf_embedder
 from errors import InputError, run_main
 from metrics import (
     cover_exact_match,
@@ -53,6 +52,7 @@ from metrics import (
     same_choice,
 )
 from prompts import PROTOCOLS, Protocol, find_answers, find_blocks, frame_documents
+from retrievers.embed import Embedder, cosine, tfidf_embedder
 
 if TYPE_CHECKING:
     from rollout import Trajectory

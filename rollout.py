@@ -36,7 +36,6 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from data import Document, Question, SearchRequest, SearchResult
-from scale.engine import Engine, affordable, obstacle
 from errors import InputError, run_main
 from policy import evaluating
 from prompts import (
@@ -51,6 +50,7 @@ from prompts import (
     parse_query,
     strip_tags,
 )
+from scale.engine import Engine, affordable, obstacle
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 MIN_DOCUMENT_TOKENS = 16  # a search whose documents would be cut below this is not worth running

@@ -38,6 +38,7 @@ from tqdm import tqdm
 from curriculum import QuestionStream
 from data import Question, load_questions
 from errors import InputError, run_main
+from formats.records import read_records, short
 from other_models.llm import chat_text
 from policy import (
     Policy,
@@ -58,7 +59,6 @@ from prompts import (
     special_texts,
     strip_tags,
 )
-from formats.records import read_records, short
 from rollout import Trajectory, encode, trajectory_from_text
 from summarizer import NO_FACT, SummaryPair, read_summary_log, summary_request
 

@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError, run_main
+from formats.records import append_jsonl, open_error
 from other_models.llm import without_thinking
 from prompts import number_documents
-from formats.records import append_jsonl, open_error
 
 Summarize = Callable[[list[SearchRequest], list[list[Document]]], list[SearchResult]]
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]

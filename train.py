@@ -52,12 +52,11 @@ from tqdm import tqdm
 
 import dapo
 import grpo
-from lab import plan
 import ppo
 import reinforce_pp
 from curriculum import QuestionStream, read_difficulty
 from errors import InputError, run_main
-from scale.lora import add_lora, check_peft, load_lora, lora_state, without_lora
+from lab import plan
 from policy import (
     Batch,
     Policy,
@@ -87,6 +86,7 @@ from recipes import (
     training_questions,
 )
 from rollout import Trajectory, check_prompts, rollout, show
+from scale.lora import add_lora, check_peft, load_lora, lora_state, without_lora
 from scale.sampling import sampling_copy, wants_copy
 from scale.shards import (
     asked_for,

@@ -45,12 +45,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from other_models.reader import read_answer
 from data import Document, Question
 from errors import FlagParser, InputError, check_output, run_main
 from eval import SHARED, material, prediction_record, questions_name, signature
-from other_models.llm import chat_text, load_llm, weights_version, without_thinking
+from formats.records import append_jsonl, finished_records
 from metrics import last_boxed
+from other_models.llm import chat_text, load_llm, weights_version, without_thinking
+from other_models.reader import read_answer
+from plumbing.report import summarise, table
 from policy import best_device
 from prompts import (
     Protocol,
@@ -72,8 +74,6 @@ from recipes import (
     resolve,
     search_seconds,
 )
-from formats.records import append_jsonl, finished_records
-from plumbing.report import summarise, table
 from retriever import BM25
 from rollout import (
     Environment,

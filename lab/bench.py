@@ -68,9 +68,7 @@ from transformers import (
 
 import grpo
 from data import Document, Question
-from scale.engine import Engine, obstacle, place_bytes
 from errors import FlagParser, InputError, check_output, nearest, run_main
-from scale.lora import add_lora, check_peft
 from lab.plan import Shape, shape_of
 from policy import (
     OPTIMIZERS,
@@ -96,6 +94,8 @@ from rollout import (
     play_in_slots,
     sample_turns,
 )
+from scale.engine import Engine, obstacle, place_bytes
+from scale.lora import add_lora, check_peft
 from scale.sampling import sampling_copy, wants_copy
 from train import score_batch, update
 

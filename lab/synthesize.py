@@ -37,10 +37,10 @@ from tqdm import tqdm
 from curriculum import bucket
 from data import Question, load_questions
 from errors import InputError, run_main
-from other_models.llm import load_llm
-from metrics import choice_letter, normalize_answer
-from prompts import question_text
 from formats.records import append_jsonl, finished_records
+from metrics import choice_letter, normalize_answer
+from other_models.llm import load_llm
+from prompts import question_text
 
 QUESTION_WORDS, OPTION_WORDS, OPTIONS = (4, 200), (1, 40), (3, 10)  # at least and at most
 WRITE = (

@@ -48,10 +48,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from errors import FlagParser, InputError, run_main
-from retrievers.net import MAX_BACKOFF, Fault, fetch_json, host_of, retrying, shown
+from formats.records import append_jsonl
 from policy import evaluating, first_line, frozen_options, load_tokenizer
 from prompts import special_texts, strip_tags
-from formats.records import append_jsonl
+from retrievers.net import MAX_BACKOFF, Fault, fetch_json, host_of, retrying, shown
 from rollout import context_of, end_ids, plain_generation
 
 Request = tuple[str, str]  # (instruction, text)

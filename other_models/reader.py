@@ -19,8 +19,8 @@ import re
 
 from data import Question
 from errors import InputError, run_main
-from other_models.llm import without_thinking
 from metrics import exact_match, f1_score, last_boxed
+from other_models.llm import without_thinking
 from prompts import find_blocks, question_text
 
 INSTRUCTION = (

@@ -29,8 +29,6 @@ from pathlib import Path
 
 from data import TASKS, Layout, Question, dataset_names, lettered, load_datasets
 from errors import FlagParser, InputError, check_output, run_main
-from metrics import score_answer, summary_scores
-from prompts import PROTOCOLS
 from formats.records import (
     first_line,
     need_strings,
@@ -41,7 +39,16 @@ from formats.records import (
     short,
     type_name,
 )
-from plumbing.report import compare, comparison_markdown, comparison_table, markdown, summarise, table
+from metrics import score_answer, summary_scores
+from plumbing.report import (
+    compare,
+    comparison_markdown,
+    comparison_table,
+    markdown,
+    summarise,
+    table,
+)
+from prompts import PROTOCOLS
 
 PUNCTUATION = ("space", "delete")
 VERDICTS = {

@@ -42,8 +42,8 @@ import torch
 from tqdm import tqdm
 
 from data import Document, load_corpus
-from retrievers.embed import POOLINGS, Encoder, check_device
 from errors import FlagParser, InputError, run_main
+from retrievers.embed import POOLINGS, Encoder, check_device
 
 BLOCK = 1024  # passages encoded between two writes: what an interruption can cost
 CPU_ROWS, GPU_ROWS = 2048, 65536  # rows of one product: on a CPU they stay in its cache

@@ -39,8 +39,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from data import Document, from_abstract, from_contents, from_title_text
 from errors import FlagParser, InputError, run_main
-from retrievers.net import LRU, MAX_BACKOFF, Fault, Timed, fetch_json, host_of, left, retrying, shown
 from formats.records import id_field, short
+from retrievers.net import (
+    LRU,
+    MAX_BACKOFF,
+    Fault,
+    Timed,
+    fetch_json,
+    host_of,
+    left,
+    retrying,
+    shown,
+)
 
 REPLY_FIELD = {
     "/retrieve": "result",

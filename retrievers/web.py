@@ -69,9 +69,9 @@ from typing import NamedTuple
 
 from data import Document
 from errors import FlagParser, InputError, run_main
+from retriever import tokenize
 from retrievers.net import LRU, Fault, TimedResponse, fetch_json, host_of, left, shown
 from retrievers.page import SILENT, decode, html_to_text, lines, one_line, parse_html
-from retriever import tokenize
 
 ROUNDS = 3
 # characters of a query that the API gets: many refuse more, and the policy may write anything

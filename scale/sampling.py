@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 from errors import run_main
-from scale.lora import ADAPTER, lora_layers
 from policy import Policy, plain_config
+from scale.lora import ADAPTER, lora_layers
 from scale.shards import full
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from errors import InputError
 from lab import ablate
 from lab.ablate import (
     ARMS,
@@ -24,7 +25,6 @@ from lab.ablate import (
     verdict,
     wanted_arms,
 )
-from errors import InputError
 from recipes import RECIPES, check_recipe, resolve
 
 BOTH = ("with", "without")

@@ -13,6 +13,10 @@ import pytest
 from conftest import random_policy, small
 from transformers import Qwen2Config
 
+from data import Document, Question, SearchResult
+from errors import InputError
+from eval import grade
+from formats.records import finished_records
 from lab import baselines
 from lab.baselines import (
     DIGEST,
@@ -36,13 +40,9 @@ from lab.baselines import (
     said_answer,
     user_text,
 )
-from data import Document, Question, SearchResult
-from errors import InputError
-from eval import grade
 from other_models.llm import LLM
 from policy import save_policy
 from prompts import PROTOCOLS, frame_documents
-from formats.records import finished_records
 from rollout import Limits, trajectory_from_text
 
 HOTPOTQA = (

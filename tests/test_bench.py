@@ -13,9 +13,9 @@ import torch
 from accelerate import Accelerator
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
+from errors import InputError
 from lab import bench
 from lab.bench import LOOPS, Part, Script, Scripted
-from errors import InputError
 from policy import Policy
 from tests.conftest import random_policy, small
 

@@ -4,11 +4,11 @@ answer.
 
 import pytest
 
-from other_models import reader as cross_model
-from other_models.reader import INSTRUCTION, answer_from_evidence, cross_answers, read_answer
 from data import Question
 from errors import InputError
+from other_models import reader as cross_model
 from other_models.llm import LocalLLM
+from other_models.reader import INSTRUCTION, answer_from_evidence, cross_answers, read_answer
 
 WHERE = Question("q", "In which country was Ana Bell born?", ["Norland"])
 EVIDENCE = "Ana Bell was born in Kelmouth. Kelmouth lies in Norland."

@@ -16,11 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-from retrievers import dense
 from data import Document
-from retrievers.dense import DenseRetriever, make_tiny_encoder, nearest, passage_text, passage_vectors
-from retrievers.embed import Encoder
 from errors import InputError
+from retrievers import dense
+from retrievers.dense import (
+    DenseRetriever,
+    make_tiny_encoder,
+    nearest,
+    passage_text,
+    passage_vectors,
+)
+from retrievers.embed import Encoder
 
 WORDS = (
     "ana bell born in kelmouth norland varen tidewerk ivo marr lantern storm coast river island map"

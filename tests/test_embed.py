@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import RobertaConfig, RobertaModel
 
-from retrievers import embed
 from data import Document
+from errors import InputError
+from retrievers import embed
 from retrievers.dense import make_tiny_encoder
 from retrievers.embed import Encoder, cosine, encoder_embedder, make_embedder, tfidf_embedder
-from errors import InputError
 
 DOCUMENTS = [Document("1", "Ana", "born in town"), Document("2", "Bo", "born in city")]
 

@@ -23,11 +23,11 @@ from transformers import (
 )
 
 from data import Document, Question, SearchResult
-from scale.engine import Engine, affordable, attending_to_slots, obstacle, pick
 from errors import InputError
 from policy import Policy, collate, without_dropout
 from prompts import PROTOCOLS, build_prompt
 from rollout import Environment, Limits, decode, encode, play_queue, rollout, warn_once
+from scale.engine import Engine, affordable, attending_to_slots, obstacle, pick
 from tests.conftest import small
 
 FAMILIES = [

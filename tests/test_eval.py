@@ -42,12 +42,12 @@ from eval import (
     recipe_of,
 )
 from other_models.judge import Judge
+from plumbing.report import summarise
 from policy import Policy, load_policy, save_policy
 from prompts import PROTOCOLS, prompt_text
 from recipes import Recipe, build_search, checkpoints
-from retrievers.remote import RetrievalServer
-from plumbing.report import summarise
 from retriever import make_retriever
+from retrievers.remote import RetrievalServer
 from rewards import STORIES, example, tell
 from rollout import trajectory_from_text
 from sft import train_sft

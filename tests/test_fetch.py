@@ -12,9 +12,18 @@ import urllib.request
 import pytest
 from conftest import RawServer
 
-from retrievers import net as module
 from errors import InputError
-from retrievers.net import MAX_BACKOFF, Fault, fetch, fetch_json, host_of, make_opener, retrying, shown
+from retrievers import net as module
+from retrievers.net import (
+    MAX_BACKOFF,
+    Fault,
+    fetch,
+    fetch_json,
+    host_of,
+    make_opener,
+    retrying,
+    shown,
+)
 
 OK = b"HTTP/1.1 200 OK\r\n"
 

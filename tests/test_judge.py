@@ -4,8 +4,8 @@ to.
 
 import pytest
 
-from other_models import judge
 from data import Question
+from other_models import judge
 from other_models.judge import (
     GRADE_INSTRUCTION,
     GRADES,

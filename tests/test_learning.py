@@ -9,8 +9,8 @@ import pytest
 
 import eval as evaluation
 import train
-from recipes import build_search, load_model
 from plumbing.report import summarise
+from recipes import build_search, load_model
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from other_models import llm
 from errors import InputError
+from formats.records import append_jsonl
+from other_models import llm
 from other_models.llm import Cache, LocalLLM, ServerLLM, chat_text, load_llm, without_thinking
 from policy import save_policy
-from formats.records import append_jsonl
 
 
 def said(content) -> bytes:

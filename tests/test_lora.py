@@ -11,12 +11,12 @@ from test_shards import in_two, take_step
 from test_train import model, recipe_for, rows_of, same, unequal_batch  # noqa: F401
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from scale import lora
 import train
 from errors import InputError
-from scale.lora import add_lora, has_lora, load_lora, lora_state, merged_state, without_lora
 from policy import Policy, frozen_options, load_policy, make_optimizer, save_policy
 from recipes import checkpoints
+from scale import lora
+from scale.lora import add_lora, has_lora, load_lora, lora_state, merged_state, without_lora
 from train import Trainer
 
 needs_peft = pytest.mark.skipif(

@@ -18,9 +18,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from policy import Policy
 from scale import packing
 from scale.packing import grouped, hidden_states, lengths_of, pack, packs
-from policy import Policy
 
 SHAPE = {
     "vocab_size": 50,

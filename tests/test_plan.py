@@ -15,11 +15,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from lab import plan
 import policy as policy_file
 import train
 from errors import InputError
-from scale.lora import add_lora
+from lab import plan
 from lab.plan import (
     GIB,
     SHAPES,
@@ -42,6 +41,7 @@ from lab.plan import (
 )
 from policy import Policy, make_optimizer
 from recipes import resolve
+from scale.lora import add_lora
 
 SEVEN = SHAPES["Qwen2.5-7B"]
 PLAIN = Setting("adamw", False, 1032, 0, False, False, False, False, 64, 512)

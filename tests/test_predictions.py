@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from plumbing import predictions
 from data import Question
 from errors import InputError
+from plumbing import predictions
 from plumbing.predictions import read_predictions, score_file, score_files
 from plumbing.report import summarise
 

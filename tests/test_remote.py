@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from retrievers import remote
 from data import Document, load_corpus
 from errors import InputError
+from retriever import BM25, EmptyRetriever, OracleRetriever, RandomRetriever
+from retrievers import remote
 from retrievers.net import Fault
 from retrievers.remote import LRU, HttpRetriever, RetrievalServer, read_document, search_scored
-from retriever import BM25, EmptyRetriever, OracleRetriever, RandomRetriever
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT.parent / "shared" / "data" / "corpus" / "hipporag_2wiki_1200.jsonl"

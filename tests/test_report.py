@@ -5,8 +5,8 @@ import doctest
 import numpy as np
 import pytest
 
-from plumbing import report
 from errors import InputError
+from plumbing import report
 from plumbing.report import (
     ALL_COLUMNS,
     bootstrap,

@@ -18,7 +18,6 @@ from rank_bm25 import BM25Okapi
 
 from data import Document, Question, load_corpus
 from errors import InputError
-from retrievers.remote import HttpRetriever, RetrievalServer
 from retriever import (
     BM25,
     RETRIEVERS,
@@ -31,6 +30,7 @@ from retriever import (
     tokenize,
     top,
 )
+from retrievers.remote import HttpRetriever, RetrievalServer
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT.parent / "shared" / "data" / "corpus" / "hipporag_2wiki_1200.jsonl"

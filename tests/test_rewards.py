@@ -11,10 +11,10 @@ import pytest
 
 import rewards
 from data import Document, Question
-from retrievers.embed import tfidf_embedder
 from errors import InputError
 from metrics import f1_score
 from prompts import PROTOCOLS
+from retrievers.embed import tfidf_embedder
 from rewards import (
     STORIES,
     arena,

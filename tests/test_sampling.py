@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 import train
 from errors import InputError
-from scale.lora import add_lora, merged_state
 from policy import Policy
+from scale.lora import add_lora, merged_state
 from scale.sampling import copy_of, sampling_copy
 from tests.conftest import small
 from train import Trainer

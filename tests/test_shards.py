@@ -15,11 +15,11 @@ from test_train import (
     whole_weights_of,
 )
 
-from scale import shards
 import train
 from errors import InputError
 from policy import load_policy
 from recipes import Recipe, checkpoints
+from scale import shards
 from scale.sampling import sampling_copy
 from scale.shards import asked_for, in_parts
 from train import Trainer

@@ -9,8 +9,8 @@ import pytest
 import summarizer
 from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError
-from other_models.llm import LocalLLM
 from formats.records import append_jsonl
+from other_models.llm import LocalLLM
 from retriever import OracleRetriever
 from summarizer import (
     INSTRUCTION,

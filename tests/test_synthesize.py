@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lab import synthesize as module
 from data import Question, load_questions
 from errors import InputError
-from prompts import question_text
+from lab import synthesize as module
 from lab.synthesize import (
     ANSWER,
     WRITE,
@@ -28,6 +27,7 @@ from lab.synthesize import (
     synthesize,
     write_request,
 )
+from prompts import question_text
 
 SLICES = Path(__file__).resolve().parents[2] / "shared" / "data"
 GIVEN = [

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from other_models.reader import INSTRUCTION, reader_text
 from data import Question, SearchRequest
 from other_models.llm import LocalLLM
+from other_models.reader import INSTRUCTION, reader_text
 from policy import Policy, load_policy, save_policy
 from prompts import PROTOCOLS
 from retriever import make_retriever

@@ -31,9 +31,8 @@ from policy import Batch, Policy, load_policy, save_policy
 from prompts import PROTOCOLS, build_prompt, frame_documents
 from recipes import Recipe, checkpoints, parse_recipe
 from rollout import Trajectory, encode
-from sft import Example, train_sft
 from scale.shards import full
-from world.toy import make_model, make_tokenizer
+from sft import Example, train_sft
 from train import (
     Hints,
     Run,
@@ -48,6 +47,7 @@ from train import (
     update_critic,
     value_batch,
 )
+from world.toy import make_model, make_tokenizer
 from world.world import World
 
 ROOT = Path(__file__).parent.parent

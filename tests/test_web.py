@@ -15,8 +15,8 @@ from collections import Counter
 import pytest
 from conftest import RawServer
 
-from retrievers import web as module
 from errors import InputError
+from retrievers import web as module
 from retrievers.net import LRU, Fault
 from retrievers.web import (
     MAX_QUERY,
