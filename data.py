@@ -77,6 +77,7 @@ class Question:
     references   passages that come with the record; `supporting` holds the 1-based numbers of the
                  gold ones, as a prompt shows them
     source       the kind that evaluation tables group by ("one_hop", "hotpotqa", ...)
+    may_search   False: it is asked with the prompt without retrieval (UR² section 3.3)
     """
 
     id: str
@@ -88,6 +89,7 @@ class Question:
     supporting: tuple[int, ...] = ()
     source: str = ""
     level: str = ""
+    may_search: bool = True
 
     @property
     def kind(self) -> str:

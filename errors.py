@@ -5,6 +5,7 @@ run_main     runs a file's `main`: an InputError is printed and ends it with cod
 FlagParser   argparse whose complaints are such lines, and name the nearest flag for one that it
              does not know
 check_output can this file be written? Better known before the work than after it
+setting      a field of a settings record: its default, a sentence, and the bounds of its value
 
 error: train.py: unknown flag --lrr (did you mean --lr?); --help lists them all
 """
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import NoReturn
 
@@ -82,6 +85,43 @@ class FlagParser(argparse.ArgumentParser):
             like = nearest(rest[0].split("=")[0], flags)
             raise InputError(f"{self.prog}: unknown flag {rest[0]}{like}; --help lists them all")
         return known
+
+
+def boolean(text: str) -> bool:
+    if text.lower() in ("true", "yes", "1"):
+        return True
+    if text.lower() in ("false", "no", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+def setting(default, help: str, **limits):
+    """A field of a settings record.
+
+    limits   least, above, most and below bound a number; one_of holds the names of a choice
+    """
+    return field(default=default, metadata={"help": help, **limits})
+
+
+BOUNDS = {  # name of the limit -> (is it kept?, how it is told)
+    "least": (lambda value, limit: value >= limit, "at least"),
+    "above": (lambda value, limit: value > limit, "above"),
+    "most": (lambda value, limit: value <= limit, "at most"),
+    "below": (lambda value, limit: value < limit, "below"),
+}
+
+
+def check_value(name: str, value, limits: Mapping) -> None:
+    """One setting against the limits that stand beside it in its record."""
+    names = limits.get("one_of")
+    if names is not None and value not in names:
+        known = f"one of {', '.join(names)}{nearest(value, names)}"
+        raise InputError(f"--{name} {value}: unknown; {known}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"--{name} {value}: must be a finite number")
+    for limit, (kept, told) in BOUNDS.items():
+        if limit in limits and not kept(value, limits[limit]):
+            raise InputError(f"--{name} {value}: must be {told} {limits[limit]}")
 
 
 def check_output(path: str | Path, flag: str) -> None:

@@ -77,8 +77,9 @@ from rewards import (
     ur2_violations,
     when_to_search_format,
 )
-from rollout import Trajectory, check_prompts, rollout, show
+from rollout import check_prompts, rollout
 from summarizer import SEARCH_FAILED
+from trajectory import Trajectory, show
 from world.toy import world_for
 
 COLUMNS = (

@@ -51,6 +51,11 @@ _TO_NOTHING = str.maketrans(
 _VERDICTS = {"yes", "no", "noanswer"}
 
 
+def tokenize(text: str) -> list[str]:
+    """The words of a text, as retrieval counts them."""
+    return re.findall(r"\w+", text.lower())
+
+
 def normalize_answer(text: str, punctuation: str = "space") -> str:
     """Lower case, no punctuation, no articles, single blanks; in the "space" style True and False
     are yes and no.

@@ -257,43 +257,41 @@ def user_text(protocol: Protocol, question: Question, tokenizer) -> str:
     return "\n".join([question_text(question), "", *lines])
 
 
-def prompt_text(
-    protocol: Protocol | str, question: Question, tokenizer, retrieval: bool = True
-) -> str:
+def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:
     """The prompt as text: through the tokenizer's chat template where it has one, else a plain
     layout for base models.
     """
     protocol = as_protocol(protocol)
-    instruction = protocol.instruction if retrieval else protocol.direct_instruction
+    instruction = protocol.instruction if question.may_search else protocol.direct_instruction
     user = user_text(protocol, question, tokenizer)
     if getattr(tokenizer, "chat_template", None):
-        messages = [{"role": "system", "content": instruction}, {"role": "user", "content": user}]
-        try:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        # templates without a system role raise their own error: the instruction goes to the user's
-        # turn
-        except Exception:
-            messages = [{"role": "user", "content": f"{instruction}\n\n{user}"}]
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+        text = chat_text(tokenizer, instruction, user)
     else:
         text = f"{tokenizer.bos_token or ''}{instruction}\n\nQuestion: {user}\nAnswer:"
     # Some templates open the turn with "<think>\n" themselves: not twice.
     return text if text.rstrip().endswith(protocol.prompt_suffix) else text + protocol.prompt_suffix
 
 
-def build_prompt(
-    protocol: Protocol | str, question: Question, tokenizer, retrieval: bool = True
-) -> list[int]:
+def chat_text(tokenizer, instruction: str, text: str) -> str:
+    """The prompt: system and user message through the chat template where there is one, else a
+    plain layout.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return f"{tokenizer.bos_token or ''}{instruction}\n\n{text}\n\nAnswer:"
+    messages = [{"role": "system", "content": instruction}, {"role": "user", "content": text}]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception:  # templates without a system role raise their own error
+        messages = [{"role": "user", "content": f"{instruction}\n\n{text}"}]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def build_prompt(protocol: Protocol | str, question: Question, tokenizer) -> list[int]:
     """Prompt token ids of one question. The template has written the special tokens: none is added
     here.
     """
-    return tokenizer(
-        prompt_text(protocol, question, tokenizer, retrieval), add_special_tokens=False
-    )["input_ids"]
+    text = prompt_text(protocol, question, tokenizer)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 # ----------------------------------------------------------------------------- what the model wrote
@@ -342,6 +340,16 @@ def find_answers(protocol: Protocol, text: str, task: str = "qa") -> list[Span]:
         said + [b for b in boxed if not any(s.start <= b.start < s.end for s in said)],
         key=lambda span: span.start,
     )
+
+
+def without_thinking(reply: str) -> str:
+    """The reply behind the thinking; "" if the thinking never ended. (Some templates open <think>
+    in the prompt.)
+
+    >>> without_thinking("<think>Kelmouth? No.</think>\\nNorland"), without_thinking("<think>Kelmouth? No")
+    ('Norland', '')
+    """
+    return reply.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
 def parse_query(protocol: Protocol, turn: str) -> str | None:

@@ -32,8 +32,9 @@ from policy import OPTIMIZERS, Policy, load_policy
 from prompts import PROTOCOLS, Protocol, as_protocol
 from retriever import RETRIEVERS, make_retriever
 from retrievers.embed import Embedder, make_embedder
-from rollout import SearchFunction, Trajectory
+from rollout import SearchFunction
 from summarizer import SUMMARIZERS, make_search, make_summarizer
+from trajectory import Trajectory
 from world.toy import LAYOUTS, load_reader, load_toy, world_for
 from world.world import KINDS
 

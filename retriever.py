@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import re
 import sys
 import time
 from array import array
@@ -42,12 +41,9 @@ from tqdm import tqdm
 
 from data import Document, Question, load_corpus
 from errors import FlagParser, InputError, run_main
+from metrics import tokenize
 
 SHOW_PROGRESS_FROM = 20_000  # documents: below this the index is built before a bar could be read
-
-
-def tokenize(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
 
 
 class BM25:

@@ -38,7 +38,6 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from data import Document, Question
 from errors import InputError, run_main
@@ -53,9 +52,7 @@ from metrics import (
 )
 from prompts import PROTOCOLS, Protocol, find_answers, find_blocks, frame_documents
 from retrievers.embed import Embedder, cosine, tfidf_embedder
-
-if TYPE_CHECKING:
-    from rollout import Trajectory
+from trajectory import Trajectory
 
 MAX_QUERY_WORDS = 20
 MAX_ANSWER_WORDS = 10
@@ -270,7 +267,7 @@ def ur2_stage1(
     {'format': 1.0, 'retrieval': 4.0, 'fallback': -0.5}
     """
     table = _pick(UR2_RETRIEVAL, variant, "variant")
-    if not (retrieval and trajectory.retrieval):
+    if not (retrieval and trajectory.question.may_search):
         faults = ur2_violations(trajectory, format_check=format_check)
         return {"format": float(not faults), "retrieval": 0.0, "fallback": 0.0}
     v = len(ur2_violations(trajectory, search_required=True, format_check=format_check))

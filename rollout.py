@@ -30,131 +30,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from data import Document, Question, SearchRequest, SearchResult
+from data import Question, SearchRequest, SearchResult
 from errors import InputError, run_main
 from policy import evaluating
 from prompts import (
     Protocol,
     as_protocol,
     build_prompt,
-    find_answers,
     forbidden_texts,
     frame_documents,
-    last_block,
     number_documents,
     parse_query,
     strip_tags,
 )
 from scale.engine import Engine, affordable, obstacle
+from trajectory import Refusal, Search, Trajectory
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 MIN_DOCUMENT_TOKENS = 16  # a search whose documents would be cut below this is not worth running
-
-
-# -------------------------------------------------------------------------------------------- types
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of the response by one writer: "model", "documents" or "notice"."""
-
-    writer: str
-    text: str
-
-
-@dataclass
-class Search:
-    """One search that the environment executed. `text` is the block's body as the policy read
-    it.
-    """
-
-    query: str
-    documents: list[Document]
-    text: str
-    fallback: bool = False
-    error: str | None = None
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A query that was not executed: reason "malformed", "empty" or "limit"."""
-
-    reason: str
-    query: str
-
-
-@dataclass
-class Trajectory:
-    """One response: ids, who wrote each, what was searched, why it ended.
-
-    response_ids, response_mask and logprobs have one entry per response token; mask 1 = sampled by
-    the policy, and logprobs holds the log-prob it was sampled with (0.0 where the mask is 0).
-    stop_reason: "eos", "answer" (the answer's end tag), "length" (turn limit or context end),
-    "refused" (a query that could not be run, after the notice or without one), "written" (read from
-    a transcript); "" while it goes on.
-    """
-
-    question: Question
-    protocol: Protocol
-    prompt_ids: list[int] = field(default_factory=list)
-    response_ids: list[int] = field(default_factory=list)
-    response_mask: list[int] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    searches: list[Search] = field(default_factory=list)
-    stop_reason: str = ""
-    logprobs: list[float] = field(default_factory=list)
-    refusals: list[Refusal] = field(default_factory=list)
-    retrieval: bool = True  # False: UR²'s prompt without retrieval
-
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt_ids + self.response_ids
-
-    @property
-    def text(self) -> str:
-        """The whole response, the environment's text included."""
-        return "".join(segment.text for segment in self.segments)
-
-    @property
-    def model_text(self) -> str:
-        """What the policy itself wrote: the only text that rewards may look at."""
-        return "".join(segment.text for segment in self.segments if segment.writer == "model")
-
-    @property
-    def answers(self) -> list[str]:
-        return [
-            span.content
-            for span in find_answers(self.protocol, self.model_text, self.question.task)
-        ]
-
-    @property
-    def answer(self) -> str | None:
-        """The last answer the model gave; None if it gave none."""
-        return self.answers[-1] if self.answers else None
-
-    @property
-    def evidence(self) -> str | None:
-        """The last evidence box in which the model wrote something (R-Search); None without one."""
-        tags = self.protocol.evidence_tags
-        return last_block(self.model_text, tags) if tags else None
-
-    def append_model(self, ids: list[int], logprobs: list[float], text: str) -> None:
-        self._append(ids, 1, logprobs, Segment("model", text))
-
-    def append_environment(self, ids: list[int], text: str, writer: str) -> None:
-        self._append(ids, 0, [0.0] * len(ids), Segment(writer, text))
-
-    def _append(self, ids: list[int], mask: int, logprobs: list[float], segment: Segment) -> None:
-        self.response_ids += ids
-        self.response_mask += [mask] * len(ids)
-        self.logprobs += logprobs
-        self.segments.append(segment)
 
 
 # ------------------------------------------------------------------------------------ sample a turn
@@ -784,86 +682,6 @@ def seeded(seed: int | None, device: torch.device):
     with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
         torch.manual_seed(seed)
         yield
-
-
-# ----------------------------------------------------------------------------- a written transcript
-
-
-def trajectory_from_text(
-    question: Question,
-    text: str,
-    protocol: Protocol | str,
-    fallbacks: Sequence = (),
-    retrieval: bool = True,
-) -> Trajectory:
-    """Read a transcript. A document block right behind a well-formed, non-empty query is the
-    environment's; any other block was written by the model. `fallbacks`: the numbers (from 0) of
-    the searches that came back as the fallback, or one bool per search. No ids and no log-probs: it
-    can be scored, not trained on.
-
-    >>> t = trajectory_from_text(Question("1", "?", ["5"]), "\\\\boxed{5}", "ur2")
-    >>> (t.answer, len(t.searches))
-    ('5', 0)
-    """
-    protocol = as_protocol(protocol)
-    trajectory = Trajectory(question, protocol, stop_reason="written", retrieval=retrieval)
-    flags = (
-        {i for i, f in enumerate(fallbacks) if f}
-        if all(isinstance(f, bool) for f in fallbacks)
-        else set(fallbacks)
-    )
-    model, position = "", 0
-    while protocol.query_tags and (end := text.find(protocol.query_tags[1], position)) >= 0:
-        end += len(protocol.query_tags[1])
-        turn, position = text[position:end], end
-        model += turn
-        query, block = parse_query(protocol, model), _block_at(protocol, text, end)
-        if query and block:
-            trajectory.segments += [
-                Segment("model", model),
-                Segment("documents", text[end : block[1]]),
-            ]
-            trajectory.searches.append(
-                Search(query, [], block[0], len(trajectory.searches) in flags)
-            )
-            model, position = "", block[1]
-    trajectory.segments.append(Segment("model", model + text[position:]))
-    return trajectory
-
-
-def _block_at(protocol: Protocol, text: str, position: int) -> tuple[str, int] | None:
-    """(body, end) of the document block that begins at `position` behind white space only."""
-    begin, end = protocol.documents_tags
-    start = position + len(text[position:]) - len(text[position:].lstrip())
-    if not text.startswith(begin, start) or (close := text.find(end, start)) < 0:
-        return None
-    after = close + len(end)
-    return text[start + len(begin) : close].strip(), after + len(text[after:]) - len(
-        text[after:].lstrip()
-    )
-
-
-# --------------------------------------------------------------------------------------- to look at
-
-
-def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> str:
-    """One trajectory on a screen: what the environment wrote stands between ⟦ and ⟧."""
-    parts = [s.text if s.writer == "model" else f"⟦{s.text.strip()}⟧ " for s in trajectory.segments]
-    lines = [
-        (
-            f"question: {trajectory.question.question}   gold:"
-            f" {' | '.join(trajectory.question.answers) or 'unknown'}"
-        ),
-        "".join(parts).strip(),
-        (
-            f"[{len(trajectory.searches)} searches; answer {trajectory.answer!r}; ended by"
-            f" {trajectory.stop_reason}]"
-        ),
-    ]
-    if components:
-        terms = ", ".join(f"{name} {value:+.2f}" for name, value in components.items())
-        lines.append(f"[{terms}; reward {sum(components.values()):+.2f}]")
-    return "\n".join(lines)
 
 
 def main() -> None:

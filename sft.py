@@ -39,7 +39,6 @@ from curriculum import QuestionStream
 from data import Question, load_questions
 from errors import InputError, run_main
 from formats.records import read_records, short
-from other_models.llm import chat_text
 from policy import (
     Policy,
     best_device,
@@ -54,13 +53,15 @@ from prompts import (
     Protocol,
     as_protocol,
     build_prompt,
+    chat_text,
     forbidden_texts,
     number_documents,
     special_texts,
     strip_tags,
 )
-from rollout import Trajectory, encode, trajectory_from_text
+from rollout import encode
 from summarizer import NO_FACT, SummaryPair, read_summary_log, summary_request
+from trajectory import Trajectory, trajectory_from_text
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def trace_example(trajectory: Trajectory, tokenizer) -> Example:
     """A transcript as it stood in the context: its documents and notices are read and not
     imitated.
     """
-    prompt = build_prompt(trajectory.protocol, trajectory.question, tokenizer, trajectory.retrieval)
+    prompt = build_prompt(trajectory.protocol, trajectory.question, tokenizer)
     return example_of(prompt, trace_pieces(trajectory), tokenizer)
 
 

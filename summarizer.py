@@ -30,8 +30,7 @@ from typing import NamedTuple
 from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError, run_main
 from formats.records import append_jsonl, open_error
-from other_models.llm import without_thinking
-from prompts import number_documents
+from prompts import number_documents, without_thinking
 
 Summarize = Callable[[list[SearchRequest], list[list[Document]]], list[SearchResult]]
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]

@@ -85,7 +85,7 @@ from recipes import (
     stage_folder,
     training_questions,
 )
-from rollout import Trajectory, check_prompts, rollout, show
+from rollout import check_prompts, rollout
 from scale.lora import add_lora, check_peft, load_lora, lora_state, without_lora
 from scale.sampling import sampling_copy, wants_copy
 from scale.shards import (
@@ -102,6 +102,7 @@ from scale.shards import (
     whole_moments,
     whole_weights,
 )
+from trajectory import Trajectory, show
 
 ALGORITHMS = {
     "reinforce_pp": reinforce_pp,

@@ -75,17 +75,9 @@ from recipes import (
     search_seconds,
 )
 from retriever import BM25
-from rollout import (
-    Environment,
-    Limits,
-    SearchFunction,
-    Trajectory,
-    context_of,
-    encode,
-    sample_turns,
-    seeded,
-)
+from rollout import Environment, Limits, SearchFunction, context_of, encode, sample_turns, seeded
 from summarizer import make_search
+from trajectory import Trajectory
 
 SEARCH, INFORMATION, ANSWER = (
     ("<search>", "</search>"),

@@ -85,7 +85,6 @@ from recipes import Recipe
 from retriever import BM25, tokenize, top
 from rollout import (
     StopRule,
-    Trajectory,
     TurnWatcher,
     end_ids,
     left_padded,
@@ -98,6 +97,7 @@ from scale.engine import Engine, obstacle, place_bytes
 from scale.lora import add_lora, check_peft
 from scale.sampling import sampling_copy, wants_copy
 from train import score_batch, update
+from trajectory import Trajectory
 
 TINY = Shape(256, 4, 8, 2, 688, 4096, tied=True, positions=4096)  # "4M"
 LENGTHS = {

@@ -22,10 +22,9 @@ from collections.abc import Callable
 import rewards
 from data import Question
 from errors import run_main
-from other_models.llm import without_thinking
-from prompts import question_text
+from prompts import question_text, without_thinking
 from rewards import matches
-from rollout import Trajectory, trajectory_from_text
+from trajectory import Trajectory, trajectory_from_text
 
 Pair = tuple[Question, str | None]  # what was asked, and the answer that was given
 MAX_ANSWER = 1000  # characters of an answer that the judge reads

@@ -50,7 +50,7 @@ from transformers import AutoModelForCausalLM
 from errors import FlagParser, InputError, run_main
 from formats.records import append_jsonl
 from policy import evaluating, first_line, frozen_options, load_tokenizer
-from prompts import special_texts, strip_tags
+from prompts import chat_text, special_texts, strip_tags, without_thinking
 from retrievers.net import MAX_BACKOFF, Fault, fetch_json, host_of, retrying, shown
 from rollout import context_of, end_ids, plain_generation
 
@@ -128,16 +128,6 @@ def _read_replies(path: Path) -> Iterator[tuple[str, str]]:
 
 
 # ---------------------------------------------------------------------------------------------- ask
-
-
-def without_thinking(reply: str) -> str:
-    """The reply behind the thinking; "" if the thinking never ended. (Some templates open <think>
-    in the prompt.)
-
-    >>> without_thinking("<think>Kelmouth? No.</think>\\nNorland"), without_thinking("<think>Kelmouth? No")
-    ('Norland', '')
-    """
-    return reply.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
 class LLM:
@@ -460,20 +450,6 @@ class LocalLLM(LLM):
         return self.tokenizer.decode(
             ids[:length], skip_special_tokens=True, clean_up_tokenization_spaces=False
         ).strip()
-
-
-def chat_text(tokenizer, instruction: str, text: str) -> str:
-    """The prompt: system and user message through the chat template where there is one, else a
-    plain layout.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        return f"{tokenizer.bos_token or ''}{instruction}\n\n{text}\n\nAnswer:"
-    messages = [{"role": "system", "content": instruction}, {"role": "user", "content": text}]
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception:  # templates without a system role raise their own error
-        messages = [{"role": "user", "content": f"{instruction}\n\n{text}"}]
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def load_local(

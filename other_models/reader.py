@@ -20,8 +20,7 @@ import re
 from data import Question
 from errors import InputError, run_main
 from metrics import exact_match, f1_score, last_boxed
-from other_models.llm import without_thinking
-from prompts import find_blocks, question_text
+from prompts import find_blocks, question_text, without_thinking
 
 INSTRUCTION = (
     "You get a passage and, below it, a question. Answer the question from the passage alone, in a"

@@ -40,7 +40,7 @@ import numpy as np
 
 from data import Document
 from errors import InputError, run_main
-from retriever import tokenize
+from metrics import tokenize
 
 Embedder = Callable[[list[str]], np.ndarray]  # n texts -> [n, d]
 

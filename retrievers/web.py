@@ -69,7 +69,7 @@ from typing import NamedTuple
 
 from data import Document
 from errors import FlagParser, InputError, run_main
-from retriever import tokenize
+from metrics import tokenize
 from retrievers.net import LRU, Fault, TimedResponse, fetch_json, host_of, left, shown
 from retrievers.page import SILENT, decode, html_to_text, lines, one_line, parse_html
 

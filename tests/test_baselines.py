@@ -43,7 +43,8 @@ from lab.baselines import (
 from other_models.llm import LLM
 from policy import save_policy
 from prompts import PROTOCOLS, frame_documents
-from rollout import Limits, trajectory_from_text
+from rollout import Limits
+from trajectory import trajectory_from_text
 
 HOTPOTQA = (
     Path(__file__).parents[2] / "shared" / "data" / "hotpotqa" / "hf_layout_dev_distractor_20.jsonl"

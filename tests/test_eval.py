@@ -49,8 +49,8 @@ from recipes import Recipe, build_search, checkpoints
 from retriever import make_retriever
 from retrievers.remote import RetrievalServer
 from rewards import STORIES, example, tell
-from rollout import trajectory_from_text
 from sft import train_sft
+from trajectory import trajectory_from_text
 from world.toy import World
 
 HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"

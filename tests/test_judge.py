@@ -20,7 +20,7 @@ from other_models.judge import (
 )
 from other_models.llm import LocalLLM
 from rewards import ur2_stage2
-from rollout import trajectory_from_text
+from trajectory import trajectory_from_text
 
 ISLES = Question("q", "Where was Ana Bell born?", ["Great Britain", "United Kingdom"])
 HALF = Question("m", "What is 1/2?", ["\\frac{1}{2}"], task="math")

@@ -36,7 +36,7 @@ from recipes import (
     training_questions,
 )
 from rewards import STORIES, example, tell
-from rollout import trajectory_from_text
+from trajectory import trajectory_from_text
 
 FIELDS = {f.name: f for f in dataclasses.fields(Recipe)}
 EVERYWHERE = [(name, stage) for name in RECIPES for stage in RECIPES[name]]

@@ -38,7 +38,7 @@ from rewards import (
     when_to_search_stage1,
     when_to_search_stage2,
 )
-from rollout import Refusal, Segment, trajectory_from_text
+from trajectory import Refusal, Segment, trajectory_from_text
 
 SHARED = Path(__file__).parents[2] / "shared"
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])

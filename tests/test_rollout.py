@@ -33,18 +33,14 @@ from prompts import PROTOCOLS, build_prompt, frame_documents
 from rollout import (
     MIN_DOCUMENT_TOKENS,
     Limits,
-    Refusal,
-    Segment,
-    Trajectory,
     call_search,
     check_prompts,
     closing_ids,
     decode,
     encode,
     rollout,
-    show,
-    trajectory_from_text,
 )
+from trajectory import Refusal, Segment, Trajectory, show, trajectory_from_text
 
 SHARED = Path(__file__).parents[2] / "shared"
 UR2, R1 = PROTOCOLS["ur2"], PROTOCOLS["r1_searcher"]

@@ -17,7 +17,7 @@ from other_models.llm import LocalLLM
 from policy import Policy, save_policy
 from prompts import PROTOCOLS, build_prompt, frame_documents
 from rewards import arena
-from rollout import Trajectory, decode, encode, trajectory_from_text
+from rollout import decode, encode
 from sft import (
     Example,
     Reasoning,
@@ -32,6 +32,7 @@ from sft import (
     train_sft,
 )
 from summarizer import SummaryPair, summary_request
+from trajectory import Trajectory, trajectory_from_text
 from world.toy import make_model
 
 SLICES = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -15,8 +15,8 @@ from policy import Policy, load_policy, save_policy
 from prompts import PROTOCOLS
 from retriever import make_retriever
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
-from rollout import Search, Segment, Trajectory
 from summarizer import make_search, make_summarizer
+from trajectory import Search, Segment, Trajectory
 from world.toy import (
     READER_STEPS,
     WARM_UPS,

@@ -30,7 +30,7 @@ from errors import InputError, run_main
 from policy import Batch, Policy, load_policy, save_policy
 from prompts import PROTOCOLS, build_prompt, frame_documents
 from recipes import Recipe, checkpoints, parse_recipe
-from rollout import Trajectory, encode
+from rollout import encode
 from scale.shards import full
 from sft import Example, train_sft
 from train import (
@@ -47,6 +47,7 @@ from train import (
     update_critic,
     value_batch,
 )
+from trajectory import Trajectory
 from world.toy import make_model, make_tokenizer
 from world.world import World
 

@@ -40,11 +40,18 @@ from transformers import (
 
 from data import Document, Question
 from errors import FlagParser, run_main
-from other_models.llm import chat_text
 from other_models.reader import INSTRUCTION as READER_INSTRUCTION
 from other_models.reader import reader_text
 from policy import Policy, load_policy, save_policy
-from prompts import PROTOCOLS, Protocol, as_protocol, frame_documents, number_documents, prompt_text
+from prompts import (
+    PROTOCOLS,
+    Protocol,
+    as_protocol,
+    chat_text,
+    frame_documents,
+    number_documents,
+    prompt_text,
+)
 from sft import Example, train_sft
 from world.world import (
     CITY_HEADS,

@@ -1,0 +1,209 @@
+"""A trajectory: who wrote which token, what was searched, why it ended.
+
+    prompt_ids     p p p p
+    response_ids           m m m m  e e e e e e  m m m      m: sampled by the policy
+    response_mask          1 1 1 1  0 0 0 0 0 0  1 1 1      e: written by the environment
+    logprobs               · · · ·  0 0 0 0 0 0  · · ·      as they were sampled
+
+The mask is born with the token: `append_model` writes 1, `append_environment` writes 0. Nobody ever
+looks for tags in a text to find out later who wrote it.
+
+`trajectory_from_text` reads a written transcript: it can be scored, not trained on. This file needs
+no torch, so that rewards and prediction files can be read without it. Left out: how a trajectory
+comes about (rollout.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from data import Document, Question
+from errors import run_main
+from prompts import Protocol, as_protocol, find_answers, last_block, parse_query
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the response by one writer: "model", "documents" or "notice"."""
+
+    writer: str
+    text: str
+
+
+@dataclass
+class Search:
+    """One search that the environment ran. `text` is the body of the block, as the policy read it."""
+
+    query: str
+    documents: list[Document]
+    text: str
+    fallback: bool = False
+    error: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A query that was not run: reason "malformed", "empty" or "limit"."""
+
+    reason: str
+    query: str
+
+
+@dataclass
+class Trajectory:
+    """One response. `response_ids`, `response_mask` and `logprobs` have an entry per token of it.
+
+    stop_reason   "eos", "answer" (the answer's end tag), "length" (turn limit or context end),
+                  "refused" (a query that was not run), "written" (read from a transcript);
+                  "" while it goes on
+    """
+
+    question: Question
+    protocol: Protocol
+    prompt_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    searches: list[Search] = field(default_factory=list)
+    stop_reason: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.response_ids
+
+    @property
+    def text(self) -> str:
+        """The whole response, the environment's text included."""
+        return "".join(segment.text for segment in self.segments)
+
+    @property
+    def model_text(self) -> str:
+        """What the policy itself wrote: the only text that rewards may look at."""
+        return "".join(segment.text for segment in self.segments if segment.writer == "model")
+
+    @property
+    def answers(self) -> list[str]:
+        found = find_answers(self.protocol, self.model_text, self.question.task)
+        return [span.content for span in found]
+
+    @property
+    def answer(self) -> str | None:
+        """The last answer the model gave; None if it gave none."""
+        answers = self.answers
+        return answers[-1] if answers else None
+
+    @property
+    def evidence(self) -> str | None:
+        """The last evidence box with something in it (R-Search); None without one."""
+        tags = self.protocol.evidence_tags
+        return last_block(self.model_text, tags) if tags else None
+
+    def append_model(self, ids: list[int], logprobs: list[float], text: str) -> None:
+        """Add what the policy sampled: mask 1, end tags and EOS too."""
+        self._append(ids, 1, logprobs, Segment("model", text))
+
+    def append_environment(self, ids: list[int], text: str, writer: str) -> None:
+        """Add what the environment wrote: mask 0, the blank lines around it too."""
+        self._append(ids, 0, [0.0] * len(ids), Segment(writer, text))
+
+    def _append(self, ids: list[int], mask: int, logprobs: list[float], segment: Segment) -> None:
+        self.response_ids += ids
+        self.response_mask += [mask] * len(ids)
+        self.logprobs += logprobs
+        self.segments.append(segment)
+
+
+# ---------------------------------------------------------------------------- a written transcript
+
+
+def trajectory_from_text(
+    question: Question, text: str, protocol: Protocol | str, fallbacks: Sequence = ()
+) -> Trajectory:
+    """Read a transcript. No ids and no log-probs come of it.
+
+    A document block right behind a well-formed query is the environment's; any other was written by
+    the model. `fallbacks`: the numbers (from 0) of the searches that came back as the fallback, or
+    a bool for each search.
+
+    >>> t = trajectory_from_text(Question("1", "?", ["5"]), "\\\\boxed{5}", "ur2")
+    >>> (t.answer, len(t.searches))
+    ('5', 0)
+    """
+    protocol = as_protocol(protocol)
+    trajectory = Trajectory(question, protocol, stop_reason="written")
+    flags = set(fallbacks)
+    if all(isinstance(flag, bool) for flag in fallbacks):
+        flags = {number for number, flag in enumerate(fallbacks) if flag}
+    model, position = "", 0
+    while protocol.query_tags and (end := text.find(protocol.query_tags[1], position)) >= 0:
+        end += len(protocol.query_tags[1])
+        model, position = model + text[position:end], end
+        query, block = parse_query(protocol, model), _block_at(protocol, text, end)
+        if query and block:
+            body, behind = block
+            trajectory.segments.append(Segment("model", model))
+            trajectory.segments.append(Segment("documents", text[end:behind]))
+            number = len(trajectory.searches)
+            trajectory.searches.append(Search(query, [], body, number in flags))
+            model, position = "", behind
+    trajectory.segments.append(Segment("model", model + text[position:]))
+    return trajectory
+
+
+def _block_at(protocol: Protocol, text: str, position: int) -> tuple[str, int] | None:
+    """(body, end) of the document block that begins at `position`, behind white space only."""
+    begin, end = protocol.documents_tags
+    start = _skip_blanks(text, position)
+    close = text.find(end, start)
+    if not text.startswith(begin, start) or close < 0:
+        return None
+    return text[start + len(begin) : close].strip(), _skip_blanks(text, close + len(end))
+
+
+def _skip_blanks(text: str, position: int) -> int:
+    return len(text) - len(text[position:].lstrip())
+
+
+# ----------------------------------------------------------------------------------------- to look
+
+
+def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> str:
+    """One trajectory on a screen: what the environment wrote stands between ⟦ and ⟧."""
+    question, text = trajectory.question, ""
+    for segment in trajectory.segments:
+        text += segment.text if segment.writer == "model" else f"⟦{segment.text.strip()}⟧ "
+    lines = [
+        f"question: {question.question}   gold: {' | '.join(question.answers) or 'unknown'}",
+        text.strip(),
+        f"[{len(trajectory.searches)} searches; answer {trajectory.answer!r}; "
+        f"ended by {trajectory.stop_reason}]",
+    ]
+    if components:
+        terms = ", ".join(f"{name} {value:+.2f}" for name, value in components.items())
+        lines.append(f"[{terms}; reward {sum(components.values()):+.2f}]")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """A transcript, who wrote which part of it, and what was found in it."""
+    question = Question("demo", "In which country was Ana Bell born?", ["Norland"])
+    text = (
+        "I look it up. <search> Ana Bell birthplace </search>\n\n<observation>\n"
+        "Ana Bell was born in Kelmouth, Norland.\n</observation>\n\n"
+        "<original_evidence> born in Kelmouth, Norland </original_evidence> "
+        "<answer> Norland </answer>"
+    )
+    trajectory = trajectory_from_text(question, text, "r_search")
+    print("writer      text")
+    for segment in trajectory.segments:
+        print(f"{segment.writer:10}  {' '.join(segment.text.split())}")
+    print(f"\nquery       {trajectory.searches[0].query}")
+    print(f"evidence    {trajectory.evidence}\nanswer      {trajectory.answer}")
+
+
+if __name__ == "__main__":
+    run_main(main)
