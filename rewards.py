@@ -52,7 +52,7 @@ from metrics import (
 )
 from prompts import PROTOCOLS, Protocol, find_answers, find_blocks, frame_documents
 from retrievers.embed import Embedder, cosine, tfidf_embedder
-from trajectory import Trajectory
+from trajectory import Trajectory, trajectory_from_text
 
 MAX_QUERY_WORDS = 20
 MAX_ANSWER_WORDS = 10
@@ -866,10 +866,6 @@ STORIES = (
 
 def tell(story: Story, protocol_name: str) -> Trajectory:
     """The story as a transcript in the tags of a protocol."""
-    from rollout import (
-        trajectory_from_text,
-    )  # here, so that importing the rewards does not load torch
-
     protocol = PROTOCOLS[protocol_name]
     fallbacks = [len(story.searches) - 1] if story.fallback else []
     return trajectory_from_text(_QUESTION, _transcript(story, protocol), protocol, fallbacks)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands import accelerate_cli
-from test_train import flags, recipe_for, rows_of
+from test_train import flags, model, recipe_for, rows_of
 from transformers import AutoModelForCausalLM
 
 import train

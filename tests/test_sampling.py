@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_lora import needs_peft
 from test_train import (
+    model,
     recipe_for,
     rows_of,
 )

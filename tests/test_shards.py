@@ -7,6 +7,7 @@ import torch
 from conftest import in_two_processes
 from safetensors.torch import load_file
 from test_train import (
+    model,
     recipe_for,
     rows_of,
     score_and_update,
