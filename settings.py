@@ -1,0 +1,273 @@
+"""The flags: one record, made of the records that stand in the files that read them.
+
+    defaults  <  the paper's stage  <  the built-in world (without --model)  <  the command line
+
+A function takes the record it reads: `rollout` a RolloutSettings, `make_retriever` a
+RetrieverSettings. `Settings` inherits them all, so there is one dot and flags stay flat. A name in
+two records fails at import. What no run can mean is refused here, before a model is loaded.
+Left out: files of settings; a shell script of flags is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from curriculum import CurriculumSettings
+from dapo import DapoSettings
+from data import DataSettings
+from errors import FlagParser, InputError, boolean, check_value, setting
+from kl import KLSettings
+from other_models.llm import ModelSettings, frozen_in_8bit
+from papers import PAPERS, check_stage
+from policy import PolicySettings
+from ppo import PPOSettings
+from prompts import PROTOCOLS, PromptSettings
+from reinforce_pp import ReinforceSettings
+from retriever import NEEDS_CORPUS, RetrieverSettings
+from rewards import REWARDS, RewardSettings, check_reward
+from rollout import RolloutSettings
+from scale.engine import EngineSettings
+from summarizer import SummarizerSettings
+from update import UpdateSettings
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    recipe: str = setting("ur2", "the paper", one_of=PAPERS)
+    stage: int = setting(1, "1: learn to search; 2: learn to answer (goes on from stage 1)")
+    model: str = setting("", 'HF causal LM, a directory or a hub name; "" = the tiny built-in one')
+    start_from: str = setting("", "checkpoint; default: in stage 2 stage 1's last, else --model")
+    name: str = setting("", "of the run; its files are under runs/NAME/stageN")
+    runs: str = setting("runs", "folder of all runs and of the built-in models")
+    resume: bool = setting(False, "go on from this run's last checkpoint")
+    save_every: int = setting(10, "steps between checkpoints (the last step always saves)", least=1)
+    keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0)
+    seed: int = setting(0, "of questions and sampling", least=0, most=2**31 - 1)
+    world_seed: int = setting(0, "of the built-in world and its models")
+
+
+RECORDS = (
+    RunSettings,
+    DataSettings,
+    CurriculumSettings,
+    PromptSettings,
+    RolloutSettings,
+    EngineSettings,
+    RetrieverSettings,
+    SummarizerSettings,
+    ModelSettings,
+    RewardSettings,
+    UpdateSettings,
+    PPOSettings,
+    KLSettings,
+    ReinforceSettings,
+    DapoSettings,
+    PolicySettings,
+)
+
+
+@dataclass(frozen=True)
+class Settings(*RECORDS):
+    """Every setting of a run."""
+
+
+def _check_names() -> None:
+    seen: dict[str, type] = {}
+    for record in RECORDS:
+        for f in fields(record):
+            if f.name in seen:
+                raise TypeError(f"{f.name} stands in {seen[f.name].__name__} and {record.__name__}")
+            seen[f.name] = record
+
+
+_check_names()
+
+
+def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> Settings:
+    """The settings of one run: defaults, the paper's stage, the tiny world's, then `given`."""
+    check_stage(recipe, stage)
+    paper = PAPERS[recipe]
+    small = paper.tiny[stage] if tiny else {}
+    chosen = {"recipe": recipe, "stage": stage} | paper.stages[stage] | small | (given or {})
+    return Settings(**chosen)
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+def check_settings(settings: Settings, training: bool = True) -> Settings:
+    """The settings themselves, or an InputError for what no run can mean.
+
+    training   False asks only what an evaluation needs
+    """
+    for f in fields(Settings):
+        check_value(f.name, getattr(settings, f.name), f.metadata)
+    frozen_in_8bit(settings)
+    if settings.data and not settings.model:
+        raise InputError("--data needs --model: the built-in model can read only its own world")
+    searches = PROTOCOLS[settings.protocol].query_tags is not None
+    if searches and settings.data and settings.retriever in NEEDS_CORPUS and not settings.corpus:
+        raise InputError(
+            "--data needs --corpus FILE, or --corpus from-data to search the records' own "
+            "paragraphs"
+        )
+    needed = {"dense": "encoder", "http": "retriever_url"}.get(settings.retriever)
+    if searches and needed and not getattr(settings, needed):
+        raise InputError(f"--retriever {settings.retriever} needs --{needed}")
+    if training:
+        _check_training(settings)
+    return settings
+
+
+def _check_training(settings: Settings) -> None:
+    """Settings that are fine one by one and mean nothing together."""
+    if settings.temperature == 0:
+        raise InputError(
+            "--temperature 0 is greedy: all trajectories of a group would be the same; training "
+            "needs sampling"
+        )
+    if settings.group_size == 1 and settings.algorithm not in ("reinforce_pp", "ppo"):
+        raise InputError(
+            f"--group_size 1: {settings.algorithm} compares the trajectories of one question; it "
+            "needs at least 2"
+        )
+    _check_8bit(settings)
+    check_reward(settings)
+
+
+def _check_8bit(settings: Settings) -> None:
+    """int8 weights are for models that nobody trains."""
+    in_8bit = frozen_in_8bit(settings)
+    if "base" in in_8bit and settings.sampling_copy == "bf16":
+        raise InputError(
+            "--sampling_copy bf16 with --in_8bit base: the copy would take the memory that 8 bits "
+            "saved; use none"
+        )
+    if "base" in in_8bit and not settings.lora_rank:
+        raise InputError(
+            "--in_8bit base: int8 weights cannot be trained, a step of 1e-6 rounds away: add "
+            "--lora_rank 16, or leave it out (--optimizer adamw8bit has Adam's moments in 8 bits)"
+        )
+    if "reference" in in_8bit and settings.lora_rank:
+        raise InputError(
+            "--in_8bit reference: with --lora_rank the reference is the frozen base itself: "
+            "--in_8bit base"
+        )
+    if "reference" in in_8bit and not settings.kl_coef:
+        raise InputError("--in_8bit reference: with --kl_coef 0 no reference is loaded")
+    if in_8bit and not settings.model:
+        raise InputError("--in_8bit is for models from --model: the built-in one stays in fp32")
+
+
+# -------------------------------------------------------------------------------- the command line
+
+RENAMED = {  # flags of earlier versions -> what to write now
+    "allow_private": "a flag of `python retriever.py serve --retriever web` now",
+    "base_in_8bit": "write --in_8bit base",
+    "beta1": "a constant of policy.py now",
+    "beta2": "a constant of policy.py now",
+    "cross_model": "write --reader",
+    "cuda_graphs": "write --engine graphs",
+    "dual_clip": "a keyword of ppo.clipped_surrogate now",
+    "gamma": "a keyword of reinforce_pp.returns_to_go now",
+    "group_std": "a number of papers.py now",
+    "index_file": "a flag of `python retriever.py serve` now",
+    "kl_place": "part of --kl_estimator now: k1 in the reward, k2 and k3 in the loss, or log",
+    "llm_cache": "always runs/llm_cache now",
+    "llm_retries": "a constant of other_models/llm.py now",
+    "llm_timeout": "write --timeout",
+    "load_in_8bit": "write --in_8bit others",
+    "lora_alpha": "a constant of scale/lora.py now",
+    "lora_targets": "a constant of scale/lora.py now",
+    "max_grad_norm": "a constant of update.py now",
+    "notices": "always on now",
+    "old_logprobs": "always automatic now",
+    "plan": "write `python -m lab.plan`",
+    "pooling": "what the encoder itself says now",
+    "reference_in_8bit": "write --in_8bit reference",
+    "search_retries": "a constant of rollout.py now",
+    "search_timeout": "write --timeout",
+    "show_every": "a constant of train.py now",
+    "similarity": "a keyword of rewards.when_to_search_stage1 now",
+    "summarizer_model": "write --summarizer http://host:port/v1#model, or a HF model",
+    "summary_log": "always runs/summaries.jsonl now",
+    "threads": "all cores are used; `taskset -c 0` gives a run one",
+    "title_boost": "a number of papers.py now",
+    "value_clip": "a constant of ppo.py now",
+    "vectors": "always runs/vectors now",
+    "web_rate": "a flag of `python retriever.py serve --retriever web` now",
+    "weight_decay": "a constant of policy.py now",
+}
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, records: Iterable[type], shown: Settings, hidden: bool = False
+) -> None:
+    """A --flag for every field of the records, a section of --help for each record's file.
+
+    shown    whose values --help names; no flag has a default, so that only what is given overrides
+    hidden   also the fields that only papers.py sets, or an evaluation
+    """
+    for record in records:
+        section = parser.add_argument_group(record.__module__.replace(".", "/") + ".py")
+        for f in fields(record):
+            if hidden or f.metadata.get("flag", True):
+                _add_flag(section, f, getattr(shown, f.name))
+
+
+def _add_flag(section, f: dataclasses.Field, value) -> None:
+    kind = {"int": int, "float": float, "bool": boolean}.get(f.type, str)
+    names = f.metadata.get("one_of")
+    text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
+    text += f" ({value!r})" if value == f.default else f" ({value!r}; by itself {f.default!r})"
+    once = {"nargs": "?", "const": True} if kind is boolean else {}
+    section.add_argument(
+        f"--{f.name}",
+        type=kind,
+        default=argparse.SUPPRESS,
+        help=text.replace("%", "%%"),
+        metavar=f.type.upper(),
+        **once,
+    )
+
+
+def named_in(arguments: list[str]) -> Settings:
+    """The settings of the recipe and stage that a command line names: what --help shows."""
+    known = FlagParser(add_help=False)
+    known.add_argument("--recipe", default="ur2")
+    known.add_argument("--stage", type=int, default=1)
+    known.add_argument("--model", default="")
+    found, _ = known.parse_known_args(arguments)
+    return resolve(found.recipe, found.stage or 1, not found.model)
+
+
+def parse(arguments: list[str] | None = None) -> Settings:
+    """train.py's command line."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = FlagParser(
+        "train.py",
+        description="Train one stage of one paper. In brackets: the value of --recipe and --stage.",
+        renamed=RENAMED,
+    )
+    add_flags(parser, RECORDS, named_in(arguments))
+    given = vars(parser.parse_args(arguments))
+    recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
+    return check_settings(resolve(recipe, stage, not given.get("model"), given))
+
+
+def shown_settings(settings: Settings) -> str:
+    """What a run sets otherwise than the defaults, for the console."""
+    changed = []
+    for f in fields(Settings):
+        value = getattr(settings, f.name)
+        if value != f.default or f.name in ("recipe", "stage"):
+            changed.append(f"{f.name}={value}")
+    text = "settings: " + " ".join(changed)
+    return textwrap.fill(
+        text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
