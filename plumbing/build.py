@@ -1,0 +1,276 @@
+"""What settings stand for: questions, passages, search, models.
+
+Training and evaluation build everything from here, so that prompt, documents and limits are the
+same in both.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+import ppo
+from curriculum import QuestionStream
+from data import Document, Question, corpus_from_questions, load_corpus, load_questions
+from errors import InputError
+from other_models.judge import Judge
+from other_models.llm import LLM, LocalLLM, frozen_in_8bit, load_llm
+from papers import paper_of
+from plumbing.files import starting_model
+from plumbing.score import Scorer
+from policy import Policy, load_policy, make_optimizer
+from prompts import PROTOCOLS, Protocol
+from retriever import make_retriever
+from rewards import check_questions
+from rollout import Environment, SearchFunction, check_prompts, play_by_turns
+from scale.engine import play_in_slots
+from scale.lora import check_peft
+from scale.sampling import to_sample_with, wants_copy
+from scale.shards import asked_for, check_shardable, shard
+from settings import Settings
+from summarizer import make_search, make_summarizer
+from update import Parts, rows_per_update
+from world.toy import load_reader, load_toy, world_for
+
+# ------------------------------------------------------------------------- questions and passages
+
+
+def training_questions(settings: Settings) -> list[Question]:
+    if settings.data:
+        questions = load_questions(settings.data, skip_bad=settings.skip_bad)
+    else:
+        world = built_in_world(settings)
+        questions = [q for kind in built_in_kinds(settings) for q in world.questions("train", kind)]
+    return as_asked(questions, settings)
+
+
+def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
+    """--retrieval false: every question is asked with the prompt without retrieval."""
+    if settings.retrieval:
+        return questions
+    return [dataclasses.replace(question, may_search=False) for question in questions]
+
+
+def built_in_world(settings: Settings, fact_seed: int | None = None):
+    return world_for(paper_of(settings.protocol).world, settings.world_seed, fact_seed)
+
+
+def built_in_kinds(settings: Settings) -> tuple[str, ...]:
+    """The kinds of question that the tiny model of this protocol was warmed up for."""
+    return paper_of(settings.protocol).world.kinds
+
+
+def passages(settings: Settings, questions: list[Question]) -> list[Document]:
+    """The corpus: a file, the records' own paragraphs, or the built-in world's passages."""
+    if settings.corpus == "from-data":
+        return corpus_from_questions(questions)
+    if settings.corpus:
+        return load_corpus(settings.corpus, settings.skip_bad)
+    return [] if settings.data else built_in_world(settings).documents
+
+
+def build_protocol(settings: Settings) -> Protocol:
+    protocol = PROTOCOLS[settings.protocol]
+    if not settings.prompt_file:
+        return protocol
+    try:
+        instruction = Path(settings.prompt_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompt_file {settings.prompt_file}: {error}") from None
+    return dataclasses.replace(protocol, instruction=instruction)
+
+
+# ------------------------------------------------------------------------------ search and models
+
+
+def build_search(settings: Settings, documents: list[Document], device="cpu") -> SearchFunction:
+    """Retriever and summariser."""
+    if PROTOCOLS[settings.protocol].query_tags is None:  # the references come with the question
+        settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
+    retriever = make_retriever(documents, settings, settings.seed, settings.timeout)
+    asked = settings.summarizer not in ("none", "extractive")
+    llm = build_llm(settings.summarizer, settings, device) if asked else None
+    summarizer = make_summarizer(settings, llm)
+    return make_search(retriever, summarizer, settings.documents_per_search)
+
+
+def build_llm(spec: str, settings: Settings, device="cpu") -> LLM:
+    """Another model: a server, or a frozen HF model."""
+    return load_llm(spec, settings, device=device)
+
+
+def build_judge(settings: Settings, device="cpu") -> Judge | None:
+    return Judge(build_llm(settings.judge, settings, device)) if settings.judge else None
+
+
+def build_reader(settings: Settings, device="cpu") -> LLM:
+    """R-Search's frozen reader: --reader, or in the built-in world a second tiny model with its own
+    seed and shape.
+    """
+    if settings.reader and settings.reader != "built-in":
+        return build_llm(settings.reader, settings, device)
+    if settings.data:
+        raise InputError(
+            "--reward r_search asks a frozen model of another family to answer from the evidence: "
+            "give --reader http://host:port/v1#model or a HF model, or --evidence_reward false"
+        )
+    policy, tokenizer = load_reader(settings.world_seed, settings.runs)
+    name = f"reader-world{settings.world_seed}"
+    return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
+
+
+def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bit=False):
+    """(policy, tokenizer) from `path`, or the built-in ones where it is ""."""
+    if path:
+        return load_policy(path, device, settings.gradient_checkpointing, frozen, in_8bit)
+    tiny = paper_of(settings.protocol).world
+    policy, tokenizer = load_toy(settings.world_seed, settings.protocol, tiny, settings.runs)
+    return policy.to(device), tokenizer
+
+
+def build_environment(settings: Settings, tokenizer, search: SearchFunction) -> Environment:
+    return Environment(tokenizer, build_protocol(settings), search, settings)
+
+
+def play_of(settings: Settings):
+    """Slots, or plain `generate`: the page to read, and the twin to compare with."""
+    return play_by_turns if settings.engine == "hf" else play_in_slots
+
+
+# -------------------------------------------------------------------------------- a training run
+
+
+def make_accelerator(settings: Settings) -> Accelerator:
+    """Processes wait for each other's rollouts: as long as all searches of one may take, and half
+    an hour.
+    """
+    searching = (settings.max_searches + 1) * 3 * 4 * settings.timeout
+    limit = InitProcessGroupKwargs(timeout=timedelta(minutes=30, seconds=searching))
+    # Bucket views: without them DDP keeps a second copy of all gradients.
+    return Accelerator(
+        kwargs_handlers=[limit, DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    )
+
+
+def check_processes(known: int) -> None:
+    """Trap: on CPUs, processes that torchrun started do not find each other by themselves. Each
+    would train alone, into the same folder.
+    """
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started != known:
+        raise InputError(
+            f"{started} processes were started and {known} take part: set ACCELERATE_USE_CPU=true, "
+            "or start one"
+        )
+
+
+def set_threads() -> None:
+    """Trap: `accelerate launch` sets OMP_NUM_THREADS=1, and a CPU run then uses one core."""
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // local_processes))
+
+
+def build_parts(settings: Settings) -> Parts:
+    """Everything one stage needs, set up once. What is quick to find wrong comes first: reading a
+    corpus and then missing the model wastes minutes.
+    """
+    accelerator = make_accelerator(settings)
+    check_processes(accelerator.num_processes)
+    sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
+    if sharding != "ddp":
+        check_shardable(settings.optimizer, settings.lora_rank)
+    set_threads()
+    start, said = starting_model(settings)
+    if settings.lora_rank:
+        check_peft(settings.lora_rank)
+    questions = check_questions(training_questions(settings), settings)
+    check_shares(settings, accelerator.num_processes)
+    stream = QuestionStream(questions, settings)
+    documents, device = passages(settings, questions), accelerator.device
+    accelerator.print(said)
+    # Not under the barrier below: vectors of a large corpus take hours.
+    search = build_search(settings, documents, device)
+    with accelerator.local_main_process_first():  # one process makes the built-in models
+        policy, tokenizer = load_trained(settings, start, device)
+        scorer = Scorer(settings, documents, device) if accelerator.is_main_process else None
+    environment = build_environment(settings, tokenizer, search)
+    check_prompts(questions, environment, policy)
+    copies = wants_copy(settings.sampling_copy, device, "base" in frozen_in_8bit(settings))
+    parts = Parts(
+        settings=settings,
+        accelerator=accelerator,
+        policy=policy,
+        model=policy,
+        optimizer=None,
+        recompute=device.type != "cpu" or copies or not settings.mask_documents,
+        reference=load_reference(settings, device),
+        stream=stream,
+        environment=environment,
+        play=play_of(settings),
+        sampler=lambda: to_sample_with(policy, copies, sharding),
+        scorer=scorer,
+    )
+    if settings.algorithm == "ppo":  # also in stage 2 a new one: another reward has other values
+        parts.critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
+        spread = spread_over(parts, parts.critic, sharding, settings.critic_lr)
+        parts.critic_model, parts.critic_optimizer = spread
+    parts.model, parts.optimizer = spread_over(parts, policy, sharding, settings.lr)
+    return parts
+
+
+def check_shares(settings: Settings, processes: int) -> None:
+    """Every process needs a row of each update."""
+    per_step = settings.questions_per_step * settings.group_size
+    updates = -(-per_step // rows_per_update(settings))
+    if per_step // updates < processes:
+        raise InputError(
+            f"{per_step // updates} trajectories per update cannot be shared by {processes} "
+            "processes: raise --trajectories_per_update"
+        )
+
+
+def spread_over(parts: Parts, module, sharding: str, lr: float):
+    """(what is called in an update, its optimizer): the weights on every process, or each with a
+    part of them.
+    """
+    if sharding == "ddp":
+        model = parts.accelerator.prepare_model(module)
+    else:
+        model = shard(module, sharding, parts.accelerator.num_processes)
+    return model, make_optimizer(module, parts.settings.optimizer, lr)
+
+
+def first_model(settings: Settings) -> str:
+    """The model this stage began with, also in a resumed run."""
+    return starting_model(dataclasses.replace(settings, resume=False))[0]
+
+
+def load_trained(settings: Settings, start: str, device) -> tuple[Policy, object]:
+    """(policy, tokenizer). With LoRA the frozen weights are those that the stage began with, also
+    in a resumed run: its checkpoint holds the sum, and beside it what was learned.
+    """
+    if not settings.lora_rank:
+        return load_model(settings, start, device)
+    in_8bit = "base" in frozen_in_8bit(settings)
+    policy, tokenizer = load_model(settings, first_model(settings), device, True, in_8bit)
+    add_lora(policy.language_model, settings.lora_rank, settings.seed)
+    return policy, tokenizer
+
+
+def load_reference(settings: Settings, device) -> Policy | None:
+    """π_ref: the model this stage began with, frozen. With LoRA it is the policy's own base."""
+    if not settings.kl_coef or settings.lora_rank:
+        return None
+    in_8bit = "reference" in frozen_in_8bit(settings)
+    reference, _ = load_model(settings, first_model(settings), device, True, in_8bit)
+    return reference.eval().requires_grad_(False)

@@ -1,0 +1,244 @@
+"""The files of a run: where they lie, what is written to them, and when.
+
+Only the main process writes. Ctrl-C is safe at any moment: a line of metrics is written whole, a
+checkpoint is written aside and renamed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from errors import InputError
+from policy import Batch, check_model_path
+from settings import Settings
+from trajectory import Trajectory, show
+
+SHOW_EVERY = 5  # steps between decoded trajectories on the console
+
+
+def stage_folder(settings: Settings, stage: int | None = None) -> Path:
+    """runs/NAME/stageN; the default name says paper, data and seed."""
+    data = f"world{settings.world_seed}"
+    if settings.data:
+        data = Path(settings.data.split(",")[0]).stem
+    name = settings.name or f"{settings.recipe}-{data}-seed{settings.seed}"
+    return Path(settings.runs) / name / f"stage{stage or settings.stage}"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first. Half-written ones end in .partial."""
+    return sorted(folder.glob("checkpoint-*[0-9]"))
+
+
+def starting_model(settings: Settings) -> tuple[str, str]:
+    """(where the weights come from, what to say about it).
+
+    The run's own last checkpoint with --resume; else --start_from; else in stage 2 stage 1's last
+    one; else --model; else "", the built-in model.
+    """
+    stage, folder = settings.stage, stage_folder(settings)
+    if settings.resume:
+        if not (found := checkpoints(folder)):
+            raise InputError(f"--resume: no checkpoint in {folder}; leave it out to start anew")
+        return str(found[-1]), f"going on from {found[-1]}"
+    if settings.start_from:
+        check_model_path(settings.start_from)
+        return settings.start_from, f"stage {stage} starts from {settings.start_from}"
+    before = stage_folder(settings, stage - 1)
+    if stage > 1 and (found := checkpoints(before)):
+        return str(found[-1]), f"stage {stage} starts from {found[-1]}"
+    if settings.model:
+        check_model_path(settings.model)
+    said = f"stage {stage} starts from {settings.model or 'the built-in model'}"
+    if stage > 1:
+        said += f": there is no stage {stage - 1} checkpoint in {before}"
+    return settings.model, said
+
+
+def settings_text(settings: Settings) -> str:
+    return json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
+
+
+def free_name(path: Path) -> Path:
+    """The first of PATH.old1, PATH.old2, ... that is not taken: what was computed is kept."""
+    names = (path.with_name(f"{path.name}.old{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def step_of(line: str) -> float:
+    """The step of a line of metrics.jsonl; a line that a crash cut short belongs to none."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf
+
+
+class Run:
+    """The folder of one stage, and the console."""
+
+    def __init__(self, settings: Settings, accelerator):
+        self.folder, self.settings = stage_folder(settings), settings
+        self.accelerator, self.main = accelerator, accelerator.is_main_process
+        self.hints = Hints(settings)
+
+    def open(self, first_step: int) -> None:
+        """Make the folder. An earlier run is moved aside, or with --resume cut to the checkpoint."""
+        if not self.main:
+            return
+        if not self.settings.resume and self.folder.exists():
+            old = free_name(self.folder)
+            self.folder.rename(old)
+            print(f"{self.folder} held an earlier run: moved to {old.name} (--resume goes on)")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.exists():  # of steps behind the checkpoint
+            kept = [line for line in metrics.read_text().splitlines() if step_of(line) < first_step]
+            metrics.write_text("".join(line + "\n" for line in kept))
+        (self.folder / "settings.json").write_text(settings_text(self.settings))
+
+    def bar(self, first_step: int) -> Iterator[int]:
+        """The steps, with a progress bar."""
+        settings = self.settings
+        title = f"{settings.recipe} stage {settings.stage}"
+        self.progress = tqdm(
+            total=settings.steps,
+            initial=first_step,
+            desc=title,
+            dynamic_ncols=True,
+            disable=not self.main,
+        )
+        with self.progress:
+            for step in range(first_step, settings.steps):
+                yield step
+
+    def log(self, record: dict, sampled) -> None:
+        """A line of metrics, one on the console, and now and then a trajectory to look at."""
+        self.progress.update()
+        if not self.main:
+            return
+        rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
+        self._append("metrics.jsonl", json.dumps(rounded) + "\n")
+        self.progress.write("\n".join([console_line(record), *self.hints.after(record)]))
+        step = record["step"]
+        if step % SHOW_EVERY == 0 or step + 1 == self.settings.steps:
+            row = (step * 37) % len(sampled.trajectories)
+            sample = show(sampled.trajectories[row], sampled.components[row])
+            self._append("samples.txt", f"step {step}\n{sample}\n\n")
+            self.progress.write("\n" + sample + "\n")
+
+    def _append(self, name: str, text: str) -> None:
+        with open(self.folder / name, "a") as file:  # opened each time: what is written stays whole
+            file.write(text)
+
+    def saves(self, step: int) -> bool:
+        return step + 1 == self.settings.steps or (step + 1) % self.settings.save_every == 0
+
+    def check_finite(
+        self, result: dict, step: int, part: Batch, trajectories: list[Trajectory]
+    ) -> None:
+        """Stop at a loss or a gradient that is no number, and keep the batch to look at."""
+        names = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
+        wrong = [name for name in names if not math.isfinite(result.get(name, 0.0))]
+        if not wrong:
+            return
+        path = self.folder / f"non_finite_step{step}.pt"
+        if self.main:
+            torch.save(dataclasses.asdict(part), path)
+        ids = ", ".join(dict.fromkeys(t.question.id for t in trajectories))
+        raise InputError(
+            f"step {step}: {', '.join(f'{name} {result[name]}' for name in wrong)}; stopped; this "
+            f"update was not applied. The batch is in {path}; its questions: {ids}"
+        )
+
+    def close(self) -> None:
+        """One process saves: the others' folder is not there before."""
+        self.accelerator.wait_for_everyone()
+
+
+# ------------------------------------------------------------------------- why is my curve flat?
+
+PATIENCE = 3  # steps in a row
+SHOWN = (
+    "reward",
+    "em",
+    "searched",
+    "searches",
+    "fallbacks",
+    "model_tokens",
+    "frac_reward_zero_std",
+    "grad_norm",
+)
+HINTS = {  # cause -> (seen in a step's record, where to look)
+    "equal rewards": (
+        lambda r, s: r["frac_reward_zero_std"] == 1 and s.algorithm not in ("reinforce_pp", "ppo"),
+        "all rewards of every group were equal, so nothing is learned: is the reward ever reached "
+        "(samples.txt), or always? A larger --group_size, or easier questions, gives differences",
+    ),
+    "no informative group": (
+        lambda r, s: r.get("skipped", 0) == 1,
+        "no group had answers that differ, so no update was made: are they too hard or too easy "
+        "(samples.txt)? A larger --group_size or --max_resample finds more",
+    ),
+    "no search": (
+        lambda r, s: r["searched"] + r["refused"] == 0 and s.retrieval and s.max_searches > 0,
+        "no trajectory searched: does the model know the query tags (samples.txt)? Stage 1 or some "
+        "supervised traces teach it",
+    ),
+    "only refused": (
+        lambda r, s: r["refused"] > 0 and r["searched"] == 0,
+        "queries were written but none was run: they are empty or lack the begin tag (samples.txt)",
+    ),
+    "cut off": (
+        lambda r, s: r["cut_off"] == 1,
+        "every trajectory was cut off before an answer: raise --max_turn_tokens or --max_context, "
+        "or look at samples.txt",
+    ),
+    "another sampler": (
+        lambda r, s: r.get("logprob_gap", 0) > 0.1,
+        "the log-probs that tokens were sampled and scored with differ by more than 0.1: something "
+        "is seen by one of the two only; --engine hf and --sampling_copy none take out, one by "
+        "one, what may differ",
+    ),
+    "search down": (
+        lambda r, s: r["search_errors"] >= 0.1,
+        "a tenth or more of the searches failed: the retriever is down, slower than --timeout, or "
+        "refuses queries",
+    ),
+}
+
+
+class Hints:
+    """After `PATIENCE` steps of one cause a line that says where to look, once per run and cause."""
+
+    def __init__(self, settings: Settings):
+        self.settings, self.streaks = settings, Counter()
+
+    def after(self, record: dict) -> list[str]:
+        lines = []
+        for cause, (seen, advice) in HINTS.items():
+            told = self.streaks[cause] >= PATIENCE
+            again = told or seen(record, self.settings)
+            self.streaks[cause] = self.streaks[cause] + 1 if again else 0
+            if self.streaks[cause] == PATIENCE:
+                lines.append(f"hint: for {PATIENCE} steps {advice}")
+        return lines
+
+
+def console_line(record: dict) -> str:
+    shown = [f"{name} {record[name]:.2f}" for name in SHOWN if name in record]
+    line = f"step {record['step']:>4}  " + "  ".join(shown)
+    if record.get("search_errors"):
+        line += f"  search_errors {record['search_errors']:.2f}"
+    if record.get("skipped"):
+        draws = 1 + record["resampled"]
+        line += f"  no update: no group had answers that differ, in {draws} draws"
+    return line

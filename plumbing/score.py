@@ -1,0 +1,72 @@
+"""Rewards of all of a step's trajectories at once, and the scores of an answer.
+
+Another model is asked in one batch, not once per trajectory. The models are loaded, and a server is
+asked whether it is there, before the first rollout.
+"""
+
+from __future__ import annotations
+
+from data import Document
+from metrics import score_answer
+from other_models.judge import Judge, math_grader, right
+from other_models.reader import reader_answers
+from papers import paper_of
+from plumbing.build import build_judge, build_reader
+from retrievers.dense import make_encoder
+from rewards import REWARDS, Extras, needs, tfidf_embedder
+from settings import Settings
+from trajectory import Trajectory
+
+
+def answer_scores(trajectory: Trajectory) -> dict[str, float]:
+    """em, f1 and cem of the final answer, punctuation as the paper's own scorer has it."""
+    question = trajectory.question
+    punctuation = paper_of(trajectory.protocol.name).punctuation
+    answer, golds = trajectory.answer, question.answers
+    return score_answer(answer, golds, question.task, question.options, punctuation)
+
+
+class Scorer:
+    def __init__(self, settings: Settings, documents: list[Document], device):
+        self.settings = settings
+        needed = needs(settings)
+        self.judge: Judge | None = build_judge(settings, device)
+        # DAPO's filter asks for "right" too.
+        self.asks = "verdict" in needed or settings.algorithm == "dapo"
+        self.reader = build_reader(settings, device) if "reader" in needed else None
+        self.embed = make_embedder(settings, documents, device) if "embedder" in needed else None
+
+    def __call__(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict], list[bool]]:
+        """(components of each reward, whether each answer is right)."""
+        correct = right(trajectories, self.judge if self.asks else None)
+        read = [""] * len(trajectories)
+        if self.reader:
+            # Evidence without a search was made up: nobody is asked about it.
+            pairs = [(t.question, t.evidence if t.searches else None) for t in trajectories]
+            read = reader_answers(self.reader, pairs)
+        graded = self.judge and "grade" in needs(self.settings)
+        grade = math_grader(trajectories, self.judge) if graded else None
+        reward, components = REWARDS[self.settings.reward], []
+        for t, is_right, answer in zip(trajectories, correct, read, strict=True):
+            extras = Extras(is_right, answer, self.embed, grade)
+            components.append(reward(t, self.settings, step, extras))
+        return components, correct
+
+    def stats(self) -> dict[str, float]:
+        """For the log, so far: the share of verdicts that could not be read, and the requests that
+        the reader left open.
+        """
+        stats = {}
+        if self.judge:
+            stats["judge_unreadable"] = self.judge.unreadable / max(1, self.judge.asked)
+        if self.reader:
+            stats["reader_failures"] = self.reader.failures
+        return stats
+
+
+def make_embedder(settings: Settings, documents: list[Document], device):
+    """Queries -> vectors, for When to Search's similarity."""
+    if settings.embedder == "tfidf":
+        return tfidf_embedder(documents)
+    encode = make_encoder(settings.embedder, device)
+    return lambda queries: encode(queries, "query")
