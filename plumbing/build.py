@@ -20,24 +20,23 @@ import ppo
 from curriculum import QuestionStream
 from data import Document, Question, corpus_from_questions, load_corpus, load_questions
 from errors import InputError
-from other_models.judge import Judge
-from other_models.llm import LLM, LocalLLM, frozen_in_8bit, load_llm
+from other_models.llm import frozen_in_8bit
 from papers import paper_of
 from plumbing.files import starting_model
-from plumbing.score import Scorer
+from plumbing.score import Scorer, build_llm
 from policy import Policy, load_policy, make_optimizer
 from prompts import PROTOCOLS, Protocol
 from retriever import make_retriever
 from rewards import check_questions
 from rollout import Environment, SearchFunction, check_prompts, play_by_turns
 from scale.engine import play_in_slots
-from scale.lora import check_peft
+from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
 from scale.shards import asked_for, check_shardable, shard
 from settings import Settings
 from summarizer import make_search, make_summarizer
 from update import Parts, rows_per_update
-from world.toy import load_reader, load_toy, world_for
+from world.toy import load_toy, world_for
 
 # ------------------------------------------------------------------------- questions and passages
 
@@ -99,31 +98,6 @@ def build_search(settings: Settings, documents: list[Document], device="cpu") ->
     llm = build_llm(settings.summarizer, settings, device) if asked else None
     summarizer = make_summarizer(settings, llm)
     return make_search(retriever, summarizer, settings.documents_per_search)
-
-
-def build_llm(spec: str, settings: Settings, device="cpu") -> LLM:
-    """Another model: a server, or a frozen HF model."""
-    return load_llm(spec, settings, device=device)
-
-
-def build_judge(settings: Settings, device="cpu") -> Judge | None:
-    return Judge(build_llm(settings.judge, settings, device)) if settings.judge else None
-
-
-def build_reader(settings: Settings, device="cpu") -> LLM:
-    """R-Search's frozen reader: --reader, or in the built-in world a second tiny model with its own
-    seed and shape.
-    """
-    if settings.reader and settings.reader != "built-in":
-        return build_llm(settings.reader, settings, device)
-    if settings.data:
-        raise InputError(
-            "--reward r_search asks a frozen model of another family to answer from the evidence: "
-            "give --reader http://host:port/v1#model or a HF model, or --evidence_reward false"
-        )
-    policy, tokenizer = load_reader(settings.world_seed, settings.runs)
-    name = f"reader-world{settings.world_seed}"
-    return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
 
 
 def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bit=False):
@@ -195,7 +169,8 @@ def build_parts(settings: Settings) -> Parts:
         check_peft(settings.lora_rank)
     questions = check_questions(training_questions(settings), settings)
     check_shares(settings, accelerator.num_processes)
-    stream = QuestionStream(questions, settings)
+    draws = 1 + settings.max_resample if settings.algorithm == "dapo" else 1
+    stream = QuestionStream(questions, settings, draws)
     documents, device = passages(settings, questions), accelerator.device
     accelerator.print(said)
     # Not under the barrier below: vectors of a large corpus take hours.

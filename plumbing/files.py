@@ -91,7 +91,7 @@ class Run:
         self.hints = Hints(settings)
 
     def open(self, first_step: int) -> None:
-        """Make the folder. An earlier run is moved aside, or with --resume cut to the checkpoint."""
+        """Make the folder. An earlier run is moved aside; with --resume it is cut to its checkpoint."""
         if not self.main:
             return
         if not self.settings.resume and self.folder.exists():
@@ -217,7 +217,7 @@ HINTS = {  # cause -> (seen in a step's record, where to look)
 
 
 class Hints:
-    """After `PATIENCE` steps of one cause a line that says where to look, once per run and cause."""
+    """After `PATIENCE` steps of one cause a line that says where to look; each cause once."""
 
     def __init__(self, settings: Settings):
         self.settings, self.streaks = settings, Counter()

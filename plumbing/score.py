@@ -7,15 +7,17 @@ asked whether it is there, before the first rollout.
 from __future__ import annotations
 
 from data import Document
+from errors import InputError
 from metrics import score_answer
 from other_models.judge import Judge, math_grader, right
+from other_models.llm import LLM, LocalLLM, load_llm
 from other_models.reader import reader_answers
 from papers import paper_of
-from plumbing.build import build_judge, build_reader
 from retrievers.dense import make_encoder
 from rewards import REWARDS, Extras, needs, tfidf_embedder
 from settings import Settings
 from trajectory import Trajectory
+from world.toy import load_reader
 
 
 def answer_scores(trajectory: Trajectory) -> dict[str, float]:
@@ -62,6 +64,31 @@ class Scorer:
         if self.reader:
             stats["reader_failures"] = self.reader.failures
         return stats
+
+
+def build_llm(spec: str, settings: Settings, device="cpu") -> LLM:
+    """Another model: a server, or a frozen HF model."""
+    return load_llm(spec, settings, device=device)
+
+
+def build_judge(settings: Settings, device="cpu") -> Judge | None:
+    return Judge(build_llm(settings.judge, settings, device)) if settings.judge else None
+
+
+def build_reader(settings: Settings, device="cpu") -> LLM:
+    """R-Search's frozen reader: --reader, or in the built-in world a second tiny model with its own
+    seed and shape.
+    """
+    if settings.reader and settings.reader != "built-in":
+        return build_llm(settings.reader, settings, device)
+    if settings.data:
+        raise InputError(
+            "--reward r_search asks a frozen model of another family to answer from the evidence: "
+            "give --reader http://host:port/v1#model or a HF model, or --evidence_reward false"
+        )
+    policy, tokenizer = load_reader(settings.world_seed, settings.runs)
+    name = f"reader-world{settings.world_seed}"
+    return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
 
 
 def make_embedder(settings: Settings, documents: list[Document], device):
