@@ -7,7 +7,6 @@ checkpoint is written aside and renamed.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 from collections import Counter
@@ -18,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from errors import InputError
+from plumbing.resume import free_name
 from policy import Batch, check_model_path
 from settings import Settings
 from trajectory import Trajectory, show
@@ -66,12 +66,6 @@ def starting_model(settings: Settings) -> tuple[str, str]:
 
 def settings_text(settings: Settings) -> str:
     return json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
-
-
-def free_name(path: Path) -> Path:
-    """The first of PATH.old1, PATH.old2, ... that is not taken: what was computed is kept."""
-    names = (path.with_name(f"{path.name}.old{number}") for number in itertools.count(1))
-    return next(name for name in names if not name.exists())
 
 
 def step_of(line: str) -> float:
