@@ -1,7 +1,7 @@
 """What a checkpoint, or a predictions file, is worth: em, F1, cover-EM, how it searches, and what
 its evidence is good for.
 
-    python eval.py                                  the default run's last checkpoint, held-out names
+    python eval.py                                  the last checkpoint, held-out names
     python eval.py --model DIR --data FILE --corpus from-data
     python eval.py --stage 0                        before RL
     python eval.py --retriever empty                does it read, or recall?
@@ -22,16 +22,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from errors import FlagParser, InputError, check_output, run_main
+from plumbing.predictions import add_report_flags, report, score_command, score_files, scored
+
+if __name__ == "__main__" and "--predictions" in sys.argv:
+    run_main(score_command)  # it needs no model: what follows would load torch for seconds
+    sys.exit()
+
 from tqdm import tqdm
 
 from data import Question, load_datasets
-from errors import FlagParser, InputError, check_output, run_main
 from formats.records import append_jsonl
 from metrics import summary_scores
 from other_models.judge import add_verdicts
@@ -51,7 +56,6 @@ from plumbing.build import (
     play_of,
 )
 from plumbing.files import checkpoints, saved_settings, stage_folder
-from plumbing.predictions import add_report_flags, report, score_files, scored
 from plumbing.score import answer_scores, build_judge, build_reader
 from policy import best_device, check_model_path
 from rewards import arena_scores, evidence_support
@@ -147,7 +151,7 @@ class Evaluation:
         self.dataset_of = {q.id: name for name, some in self.datasets.items() for q in some}
 
     def run(self) -> list[dict]:
-        """Prediction records, question by question; each batch is written as soon as it is there."""
+        """Prediction records, question by question; each batch is written as it comes."""
         settings, options, device = self.settings, self.options, best_device()
         search = build_search(settings, self.documents, device)
         policy, tokenizer = load_model(settings, settings.model, device, frozen=True)
@@ -408,7 +412,11 @@ def run(settings: Settings, options: Options) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    settings, options = parse(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--predictions" in arguments:
+        score_command(arguments)
+        return
+    settings, options = parse(arguments)
     temperatures = (1.0, 0.0) if options.decoding == "both" else (settings.temperature,)
     for temperature in temperatures:
         run(dataclasses.replace(settings, temperature=temperature), options)

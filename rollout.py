@@ -57,9 +57,11 @@ SEARCH_RETRIES = 2  # a search that failed is tried twice more: most faults of a
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    group_size: int = setting(16, "trajectories per question, G", least=1)
+    group_size: int = setting(16, "trajectories per question, G", least=1, only="train")
     temperature: float = setting(1.0, "of sampling, and of scoring; 0 is greedy", least=0)
-    top_p: float = setting(1.0, "below 1 the samples are not what is scored", above=0, most=1)
+    top_p: float = setting(
+        1.0, "below 1 the samples are not what is scored", above=0, most=1, only="eval"
+    )
     max_searches: int = setting(4, "per trajectory", least=0)
     max_turn_tokens: int = setting(512, "new tokens per turn", least=1)
     max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)

@@ -29,7 +29,7 @@ from ppo import PPOSettings
 from prompts import PROTOCOLS, PromptSettings
 from reinforce_pp import ReinforceSettings
 from retriever import NEEDS_CORPUS, RetrieverSettings
-from rewards import REWARDS, RewardSettings, check_reward
+from rewards import RewardSettings, check_reward
 from rollout import RolloutSettings
 from scale.engine import EngineSettings
 from summarizer import SummarizerSettings
@@ -41,12 +41,16 @@ class RunSettings:
     recipe: str = setting("ur2", "the paper", one_of=PAPERS)
     stage: int = setting(1, "1: learn to search; 2: learn to answer (goes on from stage 1)")
     model: str = setting("", 'HF causal LM, a directory or a hub name; "" = the tiny built-in one')
-    start_from: str = setting("", "checkpoint; default: in stage 2 stage 1's last, else --model")
+    start_from: str = setting(
+        "", "checkpoint; default: in stage 2 stage 1's last, else --model", only="train"
+    )
     name: str = setting("", "of the run; its files are under runs/NAME/stageN")
     runs: str = setting("runs", "folder of all runs and of the built-in models")
-    resume: bool = setting(False, "go on from this run's last checkpoint")
-    save_every: int = setting(10, "steps between checkpoints (the last step always saves)", least=1)
-    keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0)
+    resume: bool = setting(False, "go on from this run's last checkpoint", only="train")
+    save_every: int = setting(
+        10, "steps between checkpoints (the last step always saves)", least=1, only="train"
+    )
+    keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0, only="train")
     seed: int = setting(0, "of questions and sampling", least=0, most=2**31 - 1)
     world_seed: int = setting(0, "of the built-in world and its models")
 
@@ -206,17 +210,17 @@ RENAMED = {  # flags of earlier versions -> what to write now
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, records: Iterable[type], shown: Settings, hidden: bool = False
+    parser: argparse.ArgumentParser, records: Iterable[type], shown: Settings, command: str
 ) -> None:
     """A --flag for every field of the records, a section of --help for each record's file.
 
-    shown    whose values --help names; no flag has a default, so that only what is given overrides
-    hidden   also the fields that only papers.py sets, or an evaluation
+    shown     whose values --help names; no flag has a default, so that only what is given overrides
+    command   "train" or "eval": a field with `only` is a flag of that command alone
     """
     for record in records:
         section = parser.add_argument_group(record.__module__.replace(".", "/") + ".py")
         for f in fields(record):
-            if hidden or f.metadata.get("flag", True):
+            if f.metadata.get("only", command) == command:
                 _add_flag(section, f, getattr(shown, f.name))
 
 
@@ -254,7 +258,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
         description="Train one stage of one paper. In brackets: the value of --recipe and --stage.",
         renamed=RENAMED,
     )
-    add_flags(parser, RECORDS, named_in(arguments))
+    add_flags(parser, RECORDS, named_in(arguments), "train")
     given = vars(parser.parse_args(arguments))
     recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
     return check_settings(resolve(recipe, stage, not given.get("model"), given))

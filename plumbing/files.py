@@ -236,3 +236,31 @@ def console_line(record: dict) -> str:
         draws = 1 + record["resampled"]
         line += f"  no update: no group had answers that differ, in {draws} draws"
     return line
+
+
+# ------------------------------------------------------------------------- settings of a checkpoint
+
+
+def saved_settings(model: str) -> Settings | None:
+    """The settings beside a checkpoint of ours, of earlier versions too; None for other models."""
+    path = Path(model, "settings.json")
+    if not model or not path.exists():
+        return None
+    try:
+        saved = renewed(json.loads(path.read_text(encoding="utf-8")))
+        known = {f.name for f in dataclasses.fields(Settings)}
+        return Settings(**{name: value for name, value in saved.items() if name in known})
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}: not a settings file of train.py ({error})") from None
+
+
+def renewed(saved: dict) -> dict:
+    """Settings of an earlier version under today's names, as far as an evaluation reads them."""
+    if "in_8bit" in saved:
+        return saved
+    now = {"timeout": saved.get("search_timeout", 60.0), "reader": saved.get("cross_model", "")}
+    if saved.get("summarizer") == "llm":
+        now["summarizer"] = saved["summarizer_model"]
+    if saved.get("cuda_graphs"):
+        now["engine"] = "graphs"
+    return saved | now
