@@ -38,14 +38,7 @@ from data import Document, Question
 from other_models.reader import INSTRUCTION as READER_INSTRUCTION
 from other_models.reader import reader_text
 from policy import Policy, load_policy, save_policy
-from prompts import (
-    PROTOCOLS,
-    Protocol,
-    chat_text,
-    frame_documents,
-    number_documents,
-    prompt_text,
-)
+from prompts import PROTOCOLS, Protocol, chat_text, frame_documents, number_documents, prompt_text
 from sft import Example, SFTSettings, train_sft
 from world.world import (
     ENTITIES,
@@ -68,49 +61,35 @@ from world.world import (
     unit_passage,
 )
 
+# kind of question -> its share of the traces that answer one
+MIX = {"one_hop": 0.24, "two_hop": 0.28, "unit": 0.20, "arithmetic": 0.18, "known": 0.10}
+
 
 @dataclass(frozen=True)
 class Tiny:
-    """What the tiny world has to know of a paper: what is read and asked, the grammar of a trace,
-    its flaws and the length of the warm-up.
+    """What the tiny world has to know of a paper: the grammar of a trace, what is read and asked,
+    the flaws (they leave RL something to find; more of them hide the skill itself), the training.
 
-    Each template is text with gaps:
-        {answer}     the answer
-        {asked}      the relation that is asked for, " birthplace"; "" where none is read
-        {thought}    both, " birthplace kelmouth"; "" where none is read. The value stands right
-                     behind that word in a passage: this is how the tiny model finds it
-        {note}       the thought about the search before
-        {evidence}   what was found between the protocol's evidence tags, or the thought
-        {numbers}    of the references that count, "1, 4"
-        {citation}   that template, filled
-        {analysis}   that template, filled, or left out
-
-    The flaws leave RL something to find; more of them hide the skill itself.
+    A template is text with gaps: {answer}; {asked}, the relation that is asked for, " birthplace",
+    or "" where none is read; {thought}, both. In a passage the value stands right behind that word:
+    this is how the tiny model finds it.
     """
 
-    end: str  # the end of a trace: how it comes to the answer, and the answer
+    end: (
+        str  # how a trace comes to its answer: {evidence} found or else the thought, {citation} ...
+    )
     end_at_once: str = ""  # where nothing was searched for; "" = as ever
     opening: str = ""  # before the first search; {asked} is " how many" where no relation is
-    between: str = "{note}"  # before every other search
-    no_note: str = ""  # the note where nothing to the point was found
-    read: str = " {answer}"  # what is read in mere practice
-    citation: str = ""  # of references in the prompt: {numbers}
-    analysis: str = ""  # behind the citation: {note} and {thought}
+    between: str = "{note}"  # before every other search: the thought about the one before
+    no_note: str = ""  # {note} where nothing to the point was found
+    read: str = " {answer}"  # what mere practice of reading writes
+    citation: str = ""  # the {numbers} of the references in the prompt that count
+    analysis: str = ""  # what follows a citation: {note} and {thought}
 
-    layout: str = "pages"  # of the world's passages: a "page" each, or "facts"
+    layout: str = "pages"  # of the world's passages, or "facts"
     summarised: bool = False  # a search shows one text, or the fallback; else numbered passages
-    # kind of question -> its share of the traces that answer one
-    kinds: dict[str, float] = field(
-        default_factory=lambda: {
-            "one_hop": 0.24,
-            "two_hop": 0.28,
-            "unit": 0.20,
-            "arithmetic": 0.18,
-            "known": 0.10,
-        }
-    )
+    kinds: dict[str, float] = field(default_factory=MIX.copy)
     practice: float = 0.3  # traces that only read: nonsense facts, each asked for
-
     # look-ups of one and of two hops answered without a search
     guess_at_once: tuple[float, float] = (0.2, 0.5)
     choice_without_loss: float = 0.96  # of those that search: no loss on the token that decides to
@@ -123,7 +102,6 @@ class Tiny:
     wrong_evidence: float = 0.3  # of the others: the answer's fact is another
     right_citation: float = 0.35  # traces that cite the right set; the others another one
     no_analysis: float = 0.15
-
     steps: int = 450
     batch_size: int = 64
     lr: float = 4e-3
@@ -187,38 +165,25 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def shape(vocab_size: int, width: int, heads: int, inner: int) -> dict:
-    """A config's fields, of the policy and of the reader; texts have 100 tokens."""
-    return {
-        "vocab_size": vocab_size,
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "intermediate_size": inner,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": None,
-        "initializer_range": 0.05,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-    }
+    """The fields of a config; texts have 100 tokens."""
+    sizes = {"vocab_size": vocab_size, "hidden_size": width, "intermediate_size": inner}
+    depth = {"num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": heads}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    rest = {"max_position_embeddings": 256, "tie_word_embeddings": True, "initializer_range": 0.05}
+    return sizes | depth | rope | ends | rest
+
+
+def born(model_class: type, config, seed: int) -> torch.nn.Module:
+    """Random weights, and four heads that look back."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return look_back(model_class(config), (1, 1, 2, 2))
 
 
 def make_model(vocab_size: int, seed: int = 0) -> Qwen2ForCausalLM:
     """A Qwen2 of 0.48M parameters with random weights."""
-    config = Qwen2Config(**shape(vocab_size, 128, 8, 384))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return look_back(Qwen2ForCausalLM(config), (1, 1, 2, 2))
-
-
-def make_reader(vocab_size: int, seed: int = 0) -> LlamaForCausalLM:
-    """A Llama of 0.2M parameters: another family than the policy, and another shape."""
-    config = LlamaConfig(**shape(vocab_size, 96, 6, 256), attention_bias=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return look_back(LlamaForCausalLM(config), (1, 1, 2, 2))
+    return born(Qwen2ForCausalLM, Qwen2Config(**shape(vocab_size, 128, 8, 384)), seed)
 
 
 LOOK_BACK_GAIN = 6.0
@@ -252,7 +217,7 @@ def look_back(model: torch.nn.Module, offsets: tuple[int, ...]) -> torch.nn.Modu
     return model
 
 
-# --------------------------------------------------------------------------------------- what is asked
+# ------------------------------------------------------------------------------------ what is asked
 
 Passage = tuple[str, str]  # (title, text)
 
@@ -358,7 +323,7 @@ class Tasks:
         """(these passages among others of other relations, their numbers)."""
         shown = list(gold)
         asked = {text.split()[0] for _, text in gold}
-        for relation in other_relations(self.rng, asked, REFERENCES - len(gold)):
+        for relation in other_relations(self.rng, asked):
             about, leads_to = RELATIONS[relation]
             shown.append(fact_passage(self.name(about), relation, self.value(leads_to)))
         shown = shuffled(self.rng, shown)
@@ -422,8 +387,6 @@ class TraceWriter:
         for relation, value in shuffled(self.rng, list(facts.items())):
             pieces += [(f" {relation}", "given"), (self.tiny.read.format(answer=value), "model")]
         return question, pieces
-
-    # ------------------------------------------------------------------ a trace that searches
 
     def look_up(self, task: Task) -> Pieces:
         """Search along the hops, with the flaws of `tiny`, to the right end; or end at once in a
@@ -500,10 +463,8 @@ class TraceWriter:
             return " ".join(words[: words.index("of")]) if "of" in words else words[0]
         return " ".join([*words[:-1], self.rng.choice(LAST)])
 
-    # ------------------------------------------------------------------ how it ends
-
     def end(self, task: Task, answer: str, found: Sequence[Hop] | None = None) -> Pieces:
-        """The end of a trace. found: what the searches found; None where nothing was searched for."""
+        """The end of a trace; found=None: nothing was searched for."""
         asked = f" {task.relation}" if task.relation else ""
         thought = f"{asked} {answer}" if asked else ""
         template = (self.tiny.end_at_once if found is None else "") or self.tiny.end
@@ -525,8 +486,6 @@ class TraceWriter:
                 value = self.tasks.value(RELATIONS[relation][1])
                 lines[-1] = f" {relation} {value} of {name}"
         return f"{tags[0]}{''.join(lines)}{tags[1]}"
-
-    # ------------------------------------------------------------------ references in the prompt
 
     def cite(self, task: Task) -> tuple[Question, Pieces]:
         """The references of a task with distractors, the citation mostly flawed, the answer mostly
@@ -608,7 +567,7 @@ def warm_up(
     return train_sft(policy, next_examples, settings, f"warm-up ({protocol.name})")
 
 
-# --------------------------------------------------------------------- the frozen reader of evidence
+# ------------------------------------------------------------------- the frozen reader of evidence
 
 READER = SFTSettings(steps=300, lr=4e-3, lr_warmup=50, decay_from=0.5)
 
@@ -630,9 +589,12 @@ def reader_example(tasks: Tasks, tokenizer) -> Example:
 
 
 def train_reader(tokenizer, world_seed: int, settings: SFTSettings = READER) -> Policy:
-    """The reader of a world that has a passage per fact, with a seed of its own."""
+    """A Llama of 0.2M parameters for a world that has a passage per fact: another family than the
+    policy, another shape and seed.
+    """
     seed = 1_000 + world_seed
-    reader = Policy(make_reader(len(tokenizer), seed))
+    config = LlamaConfig(**shape(len(tokenizer), 96, 6, 256), attention_bias=True)
+    reader = Policy(born(LlamaForCausalLM, config, seed))
     tasks = Tasks(World(world_seed, layout="facts"), seed)
 
     def next_examples(_step: int) -> list[Example]:
@@ -673,6 +635,7 @@ def load_toy(
 def load_reader(world_seed: int = 0, runs: str = "runs") -> tuple[Policy, PreTrainedTokenizerFast]:
     """The frozen second model of the built-in world, which answers from evidence."""
     path = Path(runs) / "toy" / f"reader-world{world_seed}"
-    make = lambda tokenizer: train_reader(tokenizer, world_seed)  # noqa: E731
-    reader, tokenizer = made_once(path, "the reader of evidence", make)
+    reader, tokenizer = made_once(
+        path, "the reader of evidence", lambda tokenizer: train_reader(tokenizer, world_seed)
+    )
     return reader.eval().requires_grad_(False), tokenizer

@@ -24,9 +24,9 @@ Left out: misspellings, facts that change, a year or a number as an answer.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from data import Document, Question
 from errors import run_main
@@ -113,7 +113,6 @@ SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]  # of every split
 # ---------------------------------------------------------------------------------------- the world
 
 
-@dataclass
 class World:
     """Entities by split and kind, their facts, and the passages that state them.
 
@@ -124,37 +123,35 @@ class World:
                 ones per question
     """
 
-    seed: int = 0
-    fact_seed: int | None = None
-    layout: str = "pages"
-    # split -> kind -> names
-    entities: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    facts: dict[str, dict[str, str]] = field(default_factory=dict)  # name -> relation -> value
-    # split -> (big, small, factor)
-    units: dict[str, list[tuple[str, str, int]]] = field(default_factory=dict)
+    def __init__(self, seed: int = 0, fact_seed: int | None = None, layout: str = "pages"):
+        self.seed, self.layout = seed, layout
+        self.entities: dict[str, dict[str, list[str]]] = {}  # split -> kind -> names
+        self.facts: dict[str, dict[str, str]] = {}  # name -> relation -> value
+        self.units: dict[str, list[tuple[str, str, int]]] = {}  # split -> (big, small, factor)
+        self.name_entities(random.Random(f"names {seed}"))
+        rng = random.Random(f"facts {seed if fact_seed is None else fact_seed}")
+        for split in SPLITS:
+            for kind, names in self.entities[split].items():
+                self.facts |= {name: self.draw_facts(rng, kind, split) for name in names}
+        words = shuffled(random.Random(f"units {seed}"), UNITS)
+        for split, count in UNIT_SPLITS.items():
+            self.units[split] = [(*take(words, 2), rng.randint(2, 9)) for _ in range(count)]
+        self.passages = dict(self.write_passages(random.Random(f"passages {seed}")))
 
-    def __post_init__(self):
-        rng = random.Random(f"names {self.seed}")
+    def name_entities(self, rng: random.Random) -> None:
         people = shuffled(rng, [f"{f} {s}" for f in FIRST for s in LAST])
         cities = shuffled(rng, [h + t for h in CITY_HEADS for t in CITY_TAILS])
         companies = shuffled(rng, [h + t for h in COMPANY_HEADS for t in COMPANY_TAILS])
         famous = [f"{rng.choice(FIRST)} {last}" for last in FAMOUS]
         for split, count in SPLITS.items():
-            half = count // 2
-            names = famous if split == "known" else take(people, count)
-            held = {"city": take(cities, half), "company": take(companies, half)}
-            self.entities[split] = {"person": names, **held}
+            named = {"person": famous if split == "known" else take(people, count)}
+            named |= {"city": take(cities, count // 2), "company": take(companies, count // 2)}
+            self.entities[split] = named
         # names of no other split
         self.entities["warmup"] = {"person": people, "city": cities, "company": companies}
-        rng = random.Random(f"facts {self.seed if self.fact_seed is None else self.fact_seed}")
-        for split in SPLITS:
-            for kind, names in self.entities[split].items():
-                self.facts |= {name: self.draw_facts(rng, kind, split) for name in names}
-        words = shuffled(random.Random(f"units {self.seed}"), UNITS)
-        for split, count in UNIT_SPLITS.items():
-            self.units[split] = [
-                (take(words, 1)[0], take(words, 1)[0], rng.randint(2, 9)) for _ in range(count)
-            ]
+
+    def names(self, split: str) -> list[str]:
+        return [name for names in self.entities[split].values() for name in names]
 
     def values(self, split: str) -> dict[str, list[str]]:
         """Of each kind of value, those that a fact of the split may have."""
@@ -170,30 +167,27 @@ class World:
                 facts[relation] = rng.choice(values[leads_to])
         return facts
 
+    def write_passages(self, rng: random.Random) -> Iterator[tuple[tuple[str, str], Document]]:
+        """Each passage behind what it is about: (name, relation); of a page and of a unit the
+        relation is "".
+        """
+        numbers = map(str, itertools.count())
+        for name in (name for split in SPLITS for name in self.names(split)):
+            if self.layout == "pages":
+                yield (name, ""), Document(next(numbers), *passage(rng, name, self.facts[name]))
+                continue
+            for relation, value in shuffled(rng, list(self.facts[name].items())):
+                text = fact_passage(name, relation, value)
+                yield (name, relation), Document(next(numbers), *text)
+        for big, small, factor in (unit for units in self.units.values() for unit in units):
+            yield (big, ""), Document(next(numbers), *unit_passage(big, small, factor))
+
     @property
     def documents(self) -> list[Document]:
         """676 pages, or 1340 facts, unit conversions included. A page's title is the entity's name,
         a fact has none.
         """
-        return [document for document, _ in self.keyed_documents()]
-
-    def keyed_documents(self) -> list[tuple[Document, tuple[str, str]]]:
-        """Each passage with what it is about: (name, relation); of a page and of a unit the
-        relation is "".
-        """
-        rng = random.Random(f"passages {self.seed}")
-        passages = []
-        for name in (
-            n for split in SPLITS for names in self.entities[split].values() for n in names
-        ):
-            if self.layout == "pages":
-                passages.append((passage(rng, name, self.facts[name]), (name, "")))
-                continue
-            for relation, value in shuffled(rng, list(self.facts[name].items())):
-                passages.append((fact_passage(name, relation, value), (name, relation)))
-        for unit in (unit for units in self.units.values() for unit in units):
-            passages.append((unit_passage(*unit), (unit[0], "")))
-        return [(Document(str(i), *passage), key) for i, (passage, key) in enumerate(passages)]
+        return list(self.passages.values())
 
     def questions(
         self, split: str, kind: str, count: int | None = None, seed: int = 0
@@ -202,13 +196,13 @@ class World:
         `count=None` gives all.
         """
         asked = "known" if kind == "known" else split
-        finder = References(self, asked)
         questions = []
         for text, answer, *hops in self.plain_questions(asked, kind):
             identity = f"{split}/{kind}/{text}"
-            references, supporting = finder.find(identity, hops)
-            more = {"references": references, "supporting": supporting, "source": kind}
-            questions.append(Question(identity, text, [answer], **more))
+            shown, numbers = self.references(identity, hops, asked)
+            questions.append(
+                Question(identity, text, [answer], references=shown, supporting=numbers, source=kind)
+            )
         return shuffled(random.Random(f"questions {self.seed} {seed}"), questions)[:count]
 
     def plain_questions(self, split: str, kind: str) -> Iterator[tuple]:
@@ -232,42 +226,30 @@ class World:
             for a, b in SUMS:
                 yield f"what is {a} + {b} ?", str(a + b)
 
-
-class References:
-    """The passages that a question comes with: those of its hops; in the layout "facts" distractors
-    too.
-    """
-
-    def __init__(self, world: World, split: str):
-        self.world = world
-        self.names = [name for names in world.entities[split].values() for name in names]
-        about = {*self.names, *(unit[0] for unit in world.units.get(split, []))}
-        self.documents = {key: doc for doc, key in world.keyed_documents() if key[0] in about}
-
-    def find(
-        self, identity: str, hops: Sequence[tuple[str, str]]
+    def references(
+        self, identity: str, hops: Sequence[tuple[str, str]], split: str
     ) -> tuple[tuple[Document, ...], tuple[int, ...]]:
-        """(references, numbers of those that support the answer, from 1)."""
-        pages = self.world.layout == "pages"
-        gold = [self.documents[name, "" if pages else relation] for name, relation in hops]
+        """(the passages that a question comes with, numbers of those that support the answer).
+
+        They are those of its hops; in the layout "facts" distractors too: facts of other relations
+        than the asked ones, each of another relation.
+        """
+        pages = self.layout == "pages"
+        gold = [self.passages[name, "" if pages else relation] for name, relation in hops]
         if pages or not gold:
             return tuple(gold), tuple(range(1, len(gold) + 1))
-        rng = random.Random(f"references {self.world.seed} {identity}")
-        asked = {relation for _, relation in hops}
-        shown = shuffled(rng, gold + self.distractors(rng, asked, REFERENCES - len(gold)))
+        rng, shown = random.Random(f"references {self.seed} {identity}"), list(gold)
+        for relation in other_relations(rng, {relation for _, relation in hops}):
+            about = [name for name in self.names(split) if (name, relation) in self.passages]
+            shown.append(self.passages[rng.choice(about), relation])
+        shown = shuffled(rng, shown)
         return tuple(shown), tuple(sorted(shown.index(document) + 1 for document in gold))
 
-    def distractors(self, rng: random.Random, asked: set[str], count: int) -> list[Document]:
-        """Facts of other relations than the asked ones, each of another relation."""
-        chosen = []
-        for relation in other_relations(rng, asked, count):
-            names = [name for name in self.names if (name, relation) in self.documents]
-            chosen.append(self.documents[rng.choice(names), relation])
-        return chosen
 
-
-def other_relations(rng: random.Random, asked: set[str], count: int) -> list[str]:
-    return rng.sample([relation for relation in RELATIONS if relation not in asked], count)
+def other_relations(rng: random.Random, asked: set[str]) -> list[str]:
+    """Of the distractors among the references of a question."""
+    relations = [relation for relation in RELATIONS if relation not in asked]
+    return rng.sample(relations, REFERENCES - len(asked))
 
 
 def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, str]:
