@@ -26,13 +26,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from data import Document, Question
 from other_models.reader import INSTRUCTION as READER_INSTRUCTION
@@ -75,9 +69,7 @@ class Tiny:
     this is how the tiny model finds it.
     """
 
-    end: (
-        str  # how a trace comes to its answer: {evidence} found or else the thought, {citation} ...
-    )
+    end: str  # how a trace comes to its answer; {evidence} found, or the thought; {citation}
     end_at_once: str = ""  # where nothing was searched for; "" = as ever
     opening: str = ""  # before the first search; {asked} is " how many" where no relation is
     between: str = "{note}"  # before every other search: the thought about the one before
@@ -174,16 +166,16 @@ def shape(vocab_size: int, width: int, heads: int, inner: int) -> dict:
     return sizes | depth | rope | ends | rest
 
 
-def born(model_class: type, config, seed: int) -> torch.nn.Module:
+def born(config, seed: int) -> torch.nn.Module:
     """Random weights, and four heads that look back."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return look_back(model_class(config), (1, 1, 2, 2))
+        return look_back(AutoModelForCausalLM.from_config(config), (1, 1, 2, 2))
 
 
-def make_model(vocab_size: int, seed: int = 0) -> Qwen2ForCausalLM:
+def make_model(vocab_size: int, seed: int = 0) -> torch.nn.Module:
     """A Qwen2 of 0.48M parameters with random weights."""
-    return born(Qwen2ForCausalLM, Qwen2Config(**shape(vocab_size, 128, 8, 384)), seed)
+    return born(Qwen2Config(**shape(vocab_size, 128, 8, 384)), seed)
 
 
 LOOK_BACK_GAIN = 6.0
@@ -254,23 +246,23 @@ class Tasks:
 
     def one_hop(self) -> Task:
         relation = self.rng.choice(list(ONE_HOP))
-        about, leads_to = RELATIONS[relation]
-        name = self.name(about)
-        facts = self.facts(about)
-        question, answer = ONE_HOP[relation].format(name), facts[relation]
-        hop = self.hop(name, facts, relation)
-        return Task(question, (hop,), answer, self.value(leads_to), relation)
+        return self.chain(ONE_HOP[relation], relation)
 
     def two_hop(self) -> Task:
-        first, second = self.rng.choice(list(TWO_HOP))
-        about, bridge_kind = RELATIONS[first]
+        relations = self.rng.choice(list(TWO_HOP))
+        return self.chain(TWO_HOP[relations], *relations)
+
+    def chain(self, template: str, *relations: str) -> Task:
+        """From a name along the relations: what each leads to is what the next one is about."""
+        about = RELATIONS[relations[0]][0]
         name = self.name(about)
-        facts = self.facts(about)
-        bridge = facts[first]
-        bridge_facts = self.facts(bridge_kind)
-        hops = self.hop(name, facts, first), self.hop(bridge, bridge_facts, second)
-        question, guess = TWO_HOP[first, second].format(name), self.value(RELATIONS[second][1])
-        return Task(question, hops, bridge_facts[second], guess, second)
+        question, steps = template.format(name), []
+        for relation in relations:
+            facts = self.facts(about)
+            steps.append((name, facts, relation))
+            name, about = facts[relation], RELATIONS[relation][1]
+        hops = tuple(self.hop(*step) for step in steps)
+        return Task(question, hops, name, self.value(about), relations[-1])
 
     def unit(self) -> Task:
         big, small = self.rng.sample(UNITS, 2)
@@ -374,7 +366,7 @@ class TraceWriter:
         if self.protocol.references_in_prompt:
             return self.cite(task)
         pieces = self.needless(task) if kind in ("arithmetic", "known") else self.look_up(task)
-        return Question("", task.question, []), pieces
+        return Question("", task.question, []), self.opening(task) + pieces
 
     def practice(self) -> tuple[Question, Pieces]:
         """Reading alone: nonsense facts, and the word of each relation to write the value of."""
@@ -394,7 +386,7 @@ class TraceWriter:
         """
         rng, tiny = self.rng, self.tiny
         if rng.random() < tiny.guess_at_once[len(task.hops) - 1]:
-            return self.opening(task) + self.end(task, task.guess)
+            return self.end(task, task.guess)
         pieces, found, note, answer = [], [], None, task.answer
         for number, hop in enumerate(task.hops):
             if number and rng.random() < tiny.stop_after_first_hop:
@@ -410,7 +402,7 @@ class TraceWriter:
             found.append(hop)
             note = hop.note
         answer = task.guess if rng.random() < tiny.ignore_document else answer
-        return self.opening(task) + self.undecided(pieces) + self.end(task, answer, found)
+        return self.undecided(pieces) + self.end(task, answer, found)
 
     def needless(self, task: Task) -> Pieces:
         """What is known or can be reckoned: answered at once, or searched for first without need.
@@ -420,11 +412,11 @@ class TraceWriter:
         reading another's.
         """
         if self.rng.random() >= self.tiny.needless_search:
-            return self.opening(task) + self.end(replace(task, relation=""), task.answer)
+            return self.end(replace(task, relation=""), task.answer)
         hop = task.hops[0]
         found = hop.found if hop.found[0] else None
         pieces = self.undecided(self.search(hop.query, found))
-        return self.opening(task) + pieces + self.end(task, task.answer, [hop] if found else [])
+        return pieces + self.end(task, task.answer, [hop] if found else [])
 
     def undecided(self, pieces: Pieces) -> Pieces:
         """Mostly without loss on the first token, which decides to search."""
@@ -594,7 +586,7 @@ def train_reader(tokenizer, world_seed: int, settings: SFTSettings = READER) -> 
     """
     seed = 1_000 + world_seed
     config = LlamaConfig(**shape(len(tokenizer), 96, 6, 256), attention_bias=True)
-    reader = Policy(born(LlamaForCausalLM, config, seed))
+    reader = Policy(born(config, seed))
     tasks = Tasks(World(world_seed, layout="facts"), seed)
 
     def next_examples(_step: int) -> list[Example]:
@@ -607,10 +599,10 @@ def train_reader(tokenizer, world_seed: int, settings: SFTSettings = READER) -> 
 # ---------------------------------------------------------------------------------------- made once
 
 
-def made_once(path: Path, what: str, make: Callable) -> tuple[Policy, PreTrainedTokenizerFast]:
+def made_once(path: Path, make: Callable) -> tuple[Policy, PreTrainedTokenizerFast]:
     """The model at `path`; made on first use and kept there."""
     if not path.exists():
-        print(f"making {what} (once; kept in {path})", file=sys.stderr)
+        print(f"making the built-in {path.name} (once; kept in {path})", file=sys.stderr)
         tokenizer = make_tokenizer()
         policy = make(tokenizer)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -628,14 +620,11 @@ def load_toy(
         warm_up(policy, tokenizer, protocol, tiny, world_seed)
         return policy
 
-    path = Path(runs) / "toy" / f"{protocol.name}-world{world_seed}"
-    return made_once(path, f"the model of the built-in world {world_seed}", make)
+    return made_once(Path(runs) / "toy" / f"{protocol.name}-world{world_seed}", make)
 
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> tuple[Policy, PreTrainedTokenizerFast]:
     """The frozen second model of the built-in world, which answers from evidence."""
     path = Path(runs) / "toy" / f"reader-world{world_seed}"
-    reader, tokenizer = made_once(
-        path, "the reader of evidence", lambda tokenizer: train_reader(tokenizer, world_seed)
-    )
+    reader, tokenizer = made_once(path, lambda tokenizer: train_reader(tokenizer, world_seed))
     return reader.eval().requires_grad_(False), tokenizer

@@ -201,7 +201,9 @@ class World:
             identity = f"{split}/{kind}/{text}"
             shown, numbers = self.references(identity, hops, asked)
             questions.append(
-                Question(identity, text, [answer], references=shown, supporting=numbers, source=kind)
+                Question(
+                    identity, text, [answer], references=shown, supporting=numbers, source=kind
+                )
             )
         return shuffled(random.Random(f"questions {self.seed} {seed}"), questions)[:count]
 
