@@ -86,7 +86,7 @@ def draw(folder: Path, png: Path) -> None:
     try:
         import matplotlib  # an optional extra
     except ImportError:
-        raise InputError("view.py --png: pip install matplotlib (the extra `plot`)") from None
+        raise InputError("view.py --png needs matplotlib: install the extra `plot`") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot  # only behind the choice of its backend
 
