@@ -1,5 +1,5 @@
-"""The tiny model: its tokenizer, the heads it is born with, the traces of every protocol, and
-R-Search's reader.
+"""The tiny model: its tokenizer, the heads it is born with, the traces of every protocol, and the
+reader of evidence.
 """
 
 import math
@@ -11,44 +11,39 @@ import torch
 from data import Question, SearchRequest
 from other_models.llm import LocalLLM
 from other_models.reader import INSTRUCTION, reader_text
+from PAPERS_TINY import PAPERS_TINY as TINY
 from policy import Policy, load_policy, save_policy
 from prompts import PROTOCOLS
-from retriever import make_retriever
+from retriever import BM25
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
-from summarizer import make_search, make_summarizer
-from trajectory import Search, Segment, Trajectory
+from summarizer import ExtractiveSummarizer, make_search
+from trajectory import Search, Segment, Trajectory, trajectory_from_text
 from world.toy import (
-    READER_STEPS,
-    WARM_UPS,
+    READER,
+    Tasks,
+    Tiny,
     TraceWriter,
-    WarmUp,
     encode_traces,
     look_back,
-    main,
     make_model,
     make_tokenizer,
     reader_example,
     train_reader,
     warm_up,
-    world_for,
 )
-from world.world import KINDS, REFERENCES, RELATIONS
+from world.world import REFERENCES, RELATIONS, World
 
 ALL = ("ur2", "r1_searcher", "r_search", "when_to_search", "arena")
 
 
 @pytest.fixture(scope="module")
 def world():
-    return world_for("ur2")
+    return World(0)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return make_tokenizer()
-
-
-def options_of(name: str, **changes) -> WarmUp:
-    return replace(WARM_UPS.get(name, WarmUp()), **changes)
 
 
 FLAWLESS = {
@@ -62,11 +57,11 @@ FLAWLESS = {
     "right_citation": 1.0,
     "no_analysis": 0.0,
 }
-LOOKUPS = (0.5, 0.5, 0.0, 0.0, 0.0)
+LOOKUPS = {"one_hop": 0.5, "two_hop": 0.5}
 
 
 def writer_of(name: str, seed: int = 0, **changes) -> TraceWriter:
-    return TraceWriter(world_for(name), PROTOCOLS[name], options_of(name, **changes), seed)
+    return TraceWriter(PROTOCOLS[name], replace(TINY[name], **changes), seed)
 
 
 def lived(name: str, question: Question, pieces) -> Trajectory:
@@ -187,7 +182,7 @@ def test_traces_are_of_known_tokens_and_carry_no_loss_on_what_the_environment_wr
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_trace_without_flaws_earns_all_that_its_paper_pays_for_its_form(name):
-    writer = writer_of(name, mix=LOOKUPS, **FLAWLESS)
+    writer = writer_of(name, kinds=LOOKUPS, **FLAWLESS)
     for _ in range(30):
         question, pieces = writer.write()
         trajectory = lived(name, question, pieces)
@@ -218,7 +213,7 @@ def test_a_trace_without_flaws_earns_all_that_its_paper_pays_for_its_form(name):
 
 
 def test_nearly_all_search_traces_of_lookups_leave_the_choice_to_search_out_of_the_loss():
-    writer = writer_of("ur2", practice=0.0, mix=(1, 0, 0, 0, 0))
+    writer = writer_of("ur2", practice=0.0, kinds={"one_hop": 1.0})
     first = [pieces[0] for _, pieces in (writer.write() for _ in range(2000))]
     searched = [kind for text, kind in first if "<|begin_of_query|>" in text]
     # 80 % of one-hop traces search (guess_at_once 0.2), 96 % of them without loss on the choice: ±4
@@ -231,7 +226,8 @@ def test_nearly_all_search_traces_of_lookups_leave_the_choice_to_search_out_of_t
 
 
 def test_when_to_search_thinks_the_same_whether_it_then_searches_or_not():
-    writer = writer_of("when_to_search", practice=0.0, mix=(0, 0, 0, 0.5, 0.5), needless_search=0.5)
+    kinds = {"arithmetic": 0.5, "known": 0.5}
+    writer = writer_of("when_to_search", practice=0.0, kinds=kinds, needless_search=0.5)
     thoughts = {True: set(), False: set()}
     for question, pieces in (writer.write() for _ in range(300)):
         kind = "arithmetic" if "+" in question.question else "known"
@@ -244,8 +240,8 @@ def test_when_to_search_thinks_the_same_whether_it_then_searches_or_not():
 
 def test_facts_of_traces_are_thrown_away_but_known_people_keep_theirs(world):
     writer = writer_of("ur2")
-    assert len({tuple(writer.facts("person").items()) for _ in range(20)}) > 15
-    writer = writer_of("ur2", practice=0.0, mix=(0, 0, 0, 0, 1))
+    assert len({tuple(writer.tasks.facts("person").items()) for _ in range(20)}) > 15
+    writer = writer_of("ur2", practice=0.0, kinds={"known": 1.0})
     answers = {q.question: q.answers[0] for q in world.questions("train", "known")}
     for question, pieces in (writer.write() for _ in range(50)):
         assert f"{{ {answers[question.question]}}}" in pieces[-1][0]
@@ -254,7 +250,7 @@ def test_facts_of_traces_are_thrown_away_but_known_people_keep_theirs(world):
 def test_citations_are_right_as_often_as_the_options_say_and_wrong_otherwise():
     writer = writer_of("arena", practice=0.0)
     for numbers in ([2], [1, 4]):
-        draws = [writer.citation(numbers) for _ in range(2000)]
+        draws = [writer.cited(numbers) for _ in range(2000)]
         assert abs(draws.count(numbers) / 2000 - 0.35) < 4 * math.sqrt(
             0.35 * 0.65 / 2000
         )  # right_citation
@@ -265,9 +261,7 @@ def test_citations_are_right_as_often_as_the_options_say_and_wrong_otherwise():
 
 
 def test_the_right_queries_find_the_right_passages_and_arithmetic_falls_back(world):
-    search = make_search(
-        make_retriever("bm25", world.documents, title_boost=4), make_summarizer("extractive"), 1
-    )
+    search = make_search(BM25(world.documents, title_boost=4), ExtractiveSummarizer(), 1)
     question = world.questions("test", "one_hop")[0]
     name = question.references[0].title
     relation = next(r for r in RELATIONS if r in question.references[0].text)
@@ -279,32 +273,51 @@ def test_the_right_queries_find_the_right_passages_and_arithmetic_falls_back(wor
 
 
 def test_with_a_passage_per_fact_two_results_hold_the_fact_that_was_asked_for():
-    world = world_for("r_search")
-    search = make_search(make_retriever("bm25", world.documents, title_boost=4), k=2)
+    world = World(0, layout="facts")
+    retriever = BM25(world.documents, title_boost=4)
     for question in world.questions("test", "one_hop", 40):
         gold = question.references[question.supporting[0] - 1]
         relation, name = gold.text.split()[0], gold.text.partition(" of ")[2].removesuffix(" .")
-        assert gold.text in [
-            d.text for d in search([SearchRequest(question, f"{relation} of {name}")])[0].documents
-        ]
+        assert gold in retriever.search([f"{relation} of {name}"], 2)[0]
 
 
-def test_a_short_warm_up_lowers_the_loss_and_is_repeatable(world, tokenizer):
-    options = WarmUp(steps=6, batch_size=16, lr_warmup=2)
+def test_a_short_warm_up_lowers_the_loss_and_is_repeatable(tokenizer):
+    tiny = replace(TINY["ur2"], steps=6, batch_size=16, lr_warmup=2)
     runs = [
-        warm_up(Policy(make_model(len(tokenizer))), tokenizer, world, PROTOCOLS["ur2"], options)
+        warm_up(Policy(make_model(len(tokenizer))), tokenizer, PROTOCOLS["ur2"], tiny)
         for _ in range(2)
     ]
     assert runs[0] == runs[1]
     assert runs[0][-1] < runs[0][0]
 
 
+def test_a_sixth_paper_is_a_record_and_nothing_else(tokenizer):
+    # Search-R1: <think>, <search>, <information>, <answer>; the passages as they are
+    think = (("<think>", "</think>"),)
+    protocol = replace(PROTOCOLS["when_to_search"], name="search_r1", other_tags=think)
+    tiny = Tiny(
+        opening="<think>{asked}</think>",
+        between="<think>{note}</think>",
+        no_note=" none",
+        end="<think>{thought}</think><answer> {answer}</answer>",
+        end_at_once="<answer> {answer}</answer>",
+    )
+    writer, searches = TraceWriter(protocol, replace(tiny, practice=0.0), 0), []
+    for question, pieces in (writer.write() for _ in range(100)):
+        (example,) = encode_traces([(question, pieces)], protocol, tokenizer)
+        assert tokenizer.unk_token_id not in example.ids
+        written = trajectory_from_text(question, "".join(text for text, _ in pieces), protocol)
+        assert written.answer and written.text.startswith("<think> ")
+        assert written.text.count("<think>") >= len(written.searches)
+        searches.append(len(written.searches))
+    assert set(searches) >= {0, 1, 2}
+
+
 # --------------------------------------------------------------------------------------- the reader
 
 
 def test_the_reader_is_trained_on_the_very_prompt_that_it_is_asked_with(tokenizer):
-    writer = writer_of("r_search", seed=5)
-    example = reader_example(writer, tokenizer)
+    example = reader_example(Tasks(World(0, layout="facts"), 5), tokenizer)
     prompt = [i for i, mask in zip(example.ids, example.mask, strict=True) if not mask]
     text = tokenizer.decode(prompt).strip().removesuffix("answer :").strip()
     evidence, question = text.split("\n")
@@ -318,15 +331,7 @@ def test_the_reader_is_trained_on_the_very_prompt_that_it_is_asked_with(tokenize
 
 
 def test_the_reader_is_of_another_family_and_shape_and_learns_within_a_few_steps(tokenizer):
-    reader = train_reader(world_for("r_search"), tokenizer, seed=0, steps=3)
+    reader = train_reader(tokenizer, 0, replace(READER, steps=3))
     policy = make_model(len(tokenizer))
     assert reader.config.model_type == "llama" != policy.config.model_type
-    assert reader.config.hidden_size != policy.config.hidden_size and READER_STEPS >= 100
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_python_toy_shows_traces_of_a_protocol_on_one_screen(monkeypatch, capsys, name):
-    monkeypatch.setattr("sys.argv", ["toy.py", "--protocol", name])
-    main()
-    assert 5 < len(capsys.readouterr().out.splitlines()) < 40
-    assert set(KINDS) >= {"one_hop", "two_hop"}
+    assert reader.config.hidden_size != policy.config.hidden_size and READER.steps >= 100

@@ -8,27 +8,25 @@ can be copied token by token, but its facts cannot be known.
 
     one_hop      where was ana bell born ?                                one search
     two_hop      who is the mayor of the city where ana bell was born ?   two searches
-    unit         how many fip are 3 borg ?                                one search, then 3 times
-                 what it says
+    unit         how many fip are 3 borg ?                                one, then a product
     arithmetic   what is 2 + 7 ?                                          no search helps
     known        a one-hop question about one of twelve people whose facts the model has by heart
 
     layout "pages"   one passage per entity, with both its facts in a random order
-    layout "facts"   one passage per fact. R-Search reads two at a time and copies the one that
-                     counts; ARENA is given four with the question, numbered, and cites those that
-                     count.
+    layout "facts"   one passage per fact, and four numbered ones with every question: what a paper
+                     needs that copies its evidence (R-Search) or cites it (ARENA)
 
-What ARENA's distractors are: facts of other entities, of relations that the question does not ask
-for. So the right passage is found by what it states, not by whom it is about: a model of this size
-learns that in a minute. Matching names between passages takes it several (see the README). Left
-out: misspellings, facts that change, a year or a number as an answer.
+The distractors among the four are facts of other entities, of relations that the question does not
+ask for. So the right passage is found by what it states, not by whom it is about: a model of this
+size learns that in a minute. Matching names between passages takes it several (see the README).
+Left out: misspellings, facts that change, a year or a number as an answer.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 from data import Document, Question
 from errors import run_main
@@ -37,26 +35,28 @@ from prompts import number_documents
 # ------------------------------------------------------------------------------ the pieces of names
 
 FIRST = """
-ada alma ana arno bela bruno cara celia dario dora edda elio emil enna falk fina gero hanna ida ivo jana jaro kira
-lena levi luca mara milo nela nico orla otto
+ada alma ana arno bela bruno cara celia dario dora edda elio emil enna falk fina gero hanna ida ivo
+jana jaro kira lena levi luca mara milo nela nico orla otto
 """.split()
 LAST = """
-abel barth bell brandt coll dorn ebner falke finch grau hahn hill ives jung kane kern lang lind marsh moll nord ober
-penn quint reed roth sand stein thorn ulm vogel wolf
+abel barth bell brandt coll dorn ebner falke finch grau hahn hill ives jung kane kern lang lind
+marsh moll nord ober penn quint reed roth sand stein thorn ulm vogel wolf
 """.split()
+# last names of the people the model knows by heart, and of nobody else
 FAMOUS = """
 amsel bogner cramer daimler eiche fuchs gross huber imhof jasper kaiser luther
-""".split()  # last names of the people the model knows by heart, and of nobody else
+""".split()
 CITY_HEADS = """
-al bar bel cor dar dun el fen gar hol in jas kel kor lor lun mar mel nor os pel rav ros sal sol tal tor ur vas ver wal
-zan
+al bar bel cor dar dun el fen gar hol in jas kel kor lor lun mar mel nor os pel rav ros sal sol tal
+tor ur vas ver wal zan
 """.split()
 CITY_TAILS = """
-berg bridge dale field ford gate grove ham haven hurst land mouth port shire stad stone ton ville wick wood
+berg bridge dale field ford gate grove ham haven hurst land mouth port shire stad stone ton ville
+wick wood
 """.split()
 COMPANY_HEADS = """
-axi bri cy delo evo fer gil hexa ilo juno kapa lumi mega novo opti pria quad ris syn tera ulti vexo vita volt xeno
-yara zeta arca beno cora dexa enzo
+axi bri cy delo evo fer gil hexa ilo juno kapa lumi mega novo opti pria quad ris syn tera ulti vexo
+vita volt xeno yara zeta arca beno cora dexa enzo
 """.split()
 COMPANY_TAILS = """
 com core corp dyne flow fix graph lab line link loop mex nova path soft tec ware wave works zon
@@ -70,12 +70,10 @@ boats bricks clocks drums engines forks glass hats kites lamps maps pens pumps r
 UNITS = """
 bim bolt borg cran dram ell fip gan hep jot kip lok mim nab oka pim quo rin sep tun ull vim wex zib
 """.split()
-SPLITS = {
-    "known": len(FAMOUS),
-    "train": 200,
-    "dev": 60,
-    "test": 60,
-}  # people; half as many cities and companies
+NAME_STARTS = [*FIRST, *LAST, *FAMOUS, *CITY_HEADS, *COMPANY_HEADS, *COUNTRIES, *PRODUCTS, *UNITS]
+NAME_ENDS = [*CITY_TAILS, *COMPANY_TAILS]
+# people of a split; half as many cities and companies
+SPLITS = {"known": len(FAMOUS), "train": 200, "dev": 60, "test": 60}
 UNIT_SPLITS = {"train": 8, "dev": 2, "test": 2}
 ENTITIES = ("person", "city", "company")
 KINDS = ("one_hop", "two_hop", "unit", "arithmetic", "known")
@@ -109,12 +107,12 @@ TWO_HOP = {
     ("seat", "mayor"): "who is the mayor of the city where {} is based ?",
 }
 KNOWN_RELATIONS = ("birthplace", "employer")
+SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]  # of every split
 
 
 # ---------------------------------------------------------------------------------------- the world
 
 
-@dataclass
 class World:
     """Entities by split and kind, their facts, and the passages that state them.
 
@@ -125,85 +123,71 @@ class World:
                 ones per question
     """
 
-    seed: int = 0
-    fact_seed: int | None = None
-    layout: str = "pages"
-    entities: dict[str, dict[str, list[str]]] = field(
-        default_factory=dict
-    )  # split -> kind -> names
-    facts: dict[str, dict[str, str]] = field(default_factory=dict)  # name -> relation -> value
-    units: dict[str, list[tuple[str, str, int]]] = field(
-        default_factory=dict
-    )  # split -> (big, small, factor)
+    def __init__(self, seed: int = 0, fact_seed: int | None = None, layout: str = "pages"):
+        self.seed, self.layout = seed, layout
+        self.entities: dict[str, dict[str, list[str]]] = {}  # split -> kind -> names
+        self.facts: dict[str, dict[str, str]] = {}  # name -> relation -> value
+        self.units: dict[str, list[tuple[str, str, int]]] = {}  # split -> (big, small, factor)
+        self.name_entities(random.Random(f"names {seed}"))
+        rng = random.Random(f"facts {seed if fact_seed is None else fact_seed}")
+        for split in SPLITS:
+            for kind, names in self.entities[split].items():
+                self.facts |= {name: self.draw_facts(rng, kind, split) for name in names}
+        words = shuffled(random.Random(f"units {seed}"), UNITS)
+        for split, count in UNIT_SPLITS.items():
+            self.units[split] = [(*take(words, 2), rng.randint(2, 9)) for _ in range(count)]
+        self.passages = dict(self.write_passages(random.Random(f"passages {seed}")))
 
-    def __post_init__(self):
-        rng = random.Random(f"names {self.seed}")
+    def name_entities(self, rng: random.Random) -> None:
         people = shuffled(rng, [f"{f} {s}" for f in FIRST for s in LAST])
         cities = shuffled(rng, [h + t for h in CITY_HEADS for t in CITY_TAILS])
         companies = shuffled(rng, [h + t for h in COMPANY_HEADS for t in COMPANY_TAILS])
         famous = [f"{rng.choice(FIRST)} {last}" for last in FAMOUS]
         for split, count in SPLITS.items():
-            half = count // 2
-            names = famous if split == "known" else take(people, count)
-            self.entities[split] = {
-                "person": names,
-                "city": take(cities, half),
-                "company": take(companies, half),
-            }
-        self.entities["warmup"] = {
-            "person": people,
-            "city": cities,
-            "company": companies,
-        }  # names of no other split
-        rng = random.Random(f"facts {self.seed if self.fact_seed is None else self.fact_seed}")
-        for split in SPLITS:
-            for kind, names in self.entities[split].items():
-                self.facts |= {name: self.draw_facts(rng, kind, split) for name in names}
-        words = shuffled(random.Random(f"units {self.seed}"), UNITS)
-        for split, count in UNIT_SPLITS.items():
-            self.units[split] = [
-                (take(words, 1)[0], take(words, 1)[0], rng.randint(2, 9)) for _ in range(count)
-            ]
+            named = {"person": famous if split == "known" else take(people, count)}
+            named |= {"city": take(cities, count // 2), "company": take(companies, count // 2)}
+            self.entities[split] = named
+        # names of no other split
+        self.entities["warmup"] = {"person": people, "city": cities, "company": companies}
+
+    def names(self, split: str) -> list[str]:
+        return [name for names in self.entities[split].values() for name in names]
+
+    def values(self, split: str) -> dict[str, list[str]]:
+        """Of each kind of value, those that a fact of the split may have."""
+        return {**self.entities[split], "country": COUNTRIES, "product": PRODUCTS}
 
     def draw_facts(self, rng: random.Random, kind: str, split: str) -> dict[str, str]:
         """Facts of one entity. They stay inside the split, so that both hops of a held-out question
         are held out.
         """
-        pools = {**self.entities[split], "country": COUNTRIES, "product": PRODUCTS}
-        return {
-            relation: rng.choice(pools[to])
-            for relation, (about, to) in RELATIONS.items()
-            if about == kind
-        }
+        values, facts = self.values(split), {}
+        for relation, (about, leads_to) in RELATIONS.items():
+            if about == kind:
+                facts[relation] = rng.choice(values[leads_to])
+        return facts
+
+    def write_passages(self, rng: random.Random) -> Iterator[tuple[tuple[str, str], Document]]:
+        """Each passage behind what it is about: (name, relation); of a page and of a unit the
+        relation is "".
+        """
+        numbers = map(str, itertools.count())
+        for name in (name for split in SPLITS for name in self.names(split)):
+            if self.layout == "pages":
+                yield (name, ""), Document(next(numbers), *passage(rng, name, self.facts[name]))
+                continue
+            for relation, value in shuffled(rng, list(self.facts[name].items())):
+                text = fact_passage(name, relation, value)
+                yield (name, relation), Document(next(numbers), *text)
+        for big, small, factor in (unit for units in self.units.values() for unit in units):
+            yield (big, ""), Document(next(numbers), *unit_passage(big, small, factor))
 
     @property
     def documents(self) -> list[Document]:
         """676 pages, or 1340 facts, unit conversions included. A page's title is the entity's name,
         a fact has none.
         """
-        return [document for document, _ in self.keyed_documents()]
-
-    def keyed_documents(self) -> list[tuple[Document, tuple[str, str]]]:
-        """Each passage with what it is about: (name, relation); of a page and of a unit the
-        relation is "".
-        """
-        rng = random.Random(f"passages {self.seed}")
-        names = [
-            name for split in SPLITS for names in self.entities[split].values() for name in names
-        ]
-        if self.layout == "pages":
-            passages = [(passage(rng, name, self.facts[name]), (name, "")) for name in names]
-        else:
-            facts = [
-                (name, *fact)
-                for name in names
-                for fact in shuffled(rng, list(self.facts[name].items()))
-            ]
-            passages = [(fact_passage(*fact), fact[:2]) for fact in facts]
-        passages += [
-            (unit_passage(*unit), (unit[0], "")) for units in self.units.values() for unit in units
-        ]
-        return [(Document(str(i), *passage), key) for i, (passage, key) in enumerate(passages)]
+        return list(self.passages.values())
 
     def questions(
         self, split: str, kind: str, count: int | None = None, seed: int = 0
@@ -211,91 +195,63 @@ class World:
         """Questions of one kind over one split's entities, in an order drawn from `seed`;
         `count=None` gives all.
         """
-        questions = shuffled(
-            random.Random(f"questions {self.seed} {seed}"), list(self._questions(split, kind))
-        )
-        return questions[:count]
-
-    def _questions(self, split: str, kind: str) -> Iterator[Question]:
-        finder = References(self, "known" if kind == "known" else split)
-
-        def ask(text: str, answer: str, *hops: tuple[str, str]) -> Question:
+        asked = "known" if kind == "known" else split
+        questions = []
+        for text, answer, *hops in self.plain_questions(asked, kind):
             identity = f"{split}/{kind}/{text}"
-            references, supporting = finder.find(identity, hops)
-            return Question(
-                identity, text, [answer], references=references, supporting=supporting, source=kind
+            shown, numbers = self.references(identity, hops, asked)
+            questions.append(
+                Question(
+                    identity, text, [answer], references=shown, supporting=numbers, source=kind
+                )
             )
+        return shuffled(random.Random(f"questions {self.seed} {seed}"), questions)[:count]
 
+    def plain_questions(self, split: str, kind: str) -> Iterator[tuple]:
+        """(question, answer, hop, ...); a hop is the key of a passage: (name, relation)."""
         if kind in ("one_hop", "known"):
             for relation in ONE_HOP if kind == "one_hop" else KNOWN_RELATIONS:
-                for name in self.entities["known" if kind == "known" else split][
-                    RELATIONS[relation][0]
-                ]:
-                    yield ask(
-                        ONE_HOP[relation].format(name), self.facts[name][relation], (name, relation)
-                    )
+                for name in self.entities[split][RELATIONS[relation][0]]:
+                    answer = self.facts[name][relation]
+                    yield ONE_HOP[relation].format(name), answer, (name, relation)
         elif kind == "two_hop":
             for (first, second), template in TWO_HOP.items():
                 for name in self.entities[split][RELATIONS[first][0]]:
                     bridge = self.facts[name][first]
-                    yield ask(
-                        template.format(name),
-                        self.facts[bridge][second],
-                        (name, first),
-                        (bridge, second),
-                    )
+                    answer = self.facts[bridge][second]
+                    yield template.format(name), answer, (name, first), (bridge, second)
         elif kind == "unit":
             for big, small, factor in self.units[split]:
                 for n in range(2, 10):
-                    yield ask(f"how many {small} are {n} {big} ?", str(n * factor), (big, ""))
+                    yield f"how many {small} are {n} {big} ?", str(n * factor), (big, "")
         else:
-            for a, b in sums(split):
-                yield ask(f"what is {a} + {b} ?", str(a + b))
+            for a, b in SUMS:
+                yield f"what is {a} + {b} ?", str(a + b)
 
-
-class References:
-    """The passages of one split that a question comes with: those of its hops, and in the layout
-    "facts" distractors.
-    """
-
-    def __init__(self, world: World, split: str):
-        self.world, self.names = (
-            world,
-            [name for names in world.entities[split].values() for name in names],
-        )
-        about = {*self.names, *(unit[0] for unit in world.units.get(split, []))}
-        self.documents = {
-            key: document for document, key in world.keyed_documents() if key[0] in about
-        }
-
-    def find(
-        self, identity: str, hops: tuple[tuple[str, str], ...]
+    def references(
+        self, identity: str, hops: Sequence[tuple[str, str]], split: str
     ) -> tuple[tuple[Document, ...], tuple[int, ...]]:
-        """(references, numbers of those that support the answer, from 1)."""
-        pages = self.world.layout == "pages"
-        gold = [self.documents[name, "" if pages else relation] for name, relation in hops]
+        """(the passages that a question comes with, numbers of those that support the answer).
+
+        They are those of its hops; in the layout "facts" distractors too: facts of other relations
+        than the asked ones, each of another relation.
+        """
+        pages = self.layout == "pages"
+        gold = [self.passages[name, "" if pages else relation] for name, relation in hops]
         if pages or not gold:
             return tuple(gold), tuple(range(1, len(gold) + 1))
-        rng = random.Random(f"references {self.world.seed} {identity}")
-        shown = gold + self.distractors(
-            rng, {relation for _, relation in hops}, REFERENCES - len(gold)
-        )
+        rng, shown = random.Random(f"references {self.seed} {identity}"), list(gold)
+        for relation in other_relations(rng, {relation for _, relation in hops}):
+            about = [name for name in self.names(split) if (name, relation) in self.passages]
+            shown.append(self.passages[rng.choice(about), relation])
         shown = shuffled(rng, shown)
         return tuple(shown), tuple(sorted(shown.index(document) + 1 for document in gold))
 
-    def distractors(self, rng: random.Random, asked: set[str], count: int) -> list[Document]:
-        """Facts of other relations than the asked ones, each of another relation."""
-        chosen = []
-        for relation in rng.sample(
-            [relation for relation in RELATIONS if relation not in asked], count
-        ):
-            names = [name for name in self.names if (name, relation) in self.documents]
-            chosen.append(self.documents[rng.choice(names), relation])
-        return chosen
 
-
-def sums(split: str) -> list[tuple[int, int]]:
-    return [(a, b) for a in range(1, 10) for b in range(1, 10)]
+def other_relations(rng: random.Random, asked: set[str]) -> list[str]:
+    """Of the distractors among the references of a question."""
+    relations = [relation for relation in RELATIONS if relation not in asked]
+    return rng.sample(relations, REFERENCES - len(asked))
 
 
 def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, str]:
