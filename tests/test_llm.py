@@ -17,22 +17,13 @@ from transformers import GenerationConfig
 
 from errors import InputError
 from other_models import llm
-from other_models.llm import (
-    Cache,
-    LocalLLM,
-    ModelSettings,
-    ServerLLM,
-    load_llm,
-    parts_in_8bit,
-)
+from other_models.llm import Cache, LocalLLM, ModelSettings, ServerLLM, load_llm, parts_in_8bit
 from policy import save_policy
 from prompts import chat_text, without_thinking
 
 
 def said(content) -> bytes:
-    return json.dumps(
-        {"choices": [{"message": {"role": "assistant", "content": content}}]}
-    ).encode()
+    return json.dumps({"choices": [{"message": {"content": content}}]}).encode()
 
 
 def text_of(payload) -> str:
@@ -137,9 +128,25 @@ def closed_port() -> int:
 
 def after_probe(script):
     """A script for what follows the probe, which goes well; it counts from 0."""
-    return lambda payload, number: (
-        (200, said("yes")) if number == 0 else script(payload, number - 1)
+
+    def whole(payload, number):
+        return script(payload, number - 1) if number else (200, said("yes"))
+
+    return whole
+
+
+def fails_for(*texts):
+    """These get an error each time, all others "ok"."""
+    return after_probe(
+        lambda payload, number: (500, b"") if text_of(payload) in texts else (200, said("ok"))
     )
+
+
+def refused(match, call, *arguments, **options):
+    with pytest.raises(InputError, match=match) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 # ------------------------------------------------------------------------------------- it goes well
@@ -169,11 +176,7 @@ def test_equal_requests_of_a_batch_are_asked_once_and_another_instruction_is_ano
     model = asker(server)
     assert model.ask([*requests("a", "b", "a", "a"), ("else", "a")]) == ["A", "B", "A", "A", "A"]
     assert sorted(server.texts()) == ["a", "a", "b"] and model.asked == 3 and model.failures == 0
-
-
-def test_no_request_asks_nothing(serve):
-    server = serve()
-    assert asker(server).ask([]) == [] and server.texts() == []
+    assert model.ask([]) == [] and model.asked == 3
 
 
 def test_sixteen_requests_are_under_way_at_once(serve, one_try):
@@ -199,9 +202,7 @@ def test_the_key_of_the_environment_is_sent_and_without_one_no_header(serve, mon
 def test_what_a_model_thinks_aloud_is_no_part_of_its_reply(serve):
     script = after_probe(lambda payload, number: (200, said("<think>a? no, b</think>\n\nb")))
     assert asker(serve(script)).ask(requests("q")) == ["b"]
-    assert (
-        without_thinking("opened by the template</think> b") == "b"
-    )  # the opening tag stood in the prompt
+    assert without_thinking("opened in the prompt</think> b") == "b"
     assert without_thinking("<think>never ended") == ""
     assert without_thinking(" plain ") == "plain"
 
@@ -211,24 +212,13 @@ def test_what_a_model_thinks_aloud_is_no_part_of_its_reply(serve):
 
 def test_a_refused_connection_is_one_line_at_load_time():
     spec = f"http://127.0.0.1:{closed_port()}/v1#m"
-    with pytest.raises(
-        InputError, match=r"no answer \(Connection refused\): start the server"
-    ) as caught:
-        load_llm(spec, ModelSettings())
-    assert spec in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_an_address_without_a_model_asks_for_its_name():
-    with pytest.raises(
-        InputError, match=r"which of the server's models.*http://host:port/v1#model"
-    ):
-        load_llm("http://127.0.0.1:8000/v1", ModelSettings())
+    match = r"no answer \(Connection refused\): start the server"
+    assert spec in refused(match, load_llm, spec, ModelSettings(), cache="")
 
 
 def test_a_server_that_hangs_at_the_start_is_one_line_after_the_time_limit(serve):
     spec = serve(lambda payload, number: None).base + "#m"
-    with pytest.raises(InputError, match=r"nothing within 0.2 s"):
-        load_llm(spec, ModelSettings(llm_timeout=0.2), cache="")
+    refused("nothing within 0.2 s", load_llm, spec, ModelSettings(llm_timeout=0.2), cache="")
 
 
 @pytest.mark.parametrize(
@@ -236,28 +226,27 @@ def test_a_server_that_hangs_at_the_start_is_one_line_after_the_time_limit(serve
 )
 def test_what_the_server_says_of_a_request_that_it_does_not_take_is_shown(serve, code, said):
     body = json.dumps({"error": {"message": said}}).encode()
-    with pytest.raises(InputError, match=f"HTTP {code} {said}"):
-        asker(serve(lambda payload, number: (code, body)))
+    refused(f"HTTP {code} {said}", asker, serve(lambda payload, number: (code, body)))
 
 
-@pytest.mark.parametrize("spec", ["http://", "http://host:port/v1#m", "http://#m"])
-def test_an_address_that_is_none_is_one_line(spec):
-    with pytest.raises(InputError, match="not an address"):
-        load_llm(spec, ModelSettings())
-
-
-@pytest.mark.parametrize("spec", ["", "localhost:8000/v1#m"])
-def test_a_name_that_is_none_is_one_line(spec):
-    with pytest.raises(InputError, match="names no language model: give http://host"):
-        load_llm(spec, ModelSettings())
+@pytest.mark.parametrize(
+    ("spec", "match"),
+    [
+        ("http://", "not an address"),
+        ("http://host:port/v1#m", "not an address"),
+        ("http://#m", "not an address"),
+        ("http://h:8000/v1", "which of the server's models.*http://host:port/v1#model"),
+        ("", "names no language model: give http://host"),
+        ("localhost:8000/v1#m", "names no language model: give http://host"),
+    ],
+)
+def test_an_address_or_a_name_that_is_none_is_one_line(spec, match):
+    refused(match, load_llm, spec, ModelSettings())
 
 
 def test_a_part_that_cannot_be_in_8_bits_is_one_line():
     assert parts_in_8bit("base, others") == {"base", "others"} and parts_in_8bit("") == set()
-    with pytest.raises(
-        InputError, match=r"--in_8bit judge: unknown; a comma list of base, reference, others"
-    ):
-        parts_in_8bit("base,judge")
+    refused("--in_8bit judge: unknown; .* base, reference, others", parts_in_8bit, "base,judge")
 
 
 # -------------------------------------------------------------------------------- one request fails
@@ -323,11 +312,7 @@ def test_a_reply_without_text_is_none_and_is_not_asked_again(serve):
 
 
 def test_one_request_that_fails_leaves_the_others_their_replies(serve):
-    server = serve(
-        after_probe(
-            lambda payload, number: (500, b"") if text_of(payload) == "b" else (200, said("ok"))
-        )
-    )
+    server = serve(fails_for("b"))
     model = asker(server)
     assert model.ask(requests("a", "b", "c")) == ["ok", None, "ok"]
     assert (model.asked, model.failures) == (3, 1)
@@ -353,18 +338,12 @@ def test_three_batches_in_a_row_without_an_answer_stop_the_run_with_one_line(ser
     server.stop()
     assert model.ask(requests("b")) == [None]
     assert model.ask(requests("c", "d")) == [None, None]
-    with pytest.raises(
-        InputError, match=r"3 batches in a row without an answer .Connection refused"
-    ) as caught:
-        model.ask(requests("e"))
-    assert server.base in str(caught.value) and "\n" not in str(caught.value)
+    match = "3 batches in a row without an answer .Connection refused"
+    assert server.base in refused(match, model.ask, requests("e"))
 
 
 def test_a_batch_with_an_answer_between_them_begins_the_count_anew(serve, one_try):
-    script = after_probe(
-        lambda payload, number: (500, b"") if text_of(payload) in "bcef" else (200, said("ok"))
-    )
-    model = asker(serve(script))
+    model = asker(serve(fails_for(*"bcef")))
     found = [model.ask(requests(text))[0] for text in "abcdef"]
     assert found == ["ok", None, None, "ok", None, None]
 
@@ -375,13 +354,16 @@ def test_a_fault_of_our_own_in_a_thread_is_none_and_not_an_endless_wait(serve, m
     assert model.ask(requests("a")) == [None] and "ZeroDivisionError" in model.fault
 
 
-def test_an_interrupt_keeps_what_has_come_and_leaves_quickly(serve, tmp_path, monkeypatch):
-    server = serve(
-        after_probe(
-            lambda payload, number: None if text_of(payload) == "slow" else (200, said("ok"))
-        )
-    )
-    model = asker(server, timeout=20.0, cache=tmp_path)
+def test_an_interrupt_keeps_what_has_come_and_waits_for_nobody(serve, tmp_path, monkeypatch):
+    answered = []
+
+    def script(payload, number):
+        if text_of(payload) == "slow":
+            time.sleep(2)
+            answered.append("slow")
+        return 200, said("ok")
+
+    model = asker(serve(script), timeout=20.0, cache=tmp_path)
     real = model.cache.put
 
     def put(request, reply):
@@ -391,8 +373,7 @@ def test_an_interrupt_keeps_what_has_come_and_leaves_quickly(serve, tmp_path, mo
     monkeypatch.setattr(model.cache, "put", put)
     with pytest.raises(KeyboardInterrupt):
         model.ask(requests("slow", "a"))
-    assert not server.released.is_set()  # nobody waited for the slow one
-    assert asker(server, cache=tmp_path).cache.get(("do it", "a")) == "ok"
+    assert answered == [] and Cache(tmp_path, "m", 256).get(("do it", "a")) == "ok"
 
 
 # ------------------------------------------------------------------------------------- kept on disk
@@ -455,14 +436,12 @@ def test_a_half_line_with_a_whole_one_behind_it_is_never_read_as_a_reply(tmp_pat
         assert dict(llm._read_replies(tmp_path / "x.jsonl")) == {}
 
 
-@pytest.mark.parametrize(
-    "junk",
-    [b"\xff\xfe", b"[]", b"3", b"{}", b'{"key": 1, "reply": "x"}', b'{"key": "k", "reply": null}'],
-)
-def test_lines_that_are_no_entries_are_skipped(tmp_path, junk):
+def test_lines_that_are_no_entries_are_skipped(tmp_path):
     cache = Cache(tmp_path, "m", 8)
     cache.put(("i", "a"), "A")
-    cache.path.write_bytes(junk + b"\n" + cache.path.read_bytes())
+    junk = [b"\xff\xfe", b"[]", b"3", b"{}", b'{"key": 1, "reply": "x"}']
+    junk += [b'{"key": "k", "reply": null}', cache.path.read_bytes()]
+    cache.path.write_bytes(b"\n".join(junk))
     assert Cache(tmp_path, "m", 8).replies == cache.replies
 
 
@@ -474,17 +453,11 @@ def test_two_runs_may_append_to_one_cache(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_asked(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="replies cannot be kept there"):
-        Cache(tmp_path / "file", "m", 8)
-
-
-def test_a_disk_that_fails_later_is_one_line_too(tmp_path):
     cache = Cache(tmp_path / "folder", "m", 8)
     shutil.rmtree(tmp_path / "folder")
     (tmp_path / "folder").write_text("")
-    with pytest.raises(InputError, match="replies cannot be kept there"):
-        cache.put(("i", "a"), "A")
+    refused("replies cannot be kept there", Cache, tmp_path / "folder", "m", 8)
+    refused("replies cannot be kept there", cache.put, ("i", "a"), "A")  # a disk that fails later
 
 
 # ------------------------------------------------------------------------------------ a local model
@@ -499,18 +472,12 @@ def alone(policy, tokenizer, request, count) -> str:
     with torch.no_grad():
         while len(new) < count and tokenizer.eos_token_id not in new:
             new.append(int(policy.language_model(torch.tensor([ids + new])).logits[0, -1].argmax()))
-    return tokenizer.decode(
-        [i for i in new if i != tokenizer.eos_token_id], skip_special_tokens=True
-    ).strip()
+    new = [i for i in new if i != tokenizer.eos_token_id]
+    return tokenizer.decode(new, skip_special_tokens=True).strip()
 
 
-TEXTS = [
-    "who?",
-    "Ana Bell was born in Kelmouth. In which country was she born?",
-    "Norland Norland",
-    "a",
-    "b c d e f g h",
-]
+TEXTS = ["who?", "Ana Bell was born in Kelmouth. In which country was she born?"]
+TEXTS += ["Norland Norland", "a", "b c d e f g h"]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -559,8 +526,7 @@ def test_a_prompt_beyond_the_context_is_none_and_is_not_cut(qwen2, bpe):
 
 
 def test_more_new_tokens_than_the_context_holds_are_refused_at_once(qwen2, bpe):
-    with pytest.raises(InputError, match="512 new tokens do not fit the model's 512 positions"):
-        LocalLLM(qwen2, bpe, max_tokens=512)
+    refused("512 new tokens do not fit the model's 512 positions", LocalLLM, qwen2, bpe, 512)
 
 
 def test_a_text_cannot_open_a_turn_of_its_own(qwen2, bpe):
@@ -595,12 +561,9 @@ def test_the_built_in_world_s_tiny_model_reads_the_text_and_not_the_instruction(
     toy_policy, toy_tokenizer
 ):
     model = LocalLLM(toy_policy, toy_tokenizer, max_tokens=6)
-    assert model.prompt(("some instruction", "where was ana born")) == model.prompt(
-        ("another", "where was ana born")
-    )
-    assert model.prompt(("i", "kelmouth lies in norland .\nwhere ?")) != model.prompt(
-        ("i", "where ?")
-    )
+    bare = model.prompt(("some instruction", "where ?"))
+    assert bare == model.prompt(("another", "where ?"))
+    assert bare != model.prompt(("another", "kelmouth lies in norland .\nwhere ?"))
     assert isinstance(model.ask([("i", "where was ana born")])[0], str)
 
 
@@ -629,19 +592,14 @@ def test_other_weights_in_the_same_folder_do_not_get_the_old_ones_replies(
     assert model.asked == 1
 
 
-def test_a_folder_without_a_model_is_one_line_that_names_no_other_flag(tmp_path):
-    with pytest.raises(InputError, match=r"there is no config.json") as caught:
-        load_llm(str(tmp_path), ModelSettings())
-    assert "--model" not in str(caught.value)
-    with pytest.raises(InputError, match="no such directory"):
-        load_llm("/no/such/model", ModelSettings())
-
-
-def test_broken_weights_are_one_line(saved):
+def test_a_folder_without_a_model_and_broken_weights_are_one_line_that_names_no_other_flag(
+    saved, tmp_path
+):
+    said = refused("there is no config.json", load_llm, str(tmp_path), ModelSettings())
+    assert "--model" not in said
+    refused("no such directory", load_llm, "/no/such/model", ModelSettings())
     next(saved.glob("*.safetensors")).write_bytes(b"junk")
-    with pytest.raises(InputError, match="no causal LM could be loaded from there") as caught:
-        load_llm(str(saved), ModelSettings())
-    assert "\n" not in str(caught.value)
+    refused("no causal LM could be loaded from there", load_llm, str(saved), ModelSettings())
 
 
 def test_a_frozen_model_in_8_bits_answers_and_without_the_library_it_is_one_line(
@@ -653,7 +611,5 @@ def test_a_frozen_model_in_8_bits_answers_and_without_the_library_it_is_one_line
     plain = load_llm(str(saved), ModelSettings(in_8bit="base"), cache="")
     assert plain.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        InputError, match="8-bit weights need bitsandbytes: pip install bitsandbytes"
-    ):
-        load_llm(str(saved), ModelSettings(in_8bit="others"))
+    match = "8-bit weights need bitsandbytes: pip install bitsandbytes"
+    refused(match, load_llm, str(saved), ModelSettings(in_8bit="others"))
