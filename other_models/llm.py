@@ -62,7 +62,6 @@ class ModelSettings:
     embedder: str = setting(
         "tfidf", "of queries, for When to Search's similarity: tfidf, or a HF encoder"
     )
-    llm_timeout: float = setting(60.0, "seconds per request to another model", above=0)
     in_8bit: str = setting(
         "",
         "frozen weights in 8 bits: a comma list of base (LoRA's), reference, others (the models"
@@ -70,13 +69,13 @@ class ModelSettings:
     )
 
 
-def parts_in_8bit(text: str) -> set[str]:
+def frozen_in_8bit(settings: ModelSettings) -> set[str]:
     """What --in_8bit names.
 
-    >>> sorted(parts_in_8bit("others, base"))
+    >>> sorted(frozen_in_8bit(ModelSettings(in_8bit="others, base")))
     ['base', 'others']
     """
-    parts = {part.strip() for part in text.split(",")} - {""}
+    parts = {part.strip() for part in settings.in_8bit.split(",")} - {""}
     if unknown := sorted(parts - set(PARTS)):
         raise InputError(f"--in_8bit {unknown[0]}: unknown; a comma list of {', '.join(PARTS)}")
     return parts
@@ -84,20 +83,24 @@ def parts_in_8bit(text: str) -> set[str]:
 
 def load_llm(
     spec: str,
-    settings: ModelSettings,
+    settings,
     *,
     max_tokens: int = 256,
     device: torch.device | str = "cpu",
     cache: str | Path = CACHE_FOLDER,
 ) -> LLM:
-    """The model that `spec` names, ready to be asked. cache: a folder; "" keeps no reply."""
+    """The model that `spec` names, ready to be asked.
+
+    settings   `timeout`, seconds per try of a server, stands in RolloutSettings; `in_8bit` above
+    cache      a folder; "" keeps no reply
+    """
     if spec.startswith(("http://", "https://")):
-        return ServerLLM(spec, max_tokens, settings.llm_timeout, cache)
+        return ServerLLM(spec, max_tokens, settings.timeout, cache)
     if not spec or (":" in spec and not Path(spec).exists()):
         raise InputError(
             f"{spec!r} names no language model: give {ADDRESS}, a HF directory or a hub name"
         )
-    return load_local(spec, max_tokens, "others" in parts_in_8bit(settings.in_8bit), device, cache)
+    return load_local(spec, max_tokens, "others" in frozen_in_8bit(settings), device, cache)
 
 
 class Cache:

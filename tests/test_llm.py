@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import GenerationConfig
 
 from errors import InputError
 from other_models import llm
-from other_models.llm import Cache, LocalLLM, ModelSettings, ServerLLM, load_llm, parts_in_8bit
+from other_models.llm import Cache, LocalLLM, ModelSettings, ServerLLM, frozen_in_8bit, load_llm
 from policy import save_policy
 from prompts import chat_text, without_thinking
 
@@ -114,6 +115,10 @@ def one_try(monkeypatch):
 
 def asker(server, timeout=2.0, **options) -> ServerLLM:
     return ServerLLM(f"{server.base}#m", timeout=timeout, **options)
+
+
+def given(**settings):
+    return SimpleNamespace(**{"timeout": 60.0, "in_8bit": "", **settings})
 
 
 def requests(*texts):
@@ -213,12 +218,12 @@ def test_what_a_model_thinks_aloud_is_no_part_of_its_reply(serve):
 def test_a_refused_connection_is_one_line_at_load_time():
     spec = f"http://127.0.0.1:{closed_port()}/v1#m"
     match = r"no answer \(Connection refused\): start the server"
-    assert spec in refused(match, load_llm, spec, ModelSettings(), cache="")
+    assert spec in refused(match, load_llm, spec, given(), cache="")
 
 
 def test_a_server_that_hangs_at_the_start_is_one_line_after_the_time_limit(serve):
     spec = serve(lambda payload, number: None).base + "#m"
-    refused("nothing within 0.2 s", load_llm, spec, ModelSettings(llm_timeout=0.2), cache="")
+    refused("nothing within 0.2 s", load_llm, spec, given(timeout=0.2), cache="")
 
 
 @pytest.mark.parametrize(
@@ -241,12 +246,14 @@ def test_what_the_server_says_of_a_request_that_it_does_not_take_is_shown(serve,
     ],
 )
 def test_an_address_or_a_name_that_is_none_is_one_line(spec, match):
-    refused(match, load_llm, spec, ModelSettings())
+    refused(match, load_llm, spec, given())
 
 
 def test_a_part_that_cannot_be_in_8_bits_is_one_line():
-    assert parts_in_8bit("base, others") == {"base", "others"} and parts_in_8bit("") == set()
-    refused("--in_8bit judge: unknown; .* base, reference, others", parts_in_8bit, "base,judge")
+    assert frozen_in_8bit(ModelSettings(in_8bit="base, others")) == {"base", "others"}
+    assert frozen_in_8bit(ModelSettings()) == set()
+    wrong = ModelSettings(in_8bit="base,judge")
+    refused("--in_8bit judge: unknown; .* base, reference, others", frozen_in_8bit, wrong)
 
 
 # -------------------------------------------------------------------------------- one request fails
@@ -574,20 +581,20 @@ def saved(qwen2, bpe, tmp_path):
 
 
 def test_a_saved_model_says_what_the_one_in_memory_says_and_keeps_it(saved, qwen2, bpe, tmp_path):
-    model = load_llm(str(saved), ModelSettings(), max_tokens=6, cache=tmp_path / "cache")
+    model = load_llm(str(saved), given(), max_tokens=6, cache=tmp_path / "cache")
     replies = model.ask(requests(*TEXTS))
     assert replies == LocalLLM(qwen2, bpe, max_tokens=6).ask(requests(*TEXTS))
-    again = load_llm(str(saved), ModelSettings(), max_tokens=6, cache=tmp_path / "cache")
+    again = load_llm(str(saved), given(), max_tokens=6, cache=tmp_path / "cache")
     assert again.ask(requests(*TEXTS)) == replies and again.asked == 0
 
 
 def test_other_weights_in_the_same_folder_do_not_get_the_old_ones_replies(
     saved, llama, bpe, tmp_path
 ):
-    load_llm(str(saved), ModelSettings(), cache=tmp_path / "cache").ask(requests("who?"))
+    load_llm(str(saved), given(), cache=tmp_path / "cache").ask(requests("who?"))
     shutil.rmtree(saved)
     save_policy(llama, bpe, saved)
-    model = load_llm(str(saved), ModelSettings(), cache=tmp_path / "cache")
+    model = load_llm(str(saved), given(), cache=tmp_path / "cache")
     model.ask(requests("who?"))
     assert model.asked == 1
 
@@ -595,21 +602,21 @@ def test_other_weights_in_the_same_folder_do_not_get_the_old_ones_replies(
 def test_a_folder_without_a_model_and_broken_weights_are_one_line_that_names_no_other_flag(
     saved, tmp_path
 ):
-    said = refused("there is no config.json", load_llm, str(tmp_path), ModelSettings())
+    said = refused("there is no config.json", load_llm, str(tmp_path), given())
     assert "--model" not in said
-    refused("no such directory", load_llm, "/no/such/model", ModelSettings())
+    refused("no such directory", load_llm, "/no/such/model", given())
     next(saved.glob("*.safetensors")).write_bytes(b"junk")
-    refused("no causal LM could be loaded from there", load_llm, str(saved), ModelSettings())
+    refused("no causal LM could be loaded from there", load_llm, str(saved), given())
 
 
 def test_a_frozen_model_in_8_bits_answers_and_without_the_library_it_is_one_line(
     saved, monkeypatch
 ):
-    local = load_llm(str(saved), ModelSettings(in_8bit="others"), max_tokens=4, cache="")
+    local = load_llm(str(saved), given(in_8bit="others"), max_tokens=4, cache="")
     assert local.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert len(local.ask([("", "where ?")])) == 1
-    plain = load_llm(str(saved), ModelSettings(in_8bit="base"), cache="")
+    plain = load_llm(str(saved), given(in_8bit="base"), cache="")
     assert plain.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     match = "8-bit weights need bitsandbytes: pip install bitsandbytes"
-    refused(match, load_llm, str(saved), ModelSettings(in_8bit="others"))
+    refused(match, load_llm, str(saved), given(in_8bit="others"))
