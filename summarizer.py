@@ -1,92 +1,70 @@
 """Documents -> what the policy reads, or the fallback (UR², the section on the LLM summariser).
 
-    SUMMARY CONTRACT   summarize(requests: list[SearchRequest], documents: list[list[Document]]) ->
-                       list[SearchResult] one result per request, in order
+    summarize(requests, documents) -> list[SearchResult], one per request, in order
 
-A summariser stands between retriever and policy and does two things: it makes five passages into
-one short text, and it decides whether the query asks for a fact at all. If not, the result is a
-fallback: the policy reads nothing that it could use, the reward charges the search, and the rollout
-tells the policy to ask for a fact. That decision is the flag `SearchResult.fallback` and nothing
-else: comparing the text with a sentinel would take a passage or a summary that happens to say the
-same for a fallback. The documents stay in the result, so that a log shows what was found.
-
-`LLMSummarizer` asks a language model, one request per query, all of a moment in one batch. Its
-replies can be logged: (query, documents, summary, fallback) is what a small summariser is distilled
-from.
-
-Left out: the distillation itself (sft.py).
+A summariser makes five passages into one short text, and it decides whether the query asks for a
+fact at all. If not, the result is a fallback: the policy reads nothing that it could use, the
+reward charges the search, and the rollout tells the policy to ask for a fact. That decision is the
+flag `SearchResult.fallback` and nothing else: a passage may happen to say what a sentinel says. The
+documents stay in the result, so that a log shows what was found. Left out: making a small
+summariser from what a large one wrote (lab/distil.py).
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from data import Document, Question, SearchRequest, SearchResult
-from errors import InputError, run_main
-from formats.records import append_jsonl, open_error
+from errors import InputError, nearest, run_main, setting
+from formats.records import append_jsonl
 from prompts import number_documents, without_thinking
 
 Summarize = Callable[[list[SearchRequest], list[list[Document]]], list[SearchResult]]
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 
+FALLBACK_TEXT = "None"  # not "": that shows the documents, and answers an ill-posed query after all
 OPERATORS = "+-−*/×÷="  # a hyphen counts as a minus: no name of the built-in world has one
 MAX_QUERY_WORDS = 12
 
 
-class PassThrough:
-    """No summariser: the policy reads the documents themselves, and every query counts as a
-    lookup.
-    """
+@dataclass(frozen=True)
+class SummarizerSettings:
+    """What the policy reads of a search."""
 
-    def __call__(
-        self, requests: list[SearchRequest], documents: list[list[Document]]
-    ) -> list[SearchResult]:
-        return [SearchResult(documents=found) for _, found in zip(requests, documents, strict=True)]
+    summarizer: str = setting(
+        "none",
+        "none: the passages; extractive: the best one, or the fallback; or a model that writes"
+        " notes: http://host:port/v1#model, a HF directory or a hub name",
+    )
 
 
-class ExtractiveSummarizer:
-    """The built-in world's summariser, without a model: its passages are a sentence or two, so the
-    best one is the summary.
+def show_all(requests: list[SearchRequest], documents: list[list[Document]]) -> list[SearchResult]:
+    """No summariser: the policy reads the documents, and every query counts as a lookup."""
+    return [SearchResult(documents=found) for _, found in zip(requests, documents, strict=True)]
 
-    fallback_text   what stands between the document tags then. With "" the rollout would show the
-                    documents themselves, and an ill-posed query would be answered all the same.
-    """
 
-    def __init__(self, fallback_text: str = "None"):
-        self.fallback_text = fallback_text
-
-    def __call__(
-        self, requests: list[SearchRequest], documents: list[list[Document]]
-    ) -> list[SearchResult]:
-        return [
-            self.summarize(request.query, found)
-            for request, found in zip(requests, documents, strict=True)
-        ]
-
-    def summarize(self, query: str, documents: list[Document]) -> SearchResult:
-        if documents and is_lookup(query, documents[0].title):
-            return SearchResult(documents=documents, text=documents[0].text)
-        return SearchResult(documents=documents, text=self.fallback_text, fallback=True)
+def extract(requests: list[SearchRequest], documents: list[list[Document]]) -> list[SearchResult]:
+    """The built-in world's: its passages are a sentence or two, so the best one is the summary."""
+    results = []
+    for request, found in zip(requests, documents, strict=True):
+        lookup = bool(found) and is_lookup(request.query, found[0].title)
+        text = found[0].text if lookup else FALLBACK_TEXT
+        results.append(SearchResult(documents=found, text=text, fallback=not lookup))
+    return results
 
 
 def is_lookup(query: str, title: str) -> bool:
-    """Does the query ask for a fact about `title`: no arithmetic, not too long, and the title named
-    in it?
-    """
+    """Does the query ask for a fact about `title`: no arithmetic, not long, the title named?"""
     arithmetic = any(operator in query for operator in OPERATORS)
     return not arithmetic and len(query.split()) <= MAX_QUERY_WORDS and names(query, title)
 
 
 def names(query: str, title: str) -> bool:
-    """Does `title` stand in the query as whole words? "ana bell" is not in "diana bell" nor in "ana
-    bellow".
-    """
+    """Does `title` stand there as words? "ana bell" is not in "diana bell" or "ana bellow"."""
     words = r"\s+".join(map(re.escape, title.split()))
     return bool(words) and re.search(rf"(?<!\w){words}(?!\w)", query, re.IGNORECASE) is not None
 
@@ -94,6 +72,7 @@ def names(query: str, title: str) -> bool:
 # --------------------------------------------------------------------------------- a language model
 
 NO_FACT = "NO FACT"
+SUMMARY_LOG = "runs/summaries.jsonl"  # pairs that a small summariser can be distilled from
 MAX_SUMMARY = 2000  # characters; the rollout cuts to its own token budget after that
 INSTRUCTION = (
     "You prepare what a search engine found for somebody who works on a larger problem. You get"
@@ -107,56 +86,51 @@ INSTRUCTION = (
 
 
 class LLMSummarizer:
-    """A language model writes the notes, or says that the query asks for no fact (`NO_FACT`, the
-    whole reply).
-
-    llm            anything with `ask`, as llm.py makes it
-    fallback_text  what stands between the document tags then
-    log            JSONL file to which every new pair is appended; "" logs nothing
+    """A model of other_models/llm.py writes the notes, or says that the query asks for no fact
+    (`NO_FACT`, the whole reply). log: JSONL to which every new pair is appended; "" logs nothing.
 
     Where nothing was found nobody is asked: a model would make facts up, and the query may have
     been a good one.
     """
 
-    def __init__(self, llm, fallback_text: str = "None", log: str | Path = ""):
-        self.llm, self.fallback_text, self.log = llm, fallback_text, Path(log) if log else None
-        if self.log:
-            _log(self.log, [])  # is it writable? better known before the first search
+    def __init__(self, llm, log: str | Path = ""):
+        self.llm, self.log = llm, log
+        self.append([])  # is it writable? better known before the first search
 
     def __call__(
         self, requests: list[SearchRequest], documents: list[list[Document]]
     ) -> list[SearchResult]:
-        pairs = [(request.query, found) for request, found in zip(requests, documents, strict=True)]
-        asked = [i for i, (_, found) in enumerate(pairs) if found]
-        replies = self.llm.ask([summary_request(*pairs[i]) for i in asked]) if asked else []
-        results = [SearchResult(documents=found) for _, found in pairs]
-        summaries: dict[
-            str, SummaryPair
-        ] = {}  # rows of one group often ask the same: once in the log
-        for i, reply in zip(asked, replies, strict=True):
-            query, found = pairs[i]
-            reply = cut(without_thinking(reply or ""))
-            results[i] = self.result(found, reply)
-            if reply:
-                request = summary_request(query, found)[1]
-                summaries[request] = SummaryPair(query, found, reply, results[i].fallback)
-        if self.log and summaries:
-            _log(self.log, list(summaries.values()))
+        results = [SearchResult(documents=found) for found in documents]
+        asked = [i for i, found in enumerate(documents) if found]
+        prompts = [summary_request(requests[i].query, documents[i]) for i in asked]
+        replies = self.llm.ask(prompts) if asked else []
+        pairs = {}  # rows of one group often ask the same: once in the log
+        for i, prompt, reply in zip(asked, prompts, replies, strict=True):
+            notes = cut(without_thinking(reply or ""))
+            results[i] = as_result(documents[i], notes)
+            if notes:
+                pairs[prompt] = {
+                    "query": requests[i].query,
+                    "documents": list(map(vars, documents[i])),
+                    "summary": notes,
+                    "fallback": results[i].fallback,
+                }
+        self.append(list(pairs.values()))
         return results
 
-    def result(self, documents: list[Document], reply: str) -> SearchResult:
-        if not reply:  # an empty text would show the documents themselves
-            return SearchResult(documents=documents, error="summariser gave no answer")
-        fallback = reply == NO_FACT  # strictly: notes that mention it are notes
-        return SearchResult(
-            documents=documents, text=self.fallback_text if fallback else reply, fallback=fallback
-        )
+    def append(self, pairs: list[dict]) -> None:
+        if not self.log:
+            return
+        try:
+            Path(self.log).parent.mkdir(parents=True, exist_ok=True)
+            append_jsonl(self.log, pairs)
+        except OSError as error:
+            why = f"summaries cannot be logged there ({error.strerror})"
+            raise InputError(f"{self.log}: {why}: make room, or start elsewhere") from None
 
 
 def summary_request(query: str, documents: list[Document]) -> tuple[str, str]:
-    """(instruction, text) for one query: the same when a summariser is asked and when one is
-    trained.
-    """
+    """(instruction, text): the same when a summariser is asked and when one is trained."""
     return INSTRUCTION, "\n".join([f"Query: {query}", *number_documents(documents)])
 
 
@@ -167,83 +141,26 @@ def cut(summary: str) -> str:
     return re.sub(r"\s+\S*$", "", summary[:MAX_SUMMARY])
 
 
-class SummaryPair(NamedTuple):
-    """One example for a distilled summariser: `summary` is the text to learn, NO_FACT where
-    `fallback` holds.
-    """
-
-    query: str
-    documents: list[Document]
-    summary: str
-    fallback: bool
+def as_result(documents: list[Document], notes: str) -> SearchResult:
+    if not notes:  # an empty text would show the documents themselves
+        return SearchResult(documents=documents, error="summariser gave no answer")
+    if notes == NO_FACT:  # strictly: notes that mention it are notes
+        return SearchResult(documents=documents, text=FALLBACK_TEXT, fallback=True)
+    return SearchResult(documents=documents, text=notes)
 
 
-def _log(path: Path, pairs: list[SummaryPair]) -> None:
-    records = [
-        {**pair._asdict(), "documents": [vars(document) for document in pair.documents]}
-        for pair in pairs
-    ]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        append_jsonl(path, records)
-    except OSError as error:
-        raise InputError(
-            f"{path}: summaries cannot be logged there ({error.strerror}): give another file"
-        ) from None
+WITHOUT_MODEL = {"none": show_all, "extractive": extract}
 
 
-def read_summary_log(path: str | Path) -> list[SummaryPair]:
-    """The pairs of a log, each query with its documents once (the last time it was asked).
-
-    A line that an interrupt cut short is no JSON: it is left out, with a warning. Any other odd
-    line is an error.
-    """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise open_error(Path(path), error) from None
-    pairs = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line) if line.strip() else None
-        except ValueError:
-            print(f"warning: {path}, line {number}: cut short, left out", file=sys.stderr)
-            continue
-        if record is not None:
-            pair = _pair(record, f"{path}, line {number}")
-            pairs[pair.query, tuple(pair.documents)] = pair
-    return list(pairs.values())
-
-
-def _pair(record: dict, place: str) -> SummaryPair:
-    try:
-        documents = [Document(d["id"], d["title"], d["text"]) for d in record["documents"]]
-        return SummaryPair(record["query"], documents, record["summary"], bool(record["fallback"]))
-    except (TypeError, KeyError) as error:
-        raise InputError(
-            f"{place}: no summary record ({error!r}): give a log of --summarizer llm"
-        ) from None
-
-
-SUMMARIZERS: dict[str, Callable[..., Summarize]] = {
-    "none": PassThrough,
-    "extractive": ExtractiveSummarizer,
-    "llm": LLMSummarizer,
-}
-
-
-def make_summarizer(name: str, llm=None, log: str | Path = "") -> Summarize:
-    """The summariser of that name; `llm` (of llm.py) and `log` are for "llm"."""
-    if name not in SUMMARIZERS:
-        raise InputError(f"unknown summarizer {name!r}: one of {', '.join(SUMMARIZERS)}")
-    if name != "llm":
-        return SUMMARIZERS[name]()
+def make_summarizer(settings: SummarizerSettings, llm=None, log: str | Path = "") -> Summarize:
+    """A name that is not in WITHOUT_MODEL names a model, which the caller loads and hands in."""
+    name = settings.summarizer
+    if name in WITHOUT_MODEL:
+        return WITHOUT_MODEL[name]
     if llm is None:
-        raise InputError(
-            "--summarizer llm needs a model: give --summarizer_model http://host:port/v1#model, or"
-            " a HF model"
-        )
-    return LLMSummarizer(llm, log=log)
+        like = nearest(name, WITHOUT_MODEL)
+        raise InputError(f"--summarizer {name}: unknown; none, extractive, or a model{like}")
+    return LLMSummarizer(llm, log)
 
 
 # -------------------------------------------------------------------------- the search of a rollout
@@ -251,42 +168,30 @@ def make_summarizer(name: str, llm=None, log: str | Path = "") -> Summarize:
 SEARCH_FAILED = "search failed"  # of one query, while others of its call were answered
 
 
-def make_search(retriever, summarizer: Summarize | None = None, k: int = 5) -> SearchFunction:
-    """The function the rollout is given: retrieve for all requests in one call, then summarise for
-    all. A request whose search failed by itself is an error in its own result; the summariser is
-    not asked about it.
+def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> SearchFunction:
+    """What the rollout is given: retrieve for all requests in one call, then summarise for all. A
+    request whose search failed by itself is an error in its own result, and is not summarised.
 
-    search.report()          what the web retriever counted, for a log
-    search.seconds(queries)  how long so many queries may take a retriever that asks elsewhere, the
-                             summariser not counted
-    Each is there if the retriever has it.
+    search.seconds(queries)   a retriever that asks elsewhere says how long so many may take
     """
-    summarize = summarizer or PassThrough()
 
     def search(requests: list[SearchRequest]) -> list[SearchResult]:
+        results = [SearchResult(error=SEARCH_FAILED) for _ in requests]
         found = retrieve(retriever, requests, k) if requests else []
         answered = [i for i, documents in enumerate(found) if documents is not None]
-        results = [SearchResult(error=SEARCH_FAILED) for _ in requests]
-        told = (
-            summarize([requests[i] for i in answered], [found[i] for i in answered])
-            if answered
-            else []
-        )
-        for i, result in zip(answered, told, strict=True):
-            results[i] = result
+        if answered:
+            told = summarize([requests[i] for i in answered], [found[i] for i in answered])
+            for i, result in zip(answered, told, strict=True):
+                results[i] = result
         return results
 
-    if hasattr(retriever, "report"):
-        search.report = retriever.report
     if hasattr(retriever, "seconds"):
         search.seconds = partial(retriever.seconds, k=k)
     return search
 
 
 def retrieve(retriever, requests: list[SearchRequest], k: int) -> list[list[Document] | None]:
-    """The documents of every request, None where its search failed; rows of one group often ask the
-    same, and that is searched once.
-    """
+    """The documents of every request, None where its search failed; each query once."""
     oracle = getattr(retriever, "needs_questions", False)
     # For the oracle the question decides: two questions may well ask the same query.
     keys = [(request.query, request.question.id if oracle else "") for request in requests]
@@ -296,41 +201,18 @@ def retrieve(retriever, requests: list[SearchRequest], k: int) -> list[list[Docu
         found = retriever.search(queries, k, [request.question for request in unique.values()])
     else:
         found = retriever.search(queries, k)
-    documents = dict(
-        zip(unique, found, strict=True)
-    )  # strict: a retriever that drops a query must not shift the others
+    # strict: a retriever that drops a query must not shift the others
+    documents = dict(zip(unique, found, strict=True))
     return [None if documents[key] is None else list(documents[key]) for key in keys]
 
 
 def main() -> None:
-    passages = [
-        Document("1", "ana bell", "ana bell was born in kelmouth ."),
-        Document("2", "kelmouth", "kelmouth lies in norland ."),
-        Document("3", "tidewerk", "tidewerk builds lanterns ."),
-    ]
-
-    class SharedWords:
-        """Most words in common first: enough for three passages."""
-
-        def search(self, queries: list[str], k: int) -> list[list[Document]]:
-            return [
-                sorted(passages, key=lambda d, q=query: -len({*q.split()} & {*d.text.split()}))[:k]
-                for query in queries
-            ]
-
-    search = make_search(SharedWords(), make_summarizer("extractive"), k=2)
+    passages = [Document("1", "ana bell", "ana bell was born in kelmouth .")]
     question = Question("demo", "in which country was ana bell born ?", ["norland"])
-    queries = {
-        "a fact": "where was ana bell born",
-        "arithmetic": "17 + 25",
-        "ill-posed": "in which country was she born",
-    }
-    results = search([SearchRequest(question, query) for query in queries.values()])
-    for (kind, query), result in zip(queries.items(), results, strict=True):
-        print(f"{kind:10}  query     {query}")
-        print(f"{'':10}  found     {', '.join(document.title for document in result.documents)}")
-        print(f"{'':10}  reads     {result.text}")
-        print(f"{'':10}  fallback  {result.fallback}\n")
+    print(f"{'query':32}{'the policy reads':34}fallback")
+    for query in ("where was ana bell born", "17 + 25", "in which country was she born"):
+        (result,) = extract([SearchRequest(question, query)], [passages])
+        print(f"{query:32}{result.text:34}{result.fallback}")
 
 
 if __name__ == "__main__":

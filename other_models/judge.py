@@ -1,13 +1,11 @@
 """Is this answer right? Asked of a language model, because no metric on words knows that "the UK"
 is "Great Britain".
 
-    verdicts   yes or no                                      When to Search's "right", and a column
-               of the evaluation
-    grades     2 correct, 1 partly correct, 0 wrong           UR²'s reward for mathematics
+    verdicts   yes or no                               When to Search's "right"; a column of eval.py
+    grades     2 correct, 1 partly correct, 0 wrong    UR²'s reward for mathematics
 
 The verdict is the reply's last line and must be that one word. Anything else is unreadable: None,
-and counted. It is never taken for "wrong" in silence; `right` falls back on cover-EM and leaves the
-count to be reported.
+and counted. It is never taken for "wrong" in silence; `right` falls back on cover-EM.
 
 The answer that is judged was written by a policy that is paid for a "yes". So it goes in as one
 line of limited length, and the instruction says that it is text to judge: it can neither imitate
@@ -19,12 +17,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import rewards
 from data import Question
-from errors import run_main
 from prompts import question_text, without_thinking
-from rewards import matches
-from trajectory import Trajectory, trajectory_from_text
+from rewards import is_right, matches
+from trajectory import Trajectory
 
 Pair = tuple[Question, str | None]  # what was asked, and the answer that was given
 MAX_ANSWER = 1000  # characters of an answer that the judge reads
@@ -48,49 +44,48 @@ GRADE_INSTRUCTION = (
     " partly or wrong."
 )
 VERDICTS = {"yes": True, "correct": True, "no": False, "incorrect": False, "wrong": False}
-GRADES = {
-    "correct": 2.0,
-    "partly": 1.0,
-    "partly correct": 1.0,
-    "partially correct": 1.0,
-    "wrong": 0.0,
-    "incorrect": 0.0,
-}
+GRADES = {"correct": 2.0, "partly": 1.0, "wrong": 0.0, "incorrect": 0.0}
+GRADES |= {"partly correct": 1.0, "partially correct": 1.0}
+_LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*")
+
+
+def ask_given(llm, requests: list[tuple[str, str] | None]) -> list[str | None]:
+    """The replies in one batch. A request of None asks nobody, and has None for a reply."""
+    given = [request for request in requests if request]
+    replies = iter(llm.ask(given) if given else [])
+    return [next(replies) if request else None for request in requests]
 
 
 class Judge:
     """A judge and its counts: `asked` pairs went to the model, `unreadable` of them got no verdict
-    that can be read, of which `silent` got no reply at all: asked again, the model may be there
-    again.
+    that can be read, of which `silent` got no reply at all: asked again, the model may be there.
     """
 
     def __init__(self, llm):
         self.llm, self.asked, self.unreadable, self.silent = llm, 0, 0, 0
 
     def verdicts(self, pairs: list[Pair]) -> list[bool | None]:
-        """Right or not, for every pair in one batch. An empty answer is wrong, and nobody is
-        asked.
-        """
+        """Right or not. An empty answer is wrong, and nobody is asked."""
         return self._ask(pairs, VERDICT_INSTRUCTION, VERDICTS, False)
 
     def grades(self, pairs: list[Pair]) -> list[float | None]:
         """2, 1 or 0."""
         return self._ask(pairs, GRADE_INSTRUCTION, GRADES, 0.0)
 
-    def grade(self, question: Question, answer: str | None) -> float | None:
-        return self.grades([(question, answer)])[0]
-
     def _ask(self, pairs: list[Pair], instruction: str, words: dict, empty) -> list:
-        given = [i for i, (_, answer) in enumerate(pairs) if answer and answer.strip()]
-        replies = (
-            self.llm.ask([(instruction, pair_text(*pairs[i])) for i in given]) if given else []
-        )
-        found = [empty] * len(pairs)
-        for i, reply in zip(given, replies, strict=True):
-            found[i] = read_verdict(reply, words)
-        self.asked += len(given)
-        self.unreadable += sum(found[i] is None for i in given)
-        self.silent += sum(reply is None for reply in replies)
+        given = [bool(answer and answer.strip()) for _, answer in pairs]
+        requests = [
+            (instruction, pair_text(*pair)) if asked else None
+            for pair, asked in zip(pairs, given, strict=True)
+        ]
+        replies = ask_given(self.llm, requests)
+        found = [
+            read_verdict(reply, words) if asked else empty
+            for reply, asked in zip(replies, given, strict=True)
+        ]
+        self.asked += sum(given)
+        self.unreadable += found.count(None)
+        self.silent += replies.count(None) - given.count(False)
         return found
 
 
@@ -98,16 +93,13 @@ def pair_text(question: Question, answer: str) -> str:
     """What the judge reads."""
     accepted = " | ".join(map(_one_line, question.answers))
     return (
-        f"Question: {question_text(question)}\nAccepted answers: {accepted}\nGiven answer:"
-        f" {_one_line(answer)[:MAX_ANSWER]}"
+        f"Question: {question_text(question)}\nAccepted answers: {accepted}\n"
+        f"Given answer: {_one_line(answer)[:MAX_ANSWER]}"
     )
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-_LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*")
 
 
 def read_verdict(reply: str | None, words: dict = VERDICTS):
@@ -116,24 +108,18 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
     >>> read_verdict("It names the same country.\\n**Verdict: Yes.**"), read_verdict("yes and no")
     (True, None)
     """
-    lines = without_thinking(reply or "").split("\n")
-    plain = re.sub(r"[*_`\"'.!#]", "", lines[-1]).strip().lower()
+    last = without_thinking(reply or "").split("\n")[-1]
+    plain = re.sub(r"[*_`\"'.!#]", "", last).strip().lower()
     return words.get(_LABEL.sub("", plain, count=1))
-
-
-# ---------------------------------------------------------------------------------- for the rewards
 
 
 def right(trajectories: list[Trajectory], judge: Judge | None = None) -> list[bool]:
     """Is each trajectory's answer right: the judge's verdict; without a judge, or where it is
     unreadable, the metrics'.
     """
-    verdicts = (
-        judge.verdicts([(t.question, t.answer) for t in trajectories])
-        if judge
-        else [None] * len(trajectories)
-    )
-    return [rewards.is_right(t, verdict) for t, verdict in zip(trajectories, verdicts, strict=True)]
+    pairs = [(t.question, t.answer) for t in trajectories]
+    verdicts = judge.verdicts(pairs) if judge else [None] * len(pairs)
+    return [is_right(t, verdict) for t, verdict in zip(trajectories, verdicts, strict=True)]
 
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
@@ -142,46 +128,9 @@ def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Quest
 
     An unreadable grade counts as math equality has it, which is 0 for all that come here.
     """
-    asked = {
-        (t.question.question, t.answer): (t.question, t.answer)
-        for t in trajectories
-        if t.question.task == "math"
-    }
-    asked = {key: pair for key, pair in asked.items() if pair[1] and not matches(*pair)}
+    asked = {}
+    for question, answer in ((t.question, t.answer) for t in trajectories):
+        if question.task == "math" and answer and not matches(question, answer):
+            asked[question.question, answer] = question, answer
     grades = dict(zip(asked, judge.grades(list(asked.values())), strict=True))
     return lambda question, answer: grades.get((question.question, answer)) or 0.0
-
-
-def main() -> None:
-    question = Question("demo", "In which country was Ana Bell born?", ["Great Britain"])
-    said = {
-        "the UK": "Another common name of it.\nyes",
-        "France": "no",
-        "Great Britain": "Hard to say.",
-    }
-
-    class Recited:
-        """In place of a model: what one might reply."""
-
-        def ask(self, requests):
-            return [said[text.rpartition("Given answer: ")[2]] for _, text in requests]
-
-    judge = Judge(Recited())
-    trajectories = [
-        trajectory_from_text(question, f"\\boxed{{{answer}}}", "ur2") for answer in [*said, ""]
-    ]
-    verdicts = judge.verdicts([(t.question, t.answer) for t in trajectories])
-    print(f"{question.question}  gold: {question.answers[0]}\n")
-    print(f"{'answer':16}{'last line':30}{'verdict':10}{'cover-EM':10}right")
-    for t, verdict, final in zip(
-        trajectories, verdicts, right(trajectories, Judge(Recited())), strict=True
-    ):
-        line = said.get(t.answer, "(nobody is asked)").split("\n")[-1]
-        print(
-            f"{t.answer or '(none)':16}{line:30}{verdict!s:10}{matches(question, t.answer)!s:10}{final}"
-        )
-    print(f"\nunreadable: {judge.unreadable} of {judge.asked}")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -7,26 +7,24 @@ import importlib.util
 import json
 import shutil
 import socket
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
 from errors import InputError
-from formats.records import append_jsonl
 from other_models import llm
-from other_models.llm import Cache, LocalLLM, ServerLLM, chat_text, load_llm, without_thinking
+from other_models.llm import Cache, LocalLLM, ModelSettings, ServerLLM, frozen_in_8bit, load_llm
 from policy import save_policy
+from prompts import chat_text, without_thinking
 
 
 def said(content) -> bytes:
-    return json.dumps(
-        {"choices": [{"message": {"role": "assistant", "content": content}}]}
-    ).encode()
+    return json.dumps({"choices": [{"message": {"content": content}}]}).encode()
 
 
 def text_of(payload) -> str:
@@ -48,15 +46,12 @@ class Server:
     or None to say nothing; number counts the requests from 0, and the first is always the probe.
     """
 
-    def __init__(self, script=None, models=("m",)):
+    def __init__(self, script=None):
         self.posts, self.headers, self.script = [], [], script or capitals
         self.lock, self.released = threading.Lock(), threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.answer(200, json.dumps({"data": [{"id": name} for name in models]}).encode())
-
             def do_POST(self):
                 payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with outer.lock:
@@ -99,8 +94,8 @@ class Server:
 def serve():
     servers = []
 
-    def start(script=None, **options):
-        servers.append(Server(script, **options))
+    def start(script=None):
+        servers.append(Server(script))
         return servers[-1]
 
     yield start
@@ -108,8 +103,22 @@ def serve():
         server.stop()
 
 
-def asker(server, timeout=2.0, retries=2, **options) -> ServerLLM:
-    return ServerLLM(f"{server.base}#m", timeout=timeout, retries=retries, backoff=0.01, **options)
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch):
+    monkeypatch.setattr(llm, "BACKOFF", 0.01)
+
+
+@pytest.fixture
+def one_try(monkeypatch):
+    monkeypatch.setattr(llm, "RETRIES", 0)
+
+
+def asker(server, timeout=2.0, **options) -> ServerLLM:
+    return ServerLLM(f"{server.base}#m", timeout=timeout, **options)
+
+
+def given(**settings):
+    return SimpleNamespace(**{"timeout": 60.0, "in_8bit": "", **settings})
 
 
 def requests(*texts):
@@ -124,9 +133,25 @@ def closed_port() -> int:
 
 def after_probe(script):
     """A script for what follows the probe, which goes well; it counts from 0."""
-    return lambda payload, number: (
-        (200, said("yes")) if number == 0 else script(payload, number - 1)
+
+    def whole(payload, number):
+        return script(payload, number - 1) if number else (200, said("yes"))
+
+    return whole
+
+
+def fails_for(*texts):
+    """These get an error each time, all others "ok"."""
+    return after_probe(
+        lambda payload, number: (500, b"") if text_of(payload) in texts else (200, said("ok"))
     )
+
+
+def refused(match, call, *arguments, **options):
+    with pytest.raises(InputError, match=match) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 # ------------------------------------------------------------------------------------- it goes well
@@ -156,21 +181,17 @@ def test_equal_requests_of_a_batch_are_asked_once_and_another_instruction_is_ano
     model = asker(server)
     assert model.ask([*requests("a", "b", "a", "a"), ("else", "a")]) == ["A", "B", "A", "A", "A"]
     assert sorted(server.texts()) == ["a", "a", "b"] and model.asked == 3 and model.failures == 0
+    assert model.ask([]) == [] and model.asked == 3
 
 
-def test_no_request_asks_nothing(serve):
-    server = serve()
-    assert asker(server).ask([]) == [] and server.texts() == []
-
-
-def test_sixteen_requests_are_under_way_at_once(serve):
+def test_sixteen_requests_are_under_way_at_once(serve, one_try):
     together = threading.Barrier(16)
 
     def wait_for_the_others(payload, number):
         together.wait(5)  # with fewer at once this breaks, and the reply never comes
         return 200, said("ok")
 
-    model = asker(serve(after_probe(wait_for_the_others)), timeout=10.0, retries=0)
+    model = asker(serve(after_probe(wait_for_the_others)), timeout=10.0)
     assert model.ask(requests(*map(str, range(16)))) == ["ok"] * 16
 
 
@@ -183,24 +204,10 @@ def test_the_key_of_the_environment_is_sent_and_without_one_no_header(serve, mon
     assert [headers["Authorization"] for headers in server.headers] == [None, "Bearer abc"]
 
 
-def test_a_proxy_of_the_environment_is_not_asked_for_a_server_on_this_machine(serve, monkeypatch):
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{closed_port()}")
-    monkeypatch.delenv("no_proxy", raising=False)
-    assert asker(serve()).ask(requests("a")) == ["A"]
-
-
-def test_without_a_model_in_the_address_the_server_s_first_one_is_asked(serve):
-    server = serve(models=("first", "second"))
-    load_llm(server.base + "/").ask(requests("a"))
-    assert server.posts[-1]["model"] == "first"
-
-
 def test_what_a_model_thinks_aloud_is_no_part_of_its_reply(serve):
     script = after_probe(lambda payload, number: (200, said("<think>a? no, b</think>\n\nb")))
     assert asker(serve(script)).ask(requests("q")) == ["b"]
-    assert (
-        without_thinking("opened by the template</think> b") == "b"
-    )  # the opening tag stood in the prompt
+    assert without_thinking("opened in the prompt</think> b") == "b"
     assert without_thinking("<think>never ended") == ""
     assert without_thinking(" plain ") == "plain"
 
@@ -210,53 +217,43 @@ def test_what_a_model_thinks_aloud_is_no_part_of_its_reply(serve):
 
 def test_a_refused_connection_is_one_line_at_load_time():
     spec = f"http://127.0.0.1:{closed_port()}/v1#m"
-    with pytest.raises(
-        InputError, match=r"no answer \(Connection refused\): start the server"
-    ) as caught:
-        load_llm(spec)
-    assert spec in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_refused_connection_without_a_model_name_is_one_line_too():
-    with pytest.raises(InputError, match="no model could be found there"):
-        load_llm(f"http://127.0.0.1:{closed_port()}/v1")
-
-
-def test_a_server_that_lists_no_model_asks_for_a_name(serve):
-    with pytest.raises(InputError, match=r"it lists none.*http://host:port/v1#model"):
-        load_llm(serve(models=()).base)
+    match = r"no answer \(Connection refused\): start the server"
+    assert spec in refused(match, load_llm, spec, given(), cache="")
 
 
 def test_a_server_that_hangs_at_the_start_is_one_line_after_the_time_limit(serve):
-    start = time.perf_counter()
-    with pytest.raises(InputError, match=r"nothing within 0.2 s"):
-        load_llm(serve(lambda payload, number: None).base + "#m", timeout=0.2)
-    assert time.perf_counter() - start < 3
+    spec = serve(lambda payload, number: None).base + "#m"
+    refused("nothing within 0.2 s", load_llm, spec, given(timeout=0.2), cache="")
 
 
-def test_what_the_server_says_about_a_wrong_model_is_shown(serve):
-    body = json.dumps({"error": {"message": "The model `m` does not exist."}}).encode()
-    with pytest.raises(InputError, match=r"HTTP 404 The model `m` does not exist."):
-        asker(serve(lambda payload, number: (404, body)))
+@pytest.mark.parametrize(
+    ("code", "said"), [(404, "The model `m` does not exist."), (400, "max_tokens too large")]
+)
+def test_what_the_server_says_of_a_request_that_it_does_not_take_is_shown(serve, code, said):
+    body = json.dumps({"error": {"message": said}}).encode()
+    refused(f"HTTP {code} {said}", asker, serve(lambda payload, number: (code, body)))
 
 
-def test_a_server_that_does_not_take_the_settings_says_so_at_load_time(serve):
-    with pytest.raises(
-        InputError, match=r"does not take the request .HTTP 400 max_tokens too large"
-    ):
-        asker(serve(lambda payload, number: (400, b"max_tokens too large")))
+@pytest.mark.parametrize(
+    ("spec", "match"),
+    [
+        ("http://", "not an address"),
+        ("http://host:port/v1#m", "not an address"),
+        ("http://#m", "not an address"),
+        ("http://h:8000/v1", "which of the server's models.*http://host:port/v1#model"),
+        ("", "names no language model: give http://host"),
+        ("localhost:8000/v1#m", "names no language model: give http://host"),
+    ],
+)
+def test_an_address_or_a_name_that_is_none_is_one_line(spec, match):
+    refused(match, load_llm, spec, given())
 
 
-@pytest.mark.parametrize("spec", ["http://", "http://host:port/v1#m", "http://#m"])
-def test_an_address_that_is_none_is_one_line(spec):
-    with pytest.raises(InputError, match="not an address"):
-        load_llm(spec)
-
-
-@pytest.mark.parametrize("spec", ["", "localhost:8000/v1#m"])
-def test_a_name_that_is_none_is_one_line(spec):
-    with pytest.raises(InputError, match="names no language model: give http://host"):
-        load_llm(spec)
+def test_a_part_that_cannot_be_in_8_bits_is_one_line():
+    assert frozen_in_8bit(ModelSettings(in_8bit="base, others")) == {"base", "others"}
+    assert frozen_in_8bit(ModelSettings()) == set()
+    wrong = ModelSettings(in_8bit="base,judge")
+    refused("--in_8bit judge: unknown; .* base, reference, others", frozen_in_8bit, wrong)
 
 
 # -------------------------------------------------------------------------------- one request fails
@@ -276,74 +273,35 @@ def once(fault):
     return after_probe(script)
 
 
-def patient(server, fault, retries):
-    """Impatient only where the fault is slowness: on a busy machine a good reply may take a
-    while.
-    """
-    model = asker(server, timeout=5.0, retries=retries)
-    model.timeout = 0.2 if fault is None else 5.0
-    return model
-
-
-RAW = b"HTTP/1.0 200 OK\r\nContent-Length: 500\r\n\r\n"
-
-
 @pytest.mark.parametrize(
     ("fault", "shown"),
     [
-        ((500, b"oh no"), "HTTP 500 oh no"),
-        ((503, b""), "HTTP 503"),
-        ((429, b"slow down"), "HTTP 429 slow down"),
+        ((503, b"oh no"), "HTTP 503 oh no"),
         (None, "nothing within 0.2 s"),
         (b"", "closed connection"),
-        (RAW + said("half")[:20], "half a"),
         ((200, b"<html>hello</html>"), "not JSON, or half of one: <html>"),
-        ((200, b"{}"), "without choices: {}"),
         ((200, b"[]"), "without choices"),
-        ((200, b'{"choices": []}'), "without choices"),
+        ((200, b'{"choices": []}'), 'without choices: {"choices": []}'),
     ],
-    ids=["500", "503", "429", "slow", "closed", "half", "not-json", "empty", "list", "no-choice"],
+    ids=["503", "slow", "closed", "not-json", "list", "no-choice"],
 )
 def test_a_try_that_fails_is_followed_by_another_and_after_the_last_one_by_none(
-    serve, fault, shown
+    serve, fault, shown, monkeypatch
 ):
+    def hurried(server):
+        """Only where the fault is slowness: on a busy machine a good reply may take a while."""
+        model = asker(server, timeout=5.0)
+        model.timeout = 0.2 if fault is None else 5.0
+        return model
+
     server = serve(once(fault))
-    model = patient(server, fault, retries=1)
+    model = hurried(server)
     assert model.ask(requests("a", "b")) == ["A", "B"] and model.failures == 0
     assert sorted(server.texts()) == ["a", "a", "b", "b"]
-    model = patient(serve(once(fault)), fault, retries=0)
+    monkeypatch.setattr(llm, "RETRIES", 0)
+    model = hurried(serve(once(fault)))
     assert model.ask(requests("a")) == [None]
     assert model.failures == 1 and shown in model.fault
-
-
-def test_a_reply_that_drips_ends_at_the_time_limit(serve):
-    class Drips:
-        """Behind each try stands a server of its own that sends a byte now and then, and never
-        ends.
-        """
-
-        def __init__(self):
-            self.socket = socket.create_server(("127.0.0.1", 0))
-            self.base = f"http://127.0.0.1:{self.socket.getsockname()[1]}/v1"
-            threading.Thread(target=self.run, daemon=True).start()
-
-        def run(self):
-            with contextlib.suppress(OSError):
-                while True:
-                    connection = self.socket.accept()[0]
-                    connection.recv(65536)
-                    connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
-                    with contextlib.suppress(OSError):
-                        for _ in range(100):
-                            connection.sendall(b" ")
-                            time.sleep(0.05)
-                    connection.close()
-
-    drips, start = Drips(), time.perf_counter()
-    with pytest.raises(InputError, match=r"nothing within 0.2 s"):
-        ServerLLM(f"{drips.base}#m", timeout=0.2)
-    assert time.perf_counter() - start < 3
-    drips.socket.close()
 
 
 def test_a_request_that_the_server_does_not_take_is_not_tried_again_and_is_no_dead_server(serve):
@@ -360,85 +318,41 @@ def test_a_reply_without_text_is_none_and_is_not_asked_again(serve):
     assert model.ask(requests("a")) == [None] and len(server.texts()) == 1
 
 
-def test_each_retry_waits_twice_as_long_as_the_one_before(serve):
-    times = []
-
-    def fails(payload, number):
-        times.append(time.perf_counter())
-        return 500, b""
-
-    model = asker(serve(after_probe(fails)), retries=2)
-    model.backoff = 0.05
-    model.ask(requests("a"))
-    assert times[1] - times[0] >= 0.05 and times[2] - times[1] >= 0.1
-
-
 def test_one_request_that_fails_leaves_the_others_their_replies(serve):
-    server = serve(
-        after_probe(
-            lambda payload, number: (500, b"") if text_of(payload) == "b" else (200, said("ok"))
-        )
-    )
+    server = serve(fails_for("b"))
     model = asker(server)
     assert model.ask(requests("a", "b", "c")) == ["ok", None, "ok"]
-    assert (model.asked, model.failures) == (3, 1) and server.texts().count(
-        "b"
-    ) == 3  # 1 + 2 retries
+    assert (model.asked, model.failures) == (3, 1)
+    assert server.texts().count("b") == 3  # 1 + RETRIES
 
 
 # ---------------------------------------------------------------------------------- the server dies
 
 
-def test_a_server_that_dies_costs_a_batch_one_round_of_tries_and_not_one_per_request(serve):
-    # 2,000 requests by 16 threads, each 0.15 s: one round is 0.15 s, all of them 125 · 0.15 s = 19
-    # s
+def test_a_server_that_dies_costs_a_batch_one_round_of_tries_and_no_thread_asks_on(serve, one_try):
     server = serve(after_probe(lambda payload, number: None))
-    model = asker(server, retries=0)
-    model.timeout, start = 0.15, time.perf_counter()
-    assert model.ask(requests(*map(str, range(2000)))) == [None] * 2000
-    assert time.perf_counter() - start < 5
-    assert (
-        model.failures == 2000 and len(server.texts()) <= 16 + 16
-    )  # a thread may have begun its second request
+    model = asker(server)
+    model.timeout = 0.15
+    assert model.ask(requests(*map(str, range(2000)))) == [None] * 2000 and model.failures == 2000
+    time.sleep(0.4)  # more rounds, if they went on
+    assert len(server.texts()) <= 16 + 16  # a thread may have begun its second request
 
 
-def test_threads_of_a_batch_that_was_given_up_ask_no_more(serve):
-    server = serve(after_probe(lambda payload, number: None))
-    model = asker(server, retries=0)
-    model.timeout = 0.1
-    model.ask(requests(*map(str, range(200))))
-    time.sleep(0.3)  # three more rounds, if they went on
-    assert len(server.texts()) <= 16 + 16
-
-
-def test_three_batches_in_a_row_without_an_answer_stop_the_run_with_one_line(serve):
+def test_three_batches_in_a_row_without_an_answer_stop_the_run_with_one_line(serve, one_try):
     server = serve()
-    model = asker(server, retries=0)
+    model = asker(server)
     assert model.ask(requests("a")) == ["A"]
     server.stop()
     assert model.ask(requests("b")) == [None]
     assert model.ask(requests("c", "d")) == [None, None]
-    with pytest.raises(
-        InputError, match=r"3 batches in a row without an answer .Connection refused"
-    ) as caught:
-        model.ask(requests("e"))
-    assert server.base in str(caught.value) and "\n" not in str(caught.value)
+    match = "3 batches in a row without an answer .Connection refused"
+    assert server.base in refused(match, model.ask, requests("e"))
 
 
-def test_a_batch_with_an_answer_between_them_begins_the_count_anew(serve):
-    down = {"b", "c", "e", "f"}
-    script = after_probe(
-        lambda payload, number: (500, b"") if text_of(payload) in down else (200, said("ok"))
-    )
-    model = asker(serve(script), retries=0)
-    assert [model.ask(requests(text))[0] for text in "abcdef"] == [
-        "ok",
-        None,
-        None,
-        "ok",
-        None,
-        None,
-    ]
+def test_a_batch_with_an_answer_between_them_begins_the_count_anew(serve, one_try):
+    model = asker(serve(fails_for(*"bcef")))
+    found = [model.ask(requests(text))[0] for text in "abcdef"]
+    assert found == ["ok", None, None, "ok", None, None]
 
 
 def test_a_fault_of_our_own_in_a_thread_is_none_and_not_an_endless_wait(serve, monkeypatch):
@@ -447,13 +361,16 @@ def test_a_fault_of_our_own_in_a_thread_is_none_and_not_an_endless_wait(serve, m
     assert model.ask(requests("a")) == [None] and "ZeroDivisionError" in model.fault
 
 
-def test_an_interrupt_keeps_what_has_come_and_leaves_quickly(serve, tmp_path, monkeypatch):
-    server = serve(
-        after_probe(
-            lambda payload, number: None if text_of(payload) == "slow" else (200, said("ok"))
-        )
-    )
-    model = asker(server, timeout=20.0, cache=tmp_path)
+def test_an_interrupt_keeps_what_has_come_and_waits_for_nobody(serve, tmp_path, monkeypatch):
+    answered = []
+
+    def script(payload, number):
+        if text_of(payload) == "slow":
+            time.sleep(2)
+            answered.append("slow")
+        return 200, said("ok")
+
+    model = asker(serve(script), timeout=20.0, cache=tmp_path)
     real = model.cache.put
 
     def put(request, reply):
@@ -461,11 +378,9 @@ def test_an_interrupt_keeps_what_has_come_and_leaves_quickly(serve, tmp_path, mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(model.cache, "put", put)
-    start = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         model.ask(requests("slow", "a"))
-    assert time.perf_counter() - start < 3
-    assert asker(server, cache=tmp_path).cache.get(("do it", "a")) == "ok"
+    assert answered == [] and Cache(tmp_path, "m", 256).get(("do it", "a")) == "ok"
 
 
 # ------------------------------------------------------------------------------------- kept on disk
@@ -481,33 +396,21 @@ def test_a_reply_that_is_kept_is_not_asked_again_by_any_later_run(serve, tmp_pat
 
 
 def test_model_instruction_text_and_length_each_make_another_entry(tmp_path):
-    kept = Cache(tmp_path, "m", 8)
+    kept = Cache(tmp_path, "a/b", 8)
     kept.put(("i", "t"), "r")
-    assert Cache(tmp_path, "m", 8).get(("i", "t")) == "r"
-    others = [
-        ("n", 8, ("i", "t")),
-        ("m", 9, ("i", "t")),
-        ("m", 8, ("j", "t")),
-        ("m", 8, ("i", "u")),
-        ("m", 8, ("it", "")),
-    ]
-    assert [Cache(tmp_path, name, size).get(request) for name, size, request in others] == [
-        None
-    ] * 5
+    assert Cache(tmp_path, "a/b", 8).get(("i", "t")) == "r"
+    assert Cache(tmp_path, "a/b", 9).get(("i", "t")) is None
+    for request in (("j", "t"), ("i", "u"), ("it", "")):
+        assert kept.get(request) is None
+    other = Cache(tmp_path, "a:b", 8)
+    assert other.path == kept.path and other.get(("i", "t")) is None  # one file, two names
 
 
-def test_two_names_that_share_a_file_do_not_share_replies(tmp_path):
-    one, other = Cache(tmp_path, "a/b", 8), Cache(tmp_path, "a:b", 8)
-    assert one.path == other.path
-    one.put(("i", "t"), "r")
-    assert Cache(tmp_path, "a:b", 8).get(("i", "t")) is None
-
-
-def test_no_answer_is_never_kept(serve, tmp_path):
+def test_no_answer_is_never_kept(serve, tmp_path, one_try):
     server = serve(
         after_probe(lambda payload, number: (500, b"") if number == 0 else (200, said("ok")))
     )
-    model = asker(server, retries=0, cache=tmp_path)
+    model = asker(server, cache=tmp_path)
     assert model.ask(requests("a")) == [None]
     assert model.ask(requests("a")) == ["ok"]
 
@@ -515,7 +418,7 @@ def test_no_answer_is_never_kept(serve, tmp_path):
 def test_without_a_folder_nothing_is_kept(serve):
     server = serve()
     model = asker(server)
-    model.ask(requests("a")), model.ask(requests("a"))
+    assert model.ask(requests("a")) == model.ask(requests("a")) == ["A"]
     assert server.texts() == ["a", "a"]
 
 
@@ -540,14 +443,12 @@ def test_a_half_line_with_a_whole_one_behind_it_is_never_read_as_a_reply(tmp_pat
         assert dict(llm._read_replies(tmp_path / "x.jsonl")) == {}
 
 
-@pytest.mark.parametrize(
-    "junk",
-    [b"\xff\xfe", b"[]", b"3", b"{}", b'{"key": 1, "reply": "x"}', b'{"key": "k", "reply": null}'],
-)
-def test_lines_that_are_no_entries_are_skipped(tmp_path, junk):
+def test_lines_that_are_no_entries_are_skipped(tmp_path):
     cache = Cache(tmp_path, "m", 8)
     cache.put(("i", "a"), "A")
-    cache.path.write_bytes(junk + b"\n" + cache.path.read_bytes())
+    junk = [b"\xff\xfe", b"[]", b"3", b"{}", b'{"key": 1, "reply": "x"}']
+    junk += [b'{"key": "k", "reply": null}', cache.path.read_bytes()]
+    cache.path.write_bytes(b"\n".join(junk))
     assert Cache(tmp_path, "m", 8).replies == cache.replies
 
 
@@ -559,25 +460,11 @@ def test_two_runs_may_append_to_one_cache(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_asked(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="replies cannot be kept there"):
-        Cache(tmp_path / "file", "m", 8)
-
-
-def test_a_disk_that_fails_later_costs_the_cache_and_not_the_run(tmp_path, capsys):
     cache = Cache(tmp_path / "folder", "m", 8)
-    cache.path.unlink()
-    cache.path.parent.rmdir()
-    cache.put(("i", "a"), "A")
-    assert "replies are no longer kept" in capsys.readouterr().err
-    cache.put(("i", "b"), "B")  # and once is enough
-    assert capsys.readouterr().err == ""
-
-
-def test_append_jsonl_writes_a_line_each_and_nothing_for_none(tmp_path):
-    append_jsonl(tmp_path / "x", [{"a": 1}, {"b": "ü"}])
-    append_jsonl(tmp_path / "x", [])
-    assert (tmp_path / "x").read_text(encoding="utf-8") == '{"a": 1}\n{"b": "ü"}\n'
+    shutil.rmtree(tmp_path / "folder")
+    (tmp_path / "folder").write_text("")
+    refused("replies cannot be kept there", Cache, tmp_path / "folder", "m", 8)
+    refused("replies cannot be kept there", cache.put, ("i", "a"), "A")  # a disk that fails later
 
 
 # ------------------------------------------------------------------------------------ a local model
@@ -592,18 +479,12 @@ def alone(policy, tokenizer, request, count) -> str:
     with torch.no_grad():
         while len(new) < count and tokenizer.eos_token_id not in new:
             new.append(int(policy.language_model(torch.tensor([ids + new])).logits[0, -1].argmax()))
-    return tokenizer.decode(
-        [i for i in new if i != tokenizer.eos_token_id], skip_special_tokens=True
-    ).strip()
+    new = [i for i in new if i != tokenizer.eos_token_id]
+    return tokenizer.decode(new, skip_special_tokens=True).strip()
 
 
-TEXTS = [
-    "who?",
-    "Ana Bell was born in Kelmouth. In which country was she born?",
-    "Norland Norland",
-    "a",
-    "b c d e f g h",
-]
+TEXTS = ["who?", "Ana Bell was born in Kelmouth. In which country was she born?"]
+TEXTS += ["Norland Norland", "a", "b c d e f g h"]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -646,14 +527,13 @@ def test_asking_leaves_the_random_state_and_the_training_mode_alone(qwen2, bpe):
 def test_a_prompt_beyond_the_context_is_none_and_is_not_cut(qwen2, bpe):
     model = LocalLLM(qwen2, bpe, max_tokens=8)  # 512 positions
     assert model.ask(requests("word " * 600, "who?"))[0] is None
-    assert model.failures == 1 and "the longest that fits has 504" in model.fault
+    assert model.failures == 1 and model.fault.endswith("; 504 fit")
     for _ in range(3):  # and a model in memory is never "down"
         assert model.ask(requests("word " * 600)) == [None]
 
 
 def test_more_new_tokens_than_the_context_holds_are_refused_at_once(qwen2, bpe):
-    with pytest.raises(InputError, match="512 new tokens do not fit the model's 512 positions"):
-        LocalLLM(qwen2, bpe, max_tokens=512)
+    refused("512 new tokens do not fit the model's 512 positions", LocalLLM, qwen2, bpe, 512)
 
 
 def test_a_text_cannot_open_a_turn_of_its_own(qwen2, bpe):
@@ -688,12 +568,9 @@ def test_the_built_in_world_s_tiny_model_reads_the_text_and_not_the_instruction(
     toy_policy, toy_tokenizer
 ):
     model = LocalLLM(toy_policy, toy_tokenizer, max_tokens=6)
-    assert model.prompt(("some instruction", "where was ana born")) == model.prompt(
-        ("another", "where was ana born")
-    )
-    assert model.prompt(("i", "kelmouth lies in norland .\nwhere ?")) != model.prompt(
-        ("i", "where ?")
-    )
+    bare = model.prompt(("some instruction", "where ?"))
+    assert bare == model.prompt(("another", "where ?"))
+    assert bare != model.prompt(("another", "kelmouth lies in norland .\nwhere ?"))
     assert isinstance(model.ask([("i", "where was ana born")])[0], str)
 
 
@@ -704,61 +581,42 @@ def saved(qwen2, bpe, tmp_path):
 
 
 def test_a_saved_model_says_what_the_one_in_memory_says_and_keeps_it(saved, qwen2, bpe, tmp_path):
-    model = load_llm(str(saved), max_tokens=6, cache=str(tmp_path / "cache"))
+    model = load_llm(str(saved), given(), max_tokens=6, cache=tmp_path / "cache")
     replies = model.ask(requests(*TEXTS))
     assert replies == LocalLLM(qwen2, bpe, max_tokens=6).ask(requests(*TEXTS))
-    again = load_llm(str(saved), max_tokens=6, cache=str(tmp_path / "cache"))
+    again = load_llm(str(saved), given(), max_tokens=6, cache=tmp_path / "cache")
     assert again.ask(requests(*TEXTS)) == replies and again.asked == 0
 
 
 def test_other_weights_in_the_same_folder_do_not_get_the_old_ones_replies(
     saved, llama, bpe, tmp_path
 ):
-    cache = str(tmp_path / "cache")
-    load_llm(str(saved), max_tokens=6, cache=cache).ask(requests("who?"))
+    load_llm(str(saved), given(), cache=tmp_path / "cache").ask(requests("who?"))
     shutil.rmtree(saved)
     save_policy(llama, bpe, saved)
-    model = load_llm(str(saved), max_tokens=6, cache=cache)
+    model = load_llm(str(saved), given(), cache=tmp_path / "cache")
     model.ask(requests("who?"))
     assert model.asked == 1
 
 
-def test_a_folder_without_a_model_is_one_line_that_names_no_other_flag(tmp_path):
-    with pytest.raises(InputError, match=r"there is no config.json") as caught:
-        load_llm(str(tmp_path))
-    assert "--model" not in str(caught.value)
-    with pytest.raises(InputError, match="no such directory"):
-        load_llm("/no/such/model")
-
-
-def test_broken_weights_are_one_line(saved):
+def test_a_folder_without_a_model_and_broken_weights_are_one_line_that_names_no_other_flag(
+    saved, tmp_path
+):
+    said = refused("there is no config.json", load_llm, str(tmp_path), given())
+    assert "--model" not in said
+    refused("no such directory", load_llm, "/no/such/model", given())
     next(saved.glob("*.safetensors")).write_bytes(b"junk")
-    with pytest.raises(InputError, match="no causal LM could be loaded from there") as caught:
-        load_llm(str(saved))
-    assert "\n" not in str(caught.value)
+    refused("no causal LM could be loaded from there", load_llm, str(saved), given())
 
 
 def test_a_frozen_model_in_8_bits_answers_and_without_the_library_it_is_one_line(
     saved, monkeypatch
 ):
-    local = load_llm(str(saved), load_in_8bit=True, max_tokens=4)
+    local = load_llm(str(saved), given(in_8bit="others"), max_tokens=4, cache="")
     assert local.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert len(local.ask([("", "where ?")])) == 1
+    plain = load_llm(str(saved), given(in_8bit="base"), cache="")
+    assert plain.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        InputError, match="8-bit weights need bitsandbytes: pip install bitsandbytes"
-    ):
-        load_llm(str(saved), load_in_8bit=True)
-
-
-def test_the_file_shows_two_distinct_requests_a_retry_and_a_second_run_that_asks_nothing(
-    capsys, monkeypatch
-):
-    monkeypatch.setattr(sys, "argv", ["llm.py"])
-    llm.main()
-    output = capsys.readouterr().out
-    assert "first: 3 requests, 2 asked, 0 without an answer" in output
-    assert (
-        "again: 3 requests, 0 asked, 0 without an answer" in output
-        and "WHERE WAS ANA BELL BORN?" in output
-    )
+    match = "8-bit weights need bitsandbytes: pip install bitsandbytes"
+    refused(match, load_llm, str(saved), given(in_8bit="others"))

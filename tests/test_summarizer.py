@@ -1,6 +1,4 @@
-"""summarizer.py: when a query is a lookup, what the policy reads, and the search function of the
-rollout.
-"""
+"""summarizer.py: when a query is a lookup, what the policy reads, and the search of the rollout."""
 
 import json
 
@@ -9,22 +7,21 @@ import pytest
 import summarizer
 from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError
-from formats.records import append_jsonl
 from other_models.llm import LocalLLM
 from retriever import OracleRetriever
 from summarizer import (
+    FALLBACK_TEXT,
     INSTRUCTION,
     MAX_SUMMARY,
     NO_FACT,
-    ExtractiveSummarizer,
     LLMSummarizer,
-    PassThrough,
-    SummaryPair,
+    SummarizerSettings,
     cut,
+    extract,
     is_lookup,
     make_search,
     make_summarizer,
-    read_summary_log,
+    show_all,
 )
 
 ANA = Document("3", "ana bell", "ana bell was born in kelmouth .")
@@ -37,7 +34,7 @@ def requests(*queries, question=QUESTION):
 
 
 def summarize(query, *documents):
-    return ExtractiveSummarizer()(requests(query), [list(documents)])[0]
+    return extract(requests(query), [list(documents)])[0]
 
 
 class Recorder:
@@ -64,16 +61,8 @@ def test_a_query_that_names_the_top_title_reads_the_top_passage(query):
 
 @pytest.mark.parametrize(
     "query",
-    [
-        "where was she born",
-        "ana",
-        "bell ana",
-        "where was diana bell born",
-        "ana bellow",
-        "was ana born a bell",
-        "kelmouth",
-        "",
-    ],
+    "where was she born|ana|bell ana|where was diana bell born|ana bellow|was ana born a bell"
+    "|kelmouth|".split("|"),
 )
 def test_a_query_without_the_top_title_as_whole_words_is_a_fallback(query):
     assert summarize(query, ANA, KELMOUTH).fallback
@@ -91,9 +80,8 @@ def test_twelve_words_are_a_lookup_and_thirteen_are_not():
 
 
 def test_a_title_of_regular_expression_signs_is_taken_literally():
-    assert is_lookup("who wrote c.d (film)", "C.D (film)") and not is_lookup(
-        "who wrote cxd (film)", "c.d (film)"
-    )
+    assert is_lookup("who wrote c.d (film)", "C.D (film)")
+    assert not is_lookup("who wrote cxd (film)", "c.d (film)")
 
 
 def test_no_document_and_a_document_without_title_are_fallbacks():
@@ -108,25 +96,19 @@ def test_a_fallback_keeps_the_documents_for_the_log_but_the_policy_does_not_read
 
 
 def test_the_flag_decides_and_not_the_text():
-    sentinel = ExtractiveSummarizer().fallback_text
-    result = summarize("who is none", Document("1", "none", sentinel))
-    assert result.text == sentinel and result.fallback is False
+    result = summarize("who is none", Document("1", "none", FALLBACK_TEXT))
+    assert result.text == FALLBACK_TEXT and result.fallback is False
 
 
 def test_a_batch_gets_one_result_per_request_in_order():
-    results = ExtractiveSummarizer()(
-        requests("ana bell", "1 + 1", "kelmouth"), [[ANA], [ANA], [KELMOUTH]]
-    )
-    assert [r.fallback for r in results] == [False, True, False] and results[
-        2
-    ].text == KELMOUTH.text
-
-
-# -------------------------------------------------------------------------------- without a summary
+    asked = requests("ana bell", "1 + 1", "kelmouth")
+    results = extract(asked, [[ANA], [ANA], [KELMOUTH]])
+    assert [result.fallback for result in results] == [False, True, False]
+    assert results[2].text == KELMOUTH.text
 
 
 def test_without_a_summariser_the_documents_themselves_are_the_result():
-    assert PassThrough()(requests("1 + 1"), [[ANA]]) == [SearchResult(documents=[ANA])]
+    assert show_all(requests("1 + 1"), [[ANA]]) == [SearchResult(documents=[ANA])]
 
 
 # --------------------------------------------------------------------------------- a language model
@@ -140,9 +122,8 @@ class Says:
 
     def ask(self, requests):
         self.batches.append(requests)
-        return [
-            self.replies.get(text.split("\n")[0].removeprefix("Query: ")) for _, text in requests
-        ]
+        queries = [text.split("\n")[0].removeprefix("Query: ") for _, text in requests]
+        return [self.replies.get(query) for query in queries]
 
 
 def notes(llm, *queries, documents=(ANA, KELMOUTH), **options):
@@ -159,7 +140,7 @@ def test_the_model_reads_the_query_and_the_numbered_documents():
     assert llm.batches == [[(INSTRUCTION, text)]]
 
 
-def test_all_queries_are_one_batch_and_the_policy_reads_the_notes_while_the_documents_stay_in_the_log():
+def test_all_queries_are_one_batch_and_the_documents_stay_beside_the_notes():
     llm = Says(a="on a", b="on b")
     results = notes(llm, "a", "b")
     assert len(llm.batches) == 1
@@ -168,8 +149,8 @@ def test_all_queries_are_one_batch_and_the_policy_reads_the_notes_while_the_docu
 
 @pytest.mark.parametrize("reply", [NO_FACT, f"  {NO_FACT}\n", f"<think>a sum</think>\n{NO_FACT}"])
 def test_the_sentinel_alone_is_a_fallback(reply):
-    result = notes(Says(sum=reply), "sum", fallback_text="Nothing.")[0]
-    assert result == SearchResult([ANA, KELMOUTH], "Nothing.", fallback=True)
+    result = notes(Says(sum=reply), "sum")[0]
+    assert result == SearchResult([ANA, KELMOUTH], FALLBACK_TEXT, fallback=True)
 
 
 @pytest.mark.parametrize(
@@ -226,53 +207,19 @@ def test_equal_queries_of_a_moment_are_asked_once_by_a_real_model(qwen2, bpe):
 # -------------------------------------------------------------------- the log: pairs to distil from
 
 
-def test_the_log_has_each_new_pair_once_and_reads_back_as_it_was(tmp_path):
+def test_the_log_has_each_new_pair_once(tmp_path):
     path = tmp_path / "folder" / "pairs.jsonl"
     llm = Says(who="on who\nü", sum=NO_FACT, none=None)
     notes(llm, "who", "who", "sum", "none", log=path)
-    assert read_summary_log(path) == [
-        SummaryPair("who", [ANA, KELMOUTH], "on who\nü", False),
-        SummaryPair("sum", [ANA, KELMOUTH], NO_FACT, True),
-    ]
-    assert len(path.read_text(encoding="utf-8").splitlines()) == 2
-
-
-def test_a_pair_that_was_asked_again_is_read_once_and_other_documents_are_another_pair(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    notes(Says(who="old"), "who", log=path)
-    notes(Says(who="new"), "who", log=path)
-    notes(Says(who="other"), "who", documents=[ANA], log=path)
-    assert [(pair.summary, len(pair.documents)) for pair in read_summary_log(path)] == [
-        ("new", 2),
-        ("other", 1),
+    found = {"documents": [vars(ANA), vars(KELMOUTH)]}
+    assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == [
+        {"query": "who", **found, "summary": "on who\nü", "fallback": False},
+        {"query": "sum", **found, "summary": NO_FACT, "fallback": True},
     ]
 
 
-def test_a_line_that_an_interrupt_cut_short_is_left_out_with_a_warning(tmp_path, capsys):
-    path = tmp_path / "pairs.jsonl"
-    notes(Says(a="on a"), "a", log=path)
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:-9])
-    notes(Says(b="on b"), "b", log=path)  # a later run goes on behind it
-    assert [pair.summary for pair in read_summary_log(path)] == ["on a", "on b"]
-    assert "line 2: cut short, left out" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "record",
-    [{}, {"query": "q"}, [1], {"query": "q", "documents": [{}], "summary": "s", "fallback": False}],
-)
-def test_a_file_that_is_no_log_is_one_line_with_its_place(tmp_path, record):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(json.dumps(record) + "\n")
-    with pytest.raises(InputError, match=r"pairs.jsonl, line 1: no summary record"):
-        read_summary_log(path)
-
-
-def test_a_missing_log_and_one_that_cannot_be_written_are_one_line(tmp_path):
-    with pytest.raises(InputError, match="no such file"):
-        read_summary_log(tmp_path / "none.jsonl")
-    append_jsonl(tmp_path / "file", [])
+def test_a_log_that_cannot_be_written_is_one_line_before_the_first_search(tmp_path):
+    (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="summaries cannot be logged there"):
         LLMSummarizer(Says(), log=tmp_path / "file" / "pairs.jsonl")
 
@@ -306,7 +253,7 @@ def test_results_of_equal_queries_do_not_share_one_list():
 
 
 def test_search_hands_the_found_documents_to_the_summariser():
-    results = make_search(Recorder(), ExtractiveSummarizer())(requests("ana", "2 * 3"))
+    results = make_search(Recorder(), extract)(requests("ana", "2 * 3"))
     assert [(r.text, r.fallback) for r in results] == [("about ana", False), ("None", True)]
 
 
@@ -314,11 +261,8 @@ def test_the_oracle_gets_the_questions_and_equal_queries_of_two_questions_stay_a
     other = Question("r", "?", ["x"], references=(KELMOUTH,), supporting=(1,))
     gold = Question("q", "?", ["x"], references=(KELMOUTH, ANA), supporting=(2,))
     asked = requests("who", "who", question=gold) + requests("who", question=other)
-    assert [r.documents for r in make_search(OracleRetriever())(asked)] == [
-        [ANA],
-        [ANA],
-        [KELMOUTH],
-    ]
+    found = [result.documents for result in make_search(OracleRetriever())(asked)]
+    assert found == [[ANA], [ANA], [KELMOUTH]]
 
 
 def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
@@ -348,15 +292,13 @@ def test_a_query_without_an_answer_is_an_error_of_its_own_rows_and_the_summarise
 
     def summarize(requests, documents):
         asked.append([request.query for request in requests])
-        return PassThrough()(requests, documents)
+        return show_all(requests, documents)
 
     results = make_search(Fails(), summarize)(requests("a", "bad", "b", "bad", "a"))
     assert [r.error for r in results] == [None, "search failed", None, "search failed", None]
     assert [[d.id for d in r.documents] for r in results] == [["a"], [], ["b"], [], ["a"]]
+    make_search(Fails(), summarize)(requests("bad"))
     assert asked == [["a", "b", "a"]]
-    assert [r.error for r in make_search(Fails(), summarize)(requests("bad"))] == [
-        "search failed"
-    ] and len(asked) == 1
 
 
 def test_the_search_says_how_long_it_may_take_if_its_retriever_does():
@@ -364,29 +306,22 @@ def test_the_search_says_how_long_it_may_take_if_its_retriever_does():
     assert not hasattr(make_search(Recorder()), "seconds")
 
 
-def test_summarisers_are_made_by_name_and_an_unknown_name_lists_them():
-    assert isinstance(make_summarizer("none"), PassThrough)
-    assert isinstance(make_summarizer("extractive"), ExtractiveSummarizer)
-    with pytest.raises(InputError, match="unknown summarizer 'gpt': one of none, extractive, llm"):
-        make_summarizer("gpt")
+def test_a_summariser_is_none_extractive_or_the_model_that_the_caller_has_loaded():
+    assert make_summarizer(SummarizerSettings()) is show_all
+    assert make_summarizer(SummarizerSettings("extractive")) is extract
+    llm = Says(a="on a", b=NO_FACT)
+    search = make_search(Recorder(), make_summarizer(SummarizerSettings("http://x/v1#m"), llm), 2)
+    found = [(result.text, result.fallback) for result in search(requests("a", "b"))]
+    assert found == [("on a", False), (FALLBACK_TEXT, True)]
 
 
-def test_the_llm_summariser_needs_a_model_and_says_which_flag_names_one():
-    with pytest.raises(InputError, match="needs a model: give --summarizer_model"):
-        make_summarizer("llm")
-    search = make_search(Recorder(), make_summarizer("llm", Says(a="on a", b=NO_FACT)), 2)
-    assert [(r.text, r.fallback) for r in search(requests("a", "b"))] == [
-        ("on a", False),
-        ("None", True),
-    ]
+def test_a_name_that_is_none_of_them_says_the_nearest():
+    with pytest.raises(InputError, match=r"unknown; none, extractive, .*did you mean extractive"):
+        make_summarizer(SummarizerSettings("extractiv"))
 
 
 def test_the_file_shows_a_fact_an_arithmetic_query_and_an_ill_posed_one(capsys):
     summarizer.main()
-    output = capsys.readouterr().out
-    assert "ana bell was born in kelmouth ." in output
-    assert [line.split()[-1] for line in output.splitlines() if "fallback" in line] == [
-        "False",
-        "True",
-        "True",
-    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert "ana bell was born in kelmouth ." in lines[1]
+    assert [line.split()[-1] for line in lines[1:]] == ["False", "True", "True"]

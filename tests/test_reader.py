@@ -1,4 +1,4 @@
-"""cross_model.py: the frozen reader sees evidence and question alone, and its reply is cut to the
+"""reader.py: the frozen reader sees evidence and question alone, and its reply is cut to the
 answer.
 """
 
@@ -6,9 +6,8 @@ import pytest
 
 from data import Question
 from errors import InputError
-from other_models import reader as cross_model
 from other_models.llm import LocalLLM
-from other_models.reader import INSTRUCTION, answer_from_evidence, cross_answers, read_answer
+from other_models.reader import INSTRUCTION, answer_from_evidence, read_answer, reader_answers
 
 WHERE = Question("q", "In which country was Ana Bell born?", ["Norland"])
 EVIDENCE = "Ana Bell was born in Kelmouth. Kelmouth lies in Norland."
@@ -27,37 +26,35 @@ class Says:
 
 def test_the_reader_gets_the_evidence_then_the_question_and_nothing_else():
     llm = Says("Norland")
-    assert cross_answers(llm, [(WHERE, f"  {EVIDENCE}\n")]) == ["Norland"]
+    assert reader_answers(llm, [(WHERE, f"  {EVIDENCE}\n")]) == ["Norland"]
     assert llm.batches == [[(INSTRUCTION, f"{EVIDENCE}\nIn which country was Ana Bell born?")]]
 
 
 def test_the_gold_answer_is_nowhere_in_what_the_reader_gets():
     llm = Says("x")
-    cross_answers(llm, [(WHERE, "Ana Bell was born in Kelmouth.")])
+    reader_answers(llm, [(WHERE, "Ana Bell was born in Kelmouth.")])
     assert "Norland" not in str(llm.batches)
 
 
 def test_all_pairs_are_one_batch_and_those_without_evidence_are_not_asked():
     llm = Says("a", "b")
     pairs = [(WHERE, None), (WHERE, "one"), (WHERE, ""), (WHERE, " \n"), (WHERE, "two")]
-    assert cross_answers(llm, pairs) == ["", "a", "", "", "b"]
-    assert len(llm.batches) == 1 and [text.split("\n")[0] for _, text in llm.batches[0]] == [
-        "one",
-        "two",
-    ]
+    assert reader_answers(llm, pairs) == ["", "a", "", "", "b"]
+    (batch,) = llm.batches
+    assert [text.split("\n")[0] for _, text in batch] == ["one", "two"]
 
 
 def test_no_evidence_at_all_asks_nobody():
     llm = Says("a")
-    assert (
-        cross_answers(llm, [(WHERE, None)]) == [""]
-        and cross_answers(llm, []) == []
-        and llm.batches == []
-    )
+    assert reader_answers(llm, [(WHERE, None)]) == [""] and reader_answers(llm, []) == []
+    assert llm.batches == []
 
 
 def test_a_reader_without_a_reply_counts_as_an_empty_answer():
-    assert cross_answers(Says(None, "Norland"), [(WHERE, "one"), (WHERE, "two")]) == ["", "Norland"]
+    assert reader_answers(Says(None, "Norland"), [(WHERE, "one"), (WHERE, "two")]) == [
+        "",
+        "Norland",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,16 +80,14 @@ def test_a_reply_is_cut_to_its_answer(reply, answer):
 
 def test_a_choice_question_is_asked_with_its_options():
     llm = Says("B")
-    cross_answers(
-        llm,
-        [(Question("c", "Which?", ["B"], task="choice", options=("Norland", "Ostland")), "one")],
-    )
+    choice = Question("c", "Which?", ["B"], task="choice", options=("Norland", "Ostland"))
+    reader_answers(llm, [(choice, "one")])
     assert llm.batches[0][0][1] == "one\nWhich?\nA. Norland\nB. Ostland"
 
 
 def test_the_built_in_world_s_tiny_model_reads_evidence_and_question(toy_policy, toy_tokenizer):
     llm = LocalLLM(toy_policy, toy_tokenizer, max_tokens=6)
-    answers = cross_answers(llm, [(WHERE, "kelmouth lies in norland ."), (WHERE, None)])
+    answers = reader_answers(llm, [(WHERE, "kelmouth lies in norland ."), (WHERE, None)])
     assert isinstance(answers[0], str) and answers[1] == "" and llm.asked == 1
 
 
@@ -100,14 +95,8 @@ def test_the_built_in_world_s_tiny_model_reads_evidence_and_question(toy_policy,
 
 
 def record(evidence, **more):
-    return {
-        "id": "q",
-        "question": WHERE.question,
-        "golds": ["Norland"],
-        "evidence": evidence,
-        "prediction": "Ostland",
-        **more,
-    }
+    given = {"id": "q", "question": WHERE.question, "golds": ["Norland"]}
+    return {**given, "evidence": evidence, "prediction": "Ostland", **more}
 
 
 def test_records_of_evidence_are_answered_and_scored_again():
@@ -132,13 +121,3 @@ def test_predictions_of_a_protocol_without_evidence_are_one_line():
     del bad["evidence"]
     with pytest.raises(InputError, match="record 2 has no 'evidence'"):
         answer_from_evidence(Says("x"), [record(EVIDENCE), bad])
-
-
-def test_the_file_shows_good_evidence_poor_evidence_and_none(capsys):
-    cross_model.main()
-    output = capsys.readouterr().out
-    assert [line.split()[-1] for line in output.splitlines() if line.startswith("reader")] == [
-        "1.00",
-        "0.00",
-        "0.00",
-    ]

@@ -1,0 +1,413 @@
+"""Supervised models: two papers' baselines, and a small summariser from a large one's log.
+
+    direct      ARENA's first baseline: the answer alone
+    reasoning   ARENA's second: the references it needs, an analysis, the answer
+    traces      R1-Searcher's: right trajectories, from a predictions file of eval.py
+    summarizer  instruction, query and passages -> the notes; from what training logged
+
+    python -m lab.distil direct --model DIR --data QUESTIONS --out DIR
+
+Each makes examples of --data: a prompt, and pieces of text of which the model imitates some
+(sft.py). Nothing is cut: an example that ends early would teach to stop without an answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from data import Document, Question, load_questions
+from errors import FlagParser, InputError, check_value, run_main, setting
+from formats.records import read_records, short
+from policy import PolicySettings, best_device, load_policy, save_policy
+from prompts import (
+    Protocol,
+    as_protocol,
+    build_prompt,
+    chat_text,
+    forbidden_texts,
+    number_documents,
+    special_texts,
+    strip_tags,
+)
+from rollout import encode
+from settings import add_flags
+from sft import Example, SFTSettings, example_of, train_sft
+from summarizer import NO_FACT, SUMMARY_LOG, summary_request
+from trajectory import Trajectory, trajectory_from_text
+
+
+@dataclass(frozen=True)
+class DistilSettings:
+    model: str = setting("", "HF causal LM to start from: a directory or a hub name")
+    data: str = setting("", f"questions; traces: predictions; summarizer: as {SUMMARY_LOG}")
+    out: str = setting("", "directory to save the model in")
+    protocol: str = setting("", "of the prompt; by itself arena, for traces r1_searcher")
+    traces: str = setting("", "reasoning: JSONL of id, relevance, analysis, answer (else built)")
+    questions: str = setting("", "traces: the question file, for options and references")
+    per_question: int = setting(1, "traces: at most so many of one question", least=1)
+    steps: int = setting(0, "updates; 0: as many as --epochs needs", least=0)
+    epochs: float = setting(2.0, "passes over the examples", above=0)
+    batch_size: int = setting(32, "examples per update", least=1)
+    lr: float = setting(1e-5, "learning rate; falls linearly to 0", above=0)
+    lr_warmup: int = setting(0, "updates of linear warm-up", least=0)
+    max_context: int = setting(0, "longer examples are left out; 0: the model's limit", least=0)
+    tokens_per_micro_batch: int = setting(16384, "padded tokens per forward pass", least=1)
+    gradient_checkpointing: bool = setting(False, "compute activations again: less memory")
+    skip_bad: bool = setting(False, "leave unusable records out")
+    seed: int = setting(0, "of the order of the examples")
+
+
+# ----------------------------------------------------------------------------- direct and reasoning
+
+
+def final_answer(protocol: Protocol, answer: str) -> str:
+    """The answer in its box. Where the prompt ends inside <think>, the thinking is closed first."""
+    if protocol.answer_tags is None:
+        return f"\\boxed{{{answer}}}"
+    begin, end = protocol.answer_tags
+    return f"{'</think>' if protocol.prompt_suffix == '<think>' else ''}{begin} {answer} {end}"
+
+
+def direct_protocol(protocol: Protocol) -> Protocol:
+    """The protocol with an instruction that asks for the answer and nothing else: the usual one
+    asks for reasoning, and a model that is trained to ignore its instruction is no baseline.
+    """
+    source = " from the numbered references that follow it" if protocol.references_in_prompt else ""
+    box = final_answer(replace(protocol, prompt_suffix=""), "the answer in a few words")
+    text = f"Answer the question{source}. Write nothing but {box}"
+    return replace(protocol, instruction=text, direct_instruction=text)
+
+
+def direct_example(question: Question, protocol: Protocol, tokenizer) -> Example:
+    """Prompt -> the first gold answer, without a word of reasoning."""
+    protocol = direct_protocol(protocol)
+    answer = final_answer(protocol, question.answers[0])
+    return example_of(build_prompt(protocol, question, tokenizer), [(answer, True)], tokenizer)
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """The numbers of the references that are needed (from 1), why, and the answer."""
+
+    relevance: tuple[int, ...]
+    analysis: str
+    answer: str
+
+
+def reasoning_example(
+    question: Question, reasoning: Reasoning, protocol: Protocol, tokenizer
+) -> Example:
+    """Prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis> <answer>...</answer>"""
+    begin, end = protocol.section_tags("relevance")
+    opened, closed = protocol.section_tags("analysis")
+    analysis = strip_tags(reasoning.analysis, forbidden_texts(protocol, tokenizer)).strip()
+    text = (
+        f"{begin}{list(reasoning.relevance)}{end}\n{opened} {analysis} {closed}\n"
+        f"{final_answer(protocol, reasoning.answer)}"
+    )
+    return example_of(build_prompt(protocol, question, tokenizer), [(text, True)], tokenizer)
+
+
+def reasoning_from_support(question: Question) -> Reasoning:
+    """Without a teacher: of each gold paragraph the sentence with the answer, or the first one."""
+    if not question.supporting:
+        raise InputError(
+            f"question {question.id} names no supporting reference: give its trace with --traces,"
+            " or leave it out"
+        )
+    golds = [answer.lower() for answer in question.answers]
+    steps = []
+    for number in question.supporting:
+        reference = question.references[number - 1]
+        sentences = re.split(r"(?<=[.!?])\s+", reference.text.strip())
+        holding = [s for s in sentences if any(gold in s.lower() for gold in golds)]
+        (shown,) = number_documents([replace(reference, text=(holding or sentences)[0])])
+        steps.append(shown.replace("(1)", f"({number})", 1))
+    answer = question.answers[0]
+    analysis = " ".join([*steps, f"So the answer is {answer}."])
+    return Reasoning(tuple(question.supporting), analysis, answer)
+
+
+def read_reasonings(path: str | Path) -> dict[str, Reasoning]:
+    """Question id -> its trace, from JSONL {"id", "relevance": [1, 3], "analysis", "answer"}."""
+    reasonings = {}
+    for place, record in whole_records(path):
+        numbers, texts = record.get("relevance"), [record.get("analysis"), record.get("answer")]
+        listed = isinstance(numbers, list) and numbers and all(type(n) is int for n in numbers)
+        written = all(isinstance(text, str) and text.strip() for text in texts)
+        if "id" not in record or not listed or not written:
+            raise InputError(
+                f'{path}, {place}: expected {{"id", "relevance": [1, 3], "analysis", "answer"}},'
+                f" found {short(record)}"
+            )
+        reasonings[str(record["id"])] = Reasoning(tuple(numbers), *texts)
+    return reasonings
+
+
+def whole_records(path: str | Path) -> Iterator[tuple[str, dict]]:
+    for _, place, record in read_records(Path(path)):
+        if isinstance(record, InputError):
+            raise InputError(f"{path}, {place}: {record}: correct it")
+        yield place, record
+
+
+def check_reasoning(question: Question, reasoning: Reasoning) -> Reasoning:
+    last = len(question.references)
+    if wrong := [number for number in reasoning.relevance if not 1 <= number <= last]:
+        raise InputError(
+            f"the trace of question {question.id} cites {wrong[0]}; its references are 1 to {last}:"
+            " correct it"
+        )
+    return reasoning
+
+
+# ------------------------------------------------------------------------------------------- traces
+
+
+def trace_example(trajectory: Trajectory, tokenizer) -> Example:
+    """A transcript as it stood in the context: documents and notices are read, not imitated."""
+    prompt = build_prompt(trajectory.protocol, trajectory.question, tokenizer)
+    return example_of(prompt, trace_pieces(trajectory), tokenizer)
+
+
+def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
+    """(text, written by the model?) in order, cut where the rollout began a new piece."""
+    pieces = []
+    for segment in trajectory.segments:
+        if segment.writer == "documents":
+            before, block, behind = environment_part(segment.text)
+            pieces += [(before, True), (block, False), (behind, True)]
+        else:
+            pieces += without_notices(segment.text, trajectory.protocol)
+    merged: list[tuple[str, bool]] = []
+    for text, imitate in pieces:
+        if text and imitate and merged and merged[-1][1]:  # one turn, one piece
+            merged[-1] = (merged[-1][0] + text, True)
+        elif text:
+            merged.append((text, imitate))
+    return merged
+
+
+def environment_part(block: str) -> tuple[str, str, str]:
+    """Blank lines of the model's before a document block, the block as the environment wrote it,
+    the model's behind it.
+
+    The environment frames documents in exactly one blank line ("\\n\\n"). What a transcript has
+    beyond that was sampled: a turn may end in a token such as ">\\n\\n".
+    """
+    head, tail = len(block) - len(block.lstrip()), len(block) - len(block.rstrip())
+    before = block[: head - 2] if block[:head].endswith("\n\n") else ""
+    behind = block[len(block) - tail + 2 :] if block[len(block) - tail :].startswith("\n\n") else ""
+    return before, block[len(before) : len(block) - len(behind)], behind
+
+
+def without_notices(text: str, protocol: Protocol) -> list[tuple[str, bool]]:
+    """A transcript does not say who wrote what: notices are known by their wording."""
+    notices = (protocol.fallback_notice, protocol.malformed_notice, protocol.limit_notice)
+    parts = re.split(f"({'|'.join(re.escape(notice) for notice in notices if notice)})", text)
+    return [(part, part not in notices) for part in parts]
+
+
+def read_traces(
+    path: str | Path, protocol: Protocol, per_question: int = 1, given: list[Question] | None = None
+) -> list[Trajectory]:
+    """The right trajectories of a predictions file (format 1, em 1), the first few of a question.
+
+    A record has the question's text and no more; for options or references it is looked up in
+    `given`, the questions that it was made from.
+    """
+    known, taken, traces = {question.id: question for question in given or []}, Counter(), []
+    for place, record in whole_records(path):
+        metrics = record.get("metrics")
+        scored = isinstance(metrics, dict) and {"format", "em"} <= set(metrics)
+        texts = all(isinstance(record.get(name), str) for name in ("question", "transcript"))
+        if not scored or not texts or "id" not in record:
+            raise InputError(
+                f"{path}, {place}: expected a line of eval.py with id, question, transcript and"
+                " metrics: evaluate with --out FILE and give that file"
+            )
+        name = str(record["id"])
+        if given is not None and name not in known:
+            raise InputError(
+                f"{path}, {place}: question {name} is not in --questions: give the file it was"
+                " made from"
+            )
+        if metrics["format"] == metrics["em"] == 1 and taken[name] < per_question:
+            taken[name] += 1
+            golds = record.get("golds") or []
+            question = known.get(name) or Question(name, record["question"], golds)
+            traces.append(trajectory_from_text(question, record["transcript"], protocol))
+    return traces
+
+
+# ----------------------------------------------------------------------------------- the summariser
+
+
+@dataclass(frozen=True)
+class SummaryPair:
+    """What a summariser was asked, and what it replied."""
+
+    query: str
+    documents: tuple[Document, ...]
+    reply: str
+
+
+def read_summary_log(path: str | Path) -> list[SummaryPair]:
+    """The pairs of a log, each query with its documents once (the last time it was asked).
+
+    A line that an interrupt cut short is no JSON: it is left out, with a warning.
+    """
+    pairs = {}
+    for _, place, record in read_records(Path(path)):
+        if isinstance(record, InputError):
+            print(f"warning: {path}, {place}: {record}: left out", file=sys.stderr)
+            continue
+        try:
+            documents = [Document(d["id"], d["title"], d["text"]) for d in record["documents"]]
+            reply = NO_FACT if record["fallback"] else record["summary"]
+            pair = SummaryPair(record["query"], tuple(documents), reply)
+        except (TypeError, KeyError) as error:
+            raise InputError(
+                f"{path}, {place}: no summary record ({error!r}): give a log as {SUMMARY_LOG}"
+            ) from None
+        pairs[pair.query, pair.documents] = pair
+    return list(pairs.values())
+
+
+def summary_example(pair: SummaryPair, tokenizer) -> Example:
+    """The very prompt that other_models/llm.py asks a local model with -> the reply."""
+    instruction, text = summary_request(pair.query, list(pair.documents))
+    prompt = chat_text(tokenizer, instruction, strip_tags(text, special_texts(tokenizer)))
+    return example_of(encode(tokenizer, prompt), [(pair.reply, True)], tokenizer)
+
+
+# --------------------------------------------------------------------------------- the command line
+
+
+def direct_examples(settings: DistilSettings, protocol: Protocol, tokenizer) -> list[Example]:
+    questions = load_questions(settings.data, settings.skip_bad)
+    return [direct_example(question, protocol, tokenizer) for question in questions]
+
+
+def reasoning_examples(settings: DistilSettings, protocol: Protocol, tokenizer) -> list[Example]:
+    questions = load_questions(settings.data, settings.skip_bad)
+    if settings.traces:
+        written = read_reasonings(settings.traces)
+        pairs = [(q, check_reasoning(q, written[q.id])) for q in questions if q.id in written]
+    else:
+        usable = [q for q in questions if q.supporting or not settings.skip_bad]
+        pairs = [(question, reasoning_from_support(question)) for question in usable]
+    return [reasoning_example(*pair, protocol, tokenizer) for pair in pairs]
+
+
+def trace_examples(settings: DistilSettings, protocol: Protocol, tokenizer) -> list[Example]:
+    given = load_questions(settings.questions, settings.skip_bad) if settings.questions else None
+    traces = read_traces(settings.data, protocol, settings.per_question, given)
+    return [trace_example(trajectory, tokenizer) for trajectory in traces]
+
+
+def summary_examples(settings: DistilSettings, protocol: Protocol, tokenizer) -> list[Example]:
+    return [summary_example(pair, tokenizer) for pair in read_summary_log(settings.data)]
+
+
+METHODS = {
+    "direct": direct_examples,
+    "reasoning": reasoning_examples,
+    "traces": trace_examples,
+    "summarizer": summary_examples,
+}
+
+
+def that_fit(examples: list[Example], longest: int) -> list[Example]:
+    fit = [example for example in examples if len(example.ids) <= longest and any(example.mask)]
+    if not examples:
+        raise InputError("no example to train on: nothing in --data is of use for this method")
+    if not fit:
+        shortest = min(len(example.ids) for example in examples)
+        raise InputError(
+            f"no example to train on: the shortest of {len(examples)} has {shortest} tokens, and"
+            f" the context is {longest}: shorten them, or choose a model with a longer one"
+        )
+    if left_out := len(examples) - len(fit):
+        print(f"{left_out} of {len(examples)} examples are longer than {longest} tokens: left out")
+    return fit
+
+
+def dealt(examples: list[Example], size: int, seed: int) -> Callable[[int], list[Example]]:
+    """step -> its batch: every example once per epoch, in an order drawn from the seed."""
+
+    @functools.lru_cache(2)
+    def order(epoch: int) -> list[Example]:
+        return random.Random(f"{seed}  {epoch}").sample(examples, len(examples))
+
+    def take(step: int) -> list[Example]:
+        places = [divmod(i, len(examples)) for i in range(step * size, (step + 1) * size)]
+        return [order(epoch)[place] for epoch, place in places]
+
+    return take
+
+
+def parse(arguments: list[str]) -> tuple[str, DistilSettings]:
+    parser = FlagParser("lab.distil", description="Supervised baselines and a small summariser.")
+    parser.add_argument("method", help=f"one of {', '.join(METHODS)}")
+    add_flags(parser, (DistilSettings,), DistilSettings(), "distil")
+    given = vars(parser.parse_args(arguments))
+    method, settings = given.pop("method"), DistilSettings(**given)
+    check_value("method", method, {"one_of": METHODS})
+    for field in fields(DistilSettings):
+        check_value(field.name, getattr(settings, field.name), field.metadata)
+        if field.name in ("model", "data", "out") and not getattr(settings, field.name):
+            raise InputError(f"lab.distil {method}: --{field.name} is missing")
+    if Path(settings.out).exists():
+        raise InputError(f"--out {settings.out} is there already: name another, or remove it")
+    default = "r1_searcher" if method == "traces" else "arena"
+    return method, replace(settings, protocol=settings.protocol or default)
+
+
+def distil(method: str, settings: DistilSettings) -> None:
+    """Load, encode, train, save."""
+    protocol, how = as_protocol(settings.protocol), PolicySettings()
+    how = replace(how, gradient_checkpointing=settings.gradient_checkpointing)
+    policy, tokenizer = load_policy(settings.model, best_device(), how)  # fp32: it is trained
+    positions = getattr(policy.config, "max_position_embeddings", None) or 4096
+    longest = min(settings.max_context or positions, positions)
+    examples = that_fit(METHODS[method](settings, protocol, tokenizer), longest)
+    size = min(settings.batch_size, len(examples))
+    steps = settings.steps or math.ceil(settings.epochs * len(examples) / size)
+    tokens = sum(sum(example.mask) for example in examples)
+    print(f"{method}: {len(examples)} examples, {tokens:,} tokens to imitate, {steps} updates")
+    rate = {"lr": settings.lr, "lr_warmup": settings.lr_warmup, "betas": (0.9, 0.999)}
+    limit = {"tokens_per_micro_batch": settings.tokens_per_micro_batch}
+    take = dealt(examples, size, settings.seed)
+    losses = train_sft(policy, take, SFTSettings(steps, **rate, **limit), method)
+    if not all(map(math.isfinite, losses)):
+        raise InputError(
+            f"the loss became {losses[-1]}: nothing was saved; lower --lr {settings.lr:g}"
+        )
+    Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
+    save_policy(policy, tokenizer, settings.out)
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved: {settings.out}")
+    if method == "direct":  # its instruction is not the protocol's: evaluation needs it too
+        file = Path(settings.out, "prompt.txt")
+        file.write_text(direct_protocol(protocol).instruction + "\n", encoding="utf-8")
+        print(f"evaluate with --protocol {protocol.name} --prompt_file {file}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    try:
+        distil(*parse(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing was saved")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    run_main(main)

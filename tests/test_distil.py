@@ -1,0 +1,463 @@
+"""lab/distil.py: the examples that the baselines and the small summariser are made of."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from data import Document, Question, SearchRequest, load_questions, save_questions
+from errors import InputError
+from lab import distil
+from lab.distil import (
+    METHODS,
+    Reasoning,
+    SummaryPair,
+    direct_example,
+    read_summary_log,
+    read_traces,
+    reasoning_example,
+    reasoning_from_support,
+    summary_example,
+    trace_example,
+    trace_pieces,
+)
+from other_models.llm import LocalLLM
+from policy import Policy, save_policy
+from prompts import PROTOCOLS, build_prompt, frame_documents
+from rewards import arena
+from rollout import decode, encode
+from summarizer import NO_FACT, LLMSummarizer, summary_request
+from trajectory import Trajectory, trajectory_from_text
+from world.toy import make_model
+
+SLICES = Path(__file__).resolve().parents[2] / "shared" / "data"
+ARENA, UR2, R1 = (PROTOCOLS[name] for name in ("arena", "ur2", "r1_searcher"))
+
+
+# ----------------------------------------------------------------------------- direct and reasoning
+
+REFERENCES = (
+    Document("a", "Ana Bell", "Ana Bell is a painter. She was born in Kelmouth. She lives abroad."),
+    Document("b", "Tidewerk", "Tidewerk builds lanterns."),
+    Document("c", "", "Kelmouth is old. Kelmouth is a town in Norland!"),
+)
+PLAIN = Question("q1", "In which country was Ana Bell born?", ["Norland", "the Norland"])
+QUESTION = replace(PLAIN, references=REFERENCES, supporting=(1, 3))
+
+
+def imitated(example, tokenizer, mask=1):
+    pairs = zip(example.ids, example.mask, strict=True)
+    return decode(tokenizer, [token for token, kept in pairs if kept == mask])
+
+
+def message(call, *args, **kwargs):
+    with pytest.raises(InputError) as error:
+        call(*args, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "expected"),
+    [
+        ("arena", "<answer> Norland </answer><|im_end|>"),
+        ("ur2", "\\boxed{Norland}<|im_end|>"),
+        # its prompt ends inside <think>
+        ("r1_searcher", "</think><answer> Norland </answer><|im_end|>"),
+    ],
+)
+def test_direct_imitates_the_first_answer_its_box_and_the_end_and_nothing_else(
+    bpe, protocol, expected
+):
+    example = direct_example(QUESTION, PROTOCOLS[protocol], bpe)
+    assert imitated(example, bpe) == expected
+    first = example.mask.index(1)
+    assert all(example.mask[first:]) and not any(example.mask[:first])
+
+
+def test_directs_instruction_asks_for_no_reasoning_and_shows_the_references(bpe):
+    prompt = imitated(direct_example(QUESTION, ARENA, bpe), bpe, mask=0)
+    assert "relevance" not in prompt
+    assert "(3) Kelmouth is old." in prompt and "Ana Bell born?" in prompt
+
+
+def test_a_choice_questions_direct_answer_is_its_letter(bpe):
+    question = Question("1", "Which?", ["B"], "choice", ("red", "green"))
+    assert imitated(direct_example(question, UR2, bpe), bpe) == "\\boxed{B}<|im_end|>"
+
+
+def test_a_reasoning_trace_built_from_the_support_quotes_the_sentence_that_answers_or_the_first():
+    reasoning = reasoning_from_support(QUESTION)
+    assert reasoning.relevance == (1, 3) and reasoning.answer == "Norland"
+    # paragraph 1 does not hold the answer: its first sentence; paragraph 3 has no title, and its
+    # second sentence holds it
+    assert reasoning.analysis == (
+        "(1) Ana Bell: Ana Bell is a painter. (3) Kelmouth is a town in Norland! So the answer is"
+        " Norland."
+    )
+
+
+def test_a_reasoning_trace_earns_all_that_arena_pays(bpe):
+    example = reasoning_example(QUESTION, reasoning_from_support(QUESTION), ARENA, bpe)
+    text = imitated(example, bpe)
+    assert text.startswith("<relevance>[1, 3]</relevance>\n<analysis> (1) Ana Bell")
+    assert text.endswith("</answer><|im_end|>")
+    reward = arena(trajectory_from_text(QUESTION, text, "arena"))
+    assert sum(reward.values()) == 13  # 1 + 1 + 1 + 10
+    assert imitated(example, bpe, mask=0) == decode(bpe, build_prompt("arena", QUESTION, bpe))
+
+
+def test_a_given_analysis_cannot_open_a_section_or_a_turn_of_its_own(bpe):
+    reasoning = Reasoning((1,), "so </analysis><answer> x </answer><|im_end|>", "Norland")
+    text = imitated(reasoning_example(QUESTION, reasoning, ARENA, bpe), bpe)
+    assert text.count("</analysis>") == text.count("<answer>") == text.count("<|im_end|>") == 1
+
+
+def test_reasoning_needs_support_and_a_protocol_with_its_sections(bpe):
+    without = Question("1", "?", ["a"])
+    assert "question 1 names no supporting" in message(reasoning_from_support, without)
+    reasoning = reasoning_from_support(QUESTION)
+    assert "<relevance>" in message(reasoning_example, QUESTION, reasoning, UR2, bpe)
+
+
+@pytest.mark.parametrize(
+    "name", ["hotpotqa/official_train_distractor_20.json", "musique/official_train_15.jsonl"]
+)
+def test_real_questions_make_traces_that_earn_all_that_arena_pays(bpe, name):
+    if not (SLICES / name).exists():
+        pytest.skip(f"the real slice {SLICES / name} is not here")
+    for question in load_questions(SLICES / name)[:5]:
+        reasoning = reasoning_from_support(question)
+        text = imitated(reasoning_example(question, reasoning, ARENA, bpe), bpe)
+        assert sum(arena(trajectory_from_text(question, text, "arena")).values()) == 13
+
+
+# -------------------------------------------------------------------------------------- transcripts
+
+QUERY, END = UR2.query_tags
+FOUND = frame_documents(UR2, "Ana Bell was born in Kelmouth.")
+
+
+def lived(tokenizer, protocol, pieces) -> Trajectory:
+    """A trajectory as the rollout leaves it: (writer, text) pieces, each encoded by itself."""
+    trajectory = Trajectory(PLAIN, protocol, build_prompt(protocol, PLAIN, tokenizer))
+    for writer, text in pieces:
+        ids = encode(tokenizer, text)
+        if writer == "model":
+            trajectory.append_model(ids, [0.0] * len(ids), text)
+        else:
+            trajectory.append_environment(ids, text, writer)
+    return trajectory
+
+
+SEARCH = ("model", f"First.{QUERY} Ana Bell {END}")
+FIVE = ("model", "So \\boxed{5}.<|im_end|>")
+LIVES = {
+    "a search": (UR2, [SEARCH, ("documents", FOUND), FIVE]),
+    "a turn that ends in newlines of its own": (
+        UR2,
+        [
+            ("model", f"{QUERY} Ana Bell {END}\n\n"),
+            ("documents", FOUND),
+            ("model", "\n\\boxed{5}<|im_end|>"),
+        ],
+    ),
+    "a fallback and its notice": (
+        UR2,
+        [
+            ("model", f"{QUERY} 1 + 1 {END}"),
+            ("documents", frame_documents(UR2, "None")),
+            ("notice", UR2.fallback_notice),
+            FIVE,
+        ],
+    ),
+    "a refused query": (
+        UR2,
+        [("model", f"{QUERY} {END}\n\n"), ("notice", UR2.malformed_notice), FIVE],
+    ),
+    "the limit": (
+        R1,
+        [
+            SEARCH,
+            ("documents", FOUND),
+            ("model", f"{QUERY} Kelmouth {END}"),
+            ("notice", UR2.limit_notice),
+            ("model", "</think> <answer> Norland </answer>"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_a_transcript_is_encoded_and_masked_as_it_was_lived(bpe, life):
+    protocol, pieces = LIVES[life]
+    trajectory = lived(bpe, protocol, pieces)
+    example = trace_example(trajectory_from_text(PLAIN, trajectory.text, protocol), bpe)
+    # a rollout stops at </answer>; the example teaches to stop
+    end = [] if trajectory.response_ids[-1] == bpe.eos_token_id else [bpe.eos_token_id]
+    assert example.ids == trajectory.ids + end
+    prompt, behind = [0] * len(trajectory.prompt_ids), [1] * len(end)
+    assert example.mask == prompt + trajectory.response_mask + behind
+
+
+def test_no_token_spans_a_turns_end_and_the_block_behind_it(bpe):
+    # Encoded as one text, ">" and the block's newlines are one token in this tokenizer.
+    _, pieces = LIVES["a search"]
+    text = "".join(text for _, text in pieces)
+    whole = encode(bpe, text)
+    example = trace_example(trajectory_from_text(PLAIN, text, "ur2"), bpe)
+    assert example.ids[-len(whole) :] != whole
+
+
+def test_a_block_that_the_model_wrote_itself_is_its_own():
+    text = f"{FOUND}\\boxed{{5}}"  # no query stands before it
+    assert trace_pieces(trajectory_from_text(PLAIN, text, "ur2")) == [(text, True)]
+
+
+def record(name="q1", sample=0, em=1, form=1):
+    text = f"{sample}{QUERY} Ana Bell {END}{FOUND}</think> <answer> Norland </answer>"
+    given = {"id": name, "question": PLAIN.question, "golds": ["Norland"], "transcript": text}
+    return given | {"metrics": {"em": em, "f1": em, "format": form}}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*records, name="records.jsonl"):
+        path = tmp_path / name
+        path.write_text(
+            "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records)
+        )
+        return str(path)
+
+    return write
+
+
+def test_only_right_and_well_formed_trajectories_are_kept_and_so_many_of_each_question(write):
+    right = [record(sample=i) for i in range(2, 6)]
+    path = write(record(sample=0, em=0), record(sample=1, form=0), *right, record("q2"))
+    kept = [(t.question.id, t.text[0]) for t in read_traces(path, R1, per_question=2)]
+    assert kept == [("q1", "2"), ("q1", "3"), ("q2", "0")]
+
+
+def test_options_and_references_come_from_the_question_file(write):
+    full = [Question("q1", "Which?", ["B"], "choice", ("red", "green"))]
+    assert read_traces(write(record()), R1, given=full)[0].question is full[0]
+    unknown = write(record("q2"))
+    assert "question q2 is not in --questions" in message(read_traces, unknown, R1, given=full)
+
+
+@pytest.mark.parametrize(
+    "bad, expected",
+    [
+        ({"id": "q2", "question": "?", "transcript": "x"}, "line 2: expected a line of eval.py"),
+        ({**record(), "transcript": None}, "line 2: expected a line of eval.py"),
+        ("{", "line 2: not valid JSON"),
+    ],
+)
+def test_a_line_that_is_no_prediction_is_named(write, bad, expected):
+    assert expected in message(read_traces, write(record(), bad), UR2)
+
+
+def test_real_published_transcripts_give_their_documents_no_loss(bpe):
+    path = SLICES / "predictions" / "r1_searcher_bamboogle_qwen_full_20.jsonl"
+    if not path.exists():
+        pytest.skip(f"the real slice {path} is not here")
+    for line in path.read_text(encoding="utf-8").splitlines():
+        transcript = json.loads(line)["gen_text_store"]
+        trajectory = trajectory_from_text(PLAIN, transcript, "r1_searcher")
+        pieces = trace_pieces(trajectory)
+        assert "".join(text for text, _ in pieces) == transcript
+        blocks = [text for text, imitate in pieces if not imitate]
+        assert len(blocks) == len(trajectory.searches)
+        assert all("<|begin_of_documents|>" in block for block in blocks)
+
+
+# ----------------------------------------------------------------------------------- the summariser
+
+
+WHO = SummaryPair("where was ana <|im_end|> bell born", REFERENCES[:2], "Born in Kelmouth.")
+
+
+@pytest.mark.parametrize("pair", [WHO, replace(WHO, reply=NO_FACT)])
+def test_a_summary_is_imitated_behind_the_very_prompt_that_a_summariser_is_asked_with(
+    bpe, qwen2, pair
+):
+    example = summary_example(pair, bpe)
+    assert imitated(example, bpe) == f"{pair.reply}<|im_end|>"
+    request = summary_request(pair.query, list(pair.documents))
+    asked = LocalLLM(qwen2, bpe, max_tokens=8).prompt(request)
+    assert example.ids[: example.mask.index(1)] == asked
+
+
+def log_of(path, *replies, documents=REFERENCES[:2]):
+    """What a summariser logs whose model gives these replies to one query after another."""
+
+    class Says:
+        def ask(self, requests):
+            return replies
+
+    asked = [SearchRequest(PLAIN, query) for query in "abc"[: len(replies)]]
+    LLMSummarizer(Says(), path)(asked, [list(documents) for _ in asked])
+    return path
+
+
+def test_a_log_is_read_as_it_was_written_and_each_query_once(tmp_path):
+    path = log_of(tmp_path / "pairs.jsonl", "old", NO_FACT)
+    log_of(path, "new\nü")
+    log_of(path, "on one", documents=REFERENCES[:1])
+    assert read_summary_log(path) == [
+        SummaryPair("a", REFERENCES[:2], "new\nü"),
+        SummaryPair("b", REFERENCES[:2], NO_FACT),
+        SummaryPair("a", REFERENCES[:1], "on one"),
+    ]
+
+
+def test_a_line_that_an_interrupt_cut_short_is_left_out_with_a_warning(tmp_path, capsys):
+    path = log_of(tmp_path / "pairs.jsonl", "on a")
+    path.write_bytes(path.read_bytes() + path.read_bytes()[:-9])
+    log_of(path, None, "on b")  # a later run goes on behind it
+    assert [pair.reply for pair in read_summary_log(path)] == ["on a", "on b"]
+    assert "line 2: not valid JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "bad", [{}, {"query": "q"}, {"query": "q", "documents": [{}], "summary": "", "fallback": False}]
+)
+def test_a_file_that_is_no_log_is_one_line_with_its_place(write, bad):
+    assert "records.jsonl, line 1: no summary record" in message(read_summary_log, write(bad))
+    assert "no such file" in message(read_summary_log, "none.jsonl")
+
+
+# --------------------------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def model(tmp_path, toy_tokenizer):
+    path = tmp_path / "model"
+    save_policy(Policy(make_model(len(toy_tokenizer), seed=0)), toy_tokenizer, path)
+    return str(path)
+
+
+@pytest.fixture
+def files(tmp_path, write):
+    """A data file for every method, in words that the tiny model has; its context holds 256
+    tokens.
+    """
+    texts = {
+        "ana bell": "ana bell has birthplace kelmouth .",
+        "kelmouth": "kelmouth is in corsia .",
+    }
+    found = tuple(Document(title, title, text) for title, text in texts.items())
+    bare = Question("q2", "where ?", ["kelmouth"], references=found)
+    asked = "which country was ana bell born in ?"
+    question = Question("q1", asked, ["corsia"], references=found, supporting=(1, 2))
+    save_questions(tmp_path / "questions.jsonl", [question, bare])
+    block = frame_documents(UR2, "ana bell")
+    transcript = f" ana{QUERY} birthplace of ana bell{END}{block}</think> <answer> a </answer>"
+    return {
+        "direct": str(tmp_path / "questions.jsonl"),
+        "reasoning": str(tmp_path / "questions.jsonl"),
+        "traces": write(record() | {"transcript": transcript}, name="predictions.jsonl"),
+        "summarizer": str(log_of(tmp_path / "log.jsonl", "kelmouth", documents=found)),
+    }
+
+
+def run(method, model, data, out, *flags):
+    given = ["--model", model, "--data", data, "--out", str(out), "--steps", "2", "--lr", "1e-3"]
+    distil.main([method, *given, *flags])
+    return AutoModelForCausalLM.from_pretrained(out).state_dict()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_and_saves_a_model_that_loads(tmp_path, model, files, method, capsys):
+    flags = ["--skip_bad"] if method == "reasoning" else []
+    weights = run(method, model, files[method], tmp_path / "out", *flags)
+    before = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert any(not weights[name].equal(before[name]) for name in before)
+    assert "saved:" in capsys.readouterr().out
+    assert (tmp_path / "out" / "prompt.txt").exists() == (method == "direct")
+
+
+def test_equal_seeds_give_equal_weights_and_others_do_not(tmp_path, model, files):
+    def weights(out, seed):
+        flags = ["--batch_size", "1", "--seed", str(seed)]
+        return run("direct", model, files["direct"], tmp_path / out, *flags)
+
+    first, again = weights("a", 0), weights("b", 0)
+    assert all(first[name].equal(again[name]) for name in first)
+    others = [weights(f"s{seed}", seed) for seed in (1, 2, 3)]
+    assert any(not first[name].equal(other[name]) for other in others for name in first)
+
+
+def test_given_reasoning_traces_take_the_place_of_built_ones(tmp_path, model, files, write, capsys):
+    given = {"id": "q2", "relevance": [2], "analysis": "kelmouth", "answer": "kelmouth"}
+    traces = write(given, name="traces.jsonl")
+    run("reasoning", model, files["reasoning"], tmp_path / "out", "--traces", traces)
+    assert "reasoning: 1 examples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "trace, expected",
+    [
+        (
+            {"id": "q2", "relevance": [3], "analysis": "x", "answer": "y"},
+            "question q2 cites 3; its references are 1 to 2",
+        ),
+        ({"id": "q2", "relevance": [], "analysis": "x", "answer": "y"}, "line 1: expected"),
+        ({"id": "q2", "relevance": [1], "analysis": " ", "answer": "y"}, "line 1: expected"),
+        ({"id": "q9", "relevance": [1], "analysis": "x", "answer": "y"}, "no example to train on"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_named(tmp_path, model, files, write, trace, expected):
+    traces = write(trace, name="traces.jsonl")
+    arguments = ("reasoning", model, files["reasoning"], tmp_path / "out", "--traces", traces)
+    assert expected in message(run, *arguments)
+
+
+def test_examples_beyond_the_context_are_left_out_and_counted_and_not_cut(
+    tmp_path, model, files, write, capsys
+):
+    long = record("q2") | {"transcript": "ana " * 300}
+    both = write(json.loads(Path(files["traces"]).read_text()), long)
+    run("traces", model, both, tmp_path / "out")
+    assert "1 of 2 examples are longer than 256 tokens" in capsys.readouterr().out
+    alone = write(long)
+    assert "no example to train on" in message(run, "traces", model, alone, tmp_path / "out2")
+
+
+def test_a_model_that_burst_is_not_saved(tmp_path, model, files, monkeypatch):
+    monkeypatch.setattr(distil, "train_sft", lambda *a, **k: [1.0, float("nan")])
+    arguments = ("direct", model, files["direct"], tmp_path / "out")
+    assert "nothing was saved; lower --lr" in message(run, *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("distil", "--method distil: unknown; one of direct, reasoning, traces, summarizer"),
+        ("direct --data x --out y", "--model is missing"),
+        ("direct --model m --data x --out .", "--out . is there already"),
+        ("direct --model m --data x --out y --lr 0", "--lr 0.0: must be above 0"),
+        ("direct --model m --data x --out y --epochs inf", "--epochs inf"),
+        ("direct --model m --data x --out y --batch_size 0", "--batch_size 0"),
+        ("direct --model m --data x --out y --protocol ur3", "unknown protocol 'ur3'"),
+        ("direct --model m --data x --out y --lrr 1", "unknown flag --lrr"),
+        ("direct --model /nowhere --data x --out y", "--model /nowhere"),
+    ],
+)
+def test_flags_that_cannot_be_are_one_line(flags, expected):
+    assert expected in message(distil.main, flags.split())
+
+
+def test_an_interrupt_saves_nothing_and_says_so(tmp_path, model, files, monkeypatch, capsys):
+    def interrupted(*_arguments, **_settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(distil, "train_sft", interrupted)
+    with pytest.raises(SystemExit) as end:
+        run("direct", model, files["direct"], tmp_path / "out")
+    assert end.value.code == 130 and "nothing was saved" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
