@@ -39,9 +39,7 @@ from tqdm import tqdm
 from data import Question, load_datasets
 from formats.records import append_jsonl
 from metrics import summary_scores
-from other_models.judge import add_verdicts
 from other_models.llm import weights_version
-from other_models.reader import add_reader
 from papers import PAPERS, paper_of
 from plumbing import resume
 from plumbing.build import (
@@ -56,7 +54,7 @@ from plumbing.build import (
     play_of,
 )
 from plumbing.files import checkpoints, saved_settings, stage_folder
-from plumbing.score import answer_scores, build_judge, build_reader
+from plumbing.score import answer_scores, ask_others, build_judge, build_reader
 from policy import best_device, check_model_path
 from rewards import arena_scores, evidence_support
 from rollout import check_prompts, rollout
@@ -248,17 +246,6 @@ def material(settings: Settings, options: Options) -> tuple[dict[str, list[Quest
     return {name: as_asked(some, settings) for name, some in datasets.items()}, documents
 
 
-def ask_others(records: list[dict], settings: Settings, out: Path | None, reader, judge) -> list:
-    """The records with the reader's answers and the judge's verdicts, also in `out`."""
-    if reader:
-        records = add_reader(records, reader)
-    if judge:
-        records = add_verdicts(records, judge)
-    if out and (reader or judge):
-        resume.write_records(out, records)
-    return records
-
-
 # ---------------------------------------------------------------------------------- whose settings?
 
 
@@ -402,7 +389,8 @@ def run(settings: Settings, options: Options) -> None:
             records = [scored(record, options.punctuation) for record in records]
         if reader or judge:
             print(f"all predictions are in {out}: --predictions {out} asks again about them")
-        records = ask_others(records, settings, out, reader, judge)
+            records = ask_others(records, reader, judge)
+            resume.write_records(out, records)
     except KeyboardInterrupt:
         kept = f"the predictions that were finished are in {out}; the same command goes on"
         print(f"\ninterrupted; {kept if out.is_file() else 'nothing was finished yet'}")

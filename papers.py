@@ -37,7 +37,7 @@ class Paper:
     stages: dict[int, dict]
     tiny: dict[int, dict]
     good_format: Callable[[Trajectory], bool]
-    world: Tiny = field(default_factory=Tiny)
+    world: Tiny
     punctuation: str = "space"
     decoding: dict = field(default_factory=dict)
 
@@ -71,6 +71,7 @@ TWO_FACTS = {
     "document_tokens": 64,
     "max_turn_tokens": 40,
 }
+HALVES = {"one_hop": 0.5, "two_hop": 0.5}
 
 _ur2 = {  # appendix C.2 and C.3
     "protocol": "ur2",
@@ -99,6 +100,12 @@ UR2 = Paper(
         2: EVERYTHING | {"summarizer": "extractive"},
     },
     good_format=lambda trajectory: not ur2_violations(trajectory),
+    # search, read the summary (or the fallback), write \\boxed{...}
+    world=Tiny(
+        end="{asked} \\boxed{{ {answer}}}<eos>",
+        read=" \\boxed{{ {answer}}}",
+        summarised=True,
+    ),
     decoding={"temperature": 0.3, "top_p": 0.5},  # appendix C.3
 )
 
@@ -133,6 +140,7 @@ R1_SEARCHER = Paper(
     },
     tiny={1: LOOK_UPS, 2: EVERYTHING},
     good_format=lambda trajectory: not r1_searcher_format(trajectory),
+    world=Tiny(end="{thought}</think>\n\n<answer> {answer}</answer>"),
 )
 
 R_SEARCH = Paper(
@@ -159,6 +167,13 @@ R_SEARCH = Paper(
     },
     tiny={1: EVERYTHING | TWO_FACTS | {"lr_warmup": 0, "kl_coef": 0.0, "steps": 40}},
     good_format=r_search_format,
+    # two passages a search; copy the one that counts as evidence, answer from it
+    world=Tiny(
+        end="{evidence}<answer> {answer}</answer>",
+        layout="facts",
+        kinds=HALVES,
+        steps=300,
+    ),
     punctuation="delete",
     decoding={"temperature": 0.1, "documents_per_search": 5},  # section 4.1
 )
@@ -193,6 +208,14 @@ WHEN_TO_SEARCH = Paper(
         2: EVERYTHING | KNOWN_TOO | {"max_resample": 1, "steps": 40},
     },
     good_format=when_to_search_format,
+    # think, search, reflect, answer
+    world=Tiny(
+        opening="<think>{asked}</think>",
+        between="<reflect>{note}</reflect>",
+        no_note=" none",
+        end="<reflect>{asked} {answer}</reflect><answer> {answer}</answer>",
+        end_at_once="<answer> {answer}</answer>",
+    ),
     punctuation="delete",
 )
 
@@ -226,6 +249,17 @@ ARENA = Paper(
     },
     tiny={1: EVERYTHING | TWO_FACTS | {"max_searches": 0, "steps": 40}},
     good_format=arena_format,
+    # four numbered references in the prompt; cite, analyse, answer
+    world=Tiny(
+        citation="<relevance>[{numbers}]",
+        analysis="<analysis>{note}{thought}</analysis>",
+        end="{citation}</relevance>{analysis}<answer> {answer}</answer>",
+        layout="facts",
+        kinds=HALVES,
+        practice=0.65,
+        steps=900,
+        decay_from=0.75,
+    ),
 )
 
 PAPERS: dict[str, Paper] = {

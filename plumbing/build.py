@@ -36,7 +36,8 @@ from scale.shards import asked_for, check_shardable, shard
 from settings import Settings
 from summarizer import make_search, make_summarizer
 from update import Parts, rows_per_update
-from world.toy import load_toy, world_for
+from world.toy import load_toy
+from world.world import World
 
 # ------------------------------------------------------------------------- questions and passages
 
@@ -57,13 +58,13 @@ def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
     return [dataclasses.replace(question, may_search=False) for question in questions]
 
 
-def built_in_world(settings: Settings, fact_seed: int | None = None):
-    return world_for(paper_of(settings.protocol).world, settings.world_seed, fact_seed)
+def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
+    return World(settings.world_seed, fact_seed, paper_of(settings.protocol).world.layout)
 
 
 def built_in_kinds(settings: Settings) -> tuple[str, ...]:
     """The kinds of question that the tiny model of this protocol was warmed up for."""
-    return paper_of(settings.protocol).world.kinds
+    return tuple(paper_of(settings.protocol).world.kinds)
 
 
 def passages(settings: Settings, questions: list[Question]) -> list[Document]:
@@ -104,8 +105,8 @@ def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bi
     """(policy, tokenizer) from `path`, or the built-in ones where it is ""."""
     if path:
         return load_policy(path, device, settings.gradient_checkpointing, frozen, in_8bit)
-    tiny = paper_of(settings.protocol).world
-    policy, tokenizer = load_toy(settings.world_seed, settings.protocol, tiny, settings.runs)
+    protocol, tiny = PROTOCOLS[settings.protocol], paper_of(settings.protocol).world
+    policy, tokenizer = load_toy(settings.world_seed, protocol, tiny, settings.runs)
     return policy.to(device), tokenizer
 
 

@@ -6,12 +6,12 @@ asked whether it is there, before the first rollout.
 
 from __future__ import annotations
 
-from data import Document
+from data import Document, Question
 from errors import InputError
 from metrics import score_answer
 from other_models.judge import Judge, math_grader, right
 from other_models.llm import LLM, LocalLLM, load_llm
-from other_models.reader import reader_answers
+from other_models.reader import answer_from_evidence, reader_answers
 from papers import paper_of
 from retrievers.dense import make_encoder
 from rewards import REWARDS, Extras, needs, tfidf_embedder
@@ -97,3 +97,59 @@ def make_embedder(settings: Settings, documents: list[Document], device):
         return tfidf_embedder(documents)
     encode = make_encoder(settings.embedder, device)
     return lambda queries: encode(queries, "query")
+
+
+# --------------------------------------------------------------------- what others say of an answer
+
+
+def ask_others(records: list[dict], reader: LLM | None, judge: Judge | None) -> list[dict]:
+    """Prediction records with the reader's answers and the judge's verdicts; says what did not
+    come.
+    """
+    if reader:
+        before = getattr(reader, "failures", 0)
+        records = add_reader(records, reader)
+        if failed := getattr(reader, "failures", 0) - before:
+            print(f"reader: no answer to {failed} of its requests; they count as wrong")
+    if judge:
+        records = add_verdicts(records, judge)
+        share = judge.unreadable / max(1, judge.asked)
+        print(
+            f"judge: {judge.unreadable} of {judge.asked} verdicts unreadable ({share:.1%}); the "
+            "column `judged` is without them"
+        )
+        if judge.silent:
+            print(f"judge: {judge.silent} got no reply at all: the same command asks again")
+    return records
+
+
+def add_reader(records: list[dict], reader: LLM) -> list[dict]:
+    """R-Search as a search tool: the reader answers from the evidence alone; its scores stand
+    beside the policy's own.
+    """
+    told = []
+    for record, other in zip(records, answer_from_evidence(reader, records), strict=True):
+        scores = {f"reader_{name}": score for name, score in other["metrics"].items()}
+        answer = {"reader_prediction": other["prediction"]}
+        told.append(record | answer | {"metrics": record["metrics"] | scores})
+    return told
+
+
+def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
+    """The column `judged`: 1 or 0; None where the verdict could not be read, which is neither.
+    Where no reply came, what the record says already is kept.
+    """
+    verdicts = judge.verdicts([(question_of(r), r["prediction"]) for r in records])
+    told = []
+    for record, said in zip(records, verdicts, strict=True):
+        judged = None if said is None else float(said)
+        if said is None and judge.silent:
+            judged = record["metrics"].get("judged")
+        told.append(record | {"metrics": record["metrics"] | {"judged": judged}})
+    return told
+
+
+def question_of(record: dict) -> Question:
+    options = tuple(record.get("options", ()))
+    task, golds = record.get("task", "qa"), record["golds"]
+    return Question(record["id"], record["question"], golds, task, options)

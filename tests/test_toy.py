@@ -11,7 +11,7 @@ import torch
 from data import Question, SearchRequest
 from other_models.llm import LocalLLM
 from other_models.reader import INSTRUCTION, reader_text
-from PAPERS_TINY import PAPERS_TINY as TINY
+from papers import paper_of
 from policy import Policy, load_policy, save_policy
 from prompts import PROTOCOLS
 from retriever import BM25
@@ -61,7 +61,7 @@ LOOKUPS = {"one_hop": 0.5, "two_hop": 0.5}
 
 
 def writer_of(name: str, seed: int = 0, **changes) -> TraceWriter:
-    return TraceWriter(PROTOCOLS[name], replace(TINY[name], **changes), seed)
+    return TraceWriter(PROTOCOLS[name], replace(paper_of(name).world, **changes), seed)
 
 
 def lived(name: str, question: Question, pieces) -> Trajectory:
@@ -282,7 +282,7 @@ def test_with_a_passage_per_fact_two_results_hold_the_fact_that_was_asked_for():
 
 
 def test_a_short_warm_up_lowers_the_loss_and_is_repeatable(tokenizer):
-    tiny = replace(TINY["ur2"], steps=6, batch_size=16, lr_warmup=2)
+    tiny = replace(paper_of("ur2").world, steps=6, batch_size=16, lr_warmup=2)
     runs = [
         warm_up(Policy(make_model(len(tokenizer))), tokenizer, PROTOCOLS["ur2"], tiny)
         for _ in range(2)
