@@ -22,8 +22,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from data import Question
 from policy import Policy
-from prompts import PROTOCOLS
+from prompts import PROTOCOLS, as_protocol
+from rollout import Environment, rollout
+from settings import Settings
 from world.toy import make_model, make_tokenizer
 
 torch.set_num_threads(1)  # also what a module's fixtures train, before the first test
@@ -144,6 +147,15 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
 def toy_policy(toy_tokenizer) -> Policy:
     """The built-in world's tiny model with random weights."""
     return Policy(make_model(len(toy_tokenizer), seed=0)).eval()
+
+
+def roll(policy, tokenizer, questions, search, protocol="ur2", group_size=1, **named):
+    """`rollout` with an Environment made from settings by name."""
+    how = {name: named.pop(name) for name in ("seed", "play", "progress") if name in named}
+    questions = [questions] if isinstance(questions, Question) else questions
+    settings = Settings(group_size=group_size, **named)
+    environment = Environment(tokenizer, as_protocol(protocol), search, settings)
+    return rollout(policy, environment, questions, **how)
 
 
 # ------------------------------------------------------------------------------------ two processes
