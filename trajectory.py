@@ -122,9 +122,6 @@ def trajectory_from_text(
     A document block right behind a well-formed query is the environment's; any other was written by
     the model. `fallbacks`: the numbers (from 0) of the searches that came back as the fallback, or
     a bool for each search.
-
-    >>> trajectory_from_text(Question("1", "?", ["5"]), "\\\\boxed{5}", "ur2").answer
-    '5'
     """
     protocol = as_protocol(protocol)
     trajectory = Trajectory(question, protocol, stop_reason="written")
