@@ -81,6 +81,9 @@ def k2_off_policy(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) 
     return ratio * k2(logprobs, ref_logprobs)  # [B, T]
 
 
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k_abs": k_abs}
+
+
 # --------------------------------------------------------------------------------- where they stand
 
 
@@ -102,18 +105,18 @@ def kl_in_loss(
     )
 
 
-def kl_in_reward(
-    old_logprobs: Tensor, ref_logprobs: Tensor | None, response_mask: Tensor, kl_coef: float
-) -> Tensor:
-    """Token rewards −kl_coef · k1, 0 on masked tokens. k2 or k3 would not have ∇KL here.
+def kl_in_reward(batch, settings) -> Tensor:
+    """Token rewards −kl_coef · k1, 0 on masked tokens; all 0 unless the estimator is k1: another
+    would not have ∇KL here.
 
     Worked: kl_coef 0.1, π_old 0.5, ref 0.25: −0.0693.
     """
+    kl_coef = coefficient(settings, "reward")
     if kl_coef == 0:
-        return torch.zeros_like(old_logprobs)  # [B, T]
-    penalty = -kl_coef * k1(old_logprobs, required(ref_logprobs))  # [B, T]
+        return torch.zeros_like(batch.old_logprobs)  # [B, T]
+    penalty = -kl_coef * k1(batch.old_logprobs, required(batch.ref_logprobs))  # [B, T]
     # Where, not times: a document's log-probs may be −inf, and 0 · inf is NaN.
-    return torch.where(response_mask.bool(), penalty, 0).detach()  # [B, T]
+    return torch.where(batch.response_mask.bool(), penalty, 0).detach()  # [B, T]
 
 
 def required(ref_logprobs: Tensor | None) -> Tensor:
@@ -126,7 +129,6 @@ def required(ref_logprobs: Tensor | None) -> Tensor:
 
 Loss = Callable[[Tensor], Tensor]  # log-probs [V] -> [V]
 VOCABULARY = 16
-ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def categorical(epsilon: float, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -221,7 +223,7 @@ def main() -> None:
             line = "{value:>9.4f}{bias:>+8.1%}{std:>9.4f}{error:>12.1%}{reverse_error:>12.1%}"
             print(f"{name:15}{estimator:>4}" + (line + "{spread:>17.1f}").format(**row))
     print(
-        'k2 varies less than k3 only far from ref: ARENA\'s "lower variance" is not its reason.\n'
+        'k2 varies less than k3 only far from ref: ARENA\'s "lower variance" is no reason for it.\n'
     )
     (far, ref), (near, _) = categorical(2.0), categorical(0.5)  # [V] each
     old = near.log_softmax(-1)  # [V]
