@@ -13,12 +13,9 @@ from pathlib import Path
 import pytest
 
 from data import (
-    CORPUS_LAYOUTS,
-    LAYOUTS,
     Document,
     Question,
     corpus_from_questions,
-    detect_layout,
     first_layout,
     load_attempts,
     load_corpus,
@@ -27,10 +24,15 @@ from data import (
     save_questions,
 )
 from errors import InputError
+from formats.layouts import CORPUS_LAYOUTS, LAYOUTS, detect
 from formats.records import append_jsonl, finished_records, short
 
 ROOT = Path(__file__).resolve().parents[1]
 SLICES = ROOT.parent / "shared" / "data"
+
+def detect_layout(record):
+    return detect(record, LAYOUTS)
+
 
 OWN = {"id": "q1", "question": "Who?", "answers": ["Ana"]}
 R1 = {"idx": 7, "question": "Who?", "answer": "Ana"}
