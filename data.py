@@ -103,10 +103,6 @@ class Attempts:
     question: Question
     predictions: list[str]
 
-    @property
-    def id(self) -> str:
-        return self.question.id
-
 
 # ---------------------------------------------------------------------------------------- questions
 

@@ -2,16 +2,15 @@
 
     file -> records -> layout (named by the first record) -> the fields of a Question or a Document
 
-A row holds the signs of a layout and a function (record, its number in the file) -> fields. The
-first row whose signs a record has wins; they are names that only this layout has, so that a record
-without its question is still told what it lacks. A new layout is one function and one row. Whatever
-is wrong is one line with file, line, field and what to do; nothing is repaired in silence.
+A row holds a layout's fields and a function (record, its number in the file) -> our fields. The
+first row that recognises a record wins, by names that only this layout has: so a record without its
+question is still told what it lacks. A new layout is one function and one row. Whatever is wrong is
+one line with file, line, field and what to do; nothing is repaired in silence.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -41,18 +40,15 @@ def optional(record: dict, name: str, kind: type = str):
     """record[name], which must be of this kind; an empty one where it is missing or null."""
     value = record.get(name)
     if value is not None and not isinstance(value, kind):
-        found = f"{type_name(value)} {short(value)}"
-        raise wrong(name, f"expected {type_name(kind())}, found {found}")
+        raise wrong(name, f"expected {type_name(kind())}, found {type_name(value)} {short(value)}")
     return kind() if value is None else value
 
 
 def need(record: dict, name: str, kind: type = str):
     """record[name], which must be there and be of this kind; a string must have words."""
-    if record.get(name) is None:
-        raise InputError(f"field {name!r} is missing")
     value = optional(record, name, kind)
-    if kind is str and not value.strip():
-        raise InputError(f"field {name!r} is empty")
+    if record.get(name) is None or (kind is str and not value.strip()):
+        raise InputError(f"field {name!r} is missing or empty")
     return value
 
 
@@ -64,14 +60,17 @@ def need_strings(record: dict, name: str) -> list[str]:
     return items
 
 
-def each(record: dict, name: str, read: Callable[[dict, int], object]) -> list:
-    """read(item, its number from 1) for each object of a list that may be missing."""
+def paragraphs_of(record: dict, name: str, question_id: str = "") -> list[dict]:
+    """The passages that come with a question, numbered by the question where it says so."""
     found = []
     for number, item in enumerate(optional(record, name, list), 1):
         try:
             if not isinstance(item, dict):
                 raise InputError(f"expected an object, found {type_name(item)}")
-            found.append(read(item, number))
+            optional(item, "is_supporting", bool)
+            text = need(item, "paragraph_text" if "paragraph_text" in item else "text")
+            item_id = f"{question_id}:{number}" if question_id else need_id(item, number)
+            found.append({"id": item_id, "title": optional(item, "title"), "text": text})
         except InputError as error:
             raise InputError(f"field {name!r}, item {number}: {error}") from None
     return found
@@ -82,19 +81,11 @@ def id_field(record: dict) -> str:
     return next((name for name in ID_FIELDS if name in record), "id")
 
 
-def need_id(record: dict, number: int | None = None) -> str:
+def need_id(record: dict, number: int | None = None, name: str = "") -> str:
     """`number`: its place in the file, where the records of a layout may have no id."""
-    name = id_field(record)
-    return as_id(record.get(name, number), name)
-
-
-def as_id(value: object, name: str) -> str:
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise InputError(f"field {name!r} is missing or empty")
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        found = f"{type_name(value)} {short(value)}"
-        raise wrong(name, f"expected a string or a whole number, found {found}")
-    return str(value)
+    name = name or id_field(record)
+    value = record.get(name, number)
+    return str(value) if type(value) is int else need({name: value}, name)
 
 
 def asked(record: dict, number: int | None = None, name: str = "question") -> dict:
@@ -110,11 +101,10 @@ def asked(record: dict, number: int | None = None, name: str = "question") -> di
 
 def gold_answers(record: dict, name: str, kind: type = str) -> list[str]:
     """One answer, or a list of them: never none, never "" (every prediction would cover it)."""
-    if record.get(name) in (None, "", []):
+    value = optional(record, name, kind)
+    answers = [value] if kind is str else need_strings({name: value}, name)
+    if not answers or not all(answer.strip() for answer in answers):
         raise no_answer(f"field {name!r} is missing or empty")
-    answers = [need(record, name)] if kind is str else need_strings(record, name)
-    if not all(answer.strip() for answer in answers):
-        raise no_answer(f"field {name!r} holds an empty string")
     return answers
 
 
@@ -127,22 +117,23 @@ def letter_of(gold: object, options: Sequence[str], name: str, spelled: bool = F
     otherwise a letter is a letter, even where an option happens to read "B".
     """
     letters = [chr(65 + i) for i in range(len(options))]
-    if spelled and type(gold) is int and 0 <= gold < len(options):
-        return letters[gold]
-    if spelled and gold in options:
-        return letters[options.index(gold)]
+    place = options.index(gold) if gold in options else gold
+    if spelled and type(place) is int and 0 <= place < len(options):
+        return letters[place]
     if gold not in letters:
         raise wrong(name, f"{short(gold)} is none of the {len(options)} options")
     return gold
 
 
-def lettered(options: dict) -> list[str]:
-    """{"A": text, "B": text} -> [text, text]"""
-    letters = [chr(65 + i) for i in range(len(options))]
-    if sorted(options) != letters or not all(isinstance(text, str) for text in options.values()):
-        expected = f"expected texts under {', '.join(letters)}"
-        raise wrong("options", f"{expected}, found {short(options)}")
-    return [options[letter] for letter in letters]
+def option_texts(record: dict) -> list[str]:
+    """`options` as a list, or as {"A": text, "B": text}."""
+    options = record.get("options")
+    if isinstance(options, dict):
+        letters = [chr(65 + i) for i in range(len(options))]
+        if sorted(options) != letters:
+            raise wrong("options", f"expected texts under {', '.join(letters)}")
+        record = {"options": [options[letter] for letter in letters]}
+    return need_strings(record, "options")
 
 
 # ------------------------------------------------------------------------ layouts of question files
@@ -154,12 +145,12 @@ def from_own(record: dict, number: int) -> dict:
     task = optional(record, "task") or "qa"
     if task not in TASKS:
         raise wrong("task", f"{short(task)} is none of {', '.join(TASKS)}")
-    options = need_strings(record, "options") if record.get("options") is not None else []
+    options = []
+    if task == "choice" or record.get("options"):
+        options = need_strings(record, "options")
     if task == "choice":
-        if not options:
-            raise InputError("field 'options' is missing: task 'choice' needs them")
         answers = [letter_of(answer, options, "answers") for answer in answers]
-    references = each(record, "references", from_paragraph)
+    references = paragraphs_of(record, "references")
     for index in optional(record, "supporting", list):
         if type(index) is not int or not 1 <= index <= len(references):
             known = f"1 to {len(references)}, the references"
@@ -167,11 +158,6 @@ def from_own(record: dict, number: int) -> dict:
     may_search = record.get("may_search") is None or optional(record, "may_search", bool)
     fields |= {"answers": answers, "task": task, "may_search": may_search, "options": options}
     return fields | {"references": references, "supporting": record.get("supporting") or []}
-
-
-def from_paragraph(item: dict, number: int) -> dict:
-    text = need(item, "paragraph_text" if "paragraph_text" in item else "text")
-    return {"id": need_id(item, number), "title": optional(item, "title"), "text": text}
 
 
 def from_flashrag(record: dict, number: int) -> dict:
@@ -209,27 +195,34 @@ def from_plain(record: dict, number: int) -> dict:
 
 
 def answer_list(text: str) -> list[str]:
-    """'["Ana", "Ana Bell"]', in JSON or as Python prints it, is two answers; "[1, 2)" is one."""
-    for read in (json.loads, ast.literal_eval) if text.startswith("[") else ():
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            answers = read(text)
-            if answers and all(isinstance(answer, str) and answer.strip() for answer in answers):
-                return answers
+    """'["Ana", "Ana Bell"]', as JSON or Python print it, is two answers; "[1, 2)" is one."""
+    with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        answers = ast.literal_eval(text) if text.startswith("[") else []
+        if answers and all(isinstance(answer, str) and answer.strip() for answer in answers):
+            return answers
     return [text]
 
 
 def from_hotpotqa(record: dict, number: int) -> dict:
     """HotpotQA, published or hub, and 2WikiMultihopQA: paragraph n of `context` is reference n."""
-    fields = asked(record)
-    references = [
-        {"id": f"{fields['id']}:{i}", "title": title, "text": join_sentences(sentences, i)}
-        for i, (title, sentences) in enumerate(titled_pairs(record, "context", "sentences"), 1)
-    ]
-    titles = [title for title, _ in titled_pairs(record, "supporting_facts", "sent_id")]
+    fields, references = asked(record), []
+    for i, (title, sentences) in enumerate(titled_pairs(record, "context", "sentences"), 1):
+        found = need_strings({"context": sentences}, "context")
+        # HotpotQA's sentences begin with their blank, 2Wiki's do not.
+        text = " ".join(sentence.strip() for sentence in found if sentence.strip())
+        references.append({"id": f"{fields['id']}:{i}", "title": title, "text": text})
+    titles = [reference["title"] for reference in references]
+    gold = {title for title, _ in titled_pairs(record, "supporting_facts", "sent_id")}
+    # A title without a paragraph, as in the retrieved ones of HotpotQA's fullwiki files: no gold
+    # at all, for half of it would pass for all.
+    whole = gold <= set(titles)
     kind, source = optional(record, "type"), "2wiki" if "evidences" in record else "hotpotqa"
-    fields |= {"answers": gold_answers(record, "answer"), "references": references}
-    fields["source"] = f"{source}_{kind}" if kind else source
-    return fields | {"supporting": reference_numbers(titles, references)}
+    return fields | {
+        "answers": gold_answers(record, "answer"),
+        "references": references,
+        "supporting": sorted(titles.index(title) + 1 for title in gold) if whole else [],
+        "source": f"{source}_{kind}" if kind else source,
+    }
 
 
 def titled_pairs(record: dict, name: str, second: str) -> list[tuple[str, object]]:
@@ -247,25 +240,6 @@ def titled_pairs(record: dict, name: str, second: str) -> list[tuple[str, object
     return pairs
 
 
-def join_sentences(sentences: object, number: int) -> str:
-    if not isinstance(sentences, list) or not all(isinstance(text, str) for text in sentences):
-        expected = f"expected a list of sentences, found {short(sentences)}"
-        raise InputError(f"field 'context', item {number}: {expected}")
-    # HotpotQA's sentences begin with their blank, 2Wiki's do not: "".join is right for the first.
-    return " ".join(text.strip() for text in sentences if text.strip())
-
-
-def reference_numbers(titles: list[str], references: list[dict]) -> list[int]:
-    """The numbers of the first paragraphs with these titles. None at all where a title has none: in
-    HotpotQA's fullwiki files they were retrieved, and half of the gold would pass for all.
-    """
-    numbers: dict[str, int] = {}
-    for i, reference in enumerate(references, 1):
-        numbers.setdefault(reference["title"], i)
-    found = {numbers.get(title) for title in titles}
-    return [] if None in found else sorted(found)
-
-
 def from_musique(record: dict, number: int) -> dict:
     """Paragraphs are numbered by place, from 1 (`idx` is from 0); aliases count as right. Records
     cut from such a file, with paragraphs of {title, text}, tell no gold paragraph.
@@ -277,26 +251,17 @@ def from_musique(record: dict, number: int) -> dict:
     if record.get("answer_aliases") is not None:
         answers += [alias for alias in need_strings(record, "answer_aliases") if alias.strip()]
     need(record, "paragraphs", list)
-    references = each(record, "paragraphs", from_paragraph)
-    for i, reference in enumerate(references, 1):
-        reference["id"] = f"{fields['id']}:{i}"
-    gold = each(record, "paragraphs", lambda item, i: optional(item, "is_supporting", bool) and i)
-    check_steps(record)
-    fields |= {"answers": list(dict.fromkeys(answers)), "references": references}
-    fields["supporting"] = [i for i in gold if i]
+    references = paragraphs_of(record, "paragraphs", fields["id"])
+    steps = [s for s in optional(record, "question_decomposition", list) if isinstance(s, dict)]
+    known = [None, *(item.get("idx") for item in record["paragraphs"])]
+    for index in [step.get("paragraph_support_idx") for step in steps]:
+        if index not in known:
+            raise wrong("question_decomposition", f"no paragraph has the idx {short(index)}")
+    gold = [i for i, item in enumerate(record["paragraphs"], 1) if item.get("is_supporting")]
     hops = re.match(r"\d+hop", fields["id"])
-    fields["source"] = f"musique_{hops.group()}" if hops else "musique" if any(gold) else ""
-    return fields
-
-
-def check_steps(record: dict) -> None:
-    """A step of the decomposition whose paragraph is not there is an error of the data."""
-    known = [paragraph.get("idx") for paragraph in record["paragraphs"]]
-    for i, step in enumerate(optional(record, "question_decomposition", list), 1):
-        index = step.get("paragraph_support_idx") if isinstance(step, dict) else None
-        if index is not None and index not in known:
-            missing = f"no paragraph has the idx {short(index)}"
-            raise InputError(f"field 'question_decomposition', item {i}: {missing}")
+    fields["source"] = f"musique_{hops.group()}" if hops else "musique" if gold else ""
+    found = {"answers": list(dict.fromkeys(answers)), "references": references}
+    return fields | found | {"supporting": gold}
 
 
 def from_mmlu_pro(record: dict, number: int) -> dict:
@@ -312,10 +277,9 @@ def from_mmlu_pro(record: dict, number: int) -> dict:
 
 
 def from_medqa(record: dict, number: int) -> dict:
-    """`options` is {"A": text, ...} or a list; `answer` the text under the letter `answer_idx`."""
+    """`answer` is the text of the option that the letter `answer_idx` names."""
     fields, answer = asked(record, number), gold_answers(record, "answer")[0]
-    named = isinstance(record.get("options"), dict)
-    options = lettered(record["options"]) if named else need_strings(record, "options")
+    options = option_texts(record)
     letter = letter_of(need(record, "answer_idx"), options, "answer_idx")
     text = options[ord(letter) - 65]
     if text.strip() != answer.strip():
@@ -324,44 +288,37 @@ def from_medqa(record: dict, number: int) -> dict:
 
 
 def from_math(record: dict, number: int) -> dict:
-    """MATH-500 and Minerva: a worked solution, and the answer beside it or in its last box."""
-    fields = asked(record, number, "question" if "question" in record else "problem")
-    if record.get("answer") not in (None, ""):
-        answer = need(record, "answer")
-    elif not (answer := last_boxed(need(record, "solution"))):
-        raise no_answer("no field 'answer', and no \\boxed{...} in 'solution'")
-    return fields | {"answers": [answer], "task": "math"}
-
-
-def from_gsm8k(record: dict, number: int) -> dict:
-    fields, answer = asked(record, number), need(record, "answer").rpartition("####")[2].strip()
+    """MATH-500, Minerva and GSM8K: the answer stands in a field, behind the last "####" of a worked
+    one, or in the solution's last box.
+    """
+    fields = asked(record, number, "problem" if "problem" in record else "question")
+    answer = optional(record, "answer").rpartition("####")[2].strip()
+    answer = answer or last_boxed(optional(record, "solution"))
     if not answer:
-        raise no_answer("nothing stands behind '####' in field 'answer'")
+        raise no_answer("none in 'answer' or behind its '####', no \\boxed{...} in 'solution'")
     return fields | {"answers": [answer], "task": "math"}
 
 
 def from_verl(record: dict, number: int) -> dict:
-    """verl's training records (Search-R1 and others): the question ends the user's message, and may
-    stand behind an instruction and "Question:"; several answers come as a list, under "target", or
-    joined by <|answer_split|>.
+    """verl's training records (Search-R1 and others). The question ends the user's message, maybe
+    behind "Question:"; answers are a list, under "target", or joined by <|answer_split|>.
     """
-    source, extra = optional(record, "data_source"), optional(record, "extra_info", dict)
-    index = as_id(number if extra.get("index") is None else extra["index"], "extra_info.index")
+    extra = optional(record, "extra_info", dict)
+    index = number if extra.get("index") is None else extra["index"]
+    index = need_id({"extra_info.index": index}, name="extra_info.index")
     messages = [item for item in need(record, "prompt", list) if isinstance(item, dict)]
     said = [message.get("content") for message in messages if message.get("role") == "user"]
-    if not said or not isinstance(said[-1], str):
-        raise wrong("prompt", "no message of the role 'user' with a text")
-    question = said[-1].rpartition("Question:")[2].strip()
+    last = said[-1] if said and isinstance(said[-1], str) else ""
+    question = last.rpartition("Question:")[2].strip()
     if not question:
-        raise wrong("prompt", "the user's message holds no question")
-    name, golds = (
-        "reward_model.ground_truth",
-        need(record, "reward_model", dict).get("ground_truth"),
-    )
+        raise wrong("prompt", "no message of the role 'user' holds a question")
+    golds, name = need(record, "reward_model", dict), "reward_model.ground_truth"
+    golds = golds.get("ground_truth")
     golds = golds.get("target") if isinstance(golds, dict) else golds
     golds = golds.split("<|answer_split|>") if isinstance(golds, str) else golds
-    fields = {"id": f"{source}:{index}".lstrip(":"), "question": question, "source": source}
-    return fields | {"answers": gold_answers({name: golds}, name, list)}
+    source, answers = optional(record, "data_source"), gold_answers({name: golds}, name, list)
+    question_id = f"{source}:{index}".lstrip(":")
+    return {"id": question_id, "question": question, "source": source, "answers": answers}
 
 
 # -------------------------------------------------------------------------- layouts of corpus files
@@ -413,48 +370,52 @@ def from_passage(record: dict, number: int) -> dict:
 
 
 class Layout(NamedTuple):
-    """signs: the fields that a record must have, "a|b" for one of two; `also`: a further test."""
+    """fields: those with "!" tell the layout from others (of "!a|b" one is enough), with `also`."""
 
-    signs: str
+    fields: str
     convert: Callable[[dict, int], dict]
     also: Callable[[dict], bool] = lambda record: True
 
     def recognise(self, record: dict) -> bool:
-        names = [sign.split("|") for sign in self.signs.split()]
-        return all(any(name in record for name in either) for either in names) and self.also(record)
+        signs = [name[1:].split("|") for name in self.fields.split() if name.startswith("!")]
+        return all(any(name in record for name in sign) for sign in signs) and self.also(record)
 
 
 OWN = "id question answers task options references supporting source level may_search".split()
 PLAIN = "id _id question_id question answer source level type category subject".split()
 
 
+def is_own(record: dict) -> bool:
+    return "answers" in record or ("question" in record and set(record) <= set(OWN))
+
+
 def begins(record: dict) -> str:
-    return record["passage"].strip() if isinstance(record["passage"], str) else ""
+    return record["passage"].strip() if isinstance(record.get("passage"), str) else ""
 
 
 LAYOUTS = {
-    "flashrag": Layout("golden_answers", from_flashrag),
-    "2wiki": Layout("context supporting_facts|_id evidences", from_hotpotqa),
-    "hotpotqa": Layout("context supporting_facts|_id", from_hotpotqa),
-    "musique": Layout("paragraphs", from_musique),
-    "verl": Layout("reward_model", from_verl),
-    "medqa": Layout("options answer_idx", from_medqa),
-    "mmlu_pro": Layout("options answer_index|question_id", from_mmlu_pro),
-    "math": Layout("solution", from_math, lambda record: "answers" not in record),
-    "gsm8k": Layout("answer", from_gsm8k, lambda record: "####" in str(record["answer"])),
-    "r1_searcher": Layout("idx question|answer", from_r1_searcher),
-    "plain": Layout("question answer", from_plain, lambda record: set(record) <= set(PLAIN)),
-    "own": Layout(
-        "question|answers", from_own, lambda record: "answers" in record or set(record) <= set(OWN)
-    ),
+    "flashrag": Layout("id question !golden_answers", from_flashrag),
+    "2wiki": Layout("question answer !supporting_facts|_id !context !evidences", from_hotpotqa),
+    "hotpotqa": Layout("question answer !supporting_facts|_id !context", from_hotpotqa),
+    "musique": Layout("id question answer !paragraphs", from_musique),
+    "verl": Layout("data_source prompt !reward_model", from_verl),
+    "medqa": Layout("question answer !options !answer_idx", from_medqa),
+    "mmlu_pro": Layout("question answer !options !answer_index|question_id", from_mmlu_pro),
+    "math": Layout("problem !solution", from_math, lambda record: "answers" not in record),
+    "gsm8k": Layout("question !answer", from_math, lambda record: "####" in str(record["answer"])),
+    "r1_searcher": Layout("!idx !question|answer", from_r1_searcher),
+    "plain": Layout("!question !answer", from_plain, lambda record: set(record) <= set(PLAIN)),
+    "own": Layout("id question answers", from_own, is_own),
 }
-ATTEMPT_LAYOUTS = {"rollouts": Layout("pred_anses", from_rollouts)}
+ATTEMPT_LAYOUTS = {"rollouts": Layout("idx question answer !pred_anses", from_rollouts)}
 CORPUS_LAYOUTS = {  # a tab-separated line arrives as {"id", "passage"}
-    "contents": Layout("contents", from_contents),
-    "title_text": Layout("text", from_title_text),
-    "tsv_abstract": Layout("passage", from_abstract, lambda r: begins(r).startswith("Title:")),
-    "tsv_chunk": Layout("passage", from_chunk, lambda r: "   " in begins(r)),
-    "tsv": Layout("passage", from_passage),
+    "contents": Layout("!contents", from_contents),
+    "title_text": Layout("title !text", from_title_text),
+    "tsv_abstract": Layout(
+        "id<TAB>Title: ... Text: ...", from_abstract, lambda r: begins(r).startswith("Title:")
+    ),
+    "tsv_chunk": Layout("id<TAB>title   text", from_chunk, lambda r: "   " in begins(r)),
+    "tsv": Layout("id<TAB>text", from_passage, lambda r: "passage" in r),
 }
 PREDICTED = {"prediction", "predictions", "pred", "pred_ans", "pred_answer"}
 
@@ -471,7 +432,7 @@ def detect(record: dict, table: dict[str, Layout]) -> str:
         if isinstance(inner, dict) and any(layout.recognise(inner) for layout in table.values()):
             how = "save them as a list, or one on each line"
             raise InputError(f"one object with the records under {short(name)}: {how}")
-    known = "; ".join(f"{name} ({layout.signs})" for name, layout in table.items())
+    known = ", ".join(f"{name} ({row.fields.replace('!', '')})" for name, row in table.items())
     found = textwrap.shorten(", ".join(map(repr, record)), 300, placeholder=" ...") or "none"
     found = f"it has the fields {found}; known are {known}"
     raise InputError(f"unknown layout: {found}: convert the file to one of them")

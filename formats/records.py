@@ -16,6 +16,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -27,15 +28,15 @@ PASSAGE_COLUMNS = ("id", "passage")  # of tab-separated lines without a header
 QUESTION_COLUMNS = ("question", "answer")
 ID_COLUMNS = ("id", "_id", "idx", "docid", "doc_id", "pid")
 
+HALF_ESCAPE = re.compile(r"\\u[dD]")  # maybe: half of a character that JSON escapes in two
+
 # ------------------------------------------------------------------------------------ file -> lines
 
 
 def open_error(path: Path, error: OSError) -> InputError:
-    if isinstance(error, FileNotFoundError):
-        return InputError(f"{path}: no such file: check the path")
-    if isinstance(error, IsADirectoryError):
-        return InputError(f"{path}: a folder: name the files in it")
-    return InputError(f"{path}: cannot be read ({error.strerror})")
+    known = {FileNotFoundError: "no such file: check the path"}
+    known[IsADirectoryError] = "a folder: name the files in it"
+    return InputError(f"{path}: {known.get(type(error), f'cannot be read ({error.strerror})')}")
 
 
 def byte_lines(path: Path, most: int = -1) -> Iterator[bytes]:
@@ -108,7 +109,7 @@ def read_json(path: Path) -> list:
         place = f"{path}, line {getattr(error, 'lineno', 1)}"
         reason = getattr(error, "msg", error)
         raise InputError(f"{place}: not valid JSON ({reason}): correct the file") from None
-    escaped = has_half_escapes(text)
+    escaped = bool(HALF_ESCAPE.search(text))
     return [
         as_record(record, escaped) for record in (value if isinstance(value, list) else [value])
     ]
@@ -129,14 +130,10 @@ def read_parquet(path: Path) -> list[dict]:
 
 def parse_json(line: str) -> object:
     try:
-        return as_record(json.loads(line), has_half_escapes(line))
+        return as_record(json.loads(line), bool(HALF_ESCAPE.search(line)))
     except (ValueError, RecursionError) as error:
         column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         return InputError(f"not valid JSON ({getattr(error, 'msg', error)}{column})")
-
-
-def has_half_escapes(text: str) -> bool:
-    return "\\ud" in text or "\\uD" in text
 
 
 def as_record(record: object, escaped: bool) -> object:

@@ -128,12 +128,10 @@ def text_files(folder: Path) -> list[Path]:
 
     found, seen = {}, set()
     for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        if (real := os.path.realpath(root)) in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for file in [Path(root, name) for name in names if not name.startswith(".")]:
+        again = os.path.realpath(root) in seen
+        seen.add(os.path.realpath(root))
+        folders[:] = [name for name in folders if not (again or name.startswith("."))]
+        for file in [Path(root, name) for name in names if not (again or name.startswith("."))]:
             if text_ending(file) and (file.is_file() or not file.exists()):  # a pipe would hang
                 found.setdefault(os.path.realpath(file), []).append((file.is_symlink(), file))
     if not found:
