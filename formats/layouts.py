@@ -381,12 +381,13 @@ class Layout(NamedTuple):
         return all(any(name in record for name in sign) for sign in signs) and self.also(record)
 
 
-OWN = "id question answers task options references supporting source level may_search".split()
-PLAIN = "id _id question_id question answer source level type category subject".split()
+PLAIN_FIELDS = set("id _id question_id question answer source level type category subject".split())
+OWN_FIELDS = {"id", "question", "answers", "task", "options", "references", "supporting"}
+OWN_FIELDS |= {"source", "level", "may_search"}
 
 
 def is_own(record: dict) -> bool:
-    return "answers" in record or ("question" in record and set(record) <= set(OWN))
+    return "answers" in record or ("question" in record and set(record) <= OWN_FIELDS)
 
 
 def begins(record: dict) -> str:
@@ -404,7 +405,7 @@ LAYOUTS = {
     "math": Layout("problem !solution", from_math, lambda record: "answers" not in record),
     "gsm8k": Layout("question !answer", from_math, lambda record: "####" in str(record["answer"])),
     "r1_searcher": Layout("!idx !question|answer", from_r1_searcher),
-    "plain": Layout("!question !answer", from_plain, lambda record: set(record) <= set(PLAIN)),
+    "plain": Layout("!question !answer", from_plain, lambda record: set(record) <= PLAIN_FIELDS),
     "own": Layout("id question answers", from_own, is_own),
 }
 ATTEMPT_LAYOUTS = {"rollouts": Layout("idx question answer !pred_anses", from_rollouts)}
