@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import NoReturn
 
 
 class InputError(ValueError):
@@ -48,7 +47,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 class FlagParser(argparse.ArgumentParser):
     """argparse whose complaints are an InputError, and name the nearest flag for an unknown one."""
 
-    def error(self, message: str) -> NoReturn:
+    def error(self, message: str):
         raise InputError(f"{self.prog}: {message}")
 
     def parse_args(self, args=None, namespace=None):
@@ -69,9 +68,7 @@ def boolean(text: str) -> bool:
 
 
 def setting(default, help: str, **limits):
-    """A field of a settings record: `least`, `above`, `most`, `below` bound a number; `one_of`
-    holds the names of a choice.
-    """
+    """A field of a settings record; its limits: least, above, most, below, or one_of (names)."""
     return field(default=default, metadata={"help": help, **limits})
 
 

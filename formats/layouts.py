@@ -32,10 +32,6 @@ def wrong(name: str, what: str) -> InputError:
     return InputError(f"field {name!r}: {what}")
 
 
-def no_answer(why: str) -> InputError:
-    return InputError(f"the question has no answer: {why}")
-
-
 def optional(record: dict, name: str, kind: type = str):
     """record[name], which must be of this kind; an empty one where it is missing or null."""
     value = record.get(name)
@@ -104,7 +100,7 @@ def gold_answers(record: dict, name: str, kind: type = str) -> list[str]:
     value = optional(record, name, kind)
     answers = [value] if kind is str else need_strings({name: value}, name)
     if not answers or not all(answer.strip() for answer in answers):
-        raise no_answer(f"field {name!r} is missing or empty")
+        raise InputError(f"the question has no answer: field {name!r} is missing or empty")
     return answers
 
 
@@ -246,7 +242,7 @@ def from_musique(record: dict, number: int) -> dict:
     """
     fields = asked(record)
     if record.get("answerable") is not None and not optional(record, "answerable", bool):
-        raise no_answer("field 'answerable' is false")
+        raise InputError("the question has no answer: field 'answerable' is false")
     answers = gold_answers(record, "answer")
     if record.get("answer_aliases") is not None:
         answers += [alias for alias in need_strings(record, "answer_aliases") if alias.strip()]
@@ -295,7 +291,8 @@ def from_math(record: dict, number: int) -> dict:
     answer = optional(record, "answer").rpartition("####")[2].strip()
     answer = answer or last_boxed(optional(record, "solution"))
     if not answer:
-        raise no_answer("none in 'answer' or behind its '####', no \\boxed{...} in 'solution'")
+        places = "'answer', behind its '####' or in a box of 'solution'"
+        raise InputError(f"the question has no answer in {places}")
     return fields | {"answers": [answer], "task": "math"}
 
 

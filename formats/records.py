@@ -1,14 +1,11 @@
-"""A file -> its records, and the fields of a record.
+"""A file -> its records; and files of records that a run appends to.
 
     bytes -> lines -> records   JSON lines, a JSON list, tab-separated lines, the same gzipped,
                                 parquet (with pyarrow)
-    record -> fields            need(record, name, kind) and its relatives say which field is
-                                missing or of the wrong type
 
 A record that cannot be read is yielded as its InputError, not raised: whether it ends the run or is
 skipped and counted is the caller's choice. Traps: U+2028 ends no line of JSON; a byte-order mark is
-no part of the first field's name; an interrupted run leaves half a line (`finished_records`).
-Left out: other compressions, CSV fields that run over several lines.
+no part of the first field's name. Left out: other compressions, CSV fields over several lines.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from errors import InputError
 PASSAGE_COLUMNS = ("id", "passage")  # of tab-separated lines without a header
 QUESTION_COLUMNS = ("question", "answer")
 ID_COLUMNS = ("id", "_id", "idx", "docid", "doc_id", "pid")
-
 HALF_ESCAPE = re.compile(r"\\u[dD]")  # maybe: half of a character that JSON escapes in two
 
 # ------------------------------------------------------------------------------------ file -> lines
@@ -84,17 +80,16 @@ def read_whole(path: Path) -> str:
 
 
 def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[int, str, object]]:
-    """(number, "line 3" or "record 3", the record or its InputError).
-
-    columns   the names of tab-separated columns without a header; () where no table is expected
+    """(number, "line 3" or "record 3", the record or its InputError). `columns`: the names of
+    tab-separated ones without a header; () where no table is expected.
     """
     first = first_line(path)
-    if first.startswith((b"PAR1", b"[")) or first == b"{":  # "{": a record over several lines
-        read = read_parquet if first.startswith(b"PAR1") else read_json
-        for number, record in enumerate(read(path), 1):
-            yield number, f"record {number}", record
-    elif columns and is_tsv(path):
+    parquet = first.startswith(b"PAR1")
+    if columns and not parquet and is_tsv(path):
         yield from tsv_records(decoded_lines(path), columns)
+    elif parquet or first.startswith(b"[") or first == b"{":  # "{": a record over several lines
+        for number, record in enumerate(read_parquet(path) if parquet else read_json(path), 1):
+            yield number, f"record {number}", record
     else:
         for number, line in decoded_lines(path):
             record = parse_json(line) if isinstance(line, str) else line
@@ -109,10 +104,8 @@ def read_json(path: Path) -> list:
         place = f"{path}, line {getattr(error, 'lineno', 1)}"
         reason = getattr(error, "msg", error)
         raise InputError(f"{place}: not valid JSON ({reason}): correct the file") from None
-    escaped = bool(HALF_ESCAPE.search(text))
-    return [
-        as_record(record, escaped) for record in (value if isinstance(value, list) else [value])
-    ]
+    records, escaped = value if isinstance(value, list) else [value], HALF_ESCAPE.search(text)
+    return [as_record(record, bool(escaped)) for record in records]
 
 
 def read_parquet(path: Path) -> list[dict]:

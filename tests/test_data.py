@@ -468,8 +468,8 @@ BAD_FIRST_LINES = [
     ({**MEDQA, "answer_idx": "E"}, "'answer_idx' 'E' is none of the 2 options"),
     ({**MEDQA, "options": {"A": "red", "C": "green"}}, "'options' A, B"),
     ({**MEDQA, "options": {"A": "red", "B": 5}}, "'options', item 2 5"),
-    ({**MINERVA, "solution": "no box"}, "no answer: 'solution'"),
-    ({**GSM8K, "answer": "so #### "}, "no answer: 'answer' '####'"),
+    ({**MINERVA, "solution": "no box"}, "no answer 'solution'"),
+    ({**GSM8K, "answer": "so #### "}, "no answer 'answer' '####'"),
     ({**VERL, "prompt": [{"role": "system", "content": "x"}]}, "'prompt' 'user'"),
     ({**VERL, "prompt": [{"role": "user", "content": ["Who?"]}]}, "'prompt' 'user'"),
     ({**VERL, "reward_model": {}}, "no answer: 'reward_model.ground_truth'"),
@@ -812,6 +812,7 @@ AX, CONTENTS = {"title": "A", "text": "x"}, {"id": "1", "contents": "a\nb"}
         (["1\tx", "1\ty"], "c.tsv", "line 2: duplicate id '1'"),
         (["1\tTitle: A Text: x", "2\tno"], "c.tsv", "line 2: 'text' 'Title: ... Text: ...'"),
         (["id\ttext"], "c.tsv", "no record"),
+        (["[1\tx", "["], "c.tsv", "line 2: 1 tab-separated columns"),
     ],
 )
 def test_a_malformed_corpus_is_one_line_with_file_line_and_field(write, rows, name, expected):
