@@ -45,7 +45,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse whose complaints are an InputError, and name the nearest flag for an unknown one."""
+    """argparse whose complaints are an InputError, and name the nearest flag for an unknown one.
+
+    renamed   flag of an earlier version -> what to write now
+    """
+
+    renamed: Mapping[str, str] = MappingProxyType({})
 
     def error(self, message: str):
         raise InputError(f"{self.prog}: {message}")
@@ -54,8 +59,11 @@ class FlagParser(argparse.ArgumentParser):
         self.allow_abbrev = False  # "--lr" for "--lr_warmup" would change as soon as --lr is added
         known, rest = self.parse_known_args(args, namespace)
         if rest:
+            name = rest[0].split("=")[0]
+            if now := self.renamed.get(name.removeprefix("--")):
+                raise InputError(f"{self.prog}: {name}: {now}")
             flags = [option for action in self._actions for option in action.option_strings]
-            like = nearest(rest[0].split("=")[0], flags)
+            like = nearest(name, flags)
             raise InputError(f"{self.prog}: unknown flag {rest[0]}{like}; --help lists them all")
         return known
 

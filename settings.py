@@ -256,8 +256,8 @@ def parse(arguments: list[str] | None = None) -> Settings:
     parser = FlagParser(
         "train.py",
         description="Train one stage of one paper. In brackets: the value of --recipe and --stage.",
-        renamed=RENAMED,
     )
+    parser.renamed = RENAMED
     add_flags(parser, RECORDS, named_in(arguments), "train")
     given = vars(parser.parse_args(arguments))
     recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
