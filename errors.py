@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from pathlib import Path
+from types import MappingProxyType
 
 
 class InputError(ValueError):
