@@ -1,23 +1,21 @@
 """The loop: the model reasons, asks, reads what was found, and answers. It yields a `Trajectory`.
 
-    sample a turn -> does it end in a query? -> search (all rows' queries of this moment in one
-    call)
-                  -> append the documents with mask 0 -> sample the next turn -> ... -> answer, EOS
-                  or a limit
+    sample a turn -> does it end in a query? -> search (the queries of all rows in one call)
+                  -> append the documents with mask 0 -> sample the next turn
+                  -> ... -> an answer, EOS or a limit
 
 Two rules keep the training signal true:
-  * token ids in, token ids out: sampled ids are never decoded and encoded again; what the
-    environment writes is encoded once and appended (a re-encoded text can split into other tokens,
-    and the log-probs would be of a text nobody sampled);
-  * the mask is born with the token: 1 for a token the policy sampled (closing tags and EOS too), 0
-    for everything the environment wrote: the documents with their tags, the blank lines around
-    them, the notices.
+  * token ids in, token ids out. Sampled ids are never decoded and encoded again; what the
+    environment writes is encoded once and appended. A text that is encoded again can split into
+    other tokens, and the log-probs would be of a text that nobody sampled;
+  * the mask is born with the token: 1 for a token the policy sampled (end tags and EOS too), 0 for
+    everything the environment wrote (documents, their tags, the blank lines around them, notices).
 
-The loop knows neither retriever nor summariser: it gets `search(list[SearchRequest]) ->
-list[SearchResult]`. Sampling is plain HF `generate` on the rows that are still alive, so this file
-is the page to read; there the keys and values of a row are computed again at each of its turns.
-`engine="slots"` samples with engine.py instead: the same trajectories when greedy and the same
-distribution otherwise, several times faster and in less memory.
+The loop knows neither retriever nor summariser: it gets `search(requests) -> results`. Sampling is
+plain HF `generate` on the rows that are still alive (`play_by_turns`), so this file is the page to
+read. There the keys and values of a row are computed again at each of its turns. scale/engine.py
+has another `play`: the same trajectories when greedy, several times faster.
+Left out: several tools, and searching in the middle of a turn.
 """
 
 from __future__ import annotations
@@ -28,19 +26,17 @@ import functools
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from data import Question, SearchRequest, SearchResult
-from errors import InputError, run_main
-from policy import evaluating
+from data import Document, Question, SearchRequest, SearchResult
+from errors import InputError, run_main, setting
 from prompts import (
+    PROTOCOLS,
     Protocol,
-    as_protocol,
     build_prompt,
     forbidden_texts,
     frame_documents,
@@ -48,30 +44,45 @@ from prompts import (
     parse_query,
     strip_tags,
 )
-from scale.engine import Engine, affordable, obstacle
-from trajectory import Refusal, Search, Trajectory
+from trajectory import Refusal, Search, Segment, Trajectory, show, trajectory_from_text
+
+__all__ = ["Search", "Segment", "Trajectory", "rollout", "show", "trajectory_from_text"]
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 MIN_DOCUMENT_TOKENS = 16  # a search whose documents would be cut below this is not worth running
+ANSWER_TOKENS = 32  # room kept free behind documents
+MAX_REFUSALS = 2  # after so many refused queries the trajectory ends
+SEARCH_RETRIES = 2  # a search that failed is tried twice more: most faults of a server are short
 
 
-# ------------------------------------------------------------------------------------ sample a turn
+@dataclass(frozen=True)
+class RolloutSettings:
+    group_size: int = setting(16, "trajectories per question, G", least=1)
+    temperature: float = setting(1.0, "of sampling, and of scoring; 0 is greedy", least=0)
+    top_p: float = setting(1.0, "below 1 the samples are not what is scored", above=0, most=1)
+    max_searches: int = setting(4, "per trajectory", least=0)
+    max_turn_tokens: int = setting(512, "new tokens per turn", least=1)
+    max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
+    document_tokens: int = setting(1024, "tokens of documents per search at most", least=1)
+    rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
+    timeout: float = setting(60.0, "seconds until a search or a request has failed", above=0)
+
+
+# ----------------------------------------------------------------------------------- sample a turn
 
 
 class StopRule:
-    """When a turn is over: EOS, a stop tag, or no room left. Only a token in `watched` can be one
-    of the first two.
+    """When a turn is over: EOS, a stop tag, or no room left.
 
-    A tag is looked for in the decoded tail of the turn, because it may span tokens or end inside
-    one that goes on behind it (">\\n\\n"): the turn is cut after that token, whole, since that is
-    what was sampled.
+    A tag may span tokens, or end inside one that goes on behind it (">\\n\\n"). So it is looked for
+    in the decoded tail of the turn, and the turn is cut behind that whole token: it was sampled.
+    Only a token in `watched` can end a turn, so that most tokens cost no decoding.
     """
 
     def __init__(self, tokenizer, stop_tags: Sequence[str], eos_ids: set[int]):
         self.tokenizer, self.stop_tags, self.eos_ids = tokenizer, stop_tags, eos_ids
-        self.watched = eos_ids | closing_ids(
-            tokenizer, len(tokenizer), "".join(tag[-1] for tag in stop_tags)
-        )
+        last = "".join(tag[-1] for tag in stop_tags)
+        self.watched = eos_ids | closing_ids(tokenizer, len(tokenizer), last)
 
     def reason(self, turn: list[int], room: int) -> str | None:
         """Why `turn` is over with its last token: "eos", the tag, "length"; None if it is not."""
@@ -79,18 +90,24 @@ class StopRule:
             return "eos"
         if turn[-1] in self.watched:
             for tag in self.stop_tags:
-                # Every token of the tag holds at least one of its characters, so this many tokens
-                # hold the whole tag.
+                # Each token of a tag holds a character of it: so many tokens hold the whole tag.
                 if tag in decode(self.tokenizer, turn[-len(tag) :]):
                     return tag
         return "length" if len(turn) >= room else None
 
 
-class TurnWatcher:
-    """Watches `generate` from inside: as logits processor it sees the distribution, as stopping
-    criterion the token.
+@functools.lru_cache(maxsize=8)
+def closing_ids(tokenizer, size: int, last: str) -> set[int]:
+    """Ids of the tokens that hold one of the characters `last`: only they can complete a tag."""
+    pieces = tokenizer.batch_decode([[i] for i in range(size)], skip_special_tokens=False)
+    return {i for i, piece in enumerate(pieces) if set(piece) & set(last)}
 
-    It ends each row by the rule, with the row's own room, and notes each sampled token's log-prob.
+
+class TurnWatcher:
+    """Watches `generate` from inside.
+
+    As logits processor it sees the distribution, as stopping criterion the token. It ends each row
+    by the rule, with the row's own room, and notes each sampled token's log-prob.
     """
 
     def __init__(self, rule: StopRule, room: list[int], temperature: float):
@@ -100,9 +117,7 @@ class TurnWatcher:
         self.logprobs: list[list[float]] = [[] for _ in room]
 
     def process_logits(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """[B, V] -> the logits that are sampled from, at our temperature; kept to score the token
-        that comes next.
-        """
+        """[B, V] -> the logits that are sampled from; kept to score the token that comes next."""
         self.scores = logits / self.temperature
         return self.scores
 
@@ -114,22 +129,16 @@ class TurnWatcher:
                 self.ids[row].append(token)
                 self.logprobs[row].append(logprob)
                 self.reasons[row] = self.rule.reason(self.ids[row], self.room[row])
-        return torch.tensor(
-            [reason is not None for reason in self.reasons], device=input_ids.device
-        )
-
-
-@functools.lru_cache(maxsize=8)
-def closing_ids(tokenizer, size: int, last: str) -> set[int]:
-    """Token ids that hold one of the characters `last`, so that they can complete a tag: only they
-    cost a look at the tail.
-    """
-    pieces = tokenizer.batch_decode([[i] for i in range(size)], skip_special_tokens=False)
-    return {i for i, piece in enumerate(pieces) if any(character in piece for character in last)}
+        over = [reason is not None for reason in self.reasons]
+        return torch.tensor(over, device=input_ids.device)  # [B]
 
 
 def decode(tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @contextlib.contextmanager
@@ -137,14 +146,12 @@ def plain_generation(policy, eos_ids: set[int], pad_id: int):
     """`generate` without the checkpoint's own defaults while inside.
 
     Trap: a hub model's generation_config (top_k=20, repetition_penalty=1.05, ...) fills every
-    setting that the caller leaves open; samples then come from another distribution than the one
-    whose log-probs are trained.
+    setting that is left open. Samples then come from another distribution than the one trained on.
     """
     model = getattr(policy, "language_model", policy)
     kept = model.generation_config
-    model.generation_config = GenerationConfig(
-        eos_token_id=sorted(eos_ids) or None, pad_token_id=pad_id
-    )
+    ends = sorted(eos_ids) or None
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad_id)
     try:
         yield
     finally:
@@ -152,9 +159,7 @@ def plain_generation(policy, eos_ids: set[int], pad_id: int):
 
 
 def end_ids(policy, tokenizer) -> set[int]:
-    """Every id that ends a text: the tokenizer's EOS and the checkpoint's (chat models have
-    two).
-    """
+    """Every id that ends a text: the tokenizer's EOS, the checkpoint's (chat models have two)."""
     model = getattr(policy, "language_model", policy)
     listed = getattr(model.generation_config, "eos_token_id", None)
     listed = listed if isinstance(listed, list) else [listed]
@@ -164,68 +169,54 @@ def end_ids(policy, tokenizer) -> set[int]:
 def left_padded(texts: list[list[int]], pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Token lists -> (tokens, attention mask), [B, L] each: all end at the same place."""
     width = max(map(len, texts))
-    tokens = torch.tensor([[pad_id] * (width - len(text)) + text for text in texts], device=device)
-    # Not `tokens != pad`: where pad is EOS that would hide real EOS tokens.
-    return tokens, torch.tensor(
-        [[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device
-    )
+    tokens = torch.tensor([[pad_id] * (width - len(t)) + t for t in texts], device=device)
+    # Not `tokens != pad`: where pad is EOS, that would hide real EOS tokens.
+    attention = [[0] * (width - len(t)) + [1] * len(t) for t in texts]
+    return tokens, torch.tensor(attention, device=device)
 
 
-def sample_turns(
-    policy,
-    tokenizer,
-    contexts: list[list[int]],
-    room: list[int],
-    stop_tags: Sequence[str],
-    temperature: float,
-    top_p: float,
-) -> TurnWatcher:
-    """One turn for every context: left-padded, so that all rows sample their next token at the same
-    place.
-    """
+def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> TurnWatcher:
+    """One turn for every row: left-padded, so that all sample their next token at one place."""
+    tokenizer, settings = environment.tokenizer, environment.settings
     eos_ids = end_ids(policy, tokenizer)
-    pad_id = (
-        tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos_ids, default=0)
-    )
-    tokens, attention = left_padded(contexts, pad_id, policy.device)
-    watcher = TurnWatcher(StopRule(tokenizer, stop_tags, eos_ids), room, temperature or 1.0)
-    # top_k: generate's default of 50 is off-policy. temperature 1: the watcher divides, generate
-    # would divide once more.
-    sampling = (
-        {"do_sample": True, "top_k": 0, "top_p": top_p, "temperature": 1.0}
-        if temperature
-        else {"do_sample": False}
-    )
+    pad_id = tokenizer.pad_token_id
+    pad_id = min(eos_ids, default=0) if pad_id is None else pad_id
+    tokens, attention = left_padded([row.ids for row in rows], pad_id, policy.device)
+    room = [environment.turn_room(row) for row in rows]
+    rule = StopRule(tokenizer, environment.protocol.stop_tags, eos_ids)
+    watcher = TurnWatcher(rule, room, settings.temperature or 1.0)
+    if settings.temperature:
+        # top_k: generate's default of 50 would be off-policy. temperature 1: the watcher divides.
+        how = {"do_sample": True, "top_k": 0, "top_p": settings.top_p, "temperature": 1.0}
+    else:
+        how = {"do_sample": False}
     with plain_generation(policy, eos_ids, pad_id):
         policy.generate(
             input_ids=tokens,
             attention_mask=attention,
             max_new_tokens=max(room),
-            **sampling,
+            **how,
             logits_processor=LogitsProcessorList([watcher.process_logits]),
             stopping_criteria=StoppingCriteriaList([watcher.check_stop]),
         )
     return watcher
 
 
-# ------------------------------------------------------------------------------- answer the queries
+# ------------------------------------------------------------------------------ answer the queries
 
 
 def call_search(
-    search: SearchFunction, requests: list[SearchRequest], retries: int, timeout: float
+    search: SearchFunction, requests: list[SearchRequest], timeout: float
 ) -> list[SearchResult]:
-    """`search`, retried with backoff under a time limit; at last an explicit "unavailable" for
-    every request.
+    """`search` under a time limit, tried again with backoff; at last an error for every request.
 
     A training step must survive a retriever that is down, and must not wait for ever on one that
     hangs.
     """
     error = ""
-    if bound := getattr(
-        search, "seconds", None
-    ):  # one that asks over the network: the more queries, the longer
+    if bound := getattr(search, "seconds", None):  # asked over the network: more queries, longer
         timeout += bound(len({request.query for request in requests}))
-    for attempt in range(retries + 1):
+    for attempt in range(SEARCH_RETRIES + 1):
         if attempt:
             time.sleep(min(0.1 * 2**attempt, 5.0))
         box: list = []
@@ -234,9 +225,7 @@ def call_search(
         thread.join(timeout)
         if not box:
             error = f"no answer within {timeout:g} s"
-        elif isinstance(
-            box[0], InputError
-        ):  # such as a summariser that has been down for batches: no fault of one search
+        elif isinstance(box[0], InputError):  # the user's to mend, and no fault of one search
             raise box[0]
         elif isinstance(box[0], Exception):
             error = f"{type(box[0]).__name__}: {box[0]}"
@@ -260,12 +249,11 @@ def _call_into(search: SearchFunction, requests: list[SearchRequest], box: list)
 def fit_block(
     tokenizer, protocol: Protocol, pieces: list[str], budget: int
 ) -> tuple[list[int], str]:
-    """(ids of the framed documents, their text), cut at a document's end so that the whole block
-    has at most `budget` tokens; only a first document that is too long by itself is cut inside.
+    """(ids of the framed documents, their text), at most `budget` tokens.
 
-    The block is encoded as one text: a body encoded apart from its frame begins otherwise (in many
-    tokenizers a word behind a newline is another token than a word that nothing stands before), and
-    supervised traces have it whole.
+    It is cut at a document's end; only a first document that is too long by itself is cut inside.
+    The block is encoded as one text: behind a newline a word is often another token than at the
+    beginning, and supervised traces have the block whole.
     """
 
     def block(body: str) -> list[int]:
@@ -275,254 +263,136 @@ def fit_block(
         body = "\n".join(pieces[:count])
         if len(ids := block(body)) <= budget:
             return ids, body
-    fits = (
-        bisect.bisect_right(range(len(body)), budget, key=lambda length: len(block(body[:length])))
-        - 1
-    )
-    return block(body[: max(fits, 0)]), body[: max(fits, 0)]
-
-
-def encode(tokenizer, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The bounds of one rollout; all lengths in tokens."""
-
-    max_searches: int = 4
-    max_turn_tokens: int = 512
-    max_context: int = 4096
-    document_tokens: int = 1024  # per search, the frame not counted
-    answer_tokens: int = 32  # room kept free behind documents
-    notices: bool = True  # tell the model why a query was not run, and let it go on
-    max_refusals: int = 2  # after so many refused queries the trajectory ends
-
-    def room(self, trajectory: Trajectory) -> int:
-        return self.max_context - len(trajectory.prompt_ids) - len(trajectory.response_ids)
-
-    def turn_room(self, trajectory: Trajectory) -> int:
-        """Tokens that the next turn may sample."""
-        return min(self.max_turn_tokens, self.room(trajectory))
+    lengths = range(len(body))
+    fits = bisect.bisect_right(lengths, budget, key=lambda length: len(block(body[:length])))
+    body = body[: max(fits - 1, 0)]
+    return block(body), body
 
 
 class Environment:
-    """What stands around the policy: it takes the rows that asked, searches once for all, and
-    writes the answers.
+    """What stands around the policy: it takes the rows that asked and searches once for all.
+
+    max_context   0 until `rollout` knows the policy, whose limit it then is
     """
 
     def __init__(
-        self,
-        tokenizer,
-        protocol: Protocol,
-        search: SearchFunction,
-        limits: Limits,
-        retries: int,
-        timeout: float,
+        self, tokenizer, protocol: Protocol, search: SearchFunction, settings: RolloutSettings
     ):
-        self.tokenizer, self.protocol, self.search, self.limits = (
-            tokenizer,
-            protocol,
-            search,
-            limits,
-        )
-        self.retries, self.timeout = retries, timeout
-        frame = (
-            frame_documents(protocol, "\x00") if protocol.documents_tags else ""
-        )  # without tags nobody will ask
+        self.tokenizer, self.protocol = tokenizer, protocol
+        self.search, self.settings, self.max_context = search, settings, settings.max_context
+        # Without tags nobody will ask.
+        frame = frame_documents(protocol, "\x00") if protocol.documents_tags else ""
         self.frame_tokens = sum(len(encode(tokenizer, half)) for half in frame.split("\x00"))
         self.overhead = self.frame_tokens + len(encode(tokenizer, protocol.fallback_notice))
         self.forbidden = forbidden_texts(protocol, tokenizer)
 
+    def room(self, trajectory: Trajectory) -> int:
+        """Tokens that are left of the context."""
+        return self.max_context - len(trajectory.prompt_ids) - len(trajectory.response_ids)
+
+    def turn_room(self, trajectory: Trajectory) -> int:
+        """Tokens that the next turn may sample."""
+        return min(self.settings.max_turn_tokens, self.room(trajectory))
+
+    def budget(self, trajectory: Trajectory) -> int:
+        """Tokens of documents that the next search may add."""
+        room = self.room(trajectory) - self.overhead - ANSWER_TOKENS
+        return min(self.settings.document_tokens, room)
+
+    def longest(self, prompt: int) -> int:
+        """Tokens that a trajectory with a prompt of so many may have at most."""
+        settings, protocol = self.settings, self.protocol
+        notices = (protocol.malformed_notice, protocol.limit_notice)
+        notice = max(len(encode(self.tokenizer, text)) for text in notices)
+        searches = settings.max_searches if protocol.query_tags else 0
+        # A turn ends in a search, in a refusal (the last of which ends all), or for good.
+        sampled = (searches + MAX_REFUSALS) * settings.max_turn_tokens
+        inserted = searches * (settings.document_tokens + self.overhead)
+        inserted += (MAX_REFUSALS - 1) * notice
+        return min(prompt + sampled + inserted, self.max_context)
+
+    def end_turn(
+        self, trajectory: Trajectory, ids: list[int], logprobs: list[float], reason: str
+    ) -> None:
+        """Append a sampled turn. One that ended in a query keeps an empty stop_reason: it asks."""
+        trajectory.append_model(ids, logprobs, decode(self.tokenizer, ids))
+        if not (self.protocol.query_tags and reason == self.protocol.query_tags[1]):
+            trajectory.stop_reason = "answer" if reason in self.protocol.stop_tags else reason
+
     def answer(self, asking: list[Trajectory]) -> None:
-        """Each trajectory ends in a query tag. Execute what is well-formed, in one call; refuse the
-        rest.
-        """
-        accepted = []
+        """Each row ends in a query tag. Run what is well-formed in one call, refuse the rest."""
+        accepted, protocol = [], self.protocol
+        least = min(self.settings.document_tokens, MIN_DOCUMENT_TOKENS)
         for trajectory in asking:
-            query = parse_query(self.protocol, trajectory.segments[-1].text)
+            query = parse_query(protocol, trajectory.segments[-1].text)
             if not query:
-                self.refuse(
-                    trajectory,
-                    "malformed" if query is None else "empty",
-                    query or "",
-                    self.protocol.malformed_notice,
-                )
-            elif len(trajectory.searches) >= self.limits.max_searches:
-                self.refuse(trajectory, "limit", query, self.protocol.limit_notice)
-            elif self.budget(trajectory) < min(self.limits.document_tokens, MIN_DOCUMENT_TOKENS):
-                trajectory.stop_reason = (  # known before the search: its documents would leave no room to answer
-                    "length"
-                )
+                reason = "malformed" if query is None else "empty"
+                self.refuse(trajectory, Refusal(reason, query or ""), protocol.malformed_notice)
+            elif len(trajectory.searches) >= self.settings.max_searches:
+                self.refuse(trajectory, Refusal("limit", query), protocol.limit_notice)
+            elif self.budget(trajectory) < least:
+                trajectory.stop_reason = "length"  # its documents would leave no room to answer
             else:
                 accepted.append((trajectory, query))
         if accepted:
             self.execute(accepted)
 
-    def longest(self, prompt: int) -> int:
-        """Tokens that a trajectory with a prompt of so many may have at most."""
-        notice = max(
-            len(encode(self.tokenizer, text))
-            for text in (self.protocol.malformed_notice, self.protocol.limit_notice)
-        )
-        refusals, searches = (
-            max(self.limits.max_refusals, 1),
-            self.limits.max_searches if self.protocol.query_tags else 0,
-        )
-        # a turn ends in a search, in a refusal (the last of which ends all), or for good
-        sampled = (searches + refusals) * self.limits.max_turn_tokens
-        inserted = (
-            searches * (self.limits.document_tokens + self.overhead) + (refusals - 1) * notice
-        )
-        return min(prompt + sampled + inserted, self.limits.max_context)
-
-    def budget(self, trajectory: Trajectory) -> int:
-        room = self.limits.room(trajectory) - self.overhead - self.limits.answer_tokens
-        return min(self.limits.document_tokens, room)
-
-    def refuse(self, trajectory: Trajectory, reason: str, query: str, notice: str) -> None:
-        trajectory.refusals.append(Refusal(reason, query))
+    def refuse(self, trajectory: Trajectory, refusal: Refusal, notice: str) -> None:
+        """Say why the query was not run, and let the row go on; or end it."""
+        trajectory.refusals.append(refusal)
         ids = encode(self.tokenizer, notice)
-        if not self.limits.notices or len(trajectory.refusals) >= self.limits.max_refusals:
+        if len(trajectory.refusals) >= MAX_REFUSALS:
             trajectory.stop_reason = "refused"
-        elif self.limits.room(trajectory) < len(ids) + self.limits.answer_tokens:
+        elif self.room(trajectory) < len(ids) + ANSWER_TOKENS:
             trajectory.stop_reason = "length"
         else:
             trajectory.append_environment(ids, notice, "notice")
 
-    def end_turn(
-        self, trajectory: Trajectory, ids: list[int], logprobs: list[float], reason: str
-    ) -> None:
-        """Append a sampled turn. A trajectory that ended it in a query keeps an empty stop_reason:
-        it asks.
-        """
-        trajectory.append_model(ids, logprobs, decode(self.tokenizer, ids))
-        if not (self.protocol.query_tags and reason == self.protocol.query_tags[1]):
-            trajectory.stop_reason = "answer" if reason in self.protocol.stop_tags else reason
-
     def execute(self, accepted: list[tuple[Trajectory, str]]) -> None:
         start = time.perf_counter()
         requests = [SearchRequest(trajectory.question, query) for trajectory, query in accepted]
-        results = call_search(self.search, requests, self.retries, self.timeout)
+        results = call_search(self.search, requests, self.settings.timeout)
         seconds = (time.perf_counter() - start) / len(accepted)
         for (trajectory, query), result in zip(accepted, results, strict=True):
-            self.write(trajectory, query, result, seconds)
+            body = self.write(trajectory, result)
+            found, fallback, error = list(result.documents), result.fallback, result.error
+            trajectory.searches.append(Search(query, found, body, fallback, error, seconds))
 
-    def write(
-        self, trajectory: Trajectory, query: str, result: SearchResult, seconds: float
-    ) -> None:
+    def write(self, trajectory: Trajectory, result: SearchResult) -> str:
+        """Append what was found, cut to the row's room; returns it as the policy reads it."""
+        protocol = self.protocol
         if result.error:
-            pieces = [self.protocol.error_text]
+            pieces = [protocol.error_text]
         else:
             pieces = [result.text] if result.text else number_documents(result.documents)
-        pieces = [strip_tags(piece, self.forbidden) for piece in pieces] or [
-            self.protocol.empty_text
-        ]
-        ids, body = fit_block(
-            self.tokenizer, self.protocol, pieces, self.frame_tokens + self.budget(trajectory)
-        )
-        trajectory.append_environment(ids, frame_documents(self.protocol, body), "documents")
+        pieces = [strip_tags(piece, self.forbidden) for piece in pieces] or [protocol.empty_text]
+        budget = self.frame_tokens + self.budget(trajectory)
+        ids, body = fit_block(self.tokenizer, protocol, pieces, budget)
+        trajectory.append_environment(ids, frame_documents(protocol, body), "documents")
         if result.fallback:
-            notice = self.protocol.fallback_notice
+            notice = protocol.fallback_notice
             trajectory.append_environment(encode(self.tokenizer, notice), notice, "notice")
-        trajectory.searches.append(
-            Search(query, list(result.documents), body, result.fallback, result.error, seconds)
-        )
+        return body
 
 
-# ----------------------------------------------------------------------------------------- the loop
-
-
-@torch.no_grad()
-def rollout(
-    policy,
-    tokenizer,
-    questions: Question | list[Question],
-    search: SearchFunction,
-    protocol: Protocol | str,
-    group_size: int = 1,
-    *,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    max_searches: int = 4,
-    max_turn_tokens: int = 512,
-    max_context: int | None = None,
-    document_tokens: int = 1024,
-    notices: bool = True,
-    retrieval: bool | Sequence[bool] = True,
-    seed: int | None = None,
-    batch_size: int = 0,
-    retries: int = 2,
-    timeout: float = 60.0,
-    progress: Callable[[int], None] | None = None,
-    engine: str = "hf",
-    cuda_graphs: bool = False,
-) -> list[Trajectory]:
-    """`group_size` trajectories for each question, question by question: row b belongs to question
-    b // group_size.
-
-    temperature  0 is greedy. `seed` makes the whole rollout reproducible on the same machine and
-                 leaves the global random state as it was.
-    top_p        below 1 samples from a truncated distribution while log-probs are of the full one:
-                 off-policy.
-    max_context  prompt and response together; default: the model's own limit.
-    retrieval    one for all, or one per question: may it search? (It chooses the prompt; UR²
-                 section 3.3.)
-    batch_size   rows sampled at once; 0 = all. (In slots: how many there are; less if memory is
-                 short.)
-    progress     called with the number of trajectories that ended since the last call.
-    engine       "hf" is plain `generate`; "slots" is engine.py, which falls back to "hf" for models
-                 it cannot drive.
-    cuda_graphs  record the slots' decoding step; nothing on a CPU, nor where autocast computes.
-    """
-    if engine not in ("hf", "slots"):
-        raise InputError(f'engine {engine!r}: "hf" (plain generate) or "slots" (engine.py)')
-    protocol = as_protocol(protocol)
-    questions = [questions] if isinstance(questions, Question) else list(questions)
-    allowed = [retrieval] * len(questions) if isinstance(retrieval, bool) else list(retrieval)
-    limits = Limits(
-        max_searches,
-        max_turn_tokens,
-        context_of(policy, max_context),
-        document_tokens,
-        notices=notices,
-    )
-    environment = Environment(tokenizer, protocol, search, limits, retries, timeout)
-
-    trajectories = []
-    for question, may_search in zip(questions, allowed, strict=True):
-        prompt = build_prompt(protocol, question, tokenizer, may_search)
-        check_prompt(question, prompt, limits)
-        trajectories += [
-            Trajectory(question, protocol, prompt, retrieval=may_search) for _ in range(group_size)
-        ]
-
-    with seeded(seed, policy.device):
-        if engine == "hf" or not play_in_slots(
-            policy, environment, trajectories, batch_size, temperature, top_p, progress, cuda_graphs
-        ):
-            play_by_turns(
-                policy, environment, trajectories, batch_size, temperature, top_p, progress
-            )
-    return trajectories
+# ---------------------------------------------------------------------------------------- the loop
 
 
 def play_by_turns(
     policy,
     environment: Environment,
-    live: list[Trajectory],
-    batch_size: int,
-    temperature: float,
-    top_p: float,
-    progress: Callable[[int], None] | None,
+    trajectories: list[Trajectory],
+    progress: Callable[[int], None] | None = None,
 ) -> None:
-    """All live rows sample a turn, then all that asked are answered, and so on until no row is
-    left.
-    """
+    """All live rows sample a turn, those that asked are answered, until no row is left."""
+    live = trajectories
     while live:
-        size = batch_size or len(live)
+        size = environment.settings.rollout_batch_size or len(live)
         for start in range(0, len(live), size):
-            take_turn(policy, environment, live[start : start + size], temperature, top_p)
+            rows = live[start : start + size]
+            turns = sample_turns(policy, environment, rows)
+            for row, *turn in zip(rows, turns.ids, turns.logprobs, turns.reasons, strict=True):
+                environment.end_turn(row, *turn)
         environment.answer([t for t in live if not t.stop_reason])
         ended = sum(bool(t.stop_reason) for t in live)
         if progress:
@@ -530,152 +400,65 @@ def play_by_turns(
         live = [t for t in live if not t.stop_reason]
 
 
-def take_turn(
-    policy, environment: Environment, rows: list[Trajectory], temperature: float, top_p: float
-) -> None:
-    """Sample each row's next turn and append it."""
-    room, stop_tags = (
-        [environment.limits.turn_room(row) for row in rows],
-        environment.protocol.stop_tags,
-    )
-    turns = sample_turns(
-        policy,
-        environment.tokenizer,
-        [row.ids for row in rows],
-        room,
-        stop_tags,
-        temperature,
-        top_p,
-    )
-    for row, ids, logprobs, reason in zip(
-        rows, turns.ids, turns.logprobs, turns.reasons, strict=True
-    ):
-        environment.end_turn(row, ids, logprobs, reason)
-
-
-def play_in_slots(
+@torch.no_grad()
+def rollout(
     policy,
     environment: Environment,
-    trajectories: list[Trajectory],
-    batch_size: int,
-    temperature: float,
-    top_p: float,
-    progress: Callable[[int], None] | None,
-    cuda_graphs: bool = False,
-) -> bool:
-    """The same in engine.py's slots, where no row waits for the slowest. False, with a warning, if
-    that cannot be done.
-    """
-    model = getattr(policy, "language_model", policy)
-    # One autocast around all of it: on a GPU the weights' bf16 copy is made once and not at every
-    # step.
-    with evaluating(model), getattr(policy, "autocast", contextlib.nullcontext)():
-        size = max((environment.longest(len(t.prompt_ids)) for t in trajectories), default=0)
-        slots = min(batch_size or len(trajectories), len(trajectories), affordable(model, size))
-        if problem := obstacle(model) or (
-            "" if slots or not trajectories else f"no memory for one row of {size} tokens"
-        ):
-            warn_once(f'engine "slots": {problem}; plain generate takes its place')
-            return False
-        rule = StopRule(
-            environment.tokenizer,
-            environment.protocol.stop_tags,
-            end_ids(policy, environment.tokenizer),
-        )
-        # Not under autocast: its copies of the weights are dropped with it, and a recording would
-        # go on reading them.
-        graphs = (
-            cuda_graphs and model.device.type == "cuda" and not torch.is_autocast_enabled("cuda")
-        )
-        if cuda_graphs and not graphs:
-            warn_once(
-                "--cuda_graphs: nothing is recorded on a CPU, nor where autocast computes (no bf16"
-                " copy)"
-            )
-        engine = Engine(model, slots, size, rule.watched, rule.reason, temperature, top_p, graphs)
-        play_queue(engine, environment, deque(trajectories), progress)
-    return True
-
-
-def play_queue(
-    engine: Engine,
-    environment: Environment,
-    queue: deque[Trajectory],
-    progress: Callable[[int], None] | None,
-) -> None:
-    """Each row that ends gives its slot to the next of the queue. Rows that ask wait until no fewer
-    wait than decode: so one search serves at least half of those in the slots, and all that are
-    left when none can go on without.
-    """
-    limits = environment.limits
-    while queue or engine.taken:
-        while queue and engine.vacant:
-            trajectory = queue.popleft()
-            engine.add(trajectory, trajectory.ids, limits.turn_room(trajectory))
-        before = engine.taken
-        for row in engine.decode():
-            environment.end_turn(row.owner, row.turn, row.logprobs, row.reason)
-            if row.owner.stop_reason:
-                engine.release(row)
-        asking = engine.in_state("waiting")
-        if len(asking) >= len(engine.in_state("live")):
-            environment.answer([row.owner for row in asking])
-            for row in asking:
-                if row.owner.stop_reason:
-                    engine.release(row)
-                else:
-                    engine.resume(row, row.owner.ids, limits.turn_room(row.owner))
-        if progress and before > engine.taken:
-            progress(before - engine.taken)
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """A training run says it at its first step, not at every one."""
-    print(f"warning: {message}", file=sys.stderr)
-
-
-def context_of(policy, max_context: int | None) -> int:
-    return max_context or getattr(policy.config, "max_position_embeddings", None) or 4096
-
-
-def check_prompt(question: Question, prompt: list[int], limits: Limits) -> None:
-    if len(prompt) + limits.answer_tokens > limits.max_context:
-        raise InputError(
-            f"question {question.id}: its prompt has {len(prompt)} tokens and the context is"
-            f" {limits.max_context}, of which {limits.answer_tokens} are kept for the answer:"
-            " shorten it, or raise --max_context"
-        )
-
-
-def check_prompts(
     questions: list[Question],
-    protocol: Protocol,
-    tokenizer,
-    policy,
-    max_context: int | None = None,
-    retrieval: bool = True,
-    **_settings,
-) -> None:
-    """Every prompt must leave room to answer: found out before a long run begins, not at its step
-    300.
+    seed: int | None = None,
+    play: Callable = play_by_turns,
+    progress: Callable[[int], None] | None = None,
+) -> list[Trajectory]:
+    """`group_size` trajectories per question: row b belongs to question b // group_size.
+
+    seed       makes the rollout reproducible on the same machine, and leaves the global random
+               state as it was
+    play       how the rows are sampled: plain `generate` here, or scale.engine.play_in_slots
+    progress   called with the number of trajectories that ended since the last call
+    Whether a question may search is `Question.may_search`.
     """
-    limits, positions = (
-        Limits(max_context=context_of(policy, max_context)),
-        context_of(policy, None),
-    )
-    if limits.max_context > positions:
+    # 0 is the model's limit, which is known once there is a model.
+    environment.max_context = environment.max_context or context_of(policy)
+    trajectories = []
+    for question in questions:
+        prompt = build_prompt(environment.protocol, question, environment.tokenizer)
+        check_prompt(question, prompt, environment.max_context)
+        for _ in range(environment.settings.group_size):
+            trajectories.append(Trajectory(question, environment.protocol, prompt))
+    with seeded(seed, policy.device):
+        play(policy, environment, trajectories, progress)
+    return trajectories
+
+
+def context_of(policy) -> int:
+    """The model's own limit in tokens."""
+    return getattr(policy.config, "max_position_embeddings", None) or 4096
+
+
+def check_prompt(question: Question, prompt: list[int], max_context: int) -> None:
+    if len(prompt) + ANSWER_TOKENS > max_context:
         raise InputError(
-            f"--max_context {limits.max_context}: the model has {positions} positions; give at most"
-            " that"
+            f"question {question.id}: its prompt has {len(prompt)} tokens and the context is "
+            f"{max_context}, of which {ANSWER_TOKENS} are kept for the answer: shorten it, or "
+            "raise --max_context"
+        )
+
+
+def check_prompts(questions: list[Question], environment: Environment, policy) -> None:
+    """Every prompt must leave room to answer: better known before a run than at its step 300."""
+    context, positions = environment.max_context or context_of(policy), context_of(policy)
+    if context > positions:
+        raise InputError(
+            f"--max_context {context}: the model has {positions} positions; give at most that"
         )
     for question in questions:
-        check_prompt(question, build_prompt(protocol, question, tokenizer, retrieval), limits)
+        prompt = build_prompt(environment.protocol, question, environment.tokenizer)
+        check_prompt(question, prompt, context)
 
 
 @contextlib.contextmanager
 def seeded(seed: int | None, device: torch.device):
-    """Seed sampling inside and put the global random state back after; None changes nothing."""
+    """Seed sampling inside, and put the global random state back after; None changes nothing."""
     if seed is None:
         yield
         return
@@ -684,13 +467,60 @@ def seeded(seed: int | None, device: torch.device):
         yield
 
 
-def main() -> None:
-    """One live trajectory. The model and the world come from files above this one, so they are
-    imported here only.
-    """
-    from eval import demo
+# ---------------------------------------------------------------------------------- on one screen
 
-    demo()
+
+class _Words:
+    """Stands in for a tokenizer: every word, tag or line end is a token."""
+
+    chat_template, bos_token = None, ""
+
+    def __init__(self):
+        self.words: list[str] = []
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict:
+        words = [word for word in text.replace("\n", " \n ").split(" ") if word]
+        self.words += [word for word in dict.fromkeys(words) if word not in self.words]
+        return {"input_ids": [self.words.index(word) for word in words]}
+
+    def decode(self, ids: Sequence[int], **_) -> str:
+        return " ".join(self.words[i] for i in ids) + " "
+
+
+_SCRIPT = (
+    "Her birthplace decides. <search> Ana Bell birthplace </search>",
+    "So it is Norland. <answer> Norland </answer>",
+)
+
+
+def _play_script(policy, environment: Environment, trajectories: list[Trajectory], _) -> None:
+    """A `play` without a model: each turn is the next line of the script."""
+    for row in trajectories:
+        for line, reason in zip(_SCRIPT, environment.protocol.stop_tags, strict=True):
+            ids = encode(environment.tokenizer, line)
+            environment.end_turn(row, ids, [-0.1] * len(ids), reason)
+            environment.answer([row] if not row.stop_reason else [])
+
+
+def main() -> None:
+    """A scripted trajectory, token by token: who wrote it, its id and its mask."""
+    if len(sys.argv) > 1:
+        raise InputError('rollout.py shows a scripted trajectory; to ask: python ask.py "question"')
+
+    class Nobody:
+        device, config = torch.device("cpu"), None
+
+    def search(requests: list[SearchRequest]) -> list[SearchResult]:
+        page = Document("1", "Ana Bell", "born in Kelmouth, Norland")
+        return [SearchResult([page]) for _ in requests]
+
+    settings = RolloutSettings(group_size=1)
+    environment = Environment(_Words(), PROTOCOLS["when_to_search"], search, settings)
+    question = Question("demo", "In which country was Ana Bell born?", ["Norland"])
+    (row,) = rollout(Nobody(), environment, [question], play=_play_script)
+    print(f"{show(row)}\n\nmask  id  token   (the prompt has {len(row.prompt_ids)} tokens)")
+    for token, mask in zip(row.response_ids, row.response_mask, strict=True):
+        print(f"{mask:4} {token:3}  {environment.tokenizer.words[token]!r}")
 
 
 if __name__ == "__main__":
