@@ -432,13 +432,12 @@ class Batch:
 
         Of no rows: row 0 with mask and weight 0, a pass that adds nothing (`deal_micro_batches`).
         """
+        chosen = index if len(index) else torch.zeros(1, dtype=torch.long)
+        part = self.map(lambda value: value[chosen.to(value.device)])
         if not len(index):
-            nothing = self.rows(torch.zeros(1, dtype=torch.long))
-            nothing.response_mask.zero_()
-            if nothing.token_weights is not None:
-                nothing.token_weights.zero_()
-            return nothing
-        part = self.map(lambda value: value[index.to(value.device)])
+            part.response_mask.zero_()
+            if part.token_weights is not None:
+                part.token_weights.zero_()
         width = last_column(part.response_mask)
         tokens = part.tokens[:, : width + 1]
         part = part.map(lambda value: value[:, :width] if value.ndim == 2 else value)
@@ -500,7 +499,7 @@ def deal_micro_batches(
 
     Row b is of process b % processes. Whoever has fewer micro-batches halves its largest. Half of a
     single row is no row, of which `Batch.rows` makes a pass that adds nothing.
-    Worked number: 5 rows, each a micro-batch, 2 processes: [0], [2], [4] and [1], [3], [].
+    Worked number: 5 rows, each a micro-batch, 2 processes: [0], [2], [4] and [1], [], [3].
     """
     shares = []
     for process in range(processes):
