@@ -10,22 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from data import Document, Question, SearchResult
 from errors import InputError
-from policy import Policy, collate, without_dropout
+from policy import Policy, collate
 from prompts import PROTOCOLS, build_prompt
 from rollout import Environment, RolloutSettings, decode, encode, play_by_turns, rollout
 from scale.engine import (
@@ -39,13 +27,8 @@ from scale.engine import (
     play_queue,
     warn_once,
 )
-from tests.conftest import small
+from tests.conftest import model_of, small
 
-FAMILIES = [
-    (Qwen2Config, Qwen2ForCausalLM),
-    (Qwen3Config, Qwen3ForCausalLM),
-    (LlamaConfig, LlamaForCausalLM),
-]
 UR2 = PROTOCOLS["ur2"]
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
 WORDS = "who was born in which country the town of city and a is year company people".split()
@@ -67,8 +50,9 @@ def play(policy, tokenizer, questions=(QA,), search=None, protocol=UR2, seed=0, 
 
 
 def random_policy(vocab_size: int, draw: random.Random) -> Policy:
-    config, model = draw.choice(FAMILIES)
+    kind = draw.choice(["qwen2", "qwen3", "llama"])
     sizes = small(
+        vocab_size=vocab_size,
         num_hidden_layers=draw.choice([1, 2, 3]),
         num_key_value_heads=draw.choice([1, 2, 4]),
         head_dim=8,
@@ -77,7 +61,7 @@ def random_policy(vocab_size: int, draw: random.Random) -> Policy:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(draw.randrange(2**31))
-        return Policy(model(config(vocab_size=vocab_size, **sizes))).eval()
+        return Policy(model_of(kind, **sizes)).eval()
 
 
 def make_talkative(policy: Policy, tokenizer, protocol, draw: random.Random) -> Policy:
@@ -532,39 +516,21 @@ def test_the_model_is_left_as_it_was_also_when_a_search_raises(bpe):
 # ----------------------------------------------------------------------- what it cannot be used for
 
 
-def mistral(vocab_size, window):
-    config = MistralConfig(vocab_size=vocab_size, **small(), sliding_window=window)
-    return MistralForCausalLM(config)
+ODD = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "llama": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+}
+WHY = ["no rotary positions", "a sliding window", "sliding_attention", "of type dynamic"]
 
 
-def odd_model(kind, vocab_size):
-    if kind == "gpt2":
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": None}
-        config = GPT2Config(vocab_size=vocab_size, eos_token_id=None, **sizes)
-        return GPT2LMHeadModel(without_dropout(config))
-    if kind == "mistral":
-        return mistral(vocab_size, 16)
-    if kind == "dynamic":
-        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-        config = LlamaConfig(vocab_size=vocab_size, **small(), rope_parameters=rope)
-        return LlamaForCausalLM(config)
-    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab_size, **small(), **window))
-
-
-@pytest.mark.parametrize(
-    "kind, why",
-    [
-        ("gpt2", "no rotary positions"),
-        ("mistral", "a sliding window"),
-        ("qwen2", "sliding_attention"),
-        ("dynamic", "dynamic"),
-    ],
-)
+@pytest.mark.parametrize("kind, why", zip(ODD, WHY, strict=True))
 def test_a_model_that_cannot_be_driven_is_named_once_and_plain_generate_takes_over(
     bpe, capsys, kind, why
 ):
-    policy, texts = Policy(odd_model(kind, len(bpe) + 5)).eval(), []
+    model = model_of(kind, **small(vocab_size=len(bpe) + 5, **ODD[kind]))
+    policy, texts = Policy(model).eval(), []
     for engine in ("hf", "slots", "slots"):
         rows = play(policy, bpe, group_size=2, engine=engine, max_context=300)
         texts.append([t.response_ids for t in rows])
@@ -574,7 +540,8 @@ def test_a_model_that_cannot_be_driven_is_named_once_and_plain_generate_takes_ov
 
 
 def test_a_family_nobody_named_is_tried_first(bpe, monkeypatch):
-    policy = Policy(mistral(len(bpe) + 5, None)).eval()
+    sizes = small(vocab_size=len(bpe) + 5, sliding_window=None)
+    policy = Policy(model_of("mistral", **sizes)).eval()
     assert obstacle(policy.language_model) == ""
     both = [play(policy, bpe, group_size=3, temperature=0.0, engine=e) for e in ("slots", "hf")]
     assert_same(policy, *both)

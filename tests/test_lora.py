@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_shards import start, steps_of_one_and_two
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 import ppo
 from errors import InputError
 from policy import Policy, PolicySettings, load_policy, make_optimizer, save_policy
 from scale import lora
 from scale.lora import add_lora, has_lora, load_lora, lora_state, merged_state, without_lora
+from tests.conftest import model_of, small
 
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="the extra peft is not installed"
@@ -25,23 +26,10 @@ H, KV, FF, R = 32, 16, 48, 4
 LORA = PolicySettings(lora_rank=R)
 
 
-def make_policy(seed=0, vocab_size=50, **changes) -> Policy:
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=H,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=FF,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        **changes,
-    )
-    return Policy(Qwen2ForCausalLM(config))
+def make_policy(vocab_size=50, tied=False) -> Policy:
+    sizes = {"hidden_size": H, "intermediate_size": FF, "tie_word_embeddings": tied}
+    torch.manual_seed(0)
+    return Policy(model_of("qwen2", **small(vocab_size=vocab_size, initializer_range=0.2, **sizes)))
 
 
 def with_lora(policy: Policy, seed=0) -> Policy:
@@ -121,7 +109,7 @@ def test_the_merged_matrix_by_hand():
 @needs_peft
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_checkpoint_is_a_plain_model_with_the_same_logprobs(tied, tmp_path, bpe):
-    policy = make_policy(tie_word_embeddings=tied)
+    policy = make_policy(tied=tied)
     save_policy(policy, bpe, tmp_path / "plain")
     learn(with_lora(policy))
     save_policy(policy, bpe, tmp_path / "merged")

@@ -4,46 +4,22 @@ the padding.
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from policy import Policy
 from scale import packing
 from scale.packing import hidden_states, lengths_of, pack, packs
+from tests.conftest import model_of, small
 
-SHAPE = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "initializer_range": 0.3,
-}
-FAMILIES = {
-    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**SHAPE, **more)),
-    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8, **more)),
-    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SHAPE, **more)),
-}
+SHAPE = small(vocab_size=50, initializer_range=0.3)
 # What is asked for of each row; with slack 4 the groups are (14), (9, 8), (3, 3, 1).
 LENGTHS = [14, 3, 9, 3, 8, 1]
 PACKED = 14 + 2 * 9 + 3 * 3
 
 
-def make(family="qwen2", **more) -> Policy:
+def make(family="qwen2") -> Policy:
     torch.manual_seed(0)
-    return Policy(FAMILIES[family](**more))
+    return Policy(model_of(family, **SHAPE))
 
 
 def batch():
@@ -64,7 +40,7 @@ def with_gradients(policy, tokens, mask, weights):
 
 
 @pytest.mark.parametrize("slack", [0, 1, 4, 100])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_packed_log_probs_and_gradients_are_the_padded_ones(family, slack, monkeypatch):
     monkeypatch.setattr(packing.pack, "__defaults__", (slack,))
     (tokens, mask), policy = batch(), make(family)
@@ -119,25 +95,22 @@ def test_nothing_of_one_text_reaches_another():
     assert same.tolist() == [True, False, True, True, True, True]
 
 
-def gpt2() -> GPT2LMHeadModel:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=50, **sizes))
-
-
 ODD = {
-    "no known family": gpt2,
-    "a window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4)),
-    "a window in some layers": lambda: FAMILIES["qwen2"](
-        use_sliding_window=True, sliding_window=4, max_window_layers=1
+    "no known family": ("gpt2", {}),
+    "a window": ("mistral", {"sliding_window": 4}),
+    "a window in some layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     ),
-    "another attention": lambda: FAMILIES["qwen2"](attn_implementation="eager"),
+    "another attention": ("qwen2", {"attn_implementation": "eager"}),
 }
 
 
-@pytest.mark.parametrize("kind", ODD)
-def test_what_cannot_be_packed_goes_through_padded(kind):
+@pytest.mark.parametrize("name", ODD)
+def test_what_cannot_be_packed_goes_through_padded(name):
     torch.manual_seed(0)
-    model, (tokens, mask) = ODD[kind]().eval(), batch()
+    kind, more = ODD[name]
+    model, (tokens, mask) = model_of(kind, **SHAPE, **more).eval(), batch()
     with torch.no_grad():
         logprobs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
         expected = logprobs.gather(2, tokens[:, 1:, None])[..., 0] * mask

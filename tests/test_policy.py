@@ -10,20 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import policy as policy_file
 from errors import InputError
@@ -43,32 +30,17 @@ from policy import (
     save_policy,
     token_logprobs,
 )
+from tests.conftest import model_of, small
 
 VOCABULARY = 50
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-FAMILIES = {
-    "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "qwen2, untied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
-    "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
-    "llama, untied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
-}
+SIZES = small(vocab_size=VOCABULARY, initializer_range=0.2)
+FAMILIES = ["qwen2, tied", "qwen2, untied", "llama, tied", "llama, untied"]
 
 
-def make_policy(family="qwen2, untied", seed=0) -> Policy:
-    torch.manual_seed(seed)
-    return Policy(FAMILIES[family]())
+def make_policy(family="qwen2, untied") -> Policy:
+    kind, tied = family.split(", ")
+    torch.manual_seed(0)
+    return Policy(model_of(kind, **{**SIZES, "tie_word_embeddings": tied == "tied"}))
 
 
 def make_tokens(rows=3, length=9, seed=1):
@@ -195,23 +167,6 @@ def test_masked_positions_are_zero_and_move_nothing():
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(loud, plain, strict=True))
 
 
-def test_the_targets_of_masked_positions_have_no_gradient_in_the_head():
-    # Token 7 stands only in the "document". The head's row of a token that is neither sampled nor
-    # competes would be 0; as a competitor its gradient is −p(7) · h summed over the sampled
-    # positions, and nothing from being the target itself.
-    policy, tokens = make_policy(), make_tokens()
-    tokens[tokens == 7] = 8
-    tokens[:, 4] = 7
-    mask = torch.ones(3, 8)
-    mask[:, 3] = 0  # column 3 is about tokens[:, 4]
-    gradients(policy, policy(tokens, mask=mask).sum())
-    hidden = policy.language_model.base_model(input_ids=tokens).last_hidden_state
-    hidden = hidden[:, :-1]  # [B, T, H]
-    probability = policy.language_model.lm_head(hidden).softmax(-1)[..., 7]  # [B, T]
-    expected = -(probability * mask)[..., None].mul(hidden).sum((0, 1))  # [H]
-    assert torch.allclose(policy.language_model.lm_head.weight.grad[7], expected, atol=1e-5)
-
-
 def test_an_all_masked_batch_gives_zeros_and_a_zero_gradient():
     policy = make_policy()
     logprobs = policy(make_tokens(), mask=torch.zeros(3, 8))
@@ -230,10 +185,10 @@ def test_right_padding_needs_no_attention_mask(family):
 @pytest.mark.parametrize("name", ["soft cap", "scaled logits"])
 def test_a_model_that_changes_its_logits_after_the_head_is_refused_in_one_line(name):
     if name == "soft cap":  # it hardly moves the small logits of an untrained model
-        sizes = {k: v for k, v in SIZES.items() if k != "initializer_range"}
-        model = Gemma2ForCausalLM(Gemma2Config(**sizes, head_dim=8, final_logit_softcapping=30.0))
+        sizes = {**SIZES, "initializer_range": 0.02}
+        model = model_of("gemma2", **sizes, head_dim=8, final_logit_softcapping=30.0)
     else:
-        model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0))
+        model = model_of("granite", **SIZES, logits_scaling=8.0)
     with pytest.raises(InputError, match="changes its logits after the output head") as error:
         Policy(model)
     assert "\n" not in str(error.value)
@@ -256,7 +211,7 @@ def saved(bpe, tmp_path_factory):
     """A bf16 checkpoint on disk, as hub models are."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "vocab_size": len(bpe)}))
+    model = model_of("qwen2", **{**SIZES, "vocab_size": len(bpe)})
     model.to(torch.bfloat16).save_pretrained(path)
     bpe.save_pretrained(path)
     return path
@@ -272,9 +227,7 @@ def test_trainable_weights_are_fp32_even_if_the_checkpoint_is_bf16(saved):
 def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
     # With GPT-2's 10 % two scorings of one text would differ, and the first ratio would not be 1.
     torch.manual_seed(0)
-    sizes = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    config = GPT2Config(vocab_size=len(bpe), initializer_range=0.2, **sizes)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model_of("gpt2", **{**SIZES, "vocab_size": len(bpe)}).save_pretrained(tmp_path)
     bpe.save_pretrained(tmp_path)
     policy = load_policy(str(tmp_path))[0].train()
     assert torch.equal(policy(make_tokens()), policy(make_tokens()))
@@ -318,7 +271,7 @@ def test_broken_files_are_one_line_too(saved, tmp_path, bpe):
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_an_index_error_on_step_300(tmp_path, bpe):
-    Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(tmp_path)  # 50 embeddings
+    model_of("qwen2", **SIZES).save_pretrained(tmp_path)  # 50 embeddings
     bpe.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=f"the tokenizer has {len(bpe)} tokens, the model only 50"):
         load_policy(str(tmp_path))
@@ -329,8 +282,7 @@ def test_the_tokenizer_that_the_files_declare_is_loaded_and_not_the_familys_own(
 ):
     # AutoTokenizer sees model_type qwen2 and puts Qwen's byte-level splitting in place of the saved
     # word pieces.
-    sizes = {**SIZES, "vocab_size": len(toy_tokenizer)}
-    Qwen2ForCausalLM(Qwen2Config(**sizes)).save_pretrained(tmp_path)
+    model_of("qwen2", **{**SIZES, "vocab_size": len(toy_tokenizer)}).save_pretrained(tmp_path)
     toy_tokenizer.save_pretrained(tmp_path)
     text = " where was ada abel born ? answer :"
     ids = toy_tokenizer(text)["input_ids"]

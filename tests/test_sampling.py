@@ -6,18 +6,17 @@ import weakref
 import pytest
 import torch
 from test_lora import needs_peft
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from policy import Policy
 from scale.lora import add_lora, merged_state
 from scale.sampling import copy_of, sampling_copy, to_sample_with, wants_copy
-from tests.conftest import small
+from tests.conftest import model_of, small
 
 
 def make_policy(tied=False) -> Policy:
     torch.manual_seed(0)
-    kind = (Qwen2Config, Qwen2ForCausalLM) if tied else (LlamaConfig, LlamaForCausalLM)
-    return Policy(kind[1](kind[0](vocab_size=60, **small(tie_word_embeddings=tied))))
+    sizes = small(vocab_size=60, tie_word_embeddings=tied)
+    return Policy(model_of("qwen2" if tied else "llama", **sizes))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -11,7 +11,6 @@ import yaml
 from accelerate import Accelerator
 from conftest import in_two_processes
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import ppo
 from errors import InputError
@@ -27,7 +26,7 @@ from policy import (
 from scale import shards
 from scale.sampling import sampling_copy, to_sample_with
 from scale.shards import asked_for, full, in_parts
-from tests.conftest import small
+from tests.conftest import model_of, small
 
 ROOT = Path(__file__).parent.parent
 ASKED = {"zero2": "false", "fsdp2": "true"}
@@ -38,8 +37,7 @@ VOCABULARY = 810
 def start(bpe, tmp_path_factory):
     """A checkpoint to begin with."""
     torch.manual_seed(0)
-    sizes = small(initializer_range=0.2)
-    policy = Policy(Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, **sizes)))
+    policy = Policy(model_of("qwen2", **small(vocab_size=VOCABULARY, initializer_range=0.2)))
     path = tmp_path_factory.mktemp("start") / "model"
     save_policy(policy, bpe, path)
     return str(path)
