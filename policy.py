@@ -515,12 +515,12 @@ def deal_micro_batches(
 # ------------------------------------------------------------------------------------ the optimizer
 
 
-def make_optimizer(module: nn.Module, name: str, lr: float):
+def make_optimizer(module: nn.Module, name: str, lr: float, betas: tuple[float, float] = BETAS):
     """AdamW, or bitsandbytes' with moments of 8 bits (blocks of under 4096 values keep 32). paged:
     they move to the CPU's memory while the GPU's is short, and back.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
-    settings = {"lr": lr, "betas": BETAS, "weight_decay": 0.0}
+    settings = {"lr": lr, "betas": betas, "weight_decay": 0.0}
     if name == "adamw":
         # fused: on a GPU the default holds a second copy of all weights during the step
         return torch.optim.AdamW(parameters, fused=True, **settings)
