@@ -13,14 +13,13 @@ import pytest
 from conftest import RawServer
 
 from errors import InputError
-from retrievers import net as module
 from retrievers.net import (
     MAX_BACKOFF,
     Fault,
+    SameServer,
     fetch,
     fetch_json,
     host_of,
-    make_opener,
     retrying,
     shown,
 )
@@ -59,10 +58,8 @@ def serve():
 
 
 def reply(body: bytes, status: str = "200 OK", length: int | None = None) -> bytes:
-    return (
-        f"HTTP/1.1 {status}\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n".encode()
-        + body
-    )
+    length = len(body) if length is None else length
+    return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n\r\n".encode() + body
 
 
 def fault_of(url: str, **limits) -> Fault:
@@ -309,7 +306,7 @@ def test_a_redirect_is_followed_on_one_server_and_from_http_to_https_on_the_usua
     old, new, followed
 ):
     def onward():
-        return module._SameServer().redirect_request(
+        return SameServer().redirect_request(
             urllib.request.Request(old), io.BytesIO(), 302, "", {}, new
         )
 
@@ -318,16 +315,6 @@ def test_a_redirect_is_followed_on_one_server_and_from_http_to_https_on_the_usua
     else:
         with pytest.raises(Fault, match="HTTP 302, on to"):
             onward()
-
-
-def test_a_fault_knows_whether_anybody_was_reached(serve):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        assert not fault_of(f"http://127.0.0.1:{free.getsockname()[1]}").reached
-    assert not fault_of("http://no-such-host.invalid/").reached
-    for script in (b"", reply(b"abc", length=103), b"HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n"):
-        assert fault_of(serve(script).url).reached
-    assert fault_of(serve(lambda sock, head: time.sleep(2)).url, timeout=0.1).reached
 
 
 def test_a_redirect_on_the_same_host_is_followed_and_a_loop_is_a_fault(serve):
@@ -384,14 +371,6 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine_but_for_others
     )
 
 
-def test_an_opener_of_one_s_own_serves_many_requests(serve):
-    server = serve(reply(b"yes"))
-    opener = make_opener(server.url)
-    assert [fetch(server.url, opener=opener) for _ in range(2)] == [b"yes", b"yes"]
-    with opener.open(server.url) as response:  # and without `fetch`, hence without a limit of time
-        assert response.read() == b"yes"
-
-
 # --------------------------------------------------------------------------------------- more tries
 
 
@@ -441,11 +420,3 @@ def test_retrying_leaves_other_errors_alone():
 def test_shown_is_one_short_line():
     assert shown("a\n  b") == "a b" and shown('{"error": {"message": "m"}}') == "m"
     assert shown("x" * 121) == "x" * 120 + " ..." and shown("x" * 120) == "x" * 120
-
-
-def test_the_file_shows_each_fault_and_a_second_try_that_goes_well(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["fetch.py"])
-    module.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 8 and lines[-1].endswith("{'said': 'yes'}")
-    assert "half an answer" in lines[3] and "more than 1,000 bytes" in lines[2]
