@@ -17,13 +17,11 @@ import http.client
 import io
 import json
 import socket
-import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 
 from errors import InputError
@@ -81,9 +79,6 @@ def read_body(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-# ------------------------------------------------------------------------------- the limit of time
-
-
 def left(deadline: float) -> float:
     """Seconds until then; TimeoutError if none. (A limit of 0 means "do not wait" to a socket.)"""
     seconds = deadline - time.monotonic()
@@ -137,9 +132,6 @@ class TimedHandler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return connection
 
 
-# ------------------------------------------------------------------------------ which server it is
-
-
 class SameServer(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, request, reply, code, reason, headers, url):
         # Trap: urllib sends all headers on, a key included; and another port is another server.
@@ -174,9 +166,6 @@ def host_of(url: str, example: str = "http://host:port") -> str:
         if host and scheme in ("http", "https"):
             return host
     raise InputError(f"{url}: not an address: give {example}")
-
-
-# ---------------------------------------------------------------------------------- what went wrong
 
 
 def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable = time.sleep):
@@ -218,21 +207,9 @@ def shown(text: str) -> str:
     return line if len(line) <= 120 else line[:120] + " ..."
 
 
-class LRU:
-    """The `size` entries that were used last, for any number of threads; 0 keeps none."""
-
-    def __init__(self, size: int):
-        self.size, self.entries, self.lock = size, OrderedDict(), threading.Lock()
-
-    def get(self, key: Hashable):
-        with self.lock:
-            if key in self.entries:
-                self.entries.move_to_end(key)
-            return self.entries.get(key)
-
-    def put(self, key: Hashable, value: object) -> None:
-        with self.lock:
-            self.entries[key] = value
-            self.entries.move_to_end(key)
-            while len(self.entries) > self.size:
-                self.entries.popitem(last=False)
+def remember(cache: dict, key: object, value: object, most: int = 10_000) -> None:
+    """One more entry. A full cache forgets all: a query comes again soon, or never."""
+    if len(cache) >= most:
+        cache.clear()
+    if most:
+        cache[key] = value
