@@ -124,7 +124,7 @@ class DenseRetriever:
             raise InputError("retriever dense needs --encoder: give a directory or a hub name")
         self.documents = documents
         self.encoder = make_encoder(encoder, device) if isinstance(encoder, str) else encoder
-        self.index = read_index(index_file, len(documents)) if index_file else None
+        self.index = read_index(index_file, len(documents), self.encoder) if index_file else None
         self.shards = [] if index_file else passage_vectors(documents, self.encoder, Path(folder))
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         size = sum(shard.nbytes for shard in self.shards)
@@ -211,7 +211,7 @@ def save(path: Path, vectors: np.ndarray) -> None:
     os.replace(aside, path)
 
 
-def read_index(path: str, n: int):
+def read_index(path: str, n: int, encoder):
     try:
         import faiss  # optional extra
 
@@ -220,8 +220,9 @@ def read_index(path: str, n: int):
         raise InputError("--index_file: faiss is not installed: pip install faiss-cpu") from None
     except RuntimeError:
         raise InputError(f"--index_file {path}: not a file that faiss.write_index wrote") from None
-    if index.ntotal != n:
-        raise InputError(f"--index_file {path}: {index.ntotal:,} vectors for {n:,} passages")
+    have, need = (index.ntotal, index.d), (n, encoder([""]).shape[1])
+    if have != need:
+        raise InputError(f"--index_file {path}: it holds {have} numbers, not {need}")
     if index.metric_type != faiss.METRIC_INNER_PRODUCT:
         raise InputError(f"--index_file {path}: build it with METRIC_INNER_PRODUCT")
     return index
