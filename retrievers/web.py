@@ -82,7 +82,8 @@ class WebRetriever:
     def __init__(self, template: str, allow_private=False, rate=5.0, whole=False):
         # The policy must not choose the host.
         if "{query}" not in template or "{" in host_of(template, EXAMPLE):
-            raise InputError(f"{template}: no place for the query: give --retriever_url {EXAMPLE}")
+            why = "no place for the query"
+            raise InputError(f"--retriever_url {template!r}: {why}: give {EXAMPLE}")
         if not rate >= 0:
             raise InputError(f"--web_rate {rate:g}: API calls a second: give 0 (no limit) or more")
         self.template, self.allow_private, self.whole = template, allow_private, whole
@@ -285,7 +286,8 @@ def hits_of(reply: object) -> list[Hit]:
             value = value.get(name) if isinstance(value, dict) else None
         if isinstance(value, list):
             hits = [hit_of(result) for result in value if isinstance(result, dict)]
-            return list({hit.url: hit for hit in reversed(hits) if hit.url}.values())[::-1]
+            first = {hit.url: hit for hit in hits[::-1]}  # of one address the first
+            return [hit for hit in hits if hit.url and first[hit.url] is hit]
     raise Fault("a reply without results")
 
 
