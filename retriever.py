@@ -40,14 +40,16 @@ from metrics import tokenize
 
 SHOW_PROGRESS_FROM = 20_000  # documents: below this the index is built before a bar could be read
 RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle")
-Scored = list[tuple[Document, float]]  # best first
+Array = np.ndarray
+Lists = list[list[Document]]  # one per query, best first
+Scored = list[tuple[Document, float]]
 
 
 @dataclass(frozen=True)
 class RetrieverSettings:
     retriever: str = setting(
         "bm25",
-        "of the corpus: bm25, dense; elsewhere: http; the others are controls",
+        "bm25, dense: of the corpus; http: elsewhere; the others are controls",
         one_of=RETRIEVERS,
     )
     retriever_url: str = setting("", "http: the server's address, http://host:port")
@@ -124,7 +126,7 @@ class BM25:
         gain = frequencies * (k1 + 1) / (frequencies + norm[self.postings])  # [pairs]
         self.weights = self.idf[terms] * gain
 
-    def scores(self, query: str) -> np.ndarray:
+    def scores(self, query: str) -> Array:
         """The score of every document.  # [N]"""
         scores = np.zeros(len(self.documents))
         for word in tokenize(query):  # a word that is asked twice counts twice, as in the reference
@@ -135,7 +137,7 @@ class BM25:
                 scores[self.postings[chosen]] += self.weights[chosen]
         return scores
 
-    def search(self, queries: list[str], k: int) -> list[list[Document]]:
+    def search(self, queries: list[str], k: int) -> Lists:
         """min(k, N) documents each, best first. As in the reference, documents that share no word
         with the query (score 0) fill up the list.
         """
@@ -145,11 +147,11 @@ class BM25:
         """`search`, each document with its score."""
         return [self.best(self.scores(query), k) for query in queries]
 
-    def best(self, scores: np.ndarray, k: int) -> Scored:
+    def best(self, scores: Array, k: int) -> Scored:
         return [(self.documents[i], float(scores[i])) for i in top(scores, k)]
 
 
-def count_words(texts: Iterable[str]) -> tuple[dict[str, int], np.ndarray, np.ndarray]:
+def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:
     """(word -> term number, all term numbers in reading order, words per document)."""
     vocabulary: defaultdict[str, int] = defaultdict()
     vocabulary.default_factory = vocabulary.__len__  # a new word gets the next number
@@ -159,10 +161,10 @@ def count_words(texts: Iterable[str]) -> tuple[dict[str, int], np.ndarray, np.nd
         tokens.extend([vocabulary[word] for word in words])
         lengths.append(len(words))
     # A plain dict from here on: a query's unknown word must not become a new term.
-    return dict(vocabulary), np.array(tokens, dtype=np.int64), np.array(lengths, dtype=np.int64)
+    return dict(vocabulary), np.array(tokens, np.int64), np.array(lengths, np.int64)
 
 
-def invert(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def invert(tokens: Array, lengths: Array) -> tuple[Array, Array, Array]:
     """(term, document, frequency) of every pair that occurs, sorted by term, then by document."""
     n = len(lengths)
     # One number per word: sorting it sorts by (term, document).
@@ -171,18 +173,20 @@ def invert(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndar
     return (pairs // n).astype(np.int32), (pairs % n).astype(np.int32), frequencies
 
 
-def inverse_document_frequencies(document_counts: np.ndarray, n: int, epsilon: float) -> np.ndarray:
+def inverse_document_frequencies(document_counts: Array, n: int, epsilon: float) -> Array:
     idf = np.log(n - document_counts + 0.5) - np.log(document_counts + 0.5)  # [terms]
     # The mean includes the negative ones; in a tiny corpus it is negative itself, and then so is
     # the "floor".
-    return np.where(idf < 0, epsilon * idf.mean(), idf) if len(idf) else idf
+    if len(idf):
+        idf[idf < 0] = epsilon * idf.mean()
+    return idf
 
 
-def top(scores: np.ndarray, k: int) -> np.ndarray:
+def top(scores: Array, k: int) -> Array:
     """The indices of the k largest scores, best first, ties in document order."""
     k = min(k, len(scores))
     if k <= 0:
-        return np.zeros(0, dtype=np.int64)
+        return np.zeros(0, np.int64)
     # Trap: np.partition(scores, -k) takes 13 ms where nearly all of 100,000 scores are 0; from the
     # other end it takes 1 ms.
     threshold = -np.partition(-scores, k - 1)[k - 1]
@@ -206,7 +210,7 @@ class RandomRetriever:
             raise InputError("the corpus is empty: there is nothing to draw from")
         self.documents, self.seed = documents, seed
 
-    def search(self, queries: list[str], k: int) -> list[list[Document]]:
+    def search(self, queries: list[str], k: int) -> Lists:
         return [self.draw(query, min(k, len(self.documents))) for query in queries]
 
     def draw(self, query: str, k: int) -> list[Document]:
@@ -220,7 +224,7 @@ class EmptyRetriever:
 
     needs_questions = False
 
-    def search(self, queries: list[str], k: int) -> list[list[Document]]:
+    def search(self, queries: list[str], k: int) -> Lists:
         return [[] for _ in queries]
 
 
@@ -231,8 +235,9 @@ class OracleRetriever:
 
     needs_questions = True
 
-    def search(self, queries: list[str], k: int, questions: list[Question]) -> list[list[Document]]:
-        return [gold_passages(question)[:k] for _, question in zip(queries, questions, strict=True)]
+    def search(self, queries: list[str], k: int, questions: list[Question]) -> Lists:
+        assert len(queries) == len(questions)
+        return [gold_passages(question)[:k] for question in questions]
 
 
 def gold_passages(question: Question) -> list[Document]:
@@ -253,8 +258,8 @@ INVENTED = [
 
 def show_search(bm25: BM25, query: str, k: int) -> None:
     words = bm25.vocabulary.keys() & tokenize(query)
-    sizes = f"{len(bm25.vocabulary):,} words, {len(bm25.postings):,} postings"
-    print(f"{len(bm25.documents):,} passages, {sizes}")
+    passages, words_known, postings = map(len, (bm25.documents, bm25.vocabulary, bm25.postings))
+    print(f"{passages:,} passages, {words_known:,} words, {postings:,} postings")
     if not words:
         print("no passage shares a word with the query")
     for rank, (document, score) in enumerate(bm25.best(bm25.scores(query), k), 1):
@@ -264,19 +269,19 @@ def show_search(bm25: BM25, query: str, k: int) -> None:
 
 
 def main() -> None:
-    # Doors: a search needs no server. What stands above the wing is handed in.
-    if sys.argv[1:2] == ["serve"]:
-        from retrievers.serve import serve_command
+    command, rest = (sys.argv[1:2] or [""])[0], sys.argv[2:]
+    if command == "serve":
+        from retrievers.serve import serve_command  # a door: a search needs no server
 
-        return serve_command(sys.argv[2:], RetrieverSettings, make_retriever)
-    if sys.argv[1:2] == ["check"]:
-        from retrievers.check import check_command
+        return serve_command(rest, RetrieverSettings, make_retriever)
+    if command == "check":
+        from retrievers.check import check_command  # a door, too
 
-        return check_command(sys.argv[2:], RetrieverSettings, make_retriever, INVENTED)
+        return check_command(rest, RetrieverSettings, make_retriever, INVENTED)
     parser = FlagParser(
         description="Search a corpus with BM25.",
-        epilog="A first word `serve` or `check` is a command, see `serve --help` and `check"
-        " --help`. To look for that very word, write Serve or Check.",
+        epilog="A first word `serve` or `check` is a command with a --help of its own; to look for"
+        " that very word, write Serve or Check.",
     )
     parser.add_argument("query", nargs="?", default="where was Ana Bell born")
     parser.add_argument("--corpus", help="a corpus file; without it, six invented passages")

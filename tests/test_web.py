@@ -689,7 +689,7 @@ def test_no_more_text_than_the_limit_is_kept():
 
 def test_trafilatura_reads_where_it_is_installed(monkeypatch):
     monkeypatch.delitem(sys.modules, "trafilatura")
-    pytest.importorskip("trafilatura", reason="the extra web is not installed")
+    pytest.importorskip("trafilatura", reason="the extra web is not here", exc_type=ImportError)
     body = "".join(
         f"<p>Ana Bell was born in Kelmouth, a harbour city in the north of Norland: {i}.</p>"
         for i in range(9)
