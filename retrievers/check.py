@@ -55,9 +55,7 @@ def check(
         judged("finds itself", hits, n, 0.9, found),
         judged("distinct", different, n, 0.8, f"{different} different lists for {n} queries"),
         judged("repeatable", same, n, 1, f"{same} of {n} queries find the same when asked again"),
-        judged(
-            "batch", batch, n, 1, f"{batch} of {n} queries find the same when asked all at once"
-        ),
+        judged("batch", batch, n, 1, f"{batch} of {n} queries find the same when asked at once"),
         check_counts(sorted({len(found) for found in lists}), k),
         check_odd(retriever, k),
         Finding("ok", "one query", milliseconds(single)),

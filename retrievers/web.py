@@ -1,7 +1,7 @@
 """Query -> web pages -> passages: UR² appendix C.4, behind the address of a search API. Only
 `python retriever.py serve --retriever web` comes here: the trainer asks that server.
 
-    query -> search API (one GET, 3k results wanted) -> up to 3k addresses, in the API's order
+    query -> search API (one GET) -> up to 3k addresses, in the API's order
           -> up to three rounds: the next k of every query that has fewer than k pages yet, in
              parallel -> HTML -> text -> the window of ~150 words that holds most of the query's
              words, or the whole page (as in C.4) -> Document(id = address, title, text)
@@ -13,8 +13,7 @@ A search leads to addresses that a stranger chose, from inside your network. So:
 only, on their usual ports; every address a host has must be a public one, unless `allow_private`.
 The name is looked up once, and the connection goes to the very address that was checked: a name
 that is public when it is checked and private when it is connected to (DNS rebinding) gains nothing.
-Each redirect is checked the same way, and no proxy is used: it would look the name up itself. The
-search API is the user's own choice: it may be local.
+Each redirect is checked the same way, and no proxy is used: it would look the name up itself.
 Left out: JavaScript, PDF, cookies, robots.txt, compressed pages, a second page of results.
 """
 
@@ -30,12 +29,11 @@ import socket
 import ssl
 import threading
 import time
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from html.parser import HTMLParser
-from typing import NamedTuple
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from data import Document
@@ -53,19 +51,12 @@ AGENT = {"User-Agent": "Mozilla/5.0 (compatible; search-rl/0.1)"}
 HEADERS = {**AGENT, "Accept": "text/html,text/plain;q=0.9", "Accept-Encoding": "identity"}
 
 
+Hit = namedtuple("Hit", "url title snippet")  # of the search API
+Page = namedtuple("Page", "title text")
+
+
 class Skip(Exception):
     """Why a page is not read; the text is a counter's name."""
-
-
-class Hit(NamedTuple):
-    url: str
-    title: str
-    snippet: str
-
-
-class Page(NamedTuple):
-    title: str
-    text: str
 
 
 class WebRetriever:
@@ -149,8 +140,10 @@ class WebRetriever:
 
     def read(self, address: str) -> Page:
         """One page. It is kept even if it comes too late for its round."""
-        page = self.pages.get(address) or self.fetch_page(address)
-        remember(self.pages, address, page, 1000)
+        page = self.pages.get(address)
+        if page is None:
+            page = self.fetch_page(address)
+            remember(self.pages, address, page, 1000)
         return page
 
     def fetch_page(self, url: str) -> Page:
@@ -174,11 +167,10 @@ class WebRetriever:
         read = [hit for hit in hits if hit.url in pages][:k]
         told = [hit for hit in hits if hit.url not in pages and hit.snippet][: k - len(read)]
         found = []
-        for hit in hits:
-            if hit in read or hit in told:
-                title, text = pages.get(hit.url, (hit.title, hit.snippet))
-                text = text if self.whole else window(text, query)
-                found.append(Document(hit.url, title or hit.title, text))
+        for hit in sorted(read + told, key=hits.index):
+            title, text = pages.get(hit.url, hit[1:])
+            text = text if self.whole else window(text, query)
+            found.append(Document(hit.url, title or hit.title, text))
         return found
 
 
@@ -194,8 +186,6 @@ def in_parallel(work: Callable, jobs: list, seconds: float) -> dict:
     outcomes = [t.exception() or t.result() if t in done else late for t in tasks.values()]
     return dict(zip(tasks, outcomes, strict=True))
 
-
-# ------------------------------------------------------------------------ where a connection may go
 
 # What a Python release may not count among the private ones yet: protocol assignments, and a
 # documentation range (RFC 9637).
@@ -263,9 +253,6 @@ class Pinned(http.client.HTTPConnection):
             self.sock = self.tls.wrap_socket(self.sock, server_hostname=self.host)
 
 
-# ----------------------------------------------------------------------------------- the search API
-
-
 def address(template: str, query: str, count: int) -> str:
     """The template filled in.
 
@@ -302,9 +289,6 @@ def hit_of(result: dict) -> Hit:
     return Hit(url, field("title", "name")[:200], field("content", "snippet", "description")[:1000])
 
 
-# --------------------------------------------------------------------------------- bytes -> a text
-
-
 def page_of(response: http.client.HTTPResponse) -> Page:
     """What a server sent, cut at MAX_PAGE; else Skip."""
     kind = response.headers.get_content_type() if "Content-Type" in response.headers else ""
@@ -328,12 +312,10 @@ def decode(body: bytes, charset: str | None) -> str:
     meta = re.search(rb"(?i)<meta[^>]{0,200}?charset\s*=\s*[\"']?([\w-]{1,40})", body[:4096])
     name = charset or (meta[1].decode() if meta else "utf-8")
     # Trap: Python also knows codecs that no page is written in, some of them very slow.
-    if not re.match(r"(?i)utf-?(8|16)|iso|windows|cp\d|koi8|gb|big5|euc|shift|ascii|latin", name):
-        name = "utf-8"
-    try:
-        return body.decode(name, errors="replace")
-    except (LookupError, ValueError):
-        return body.decode(errors="replace")
+    usual = re.match(r"(?i)utf-?(8|16)|iso|windows|cp\d|koi8|gb|big5|euc|shift|ascii|latin", name)
+    with contextlib.suppress(LookupError, ValueError):
+        return body.decode(name if usual else "utf-8", errors="replace")
+    return body.decode(errors="replace")
 
 
 SILENT = {*"script style noscript svg template iframe select nav header footer aside".split()}
@@ -345,24 +327,26 @@ class Reader(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.title, self.text, self.tag, self.silent = "", "", "", ""
+        self.title, self.pieces, self.tag, self.silent = "", [], "", ""
         self.until = time.thread_time() + PARSE_SECONDS
 
     def handle_starttag(self, tag, attrs):
         self.silent = self.silent or (tag if tag in SILENT else "")
-        self.tag, self.text = tag, self.text + "\n" * (tag not in INLINE)
+        self.tag = tag
+        self.pieces.append("" if tag in INLINE else "\n")
 
     def handle_endtag(self, tag):
         self.silent = "" if tag == self.silent else self.silent
-        self.tag, self.text = "", self.text + "\n" * (tag not in INLINE)
+        self.tag = ""
+        self.pieces.append("" if tag in INLINE else "\n")
 
     def handle_data(self, data):
         if self.tag == "title" and not self.silent:
             self.title += data
         elif not self.silent:
-            self.text += data
+            self.pieces.append(data)
         # Trap: "<a <a <a ..." makes html.parser quadratic; each of its steps passes here.
-        if len(self.text) > MAX_TEXT or time.thread_time() > self.until:
+        if time.thread_time() > self.until:
             raise ValueError("enough")
 
 
@@ -380,7 +364,7 @@ def html_to_text(page: str) -> Page:
         import trafilatura  # optional extra
 
         main = trafilatura.extract(page, include_comments=False) or ""
-    lines = map(one_line, (main or reader.text)[:MAX_TEXT].splitlines())
+    lines = map(one_line, (main or "".join(reader.pieces))[:MAX_TEXT].splitlines())
     return Page(one_line(reader.title)[:200], "\n".join(filter(None, lines)))
 
 
