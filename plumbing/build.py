@@ -94,7 +94,7 @@ def build_search(settings: Settings, documents: list[Document], device="cpu") ->
     """Retriever and summariser."""
     if PROTOCOLS[settings.protocol].query_tags is None:  # the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
-    retriever = make_retriever(documents, settings, settings.seed, settings.timeout)
+    retriever = make_retriever(documents, settings, settings.seed, settings.timeout, str(device))
     asked = settings.summarizer not in ("none", "extractive")
     llm = build_llm(settings.summarizer, settings, device) if asked else None
     summarizer = make_summarizer(settings, llm)
