@@ -307,20 +307,6 @@ def test_a_full_cache_forgets_all_and_size_0_remembers_none(start):
 # ------------------------------------------------------------------------------------------- faults
 
 
-def test_what_goes_well_the_second_time_is_no_fault(start):
-    half = b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\n{"
-    bad = [(500, b"ill"), (503, b"{}"), (200, b'{"result": [['), (200, b"{}"), half, b""]
-
-    def odd(path, payload, number):
-        return bad[number // 2] if number % 2 else well(path, payload, number)
-
-    server = start(after_probe(odd))
-    retriever = quick(server.url, retries=1)
-    for i in range(len(bad)):
-        assert titles(retriever.search([f"q{i}"], 1)) == [[f"q{i} 0"]]
-    assert [len(queries) for queries in server.queries()] == [1] * 2 * len(bad)
-
-
 @pytest.mark.parametrize(
     ("reply", "said", "tries"),
     [
