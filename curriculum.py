@@ -30,9 +30,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data import Question
+from data import BUCKETS, Question, load_difficulty
 from errors import InputError, run_main, setting
-from formats.records import finished_records
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class CurriculumSettings:
 # -------------------------------------------------------------------------------------- difficulty
 
 EDGES = {"easy": 0.8, "medium": 0.5, "hard": 0.2}  # a bucket begins at this mean score
-BUCKETS = ("hard", "medium", "easy", "dropped")
 LEVELS = {"easy": "easy", "medium": "medium", "hard": "hard", "very_hard": "dropped"}  # UR²'s files
 HARD = ("hard", "dropped")
 
@@ -92,22 +90,6 @@ SCHEMES: dict[str, tuple[Callable[[Sequence[float]], str], str]] = {
 }
 
 
-def difficulty_records(path: Path, cut: bool = True) -> list[dict]:
-    """Lines {"id", "scores", "score"[, "bucket", "by"]}, each field checked."""
-    records = finished_records(path, cut)
-    for number, record in enumerate(records, 1):
-        scores, name = record.get("scores"), record.get("bucket")
-        numbers = isinstance(scores, list) and scores
-        numbers = numbers and all(isinstance(score, int | float) for score in scores)
-        named = name is None or name in BUCKETS
-        if not isinstance(record.get("id"), str) or not numbers or not named:
-            raise InputError(
-                f'{path}, record {number}: expected {{"id", "scores", "score"}} as lab.difficulty '
-                "writes them: measure again, or name another file"
-            )
-    return records
-
-
 def read_difficulty(path: str | Path, questions: list[Question]) -> dict[str, str]:
     """id -> bucket, from a difficulty file; "level" takes the level that the records bring."""
     if str(path) == "level":
@@ -117,8 +99,9 @@ def read_difficulty(path: str | Path, questions: list[Question]) -> dict[str, st
             f"--difficulty {path}: no such file: `python -m lab.difficulty --out {path}` makes it"
         )
     else:
-        records = difficulty_records(Path(path), cut=False)
-        known = {r["id"]: r.get("bucket") or bucket_of_mean(r["scores"]) for r in records}
+        known = {}
+        for record in load_difficulty(path, cut=False):
+            known[record["id"]] = record.get("bucket") or bucket_of_mean(record["scores"])
     missing = [question.id for question in questions if question.id not in known]
     if missing:
         raise InputError(
@@ -173,30 +156,30 @@ def counts_within(
     )
 
 
-def parse_mix(mix: str, flag: str = "--mix") -> dict[str, float]:
+def parse_shares(text: str, flag: str, known: Sequence[str] = ()) -> dict[str, float]:
     """ "one_hop=3,two_hop=4" -> {"one_hop": 3.0, "two_hop": 4.0}"""
-    try:
-        pairs = [part.split("=") for part in mix.split(",") if part.strip()]
-        weights = {name.strip(): float(weight) for name, weight in pairs}
-    except ValueError:
-        raise InputError(f"{flag} {mix!r}: write it as kind=weight,kind=weight") from None
-    wrong = any(weight < 0 or not math.isfinite(weight) for weight in weights.values())
-    if wrong or (weights and not sum(weights.values())):
-        raise InputError(
-            f"{flag} {mix!r}: weights must be numbers from 0 on, and one must be above 0"
-        )
-    return weights
-
-
-def parse_buckets(buckets: str) -> dict[str, float]:
-    weights = parse_mix(buckets, "--buckets")
-    unknown = [name for name in weights if name not in BUCKETS]
+    weights = {}
+    for part in text.split(","):
+        name, _, weight = part.partition("=")
+        if part.strip():
+            weights[name.strip()] = _weight(weight, f"{flag} {text!r}")
+    if weights and not sum(weights.values()):
+        raise InputError(f"{flag} {text!r}: one weight must be above 0")
+    unknown = [name for name in weights if known and name not in known]
     if unknown:
-        raise InputError(
-            f"--buckets {buckets!r}: no bucket is called {', '.join(unknown)}; they are "
-            f"{', '.join(BUCKETS)}"
-        )
+        names = ", ".join(known)
+        raise InputError(f"{flag} {text!r}: nothing is called {unknown[0]}; there are {names}")
     return weights
+
+
+def _weight(text: str, place: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        raise InputError(f"{place}: write it as name=weight,name=weight") from None
+    if not (math.isfinite(weight) and weight >= 0):
+        raise InputError(f"{place}: weights must be numbers from 0 on")
+    return weight
 
 
 # ------------------------------------------------------------------------------------- task mixing
@@ -271,36 +254,35 @@ class QuestionStream:
         self.orders: dict[str, tuple[int, list[int]]] = {}  # kind -> (epoch, its order)
         self.pools: dict[str, list[Question]] = defaultdict(list)
         self.searching: frozenset[str] | None = None  # ids; None: all
+        self.shares = parse_shares(mix, "--mix")
+        if buckets:
+            self.shares = parse_shares(buckets, "--buckets", BUCKETS)
         count, difficulty = settings.questions_per_step, {}
         if settings.difficulty:
             difficulty = read_difficulty(settings.difficulty, questions)
-            questions = self._without_dropped(questions, difficulty, buckets)
+            questions = self._without_dropped(questions, difficulty)
         if buckets:
-            self._share_by_bucket(questions, difficulty, count, parse_buckets(buckets))
+            self._share_by_bucket(questions, difficulty, count)
         else:
-            self._share_by_kind(questions, count, parse_mix(mix))
+            self._share_by_kind(questions, count)
         if settings.task_mixing:
             self._mix_tasks(questions, difficulty, self.counts if buckets else {})
         for note in self.notes:
             print(f"curriculum: {note}", file=sys.stderr)
 
-    def _share_by_kind(
-        self, questions: list[Question], count: int, weights: dict[str, float]
-    ) -> None:
+    def _share_by_kind(self, questions: list[Question], count: int) -> None:
         for question in questions:
-            self.pools[question.kind if weights else ""].append(question)
-        missing = [kind for kind, weight in weights.items() if weight and kind not in self.pools]
-        if missing:
-            raise InputError(
-                f"--mix: the data has no question of kind {', '.join(missing)}; it has "
-                f"{', '.join(self.pools)}"
-            )
-        self.counts = exact_counts(count, weights or {"": 1.0})
+            self.pools[question.kind if self.shares else ""].append(question)
+        self.counts = exact_counts(count, self.shares or {"": 1.0})
+        for kind, weight in self.shares.items():
+            if weight and kind not in self.pools:
+                kinds = ", ".join(self.pools)
+                raise InputError(f"--mix: the data has no question of kind {kind}; it has {kinds}")
 
     def _without_dropped(
-        self, questions: list[Question], difficulty: dict[str, str], buckets: str
+        self, questions: list[Question], difficulty: dict[str, str]
     ) -> list[Question]:
-        if parse_buckets(buckets).get("dropped"):
+        if self.shares.get("dropped"):
             return questions
         kept = [question for question in questions if difficulty[question.id] != "dropped"]
         if len(kept) < len(questions):
@@ -314,23 +296,19 @@ class QuestionStream:
         return kept
 
     def _share_by_bucket(
-        self,
-        questions: list[Question],
-        difficulty: dict[str, str],
-        count: int,
-        weights: dict[str, float],
+        self, questions: list[Question], difficulty: dict[str, str], count: int
     ) -> None:
         for question in questions:
             self.pools[difficulty[question.id]].append(question)
-        available = {name: len(self.pools.get(name, [])) for name in weights}
-        self.counts = counts_within(count, weights, available)
-        for name, asked in exact_counts(count, weights).items():
+        available = {name: len(self.pools.get(name, [])) for name in self.shares}
+        self.counts = counts_within(count, self.shares, available)
+        for name, asked in exact_counts(count, self.shares).items():
             if available[name] < asked:
                 self.notes.append(
                     f"bucket {name} runs short: {available[name]} of the {asked} questions that "
                     "its share of a step asks for; the others fill up in their ratio"
                 )
-            elif weights[name] and not self.counts[name]:
+            elif self.shares[name] and not self.counts[name]:
                 self.notes.append(
                     f"bucket {name}: its share of {count} questions a step is less than one, so "
                     "none is dealt; raise --questions_per_step"
