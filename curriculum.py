@@ -33,6 +33,11 @@ from pathlib import Path
 from data import BUCKETS, Question, load_difficulty
 from errors import InputError, run_main, setting
 
+Questions = list[Question]
+Difficulty = dict[str, str]  # question id -> bucket
+Weights = dict[str, float]  # name -> share; or question id -> how often a step deals it
+Counts = dict[str, int]
+
 
 @dataclass(frozen=True)
 class CurriculumSettings:
@@ -77,9 +82,10 @@ def bucket_of_first_success(scores: Sequence[float]) -> str:
     >>> bucket_of_first_success([0, 0, 1, 0]), bucket_of_first_success([0] * 9 + [1])
     ('easy', 'medium')
     """
-    needed = next((number for number, score in enumerate(scores, 1) if score >= 1), None)
-    if needed is None or needed > 20:
+    successes = [score >= 1 for score in scores[:20]]
+    if not any(successes):
         return "hard"
+    needed = successes.index(True) + 1
     return "easy" if needed < 10 else "medium"
 
 
@@ -90,7 +96,7 @@ SCHEMES: dict[str, tuple[Callable[[Sequence[float]], str], str]] = {
 }
 
 
-def read_difficulty(path: str | Path, questions: list[Question]) -> dict[str, str]:
+def read_difficulty(path: str | Path, questions: Questions) -> Difficulty:
     """id -> bucket, from a difficulty file; "level" takes the level that the records bring."""
     if str(path) == "level":
         known = {q.id: LEVELS[q.level] for q in questions if q.level in LEVELS}
@@ -114,7 +120,7 @@ def read_difficulty(path: str | Path, questions: list[Question]) -> dict[str, st
 # ------------------------------------------------------------------------------------------ shares
 
 
-def exact_counts(total: int, weights: dict[str, float]) -> dict[str, int]:
+def exact_counts(total: int, weights: Weights) -> Counts:
     """Integers that add up to `total` in the ratio of the weights (largest remainder first).
 
     >>> exact_counts(16, {"a": 3, "b": 4, "c": 1})
@@ -129,9 +135,7 @@ def exact_counts(total: int, weights: dict[str, float]) -> dict[str, int]:
     return counts
 
 
-def counts_within(
-    total: int, weights: dict[str, float], available: dict[str, int]
-) -> dict[str, int]:
+def counts_within(total: int, weights: Weights, available: Counts) -> Counts:
     """`exact_counts`, but of no bucket more than it has: it would deal a question twice in a step.
     What a short bucket leaves open goes to the others in their ratio.
 
@@ -156,7 +160,7 @@ def counts_within(
     )
 
 
-def parse_shares(text: str, flag: str, known: Sequence[str] = ()) -> dict[str, float]:
+def parse_shares(text: str, flag: str, known: Sequence[str] = ()) -> Weights:
     """ "one_hop=3,two_hop=4" -> {"one_hop": 3.0, "two_hop": 4.0}"""
     weights = {}
     for part in text.split(","):
@@ -192,9 +196,7 @@ def may_search(question: Question, name: str, drawn: frozenset[str]) -> bool:
     return question.task != "choice" or question.id in drawn
 
 
-def dealt_per_step(
-    questions: list[Question], difficulty: dict[str, str], counts: dict[str, int]
-) -> dict[str, float]:
+def dealt_per_step(questions: Questions, difficulty: Difficulty, counts: Counts) -> Weights:
     """id -> how often a step deals it on average: counts_b / n_b. Without counts all are alike."""
     sizes, dealt = Counter(difficulty[question.id] for question in questions), {}
     for question in questions:
@@ -203,20 +205,21 @@ def dealt_per_step(
     return dealt
 
 
-def share_of_hard_choices(
-    questions: list[Question], difficulty: dict[str, str], dealt: dict[str, float]
-) -> float:
+def share_of_hard_choices(questions: Questions, difficulty: Difficulty, dealt: Weights) -> float:
     """The share of the hard multiple-choice questions that must search for half of all to do so.
 
     With D multiple-choice questions dealt a step, H of them hard: D / 2H. Above 1 too few are hard.
     """
-    choices = [question for question in questions if question.task == "choice"]
-    of_hard = sum(dealt[q.id] for q in choices if difficulty[q.id] in HARD)
-    return sum(dealt[q.id] for q in choices) / 2 / of_hard if of_hard else math.inf
+    d = h = 0.0
+    for question in questions:
+        if question.task == "choice":
+            d += dealt[question.id]
+            h += dealt[question.id] * (difficulty[question.id] in HARD)
+    return d / 2 / h if h else math.inf
 
 
 def draw_choices(
-    questions: list[Question], difficulty: dict[str, str], share: float, seed: int
+    questions: Questions, difficulty: Difficulty, share: float, seed: int
 ) -> frozenset[str]:
     """Ids of the hard multiple-choice questions that may search: exactly this share, by lot.
 
@@ -224,7 +227,8 @@ def draw_choices(
     12.5 of 20, so 13, may search. The lot depends on seed and id, not on the order of reading.
     """
     hard = [q for q in questions if q.task == "choice" and difficulty[q.id] in HARD]
-    by_lot = sorted(hard, key=lambda q: random.Random(f"{seed} search {q.id}").random())
+    lots = {q.id: random.Random(f"{seed} search {q.id}").random() for q in hard}
+    by_lot = sorted(hard, key=lambda question: lots[question.id])
     count = int(min(1.0, share) * len(hard) + 0.5 + 1e-9)
     return frozenset(question.id for question in by_lot[:count])
 
@@ -241,7 +245,7 @@ class QuestionStream:
     What could not be had as asked is said in `notes`, a line each, and on stderr.
     """
 
-    def __init__(self, questions: list[Question], settings, attempts: int = 1):
+    def __init__(self, questions: Questions, settings, attempts: int = 1):
         if not questions:
             raise InputError("there are no questions to train on")
         buckets, mix = settings.buckets, settings.mix
@@ -252,7 +256,7 @@ class QuestionStream:
             raise InputError("--mix and --buckets both share out a step: give one of them")
         self.seed, self.attempts, self.notes = settings.seed, attempts, []
         self.orders: dict[str, tuple[int, list[int]]] = {}  # kind -> (epoch, its order)
-        self.pools: dict[str, list[Question]] = defaultdict(list)
+        self.pools: dict[str, Questions] = defaultdict(list)
         self.searching: frozenset[str] | None = None  # ids; None: all
         self.shares = parse_shares(mix, "--mix")
         if buckets:
@@ -270,7 +274,7 @@ class QuestionStream:
         for note in self.notes:
             print(f"curriculum: {note}", file=sys.stderr)
 
-    def _share_by_kind(self, questions: list[Question], count: int) -> None:
+    def _share_by_kind(self, questions: Questions, count: int) -> None:
         for question in questions:
             self.pools[question.kind if self.shares else ""].append(question)
         self.counts = exact_counts(count, self.shares or {"": 1.0})
@@ -279,9 +283,7 @@ class QuestionStream:
                 kinds = ", ".join(self.pools)
                 raise InputError(f"--mix: the data has no question of kind {kind}; it has {kinds}")
 
-    def _without_dropped(
-        self, questions: list[Question], difficulty: dict[str, str]
-    ) -> list[Question]:
+    def _without_dropped(self, questions: Questions, difficulty: Difficulty) -> Questions:
         if self.shares.get("dropped"):
             return questions
         kept = [question for question in questions if difficulty[question.id] != "dropped"]
@@ -295,9 +297,7 @@ class QuestionStream:
             )
         return kept
 
-    def _share_by_bucket(
-        self, questions: list[Question], difficulty: dict[str, str], count: int
-    ) -> None:
+    def _share_by_bucket(self, questions: Questions, difficulty: Difficulty, count: int) -> None:
         for question in questions:
             self.pools[difficulty[question.id]].append(question)
         available = {name: len(self.pools.get(name, [])) for name in self.shares}
@@ -314,9 +314,7 @@ class QuestionStream:
                     "none is dealt; raise --questions_per_step"
                 )
 
-    def _mix_tasks(
-        self, questions: list[Question], difficulty: dict[str, str], counts: dict[str, int]
-    ) -> None:
+    def _mix_tasks(self, questions: Questions, difficulty: Difficulty, counts: Counts) -> None:
         dealt = dealt_per_step(questions, difficulty, counts)
         share = share_of_hard_choices(questions, difficulty, dealt)
         drawn = draw_choices(questions, difficulty, share, self.seed)
@@ -327,7 +325,7 @@ class QuestionStream:
                 "multiple choice: too few are hard for half of them to search; all hard ones may"
             )
 
-    def take(self, step: int, attempt: int = 0) -> list[Question]:
+    def take(self, step: int, attempt: int = 0) -> Questions:
         """The questions of one attempt of a step; `may_search` is as task mixing has it."""
         if not 0 <= attempt < self.attempts:  # it would deal another step's questions
             raise InputError(f"attempt {attempt} of a step, but the stream has {self.attempts}")
@@ -343,8 +341,8 @@ class QuestionStream:
         pool = self.pools[kind]
         epoch, place = divmod(number, len(pool))
         if self.orders.get(kind, (None,))[0] != epoch:
-            order = random.Random(f"{self.seed} {kind} {epoch}").sample(range(len(pool)), len(pool))
-            self.orders[kind] = epoch, order
+            lot = random.Random(f"{self.seed} {kind} {epoch}")
+            self.orders[kind] = epoch, lot.sample(range(len(pool)), len(pool))
         return pool[self.orders[kind][1][place]]
 
 
