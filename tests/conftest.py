@@ -15,11 +15,11 @@ import torch
 from accelerate.state import AcceleratorState
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from data import Question
@@ -96,12 +96,15 @@ def bpe():
     return train_bpe(texts * 5)
 
 
+def model_of(kind: str, **sizes):
+    """A random model of a family: "qwen2", "qwen3", "llama", "mistral", "gpt2", ..."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+
+
 def random_policy(config, seed: int) -> Policy:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Policy(
-            (Qwen2ForCausalLM if config.model_type == "qwen2" else LlamaForCausalLM)(config)
-        ).eval()
+        return Policy(AutoModelForCausalLM.from_config(config)).eval()
 
 
 def small(**changes) -> dict:
