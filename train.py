@@ -90,7 +90,7 @@ def train(settings: Settings) -> Path:
         run.log(record, sampled)
         if run.saves(step):
             checkpoint.save(run, parts, step + 1)
-    run.close(parts)
+    run.close()
     return run.folder
 
 

@@ -162,7 +162,7 @@ def update_critic(parts: Parts, batch: Batch) -> dict[str, float]:
 
     def loss_of(micro: Batch, totals: dict) -> torch.Tensor:
         values = parts.critic_model(micro.tokens, micro.response_mask)  # [b, t]
-        loss, stats = ppo.compute_value_loss(values, micro, parts.settings)  # [b, t]
+        loss, stats = ppo.compute_value_loss(values, micro)  # [b, t]
         totals["value_clip_fraction"] += (micro.token_weights * stats["clipped"]).sum().item()
         return (micro.token_weights * loss).sum()
 
