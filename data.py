@@ -22,7 +22,13 @@ from pathlib import Path
 
 from errors import FlagParser, InputError, run_main, setting
 from formats.layouts import ATTEMPT_LAYOUTS, CORPUS_LAYOUTS, LAYOUTS, detect, read_fields
-from formats.records import PASSAGE_COLUMNS, QUESTION_COLUMNS, is_tsv, read_records
+from formats.records import (
+    PASSAGE_COLUMNS,
+    QUESTION_COLUMNS,
+    finished_records,
+    is_tsv,
+    read_records,
+)
 from formats.text_folder import is_text, read_texts, stem
 
 
@@ -200,6 +206,27 @@ def save_questions(path: str | Path, questions: list[Question]) -> None:
 
 
 # ------------------------------------------------------------------------------------------ corpora
+
+
+BUCKETS = ("hard", "medium", "easy", "dropped")
+
+
+def load_difficulty(path: str | Path, cut: bool = True) -> list[dict]:
+    """Lines {"id", "scores", "score"[, "bucket", "by"]} as lab.difficulty writes them.
+
+    cut   a last line that an interrupt left half is cut off the file
+    """
+    records = finished_records(Path(path), cut)
+    for number, record in enumerate(records, 1):
+        scores = record.get("scores")
+        good = isinstance(record.get("id"), str) and isinstance(scores, list) and scores
+        good = good and all(isinstance(score, int | float) for score in scores)
+        if not good or (record.get("bucket") or "hard") not in BUCKETS:
+            raise InputError(
+                f'{path}, record {number}: expected {{"id", "scores", "score"}} as lab.difficulty '
+                "writes them: measure again, or name another file"
+            )
+    return records
 
 
 def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:

@@ -159,26 +159,6 @@ def test_an_empty_corpus_and_no_encoder_are_one_line():
         DenseRetriever(invented(1), "")
 
 
-def test_a_search_in_a_thread_keeps_no_graph(monkeypatch):
-    retriever = DenseRetriever(invented(20), Hashed())
-    expected, found, seen = retriever.search_scored(["ana bell", "storm"], 3), [], []
-    retriever.shards = [shard.float().requires_grad_(True) for shard in retriever.shards]
-    cat = torch.cat
-    monkeypatch.setattr(
-        dense.torch, "cat", lambda parts, dim: seen.extend(parts) or cat(parts, dim)
-    )
-
-    def ask():
-        assert torch.is_grad_enabled()  # the caller's no_grad is not this thread's
-        found.append(retriever.search_scored(["ana bell", "storm"], 3))
-
-    with torch.no_grad():
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(20)
-    assert found == [expected] and seen and all(part.grad_fn is None for part in seen)
-
-
 # ------------------------------------------------------------------------------------- kept on disk
 
 

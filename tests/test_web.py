@@ -212,20 +212,6 @@ def test_a_page_is_given_by_its_window_or_whole(site):
     assert one(site, reply(text, "text/plain"), whole=True)[0][0].text == text
 
 
-def test_the_best_result_of_every_query_is_fetched_before_the_second_best_of_any(site, monkeypatch):
-    monkeypatch.setattr(module, "THREADS", 1)
-    order = []
-
-    def page(sock, head):
-        order.append(head.split()[1])
-        sock.sendall(text_page("a"))
-
-    site.pages = {f"/{q}{i}": page for q in "abc" for i in range(2)}
-    site.results = lambda query: [f"/{query}0", f"/{query}1"]
-    searcher(site).search(["a", "b", "c"], 2)
-    assert order == ["/a0", "/b0", "/c0", "/a1", "/b1", "/c1"]
-
-
 # ----------------------------------------------------------------------------------- the search API
 
 SHOWN = {"title": "t", "snippet": "s"}
@@ -259,11 +245,6 @@ def test_an_empty_list_of_results_is_no_fault_and_pictures_are_not_taken_instead
 def test_a_reply_that_is_an_error_or_nothing_is_a_fault(found):
     with pytest.raises(Fault, match="a reply without results"):
         hits_of(found)
-
-
-def test_half_a_character_in_a_result_does_no_harm_later():
-    hit = {"url": "http://h/\ud800", "title": "\ud83d", "content": "a\udc00b"}
-    assert json.dumps(hits_of({"results": [hit]}), ensure_ascii=False).encode()
 
 
 def test_the_query_is_quoted_and_cannot_reach_another_field(site):
