@@ -1,13 +1,13 @@
 """How sure is a mean, and which of two runs is better: intervals, paired comparisons, tables.
 
-    mean, interval   questions are drawn with replacement 1,000 times; 2.5 % of the means are cut
-                     off at either end
-    paired           of the questions that both runs answered: d_i = a_i - b_i; the interval is that
-                     of the mean of d, and p = (1 + how many of 10,000 random flips of the signs of
-                     d give a mean as far from 0) / 10,001
+    interval   questions are drawn with replacement 1,000 times; 2.5 % of the means are cut off at
+               either end
+    paired     over the questions that both runs answered: d_i = a_i - b_i. The interval is that of
+               the mean of d, and p = (1 + how many of 10,000 random flips of the signs of d give a
+               mean as far from 0) / 10,001
 
 Several samples of one question count as their mean: they are not independent. A mean is over the
-questions that have the number: a verdict that could not be read is None, and not 0. Two runs are
+questions that have the number: a verdict that could not be read is None, and not 0. Runs are
 compared question by question because questions differ more than runs do: the interval of the
 difference is often a third of what two separate intervals suggest. Left out: corrections for many
 comparisons.
@@ -15,273 +15,85 @@ comparisons.
 
 from __future__ import annotations
 
-import math
+import json
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from errors import InputError, run_main
+from errors import InputError
 from world.world import KINDS
 
-ALL_COLUMNS = (
-    "em",
-    "f1",
-    "cem",
-    "rouge1",
-    "rouge2",
-    "rougeL",
-    "rouge",
-    "judged",
-    "reader_em",
-    "reader_f1",
-    "searched",
-    "searches",
-    "fallbacks",
-    "format",
-    "evidence",
-    "support",
-    "relevance",
-    "exact_set",
-    "set_f1",
-)
+COLUMNS = """
+em f1 cem rouge1 rouge2 rougeL rouge judged reader_em reader_f1 searched searches fallbacks format
+evidence support relevance exact_set set_f1
+""".split()
 DRAWS, FLIPS = 1000, 10_000
-MEAN_OF_DATASETS = (  # each data set counts the same; "all" counts each question the same
-    "mean of datasets"
-)
+MEAN_OF_DATASETS = "mean of datasets"  # each counts the same; in "all" each question does
+
+
+class Mean(NamedTuple):
+    """A number with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
 
 
 # ---------------------------------------------------------------------------------------- intervals
 
 
-def bootstrap(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> tuple[float, float, float]:
-    """(mean, low, high) with a 95 % percentile interval over the values (one per question).
+def interval(groups: list[np.ndarray], draws: int = DRAWS) -> Mean:
+    """The mean over groups of their means, each group resampled by itself. One group is one data
+    set; several are the mean of data sets.
 
-    >>> bootstrap(np.ones(5))
-    (1.0, 1.0, 1.0)
+    >>> interval([np.ones(8), np.zeros(2)])
+    Mean(mean=0.5, low=0.5, high=0.5)
     """
-    return _interval(values.mean(), resampled_means(values, draws, np.random.default_rng(seed)))
+    rng = np.random.default_rng(0)
+    means = np.mean([resampled_means(group, draws, rng) for group in groups], axis=0)  # [draws]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Mean(float(np.mean([group.mean() for group in groups])), float(low), float(high))
 
 
 def resampled_means(values: np.ndarray, draws: int, rng: np.random.Generator) -> np.ndarray:
-    # 50 at a time: all 1,000 draws of 200,000 questions would be 3 GB
+    # 50 at a time: all 1,000 draws of 200,000 questions would be 3 GB.
     blocks = [min(50, draws - start) for start in range(0, draws, 50)]
-    return np.concatenate(
-        [values[rng.integers(0, len(values), (n, len(values)))].mean(1) for n in blocks]
-    )  # [draws]
+    places = (rng.integers(0, len(values), (block, len(values))) for block in blocks)
+    return np.concatenate([values[drawn].mean(1) for drawn in places])  # [draws]
 
 
-def _interval(mean: float, means: np.ndarray) -> tuple[float, float, float]:
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(mean), float(low), float(high)
+def paired(groups: list[np.ndarray]) -> dict:
+    """Two runs on the same questions: each group is [questions, 2].
 
-
-def mean_of_means(
-    groups: list[np.ndarray], draws: int = DRAWS, seed: int = 0
-) -> tuple[float, float, float]:
-    """The mean over data sets of their means, each resampled by itself.
-
-    >>> mean_of_means([np.ones(8), np.zeros(2)])
-    (0.5, 0.5, 0.5)
+    >>> paired([np.array([[1.0, 1.0], [1.0, 0.0]])])["difference"].mean
+    0.5
     """
-    rng = np.random.default_rng(seed)
-    return _interval(
-        np.mean([g.mean() for g in groups]),
-        np.mean([resampled_means(g, draws, rng) for g in groups], axis=0),
-    )
-
-
-def question_means(questions: Iterable[list[dict]], column: str) -> np.ndarray:
-    """Each question's mean over its samples that have the number; a question without one is left
-    out: None is not 0.
-
-    >>> question_means([[{"judged": 1.0}, {"judged": None}], [{"em": 1.0}]], "judged")
-    array([1.])
-    """
-    values = [[m[column] for m in metrics if m.get(column) is not None] for metrics in questions]
-    return np.array([np.mean(v) for v in values if v])
-
-
-# ------------------------------------------------------------------------------------------ one run
-
-
-def summarise(records: list[dict]) -> dict[str, dict]:
-    """row -> column -> (mean, low, high). A row is a kind of question, or of several data sets each
-    of them; "all" is last.
-    """
-    rows = grouped(records)
-    summary = {}
-    for name, questions in rows.items():
-        columns = {c: question_means(questions.values(), c) for c in ALL_COLUMNS}
-        summary[name] = {
-            "questions": len(questions),
-            **{c: bootstrap(v) for c, v in columns.items() if len(v)},
-        }
-    return with_mean_of_datasets(summary, rows) if len(datasets(records)) > 1 else summary
-
-
-def datasets(records: list[dict]) -> set[str]:
-    return {record.get("dataset", "") for record in records}
-
-
-def grouped(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
-    """row -> question id -> the metrics of its samples."""
-    rows: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
-    key = "dataset" if len(datasets(records)) > 1 else "kind"
-    for record in records:
-        for row in (row_name(record.get(key)), "all"):
-            rows[row][record["id"]].append(record["metrics"])
-    return {row: rows[row] for row in sorted(rows, key=row_order)}
-
-
-def row_name(name: str | None) -> str:
-    """Trap: a file called all.jsonl would be counted into the total twice, and then be taken for
-    it.
-    """
-    return f"{name} (file)" if name in ("all", MEAN_OF_DATASETS, "comparison") else name or "-"
-
-
-def row_order(row: str) -> tuple:
-    return row == "all", KINDS.index(row) if row in KINDS else 99, row
-
-
-def with_mean_of_datasets(
-    summary: dict[str, dict], rows: dict[str, dict[str, list[dict]]]
-) -> dict[str, dict]:
-    every = summary.pop("all")
-    mean: dict = {"questions": every["questions"]}
-    for column in [c for c in ALL_COLUMNS if all(c in row for row in summary.values())]:
-        mean[column] = mean_of_means(
-            [question_means(rows[name].values(), column) for name in summary]
-        )
-    return {**summary, MEAN_OF_DATASETS: mean, "all": every}
-
-
-# ----------------------------------------------------------------------------------------- two runs
-
-
-def compare(records: list[dict], others: list[dict]) -> dict[str, dict]:
-    """row -> column -> {"mean", "other", "difference": (mean, low, high), "p", "better", "worse"},
-    over the questions of both; `questions` is how many that are, `only_here` and `only_there` how
-    many were left out.
-    """
-    pairs = matched(records, others)
-    if not pairs:
-        raise InputError(
-            "the two runs have no question in common: give predictions for the same questions"
-        )
-    others_by_id = {there: here for here, there in pairs.items()}
-    left = grouped([r for r in records if r["id"] in pairs])
-    # the other run's samples stand under this run's ids, and so in this run's rows
-    right: dict[str, list[dict]] = defaultdict(list)
-    for record in others:
-        if record["id"] in others_by_id:
-            right[others_by_id[record["id"]]].append(record["metrics"])
-    found = {
-        name: paired_values(questions, right) for name, questions in left.items()
-    }  # row -> column -> [questions, 2]
-    summary = {
-        name: {
-            "questions": len(left[name]),
-            **{c: paired(v[:, 0], v[:, 1]) for c, v in columns.items()},
-        }
-        for name, columns in found.items()
-    }
-    every = summary.pop("all")
-    if len(datasets(records)) > 1:
-        summary[MEAN_OF_DATASETS] = {
-            "questions": every["questions"],
-            **paired_means([found[name] for name in summary]),
-        }
-    summary["all"] = every
-    summary["all"]["only_here"] = len({r["id"] for r in records}) - len(pairs)
-    summary["all"]["only_there"] = len({r["id"] for r in others}) - len(pairs)
-    return summary
-
-
-def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
-    """id here -> id there: the same question by its text; of several with one text the n-th here is
-    the n-th there. Ids count only where there is no text: many files number their lines, and a
-    line's number says nothing about another file.
-    """
-
-    def places(some: list[dict]) -> dict[tuple[str, int], str]:
-        seen, found = Counter(), {}
-        for question_id, text in {
-            r["id"]: " ".join(r["question"].split()) or f"id {r['id']}" for r in some
-        }.items():
-            found[text, seen[text]] = question_id
-            seen[text] += 1
-        return found
-
-    here, there = places(records), places(others)
-    return {question_id: there[place] for place, question_id in here.items() if place in there}
-
-
-def paired_values(
-    questions: dict[str, list[dict]], right: dict[str, list[dict]]
-) -> dict[str, np.ndarray]:
-    """column -> (here, there) of every question that has the number in both runs.  # [questions,
-    2]
-    """
-    found = {}
-    for column in ALL_COLUMNS:
-        both = [
-            (question_means([m], column), question_means([right[i]], column))
-            for i, m in questions.items()
-        ]
-        both = np.array([(a[0], b[0]) for a, b in both if len(a) and len(b)])  # [questions, 2]
-        if len(both):
-            found[column] = both
-    return found
-
-
-def paired_means(rows: list[dict[str, np.ndarray]]) -> dict[str, dict]:
-    """The mean over data sets of their differences, each data set resampled by itself; p flips
-    signs as `paired` does, a question of a small data set weighing more.
-    """
-    found = {}
-    for column in [c for c in ALL_COLUMNS if all(c in row for row in rows)]:
-        pairs = [row[column] for row in rows]
-        differences = [p[:, 0] - p[:, 1] for p in pairs]
-        weighted = np.concatenate([d / len(d) for d in differences])
-        found[column] = {
-            "mean": float(np.mean([p[:, 0].mean() for p in pairs])),
-            "other": float(np.mean([p[:, 1].mean() for p in pairs])),
-            "difference": mean_of_means(differences),
-            "p": sign_flip_p(weighted),
-            "better": int((weighted > 0).sum()),
-            "worse": int((weighted < 0).sum()),
-        }
-    return found
-
-
-def paired(ours: np.ndarray, theirs: np.ndarray, seed: int = 0) -> dict:
-    """The difference of two runs, question by question.
-
-    >>> paired(np.ones(4), np.array([1.0, 1.0, 1.0, 0.0]))["difference"][0]
-    0.25
-    """
-    difference = ours - theirs  # [questions]
+    differences = [group[:, 0] - group[:, 1] for group in groups]
+    weighted = differences[0]
+    if len(groups) > 1:  # a question of a small data set weighs more
+        weighted = np.concatenate([difference / len(difference) for difference in differences])
     return {
-        "mean": float(ours.mean()),
-        "other": float(theirs.mean()),
-        "difference": bootstrap(difference),
-        "p": sign_flip_p(difference, seed),
-        "better": int((difference > 0).sum()),
-        "worse": int((difference < 0).sum()),
+        "mean": float(np.mean([group[:, 0].mean() for group in groups])),
+        "other": float(np.mean([group[:, 1].mean() for group in groups])),
+        "difference": interval(differences),
+        "p": sign_flip_p(weighted),
+        "better": int((weighted > 0).sum()),
+        "worse": int((weighted < 0).sum()),
     }
 
 
-def sign_flip_p(difference: np.ndarray, seed: int = 0) -> float:
+def sign_flip_p(difference: np.ndarray) -> float:
     """How often chance alone would give a difference this large: if neither run is better, each
     sign is a coin toss.
 
     >>> sign_flip_p(np.zeros(5))
     1.0
     """
-    differing, rng = difference[difference != 0], np.random.default_rng(seed)
+    differing, rng = difference[difference != 0], np.random.default_rng(0)
     if not len(differing):
         return 1.0
     observed, as_far = abs(differing.sum()) * (1 - 1e-9), 0
@@ -291,147 +103,190 @@ def sign_flip_p(difference: np.ndarray, seed: int = 0) -> float:
     return (1 + as_far) / (FLIPS + 1)
 
 
+# --------------------------------------------------------------------------------------------- runs
+
+Question = list[list[dict]]  # run -> sample -> metrics
+Summary = dict[str, dict]  # row -> {"questions": how many, column: a cell}
+
+
+def summarise(records: list[dict]) -> Summary:
+    """row -> column -> Mean. A row is a kind of question, or of several data sets each of them;
+    "all" is last.
+    """
+    return _summary(_grouped(records), lambda groups: interval([group[:, 0] for group in groups]))
+
+
+def compare(records: list[dict], others: list[dict]) -> Summary:
+    """row -> column -> what `paired` gives, over the questions of both runs; "all" also says how
+    many were left out.
+    """
+    pairs = matched(records, others)
+    if not pairs:
+        raise InputError(
+            "the two runs have no question in common: give predictions for the same questions"
+        )
+    # The other run's samples stand under this run's ids, and so in this run's rows.
+    id_here = {there: here for here, there in pairs.items()}
+    left = [record for record in records if record["id"] in pairs]
+    right = [r | {"id": id_here[r["id"]]} for r in others if r["id"] in id_here]
+    summary = _summary(_grouped(left, right), paired)
+    summary["all"]["only_here"] = len({record["id"] for record in records}) - len(pairs)
+    summary["all"]["only_there"] = len({record["id"] for record in others}) - len(pairs)
+    return summary
+
+
+def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
+    """id here -> id there: the same question by its text; of several with one text the n-th here is
+    the n-th there. Ids count only where there is no text: a line's number says nothing about
+    another file.
+    """
+    here, there = _places(records), _places(others)
+    return {here[place]: there[place] for place in here if place in there}
+
+
+def _places(records: list[dict]) -> dict[tuple[str, int], str]:
+    """(text, how many questions before have it) -> id."""
+    seen, found = Counter(), {}
+    for question_id, text in {record["id"]: record["question"] for record in records}.items():
+        text = " ".join(text.split()) or f"id {question_id}"
+        found[text, seen[text]] = question_id
+        seen[text] += 1
+    return found
+
+
+def _grouped(*runs: list[dict]) -> dict[str, list[list[Question]]]:
+    """row -> groups of questions: one, or for the mean of data sets one for each. Every run stands
+    in the rows of the first.
+    """
+    several = len({record.get("dataset", "") for record in runs[0]}) > 1
+    questions: dict[str, Question] = defaultdict(lambda: [[] for _ in runs])
+    rows: dict[str, dict[str, Question]] = defaultdict(dict)
+    for run, records in enumerate(runs):
+        for record in records:
+            questions[record["id"]][run].append(record["metrics"])
+    for record in runs[0]:
+        row = _row_name(record.get("dataset" if several else "kind"))
+        rows[row][record["id"]] = questions[record["id"]]
+    groups = {row: [list(rows[row].values())] for row in sorted(rows, key=_row_order)}
+    if several:
+        groups[MEAN_OF_DATASETS] = [group for (group,) in groups.values()]
+    return groups | {"all": [list(questions.values())]}
+
+
+def _row_name(name: str | None) -> str:
+    """Trap: a file called all.jsonl would be taken for the total."""
+    return f"{name} (file)" if name in ("all", MEAN_OF_DATASETS, "comparison") else name or "-"
+
+
+def _row_order(row: str) -> tuple[int, str]:
+    return KINDS.index(row) if row in KINDS else len(KINDS), row
+
+
+def _summary(rows: dict[str, list[list[Question]]], cell: Callable) -> Summary:
+    """`cell` makes one of the groups' [questions, runs], where every group has the number."""
+    summary: Summary = {}
+    for row, groups in rows.items():
+        summary[row] = {"questions": sum(map(len, groups))}
+        for column in COLUMNS:
+            values = [question_means(questions, column) for questions in groups]
+            if all(map(len, values)):
+                summary[row][column] = cell(values)
+    return summary
+
+
+def question_means(questions: list[Question], column: str) -> np.ndarray:
+    """Each question's mean over its samples that have the number; a question without one in some
+    run is left out.  # [questions, runs]
+
+    >>> question_means([[[{"judged": 1.0}, {"judged": None}]], [[{"em": 1.0}]]], "judged")
+    array([[1.]])
+    """
+    found = []
+    for runs in questions:
+        values = [[m[column] for m in samples if m.get(column) is not None] for samples in runs]
+        if all(values):
+            found.append([np.mean(numbers) for numbers in values])
+    return np.array(found)
+
+
 # ------------------------------------------------------------------------------------------- tables
 
-CELL_WIDTH = 19
+
+def report(
+    records: list[dict],
+    others: list[dict] | None = None,
+    as_markdown: bool = False,
+    json_file: str = "",
+) -> None:
+    """The table of one run, and of two their comparison; also as JSON."""
+    summary = summarise(records)
+    print(table(summary, as_markdown))
+    unread = sum(r["metrics"].get("judged", 0) is None for r in records)
+    if unread:
+        print(f"{unread} of {len(records)} verdicts are unreadable: `judged` is without them")
+    whole = dict(summary)
+    if others:
+        whole["comparison"] = compare(records, others)
+        print("\n" + comparison_table(whole["comparison"], as_markdown))
+    if json_file:
+        Path(json_file).parent.mkdir(parents=True, exist_ok=True)
+        Path(json_file).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
-def shown_rows(summary: dict[str, dict]) -> dict[str, dict]:
-    """Where there is one row only, "all" says it again."""
-    return (
-        summary
-        if len(summary) > 2
-        else {name: row for name, row in summary.items() if name != "all"} or summary
-    )
-
-
-def name_width(summary: dict[str, dict]) -> int:
-    return max(16, *(len(name) + 1 for name in summary))
-
-
-def columns_of(summary: dict[str, dict]) -> list[str]:
-    return [c for c in ALL_COLUMNS if any(c in row for row in summary.values())]
-
-
-def cell(row: dict, column: str) -> str:
-    return "{:.3f} [{:.2f}, {:.2f}]".format(*row[column]) if column in row else "-"
-
-
-def table(summary: dict[str, dict], width: int = 0) -> str:
-    """A line per row, in blocks of as many columns as fit `width` characters; 0 = the
-    terminal's.
-    """
-    summary = shown_rows(summary)
-    columns, first = columns_of(summary), name_width(summary) + 7
+def table(summary: Summary, as_markdown: bool = False, width: int = 0, head: str = "kind") -> str:
+    """A line per row: "0.250 [0.12, 0.38]" is a mean with its interval."""
+    summary = _shown_rows(summary)
+    columns = [c for c in COLUMNS if any(c in row for row in summary.values())]
     if not columns:
         return "no numbers: none of the records has a metric"
-    width = width or shutil.get_terminal_size((160, 24)).columns
-    blocks = math.ceil(len(columns) / max(1, (width - first) // CELL_WIDTH))
-    size = math.ceil(len(columns) / max(1, blocks))
-    return "\n\n".join(
-        table_block(summary, columns[i : i + size]) for i in range(0, len(columns), size)
-    )
-
-
-def table_block(summary: dict[str, dict], columns: list[str]) -> str:
-    first = name_width(summary)
-    lines = [f"{'kind':{first}}{'n':>5}  " + "".join(f"{c:>{CELL_WIDTH}}" for c in columns)]
+    lines = [[head, "n", *columns]]
     for name, row in summary.items():
-        cells = "".join(f"{cell(row, c):>{CELL_WIDTH}}" for c in columns)
-        lines.append(f"{name:{first}}{row['questions']:>5}  {cells}")
-    return "\n".join(lines)
+        cells = ["{:.3f} [{:.2f}, {:.2f}]".format(*row[c]) if c in row else "-" for c in columns]
+        lines.append([name, str(row["questions"]), *cells])
+    return written(lines, as_markdown, 2, width)
 
 
-def markdown(summary: dict[str, dict]) -> str:
-    """The same numbers as a Markdown table."""
-    summary, columns = shown_rows(summary), columns_of(summary)
-    lines = [["kind", "n", *columns], ["---"] * (len(columns) + 2)]
-    lines += [
-        [name, str(row["questions"]), *(cell(row, c) for c in columns)]
-        for name, row in summary.items()
-    ]
-    return as_markdown(lines)
-
-
-def as_markdown(lines: list[list[str]]) -> str:
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
-
-
-def comparison_lines(comparison: dict[str, dict]) -> list[list[str]]:
-    """A line per row and column: what both have, the difference with its interval, p, and who is
-    better how often. Of the rows above "all" only what differs at all.
-    """
-    lines = [["kind", "n", "metric", "this", "other", "difference [95 %]", "p", "better", "worse"]]
-    for name, row in shown_rows(comparison).items():
-        for column in columns_of({name: row}):
-            c = row[column]
-            if name != "all" and len(comparison) > 2 and not c["better"] + c["worse"]:
-                continue
-            lines.append(
-                [
-                    name,
-                    str(row["questions"]),
-                    column,
-                    f"{c['mean']:.3f}",
-                    f"{c['other']:.3f}",
-                    "{:+.3f} [{:+.3f}, {:+.3f}]".format(*c["difference"]),
-                    f"{c['p']:.3g}",
-                    str(c["better"]),
-                    str(c["worse"]),
-                ]
-            )
-    return lines
-
-
-def comparison_table(comparison: dict[str, dict]) -> str:
-    lines = comparison_lines(comparison)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+def comparison_table(comparison: Summary, as_markdown: bool = False, width: int = 0) -> str:
+    """A line per row and column. Of the rows above "all" only what differs at all."""
     every = comparison["all"]
-    head = (
-        f"paired: {every['questions']} questions of both runs ({every['only_here']} only in this"
-        f" one, {every['only_there']} only in the other)"
+    lines = [["kind", "n", "metric", "this", "other", "difference [95 %]", "p", "better", "worse"]]
+    for name, row in _shown_rows(comparison).items():
+        for column in [c for c in COLUMNS if c in row]:
+            c = row[column]
+            if name == "all" or len(comparison) <= 2 or c["better"] + c["worse"]:
+                means = [f"{c['mean']:.3f}", f"{c['other']:.3f}"]
+                difference = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*c["difference"])
+                test = [f"{c['p']:.3g}", str(c["better"]), str(c["worse"])]
+                lines.append([name, str(row["questions"]), column, *means, difference, *test])
+    return (
+        f"paired: {every['questions']} questions of both runs ({every['only_here']} only in this "
+        f"one, {every['only_there']} only in the other)\n\n{written(lines, as_markdown, 3, width)}"
     )
-    return "\n".join(
-        [
-            head,
-            *(
-                "  ".join(f"{c:{w}}" for c, w in zip(line, widths, strict=True)).rstrip()
-                for line in lines
-            ),
-        ]
-    )
 
 
-def comparison_markdown(comparison: dict[str, dict]) -> str:
-    header, *lines = comparison_lines(comparison)
-    return as_markdown([header, ["---"] * len(header), *lines])
+def _shown_rows(summary: Summary) -> Summary:
+    """Where there is one row only, "all" says it again."""
+    return {name: row for name, row in summary.items() if name != "all" or len(summary) != 2}
 
 
-def main() -> None:
-    """Two invented runs that share their questions: the intervals overlap, the paired difference is
-    clear.
+def written(lines: list[list[str]], as_markdown: bool, keep: int, width: int = 0) -> str:
+    """Lines of cells, a header first, in Markdown or for the screen: there in blocks of as many
+    columns as fit `width` (0 = the terminal's), each with the first `keep`.
     """
-    rng = np.random.default_rng(0)
-    ease = rng.random(200)  # how easy each question is
-
-    def run(skill: float) -> list[dict]:
-        right = (ease + skill > 0.6).astype(float)
-        return [
-            {
-                "id": str(i),
-                "question": f"question {i} ?",
-                "kind": "one_hop" if i % 2 else "two_hop",
-                "metrics": {"em": float(em)},
-            }
-            for i, em in enumerate(right)
-        ]
-
-    ours, theirs = run(0.06), run(0.0)
-    print("one run\n" + table(summarise(ours)), "\n\nthe other\n" + table(summarise(theirs)), "\n")
-    print(comparison_table(compare(ours, theirs)))
-
-
-if __name__ == "__main__":
-    run_main(main)
+    if as_markdown:
+        lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+        lines.insert(1, ["---"] * len(lines[0]))
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    width = width or shutil.get_terminal_size((160, 24)).columns
+    columns, blocks = [], []
+    for cells in zip(*lines, strict=True):
+        size = max(map(len, cells))
+        columns.append([cell.rjust(size) if columns else cell.ljust(size) for cell in cells])
+    for column in columns[keep:]:
+        if not blocks or sum(len(c[0]) + 2 for c in [*blocks[-1], column]) - 2 > width:
+            blocks.append(columns[:keep])
+        blocks[-1].append(column)
+    texts = []
+    for block in blocks:
+        texts.append("\n".join("  ".join(line) for line in zip(*block, strict=True)))
+    return "\n\n".join(texts)
