@@ -299,11 +299,15 @@ def show(path: Path, skip_bad: bool) -> None:
 
 
 def main() -> None:
-    parser = FlagParser(description="Say what a question file or a corpus file holds.")
+    parser = FlagParser(description="Say what a file holds; without one, the layouts.")
     names = "questions, passages or a folder of texts; several files with commas between them"
-    parser.add_argument("file", help=names)
+    parser.add_argument("file", nargs="?", help=names)
     parser.add_argument("--skip_bad", action="store_true", help="count malformed records and go on")
     args = parser.parse_args()
+    if args.file is None:
+        for name, layout in (LAYOUTS | CORPUS_LAYOUTS).items():
+            print(f"{name:13} {layout.fields.replace('!', '')}")
+        return
     for path in named_files(args.file):
         show(path, args.skip_bad)
 

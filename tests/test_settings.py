@@ -80,7 +80,7 @@ def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
 
 
 def test_a_flag_of_evaluation_alone_is_none_of_train():
-    assert set(FLAGS) - set(TRAIN) == {"top_p"}
+    assert set(FLAGS) - set(TRAIN) == {"top_p", "title_boost", "group_std"}
     with pytest.raises(InputError, match="unknown flag --top_p"):
         parse(["--top_p", "0.5"])
 
