@@ -117,9 +117,9 @@ def records_in(path: Path) -> list[tuple[int, str, object]]:
     """(number, place, record). HotpotQA's own layout is one object {"answer": {id: prediction}}."""
     records = list(read_records(path))
     place, last = records[-1][1:] if records else ("", {})
-    if isinstance(last, InputError) and len(records) > 1 and place.startswith("line"):
-        *_, line = byte_lines(path)
-        if not line.endswith(b"\n"):  # an interrupt cut it short: the run may still be at it
+    if isinstance(last, InputError):
+        cut = place.startswith("line") and not [*byte_lines(path)][-1].endswith(b"\n")
+        if cut and len(records) > 1:  # by an interrupt: the run may still be at it
             records.pop()
     elif len(records) == 1 and not {*TEXT_FIELDS, *ID_FIELDS, "question"} & set(last):
         told = last["answer"] if isinstance(last.get("answer"), dict) else last
