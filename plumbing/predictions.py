@@ -84,7 +84,7 @@ def is_number(value: object) -> bool:
 
 def stored_numbers(record: dict) -> dict[str, float | None]:
     """eval.py's metrics; of others a judge's verdict (None: it cannot be read) and the searches."""
-    if "metrics" in record:
+    if {"golds", "metrics"} <= set(record):
         for name, value in need(record, "metrics", dict).items():
             if value is not None and not is_number(value):
                 raise wrong("metrics", f"{name}: expected a number, found {short(value)}")
@@ -180,8 +180,8 @@ def score_files(
     paths: list[str], data="", skip_bad=False, punctuation="", count_missing=False
 ) -> list[dict]:
     """Prediction records with metrics, of the questions in `data` or of all that have gold answers.
-    Each file is a data set of its own, unless `data` names several. Without `punctuation`, eval.py's
-    records stay as they were scored; in others it becomes a blank.
+    Each file is a data set of its own, unless `data` names several. Without `punctuation` eval.py's
+    records stay as they were scored; elsewhere it becomes a blank.
     """
     if count_missing and not data:
         raise InputError("--count_missing: which questions are missing is known only with --data")
@@ -234,8 +234,7 @@ def score_command(arguments: list[str] | None = None) -> None:
     add_report_flags(parser)
     args, rest = parser.parse_known_args(arguments)
     if rest:
-        why = "has no meaning with --predictions, as nothing is rolled out"
-        raise InputError(f"{rest[0]} {why}: leave one of them out")
+        raise InputError(f"{rest[0]} has no meaning with --predictions, as nothing is rolled out")
     for name in ("json", "out"):
         if path := getattr(args, name):
             check_output(path, f"--{name}")

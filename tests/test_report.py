@@ -51,10 +51,7 @@ def test_the_interval_by_hand():
     assert interval([np.array([0.0, 1.0])]) == (0.5, 0.0, 1.0)
     assert interval([np.ones(5)]) == (1.0, 1.0, 1.0)
     assert interval([np.array([0.3])]) == (0.3, 0.3, 0.3)
-
-
-def test_each_data_set_is_resampled_by_itself():
-    # (0, 1) twice: the mean of two resampled means is 0 or 1 with probability 1/16 each
+    # Two data sets, each resampled by itself: 0 and 1 have probability 1/16 each.
     assert interval([np.array([0.0, 1.0])] * 2) == (0.5, 0.0, 1.0)
 
 
@@ -100,11 +97,7 @@ def test_several_data_sets_have_a_row_each_their_mean_and_all():
     assert shown == {"a": 1, "b": 0, MEAN_OF_DATASETS: 0.5, "all": 0.75}
     assert summary[MEAN_OF_DATASETS]["em"] == (0.5, 0.5, 0.5)  # neither varies in itself
     assert summary["all"]["em"][1] < 0.75
-
-
-def test_the_mean_of_data_sets_has_a_number_only_where_all_have_it():
-    records = [of("a", "1", 1.0), of("b", "1", 1.0)]
-    records[0]["metrics"]["judged"] = 1.0
+    records[0]["metrics"]["judged"] = 1.0  # a mean of data sets is one of all of them
     assert set(summarise(records)[MEAN_OF_DATASETS]) == {"questions", "em"}
 
 
@@ -132,11 +125,6 @@ def test_the_p_value_is_the_share_of_sign_flips_that_are_as_far_from_zero():
     assert sign_flip_p(np.zeros(3)) == 1.0
 
 
-def test_the_same_interval_and_p_come_twice():
-    values = np.random.default_rng(3).random((40, 2))
-    assert paired([values]) == paired([values])
-
-
 def test_pairing_sees_what_two_intervals_hide():
     # Questions differ much (0 or 1), the runs by one tenth of them, always on the same side.
     theirs = np.array([0.0, 1.0] * 100)
@@ -154,11 +142,8 @@ def test_questions_are_matched_by_their_text_whatever_their_ids():
     every = compare(here, there)["all"]
     assert every["em"]["difference"][0] == 0.5 and every["questions"] == 2
     assert (every["only_here"], every["only_there"]) == (0, 1)
-
-
-def test_of_one_text_twice_the_second_here_is_the_second_there():
-    here = [asked("1", "Who ?", 1.0), asked("2", "Who ?", 0.0)]
-    there = [asked("x", "Who ?", 1.0), asked("y", "Who ?", 1.0)]
+    # of one text twice, the second here is the second there
+    here, there = ([asked(name, "Who ?", 1.0) for name in names] for names in ("12", "xy"))
     assert matched(here, there) == {"1": "x", "2": "y"}
 
 
@@ -212,6 +197,9 @@ def test_a_number_that_a_kind_does_not_have_is_a_dash():
     assert lines[0].split() == ["kind", "n", "em", "rouge"]
     assert lines[1].split() == ["a", "1", "1.000", "[1.00,", "1.00]", "-"]
     assert lines[2].split() == ["b", "1", "-", "0.500", "[0.50,", "0.50]"]
+    assert table(summarise([record("1")])) == "no numbers: none of the records has a metric"
+    alone = table(summarise([record("1", em=1.0)])).splitlines()
+    assert [line.split()[0] for line in alone] == ["kind", "a"]  # "all" would say it again
 
 
 @pytest.mark.parametrize(
@@ -226,11 +214,6 @@ def test_the_table_never_is_wider_than_the_screen(width, blocks):
     assert [len(part.splitlines()[0].split()) - 2 for part in parts] == blocks
     assert max(map(len, text.splitlines())) <= max(width, 27)
     assert [c for part in parts for c in part.splitlines()[0].split()[2:]] == COLUMNS
-
-
-def test_one_kind_alone_is_shown_once():
-    text = table(summarise([record("1", em=1.0)]))
-    assert [line.split()[0] for line in text.splitlines()] == ["kind", "a"]
 
 
 def test_the_markdown_table_has_the_same_cells():
@@ -264,7 +247,3 @@ def test_a_report_tells_of_unreadable_verdicts_and_writes_its_numbers(tmp_path, 
     whole = json.loads(path.read_text())
     assert whole["all"]["em"] == [1, 1, 1]
     assert whole["comparison"]["all"]["em"]["difference"] == [1, 1, 1]
-
-
-def test_records_without_a_number_do_no_harm():
-    assert table(summarise([record("1")])) == "no numbers: none of the records has a metric"
