@@ -33,7 +33,8 @@ from trajectory import Trajectory, show
 
 
 def parse(arguments: list[str]) -> tuple[Settings, str]:
-    parser = FlagParser("ask.py", description="One live trajectory.", renamed=RENAMED)
+    parser = FlagParser("ask.py", description="One live trajectory.")
+    parser.renamed = RENAMED
     parser.add_argument("question", nargs="?", default="", help="without one: a held-out question")
     add_flags(parser, RECORDS, named_in(arguments), "eval")
     given = vars(parser.parse_args(arguments))

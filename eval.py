@@ -296,7 +296,8 @@ def last_checkpoint(given: dict) -> str:
 
 
 def parse(arguments: list[str]) -> tuple[Settings, Options]:
-    parser = FlagParser("eval.py", description="Score a checkpoint.", renamed=RENAMED)
+    parser = FlagParser("eval.py", description="Score a checkpoint.")
+    parser.renamed = RENAMED
     add_flags(parser, RECORDS, named_in(arguments), "eval")
     asked = parser.add_argument_group("eval.py")
     asked.add_argument(

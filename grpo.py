@@ -1,23 +1,19 @@
-"""GRPO: the baseline of a trajectory is the mean of its own group, the other answers to the same
-question.
+"""GRPO: the baseline of a trajectory is the mean of its group, the answers to the same question.
 
-    A_i  = (r_i − mean_group) / (std_group + 1e-6)          std with ddof 1; the same A on every
-         model token of trajectory i
-    loss = clipped surrogate(A) + kl_coef · KL              by default KL is in the loss
+    A_i  = (r_i − mean_group) / (std_group + 1e-6)    std with ddof 1; on every model token of i
+    loss = clipped surrogate(A) + kl_coef · KL        by default the KL is in the loss
     total = mean over the tokens of each trajectory, then over trajectories ("sequence")
 
-Source: DeepSeekMath (Shao et al. 2024) eq. 3, advantages of section 4.1.2. The batch and the recipe
-choose the rest: ARENA is this with k2 in place of k3, R-Search this as it is. Departures:
-trajectories without a model token count neither in the loss nor in its mean; k2 is weighted by the
-ratio. Left out: process rewards (section 4.1.3) and the iterative renewal of the reference.
+Source: DeepSeekMath (Shao et al. 2024) eq. 3, advantages of section 4.1.2. ARENA is this with k2 in
+place of k3, R-Search this as it is. Departures: trajectories without a model token count neither in
+the loss nor in its mean; k2 is weighted by the ratio.
+Left out: process rewards (section 4.1.3) and the iterative renewal of the reference.
 
 An algorithm is a module with three functions, which the training loop calls in this order:
 
-    compute_advantages(batch, recipe)     -> [B, T]     once, on the whole rollout batch: every
-                                          group must be complete
-    compute_token_weights(batch, recipe)  -> [B, T]     on each update's global batch, before it is
-                                          cut into micro-batches
-    compute_loss(logprobs, batch, recipe) -> [B, T], stats     on the rows of one micro-batch
+    compute_advantages(batch, settings)      once, on the whole rollout, groups complete -> [B, T]
+    compute_token_weights(batch, settings)   on an update, before it is cut up           -> [B, T]
+    compute_loss(logprobs, batch, settings)  on the rows of one micro-batch       -> [B, T], stats
 """
 
 from __future__ import annotations
@@ -32,9 +28,6 @@ from errors import InputError, run_main
 EPSILON = ppo.EPSILON
 
 
-# --------------------------------------------------------------------------------------- advantages
-
-
 def as_groups(rewards: Tensor, group_size: int) -> Tensor:
     """[B] -> [questions, G]. Rows come question by question."""
     if group_size < 1 or len(rewards) % group_size:
@@ -42,96 +35,91 @@ def as_groups(rewards: Tensor, group_size: int) -> Tensor:
             f"{len(rewards)} rewards do not make groups of {group_size}: advantages need every"
             " group complete"
         )
-    rewards = rewards if rewards.is_floating_point() else rewards.float()
+    if not rewards.is_floating_point():
+        rewards = rewards.float()  # [B]
     return rewards.reshape(-1, group_size)  # [questions, G]
 
 
 def equal_rewards(groups: Tensor) -> Tensor:
-    """[questions, 1] bool: nothing to compare. Within EPSILON, as the same components summed in
-    another order may differ.
-    """
-    return groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True) <= EPSILON
+    """[questions, 1] bool: nothing to compare. Within EPSILON: sums in another order may differ."""
+    highest = groups.amax(1, keepdim=True)  # [questions, 1]
+    lowest = groups.amin(1, keepdim=True)  # [questions, 1]
+    return highest - lowest <= EPSILON
 
 
 def group_center(rewards: Tensor, group_size: int) -> Tensor:
-    """r − mean of the group, [B]; exactly 0 in an equal group. Worked: [1, 0, 0.1, 0.1] by twos:
-    [0.5, −0.5, 0, 0].
+    """r − mean of the group, [B]; exactly 0 in an equal group.
+
+    Worked: [1, 0, 0.1, 0.1] by twos: [0.5, −0.5, 0, 0].
     """
     groups = as_groups(rewards, group_size)  # [questions, G]
     centered = groups - groups.mean(1, keepdim=True)  # [questions, G]
-    # The mean of seven times 0.7 is not 0.7 in fp32: without this, that group would get 6e-8 /
-    # (6e-8 + 1e-6) = 0.056.
+    # The mean of seven times 0.7 is not 0.7 in fp32: without this, that group would get
+    # 6e-8 / (6e-8 + 1e-6) = 0.056.
     return torch.where(equal_rewards(groups), 0, centered).view(-1)  # [B]
 
 
 def group_normalize(rewards: Tensor, group_size: int) -> Tensor:
     """(r − mean) / (std + 1e-6) in each group, [B]. Equal groups and groups of one: exactly 0.
 
-    Worked: [1.4, 0.4, 0.2, 2.4, 0.0]: mean 0.88, std √(4.048 / 4) = 1.0060 -> [0.5169, −0.4771,
-    −0.6760, 1.5110, −0.8748].
+    Worked: [1.4, 0.4, 0.2, 2.4, 0.0]: mean 0.88, std √(4.048 / 4) = 1.0060
+    -> [0.5169, −0.4771, −0.6760, 1.5110, −0.8748].
     """
     # What happens when all rewards of a group are equal? Its advantages are exactly 0: it was
     # sampled for nothing, and frac_reward_zero_std counts it.
     centered = group_center(rewards, group_size).view(-1, group_size)  # [questions, G]
-    std = (
-        centered.square().sum(1, keepdim=True) / max(group_size - 1, 1)
-    ).sqrt()  # [questions, 1]  G = 1: no 0 / 0
+    squares = centered.square().sum(1, keepdim=True)  # [questions, 1]
+    std = (squares / max(group_size - 1, 1)).sqrt()  # [questions, 1]  G = 1: no 0 / 0
     return (centered / (std + EPSILON)).view(-1)  # [B]
 
 
 def frac_reward_zero_std(rewards: Tensor, group_size: int) -> float:
     """The share of groups that teach nothing. Worked: [1, 0, 1, 1] by twos: 0.5."""
-    return equal_rewards(as_groups(rewards, group_size)).float().mean().item()
+    equal = equal_rewards(as_groups(rewards, group_size))  # [questions, 1]
+    return equal.float().mean().item()
 
 
-def trajectory_rewards(batch, recipe) -> Tensor:
-    """[B]: the rewards; where the recipe has the KL in the reward, less kl_coef · k1 summed over
-    the model tokens, since there is one advantage per trajectory.
+def trajectory_rewards(batch, settings) -> Tensor:
+    """[B]: the rewards. A KL in the reward is summed over the trajectory's model tokens, since
+    there is one advantage for all of them.
 
     Worked: reward 2, kl_coef 0.1, mask [1, 0, 1], k1 [0.5, 9, 0.5] -> 1.9.
     """
-    coefficient = kl.coefficient(recipe, "reward")
-    penalty = kl.kl_in_reward(
-        batch.old_logprobs, batch.ref_logprobs, batch.response_mask, coefficient
-    )  # [B, T]
+    penalty = kl.kl_in_reward(batch, settings)  # [B, T]
     return batch.rewards + penalty.sum(1)  # [B]
 
 
 def on_tokens(advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """[B] -> [B, T]: the trajectory's advantage on each of its model tokens (closing tags and EOS
-    too), 0 on documents.
-    """
+    """[B] -> [B, T]: on each model token, closing tags and EOS too; 0 on documents."""
     return torch.where(response_mask.bool(), advantages[:, None], 0)  # [B, T]
 
 
 # ------------------------------------------------------------------------------------ the interface
 
 
-def compute_advantages(batch, recipe) -> Tensor:
+def compute_advantages(batch, settings) -> Tensor:
     """Once, on the whole rollout batch."""
-    return on_tokens(
-        group_normalize(trajectory_rewards(batch, recipe), batch.group_size), batch.response_mask
-    )  # [B, T]
+    rewards = trajectory_rewards(batch, settings)  # [B]
+    advantages = group_normalize(rewards, batch.group_size)  # [B]
+    return on_tokens(advantages, batch.response_mask)  # [B, T]
 
 
-# Weights and loss are PPO's. Where is the KL? In the loss there, if kl_place is "loss"; if
-# "reward", in trajectory_rewards.
+# Where is the KL? k2 and k3 are in PPO's loss, k1 in trajectory_rewards.
 compute_token_weights = ppo.compute_token_weights
 compute_loss = ppo.compute_loss
 
 
 def main() -> None:
-    rewards = torch.tensor([1.4, 0.4, 0.2, 2.4, 0.0, 0.1, 0.1, 0.1, 0.1, 0.1])  # [B]
-    group, mean, std = rewards[:5], rewards[:5].mean(), rewards[:5].std()
-    print(f"One question, five answers. rewards  {[round(r, 2) for r in group.tolist()]}")
-    print(f"mean {mean:.4f}, std (ddof 1) {std:.4f}")
-    for reward, advantage in zip(group, group_normalize(group, 5), strict=True):
-        print(f"  ({reward:.1f} − {mean:.4f}) / ({std:.4f} + 1e-6) = {advantage:+.4f}")
+    torch.set_printoptions(precision=4, sci_mode=False)
+    rewards = torch.tensor([1.4, 0.4, 0.2, 2.4, 0.0])  # [B], G = 5
+    equal = torch.full((5,), 0.1)  # [B]
+    both = torch.cat([rewards, equal])  # [2B]
+    print("One question, five answers. rewards", rewards)
     print(
-        "\nA second question, five equal rewards of 0.1:"
-        f" {group_normalize(rewards, 5)[5:].tolist()}"
+        f"(r − {rewards.mean():.4f}) / ({rewards.std():.4f} + 1e-6) =", group_normalize(rewards, 5)
     )
-    print(f"frac_reward_zero_std of both: {frac_reward_zero_std(rewards, 5)}")
+    print("A second question, five equal rewards:", group_normalize(equal, 5))
+    print("frac_reward_zero_std of both:", frac_reward_zero_std(both, 5))
 
 
 if __name__ == "__main__":

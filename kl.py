@@ -1,26 +1,25 @@
-"""Four ways to measure how far the policy has gone from its reference, and where each may stand:
-reward or loss.
+"""Four ways to measure how far the policy has gone from its reference, and where each may stand.
 
     d = log π(a) − log π_ref(a),  the token a sampled from π
 
-          value               E_π[value]     as a loss, its expected gradient     so it may stand
-    k1 =  d                   KL(π‖ref)      0                                    in the reward
-    k2 =  d² / 2              near KL        ∇KL(π‖ref), exact on-policy          in the loss
-    k3 =  exp(−d) − 1 + d     KL(π‖ref)      ∇KL(ref‖π), the other direction      in the loss, near
-          the reference
-    |d|                       -              -                                    in the log
+          value              E_π[value]    as a loss, its expected gradient    so it may stand
+    k1 =  d                  KL(π‖ref)     0                                   in the reward
+    k2 =  d² / 2             near KL       ∇KL(π‖ref), exact on-policy         in the loss
+    k3 =  exp(−d) − 1 + d    KL(π‖ref)     ∇KL(ref‖π), the other direction     in the loss, near ref
+    |d|                      -             -                                   in the log
 
 Why. A loss k(d) of a sampled token has the gradient k'(d) ∇log π, because the sampling itself is
-not differentiated, and
-∇KL(π‖ref) = E_π[d ∇log π].  k1' = 1: E_π[∇log π] = ∇Σπ = 0.  k2' = d: exactly ∇KL.  k3' = 1 −
-exp(−d): −E_π[(ref/π) ∇log π] = −E_ref[∇log π] = ∇KL(ref‖π). A good estimator of the value need not
-be a good loss. k1 in the reward is multiplied by ∇log π afterwards, which makes E_π[d ∇log π]: the
-right gradient again.
+not differentiated, and ∇KL(π‖ref) = E_π[d ∇log π].
+    k1' = 1            E_π[∇log π] = ∇Σπ = 0
+    k2' = d            exactly ∇KL(π‖ref)
+    k3' = 1 − exp(−d)  −E_π[(ref/π) ∇log π] = −E_ref[∇log π] = ∇KL(ref‖π)
+A good estimator of the value need not be a good loss. k1 in the reward is multiplied by ∇log π
+afterwards, which makes E_π[d ∇log π]: the right gradient again.
 
 Source: Schulman, "Approximating KL divergence" (2020), for the names; DeepSeekMath eq. 4 is k3;
-ARENA optimises k2. Left out: the KL over the whole vocabulary, and, for k2 and k3, what a token
-does to the KL of the tokens after it (each position counts for itself; k1 in the reward, summed
-into the return, carries that too).
+ARENA optimises k2 for a lower variance, which it has far from the reference only.
+Left out: the KL over the whole vocabulary, and, for k2 and k3, what a token does to the KL of the
+tokens after it (k1 in the reward, summed into the return, carries that too).
 
 `python kl.py` prints the table that these lines claim, enumerated over a categorical.
 """
@@ -33,9 +32,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from errors import InputError, run_main
+from errors import InputError, run_main, setting
 
-# --------------------------------------------------------------------------------------- estimators
+# Where each estimator stands. "log": the KL to the reference is measured, and not optimised.
+PLACES = {"k1": "reward", "k2": "loss", "k3": "loss", "log": "log"}
+
+
+@dataclass(frozen=True)
+class KLSettings:
+    kl_coef: float = setting(
+        0.0, "weight of the KL to the model at the stage's start; 0 loads no reference", least=0
+    )
+    kl_estimator: str = setting(
+        "k2", "k1 stands in the reward, k2 and k3 in the loss; log only measures", one_of=PLACES
+    )
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -58,135 +68,102 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k_abs(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """|d|, for the log: nothing cancels in it, so it shows drift where k1 averages to 0. Worked: π
-    0.25, ref 0.5: 0.6931.
-    """
+    """|d|. It shows drift where k1 averages to 0. Worked: π 0.25, ref 0.5: 0.6931."""
     return (logprobs - ref_logprobs).abs()  # [B, T]
 
 
 def k2_off_policy(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """k2 of tokens that an older policy sampled, times π/π_old: E_old[π/π_old · d ∇log π] =
-    ∇KL(π‖ref) again.
+    """k2 · π/π_old, for tokens of an older policy: E_old[π/π_old · d ∇log π] = ∇KL(π‖ref) again.
 
-    Worked: π 0.5, ref 0.25, π_old 0.4: 1.25 · 0.2402 = 0.3003.
+    Worked: π 0.5, ref 0.25, π_old 0.4: 1.25 · 0.2402 = 0.3003. Without the ratio the gradient of π
+    at ε 2, sampled at ε 0.5 (see the table), would be 85 % off.
     """
-    ratio = (
-        (logprobs - old_logprobs).detach().exp()
-    )  # [B, T]  detached: a weight; its own gradient would be a third term
+    # Detached: the ratio is a weight; its own gradient would be a third term.
+    ratio = (logprobs - old_logprobs).detach().exp()  # [B, T]
     return ratio * k2(logprobs, ref_logprobs)  # [B, T]
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k_abs": k_abs}
 
 
 # --------------------------------------------------------------------------------- where they stand
 
 
+def coefficient(settings, place: str) -> float:
+    """kl_coef if the estimator stands at `place` ("loss" or "reward"), else 0."""
+    return settings.kl_coef if PLACES[settings.kl_estimator] == place else 0.0
+
+
 def kl_in_loss(
     logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, estimator: str
 ) -> Tensor:
-    """What is added to the policy loss, before kl_coef. Give it tensors that are finite on masked
-    positions too.
-    """
-    if estimator == "k1":
-        raise InputError(
-            "k1 as a loss does nothing: its expected gradient is zero. Use kl_estimator k2, or"
-            " kl_place reward"
-        )
+    """What is added to the policy loss, before kl_coef. All inputs finite, on masked tokens too."""
     if estimator == "k2":
         return k2_off_policy(logprobs, ref_logprobs, old_logprobs)  # [B, T]
     if estimator == "k3":
         return k3(logprobs, ref_logprobs)  # [B, T]  unweighted: DeepSeekMath eq. 3 and 4 as printed
     raise InputError(
-        f"unknown kl_estimator {estimator!r}: k2 or k3 in the loss (k1 only in the reward)"
+        f"kl_estimator {estimator!r} is no loss, k1's expected gradient is zero: use k2 or k3"
     )
 
 
-def kl_in_reward(
-    old_logprobs: Tensor, ref_logprobs: Tensor | None, response_mask: Tensor, kl_coef: float
-) -> Tensor:
-    """Token rewards −kl_coef · k1, 0 on masked tokens. Always k1: k2 or k3 here would have another
-    gradient than ∇KL.
+def kl_in_reward(batch, settings) -> Tensor:
+    """Token rewards −kl_coef · k1, 0 on masked tokens; all 0 unless the estimator is k1: another
+    would not have ∇KL here.
 
     Worked: kl_coef 0.1, π_old 0.5, ref 0.25: −0.0693.
     """
+    kl_coef = coefficient(settings, "reward")
     if kl_coef == 0:
-        return torch.zeros_like(old_logprobs)  # [B, T]
-    ref_logprobs = required(ref_logprobs)
+        return torch.zeros_like(batch.old_logprobs)  # [B, T]
+    penalty = -kl_coef * k1(batch.old_logprobs, required(batch.ref_logprobs))  # [B, T]
     # Where, not times: a document's log-probs may be −inf, and 0 · inf is NaN.
-    return torch.where(
-        response_mask.bool(), -kl_coef * k1(old_logprobs, ref_logprobs), 0
-    ).detach()  # [B, T]
-
-
-def coefficient(recipe, place: str) -> float:
-    """kl_coef if the recipe has its KL at `place` ("loss" or "reward"), else 0."""
-    if recipe.kl_place not in ("loss", "reward", "none"):
-        raise InputError(f"unknown kl_place {recipe.kl_place!r}: loss, reward or none")
-    return recipe.kl_coef if recipe.kl_place == place else 0.0
+    return torch.where(batch.response_mask.bool(), penalty, 0).detach()  # [B, T]
 
 
 def required(ref_logprobs: Tensor | None) -> Tensor:
-    """The reference's log-probs, which a KL needs."""
     if ref_logprobs is None:
-        raise InputError(
-            "kl_coef is not 0, but the batch has no ref_logprobs: load the reference model, or set"
-            " kl_place none"
-        )
+        raise InputError("kl_coef is above 0, but the batch has no ref_logprobs of a reference")
     return ref_logprobs
 
 
 # -------------------------------------------------------- the table: enumeration over a categorical
 
+Loss = Callable[[Tensor], Tensor]  # log-probs [V] -> [V]
 VOCABULARY = 16
-ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def categorical(epsilon: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(logits of π [V], log-probs of ref [V]): seeded normal reference logits, and ε · normal noise
-    added to them.
-    """
+    """(logits of π [V], log-probs of ref [V]): normal reference logits, and ε · noise added."""
     generator = torch.Generator().manual_seed(seed)
-    reference, noise = torch.randn(
-        2, VOCABULARY, generator=generator, dtype=torch.float64
-    )  # [V], [V]
+    draws = torch.randn(2, VOCABULARY, generator=generator, dtype=torch.float64)
+    reference, noise = draws  # [V], [V]
     return reference + epsilon * noise, reference.log_softmax(-1)
 
 
 def collapsed(drop: float) -> tuple[Tensor, Tensor]:
-    """The reference itself, with the logit of its likeliest token lowered by `drop`: π has
-    forgotten one token.
-    """
+    """The reference, with its likeliest token's logit lowered: π has forgotten one token."""
     logits, ref_logprobs = categorical(0.0)  # [V], [V]
     return logits - drop * (ref_logprobs == ref_logprobs.max()), ref_logprobs
 
 
-def token_gradients(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
-    """[V, V]: row a is the gradient over the logits when token a was sampled. loss: log-probs [V]
-    -> [V].
-    """
+def token_gradients(logits: Tensor, loss: Loss) -> Tensor:
+    """[V, V]: row a is the gradient over the logits when token a was sampled."""
     return torch.autograd.functional.jacobian(lambda x: loss(x.log_softmax(-1)), logits)
 
 
 def kl_gradient(logits: Tensor, ref_logprobs: Tensor, reverse: bool = False) -> Tensor:
-    """∇KL(π‖ref) over the logits [V]; `reverse`: ∇KL(ref‖π). Differentiated whole, with no
-    estimator and no sampling.
-    """
+    """∇KL(π‖ref) over the logits [V], or ∇KL(ref‖π), by no estimator and no sampling."""
     logits = logits.detach().requires_grad_()
     logprobs = logits.log_softmax(-1)  # [V]
-    kl = (
-        ref_logprobs.exp() @ (ref_logprobs - logprobs)
-        if reverse
-        else logprobs.exp() @ (logprobs - ref_logprobs)
-    )
+    d = logprobs - ref_logprobs  # [V]
+    kl = -ref_logprobs.exp() @ d if reverse else logprobs.exp() @ d
     return torch.autograd.grad(kl, logits)[0]  # [V]
 
 
-def expected_gradient(
-    logits: Tensor, loss: Callable[[Tensor], Tensor], sampler: Tensor | None = None
-) -> Tensor:
-    """Σ_a p(a) · gradient when a was sampled, [V]. p: π itself, or the probabilities of another
-    `sampler`.
-    """
-    probs = logits.softmax(-1) if sampler is None else sampler  # [V]
-    return probs @ token_gradients(logits, loss)
+def expected_gradient(logits: Tensor, loss: Loss) -> Tensor:
+    """Σ_a π(a) · gradient when a was sampled, [V]."""
+    return logits.softmax(-1) @ token_gradients(logits, loss)
 
 
 def relative_error(vector: Tensor, target: Tensor) -> float:
@@ -194,151 +171,57 @@ def relative_error(vector: Tensor, target: Tensor) -> float:
     return ((vector - target).norm() / target.norm()).item()
 
 
-def batch_gradient_spread(
-    logits: Tensor, loss: Callable[[Tensor], Tensor], batches: int = 1000, tokens: int = 64
-) -> float:
-    """Largest / median gradient norm of `batches` seeded batches. The one number here that is
-    sampled.
-    """
-    draws = torch.multinomial(
-        logits.softmax(-1), batches * tokens, True, generator=torch.Generator().manual_seed(0)
-    )
-    counts = (
-        torch.nn.functional.one_hot(draws, VOCABULARY).view(batches, tokens, VOCABULARY).sum(1)
-    )  # [batches, V]
-    norms = (counts.double() / tokens @ token_gradients(logits, loss)).norm(dim=1)  # [batches]
+def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
+    """Largest / median gradient norm of 1000 seeded batches: the one number that is sampled."""
+    batches, tokens = 1000, 64
+    generator = torch.Generator().manual_seed(0)
+    probs = logits.softmax(-1)  # [V]
+    draws = torch.multinomial(probs, batches * tokens, True, generator=generator)
+    one_hot = torch.nn.functional.one_hot(draws, VOCABULARY)  # [batches · tokens, V]
+    counts = one_hot.view(batches, tokens, VOCABULARY).sum(1)  # [batches, V]
+    gradients = counts.double() / tokens @ token_gradients(logits, loss)  # [batches, V]
+    norms = gradients.norm(dim=1)  # [batches]
     return (norms.max() / norms.median()).item()
 
 
-@dataclass(frozen=True)
-class Row:
-    """One estimator at one distance. bias, errors: fractions; norm: |expected gradient| /
-    |∇KL(π‖ref)|.
-    """
-
-    value: float
-    bias: float
-    std: float
-    error: float
-    norm: float
-    reverse_error: float
-    spread: float
-
-
-def estimator_row(logits: Tensor, ref_logprobs: Tensor, name: str) -> Row:
+def estimator_row(logits: Tensor, ref_logprobs: Tensor, name: str) -> dict[str, float]:
     """Value, bias and std of the estimator, and what it does as a loss."""
 
     def loss(logprobs: Tensor) -> Tensor:
         return ESTIMATORS[name](logprobs, ref_logprobs)
 
     logprobs = logits.log_softmax(-1)  # [V]
-    probs, values = logprobs.exp(), loss(logprobs)  # [V], [V]
-    kl, value = probs @ (logprobs - ref_logprobs), probs @ values
-    std = (probs @ (values - value).square()).sqrt()
-    gradient, target = (
-        expected_gradient(logits, loss),
-        kl_gradient(logits, ref_logprobs),
-    )  # [V], [V]
-    return Row(
-        value.item(),
-        round((value / kl - 1).item(), 9) + 0.0,
-        std.item(),
-        relative_error(gradient, target),
-        (gradient.norm() / target.norm()).item(),
-        relative_error(gradient, kl_gradient(logits, ref_logprobs, reverse=True)),
-        batch_gradient_spread(logits, loss),
-    )
-
-
-def reward_error(logits: Tensor, ref_logprobs: Tensor) -> float:
-    """Error of k1 in the reward: the gradient of k1.detach() · log π against ∇KL(π‖ref). It is
-    0.
-    """
-    gradient = expected_gradient(
-        logits, lambda logprobs: k1(logprobs, ref_logprobs).detach() * logprobs
-    )  # [V]
-    return relative_error(gradient, kl_gradient(logits, ref_logprobs))
-
-
-def temperature_error(logits: Tensor, ref_logprobs: Tensor, temperature: float) -> float:
-    """Error of k2's gradient when the tokens were sampled at `temperature` and both log-probs are
-    taken at 1.
-    """
-    sampler = (logits / temperature).softmax(-1)  # [V]
-    gradient = expected_gradient(
-        logits, lambda logprobs: k2(logprobs, ref_logprobs), sampler
-    )  # [V]
-    return relative_error(gradient, kl_gradient(logits, ref_logprobs))
-
-
-def off_policy_error(
-    logits: Tensor, ref_logprobs: Tensor, old_logits: Tensor, weighted: bool
-) -> float:
-    """Error of k2's gradient when an older policy sampled the tokens, with or without the ratio as
-    a weight.
-    """
-
-    def loss(logprobs: Tensor) -> Tensor:
-        return (
-            k2_off_policy(logprobs, ref_logprobs, old_logits.log_softmax(-1))
-            if weighted
-            else k2(logprobs, ref_logprobs)
-        )
-
-    gradient = expected_gradient(logits, loss, old_logits.softmax(-1))  # [V]
-    return relative_error(gradient, kl_gradient(logits, ref_logprobs))
-
-
-DISTANCES = {
-    "ε 0.05": (categorical, 0.05),
-    "ε 0.5": (categorical, 0.5),
-    "ε 2": (categorical, 2.0),
-    "ε 4": (categorical, 4.0),
-    "one logit −10": (collapsed, 10.0),
-}
-
-
-def table() -> str:
-    """The enumeration, one screen. The last columns belong to the estimator used as a loss."""
-    lines = [
-        f"{'':40}{'as a loss: expected gradient':^46}{'batches of 64':>15}",
-        (
-            f"{'π is ref with':15}    "
-            f" {'value':>8}{'bias':>8}{'std':>9}{'error':>10}{'norm':>10}{'error against':>17}"
-            f"{'largest/median':>18}"
-        ),
-        f"{'':45}{'∇KL(π‖ref)':>10}{'ratio':>10}{'∇KL(ref‖π)':>17}{'gradient':>18}",
-    ]
-    for name, (make, distance) in DISTANCES.items():
-        logits, ref_logprobs = make(distance)  # [V], [V]
-        for estimator in ESTIMATORS:
-            row = estimator_row(logits, ref_logprobs, estimator)
-            label = name if estimator == "k1" else ""
-            lines.append(
-                f"{label:15}{estimator:>4}"
-                f" {row.value:>8.4f}{100 * row.bias:>+7.1f}%{row.std:>9.4f}{100 * row.error:>9.1f}%"
-                f"{row.norm:>9.2f}x{100 * row.reverse_error:>16.1f}%{row.spread:>18.1f}"
-            )
-    return "\n".join(lines)
+    probs = logprobs.exp()  # [V]
+    values = loss(logprobs)  # [V]
+    kl = probs @ (logprobs - ref_logprobs)
+    value = probs @ values
+    gradient = expected_gradient(logits, loss)  # [V]
+    forward = kl_gradient(logits, ref_logprobs)  # [V]
+    reverse = kl_gradient(logits, ref_logprobs, reverse=True)  # [V]
+    return {
+        "value": value.item(),
+        "bias": round((value / kl - 1).item(), 9) + 0.0,
+        "std": (probs @ (values - value).square()).sqrt().item(),
+        "error": relative_error(gradient, forward),
+        "reverse_error": relative_error(gradient, reverse),
+        "spread": batch_gradient_spread(logits, loss),
+    }
 
 
 def main() -> None:
+    distances = {f"ε {epsilon}": categorical(epsilon) for epsilon in (0.05, 0.5, 2.0, 4.0)}
+    distances["one logit −10"] = collapsed(10.0)
     print(
-        f"A categorical over {VOCABULARY} tokens, enumerated (only the last column is sampled). KL"
-        " = the value of k1.\n"
+        "π: ref's logits and ε · noise      as a loss, its gradient's error against      largest /"
     )
-    print(table())
-    (far, ref_logprobs), (near, _) = categorical(2.0), categorical(0.5)  # [V] each
-    plain, weighted = (100 * off_policy_error(far, ref_logprobs, near, w) for w in (False, True))
-    print(
-        f"""
-k1 in the reward, ε 2: error against ∇KL(π‖ref) {100 * reward_error(far, ref_logprobs):.1f}%
-k2 on tokens of an older policy (π at ε 2, sampled at ε 0.5): error {plain:.1f}%, weighted by the ratio {weighted:.1f}%
-k2 sampled at temperature 0.9 and scored at 1, ε 0.5: error {100 * temperature_error(near, ref_logprobs, 0.9):.1f}%
-
-Value: k1 and k3 are unbiased. Loss: only k2 has the gradient of KL(π‖ref); far from ref k3's explodes.
-Std of the values: k2's is the lower one only far from ref (ε 4), so ARENA's "lower variance" is not why to prefer it."""
+    print("                       value    bias       std  ∇KL(π‖ref)  ∇KL(ref‖π)  median gradient")
+    columns = (
+        "{value:>8.4f}{bias:>+8.1%}{std:>10.4f}{error:>12.1%}{reverse_error:>12.1%}{spread:>17.1f}"
     )
+    for name, (logits, ref_logprobs) in distances.items():
+        for estimator in ("k1", "k2", "k3"):
+            row = estimator_row(logits, ref_logprobs, estimator)
+            print(f"{name:16}{estimator:4}", columns.format(**row))
 
 
 if __name__ == "__main__":

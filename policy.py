@@ -1,17 +1,14 @@
 """π_θ: load a causal LM, score tokens, gather trajectories into a batch, make the optimizer.
 
-    log π_θ(y_t | y_<t) = z_t[y_t] / τ − logsumexp(z_t / τ),   z_t = W h_t   (τ = the sampling
-    temperature)
+    log π_θ(y_t | y_<t) = z_t[y_t] / τ − logsumexp(z_t / τ),   z_t = W h_t,   τ: the temperature
 
 The head is the expensive part: [B, T, V] in fp32 is 9.9 GB at B = 8, T = 2048, V = 151k. So
-log-probs are computed from the last hidden states, only where the policy itself sampled (documents
-and padding need none), and in chunks whose logits are thrown away and computed again in the
-backward pass.
+log-probs are computed only where the policy itself sampled, and in chunks whose logits are thrown
+away and computed again in the backward pass.
 
-Trainable weights are fp32 and the arithmetic on GPUs is bf16 autocast. With bf16 weights a step of
+Trained weights are fp32, and the arithmetic on GPUs is bf16 autocast. With bf16 weights a step of
 1e-6 rounds away: after 20 AdamW steps 98 % of the weights have not moved. 8 bits are for Adam's
-moments (`optimizer="adamw8bit"`) and for models that nobody trains: frozen weights are bf16 on a
-GPU, or int8 (`in_8bit`).
+moments and for weights that nobody trains; those are bf16 on a GPU otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import importlib.util
 import logging
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,70 +35,75 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
-from errors import InputError, run_main
-from scale.lora import has_lora, merged_state
-from scale.packing import allow_packing, hidden_states
+from errors import InputError, setting
+from scale.lora import add_lora, has_lora, merged_state
+from scale.packing import allow_packing, grouped, hidden_states, lengths_of
 
 disable_progress_bar()  # a bar for every checkpoint would tear the run's own bar apart
-# Trap: on an H100 PyTorch prefers cuDNN's attention, which plans for every new shape, 20 ms and
-# more; ours are nearly all new.
+# Trap: PyTorch prefers cuDNN's attention on an H100, which plans 20 ms for each new shape.
 torch.backends.cuda.enable_cudnn_sdp(False)
-# bf16 products are summed in fp32, also across the blocks that a GPU cuts a matrix into
+# Sums of bf16 products are fp32, also across the blocks that a GPU cuts a matrix into.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-CHUNK_LOGITS = {
-    "cpu": 2**24,
-    "cuda": 2**27,
-}  # held at once, in fp32: 64 MB, 512 MB (each chunk reads the whole head)
+# Logits held at once, in fp32: 64 MB, 512 MB. Each chunk reads the whole head.
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
 OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
+BETAS = (0.9, 0.999)  # AdamW's own; there is no weight decay
+SCHEDULES = ("constant", "linear", "cosine")
 
 
-# -------------------------------------------------------------------------------------- the network
+@dataclass(frozen=True)
+class PolicySettings:
+    optimizer: str = setting(
+        "adamw", "8 bits are for Adam's moments; paged: on the CPU when need be", one_of=OPTIMIZERS
+    )
+    lr: float = setting(2e-6, "learning rate", above=0)
+    lr_warmup: int = setting(0, "updates of linear warm-up", least=0)
+    lr_schedule: str = setting("constant", "after the warm-up; two end at 0", one_of=SCHEDULES)
+    gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass")
+    lora_rank: int = setting(
+        0, "train two thin matrices beside each frozen one (needs peft); 0: all weights", least=0
+    )
 
 
-def chunk_rows(vocab: int, device: str) -> int:
-    return max(1, CHUNK_LOGITS.get(device, 2**24) // vocab)
+DEFAULTS = PolicySettings()
+
+
+# -------------------------------------------------------------------------------------- log-probs
 
 
 def token_logprobs(
     hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """log softmax(head(hidden) / τ) at `targets`: hidden [N, H], targets [N] -> [N]. Of a plain
-    head without bias, as all families named here have it, there is never more than a chunk of
-    logits; of another kind they are computed whole.
+    """log softmax(head(hidden) / τ) at `targets`: hidden [N, H], targets [N] -> [N]. In chunks if
+    the head is a plain matrix, as in all families named here.
 
     Worked number: logits (0, ln 3), target 1, τ = 1 -> ln 3 − ln 4 = −0.2877.
     """
-    dtype = (
-        torch.get_autocast_dtype(hidden.device.type)
-        if torch.is_autocast_enabled(hidden.device.type)
-        else hidden.dtype
-    )
     if type(head) is nn.Linear and head.bias is None:
+        kind = hidden.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
         return ChunkedLogprobs.apply(hidden, head.weight, targets, temperature, dtype)
-    logits = head(hidden).float() / temperature  # [N, V]  a head of another kind, whole
+    logits = head(hidden).float() / temperature  # [N, V]
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)  # [N]
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """log p_y = z_y − ln Σ_v exp z_v, z = W h / τ, with its gradient written out; one buffer of
-    logits serves all chunks.
+    """log p_y = z_y − ln Σ_v exp z_v with z = W h / τ, and its gradient, written out.
 
-        ∂ log p_y / ∂z_v = 1[v = y] − p_v          G = weight · (onehot − p) / τ  [n, V]   ->   ∂h =
-        G W,  ∂W = Σ_chunks Gᵀ h
+        ∂ log p_y / ∂z_v = 1[v = y] − p_v
+        G = gradient · (onehot − p) / τ  [n, V],   ∂h = G W  [n, H],   ∂W = Σ_chunks Gᵀ h  [V, H]
 
-    The backward pass computes each chunk's logits again. Trap: autograd would keep four tensors of
-    [n, V] where this has one in fp32, and under autocast add up the chunks' ∂W in bf16, 1 % off
-    after 64 chunks; here the sum is fp32.
+    One buffer serves all chunks. Trap: autograd would keep four tensors of [n, V], and under
+    autocast sum the chunks' ∂W in bf16: 1 % off after 64 chunks. Here that sum is fp32.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, dtype):
         """hidden [N, H], weight [V, H], targets [N] -> [N]; products are computed in `dtype`."""
         ctx.temperature, ctx.dtype = temperature, dtype
-        sums, chosen = (
-            hidden.new_empty(len(targets), dtype=torch.float32),
-            hidden.new_empty(len(targets), dtype=torch.float32),
-        )
+        chosen = hidden.new_empty(len(targets), dtype=torch.float32)  # [N]  z_y
+        sums = torch.empty_like(chosen)  # [N]  ln Σ exp z
         for cut, logits in chunks_of_logits(hidden.to(dtype), weight.to(dtype), temperature):
             chosen[cut] = logits.gather(1, targets[cut, None])[:, 0]
             largest = logits.amax(1, keepdim=True)  # [n, 1]
@@ -112,22 +114,22 @@ class ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         hidden, weight, targets, sums = ctx.saved_tensors
-        of_hidden, of_weight = torch.empty_like(hidden), None
-        if ctx.needs_input_grad[1]:
-            of_weight = torch.zeros_like(weight)
+        hidden_gradient = torch.empty_like(hidden)  # [N, H]
+        weight_gradient = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # [V, H]
         scale = gradient.float() / ctx.temperature  # [N]
         hidden, weight = hidden.to(ctx.dtype), weight.to(ctx.dtype)
         for cut, logits in chunks_of_logits(hidden, weight, ctx.temperature):
+            part, chosen = scale[cut, None], targets[cut, None]  # [n, 1]
             p = logits.sub_(sums[cut, None]).exp_()  # [n, V]
-            g = (
-                p.mul_(-scale[cut, None])
-                .scatter_add_(1, targets[cut, None], scale[cut, None])
-                .to(ctx.dtype)
-            )
-            of_hidden[cut] = g @ weight
-            if of_weight is not None:
-                add_product(of_weight, g.T, hidden[cut])
-        return of_hidden, of_weight, None, None, None
+            g = p.mul_(-part).scatter_add_(1, chosen, part).to(ctx.dtype)  # [n, V]
+            hidden_gradient[cut] = g @ weight
+            if weight_gradient is not None:
+                add_product(weight_gradient, g.T, hidden[cut])
+        return hidden_gradient, weight_gradient, None, None, None
+
+
+def chunk_rows(vocab: int, device: str) -> int:
+    return max(1, CHUNK_LOGITS.get(device, 2**24) // vocab)
 
 
 def chunks_of_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float):
@@ -143,10 +145,22 @@ def chunks_of_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: fl
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a b, in place where all are of one kind; bf16 products are rounded one by one and
-    summed in fp32.
-    """
+    """total += a b; in place where all are of one kind, while a bf16 product is summed in fp32."""
     total.addmm_(a, b) if total.dtype == a.dtype == b.dtype else total.add_(a @ b)
+
+
+# -------------------------------------------------------------------------------------- the network
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module):
+    """Evaluation mode inside (no dropout), the former mode after."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
 
 
 class Policy(nn.Module):
@@ -161,9 +175,7 @@ class Policy(nn.Module):
         self.language_model = language_model
         _check_head(language_model)
         allow_packing(language_model)
-        # as `evaluating` puts it back; only gradient checkpointing asks, `load_policy` takes
-        # dropout out
-        self.train()
+        self.train()  # only gradient checkpointing asks for it: `load_policy` takes dropout out
 
     @property
     def device(self) -> torch.device:
@@ -174,34 +186,24 @@ class Policy(nn.Module):
         return self.language_model.config
 
     def autocast(self, keep: bool = True):
-        """bf16 arithmetic on GPUs where weights are fp32, and stay so. On CPUs everything is
-        computed as the weights are.
-
-        keep: hold the weights' bf16 copies until the block ends. That pays where they are used
-        again, as in a rollout.
+        """bf16 arithmetic on GPUs, for weights in fp32. keep: hold their copies until the block
+        ends, which pays where they are used again, as in a rollout.
         """
-        mixed = self.device.type != "cpu" and any(
-            p.dtype == torch.float32 for p in self.parameters()
-        )
+        mixed = self.device.type != "cpu"
+        mixed = mixed and any(p.dtype == torch.float32 for p in self.parameters())
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed, cache_enabled=keep)
 
     def forward(
         self, tokens: torch.Tensor, temperature: float = 1.0, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """tokens [B, L], right-padded -> logprobs [B, L − 1] in fp32; column t predicts tokens[:, t
-        + 1].
-
-        mask [B, L − 1]: compute only where it is not 0; the rest is 0. The padding is not computed
-        either (packing.py).
+        """tokens [B, L], right-padded -> logprobs [B, T] in fp32; column t is of tokens[:, t + 1].
+        Where mask [B, T] is 0 they are not computed, but 0; padding is not computed either.
         """
-        # Are inserted tokens really masked? They are read, so they shape the hidden states of what
-        # follows, but here no head is computed for them: their log-prob is the constant 0, which
-        # has no gradient.
+        # Are inserted tokens really masked? They are read, so they shape what follows. But no head
+        # is computed for them: their log-prob is the constant 0, which has no gradient.
+        targets = tokens[:, 1:]  # [B, T]
+        wanted = torch.ones_like(targets).bool() if mask is None else mask.bool()  # [B, T]
         with self.autocast(keep=False):
-            targets = tokens[:, 1:]  # [B, T]
-            wanted = (
-                torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
-            )  # [B, T]
             hidden = hidden_states(self.language_model.base_model, tokens, wanted)  # [N, H]
             head = self.language_model.get_output_embeddings()
             scored = token_logprobs(hidden, head, targets[wanted], temperature)  # [N]
@@ -212,30 +214,22 @@ class Policy(nn.Module):
     def generate(self, **arguments):
         """HF `generate` in evaluation mode (dropout would make samples and scores disagree).
 
-        Trap: of weights in parts (shards.py) it would wait at each token for the other processes,
-        and for ever for one that is done. All weights are together here, so nobody waits:
-        synced_gpus=False.
+        synced_gpus: with weights in parts it would wait at each token for the other processes, also
+        for one that is done. Here all weights are together (scale/shards.py).
         """
-        training = self.language_model.training
-        self.language_model.eval()
-        try:
-            with self.autocast():
-                return self.language_model.generate(**arguments, synced_gpus=False)
-        finally:
-            self.language_model.train(training)
+        with evaluating(self.language_model), self.autocast():
+            return self.language_model.generate(**arguments, synced_gpus=False)
 
 
 def _check_head(model: nn.Module) -> None:
-    """The log-probs above are head(last hidden state). Some models scale or cap their logits after
-    it: refuse those.
+    """Refuse models that scale or cap their logits: the log-probs above are head(hidden state).
 
-    A cap hardly touches small logits, such as an untrained model's: the config's word counts too.
+    A cap hardly touches small logits, as of an untrained model: the config's word counts too.
     """
     with torch.no_grad(), evaluating(model):  # dropout would make any two passes differ
         ids = torch.arange(3, device=model.device)[None]
-        ours = model.get_output_embeddings()(
-            model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        )
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        ours = model.get_output_embeddings()(hidden)
         theirs = model(input_ids=ids, use_cache=False).logits
     differs = (ours - theirs).abs().max() > 1e-2 * theirs.abs().max()
     if differs or getattr(model.config, "final_logit_softcapping", None):
@@ -246,6 +240,9 @@ def _check_head(model: nn.Module) -> None:
         )
 
 
+# ------------------------------------------------------------------------------- loading and saving
+
+
 def best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -253,36 +250,41 @@ def best_device() -> str:
 def load_policy(
     path: str,
     device: torch.device | str = "cpu",
-    gradient_checkpointing: bool = False,
+    settings: PolicySettings = DEFAULTS,
     frozen: bool = False,
     in_8bit: bool = False,
+    seed: int = 0,
 ) -> tuple[Policy, object]:
-    """(policy, tokenizer) from a directory or a hub name. Trainable weights are fp32 whatever the
-    file holds.
+    """(policy, tokenizer) from a folder or a hub name; trained weights are fp32 whatever it holds.
+
+    frozen    nobody trains it, as a reference: settings.lora_rank means nothing then
+    in_8bit   int8 weights, which nobody can train: of a frozen model, or beside LoRA's matrices
+    seed      of LoRA's matrices
     """
+    lora_rank = 0 if frozen else settings.lora_rank
+    still = frozen or in_8bit or lora_rank > 0
     tokenizer = load_tokenizer(path)
-    options = frozen_options(device, in_8bit) if frozen or in_8bit else {"dtype": torch.float32}
-    if (
-        torch.device(device).type != "cpu"
-    ):  # straight there: eight processes would put eight copies into the host's memory
-        options["device_map"] = {"": device}
+    options = frozen_options(device, in_8bit) if still else {"dtype": torch.float32}
+    if torch.device(device).type != "cpu":
+        options["device_map"] = {"": device}  # eight processes would put eight copies into RAM
     try:
         config = without_dropout(AutoConfig.from_pretrained(path))
         model = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
     except Exception as error:  # a broken weight file raises whatever its format's reader does
-        raise InputError(
-            f"--model {path}: no causal LM could be loaded from there: {first_line(error)}"
-        ) from None
+        said = f"no causal LM could be loaded from there: {first_line(error)}"
+        raise InputError(f"--model {path}: {said}") from None
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise InputError(
             f"--model {path}: the tokenizer has {len(tokenizer)} tokens, the model only {rows}: not"
             " of one model"
         )
-    if gradient_checkpointing:
+    if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(model if in_8bit else model.to(device))
-    return (policy.requires_grad_(False) if frozen or in_8bit else policy), tokenizer
+    policy = Policy(model if in_8bit else model.to(device)).requires_grad_(not still)
+    if lora_rank:
+        add_lora(policy.language_model, lora_rank, seed)
+    return policy, tokenizer
 
 
 def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
@@ -296,31 +298,23 @@ def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
         raise InputError(
             "8-bit weights need bitsandbytes: pip install bitsandbytes, or leave the flag out"
         )
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(
-        logging.ERROR
-    )  # a line per product, for ever
-    return options | {
-        "quantization_config": BitsAndBytesConfig(load_in_8bit=True),
-        "device_map": {"": device},
-    }
+    # it would write a line for every product
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    return options | {"quantization_config": config, "device_map": {"": device}}
 
 
 def without_dropout(config):
-    """RL without dropout: what is sampled and what is scored must be one distribution, or the first
-    ratio is not 1.
-    """
+    """What is sampled and what is scored must be one distribution, or the first ratio is not 1."""
     for name, value in list(vars(config).items()):
-        if "drop" in name and isinstance(
-            value, float
-        ):  # attention_dropout (Llama), resid_pdrop (GPT-2), layerdrop (OPT)
+        # attention_dropout (Llama), resid_pdrop (GPT-2), layerdrop (OPT)
+        if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
 
 
 def check_model_path(path: str) -> None:
-    """A directory must hold a model; a name that only a path can have must exist. Hub names
-    pass.
-    """
+    """A folder must hold a model; a name that only a path can have must exist. Hub names pass."""
     if Path(path).exists() and not Path(path, "config.json").exists():
         raise InputError(
             f"--model {path}: there is no config.json in this directory; give a saved HF model or a"
@@ -335,16 +329,14 @@ def check_model_path(path: str) -> None:
 def load_tokenizer(path: str):
     check_model_path(path)
     try:
-        # Trap: for some model types (qwen2 among them) AutoTokenizer puts the family's own class in
-        # place of the plain one that the files declare, and with it another splitting of the text,
-        # without a word.
+        # Trap: for some families (qwen2) AutoTokenizer silently takes the family's own class, which
+        # splits a text otherwise, in place of the plain one that the files declare.
         declared = get_tokenizer_config(path).get("tokenizer_class")
         plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
         return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path)
     except Exception as error:
-        raise InputError(
-            f"--model {path}: no tokenizer could be loaded from there: {first_line(error)}"
-        ) from None
+        said = f"no tokenizer could be loaded from there: {first_line(error)}"
+        raise InputError(f"--model {path}: {said}") from None
 
 
 def first_line(error: Exception) -> str:
@@ -359,10 +351,10 @@ def save_policy(
     settings: str = "",
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """A directory that `AutoModelForCausalLM.from_pretrained` loads; with `trainer` (optimizer
-    state) and `settings` where a run wants to go on from it; `weights` in place of the policy's
-    own, where those are in parts. Written aside and renamed: an interrupt never leaves half a
-    checkpoint.
+    """A folder that `from_pretrained` loads, with what a run needs to go on from it.
+
+    weights   in place of the policy's own, where those are in parts
+    Written aside and renamed: an interrupt never leaves half a checkpoint.
     """
     path = Path(path)
     aside = path.with_name(path.name + ".partial")
@@ -376,12 +368,8 @@ def save_policy(
     aside.rename(path)
 
 
-def save_weights(
-    model: nn.Module, path: Path, weights: dict[str, torch.Tensor] | None = None
-) -> None:
-    """Of a model with LoRA the merged weights, as if there had been none: int8 weights become fp32
-    again.
-    """
+def save_weights(model: nn.Module, path: Path, weights: dict | None = None) -> None:
+    """With LoRA the merged weights, as if there had been none; int8 weights become fp32 again."""
     if weights is None and not has_lora(model):
         model.save_pretrained(path)
         return
@@ -391,18 +379,14 @@ def save_weights(
     weights = merged_state(model) if weights is None else weights
     once = {name for name, _ in plain.named_parameters()}  # of two that are tied, the first
     twice = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - once
-    plain.save_pretrained(
-        path, state_dict={name: w for name, w in weights.items() if name not in twice}
-    )
+    state = {name: weight for name, weight in weights.items() if name not in twice}
+    plain.save_pretrained(path, state_dict=state)
 
 
 def plain_config(model: nn.Module):
     """A copy of its config that says nothing of 8 bits."""
-    settings = {
-        name: value
-        for name, value in model.config.to_dict().items()
-        if name != "quantization_config"
-    }
+    settings = model.config.to_dict()
+    settings.pop("quantization_config", None)
     config = type(model.config).from_dict(settings)
     config._attn_implementation = model.config._attn_implementation  # not among the settings
     return config
@@ -416,8 +400,7 @@ class Batch:
     """Trajectories as tensors. B rows, question by question, `group_size` rows each; T = L − 1.
 
     Column t of a [B, T] tensor is about the token tokens[:, t + 1]. response_mask is 1 where the
-    policy sampled that token and 0 on the prompt, on everything the environment wrote, and on
-    padding.
+    policy sampled it, and 0 on the prompt, on what the environment wrote, and on padding.
     """
 
     tokens: torch.Tensor  # [B, L]
@@ -430,49 +413,46 @@ class Batch:
     token_weights: torch.Tensor | None = None  # [B, T]
     correct: torch.Tensor | None = None  # [B] bool: the final answer is right
     overlong: torch.Tensor | None = None  # [B] bool: cut off by length without an answer
-    values: torch.Tensor | None = (
-        None  # [B, T]  the critic's, at the rollout: of the state before tokens[:, t + 1]
-    )
+    values: torch.Tensor | None = None  # [B, T]  the critic's, of the state before tokens[:, t + 1]
     returns: torch.Tensor | None = None  # [B, T]  what the critic shall learn
-    sampled_logprobs: torch.Tensor | None = (
-        None  # [B, T]  that the tokens were sampled with, by weights still in place
-    )
+    sampled_logprobs: torch.Tensor | None = None  # [B, T]  by weights that are still in place
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def rows(self, index: torch.Tensor) -> Batch:
-        """The rows `index` [n], cut to the longest of them: padding costs as much as text."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        taken = {
-            name: v[index.to(v.device)] if torch.is_tensor(v) else v for name, v in values.items()
-        }
-        width = last_column(taken["response_mask"])
-        for name, value in taken.items():
-            if torch.is_tensor(value) and value.ndim == 2:
-                taken[name] = value[:, : width + 1] if name == "tokens" else value[:, :width]
-        return Batch(**taken)
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Batch(**{k: change(v) if torch.is_tensor(v) else v for k, v in values.items()})
 
     def to(self, device) -> Batch:
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Batch(
-            **{name: v.to(device) if torch.is_tensor(v) else v for name, v in values.items()}
-        )
+        return self.map(lambda value: value.to(device))
+
+    def rows(self, index: torch.Tensor) -> Batch:
+        """The rows `index` [n], cut to the longest of them: padding costs as much as text.
+
+        Of no rows: row 0 with mask and weight 0, a pass that adds nothing (`deal_micro_batches`).
+        """
+        chosen = index if len(index) else torch.zeros(1, dtype=torch.long)
+        part = self.map(lambda value: value[chosen.to(value.device)])
+        if not len(index):
+            part.response_mask.zero_()
+            if part.token_weights is not None:
+                part.token_weights.zero_()
+        width = last_column(part.response_mask)
+        tokens = part.tokens[:, : width + 1]
+        part = part.map(lambda value: value[:, :width] if value.ndim == 2 else value)
+        return dataclasses.replace(part, tokens=tokens)
 
 
 def last_column(mask: torch.Tensor) -> int:
-    """Columns needed of [n, T]: up to the last sampled token of any row. What stands behind it
-    cannot influence it.
-    """
-    used = mask.bool().any(0).nonzero()  # [k, 1]
-    return int(used.max()) + 1 if len(used) else 1
+    """Columns needed of [n, T]: up to the last sampled token. What follows cannot influence it."""
+    return max(lengths_of(mask.bool()), default=1)
 
 
 def collate(
     trajectories: Sequence, rewards: Sequence[float], group_size: int, pad_id: int = 0
 ) -> Batch:
-    """Trajectories -> Batch, right-padded. The masks and log-probs are the ones born with the
-    tokens.
+    """Trajectories -> Batch, right-padded; masks and log-probs are those born with the tokens.
 
     The pad id never decides anything: pad may be EOS, and a sampled EOS is trained on.
     """
@@ -484,112 +464,85 @@ def collate(
     width = max(len(t.ids) for t in trajectories)
     tokens = torch.full((len(trajectories), width), pad_id, dtype=torch.long)  # [B, L]
     mask = torch.zeros(len(trajectories), width - 1)  # [B, T]
-    old_logprobs = torch.zeros(len(trajectories), width - 1)  # [B, T]
+    old_logprobs = torch.zeros_like(mask)  # [B, T]
     for row, t in enumerate(trajectories):
-        start = len(t.prompt_ids) - 1  # column of the first response token
         tokens[row, : len(t.ids)] = torch.tensor(t.ids)
-        mask[row, start : start + len(t.response_mask)] = torch.tensor(
-            t.response_mask, dtype=torch.float
-        )
-        old_logprobs[row, start : start + len(t.logprobs)] = torch.tensor(
-            t.logprobs, dtype=torch.float
-        )
+        start = len(t.prompt_ids) - 1  # column of the first response token
+        response = slice(start, start + len(t.response_mask))
+        mask[row, response] = torch.tensor(t.response_mask, dtype=torch.float)
+        old_logprobs[row, response] = torch.tensor(t.logprobs, dtype=torch.float)
     rewards = torch.tensor(rewards, dtype=torch.float)  # [B]
-    return Batch(
-        tokens, mask, old_logprobs, rewards, group_size, sampled_logprobs=old_logprobs.clone()
-    )
+    sampled = old_logprobs.clone()
+    return Batch(tokens, mask, old_logprobs, rewards, group_size, sampled_logprobs=sampled)
 
 
 def micro_batches(mask: torch.Tensor, tokens_per_micro_batch: int) -> list[torch.Tensor]:
-    """Row numbers cut into micro-batches of at most so many padded tokens, rows of like length
-    together.
+    """Row numbers cut into micro-batches of at most so many padded tokens; rows of like length
+    stand together.
 
     mask [B, T]. How the batch is cut changes no gradient: the weights of the loss are fixed before.
     """
-    columns = torch.arange(1, mask.shape[1] + 1)  # [T]
-    lengths = (mask.cpu().bool() * columns).amax(1).clamp(min=1)  # [B]
-    groups: list[list[int]] = []
-    for row in lengths.argsort(descending=True, stable=True).tolist():
-        # sorted: the first row of a micro-batch is its longest
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= tokens_per_micro_batch:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return [torch.tensor(group) for group in groups]
+    lengths = lengths_of(mask.cpu().bool())  # B of them
+
+    def fits(group: list[int], row: int) -> bool:
+        longest = lengths[group[0]]
+        return (len(group) + 1) * longest <= tokens_per_micro_batch
+
+    return [torch.tensor(group) for group in grouped(lengths, fits)]
+
+
+def deal_micro_batches(
+    mask: torch.Tensor, tokens_per_micro_batch: int, processes: int = 1, rank: int = 0
+) -> list[torch.Tensor]:
+    """Process `rank`'s rows of the global batch, whose mask [B, T] all know, in as many passes as
+    any process makes: weights in parts would wait for ever for one that is left out.
+
+    Row b is of process b % processes. Whoever has fewer micro-batches halves its largest. Half of a
+    single row is no row, of which `Batch.rows` makes a pass that adds nothing.
+    Worked number: 5 rows, each a micro-batch, 2 processes: [0], [2], [4] and [1], [], [3].
+    """
+    shares = []
+    for process in range(processes):
+        rows = torch.arange(len(mask))[process::processes]
+        shares.append([rows[cut] for cut in micro_batches(mask[rows], tokens_per_micro_batch)])
+    mine = shares[rank] or [torch.zeros(0, dtype=torch.long)]
+    for _ in range(max(map(len, shares)) - len(mine)):
+        largest = max(range(len(mine)), key=lambda i: len(mine[i]))
+        mine[largest : largest + 1] = mine[largest].tensor_split(2)
+    return mine
 
 
 # ------------------------------------------------------------------------------------ the optimizer
 
 
-def make_optimizer(
-    policy: nn.Module, name: str, lr: float, betas=(0.9, 0.999), weight_decay: float = 0.0
-):
-    """AdamW, or bitsandbytes' AdamW with 8-bit moments (blocks of under 4096 values keep 32 bits);
-    paged: moments that move to the CPU's memory while the GPU's is short, and back (on a CPU
-    bitsandbytes warns and does not page).
+def make_optimizer(module: nn.Module, name: str, lr: float, betas: tuple[float, float] = BETAS):
+    """AdamW, or bitsandbytes' with moments of 8 bits (blocks of under 4096 values keep 32). paged:
+    they move to the CPU's memory while the GPU's is short, and back.
     """
-    parameters = [p for p in policy.parameters() if p.requires_grad]
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    settings = {"lr": lr, "betas": betas, "weight_decay": 0.0}
     if name == "adamw":
-        # fused: what PyTorch takes on a GPU otherwise holds a second copy of all weights during the
-        # step
-        return torch.optim.AdamW(
-            parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True
-        )
+        # fused: on a GPU the default holds a second copy of all weights during the step
+        return torch.optim.AdamW(parameters, fused=True, **settings)
     if name not in OPTIMIZERS:
         raise InputError(f"unknown optimizer {name!r}: {', '.join(OPTIMIZERS)}")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(
             f"--optimizer {name} needs bitsandbytes: pip install bitsandbytes, or --optimizer adamw"
         )
-    import bitsandbytes
+    from bitsandbytes import optim  # slow to import, and only needed here
 
-    kind = (
-        bitsandbytes.optim.PagedAdamW8bit
-        if name == "paged_adamw8bit"
-        else bitsandbytes.optim.AdamW8bit
-    )
-    return kind(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
+    kind = optim.PagedAdamW8bit if name == "paged_adamw8bit" else optim.AdamW8bit
+    return kind(parameters, **settings)
 
 
 def lr_factor(step: int, steps: int, warmup: int, schedule: str) -> float:
-    """Factor of the learning rate in step 0, 1, ...: linear warm-up, then constant, linear to 0, or
-    cosine to 0.
+    """Factor of the learning rate in step 0, 1, ...: linear warm-up, then what `schedule` says.
 
     lr_factor(0, 10, 2, "linear") = 0.5; lr_factor(6, 10, 2, "linear") = 0.5.
     """
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
-    return {
-        "constant": 1.0,
-        "linear": 1 - progress,
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[schedule]
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module):
-    """Evaluation mode inside (no dropout), the former mode after."""
-    training = module.training
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train(training)
-
-
-def main() -> None:
-    hidden, head = torch.ones(1, 1), nn.Linear(1, 2, bias=False)
-    with torch.no_grad():
-        head.weight.copy_(torch.tensor([[0.0], [math.log(3)]]))
-    logprob = token_logprobs(hidden, head, torch.tensor([1]))
-    logprob.sum().backward()
-    print("logits (0, ln 3), target 1: log-prob", round(logprob.item(), 4))
-    print(
-        "its gradient by the logits, onehot − p:",
-        [round(g, 4) for g in head.weight.grad[:, 0].tolist()],
-    )
-
-
-if __name__ == "__main__":
-    run_main(main)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": cosine}[schedule]

@@ -1,53 +1,54 @@
-"""REINFORCE++: PPO's surrogate without a critic; the advantage is a return, whitened over the whole
-batch.
+"""REINFORCE++: PPO's surrogate without a critic; the advantage is a return, whitened over a batch.
 
-    plain     r_t = −kl_coef · k1_t  (kl_place "reward"),  + R on the trajectory's last model token
-              G_t = r_t + γ G_{t+1}                        over model tokens only, γ = 1
+    plain     r_t = −kl_coef · k1_t  (estimator k1),  + R on the trajectory's last model token
+              G_t = r_t + γ G_{t+1}                   over model tokens only, γ = 1
               A_t = (G_t − mean_batch) / (std_batch + 1e-6)
     baseline  A = Norm_batch(Norm_group(R − b)),  b = mean of the group           (UR² eq. 5)
-              one advantage per trajectory, so γ plays no part; a KL in the reward is summed over
-              the trajectory first group_std=False leaves out the division by the group's std, as
-              UR²'s released code does
+              one advantage per trajectory: no γ, and a KL in the reward is summed before
+              group_std=False leaves out the division by the group's std, as UR²'s released code
 
-Only the advantage differs from GRPO; weights and loss are GRPO's. The plain form has no group: a
-question whose answers are all right still pushes them up. In the baseline form it teaches nothing,
-as in GRPO. Source: Hu et al. 2025 (REINFORCE++ and REINFORCE++-baseline); UR² eq. 5 and, for the
-loss, eq. 3. Departure: the batch statistics give each trajectory the weight 1, not each token. By
-tokens, long answers would set the mean, and a group of equal rewards would get an advantage other
-than 0 in the baseline form. Left out: reward clipping and running statistics across batches.
+Only the advantage differs from GRPO. The plain form has no group: a question whose answers are all
+right still pushes them up. In the baseline form it teaches nothing, as in GRPO.
+Source: Hu et al. 2025 (REINFORCE++ and REINFORCE++-baseline); UR² eq. 5 and, for the loss, eq. 3.
+Departure: in the batch statistics each trajectory weighs 1, not each token. By tokens, long answers
+would set the mean, and a group of equal rewards would get an advantage other than 0.
+Left out: reward clipping and running statistics across batches.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import grpo
 import ppo
-from errors import run_main
+from errors import run_main, setting
 from grpo import EPSILON
 from ppo import last_model_token, token_rewards
 
-# -------------------------------------------------------------------------------- the baseline form
+
+@dataclass(frozen=True)
+class ReinforceSettings:
+    group_std: bool = setting(
+        True, "UR² eq. 5 divides by the group's std; its released code does not", flag=False
+    )
 
 
 def baseline_advantages(rewards: Tensor, group_size: int, group_std: bool = True) -> Tensor:
     """Norm_batch(Norm_group(R − b)), [B] (UR² eq. 5). Equal groups: exactly 0.
 
-    Worked: [1, 0, 1, 1] by twos: group [0.7071, −0.7071, 0, 0]; batch std √(1/3) = 0.5774 ->
-    [1.2247, −1.2247, 0, 0].
+    Worked: [1, 0, 1, 1] by twos: group [0.7071, −0.7071, 0, 0]; batch std √(1/3) = 0.5774
+    -> [1.2247, −1.2247, 0, 0].
     """
     normalize = grpo.group_normalize if group_std else grpo.group_center
     advantages = normalize(rewards, group_size)  # [B]
     # Norm_batch only divides: each group's mean is 0, so the batch's is, and subtracting its
-    # rounding error would move the groups that are exactly 0.
-    std = (
-        advantages.square().sum() / max(len(advantages) - 1, 1)
-    ).sqrt()  # ddof 1; a batch of one is 0 / (0 + 1e-6)
+    # rounding error would move the groups that are exactly 0. ddof 1; a batch of one is 0 / 1e-6.
+    squares = advantages.square().sum()
+    std = (squares / max(len(advantages) - 1, 1)).sqrt()
     return advantages / (std + EPSILON)  # [B]
-
-
-# ----------------------------------------------------------------------------------- the plain form
 
 
 def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
@@ -61,25 +62,25 @@ def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1
     for t in reversed(range(token_rewards.shape[1])):
         # A document is no step of the policy: it neither discounts what comes after it nor adds
         # what stands on it.
-        later = torch.where(mask[:, t], token_rewards[:, t] + gamma * later, later)  # [B]
+        here = token_rewards[:, t] + gamma * later  # [B]
+        later = torch.where(mask[:, t], here, later)  # [B]
         returns[:, t] = later
     return ppo.model_only(returns, mask)  # [B, T]
 
 
 def whiten(returns: Tensor, response_mask: Tensor) -> Tensor:
-    """(G − mean) / (std + 1e-6), 0 on masked tokens; each trajectory weighs 1 in mean and std,
-    however long it is.
+    """(G − mean) / (std + 1e-6), 0 on masked tokens; each trajectory weighs 1 in mean and std.
 
     Worked, one return per row: 1, 0, 1, 1: mean 0.75, std (ddof 1) 0.5 -> 0.5, −1.5, 0.5, 0.5,
     whatever the lengths.
     """
-    mask, values = response_mask.bool(), ppo.model_only(returns, response_mask)  # [B, T], [B, T]
-    weights = ppo.sequence_weights(
-        mask
-    )  # [B, T]  1 / length / trajectories: documents and empty rows have 0
+    mask = response_mask.bool()  # [B, T]
+    values = ppo.model_only(returns, mask)  # [B, T]
+    weights = ppo.sequence_weights(mask)  # [B, T]  1 / length / trajectories, 0 on documents
     trajectories = int(mask.any(1).sum())
     centered = values - (weights * values).sum()  # [B, T]
-    std = ((weights * centered.square()).sum() * trajectories / max(trajectories - 1, 1)).sqrt()
+    squares = (weights * centered.square()).sum()
+    std = (squares * trajectories / max(trajectories - 1, 1)).sqrt()
     if std <= EPSILON:  # all returns equal: exactly 0, and not rounding errors blown up
         return torch.zeros_like(returns)  # [B, T]
     return ppo.model_only(centered / (std + EPSILON), mask)  # [B, T]
@@ -88,17 +89,15 @@ def whiten(returns: Tensor, response_mask: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------ the interface
 
 
-def compute_advantages(batch, recipe) -> Tensor:
-    """Once, on the whole rollout batch (of all ranks: they share the statistics)."""
-    if recipe.algorithm == "reinforce_pp_baseline":
-        rewards = grpo.trajectory_rewards(batch, recipe)  # [B]
-        return grpo.on_tokens(
-            baseline_advantages(rewards, batch.group_size, recipe.group_std), batch.response_mask
-        )  # [B, T]
-    returns = returns_to_go(
-        token_rewards(batch, recipe), batch.response_mask, recipe.gamma
-    )  # [B, T]
-    return whiten(returns, batch.response_mask)  # [B, T]
+def compute_advantages(batch, settings) -> Tensor:
+    """Once, on the whole rollout batch (of all processes: they share the statistics)."""
+    mask = batch.response_mask  # [B, T]
+    if settings.algorithm == "reinforce_pp_baseline":
+        rewards = grpo.trajectory_rewards(batch, settings)  # [B]
+        advantages = baseline_advantages(rewards, batch.group_size, settings.group_std)  # [B]
+        return grpo.on_tokens(advantages, mask)  # [B, T]
+    returns = returns_to_go(token_rewards(batch, settings), mask)  # [B, T]
+    return whiten(returns, mask)  # [B, T]
 
 
 compute_token_weights = grpo.compute_token_weights
@@ -106,25 +105,17 @@ compute_loss = grpo.compute_loss
 
 
 def main() -> None:
-    rewards, group_size = torch.tensor([1.0, 0.0, 1.0, 1.0]), 2  # [B]
-    normalized = grpo.group_normalize(rewards, group_size)  # [B]
-    std = normalized.std()
-    print(f"Two questions, two answers each. rewards {rewards.tolist()}\n")
+    torch.set_printoptions(precision=4, sci_mode=False)
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])  # [B], G = 2
+    print("Two questions, two answers each. rewards", rewards)
     print("baseline (UR² eq. 5): minus the group's mean, / the group's std, / the batch's std")
-    print(f"  Norm_group     {[round(a, 4) for a in normalized.tolist()]}   batch std {std:.4f}")
-    print(
-        "  Norm_batch    "
-        f" {[round(a, 4) for a in baseline_advantages(rewards, group_size).tolist()]}"
-    )
-    print(
-        "  group_std off "
-        f" {[round(a, 4) for a in baseline_advantages(rewards, group_size, False).tolist()]}\n"
-    )
-    mask = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0]])  # [4, 3]
+    print("  Norm_group    ", grpo.group_normalize(rewards, 2))
+    print("  Norm_batch    ", baseline_advantages(rewards, 2))
+    print("  group_std off ", baseline_advantages(rewards, 2, group_std=False))
+    mask = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0]])
     returns = returns_to_go(rewards[:, None] * last_model_token(mask), mask)  # [4, 3]
     print("plain: the return of each model token, whitened over the batch (mean 0.75, std 0.5)")
-    for row, advantages in zip(mask, whiten(returns, mask), strict=True):
-        print(f"  mask {row.tolist()}   advantages {[round(a, 2) for a in advantages.tolist()]}")
+    print("  mask\n", mask, "\n  advantages\n", whiten(returns, mask))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from policy import PolicySettings
 from ppo import PPOSettings
 from prompts import PROTOCOLS, PromptSettings
 from reinforce_pp import ReinforceSettings
-from retriever import NEEDS_CORPUS, RetrieverSettings
+from retriever import RetrieverSettings
 from rewards import RewardSettings, check_reward
 from rollout import RolloutSettings
 from scale.engine import EngineSettings
@@ -109,13 +109,19 @@ def check_settings(settings: Settings, training: bool = True) -> Settings:
 
     training   False asks only what an evaluation needs
     """
+    if settings.retriever == "web":
+        raise InputError(
+            "--retriever web: serve it (python retriever.py serve --retriever web), and give "
+            "--retriever http --retriever_url http://host:port"
+        )
     for f in fields(Settings):
         check_value(f.name, getattr(settings, f.name), f.metadata)
     frozen_in_8bit(settings)
     if settings.data and not settings.model:
         raise InputError("--data needs --model: the built-in model can read only its own world")
     searches = PROTOCOLS[settings.protocol].query_tags is not None
-    if searches and settings.data and settings.retriever in NEEDS_CORPUS and not settings.corpus:
+    local = settings.retriever in ("bm25", "dense", "random")
+    if searches and settings.data and local and not settings.corpus:
         raise InputError(
             "--data needs --corpus FILE, or --corpus from-data to search the records' own "
             "paragraphs"
@@ -256,8 +262,8 @@ def parse(arguments: list[str] | None = None) -> Settings:
     parser = FlagParser(
         "train.py",
         description="Train one stage of one paper. In brackets: the value of --recipe and --stage.",
-        renamed=RENAMED,
     )
+    parser.renamed = RENAMED
     add_flags(parser, RECORDS, named_in(arguments), "train")
     given = vars(parser.parse_args(arguments))
     recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)

@@ -5,16 +5,15 @@
     response_mask          1 1 1 1  0 0 0 0 0 0  1 1 1      e: written by the environment
     logprobs               · · · ·  0 0 0 0 0 0  · · ·      as they were sampled
 
-The mask is born with the token: `append_model` writes 1, `append_environment` writes 0. Nobody ever
-looks for tags in a text to find out later who wrote it.
-
-`trajectory_from_text` reads a written transcript: it can be scored, not trained on. This file needs
-no torch, so that rewards and prediction files can be read without it. Left out: how a trajectory
-comes about (rollout.py).
+The mask is born with the token: `append_model` writes 1, `append_environment` writes 0. Nobody
+looks for tags in a text later to find out who wrote it.
+A written transcript (`trajectory_from_text`) can be scored, not trained on. This file needs no
+torch, so neither do rewards. Left out: how a trajectory comes about (rollout.py).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +32,7 @@ class Segment:
 
 @dataclass
 class Search:
-    """One search that the environment ran. `text` is the body of the block, as the policy read it."""
+    """One search that the environment ran. `text` is the body of the block that the policy read."""
 
     query: str
     documents: list[Document]
@@ -53,11 +52,10 @@ class Refusal:
 
 @dataclass
 class Trajectory:
-    """One response. `response_ids`, `response_mask` and `logprobs` have an entry per token of it.
+    """One response; `response_ids`, `response_mask` and `logprobs` have an entry per token of it.
 
-    stop_reason   "eos", "answer" (the answer's end tag), "length" (turn limit or context end),
-                  "refused" (a query that was not run), "written" (read from a transcript);
-                  "" while it goes on
+    stop_reason   "" while it goes on; "eos", "answer" (the answer's end tag), "length" (turn limit
+                  or context end), "refused" (a query that was not run), "written" (a transcript)
     """
 
     question: Question
@@ -87,14 +85,13 @@ class Trajectory:
 
     @property
     def answers(self) -> list[str]:
-        found = find_answers(self.protocol, self.model_text, self.question.task)
-        return [span.content for span in found]
+        spans = find_answers(self.protocol, self.model_text, self.question.task)
+        return [span.content for span in spans]
 
     @property
     def answer(self) -> str | None:
         """The last answer the model gave; None if it gave none."""
-        answers = self.answers
-        return answers[-1] if answers else None
+        return (self.answers or [None])[-1]
 
     @property
     def evidence(self) -> str | None:
@@ -103,11 +100,11 @@ class Trajectory:
         return last_block(self.model_text, tags) if tags else None
 
     def append_model(self, ids: list[int], logprobs: list[float], text: str) -> None:
-        """Add what the policy sampled: mask 1, end tags and EOS too."""
+        """What the policy sampled has mask 1, end tags and EOS too."""
         self._append(ids, 1, logprobs, Segment("model", text))
 
     def append_environment(self, ids: list[int], text: str, writer: str) -> None:
-        """Add what the environment wrote: mask 0, the blank lines around it too."""
+        """What the environment wrote has mask 0, the blank lines around it too."""
         self._append(ids, 0, [0.0] * len(ids), Segment(writer, text))
 
     def _append(self, ids: list[int], mask: int, logprobs: list[float], segment: Segment) -> None:
@@ -117,21 +114,14 @@ class Trajectory:
         self.segments.append(segment)
 
 
-# ---------------------------------------------------------------------------- a written transcript
-
-
 def trajectory_from_text(
     question: Question, text: str, protocol: Protocol | str, fallbacks: Sequence = ()
 ) -> Trajectory:
-    """Read a transcript. No ids and no log-probs come of it.
+    """A transcript as a trajectory, without ids and log-probs.
 
     A document block right behind a well-formed query is the environment's; any other was written by
     the model. `fallbacks`: the numbers (from 0) of the searches that came back as the fallback, or
     a bool for each search.
-
-    >>> t = trajectory_from_text(Question("1", "?", ["5"]), "\\\\boxed{5}", "ur2")
-    >>> (t.answer, len(t.searches))
-    ('5', 0)
     """
     protocol = as_protocol(protocol)
     trajectory = Trajectory(question, protocol, stop_reason="written")
@@ -144,31 +134,18 @@ def trajectory_from_text(
         model, position = model + text[position:end], end
         query, block = parse_query(protocol, model), _block_at(protocol, text, end)
         if query and block:
-            body, behind = block
-            trajectory.segments.append(Segment("model", model))
-            trajectory.segments.append(Segment("documents", text[end:behind]))
-            number = len(trajectory.searches)
-            trajectory.searches.append(Search(query, [], body, number in flags))
-            model, position = "", behind
+            is_fallback = len(trajectory.searches) in flags
+            trajectory.searches.append(Search(query, [], block[1].strip(), is_fallback))
+            trajectory.segments += [Segment("model", model), Segment("documents", block[0])]
+            model, position = "", block.end()
     trajectory.segments.append(Segment("model", model + text[position:]))
     return trajectory
 
 
-def _block_at(protocol: Protocol, text: str, position: int) -> tuple[str, int] | None:
-    """(body, end) of the document block that begins at `position`, behind white space only."""
-    begin, end = protocol.documents_tags
-    start = _skip_blanks(text, position)
-    close = text.find(end, start)
-    if not text.startswith(begin, start) or close < 0:
-        return None
-    return text[start + len(begin) : close].strip(), _skip_blanks(text, close + len(end))
-
-
-def _skip_blanks(text: str, position: int) -> int:
-    return len(text) - len(text[position:].lstrip())
-
-
-# ----------------------------------------------------------------------------------------- to look
+def _block_at(protocol: Protocol, text: str, position: int) -> re.Match | None:
+    """The document block behind `position`, with the blanks around it; [1] is its body."""
+    begin, end = map(re.escape, protocol.documents_tags)
+    return re.compile(rf"\s*{begin}(.*?){end}\s*", re.DOTALL).match(text, position)
 
 
 def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> str:
@@ -176,12 +153,10 @@ def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> 
     question, text = trajectory.question, ""
     for segment in trajectory.segments:
         text += segment.text if segment.writer == "model" else f"⟦{segment.text.strip()}⟧ "
-    lines = [
-        f"question: {question.question}   gold: {' | '.join(question.answers) or 'unknown'}",
-        text.strip(),
-        f"[{len(trajectory.searches)} searches; answer {trajectory.answer!r}; "
-        f"ended by {trajectory.stop_reason}]",
-    ]
+    gold = " | ".join(question.answers) or "unknown"
+    found = f"{len(trajectory.searches)} searches; answer {trajectory.answer!r}"
+    lines = [f"question: {question.question}   gold: {gold}", text.strip()]
+    lines.append(f"[{found}; ended by {trajectory.stop_reason}]")
     if components:
         terms = ", ".join(f"{name} {value:+.2f}" for name, value in components.items())
         lines.append(f"[{terms}; reward {sum(components.values()):+.2f}]")
@@ -189,20 +164,12 @@ def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> 
 
 
 def main() -> None:
-    """A transcript, who wrote which part of it, and what was found in it."""
-    question = Question("demo", "In which country was Ana Bell born?", ["Norland"])
     text = (
-        "I look it up. <search> Ana Bell birthplace </search>\n\n<observation>\n"
-        "Ana Bell was born in Kelmouth, Norland.\n</observation>\n\n"
-        "<original_evidence> born in Kelmouth, Norland </original_evidence> "
-        "<answer> Norland </answer>"
+        "I look it up: <search> Ana Bell birthplace </search>\n"
+        "<observation> She was born in Norland. </observation>\n<answer> Norland </answer>"
     )
-    trajectory = trajectory_from_text(question, text, "r_search")
-    print("writer      text")
-    for segment in trajectory.segments:
-        print(f"{segment.writer:10}  {' '.join(segment.text.split())}")
-    print(f"\nquery       {trajectory.searches[0].query}")
-    print(f"evidence    {trajectory.evidence}\nanswer      {trajectory.answer}")
+    question = Question("demo", "In which country was Ana Bell born?", ["Norland"])
+    print(show(trajectory_from_text(question, text, "r_search")))
 
 
 if __name__ == "__main__":

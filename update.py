@@ -89,28 +89,21 @@ def score(parts: Parts, module, compute: Callable[[Batch], torch.Tensor], batch:
     """
     accelerator, scored = parts.accelerator, torch.zeros(batch.response_mask.shape)  # [B, T]
     with evaluating(module):
-        for rows, counts in shares(parts, batch):
+        for rows in shares(parts, batch):
             result = compute(batch.rows(rows).to(accelerator.device))  # [b, t]
-            if counts:
-                scored[rows, : result.shape[1]] = result.float().cpu()
+            scored[rows, : result.shape[1]] = result[: len(rows)].float().cpu()
     cut(module)
     if accelerator.num_processes == 1:
         return scored
     return accelerator.reduce(scored.to(accelerator.device), "sum").cpu()
 
 
-def shares(parts: Parts, batch: Batch) -> list[tuple[torch.Tensor, bool]]:
-    """This process's micro-batches as (rows, do they count?). One that has run out of rows takes
-    row 0 and counts nothing: the others wait for its pass.
-    """
+def shares(parts: Parts, batch: Batch) -> list[torch.Tensor]:
+    """This process's micro-batches, as row numbers; all processes have the same number of them."""
     accelerator = parts.accelerator
-    dealt = deal_micro_batches(
-        batch.response_mask,
-        parts.settings.tokens_per_micro_batch,
-        accelerator.num_processes,
-        accelerator.process_index,
-    )
-    return [(rows, True) if len(rows) else (torch.tensor([0]), False) for rows in dealt]
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    tokens = parts.settings.tokens_per_micro_batch
+    return deal_micro_batches(batch.response_mask, tokens, processes, rank)
 
 
 def score_policy(parts: Parts, policy: Policy, batch: Batch) -> torch.Tensor:
@@ -187,9 +180,8 @@ def descend(
     """
     accelerator, totals = parts.accelerator, defaultdict(float)
     micro_batches = shares(parts, batch)
-    for number, (rows, counts) in enumerate(micro_batches):
+    for number, rows in enumerate(micro_batches):
         micro = batch.rows(rows).to(accelerator.device)
-        micro.token_weights = micro.token_weights * counts  # [b, t]
         # Gradients meet at the last pass; weights in parts take their share at every one.
         wait = number + 1 < len(micro_batches) and not in_parts(model)
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():

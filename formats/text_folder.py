@@ -1,249 +1,163 @@
-"""A text -> passages of about 100 words, each with the headings that it stands under as its title.
+"""A folder of texts -> passages of about 100 words, titled with the headings above them.
 
-    text -> blocks (a paragraph, a list item, a line of code) -> units (a sentence) -> passages
-    (runs of units)
+    text -> paragraphs (also a list item, a table's row, a line of code) -> passages
 
-Which runs is one minimisation, solved exactly by dynamic programming:
-
-    Σ over passages of  (words − 100)²  +  the price of the cut before it  +  5000 for each heading
-    that it runs across
-
-A cut is free before a paragraph, dear between sentences (400) and dearest inside of one (6400). A
-passage has 50 to 150 words; only a text shorter than that gives a shorter one. Passages do not
-overlap. Markdown: headings become the title ("Guide > Install"; one that a passage runs across
-stays as a line), a link keeps its words and loses its target, code stays as it is, front matter
-gives its title. Traps: "#" in a fence of code is no heading, "---" is a heading's underline, a rule
-or the edge of front matter, "Dr." and "J." end no sentence, `__init__` is not bold. Left out:
-scripts without blanks between words (a run without a blank is one word), HTML files, tables as
-anything but rows.
+Greedy: a passage takes paragraphs until it has 100 words, or the next would make it more than 150.
+A heading begins a new one that has 50 words behind it, and is a line of its passage otherwise; so
+only a text's last passage is shorter. A paragraph of over 100 words is cut between its sentences.
+Markdown: a title is "Guide > Install", front matter may give its first part; a link loses its
+target. Trap: "#" in a fence of code is no heading. Left out: headings underlined with === or ---,
+HTML, scripts without blanks between words.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from typing import NamedTuple
+from collections.abc import Iterator
+from pathlib import Path
 
-from errors import run_main
+from tqdm import tqdm
 
-GOAL, LEAST, MOST = 100, 50, 150  # words in a passage
-# words; a longer sentence is cut: of units of at most 50, passages of 50 to 150 can always be made
-PIECE = 50
-PARAGRAPH, SENTENCE, INSIDE = (
-    0.0,
-    400.0,
-    6400.0,
-)  # prices of a cut; 400 is what a passage pays that is 20 words off
-HEADING = 5000.0  # two sections of 50 words cost the same together and apart
-TOO_SHORT = 1e9
+from errors import InputError
+from formats.records import first_line, is_tsv, open_error, read_whole, report_skipped
 
-SENTENCE_END = re.compile(
-    r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|No|Jr|vs|cf)\.)(?<!\b(?:Mrs|etc)\.)(?<!e\.g\.)(?<!i\.e\.)"
-    r"""(?:(?<=[.!?…])|(?<=[.!?…]["'”’)\]]))\s+(?![a-z])"""
-)
+LEAST, GOAL, MOST = 50, 100, 150  # words in a passage
 FRONT_MATTER = re.compile(r"---[ \t]*\n(?=[\w-]+:)(.*?\n)(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
 FENCE = re.compile(r"\s*(`{3,}|~{3,})")
-ATX_HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
-TARGET = re.compile(r" {0,3}\[[^\]^][^\]]*\]:\s*\S+\s*(?:[\"'(].*)?$")  # [name]: address
+HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
 OWN_LINE = re.compile(r"\s*(?:[-*+•]\s|\d+[.)]\s|\|)")  # a list item, a table's row
-TITLE = re.compile(
-    rf"(?!{OWN_LINE.pattern}).{{1,100}}\Z"
-)  # what "---" below it makes a heading: one short line
-RULED = "-*_=|:+ \t"  # a line of nothing else: blank, a rule, the line below a table's head
-INLINE = re.compile(
-    r"`+([^`]+)`+|<!--(?:(?!<!--).)*?-->|</?[A-Za-z][^<>]*>"
-    r"|!?\[((?:[^\[\]]|\[[^\[\]]*\])*)\](?:\((?:[^()]|\([^()]*\))*\)|\[[^\[\]]*\])"
-    r"|(?<![\w*])(\*{1,3})(?=\S)([^*]+)(?<=\S)\3|(?<!\w)(_{1,3})(?=\S)([^_]+)(?<=\S)\5(?!\w)",
-    re.DOTALL,
-)
-
-
-class Block(NamedTuple):
-    headings: tuple[str, ...]
-    text: str
-    code: bool = False
-
-
-class Unit(NamedTuple):
-    """What is never cut. `price`: of a cut before it. `joint`: what stands before it in a passage
-    that it does not begin, the headings that it comes under included.
-    """
-
-    headings: tuple[str, ...]
-    text: str
-    words: int
-    price: float
-    joint: str
+RULE_OR_TARGET = re.compile(r"[-*_=|:+\s]*$| {0,3}\[[^\]^]+\]:\s*\S+\s*$")
+LINK = re.compile(r"!?\[([^\[\]]*)\]\((?:[^()]|\([^()]*\))*\)")
+SENTENCE_END = re.compile(r"""(?:(?<=[.!?…])|(?<=[.!?…]["'”’)\]]))\s+(?![a-z])""")
 
 
 def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, str]]:
-    """[(title, passage)] of a text; none where it has no words. The title is the front matter's, or
-    the first heading, or `name`, with the headings of the passage's first words behind it. Line
-    ends must be "\\n".
-    """
+    """[(title, passage)]. The title begins with the text's own, its first heading, or `name`."""
     title = ""
     if markdown and (matter := FRONT_MATTER.match(text)):
         given = re.search(r"^title:[ \t]*(.*)$", matter[1], re.MULTILINE)
         title, text = given[1].strip(" \t\"'") if given else "", text[matter.end() :]
-    blocks = read_blocks(text, markdown)
-    title = title or next((block.headings[0] for block in blocks if block.headings), name)
+    found = list(paragraphs(text, markdown))
+    title = title or next((headings[0] for headings, _ in found if headings), name)
+    packed, size, above = [], 0, ()
+    for headings, paragraph in found:
+        new = " > ".join(heading for heading in headings if heading not in above)
+        joint = f"\n{new}\n" if new else "\n"
+        for piece in pieces(paragraph):
+            words = len(piece.split())
+            if packed and size < (LEAST if new else GOAL) and size + words <= MOST:
+                packed[-1] = packed[-1][0], packed[-1][1] + joint + piece
+                size += words
+            else:
+                path = headings if headings[:1] == (title,) else (title, *headings)
+                packed.append((" > ".join(path), piece))
+                size = words
+            new, joint = "", " "
+        above = headings
+    return packed
+
+
+def paragraphs(text: str, markdown: bool) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(the headings above it, a paragraph on one line)"""
+    headings: dict[int, str] = {}  # level -> heading
+    lines, fence = [], ""  # of this paragraph; the mark that ends the code
+    for line in [*text.split("\n"), ""]:
+        if fence:
+            closed = line.strip().startswith(fence) and not line.strip(f" \t{fence[0]}")
+            if line.strip() and not closed:
+                yield tuple(headings.values()), line.rstrip()
+            fence = "" if closed else fence
+            continue
+        opened, heading = (FENCE.match(line), HEADING.match(line)) if markdown else (None, None)
+        blank = RULE_OR_TARGET.match(line) if markdown else not line.strip()
+        if lines and (opened or heading or blank or OWN_LINE.match(line)):
+            yield tuple(headings.values()), joined(lines, markdown)
+            lines = []
+        if opened:
+            fence = opened[1]
+        elif heading:
+            headings = {level: h for level, h in headings.items() if level < len(heading[1])}
+            headings |= {len(heading[1]): joined([heading[2]], True)} if heading[2] else {}
+        elif not blank:
+            lines.append(line)
+
+
+def joined(lines: list[str], markdown: bool) -> str:
+    text = " ".join(" ".join(lines).split())
+    return LINK.sub(r"\1", LINK.sub(r"\1", text)) if markdown else text  # a picture may be a link
+
+
+def pieces(paragraph: str) -> list[str]:
+    """The paragraph, or its sentences if it is long; a long sentence is cut between words."""
+    if len(paragraph.split()) <= GOAL:
+        return [paragraph]
     found = []
-    for run in runs(cut_blocks(blocks)):
-        headings = run[0].headings if run[0].headings[:1] == (title,) else (title, *run[0].headings)
-        found.append(
-            (
-                " > ".join(headings),
-                run[0].text + "".join(unit.joint + unit.text for unit in run[1:]),
-            )
-        )
+    for sentence in SENTENCE_END.split(paragraph):
+        words = sentence.split()
+        found += [" ".join(words[i : i + GOAL]) for i in range(0, len(words), GOAL)]
     return found
 
 
-def read_blocks(text: str, markdown: bool) -> list[Block]:
-    """Paragraphs, list items, table rows and lines of code, each with the headings above it."""
-    found: list[Block] = []
-    headings: dict[int, str] = {}  # level -> heading
-    fence, fresh = "", True  # the mark that ends the code; does the next line begin a block?
-    for line in text.split("\n"):
-        if fence:
-            if line.strip().startswith(fence) and not line.strip().strip(fence[0]):
-                fence = ""
-            elif line.strip():
-                found.append(Block(tuple(headings.values()), line.rstrip(), code=True))
+# ----------------------------------------------------------------------------------------- folders
+
+
+def stem(path: Path) -> str:
+    return Path(path.name.removesuffix(".gz")).stem
+
+
+def text_ending(path: Path) -> str:
+    ending = Path(path.name.lower().removesuffix(".gz")).suffix
+    return ending if ending in (".txt", ".md") else ""
+
+
+def is_text(path: Path) -> bool:
+    """A folder, a Markdown file, or a .txt file that does not hold records all the same."""
+    if path.is_dir() or text_ending(path) != ".txt":
+        return path.is_dir() or text_ending(path) == ".md"
+    return not is_tsv(path) and not first_line(path).startswith((b"{", b"[{"))
+
+
+def text_files(folder: Path) -> list[Path]:
+    """The texts in a folder and the folders below it, sorted, without hidden ones. What has two
+    names is read once: links may go round in circles.
+    """
+
+    def fail(error: OSError) -> None:
+        raise open_error(Path(error.filename), error)
+
+    found, seen = {}, set()
+    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        again = os.path.realpath(root) in seen
+        seen.add(os.path.realpath(root))
+        folders[:] = [name for name in folders if not (again or name.startswith("."))]
+        for file in [Path(root, name) for name in names if not (again or name.startswith("."))]:
+            if text_ending(file) and (file.is_file() or not file.exists()):  # a pipe would hang
+                found.setdefault(os.path.realpath(file), []).append((file.is_symlink(), file))
+    if not found:
+        advice = "name a folder of texts, or a file"
+        raise InputError(f"{folder}: no file in it ends in .txt or .md: {advice}")
+    return sorted(min(names)[1] for names in found.values())  # a file's own name before its links
+
+
+def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
+    """The fields of the passages of a text or of a folder; an id is "file in the folder#number"."""
+    files, root = (text_files(path), path) if path.is_dir() else ([path], path.parent)
+    found, problems, used = [], [], 0
+    for file in tqdm(files, desc="passages", unit="file", leave=False, disable=None):
+        # Linux allows names that are no text.
+        name = file.relative_to(root).as_posix().encode(errors="replace").decode()
+        try:
+            text = read_whole(file).replace("\r\n", "\n").replace("\r", "\n")
+        except InputError as error:
+            if not skip_bad:
+                raise InputError(f"{error}, or leave it out with --skip_bad") from None
+            problems.append(str(error))
             continue
-        if markdown:
-            line = re.sub(r"^\s*(?:>\s?)+", "", line)
-            under = (
-                not fresh
-                and line.strip()
-                and not line.strip(" \t=-")
-                and TITLE.match(found[-1].text)
-            )
-            if match := FENCE.match(line):
-                fence, fresh = match[1], True
-                continue
-            if (match := ATX_HEADING.match(line)) or under:
-                level, said = (
-                    (len(match[1]), match[2] or "")
-                    if match
-                    else (1 if "=" in line else 2, found.pop().text)
-                )
-                headings = {above: heading for above, heading in headings.items() if above < level}
-                headings |= {level: " ".join(plain(said).split())} if said else {}
-                fresh = True
-                continue
-        if not line.strip(RULED if markdown else None) or (markdown and TARGET.match(line)):
-            fresh = True
-        elif fresh or OWN_LINE.match(line):
-            found.append(Block(tuple(headings.values()), line))
-            fresh = False
-        else:
-            found[-1] = found[-1]._replace(text=f"{found[-1].text}\n{line}")
-    return [
-        block if block.code or not markdown else block._replace(text=plain(block.text))
-        for block in found
-    ]
-
-
-def plain(text: str) -> str:
-    """Markdown's inline marks removed: the words of a link or picture, of emphasis and of code
-    remain.
-    """
-    return INLINE.sub(lambda match: match[1] or plain(match[2] or match[4] or match[6] or ""), text)
-
-
-def cut_blocks(blocks: list[Block]) -> list[Unit]:
-    units: list[Unit] = []
-    above: tuple[str, ...] = ()
-    for block in blocks:
-        shared = next(
-            (
-                i
-                for i, pair in enumerate(zip(above, block.headings, strict=False))
-                if pair[0] != pair[1]
-            ),
-            len(above),
-        )
-        new = " > ".join(block.headings[shared:]) if above != block.headings else ""
-        price, joint = (
-            SENTENCE if block.code and not new else PARAGRAPH,
-            f"\n{new}\n" if new else "\n",
-        )
-        for sentence in [block.text] if block.code else SENTENCE_END.split(block.text):
-            for piece in pieces(sentence, keep=block.code):
-                units.append(Unit(block.headings, piece, len(piece.split()), price, joint))
-                price, joint = INSIDE, " "
-            price = SENTENCE
-        above = block.headings
-    return units
-
-
-def pieces(sentence: str, keep: bool) -> list[str]:
-    """A sentence on one line, in equal pieces of at most PIECE words; a line of code that is short
-    enough as it is.
-    """
-    words = sentence.split()
-    if keep and len(words) <= PIECE:
-        return [sentence]
-    count = -(-len(words) // PIECE)
-    return [
-        " ".join(words[len(words) * i // count : len(words) * (i + 1) // count])
-        for i in range(count)
-    ]
-
-
-def runs(units: list[Unit]) -> list[list[Unit]]:
-    """The cheapest passages. best[n] is the cost of the first n units, begins[n] where their last
-    passage begins.
-    """
-    best, begins = [0.0], [0]
-    for end in range(1, len(units) + 1):
-        words, crossed, options = 0, 0.0, []
-        for begin in range(end - 1, -1, -1):
-            unit = units[begin]
-            words += unit.words
-            if words > MOST and options:
-                break
-            cost = (words - GOAL) ** 2 + crossed + unit.price + TOO_SHORT * (words < LEAST)
-            options.append((best[begin] + cost, begin))
-            if heading := unit.joint.split():  # a passage that begins further up runs across it
-                words, crossed = words + len(heading), crossed + HEADING
-        cost, begin = min(options)
-        best.append(cost)
-        begins.append(begin)
-    found, end = [], len(units)
-    while end:
-        found.append(units[begins[end] : end])
-        end = begins[end]
-    return found[::-1]
-
-
-DEMO = """---
-title: Kelmouth
-author: nobody
----
-# Kelmouth
-Kelmouth is a harbour town in [Norland](https://norland.example/places). It was founded by **Ana Bell**, who came with two
-ships and a [map](map.png) that Dr. J. Orr had drawn.
-
-## The bell
-The bell of the harbour was cast in the year after the great flood. It hangs in the old tower, and is rung when a ship of
-the Tidewerk comes in. Visitors may climb the tower on the first day of each month; children need a grown person with them.
-The rope is replaced every seven years, and pieces of the old rope are given to the schools of the town.
-
-## Tides
-```python
-# not a heading: two high waters a day
-tide = [3.1, 0.4] * 2
-```
-- Spring tides reach the market square. The stalls are then set up in Mill Lane, as they were in the days of Ana Bell.
-- Neap tides leave the inner harbour dry, and the boats of the fishers lie on their sides until the evening water comes.
-"""
-
-
-def main() -> None:
-    for number, (title, text) in enumerate(passages(DEMO, "kelmouth.md", markdown=True), 1):
-        print(f"#{number}  {title}  ({len(text.split())} words)\n{text}\n")
-
-
-if __name__ == "__main__":
-    run_main(main)
+        packed = passages(text, stem(Path(name)), text_ending(file) == ".md")
+        for number, (title, passage) in enumerate(packed, 1):
+            found.append({"id": f"{name}#{number}", "title": title, "text": passage})
+        used += bool(packed)
+        problems += [] if packed else [f"{file}: no words in it"]
+    report_skipped(path, used, problems, "file")
+    return found

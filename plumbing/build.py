@@ -94,19 +94,23 @@ def build_search(settings: Settings, documents: list[Document], device="cpu") ->
     """Retriever and summariser."""
     if PROTOCOLS[settings.protocol].query_tags is None:  # the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
-    retriever = make_retriever(documents, settings, settings.seed, settings.timeout)
+    retriever = make_retriever(documents, settings, settings.seed, settings.timeout, str(device))
     asked = settings.summarizer not in ("none", "extractive")
     llm = build_llm(settings.summarizer, settings, device) if asked else None
     summarizer = make_summarizer(settings, llm)
     return make_search(retriever, summarizer, settings.documents_per_search)
 
 
-def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bit=False):
+def load_model(
+    settings: Settings, path: str, device="cpu", frozen: bool = False, in_8bit: bool = False
+) -> tuple[Policy, object]:
     """(policy, tokenizer) from `path`, or the built-in ones where it is ""."""
     if path:
-        return load_policy(path, device, settings.gradient_checkpointing, frozen, in_8bit)
+        return load_policy(path, device, settings, frozen, in_8bit, settings.seed)
     protocol, tiny = PROTOCOLS[settings.protocol], paper_of(settings.protocol).world
     policy, tokenizer = load_toy(settings.world_seed, protocol, tiny, settings.runs)
+    if settings.lora_rank and not frozen:
+        add_lora(policy.requires_grad_(False).language_model, settings.lora_rank, settings.seed)
     return policy.to(device), tokenizer
 
 
@@ -235,12 +239,8 @@ def load_trained(settings: Settings, start: str, device) -> tuple[Policy, object
     """(policy, tokenizer). With LoRA the frozen weights are those that the stage began with, also
     in a resumed run: its checkpoint holds the sum, and beside it what was learned.
     """
-    if not settings.lora_rank:
-        return load_model(settings, start, device)
-    in_8bit = "base" in frozen_in_8bit(settings)
-    policy, tokenizer = load_model(settings, first_model(settings), device, True, in_8bit)
-    add_lora(policy.language_model, settings.lora_rank, settings.seed)
-    return policy, tokenizer
+    path = first_model(settings) if settings.lora_rank else start
+    return load_model(settings, path, device, in_8bit="base" in frozen_in_8bit(settings))
 
 
 def load_reference(settings: Settings, device) -> Policy | None:

@@ -1,23 +1,13 @@
-"""One HTTP exchange that cannot hang, grow without end or end in a surprise: what every remote part
-stands on.
+"""One HTTP exchange that cannot hang, grow without end or end in a surprise.
 
-    body = fetch(url, payload, timeout=..., max_bytes=...)      bytes, or a `Fault` that says
-    whether to try again
-    result = retrying(lambda: ..., retries=2)                   more tries, with backoff, of what a
-    Fault says may go well
+    body   = fetch(url, payload, timeout=..., max_bytes=...)   bytes, or a `Fault`
+    result = retrying(lambda: ..., retries=2)                  again while a Fault says it may help
 
 The time limit holds for the whole exchange, headers and redirects too: a socket's own limit holds
-for one wait, and a server that sends a byte now and then would never reach it. (Only the look-up of
-a name has no limit: the system's own holds, often 10 to 30 s.) Nothing is read beyond `max_bytes`.
-A redirect to another host or port is a fault: the request may carry a key, and that is for the
-server that was asked. (From http to https on the usual ports of one host is followed.) A fault
-carries three answers:
-    retry    may the same request go well the next time?    (not after a 404, which stays one)
-    down     is the server itself not well?                 (not after a 400, which is this
-             request's fault)
-    reached  was there a connection at all?                 (if not, no other request would fare
-             better now)
-Left out: cookies, authentication other than a header, connections that are kept open.
+for one wait, and a server that sends a byte now and then never reaches it. (Only the look-up of a
+name has the system's own limit, often 10 to 30 s.) Nothing is read beyond `max_bytes`. A redirect
+to another host or port is a fault: the request may carry a key, and that is for the server that
+was asked. Left out: cookies, other authentication than a header, connections that are kept open.
 """
 
 from __future__ import annotations
@@ -27,96 +17,85 @@ import http.client
 import io
 import json
 import socket
-import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from errors import FlagParser, InputError, run_main
+from errors import InputError
 
 MAX_BYTES = 64 * 2**20
 MAX_BACKOFF = 8.0  # seconds between two tries
-_REQUEST_AT_FAULT = (
-    400,
-    413,
-    414,
-    422,
-)  # HTTP: this request is not accepted; the server itself is well
-_LOCAL = ("localhost", "127.0.0.1", "::1")
+REQUEST_AT_FAULT = (400, 413, 414, 422)  # HTTP: not this request; the server itself is well
+TRY_AGAIN = (408, 425, 429)
+LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Fault(Exception):
-    """Why one try failed. retry: the next may go well. down: the server cannot be reached or is not
-    well. reached: there was a connection.
+    """Why one try failed.
+
+    retry   may the same request go well the next time? (not after a 404, which stays one)
+    down    is the server itself not well? (not after a 400, which is this request's fault)
     """
 
-    def __init__(self, text: str, retry: bool = True, down: bool = True, reached: bool = True):
+    def __init__(self, text: str, retry: bool = True, down: bool = True):
         super().__init__(text)
-        self.retry, self.down, self.reached = retry, down, reached
+        self.retry, self.down = retry, down
 
 
-def fetch(
-    url: str,
-    payload: object = None,
-    *,
-    timeout: float = 60.0,
-    max_bytes: int = MAX_BYTES,
-    headers: dict[str, str] | None = None,
-    opener: urllib.request.OpenerDirector | None = None,
-) -> bytes:
+def fetch(url: str, payload=None, timeout=60.0, headers=None, max_bytes=MAX_BYTES) -> bytes:
     """The body of one GET, or of a POST of `payload` as JSON. Raises Fault, and nothing else."""
     data = None if payload is None else json.dumps(payload).encode()
-    headers = (
-        {"Content-Type": "application/json"} | (headers or {})
-        if data is not None
-        else headers or {}
-    )
-    deadline, body = time.monotonic() + timeout, bytearray()
+    kind = {} if data is None else {"Content-Type": "application/json"}
     try:
-        request = urllib.request.Request(url, data, headers)
-        request.deadline = deadline
-        with (opener or make_opener(url)).open(request, timeout=timeout) as response:
-            while piece := response.read1(65536):
-                body += piece
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                if len(body) > max_bytes:
-                    raise Fault(f"more than {max_bytes:,} bytes", retry=False, down=False)
-            # Trap: read1 returns b"" on a connection that broke off, and half a body looks whole
-            if response.length:
-                raise Fault(f"half an answer: {response.length:,} bytes are missing")
+        request = urllib.request.Request(url, data, kind | (headers or {}))
+        with make_opener(url, time.monotonic() + timeout).open(request) as response:
+            return read_body(response, max_bytes)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise as_fault(error, timeout) from None
-    return bytes(body)
 
 
-def fetch_json(url: str, payload: object = None, **limits) -> object:
-    """`fetch`, read as JSON; the limits are those of `fetch`."""
-    body = fetch(url, payload, **limits)
+def fetch_json(url: str, payload=None, timeout=60.0, headers=None, max_bytes=MAX_BYTES) -> object:
+    """`fetch`, read as JSON."""
+    body = fetch(url, payload, timeout, headers, max_bytes)
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        raise Fault(
-            f"a reply that is not JSON, or half of one: {shown(body.decode(errors='replace'))}"
-        ) from None
+        said = shown(body.decode(errors="replace"))
+        raise Fault(f"a reply that is not JSON, or half of one: {said}") from None
+
+
+def read_body(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
+    body = bytearray()
+    while piece := response.read1(65536):
+        body += piece
+        if len(body) > max_bytes:
+            raise Fault(f"more than {max_bytes:,} bytes", retry=False, down=False)
+    # Trap: read1 returns b"" on a connection that broke off, and half a body looks whole.
+    if response.length:
+        raise Fault(f"half an answer: {response.length:,} bytes are missing")
+    return bytes(body)
+
+
+def left(deadline: float) -> float:
+    """Seconds until then; TimeoutError if none. (A limit of 0 means "do not wait" to a socket.)"""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError
+    return seconds
 
 
 class TimedResponse(http.client.HTTPResponse):
-    """A response that ends at `deadline` whatever the server does: before every wait the socket
-    gets what is left of it.
-    """
+    """A response that ends at `deadline`: before every wait the socket gets what is left of it."""
 
     def __init__(self, sock: socket.socket, *args, deadline: float, **options):
         super().__init__(sock, *args, **options)
-        self.fp = io.BufferedReader(Timed(self.fp.detach(), sock, deadline))
+        self.fp = io.BufferedReader(TimedSocket(self.fp.detach(), sock, deadline))
 
 
-class Timed(io.RawIOBase):
+class TimedSocket(io.RawIOBase):
     """What comes from a socket, until `deadline`; then TimeoutError."""
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket, deadline: float):
@@ -134,63 +113,41 @@ class Timed(io.RawIOBase):
         super().close()
 
 
-def left(deadline: float) -> float:
-    """Seconds until then; TimeoutError if there are none. (A socket takes a limit of 0 for "do not
-    wait at all".)
-    """
-    seconds = deadline - time.monotonic()
-    if seconds <= 0:
-        raise TimeoutError
-    return seconds
+class TimedHandler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """urllib's connections, each with what is left of the time, a redirect's too."""
 
+    def __init__(self, deadline: float):
+        super().__init__()
+        self.deadline = deadline
 
-def _timed(kind: type, request: urllib.request.Request) -> Callable:
-    """`kind(host, ...)` of a request: its connection has what is left of the time, not all of it
-    anew at each redirect.
-    """
+    def http_open(self, request):
+        return self.do_open(partial(self.connect, http.client.HTTPConnection), request)
 
-    def connect(host: str, **options) -> http.client.HTTPConnection:
-        connection = kind(host, **options)
-        if deadline := getattr(request, "deadline", None):
-            connection.timeout = left(deadline)
-            connection.response_class = partial(TimedResponse, deadline=deadline)
+    def https_open(self, request):
+        return self.do_open(partial(self.connect, http.client.HTTPSConnection), request)
+
+    def connect(self, kind: type, host: str, **options) -> http.client.HTTPConnection:
+        connection = kind(host, **{**options, "timeout": left(self.deadline)})
+        connection.response_class = partial(TimedResponse, deadline=self.deadline)
         return connection
 
-    return connect
 
-
-class _HTTP(urllib.request.HTTPHandler):
-    def http_open(self, request):
-        return self.do_open(_timed(http.client.HTTPConnection, request), request)
-
-
-class _HTTPS(urllib.request.HTTPSHandler):
-    def https_open(self, request):
-        return self.do_open(
-            _timed(http.client.HTTPSConnection, request), request, context=self._context
-        )
-
-
-class _SameServer(urllib.request.HTTPRedirectHandler):
+class SameServer(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, request, reply, code, reason, headers, url):
-        # Trap: urllib sends all headers on to wherever it is sent, a key included; and another port
-        # is another server.
+        # Trap: urllib sends all headers on, a key included; and another port is another server.
         old, new = origin(request.full_url), origin(url)
-        if new != old and (old, new) != (("http", old[1], 80), ("https", old[1], 443)):
-            raise Fault(
-                f"HTTP {code}, on to {shown(url)}: give that address if it is the right one",
-                retry=False,
-            )
-        again = super().redirect_request(request, reply, code, reason, headers, url)
-        again.deadline = getattr(request, "deadline", None)
+        secured = (old, new) == (("http", old[1], 80), ("https", old[1], 443))
+        if new != old and not secured:
+            text = f"HTTP {code}, on to {shown(url)}: give that address if it is the right one"
+            raise Fault(text, retry=False)
         reply.close()  # or urllib would read the redirect's own body to its end, however long
-        return again
+        return super().redirect_request(request, reply, code, reason, headers, url)
 
 
-def make_opener(url: str) -> urllib.request.OpenerDirector:
+def make_opener(url: str, deadline: float) -> urllib.request.OpenerDirector:
     """Trap: with http_proxy set, a server on this machine would be looked for on the proxy's."""
-    direct = [urllib.request.ProxyHandler({})] if host_of(url) in _LOCAL else []
-    return urllib.request.build_opener(_HTTP, _HTTPS, _SameServer, *direct)
+    direct = [urllib.request.ProxyHandler({})] if host_of(url) in LOCAL else []
+    return urllib.request.build_opener(TimedHandler(deadline), SameServer, *direct)
 
 
 def origin(url: str) -> tuple[str, str | None, int | None]:
@@ -205,58 +162,41 @@ def origin(url: str) -> tuple[str, str | None, int | None]:
 def host_of(url: str, example: str = "http://host:port") -> str:
     """The host of an http(s) address; anything else is an InputError that shows `example`."""
     with contextlib.suppress(ValueError):
-        parts = urllib.parse.urlsplit(url)
-        parts.port
-        if parts.hostname and parts.scheme in ("http", "https"):
-            return parts.hostname
+        scheme, host, _ = origin(url)
+        if host and scheme in ("http", "https"):
+            return host
     raise InputError(f"{url}: not an address: give {example}")
 
 
-def retrying(
-    call: Callable[[], object],
-    retries: int,
-    backoff: float = 0.5,
-    wait: Callable[[float], object] = time.sleep,
-):
+def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable = time.sleep):
     """`call()`, tried `retries` more times while its Fault says that may help. `backoff` seconds
     before the second try, twice that before the third, at most MAX_BACKOFF. `wait` may return True
     to give up.
     """
-    for attempt in range(retries + 1):
+    for attempt in range(retries):
         try:
             return call()
         except Fault as fault:
-            if (
-                not fault.retry
-                or attempt == retries
-                or wait(min(backoff * 2**attempt, MAX_BACKOFF))
-            ):
+            if not fault.retry or wait(min(backoff * 2**attempt, MAX_BACKOFF)):
                 raise
-    raise AssertionError("unreachable")
+    return call()
 
 
 def as_fault(error: Exception, timeout: float) -> Fault:
     """What urllib raised, as a Fault."""
     if isinstance(error, urllib.error.HTTPError):
         said = ""
-        with (
-            contextlib.suppress(OSError, ValueError, http.client.HTTPException),
-            error,
-        ):  # a loop of redirects comes closed
+        # What it says of the error need not come whole; and a loop of redirects comes closed.
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException), error:
             said = shown(error.read1(2000).decode(errors="replace"))
-        return Fault(
-            f"HTTP {error.code} {said}".strip(),
-            retry=error.code in (408, 425, 429) or error.code >= 500,
-            down=error.code not in _REQUEST_AT_FAULT,
-        )
+        retry = error.code in TRY_AGAIN or error.code >= 500
+        text = f"HTTP {error.code} {said}".strip()
+        return Fault(text, retry, down=error.code not in REQUEST_AT_FAULT)
     reason = getattr(error, "reason", error)
-    # urllib wraps what happens up to the end of sending; a server that hangs up while we still send
-    # was there.
-    reached = reason is error or isinstance(reason, (BrokenPipeError, ConnectionResetError))
     if isinstance(reason, TimeoutError):
-        return Fault(f"nothing within {timeout:g} s", reached=reached)
-    text = getattr(reason, "strerror", None) or f"{type(error).__name__}: {shown(str(reason))}"
-    return Fault(text, reached=reached)
+        return Fault(f"nothing within {timeout:g} s")
+    told = getattr(reason, "strerror", None)
+    return Fault(told or f"{type(error).__name__}: {shown(str(reason))}")
 
 
 def shown(text: str) -> str:
@@ -267,79 +207,9 @@ def shown(text: str) -> str:
     return line if len(line) <= 120 else line[:120] + " ..."
 
 
-class LRU:
-    """The `size` entries that were used last, for any number of threads; 0 keeps none."""
-
-    def __init__(self, size: int):
-        self.size, self.entries, self.lock = size, OrderedDict(), threading.Lock()
-
-    def get(self, key: Hashable):
-        with self.lock:
-            if key in self.entries:
-                self.entries.move_to_end(key)
-            return self.entries.get(key)
-
-    def put(self, key: Hashable, value: object) -> None:
-        with self.lock:
-            self.entries[key] = value
-            self.entries.move_to_end(key)
-            while len(self.entries) > self.size:
-                self.entries.popitem(last=False)
-
-
-# ------------------------------------------------------------------------------------ on one screen
-
-
-class _Faulty(BaseHTTPRequestHandler):
-    """A server for the demonstration: each path fails in its own way; /second only the first
-    time.
-    """
-
-    count = 0
-
-    def do_GET(self):
-        _Faulty.count += self.path == "/second"
-        if self.path == "/slow":
-            time.sleep(0.6)
-        body = {"/huge": b"x" * 5000, "/prose": b"no JSON"}.get(self.path, b'{"said": "yes"}')
-        self.send_response(
-            {"/missing": 404, "/ill": 500, "/second": 503 if _Faulty.count < 2 else 200}.get(
-                self.path, 200
-            )
-        )
-        self.send_header("Content-Length", str(len(body) + 100 * (self.path == "/half")))
-        self.end_headers()
-        with contextlib.suppress(OSError):
-            self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
-def main() -> None:
-    parser = FlagParser(
-        description="Fetch an address; without one, a faulty server of this file's own."
-    )
-    parser.add_argument("url", nargs="*")
-    urls = parser.parse_args().url
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Faulty)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    paths = ["well", "slow", "huge", "half", "prose", "missing", "ill", "second"]
-    for url in urls or [f"http://127.0.0.1:{server.server_port}/{path}" for path in paths]:
-        try:
-            said = retrying(
-                lambda url=url: fetch_json(url, timeout=0.5, max_bytes=1000),
-                retries=1,
-                backoff=0.01,
-            )
-            print(f"{url:32} {said}")
-        except Fault as fault:
-            print(
-                f"{url:32} {fault}   (try again: {fault.retry}; the server is down: {fault.down})"
-            )
-    server.shutdown()
-    server.server_close()
-
-
-if __name__ == "__main__":
-    run_main(main)
+def remember(cache: dict, key: object, value: object, most: int = 10_000) -> None:
+    """One more entry. A full cache forgets all: a query comes again soon, or never."""
+    if len(cache) >= most:
+        cache.clear()
+    if most:
+        cache[key] = value

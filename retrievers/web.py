@@ -1,184 +1,233 @@
-"""Query -> web pages -> passages: UR² appendix C.4, behind the address of a search API.
+"""Query -> web pages -> passages: UR² appendix C.4, behind the address of a search API. Only
+`python retriever.py serve --retriever web` comes here: the trainer asks that server.
 
-    query -> search API (one GET, 3k results wanted) -> up to 3k candidate addresses, each once, in
-    the API's order
-          -> up to three rounds: the next k candidates of every query that has fewer than k pages
-          yet, all in parallel -> HTML -> text -> the window of ~150 words that holds most of the
-          query's words -> Document(id = address, title, passage), at most k, in the API's order
+    query -> search API (one GET) -> up to 3k addresses, in the API's order
+          -> up to three rounds: the next k of every query that has fewer than k pages yet, in
+             parallel -> HTML -> text -> the window of ~150 words that holds most of the query's
+             words, or the whole page (as in C.4) -> Document(id = address, title, text)
 
-C.4's "up to three rounds of parallel fetches of 3k candidates with a time limit each" can also be
-read as all 3k at once, and again what failed. Taken here is 3 rounds · k = 3k: nobody's server is
-asked for a page that is not needed, a page that failed is not asked again a second later, and the
-worst case is the same three time limits.
-
-What goes wrong is an empty slot (a list shorter than k) and a number in `counts`, never an
-exception. If a page cannot be had, the API's own snippet fills its slot. Only the search API itself
-is more: InputError at construction if it does not answer; later None in place of the list of a
-query that it fails, and a `fetch.Fault` if it fails all that are asked and nothing is kept for any
-other of the call. A query that the API refuses by itself (HTTP 400) just finds nothing.
-
-Each request may cost money, so what one brought is kept as soon as it is there, and there is one
-call at a time: a call that was given up and the next try of it do not ask the API for the same
-twice.
-
-A call with Q distinct queries that are not kept from before ends, whatever any server does, within
-
-    Q / rate  +  ⌈Q / threads⌉ · api_seconds  +  3 · round_seconds  +  5 ms · Q · k    (to choose
-    the windows)
-
-behind the call before it, e.g. 64 queries by the defaults and k = 5: 64 / 5 + 2 · 8 + 3 · 8 + 1.6 =
-54.4 s; `seconds(64, 5)` says so. HTML is read by one core for all threads: with a server that
-answers at once, 64 queries and k = 5 take 2 s if pages have 20 kB, and 18 s if 200 kB; and
-`trafilatura` is ten times slower. A text that is late for its round is an empty slot, but kept.
+A page that cannot be had is replaced by the API's own snippet, or is an empty slot and a number in
+`counts`; never an exception. A query that the API fails is None; `net.Fault` if it fails all.
 
 A search leads to addresses that a stranger chose, from inside your network. So: http and https
-only; only `ports`; every address a host has must be a public one (neither private, loopback,
-link-local, multicast nor reserved, however it is written), unless `allow_private`. The name is
-looked up once, and the connection goes to the very address that was checked: a name that is public
-when it is checked and private when it is connected to (DNS rebinding) gains nothing. Each redirect
-is checked the same way. For pages no http proxy is used: it would look the name up itself. The
-search API is the user's own choice: it may be local, and a proxy of the environment is used for it.
-Traps: the end of a page may never come (cut at `max_bytes`, and what was read is used), a gzip of 1
-MB may hold 1 GB (unpacked under the same limit), and the texts depend on whether `trafilatura` is
-installed (`report` says which). Left out: JavaScript, PDF, cookies, robots.txt, a second page of
-results, remembering which servers failed.
+only, on their usual ports; every address a host has must be a public one, unless `allow_private`.
+The name is looked up once, and the connection goes to the very address that was checked: a name
+that is public when it is checked and private when it is connected to (DNS rebinding) gains nothing.
+Each redirect is checked the same way, and no proxy is used: it would look the name up itself.
+Left out: JavaScript, PDF, cookies, robots.txt, compressed pages, a second page of results.
 """
 
 from __future__ import annotations
 
 import contextlib
+import html
 import http.client
-import importlib.util
 import ipaddress
-import json
-import math
 import os
-import queue
+import re
 import socket
 import ssl
 import threading
 import time
-import urllib.parse
-import zlib
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import takewhile
-from typing import NamedTuple
+from html.parser import HTMLParser
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from data import Document
-from errors import FlagParser, InputError, run_main
+from errors import InputError
 from metrics import tokenize
-from retrievers.net import LRU, Fault, TimedResponse, fetch_json, host_of, left, shown
-from retrievers.page import SILENT, decode, html_to_text, lines, one_line, parse_html
+from retrievers.net import Fault, TimedResponse, fetch_json, host_of, left, remember
 
-ROUNDS = 3
-# characters of a query that the API gets: many refuse more, and the policy may write anything
-MAX_QUERY = 400
-API_BYTES = 4 * 2**20
+ROUNDS, THREADS, REDIRECTS = 3, 32, 4
+API_SECONDS, ROUND_SECONDS, PAGE_SECONDS, PARSE_SECONDS = 8.0, 8.0, 5.0, 1.0
+MAX_PAGE, MAX_TEXT = 2**20, 100_000  # bytes of a page that are read, characters that are kept
+MAX_QUERY = 400  # characters that the API gets: many refuse more, and a policy may write anything
+WORDS = 150  # of a window
 EXAMPLE = "http://host/search?format=json&q={query}"
-PROBE = "encyclopedia"
-HEADERS = {
-    "User-Agent": "Mozilla/5.0 (compatible; search-rl/0.1)",
-    "Accept": "text/html,text/plain;q=0.9",
-    "Accept-Encoding": "gzip",
-    "Connection": "close",
-}
-HTML = ("text/html", "application/xhtml+xml")
-REDIRECTS = (301, 302, 303, 307, 308)
+AGENT = {"User-Agent": "Mozilla/5.0 (compatible; search-rl/0.1)"}
+HEADERS = {**AGENT, "Accept": "text/html,text/plain;q=0.9", "Accept-Encoding": "identity"}
+
+
+Hit = namedtuple("Hit", "url title snippet")  # of the search API
+Page = namedtuple("Page", "title text")
 
 
 class Skip(Exception):
-    """Why a slot stays empty; the text is a counter's name."""
+    """Why a page is not read; the text is a counter's name."""
 
 
-class Page(NamedTuple):
-    title: str
-    text: str
-    cut: bool = False
+class WebRetriever:
+    """Search the web through a search API, one call at a time (the server sees to that).
 
-
-class Hit(NamedTuple):
-    """One result of the search API."""
-
-    url: str
-    title: str
-    snippet: str
-
-
-# ------------------------------------------------------------------------ where a connection may go
-
-
-def resolve(host: str, port: int) -> list[tuple[int, tuple]]:
-    """All addresses of a host: (family, socket address). The system also takes 2130706433 and
-    0x7f.1 for 127.0.0.1: so it is never the name that is judged, always what it stands for.
+    template   its address, with {query} and perhaps {count}
+    rate       requests per second to the search API; 0: no limit
+    whole      the whole text of a page, not the window with most of the query's words
+    SEARCH_API_KEY of the environment is sent in the three headers that APIs read.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+    needs_questions = False
+
+    def __init__(self, template: str, allow_private=False, rate=5.0, whole=False):
+        # The policy must not choose the host.
+        if "{query}" not in template or "{" in host_of(template, EXAMPLE):
+            why = "no place for the query"
+            raise InputError(f"--retriever_url {template!r}: {why}: give {EXAMPLE}")
+        if not rate >= 0:
+            raise InputError(f"--web_rate {rate:g}: API calls a second: give 0 (no limit) or more")
+        self.template, self.allow_private, self.whole = template, allow_private, whole
+        self.interval, self.next_call = 1 / rate if rate else 0.0, 0.0
+        key = os.environ.get("SEARCH_API_KEY", "").strip()
+        keys = {"Authorization": f"Bearer {key}", "X-API-KEY": key, "X-Subscription-Token": key}
+        self.headers = {**AGENT, "Accept": "application/json", **(keys if key else {})}
+        self.tls = ssl.create_default_context()
+        self.pages, self.found, self.counts = {}, {}, Counter()
+        self.lock = threading.Lock()
+        try:
+            self.ask("encyclopedia", 1)
+        except Fault as fault:  # the part behind the ? may hold a key
+            raise InputError(
+                f"{template.partition('?')[0]}: no search results ({fault}): start the search API,"
+                f" correct the address ({EXAMPLE}), or set SEARCH_API_KEY"
+            ) from None
+
+    def search(self, queries: list[str], k: int) -> list[list[Document] | None]:
+        """At most k documents each, in the API's order; None for a query that the API failed."""
+        found = {query: self.found.get((query, k)) for query in queries}
+        missing = [query for query in found if found[query] is None and query.strip()]
+        self.counts["api_calls"] += len(missing)
+        seconds = len(missing) * self.interval + -(-len(missing) // THREADS) * API_SECONDS
+        replies = in_parallel(partial(self.ask, k=k), missing, seconds)
+        hits = {q: reply for q, reply in replies.items() if not isinstance(reply, Exception)}
+        pages = self.read_all(list(hits.values()), k)
+        for query, some in hits.items():
+            found[query] = self.documents(query, some, pages, k)
+            if found[query]:  # nothing found may be an API's bad day
+                remember(self.found, (query, k), found[query])
+        if missing and all(documents is None for documents in found.values()):
+            raise Fault(f"the search API: {replies[missing[0]]}")
+        return [found[query] if query.strip() else [] for query in queries]
+
+    def ask(self, query: str, k: int) -> list[Hit]:
+        """One request to the search API; those of all threads keep their distance."""
+        with self.lock:
+            turn = max(time.monotonic(), self.next_call)
+            self.next_call = turn + self.interval
+        time.sleep(max(0.0, turn - time.monotonic()))
+        url = address(self.template, query, ROUNDS * k)
+        try:
+            return hits_of(fetch_json(url, None, API_SECONDS, self.headers))[: ROUNDS * k]
+        except Fault as fault:
+            if not fault.retry and not fault.down:  # this query's own: it finds nothing
+                return []
+            raise
+
+    def read_all(self, hits: list[list[Hit]], k: int) -> dict[str, Page]:
+        """{address: page} of what could be read, in up to three rounds of k per query."""
+        pages, tried = {}, set()
+        for first in range(0, ROUNDS * k, k):
+            short = [some for some in hits if sum(hit.url in pages for hit in some) < k]
+            # The best of every query before the second best of any: the round may end early.
+            ranked = [some[i : i + 1] for i in range(first, first + k) for some in short]
+            urls = {hit.url: None for one in ranked for hit in one if hit.url not in tried}
+            tried |= urls.keys()
+            for url, page in in_parallel(self.read, list(urls), ROUND_SECONDS).items():
+                self.counts[str(page) if isinstance(page, Skip) else type(page).__name__] += 1
+                pages |= {url: page} if isinstance(page, Page) else {}
+        return pages
+
+    def read(self, address: str) -> Page:
+        """One page. It is kept even if it comes too late for its round."""
+        page = self.pages.get(address)
+        if page is None:
+            page = self.fetch_page(address)
+            remember(self.pages, address, page, 1000)
+        return page
+
+    def fetch_page(self, url: str) -> Page:
+        deadline = time.monotonic() + PAGE_SECONDS
+        for _ in range(REDIRECTS + 1):
+            parts, port, addresses = checked(url, self.allow_private)
+            tls = self.tls if parts.scheme == "https" else None
+            connection = Pinned(parts.hostname, port, addresses, deadline, tls)
+            with contextlib.closing(connection):
+                path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+                connection.request("GET", quote(path, safe="%/:=&?~+!$,;'@()*[]"), headers=HEADERS)
+                response = connection.getresponse()
+                onward = response.headers.get("Location")
+                if response.status not in (301, 302, 303, 307, 308) or not onward:
+                    return page_of(response)
+            url = urljoin(url, onward)
+        raise Skip("redirects")
+
+    def documents(self, query: str, hits: list[Hit], pages: dict, k: int) -> list[Document]:
+        """The first k pages that were read, snippets for what is missing; in the API's order."""
+        read = [hit for hit in hits if hit.url in pages][:k]
+        told = [hit for hit in hits if hit.url not in pages and hit.snippet][: k - len(read)]
+        found = []
+        for hit in sorted(read + told, key=hits.index):
+            title, text = pages.get(hit.url, hit[1:])
+            text = text if self.whole else window(text, query)
+            found.append(Document(hit.url, title or hit.title, text))
+        return found
+
+
+def in_parallel(work: Callable, jobs: list, seconds: float) -> dict:
+    """{job: work(job)}; an exception stands for itself, TimeoutError for what was not done in
+    time. What runs on ends by itself: every wait it does has a limit of its own.
+    """
+    pool = ThreadPoolExecutor(THREADS)
+    tasks = {job: pool.submit(work, job) for job in jobs}
+    done, _ = wait(tasks.values(), seconds)
+    pool.shutdown(wait=False, cancel_futures=True)
+    late = TimeoutError("nothing in time")
+    outcomes = [t.exception() or t.result() if t in done else late for t in tasks.values()]
+    return dict(zip(tasks, outcomes, strict=True))
 
 
 # What a Python release may not count among the private ones yet: protocol assignments, and a
 # documentation range (RFC 9637).
-_NOT_PUBLIC = (ipaddress.ip_network("192.0.0.0/24"), ipaddress.ip_network("3fff::/20"))
-_NO_NAME = frozenset(
-    "%。．｡"
-)  # a network card or an escape, and dots that some look-ups take for one and others do not
+NOT_PUBLIC = (ipaddress.ip_network("192.0.0.0/24"), ipaddress.ip_network("3fff::/20"))
+NO_NAME = {*"%。．｡"}  # a network card or an escape, and dots that only some look-ups take for one
+
+
+def resolve(host: str, port: int) -> list[tuple]:
+    """All socket addresses of a host. The system also takes 2130706433 and 0x7f.1 for 127.0.0.1:
+    so it is never the name that is judged, always what it stands for.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(address[:2] for *_, address in found))
 
 
 def is_public(address: str) -> bool:
     """May a page lie there?
 
-    >>> [is_public(a) for a in ("93.184.216.34", "10.0.0.1", "169.254.169.254", "::ffff:127.0.0.1", "2606:4700::1111")]
-    [True, False, False, False, True]
+    >>> [is_public(a) for a in ("93.184.216.34", "10.0.0.1", "169.254.169.254", "2606:4700::1111")]
+    [True, False, False, True]
     """
     ip = ipaddress.ip_address(address.partition("%")[0])  # behind the %: the network card
     if ip.version == 6 and ip.ipv4_mapped:
         ip = ip.ipv4_mapped
-    if ip.version == 6 and (
-        ip.sixtofour or ip.is_site_local
-    ):  # 6to4 wraps an IPv4 address, which may be a private one
+    if ip.version == 6 and (ip.sixtofour or ip.is_site_local):  # 6to4 wraps an IPv4 address
         return False
-    newer = any(ip in network for network in _NOT_PUBLIC)
+    newer = any(ip in network for network in NOT_PUBLIC)
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_private or newer)
 
 
-def checked(
-    url: str, allow_private: bool, ports: tuple[int, ...]
-) -> tuple[urllib.parse.SplitResult, int, list]:
-    """(parts, port, socket addresses) of a page that may be visited; else Skip("refused_hosts")."""
-    try:
-        parts = urllib.parse.urlsplit(url)
+def checked(url: str, allow_private: bool) -> tuple[SplitResult, int, list[tuple]]:
+    """(parts, port, socket addresses) of a page that may be visited; else Skip."""
+    with contextlib.suppress(ValueError, KeyError):  # no port, no such scheme, no name
+        parts = urlsplit(url)
         port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-        allowed = (
-            parts.hostname and not _NO_NAME & {*parts.hostname} and (not ports or port in ports)
-        )
-        addresses = resolve(parts.hostname, port) if allowed else []
-    except (ValueError, KeyError):  # no port, no such scheme, no name (UnicodeError)
-        raise Skip("refused_hosts") from None
-    # All of them: a name with a public and a private address is somebody's trick.
-    if not addresses or not (
-        allow_private or all(is_public(address[0]) for _, address in addresses)
-    ):
-        raise Skip("refused_hosts")
-    return parts, port, addresses
-
-
-def dial(addresses: list[tuple[int, tuple]], deadline: float) -> socket.socket:
-    """A connection to the first of these addresses that answers; each has its share of the time
-    that is left.
-    """
-    for more, (family, address) in zip(range(len(addresses) - 1, -1, -1), addresses, strict=True):
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(left(deadline) / (more + 1))
-            sock.connect(address)
-            return sock
-        except OSError:
-            sock.close()
-            if not more:
-                raise
-    raise AssertionError("unreachable")
+        usual = port in (80, 443) or allow_private  # what runs on this network seldom has port 80
+        if parts.hostname and not NO_NAME & {*parts.hostname} and usual:
+            addresses = resolve(parts.hostname, port)
+            # All of them: a name with a public and a private address is somebody's trick.
+            if addresses and (allow_private or all(is_public(host) for host, _ in addresses)):
+                return parts, port, addresses
+    raise Skip("refused")
 
 
 class Pinned(http.client.HTTPConnection):
@@ -186,73 +235,22 @@ class Pinned(http.client.HTTPConnection):
     still those of the name.
     """
 
-    def __init__(
-        self, host: str, port: int, addresses: list, deadline: float, tls: ssl.SSLContext | None
-    ):
+    def __init__(self, host: str, port: int, addresses: list, deadline: float, tls):
         super().__init__(host, port)
         self.addresses, self.deadline, self.tls = addresses, deadline, tls
         self.default_port = 443 if tls else 80
         self.response_class = partial(TimedResponse, deadline=deadline)
 
     def connect(self) -> None:
-        self.sock = dial(self.addresses, self.deadline)
+        for where in self.addresses:
+            with contextlib.suppress(OSError):
+                self.sock = socket.create_connection(where, left(self.deadline) / 2)
+                break
+        if self.sock is None:
+            raise ConnectionError("no address answers")
         self.sock.settimeout(left(self.deadline))
         if self.tls:
             self.sock = self.tls.wrap_socket(self.sock, server_hostname=self.host)
-
-
-# ------------------------------------------------------------------------------- bytes -> a passage
-
-
-def body_of(response: http.client.HTTPResponse, max_bytes: int) -> tuple[bytes, bool]:
-    """(the body, unpacked, at most `max_bytes` of it; was it cut off?)"""
-    body = bytearray()
-    while len(body) <= max_bytes and (piece := response.read1(65536)):
-        body += piece
-    if (
-        response.length and len(body) <= max_bytes
-    ):  # Trap: a connection that broke off looks like the end
-        raise Skip("connection_errors")
-    packing = (response.headers.get("Content-Encoding") or "identity").strip().lower()
-    if packing in ("gzip", "x-gzip"):
-        try:
-            body = zlib.decompressobj(31).decompress(
-                bytes(body), max_bytes + 1
-            )  # 31: a gzip header and no other
-        except zlib.error:
-            raise Skip("wrong_type") from None
-    elif packing != "identity":
-        raise Skip("wrong_type")
-    return bytes(body[:max_bytes]), len(body) > max_bytes
-
-
-def passage(text: str, query: str, words: int = 150) -> str:
-    """The window of `words` words with most distinct words of the query, the first of several.
-    Windows start every words / 5; up to five in a row hold the same spot, and the middle one of
-    them has something on both sides of it.
-
-    >>> passage("a b c d e Ana Bell was born here x y z", "where was Ana Bell born", words=5)
-    'Ana Bell was born here'
-    """
-    found, wanted, step = text.split(), set(tokenize(query)), max(words // 5, 1)
-    blocks = [
-        wanted & set(tokenize(" ".join(found[start : start + step])))
-        for start in range(0, len(found), step)
-    ]
-    scores = [
-        len(set().union(*blocks[i : i + 5])) for i in range(max(len(blocks) - 4, 1))
-    ]  # a window is five blocks
-    first = scores.index(max(scores))
-    ties = list(
-        takewhile(lambda score: score == scores[first] > 0, scores[first : first + 5])
-    )  # none found: the beginning
-    start = min((first + len(ties) // 2) * step, max(len(found) - words, 0))
-    return " ".join(found[start : start + words])[
-        : 10 * words
-    ]  # a script without spaces is one word to us
-
-
-# ----------------------------------------------------------------------------------- the search API
 
 
 def address(template: str, query: str, count: int) -> str:
@@ -261,510 +259,130 @@ def address(template: str, query: str, count: int) -> str:
     >>> address("http://host/search?q={query}&n={count}", "Ana & {count}", 9)
     'http://host/search?q=Ana%20%26%20%7Bcount%7D&n=9'
     """
-    query = urllib.parse.quote(one_line(query)[:MAX_QUERY], safe="", errors="replace")
+    query = quote(one_line(query)[:MAX_QUERY], safe="", errors="replace")
     return template.replace("{count}", str(count)).replace("{query}", query)
 
 
 def hits_of(reply: object) -> list[Hit]:
-    """The results in an API's reply, each address once: SearXNG {"results": [...]}, {"organic":
-    [...]}, {"webPages": {"value": [...]}}, {"web": {"results": [...]}}, or else the outermost list
-    of objects with a url or a link. Fields: url or link; title or name; content, snippet or
-    description. No such list: no results; but an "error" is a Fault.
+    """The results in an API's reply, each address once: SearXNG {"results": [...]}, Serper
+    {"organic": [...]}, Bing {"webPages": {"value": [...]}}, Brave {"web": {"results": [...]}}.
     """
-    hits: dict[str, Hit] = {}
-    for hit in filter(None, map(_hit, _results(reply))):
-        hits.setdefault(hit.url, hit)
-    error = (
-        reply.get("error") or reply.get("errors")
-        if isinstance(reply, dict)
-        else not isinstance(reply, list)
-    )
-    if error and not hits:
-        raise Fault(f"a reply without results: {shown(json.dumps(reply))}")
-    return list(hits.values())
-
-
-def _results(reply: object) -> list:
-    for path in (
-        ["results"],
-        ["organic"],
-        ["webPages", "value"],
-        ["web", "results"],
-    ):  # elsewhere: pictures, news
+    for path in (["results"], ["organic"], ["webPages", "value"], ["web", "results"]):
         value = reply
         for name in path:
             value = value.get(name) if isinstance(value, dict) else None
         if isinstance(value, list):
-            return value
-    level = [reply]
-    while level:  # from outside in
-        for value in level:
-            if isinstance(value, list) and any(map(_hit, value)):
-                return value
-        inner = [
-            value.values() if isinstance(value, dict) else value
-            for value in level
-            if isinstance(value, (dict, list))
-        ]
-        level = [value for values in inner for value in values]
-    return []
+            hits = [hit_of(result) for result in value if isinstance(result, dict)]
+            first = {hit.url: hit for hit in hits[::-1]}  # of one address the first
+            return [hit for hit in hits if hit.url and first[hit.url] is hit]
+    raise Fault("a reply without results")
 
 
-def _hit(result: object) -> Hit | None:
+def hit_of(result: dict) -> Hit:
     def field(*names: str) -> str:
-        given = (result.get(name) for name in names)
+        given = [result.get(name) for name in names]
         text = next((value for value in given if isinstance(value, str) and value.strip()), "")
-        return (
-            text.strip().encode(errors="replace").decode()
-        )  # JSON may hold half a character ("\ud800")
+        text = text.encode(errors="replace").decode()  # JSON may hold half a character ("\ud800")
+        return one_line(html.unescape(re.sub(r"</?\w+>", "", text)))  # some print in bold
 
-    if not isinstance(result, dict) or not (url := field("url", "link")):
-        return None
-    snippet = field("content", "snippet", "description")
-    snippet = (
-        parse_html(snippet, SILENT)[1] if "<" in snippet else snippet
-    )  # some APIs print what was found in bold
-    return Hit(
-        url.partition("#")[0], one_line(field("title", "name"))[:200], one_line(snippet)[:1000]
-    )
+    url = field("url", "link").partition("#")[0]
+    return Hit(url, field("title", "name")[:200], field("content", "snippet", "description")[:1000])
 
 
-# ----------------------------------------------------------------- kept, paced and done in parallel
-
-
-class Pace:
-    """At most `rate` calls per second, evenly spaced, over all threads; 0 is no limit."""
-
-    def __init__(self, rate: float):
-        self.interval, self.next, self.lock = 1 / rate if rate else 0.0, 0.0, threading.Lock()
-
-    def wait(self) -> None:
-        with self.lock:
-            now = time.monotonic()
-            turn = max(now, self.next)
-            self.next = turn + self.interval
-        time.sleep(turn - now)
-
-
-def in_parallel(work: Callable, jobs: list, threads: int, seconds: float) -> dict:
-    """{job: work(job, deadline)} of all jobs that are done within `seconds`; an exception stands
-    for itself.
-
-    Daemon threads and not a pool's: Python would wait for those at exit. A thread that is late ends
-    by itself, since every wait it does has the deadline; only the look-up of a name has the
-    system's own limit.
-    """
-    todo, done, stop = queue.SimpleQueue(), queue.SimpleQueue(), threading.Event()
-    deadline = time.monotonic() + seconds
-    for job in jobs:
-        todo.put(job)
-    for _ in range(min(threads, len(jobs))):
-        threading.Thread(target=_work, args=(work, deadline, todo, done, stop), daemon=True).start()
-    results = {}
-    try:
-        with contextlib.suppress(queue.Empty, TimeoutError):
-            while len(results) < len(jobs):
-                job, result = done.get(timeout=left(deadline))
-                results[job] = result
-    finally:
-        stop.set()
-    return results
-
-
-def _work(
-    work: Callable,
-    deadline: float,
-    todo: queue.SimpleQueue,
-    done: queue.SimpleQueue,
-    stop: threading.Event,
-) -> None:
-    with contextlib.suppress(queue.Empty):
-        while not stop.is_set():
-            job = todo.get_nowait()
-            try:
-                done.put((job, work(job, deadline)))
-            except Exception as error:  # whatever it is, somebody waits for a word
-                done.put((job, error))
-
-
-# ------------------------------------------------------------------------------------ the retriever
-
-
-class WebRetriever:
-    """Search the web through a search API.
-
-    template         its address, with {query} and, if the API takes one, {count}: 3k is put there
-                     (one that refuses so many wants a fixed number instead). SearXNG needs `json`
-                     among the formats of its settings.yml
-    SEARCH_API_KEY   of the environment is sent as `Authorization: Bearer KEY`, as `X-API-KEY: KEY`
-                     and as `X-Subscription-Token: KEY`: each API reads one of them
-    words            of a passage
-    rate             requests per second to the search API, over all threads and calls; 0: no limit
-    threads          requests under way at once, per call of `search`
-    api_seconds      per request to the search API
-    page_seconds     per page, redirects included; round_seconds: per round, all pages of all
-                     queries together
-    max_bytes        of a page, both as sent and unpacked
-    redirects        hops to follow
-    ports            where a page may lie; () is anywhere
-    allow_private    also read pages of this machine and its network
-    kept_pages, kept_queries    how many are remembered, in memory; 0 remembers none
-    """
-
-    needs_questions = False
-
-    def __init__(
-        self,
-        template: str,
-        *,
-        words: int = 150,
-        rate: float = 5.0,
-        threads: int = 32,
-        api_seconds: float = 8.0,
-        page_seconds: float = 5.0,
-        round_seconds: float = 8.0,
-        max_bytes: int = 2**20,
-        redirects: int = 4,
-        ports: tuple[int, ...] = (80, 443),
-        allow_private: bool = False,
-        kept_pages: int = 1000,
-        kept_queries: int = 10_000,
-    ):
-        if "{query}" not in template or "{" in host_of(
-            template, EXAMPLE
-        ):  # the policy must not choose the host
-            raise InputError(f"{template}: no place for the query: give {EXAMPLE}")
-        if not rate >= 0:
-            raise InputError(
-                f"--web_rate {rate:g}: requests per second to the search API: give 0 (no limit) or"
-                " more"
-            )
-        self.template, self.words, self.rate, self.threads = template, words, rate, threads
-        self.api_seconds, self.page_seconds, self.round_seconds = (
-            api_seconds,
-            page_seconds,
-            round_seconds,
-        )
-        self.max_bytes, self.redirects, self.ports, self.allow_private = (
-            max_bytes,
-            redirects,
-            tuple(ports),
-            allow_private,
-        )
-        key = os.environ.get("SEARCH_API_KEY", "").strip()
-        keys = (
-            {"Authorization": f"Bearer {key}", "X-API-KEY": key, "X-Subscription-Token": key}
-            if key
-            else {}
-        )
-        self.headers = {"User-Agent": HEADERS["User-Agent"], "Accept": "application/json", **keys}
-        self.tls, self.pace = ssl.create_default_context(), Pace(rate)
-        self.pages, self.queries, self.hits = LRU(kept_pages), LRU(kept_queries), LRU(kept_queries)
-        self.counts, self.lock = (
-            Counter(),
-            threading.Lock(),
-        )  # threads of a search that has ended may still be running
-        self.one_call = threading.Lock()
-        self.probe()
-
-    def probe(self) -> None:
-        """One request: is there a search API?"""
-        try:
-            self.ask(PROBE, 1, time.monotonic() + self.api_seconds + 1)
-        except Fault as fault:  # the part behind the ? may hold a key
-            raise InputError(
-                f"{self.template.partition('?')[0]}: no search results ({fault}): start the search"
-                f" API, correct the address ({EXAMPLE}), or set SEARCH_API_KEY"
-            ) from None
-
-    def seconds(self, queries: int, k: int) -> float:
-        """How long a call with so many queries may take: the bound above."""
-        return self.api_bound(queries) + ROUNDS * self.round_seconds + 0.005 * queries * k
-
-    def api_bound(self, queries: int) -> float:
-        return queries * self.pace.interval + math.ceil(queries / self.threads) * self.api_seconds
-
-    def search(self, queries: list[str], k: int) -> list[list[Document] | None]:
-        """At most k documents each, in the API's order; None for a query that the API failed.
-        Raises fetch.Fault if none of the call was answered, now or before.
-        """
-        if k <= 0:
-            return [[] for _ in queries]
-        with self.one_call:
-            return self.search_now(queries, k)
-
-    def search_now(self, queries: list[str], k: int) -> list[list[Document] | None]:
-        found = {query: self.queries.get((query, k)) for query in queries}
-        missing = [
-            query for query, documents in found.items() if documents is None and query.strip()
-        ]
-        self.count(
-            queries=len(found),
-            cached_queries=sum(documents is not None for documents in found.values()),
-        )
-        hits, fault = self.ask_all(missing, k)
-        pages = self.read_all(hits, k)
-        for query in hits:
-            found[query] = self.documents(query, hits[query], pages, k)
-            if found[query]:  # nothing found may be an API's bad day
-                self.queries.put((query, k), found[query])
-        if fault and all(documents is None for documents in found.values()):
-            raise fault
-        found |= {query: [] for query in found if not query.strip()}
-        return [None if found[query] is None else list(found[query]) for query in queries]
-
-    # the search API
-
-    def ask(self, query: str, k: int, deadline: float) -> list[Hit]:
-        """One request. Its hits are kept even if they come too late for this call."""
-        self.pace.wait()
-        seconds = min(self.api_seconds, left(deadline))
-        url = address(self.template, query, ROUNDS * k)
-        hits = hits_of(fetch_json(url, timeout=seconds, max_bytes=API_BYTES, headers=self.headers))[
-            : ROUNDS * k
-        ]
-        if hits:
-            self.hits.put((query, k), hits)
-        return hits
-
-    def ask_all(self, queries: list[str], k: int) -> tuple[dict[str, list[Hit]], Fault | None]:
-        """(the hits of every query that was answered, now or before; the fault of one that was
-        not)
-        """
-        kept = {query: self.hits.get((query, k)) for query in queries}
-        asked = [query for query in queries if kept[query] is None]
-        work, fault = lambda query, deadline: self.ask(query, k, deadline), None
-        replies = in_parallel(work, asked, self.threads, self.api_bound(len(asked)))
-        hits = {query: found for query, found in kept.items() if found is not None}
-        for query in asked:
-            reply = replies.get(query, TimeoutError())
-            if isinstance(reply, Exception):
-                reply = (
-                    reply
-                    if isinstance(reply, Fault)
-                    else Fault(f"no answer in time ({type(reply).__name__})")
-                )
-                fault = fault or (
-                    reply if reply.retry or reply.down else None
-                )  # else it is this query's own
-            if not isinstance(reply, Fault) or not (reply.retry or reply.down):
-                hits[query] = [] if isinstance(reply, Fault) else reply
-            self.count(api_calls=1, api_faults=isinstance(reply, Fault), no_results=reply == [])
-        return hits, fault
-
-    # pages
-
-    def read_all(self, hits: dict[str, list[Hit]], k: int) -> dict[str, Page | None]:
-        """{address: page, or None}, in up to three rounds of k per query."""
-        pages: dict[str, Page | None] = {}
-        for first in range(0, ROUNDS * k, k):
-            short = [
-                found
-                for found in hits.values()
-                if sum(pages.get(hit.url) is not None for hit in found) < k
-            ]
-            # The best result of every query before the second best of any: the round may end early.
-            urls = [
-                found[rank].url
-                for rank in range(first, first + k)
-                for found in short
-                if rank < len(found)
-            ]
-            pages |= self.read_round([url for url in dict.fromkeys(urls) if url not in pages])
-        return pages
-
-    def read_round(self, urls: list[str]) -> dict[str, Page | None]:
-        """These pages, kept ones or fetched."""
-        pages = {url: self.pages.get(url) for url in urls}
-        missing = [url for url in urls if pages[url] is None]
-        self.count(cached=len(urls) - len(missing))
-        outcomes = in_parallel(self.read, missing, self.threads, self.round_seconds)
-        for url in missing:
-            outcome = outcomes.get(url, TimeoutError())
-            self.count(**{reason_of(outcome): 1})
-            if isinstance(outcome, Page):
-                self.count(too_large=outcome.cut)
-                pages[url] = outcome
-        return pages
-
-    def read(self, url: str, deadline: float) -> Page:
-        """One page over the network. It is kept even if it comes too late for this round."""
-        page = self.fetch_page(url, min(deadline, time.monotonic() + self.page_seconds))
-        self.pages.put(url, page)
-        return page
-
-    def fetch_page(self, url: str, deadline: float) -> Page:
-        for _ in range(self.redirects + 1):
-            parts, port, addresses = checked(url, self.allow_private, self.ports)
-            tls = self.tls if parts.scheme == "https" else None
-            with contextlib.closing(
-                Pinned(parts.hostname, port, addresses, deadline, tls)
-            ) as connection:
-                connection.request("GET", selector(parts), headers=HEADERS)
-                with connection.getresponse() as response:
-                    if response.status not in REDIRECTS or not (
-                        onward := response.headers.get("Location")
-                    ):
-                        return page_of(response, self.max_bytes)
-            url = urllib.parse.urljoin(url, onward)
-        raise Skip("redirects")
-
-    def documents(
-        self, query: str, hits: list[Hit], pages: dict[str, Page | None], k: int
-    ) -> list[Document]:
-        """The first k pages that were read, then snippets for what is missing; in the order of the
-        hits.
-        """
-        read = [hit for hit in hits if pages.get(hit.url)][:k]
-        told = [hit for hit in hits if not pages.get(hit.url) and hit.snippet][: k - len(read)]
-        self.count(
-            documents=len(read) + len(told),
-            snippets=len(told),
-            empty_slots=k - len(read) - len(told),
-        )
-        chosen = {*read, *told}
-        return [self.document(query, hit, pages.get(hit.url)) for hit in hits if hit in chosen]
-
-    def document(self, query: str, hit: Hit, page: Page | None) -> Document:
-        title, text = (page.title, page.text) if page else (hit.title, hit.snippet)
-        return Document(hit.url, title or hit.title, passage(text, query, self.words))
-
-    # what happened
-
-    def count(self, **more: int) -> None:
-        with self.lock:
-            for name, number in more.items():
-                self.counts[name] += number
-
-    def report(self) -> str:
-        """One line for a log: what was asked, what was read, and why slots are empty."""
-        by = "trafilatura" if importlib.util.find_spec("trafilatura") else "html.parser"
-        counts = ", ".join(
-            f"{name} {number}" for name, number in sorted(self.counts.items()) if number
-        )
-        return f"web (text by {by}): {counts or 'nothing asked'}"
-
-
-def selector(parts: urllib.parse.SplitResult) -> str:
-    """What a GET asks for: path and query, with everything quoted that is not yet."""
-    quoted = [
-        urllib.parse.quote(part, safe="%/:=&?~+!$,;'@()*[]")
-        for part in (parts.path or "/", parts.query)
-    ]
-    return "?".join(quoted) if parts.query else quoted[0]
-
-
-def page_of(response: http.client.HTTPResponse, max_bytes: int) -> Page:
-    """What a server sent, as a page with text; else Skip."""
-    kind = (
-        response.headers.get_content_type() if response.headers.get("Content-Type") else "unknown"
-    )
+def page_of(response: http.client.HTTPResponse) -> Page:
+    """What a server sent, cut at MAX_PAGE; else Skip."""
+    kind = response.headers.get_content_type() if "Content-Type" in response.headers else ""
+    packed = response.headers.get("Content-Encoding", "identity").strip().lower() != "identity"
     if response.status != 200:
         raise Skip("http_errors")
-    if kind not in (*HTML, "text/plain"):
+    if kind not in ("text/html", "application/xhtml+xml", "text/plain") or packed:
         raise Skip("wrong_type")
-    body, cut = body_of(response, max_bytes)
-    text = decode(body, response.headers.get_content_charset())
-    title, text = html_to_text(text) if kind in HTML else ("", lines(text))
-    if not text:
+    body = bytearray()
+    while len(body) < MAX_PAGE and (piece := response.read1(65536)):
+        body += piece
+    text = decode(bytes(body[:MAX_PAGE]), response.headers.get_content_charset())
+    page = Page("", text[:MAX_TEXT]) if kind == "text/plain" else html_to_text(text)
+    if not page.text.strip():
         raise Skip("empty")
-    return Page(title, text, cut)
+    return page
 
 
-def reason_of(outcome: object) -> str:
-    """The counter of what a visit led to."""
-    if isinstance(outcome, Page):
-        return "fetched"
-    if isinstance(outcome, Skip):
-        return str(outcome)
-    if isinstance(outcome, TimeoutError):
-        return "timeouts"
-    if isinstance(outcome, (OSError, http.client.HTTPException)):
-        return "connection_errors"
-    return "refused_hosts" if isinstance(outcome, ValueError) else "unexpected"
+def decode(body: bytes, charset: str | None) -> str:
+    """By the header's charset, a meta tag's, or else as UTF-8. Never raises."""
+    meta = re.search(rb"(?i)<meta[^>]{0,200}?charset\s*=\s*[\"']?([\w-]{1,40})", body[:4096])
+    name = charset or (meta[1].decode() if meta else "utf-8")
+    # Trap: Python also knows codecs that no page is written in, some of them very slow.
+    usual = re.match(r"(?i)utf-?(8|16)|iso|windows|cp\d|koi8|gb|big5|euc|shift|ascii|latin", name)
+    with contextlib.suppress(LookupError, ValueError):
+        return body.decode(name if usual else "utf-8", errors="replace")
+    return body.decode(errors="replace")
 
 
-# ------------------------------------------------------------------------------------ on one screen
-
-_PAGES = {
-    "/ana": (
-        "<title>Ana Bell</title><nav>Home | Maps</nav><p>Ana Bell was born in Kelmouth.<p>She draws"
-        " maps of the coast."
-    ),
-    "/kelmouth": (
-        "<title>Kelmouth</title><h1>The town</h1><p>Kelmouth is a harbour city in the north of"
-        " Norland."
-    ),
-}
-_PATHS = ("/ana", "/slow", "/missing", "/loop", "/huge", "/kelmouth", "/ana")
+SILENT = {*"script style noscript svg template iframe select nav header footer aside".split()}
+INLINE = {*"a b i em strong span sup sub small code u".split()}
 
 
-class _Site(BaseHTTPRequestHandler):
-    """A search API and a small site for the demonstration; most of its pages fail, each in its own
-    way.
+class Reader(HTMLParser):
+    """The title, and the text outside of scripts and menus; a tag not INLINE ends a line."""
+
+    def __init__(self):
+        super().__init__()
+        self.title, self.pieces, self.tag, self.silent = "", [], "", ""
+        self.until = time.thread_time() + PARSE_SECONDS
+
+    def handle_starttag(self, tag, attrs):
+        self.silent = self.silent or (tag if tag in SILENT else "")
+        self.tag = tag
+        self.pieces.append("" if tag in INLINE else "\n")
+
+    def handle_endtag(self, tag):
+        self.silent = "" if tag == self.silent else self.silent
+        self.tag = ""
+        self.pieces.append("" if tag in INLINE else "\n")
+
+    def handle_data(self, data):
+        if self.tag == "title" and not self.silent:
+            self.title += data
+        elif not self.silent:
+            self.pieces.append(data)
+        # Trap: "<a <a <a ..." makes html.parser quadratic; each of its steps passes here.
+        if time.thread_time() > self.until:
+            raise ValueError("enough")
+
+
+def html_to_text(page: str) -> Page:
+    """Title and text, by `trafilatura` where it is installed. Never raises.
+
+    >>> html_to_text("<title>Ana</title><nav>menu</nav><p>Ana &amp; Bo<p>left <b>Kel</b>mouth")
+    Page(title='Ana', text='Ana & Bo\\nleft Kelmouth')
     """
+    reader, main = Reader(), ""
+    with contextlib.suppress(AssertionError, ValueError, RecursionError):  # it asserts things
+        reader.feed(page)
+        reader.close()
+    with contextlib.suppress(Exception):  # not installed; or a page that it stumbles over
+        import trafilatura  # optional extra
 
-    def do_GET(self):
-        with contextlib.suppress(OSError):
-            self.answer(self.path.partition("?")[0])
-
-    def answer(self, path: str):
-        if path == "/slow":
-            time.sleep(1.5)
-        if path == "/loop":
-            return self.send(302, "", Location="/loop")
-        if path == "/search":
-            base = f"http://{self.headers['Host']}"
-            results = [
-                {"url": base + p, "title": p[1:], "content": f"What the API says of {p[1:]}."}
-                for p in _PATHS
-            ]
-            return self.send(200, json.dumps({"results": results}), "application/json")
-        if path == "/huge":
-            self.send(200, "<title>Tidewerk</title><p>" + "Tidewerk builds lanterns. " * 1000)
-            while True:
-                self.wfile.write(b"On and on. " * 1000)
-        self.send(200 if path in _PAGES else 404, _PAGES.get(path, "no such page"))
-
-    def send(self, status: int, text: str, kind: str = "text/html", **headers: str):
-        self.send_response(status)
-        for name, value in {"Content-Type": kind, **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_):
-        pass
+        main = trafilatura.extract(page, include_comments=False) or ""
+    lines = map(one_line, (main or "".join(reader.pieces))[:MAX_TEXT].splitlines())
+    return Page(one_line(reader.title)[:200], "\n".join(filter(None, lines)))
 
 
-def main() -> None:
-    parser = FlagParser(description="Search the web; without --api, a site of this file's own.")
-    parser.add_argument("query", nargs="?", default="where was ana bell born")
-    parser.add_argument("--api", default="", help=f"address of a search API, e.g. '{EXAMPLE}'")
-    parser.add_argument("-k", type=int, default=3, help="how many documents")
-    args = parser.parse_args()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Site)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    own = {
-        "allow_private": True,
-        "ports": (),
-        "page_seconds": 0.5,
-        "round_seconds": 1.0,
-        "words": 20,
-    }
-    template = args.api or f"http://127.0.0.1:{server.server_port}/search?format=json&q={{query}}"
-    web = WebRetriever(template, **{} if args.api else own)
-    for turn in ("first", "again"):
-        start = time.perf_counter()
-        documents = web.search([args.query], args.k)[0]
-        print(f"{turn}: {len(documents)} documents in {time.perf_counter() - start:.3f} s")
-    for document in documents:
-        print(f"    [{document.id}] {document.title}: {document.text}")
-    print(web.report())
-    server.shutdown()
-    server.server_close()
+def one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
-if __name__ == "__main__":
-    run_main(main)
+def window(text: str, query: str, words: int = WORDS) -> str:
+    """The window of `words` words with most distinct words of the query, the first of several.
+
+    >>> window("a b c d e Ana Bell was born here x y z", "where was Ana Bell born", words=5)
+    'e Ana Bell was born'
+    """
+    found, wanted, step = text.split(), {*tokenize(query)}, max(words // 5, 1)
+    best, most = 0, -1
+    for start in range(0, max(len(found) - words, 0) + step, step):
+        shared = len(wanted & {*tokenize(" ".join(found[start : start + words]))})
+        if shared > most:
+            best, most = start, shared
+    # A script without spaces is one word to us.
+    return " ".join(found[best : best + words])[: 10 * words]

@@ -1,32 +1,24 @@
 """Many rows at different places in one key-value cache: the fast twin of the loop's `generate`.
 
-    slot 0  [prompt | sampled | documents | sampl>              ]  decodes
-         1  [prompt | sam>                                      ]  decodes: the first n slots are
-            what a step computes
-         2  [prompt | sampled, a query>                         ]  waits for its documents
-         3  [prompt | ...                                       ]  free; its prompt still serves the
-            next sample of the group
+    slot 0  [prompt | sampled | documents | sampl>   ]  decodes
+         1  [prompt | sam>                           ]  decodes: a step computes the first n slots
+         2  [prompt | sampled, a query>              ]  waits for its documents
+         3  [prompt | ...                            ]  free: its prompt serves others of its group
 
-    to catch up   all tokens of a row but the last: copied from a slot that holds them, else one
-    forward of what is missing
-    to decode     last tokens [n, 1] -> logits [n, V] -> a token for each row, until one of them may
-                  have ended its turn
+    catch up   the keys of all tokens of a row but the last: copied from a slot that holds them, or
+               computed by one forward of what is missing
+    decode     last tokens [n, 1] -> logits [n, V] -> a token for each row, until a turn may be over
 
-HF `generate` has all rows at one place: it pads, waits for the slowest row, and computes every row
-again at each turn. Here a row has a length of its own. That needs three things from a causal LM and
-no change to its code: its forward takes position ids, a 4D attention mask, and a `Cache` whose
-`update` says where keys go and which are read. One rule does the rest:
+HF `generate` has all rows at one place: it pads, waits for the slowest, and computes every row
+again at each turn. Here a row has a length of its own. A causal LM needs no change for that: its
+forward takes position ids, a 4D mask, and a `Cache` that says where keys go and which are read.
 
-    token i of a row stands at place i of its slot, has position i, and sees the places j <= i.
+    token i of a row stands at place i of its slot, has position i, and sees the places j <= i
 
 So nothing is ever erased: what an earlier row left behind a row's end is not seen, and is
-overwritten when the row gets there. The prompt of a group is computed once; documents are appended
-in one chunk while other rows wait their turn in place; a finished row's slot goes to the next one.
-The engine knows no tags: it is told which tokens to stop at and who decides.
+overwritten when the row gets there. The engine knows no tags: `rollout.StopRule` ends turns.
 
-Left out: paging (a slot is as long as the longest row may become; on CPUs memory is only taken as
-it is filled) and layers with a sliding window. Not run: anything on a GPU; of the recording all but
-the CUDA calls themselves is tested.
+Left out: paging (a slot is as long as the longest row may become) and layers with a sliding window.
 """
 
 from __future__ import annotations
@@ -35,56 +27,64 @@ import contextlib
 import functools
 import math
 import mmap
-import os
+import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
+import psutil
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
-from errors import run_main
+from errors import setting
+from policy import Policy, evaluating
+from rollout import Environment, StopRule, end_ids, play_by_turns
 from scale.packing import FAMILIES, windowed
+from trajectory import Trajectory
 
-BLOCK = {
-    "cpu": 16,
-    "cuda": 64,
-}  # keys are read up to the longest live row, rounded up to so many places
+# Keys are read up to the longest live row, rounded up to so many places.
+BLOCK = {"cpu": 16, "cuda": 64}
 RECORDED = 512  # the same of a recorded step: one recording for each width
 CHUNK = {"cpu": 256, "cuda": 4096}  # padded tokens of one catching-up forward: bounds its memory
 SHARE = 0.8  # of the free memory that slots may take
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    engine: str = setting(
+        "slots",
+        "what samples: slots; graphs: slots with recorded decoding on a GPU; hf: plain generate",
+        one_of=("slots", "graphs", "hf"),
+    )
+    sampling_copy: str = setting(
+        "auto",
+        "of the weights, for a rollout: bf16, none; auto: bf16 on a GPU, not of int8",
+        one_of=("auto", "bf16", "none"),
+    )
 
 
 # ---------------------------------------------------------------------------------------- the cache
 
 
 class SlotCache(Cache):
-    """Keys and values of fixed slots. Before each forward `aim` says which slots it is about, and
-    where in them.
+    """Keys and values of fixed slots. Before each forward the engine sets what it is about:
+
+    write   (slots [n, 1], positions [n, C]): where its keys go
+    read    the same slots; a slice gives a view where an index would copy
+    width   how many places of them it reads
     """
 
     def __init__(self, slots: int, size: int):
         super().__init__(layers=[])  # of the base class only its type is used
         self.slots, self.size = slots, size
-        self.keys: list[
-            torch.Tensor
-        ] = []  # per layer [slots, size + 1, heads, D]; the last place is for padding
+        # Per layer [slots, size + 1, heads, D]; the last place is for padding.
+        self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
-    def aim(
-        self, slots: torch.Tensor, read: slice | torch.Tensor, positions: torch.Tensor, width: int
-    ) -> None:
-        """Write to `positions` [n, C] of `slots` [n]; read the first `width` places of `read`, the
-        same slots (a slice is a view where an index would copy).
-        """
-        self.write, self.read, self.width = (slots[:, None], positions), read, width
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_, **__
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by every attention layer with [n, heads, C, D] -> keys and values to attend to,
-        [n, heads, width, D].
-        """
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_, **__):
+        """Each layer gives [n, heads, C, D] and attends to what it gets, [n, heads, width, D]."""
         if layer_idx == len(self.keys):
             self.keys.append(self._allocate(keys))
             self.values.append(self._allocate(values))
@@ -97,16 +97,13 @@ class SlotCache(Cache):
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         # Under autocast the keys come out of the rotation in fp32, and attention would round all of
         # them at every step.
-        device = like.device.type
-        dtype = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
-        )
+        device, dtype = like.device.type, like.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         shape = (self.slots, self.size + 1, like.shape[1], like.shape[3])
-        return (
-            untouched(shape, dtype)
-            if device == "cpu"
-            else torch.zeros(shape, dtype=dtype, device=like.device)
-        )
+        if device == "cpu":
+            return untouched(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=like.device)
 
     def copy(self, source: int, target: int, length: int) -> None:
         for held in self.keys + self.values:
@@ -120,28 +117,20 @@ class SlotCache(Cache):
 
 
 def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on a CPU that take memory where they are written, and not before: a slot is longer than
-    most of its rows.
+    """Zeros on a CPU that take memory only where they are written: slots are longer than most rows.
 
-    Zeros, because places not yet written are masked, but 0 weight times what an empty tensor may
-    hold (NaN) is NaN.
+    Zeros, because places not yet written are masked, but weight 0 times NaN is NaN.
     """
-    memory = mmap.mmap(
-        -1, math.prod(shape) * dtype.itemsize
-    )  # fresh pages, zero by the kernel's word
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)  # fresh pages are zero
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        # A page of 2 MB would span several slots and take all of them at once.
         with contextlib.suppress(OSError):
-            memory.madvise(
-                mmap.MADV_NOHUGEPAGE
-            )  # a page of 2 MB would span several slots and take all of them at once
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def grouped_attention(
-    module, query, keys, values, mask, scaling=None, **_
-) -> tuple[torch.Tensor, None]:
-    """Attention over the slots: query [n, heads, C, D], keys and values [n, kv, width, D], mask [n,
-    1, C, width].
+def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
+    """query [n, heads, C, D], keys and values [n, kv, width, D], mask [n, 1, C, width].
 
     The heads / kv queries that share a key head become rows of one query matrix, so no key is
     repeated in memory.
@@ -173,13 +162,10 @@ def attending_to_slots(model):
 
 @dataclass(eq=False)
 class Row:
-    """A text that grows in a slot. `ids` are all its tokens, of which the first `cached` have keys
-    in the slot.
+    """A text that grows in a slot. Of its `ids`, the first `cached` have keys in the slot.
 
-    turn, logprobs   what it has sampled since it was added or resumed, and with which log-probs; at
-                     most `room` tokens
-    state            "live" (decodes), "waiting" (its turn is over, for `reason`), "free" (its slot
-                     may be taken)
+    turn, logprobs   what it has sampled since it was added or resumed; at most `room` tokens
+    state            "live" (decodes), "waiting" (its turn is over, for `reason`), "free"
     """
 
     owner: object
@@ -193,56 +179,40 @@ class Row:
 
     @property
     def missing(self) -> int:
-        """Tokens to compute before it can decode: all but the last, which the next decoding step
-        takes.
-        """
+        """Tokens to compute before it can decode: the next step takes the last one itself."""
         return len(self.ids) - 1 - self.cached
 
 
 class Engine:
-    """Add rows while there are free slots, `decode`, and resume or release each row whose turn is
-    over.
+    """Add rows while there are free slots, `decode`, resume or release each row whose turn is over.
 
-    watched   token ids that may end a turn; `reason(turn, room)` says whether one did (None: it
-              goes on)
+    rule     ends turns: `watched` token ids may, and `reason(turn, room)` says whether one did
+    graphs   decoding steps are recorded as CUDA graphs
     """
 
     def __init__(
-        self,
-        model,
-        slots: int,
-        size: int,
-        watched: set[int],
-        reason: Callable[[list[int], int], str | None],
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        graphs: bool = False,
+        self, model, slots: int, size: int, rule, temperature: float = 1.0, top_p: float = 1.0
     ):
-        self.model, self.device, self.reason, self.watched = model, model.device, reason, watched
-        self.temperature, self.top_p, self.graphs = temperature, top_p, graphs
+        self.model, self.device, self.rule, self.graphs = model, model.device, rule, False
+        self.temperature, self.top_p = temperature, top_p
         self.block = BLOCK.get(self.device.type, 64)
-        size = (
-            -(-size // self.block) * self.block
-        )  # an attention mask of an even width is what GPU kernels want
+        size = -(-size // self.block) * self.block  # GPU kernels want a mask of an even width
         self.cache = SlotCache(slots, size)
         self.rows: list[Row | None] = [None] * slots  # row i is in slot i
         self.slot_ids = torch.arange(slots, device=self.device)
         self.places = torch.arange(size, device=self.device)
-        self.alarm = torch.zeros(
-            model.get_output_embeddings().weight.shape[0], dtype=torch.bool
-        )  # [V]
-        self.alarm[[i for i in watched if i < len(self.alarm)]] = True
+        vocab = model.get_output_embeddings().weight.shape[0]
+        self.alarm = torch.zeros(vocab, dtype=torch.bool)  # [V]
+        self.alarm[[i for i in rule.watched if i < vocab]] = True
         self.alarm = self.alarm.to(self.device)
-        self.recordings: dict[
-            tuple[int, int], Recording
-        ] = {}  # of a decoding step, by (slots, width)
+        self.recordings: dict[tuple[int, int], Recording] = {}  # by (slots, width)
 
     def in_state(self, state: str) -> list[Row]:
         return [row for row in self.rows if row and row.state == state]
 
     @property
     def vacant(self) -> list[int]:
-        return [slot for slot, row in enumerate(self.rows) if row is None or row.state == "free"]
+        return [slot for slot, row in enumerate(self.rows) if not row or row.state == "free"]
 
     @property
     def taken(self) -> int:
@@ -259,14 +229,8 @@ class Engine:
 
     def resume(self, row: Row, ids: list[int], room: int) -> None:
         """Another turn for a row that waited; `ids` are all its tokens, with what was appended."""
-        row.ids, row.room, row.turn, row.logprobs, row.reason, row.state = (
-            list(ids),
-            room,
-            [],
-            [],
-            None,
-            "live",
-        )
+        row.ids, row.room, row.state, row.reason = list(ids), room, "live", None
+        row.turn, row.logprobs = [], []
 
     def release(self, row: Row) -> None:
         row.state = "free"
@@ -274,17 +238,11 @@ class Engine:
     # ---------------------------------------------------------------------------------- catching up
 
     def donor(self, row: Row) -> int | None:
-        """A slot that holds all that `row` is missing: of another sample of its prompt, free or
-        not.
-        """
+        """A slot, free or not, that holds all that `row` is missing: a sample of its prompt."""
         need = len(row.ids) - 1
         for slot, held in enumerate(self.rows):
-            if (
-                held
-                and held is not row
-                and held.cached >= need
-                and held.ids[:need] == row.ids[:need]
-            ):
+            other = held and held is not row and held.cached >= need
+            if other and held.ids[:need] == row.ids[:need]:
                 return slot
         return None
 
@@ -294,9 +252,7 @@ class Engine:
             self.cache.copy(donor, slot, row.cached)
 
     def catch_up(self) -> None:
-        """Every live row's tokens but its last one get their keys. Equal texts, as of one prompt,
-        are computed once.
-        """
+        """Live rows' tokens but the last get their keys. Equal texts are computed once."""
         behind = [row for row in self.in_state("live") if row.missing]
         self.prefill(list({tuple(row.ids): row for row in behind}.values()))
         for row in behind:
@@ -304,20 +260,19 @@ class Engine:
                 self.share(self.donor(row), self.rows.index(row), row)
 
     def prefill(self, rows: list[Row]) -> None:
-        """Forwards of at most CHUNK padded tokens, rows that miss about as much together, a row
-        that misses more in pieces. No head: nothing is sampled.
+        """Forwards of at most CHUNK padded tokens, without the head. Rows that miss about as much
+        go together, a row that misses more goes in pieces.
         """
         most = CHUNK.get(self.device.type, 2048)
         while rows := sorted((row for row in rows if row.missing), key=lambda row: row.missing):
             longest = min(rows[-1].missing, most)
             batch = rows[-max(1, most // longest) :]
             chunks = [row.ids[row.cached : row.cached + min(row.missing, longest)] for row in batch]
-            tokens = torch.tensor(
-                [chunk + [0] * (longest - len(chunk)) for chunk in chunks], device=self.device
-            )  # [n, C]
-            # Padding gets places behind the row's end too: not seen, and overwritten later; at the
-            # slot's end, its last place.
-            starts = torch.tensor([[row.cached] for row in batch], device=self.device)
+            padded = [chunk + [0] * (longest - len(chunk)) for chunk in chunks]
+            tokens = torch.tensor(padded, device=self.device)  # [n, C]
+            # Padding stands behind its row's end, not seen and overwritten later; at the slot's end
+            # in the last place.
+            starts = torch.tensor([[row.cached] for row in batch], device=self.device)  # [n, 1]
             positions = (starts + self.places[:longest]).clamp(max=self.cache.size)  # [n, C]
             slots = torch.tensor([self.rows.index(row) for row in batch], device=self.device)
             self.aim(slots, slots, positions, max(row.cached for row in batch) + longest)
@@ -328,9 +283,7 @@ class Engine:
     # ------------------------------------------------------------------------------------- decoding
 
     def decode(self) -> list[Row]:
-        """The live rows sample until at least one's turn is over. Those rows wait then, with the
-        reason.
-        """
+        """Live rows sample until at least one's turn is over; such rows wait then."""
         over: list[Row] = []
         while not over and (live := self.in_state("live")):
             self.arrange(len(live))
@@ -340,27 +293,18 @@ class Engine:
         return over
 
     def arrange(self, count: int) -> None:
-        """Bring the live rows into the first `count` slots: a step then reads a view of the cache,
-        not a copy.
-        """
-        places = [
-            slot
-            for slot in range(count)
-            if not (self.rows[slot] and self.rows[slot].state == "live")
-        ]
-        strays = [
-            slot
-            for slot in range(count, len(self.rows))
-            if self.rows[slot] and self.rows[slot].state == "live"
-        ]
+        """Live rows move into the first `count` slots: a step then reads a view of the cache."""
+        live = [bool(row) and row.state == "live" for row in self.rows]
+        places = [slot for slot in range(count) if not live[slot]]
+        strays = [slot for slot in range(count, len(live)) if live[slot]]
         for a, b in zip(places, strays, strict=True):
             out, row = self.rows[a], self.rows[b]
             if out and out.state == "waiting":
                 self.cache.swap(a, b, max(out.cached, row.cached))
-                self.rows[a], self.rows[b] = row, out
             else:
                 self.cache.copy(b, a, row.cached)
-                self.rows[a], self.rows[b] = row, None
+                out = None
+            self.rows[a], self.rows[b] = row, out
 
     def sample(self, rows: list[Row]) -> list[Row]:
         """Steps up to the first watched token or the first full turn. On a GPU the look at `alarm`
@@ -384,8 +328,8 @@ class Engine:
         row.turn += ids
         row.logprobs += logprobs
         row.cached += len(ids)
-        if ids[-1] in self.watched or len(row.turn) >= row.room:
-            row.reason = self.reason(row.turn, row.room)
+        if ids[-1] in self.rule.watched or len(row.turn) >= row.room:
+            row.reason = self.rule.reason(row.turn, row.room)
         row.state = "waiting" if row.reason else "live"
         return bool(row.reason)
 
@@ -401,50 +345,40 @@ class Engine:
 
     def replay(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         """The same from a recording, which is of one shape: slots are rounded up to a power of two,
-        the width to RECORDED. The slots too many are computed at their last place, where nobody
-        looks.
+        the width to RECORDED. The slots too many compute at their last place, where nobody looks.
         """
-        count, width = len(tokens), self.rounded(width, RECORDED)
+        count = len(tokens)
         slots = min(1 << (count - 1).bit_length(), self.cache.slots)
-        tokens = torch.nn.functional.pad(tokens, (0, 0, 0, slots - count))  # [slots, 1]
-        positions = torch.nn.functional.pad(
-            positions, (0, 0, 0, slots - count), value=self.cache.size
-        )
+        tokens = pad(tokens, (0, 0, 0, slots - count))  # [slots, 1]
+        positions = pad(positions, (0, 0, 0, slots - count), value=self.cache.size)
+        width = self.rounded(width, RECORDED)
         if (slots, width) not in self.recordings:
-            self.cache.aim(self.slot_ids[:slots], slice(slots), positions, width)
-            pool = next((recording.graph.pool() for recording in self.recordings.values()), None)
-            self.recordings[slots, width] = Recording(
-                self.forward, tokens, positions, self.cache, pool
-            )
+            self.aim(self.slot_ids[:slots], slice(slots), positions, width)
+            self.recordings[slots, width] = Recording(self, tokens, positions)
         return self.recordings[slots, width](tokens, positions)[:count]
+
+    def aim(self, slots, read: slice | torch.Tensor, positions, width: int) -> None:
+        self.cache.write, self.cache.read = (slots[:, None], positions), read
+        self.cache.width = self.rounded(width, self.block)
 
     def rounded(self, width: int, block: int) -> int:
         return min(-(-width // block) * block, self.cache.size)
 
-    def aim(self, slots, read, positions, width: int) -> None:
-        self.cache.aim(slots, read, positions, self.rounded(width, self.block))
-
     def inputs(self, tokens: torch.Tensor, positions: torch.Tensor) -> dict:
-        hidden = (
-            self.places[: self.cache.width] > positions[..., None]
-        )  # [n, C, width]: place j is seen from i where j <= i
-        # added to the attention's scores; a mask of bools would be made into this one anew in every
-        # layer
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(
-            hidden, float("-inf")
-        )
+        """Place j is seen from i where j <= i."""
+        hidden = self.places[: self.cache.width] > positions[..., None]  # [n, C, width]
+        # Added to the scores: a mask of bools would be made into this one anew in every layer.
+        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
         return {
             "input_ids": tokens,
             "position_ids": positions,
-            "attention_mask": mask[:, None],
+            "attention_mask": mask.masked_fill_(hidden, float("-inf"))[:, None],
             "past_key_values": self.cache,
             "use_cache": True,
         }
 
     def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, V] -> a token for each row and its log-prob under the full distribution, [n, 1]
-        each.
-        """
+        """[n, V] -> a token for each row and its log-prob in the full distribution, [n, 1] each."""
         scores = logits.float() / (self.temperature or 1.0)
         if not self.temperature:
             tokens = scores.argmax(-1, keepdim=True)
@@ -454,20 +388,37 @@ class Engine:
         return tokens, scores.gather(1, tokens) - scores.logsumexp(-1, keepdim=True)
 
 
+def pick(probabilities: torch.Tensor) -> torch.Tensor:
+    """[n, V] -> one index of each row, [n, 1]: where the running sum passes a uniform number.
+
+    On CPUs that is 2 to 10 times faster than multinomial, which draws V numbers per row. In fp64:
+    fp32 rounds away the small probabilities at the end of a long sum. (On GPUs a running sum may
+    differ from run to run: not for seeds.)
+    """
+    if probabilities.is_cuda:
+        return torch.multinomial(probabilities, 1)
+    sums = probabilities.cumsum(-1, dtype=torch.float64)  # [n, V]
+    points = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
+    found = torch.searchsorted(sums, points, right=True)  # right: never one of probability 0
+    return found.clamp(max=sums.shape[1] - 1)
+
+
 class Recording:
     """A decoding step of one shape as a CUDA graph: a few hundred kernels that a GPU then starts by
     itself. Without it, Python takes longer to ask for them than the GPU to run them.
 
-    What is recorded are addresses: inputs are copied into the recorded ones, and outputs are read
-    where they were written.
+    Addresses are recorded: inputs are copied into the recorded ones, and outputs are read where
+    they were written.
     """
 
-    def __init__(
-        self, step: Callable, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache, pool
-    ):
+    def __init__(self, engine: Engine, tokens: torch.Tensor, positions: torch.Tensor):
         self.tokens, self.positions = tokens.clone(), positions.clone()
+        cache = engine.cache
         cache.write = (cache.write[0], self.positions)  # where keys go is an input too
-        self.graph, self.logits = record(lambda: step(self.tokens, self.positions), pool)
+        # All share the memory of the first: they never run at once.
+        pool = next((other.graph.pool() for other in engine.recordings.values()), None)
+        step = functools.partial(engine.forward, self.tokens, self.positions)
+        self.graph, self.logits = record(step, pool)
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         self.tokens.copy_(tokens)
@@ -477,12 +428,11 @@ class Recording:
 
 
 def record(step: Callable[[], torch.Tensor], pool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """(the graph, where each replay leaves its result). pool: the memory of the other recordings,
-    which never run at once.
+    """(the graph, where each replay leaves its result).
 
-    Trap: libraries take memory at their first call on a stream, which a recording must not see, so
-    the step runs twice before it on the same stream; it writes the same keys to the same places
-    each time. A search that runs late in its thread may take memory meanwhile: "thread_local".
+    Trap: libraries take memory at their first call on a stream, which a recording must not see. So
+    the step runs twice before it on the same stream; it writes the same keys to the same places. A
+    search that runs late in its thread may take memory meanwhile: "thread_local".
     """
     aside = recording_stream(torch.cuda.current_device())
     aside.wait_stream(torch.cuda.current_stream())
@@ -501,20 +451,83 @@ def recording_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # one: cuBLAS keeps 32 MB for each stream it has seen
 
 
-def pick(probabilities: torch.Tensor) -> torch.Tensor:
-    """[n, V] -> one index of each row, [n, 1]: where the running sum passes a uniform number.
+# -------------------------------------------------------------------------------------- the rollout
 
-    On CPUs that is 2 to 10 times faster than multinomial, which draws V numbers per row; in fp64,
-    because in fp32 the small probabilities at the end of a long sum are rounded away. (On GPUs a
-    running sum may differ from run to run: not for seeds.)
+
+def play_in_slots(
+    policy: Policy,
+    environment: Environment,
+    trajectories: list[Trajectory],
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """`rollout.play_by_turns` in slots, where no row waits for the slowest. A model that cannot be
+    driven so is sampled from by plain `generate`, with a warning.
     """
-    if probabilities.is_cuda:
-        return torch.multinomial(probabilities, 1)
-    sums = probabilities.cumsum(-1, dtype=torch.float64)  # [n, V]
-    points = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
-    return torch.searchsorted(sums, points, right=True).clamp(
-        max=sums.shape[1] - 1
-    )  # right: never one of probability 0
+    model, settings = policy.language_model, environment.settings
+    # One autocast around all of it: on a GPU the weights' bf16 copy is made once.
+    with evaluating(model), policy.autocast():
+        size = max((environment.longest(len(t.prompt_ids)) for t in trajectories), default=0)
+        wanted = min(settings.rollout_batch_size or len(trajectories), len(trajectories))
+        slots = min(wanted, affordable(model, size))
+        problem = obstacle(model)
+        if wanted and not slots:
+            problem = problem or f"no memory for one row of {size} tokens"
+        if not problem:
+            ends = end_ids(policy, environment.tokenizer)
+            rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, ends)
+            engine = Engine(model, slots, size, rule, settings.temperature, settings.top_p)
+            engine.graphs = settings.engine == "graphs" and can_record(model.device)
+            play_queue(engine, environment, deque(trajectories), progress)
+            return
+    warn_once(f'engine "{settings.engine}": {problem}; plain generate takes its place')
+    play_by_turns(policy, environment, trajectories, progress)
+
+
+def play_queue(
+    engine: Engine,
+    environment: Environment,
+    queue: deque[Trajectory],
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Each row that ends gives its slot to the next of the queue. Searches are batched: wait until
+    at least half of the running rows want one.
+    """
+    while queue or engine.taken:
+        while queue and engine.vacant:
+            trajectory = queue.popleft()
+            engine.add(trajectory, trajectory.ids, environment.turn_room(trajectory))
+        before = engine.taken
+        for row in engine.decode():
+            environment.end_turn(row.owner, row.turn, row.logprobs, row.reason)
+            if row.owner.stop_reason:
+                engine.release(row)
+        asking = engine.in_state("waiting")
+        if len(asking) >= len(engine.in_state("live")):
+            environment.answer([row.owner for row in asking])
+            for row in asking:
+                if row.owner.stop_reason:
+                    engine.release(row)
+                else:
+                    engine.resume(row, row.owner.ids, environment.turn_room(row.owner))
+        if progress and before > engine.taken:
+            progress(before - engine.taken)
+
+
+def can_record(device: torch.device) -> bool:
+    # Not under autocast: its copies of the weights are dropped with it, and a recording would go on
+    # reading them.
+    if device.type == "cuda" and not torch.is_autocast_enabled("cuda"):
+        return True
+    warn_once(
+        "--engine graphs: nothing is recorded on a CPU, nor where autocast computes (no bf16 copy)"
+    )
+    return False
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """A training run says it at its first step, not at every one."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 # -------------------------------------------------------------------------- what it can be used for
@@ -542,7 +555,7 @@ def agrees(model) -> bool:
     ids = list(range(6))
     try:
         whole = model(input_ids=torch.tensor([ids], device=model.device)).logits[:, -1]  # [1, V]
-        engine = Engine(model, 2, 8, set(), lambda turn, room: "full")
+        engine = Engine(model, 2, 8, SimpleNamespace(watched=set()))
         engine.add(None, ids[:3], 1)
         engine.add(None, ids, 1)
         with attending_to_slots(model):
@@ -558,15 +571,14 @@ def agrees(model) -> bool:
 
 def affordable(model, size: int) -> int:
     """Slots of `size` places that fit in the free memory, each with its row's logits (16 bytes for
-    one of V). On a CPU a container's own limit is not known here: --rollout_batch_size bounds
-    it.
+    one of V). A container's own limit is not known on a CPU: --rollout_batch_size bounds it.
     """
-    free, bytes_each = free_memory(model.device), model.dtype.itemsize
+    free, each = free_memory(model.device), model.dtype.itemsize
     if torch.is_autocast_enabled(model.device.type):
-        bytes_each = torch.get_autocast_dtype(model.device.type).itemsize
+        each = torch.get_autocast_dtype(model.device.type).itemsize
         # the copy that autocast is about to make of weights in fp32
-        free -= bytes_each * sum(p.numel() for p in model.parameters() if p.dtype == torch.float32)
-    per_slot = place_bytes(model.config, bytes_each) * (size + 64) + 16 * model.config.vocab_size
+        free -= each * sum(p.numel() for p in model.parameters() if p.dtype == torch.float32)
+    per_slot = place_bytes(model.config, each) * (size + 64) + 16 * model.config.vocab_size
     return max(0, int(SHARE * free / per_slot))
 
 
@@ -579,59 +591,6 @@ def place_bytes(config, bytes_each: int) -> int:
 
 def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
-        # what torch holds unused; what it cannot give back are fragments, too small for slots
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # what torch holds unused
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            return next(
-                int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")
-            )
-    except (OSError, StopIteration):  # not Linux: half of what is built in
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def main() -> None:
-    """Three rows of two prompts in two slots, greedy: what each step computes, and what is the same
-    as row by row.
-    """
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        initializer_range=0.6,
-    )
-    model = Qwen2ForCausalLM(config).eval()
-    prompts, rooms, queue = [[1, 2, 3, 4], [1, 2, 3, 4], [7, 8]], [3, 6, 4], [0, 1, 2]
-    engine = Engine(
-        model,
-        2,
-        64,
-        set(),
-        lambda turn, room: "full" if len(turn) >= room else None,
-        temperature=0.0,
-    )
-    with torch.no_grad():
-        while queue or engine.in_state("live"):
-            while queue and engine.vacant:
-                number = queue.pop(0)
-                engine.add(number, prompts[number], rooms[number])
-            for row in engine.decode():
-                whole = list(prompts[row.owner])
-                for _ in row.turn:
-                    whole.append(int(model(input_ids=torch.tensor([whole])).logits[0, -1].argmax()))
-                print(
-                    f"row {row.owner} in slot {engine.rows.index(row)}: {row.turn}   row by row:"
-                    f" {whole[-len(row.turn) :]}"
-                )
-                engine.release(row)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    return psutil.virtual_memory().available

@@ -1,7 +1,7 @@
 """LoRA: the weights stay as they are, and beside each matrix a product of two thin ones is learned.
 
-    h = W x + (α / r) · B A x        W [out, in] frozen;  A [r, in] random;  B [out, r] zero, so the
-    first step is at π_0
+    h = W x + (α / r) · B A x
+    W [out, in] frozen;  A [r, in] random;  B [out, r] zero, so the first step is at π_0
 
 At 7B and r = 16 that is 40M trained weights in place of 7.6 billion: gradients and Adam's moments
 shrink by the same factor. Three things follow:
@@ -11,9 +11,9 @@ shrink by the same factor. Three things follow:
     A and B themselves (`lora_state`) and the W it began with: taking B A off the sum again would
     round.
 
-The layers are those of `peft` (pip install peft), put into the model in place: its class, its
-backbone and its head stay what they were. Left out: dropout (what is sampled and what is scored
-must be one model), DoRA, several adapters.
+The layers are those of `peft`, put into the model in place: its class, its backbone and its head
+stay what they were. Left out: dropout (what is sampled and what is scored must be one model), DoRA,
+several adapters, a choice of matrices (all but the output head have A and B).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import importlib.util
 import torch
 from torch import nn
 
-from errors import InputError, run_main
+from errors import InputError
 
+ALPHA = 16.0  # what is learned is scaled by ALPHA / r
 ADAPTER = "default"  # peft's name of the only adapter
 MARK = ".lora_"  # stands in the name of every A and B
 
@@ -38,35 +39,17 @@ def check_peft(rank: int) -> None:
         )
 
 
-def add_lora(
-    model: nn.Module, rank: int, alpha: float = 16.0, targets: str = "all-linear", seed: int = 0
-) -> None:
-    """Freeze `model` and put A and B beside its matrices. targets: "all-linear" (all but the output
-    head), or the ends of module names with commas between them ("q_proj,v_proj").
-    """
+def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
+    """Freeze `model` and put A and B beside its matrices."""
     check_peft(rank)
-    import peft
+    import peft  # an optional extra
 
-    names = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
     config = peft.LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=names, bias="none"
+        r=rank, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear", bias="none"
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
-        torch.manual_seed(seed)  # A is drawn
-        try:
-            peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-        except ValueError:
-            ends = sorted(
-                {
-                    name.rsplit(".", 1)[-1]
-                    for name, m in model.named_modules()
-                    if isinstance(m, nn.Linear)
-                }
-            )
-            raise InputError(
-                f"--lora_targets {targets}: no such modules; all-linear, or some of"
-                f" {', '.join(ends)}"
-            ) from None
+    with torch.random.fork_rng(devices=[]):  # peft draws A on the CPU
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(MARK in name)
         if MARK in name:
@@ -78,9 +61,7 @@ def has_lora(model: nn.Module) -> bool:
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [
-        (name, module) for name, module in model.named_modules() if hasattr(module, "base_layer")
-    ]
+    return [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "base_layer")]
 
 
 @contextlib.contextmanager
@@ -98,18 +79,13 @@ def without_lora(model: nn.Module):
 
 def lora_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """A and B by name."""
-    return {
-        name: parameter.detach() for name, parameter in model.named_parameters() if MARK in name
-    }
+    return {name: weight.detach() for name, weight in model.named_parameters() if MARK in name}
 
 
 def load_lora(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     own = lora_state(model)
     if {name: a.shape for name, a in own.items()} != {name: a.shape for name, a in state.items()}:
-        raise InputError(
-            "--resume: the checkpoint's LoRA is of another rank or other targets; give the same"
-            " ones"
-        )
+        raise InputError("--resume: the checkpoint's LoRA is of another rank; give the same one")
     for name, parameter in own.items():
         parameter.copy_(state[name])
 
@@ -117,39 +93,15 @@ def load_lora(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 @torch.no_grad()
 def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """W + (α / r) B A in fp32 on the CPU, under the names that a model without LoRA has."""
-    state = {
-        name: w.cpu()
-        for name, w in model.state_dict().items()
-        if MARK not in name and "weight_format" not in name
-    }
-    for name in [
-        n for n in state if n.endswith(".SCB")
-    ]:  # int8: a row's largest value, which is its 127
+    state = {}
+    for name, weight in model.state_dict().items():
+        if MARK not in name and "weight_format" not in name:
+            state[name] = weight.cpu()
+    # int8: SCB is a row's largest value, which is its 127
+    for name in [name for name in state if name.endswith(".SCB")]:
         weight = name.replace(".SCB", ".weight")
         state[weight] = state[weight].float() * state.pop(name)[:, None] / 127  # [out, in]
     for name, layer in lora_layers(model):
-        weight = f"{name}.base_layer.weight"
-        state[weight] = (
-            state[weight].float() + layer.get_delta_weight(ADAPTER).float().cpu()
-        )  # [out, in]
+        learned = layer.get_delta_weight(ADAPTER).float().cpu()  # [out, in]
+        state[f"{name}.base_layer.weight"] = state[f"{name}.base_layer.weight"].float() + learned
     return {name.replace(".base_layer.", "."): w.float() for name, w in state.items()}
-
-
-def main() -> None:
-    """One matrix by hand: W = (1 0; 0 1), A = (1 2), B = (0.5; 0), α = 2, r = 1."""
-    weight, a, b, scale = (
-        torch.eye(2),
-        torch.tensor([[1.0, 2.0]]),
-        torch.tensor([[0.5], [0.0]]),
-        2.0,
-    )
-    x = torch.tensor([3.0, 4.0])
-    merged = weight + scale * b @ a
-    print(
-        "h = W x + (α / r) B A x =", (weight @ x + scale * (b @ (a @ x))).tolist()
-    )  # A x = 11, B A x = (5.5, 0)
-    print("merged W + (α / r) B A  =", merged.tolist(), "gives", (merged @ x).tolist())
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,5 +1,4 @@
-"""Texts of unequal length in one forward pass, one behind the other and not each padded to the
-longest.
+"""Texts of unequal length in one forward pass, one behind the other and not padded to the longest.
 
     padded     a a a a a a a a        packed     a a a a a a a a | b b b . | c c c c | d d
                b b b . . . . .
@@ -20,6 +19,7 @@ sliding window and families not listed below go through padded.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,46 +28,39 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from errors import run_main
-
-# tokens of padding that a row may get so that a group has more rows: each group costs a call per
-# layer
+# Tokens of padding that a row may get for a group of more rows: a group costs a call per layer.
 SLACK = 4
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
 class Packed:
-    """N tokens of B texts. groups: (rows, length) of each, in order; starts [B]: where each text
-    begins.
-    """
+    """N tokens of B texts."""
 
     ids: torch.Tensor  # [1, N]
     positions: torch.Tensor  # [1, N]  each token's place in its own text
-    groups: list[tuple[int, int]]
-    starts: torch.Tensor  # [B]
+    groups: list[tuple[int, int]]  # (rows, length) of each, in order
+    starts: torch.Tensor  # [B]  where each text begins
 
 
 def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """tokens [B, L], right-padded, wanted [B, T] bool -> the last hidden states of the n wanted
-    places, row by row: [n, H].
+    """tokens [B, L], right-padded, and wanted [B, T] bool -> the last hidden states of the n places
+    that are wanted, row by row: [n, H].
     """
+    columns = torch.arange(wanted.shape[1], device=tokens.device)  # [T]
     if not packs(backbone.config):
-        return backbone(input_ids=tokens, use_cache=False).last_hidden_state[:, : wanted.shape[1]][
-            wanted
-        ]
+        hidden = backbone(input_ids=tokens, use_cache=False).last_hidden_state  # [B, L, H]
+        return hidden[:, : len(columns)][wanted]
     packed = pack(tokens, lengths_of(wanted))
-    # Trap: without a mask the model builds one of N x N. One of four dimensions is handed on
-    # untouched; ours is not read.
-    places = (packed.starts[:, None] + torch.arange(wanted.shape[1], device=tokens.device))[
-        wanted
-    ]  # [n]
+    places = (packed.starts[:, None] + columns)[wanted]  # [n]
     with last_layer_at(backbone, places):
         output = backbone(
             input_ids=packed.ids,
             position_ids=packed.positions,
             groups=packed.groups,
             use_cache=False,
+            # Trap: without a mask the model builds one of N x N. One of four dimensions is handed
+            # on untouched; ours is not read.
             attention_mask=tokens.new_zeros(1, 1, 1, 1),
         )
     return output.last_hidden_state[0, places]
@@ -75,18 +68,21 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
 
 @contextlib.contextmanager
 def last_layer_at(backbone, places: torch.Tensor):
-    """Behind the last layer's attention no token is read by another: its feed-forward part is
-    computed at `places` [n] only.
+    """The last layer's feed-forward part is computed at `places` [n] only: behind its attention no
+    token is read by another.
 
     Not with gradient checkpointing, which computes the layer again when this is over.
     """
     layer = backbone.layers[-1]
     own, whole = vars(layer.mlp), layer.mlp.forward
     kept = dict(own)  # somebody else may have put a forward of theirs there
+
+    def at_places(hidden: torch.Tensor) -> torch.Tensor:
+        asked = whole(hidden.index_select(1, places))  # [1, n, H]
+        return torch.zeros_like(hidden).index_copy(1, places, asked)  # [1, N, H]
+
     if not getattr(layer, "gradient_checkpointing", False):
-        layer.mlp.forward = lambda hidden: torch.zeros_like(hidden).index_copy(
-            1, places, whole(hidden.index_select(1, places))
-        )
+        layer.mlp.forward = at_places
     try:
         yield
     finally:
@@ -95,9 +91,7 @@ def last_layer_at(backbone, places: torch.Tensor):
 
 
 def lengths_of(wanted: torch.Tensor) -> list[int]:
-    """[B, T] bool -> how many tokens of each row have to be read: up to the last place that is
-    asked for, and at least 1.
-    """
+    """[B, T] bool -> how many tokens of each row are read: to the last wanted one, at least 1."""
     columns = torch.arange(1, wanted.shape[1] + 1, device=wanted.device)  # [T]
     return (wanted * columns).amax(1).clamp(min=1).tolist()
 
@@ -105,52 +99,43 @@ def lengths_of(wanted: torch.Tensor) -> list[int]:
 def pack(tokens: torch.Tensor, lengths: list[int], slack: int = SLACK) -> Packed:
     """The first lengths[b] tokens of each row of `tokens` [B, L], and up to `slack` more."""
     pieces, positions, groups, starts, count = [], [], [], [0] * len(lengths), 0
-    for rows in grouped(lengths, slack):
+    for rows in grouped(lengths, lambda group, row: lengths[group[0]] - lengths[row] <= slack):
         length = lengths[rows[0]]
         pieces.append(tokens[rows, :length].flatten())  # [rows · length]
         positions.append(torch.arange(length, device=tokens.device).repeat(len(rows)))
         groups.append((len(rows), length))
         for row in rows:
             starts[row], count = count, count + length
-    return Packed(
-        torch.cat(pieces)[None],
-        torch.cat(positions)[None],
-        groups,
-        torch.tensor(starts, device=tokens.device),
-    )
+    ids, positions = torch.cat(pieces)[None], torch.cat(positions)[None]  # [1, N]
+    return Packed(ids, positions, groups, torch.tensor(starts, device=tokens.device))
 
 
-def grouped(lengths: list[int], slack: int) -> list[list[int]]:
-    """Row numbers in groups, the longest first; in a group lengths differ by at most `slack`.
+def grouped(lengths: list[int], fits: Callable[[list[int], int], bool]) -> list[list[int]]:
+    """Row numbers, the longest first, in groups: a row joins the last group or begins another.
 
-    >>> grouped([8, 3, 4, 2], 1)
-    [[0], [2, 1], [3]]
+    >>> grouped([8, 3, 4, 2], lambda group, row: len(group) < 2)
+    [[0, 2], [1, 3]]
     """
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if groups and lengths[groups[-1][0]] - lengths[row] <= slack:
+        if groups and fits(groups[-1], row):
             groups[-1].append(row)
         else:
             groups.append([row])
     return groups
 
 
-def packed_attention(
-    module, query, key, value, attention_mask, groups=None, scaling=None, **options
-):
+def packed_attention(module, query, key, value, mask, groups=None, scaling=None, **options):
     """query [1, heads, N, D], key and value [1, kv, N, D] -> [1, N, heads, D]: each token sees its
-    own text's past.
-
-    Without groups, as `generate` calls it, this is plain attention.
+    own text's past. Without groups, as `generate` calls it, this is plain attention.
     """
     if groups is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **options
-        )
-    parts, begin, shared = [], 0, query.shape[1] != key.shape[1]  # several queries share a key head
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
+    parts, begin = [], 0
+    shared = query.shape[1] != key.shape[1]  # several queries share a key head
     for rows, length in groups:
-        # [1, heads, rows · length, D] -> [rows, heads, length, D], a view; keys and values likewise
         cut = slice(begin, begin + rows * length)
+        # [1, heads, rows · length, D] -> [rows, heads, length, D], a view
         q, k, v = (
             x[0, :, cut].unflatten(1, (rows, length)).transpose(0, 1) for x in (query, key, value)
         )
@@ -169,15 +154,11 @@ AttentionMaskInterface.register("packed", sdpa_mask)
 def allow_packing(model) -> None:
     """Give a model the attention above, if it is of a kind that hands `groups` on to it.
 
-    For good, not for a call: with gradient checkpointing the layers are computed again in the
-    backward pass.
+    For good, not for a call: gradient checkpointing computes layers again in the backward pass.
     """
     config = model.config
-    if (
-        config.model_type in FAMILIES
-        and config._attn_implementation == "sdpa"
-        and not windowed(config)
-    ):
+    plain = config.model_type in FAMILIES and config._attn_implementation == "sdpa"
+    if plain and not windowed(config):
         config._attn_implementation = "packed"
 
 
@@ -188,39 +169,5 @@ def packs(config) -> bool:
 def windowed(config) -> str:
     """The kinds of its layers that do not see all tokens before; "" if all do."""
     others = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-    return ", ".join(sorted(others)) or (
-        "a sliding window" if getattr(config, "sliding_window", None) else ""
-    )
-
-
-def main() -> None:
-    """Three texts, padded and packed: what is computed, and that it is the same."""
-    from transformers import Qwen2Config, Qwen2Model
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=20,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=32,
-    )
-    model, lengths = Qwen2Model(config).eval(), [9, 3, 4]
-    tokens = torch.randint(1, 20, (3, 9))  # [B, L]
-    wanted = torch.arange(9) < torch.tensor(lengths)[:, None]  # [B, T]
-    with torch.no_grad():
-        padded = model(input_ids=tokens, use_cache=False).last_hidden_state[wanted]
-        allow_packing(model)
-        packed = hidden_states(model, tokens, wanted)
-    print(
-        f"texts of {lengths} tokens: {tokens.numel()} places padded,"
-        f" {pack(tokens, lengths).ids.numel()} packed, {pack(tokens, lengths, 0).ids.numel()} with"
-        " slack 0"
-    )
-    print("groups (rows, length):", pack(tokens, lengths).groups)
-    print("largest difference of a hidden state:", f"{(padded - packed).abs().max().item():.0e}")
-
-
-if __name__ == "__main__":
-    run_main(main)
+    window = "a sliding window" if getattr(config, "sliding_window", None) else ""
+    return ", ".join(sorted(others)) or window

@@ -1,17 +1,13 @@
-"""Weights in parts: each of n processes keeps 1/n of the weights, their gradients and Adam's
-moments.
+"""Weights in parts: each of n processes keeps 1/n of the weights, their gradients and moments.
 
-    ddp      all of it on every process; gradients are averaged
-             configs/ddp.yaml
-    zero2    parts; put together for a forward pass, cut again behind its backward
-             configs/zero2.yaml
-    fsdp2    parts; put together layer by layer, cut again behind each
-             configs/fsdp2.yaml
+    ddp      all of it on every process; gradients are averaged                  configs/ddp.yaml
+    zero2    parts; put together for a forward pass, cut again behind its backward     zero2.yaml
+    fsdp2    parts; put together layer by layer, cut again behind each                 fsdp2.yaml
 
 Both are PyTorch's `fully_shard`. It puts weights together inside `forward`, by a call in which all
 processes take part:
-  * whoever makes one forward pass more than the others waits for ever: `passes_behind` says how
-    many are to be made up for;
+  * whoever makes one forward pass more than the others waits for ever: `policy.deal_micro_batches`
+    gives all the same number;
   * sampling goes round `Policy.forward`, and texts end where they end: it has a copy (sampling.py),
     or `whole` puts everything together first;
   * a part has no meaning alone: checkpoints are of `whole_weights`.
@@ -25,7 +21,6 @@ import contextlib
 import os
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -37,32 +32,30 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from errors import InputError, run_main
+from errors import InputError
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def asked_for() -> str:
-    """ "ddp", "zero2" or "fsdp2", by what `accelerate launch --config_file` put into the
-    environment.
-    """
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+    """Which of the three, by what `accelerate launch --config_file` put into the environment."""
+
+    def said(name: str, otherwise: str) -> str:
+        return os.environ.get(name, otherwise).lower()
+
+    if said("ACCELERATE_USE_DEEPSPEED", "false") == "true":
         raise InputError(
             "DeepSpeed makes its own optimizer steps inside the backward pass: use"
             " configs/zero2.yaml, which does without it"
         )
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+    if said("ACCELERATE_USE_FSDP", "false") != "true":
         return "ddp"
-    if os.environ.get("FSDP_VERSION", "1") != "2":
+    if said("FSDP_VERSION", "1") != "2":
         raise InputError("FSDP 1 is not supported: set fsdp_version: 2, as in configs/fsdp2.yaml")
     # Trap: with this on, transformers loads the weights in process 0 only and leaves the others' at
     # random.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    return (
-        "zero2"
-        if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false"
-        else "fsdp2"
-    )
+    return "zero2" if said("FSDP_RESHARD_AFTER_FORWARD", "true") == "false" else "fsdp2"
 
 
 def check_shardable(optimizer: str, lora_rank: int) -> None:
@@ -78,16 +71,14 @@ def check_shardable(optimizer: str, lora_rank: int) -> None:
 
 
 def shard(model: nn.Module, sharding: str, processes: int) -> nn.Module:
-    """Cut `model` in place, layer by layer; the optimizer must be made behind this, of the
-    parts.
-    """
+    """Cut `model` in place, layer by layer; an optimizer must be made behind this, of the parts."""
     device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (processes,))
     names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or []}
     for layer in [m for m in model.modules() if type(m).__name__ in names]:
         fully_shard(layer, mesh=mesh, reshard_after_forward=sharding == "fsdp2")
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    # the first forward pass decides which module is the root: it must not be a layer, in a rollout
+    # The first forward pass decides which module is the root: it must not be a layer, in a rollout.
     with torch.no_grad():
         model(torch.zeros(1, 2, dtype=torch.long, device=device))
     cut(model)
@@ -106,13 +97,6 @@ def cut(model: nn.Module) -> None:
     """Keep a part only: a forward pass without a backward pass leaves weights together."""
     for part in parts_of(model):
         part.reshard()
-
-
-def passes_behind(count: int, model: nn.Module) -> int:
-    """How many forward passes this process makes fewer than the one with the most; 0 without parts.
-    To be asked before the first of them: it is a call of all processes itself.
-    """
-    return max(gather_object([count])) - count if in_parts(model) else 0
 
 
 @contextlib.contextmanager
@@ -141,64 +125,33 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_weights(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    (
+    if parts_of(model):
         set_model_state_dict(model, state, options=FULL)
-        if parts_of(model)
-        else model.load_state_dict(state)
-    )
+    else:
+        model.load_state_dict(state)
 
 
 def whole_moments(model: nn.Module, optimizer) -> dict:
     """In parts they are named after their weights, else numbered."""
-    return (
-        get_optimizer_state_dict(model, optimizer, options=FULL)
-        if parts_of(model)
-        else optimizer.state_dict()
-    )
+    if parts_of(model):
+        return get_optimizer_state_dict(model, optimizer, options=FULL)
+    return optimizer.state_dict()
 
 
 def load_moments(model: nn.Module, optimizer, state: dict) -> None:
-    if bool(parts_of(model)) != any(isinstance(name, str) for name in state["state"]):
+    parts = bool(parts_of(model))
+    if parts != any(isinstance(name, str) for name in state["state"]):
         raise InputError(
             "--resume: Adam's moments were saved under ddp and are to be cut in parts, or the other"
             " way round: use the former configuration, or start anew from the checkpoint with"
             " --start_from"
         )
-    (
+    if parts:
         set_optimizer_state_dict(model, optimizer, state, options=FULL)
-        if parts_of(model)
-        else optimizer.load_state_dict(state)
-    )
+    else:
+        optimizer.load_state_dict(state)
 
 
 def full(value: torch.Tensor) -> torch.Tensor:
     """A tensor that may be in parts, together. All must call it."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def main() -> None:
-    """Two processes, five weights, by hand: each keeps a part of the summed gradient and steps its
-    own weights.
-    """
-    weights, rate = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), 0.1
-    gradients = [
-        torch.tensor([1.0, 1, 1, 1, 1]),
-        torch.tensor([0.0, 1, 2, 3, 4]),
-    ]  # of each one's rows, weights together
-    summed = [part.tolist() for part in sum(gradients).chunk(2)]
-    parts = [w - rate * torch.tensor(g) for w, g in zip(weights.chunk(2), summed, strict=True)]
-    for rank, (gradient, part) in enumerate(zip(summed, parts, strict=True)):
-        print(
-            f"process {rank}: gradient {gradients[rank].tolist()} -> part of the sum {gradient} ->"
-            f" weights {part.tolist()}"
-        )
-    print(
-        "together:",
-        torch.cat(parts).tolist(),
-        " one process:",
-        (weights - rate * sum(gradients)).tolist(),
-    )
-
-
-if __name__ == "__main__":
-    run_main(main)

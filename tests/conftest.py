@@ -15,15 +15,18 @@ import torch
 from accelerate.state import AcceleratorState
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
+from data import Question
 from policy import Policy
-from prompts import PROTOCOLS
+from prompts import PROTOCOLS, as_protocol
+from rollout import Environment, rollout
+from settings import Settings
 from world.toy import make_model, make_tokenizer
 
 torch.set_num_threads(1)  # also what a module's fixtures train, before the first test
@@ -93,12 +96,15 @@ def bpe():
     return train_bpe(texts * 5)
 
 
+def model_of(kind: str, **sizes):
+    """A random model of a family: "qwen2", "qwen3", "llama", "mistral", "gpt2", ..."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+
+
 def random_policy(config, seed: int) -> Policy:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Policy(
-            (Qwen2ForCausalLM if config.model_type == "qwen2" else LlamaForCausalLM)(config)
-        ).eval()
+        return Policy(AutoModelForCausalLM.from_config(config)).eval()
 
 
 def small(**changes) -> dict:
@@ -144,6 +150,15 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
 def toy_policy(toy_tokenizer) -> Policy:
     """The built-in world's tiny model with random weights."""
     return Policy(make_model(len(toy_tokenizer), seed=0)).eval()
+
+
+def roll(policy, tokenizer, questions, search, protocol="ur2", group_size=1, **named):
+    """`rollout` with an Environment made from settings by name."""
+    how = {name: named.pop(name) for name in ("seed", "play", "progress") if name in named}
+    questions = [questions] if isinstance(questions, Question) else questions
+    settings = Settings(group_size=group_size, **named)
+    environment = Environment(tokenizer, as_protocol(protocol), search, settings)
+    return rollout(policy, environment, questions, **how)
 
 
 # ------------------------------------------------------------------------------------ two processes

@@ -5,20 +5,17 @@ in one line.
 import csv
 import gzip
 import json
-import os
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from data import (
-    CORPUS_LAYOUTS,
-    LAYOUTS,
     Document,
     Question,
     corpus_from_questions,
-    detect_layout,
     first_layout,
     load_attempts,
     load_corpus,
@@ -27,6 +24,14 @@ from data import (
     save_questions,
 )
 from errors import InputError
+from formats.layouts import (
+    ATTEMPT_LAYOUTS,
+    CORPUS_LAYOUTS,
+    ID_FIELDS,
+    LAYOUTS,
+    OWN_FIELDS,
+    detect,
+)
 from formats.records import append_jsonl, finished_records, short
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,12 +50,11 @@ HOTPOT = {
     "context": [["A", ["One.", " Two."]], ["B", ["Three."]], ["C", ["Four."]]],
 }
 HUB = {
-    **{k: v for k, v in HOTPOT.items() if k != "_id"},
+    **{name: value for name, value in HOTPOT.items() if name != "_id"},
     "id": "h1",
     "supporting_facts": {"title": ["C", "A", "C"], "sent_id": [0, 1, 2]},
     "context": {"title": ["A", "B", "C"], "sentences": [["One.", " Two."], ["Three."], ["Four."]]},
 }
-
 MUSIQUE = {
     "id": "2hop__1_2",
     "question": "Where?",
@@ -62,32 +66,14 @@ MUSIQUE = {
         {"idx": 1, "title": "B", "paragraph_text": "Two.", "is_supporting": True},
         {"idx": 2, "title": "B", "paragraph_text": "Three.", "is_supporting": True},
     ],
-    "question_decomposition": [
-        {"id": 1, "paragraph_support_idx": 1},
-        {"id": 2, "paragraph_support_idx": 2},
-    ],
+    "question_decomposition": [{"paragraph_support_idx": 1}, {"paragraph_support_idx": 2}],
 }
-MMLU = {
-    "question_id": 70,
-    "question": "Which?",
-    "options": ["B", "red"],
-    "answer": "B",
-    "answer_index": 1,
-    "category": "law",
-}
-MEDQA = {
-    "question": "Which?",
-    "options": {"B": "green", "A": "red"},
-    "answer": "green",
-    "answer_idx": "B",
-}
-MATH = {
-    "problem": "1 + 1?",
-    "solution": "It is \\boxed{2}.",
-    "answer": "2",
-    "level": 5,
-    "unique_id": "test/algebra/1.json",
-}
+CHOICE = {"question": "Which?", "options": ["B", "red"], "answer": "B"}
+MMLU = {**CHOICE, "question_id": 70, "answer_index": 1, "category": "law"}
+LETTERED = {"B": "green", "A": "red"}
+MEDQA = {"question": "Which?", "options": LETTERED, "answer": "green", "answer_idx": "B"}
+SOLVED = {"problem": "1 + 1?", "solution": "It is \\boxed{2}.", "answer": "2"}
+MATH = {**SOLVED, "level": 5, "unique_id": "test/algebra/1.json"}
 MINERVA = {"problem": "1/2?", "solution": "First \\boxed{1}, then \\boxed{\\frac{1}{2}}.", "idx": 4}
 GSM8K = {"question": "How much?", "answer": "9 * 2 = <<9*2=18>>18 #### no\n#### 18"}
 VERL = {
@@ -108,16 +94,24 @@ def without(record, *names):
 def write(tmp_path):
     def write(*records, name="questions.jsonl"):
         """Records as JSON lines; str and bytes are written as they are."""
-        lines = [
-            r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode()
-            for r in records
-        ]
+        texts = [r if isinstance(r, str | bytes) else json.dumps(r) for r in records]
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"\n".join(lines))
+        path.write_bytes(b"\n".join(t if isinstance(t, bytes) else t.encode() for t in texts))
         return path
 
     return write
+
+
+@pytest.fixture
+def one(write):
+    """The one question of a record."""
+
+    def one(record) -> Question:
+        (question,) = load_questions(write(record))
+        return question
+
+    return one
 
 
 def real(name):
@@ -149,7 +143,7 @@ def message(call, *args, **kwargs) -> str:
         ({**R1, "source": "math", "level": "hard", "subject": "Algebra"}, "r1_searcher"),
         (FLASHRAG, "flashrag"),
         (HOTPOT, "hotpotqa"),
-        (HUB, "hotpotqa_hub"),
+        (HUB, "hotpotqa"),
         ({**HOTPOT, "evidences": [["A", "x", "B"]]}, "2wiki"),
         ({**HUB, "evidences": []}, "2wiki"),
         (MUSIQUE, "musique"),
@@ -166,462 +160,338 @@ def message(call, *args, **kwargs) -> str:
         ({**OWN, "solution": "so"}, "own"),
     ],
 )
-def test_each_layout_is_recognised_from_one_record(record, layout):
-    assert detect_layout(record) == layout
-
-
-@pytest.mark.parametrize(
-    "record", [OWN, R1, FLASHRAG, HOTPOT, HUB, MUSIQUE, MMLU, MEDQA, MATH, GSM8K]
-)
-def test_a_record_without_its_question_is_still_recognised(record):
-    assert detect_layout(without(record, "question")) == detect_layout(record)
+def test_each_layout_is_recognised_from_one_record_even_without_its_question(record, layout):
+    assert detect(record, LAYOUTS) == layout
+    if layout not in ("plain", "verl"):
+        assert detect(without(record, "question"), LAYOUTS) == layout
 
 
 def test_an_unknown_layout_lists_the_fields_found_and_every_known_layout(write):
     text = message(load_questions, write({"prompt": "Who?", "gold": "Ana"}))
     assert "questions.jsonl, line 1: unknown layout" in text and "'prompt', 'gold'" in text
-    assert all(name in text for name in LAYOUTS)
+    assert all(name in text for name in LAYOUTS) and "own (id question answers)" in text
 
 
-def test_our_own_layout_needs_only_id_question_and_answers(write):
-    assert load_questions(write(OWN)) == [Question("q1", "Who?", ["Ana"])]
+def test_our_own_layout_has_the_fields_of_a_question_and_needs_only_three(one):
+    assert one(OWN) == Question("q1", "Who?", ["Ana"])
+    assert {f.name for f in fields(Question)} == OWN_FIELDS
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
+    references = (Document("9", "T", "x"), Document("4", "", "y"))
     questions = [
         Question("1", "Wer ist Ödön?", ["a", "b"], source="one_hop", level="easy"),
-        Question(
-            "2",
-            "Which?",
-            ["B"],
-            "choice",
-            ("red", "green"),
-            (Document("9", "T", "x"), Document("4", "", "y")),
-            (2,),
-        ),
+        Question("2", "Which?", ["B"], "choice", ("red", "green"), references, (2,)),
+        Question("3", "1 + 1?", ["2"], "math", may_search=False),
+        Question("4", "So?", ["x"], "summary", references=references),
     ]
     save_questions(tmp_path / "saved.jsonl", questions)
     assert load_questions(tmp_path / "saved.jsonl") == questions
-    second = json.loads((tmp_path / "saved.jsonl").read_text(encoding="utf-8").splitlines()[1])
-    assert second["references"][0] == {"id": "9", "title": "T", "text": "x"} and second[
-        "supporting"
-    ] == [2]
+    saved = (tmp_path / "saved.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(saved[1])["references"][0] == {"id": "9", "title": "T", "text": "x"}
 
 
-def test_r1_searchers_idx_becomes_a_string_id_and_its_answer_a_list(write):
-    (question,) = load_questions(write(R1))
-    assert (question.id, question.answers, question.task, question.kind) == (
-        "7",
-        ["Ana"],
-        "qa",
-        "qa",
-    )
+def test_r1_searchers_idx_becomes_a_string_id_and_its_answer_a_list(one):
+    assert one(R1) == Question("7", "Who?", ["Ana"]) and one(R1).kind == "qa"
 
 
-def test_only_the_source_math_makes_the_task_math(write):
-    rows = [
-        {**R1, "idx": i, "source": source, "level": 3} for i, source in enumerate(["math", "rag"])
-    ]
-    questions = load_questions(write(*rows))
-    assert [(q.task, q.source, q.level) for q in questions] == [
-        ("math", "math", "3"),
-        ("qa", "rag", "3"),
-    ]
+@pytest.mark.parametrize(("source", "task"), [("math", "math"), ("rag", "qa")])
+def test_only_the_source_math_makes_the_task_math(one, source, task):
+    question = one({**R1, "source": source, "level": 3})
+    assert (question.task, question.source, question.level) == (task, source, "3")
 
 
-def test_flashrag_keeps_every_golden_answer(write):
-    assert load_questions(write(FLASHRAG))[0].answers == ["Ana", "Ana Bell"]
-
-
-def test_flashrag_choices_turn_an_index_from_zero_into_a_letter(write):
-    (question,) = load_questions(
-        write({**FLASHRAG, "choices": ["red", "green", "blue"], "golden_answers": [2]})
-    )
-    assert (question.task, question.options, question.answers) == (
-        "choice",
-        ("red", "green", "blue"),
-        ["C"],
-    )
+def test_flashrag_keeps_every_golden_answer_and_choices_turn_a_number_into_a_letter(one, write):
+    assert one(FLASHRAG).answers == ["Ana", "Ana Bell"]
+    options = ("red", "green", "blue")
+    question = one({**FLASHRAG, "choices": options, "golden_answers": [2]})
+    assert question == Question("test_0", "Who?", ["C"], "choice", options)
     text = message(load_questions, write({**FLASHRAG, "choices": ["red"], "golden_answers": [1]}))
     assert "line 1: field 'golden_answers': 1 is none of the 1 options" in text
 
 
 @pytest.mark.parametrize("record", [HOTPOT, HUB])
-def test_supporting_facts_become_reference_numbers_from_one_each_once(write, record):
-    (question,) = load_questions(write(record))
+def test_supporting_facts_become_reference_numbers_from_one_each_once(one, record):
+    question = one(record)
     assert question.supporting == (1, 3)  # C is paragraph 3 and named twice, A is paragraph 1
+    assert question.references[0] == Document("h1:1", "A", "One. Two.")
     assert [d.title for d in question.references] == ["A", "B", "C"]
-    assert question.references[0].text == "One. Two."
     assert (question.id, question.source, question.level) == ("h1", "hotpotqa_comparison", "hard")
 
 
-def test_of_two_paragraphs_with_one_title_the_first_is_the_gold_one(write):
-    record = {**HOTPOT, "context": [*HOTPOT["context"], ["C", ["Five."]]]}
-    assert load_questions(write(record))[0].supporting == (1, 3)
+def test_of_two_paragraphs_with_one_title_the_first_is_the_gold_one(one):
+    assert one({**HOTPOT, "context": [*HOTPOT["context"], ["C", ["Five."]]]}).supporting == (1, 3)
 
 
 @pytest.mark.parametrize("facts", [[["C", 0], ["Z", 1]], [["Z", 0]]])
 def test_where_a_gold_title_has_no_paragraph_no_number_is_given_and_the_count_is_told(
     write, capsys, facts
-):
-    path = write(
-        HOTPOT, {**HOTPOT, "_id": "h2", "supporting_facts": facts}
-    )  # as in HotpotQA's fullwiki files
+):  # as in HotpotQA's fullwiki files
+    path = write(HOTPOT, {**HOTPOT, "_id": "h2", "supporting_facts": facts})
     assert [q.supporting for q in load_questions(path)] == [(1, 3), ()]
     assert "of 2 questions with paragraphs, 1 have no gold paragraph" in capsys.readouterr().err
 
 
-def test_hotpotqa_without_a_type_is_grouped_as_hotpotqa(write):
-    assert load_questions(write(without(HOTPOT, "type")))[0].kind == "hotpotqa"
+def test_hotpotqa_without_a_type_is_grouped_as_hotpotqa(one):
+    assert one(without(HOTPOT, "type")).kind == "hotpotqa"
 
 
-def test_2wiki_is_hotpotqas_layout_with_sentences_that_bring_no_blank(write):
-    record = {
-        **HOTPOT,
-        "evidences": [],
-        "type": "inference",
-        "context": [["A", ["One.", "Two."]], ["C", ["Four."]]],
-    }
-    (question,) = load_questions(write(record))
-    assert question.references[0].text == "One. Two."
-    assert question.source == "2wiki_inference"
+def test_2wiki_is_hotpotqas_layout_with_sentences_that_bring_no_blank(one):
+    context = [["A", ["One.", "Two."]], ["C", ["Four."]]]
+    question = one({**HOTPOT, "evidences": [], "type": "inference", "context": context})
+    assert question.references[0].text == "One. Two." and question.source == "2wiki_inference"
 
 
-def test_musiques_gold_paragraphs_are_numbered_by_place_and_aliases_count_as_right(write):
-    (question,) = load_questions(write(MUSIQUE))
-    assert question.supporting == (
-        2,
-        3,
-    )  # idx 1 and 2 count from 0; both have the title B, so titles would not tell them apart
+def test_musiques_gold_paragraphs_are_numbered_by_place_and_aliases_count_as_right(one):
+    question = one(MUSIQUE)
+    # idx 1 and 2 count from 0; both have the title B, so titles would not tell them apart.
+    assert question.supporting == (2, 3)
     assert question.answers == ["Kelmouth", "Kel"] and question.source == "musique_2hop"
     assert [d.text for d in question.references] == ["One.", "Two.", "Three."]
 
 
-def test_paragraphs_of_title_and_text_are_references_and_none_is_gold(write, capsys):
-    record = {
-        "id": "x1",
-        "question": "Where?",
-        "answer": "Kelmouth",
-        "paragraphs": [{"title": "A", "text": "One."}],
-        "cot": "",
-    }
-    (question,) = load_questions(write(record))
-    assert question == Question(
-        "x1", "Where?", ["Kelmouth"], references=(Document("x1:1", "A", "One."),)
-    )
+def test_paragraphs_of_title_and_text_are_references_and_none_is_gold(one, capsys):
+    paragraphs = [{"title": "A", "text": "One."}]
+    question = one({**R1, "idx": "x1", "paragraphs": paragraphs, "cot": ""})
+    references = (Document("x1:1", "A", "One."),)
+    assert question == Question("x1", "Who?", ["Ana"], references=references)
     assert capsys.readouterr().err == ""
 
 
 def test_an_unanswerable_record_is_an_error_and_skip_bad_leaves_it_out(write, capsys):
     path = write(MUSIQUE, {**MUSIQUE, "answerable": False})  # MuSiQue-Full gives both one id
-    assert "line 2: question 2hop__1_2 has no answer: field 'answerable' is false" in message(
-        load_questions, path
-    )
-    assert (
-        len(load_questions(path, skip_bad=True)) == 1
-        and "1 of 2 records skipped" in capsys.readouterr().err
-    )
+    text = message(load_questions, path)
+    assert "line 2: the question has no answer: field 'answerable' is false" in text
+    assert len(load_questions(path, skip_bad=True)) == 1
+    assert "1 of 2 records skipped" in capsys.readouterr().err
 
 
-def test_mmlu_pro_reads_a_letter_as_a_letter_even_where_an_option_reads_like_it(write):
-    (question,) = load_questions(write(MMLU))
-    assert (question.id, question.task, question.answers, question.source) == (
-        "70",
-        "choice",
-        ["B"],
-        "law",
-    )
+def test_mmlu_pro_reads_a_letter_as_a_letter_even_where_an_option_reads_like_it(one):
+    expected = Question("70", "Which?", ["A"], "choice", ("B", "red"), source="law")
+    assert one({**MMLU, "answer": "A", "answer_index": 0}) == expected
+    assert one(MMLU) == replace(expected, answers=["B"])
 
 
-@pytest.mark.parametrize("options", [MEDQA["options"], ["red", "green"]])
-def test_medqas_options_stand_under_letters_or_in_a_list_and_its_id_is_the_line(write, options):
-    (question,) = load_questions(write({**MEDQA, "options": options}))
-    assert (question.id, question.options, question.answers, question.task) == (
-        "1",
-        ("red", "green"),
-        ["B"],
-        "choice",
-    )
+@pytest.mark.parametrize("options", [LETTERED, ["red", "green"]])
+def test_medqas_options_stand_under_letters_or_in_a_list_and_its_id_is_the_line(one, options):
+    expected = Question("1", "Which?", ["B"], "choice", ("red", "green"))
+    assert one({**MEDQA, "options": options}) == expected
 
 
-def test_a_math_answer_stands_beside_the_solution_or_in_its_last_box(write):
-    assert [(q.id, q.answers, q.task, q.level) for q in load_questions(write(MATH))] == [
-        ("test/algebra/1.json", ["2"], "math", "5")
-    ]
-    (question,) = load_questions(write(MINERVA))
-    assert (question.id, question.answers, question.task) == ("4", [r"\frac{1}{2}"], "math")
+def test_a_math_answer_stands_beside_the_solution_or_in_its_last_box_or_behind_a_mark(one):
+    assert one(MATH) == Question("test/algebra/1.json", "1 + 1?", ["2"], "math", level="5")
+    assert one(MINERVA) == Question("4", "1/2?", [r"\frac{1}{2}"], "math")
+    assert one(GSM8K) == Question("1", "How much?", ["18"], "math")
 
 
-def test_gsm8ks_answer_stands_behind_the_last_mark(write):
-    assert [(q.id, q.answers, q.task) for q in load_questions(write(GSM8K))] == [
-        ("1", ["18"], "math")
-    ]
-
-
-@pytest.mark.parametrize(
-    "gold", [{"target": ["Ana", "Ana Bell"]}, ["Ana", "Ana Bell"], "Ana<|answer_split|>Ana Bell"]
-)
-def test_verl_records_give_the_question_behind_the_instruction_and_all_answers(write, gold):
-    (question,) = load_questions(write({**VERL, "reward_model": {"ground_truth": gold}}))
-    assert (question.id, question.question, question.answers, question.source) == (
-        "nq:3",
-        "Who?",
-        ["Ana", "Ana Bell"],
-        "nq",
-    )
-
-
-def test_a_summary_is_a_task_of_our_own_layout(write):
-    record = {**OWN, "task": "summary", "references": [{"id": "1", "text": "x"}]}
-    assert load_questions(write(record))[0].task == "summary"
+@pytest.mark.parametrize("gold", [["Ana", "Ana Bell"], "Ana<|answer_split|>Ana Bell", None])
+def test_verl_records_give_the_question_behind_the_instruction_and_all_answers(one, gold):
+    record = {**VERL, "reward_model": {"ground_truth": gold}} if gold else VERL
+    assert one(record) == Question("nq:3", "Who?", ["Ana", "Ana Bell"], source="nq")
 
 
 def test_published_rollout_answers_come_with_their_question(write):
     (attempts,) = load_attempts(write(ROLLOUTS))
-    assert (attempts.id, attempts.question.answers, attempts.predictions) == (
-        "7",
-        ["Ana"],
-        ["", " Ana "],
-    )
+    assert attempts.question == Question("7", "Who?", ["Ana"])
+    assert attempts.predictions == ["", " Ana "]
     assert "'pred_anses' is empty" in message(load_attempts, write({**R1, "pred_anses": []}))
-    assert "rollouts (idx, question, answer, pred_anses[])" in message(load_attempts, write(R1))
+    assert "rollouts (idx question answer pred_anses)" in message(load_attempts, write(R1))
+
+
+# ------------------------------------------------------------------------------ tables and packings
+
+BO = "['Bo', \"Bo's\"]"  # as Python prints a list
 
 
 @pytest.mark.parametrize(
     ("lines", "ids"),
     [
-        (
-            ["Who came?\tAna", "Who left?\t['Bo', \"Bo's\"]", 'When?\t"[""1"", ""2""]"'],
-            ["1", "2", "3"],
-        ),
-        (
-            [
-                "Question\tAnswer",
-                "Who came?\tAna",
-                "Who left?\t['Bo', \"Bo's\"]",
-                'When?\t["1", "2"]',
-            ],
-            ["2", "3", "4"],
-        ),
-        (
-            [
-                "ID\tquestion\tanswers\tsource",
-                "a\tWho came?\tAna\tx",
-                "b\tWho left?\t['Bo', \"Bo's\"]\tx",
-                'c\tWhen?\t["1", "2"]\tx',
-            ],
-            ["a", "b", "c"],
-        ),
+        (["Who came?\tAna", f"Who left?\t{BO}", 'When?\t"[""1"", ""2""]"'], "1 2 3"),
+        (["Question\tAnswer", "Who?\tAna", f"Who left?\t{BO}", 'When?\t["1", "2"]'], "2 3 4"),
+        (["ID\tquestion\tanswers", "a\tA?\tAna", f"b\tB?\t{BO}", 'c\tC?\t["1", "2"]'], "a b c"),
     ],
 )
 def test_a_table_of_questions_is_read_with_and_without_a_header(write, lines, ids):
     questions = load_questions(write(*lines, name="q.tsv"))
-    assert [q.answers for q in questions] == [["Ana"], ["Bo", "Bo's"], ["1", "2"]] and [
-        q.id for q in questions
-    ] == ids
+    assert [q.answers for q in questions] == [["Ana"], ["Bo", "Bo's"], ["1", "2"]]
+    assert [q.id for q in questions] == ids.split()
     assert load_questions(write(*lines, name="q.txt")) == questions
 
 
-def test_an_interval_in_brackets_is_one_answer(write):
-    answers = [
-        q.answers
-        for q in load_questions(
-            write("Which x?\t[1, 2)", "Which y?\t[1, 2]", "Which z?\t[]", name="q.tsv")
-        )
-    ]
-    assert answers == [["[1, 2)"], ["[1, 2]"], ["[]"]]
+@pytest.mark.parametrize("text", ["[1, 2)", "[1, 2]", "[]", "[" * 1000])
+def test_an_interval_in_brackets_is_one_answer(write, text):
+    (question,) = load_questions(write(f"Which x?\t{text}", name="q.tsv"))
+    assert question.answers == [text]
 
 
-def test_a_table_of_passages_given_for_questions_is_an_error(write):
-    assert "line 1: field 'question': '5' is a number" in message(
-        load_questions, write("5\tA passage.", name="c.tsv")
-    )
-
-
-def test_a_table_whose_header_lacks_the_answers_is_an_error(write):
-    path = write("id\tquestion", "1\tWho?", name="q.tsv")
-    assert "line 2: question 1 has no answer" in message(load_questions, path)
+def test_a_table_of_passages_or_without_answers_is_an_error(write):
+    text = message(load_questions, write("5\tA passage.", name="c.tsv"))
+    assert "line 1: field 'question': '5' is a number: passages go where a corpus" in text
+    text = message(load_questions, write("id\tquestion", "1\tWho?", name="q.tsv"))
+    assert "line 2: the question has no answer" in text
 
 
 def test_gzipped_files_are_read_as_they_are_and_a_broken_one_is_one_line(tmp_path):
     path = tmp_path / "nq.jsonl.gz"
-    path.write_bytes(
-        packed := gzip.compress(
-            "\n".join(json.dumps({**OWN, "id": str(i)}) for i in range(1000)).encode()
-        )
-    )
+    lines = [json.dumps({**OWN, "id": str(i)}) for i in range(1000)]
+    packed = gzip.compress("\n".join(lines).encode())
+    path.write_bytes(packed)
     assert len(load_questions(path)) == 1000 and list(load_datasets(path)) == ["nq"]
     (tmp_path / "c.tsv.gz").write_bytes(gzip.compress(b"5\tA passage."))
     assert load_corpus(tmp_path / "c.tsv.gz") == [Document("5", "", "A passage.")]
-    for broken in (
-        packed[: len(packed) // 2],
-        packed[:20] + b"xx" + packed[22:],
-        packed[:-8] + b"12345678",
-    ):
+    half, changed = packed[: len(packed) // 2], packed[:20] + b"xx" + packed[22:]
+    for broken in (half, changed, packed[:-8] + b"12345678"):
         path.write_bytes(broken)
         assert "nq.jsonl.gz: a broken gzip file" in message(load_questions, path)
 
 
-def test_hotpotqa_from_the_hub_as_parquet_is_what_it_is_as_json(write, tmp_path):
+def test_parquet_files_are_what_they_are_as_json(write, tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `data`")
     from pyarrow import parquet
 
-    parquet.write_table(
-        pyarrow.Table.from_pylist([HUB, {**HUB, "id": "h2"}]), tmp_path / "hub.parquet"
-    )
-    assert load_questions(tmp_path / "hub.parquet") == load_questions(
-        write(HUB, {**HUB, "id": "h2"})
-    )
-    passages = [{"title": "A", "text": "One."}, {"title": "B", "text": "Two."}]
-    parquet.write_table(pyarrow.Table.from_pylist(passages), tmp_path / "c.parquet")
-    assert load_corpus(tmp_path / "c.parquet") == load_corpus(write(*passages))
-    (tmp_path / "half.parquet").write_bytes((tmp_path / "c.parquet").read_bytes()[:200])
-    assert "half.parquet: not a readable parquet file" in message(
-        load_corpus, tmp_path / "half.parquet"
-    )
-    parquet.write_table(
-        pyarrow.table({"id": [1.5], "question": ["Who?"], "answers": [["Ana"]]}),
-        tmp_path / "bad.parquet",
-    )
-    assert "record 1: field 'id': expected a string or a whole number" in message(
-        load_questions, tmp_path / "bad.parquet"
-    )
+    def packed(records, name):
+        parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / name)
+        return tmp_path / name
+
+    records = [HUB, {**HUB, "id": "h2"}]
+    assert load_questions(packed(records, "hub.parquet")) == load_questions(write(*records))
+    records = [{"title": "A", "text": "One."}, {"title": "B", "text": "Two."}]
+    path = packed(records, "c.parquet")
+    assert load_corpus(path) == load_corpus(write(*records))
+    path.write_bytes(path.read_bytes()[:200])
+    assert "c.parquet: not a readable parquet file" in message(load_corpus, path)
+    path = packed([{**OWN, "id": 1.5}], "bad.parquet")
+    assert "record 1: field 'id': expected a string" in message(load_questions, path)
 
 
 def test_a_json_list_is_read_like_json_lines(write):
-    assert (
-        load_questions(
-            write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2"}], indent=1), name="dev.json")
-        )[1].id
-        == "h2"
-    )
+    path = write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2"}], indent=1), name="dev.json")
+    assert [q.id for q in load_questions(path)] == ["h1", "h2"]
 
 
 def test_blank_lines_a_byte_order_mark_and_line_separators_inside_a_text_do_no_harm(write):
-    path = write(
-        b"\xef\xbb\xbf" + json.dumps(OWN).encode(),
-        "",
-        '{"id": "q2", "question": "a\u2028b", "answers": ["c"]}\r',
-        "",
-    )
-    assert [q.question for q in load_questions(path)] == ["Who?", "a\u2028b"]
+    first, second = b"\xef\xbb\xbf" + json.dumps(OWN).encode(), {**OWN, "id": "q2"}
+    second = json.dumps({**second, "question": "a\u2028b"}, ensure_ascii=False) + "\r"
+    assert [q.question for q in load_questions(write(first, "", second, ""))] == [
+        "Who?",
+        "a\u2028b",
+    ]
 
 
 # ------------------------------------------------------------------------------------ bad questions
 
+Q2 = {**OWN, "id": "q2"}
+NO_ANSWER = "the question has no answer: field 'answers'"
 BAD_SECOND_LINES = {
-    "bad JSON": ('{"id": "q2", "question"', ["not valid JSON", "column"]),
-    "no object": ("[1]", ["expected an object", "a list"]),
-    "no id": (without(OWN, "id"), ["'id' is missing"]),
-    "id of a wrong type": ({**OWN, "id": 1.5}, ["'id'", "1.5"]),
-    "true as an id": ({**OWN, "id": True}, ["'id'", "true/false"]),
-    "no question": ({"id": "q2", "answers": ["a"]}, ["'question' is missing"]),
-    "empty question": ({**OWN, "id": "q2", "question": " "}, ["'question' is empty"]),
-    "question of a wrong type": (
-        {**OWN, "id": "q2", "question": ["Who?"]},
-        ["'question'", "expected a string", "a list"],
-    ),
-    "no answers": ({"id": "q2", "question": "Who?"}, ["question q2 has no answer", "'answers'"]),
-    "empty list of answers": (
-        {**OWN, "id": "q2", "answers": []},
-        ["question q2 has no answer", "'answers'"],
-    ),
-    "an empty answer": (
-        {**OWN, "id": "q2", "answers": ["Ana", ""]},
-        ["question q2 has no answer", "'answers'"],
-    ),
-    "answers of a wrong type": (
-        {**OWN, "id": "q2", "answers": "Ana"},
-        ["'answers'", "expected a list", "a string"],
-    ),
-    "an answer of a wrong type": (
-        {**OWN, "id": "q2", "answers": ["a", 18]},
-        ["'answers', item 2", "expected a string", "18"],
-    ),
-    "unknown task": ({**OWN, "id": "q2", "task": "poem"}, ["'task'", "qa, math, choice"]),
-    "choice without options": ({**OWN, "id": "q2", "task": "choice"}, ["'options' is missing"]),
-    "supporting from zero": ({**OWN, "id": "q2", "supporting": [0]}, ["'supporting'", "0"]),
+    "bad JSON": ('{"id": "q2", "question"', "not valid JSON ( column 24"),
+    "no object": ("[1]", "expected an object {...}, found a list"),
+    "no id": (without(OWN, "id"), "'id' is missing"),
+    "id of a wrong type": ({**OWN, "id": 1.5}, "'id': expected a string 1.5"),
+    "true as an id": ({**OWN, "id": True}, "'id' true/false"),
+    "no question": ({"id": "q2", "answers": ["a"]}, "'question' is missing"),
+    "empty question": ({**Q2, "question": " "}, "'question' is missing or empty"),
+    "question of a wrong type": ({**Q2, "question": ["Who?"]}, "'question' a string a list"),
+    "no answers": ({"id": "q2", "question": "Who?"}, NO_ANSWER),
+    "empty list of answers": ({**Q2, "answers": []}, NO_ANSWER),
+    "an empty answer": ({**Q2, "answers": ["Ana", ""]}, NO_ANSWER),
+    "answers of a wrong type": ({**Q2, "answers": "Ana"}, "'answers' a list a string"),
+    "an answer of a wrong type": ({**Q2, "answers": ["a", 18]}, "'answers', item 2 a string 18"),
+    "unknown task": ({**Q2, "task": "poem"}, "'task' qa, math, choice"),
+    "choice without options": ({**Q2, "task": "choice"}, "'options' is missing"),
+    "supporting from zero": ({**Q2, "supporting": [0]}, "'supporting' 0"),
     "a reference without text": (
-        {**OWN, "id": "q2", "references": [{"id": "1"}]},
-        ["'references', item 1", "'text'"],
+        {**Q2, "references": [{"id": "1"}]},
+        "'references', item 1 'text'",
     ),
-    "source of a wrong type": ({**OWN, "id": "q2", "source": ["x"]}, ["'source'", "a list"]),
-    "duplicate id": (OWN, ["'id'", "duplicate", "'q1'", "line 1"]),
-    "broken UTF-8": (
-        b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}',
-        ["byte 30", "UTF-8"],
-    ),
-}  # the \xe9 is byte 30: {"id": "q2", and a blank are 13, "question": a blank and a quote 13, caf 3
+    "source of a wrong type": ({**Q2, "source": ["x"]}, "'source' a list"),
+    "may_search of a wrong type": ({**Q2, "may_search": "no"}, "'may_search' true/false a string"),
+    "duplicate id": (OWN, "'id': duplicate 'q1' line 1"),
+    # {"id": "q2", and a blank are 13 bytes, "question": a blank and a quote 13, caf 3
+    "broken UTF-8": (b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', "byte 30 UTF-8"),
+}
+
+
+def assert_parts(text, expected):
+    """Each word of `expected` stands in the text, in this order."""
+    place = 0
+    for word in expected.split():
+        assert word in text[place:], (word, text)
+        place = text.index(word, place)
 
 
 @pytest.mark.parametrize("case", BAD_SECOND_LINES)
-def test_a_malformed_record_is_one_line_with_file_line_and_field(write, case):
+def test_a_malformed_record_is_one_line_with_file_line_and_field(write, capsys, case):
     record, expected = BAD_SECOND_LINES[case]
     text = message(load_questions, write(OWN, record))
-    assert "questions.jsonl, line 2: " in text and text.endswith(
-        "correct it, or leave it out with --skip_bad"
-    )
-    for part in expected:
-        assert part in text
-
-
-@pytest.mark.parametrize("case", BAD_SECOND_LINES)
-def test_skip_bad_leaves_the_malformed_record_out_and_says_so(write, capsys, case):
-    path = write(OWN, BAD_SECOND_LINES[case][0], {**OWN, "id": "q3"})
+    assert_parts(text, f"questions.jsonl, line 2: {expected}")
+    assert text.endswith("correct it, or leave it out with --skip_bad")
+    path = write(OWN, record, {**OWN, "id": "q3"})
     assert [q.id for q in load_questions(path, skip_bad=True)] == ["q1", "q3"]
-    assert (
-        "1 of 3 records skipped; the first: " in (error := capsys.readouterr().err)
-        and "line 2" in error
-    )
+    assert_parts(capsys.readouterr().err, "1 of 3 records skipped; the first: line 2")
 
 
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        ({**R1, "answer": ""}, ["question 7 has no answer", "'answer'"]),
-        (without(R1, "answer"), ["question 7 has no answer", "'answer'"]),
-        ({**R1, "answer": 5}, ["'answer'", "expected a string", "5"]),
-        (without(R1, "question"), ["'question' is missing"]),
-        ({**FLASHRAG, "golden_answers": []}, ["question test_0 has no answer", "'golden_answers'"]),
-        ({**HOTPOT, "supporting_facts": [["A"]]}, ["'supporting_facts', item 1"]),
-        ({**HOTPOT, "context": "A"}, ["'context'", "expected a list"]),
-        (
-            {**HOTPOT, "context": [["A", "One."], ["C", []]]},
-            ["'context', item 1", "list of sentences"],
-        ),
-        ({**HUB, "context": {"title": ["A", "C"], "sentences": [[]]}}, ["'context'", "one length"]),
-        (without(HOTPOT, "answer"), ["question h1 has no answer", "'answer'"]),
-        (without(MUSIQUE, "answer"), ["question 2hop__1_2 has no answer", "'answer'"]),
-        (
-            {**MUSIQUE, "paragraphs": [{"title": "A"}]},
-            ["'paragraphs', item 1", "'paragraph_text' is missing"],
-        ),
-        (
-            {**MUSIQUE, "question_decomposition": [{"paragraph_support_idx": 9}]},
-            ["'question_decomposition', item 1", "idx 9"],
-        ),
-        ({**MMLU, "answer": "C"}, ["'answer'", "'C' is none of the 2 options"]),
-        (
-            {**MMLU, "answer_index": 0},
-            ["'answer' and 'answer_index' name different options: B and A"],
-        ),
-        ({**MEDQA, "answer": "blue"}, ["'answer_idx'", "option B is 'green'", "'blue'"]),
-        ({**MEDQA, "answer_idx": "E"}, ["'answer_idx'", "'E' is none of the 2 options"]),
-        ({**MEDQA, "options": {"A": "red", "C": "green"}}, ["'options'", "A, B"]),
-        ({**MINERVA, "solution": "no box"}, ["question 4 has no answer", "'solution'"]),
-        ({**GSM8K, "answer": "so #### "}, ["question 1 has no answer", "####"]),
-        ({**VERL, "prompt": [{"role": "system", "content": "x"}]}, ["'prompt'", "'user'"]),
-        (
-            {**VERL, "reward_model": {}},
-            ["question nq:3 has no answer", "reward_model.ground_truth"],
-        ),
-    ],
-)
-def test_other_layouts_name_their_own_fields(write, record, expected):
+BAD_FIRST_LINES = [
+    ({**R1, "answer": ""}, "the question has no answer: 'answer'"),
+    (without(R1, "answer"), "the question has no answer: 'answer'"),
+    ({**R1, "answer": 5}, "'answer' expected a string 5"),
+    (without(R1, "question"), "'question' is missing"),
+    ({**FLASHRAG, "golden_answers": []}, "no answer: field 'golden_answers'"),
+    ({**FLASHRAG, "golden_answers": [], "choices": ["a"]}, "no answer: field 'golden_answers'"),
+    ({**HOTPOT, "supporting_facts": [["A"]]}, "'supporting_facts', item 1"),
+    ({**HOTPOT, "context": "A"}, "'context' expected a list"),
+    ({**HOTPOT, "context": [["A", "One."], ["C", []]]}, "'context' expected a list 'One.'"),
+    ({**HUB, "context": {"title": ["A", "C"], "sentences": [[]]}}, "'context' one length"),
+    ({**HUB, "context": {"title": ["A"], "sentences": ["One."]}}, "'context' 'One.'"),
+    (
+        {**HUB, "supporting_facts": {"title": ["A", None], "sent_id": [0, 0]}},
+        "'supporting_facts', item 2",
+    ),
+    (without(HOTPOT, "answer"), "no answer: field 'answer'"),
+    (without(MUSIQUE, "answer"), "no answer: field 'answer'"),
+    ({**MUSIQUE, "paragraphs": [{"title": "A"}]}, "'paragraphs', item 1: field 'text' is missing"),
+    ({**MUSIQUE, "paragraphs": [{"text": "One.", "title": 5}]}, "item 1: field 'title'"),
+    (
+        {**MUSIQUE, "paragraphs": [{"text": "One.", "is_supporting": "false"}]},
+        "'paragraphs', item 1: field 'is_supporting'",
+    ),
+    (
+        {**MUSIQUE, "paragraphs": [{**p, "idx": [p["idx"]]} for p in MUSIQUE["paragraphs"]]},
+        "no paragraph has the idx 1",
+    ),
+    (
+        {**MUSIQUE, "question_decomposition": [{"paragraph_support_idx": 9}]},
+        "'question_decomposition' idx 9",
+    ),
+    ({**MMLU, "answer": "C"}, "'answer' 'C' is none of the 2 options"),
+    ({**MMLU, "answer_index": 0}, "'answer_index': it names option A, 'answer' names B"),
+    ({**MEDQA, "answer": "blue"}, "'answer_idx' option B is 'green' 'blue'"),
+    ({**MEDQA, "answer_idx": "E"}, "'answer_idx' 'E' is none of the 2 options"),
+    ({**MEDQA, "options": {"A": "red", "C": "green"}}, "'options' A, B"),
+    ({**MEDQA, "options": {"A": "red", "B": 5}}, "'options', item 2 5"),
+    ({**MINERVA, "solution": "no box"}, "no answer 'solution'"),
+    ({**GSM8K, "answer": "so #### "}, "no answer 'answer' '####'"),
+    ({**VERL, "prompt": [{"role": "system", "content": "x"}]}, "'prompt' 'user'"),
+    ({**VERL, "prompt": [{"role": "user", "content": ["Who?"]}]}, "'prompt' 'user'"),
+    ({**VERL, "reward_model": {}}, "no answer: 'reward_model.ground_truth'"),
+    (
+        {**VERL, "reward_model": {"ground_truth": {"target": [1]}}},
+        "'reward_model.ground_truth', item 1",
+    ),
+    ({**VERL, "extra_info": {"index": [3]}}, "'extra_info.index'"),
+    ({**OWN, "task": "choice", "options": ["a", "b"]}, "'answers': 'Ana' is none of the 2 options"),
+    ({**OWN, "references": [{"id": None, "text": "x"}]}, "item 1: field 'id' is missing"),
+    (r'{"id": "q2", "question": "a \ud83d smile?", "answers": ["a"]}', "half a character"),
+    ('{"id": ' + "9" * 5000 + "}", "not valid JSON"),
+    ("[" * 100_000, "not valid JSON"),
+    ({"id": "q2", "question": "Who?" * 2_500_000, "answers": 5}, "'answers'"),  # one line of 10 MB
+]
+
+
+@pytest.mark.parametrize(("record", "expected"), BAD_FIRST_LINES)
+def test_other_layouts_and_what_is_inside_of_a_field_are_named_too(write, record, expected):
     text = message(load_questions, write(record))
-    assert "questions.jsonl, line 1: " in text
-    for part in expected:
-        assert part in text
+    assert_parts(text, f"questions.jsonl, line 1: {expected}")
+    assert len(text) < 500
 
 
 # ------------------------------------- every field of every layout, missing and of every wrong type
@@ -643,120 +513,78 @@ VALUES = {
     "{a}": {"a": 1},
     "deep": json.loads("[" * 900 + "]" * 900),
 }
-TEXT, OPTIONAL, LEVEL = "", "missing null empty blank", "missing null empty blank 5"
-ID, ID_OR_LINE, FLAG, IGNORED = "5", "missing 5", "missing null true", " ".join(VALUES)
-RICH_OWN = {
-    **OWN,
-    "task": "choice",
-    "options": ["a", "b"],
-    "answers": ["A"],
-    "source": "s",
-    "level": "l",
-    "references": [{"id": "1", "title": "T", "text": "x"}],
-    "supporting": [1],
-}
+OPTIONAL, LEVEL, LISTS = "missing null empty blank", "missing null empty blank 5", "missing null []"
+ID, ID_OR_LINE, IGNORED = "5", "missing 5", " ".join(VALUES)
+SOURCE = {"source": OPTIONAL, "level": LEVEL}
+FACTS = {"type": OPTIONAL, "level": LEVEL, "supporting_facts": "[]", "context": "[]"}
+RICH_OWN = {**OWN, "task": "choice", "options": ["a", "b"], "answers": ["A"], "source": "s"}
+RICH_OWN |= {"references": [{"id": "1", "title": "T", "text": "x"}], "supporting": [1]}
+RICH_FLASHRAG = {**FLASHRAG, "choices": ["red", "green"], "golden_answers": [1], "metadata": {}}
 # layout -> (a good record, {field: the values that load all the same}); a field that is not named
 # accepts none of them
 FIELDS = {
     "own": (
-        RICH_OWN,
-        {
-            "id": ID,
-            "task": "missing null empty",
-            "supporting": "missing null [] [1]",
-            "source": OPTIONAL,
-            "level": LEVEL,
-        },
+        {**RICH_OWN, "level": "l", "may_search": True},
+        {"id": ID, "task": "missing null empty", "supporting": f"{LISTS} [1]", **SOURCE}
+        | {"may_search": "missing null true"},
     ),
     "r1_searcher": (
         {**R1, "source": "rag", "level": "hard", "subject": "x"},
-        {"idx": ID, "source": OPTIONAL, "level": LEVEL, "subject": IGNORED},
+        {"idx": ID, "subject": IGNORED, **SOURCE},
     ),
-    "flashrag": (
-        {**FLASHRAG, "choices": ["red", "green"], "golden_answers": [1], "metadata": {}},
-        {"id": ID, "golden_answers": "[1]", "metadata": IGNORED},
-    ),
-    "hotpotqa": (
-        HOTPOT,
-        {"_id": ID, "type": OPTIONAL, "level": LEVEL, "supporting_facts": "[]", "context": "[]"},
-    ),
-    "hotpotqa_hub": (
-        HUB,
-        {"id": ID, "type": OPTIONAL, "level": LEVEL, "supporting_facts": "[]", "context": "[]"},
-    ),
-    "2wiki": (
-        {**HOTPOT, "evidences": []},
-        {
-            "_id": ID,
-            "type": OPTIONAL,
-            "level": LEVEL,
-            "supporting_facts": "[]",
-            "context": "[]",
-            "evidences": IGNORED,
-        },
-    ),
+    "flashrag": (RICH_FLASHRAG, {"id": ID, "golden_answers": "[1]", "metadata": IGNORED}),
+    "hotpotqa": (HOTPOT, {"_id": ID, **FACTS}),
+    "2wiki": ({**HUB, "evidences": []}, {"id": ID, **FACTS, "evidences": IGNORED}),
     "musique": (
         MUSIQUE,
-        {
-            "id": ID,
-            "answer_aliases": "missing null []",
-            "answerable": FLAG,  # its steps are for a check only
-            "question_decomposition": "missing null [] [1] [[]] [null] deep",
-        },
+        {"id": ID, "answer_aliases": LISTS, "answerable": "missing null true"}
+        # its steps are for a check only
+        | {"question_decomposition": "missing null [] [1] [[]] [null] deep"},
     ),
     "verl": (VERL, {"data_source": OPTIONAL, "extra_info": "missing null {} {a}"}),
     "medqa": (MEDQA, {}),
     "mmlu_pro": (MMLU, {"question_id": ID, "answer_index": "missing null", "category": OPTIONAL}),
     "math": (
         MATH,
-        {
-            "unique_id": ID_OR_LINE,
-            "level": LEVEL,
-            "answer": "missing null empty",
-            "solution": IGNORED,
-        },
+        {"unique_id": ID_OR_LINE, "level": LEVEL, "answer": OPTIONAL, "solution": IGNORED},
     ),
     "gsm8k": (GSM8K, {}),
-    "plain": (PLAIN, {"id": ID_OR_LINE, "source": OPTIONAL, "level": LEVEL}),
+    "plain": (PLAIN, {"id": ID_OR_LINE, **SOURCE}),
     "rollouts": (ROLLOUTS, {"idx": ID}),
     "contents": ({"id": "a", "contents": "T\nx"}, {"id": ID_OR_LINE}),
     "title_text": (
         {"id": "a", "title": "T", "text": "x"},
         {"id": ID_OR_LINE, "title": OPTIONAL, "text": OPTIONAL},
     ),
-    "tsv_abstract": ({"id": "a", "passage": "Title: T Text: x"}, {"id": ID}),
-    "tsv_chunk": ({"id": "a", "passage": "T   x"}, {"id": ID}),
-    "tsv": ({"id": "a", "passage": "x"}, {"id": ID}),
+    "tsv_abstract": ({"id": "a", "passage": "Title: T Text: x"}, {"id": ID_OR_LINE}),
+    "tsv_chunk": ({"id": "a", "passage": "T   x"}, {"id": ID_OR_LINE}),
+    "tsv": ({"id": "a", "passage": "x"}, {"id": ID_OR_LINE}),
 }
 # Two fields that must agree: the message names the other one.
 OTHER_NAMES = {
+    ("own", "options"): "answers",
     ("flashrag", "choices"): "golden_answers",
     ("musique", "paragraphs"): "question_decomposition",
 }
 
 
 def test_the_table_of_fields_has_every_layout():
-    assert set(FIELDS) == set(LAYOUTS) | set(CORPUS_LAYOUTS) | {"rollouts"}
+    assert set(FIELDS) == {*LAYOUTS, *CORPUS_LAYOUTS, *ATTEMPT_LAYOUTS}
 
 
-@pytest.mark.parametrize(
-    ("layout", "name"), [(layout, name) for layout in FIELDS for name in FIELDS[layout][0]]
-)
+CASES = [(layout, name) for layout, (good, _) in FIELDS.items() for name in good]
+
+
+@pytest.mark.parametrize(("layout", "name"), CASES)
 def test_a_field_that_is_missing_or_of_a_wrong_type_is_named_or_has_a_meaning(
     write, capsys, layout, name
 ):
     good, accepted = FIELDS[layout]
-    load = (
-        load_corpus
-        if layout in CORPUS_LAYOUTS
-        else load_attempts
-        if layout == "rollouts"
-        else load_questions
-    )
-    ids = [field for field in ("id", "_id", "idx", "question_id", "unique_id") if field in good]
-    first = {**good, **dict.fromkeys(ids, "first")} | (
-        {"extra_info": {"index": 9}} if layout == "verl" else {}
-    )
+    load = load_corpus if layout in CORPUS_LAYOUTS else load_questions
+    load = load_attempts if layout == "rollouts" else load
+    first = {**good, **dict.fromkeys(set(ID_FIELDS) & set(good), "first")}
+    if layout == "verl":
+        first["extra_info"] = {"index": 9}
     for shown, value in VALUES.items():
         path = write(first, without(good, name) if shown == "missing" else {**good, name: value})
         if shown in accepted.get(name, "").split():
@@ -770,50 +598,6 @@ def test_a_field_that_is_missing_or_of_a_wrong_type_is_named_or_has_a_meaning(
         assert "1 of 2 records skipped; the first: " in capsys.readouterr().err
 
 
-BAD_INSIDE = [
-    (
-        {**MUSIQUE, "paragraphs": [{"text": "One.", "is_supporting": "false"}]},
-        "'paragraphs', item 1: field 'is_supporting'",
-    ),
-    (
-        {**MUSIQUE, "paragraphs": [{"text": "One.", "title": 5}]},
-        "'paragraphs', item 1: field 'title'",
-    ),
-    ({**MUSIQUE, "paragraphs": [{"text": None}]}, "'paragraphs', item 1: field 'text' is missing"),
-    (
-        {**MUSIQUE, "paragraphs": [{**p, "idx": [p["idx"]]} for p in MUSIQUE["paragraphs"]]},
-        "no paragraph has the idx 1",
-    ),
-    (
-        {**HUB, "supporting_facts": {"title": ["A", None], "sent_id": [0, 0]}},
-        "'supporting_facts', item 2",
-    ),
-    ({**HUB, "context": {"title": ["A"], "sentences": ["One."]}}, "'context', item 1"),
-    ({**VERL, "extra_info": {"index": [3]}}, "'extra_info.index'"),
-    (
-        {**VERL, "reward_model": {"ground_truth": {"target": [1]}}},
-        "'reward_model.ground_truth', item 1",
-    ),
-    ({**VERL, "prompt": [{"role": "user", "content": ["Who?"]}]}, "'prompt'"),
-    ({**RICH_OWN, "answers": ["C"]}, "'answers': 'C' is none of the 2 options"),
-    (
-        {**RICH_OWN, "references": [{"id": None, "text": "x"}]},
-        "'references', item 1: field 'id' is missing",
-    ),
-    ({**MEDQA, "options": {"A": "red", "B": 5}}, "'options'"),
-    (r'{"id": "q2", "question": "a \ud83d smile?", "answers": ["a"]}', "half a character"),
-    ('{"id": ' + "9" * 5000 + "}", "not valid JSON"),
-    ("[" * 100_000, "not valid JSON"),
-    ({"id": "q2", "question": "Who?" * 2_500_000, "answers": 5}, "'answers'"),
-]  # the last is one line of 10 MB
-
-
-@pytest.mark.parametrize(("record", "expected"), BAD_INSIDE)
-def test_what_is_wrong_inside_of_a_field_is_named_too(write, record, expected):
-    text = message(load_questions, write(record))
-    assert "questions.jsonl, line 1: " in text and expected in text and len(text) < 500
-
-
 def test_a_value_that_is_nested_too_deep_to_be_shown_is_shown_as_such():
     value = []
     for _ in range(10_000):
@@ -821,104 +605,82 @@ def test_a_value_that_is_nested_too_deep_to_be_shown_is_shown_as_such():
     assert short(value) == "[[[..."
 
 
-def test_both_halves_of_an_escaped_character_are_one(write):
-    assert (
-        load_questions(write(r'{"id": "q", "question": "\ud83d\ude00?", "answers": ["a"]}'))[
-            0
-        ].question
-        == "😀?"
-    )
+def test_both_halves_of_an_escaped_character_are_one(one):
+    assert one(r'{"id": "q", "question": "\ud83d\ude00?", "answers": ["a"]}').question == "😀?"
+
+
+HOTPOTQAS_PREDICTIONS = {"answer": {"h1": "yes"}, "sp": {"h1": [["A", 0]]}}
+PREDICTION = {"id": "1", "question": "Who?", "golds": ["a"], "prediction": "b"}
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (
-            '{"answer": {"h1": "yes"}, "sp": {"h1": [["A", 0]]}}',
-            ["line 1", "predictions: python eval.py --predictions FILE"],
-        ),
-        (
-            json.dumps({"answer": {"h1": "yes"}, "sp": {}}, indent=1),
-            ["record 1", "looks like predictions"],
-        ),
-        (
-            json.dumps({"id": "1", "question": "Who?", "golds": ["a"], "prediction": "b"}),
-            ["line 1", "looks like predictions"],
-        ),
-        (
-            json.dumps({"version": 1, "data": [OWN]}),
-            ["records under 'data'", "as a list, or one on each line"],
-        ),
-        (json.dumps({"q1": OWN, "q2": OWN}, indent=1), ["records under 'q1'"]),
-        ("{\n" + json.dumps(OWN)[1:] + "\n" + json.dumps(OWN), ["line 3: not valid JSON"]),
+        (HOTPOTQAS_PREDICTIONS, "line 1: predictions: python eval.py --predictions FILE"),
+        (json.dumps(HOTPOTQAS_PREDICTIONS, indent=1), "record 1: looks like predictions"),
+        (PREDICTION, "line 1: looks like predictions"),
+        ({"version": 1, "data": [OWN]}, "records under 'data' as a list, or one on each line"),
+        (json.dumps({"q1": OWN, "q2": OWN}, indent=1), "records under 'q1'"),
+        ("{\n" + json.dumps(OWN)[1:] + "\n" + json.dumps(OWN), "line 3: not valid JSON"),
     ],
 )
 def test_an_object_where_records_are_expected_is_told_what_to_do(write, content, expected):
-    text = message(load_questions, write(content))
-    for part in expected:
-        assert part in text
+    assert_parts(message(load_questions, write(content)), expected)
 
 
-def test_one_record_over_several_lines_is_a_record(write):
-    assert load_questions(write(json.dumps(OWN, indent=1))) == load_questions(write(OWN))
+def test_one_record_over_several_lines_is_a_record(one):
+    assert one(json.dumps(OWN, indent=1)) == one(OWN)
 
 
-def test_in_a_json_list_the_record_is_counted_instead_of_the_line(write):
-    text = message(
-        load_questions,
-        write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2", "answer": None}], indent=1)),
-    )
-    assert "questions.jsonl, record 2: question h2 has no answer" in text
-
-
-def test_a_broken_json_list_names_its_line(write):
-    assert "questions.jsonl, line 3: not valid JSON" in message(
-        load_questions, write("[", json.dumps(OWN), "oops]")
-    )
+def test_in_a_json_list_the_record_is_counted_and_a_broken_list_names_its_line(write):
+    path = write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2", "answer": None}], indent=1))
+    text = message(load_questions, path)
+    assert "questions.jsonl, record 2: the question has no answer" in text
+    text = message(load_questions, write("[", json.dumps(OWN), "oops]"))
+    assert "questions.jsonl, line 3: not valid JSON" in text
     assert "questions.jsonl, line 2: not UTF-8" in message(load_questions, write("[", b'"\xff"]'))
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [("", "file is empty"), (" \n\n", "file is empty"), ("[]", "no record")],
-)
-def test_a_file_without_records_is_an_error(write, content, expected):
-    assert expected in message(load_questions, write(content)) and expected in message(
-        load_corpus, write(content)
-    )
+@pytest.mark.parametrize("load", [load_questions, load_corpus])
+def test_a_missing_file_and_a_file_without_records_are_errors(write, tmp_path, load):
+    for content, expected in {
+        "": "file is empty",
+        " \n\n": "file is empty",
+        "[]": "no record",
+    }.items():
+        assert expected in message(load, write(content))
+    assert "nowhere.jsonl: no such file" in message(load, tmp_path / "nowhere.jsonl")
+    text = message(load, write("{x", "{"), skip_bad=True)
+    assert "no record to use" in text and "line 1" in text
 
 
-def test_a_missing_file_and_a_folder_are_errors(tmp_path):
-    for load in (load_questions, load_corpus):
-        assert "nowhere.jsonl: no such file" in message(load, tmp_path / "nowhere.jsonl")
+def test_a_folder_or_no_name_is_no_question_file(tmp_path):
     assert "a folder: name the files in it" in message(load_questions, tmp_path)
-    assert "no question file was named" in message(load_questions, " , ")
-
-
-def test_skip_bad_does_not_turn_a_file_without_a_usable_record_into_an_empty_list(write):
-    assert (
-        "no record to use" in (text := message(load_questions, write("{x", "{"), skip_bad=True))
-        and "line 1" in text
-    )
+    for name in (" , ", ""):
+        assert "no question file was named" in message(load_questions, name)
 
 
 # --------------------------------------------------------------------- a file that a run appends to
 
 
 def test_a_half_written_last_line_is_cut_off_and_what_is_appended_stands_on_its_own(tmp_path):
-    path = tmp_path / "log.jsonl"
+    path, first = tmp_path / "log.jsonl", {"id": 1, "text": "a\u2028b"}
     assert finished_records(path) == []
-    append_jsonl(path, [{"id": 1, "text": "a\u2028b"}])
+    append_jsonl(path, [first])
     with open(path, "a") as file:
         file.write('{"id": 2, "te')
     before = path.read_bytes()
-    assert (
-        finished_records(path, cut=False) == [{"id": 1, "text": "a\u2028b"}]
-        and path.read_bytes() == before
-    )
-    assert finished_records(path) == [{"id": 1, "text": "a\u2028b"}]
+    assert finished_records(path, cut=False) == [first] and path.read_bytes() == before
+    assert finished_records(path) == [first]
     append_jsonl(path, [{"id": 2}])
-    assert [record["id"] for record in finished_records(path)] == [1, 2]
+    assert finished_records(path) == [first, {"id": 2}]
+
+
+def test_what_is_appended_behind_half_a_line_is_not_lost(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"id": 1')
+    append_jsonl(path, [{"id": 2}])
+    assert path.read_text() == '{"id": 1\n{"id": 2}\n'
 
 
 def test_a_last_record_that_lacks_only_its_newline_is_kept(tmp_path):
@@ -939,23 +701,30 @@ def test_a_broken_line_in_the_middle_is_an_error_and_nothing_is_thrown_away(tmp_
 # ------------------------------------------------------------------------------------ several files
 
 
-def test_ids_that_two_files_share_get_the_files_stem_and_others_stay(write):
-    a, b = (
-        write(R1, {**R1, "idx": 8}, name="hotpot.jsonl"),
-        write(R1, {**R1, "idx": 9}, name="wiki.jsonl"),
+def ids(questions):
+    return [question.id for question in questions]
+
+
+def test_ids_that_two_files_share_get_the_files_name_and_others_stay(write):
+    a = write(R1, {**R1, "idx": 8}, name="hotpot.jsonl")
+    b = write(R1, {**R1, "idx": 9}, name="wiki.jsonl")
+    datasets = load_datasets([a, str(b)])
+    assert ids(datasets["hotpot"]) == ["hotpot:7", "8"]
+    assert ids(datasets["wiki"]) == ["wiki:7", "9"]
+    assert load_questions(f"{a},{b}") == datasets["hotpot"] + datasets["wiki"]
+
+
+def test_an_id_that_another_file_makes_by_its_name_is_an_error(write):
+    a = write(R1, {**R1, "idx": "wiki:7"}, name="hotpot.jsonl")
+    assert "'wiki:7' comes from two files" in message(
+        load_questions, [a, write(R1, name="wiki.jsonl")]
     )
-    expected = ["hotpot:7", "8", "wiki:7", "9"]
-    assert [q.id for q in load_questions(f"{a},{b}")] == expected
-    assert [q.id for q in load_questions([a, str(b)])] == expected
 
 
 def test_files_of_different_layouts_are_merged(write):
-    paths = [
-        write(R1, name="a.jsonl"),
-        write(HOTPOT, name="b.jsonl"),
-        write(json.dumps([HUB | {"id": "h2"}]), name="c.json"),
-    ]
-    assert [q.id for q in load_questions(paths)] == ["7", "h1", "h2"]
+    hub = write(json.dumps([HUB | {"id": "h2"}]), name="c.json")
+    paths = [write(R1, name="a.jsonl"), write(HOTPOT, name="b.jsonl"), hub]
+    assert ids(load_questions(paths)) == ["7", "h1", "h2"]
 
 
 def test_the_same_file_twice_is_an_error_because_its_questions_would_share_a_group(write):
@@ -964,31 +733,13 @@ def test_the_same_file_twice_is_an_error_because_its_questions_would_share_a_gro
     assert "questions.jsonl: named twice" in message(load_questions, [path, again])
 
 
-def test_datasets_are_named_by_their_files_and_questions_are_theirs_one_after_the_other(write):
-    files = [write(R1, {**R1, "idx": 8}, name="hotpot.jsonl"), write(R1, name="wiki.jsonl")]
-    datasets = load_datasets(files)
-    assert {name: [q.id for q in questions] for name, questions in datasets.items()} == {
-        "hotpot": ["hotpot:7", "8"],
-        "wiki": ["wiki:7"],
-    }
-    assert load_questions(files) == datasets["hotpot"] + datasets["wiki"]
-
-
 def test_two_files_of_one_stem_are_told_apart_by_their_folders_and_then_by_their_paths(write):
     names = ["nq/test.jsonl", "wiki/test.jsonl", "dev.jsonl", "old/wiki/test.jsonl"]
-    datasets = load_datasets(
-        [write({**R1, "idx": i % 3}, name=name) for i, name in enumerate(names)]
-    )
-    (nq, wiki, dev, old), ids = (
-        datasets,
-        [q.id for questions in datasets.values() for q in questions],
-    )
-    assert (
-        (nq, dev) == ("nq/test", "dev")
-        and wiki.endswith("/wiki/test.jsonl")
-        and old.endswith("/old/wiki/test.jsonl")
-    )
-    assert ids == ["nq/test:0", "1", "2", f"{old}:0"]
+    paths = [write({**R1, "idx": i % 3}, name=name) for i, name in enumerate(names)]
+    datasets = load_datasets(paths)
+    assert list(datasets) == ["nq/test", str(paths[1]), "dev", str(paths[3])]
+    loaded = [question.id for questions in datasets.values() for question in questions]
+    assert loaded == ["nq/test:0", "1", "2", f"{paths[3]}:0"]
 
 
 def test_a_file_name_with_a_comma_is_one_file(write):
@@ -1012,25 +763,16 @@ def test_contents_are_split_at_the_first_line_and_only_the_outer_quotes_go(write
 
 
 def test_title_and_text_without_an_id_get_the_line_number(write):
-    assert load_corpus(write({"title": "A", "text": "x"}, {"title": "B", "text": "y"}))[
-        1
-    ] == Document("2", "B", "y")
-    assert load_corpus(write({"id": "p7", "title": "A", "text": "x"})) == [Document("p7", "A", "x")]
-
-
-def test_a_json_list_is_a_corpus_too(write):
-    assert load_corpus(write(json.dumps([{"title": "A", "text": "x"}]), name="c.json")) == [
-        Document("1", "A", "x")
-    ]
+    rows = [{"title": "A", "text": "x"}, {"id": "p7", "title": "B", "text": "y"}]
+    assert load_corpus(write(*rows)) == [Document("1", "A", "x"), Document("p7", "B", "y")]
+    assert load_corpus(write(json.dumps(rows[:1]), name="c.json")) == [Document("1", "A", "x")]
 
 
 @pytest.mark.parametrize("header", [[], ["id\ttext"], ["ID\tText\r"]])
 def test_tab_separated_passages_with_and_without_a_header(write, header):
     path = write(*header, "5\tA plain passage.\r", "6\tAnother.", name="c.tsv")
-    assert load_corpus(path) == [
-        Document("5", "", "A plain passage."),
-        Document("6", "", "Another."),
-    ]
+    expected = [Document("5", "", "A plain passage."), Document("6", "", "Another.")]
+    assert load_corpus(path) == expected
 
 
 def test_a_header_may_name_a_title_column(write):
@@ -1039,189 +781,55 @@ def test_a_header_may_name_a_title_column(write):
 
 
 def test_r1_searchers_abstracts_lose_their_csv_quotes(write):
-    path = write(
-        "0\tTitle: Ana: a life Text:  Born.",
-        '1\t"Title: Bell Text:  The ""great"" bell."',
-        name="c.tsv",
-    )
-    assert load_corpus(path) == [
-        Document("0", "Ana: a life", "Born."),
-        Document("1", "Bell", 'The "great" bell.'),
-    ]
+    quoted = '1\t"Title: Bell Text:  The ""great"" bell."'
+    path = write("0\tTitle: Ana: a life Text:  Born.", quoted, name="c.tsv")
+    expected = [Document("0", "Ana: a life", "Born."), Document("1", "Bell", 'The "great" bell.')]
+    assert load_corpus(path) == expected
 
 
 def test_a_chunk_that_merely_begins_with_a_quoted_word_keeps_its_quotes(write):
-    path = write(
-        "0\tA   first chunk", '1\t"Heroes" (album)   a record called "Heroes"', name="c.tsv"
-    )
+    second = '1\t"Heroes" (album)   a record called "Heroes"'
+    path = write("0\tA   first chunk", second, name="c.tsv")
     assert load_corpus(path)[1] == Document("1", '"Heroes" (album)', 'a record called "Heroes"')
+
+
+AX, CONTENTS = {"title": "A", "text": "x"}, {"id": "1", "contents": "a\nb"}
 
 
 @pytest.mark.parametrize(
     ("rows", "name", "expected"),
     [
-        (
-            [{"title": "A", "text": "x"}, {"title": "", "text": ""}],
-            "c.jsonl",
-            ["line 2", "'text' is empty"],
-        ),
-        (
-            [{"title": "A", "text": "x"}, {"title": "B", "text": 3}],
-            "c.jsonl",
-            ["line 2", "'text'", "expected a string"],
-        ),
-        (
-            [{"id": 1, "contents": "a"}, {"id": "1", "contents": "c"}],
-            "c.jsonl",
-            ["line 2", "'id': duplicate id '1'", "line 1"],
-        ),
-        (
-            [{"id": "1", "contents": "a\nb"}, {"id": "2"}],
-            "c.jsonl",
-            ["line 2", "'contents' is missing"],
-        ),
-        ([{"id": "1", "contents": "a\nb"}, "{"], "c.jsonl", ["line 2", "not valid JSON"]),
-        (
-            [{"passage_text": "x"}],
-            "c.jsonl",
-            ["line 1", "unknown layout", "'passage_text'", *CORPUS_LAYOUTS],
-        ),
-        (
-            ["1\tx", "2 y"],
-            "c.tsv",
-            ["line 2", "1 tab-separated columns, expected 2", "id, passage"],
-        ),
-        (["1\tx\ty"], "c.tsv", ["line 1", "3 tab-separated columns"]),
-        (["1\tx", b"2\t\xff"], "c.tsv", ["line 2", "byte 3", "UTF-8"]),
-        (["1\tx", "1\ty"], "c.tsv", ["line 2", "duplicate id '1'"]),
-        (
-            ["1\tTitle: A Text: x", "2\tno mark"],
-            "c.tsv",
-            ["line 2", "'text'", "Title: ... Text: ..."],
-        ),
-        (["id\ttext"], "c.tsv", ["no record"]),
+        ([AX, {"title": "", "text": ""}], "c.jsonl", "line 2: 'text' is missing or empty"),
+        ([AX, {"title": "B", "text": 3}], "c.jsonl", "line 2: 'text' expected a string"),
+        ([CONTENTS, CONTENTS], "c.jsonl", "line 2: 'id': duplicate id '1' line 1"),
+        ([CONTENTS, {"id": "2"}], "c.jsonl", "line 2: 'contents' is missing"),
+        ([CONTENTS, {"id": "2", "contents": '""\n '}], "c.jsonl", "line 2: 'contents' is empty"),
+        ([CONTENTS, "{"], "c.jsonl", "line 2: not valid JSON"),
+        ([{"passage_text": "x"}], "c.jsonl", "line 1: unknown layout 'passage_text' contents tsv"),
+        (["1\tx", "2 y"], "c.tsv", "line 2: 1 tab-separated columns, expected 2 (id, passage)"),
+        (["1\tx\ty"], "c.tsv", "line 1: 3 tab-separated columns"),
+        (["1\tx", b"2\t\xff"], "c.tsv", "line 2: byte 3 UTF-8"),
+        (["1\tx", "1\ty"], "c.tsv", "line 2: duplicate id '1'"),
+        (["1\tTitle: A Text: x", "2\tno"], "c.tsv", "line 2: 'text' 'Title: ... Text: ...'"),
+        (["id\ttext"], "c.tsv", "no record"),
+        (["[1\tx", "["], "c.tsv", "line 2: 1 tab-separated columns"),
     ],
 )
 def test_a_malformed_corpus_is_one_line_with_file_line_and_field(write, rows, name, expected):
-    text = message(load_corpus, write(*rows, name=name))
-    for part in [name, *expected]:
-        assert part in text
-
-
-# --------------------------------------------------------------------------------- folders of texts
-
-
-def test_a_folder_of_texts_is_a_corpus_in_the_order_of_its_names(write, tmp_path, capsys):
-    write("# Bells", "The bell [rings](http://x).", name="b/bell.MD")
-    write(b"\xef\xbb\xbfAna came.\r", "She stayed.\r", name="a notes.txt")
-    write(" ".join(["word"] * 300) + ".", name="b.txt")
-    for name in (".hidden.txt", ".git/x.md", "b/table.csv", "README"):
-        write("Not this.", name=name)
-    (tmp_path / "z.md.gz").write_bytes(gzip.compress(b"Packed."))
-    corpus = load_corpus(tmp_path)
-    assert corpus[0] == Document("a notes.txt#1", "a notes", "Ana came. She stayed.")
-    assert [(d.id, d.title) for d in corpus[1:]] == [
-        ("b/bell.MD#1", "Bells"),
-        ("b.txt#1", "b"),
-        ("b.txt#2", "b"),
-        ("z.md.gz#1", "z"),
-    ]
-    assert (corpus[1].text, corpus[4].text) == (
-        "The bell rings.",
-        "Packed.",
-    ) and capsys.readouterr().err == ""
-
-
-def test_one_text_is_a_corpus_too_and_a_txt_file_with_records_still_holds_records(write):
-    assert load_corpus(write("[Ana](x) came.", name="a.md")) == [
-        Document("a.md#1", "a", "Ana came.")
-    ]
-    path = write("---\r\ntitle: Bells\r\n---\r\nIt rang.", name="a.md")
-    assert load_corpus(path) == [Document("a.md#1", "Bells", "It rang.")]
-    assert load_corpus(write("[1] Ana came.", name="a.txt")) == [
-        Document("a.txt#1", "a", "[1] Ana came.")
-    ]
-    assert load_corpus(write({"id": "7", "title": "A", "text": "x"}, name="c.txt")) == [
-        Document("7", "A", "x")
-    ]
-    assert load_corpus(write("7\tx", name="c.txt")) == [Document("7", "", "x")]
-
-
-def test_texts_without_words_are_left_out_and_counted(write, tmp_path, capsys):
-    write("Ana came.", name="a.txt")
-    write("", name="b.txt")
-    write("# Only a heading", name="c.md")
-    assert len(load_corpus(tmp_path)) == 1
-    assert (
-        "2 of 3 files skipped; the first: " in (error := capsys.readouterr().err)
-        and "b.txt: no words in it" in error
-    )
-
-
-@pytest.mark.parametrize("broken", [b"caf\xe9.", b"\xff\xfeA\x00n\x00a\x00"])
-def test_a_text_that_is_not_utf8_is_named_with_its_line_and_skip_bad_leaves_it_out(
-    write, tmp_path, capsys, broken
-):
-    path = write("One.", broken, name="b.txt")
-    write("Ana came.", name="a.txt")
-    expected = f"{path}, line 2: not UTF-8: save the file as UTF-8, or leave it out with --skip_bad"
-    assert message(load_corpus, tmp_path) == expected
-    assert [d.id for d in load_corpus(tmp_path, skip_bad=True)] == ["a.txt#1"]
-    assert "1 of 2 files skipped" in capsys.readouterr().err
-    (tmp_path / "a.txt").unlink()
-    assert "no file to use" in message(load_corpus, tmp_path, skip_bad=True)
-
-
-def test_a_folder_without_texts_says_which_endings_are_read(write, tmp_path):
-    write("x", name="a.rst")
-    assert "no file in it ends in .txt or .md" in message(load_corpus, tmp_path)
-
-
-def test_links_that_go_round_in_circles_end_and_what_is_linked_is_read_once(write, tmp_path):
-    write("Ana came.", name="here/a.txt")
-    write("Bo left.", name="there/b.txt")
-    (tmp_path / "here" / "loop").symlink_to(tmp_path / "here")
-    (tmp_path / "here" / "more").symlink_to(tmp_path / "there")
-    (tmp_path / "there" / "back").symlink_to(tmp_path / "here")
-    os.mkfifo(tmp_path / "here" / "pipe.txt")  # to open it would wait for ever
-    assert [d.id for d in load_corpus(tmp_path / "here")] == ["a.txt#1", "more/b.txt#1"]
-    (tmp_path / "here" / "gone.txt").symlink_to("nowhere.txt")
-    assert "gone.txt: no such file" in message(load_corpus, tmp_path / "here")
-    (tmp_path / "here" / "gone.txt").unlink()
-    (tmp_path / "here" / "gone.txt").symlink_to("gone.txt")
-    assert "gone.txt" in message(load_corpus, tmp_path / "here")
-
-
-def test_a_file_name_that_is_no_text_makes_an_id_that_can_be_written(tmp_path):
-    with open(os.fsencode(tmp_path) + b"/caf\xe9.txt", "wb") as file:
-        file.write(b"Ana came.")
-    (document,) = load_corpus(tmp_path)
-    assert document.id.encode() == b"caf?.txt#1" and document.title.encode()
+    assert_parts(message(load_corpus, write(*rows, name=name)), f"{name} {expected}")
 
 
 def test_paragraphs_of_questions_become_a_corpus_without_repetitions(write):
     other = {**HOTPOT, "_id": "h2", "context": [["A", ["One.", " Two."]], ["C", ["Five."]]]}
     corpus = corpus_from_questions(load_questions(write(HOTPOT, other)))
     # A with the same text counts once; C has another text in the second record and counts twice.
-    assert [(d.title, d.text) for d in corpus] == [
-        ("A", "One. Two."),
-        ("B", "Three."),
-        ("C", "Four."),
-        ("C", "Five."),
-    ]
-    assert [d.id for d in corpus] == [
-        "h1:1",
-        "h1:2",
-        "h1:3",
-        "h2:2",
-    ]  # the first record that brings a paragraph names it
+    assert [d.text for d in corpus] == ["One. Two.", "Three.", "Four.", "Five."]
+    assert [d.id for d in corpus] == ["h1:1", "h1:2", "h1:3", "h2:2"]  # by the first that brings it
 
 
 def test_references_with_one_id_but_different_texts_get_different_ids():
-    questions = [
-        Question(str(i), "?", ["a"], references=(Document("1", "T", f"text {i}"),))
-        for i in range(3)
-    ]
+    references = [Document("1", "T", f"text {i}") for i in range(3)]
+    questions = [Question(r.text, "?", ["a"], references=(r,)) for r in references]
     assert len({d.id for d in corpus_from_questions(questions)}) == 3
 
 
@@ -1232,38 +840,39 @@ def test_questions_without_paragraphs_make_no_corpus(write):
 # -------------------------------------------------------------------------------------- real slices
 
 
+HOPS = "musique_2hop musique_3hop musique_4hop"
+KINDS = "hotpotqa_bridge hotpotqa_comparison"
+
+
 @pytest.mark.parametrize(
-    ("name", "count", "sources"),
+    ("name", "count", "sources", "tasks"),
     [
-        ("ircot/hotpotqa_gold_plus_1_distractor.jsonl", 29, {""}),
-        (
-            "ircot/musique_gold_plus_1_distractor.jsonl",
-            20,
-            {"musique_2hop", "musique_3hop", "musique_4hop"},
-        ),
-        ("qa_eval/2wiki_500.jsonl", 500, {""}),
-        ("qa_eval/bamboogle.jsonl", 125, {""}),
-        ("qa_eval/flashrag_nq_16.jsonl", 17, {""}),
-        ("train/r1_searcher_stage1_80.jsonl", 80, {""}),
-        ("train/r1_searcher_stage2_100.jsonl", 100, {""}),
-        ("train/ur2_stage2_150.jsonl", 150, {"math", "rag"}),
-        (
-            "hotpotqa/official_train_distractor_20.json",
-            20,
-            {"hotpotqa_bridge", "hotpotqa_comparison"},
-        ),
-        (
-            "hotpotqa/hf_layout_dev_distractor_20.jsonl",
-            20,
-            {"hotpotqa_bridge", "hotpotqa_comparison"},
-        ),
+        ("ircot/hotpotqa_gold_plus_1_distractor.jsonl", 29, "", "qa"),
+        ("ircot/musique_gold_plus_1_distractor.jsonl", 20, HOPS, "qa"),
+        ("qa_eval/2wiki_500.jsonl", 500, "", "qa"),
+        ("qa_eval/bamboogle.jsonl", 125, "", "qa"),
+        ("qa_eval/flashrag_nq_16.jsonl", 17, "", "qa"),
+        ("train/r1_searcher_stage1_80.jsonl", 80, "", "qa"),
+        ("train/r1_searcher_stage2_100.jsonl", 100, "", "qa"),
+        ("train/ur2_stage2_150.jsonl", 150, "math rag", "math qa"),
+        ("hotpotqa/official_train_distractor_20.json", 20, KINDS, "qa"),
+        ("hotpotqa/hf_layout_dev_distractor_20.jsonl", 20, KINDS, "qa"),
+        ("math/math500_60.jsonl", 60, "", "math"),
+        ("math/gsm8k_test_20.jsonl", 20, "", "math"),
+        ("mcq/medqa_5options_50.jsonl", 50, "", "choice"),
+        ("mcq/mmlupro_health_30.jsonl", 30, "health", "choice"),
+        ("musique/official_train_15.jsonl", 15, HOPS, "qa"),
     ],
 )
-def test_real_question_files_load_whole(name, count, sources):
+def test_real_question_files_load_whole(name, count, sources, tasks):
     questions = load_questions(real(name))
     assert len(questions) == count == len({q.id for q in questions})
-    assert {q.source for q in questions} == sources
-    assert all((q.task == "math") == (q.source == "math") for q in questions)
+    assert {q.source for q in questions} == set(sources.split() or [""])
+    assert {q.task for q in questions} == set(tasks.split())
+    for question in questions:
+        letters = set("ABCDEFGHIJ"[: len(question.options)])
+        assert question.task != "choice" or set(question.answers) <= letters
+        assert (question.task == "math") == (question.source == "math") or tasks == "math"
 
 
 def test_the_gold_paragraphs_of_real_hotpotqa_records_are_the_ones_their_facts_name():
@@ -1273,25 +882,6 @@ def test_the_gold_paragraphs_of_real_hotpotqa_records_are_the_ones_their_facts_n
     ):
         titles = {question.references[number - 1].title for number in question.supporting}
         assert titles == {title for title, _ in record["supporting_facts"]}
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "task"),
-    [
-        ("math/math500_60.jsonl", 60, "math"),
-        ("math/gsm8k_test_20.jsonl", 20, "math"),
-        ("mcq/medqa_5options_50.jsonl", 50, "choice"),
-        ("mcq/mmlupro_80.jsonl", 80, "choice"),
-        ("mcq/mmlupro_health_30.jsonl", 30, "choice"),
-        ("musique/official_train_15.jsonl", 15, "qa"),
-    ],
-)
-def test_real_math_choice_and_musique_files_load_whole(name, count, task):
-    questions = load_questions(real(name))
-    assert len(questions) == count and {q.task for q in questions} == {task}
-    assert all(
-        set(q.answers) <= set("ABCDEFGHIJ"[: len(q.options)]) for q in questions if task == "choice"
-    )
 
 
 def test_the_gold_paragraphs_of_real_musique_records_are_those_of_its_decomposition():
@@ -1318,10 +908,9 @@ def test_real_rollout_answers_come_nine_or_ten_a_question():
 
 
 def test_two_real_files_that_both_count_from_one_stay_apart():
-    questions = load_questions(
-        [real("qa_eval/hotpotqa_500.jsonl"), real("qa_eval/musique_500.jsonl")]
-    )
-    assert len({q.id for q in questions}) == 1000 and questions[0].id == "hotpotqa_500:1"
+    files = [real("qa_eval/hotpotqa_500.jsonl"), real("qa_eval/musique_500.jsonl")]
+    questions = load_questions(files)
+    assert len(set(ids(questions))) == 1000 and questions[0].id == "hotpotqa_500:1"
 
 
 @pytest.mark.parametrize(
@@ -1341,44 +930,28 @@ def test_real_corpora_load_whole_with_titles_and_texts(name, count, title):
 
 
 def test_real_csv_quoted_abstracts_are_what_a_csv_reader_makes_of_them():
-    path = real(
-        "corpus/r1_searcher_title_abs_100.tsv"
-    )  # every field that begins with a quote in this file is a CSV field
+    # Every field of this file that begins with a quote is a CSV field.
+    path = real("corpus/r1_searcher_title_abs_100.tsv")
     with open(path, encoding="utf-8", newline="") as file:
-        expected = [row[1] for row in csv.reader(file, delimiter="\t")]
-    assert [f"Title: {d.title} Text:  {d.text}" for d in load_corpus(path)] == [
-        text.rstrip() for text in expected
-    ]
+        expected = [row[1].rstrip() for row in csv.reader(file, delimiter="\t")]
+    assert [f"Title: {d.title} Text:  {d.text}" for d in load_corpus(path)] == expected
 
 
 # ----------------------------------------------------------------------------------- python data.py
 
 
 def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "data.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "data.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_the_file_shows_layout_counts_and_a_record_of_questions_and_of_a_corpus(write):
+def test_the_file_shows_layout_counts_and_a_record_of_questions_and_of_a_corpus(write, tmp_path):
     output = run(write(HOTPOT, {**HOTPOT, "_id": "h2", "type": "bridge"})).stdout
-    assert (
-        "hotpotqa" in output
-        and "hotpotqa_comparison 1" in output
-        and "qa 2" in output
-        and "Which?" in output
-    )
+    assert_parts(output, "hotpotqa questions 2 hotpotqa_comparison 1 qa 2 Which?")
     output = run(write("5\tTitle: Ana Text: Born.", name="c.tsv")).stdout
-    assert "tsv_abstract" in output and "documents  1" in output and "Ana" in output
-
-
-def test_the_file_shows_a_folder_of_texts_and_tells_predictions_apart(write, tmp_path):
-    output = run(write("# Bells", "It rang.", name="texts/a.md").parent).stdout
-    assert "layout     text" in output and "documents  1" in output and "a.md#1" in output
-    assert (
-        "python eval.py --predictions FILE"
-        in run(write({"id": "1", "question": "?", "prediction": "a"})).stderr
-    )
+    assert_parts(output, "tsv_abstract documents 1 Ana")
+    folder = write("# Bells", "It rang.", name="texts/a.md").parent
+    assert_parts(run(folder).stdout, "layout text documents 1 a.md#1")
 
 
 @pytest.mark.parametrize(
@@ -1397,22 +970,8 @@ def test_a_table_is_told_to_hold_questions_by_its_header_or_by_blanks_in_its_fir
 
 def test_the_file_ends_with_one_line_and_code_2_on_bad_input(write):
     result = run(write(OWN, "{"))
-    assert result.returncode == 2 and result.stdout == ""
-    assert (
-        result.stderr.startswith("error: ")
-        and result.stderr.count("\n") == 1
-        and "line 2" in result.stderr
-    )
+    assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
+    assert_parts(result.stderr, "error: line 2")
     result = run(write(OWN, "{"), "--skip_bad")
     assert result.returncode == 0 and "1 of 2 records skipped" in result.stderr
-
-
-def test_a_second_name_of_a_text_is_no_second_text(tmp_path):
-    (tmp_path / "b.txt").write_text("Ana Bell was born in Kelmouth.")
-    (tmp_path / "a.txt").symlink_to(tmp_path / "b.txt")
-    assert [d.id for d in load_corpus(tmp_path)] == ["b.txt#1"]
-
-
-def test_no_name_is_not_this_folder(capsys, monkeypatch):
-    with pytest.raises(InputError, match="no question file was named"):
-        load_questions("")
+    assert "python eval.py --predictions FILE" in run(write(PREDICTION)).stderr

@@ -4,57 +4,26 @@ the padding.
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from policy import Policy
 from scale import packing
-from scale.packing import grouped, hidden_states, lengths_of, pack, packs
+from scale.packing import hidden_states, lengths_of, pack, packs
+from tests.conftest import model_of, small
 
-SHAPE = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "initializer_range": 0.3,
-}
-FAMILIES = {
-    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**SHAPE, **more)),
-    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8, **more)),
-    "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SHAPE, **more)),
-}
-LENGTHS = [
-    14,
-    3,
-    9,
-    3,
-    8,
-    1,
-]  # of what is asked for: with slack 4 the groups are (14), (9, 8), (3, 3, 1)
+SHAPE = small(vocab_size=50, initializer_range=0.3)
+# What is asked for of each row; with slack 4 the groups are (14), (9, 8), (3, 3, 1).
+LENGTHS = [14, 3, 9, 3, 8, 1]
+PACKED = 14 + 2 * 9 + 3 * 3
 
 
-def make(family="qwen2", **more) -> Policy:
+def make(family="qwen2") -> Policy:
     torch.manual_seed(0)
-    return Policy(FAMILIES[family](**more))
+    return Policy(model_of(family, **SHAPE))
 
 
 def batch():
-    """tokens [6, 15] and a mask [6, 14] with holes, whose last 1 stands in column LENGTHS[b] −
-    1.
-    """
+    """tokens [6, 15] and a mask [6, 14] with holes, whose last 1 is in column LENGTHS[b] − 1."""
     draw = torch.Generator().manual_seed(1)
     tokens, mask = torch.randint(0, 50, (6, 15), generator=draw), torch.zeros(6, 14)
     for row, length in enumerate(LENGTHS):
@@ -71,7 +40,7 @@ def with_gradients(policy, tokens, mask, weights):
 
 
 @pytest.mark.parametrize("slack", [0, 1, 4, 100])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_packed_log_probs_and_gradients_are_the_padded_ones(family, slack, monkeypatch):
     monkeypatch.setattr(packing.pack, "__defaults__", (slack,))
     (tokens, mask), policy = batch(), make(family)
@@ -81,53 +50,39 @@ def test_packed_log_probs_and_gradients_are_the_padded_ones(family, slack, monke
     policy.config._attn_implementation = "sdpa"
     padded, expected = with_gradients(policy, tokens, mask, weights)
     torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
-    for found, wanted in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(gradients, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_recomputed_layers_still_know_the_groups():
     # The backward pass of gradient checkpointing calls attention again, behind the forward pass and
     # out of its context.
     (tokens, mask), plain, again = batch(), make(), make()
-    again.language_model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": False}
-    )
-    (_, expected), (_, found) = (
-        with_gradients(policy, tokens, mask, mask) for policy in (plain, again)
-    )
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    how = {"use_reentrant": False}
+    again.language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    found = [with_gradients(policy, tokens, mask, mask)[1] for policy in (plain, again)]
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
 def test_what_is_computed_is_what_is_asked_for(monkeypatch):
     (tokens, mask), policy, seen = batch(), make(), []
-    body = policy.language_model.base_model
-    forward = body.forward
-    monkeypatch.setattr(
-        body, "forward", lambda **a: seen.append(a["input_ids"].shape) or forward(**a)
+    policy.language_model.base_model.register_forward_pre_hook(
+        lambda module, _, given: seen.append(given["input_ids"].shape), with_kwargs=True
     )
     policy(tokens, mask=mask)
     monkeypatch.setattr(packing.pack, "__defaults__", (0,))
     policy(tokens, mask=mask)
-    assert seen == [
-        (1, 14 + 9 + 9 + 3 + 3 + 3),
-        (1, sum(LENGTHS)),
-    ]  # padded it would be 6 * 15 = 90
+    assert seen == [(1, PACKED), (1, sum(LENGTHS))]  # padded it would be 6 * 15 = 90
 
 
-def test_rows_are_grouped_by_length_the_longest_first():
-    assert grouped([14, 3, 9, 3, 8, 1], 4) == [[0], [2, 4], [1, 3, 5]]
-    assert grouped([14, 3, 9, 3, 8, 1], 0) == [[0], [2], [4], [1, 3], [5]]
-    assert grouped([5], 0) == [[0]]
-
-
-def test_a_row_is_read_up_to_the_last_place_that_is_asked_for():
+def test_rows_are_grouped_by_length_and_read_up_to_the_last_place_that_is_asked_for():
+    tokens = torch.arange(90).view(6, 15)
+    assert pack(tokens, LENGTHS, 4).groups == [(1, 14), (2, 9), (3, 3)]
+    assert pack(tokens, LENGTHS, 0).groups == [(1, 14), (1, 9), (1, 8), (2, 3), (1, 1)]
     wanted = torch.tensor([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
     assert lengths_of(wanted) == [4, 1, 1]
     packed = pack(torch.arange(15).view(3, 5), [4, 1, 1], 0)
-    assert packed.ids.tolist() == [[0, 1, 2, 3, 5, 10]] and packed.positions.tolist() == [
-        [0, 1, 2, 3, 0, 0]
-    ]
+    assert packed.ids.tolist() == [[0, 1, 2, 3, 5, 10]]
+    assert packed.positions.tolist() == [[0, 1, 2, 3, 0, 0]]
     assert packed.groups == [(1, 4), (2, 1)] and packed.starts.tolist() == [0, 4, 5]
 
 
@@ -140,27 +95,25 @@ def test_nothing_of_one_text_reaches_another():
     assert same.tolist() == [True, False, True, True, True, True]
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=50, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-            )
-        ),
-        lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4)),
-        lambda: FAMILIES["qwen2"](use_sliding_window=True, sliding_window=4, max_window_layers=1),
-        lambda: FAMILIES["qwen2"](attn_implementation="eager"),
-    ],
-    ids=["no known family", "a window", "a window in some layers", "another attention"],
-)
-def test_what_cannot_be_packed_goes_through_padded(build):
+ODD = {
+    "no known family": ("gpt2", {}),
+    "a window": ("mistral", {"sliding_window": 4}),
+    "a window in some layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "another attention": ("qwen2", {"attn_implementation": "eager"}),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_cannot_be_packed_goes_through_padded(name):
     torch.manual_seed(0)
-    model = build().eval()
-    tokens, mask = batch()
+    kind, more = ODD[name]
+    model, (tokens, mask) = model_of(kind, **SHAPE, **more).eval(), batch()
     with torch.no_grad():
-        logits = model(input_ids=tokens).logits[:, :-1]
-        expected = logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0] * mask
+        logprobs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
+        expected = logprobs.gather(2, tokens[:, 1:, None])[..., 0] * mask
         policy = Policy(model).eval()  # GPT-2 has dropout
         assert not packs(policy.config)
         torch.testing.assert_close(policy(tokens, mask=mask), expected, atol=1e-5, rtol=1e-5)
@@ -169,24 +122,16 @@ def test_what_cannot_be_packed_goes_through_padded(build):
 def test_generate_and_a_saved_checkpoint_know_nothing_of_it(tmp_path):
     policy, tokens = make().eval(), torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
     attention = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    arguments = {
-        "input_ids": tokens,
-        "attention_mask": attention,
-        "max_new_tokens": 8,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
-    ours = policy.language_model.generate(**arguments)
+    how = {"attention_mask": attention, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    ours = policy.language_model.generate(input_ids=tokens, **how)
     policy.language_model.save_pretrained(tmp_path)
     assert "packed" not in (tmp_path / "config.json").read_text()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert loaded.config._attn_implementation == "sdpa"
-    assert ours.tolist() == loaded.generate(**arguments).tolist()
+    assert ours.tolist() == loaded.generate(input_ids=tokens, **how).tolist()
 
 
-def test_the_last_feed_forward_part_is_computed_where_it_is_asked_for_and_is_itself_again_behind_it(
-    monkeypatch,
-):
+def test_the_last_feed_forward_part_is_computed_where_asked_for_and_is_itself_again_behind_it():
     (tokens, mask), policy, seen = batch(), make(), []
     layers = policy.language_model.model.layers
     for layer in layers:
@@ -194,7 +139,7 @@ def test_the_last_feed_forward_part_is_computed_where_it_is_asked_for_and_is_its
             lambda module, inputs, output: seen.append(output.shape[1])
         )
     policy(tokens, mask=mask)
-    assert seen == [14 + 9 + 9 + 3 + 3 + 3, mask.sum()]
+    assert seen == [PACKED, mask.sum()]
     assert all("forward" not in vars(layer.mlp) for layer in layers)
     seen.clear()
     policy.language_model(input_ids=tokens)

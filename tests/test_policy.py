@@ -10,28 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import policy as policy_file
 from errors import InputError
 from policy import (
     Batch,
     Policy,
+    PolicySettings,
     check_model_path,
     collate,
+    deal_micro_batches,
     evaluating,
     load_policy,
     load_tokenizer,
@@ -41,45 +30,27 @@ from policy import (
     save_policy,
     token_logprobs,
 )
+from tests.conftest import model_of, small
 
 VOCABULARY = 50
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-FAMILIES = {
-    "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "qwen2, untied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
-    "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
-    "llama, untied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
-}
+SIZES = small(vocab_size=VOCABULARY, initializer_range=0.2)
+FAMILIES = ["qwen2, tied", "qwen2, untied", "llama, tied", "llama, untied"]
 
 
-def make_policy(family="qwen2, untied", seed=0) -> Policy:
-    torch.manual_seed(seed)
-    return Policy(FAMILIES[family]())
+def make_policy(family="qwen2, untied") -> Policy:
+    kind, tied = family.split(", ")
+    torch.manual_seed(0)
+    return Policy(model_of(kind, **{**SIZES, "tie_word_embeddings": tied == "tied"}))
 
 
 def make_tokens(rows=3, length=9, seed=1):
-    return torch.randint(
-        0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed)
-    )  # [B, L]
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (rows, length), generator=draw)  # [B, L]
 
 
 def full_logprobs(policy: Policy, tokens, temperature=1.0):
     """The plain way: all logits, log_softmax, gather."""
-    logits = (
-        policy.language_model(input_ids=tokens).logits[:, :-1].float() / temperature
-    )  # [B, T, V]
+    logits = policy.language_model(input_ids=tokens).logits[:, :-1] / temperature  # [B, T, V]
     return logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # [B, T]
 
 
@@ -92,9 +63,8 @@ def gradients(policy: Policy, loss) -> list:
 # ---------------------------------------------------------------------------------------- log-probs
 
 
-@pytest.mark.parametrize(
-    "chunk_rows", [1, 5, 24, 1000]
-)  # 24 log-probs: one row per chunk, a ragged cut, exactly one, all
+# 24 log-probs: one row per chunk, a ragged cut, exactly one, all
+@pytest.mark.parametrize("chunk_rows", [1, 5, 24, 1000])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunked_logprobs_and_their_gradients_are_those_of_the_full_softmax(
     family, chunk_rows, monkeypatch
@@ -104,11 +74,8 @@ def test_chunked_logprobs_and_their_gradients_are_those_of_the_full_softmax(
     weights = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))  # [B, T]
     ours, plain = policy(tokens, 0.7), full_logprobs(policy, tokens, 0.7)  # [B, T]
     assert torch.allclose(ours, plain, atol=1e-5)
-    for one, other in zip(
-        gradients(policy, (weights * ours).sum()),
-        gradients(policy, (weights * plain).sum()),
-        strict=True,
-    ):
+    found, expected = (gradients(policy, (weights * x).sum()) for x in (ours, plain))
+    for one, other in zip(found, expected, strict=True):
         assert (one - other).abs().max() <= 1e-6 * max(1.0, other.abs().max().item())
 
 
@@ -144,9 +111,8 @@ def test_no_more_than_a_chunk_of_logits_exists_at_once_and_masked_positions_have
     assert sum(size[0] for size in sizes) == 6
     sizes.clear()
     logprobs.sum().backward()
-    assert (
-        sum(size[0] for size in sizes) == 6
-    )  # the backward pass makes each chunk's logits again, and no others
+    # the backward pass makes each chunk's logits again, and no others
+    assert sum(size[0] for size in sizes) == 6
 
 
 @pytest.mark.parametrize("chunks", [1, 64])
@@ -155,12 +121,8 @@ def test_under_bf16_the_head_s_gradient_is_as_exact_of_many_chunks_as_of_one(chu
     # and their sum no more.
     monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 640 // chunks * 50)
     torch.manual_seed(0)
-    head, hidden, targets = (
-        torch.nn.Linear(32, 50, bias=False),
-        torch.randn(640, 32),
-        torch.randint(0, 50, (640,)),
-    )
-    weights, found = torch.randn(640), []
+    head, hidden = torch.nn.Linear(32, 50, bias=False), torch.randn(640, 32)
+    targets, weights, found = torch.randint(0, 50, (640,)), torch.randn(640), []
     for enabled in (False, True):
         head.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -174,24 +136,19 @@ def test_the_gradients_of_a_log_prob_by_hand():
     # z = W h = (0, ln 3): p = (1/4, 3/4). Of log p_1: ∂z = (−1/4, 1/4), so ∂W = ∂z hᵀ ∂h = Wᵀ ∂z;
     # at τ = 1/2, z = (0, ln 9), p = (1/10, 9/10) and ∂z = 2 · (−1/10, 1/10).
     for temperature, slope in ((1.0, 0.25), (0.5, 0.2)):
-        head, hidden = (
-            torch.nn.Linear(2, 2, bias=False),
-            torch.tensor([[1.0, 2.0]], requires_grad=True),
-        )
+        head = torch.nn.Linear(2, 2, bias=False)
+        hidden = torch.tensor([[1.0, 2.0]], requires_grad=True)
         with torch.no_grad():
             head.weight.copy_(torch.tensor([[0.0, 0.0], [math.log(3), 0.0]]))
         token_logprobs(hidden, head, torch.tensor([1]), temperature).sum().backward()
-        assert head.weight.grad.flatten().tolist() == pytest.approx(
-            [-slope, -2 * slope, slope, 2 * slope]
-        )
+        expected = [-slope, -2 * slope, slope, 2 * slope]
+        assert head.weight.grad.flatten().tolist() == pytest.approx(expected)
         assert hidden.grad[0].tolist() == pytest.approx([slope * math.log(3), 0])
 
 
 def test_a_frozen_head_gets_no_gradient_and_passes_one_on():
-    head, hidden = (
-        torch.nn.Linear(2, 3, bias=False).requires_grad_(False),
-        torch.randn(4, 2, requires_grad=True),
-    )
+    head = torch.nn.Linear(2, 3, bias=False).requires_grad_(False)
+    hidden = torch.randn(4, 2, requires_grad=True)
     token_logprobs(hidden, head, torch.tensor([0, 1, 2, 0])).sum().backward()
     assert head.weight.grad is None and hidden.grad.abs().sum() > 0
 
@@ -210,24 +167,6 @@ def test_masked_positions_are_zero_and_move_nothing():
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(loud, plain, strict=True))
 
 
-def test_the_targets_of_masked_positions_have_no_gradient_in_the_head():
-    # Token 7 stands only in the "document". The head's row of a token that is neither sampled nor
-    # competes would be 0; as a competitor its gradient is −p(7) · h summed over the sampled
-    # positions, and nothing from being the target itself.
-    policy, tokens = make_policy(), make_tokens()
-    tokens[tokens == 7] = 8
-    tokens[:, 4] = 7
-    mask = torch.ones(3, 8)
-    mask[:, 3] = 0  # column 3 is about tokens[:, 4]
-    gradients(policy, policy(tokens, mask=mask).sum())
-    hidden = policy.language_model.base_model(input_ids=tokens).last_hidden_state[
-        :, :-1
-    ]  # [B, T, H]
-    probability = policy.language_model.lm_head(hidden).softmax(-1)[..., 7]  # [B, T]
-    expected = -(probability * mask)[..., None].mul(hidden).sum((0, 1))  # [H]
-    assert torch.allclose(policy.language_model.lm_head.weight.grad[7], expected, atol=1e-5)
-
-
 def test_an_all_masked_batch_gives_zeros_and_a_zero_gradient():
     policy = make_policy()
     logprobs = policy(make_tokens(), mask=torch.zeros(3, 8))
@@ -243,23 +182,13 @@ def test_right_padding_needs_no_attention_mask(family):
     assert torch.allclose(padded[:, :5], alone, atol=1e-5)
 
 
-def test_logprobs_are_fp32_and_scoring_leaves_the_model_as_it_was():
-    policy = make_policy()
-    before = [p.clone() for p in policy.parameters()]
-    with torch.no_grad():
-        assert policy(make_tokens()).dtype == torch.float32
-    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("name", ["soft cap", "scaled logits"])
 def test_a_model_that_changes_its_logits_after_the_head_is_refused_in_one_line(name):
-    if (
-        name == "soft cap"
-    ):  # logits of an untrained model are so small that a cap of 30 hardly moves them
-        sizes = {k: v for k, v in SIZES.items() if k != "initializer_range"}
-        model = Gemma2ForCausalLM(Gemma2Config(**sizes, head_dim=8, final_logit_softcapping=30.0))
+    if name == "soft cap":  # it hardly moves the small logits of an untrained model
+        sizes = {**SIZES, "initializer_range": 0.02}
+        model = model_of("gemma2", **sizes, head_dim=8, final_logit_softcapping=30.0)
     else:
-        model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0))
+        model = model_of("granite", **SIZES, logits_scaling=8.0)
     with pytest.raises(InputError, match="changes its logits after the output head") as error:
         Policy(model)
     assert "\n" not in str(error.value)
@@ -282,9 +211,8 @@ def saved(bpe, tmp_path_factory):
     """A bf16 checkpoint on disk, as hub models are."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "vocab_size": len(bpe)})).to(
-        torch.bfloat16
-    ).save_pretrained(path)
+    model = model_of("qwen2", **{**SIZES, "vocab_size": len(bpe)})
+    model.to(torch.bfloat16).save_pretrained(path)
     bpe.save_pretrained(path)
     return path
 
@@ -299,10 +227,7 @@ def test_trainable_weights_are_fp32_even_if_the_checkpoint_is_bf16(saved):
 def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
     # With GPT-2's 10 % two scorings of one text would differ, and the first ratio would not be 1.
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(bpe), n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2
-    )
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model_of("gpt2", **{**SIZES, "vocab_size": len(bpe)}).save_pretrained(tmp_path)
     bpe.save_pretrained(tmp_path)
     policy = load_policy(str(tmp_path))[0].train()
     assert torch.equal(policy(make_tokens()), policy(make_tokens()))
@@ -313,11 +238,9 @@ def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
 def test_gradient_checkpointing_changes_memory_and_no_gradient(saved):
     tokens, grads = make_tokens(), []
     for flag in (False, True):
-        policy, _ = load_policy(str(saved), gradient_checkpointing=flag)
-        assert (
-            policy.language_model.is_gradient_checkpointing == flag
-            and policy.language_model.training
-        )
+        policy, _ = load_policy(str(saved), settings=PolicySettings(gradient_checkpointing=flag))
+        model = policy.language_model
+        assert model.is_gradient_checkpointing == flag and model.training
         grads.append(gradients(policy, policy(tokens).sum()))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*grads, strict=True))
 
@@ -348,7 +271,7 @@ def test_broken_files_are_one_line_too(saved, tmp_path, bpe):
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_an_index_error_on_step_300(tmp_path, bpe):
-    Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(tmp_path)  # 50 embeddings
+    model_of("qwen2", **SIZES).save_pretrained(tmp_path)  # 50 embeddings
     bpe.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=f"the tokenizer has {len(bpe)} tokens, the model only 50"):
         load_policy(str(tmp_path))
@@ -359,9 +282,7 @@ def test_the_tokenizer_that_the_files_declare_is_loaded_and_not_the_familys_own(
 ):
     # AutoTokenizer sees model_type qwen2 and puts Qwen's byte-level splitting in place of the saved
     # word pieces.
-    Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "vocab_size": len(toy_tokenizer)})).save_pretrained(
-        tmp_path
-    )
+    model_of("qwen2", **{**SIZES, "vocab_size": len(toy_tokenizer)}).save_pretrained(tmp_path)
     toy_tokenizer.save_pretrained(tmp_path)
     text = " where was ada abel born ? answer :"
     ids = toy_tokenizer(text)["input_ids"]
@@ -469,36 +390,41 @@ def test_rows_keep_their_order_their_optional_tensors_and_leave_the_batch_alone(
     batch.advantages = torch.arange(15.0).view(3, 5)
     before = copy.deepcopy(batch)
     part = batch.rows(torch.tensor([2, 0]))
-    assert (
-        part.advantages[:, 0].tolist() == [10, 0]
-        and part.ref_logprobs is None
-        and part.group_size == 3
-    )
+    assert part.advantages[:, 0].tolist() == [10, 0]
+    assert part.ref_logprobs is None and part.group_size == 3
     part.advantages.zero_()
     part.tokens.zero_()
-    assert torch.equal(batch.advantages, before.advantages) and torch.equal(
-        batch.tokens, before.tokens
-    )
+    assert torch.equal(batch.advantages, before.advantages)
+    assert torch.equal(batch.tokens, before.tokens)
 
 
 def test_rows_cut_what_is_per_token_to_the_width_and_take_what_is_per_trajectory_by_row():
     batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
-    batch.correct, batch.overlong = (
-        torch.tensor([True, False, True]),
-        torch.tensor([False, True, False]),
-    )
+    batch.correct = torch.tensor([True, False, True])
+    batch.overlong = torch.tensor([False, True, False])
     batch.values, batch.returns = torch.arange(15.0).view(3, 5), -torch.arange(15.0).view(3, 5)
     part = batch.rows(torch.tensor([2, 1]))  # the longest of them needs two columns
     assert part.correct.tolist() == [True, False] and part.overlong.tolist() == [False, True]
-    assert part.values.tolist() == [[10, 11], [5, 6]] and part.returns.tolist() == [
-        [-10, -11],
-        [-5, -6],
-    ]
+    assert part.values.tolist() == [[10, 11], [5, 6]]
+    assert part.returns.tolist() == [[-10, -11], [-5, -6]]
 
 
 def test_rows_without_a_sampled_token_keep_one_column():
     part = collate(ROWS, [0.0] * 3, 3).rows(torch.tensor([2]))
     assert part.tokens.shape == (1, 2) and part.response_mask.tolist() == [[0]]
+
+
+def test_no_rows_are_a_pass_that_adds_nothing():
+    policy, batch = make_policy(), collate(ROWS, [1.0, 0.0, 0.5], 3)
+    batch.token_weights = torch.ones(3, 5)
+    part = batch.rows(torch.zeros(0, dtype=torch.long))
+    assert len(part) == 1 and part.token_weights.tolist() == part.response_mask.tolist() == [[0]]
+    assert batch.response_mask.sum() == 4 and batch.token_weights.sum() == 15
+    logprobs = policy(part.tokens, mask=part.response_mask)
+    assert all(g.eq(0).all() for g in gradients(policy, (part.token_weights * logprobs).sum()))
+    scored = torch.ones(3, 5)
+    scored[torch.zeros(0, dtype=torch.long), :1] = logprobs.detach()  # nor to what is gathered
+    assert scored.eq(1).all()
 
 
 @pytest.mark.parametrize("budget", [1, 7, 12, 20, 1000])
@@ -518,6 +444,37 @@ def test_micro_batches_put_rows_of_like_length_together():
     # would be 4 + 4 padded twice.
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0]])
     assert [rows.tolist() for rows in micro_batches(mask, 8)] == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 12, 1000])
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+def test_all_processes_are_dealt_the_same_number_of_micro_batches(processes, budget):
+    lengths = [3, 9, 1, 4, 4, 0, 7, 2]
+    mask = torch.tensor([[1.0] * n + [0.0] * (9 - n) for n in lengths])
+    for count in range(1, 9):  # with 5 processes some get no row
+        shares, counts = [], []
+        for rank in range(processes):
+            cuts = deal_micro_batches(mask[:count], budget, processes, rank)
+            rows = torch.cat(cuts).tolist()
+            assert all(row % processes == rank for row in rows)
+            longest = [max(max(lengths[row], 1) for row in cut) for cut in cuts if len(cut)]
+            sizes = [len(cut) for cut in cuts if len(cut)]
+            assert all(n == 1 or n * m <= budget for n, m in zip(sizes, longest, strict=True))
+            shares += rows
+            counts.append(len(cuts))
+        assert len(set(counts)) == 1 and sorted(shares) == list(range(count))
+
+
+def test_what_is_dealt_by_hand_and_to_one_process_as_it_is_cut():
+    mask = torch.ones(5, 4)
+    dealt = [[cut.tolist() for cut in deal_micro_batches(mask, 4, 2, rank)] for rank in (0, 1)]
+    assert dealt == [[[0], [2], [4]], [[1], [], [3]]]
+    # rows 0, 2, 4 of length 4 and 1, 3 of length 1: two micro-batches, and one that is halved
+    mask[1::2, 1:] = 0
+    dealt = [[cut.tolist() for cut in deal_micro_batches(mask, 8, 2, rank)] for rank in (0, 1)]
+    assert dealt == [[[0, 2], [4]], [[1], [3]]]
+    alone, cuts = deal_micro_batches(mask, 8), micro_batches(mask, 8)
+    assert [cut.tolist() for cut in alone] == [cut.tolist() for cut in cuts]
 
 
 # ------------------------------------------------------------------------------------ the optimizer
@@ -541,11 +498,7 @@ def test_the_learning_rate_by_hand(step, schedule, expected):
 
 
 def test_a_run_without_warm_up_begins_at_the_full_rate():
-    assert [lr_factor(0, 1, 0, schedule) for schedule in ("constant", "linear", "cosine")] == [
-        1.0,
-        1.0,
-        1.0,
-    ]
+    assert all(lr_factor(0, 1, 0, schedule) == 1 for schedule in ("constant", "linear", "cosine"))
 
 
 def test_an_unknown_optimizer_is_an_input_error():
@@ -558,9 +511,8 @@ def test_an_unknown_optimizer_is_an_input_error():
 def test_adamw8bit_takes_the_step_of_adamw_to_a_few_percent_on_a_cpu(name):
     def one_step(name):
         torch.manual_seed(0)
-        layer = torch.nn.Linear(
-            128, 128
-        )  # 16384 weights: above bitsandbytes' 4096, so the moments really are 8 bits
+        # 16384 weights: above bitsandbytes' 4096, so the moments really are 8 bits
+        layer = torch.nn.Linear(128, 128)
         before = layer.weight.detach().clone()
         optimizer = make_optimizer(layer, name, 1e-3)
         layer(torch.ones(4, 128)).square().sum().backward()
@@ -614,21 +566,9 @@ def test_bf16_weights_do_not_move_at_a_learning_rate_of_1e_6_and_fp32_weights_do
     assert share_that_moved(torch.float32) > 0.9
 
 
-def test_python_policy_prints_the_worked_number(capsys):
-    policy_file.main()
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith(" -0.2877") and second.endswith(
-        "[-0.25, 0.25]"
-    )  # ln 3 − ln 4; 0 − 1/4 and 1 − 3/4
-
-
 def test_a_batch_knows_its_length_and_moves_as_a_whole():
     batch = collate(ROWS, [0.0] * 3, 3)
     moved = batch.to("meta")
     assert len(batch) == 3 and isinstance(moved, Batch)
-    assert (
-        moved.tokens.is_meta
-        and moved.rewards.is_meta
-        and moved.group_size == 3
-        and moved.advantages is None
-    )
+    assert moved.tokens.is_meta and moved.rewards.is_meta
+    assert moved.group_size == 3 and moved.advantages is None

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import roll
 from tokenizers import Tokenizer, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as hf_logging
@@ -32,14 +33,14 @@ from policy import Policy, collate
 from prompts import PROTOCOLS, build_prompt, frame_documents
 from rollout import (
     MIN_DOCUMENT_TOKENS,
-    Limits,
+    Environment,
     call_search,
     check_prompts,
     closing_ids,
     decode,
     encode,
-    rollout,
 )
+from settings import Settings
 from trajectory import Refusal, Segment, Trajectory, show, trajectory_from_text
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -52,6 +53,12 @@ READ = dataclasses.replace(QA, references=REFERENCES)
 ASK = f"I look it up. {BEGIN} Ana Bell {END}"
 ANSWER = "So it is \\boxed{Norland}."
 P_SCRIPT = 0.9  # the probability that the scripted token has
+
+
+@pytest.fixture(autouse=True)
+def one_try(monkeypatch):
+    """A search that fails is not tried again, unless a test is about that."""
+    monkeypatch.setattr(rollout_file, "SEARCH_RETRIES", 0)
 
 
 class ScriptedPolicy(Policy):
@@ -160,8 +167,8 @@ def play(
     """
     policy, search = ScriptedPolicy(tokenizer, scripts), search or Searcher()
     questions = questions or [dataclasses.replace(QA, id=str(row)) for row in range(len(scripts))]
-    settings = {"temperature": 0.0, "retries": 0, **settings}
-    trajectories = rollout(policy, tokenizer, questions, search, protocol, group_size, **settings)
+    settings = {"temperature": 0.0, **settings}
+    trajectories = roll(policy, tokenizer, questions, search, protocol, group_size, **settings)
     return trajectories, policy, search
 
 
@@ -387,15 +394,6 @@ def test_the_second_refusal_ends_the_trajectory_without_another_notice(bpe):
     assert t.response_mask[-1] == 1 and t.answer is None
 
 
-@pytest.mark.parametrize(
-    "turn, settings", [(END, {}), (f"{BEGIN}{END}", {}), (ASK, {"max_searches": 0})]
-)
-def test_without_notices_a_refused_query_ends_the_trajectory_at_once(bpe, turn, settings):
-    (t,), _, search = play(bpe, [turn, ANSWER], notices=False, **settings)
-    assert t.stop_reason == "refused" and len(t.refusals) == 1 and search.calls == []
-    assert t.response_ids == encode(bpe, turn) and t.response_mask == [1] * len(t.response_ids)
-
-
 # ------------------------------------------------------------------------------- a broken retriever
 
 
@@ -439,14 +437,16 @@ def test_a_search_that_hangs_is_given_up_after_the_time_limit(bpe):
     assert t.segments[1].text == block("Search is unavailable.") and t.answer == "Norland"
 
 
-def test_a_search_that_comes_back_after_a_retry_leaves_no_trace_of_the_error(bpe):
+def test_a_search_that_comes_back_after_a_retry_leaves_no_trace_of_the_error(bpe, monkeypatch):
+    monkeypatch.setattr(rollout_file, "SEARCH_RETRIES", 1)
+
     def second_time_lucky(requests):
         if len(search.calls) == 1:
             raise TimeoutError("try again")
         return [SearchResult(text="found") for _ in requests]
 
     search = Searcher(second_time_lucky)
-    (t,), _, _ = play(bpe, [ASK, ANSWER], search=search, retries=1)
+    (t,), _, _ = play(bpe, [ASK, ANSWER], search=search)
     assert search.calls == [["Ana Bell"]] * 2
     assert [(s.error, s.text) for s in t.searches] == [(None, "found")]
 
@@ -699,28 +699,30 @@ def test_every_row_of_a_batch_has_its_own_room(bpe):
     assert a.stop_reason == b.stop_reason == "length"
 
 
+def surroundings(tokenizer, max_context):
+    return Environment(tokenizer, UR2, Searcher(), Settings(max_context=max_context))
+
+
 def test_a_prompt_longer_than_the_context_is_an_input_error_that_names_the_question(bpe):
     question = dataclasses.replace(QA, id="q-17", question="Who? " * 100)
     length = len(build_prompt("ur2", question, bpe))
     policy = ScriptedPolicy(bpe, [["no"]])
     for call in (
-        lambda room: rollout(policy, bpe, question, Searcher(), "ur2", max_context=room),
-        lambda room: check_prompts(
-            [QA, question], "ur2", bpe, policy, max_context=room, temperature=1.0
-        ),
+        lambda room: roll(policy, bpe, question, Searcher(), "ur2", max_context=room),
+        lambda room: check_prompts([QA, question], surroundings(bpe, room), policy),
     ):
         with pytest.raises(
             InputError,
             match=rf"question q-17: its prompt has {length} tokens .* context is {length + 31},",
         ):
             call(length + 31)  # 32 tokens are kept for the answer
-    check_prompts([QA, question], "ur2", bpe, policy, max_context=length + 32)
+    check_prompts([QA, question], surroundings(bpe, length + 32), policy)
 
 
 def test_without_a_given_context_the_models_own_limit_holds(bpe):
     policy = ScriptedPolicy(bpe, [["word " * 300]])
     policy.config.max_position_embeddings = len(build_prompt("ur2", QA, bpe)) + 50
-    (t,) = rollout(policy, bpe, QA, Searcher(), "ur2", temperature=0.0)
+    (t,) = roll(policy, bpe, QA, Searcher(), "ur2", temperature=0.0)
     assert len(t.response_ids) == 50 and t.stop_reason == "length"
 
 
@@ -733,8 +735,9 @@ def test_a_tag_of_several_tokens_stops_the_turn_at_its_last_one(bpe, protocol):
         said = encode(bpe, f"some words {tag}")
         assert len(encode(bpe, tag)) >= 2
         script = [said + encode(bpe, "and on it goes"), "no"]
-        (t,), _, _ = play(bpe, script, protocol=protocol, notices=False, questions=[READ])
-        assert t.response_ids == said and t.text == f"some words {tag}"
+        (t,), _, _ = play(bpe, script, protocol=protocol, questions=[READ])
+        assert t.response_ids[: len(said)] == said
+        assert t.segments[0].text == f"some words {tag}"
 
 
 def test_a_tag_spelled_in_single_characters_stops_the_turn_too(bpe):
@@ -802,7 +805,7 @@ def test_half_a_character_in_front_of_a_tag_does_not_hide_the_tag(bpe):
 
 def test_a_token_that_the_tokenizer_does_not_know_does_not_stop_the_run(bpe, qwen2):
     policy = biased(qwen2, {len(bpe) + 3: 100.0})  # one of the spare rows of the output
-    (t,) = rollout(policy, bpe, QA, Searcher(), "ur2", temperature=0.0, max_turn_tokens=5)
+    (t,) = roll(policy, bpe, QA, Searcher(), "ur2", temperature=0.0, max_turn_tokens=5)
     assert t.response_ids == [len(bpe) + 3] * 5 and t.stop_reason == "length"
 
 
@@ -833,7 +836,7 @@ def test_every_end_of_text_that_the_model_knows_ends_the_trajectory(bpe):
     eot = bpe.convert_tokens_to_ids("<|eot_id|>")
     policy = ScriptedPolicy(bpe, [[[*encode(bpe, "no"), eot, eot]]])
     policy.language_model.generation_config.eos_token_id = [eot, bpe.eos_token_id]
-    (t,) = rollout(policy, bpe, QA, Searcher(), "ur2", temperature=0.0)
+    (t,) = roll(policy, bpe, QA, Searcher(), "ur2", temperature=0.0)
     assert t.response_ids == [*encode(bpe, "no"), eot] and t.stop_reason == "eos"
 
 
@@ -851,7 +854,7 @@ def test_all_queries_of_one_moment_go_out_in_one_call_and_in_order(bpe):
         [ask("d1"), ask("d2"), ask("d3"), "no"],
     )
     for size, batches in ((0, [4, 3, 3, 1]), (3, [3, 1, 3, 3, 1]), (1, [1] * 11)):
-        trajectories, policy, search = play(bpe, *scripts, batch_size=size)
+        trajectories, policy, search = play(bpe, *scripts, rollout_batch_size=size)
         assert search.calls == [["a1", "d1"], ["a2", "c2", "d2"], ["d3"]]
         assert policy.batches == batches  # rows sampled at once: 4 alive, then 3, 3 and 1
         assert [[s.text for s in t.searches] for t in trajectories] == [
@@ -862,7 +865,7 @@ def test_all_queries_of_one_moment_go_out_in_one_call_and_in_order(bpe):
 
 def test_where_nobody_asks_nobody_is_called(bpe):
     assert play(bpe, ["one"], ["two"])[2].calls == []
-    assert rollout(ScriptedPolicy(bpe, []), bpe, [], Searcher(), "ur2", 4) == []
+    assert roll(ScriptedPolicy(bpe, []), bpe, [], Searcher(), "ur2", 4) == []
 
 
 def test_rows_lie_question_by_question_and_each_request_carries_its_question(bpe):
@@ -883,15 +886,11 @@ def test_rows_lie_question_by_question_and_each_request_carries_its_question(bpe
 
 
 def test_each_question_is_told_whether_it_may_search(bpe):
-    with_search, without = build_prompt("ur2", QA, bpe, True), build_prompt("ur2", QA, bpe, False)
-    trajectories, _, _ = play(
-        bpe, *[["no"]] * 4, questions=[QA, QA], group_size=2, retrieval=[False, True]
-    )
+    direct = dataclasses.replace(QA, may_search=False)
+    with_search, without = build_prompt("ur2", QA, bpe), build_prompt("ur2", direct, bpe)
+    assert with_search != without
+    trajectories, _, _ = play(bpe, *[["no"]] * 4, questions=[direct, QA], group_size=2)
     assert [t.prompt_ids for t in trajectories] == [without, without, with_search, with_search]
-    assert [t.retrieval for t in trajectories] == [False, False, True, True]
-    assert play(bpe, ["no"], retrieval=False)[0][0].prompt_ids == without
-    with pytest.raises(ValueError):
-        play(bpe, ["no"], ["no"], retrieval=[True])
 
 
 def test_progress_counts_every_trajectory_once(bpe):
@@ -978,13 +977,13 @@ def test_rows_in_a_batch_say_what_they_would_say_alone(model):
         "max_turn_tokens": 24,
         "max_context": 256 + 80 * (protocol is SHORT_TAGS),
     }
-    together = rollout(policy, tokenizer, questions, Searcher(by_length), protocol, **settings)
+    together = roll(policy, tokenizer, questions, Searcher(by_length), protocol, **settings)
     alone = [
-        rollout(policy, tokenizer, q, Searcher(by_length), protocol, **settings)[0]
+        roll(policy, tokenizer, q, Searcher(by_length), protocol, **settings)[0]
         for q in questions
     ]
-    chunks = rollout(
-        policy, tokenizer, questions, Searcher(by_length), protocol, batch_size=4, **settings
+    chunks = roll(
+        policy, tokenizer, questions, Searcher(by_length), protocol, rollout_batch_size=4, **settings
     )
     for a, b, c in zip(together, alone, chunks, strict=True):
         assert (
@@ -1011,7 +1010,7 @@ def test_rows_in_a_batch_say_what_they_would_say_alone(model):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_recorded_log_probs_are_those_of_a_scoring_pass_over_the_same_ids(model, temperature):
     policy, tokenizer, protocol, questions = model
-    trajectories = rollout(
+    trajectories = roll(
         policy,
         tokenizer,
         questions,
@@ -1033,7 +1032,7 @@ def test_recorded_log_probs_are_those_of_a_scoring_pass_over_the_same_ids(model,
 
 
 def sample(policy, tokenizer, seed, **settings):
-    return rollout(
+    return roll(
         policy,
         tokenizer,
         MIXED[:2],
@@ -1076,7 +1075,7 @@ def test_a_failed_rollout_puts_the_random_state_and_the_models_defaults_back(bpe
     policy = ScriptedPolicy(bpe, [["no"]])
     state, defaults = torch.get_rng_state(), policy.language_model.generation_config
     with pytest.raises(RuntimeError, match="stop here"):
-        rollout(policy, bpe, QA, Searcher(), "ur2", seed=1, progress=broken)
+        roll(policy, bpe, QA, Searcher(), "ur2", seed=1, progress=broken)
     assert (
         torch.equal(torch.get_rng_state(), state)
         and policy.language_model.generation_config is defaults
@@ -1084,7 +1083,7 @@ def test_a_failed_rollout_puts_the_random_state_and_the_models_defaults_back(bpe
 
 
 def test_temperature_zero_takes_the_likeliest_token_every_time(qwen2, bpe):
-    (t,) = rollout(qwen2, bpe, QA, Searcher(), "ur2", temperature=0.0, max_turn_tokens=20)
+    (t,) = roll(qwen2, bpe, QA, Searcher(), "ur2", temperature=0.0, max_turn_tokens=20)
     with torch.no_grad():
         logits = qwen2.language_model(torch.tensor([t.ids])).logits[0]
     start = len(t.prompt_ids) - 1
@@ -1096,7 +1095,7 @@ def test_dropout_is_off_while_sampling_and_training_goes_on_after(bpe):
     policy = ScriptedPolicy(bpe, [["no"]]).train()
     modes = []
     policy.language_model.register_forward_pre_hook(lambda model, _: modes.append(model.training))
-    rollout(policy, bpe, QA, Searcher(), "ur2", temperature=0.0)
+    roll(policy, bpe, QA, Searcher(), "ur2", temperature=0.0)
     assert set(modes) == {False} and policy.language_model.training
 
 
@@ -1144,7 +1143,7 @@ def dice(toy_tokenizer):
 
 def throw(dice, tokenizer, **settings):
     """(share of each of the five tokens, log-probs recorded for each) over 512 rows of 8 tokens."""
-    trajectories = rollout(
+    trajectories = roll(
         dice, tokenizer, QA, Searcher(), "ur2", 512, seed=3, max_turn_tokens=8, **settings
     )
     ids, logprobs = (
@@ -1179,7 +1178,7 @@ def test_unlikely_tokens_are_sampled_as_often_as_they_should_be(dice, toy_tokeni
     # 0.378 of the mass. generate's own default, top_k = 50, would never draw one of them.
     rest = dict.fromkeys([*range(10), *range(110, len(toy_tokenizer))], -100.0)
     policy = biased(dice, {10 + i: 1 - i / 99 for i in range(100)} | rest)
-    trajectories = rollout(
+    trajectories = roll(
         policy, toy_tokenizer, QA, Searcher(), "ur2", 512, seed=3, max_turn_tokens=8
     )
     drawn = torch.tensor([t.response_ids for t in trajectories])
@@ -1397,9 +1396,9 @@ def test_a_shown_trajectory_marks_what_the_environment_wrote(bpe):
     assert "[1 searches; answer 'Norland'; ended by eos]" in shown and "reward +0.75" in shown
 
 
-def test_limits_count_prompt_and_response():
+def test_the_room_counts_prompt_and_response(bpe):
     t = Trajectory(QA, UR2, prompt_ids=[1] * 10, response_ids=[1] * 5)
-    assert Limits(max_context=100).room(t) == 85
+    assert surroundings(bpe, 100).room(t) == 85
     assert Refusal("limit", "q") == Refusal("limit", "q")
 
 
@@ -1409,7 +1408,7 @@ def test_a_context_beyond_the_model_s_positions_is_refused_before_a_run_begins(
     with pytest.raises(
         InputError, match="256 positions"
     ):  # the toy config's max_position_embeddings
-        rollout_file.check_prompts([], PROTOCOLS["ur2"], toy_tokenizer, toy_policy, max_context=257)
+        check_prompts([], surroundings(toy_tokenizer, 257), toy_policy)
 
 
 def test_a_search_over_the_network_is_given_the_time_that_it_says_it_needs():
@@ -1418,6 +1417,6 @@ def test_a_search_over_the_network_is_given_the_time_that_it_says_it_needs():
         return [SearchResult(text="found") for _ in requests]
 
     requests = [SearchRequest(QA, query) for query in ("a", "a", "b")]
-    assert call_search(slow, requests, 0, 0.05)[0].error == "no answer within 0.05 s"
+    assert call_search(slow, requests, 0.05)[0].error == "no answer within 0.05 s"
     slow.seconds = lambda queries: 10.0 * (queries == 2)  # two different ones
-    assert [result.text for result in call_search(slow, requests, 0, 0.05)] == ["found"] * 3
+    assert [result.text for result in call_search(slow, requests, 0.05)] == ["found"] * 3

@@ -13,14 +13,13 @@ import pytest
 from conftest import RawServer
 
 from errors import InputError
-from retrievers import net as module
 from retrievers.net import (
     MAX_BACKOFF,
     Fault,
+    SameServer,
     fetch,
     fetch_json,
     host_of,
-    make_opener,
     retrying,
     shown,
 )
@@ -59,10 +58,8 @@ def serve():
 
 
 def reply(body: bytes, status: str = "200 OK", length: int | None = None) -> bytes:
-    return (
-        f"HTTP/1.1 {status}\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n".encode()
-        + body
-    )
+    length = len(body) if length is None else length
+    return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n\r\n".encode() + body
 
 
 def fault_of(url: str, **limits) -> Fault:
@@ -99,10 +96,6 @@ def test_a_body_in_chunks_and_one_that_ends_with_the_connection_are_whole(serve)
     assert fetch(serve(OK + b"\r\nabc").url) == b"abc"
 
 
-def test_an_empty_body_is_no_fault(serve):
-    assert fetch(serve(reply(b"")).url) == b""
-
-
 # ------------------------------------------------------------------------------------ limit of time
 
 DRIPS = {
@@ -123,26 +116,13 @@ def test_a_server_that_drips_is_left_at_the_time_limit(serve, where):
             sock.sendall(b"x")
             time.sleep(0.05)
 
-    server, start = serve(drip), time.perf_counter()
-    fault = fault_of(server.url, timeout=0.3)
-    assert time.perf_counter() - start < 8
+    fault = fault_of(serve(drip).url, timeout=0.3)
     if (
         where == "error's body"
     ):  # what it says of the error need not be whole, and stays a 404: no second try
         assert str(fault).startswith("HTTP 404") and not fault.retry
     else:
         assert str(fault) == "nothing within 0.3 s" and fault.retry and fault.down
-
-
-def test_a_wait_that_begins_late_ends_at_the_same_time_limit(serve):
-    def stops(sock, head):  # a byte after 1 s: a limit of 1.2 s for each wait would end at 2.2 s
-        time.sleep(1)
-        sock.sendall(DRIPS["headers"])
-        time.sleep(4)
-
-    server, start = serve(stops), time.perf_counter()
-    fault_of(server.url, timeout=1.2)
-    assert time.perf_counter() - start < 2.1
 
 
 def test_the_time_limit_holds_over_all_redirects_together(serve):
@@ -153,16 +133,9 @@ def test_the_time_limit_holds_over_all_redirects_together(serve):
             f"HTTP/1.1 302 Found\r\nLocation: /{number + 1}\r\nContent-Length: 0\r\n\r\n".encode()
         )
 
-    server, start = serve(onward), time.perf_counter()
+    server = serve(onward)
     assert "nothing within 0.4 s" in str(fault_of(server.url, timeout=0.4))
-    assert time.perf_counter() - start < 1.4 and len(server.heads) <= 3
-
-
-def test_a_server_that_says_nothing_is_left_at_the_time_limit(serve):
-    server = serve(lambda sock, head: time.sleep(9))
-    start = time.perf_counter()
-    assert "nothing within 0.2 s" in str(fault_of(server.url, timeout=0.2))
-    assert time.perf_counter() - start < 6
+    assert len(server.heads) <= 3
 
 
 # ----------------------------------------------------------------------------------- limit of bytes
@@ -222,13 +195,6 @@ def test_half_an_answer_is_a_fault_that_may_be_tried_again(serve, raw):
     assert fault.retry and fault.down and "\n" not in str(fault)
 
 
-def test_the_missing_bytes_are_counted(serve):
-    assert (
-        str(fault_of(serve(reply(b"abc", length=103)).url))
-        == "half an answer: 100 bytes are missing"
-    )
-
-
 @pytest.mark.parametrize("body", [b'{"a": [1', b"<html>", b"", b"\xff\xfe\x00", b"[" * 100_000])
 def test_a_body_that_is_not_json_is_a_fault_and_not_a_crash(serve, body):
     with pytest.raises(Fault, match="not JSON, or half of one"):
@@ -239,26 +205,17 @@ def test_a_body_that_is_not_json_is_a_fault_and_not_a_crash(serve, body):
 
 
 @pytest.mark.parametrize(
-    "code, retry, down",
+    "codes, retry, down",
     [
-        (400, False, False),
-        (401, False, True),
-        (403, False, True),
-        (404, False, True),
-        (408, True, True),
-        (413, False, False),
-        (414, False, False),
-        (422, False, False),
-        (425, True, True),
-        (429, True, True),
-        (500, True, True),
-        (502, True, True),
-        (503, True, True),
+        ((400, 413, 414, 422), False, False),  # this request's fault
+        ((401, 403, 404), False, True),
+        ((408, 425, 429, 500, 502, 503), True, True),
     ],
 )
-def test_a_code_says_whether_to_try_again_and_whether_the_server_is_down(serve, code, retry, down):
-    fault = fault_of(serve(reply(b'{"error": {"message": "so\\nit is"}}', f"{code} X")).url)
-    assert (str(fault), fault.retry, fault.down) == (f"HTTP {code} so it is", retry, down)
+def test_a_code_says_whether_to_try_again_and_whether_the_server_is_down(serve, codes, retry, down):
+    for code in codes:
+        fault = fault_of(serve(reply(b'{"error": {"message": "so\\nit is"}}', f"{code} X")).url)
+        assert (str(fault), fault.retry, fault.down) == (f"HTTP {code} so it is", retry, down)
 
 
 def test_a_refused_connection_may_be_tried_again():
@@ -273,61 +230,32 @@ def test_a_name_that_does_not_exist_is_a_fault():
 # ---------------------------------------------------------------------------------------- redirects
 
 
-def test_a_redirect_to_another_host_gets_no_request_and_no_key(serve):
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])  # another host, and another port
+def test_a_redirect_to_another_server_gets_no_request_and_no_key(serve, host):
     other = serve(reply(b"stolen"))
-    there = other.url.replace("127.0.0.1", "localhost")
+    there = other.url.replace("127.0.0.1", host)
     server = serve(f"HTTP/1.1 302 Found\r\nLocation: {there}\r\nContent-Length: 0\r\n\r\n".encode())
     fault = fault_of(server.url, headers={"Authorization": "Bearer secret"})
     assert f"HTTP 302, on to {there}" in str(fault) and not fault.retry and other.heads == []
 
 
-def test_a_redirect_to_another_port_of_the_host_gets_no_request_and_no_key(serve):
-    other = serve(reply(b"stolen"))
-    server = serve(
-        f"HTTP/1.1 302 Found\r\nLocation: {other.url}\r\nContent-Length: 0\r\n\r\n".encode()
-    )
-    assert (
-        "HTTP 302, on to" in str(fault_of(server.url, headers={"X-API-KEY": "secret"}))
-        and other.heads == []
-    )
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "followed"),
-    [
-        ("http://h/a", "http://H:80/b", True),
-        ("http://h/", "https://h/", True),
-        ("http://h:8080/", "http://h:8080/x", True),
-        ("http://h:8080/", "http://h:22/", False),
-        ("https://h/", "http://h/", False),
-        ("http://h/", "https://h:444/", False),
-        ("http://h:8080/", "https://h:8080/", False),
-        ("http://h/", "http://i/", False),
-    ],
+SAME = "http://h/a http://H:80/b, http://h/ https://h/, http://h:8080/ http://h:8080/x"
+OTHER = (
+    "http://h:8080/ http://h:22/, https://h/ http://h/, http://h/ https://h:444/,"
+    " http://h:8080/ https://h:8080/, http://h/ http://i/"
 )
-def test_a_redirect_is_followed_on_one_server_and_from_http_to_https_on_the_usual_ports(
-    old, new, followed
-):
-    def onward():
-        return module._SameServer().redirect_request(
-            urllib.request.Request(old), io.BytesIO(), 302, "", {}, new
-        )
 
-    if followed:
-        assert onward().full_url == new
-    else:
+
+def test_a_redirect_is_followed_on_one_server_and_from_http_to_https_on_the_usual_ports():
+    def onward(old, new):
+        request = urllib.request.Request(old)
+        return SameServer().redirect_request(request, io.BytesIO(), 302, "", {}, new)
+
+    for pair in SAME.split(", "):
+        assert onward(*pair.split()).full_url == pair.split()[1]
+    for pair in OTHER.split(", "):
         with pytest.raises(Fault, match="HTTP 302, on to"):
-            onward()
-
-
-def test_a_fault_knows_whether_anybody_was_reached(serve):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        assert not fault_of(f"http://127.0.0.1:{free.getsockname()[1]}").reached
-    assert not fault_of("http://no-such-host.invalid/").reached
-    for script in (b"", reply(b"abc", length=103), b"HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n"):
-        assert fault_of(serve(script).url).reached
-    assert fault_of(serve(lambda sock, head: time.sleep(2)).url, timeout=0.1).reached
+            onward(*pair.split())
 
 
 def test_a_redirect_on_the_same_host_is_followed_and_a_loop_is_a_fault(serve):
@@ -384,14 +312,6 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine_but_for_others
     )
 
 
-def test_an_opener_of_one_s_own_serves_many_requests(serve):
-    server = serve(reply(b"yes"))
-    opener = make_opener(server.url)
-    assert [fetch(server.url, opener=opener) for _ in range(2)] == [b"yes", b"yes"]
-    with opener.open(server.url) as response:  # and without `fetch`, hence without a limit of time
-        assert response.read() == b"yes"
-
-
 # --------------------------------------------------------------------------------------- more tries
 
 
@@ -441,11 +361,3 @@ def test_retrying_leaves_other_errors_alone():
 def test_shown_is_one_short_line():
     assert shown("a\n  b") == "a b" and shown('{"error": {"message": "m"}}') == "m"
     assert shown("x" * 121) == "x" * 120 + " ..." and shown("x" * 120) == "x" * 120
-
-
-def test_the_file_shows_each_fault_and_a_second_try_that_goes_well(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["fetch.py"])
-    module.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 8 and lines[-1].endswith("{'said': 'yes'}")
-    assert "half an answer" in lines[3] and "more than 1,000 bytes" in lines[2]

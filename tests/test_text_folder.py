@@ -1,0 +1,252 @@
+"""text_folder.py: what a passage holds and how long it is, what Markdown becomes, which files of a
+folder are read.
+"""
+
+import gzip
+import os
+import random
+
+import pytest
+
+from data import Document, load_corpus
+from errors import InputError
+from formats.text_folder import SENTENCE_END, joined, passages
+
+
+def words(count, first=0):
+    """A sentence of so many words, all different."""
+    return " ".join(f"w{first + i}" for i in range(count)).capitalize() + "."
+
+
+def lengths(text, **how):
+    return [len(passage.split()) for _, passage in passages(text, "notes", **how)]
+
+
+def markdown(text):
+    return passages(text, "notes", markdown=True)
+
+
+# ---------------------------------------------------------------------------------- where it is cut
+
+
+def test_a_short_text_is_one_passage_under_its_name():
+    text = "Ana Bell founded\nKelmouth."
+    assert passages(text, "notes") == [("notes", "Ana Bell founded Kelmouth.")]
+
+
+def test_a_text_without_words_has_no_passage():
+    assert passages(" \n\n\t\n", "notes") == markdown("# Only a heading\n---\n") == []
+
+
+def test_a_passage_takes_paragraphs_until_it_has_100_words_or_would_have_more_than_150():
+    # 60 + 60 reach 100; 90 + 70 would be 160; 40 after 120 is a passage of its own, the last one.
+    assert lengths("\n\n".join(map(words, [60, 60, 90, 70, 50, 40]))) == [120, 90, 120, 40]
+
+
+def test_a_long_paragraph_is_cut_between_its_sentences_and_a_long_sentence_between_words():
+    sentences = [words(30, 100 * i) for i in range(10)]
+    found = [passage for _, passage in passages(" ".join(sentences), "notes")]
+    assert [len(passage.split()) for passage in found] == [120, 120, 60]
+    assert all(passage.endswith(".") for passage in found)
+    assert lengths(words(250)) == [100, 100, 50]
+
+
+def test_every_passage_but_the_last_has_50_to_150_words_whatever_the_text_is_like():
+    rng = random.Random(0)
+    for _ in range(200):
+        text = ""
+        for _ in range(rng.randint(3, 30)):
+            text += words(rng.choice([1, 3, 12, 30, 49, 51, 149, 400]))
+            text += rng.choice([" ", " ", "\n\n", "\n- "])
+        found = lengths(text, markdown=True)
+        assert all(50 <= count <= 150 for count in found[:-1]) and found[-1] <= 150, text
+
+
+def test_nothing_is_lost_and_nothing_is_said_twice():
+    rng = random.Random(1)
+    sentences = [words(rng.randint(1, 120), 200 * i) for i in range(100)]
+    text = "".join(sentence + rng.choice([" ", "\n\n"]) for sentence in sentences)
+    assert " ".join(passage for _, passage in passages(text, "notes")).split() == text.split()
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("Ana came. Bo left.", 2),
+        ("Did Ana come? She did!", 2),
+        ('"Come." Bo left.', 2),
+        ("It rang (twice.) Then not.", 2),
+        ("Bells, e.g. bells of Bo, ring.", 1),
+        ("It weighs 3.5 tons.", 1),
+        ("Well... it rang.", 1),
+    ],
+)
+def test_where_a_sentence_ends(text, count):
+    assert len(SENTENCE_END.split(text)) == count
+
+
+# ----------------------------------------------------------------------------------------- Markdown
+
+
+def test_headings_become_the_title_and_the_first_one_is_the_files():
+    body = words(80)
+    text = f"# Guide\n{body}\n## Install ##\n{body}\n### Linux\n{body}\n## Use\n{body}\n"
+    titles = ["Guide", "Guide > Install", "Guide > Install > Linux", "Guide > Use"]
+    assert [title for title, _ in markdown(text)] == titles
+    late = f"{body}\n\n## Late\n{body}"
+    assert [title for title, _ in markdown(late)] == ["Late", "Late"]
+
+
+def test_a_heading_inside_of_a_passage_stays_as_a_line():
+    text = f"# Guide\n{words(30)}\n## Install\n### Linux\n{words(30)}"
+    assert markdown(text) == [("Guide", f"{words(30)}\nInstall > Linux\n{words(30)}")]
+
+
+def test_front_matter_gives_the_title_and_nothing_else():
+    text = '---\ntitle: "The bell"\ndate: 1\n---\nIt rang.\n'
+    assert markdown(text) == [("The bell", "It rang.")]
+    assert markdown("---\ndate: 1\n---\nIt rang.") == [("notes", "It rang.")]
+    rules = "---\nIt rang.\n\n---\nTwice."  # no front matter
+    assert markdown(rules) == [("notes", "It rang.\nTwice.")]
+
+
+def test_code_keeps_its_lines_and_holds_no_heading():
+    code = "# no heading\n  make *all* [x](y).   Yes\n\n~~~"
+    text = f"Run:\n```sh\n{code}\n```\nDone.\n\n~~~\nopen # to the end"
+    expected = "Run:\n# no heading\n  make *all* [x](y).   Yes\n~~~\nDone.\nopen # to the end"
+    assert markdown(text) == [("notes", expected)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('see [the map](http://x/Bell_(a) "t") now', "see the map now"),
+        ("![a bell](bell.png) rings [1]", "a bell rings [1]"),
+        ("[![build](b.svg)](http://x)", "build"),
+        ("`a[0][1]` and f(x)", "`a[0][1]` and f(x)"),
+    ],
+)
+def test_a_link_keeps_its_words_and_loses_its_target(text, expected):
+    assert joined([text], markdown=True) == expected and joined([text], markdown=False) == text
+
+
+def test_list_items_and_rows_are_lines_and_rules_and_targets_are_gone():
+    text = "- one\n  more\n- two\n---\n| a | b |\n|---|:-:|\n| 1 | 2 |\n\n[1]: x.png"
+    lines = ["- one more", "- two", "| a | b |", "| 1 | 2 |"]
+    assert markdown(text)[0][1].split("\n") == lines
+
+
+def test_plain_text_is_not_read_as_markdown():
+    assert passages("# 5 *is* [a](b)\n===\nx", "notes") == [("notes", "# 5 *is* [a](b) === x")]
+
+
+@pytest.mark.parametrize(
+    "piece", '[|[a](|`|![a]|[a [b] |#|> |("|- |a. |[a]: |# \n|[a](b('.split("|")
+)
+def test_no_pattern_takes_forever(piece):  # a quadratic one would take hours
+    passages(piece * 50_000, "notes", markdown=True)
+
+
+# ------------------------------------------------------------------------------------------ folders
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, content):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write
+
+
+def ids(*arguments, **how):
+    return [document.id for document in load_corpus(*arguments, **how)]
+
+
+def message(*arguments, **how) -> str:
+    with pytest.raises(InputError) as caught:
+        load_corpus(*arguments, **how)
+    return str(caught.value)
+
+
+def test_a_folder_of_texts_is_a_corpus_in_the_order_of_its_names(write, tmp_path, capsys):
+    write("b/bell.MD", "# Bells\nThe bell [rings](http://x).")
+    write("a notes.txt", b"\xef\xbb\xbfAna came.\r\nShe stayed.\r\n")
+    write("b.txt", " ".join(["word"] * 200) + ".")
+    for name in (".hidden.txt", ".git/x.md", "b/table.csv", "README"):
+        write(name, "Not this.")
+    write("z.md.gz", gzip.compress(b"Packed."))
+    corpus = load_corpus(tmp_path)
+    assert corpus[0] == Document("a notes.txt#1", "a notes", "Ana came. She stayed.")
+    assert [d.id for d in corpus[1:]] == ["b/bell.MD#1", "b.txt#1", "b.txt#2", "z.md.gz#1"]
+    assert [d.title for d in corpus[1:]] == ["Bells", "b", "b", "z"]
+    assert (corpus[1].text, corpus[4].text) == ("The bell rings.", "Packed.")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.md", "[Ana](x) came.", Document("a.md#1", "a", "Ana came.")),
+        ("a.md", "---\r\ntitle: B\r\n---\r\nIt rang.", Document("a.md#1", "B", "It rang.")),
+        ("a.txt", "[1] Ana came.", Document("a.txt#1", "a", "[1] Ana came.")),
+        ("c.txt", '{"id": "7", "title": "A", "text": "x"}', Document("7", "A", "x")),
+        ("c.txt", "7\tx", Document("7", "", "x")),
+    ],
+)
+def test_one_text_is_a_corpus_and_a_txt_file_with_records_holds_records(
+    write, name, content, expected
+):
+    assert load_corpus(write(name, content)) == [expected]
+
+
+def test_texts_without_words_are_left_out_and_counted(write, tmp_path, capsys):
+    for name, text in {"a.txt": "Ana came.", "b.txt": "", "c.md": "# Only a heading"}.items():
+        write(name, text)
+    assert ids(tmp_path) == ["a.txt#1"]
+    error = capsys.readouterr().err
+    assert "2 of 3 files skipped; the first: " in error and "b.txt: no words in it" in error
+
+
+@pytest.mark.parametrize("broken", [b"caf\xe9.", b"\xff\xfeA\x00n\x00a\x00"])
+def test_a_text_that_is_not_utf8_is_named_with_its_line_and_can_be_skipped(
+    write, tmp_path, capsys, broken
+):
+    path = write("b.txt", b"One.\n" + broken)
+    write("a.txt", "Ana came.")
+    expected = f"{path}, line 2: not UTF-8: save the file as UTF-8, or leave it out with --skip_bad"
+    assert message(tmp_path) == expected
+    assert ids(tmp_path, skip_bad=True) == ["a.txt#1"]
+    assert "1 of 2 files skipped" in capsys.readouterr().err
+    (tmp_path / "a.txt").unlink()
+    assert "no file to use" in message(tmp_path, skip_bad=True)
+
+
+def test_a_folder_without_texts_says_which_endings_are_read(write, tmp_path):
+    write("a.rst", "x")
+    assert "no file in it ends in .txt or .md" in message(tmp_path)
+
+
+def test_links_that_go_round_in_circles_end_and_what_is_linked_is_read_once(write, tmp_path):
+    write("here/a.txt", "Ana came.")
+    write("there/b.txt", "Bo left.")
+    here = tmp_path / "here"
+    (here / "loop").symlink_to(here)
+    (here / "more").symlink_to(tmp_path / "there")
+    (here / "0.txt").symlink_to(here / "a.txt")
+    (tmp_path / "there" / "back").symlink_to(here)
+    os.mkfifo(here / "pipe.txt")  # to open it would wait for ever
+    assert ids(here) == ["a.txt#1", "more/b.txt#1"]
+    for target in ("nowhere.txt", "gone.txt"):  # it leads nowhere, and to itself
+        (here / "gone.txt").symlink_to(target)
+        assert "gone.txt" in message(here)
+        (here / "gone.txt").unlink()
+
+
+def test_a_file_name_that_is_no_text_makes_an_id_that_can_be_written(tmp_path):
+    with open(os.fsencode(tmp_path) + b"/caf\xe9.txt", "wb") as file:
+        file.write(b"Ana came.")
+    (document,) = load_corpus(tmp_path)
+    assert document.id.encode() == b"caf?.txt#1" and document.title.encode()
