@@ -29,7 +29,7 @@ slow: install
 
 # Which of the papers' claims hold in the built-in world. Goes on where it was interrupted.
 ablate: install
-	$(BIN)/python ablate.py
+	$(BIN)/python -m lab.ablate
 
 clean:
 	rm -rf runs .pytest_cache .ruff_cache

@@ -28,7 +28,7 @@ from plumbing.build import (
 from policy import best_device
 from prompts import build_prompt
 from rollout import rollout
-from settings import RECORDS, RENAMED, Settings, add_flags, check_settings, named_in
+from settings import ASKING, RENAMED, Settings, add_flags, check_settings, named_in
 from trajectory import Trajectory, show
 
 
@@ -36,7 +36,7 @@ def parse(arguments: list[str]) -> tuple[Settings, str]:
     parser = FlagParser("ask.py", description="One live trajectory.")
     parser.renamed = RENAMED
     parser.add_argument("question", nargs="?", default="", help="without one: a held-out question")
-    add_flags(parser, RECORDS, named_in(arguments), "eval")
+    add_flags(parser, ASKING, named_in(arguments), "eval")
     given = vars(parser.parse_args(arguments))
     text = given.pop("question")
     settings = dataclasses.replace(settings_of(given), group_size=1)

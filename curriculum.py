@@ -30,9 +30,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data import Question
+from data import BUCKETS, Question, load_difficulty
 from errors import InputError, run_main, setting
-from formats.records import finished_records
+
+Questions = list[Question]
+Difficulty = dict[str, str]  # question id -> bucket
+Weights = dict[str, float]  # name -> share; or question id -> how often a step deals it
+Counts = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,6 @@ class CurriculumSettings:
 # -------------------------------------------------------------------------------------- difficulty
 
 EDGES = {"easy": 0.8, "medium": 0.5, "hard": 0.2}  # a bucket begins at this mean score
-BUCKETS = ("hard", "medium", "easy", "dropped")
 LEVELS = {"easy": "easy", "medium": "medium", "hard": "hard", "very_hard": "dropped"}  # UR²'s files
 HARD = ("hard", "dropped")
 
@@ -79,9 +82,10 @@ def bucket_of_first_success(scores: Sequence[float]) -> str:
     >>> bucket_of_first_success([0, 0, 1, 0]), bucket_of_first_success([0] * 9 + [1])
     ('easy', 'medium')
     """
-    needed = next((number for number, score in enumerate(scores, 1) if score >= 1), None)
-    if needed is None or needed > 20:
+    successes = [score >= 1 for score in scores[:20]]
+    if not any(successes):
         return "hard"
+    needed = successes.index(True) + 1
     return "easy" if needed < 10 else "medium"
 
 
@@ -92,23 +96,7 @@ SCHEMES: dict[str, tuple[Callable[[Sequence[float]], str], str]] = {
 }
 
 
-def difficulty_records(path: Path, cut: bool = True) -> list[dict]:
-    """Lines {"id", "scores", "score"[, "bucket", "by"]}, each field checked."""
-    records = finished_records(path, cut)
-    for number, record in enumerate(records, 1):
-        scores, name = record.get("scores"), record.get("bucket")
-        numbers = isinstance(scores, list) and scores
-        numbers = numbers and all(isinstance(score, int | float) for score in scores)
-        named = name is None or name in BUCKETS
-        if not isinstance(record.get("id"), str) or not numbers or not named:
-            raise InputError(
-                f'{path}, record {number}: expected {{"id", "scores", "score"}} as lab.difficulty '
-                "writes them: measure again, or name another file"
-            )
-    return records
-
-
-def read_difficulty(path: str | Path, questions: list[Question]) -> dict[str, str]:
+def read_difficulty(path: str | Path, questions: Questions) -> Difficulty:
     """id -> bucket, from a difficulty file; "level" takes the level that the records bring."""
     if str(path) == "level":
         known = {q.id: LEVELS[q.level] for q in questions if q.level in LEVELS}
@@ -117,8 +105,9 @@ def read_difficulty(path: str | Path, questions: list[Question]) -> dict[str, st
             f"--difficulty {path}: no such file: `python -m lab.difficulty --out {path}` makes it"
         )
     else:
-        records = difficulty_records(Path(path), cut=False)
-        known = {r["id"]: r.get("bucket") or bucket_of_mean(r["scores"]) for r in records}
+        known = {}
+        for record in load_difficulty(path, cut=False):
+            known[record["id"]] = record.get("bucket") or bucket_of_mean(record["scores"])
     missing = [question.id for question in questions if question.id not in known]
     if missing:
         raise InputError(
@@ -131,7 +120,7 @@ def read_difficulty(path: str | Path, questions: list[Question]) -> dict[str, st
 # ------------------------------------------------------------------------------------------ shares
 
 
-def exact_counts(total: int, weights: dict[str, float]) -> dict[str, int]:
+def exact_counts(total: int, weights: Weights) -> Counts:
     """Integers that add up to `total` in the ratio of the weights (largest remainder first).
 
     >>> exact_counts(16, {"a": 3, "b": 4, "c": 1})
@@ -146,9 +135,7 @@ def exact_counts(total: int, weights: dict[str, float]) -> dict[str, int]:
     return counts
 
 
-def counts_within(
-    total: int, weights: dict[str, float], available: dict[str, int]
-) -> dict[str, int]:
+def counts_within(total: int, weights: Weights, available: Counts) -> Counts:
     """`exact_counts`, but of no bucket more than it has: it would deal a question twice in a step.
     What a short bucket leaves open goes to the others in their ratio.
 
@@ -173,30 +160,30 @@ def counts_within(
     )
 
 
-def parse_mix(mix: str, flag: str = "--mix") -> dict[str, float]:
+def parse_shares(text: str, flag: str, known: Sequence[str] = ()) -> Weights:
     """ "one_hop=3,two_hop=4" -> {"one_hop": 3.0, "two_hop": 4.0}"""
-    try:
-        pairs = [part.split("=") for part in mix.split(",") if part.strip()]
-        weights = {name.strip(): float(weight) for name, weight in pairs}
-    except ValueError:
-        raise InputError(f"{flag} {mix!r}: write it as kind=weight,kind=weight") from None
-    wrong = any(weight < 0 or not math.isfinite(weight) for weight in weights.values())
-    if wrong or (weights and not sum(weights.values())):
-        raise InputError(
-            f"{flag} {mix!r}: weights must be numbers from 0 on, and one must be above 0"
-        )
-    return weights
-
-
-def parse_buckets(buckets: str) -> dict[str, float]:
-    weights = parse_mix(buckets, "--buckets")
-    unknown = [name for name in weights if name not in BUCKETS]
+    weights = {}
+    for part in text.split(","):
+        name, _, weight = part.partition("=")
+        if part.strip():
+            weights[name.strip()] = _weight(weight, f"{flag} {text!r}")
+    if weights and not sum(weights.values()):
+        raise InputError(f"{flag} {text!r}: one weight must be above 0")
+    unknown = [name for name in weights if known and name not in known]
     if unknown:
-        raise InputError(
-            f"--buckets {buckets!r}: no bucket is called {', '.join(unknown)}; they are "
-            f"{', '.join(BUCKETS)}"
-        )
+        names = ", ".join(known)
+        raise InputError(f"{flag} {text!r}: nothing is called {unknown[0]}; there are {names}")
     return weights
+
+
+def _weight(text: str, place: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        raise InputError(f"{place}: write it as name=weight,name=weight") from None
+    if not (math.isfinite(weight) and weight >= 0):
+        raise InputError(f"{place}: weights must be numbers from 0 on")
+    return weight
 
 
 # ------------------------------------------------------------------------------------- task mixing
@@ -209,9 +196,7 @@ def may_search(question: Question, name: str, drawn: frozenset[str]) -> bool:
     return question.task != "choice" or question.id in drawn
 
 
-def dealt_per_step(
-    questions: list[Question], difficulty: dict[str, str], counts: dict[str, int]
-) -> dict[str, float]:
+def dealt_per_step(questions: Questions, difficulty: Difficulty, counts: Counts) -> Weights:
     """id -> how often a step deals it on average: counts_b / n_b. Without counts all are alike."""
     sizes, dealt = Counter(difficulty[question.id] for question in questions), {}
     for question in questions:
@@ -220,20 +205,21 @@ def dealt_per_step(
     return dealt
 
 
-def share_of_hard_choices(
-    questions: list[Question], difficulty: dict[str, str], dealt: dict[str, float]
-) -> float:
+def share_of_hard_choices(questions: Questions, difficulty: Difficulty, dealt: Weights) -> float:
     """The share of the hard multiple-choice questions that must search for half of all to do so.
 
     With D multiple-choice questions dealt a step, H of them hard: D / 2H. Above 1 too few are hard.
     """
-    choices = [question for question in questions if question.task == "choice"]
-    of_hard = sum(dealt[q.id] for q in choices if difficulty[q.id] in HARD)
-    return sum(dealt[q.id] for q in choices) / 2 / of_hard if of_hard else math.inf
+    d = h = 0.0
+    for question in questions:
+        if question.task == "choice":
+            d += dealt[question.id]
+            h += dealt[question.id] * (difficulty[question.id] in HARD)
+    return d / 2 / h if h else math.inf
 
 
 def draw_choices(
-    questions: list[Question], difficulty: dict[str, str], share: float, seed: int
+    questions: Questions, difficulty: Difficulty, share: float, seed: int
 ) -> frozenset[str]:
     """Ids of the hard multiple-choice questions that may search: exactly this share, by lot.
 
@@ -241,7 +227,8 @@ def draw_choices(
     12.5 of 20, so 13, may search. The lot depends on seed and id, not on the order of reading.
     """
     hard = [q for q in questions if q.task == "choice" and difficulty[q.id] in HARD]
-    by_lot = sorted(hard, key=lambda q: random.Random(f"{seed} search {q.id}").random())
+    lots = {q.id: random.Random(f"{seed} search {q.id}").random() for q in hard}
+    by_lot = sorted(hard, key=lambda question: lots[question.id])
     count = int(min(1.0, share) * len(hard) + 0.5 + 1e-9)
     return frozenset(question.id for question in by_lot[:count])
 
@@ -258,7 +245,7 @@ class QuestionStream:
     What could not be had as asked is said in `notes`, a line each, and on stderr.
     """
 
-    def __init__(self, questions: list[Question], settings, attempts: int = 1):
+    def __init__(self, questions: Questions, settings, attempts: int = 1):
         if not questions:
             raise InputError("there are no questions to train on")
         buckets, mix = settings.buckets, settings.mix
@@ -269,38 +256,35 @@ class QuestionStream:
             raise InputError("--mix and --buckets both share out a step: give one of them")
         self.seed, self.attempts, self.notes = settings.seed, attempts, []
         self.orders: dict[str, tuple[int, list[int]]] = {}  # kind -> (epoch, its order)
-        self.pools: dict[str, list[Question]] = defaultdict(list)
+        self.pools: dict[str, Questions] = defaultdict(list)
         self.searching: frozenset[str] | None = None  # ids; None: all
+        self.shares = parse_shares(mix, "--mix")
+        if buckets:
+            self.shares = parse_shares(buckets, "--buckets", BUCKETS)
         count, difficulty = settings.questions_per_step, {}
         if settings.difficulty:
             difficulty = read_difficulty(settings.difficulty, questions)
-            questions = self._without_dropped(questions, difficulty, buckets)
+            questions = self._without_dropped(questions, difficulty)
         if buckets:
-            self._share_by_bucket(questions, difficulty, count, parse_buckets(buckets))
+            self._share_by_bucket(questions, difficulty, count)
         else:
-            self._share_by_kind(questions, count, parse_mix(mix))
+            self._share_by_kind(questions, count)
         if settings.task_mixing:
             self._mix_tasks(questions, difficulty, self.counts if buckets else {})
         for note in self.notes:
             print(f"curriculum: {note}", file=sys.stderr)
 
-    def _share_by_kind(
-        self, questions: list[Question], count: int, weights: dict[str, float]
-    ) -> None:
+    def _share_by_kind(self, questions: Questions, count: int) -> None:
         for question in questions:
-            self.pools[question.kind if weights else ""].append(question)
-        missing = [kind for kind, weight in weights.items() if weight and kind not in self.pools]
-        if missing:
-            raise InputError(
-                f"--mix: the data has no question of kind {', '.join(missing)}; it has "
-                f"{', '.join(self.pools)}"
-            )
-        self.counts = exact_counts(count, weights or {"": 1.0})
+            self.pools[question.kind if self.shares else ""].append(question)
+        self.counts = exact_counts(count, self.shares or {"": 1.0})
+        for kind, weight in self.shares.items():
+            if weight and kind not in self.pools:
+                kinds = ", ".join(self.pools)
+                raise InputError(f"--mix: the data has no question of kind {kind}; it has {kinds}")
 
-    def _without_dropped(
-        self, questions: list[Question], difficulty: dict[str, str], buckets: str
-    ) -> list[Question]:
-        if parse_buckets(buckets).get("dropped"):
+    def _without_dropped(self, questions: Questions, difficulty: Difficulty) -> Questions:
+        if self.shares.get("dropped"):
             return questions
         kept = [question for question in questions if difficulty[question.id] != "dropped"]
         if len(kept) < len(questions):
@@ -313,32 +297,24 @@ class QuestionStream:
             )
         return kept
 
-    def _share_by_bucket(
-        self,
-        questions: list[Question],
-        difficulty: dict[str, str],
-        count: int,
-        weights: dict[str, float],
-    ) -> None:
+    def _share_by_bucket(self, questions: Questions, difficulty: Difficulty, count: int) -> None:
         for question in questions:
             self.pools[difficulty[question.id]].append(question)
-        available = {name: len(self.pools.get(name, [])) for name in weights}
-        self.counts = counts_within(count, weights, available)
-        for name, asked in exact_counts(count, weights).items():
+        available = {name: len(self.pools.get(name, [])) for name in self.shares}
+        self.counts = counts_within(count, self.shares, available)
+        for name, asked in exact_counts(count, self.shares).items():
             if available[name] < asked:
                 self.notes.append(
                     f"bucket {name} runs short: {available[name]} of the {asked} questions that "
                     "its share of a step asks for; the others fill up in their ratio"
                 )
-            elif weights[name] and not self.counts[name]:
+            elif self.shares[name] and not self.counts[name]:
                 self.notes.append(
                     f"bucket {name}: its share of {count} questions a step is less than one, so "
                     "none is dealt; raise --questions_per_step"
                 )
 
-    def _mix_tasks(
-        self, questions: list[Question], difficulty: dict[str, str], counts: dict[str, int]
-    ) -> None:
+    def _mix_tasks(self, questions: Questions, difficulty: Difficulty, counts: Counts) -> None:
         dealt = dealt_per_step(questions, difficulty, counts)
         share = share_of_hard_choices(questions, difficulty, dealt)
         drawn = draw_choices(questions, difficulty, share, self.seed)
@@ -349,7 +325,7 @@ class QuestionStream:
                 "multiple choice: too few are hard for half of them to search; all hard ones may"
             )
 
-    def take(self, step: int, attempt: int = 0) -> list[Question]:
+    def take(self, step: int, attempt: int = 0) -> Questions:
         """The questions of one attempt of a step; `may_search` is as task mixing has it."""
         if not 0 <= attempt < self.attempts:  # it would deal another step's questions
             raise InputError(f"attempt {attempt} of a step, but the stream has {self.attempts}")
@@ -365,8 +341,8 @@ class QuestionStream:
         pool = self.pools[kind]
         epoch, place = divmod(number, len(pool))
         if self.orders.get(kind, (None,))[0] != epoch:
-            order = random.Random(f"{self.seed} {kind} {epoch}").sample(range(len(pool)), len(pool))
-            self.orders[kind] = epoch, order
+            lot = random.Random(f"{self.seed} {kind} {epoch}")
+            self.orders[kind] = epoch, lot.sample(range(len(pool)), len(pool))
         return pool[self.orders[kind][1][place]]
 
 

@@ -22,7 +22,13 @@ from pathlib import Path
 
 from errors import FlagParser, InputError, run_main, setting
 from formats.layouts import ATTEMPT_LAYOUTS, CORPUS_LAYOUTS, LAYOUTS, detect, read_fields
-from formats.records import PASSAGE_COLUMNS, QUESTION_COLUMNS, is_tsv, read_records
+from formats.records import (
+    PASSAGE_COLUMNS,
+    QUESTION_COLUMNS,
+    finished_records,
+    is_tsv,
+    read_records,
+)
 from formats.text_folder import is_text, read_texts, stem
 
 
@@ -202,6 +208,27 @@ def save_questions(path: str | Path, questions: list[Question]) -> None:
 # ------------------------------------------------------------------------------------------ corpora
 
 
+BUCKETS = ("hard", "medium", "easy", "dropped")
+
+
+def load_difficulty(path: str | Path, cut: bool = True) -> list[dict]:
+    """Lines {"id", "scores", "score"[, "bucket", "by"]} as lab.difficulty writes them.
+
+    cut   a last line that an interrupt left half is cut off the file
+    """
+    records = finished_records(Path(path), cut)
+    for number, record in enumerate(records, 1):
+        scores = record.get("scores")
+        good = isinstance(record.get("id"), str) and isinstance(scores, list) and scores
+        good = good and all(isinstance(score, int | float) for score in scores)
+        if not good or (record.get("bucket") or "hard") not in BUCKETS:
+            raise InputError(
+                f'{path}, record {number}: expected {{"id", "scores", "score"}} as lab.difficulty '
+                "writes them: measure again, or name another file"
+            )
+    return records
+
+
 def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
     """Passages of one file: JSONL, a JSON list, tab-separated lines or parquet, where a record
     without id gets its line's number; or of a text or a folder of texts (.txt, .md), cut into
@@ -272,11 +299,15 @@ def show(path: Path, skip_bad: bool) -> None:
 
 
 def main() -> None:
-    parser = FlagParser(description="Say what a question file or a corpus file holds.")
+    parser = FlagParser(description="Say what a file holds; without one, the layouts.")
     names = "questions, passages or a folder of texts; several files with commas between them"
-    parser.add_argument("file", help=names)
+    parser.add_argument("file", nargs="?", help=names)
     parser.add_argument("--skip_bad", action="store_true", help="count malformed records and go on")
     args = parser.parse_args()
+    if args.file is None:
+        for name, layout in (LAYOUTS | CORPUS_LAYOUTS).items():
+            print(f"{name:13} {layout.fields.replace('!', '')}")
+        return
     for path in named_files(args.file):
         show(path, args.skip_bad)
 

@@ -58,7 +58,7 @@ from plumbing.score import answer_scores, ask_others, build_judge, build_reader
 from policy import best_device, check_model_path
 from rewards import arena_scores, evidence_support
 from rollout import check_prompts, rollout
-from settings import RECORDS, RENAMED, Settings, add_flags, check_settings, named_in, resolve
+from settings import ASKING, RENAMED, Settings, add_flags, check_settings, named_in, resolve
 from summarizer import SEARCH_FAILED
 from trajectory import Trajectory
 
@@ -298,7 +298,7 @@ def last_checkpoint(given: dict) -> str:
 def parse(arguments: list[str]) -> tuple[Settings, Options]:
     parser = FlagParser("eval.py", description="Score a checkpoint.")
     parser.renamed = RENAMED
-    add_flags(parser, RECORDS, named_in(arguments), "eval")
+    add_flags(parser, ASKING, named_in(arguments), "eval")
     asked = parser.add_argument_group("eval.py")
     asked.add_argument(
         "--split", default="test", choices=["train", "dev", "test"], help="of the built-in world"

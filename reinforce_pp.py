@@ -32,7 +32,7 @@ from ppo import last_model_token, token_rewards
 @dataclass(frozen=True)
 class ReinforceSettings:
     group_std: bool = setting(
-        True, "UR² eq. 5 divides by the group's std; its released code does not", flag=False
+        True, "UR² eq. 5 divides by the group's std; its released code does not", only="papers"
     )
 
 

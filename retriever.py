@@ -54,7 +54,7 @@ class RetrieverSettings:
     )
     retriever_url: str = setting("", "http: the server's address, http://host:port")
     encoder: str = setting("", "dense: an encoder such as intfloat/e5-base-v2, or its directory")
-    title_boost: int = setting(1, "how often BM25 counts a passage's title", least=0)
+    title_boost: int = setting(1, "how often BM25 counts a passage's title", least=0, only="papers")
     documents_per_search: int = setting(5, "passages per query", least=1)
 
 

@@ -125,12 +125,16 @@ class TurnWatcher:
 
     def check_stop(self, input_ids: torch.Tensor, _scores) -> torch.Tensor:
         tokens = input_ids[:, -1]  # [B]
-        logprobs = self.scores.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
-        for row, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs, strict=True)):
+        logprobs = self.scores.log_softmax(-1)  # [B, V]
+        logprobs = logprobs.gather(1, tokens[:, None])[:, 0]  # [B]
+        for row, (token, logprob) in enumerate(
+            zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        ):
             if self.reasons[row] is None:
-                self.ids[row].append(token)
+                turn = self.ids[row]
+                turn.append(token)
                 self.logprobs[row].append(logprob)
-                self.reasons[row] = self.rule.reason(self.ids[row], self.room[row])
+                self.reasons[row] = self.rule.reason(turn, self.room[row])
         over = [reason is not None for reason in self.reasons]
         return torch.tensor(over, device=input_ids.device)  # [B]
 
@@ -170,11 +174,13 @@ def end_ids(policy, tokenizer) -> set[int]:
 
 def left_padded(texts: list[list[int]], pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Token lists -> (tokens, attention mask), [B, L] each: all end at the same place."""
-    width = max(map(len, texts))
-    tokens = torch.tensor([[pad_id] * (width - len(t)) + t for t in texts], device=device)
-    # Not `tokens != pad`: where pad is EOS, that would hide real EOS tokens.
-    attention = [[0] * (width - len(t)) + [1] * len(t) for t in texts]
-    return tokens, torch.tensor(attention, device=device)
+    width, tokens, attention = max(map(len, texts)), [], []
+    for text in texts:
+        padding = width - len(text)
+        tokens.append([pad_id] * padding + text)
+        # Not `tokens != pad`: where pad is EOS, that would hide real EOS tokens.
+        attention.append([0] * padding + [1] * len(text))
+    return torch.tensor(tokens, device=device), torch.tensor(attention, device=device)
 
 
 def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> TurnWatcher:

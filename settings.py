@@ -55,16 +55,19 @@ class RunSettings:
     world_seed: int = setting(0, "of the built-in world and its models")
 
 
-RECORDS = (
+ASKING = (  # what a model needs to be asked: all that an evaluation reads
     RunSettings,
     DataSettings,
-    CurriculumSettings,
     PromptSettings,
     RolloutSettings,
     EngineSettings,
     RetrieverSettings,
     SummarizerSettings,
     ModelSettings,
+)
+RECORDS = (
+    *ASKING,
+    CurriculumSettings,
     RewardSettings,
     UpdateSettings,
     PPOSettings,

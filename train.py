@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,7 +89,7 @@ def train(settings: Settings) -> Path:
         run.log(record, sampled)
         if run.saves(step):
             checkpoint.save(run, parts, step + 1)
-    run.close(parts)
+    run.close()
     return run.folder
 
 
@@ -227,52 +226,58 @@ def batch_of_update(parts: Parts, batch: Batch, rows: torch.Tensor, number: int)
 # ---------------------------------------------------------------------------------- what is logged
 
 
+def mean(values: Iterable[float]) -> float:
+    """0 of nothing."""
+    values = list(values)
+    return sum(values) / max(1, len(values))
+
+
 def measure(parts: Parts, sampled: Sampled) -> dict[str, float]:
     """The numbers of one step's rollout, also of what DAPO then drops. The README says what each
     means.
     """
-    trajectories, count = sampled.trajectories, len(sampled.trajectories)
+    trajectories, settings = sampled.trajectories, parts.settings
     rewards = [sum(terms.values()) for terms in sampled.components]
-    record = {"reward": sum(rewards) / count}
+    record = {"reward": mean(rewards), "rollout_seconds": sampled.seconds}
     for name in sampled.components[0]:
-        record[f"reward/{name}"] = sum(terms[name] for terms in sampled.components) / count
+        record[f"reward/{name}"] = mean(terms[name] for terms in sampled.components)
     em = [answer_scores(t)["em"] for t in trajectories]
-    kinds = defaultdict(list)
-    for row, t in enumerate(trajectories):
-        kinds[t.question.kind].append(row)
-    for kind, rows in sorted(kinds.items()):
-        some = [trajectories[row] for row in rows]
-        record[f"em/{kind}"] = sum(em[row] for row in rows) / len(rows)
-        record[f"searched/{kind}"] = sum(bool(t.searches) for t in some) / len(rows)
-        record[f"searches/{kind}"] = sum(len(t.searches) for t in some) / len(rows)
-    record |= {"em": sum(em) / count} | searching(trajectories)
-    groups = grpo.frac_reward_zero_std(torch.tensor(rewards), parts.settings.group_size)
-    record["frac_reward_zero_std"] = groups
-    record["rollout_seconds"] = sampled.seconds
+    kinds = [t.question.kind for t in trajectories]
+    for kind in sorted(set(kinds)):
+        rows = [row for row, its in enumerate(kinds) if its == kind]
+        record[f"em/{kind}"] = mean(em[row] for row in rows)
+        searches = [len(trajectories[row].searches) for row in rows]
+        record[f"searched/{kind}"] = mean(map(bool, searches))
+        record[f"searches/{kind}"] = mean(searches)
+    record |= {"em": mean(em)} | searching(trajectories)
+    group_rewards = torch.tensor(rewards)
+    zero_std = grpo.frac_reward_zero_std(group_rewards, settings.group_size)
+    record["frac_reward_zero_std"] = zero_std
     if parts.scorer is not None:  # the main process; it is the one that logs
         record |= parts.scorer.stats()
-    if parts.settings.algorithm == "dapo":
-        kept = informative(sampled, parts.settings).float().mean().item()
-        skipped = int(not sampled.kept)
-        record |= {"resampled": sampled.draws - 1, "informative": kept, "skipped": skipped}
+    if settings.algorithm == "dapo":
+        record["resampled"] = sampled.draws - 1
+        record["informative"] = informative(sampled, settings).float().mean().item()
+        record["skipped"] = int(not sampled.kept)
     return record
 
 
 def searching(trajectories: list[Trajectory]) -> dict[str, float]:
     """How the trajectories searched and ended, per trajectory or per search."""
-    count, searches = len(trajectories), [s for t in trajectories for s in t.searches]
-    model_tokens = sum(sum(t.response_mask) for t in trajectories)
-    tokens = sum(len(t.response_mask) for t in trajectories)
+    searches = [search for t in trajectories for search in t.searches]
+    counts = [len(t.searches) for t in trajectories]
+    model_tokens = mean(sum(t.response_mask) for t in trajectories)
+    tokens = mean(len(t.response_mask) for t in trajectories)
     return {
-        "searched": sum(bool(t.searches) for t in trajectories) / count,
-        "searches": len(searches) / count,
-        "fallbacks": sum(s.fallback for s in searches) / max(1, len(searches)),
-        "search_errors": sum(s.error is not None for s in searches) / max(1, len(searches)),
-        "refused": sum(len(t.refusals) for t in trajectories) / count,
-        "answered": sum(t.answer is not None for t in trajectories) / count,
-        "cut_off": sum(t.stop_reason in ("length", "refused") for t in trajectories) / count,
-        "model_tokens": model_tokens / count,
-        "inserted_tokens": tokens / count - model_tokens / count,
+        "searched": mean(map(bool, counts)),
+        "searches": mean(counts),
+        "fallbacks": mean(search.fallback for search in searches),
+        "search_errors": mean(search.error is not None for search in searches),
+        "refused": mean(len(t.refusals) for t in trajectories),
+        "answered": mean(t.answer is not None for t in trajectories),
+        "cut_off": mean(t.stop_reason in ("length", "refused") for t in trajectories),
+        "model_tokens": model_tokens,
+        "inserted_tokens": tokens - model_tokens,
     }
 
 

@@ -162,13 +162,14 @@ def update_critic(parts: Parts, batch: Batch) -> dict[str, float]:
 
     def loss_of(micro: Batch, totals: dict) -> torch.Tensor:
         values = parts.critic_model(micro.tokens, micro.response_mask)  # [b, t]
-        loss, stats = ppo.compute_value_loss(values, micro, parts.settings)  # [b, t]
+        loss, stats = ppo.compute_value_loss(values, micro)  # [b, t]
         totals["value_clip_fraction"] += (micro.token_weights * stats["clipped"]).sum().item()
         return (micro.token_weights * loss).sum()
 
     totals = descend(parts, parts.critic_model, parts.critic_optimizer, batch, loss_of)
-    renamed = {"loss": "value_loss", "grad_norm": "critic_grad_norm"}
-    return {renamed.get(name, name): value for name, value in totals.items()}
+    totals["value_loss"] = totals.pop("loss")
+    totals["critic_grad_norm"] = totals.pop("grad_norm")
+    return totals
 
 
 def descend(
@@ -259,7 +260,11 @@ def over_processes(totals: dict[str, float], accelerator: Accelerator) -> dict[s
     if accelerator.num_processes == 1:
         return dict(totals)
     every = gather_object([dict(totals)])
-    return {name: EXTREMES.get(name, sum)([part[name] for part in every]) for name in every[0]}
+    totals = {}
+    for name in every[0]:
+        add = EXTREMES.get(name, sum)
+        totals[name] = add(part[name] for part in every)
+    return totals
 
 
 def mean_of(results: list[dict[str, float]]) -> dict[str, float]:

@@ -60,7 +60,7 @@ class ModelSettings:
     judge: str = setting("", 'of "right" in When to Search: URL#model or a HF model; "" = cover-EM')
     reader: str = setting("", "R-Search's reader of evidence: URL#model or a HF model")
     embedder: str = setting(
-        "tfidf", "of queries, for When to Search's similarity: tfidf, or a HF encoder"
+        "tfidf", "of queries, for When to Search's similarity: tfidf, or a HF encoder", only="train"
     )
     in_8bit: str = setting(
         "",

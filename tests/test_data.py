@@ -945,11 +945,12 @@ def run(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_the_file_shows_layout_counts_and_a_record_of_questions_and_of_a_corpus(write, tmp_path):
+def test_the_file_shows_layout_counts_and_a_record_of_questions_and_of_a_corpus(write):
     output = run(write(HOTPOT, {**HOTPOT, "_id": "h2", "type": "bridge"})).stdout
     assert_parts(output, "hotpotqa questions 2 hotpotqa_comparison 1 qa 2 Which?")
     output = run(write("5\tTitle: Ana Text: Born.", name="c.tsv")).stdout
     assert_parts(output, "tsv_abstract documents 1 Ana")
+    assert_parts(run().stdout, "flashrag id question golden_answers tsv")
     folder = write("# Bells", "It rang.", name="texts/a.md").parent
     assert_parts(run(folder).stdout, "layout text documents 1 a.md#1")
 

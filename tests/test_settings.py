@@ -1,0 +1,285 @@
+"""settings.py: what wins over what, every field a flag of one record, and what is refused before a
+model is loaded.
+"""
+
+import dataclasses
+import re
+
+import pytest
+
+import settings
+import train
+from errors import InputError
+from papers import PAPERS, RECIPES
+from settings import RECORDS, RENAMED, Settings, check_settings, parse, resolve, shown_settings
+
+FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
+FLAGS = {n: f for n, f in FIELDS.items() if f.metadata.get("flag", True)}
+TRAIN = {n: f for n, f in FLAGS.items() if f.metadata.get("only", "train") == "train"}
+EVERYWHERE = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
+FILE = ["--data", "q", "--model", "m"]
+
+
+# ------------------------------------------------------------------------------ what wins over what
+
+
+def test_defaults_then_the_paper_then_the_built_in_world_then_the_flags():
+    assert parse(["--model", "m"]).save_every == Settings().save_every  # named nowhere else
+    assert parse(["--model", "m"]).documents_per_search == 10  # UR² C.2
+    assert Settings().documents_per_search == 5
+    assert parse([]).lr == PAPERS["ur2"].tiny[1]["lr"] != RECIPES["ur2"][1]["lr"]
+    assert parse(["--lr", "0.5"]).lr == 0.5
+    assert parse(["--recipe", "r1_searcher", "--model", "m"]).max_searches == 8
+    assert parse(["--stage", "2"]).reward == "ur2_stage2"
+
+
+@pytest.mark.parametrize("name, stage", EVERYWHERE)
+@pytest.mark.parametrize("tiny", [True, False])
+def test_every_stage_of_every_paper_is_made_of_known_fields_and_passes_the_check(name, stage, tiny):
+    found = check_settings(resolve(name, stage, tiny))
+    assert (found.recipe, found.stage) == (name, stage)
+
+
+def test_the_console_shows_what_differs_from_the_defaults_in_a_few_lines():
+    text = shown_settings(parse(["--seed", "4"]))
+    assert "recipe=ur2 stage=1" in text and "seed=4" in text and "algorithm=" not in text
+    assert len(text.splitlines()) <= 6 and max(map(len, text.splitlines())) <= 100
+
+
+# ------------------------------------------------------------------------------- every field a flag
+
+
+def test_a_record_has_fields_and_nothing_else():
+    for record in RECORDS:
+        own = {name for name in vars(record) if not name.startswith("__")}
+        assert own <= {f.name for f in dataclasses.fields(record)}
+        assert record.__dataclass_params__.frozen
+
+
+def test_a_name_in_two_records_is_an_error(monkeypatch):
+    twin = dataclasses.make_dataclass("TwinSettings", [("lr", float, 1.0)], frozen=True)
+    monkeypatch.setattr(settings, "RECORDS", (*RECORDS, twin))
+    with pytest.raises(TypeError, match="lr stands in PolicySettings and TwinSettings"):
+        settings._check_names()
+
+
+def test_train_has_at_most_70_flags():
+    assert len(TRAIN) <= 70
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
+    monkeypatch.setattr(settings, "check_settings", lambda found: found)
+    field = TRAIN[name]
+    word, value = {"int": ("2", 2), "float": ("0.5", 0.5), "bool": ("false", False)}.get(
+        field.type, ("x", "x")
+    )
+    word, value = {"recipe": ("arena", "arena"), "stage": ("1", 1)}.get(name, (word, value))
+    assert getattr(parse([f"--{name}", word]), name) == value
+    assert type(value).__name__ == field.type == type(field.default).__name__
+
+
+def test_a_flag_of_evaluation_alone_is_none_of_train():
+    assert set(FLAGS) - set(TRAIN) == {"top_p"}
+    with pytest.raises(InputError, match="unknown flag --top_p"):
+        parse(["--top_p", "0.5"])
+
+
+def test_a_bool_flag_stands_alone_or_takes_a_word():
+    assert parse(["--skip_bad"]).skip_bad is True
+    assert parse(["--skip_bad", "--seed", "3"]).seed == 3
+    for words in (["--retrieval", "false"], ["--retrieval=no"]):
+        assert parse(words).retrieval is False
+    with pytest.raises(InputError, match="neither true nor false"):
+        parse(["--retrieval", "maybe"])
+
+
+def test_help_has_a_section_per_file_and_names_the_value_of_the_recipe(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--recipe", "r_search", "--model", "m", "--help"])
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert all(f"--{name} " in shown for name in TRAIN)
+    files = [record.__module__.replace(".", "/") + ".py: " for record in RECORDS]
+    places = [shown.index(f" {file}") for file in files]
+    assert places == sorted(places)
+    assert "one of constant, linear, cosine ('constant')" in shown
+    assert "trajectories per question, G (5; by itself 16)" in shown  # R-Search's five
+    assert places[4] < shown.index("--group_size INT t") < places[5]  # rollout.py's section
+
+
+def test_every_setting_has_a_limit_or_is_free_on_purpose():
+    # A new number without a limit would be checked by nobody.
+    free = {"stage", "world_seed"}
+    limited = {n for n, f in FIELDS.items() if set(f.metadata) & {"least", "above", "one_of"}}
+    numbers = {n for n, f in FIELDS.items() if f.type in ("int", "float")}
+    assert numbers - limited == free
+
+
+# ----------------------------------------------------------------------- flags of earlier versions
+
+EARLIER = """
+recipe stage model start_from data corpus skip_bad mix prompt_file name runs resume save_every
+keep_checkpoints show_every seed world_seed threads protocol retrieval temperature top_p
+max_searches max_turn_tokens max_context rollout_batch_size engine sampling_copy cuda_graphs notices
+retriever retriever_url encoder pooling vectors index_file allow_private web_rate title_boost
+documents_per_search document_tokens summarizer search_timeout search_retries summary_log
+summarizer_model difficulty buckets task_mixing judge cross_model load_in_8bit llm_timeout
+llm_retries llm_cache embedder reward reward_variant answer_metric fallback_penalty format_check
+evidence_reward beta similarity relevance_reward bonus algorithm group_size questions_per_step
+trajectories_per_update steps clip_low clip_high dual_clip loss_aggregation group_std gamma kl_coef
+kl_estimator kl_place mask_documents max_resample filter_by gae_lambda value_clip critic_lr
+optimizer lr lr_warmup lr_schedule beta1 beta2 weight_decay max_grad_norm tokens_per_micro_batch
+gradient_checkpointing lora_rank lora_alpha lora_targets base_in_8bit reference_in_8bit old_logprobs
+plan
+""".split()
+
+
+def test_every_flag_that_there_was_is_one_still_or_has_an_answer():
+    assert len(EARLIER) == 102 + 1  # and --plan, which was no setting
+    assert set(EARLIER) - set(FLAGS) == set(RENAMED)
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_flag_that_is_gone_answers_with_what_to_write_now(name):
+    for words in ([f"--{name}", "1"], [f"--{name}=1"]):
+        with pytest.raises(InputError) as error:
+            parse(["--seed", "3", *words])
+        assert f"--{name}" in str(error.value) and RENAMED[name] in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("advice", RENAMED.values())
+def test_what_to_write_now_exists(advice):
+    for flag in re.findall(r"--(\w+)", re.sub("`.*`", "", advice)):
+        assert flag in FLAGS
+    for path in re.findall(r"[\w/]+\.py", advice):
+        assert (train.Path(train.__file__).parent / path).exists(), path
+
+
+# ----------------------------------------------------------------------------- what no run can mean
+
+
+@pytest.mark.parametrize(
+    "arguments, nearest",
+    [
+        ("--grup_size 4", "--group_size"),
+        ("--group-size 4", "--group_size"),
+        ("--learning_rate=3 --lr 1", ""),
+        ("--lr_warmupp=3", "--lr_warmup"),
+        ("--recipe ur3", "ur2"),
+        ("--recipe r1searcher", "r1_searcher"),
+        ("--recipe when_to_serch", "when_to_search"),
+        ("--retriever bm52", "bm25"),
+        ("--reward ur2_stage_1", "ur2_stage1"),
+        ("--algorithm reinforce_baseline", "reinforce_pp_baseline"),
+        ("--optimizer adam8bit", "adamw8bit"),
+        ("--protocol r1_seacher", "r1_searcher"),
+    ],
+)
+def test_a_typo_names_the_nearest(arguments, nearest):
+    with pytest.raises(InputError) as error:
+        parse(arguments.split())
+    assert (f"did you mean {nearest}?" if nearest else "unknown flag") in str(error.value)
+
+
+def test_flags_are_not_abbreviated():
+    with pytest.raises(InputError, match="unknown flag --group "):
+        parse(["--group", "4"])
+
+
+BAD = """
+--steps many                     train.py: argument --steps: invalid int value: 'many'
+--group_size -1                  at least 1
+--group_size 0                   at least 1
+--steps 0                        at least 1
+--steps -3                       at least 1
+--questions_per_step 0           at least 1
+--save_every 0                   at least 1
+--keep_checkpoints -1            at least 0
+--max_turn_tokens 0              at least 1
+--tokens_per_micro_batch 0       at least 1
+--documents_per_search 0         at least 1
+--timeout 0                      above 0
+--lr 0                           above 0
+--lr -1                          above 0
+--lr nan                         finite
+--critic_lr inf                  finite
+--critic_lr 0                    above 0
+--kl_coef -0.1                   at least 0
+--clip_low 1.2                   at most 1
+--gae_lambda 1.1                 at most 1
+--temperature 0                  greedy
+--temperature -1                 at least 0
+--beta -1                        at least 0
+--seed 2147483648                at most 2147483647
+--retriever google               one of bm25
+--engine vllm                    one of slots
+--sampling_copy fp8              one of auto
+--optimizer sgd                  one of adamw
+--algorithm ppo3                 one of reinforce_pp
+--protocol xml                   one of ur2
+--reward best                    one of ur2_stage1
+--lr_schedule step               one of constant
+--loss_aggregation mean          one of sequence
+--kl_estimator k4                one of k1
+--reward_variant gpt             one of qwen_7b
+--answer_metric bleu             one of f1
+--filter_by reward               one of correct
+--format_check some              one of strict
+--stage 3                        ur2 has stages 1, 2
+--stage 0                        ur2 has stages 1, 2
+--recipe r_search --stage 2      r_search has stages 1
+--group_size 1                   compares the trajectories of one question
+--group_size 1 --algorithm grpo  compares the trajectories of one question
+--data questions.jsonl           --data needs --model
+--data q.jsonl --model m         --data needs --corpus
+--retriever dense                --retriever dense needs --encoder
+--retriever http                 --retriever http needs --retriever_url
+--data q --model m --retriever dense --encoder e5  --data needs --corpus
+--reward r1_searcher_stage1      --reward r1_searcher_stage1 and --protocol ur2 do not go together
+--reward r_search                --reward r_search and --protocol ur2 do not go together
+--reward arena                   --reward arena and --protocol ur2 do not go together
+--recipe when_to_search --protocol r_search  --protocol r_search do not go together
+--recipe when_to_search --max_searches 7  --beta 0.3 times --max_searches 7 is 2.1: it must stay
+--recipe when_to_search --stage 2 --beta 0.5 --max_searches 4  is 2: it must stay below 2
+--in_8bit all                    --in_8bit
+--in_8bit others                 --in_8bit is for models from --model
+--in_8bit base --model m         int8 weights cannot be trained
+--in_8bit base --model m --lora_rank 4 --sampling_copy bf16  --sampling_copy bf16 with --in_8bit
+--in_8bit reference --model m    with --kl_coef 0 no reference is loaded
+--in_8bit reference --model m --lora_rank 4  the reference is the frozen base itself
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_value_is_one_clear_line_before_anything_is_loaded(line, monkeypatch):
+    monkeypatch.setattr(train, "build_parts", lambda *_: pytest.fail("something was loaded"))
+    arguments, said = re.split(r"  +", line, maxsplit=1)
+    with pytest.raises(InputError, match=re.escape(said)) as error:
+        train.main(arguments.split())
+    assert "\n" not in str(error.value) and "--" in str(error.value)
+
+
+def test_what_is_near_a_refusal_and_fine():
+    # 0.4 · 4 = 1.6: a wrong answer after four searches earns 0.6 in stage 1, a right one 1
+    assert parse("--recipe when_to_search --beta 0.4 --max_searches 4".split()).beta == 0.4
+    assert parse(["--beta", "1"]).beta == 1  # no other reward has the price
+    assert parse("--group_size 1 --algorithm reinforce_pp".split()).group_size == 1
+    assert parse("--in_8bit base --model m --lora_rank 4".split()).in_8bit == "base"
+    assert parse("--in_8bit reference,others --model m --kl_coef 0.1".split()).kl_coef == 0.1
+    for where in (["empty"], ["oracle"], ["http", "--retriever_url", "http://x"]):
+        assert parse([*FILE, "--retriever", *where]).corpus == ""  # nothing of ours is searched
+    for summarizer in ("extractive", "http://host:8000/v1#model", "some/model"):
+        assert parse(["--summarizer", summarizer]).summarizer == summarizer
+
+
+def test_evaluation_may_be_greedy_and_alone():
+    check_settings(Settings(temperature=0.0, group_size=1), training=False)
+    with pytest.raises(InputError, match="--retriever"):
+        check_settings(Settings(retriever="x"), training=False)
+
+
+def test_top_p_has_bounds_where_it_is_a_flag():
+    for top_p, said in ((0.0, "above 0"), (1.5, "at most 1")):
+        with pytest.raises(InputError, match=f"--top_p {top_p}: must be {said}"):
+            check_settings(Settings(top_p=top_p), training=False)
