@@ -1,11 +1,9 @@
-"""What fits: the bytes of a training step on one GPU, counted from the model's shape before
-anything is downloaded.
+"""What fits: the bytes of a training step on one GPU, counted before anything is downloaded.
 
     python -m lab.plan --model 7B --gpus 1 --gpu_memory 80 [any setting of the run]
 
-P weights, X of them trained; T tokens in a micro-batch; H hidden size, F of the feed-forward layer;
-Q, K widths of queries and keys. b bytes for what is computed: 2 on a GPU (bf16), 4 on a CPU.
-Worked: 7B on a GPU, P = 7.616e9, in GiB.
+P weights, X of them trained; H hidden size, F of the feed-forward layer; Q, K widths of queries and
+keys; b bytes for what is computed, 2 on a GPU (bf16), 4 on a CPU. Worked: 7B on a GPU, in GiB.
 
     weights       4 P, trained in fp32                                                28.4
                   LoRA: b P frozen (in 8 bits 1 per weight of a matrix), and 4 X      14.3 or 8.3
@@ -14,21 +12,21 @@ Worked: 7B on a GPU, P = 7.616e9, in GiB.
     reference     b P with --kl_coef, or in 8 bits; under LoRA none                   14.2, 8.1, 0
     bf16 copy     2 P while a rollout samples from it                                 14.2
                   2 per weight of a matrix in an update; with checkpointing none      13.2
-    keys, values  2 K b per layer and token of a slot; as many slots as fit       56 KiB per token
+    keys, values  2 K b per layer and token of a slot                             56 KiB per token
     activations   per layer and token: fp32 residuals and norms 16 H; the inputs      255 KiB
                   of five matrices 5 b H; b (2 Q + 2 K + 4 F); norms and heads
                   with --gradient_checkpointing 4 H, and one layer whole              14 KiB
     head          10 per logit of a chunk, 6 per weight for its gradient              4.3
 
     peak = weights + moments + reference
-           + max(rollout: copy + keys and values + logits of a step,
+           + max(rollout: copy + keys and values of as many slots as fit + logits of a step,
                  update:  gradients + copy + activations + head)
 
 Several GPUs: under ddp everything stands on each, gradients all the time; zero2 and fsdp2 cut them,
 weights and moments in parts, and zero2 puts all weights together for an update, fsdp2 one layer's.
-tests/test_plan.py holds the figures against what small models take on a CPU, also under bf16
-autocast. Left out: judges and readers (2 per weight), dense retrieval, CUDA's own memory and
-fragments: USABLE is the share that is counted on. Plain `generate` takes more than slots.
+tests/test_plan.py holds the figures against what small models take on a CPU.
+Left out: judges and readers (2 per weight), dense retrieval, what plain `generate` takes beyond
+slots, CUDA's own memory and fragments: USABLE is the share that is counted on.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,20 +50,24 @@ from settings import RECORDS, Settings, add_flags, check_settings, named_in, res
 GIB = 2**30
 USABLE = 0.92  # of a GPU's memory
 PROMPT = 1024  # tokens that a prompt is taken to have
-FEW = 8  # a rollout with fewer slots would crawl
+FEW = 8  # slots
 SHARDINGS = ("ddp", "zero2", "fsdp2")
+MOMENTS = {"adamw": 8, "adamw8bit": 2 + 8 / 256, "paged_adamw8bit": 0}  # bytes per trained weight
 
 # ---------------------------------------------------------------------------------------- the model
 
-SIZES = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
-SHAPES = {  # those, vocabulary, positions, is the head the embedding?
+FIELDS = (
+    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
+    " vocab_size max_position_embeddings tie_word_embeddings"
+).split()
+SHAPES = {
+    "Qwen2-4M": (256, 4, 8, 2, 688, 4096, 4096, True),  # lab.bench's
     "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, 32768, True),
     "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, 32768, True),
     "Qwen2.5-3B": (2048, 36, 16, 2, 11008, 151936, 32768, True),
     "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, 32768, False),
     "Llama-3-8B": (4096, 32, 32, 8, 14336, 128256, 8192, False),
 }
-FIELDS = (*SIZES.split(), "vocab_size", "max_position_embeddings", "tie_word_embeddings")
 
 
 def config_of(model: str):
@@ -113,43 +115,23 @@ class Shape:
 # ---------------------------------------------------------------------------------------- its bytes
 
 
-@dataclass(frozen=True)
 class Case:
     """A run on so many GPUs; b: bytes of what is computed."""
 
-    shape: Shape
-    settings: Settings
-    gpus: int = 1
-    sharding: str = "ddp"
-    b: int = 2
-
-    @property
-    def trained(self) -> int:
-        rank = self.settings.lora_rank
-        return rank * sum(map(sum, self.shape.matrices)) if rank else self.shape.weights
-
-    @property
-    def share(self) -> int:
-        return 1 if self.sharding == "ddp" else self.gpus
-
-    @property
-    def rows(self) -> int:
-        """That a GPU samples at once."""
-        rows = -(-self.settings.questions_per_step * self.settings.group_size // self.gpus)
-        return min(rows, self.settings.rollout_batch_size or rows)
-
-    @property
-    def row_tokens(self) -> int:
-        """The longest that a row may become: a prompt, its turns and its documents."""
-        s = self.settings
-        whole = PROMPT + s.max_searches * s.document_tokens
-        whole += (s.max_searches + 1) * s.max_turn_tokens
-        return min(s.max_context or self.shape.positions, whole)
-
-    @property
-    def tokens(self) -> int:
-        """Of a micro-batch, which holds one row at least."""
-        return max(self.settings.tokens_per_micro_batch, self.row_tokens)
+    def __init__(self, shape: Shape, s: Settings, gpus: int = 1, sharding: str = "ddp", b: int = 2):
+        self.shape, self.settings, self.gpus, self.sharding, self.b = shape, s, gpus, sharding, b
+        thin = s.lora_rank * sum(map(sum, shape.matrices))  # A and B: r (in + out) each
+        self.trained = thin or shape.weights
+        self.share = 1 if sharding == "ddp" else gpus
+        rows = -(-s.questions_per_step * s.group_size // gpus)
+        self.rows = min(rows, s.rollout_batch_size or rows)  # that a GPU samples at once
+        sampled, found = (
+            (s.max_searches + 1) * s.max_turn_tokens,
+            s.max_searches * s.document_tokens,
+        )
+        # The longest that a row may become; a micro-batch holds one at least.
+        self.row_tokens = min(s.max_context or shape.positions, PROMPT + sampled + found)
+        self.tokens = max(s.tokens_per_micro_batch, self.row_tokens)
 
 
 def frozen_bytes(shape: Shape, in_8bit: bool, b: int = 2) -> int:
@@ -158,10 +140,6 @@ def frozen_bytes(shape: Shape, in_8bit: bool, b: int = 2) -> int:
         return b * shape.weights
     scales = 4 * sum(out for _, out in shape.matrices)
     return shape.in_layers + scales + b * (shape.weights - shape.in_layers)
-
-
-def moment_bytes(trained: int, optimizer: str) -> float:
-    return {"adamw": 8.0, "adamw8bit": 2 + 8 / 256, "paged_adamw8bit": 0.0}[optimizer] * trained
 
 
 def activation_bytes(shape: Shape, lora_rank: int = 0, b: int = 2) -> int:
@@ -193,7 +171,7 @@ def standing(case: Case) -> dict[str, float]:
     weights = 4 * case.trained
     if s.lora_rank:
         weights += frozen_bytes(case.shape, "base" in in_8bit, case.b)
-    moments = moment_bytes(case.trained, s.optimizer)
+    moments = MOMENTS[s.optimizer] * case.trained
     parts = {"weights": weights / case.share, "moments": moments / case.share}
     if case.gpus > 1 and case.sharding == "ddp":
         parts["gradients, in buckets"] = 4 * case.trained
@@ -254,60 +232,60 @@ def update_parts(case: Case) -> dict[str, float]:
 # -------------------------------------------------------------------------------------- does it fit
 
 
-def fitting_slots(case: Case, memory: float) -> int:
-    """As many as fit beside the rest, up to one for every row; FEW (or all rows) at least."""
-    none, one = (sum(rollout_parts(case, slots).values()) for slots in (0, 1))
-    room = (memory - sum(standing(case).values()) - none) // (one - none)
-    return int(min(case.rows, max(FEW, room)))
-
-
 def plan(case: Case, memory: float) -> dict[str, float]:
-    """Each part's bytes, and last the peak."""
+    """Each part's bytes; the peak; and the slots, as many as fit, but at least FEW (or all rows):
+    with fewer a rollout would crawl.
+    """
     always, update = standing(case), update_parts(case)
-    rollout = rollout_parts(case, fitting_slots(case, memory))
+    none, one = (sum(rollout_parts(case, slots).values()) for slots in (0, 1))
+    room = (memory - sum(always.values()) - none) // (one - none)
+    slots = min(case.rows, max(FEW, room))
+    rollout = rollout_parts(case, slots)
     a, r, u = (sum(parts.values()) for parts in (always, rollout, update))
-    return always | rollout | update | {"peak": a + max(r, u)}
+    return always | rollout | update | {"peak": a + max(r, u), "slots": slots}
 
 
 ADVICE: list[tuple[dict, str]] = [  # by what it costs
     ({"gradient_checkpointing": True}, "a third more time per update"),
     ({"tokens_per_micro_batch": 4096}, "more, smaller passes; a row is the least"),
     ({"optimizer": "adamw8bit"}, "moments rounded to 8 bits"),
+    ({"optimizer": "paged_adamw8bit"}, "moments on the CPU: slow steps"),
     ({"lora_rank": 16}, "not all weights are trained; ten times the learning rate"),
     ({"in_8bit": "base"}, "the frozen weights rounded to 8 bits"),
 ]
 
 
-def advice(case: Case, memory: float) -> Iterator[str]:
-    yield "the peak with each of these and all above it:"
+def advice(case: Case) -> Iterator[str]:
+    yield f"the least peak, with {FEW} slots, with each of these and all above it:"
+    settings = case.settings
     for change, cost in ADVICE:
-        case = replace(case, settings=replace(case.settings, **change))
+        settings = replace(settings, **change)
+        least = plan(Case(case.shape, settings, case.gpus), 0)["peak"]
         flag = " ".join(f"--{name} {value}" for name, value in change.items())
-        yield f"  {flag:42}{plan(case, memory)['peak'] / GIB:8.1f}  {cost}"
+        yield f"  {flag:42}{least / GIB:8.1f}  {cost}"
     yield "or more GPUs: --gpus 8, with weights in parts (configs/fsdp2.yaml)"
 
 
-def report(case: Case, memory: float) -> Iterator[str]:
+def report(shape: Shape, s: Settings, gpus: int, memory: float) -> Iterator[str]:
     """A line per part, a column per sharding, and whether it fits."""
-    s = case.settings
-    spread = case.gpus > 1 and not s.lora_rank and s.optimizer == "adamw"  # else no parts
-    cases = [replace(case, sharding=name) for name in (SHARDINGS if spread else ("ddp",))]
-    columns = [plan(one, memory) for one in cases]
+    spread = gpus > 1 and not s.lora_rank and s.optimizer == "adamw"  # else no parts
+    cases = [Case(shape, s, gpus, name) for name in (SHARDINGS if spread else SHARDINGS[:1])]
+    columns, case = [plan(one, memory) for one in cases], cases[0]
     yield (
-        f"{s.model}: {case.shape.weights / 1e9:.2f}e9 weights, {case.trained / 1e9:.3g}e9 trained;"
+        f"{s.model}: {shape.weights / 1e9:.2f}e9 weights, {case.trained / 1e9:.3g}e9 trained;"
         f" {s.recipe} stage {s.stage}; per GPU {case.rows} rows of up to {case.row_tokens} tokens,"
         f" {case.tokens} in a micro-batch"
     )
-    yield f"{f'GiB on each of {case.gpus}':44}" + "".join(f"{one.sharding:>8}" for one in cases)
-    for name in dict.fromkeys(name for column in columns for name in column):
+    yield f"{f'GiB on each of {gpus}':44}" + "".join(f"{one.sharding:>8}" for one in cases)
+    for name in dict.fromkeys(name for column in columns for name in column if name != "slots"):
         values = [column.get(name, 0.0) / GIB for column in columns]
         yield f"{name:44}" + "".join(f"{value:8.1f}" for value in values)
     for one, column in zip(cases, columns, strict=True):
         fits = "fits" if column["peak"] <= memory else "does not fit"
-        slots = f"{fitting_slots(one, memory)} of {case.rows} rows sampled at once"
+        slots = f"{column['slots']:.0f} of {case.rows} rows sampled at once"
         yield f"{one.sharding}: {fits} in {memory / GIB:.1f} GiB ({USABLE:.0%} of a GPU); {slots}"
-    if columns[0]["peak"] > memory:
-        yield from advice(cases[0], memory)
+    if all(column["peak"] > memory for column in columns):
+        yield from advice(case)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -323,8 +301,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise InputError(f"--gpus {gpus} --gpu_memory {memory:g}: give at least one, with memory")
     chosen = {"model": "7B"} | given | {"data": ""}  # which questions takes no memory
     settings = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, chosen)
-    case = Case(Shape(config_of(settings.model)), check_settings(settings), gpus)
-    print(*report(case, USABLE * memory * GIB), sep="\n")
+    shape = Shape(config_of(settings.model))
+    print(*report(shape, check_settings(settings), gpus, USABLE * memory * GIB), sep="\n")
 
 
 if __name__ == "__main__":
