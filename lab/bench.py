@@ -3,30 +3,27 @@ work in the same run.
 
     python -m lab.bench rollout [--repeats 5]      six loops that sample
     python -m lab.bench update                     one gradient, at V = 32,000 and 151,936
-    python -m lab.bench step [--peer trl]          rollout, advantages and update of a GRPO step
+    python -m lab.bench step                       rollout, advantages and update of a GRPO step
     python -m lab.bench retrieval                  BM25, seconds per query
     python -m lab.bench decode --model 7B --device cuda --dtype bfloat16     a step of the engine,
                                                    against the memory's bandwidth
 
-The work is written down first: a `Script` says for each row its prompt, the lengths of its turns
-and what a search inserts behind each. A turn ends where its room does. So every loop samples the
-same number of tokens at the same places, and every update sees the same rows.
+The work is written down first: how many tokens each turn of a row has, and what a search then
+inserts. So every loop samples as much at the same places, and every update sees the same rows.
+Variants take turns, each run in a process of its own: what else the machine does meets all of them.
 
-    seconds   of CPU (on a GPU: of the clock, after a synchronisation), median of all runs. A run is
-              a process of its own, and all variants take turns: what else the machine does meets
-              all of them
+    seconds   of CPU (on a GPU: of the clock, after a synchronisation), median of all runs
     mib       peak, less what the process held before: no weights, but gradients and moments (on a
               GPU the whole peak)
-    x TWIN    the twin's seconds / ours: above 1 is faster; memory: ours / the twin's
+    x TWIN    the twin's seconds / ours: above 1 is faster; behind it ours / the twin's mib
 
 Traps: the first call of anything imports, compiles and allocates, so each process first does a
 small piece of the same work. A forked process shares its parent's pages: only what grows counts.
-Left out: searches (nothing waits here), several processes, sampling by a server.
+Left out: searches (nothing waits here), several processes, sampling by a server, other trainers.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -86,7 +83,6 @@ class BenchSettings:
     repeats: int = setting(5, "runs of each variant", least=1)
     only: str = setting("", "names of variants, comma-separated, such as ours")
     json: str = setting("", "file for the same numbers")
-    peer: str = setting("", "step: trl, for TRL's trainer too", one_of=("", "trl"))
     model: str = setting("4M", "4M, 7B, 3B, ... or a directory: its shape, with random weights")
     vocab: int = setting(0, "in place of the shape's own", least=0)
     device: str = setting("cpu", "what computes", one_of=("cpu", "cuda"))
@@ -95,6 +91,7 @@ class BenchSettings:
     questions_per_step: int = setting(0, "0: 8, of an update 2", least=0)
     trajectories_per_update: int = setting(0, "step: fewer than all are ours alone", least=0)
     tokens_per_micro_batch: int = setting(4096, "step: ours", least=1)
+    shorter: int = setting(1, "all lengths are divided by this", least=1, most=20)
     batch: int = setting(64, "decode: rows", least=1)
     context: int = setting(512, "decode: tokens in front of what is timed", least=1)
     decoded: int = setting(64, "decode: steps that are timed", least=1)
@@ -102,6 +99,7 @@ class BenchSettings:
 
 
 FLAGS = (BenchSettings, RolloutSettings, EngineSettings, PolicySettings)
+DEFAULTS = {"algorithm": "grpo", "kl_coef": 0.0, "group_size": 8, "lr": 1e-6}
 
 
 @dataclass(frozen=True)
@@ -109,32 +107,19 @@ class Bench(BenchSettings, Settings):
     """A run's settings, at the sizes of a benchmark."""
 
 
-DEFAULTS = {"algorithm": "grpo", "kl_coef": 0.0, "group_size": 8, "lr": 1e-6}
-
 # ------------------------------------------------------------------------------------ the same work
 
 
-@dataclass(frozen=True)
-class Script:
-    """What one row does, whoever runs it: inserted[i] stands behind turn i, none behind the last."""
-
-    prompt: list[int]
-    turns: list[int]
-    inserted: list[list[int]]
-
-    @property
-    def tokens(self) -> int:
-        return len(self.prompt) + sum(self.turns) + sum(map(len, self.inserted))
+# A prompt, and of each turn (tokens, what is inserted behind them: behind the last nothing).
+Script = tuple[list[int], list[tuple[int, list[int]]]]
 
 
-def write_scripts(o: Bench, vocab: int, shorter: int = 1) -> list[Script]:
-    """Question by question, `group_size` rows each; lengths divided by `shorter`. No token is 0,
-    the padding.
-    """
+def write_scripts(o: Bench, vocab: int) -> list[Script]:
+    """Question by question, `group_size` rows each."""
     draw, scripts = random.Random(o.seed), []
 
     def length(bounds: tuple[int, int]) -> int:
-        return draw.randint(bounds[0] // shorter, bounds[1] // shorter)
+        return draw.randint(bounds[0] // o.shorter, bounds[1] // o.shorter)
 
     def text(bounds: tuple[int, int]) -> list[int]:
         return [draw.randrange(1, vocab) for _ in range(length(bounds))]
@@ -143,54 +128,45 @@ def write_scripts(o: Bench, vocab: int, shorter: int = 1) -> list[Script]:
         prompt = text(PROMPT)
         for _ in range(o.group_size):
             searches = draw.randint(0, SEARCHES)
-            turns = [length(TURN) for _ in range(searches)] + [length(ANSWER)]
-            scripts.append(Script(prompt, turns, [text(INSERTED) for _ in range(searches)]))
+            said = [length(TURN) for _ in range(searches)] + [length(ANSWER)]
+            found = [text(INSERTED) for _ in range(searches)] + [[]]
+            scripts.append((prompt, list(zip(said, found, strict=True))))
     return scripts
-
-
-def warm_and_whole(o: Bench, vocab: int, rows: int) -> tuple[list[Script], list[Script]]:
-    """A small piece of the work: what is imported, compiled and allocated once has been; and all."""
-    scripts = write_scripts(o, vocab)
-    return [Script(s.prompt[:20], [2, 2], [s.prompt[:5]]) for s in scripts[:rows]], scripts
 
 
 class Scripted:
     """What rollout.py's loops ask of an `Environment`, answered from scripts."""
 
     def __init__(self, scripts: list[Script], vocab: int, o: Bench):
-        self.scripts, self.settings, self.protocol = scripts, o, PROTOCOLS["ur2"]
+        self.settings, self.protocol = o, PROTOCOLS["ur2"]
         # One word in 128 ends like a tag, so that there is something to look for tags in.
         words = {f"w{i}{'>' if i % 128 == 0 else ''}": i for i in range(vocab)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0>")
-        self.rows = []
-        for number, script in enumerate(scripts):
-            question = Question(str(number), "", [])
-            self.rows.append(Trajectory(question, self.protocol, script.prompt))
-
-    def turn(self, row: Trajectory) -> tuple[Script, int]:
-        """(its script, turns that it has had)."""
-        return self.scripts[int(row.question.id)], sum(s.writer == "model" for s in row.segments)
+        self.rows, self.left, self.size = [], {}, 0
+        for number, (prompt, turns) in enumerate(scripts):
+            self.rows.append(Trajectory(Question(str(number), "", []), self.protocol, prompt))
+            self.left[str(number)] = list(turns)
+            tokens = len(prompt) + sum(said + len(found) for said, found in turns)
+            self.size = max(self.size, tokens)
 
     def turn_room(self, row: Trajectory) -> int:
         """`naive` samples a token of rows that have ended too."""
-        script, turn = self.turn(row)
-        return 1 if row.stop_reason else script.turns[turn]
+        return 1 if row.stop_reason else self.left[row.question.id][0][0]
 
     def longest(self, prompt: int) -> int:
-        return max(script.tokens for script in self.scripts)
+        return self.size
 
     def end_turn(self, row: Trajectory, ids: list[int], logprobs: list[float], reason: str) -> None:
         row.append_model(ids, logprobs, "")
-        script, turn = self.turn(row)
-        row.stop_reason = "length" if turn == len(script.turns) else ""
+        row.stop_reason = "" if len(self.left[row.question.id]) > 1 else "length"
 
     def answer(self, asking: list[Trajectory]) -> None:
         for row in asking:
-            script, turn = self.turn(row)
-            row.append_environment(script.inserted[turn - 1], "", "documents")
+            _, found = self.left[row.question.id].pop(0)
+            row.append_environment(found, "", "documents")
 
-    def played(self, vocab: int) -> Scripted:
+    def play(self, vocab: int) -> None:
         """As if a policy had sampled: random tokens, log-probs 0."""
         draw = random.Random(0)
         for row in self.rows:
@@ -198,11 +174,6 @@ class Scripted:
                 ids = [draw.randrange(1, vocab) for _ in range(self.turn_room(row))]
                 self.end_turn(row, ids, [0.0] * len(ids), "length")
                 self.answer([] if row.stop_reason else [row])
-        return self
-
-    @property
-    def sampled(self) -> int:
-        return sum(sum(row.response_mask) for row in self.rows)
 
 
 def shape_of(o: Bench):
@@ -219,24 +190,23 @@ def make_model(o: Bench, dtype: torch.dtype = torch.float32):
         raise InputError("--device cuda: torch sees no GPU here")
     torch.manual_seed(o.seed)
     with torch.device(o.device):
-        model = AutoModelForCausalLM.from_config(shape_of(o), dtype=dtype)
-    if o.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+        return AutoModelForCausalLM.from_config(shape_of(o), dtype=dtype)
 
 
-def make_policy(o: Bench, plain: bool = False) -> tuple[Policy, int]:
-    """(policy, V). All weights trained, in fp32; or frozen (bf16 on a GPU) with thin matrices.
-
-    plain   for a slow twin: with the attention that transformers would give it
+def make_policy(o: Bench, twin: bool) -> Policy:
+    """All weights trained, in fp32; or frozen (bf16 on a GPU) with thin matrices. A twin has the
+    attention that transformers would give it.
     """
     frozen = o.lora_rank and o.device == "cuda"
     policy = Policy(make_model(o, torch.bfloat16 if frozen else torch.float32))
-    if plain:
-        policy.language_model.set_attn_implementation("sdpa")
+    model = policy.language_model
+    if twin:
+        model.set_attn_implementation("sdpa")
     if o.lora_rank:
         add_lora(policy.requires_grad_(False).language_model, o.lora_rank)
-    return policy, policy.config.vocab_size
+    if o.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return policy
 
 
 # ------------------------------------------------------------------------------- seconds and memory
@@ -283,14 +253,16 @@ def alone(work: Callable[[], tuple[dict, list]], threads: int) -> tuple[dict, li
 
 
 def in_turns(works: dict[str, Callable], o: Bench, runs: dict[str, list[dict]]) -> None:
-    """Every variant is run, then every one again: fills `runs`. What two of them did must be the
-    same: |a − b| / |b| of the numbers that each returns, b the first one's, is SAME at most.
+    """Every variant is run, then every one again: fills `runs`. What a run did must be what the
+    first one did: |a − b| / |b| of the numbers that they return is SAME at most.
     """
     first = None
     for name in tqdm([*works] * o.repeats, leave=False, dynamic_ncols=True):
         numbers, did = alone(works[name], o.threads)
         first = did if first is None else first
-        apart = float(np.linalg.norm(np.subtract(did, first)) / np.linalg.norm(first))
+        # Not np.linalg.norm: its pool of threads would not survive the fork.
+        squares = np.square(np.subtract(did, first)).sum() / np.square(first).sum()
+        apart = float(squares) ** 0.5
         if not apart <= SAME[o.device]:
             raise InputError(f"{name}: {apart:.1e} from the first variant: not the same work")
         runs.setdefault(name, []).append(numbers | {"apart": apart})
@@ -310,7 +282,7 @@ def summarize(runs: dict[str, list[dict]], twins: dict[str, tuple[str, ...]]) ->
         twin = min(there, key=lambda row: row["seconds"], default=None)
         for row in rows.values() if twin else ():
             row[f"x {heading}"] = twin["seconds"] / row["seconds"]
-            row[f"memory of {heading}"] = row["mib"] / twin["mib"] if twin["mib"] else 0.0
+            row[f"mib of {heading}"] = row["mib"] / twin["mib"] if twin["mib"] else 0.0
     return rows
 
 
@@ -384,66 +356,7 @@ def check_engine(model) -> None:
         raise InputError(f"--model: {problem}; the engine cannot drive it")
 
 
-LOOPS = {
-    "naive": naive,
-    "HF active rows": active,
-    "HF kept caches": kept,
-    "slots": slots,
-    "half slots": partial(slots, share=2),
-    "quarter slots": partial(slots, share=4),
-}
-
-
-def run_rollout(name: str, o: Bench) -> tuple[dict, list]:
-    policy, vocab = make_policy(o, plain="slots" not in name)
-    policy.eval()
-    for scripts in warm_and_whole(o, vocab, 2):
-        environment = Scripted(scripts, vocab, o)
-        numbers, _ = measured(partial(LOOPS[name], policy, environment), o.device)
-    return numbers | {"tokens": environment.sampled}, [environment.sampled]
-
-
 # --------------------------------------------------------------------------------------- the update
-
-
-def full_softmax(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """[b, T, V], [b, T, 1] -> [b, T, 1]: all log-probs of a position, of which one is taken."""
-    return logits.log_softmax(-1).gather(2, targets)
-
-
-def selective(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The same number from the taken logit alone; the logits are still all there."""
-    return logits.gather(2, targets) - logits.logsumexp(-1, keepdim=True)
-
-
-def padded_gradient(policy: Policy, batch: Batch, score: Callable = full_softmax) -> None:
-    """Rows as they come, a few at a time, padded to the longest of all, logits everywhere."""
-    weights = batch.token_weights * batch.advantages  # [B, T]
-    for rows in torch.arange(len(batch)).split(MICRO_BATCH):
-        tokens = batch.tokens[rows].to(policy.device)  # [b, L]
-        seen = (tokens != 0).long()  # [b, L]  no token of a script is 0
-        with policy.autocast():
-            output = policy.language_model(tokens, attention_mask=seen, use_cache=False)
-            logprobs = score(output.logits[:, :-1].float(), tokens[:, 1:, None])[..., 0]  # [b, T]
-        (-weights[rows].to(policy.device) * logprobs).sum().backward()
-
-
-def our_gradient(policy: Policy, batch: Batch) -> None:
-    """policy.py: the head only where the policy sampled, in chunks; rows of like length in one
-    micro-batch, unpadded; of as many tokens as the padded twin has at once.
-    """
-    for rows in micro_batches(batch.response_mask, MICRO_BATCH * batch.tokens.shape[1]):
-        part = batch.rows(rows).to(policy.device)
-        logprobs = policy(part.tokens, 1.0, part.response_mask)  # [b, t]
-        (-part.token_weights * part.advantages * logprobs).sum().backward()
-
-
-UPDATES = {
-    "padded log_softmax": padded_gradient,
-    "padded gather-logsumexp": partial(padded_gradient, score=selective),
-    "ours": our_gradient,
-    "ours checkpointed": our_gradient,
-}
 
 
 def batch_of(environment: Scripted) -> Batch:
@@ -455,99 +368,128 @@ def batch_of(environment: Scripted) -> Batch:
     return batch
 
 
-def run_update(name: str, o: Bench) -> tuple[dict, np.ndarray]:
-    o = replace(o, gradient_checkpointing=name == "ours checkpointed")
-    policy, vocab = make_policy(o, plain=name.startswith("padded"))
-    for scripts in warm_and_whole(o, vocab, o.group_size):
-        policy.zero_grad(set_to_none=True)
-        environment = Scripted(scripts, vocab, o).played(vocab)
-        numbers, _ = measured(partial(UPDATES[name], policy, batch_of(environment)), o.device)
-    return numbers | {"tokens": environment.sampled}, gradient_of(policy)
+def padded_gradient(policy: Policy, environment: Scripted) -> None:
+    """Rows as they come, a few at a time, padded to the longest of all; all log-probs of every
+    position, of which one in V is taken.
+    """
+    batch = batch_of(environment)
+    weights = batch.token_weights * batch.advantages  # [B, T]
+    lengths = torch.tensor([[len(row.ids)] for row in environment.rows])  # [B, 1]
+    seen = torch.arange(batch.tokens.shape[1]) < lengths  # [B, L]
+    for rows in torch.arange(len(batch)).split(MICRO_BATCH):
+        tokens, mask = batch.tokens[rows].to(policy.device), seen[rows].long().to(policy.device)
+        with policy.autocast():
+            output = policy.language_model(tokens, attention_mask=mask, use_cache=False)
+            every = output.logits[:, :-1].float().log_softmax(-1)  # [b, T, V]
+            logprobs = every.gather(2, tokens[:, 1:, None])[..., 0]  # [b, T]
+        (-weights[rows].to(policy.device) * logprobs).sum().backward()
 
 
-def gradient_of(policy: Policy) -> np.ndarray:
-    gradients = [p.grad for p in policy.parameters() if p.grad is not None]
-    return torch.cat([g.flatten().float().cpu() for g in gradients]).numpy()
+def our_gradient(policy: Policy, environment: Scripted) -> None:
+    """policy.py: the head only where the policy sampled, in chunks; rows of like length in one
+    micro-batch, unpadded; of as many tokens as the padded twin has at once.
+    """
+    batch = batch_of(environment)
+    for rows in micro_batches(batch.response_mask, MICRO_BATCH * batch.tokens.shape[1]):
+        part = batch.rows(rows).to(policy.device)
+        logprobs = policy(part.tokens, 1.0, part.response_mask)  # [b, t]
+        (-part.token_weights * part.advantages * logprobs).sum().backward()
 
 
 # ------------------------------------------------------------------------------------- a whole step
 
 
-def our_step(policy: Policy, optimizer, environment: Scripted) -> list[float]:
+def our_step(policy: Policy, environment: Scripted) -> dict:
     """As train.py: slots (on a GPU of a copy in bf16), advantages, a scoring pass for what is
-    updated second, updates. Returns the clock behind rollout, scoring and update.
+    updated second, updates. Returns the seconds of each.
     """
-    o, rows = environment.settings, environment.rows
-    recompute = o.device == "cuda"  # in bf16 sampling and scoring round differently
-    parts = Parts(o, Accelerator(cpu=o.device == "cpu"), policy, policy, optimizer, recompute)
+    o, rows, start = environment.settings, environment.rows, clock(environment.settings.device)
+    on_gpu = o.device == "cuda"  # in bf16 sampling and scoring round differently: recompute
+    optimizer = make_optimizer(policy, o.optimizer, o.lr)
+    parts = Parts(o, Accelerator(cpu=not on_gpu), policy, policy, optimizer, on_gpu)
     parts.environment = environment
     with to_sample_with(policy, wants_copy(o.sampling_copy, policy.device, False)) as sampler:
         slots(sampler, environment)
-    marks = [clock(o.device)]
+    rolled = clock(o.device)
     rewards = [{"reward": float(i % 2)} for i in range(len(rows))]
     sampled = Sampled(rows, rewards, [False] * len(rows), list(range(len(rows))))
     batch = prepare(parts, sampled, 0)
-    marks.append(clock(o.device))
+    scored = clock(o.device)
     for number, index in enumerate(shuffled_updates(0, len(batch), o)):
         update(parts, batch_of_update(parts, batch, index, number))
-    return [*marks, clock(o.device)]
-
-
-def slow_step(policy: Policy, optimizer, environment: Scripted) -> list[float]:
-    """The naive loop, and the padded update with the full softmax."""
-    naive(policy, environment)
-    rolled = clock(environment.settings.device)
-    padded_gradient(policy, batch_of(environment))
-    torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
-    optimizer.step()
-    optimizer.zero_grad()
-    return [rolled, rolled, clock(environment.settings.device)]
-
-
-STEPS = {"slow twin": slow_step, "ours": our_step}
-
-
-def run_step(name: str, o: Bench) -> tuple[dict, list]:
-    if name == "TRL":
-        return run_trl(o)
-    policy, vocab = make_policy(o, plain=name == "slow twin")
-    for scripts in warm_and_whole(o, vocab, o.group_size):
-        environment = Scripted(scripts, vocab, o)
-        optimizer, start = make_optimizer(policy, o.optimizer, o.lr), clock(o.device)
-        numbers, marks = measured(partial(STEPS[name], policy, optimizer, environment), o.device)
-    return numbers | seconds_of(start, marks) | {"tokens": environment.sampled}, [
-        environment.sampled
-    ]
-
-
-def seconds_of(start: float, marks: list[float]) -> dict:
-    rolled, scored, updated = marks
+    updated = clock(o.device)
     return {"rollout": rolled - start, "score": scored - rolled, "update": updated - scored}
 
 
-# ---------------------------------------------------------------------------------------- retrieval
+def slow_step(policy: Policy, environment: Scripted) -> dict:
+    """The naive loop, and the padded update with the full softmax."""
+    o, start = environment.settings, clock(environment.settings.device)
+    optimizer = make_optimizer(policy, o.optimizer, o.lr)
+    naive(policy, environment)
+    rolled = clock(o.device)
+    padded_gradient(policy, environment)
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"rollout": rolled - start, "score": 0.0, "update": clock(o.device) - rolled}
 
 
-def run_retrieval(name: str, o: Bench) -> tuple[dict, list]:
+# ------------------------------------------------------------------------------ each by its own run
+
+LOOPS = {
+    "naive": naive,
+    "HF active rows": active,
+    "HF kept caches": kept,
+    "slots": slots,
+    "half slots": partial(slots, share=2),
+    "quarter slots": partial(slots, share=4),
+}
+UPDATES = {"padded": padded_gradient, "ours": our_gradient, "ours checkpointed": our_gradient}
+STEPS = {"slow twin": slow_step, "ours": our_step}
+
+
+def run_scripted(work: Callable, name: str, o: Bench) -> tuple[dict, np.ndarray | list]:
+    """(seconds and memory of one variant, what all variants must agree in)."""
+    o = replace(o, gradient_checkpointing=o.gradient_checkpointing or "checkpointed" in name)
+    policy = make_policy(o, twin="slots" not in name and "ours" not in name)
+    vocab, updates = policy.config.vocab_size, work in UPDATES.values()
+    whole = write_scripts(o, vocab)
+    warm = [(prompt[:20], [(2, prompt[:5]), (2, [])]) for prompt, _ in whole[: o.group_size]]
+    for scripts in (warm, whole):
+        environment = Scripted(scripts, vocab, o)
+        if updates:
+            environment.play(vocab)
+            policy.zero_grad(set_to_none=True)
+        numbers, parts = measured(partial(work, policy, environment), o.device)
+    sampled = sum(sum(row.response_mask) for row in environment.rows)
+    numbers |= {"tokens": sampled, **(parts or {})}
+    if not updates:
+        return numbers, [sampled]
+    gradients = [p.grad.flatten().float().cpu() for p in policy.parameters() if p.requires_grad]
+    return numbers, torch.cat(gradients).numpy()
+
+
+def run_retrieval(work: Callable, name: str, o: Bench) -> tuple[dict, list]:
     """Passages of 90 words and queries of 12: a few words are in most texts and most in few."""
     draw = random.Random(o.seed)
 
     def text(words: int) -> str:
         return " ".join(f"w{int(20_000 ** draw.random())}" for _ in range(words))
 
-    documents = [Document(str(i), "", text(90)) for i in range(5_000)]
-    queries = [text(12) for _ in range(100)]
-    index = BM25(documents) if name == "ours" else BM25Okapi([tokenize(d.text) for d in documents])
-
-    def search(query: str) -> list[int]:
-        scores = index.scores(query) if name == "ours" else index.get_scores(tokenize(query))
-        return top(scores, 5).tolist()
-
-    numbers, found = measured(lambda: [search(query) for query in queries], "cpu")
+    documents = [Document(str(i), "", text(90)) for i in range(5_000 // o.shorter)]
+    queries = [text(12) for _ in range(100 // o.shorter)]
+    scores = work(documents)  # of all documents, for a query
+    numbers, found = measured(lambda: [top(scores(q), 5).tolist() for q in queries], "cpu")
     return numbers | {"seconds": numbers["seconds"] / len(queries)}, found
 
 
-# ------------------------------------------------------------------------------------------- decode
+def okapi(documents: list[Document]) -> Callable:
+    index = BM25Okapi([tokenize(document.text) for document in documents])
+    return lambda query: index.get_scores(tokenize(query))
+
+
+def bm25(documents: list[Document]) -> Callable:
+    return BM25(documents).scores
 
 
 def bytes_per_step(model, rows: int, tokens: float) -> float:
@@ -569,48 +511,42 @@ def bandwidth(device: str) -> float:
     return 2 * size / min(seconds)
 
 
-def roofline(seconds: float, moved: float, per_second: float) -> dict:
-    """Worked: 15.2 GB at 4.3 TB/s cannot take less than 3.53 ms; a step of 5 ms is at 71 %."""
-    floor = moved / per_second
-    return {"gb_per_s": per_second / 1e9, "floor": floor, "share of roofline": floor / seconds}
-
-
 @torch.no_grad()
-def run_decode(name: str, o: Bench) -> tuple[dict, list]:
+def run_decode(work: type[Engine], name: str, o: Bench) -> tuple[dict, list]:
     """`--decoded` steps of a full engine: rows of one prompt, whose keys and values are copied into
     every slot.
     """
     model, warm = make_model(o, getattr(torch, o.dtype)).eval(), 8
     check_engine(model)
     rule = StopRule(Scripted([], 1, o).tokenizer, [], set())
-    engine = Engine(model, o.batch, o.context + warm + o.decoded + 1, rule)
+    engine = work(model, o.batch, o.context + warm + o.decoded + 1, rule)
     engine.graphs = o.engine == "graphs"
     for number in range(o.batch):
         engine.add(number, [i % 1000 + 1 for i in range(o.context)], warm)
     for row in engine.decode():  # reads the prompt; records
         engine.resume(row, row.ids, o.decoded)
     numbers, rows = measured(engine.decode, o.device)
-    numbers |= {"seconds": numbers["seconds"] / o.decoded, "tokens": len(rows)}
-    moved = bytes_per_step(model, o.batch, o.context + warm + o.decoded / 2)
-    return numbers | roofline(numbers["seconds"], moved, bandwidth(o.device)), [len(rows)]
+    seconds, per_second = numbers["seconds"] / o.decoded, bandwidth(o.device)
+    # 15.2 GB at 4.3 TB/s cannot take less than 3.53 ms: a step of 5 ms is at 71 % of the roofline.
+    floor = bytes_per_step(model, o.batch, o.context + warm + o.decoded / 2) / per_second
+    numbers |= {"seconds": seconds, "tokens": len(rows), "gb_per_s": per_second / 1e9}
+    return numbers | {"floor": floor, "share of roofline": floor / seconds}, [len(rows)]
 
 
 # ----------------------------------------------------------------------------------------- commands
 
-PARTS: dict[str, tuple[Callable, tuple, dict]] = {  # part -> what runs it, variants, twins
-    "rollout": (
-        run_rollout,
-        (*LOOPS,),
-        {"naive": ("naive",), "best HF": ("HF active rows", "HF kept caches")},
-    ),
-    "update": (run_update, (*UPDATES,), {"padded": ("padded log_softmax",)}),
-    "step": (run_step, ("TRL", *STEPS), {"slow twin": ("slow twin",), "TRL": ("TRL",)}),
-    "retrieval": (run_retrieval, ("rank-bm25", "ours"), {"rank-bm25": ("rank-bm25",)}),
-    "decode": (run_decode, ("slots",), {}),
+BEST = ("HF active rows", "HF kept caches")
+PARTS: dict[str, tuple[Callable, dict, dict]] = {  # what runs it, its variants, their twins
+    "rollout": (run_scripted, LOOPS, {"naive": ("naive",), "best HF": BEST}),
+    "update": (run_scripted, UPDATES, {"padded": ("padded",)}),
+    "step": (run_scripted, STEPS, {"slow twin": ("slow twin",)}),
+    "retrieval": (run_retrieval, {"rank-bm25": okapi, "ours": bm25}, {"rank-bm25": ("rank-bm25",)}),
+    "decode": (run_decode, {"slots": Engine}, {}),
 }
 
 
 def parse(arguments: list[str] | None = None) -> tuple[str, Bench]:
+    """What cannot be is told of before anything runs."""
     parser = FlagParser("python -m lab.bench", description="How fast, against what.")
     parser.add_argument("part", choices=PARTS)
     add_flags(parser, FLAGS, Bench(**DEFAULTS), "train")
@@ -620,64 +556,51 @@ def parse(arguments: list[str] | None = None) -> tuple[str, Bench]:
     o = replace(o, questions_per_step=o.questions_per_step or (2 if part == "update" else 8))
     for f in fields(o):
         check_value(f.name, getattr(o, f.name), f.metadata)
-    check(part, o)
-    return part, o
-
-
-def check(part: str, o: Bench) -> None:
+    shape_of(o)
     if o.engine == "hf" or (o.engine == "graphs" and o.device != "cuda"):
         raise InputError(f"--engine {o.engine}: slots, or with --device cuda graphs")
     if o.lora_rank:
         check_peft(o.lora_rank)
     if o.json:
         check_output(o.json, "--json")
-    if o.peer and (part != "step" or o.lora_rank or o.optimizer != "adamw"):
-        raise InputError("--peer trl is for a step that trains all weights with adamw")
-    missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
-    if o.peer and missing:
-        said = f"{' and '.join(missing)} not installed: pip install 'trl==1.16.*'"
-        raise InputError(f"--peer trl: {said}")
     if o.vocab == 1:
         raise InputError("--vocab 1: must be at least 2")
     if part == "retrieval" and o.device != "cpu":
         raise InputError("retrieval is a CPU's work: leave --device out")
     variants(part, o)
-    shape_of(o)  # a name that nobody knows is told of before anything runs
+    return part, o
 
 
-def variants(part: str, o: Bench) -> list[str]:
-    """The variants that are asked for."""
-    names = [name for name in PARTS[part][1] if name != "TRL" or o.peer]
+def variants(part: str, o: Bench) -> dict[str, Callable]:
+    """Those that are asked for."""
+    run, works, _ = PARTS[part]
     if part == "step" and 0 < o.trajectories_per_update < o.questions_per_step * o.group_size:
-        names = ["ours"]  # the twins make one update: their loss has no ratio
-    only = o.only.split(",") if o.only else names
+        works = {"ours": our_step}  # the twin makes one update: its loss has no ratio
+    only = o.only.split(",") if o.only else works
     for name in only:
-        if name not in names:
-            like = f"{nearest(name, names)}; there are {', '.join(names)}"
+        if name not in works:
+            like = f"{nearest(name, works)}; there are {', '.join(works)}"
             raise InputError(f"--only {name}: no such variant{like}")
-    return [name for name in names if name in only]
+    return {name: partial(run, works[name], name, o) for name in works if name in only}
 
 
 def main(arguments: list[str] | None = None) -> None:
     part, given = parse(arguments)
-    run, _, twins = PARTS[part]
     torch.set_num_threads(1)  # a pool of threads would not survive the fork
-    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    where = f"{found[1] if found else os.uname().machine}, {os.cpu_count()} cores, torch"
-    written = {"what": part, "machine": f"{where} {torch.__version__}", "rows": []}
+    machine = f"{os.cpu_count()} cores, {given.threads} used, torch {torch.__version__}"
+    written = {"what": part, "machine": machine, "rows": []}
     for vocab in VOCABS if part == "update" and not given.vocab else [given.vocab]:
         o, runs = replace(given, vocab=vocab), {}
-        what = f"{part}: {o.model} {f'V = {vocab:,}' * bool(vocab)} on {o.device}"
+        what = f"{part}: {o.model}{f', V = {vocab:,}' * bool(vocab)}, {o.device}"
         try:
-            works = {name: partial(run, name, o) for name in variants(part, o)}
-            in_turns(works, o, runs)
+            in_turns(variants(part, o), o, runs)
         finally:  # Ctrl-C keeps what there is
-            rows = summarize(runs, twins)
+            rows = summarize(runs, PARTS[part][2])
             print(what, *(line_of(name, row) for name, row in rows.items()), "", sep="\n")
             written["rows"] += [{"what": what, "name": name, **row} for name, row in rows.items()]
-    print(written["machine"])
-    if given.json:
-        Path(given.json).write_text(json.dumps(written, indent=1) + "\n")
+            if o.json:
+                Path(o.json).write_text(json.dumps(written, indent=1) + "\n")
+    print(machine)
 
 
 if __name__ == "__main__":
