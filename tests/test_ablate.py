@@ -54,7 +54,7 @@ def test_the_interval_is_student_s():
     assert interval([0.0, 2.0]) == pytest.approx((1, 1 - 12.706, 1 + 12.706))
     assert interval([0.4]) == (0.4, -math.inf, math.inf)
     assert interval([0.5] * 4) == (0.5, 0.5, 0.5)
-    # s = √(12 · 0.25 / 11) = 0.5222; behind the table's end 2.262 (for 9), wider than 2.201 (for 11)
+    # s = √(12 · 0.25 / 11) = 0.5222; the table ends at 2.262 (t(9))
     mean, low, _ = interval([0.0, 1.0] * 6)
     assert mean - low == pytest.approx(2.262 * 0.52223 / math.sqrt(12), abs=1e-4)
 
