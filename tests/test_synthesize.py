@@ -1,4 +1,4 @@
-"""lab/synthesize.py: drafts in the exact form, votes that no habit wins, and a file that goes on."""
+"""lab/synthesize.py: drafts in the exact form, votes no habit wins, and a file that goes on."""
 
 import json
 import threading
