@@ -224,7 +224,7 @@ def test_a_loss_or_a_gradient_that_is_not_finite_moves_nothing():
         assert all(p.grad is None for p in parts.policy.parameters())
 
 
-# ---------------------------------------------------------------------------------------- the critic
+# --------------------------------------------------------------------------------------- the critic
 
 
 def test_the_critics_gradient_is_the_same_however_the_batch_is_cut(unclipped):
@@ -273,7 +273,7 @@ def test_the_critic_learns_the_returns_and_its_values_then_explain_them(monkeypa
     assert ppo.explained_variance(values, batch.returns, batch.response_mask) > 0.8
 
 
-# ---------------------------------------------------------------------------------- scored before it
+# --------------------------------------------------------------------------------- scored before it
 
 
 @pytest.mark.parametrize("budget", [1, 25, 10_000])
@@ -308,7 +308,7 @@ def test_with_lora_the_reference_is_the_policy_without_what_was_learned():
     assert not torch.allclose(score_policy(parts, parts.policy, batch), plain, atol=0.1)
 
 
-# -------------------------------------------------------------------------- which rows, at which rate
+# ------------------------------------------------------------------------ which rows, at which rate
 
 
 def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
@@ -336,7 +336,7 @@ def test_rows_are_shuffled_by_seed_and_step_alone_and_0_is_all_in_one_update():
     assert not torch.equal(first[0], next_step[0]) and not torch.equal(first[0], next_seed[0])
 
 
-# ------------------------------------------------------------------------------------ what is logged
+# ----------------------------------------------------------------------------------- what is logged
 
 
 def test_the_gap_to_the_sampler_is_a_mean_over_the_update_s_tokens():
