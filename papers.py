@@ -274,10 +274,19 @@ PAPERS: dict[str, Paper] = {
 RECIPES: dict[str, dict[int, dict]] = {name: paper.stages for name, paper in PAPERS.items()}
 
 
+# What lab/baselines.py writes has no paper's format: an answer will do.
+BASELINES = replace(
+    UR2,
+    source="lab/baselines.py",
+    protocols=("baseline",),
+    good_format=lambda trajectory: trajectory.answer is not None,
+)
+
+
 def paper_of(protocol: str) -> Paper:
     """The first paper that writes this protocol."""
-    found = (paper for paper in PAPERS.values() if protocol in paper.protocols)
-    paper = next(found, None)
+    papers = [*PAPERS.values(), BASELINES]
+    paper = next((paper for paper in papers if protocol in paper.protocols), None)
     if paper is None:
         raise InputError(f"protocol {protocol}: no record of papers.py names it: add it there")
     return paper

@@ -211,6 +211,7 @@ RENAMED = {  # flags of earlier versions -> what to write now
     "summary_log": "always runs/summaries.jsonl now",
     "threads": "all cores are used; `taskset -c 0` gives a run one",
     "title_boost": "a number of papers.py now",
+    "top_p": "a flag of eval.py only: below 1 the samples are not what is scored",
     "value_clip": "a constant of ppo.py now",
     "vectors": "always runs/vectors now",
     "web_rate": "a flag of `python retriever.py serve --retriever web` now",

@@ -1,150 +1,86 @@
-"""What fits: the bytes of a training step on one GPU, counted from the model's shape before
-anything is downloaded.
+"""What fits: the bytes of a training step on one GPU, counted before anything is downloaded.
 
-    python train.py --plan --model 7B --gpus 1 --gpu_memory 80 [any setting of the run]
+    python -m lab.plan --model 7B --gpus 1 --gpu_memory 80 [any setting of the run]
 
-P weights, of which X are trained; T tokens in a micro-batch; H hidden size, F of the feed-forward
-layer, Q and K widths of queries and keys, V vocabulary; b = 2 bytes for what a GPU computes (bf16),
-4 on a CPU. Worked: 7B on a GPU, P = 7.616e9.
+P weights, X of them trained; H hidden size, F of the feed-forward layer; Q, K widths of queries and
+keys; b bytes for what is computed, 2 on a GPU (bf16), 4 on a CPU. Worked: 7B on a GPU, in GiB.
 
-    weights        4 P, trained in fp32
-                   28.4 GiB LoRA: b P frozen, or in 8 bits 1 byte per matrix weight; and 4 X, at r =
-                   16 40.4e6    14.3 or 8.3
-    moments        8 X; in 8 bits 2 X and a scale per 256; paged: they leave the GPU
-                   56.7, 14.4, 0
-    gradients      4 X
-                   28.4
-    reference      b P, where --kl_coef asks for one; or in 8 bits; under LoRA nothing
-                   14.2, 8.1, 0
-    bf16 copy      2 P while a rollout samples from it; of int8 weights none
-                   14.2 2 per weight of a matrix, kept for the backward pass; not with checkpointing
-                   13.2
-    keys, values   2 K b per layer and token of a slot; as many slots as fit
-                   56 KiB per token
-    activations    per token and layer: in fp32 the residual stream, twice, and what the two norms
-                   make of it, 16 H; in b bytes the matrices' inputs (on a GPU a copy for each of 5,
-                   on a CPU 2 shared ones), queries, keys, values and attention's output, 2 Q + 2 K,
-                   and 4 F; 8 for the norms, 4 per head        255 KiB with --gradient_checkpointing
-                   4 H per layer, and one layer whole                      14 KiB
-    head           10 bytes per logit of a chunk and 6 per weight for its gradient, on a CPU 4 and 4
-                   4.3 GiB
+    weights       4 P, trained in fp32                                                28.4
+                  LoRA: b P frozen (in 8 bits 1 per weight of a matrix), and 4 X      14.3 or 8.3
+    moments       8 X; in 8 bits 2 X and two scales per 256; paged: not on the GPU    56.7, 14.4, 0
+    gradients     4 X                                                                 28.4
+    reference     b P with --kl_coef, or in 8 bits; under LoRA none                   14.2, 8.1, 0
+    bf16 copy     2 P while a rollout samples from it                                 14.2
+                  2 per weight of a matrix in an update; with checkpointing none      13.2
+    keys, values  2 K b per layer and token of a slot                             56 KiB per token
+    activations   per layer and token: fp32 residuals and norms 16 H; the inputs      255 KiB
+                  of five matrices 5 b H; b (2 Q + 2 K + 4 F); norms and heads
+                  with --gradient_checkpointing 4 H, and one layer whole              14 KiB
+    head          10 per logit of a chunk, 6 per weight for its gradient              4.3
 
-    peak = weights + moments + reference + max(rollout: bf16 copy + keys and values + logits of a
-    step,
-                                               update:  gradients + bf16 copy + activations + head)
+    peak = weights + moments + reference
+           + max(rollout: copy + keys and values of as many slots as fit + logits of a step,
+                 update:  gradients + copy + activations + head)
 
-Several GPUs: under `ddp` everything stands on each of them, and gradients all the time, in its
-buckets; under `zero2` weights, gradients and moments are cut in parts; for an update the weights
-are put together, under `fsdp2` layer by layer. A rollout has its copy.
-
-tests/test_plan.py holds the update's peak, weights, moments and keys and values against what small
-models take, on a CPU and under bf16 autocast. The rollout is that of --engine slots: plain
-`generate` reads whole prompts at once, which takes more. Left out: frozen judges and readers (2
-bytes per weight), dense retrieval, CUDA's own memory and fragments: USABLE is the share that is
-counted on.
+Several GPUs: under ddp everything stands on each, gradients all the time; zero2 and fsdp2 cut them,
+weights and moments in parts, and zero2 puts all weights together for an update, fsdp2 one layer's.
+tests/test_plan.py holds the figures against what small models take on a CPU.
+Left out: judges and readers (2 per weight), dense retrieval, what plain `generate` takes beyond
+slots, CUDA's own memory and fragments: USABLE is the share that is counted on.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-from transformers import AutoConfig
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-import policy
 from errors import FlagParser, InputError, run_main
-from recipes import Recipe, add_flags, check_recipe, resolve
+from other_models.llm import frozen_in_8bit
+from policy import chunk_rows
+from scale.sampling import wants_copy
+from settings import RECORDS, Settings, add_flags, check_settings, named_in, resolve
 
 GIB = 2**30
 USABLE = 0.92  # of a GPU's memory
 PROMPT = 1024  # tokens that a prompt is taken to have
+FEW = 8  # slots
 SHARDINGS = ("ddp", "zero2", "fsdp2")
-
+MOMENTS = {"adamw": 8, "adamw8bit": 2 + 8 / 256, "paged_adamw8bit": 0}  # bytes per trained weight
 
 # ---------------------------------------------------------------------------------------- the model
 
-
-@dataclass(frozen=True)
-class Shape:
-    """Of a Llama-like model, as its config.json has it."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocab: int
-    tied: bool = False  # the output head is the embedding
-    bias: bool = True  # of queries, keys and values
-    positions: int = 32768
-    head_dim: int = 0
-
-    @property
-    def q(self) -> int:
-        return self.heads * (self.head_dim or self.hidden // self.heads)
-
-    @property
-    def kv(self) -> int:
-        return self.kv_heads * (self.head_dim or self.hidden // self.heads)
-
-    @property
-    def matrices(self) -> list[tuple[int, int]]:
-        """(in, out) of a layer's seven: queries, keys, values, output, gate, up, down."""
-        h, f = self.hidden, self.intermediate
-        return [(h, self.q), (h, self.kv), (h, self.kv), (self.q, h), (h, f), (h, f), (f, h)]
-
-    @property
-    def layer(self) -> int:
-        """Weights in the matrices of one layer."""
-        return sum(a * b for a, b in self.matrices)
-
-    @property
-    def vectors(self) -> int:
-        """Weights of the norms and biases."""
-        return self.layers * (2 * self.hidden + self.bias * (self.q + 2 * self.kv)) + self.hidden
-
-    @property
-    def embedding(self) -> int:
-        return self.vocab * self.hidden
-
-    @property
-    def weights(self) -> int:
-        return self.layers * self.layer + self.vectors + self.embedding * (1 if self.tied else 2)
-
-    def lora(self, rank: int) -> int:
-        """Weights of A and B beside all matrices: r (in + out) each."""
-        return self.layers * sum(rank * (a + b) for a, b in self.matrices)
-
-
+FIELDS = (
+    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
+    " vocab_size max_position_embeddings tie_word_embeddings"
+).split()
 SHAPES = {
-    "Qwen2.5-0.5B": Shape(896, 24, 14, 2, 4864, 151936, tied=True),
-    "Qwen2.5-1.5B": Shape(1536, 28, 12, 2, 8960, 151936, tied=True),
-    "Qwen2.5-3B": Shape(2048, 36, 16, 2, 11008, 151936, tied=True),
-    "Qwen2.5-7B": Shape(3584, 28, 28, 4, 18944, 152064),
-    "Llama-3-8B": Shape(4096, 32, 32, 8, 14336, 128256, bias=False, positions=8192),
+    "Qwen2-4M": (256, 4, 8, 2, 688, 4096, 4096, True),  # lab.bench's
+    "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, 32768, True),
+    "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, 32768, True),
+    "Qwen2.5-3B": (2048, 36, 16, 2, 11008, 151936, 32768, True),
+    "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, 32768, False),
+    "Llama-3-8B": (4096, 32, 32, 8, 14336, 128256, 8192, False),
 }
 
 
-def shape_of(model: str) -> Shape:
-    """From the table ("7B" is Qwen2.5's; a hub name that contains one of its names), a directory,
-    or a hub name that is in the cache: nothing is downloaded.
+def config_of(model: str):
+    """Of a size in the table ("7B"), of a hub name that contains one of its names, of a directory,
+    or of a hub name that is in the cache: nothing is downloaded.
     """
     for name, shape in SHAPES.items():
-        short = name.split("-")[-1] if name.startswith("Qwen") else "8B"
-        if model.upper() == short or (name.lower() in model.lower() and not Path(model).exists()):
-            return shape
+        named = name.lower() in model.lower() and not Path(model).exists()
+        if named or model.upper() == name.split("-")[-1]:
+            kind = Qwen2Config if name.startswith("Qwen") else LlamaConfig
+            return kind(**dict(zip(FIELDS, shape, strict=True)))
     try:
-        config = AutoConfig.from_pretrained(model, local_files_only=True)
-        return shape_from(config)
-    except AttributeError:
-        raise InputError(
-            f"--model {model}: {config.model_type} is not built as Llama is: its bytes are not"
-            " known"
-        ) from None
+        return AutoConfig.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError):
         close = difflib.get_close_matches(model, SHAPES, 1, 0)[0]
         raise InputError(
@@ -153,59 +89,68 @@ def shape_of(model: str) -> Shape:
         ) from None
 
 
-def shape_from(config) -> Shape:
-    return Shape(
-        config.hidden_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.intermediate_size,
-        config.vocab_size,
-        config.tie_word_embeddings,
-        config.model_type == "qwen2",
-        config.max_position_embeddings,
-        getattr(config, "head_dim", None) or 0,
-    )
+class Shape:
+    """What the formulas need of a Llama-like model."""
+
+    def __init__(self, config):
+        try:
+            sizes = [getattr(config, name) for name in FIELDS]
+        except AttributeError:
+            said = f"{config.model_type} is not built as Llama is: its bytes are not known"
+            raise InputError(f"--model: {said}") from None
+        self.hidden, self.layers, self.heads, kv_heads, self.wide, self.vocab = sizes[:6]
+        self.positions, self.tied = sizes[6:]
+        width = getattr(config, "head_dim", None) or self.hidden // self.heads
+        self.q, self.kv = width * self.heads, width * kv_heads
+        with torch.device("meta"):  # takes no memory
+            model = AutoModelForCausalLM.from_config(config)
+        self.weights = sum(p.numel() for p in model.parameters())
+        linear = [m for m in model.base_model.modules() if isinstance(m, nn.Linear)]
+        self.matrices = [(m.in_features, m.out_features) for m in linear]  # seven per layer
+        self.in_layers = sum(a * b for a, b in self.matrices)
+        self.embedding = self.vocab * self.hidden
+        self.ends = self.embedding * (1 if self.tied else 2)
 
 
 # ---------------------------------------------------------------------------------------- its bytes
 
 
-def frozen_bytes(shape: Shape, in_8bit: bool, b: int = 2) -> float:
-    """Of a model that nobody trains. int8: the layers' matrices, with a scale of 4 bytes per row.
-    7B: 14.2 and 8.1 GiB.
-    """
+class Case:
+    """A run on so many GPUs; b: bytes of what is computed."""
+
+    def __init__(self, shape: Shape, s: Settings, gpus: int = 1, sharding: str = "ddp", b: int = 2):
+        self.shape, self.settings, self.gpus, self.sharding, self.b = shape, s, gpus, sharding, b
+        thin = s.lora_rank * sum(map(sum, shape.matrices))  # A and B: r (in + out) each
+        self.trained = thin or shape.weights
+        self.share = 1 if sharding == "ddp" else gpus
+        rows = -(-s.questions_per_step * s.group_size // gpus)
+        self.rows = min(rows, s.rollout_batch_size or rows)  # that a GPU samples at once
+        sampled, found = (
+            (s.max_searches + 1) * s.max_turn_tokens,
+            s.max_searches * s.document_tokens,
+        )
+        # The longest that a row may become; a micro-batch holds one at least.
+        self.row_tokens = min(s.max_context or shape.positions, PROMPT + sampled + found)
+        self.tokens = max(s.tokens_per_micro_batch, self.row_tokens)
+
+
+def frozen_bytes(shape: Shape, in_8bit: bool, b: int = 2) -> int:
+    """Of a model that nobody trains. int8: the layers' matrices, with a scale of 4 per row."""
     if not in_8bit:
         return b * shape.weights
-    rows = shape.layers * sum(out for _, out in shape.matrices)
-    return shape.layers * shape.layer + 4 * rows + b * (shape.weights - shape.layers * shape.layer)
-
-
-def moment_bytes(trained: int, optimizer: str) -> float:
-    """7.616e9 weights: adamw 56.7 GiB; in 8 bits 2 bytes and two scales of 4 per 256 weights, 14.4
-    GiB; paged 0.
-    """
-    return {"adamw": 8.0, "adamw8bit": 2 + 8 / 256, "paged_adamw8bit": 0.0}[optimizer] * trained
+    scales = 4 * sum(out for _, out in shape.matrices)
+    return shape.in_layers + scales + b * (shape.weights - shape.in_layers)
 
 
 def activation_bytes(shape: Shape, lora_rank: int = 0, b: int = 2) -> int:
     """What one layer keeps of a token for the backward pass. 7B on a GPU: 26 · 3584 + 2 · (2 · 3584
-    + 2 · 512 + 4 · 18944) + 8 + 4 · 28 = 261,240. LoRA: frozen norms keep 8 H less; a copy of
-    attention's output, and A x of seven matrices.
+    + 2 · 512 + 4 · 18944) + 8 + 4 · 28 = 261,240.
     """
-    inputs = (
-        5 * 2 * shape.hidden if b == 2 else 2 * 4 * shape.hidden
-    )  # a bf16 copy for each of five matrices, or two shared
-    kept = (
-        16 * shape.hidden
-        + inputs
-        + b * (2 * shape.q + 2 * shape.kv + 4 * shape.intermediate)
-        + 8
-        + 4 * shape.heads
-    )
-    return (
-        kept - 8 * shape.hidden + 2 * shape.q * (b == 2) + 7 * lora_rank * b if lora_rank else kept
-    )
+    h, inputs = shape.hidden, 5 if b == 2 else 4  # a bf16 copy for each matrix, or two shared
+    kept = 16 * h + 2 * inputs * h + b * (2 * shape.q + 2 * shape.kv + 4 * shape.wide)
+    if lora_rank:  # frozen norms keep less; a copy of attention's output, A x of seven matrices
+        kept += 2 * shape.q * (b == 2) + 7 * lora_rank * b - 8 * h
+    return kept + 8 + 4 * shape.heads
 
 
 def kv_bytes(shape: Shape, b: int = 2) -> int:
@@ -214,331 +159,150 @@ def kv_bytes(shape: Shape, b: int = 2) -> int:
 
 
 def head_bytes(shape: Shape, positions: int, trained: bool, b: int = 2) -> int:
-    """In the backward pass a chunk's logits in fp32, and in bf16 what they become, with an fp32
-    product on the way as a CPU makes it; the sum of the head's gradient in fp32, and in bf16 the
-    chunk's part of it. 7B on a GPU: 882 rows at once, 10 · 882 · V + 6 V H = 4.3 GiB.
-    """
-    rows = min(positions, policy.chunk_rows(shape.vocab, "cuda" if b == 2 else "cpu"))
-    return (10 if b == 2 else 4) * rows * shape.vocab + (
-        6 if b == 2 else 4
-    ) * shape.embedding * trained
+    """In the backward pass: a chunk's logits, and the gradient of the head."""
+    rows = min(positions, chunk_rows(shape.vocab, "cuda" if b == 2 else "cpu"))
+    per_logit, per_weight = (10, 6) if b == 2 else (4, 4)
+    return per_logit * rows * shape.vocab + per_weight * shape.embedding * trained
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Of a recipe, what takes memory."""
-
-    optimizer: str
-    gradient_checkpointing: bool
-    tokens: int  # of a micro-batch, padding counted
-    lora_rank: int
-    base_in_8bit: bool
-    reference: bool
-    reference_in_8bit: bool
-    critic: bool  # PPO's
-    rows: int  # that a GPU samples
-    row_tokens: int  # the longest that a row may become
-    copied: bool = True  # a rollout samples from a bf16 copy
-    b: int = 2  # bytes of what is computed: bf16 on a GPU
-
-    def trained(self, shape: Shape) -> int:
-        return shape.lora(self.lora_rank) if self.lora_rank else shape.weights
-
-
-def setting_of(recipe: Recipe, shape: Shape, gpus: int = 1, b: int = 2) -> Setting:
-    """A micro-batch holds one row at least; a row is at most a prompt, its turns and its
-    documents.
-    """
-    turns = (
-        recipe.max_searches + 1
-    ) * recipe.max_turn_tokens + recipe.max_searches * recipe.document_tokens
-    longest = min(recipe.max_context or shape.positions, PROMPT + turns)
-    rows = -(-recipe.questions_per_step * recipe.group_size // gpus)
-    return Setting(
-        recipe.optimizer,
-        recipe.gradient_checkpointing,
-        max(recipe.tokens_per_micro_batch, longest),
-        recipe.lora_rank,
-        recipe.base_in_8bit,
-        bool(recipe.kl_coef) and not recipe.lora_rank,
-        recipe.reference_in_8bit,
-        recipe.algorithm == "ppo",
-        min(rows, recipe.rollout_batch_size or rows),
-        longest,
-        b == 2
-        and (
-            recipe.sampling_copy == "bf16"
-            or (recipe.sampling_copy == "auto" and not recipe.base_in_8bit)
-        ),
-        b,
-    )
-
-
-def standing(shape: Shape, s: Setting, gpus: int = 1, sharding: str = "ddp") -> dict[str, float]:
+def standing(case: Case) -> dict[str, float]:
     """What is there all the time."""
-    trained, share = s.trained(shape), 1 if sharding == "ddp" else gpus
-    weights = (
-        frozen_bytes(shape, s.base_in_8bit, s.b) + 4 * trained if s.lora_rank else 4 * shape.weights
-    )
-    parts = {"weights": weights / share, "moments": moment_bytes(trained, s.optimizer) / share}
-    if gpus > 1 and sharding == "ddp":
-        parts["gradients, in buckets"] = 4 * trained
-    if s.reference:
-        parts["reference"] = frozen_bytes(shape, s.reference_in_8bit, s.b)
-    if s.critic:
-        parts["critic, its moments"] = (weights + moment_bytes(trained, s.optimizer)) / share
+    s, in_8bit = case.settings, frozen_in_8bit(case.settings)
+    weights = 4 * case.trained
+    if s.lora_rank:
+        weights += frozen_bytes(case.shape, "base" in in_8bit, case.b)
+    moments = MOMENTS[s.optimizer] * case.trained
+    parts = {"weights": weights / case.share, "moments": moments / case.share}
+    if case.gpus > 1 and case.sharding == "ddp":
+        parts["gradients, in buckets"] = 4 * case.trained
+    if s.kl_coef and not s.lora_rank:
+        parts["reference"] = frozen_bytes(case.shape, "reference" in in_8bit, case.b)
+    if s.algorithm == "ppo":
+        parts["critic, its moments"] = (weights + moments) / case.share
     return parts
 
 
-def multiplied(shape: Shape) -> int:
-    """Weights of the matrices that are multiplied with: of them autocast holds a bf16 copy. 7B:
-    13.2 GiB.
-    """
-    return shape.layers * shape.layer + shape.embedding
-
-
-def rollout_parts(shape: Shape, s: Setting, slots: int, sharding: str = "ddp") -> dict[str, float]:
+def rollout_parts(case: Case, slots: int) -> dict[str, float]:
+    shape, s = case.shape, case.settings
+    device = torch.device("cuda" if case.b == 2 else "cpu")
+    if wants_copy(s.sampling_copy, device, "base" in frozen_in_8bit(s)):
+        copy = 2 * shape.weights
+    elif case.sharding != "ddp":
+        copy = 4 * shape.weights  # all of them, gathered
+    else:  # autocast's
+        copy = 2 * (shape.in_layers + shape.embedding) * (case.b == 2 and not s.lora_rank)
     return {
-        "all weights, gathered": 4 * shape.weights * (sharding != "ddp" and not s.copied),
-        "bf16 copy to sample with": 2 * shape.weights * s.copied,
-        "bf16 copy, autocast's": (
-            2 * multiplied(shape) * (s.b == 2 and not s.copied and not s.lora_rank)
-        ),
-        "keys and values": kv_bytes(shape, s.b) * slots * s.row_tokens,
-        "logits of a step": 16 * slots * shape.vocab,
+        "rollout: copy of the weights": copy,
+        "rollout: keys and values": kv_bytes(shape, case.b) * slots * case.row_tokens,
+        "rollout: logits of a step": 16 * slots * shape.vocab,
     }
 
 
-def update_parts(
-    shape: Shape, s: Setting, gpus: int = 1, sharding: str = "ddp"
-) -> dict[str, float]:
-    """At the end of the forward pass, when most is there, and with what the first part of the
-    backward pass adds.
-    """
-    trained, whole, one = s.trained(shape), sharding == "zero2", sharding == "fsdp2"
-    layer, ends = 4 * shape.layer, 4 * shape.embedding * (1 if shape.tied else 2)
-    gradients = (
-        0 if sharding == "ddp" and gpus > 1 else 4 * trained / (1 if sharding == "ddp" else gpus)
-    )
-    act, copies = activation_bytes(shape, s.lora_rank, s.b), 2 * (s.b == 2 and not s.lora_rank)
-    head = head_bytes(shape, s.tokens, not s.lora_rank, s.b)
-    passing = (
-        (8 if s.lora_rank else 4) * shape.intermediate * s.tokens
-    )  # gradients inside one feed-forward layer
-    waiting = (
-        4 * shape.embedding * (shape.tied and not s.lora_rank)
-    )  # the head's gradient, until the embedding has its own
-    if s.gradient_checkpointing:
-        kept, copied = (s.b if s.lora_rank else 4) * shape.hidden * shape.layers, 0
-        # two moments: the head's gradient, one layer again with its gradient
-        extra = max(
-            head + copies * shape.embedding,
-            act * s.tokens + passing * s.b / 4 + waiting + copies * shape.layer,
-        )
+def update_parts(case: Case) -> dict[str, float]:
+    """At the end of the forward pass, and with what the first part of the backward pass adds."""
+    shape, b, tokens, lora = case.shape, case.b, case.tokens, case.settings.lora_rank
+    layer = shape.in_layers / shape.layers
+    gathered = {"ddp": 0, "zero2": shape.weights, "fsdp2": shape.ends + 2 * layer}
+    gradients = 4 * case.trained / case.share
+    if case.sharding != "ddp":
+        gradients += 4 * max(shape.ends, layer)  # whole for a moment
+    elif case.gpus > 1:
+        gradients = 0  # they stand there always
+    act, copies = activation_bytes(shape, lora, b), 2 * (b == 2 and not lora)
+    head = head_bytes(shape, tokens, not lora, b)
+    passing = (8 if lora else 4) * shape.wide * tokens  # gradients in a feed-forward layer
+    # A tied head's gradient waits until the embedding has its own.
+    waiting = 4 * shape.embedding * (shape.tied and not lora)
+    if case.settings.gradient_checkpointing:
+        kept, copied = (b if lora else 4) * shape.hidden * shape.layers, 0
+        again = act * tokens + passing * b / 4 + waiting + copies * layer  # one layer
+        extra = max(head + copies * shape.embedding, again)
     else:
-        kept, copied = act * shape.layers, copies * multiplied(shape)
+        kept, copied = act * shape.layers, copies * (shape.in_layers + shape.embedding)
         extra = max(head, passing + waiting)
     return {
-        "weights gathered": 4 * shape.weights * whole + (ends + 2 * layer) * one,
-        "gradients": gradients + (max(ends, layer) if sharding != "ddp" else 0),
-        "bf16 copy of the weights": copied,
-        "activations": (kept + 12 * shape.hidden) * s.tokens,
-        "head, or a layer's backward pass": extra,
+        "update: weights, gathered": 4 * gathered[case.sharding],
+        "update: gradients": gradients,
+        "update: bf16 copy of the weights": copied,
+        "update: activations": (kept + 12 * shape.hidden) * tokens,
+        "update: head, or a layer's backward pass": extra,
     }
 
 
 # -------------------------------------------------------------------------------------- does it fit
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Bytes on each GPU, part by part, and whether they fit in `memory` bytes."""
-
-    standing: dict[str, float]
-    rollout: dict[str, float]
-    update: dict[str, float]
-    slots: int
-    memory: float
-
-    @property
-    def peak(self) -> float:
-        return sum(self.standing.values()) + max(
-            sum(self.rollout.values()), sum(self.update.values())
-        )
-
-    @property
-    def fits(self) -> bool:
-        return self.peak <= self.memory
-
-
-def make_plan(
-    shape: Shape, s: Setting, memory: float, gpus: int = 1, sharding: str = "ddp"
-) -> Plan:
-    """The rollout takes as many slots as fit beside the rest, up to one for every row; with fewer
-    than 8 (or all rows) it would crawl, so that is what must fit.
+def plan(case: Case, memory: float) -> dict[str, float]:
+    """Each part's bytes; the peak; and the slots, as many as fit, but at least FEW (or all rows):
+    with fewer a rollout would crawl.
     """
-    always, update = standing(shape, s, gpus, sharding), update_parts(shape, s, gpus, sharding)
-    none, one = (sum(rollout_parts(shape, s, slots, sharding).values()) for slots in (0, 1))
+    always, update = standing(case), update_parts(case)
+    none, one = (sum(rollout_parts(case, slots).values()) for slots in (0, 1))
     room = (memory - sum(always.values()) - none) // (one - none)
-    slots = int(min(s.rows, max(8, room)))
-    return Plan(always, rollout_parts(shape, s, slots, sharding), update, slots, memory)
+    slots = min(case.rows, max(FEW, room))
+    rollout = rollout_parts(case, slots)
+    a, r, u = (sum(parts.values()) for parts in (always, rollout, update))
+    return always | rollout | update | {"peak": a + max(r, u), "slots": slots}
 
 
-# In the order in which they are tried: what each costs is said.
-REMEDIES: list[tuple[str, str, dict]] = [
-    ("--gradient_checkpointing", "a third more time per update", {"gradient_checkpointing": True}),
-    ("--tokens_per_micro_batch {}", "more, smaller passes", {"tokens": 0}),
-    ("--reference_in_8bit", "a KL that is off by what int8 rounds", {"reference_in_8bit": True}),
-    ("--optimizer adamw8bit", "moments rounded to 8 bits", {"optimizer": "adamw8bit"}),
-    (
-        "--optimizer paged_adamw8bit",
-        "moments on the CPU: slow steps",
-        {"optimizer": "paged_adamw8bit"},
-    ),
-    (
-        "--lora_rank 16",
-        "not all weights are trained; ten times the learning rate",
-        {"lora_rank": 16, "reference": False},
-    ),
-    (
-        "--sampling_copy none",
-        "with LoRA: slower sampling, through the thin matrices",
-        {"copied": False},
-    ),
-    (
-        "--base_in_8bit",
-        "with LoRA: frozen weights rounded to 8 bits",
-        {"base_in_8bit": True, "copied": False},
-    ),
+ADVICE: list[tuple[dict, str]] = [  # by what it costs
+    ({"gradient_checkpointing": True}, "a third more time per update"),
+    ({"tokens_per_micro_batch": 4096}, "more, smaller passes; a row is the least"),
+    ({"optimizer": "adamw8bit"}, "moments rounded to 8 bits"),
+    ({"optimizer": "paged_adamw8bit"}, "moments on the CPU: slow steps"),
+    ({"lora_rank": 16}, "not all weights are trained; ten times the learning rate"),
+    ({"in_8bit": "base"}, "the frozen weights rounded to 8 bits"),
 ]
 
 
-def remedies(
-    shape: Shape, s: Setting, memory: float, gpus: int = 1, sharding: str = "ddp"
-) -> list[int]:
-    """Numbers of the REMEDIES that make it fit, none of them to spare; [] where nothing does."""
-
-    def fits(chosen: list[int]) -> bool:
-        return make_plan(shape, changed(s, chosen), memory, gpus, sharding).fits
-
-    possible = [
-        i
-        for i, (flag, _, change) in enumerate(REMEDIES)
-        if changed(s, [i]) != s
-        and (
-            sharding == "ddp"
-            or not flag.startswith(("--optimizer", "--lora", "--base", "--sampling"))
-        )
-    ]
-    counts = [n for n in range(1, len(possible) + 1) if fits(possible[:n])]
-    if not counts:
-        return []
-    chosen = possible[: counts[0]]
-    for i in list(chosen):
-        if fits(without := [j for j in chosen if j != i]):
-            chosen = without
-    return chosen
+def advice(case: Case) -> Iterator[str]:
+    yield f"the least peak, with {FEW} slots, with each of these and all above it:"
+    settings = case.settings
+    for change, cost in ADVICE:
+        settings = replace(settings, **change)
+        least = plan(Case(case.shape, settings, case.gpus), 0)["peak"]
+        flag = " ".join(f"--{name} {value}" for name, value in change.items())
+        yield f"  {flag:42}{least / GIB:8.1f}  {cost}"
+    yield "or more GPUs: --gpus 8, with weights in parts (configs/fsdp2.yaml)"
 
 
-def changed(s: Setting, chosen: list[int]) -> Setting:
-    for i in chosen:
-        change = REMEDIES[i][2]
-        if "tokens" in change:
-            change = {"tokens": min(s.tokens, s.row_tokens)}
-        if ("reference_in_8bit" in change and not s.reference) or (
-            "copied" in change and not s.lora_rank
-        ):
-            change = {}
-        s = dataclasses.replace(s, **change)
-    return s
-
-
-def rows_of(plans: list[Plan]) -> Iterator[tuple[str, list[float]]]:
-    """The lines of the table: (what, its bytes in each plan)."""
-    for name in ("standing", "rollout", "update"):
-        parts = [getattr(plan, name) for plan in plans]
-        label = "" if name == "standing" else f"{name}: "
-        for part in dict.fromkeys(key for p in parts for key in p):
-            values = [p.get(part, 0.0) for p in parts]
-            if any(v > GIB / 1000 for v in values):
-                yield label + part, values
-        yield (
-            f"= {'always there' if name == 'standing' else name}",
-            [sum(p.values()) for p in parts],
-        )
-    yield "peak: always there + the larger of both", [plan.peak for plan in plans]
-
-
-def report(shape: Shape, recipe: Recipe, gpus: int, gpu_memory: float) -> str:
-    s, memory = setting_of(recipe, shape, gpus), USABLE * gpu_memory * GIB
-    names = (
-        SHARDINGS if gpus > 1 and not s.lora_rank and s.optimizer == "adamw" else ("ddp",)
-    )  # the others are for plain AdamW
-    plans = [make_plan(shape, s, memory, gpus, name) for name in names]
-    lines = [
-        (
-            f"{recipe.model}: {shape.weights / 1e9:.2f}e9 weights, {s.trained(shape) / 1e9:.3g}e9"
-            f" trained; {recipe.recipe} stage {recipe.stage}; per GPU {s.rows} rows of up to"
-            f" {s.row_tokens} tokens, {s.tokens} in a micro-batch"
-        ),
-        f"{f'GiB on each of {gpus} GPUs' if gpus > 1 else 'GiB':44}"
-        + "".join(f"{name:>8}" for name in names if gpus > 1),
-    ]
-    lines += [
-        f"{label:44}" + "".join(f"{v / GIB:8.1f}" for v in values)
-        for label, values in rows_of(plans)
-    ]
-    for name, plan in zip(names, plans, strict=True):
-        lines += verdict(shape, s, plan, gpus, name)
-    return "\n".join(lines)
-
-
-def verdict(shape: Shape, s: Setting, plan: Plan, gpus: int, sharding: str) -> list[str]:
-    where, usable = (
-        f"{sharding}: " if gpus > 1 else "",
-        f"{plan.memory / GIB:.1f} GiB ({USABLE:.0%} of a GPU)",
+def report(shape: Shape, s: Settings, gpus: int, memory: float) -> Iterator[str]:
+    """A line per part, a column per sharding, and whether it fits."""
+    spread = gpus > 1 and not s.lora_rank and s.optimizer == "adamw"  # else no parts
+    cases = [Case(shape, s, gpus, name) for name in (SHARDINGS if spread else SHARDINGS[:1])]
+    columns, case = [plan(one, memory) for one in cases], cases[0]
+    yield (
+        f"{s.model}: {shape.weights / 1e9:.2f}e9 weights, {case.trained / 1e9:.3g}e9 trained;"
+        f" {s.recipe} stage {s.stage}; per GPU {case.rows} rows of up to {case.row_tokens} tokens,"
+        f" {case.tokens} in a micro-batch"
     )
-    if plan.fits:
-        few = (
-            f" (--engine slots sees to that; plain generate needs --rollout_batch_size {plan.slots}"
-            " or less)"
-        )
-        return [
-            f"{where}fits in {usable}, with {plan.slots} of {s.rows} rows sampled at"
-            f" once{few * (plan.slots < s.rows)}"
-        ]
-    chosen = remedies(shape, s, plan.memory, gpus, sharding)
-    lines = [
-        f"{where}does not fit in {usable}; "
-        + ("it would with" if chosen else "no flag makes it fit")
-    ]
-    return lines + [
-        f"    {REMEDIES[i][0].format(min(s.tokens, s.row_tokens)):34} {REMEDIES[i][1]}"
-        for i in chosen
-    ]
+    yield f"{f'GiB on each of {gpus}':44}" + "".join(f"{one.sharding:>8}" for one in cases)
+    for name in dict.fromkeys(name for column in columns for name in column if name != "slots"):
+        values = [column.get(name, 0.0) / GIB for column in columns]
+        yield f"{name:44}" + "".join(f"{value:8.1f}" for value in values)
+    for one, column in zip(cases, columns, strict=True):
+        fits = "fits" if column["peak"] <= memory else "does not fit"
+        slots = f"{column['slots']:.0f} of {case.rows} rows sampled at once"
+        yield f"{one.sharding}: {fits} in {memory / GIB:.1f} GiB ({USABLE:.0%} of a GPU); {slots}"
+    if all(column["peak"] > memory for column in columns):
+        yield from advice(case)
 
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = FlagParser(
-        "train.py --plan", description="What of a run fits, before anything is downloaded."
-    )
-    add_flags(parser)
-    parser.add_argument("--plan", action="store_true", help="print what takes memory, and stop")
+    said = "What of a run fits, before anything is downloaded."
+    parser = FlagParser("python -m lab.plan", description=said)
     parser.add_argument("--gpus", type=int, default=1, help="how many")
     parser.add_argument("--gpu_memory", type=float, default=80.0, help="GiB of each")
+    add_flags(parser, RECORDS, named_in(arguments), "train")
     given = vars(parser.parse_args(arguments))
     gpus, memory = given.pop("gpus"), given.pop("gpu_memory")
-    given.pop("plan")
     if gpus < 1 or not memory > 0:
-        raise InputError(
-            f"--gpus {gpus} --gpu_memory {memory:g}: give at least one GPU, with some memory"
-        )
-    model = given.setdefault("model", "7B")
-    recipe = resolve(
-        given.get("recipe", "ur2"), given.get("stage", 1), False, {**given, "data": ""}
-    )
-    print(report(shape_of(model), check_recipe(recipe), gpus, memory))
+        raise InputError(f"--gpus {gpus} --gpu_memory {memory:g}: give at least one, with memory")
+    chosen = {"model": "7B"} | given | {"data": ""}  # which questions takes no memory
+    settings = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, chosen)
+    shape = Shape(config_of(settings.model))
+    print(*report(shape, check_settings(settings), gpus, USABLE * memory * GIB), sep="\n")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
     file -> records -> as eval.py writes them -> joined with --data -> em, f1, cem -> report.py
 
 A prediction belongs to the question of --data with its id, else to the one with its text. What is
-missing is told, and is no part of the mean unless --count_missing says so. What the file brings (a
-judge's verdicts, searches) is kept. Trap: R1-Searcher's files score under punctuation that becomes
-a blank; other papers delete it (--punctuation delete).
+missing is told, and is in the mean only with --count_missing. Verdicts and searches that the file
+brings are kept. Trap: R1-Searcher scores with punctuation as a blank, others with it deleted.
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ PUNCTUATION = ("space", "delete")
 TEXT_FIELDS = ("prediction", "pred", "pred_ans", "predicted_answer", "output", "response")
 GOLD_FIELDS = ("golds", "golden_answers", "answers", "answer", "ground_truth")
 ID_FIELDS = ("id", "_id", "idx", "question_id", "qid")
-VERDICTS = dict.fromkeys(("true", "yes", "1", "1.0"), 1.0)
-VERDICTS |= dict.fromkeys(("false", "no", "0", "0.0"), 0.0)
+VERDICTS = {"true": 1.0, "yes": 1.0, "1": 1.0, "1.0": 1.0}
+VERDICTS |= {"false": 0.0, "no": 0.0, "0": 0.0, "0.0": 0.0}
 DOCUMENT_TAGS = {p.documents_tags[0] for p in PROTOCOLS.values() if p.documents_tags}
 
-# --------------------------------------------------------------------------------------- one record
 
-
-def as_written(record: dict) -> dict:
+def as_written(record: dict, number: int) -> dict:
     """A record of eval.py, R1-Searcher, FlashRAG or anybody, with eval.py's names."""
     key = next((name for name in TEXT_FIELDS if name in record), None)
     if key is None:
@@ -44,27 +41,24 @@ def as_written(record: dict) -> dict:
         raise InputError(f"no prediction in it: it has the fields {short(list(record))}; {known}")
     if isinstance(record[key], dict) and "pred" in record[key]:  # FlashRAG: output {pred, ...}
         record = record | {key: record[key]["pred"]}
-    texts = [name for name in ("question", "kind", "source", "dataset") if record.get(name)]
-    found = {name: text_of(record, name) for name in texts} | {"prediction": text_of(record, key)}
-    if key := first_given(record, ID_FIELDS):
-        found["id"] = str(record[key])
-    elif "question" not in found:
+    optional(record, "dataset")
+    task, treated = optional(record, "task") or "qa", optional(record, "punctuation") or "space"
+    for name, value, known in (("task", task, TASKS), ("punctuation", treated, PUNCTUATION)):
+        if value not in known:
+            raise wrong(name, f"{short(value)} is none of {', '.join(known)}")
+    found = {"prediction": text_of(record, key), "question": text_of(record, "question") or ""}
+    found["kind"] = text_of(record, "kind") or text_of(record, "source") or task
+    key = first_given(record, ID_FIELDS)
+    if not key and not found["question"]:
         raise InputError("field 'id' and field 'question' are both missing: what was asked?")
+    found |= {"id": str(record[key] if key else number), "task": task}
     if key := first_given(record, GOLD_FIELDS):
         golds = record[key] if isinstance(record[key], list) else [record[key]]
         found["golds"] = [text_of({key: gold}, key) for gold in golds]
         if not all(gold and gold.strip() for gold in found["golds"]):
             raise wrong(key, "holds an empty answer: every prediction would cover it")
-    found["task"] = optional(record, "task") or "qa"
     if record.get("options"):
         found["options"] = option_texts(record)
-    treated = record.get("punctuation", "space")
-    for name, value, known in (
-        ("task", found["task"], TASKS),
-        ("punctuation", treated, PUNCTUATION),
-    ):
-        if value not in known:
-            raise wrong(name, f"{short(value)} is none of {', '.join(known)}")
     if type(record.get("sample", 0)) is not int:
         raise wrong("sample", f"expected a whole number, found {short(record['sample'])}")
     return record | found | {"metrics": stored_numbers(record)}
@@ -90,7 +84,7 @@ def is_number(value: object) -> bool:
 
 def stored_numbers(record: dict) -> dict[str, float | None]:
     """eval.py's metrics; of others a judge's verdict (None: it cannot be read) and the searches."""
-    if "metrics" in record:
+    if {"golds", "metrics"} <= set(record):
         for name, value in need(record, "metrics", dict).items():
             if value is not None and not is_number(value):
                 raise wrong("metrics", f"{name}: expected a number, found {short(value)}")
@@ -109,29 +103,23 @@ def stored_numbers(record: dict) -> dict[str, float | None]:
 
 def scored(record: dict, punctuation: str = "") -> dict:
     """The record with em, f1 and cem, unless it has them and no other punctuation is asked for."""
-    task = record.get("task", "qa")
-    record = {"kind": record.get("source") or task, "task": task, "question": ""} | record
+    prediction, golds, task = record["prediction"], record["golds"], record["task"]
     if "em" in record["metrics"] and not punctuation:
         return record
-    prediction, golds, options = record["prediction"], record["golds"], record.get("options") or ()
     if task == "summary":
-        scores = summary_scores(prediction, golds)
-    else:
-        punctuation = punctuation or record.get("punctuation", "space")
-        scores = score_answer(prediction, golds, task, options, punctuation)
+        return record | {"metrics": record["metrics"] | summary_scores(prediction, golds)}
+    punctuation = punctuation or record.get("punctuation") or "space"
+    scores = score_answer(prediction, golds, task, record.get("options") or (), punctuation)
     return record | {"metrics": record["metrics"] | scores}
 
 
-# -------------------------------------------------------------------------------------------- files
-
-
 def records_in(path: Path) -> list[tuple[int, str, object]]:
-    """(number, place, record). HotpotQA's own layout is one object: {"answer": {id: prediction}}."""
+    """(number, place, record). HotpotQA's own layout is one object {"answer": {id: prediction}}."""
     records = list(read_records(path))
     place, last = records[-1][1:] if records else ("", {})
-    if isinstance(last, InputError) and len(records) > 1 and place.startswith("line"):
-        *_, line = byte_lines(path)
-        if not line.endswith(b"\n"):  # an interrupt cut it short: the run may still be at it
+    if isinstance(last, InputError):
+        cut = place.startswith("line") and not [*byte_lines(path)][-1].endswith(b"\n")
+        if cut and len(records) > 1:  # by an interrupt: the run may still be at it
             records.pop()
     elif len(records) == 1 and not {*TEXT_FIELDS, *ID_FIELDS, "question"} & set(last):
         told = last["answer"] if isinstance(last.get("answer"), dict) else last
@@ -147,32 +135,27 @@ def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
         try:
             if isinstance(record, InputError):
                 raise record
-            found.append({"id": str(number)} | as_written(record))
+            found.append(as_written(record, number))
         except InputError as error:
             problems.append(f"{path}, {place}: {error}")
             if not skip_bad:
-                advice = "correct it, or leave it out with --skip_bad"
-                raise InputError(f"{problems[0]}: {advice}") from None
+                raise InputError(f"{problems[0]}: correct it, or give --skip_bad") from None
     report_skipped(path, len(found), problems, "record")
     return found
 
 
 def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool) -> list[dict]:
-    """The records of the questions in `datasets`, with golds, task and options; says what is
-    missing on either side.
-    """
-    asked = []
-    for name, questions in datasets.items():
+    """The records with their question's golds, task and options; says what has no counterpart."""
+    asked, names = [], ("id", "kind", "task", "question", "options")
+    for dataset, questions in datasets.items():
+        own = {"dataset": dataset} if len(datasets) > 1 else {}
         for q in questions:
-            item = {"id": q.id, "kind": q.kind, "task": q.task, "question": q.question}
-            item |= {"options": list(q.options)} if q.options else {}
-            item |= {"dataset": name} if len(datasets) > 1 else {}
-            asked.append(item | {"golds": q.answers})
+            asked.append({name: getattr(q, name) for name in names} | {"golds": q.answers} | own)
     by_id = {item["id"]: item for item in asked}
     by_text = {tuple(item["question"].split()): item for item in asked}
     found, here = [], set()
     for record in records:
-        item, text = by_id.get(record["id"]), tuple(record.get("question", "").split())
+        item, text = by_id.get(record["id"]), tuple(record["question"].split())
         if text and (item is None or tuple(item["question"].split()) != text):
             item = by_text.get(text)  # an id that counts lines says nothing
         if item:  # with other golds, it is scored anew
@@ -186,12 +169,9 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
     missing = [q for q in asked if q.get("dataset") in here and q["id"] not in answered]
     if missing or foreign:
         fate = "count as wrong" if count_missing else "are left out"
-        print(
-            f"{path}: predictions for {len(answered)} of {len(answered) + len(missing)} questions: "
-            f"{len(missing)} are missing and {fate}; {foreign} predictions are of no question in "
-            "--data",
-            file=sys.stderr,
-        )
+        said = f"predictions for {len(answered)} of {len(answered) + len(missing)} questions"
+        said += f": {len(missing)} are missing and {fate}; {foreign} predictions are of no question"
+        print(f"{path}: {said} in --data", file=sys.stderr)
     unanswered = [item | {"prediction": None, "metrics": {}} for item in missing]
     return found + unanswered * count_missing
 
@@ -200,10 +180,8 @@ def score_files(
     paths: list[str], data="", skip_bad=False, punctuation="", count_missing=False
 ) -> list[dict]:
     """Prediction records with metrics, of the questions in `data` or of all that have gold answers.
-    Each file is a data set of its own unless `data` names several; ids are unique over all.
-
-    punctuation    "space" or "delete"; "" is what eval.py scored with, and "space" for all others
-    count_missing  a question without a prediction is wrong in em, f1 and cem; else only told of
+    Each file is a data set of its own, unless `data` names several. Without `punctuation` eval.py's
+    records stay as they were scored; elsewhere it becomes a blank.
     """
     if count_missing and not data:
         raise InputError("--count_missing: which questions are missing is known only with --data")
@@ -220,18 +198,17 @@ def score_files(
         if without := [record["id"] for record in records if not record.get("golds")]:
             what = f"{len(without)} of {len(records)} predictions have no gold answer"
             raise InputError(f"{path}: {what} (the first: id {short(without[0])}): give --data")
-        scores += [(name, {"dataset": name} | scored(r, punctuation)) for r in records]
+        for r in records:
+            scores.append((name, scored(r, punctuation) | {"dataset": r.get("dataset") or name}))
         uses.update({record["id"] for record in records})
-    if files and len(datasets) > 1:
-        for name in datasets.keys() - {record["dataset"] for _, record in scores}:
+    with_a_row = {record["dataset"] for _, record in scores}
+    for name in datasets if files and len(datasets) > 1 else ():
+        if name not in with_a_row:
             what = f"no prediction for any of its {len(datasets[name])} questions"
             print(f"{name}: {what}: it has no row", file=sys.stderr)
     for name, record in scores:
         record["id"] = f"{name}:{record['id']}" if uses[record["id"]] > 1 else record["id"]
     return [record for _, record in scores]
-
-
-# --------------------------------------------------------------------------------- the command line
 
 
 def add_report_flags(parser) -> None:
@@ -257,8 +234,7 @@ def score_command(arguments: list[str] | None = None) -> None:
     add_report_flags(parser)
     args, rest = parser.parse_known_args(arguments)
     if rest:
-        why = "has no meaning with --predictions, as nothing is rolled out"
-        raise InputError(f"{rest[0]} {why}: leave one of them out")
+        raise InputError(f"{rest[0]} has no meaning with --predictions, as nothing is rolled out")
     for name in ("json", "out"):
         if path := getattr(args, name):
             check_output(path, f"--{name}")
@@ -279,9 +255,9 @@ def told_by_others(records: list[dict], given: dict) -> list[dict]:
     from policy import best_device
     from settings import Settings
 
-    limits = {f.name: f.metadata for f in fields(Settings) if f.name in given}
-    for name in limits:
-        check_value(name, given[name], limits[name])
-    settings, device = Settings(**{name: given[name] for name in limits}), best_device()
+    own = [f for f in fields(Settings) if f.name in given]
+    for f in own:
+        check_value(f.name, given[f.name], f.metadata)
+    settings, device = Settings(**{f.name: given[f.name] for f in own}), best_device()
     reader = build_reader(settings, device) if settings.reader else None
     return ask_others(records, reader, build_judge(settings, device))

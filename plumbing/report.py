@@ -1,14 +1,12 @@
 """How sure is a mean, and which of two runs is better: intervals, paired comparisons, tables.
 
-    interval   questions are drawn with replacement 1,000 times; 2.5 % of the means are cut off at
-               either end
+    interval   questions are drawn with replacement 1,000 times; 2.5 % of means are cut at each end
     paired     d_i = a_i - b_i of every question that both runs answered: the interval of its mean,
-               and p = (1 + how many of 10,000 random flips of the signs give a mean as far from 0)
-               / 10,001
+               and p, the share of 10,000 random flips of the signs with a mean as far from 0
 
-Samples of one question are not independent: they count as their mean. A number that is not there
-(an unreadable verdict is None) is in no mean. Two intervals may overlap where the paired difference
-is clear: questions differ more than runs do. Left out: corrections for many comparisons.
+Samples of one question count as their mean: they are not independent. An unreadable verdict is
+None, and in no mean. Two intervals may overlap where the paired difference is clear: questions
+differ more than runs do. Left out: corrections for many comparisons.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ evidence support relevance exact_set set_f1
 """.split()
 DRAWS, FLIPS = 1000, 10_000
 MEAN_OF_DATASETS = "mean of datasets"  # each counts the same; in "all" each question does
-
-# ------------------------------------------------------------------- statistics of [questions]
+Summary = dict[str, dict]  # row -> column -> cell, beside the number of "questions"
 
 
 def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
@@ -50,11 +47,7 @@ def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
 
 
 def paired(groups: list[np.ndarray]) -> dict:
-    """Two runs on the same questions; of each data set [questions, 2].
-
-    >>> paired([np.array([[1.0, 1.0], [1.0, 0.0]])])["difference"][0]
-    0.5
-    """
+    """Two runs on the same questions; of each data set [questions, 2]."""
     differences = [group[:, 0] - group[:, 1] for group in groups]
     weighted = differences[0]
     if len(groups) > 1:  # a question of a small data set weighs more
@@ -70,12 +63,7 @@ def paired(groups: list[np.ndarray]) -> dict:
 
 
 def sign_flip_p(difference: np.ndarray) -> float:
-    """How often chance alone would give a difference this large: if neither run is better, each
-    sign is a coin toss.
-
-    >>> sign_flip_p(np.zeros(5))
-    1.0
-    """
+    """How often chance alone differs this much: if no run is better, each sign is a coin toss."""
     differing, rng = difference[difference != 0], np.random.default_rng(0)
     if not len(differing):
         return 1.0
@@ -86,15 +74,8 @@ def sign_flip_p(difference: np.ndarray) -> float:
     return (1 + as_far) / (FLIPS + 1)
 
 
-# ------------------------------------------------------------- records -> row -> column -> cell
-
-Summary = dict[str, dict]  # each row has its number of "questions" beside the cells
-
-
 def summarise(records: list[dict]) -> Summary:
-    """A row for each kind of question, or of several data sets each of them; a cell is (mean, low,
-    high).
-    """
+    """A row for each kind of question, or for each data set; a cell is (mean, low, high)."""
     return cells(records, question_means(records), interval)
 
 
@@ -102,9 +83,7 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
     """The same rows over the questions of both runs; a cell is what `paired` gives."""
     here, there, pairs = question_means(records), question_means(others), matched(records, others)
     if not pairs:
-        raise InputError(
-            "the two runs have no question in common: give predictions for the same questions"
-        )
+        raise InputError("the two runs have no question in common: there is nothing to compare")
     both = {}
     for left, right in pairs.items():
         a, b = here[left], there[right]
@@ -115,8 +94,8 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
 
 
 def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
-    """id here -> id there: the same question by its text; of several with one text the n-th here is
-    the n-th there. Ids count only where there is no text: files that number their lines share them.
+    """id here -> id there, by the question's text; of several with one text the n-th is the n-th.
+    Ids count only where there is no text: files that number their lines share them.
     """
     places = []
     for run in (records, others):
@@ -131,11 +110,7 @@ def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
 
 
 def question_means(records: list[dict]) -> dict[str, dict[str, float]]:
-    """id -> column -> the mean over the question's samples that have the number.
-
-    >>> question_means([{"id": "a", "metrics": {"em": em}} for em in (1.0, None, 0.0)])["a"]["em"]
-    0.5
-    """
+    """id -> column -> the mean over the question's samples that have the number."""
     samples = defaultdict(lambda: defaultdict(list))
     for record in records:
         numbers = samples[record["id"]]
@@ -146,9 +121,7 @@ def question_means(records: list[dict]) -> dict[str, dict[str, float]]:
 
 
 def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summary:
-    """`cell` sees the numbers of a row's questions, for the mean of data sets those of each; it is
-    there only if every data set has such a number.
-    """
+    """`cell` sees a row's numbers; for the mean of data sets those of each, if each has any."""
     several = len({record.get("dataset", "") for record in records}) > 1
     rows = defaultdict(dict)
     for record in records:
@@ -170,9 +143,6 @@ def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summ
     return summary
 
 
-# ------------------------------------------------------------------------------------------- tables
-
-
 def report(records: list[dict], others: list[dict], as_markdown: bool, json_file: str) -> None:
     """The table of one run, and of two their comparison; also as JSON."""
     whole = summarise(records)
@@ -181,9 +151,8 @@ def report(records: list[dict], others: list[dict], as_markdown: bool, json_file
     if unread:
         print(f"{unread} of {len(records)} verdicts are unreadable: `judged` is without them")
     if others:
-        comparison = compare(records, others)
-        print("\n" + comparison_table(comparison, as_markdown))
-        whole["comparison"] = comparison
+        whole["comparison"] = compare(records, others)
+        print("\n" + comparison_table(whole["comparison"], as_markdown))
     if json_file:
         Path(json_file).parent.mkdir(parents=True, exist_ok=True)
         Path(json_file).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
@@ -191,7 +160,7 @@ def report(records: list[dict], others: list[dict], as_markdown: bool, json_file
 
 def table(summary: Summary, as_markdown: bool = False, width: int = 0, head: str = "kind") -> str:
     """A line per row: "0.250 [0.12, 0.38]" is a mean with its interval."""
-    rows = shown(summary)
+    rows = {row: summary[row] for row in summary if row != "all" or len(summary) != 2}
     columns = [column for column in COLUMNS if any(column in row for row in rows.values())]
     if not columns:
         return "no numbers: none of the records has a metric"
@@ -204,7 +173,7 @@ def table(summary: Summary, as_markdown: bool = False, width: int = 0, head: str
 
 def comparison_table(comparison: Summary, as_markdown: bool = False) -> str:
     """A line per row and column. Of several rows only "all" shows what does not differ."""
-    rows, every = shown(comparison), comparison["all"]
+    rows = {row: comparison[row] for row in comparison if row != "all" or len(comparison) != 2}
     lines = [["kind", "n", "metric", "this", "other", "difference [95 %]", "p", "better", "worse"]]
     for name, row in rows.items():
         for column in [column for column in COLUMNS if column in row]:
@@ -213,15 +182,9 @@ def comparison_table(comparison: Summary, as_markdown: bool = False) -> str:
             test = "{p:.3g} {better} {worse}".format(**row[column]).split()
             if len(rows) == 1 or name == "all" or test[1:] != ["0", "0"]:
                 lines.append([name, str(row["questions"]), column, *means, difference, *test])
-    return (
-        f"paired: {every['questions']} questions of both runs ({every['only_here']} only in this "
-        f"one, {every['only_there']} only in the other)\n\n{written(lines, as_markdown, 3)}"
-    )
-
-
-def shown(summary: Summary) -> Summary:
-    """Where there is one row only, "all" says it again."""
-    return {row: summary[row] for row in summary if row != "all" or len(summary) != 2}
+    said = "{questions} questions of both runs ({only_here} only in this one, {only_there} only in"
+    said = f"paired: {said} the other)".format(**comparison["all"])
+    return f"{said}\n\n{written(lines, as_markdown, 3)}"
 
 
 def written(lines: list[list[str]], as_markdown: bool, keep: int, width: int = 0) -> str:

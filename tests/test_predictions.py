@@ -9,284 +9,188 @@ from pathlib import Path
 
 import pytest
 
-from data import Question
 from errors import InputError
-from plumbing import predictions
-from plumbing.predictions import read_predictions, score_file, score_files
+from plumbing.predictions import read_predictions, score_command, score_files
 from plumbing.report import summarise
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared" / "data"
-OWN = {
-    "id": "1",
-    "kind": "qa",
-    "question": "Where ?",
-    "golds": ["Kelmouth"],
-    "prediction": "Kelmouth",
-    "metrics": {"em": 1.0},
-}
-R1 = {
-    "question": "Where ?",
-    "answer": "Kelmouth",
-    "pred_ans": " kelmouth. ",
-    "gpt4o_output": "True",
-    "n_search": 2,
-}
-FLASHRAG = {
-    "id": "test_0",
-    "question": "Where ?",
-    "golden_answers": ["Kelmouth", "Varen"],
-    "output": {"pred": "Varen", "x": 1},
-}
+ASKED = {"id": "1", "question": "Where ?"}
+OWN = ASKED | {"kind": "qa", "golds": ["Kelmouth"], "prediction": "Kelmouth"}
+OWN |= {"metrics": {"em": 1.0}}
+R1 = {"question": "Where ?", "answer": "Kelmouth", "pred_ans": " kelmouth. "}
+R1 |= {"gpt4o_output": "True", "n_search": 2}
+FLASHRAG = {"id": "test_0", "question": "Where ?", "golden_answers": ["Kelmouth", "Varen"]}
+FLASHRAG |= {"output": {"pred": "Varen", "x": 1}}
+QUESTIONS = [
+    {"id": "a", "question": "Where ?", "answers": ["Kelmouth"]},
+    {"id": "b", "question": "Who ?", "answers": ["Ana Bell"]},
+    {"id": "c", "question": "?", "answers": ["B"]},
+]
 
 
 @pytest.fixture
 def write(tmp_path):
     def write(*records, name="p.jsonl"):
         path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return path
+        return str(path)
 
     return write
+
+
+@pytest.fixture
+def questions(write):
+    return write(*QUESTIONS, name="q.jsonl")
+
+
+def metrics(path, *how):
+    return [record["metrics"] for record in score_files([path], *how)]
+
+
+def em(records):
+    return summarise(records)["all"]["em"][0]
 
 
 # ------------------------------------------------------------------------------------------ layouts
 
 
 def test_a_file_of_r1_searcher_keeps_its_verdicts_and_searches(write):
-    record = score_file(
-        write(R1, {**R1, "gpt4o_output": "False", "n_search": 0}, {**R1, "gpt4o_output": "maybe"})
-    )
-    assert record[0]["metrics"] == {
-        "em": 1,
-        "f1": 1,
-        "cem": 1,
-        "judged": 1,
-        "searches": 2,
-        "searched": 1,
-    }
-    assert [r["metrics"]["judged"] for r in record] == [1, 0, None] and record[1]["metrics"][
-        "searched"
-    ] == 0
-    assert [r["id"] for r in record] == ["1", "2", "3"]
+    others = ({**R1, "gpt4o_output": "False", "n_search": 0}, {**R1, "gpt4o_output": "maybe"})
+    records = score_files([write(R1, *others)])
+    right = {"em": 1, "f1": 1, "cem": 1, "judged": 1, "searches": 2, "searched": 1}
+    assert records[0]["metrics"] == right and records[1]["metrics"]["searched"] == 0
+    assert [r["metrics"]["judged"] for r in records] == [1, 0, None]
+    empty = metrics(write({**R1, "pred_ans": None}, {**R1, "pred_ans": ""}))
+    assert [numbers["em"] for numbers in empty] == [0, 0]  # wrong, and not an error
+    assert [r["id"] for r in records] == ["1", "2", "3"]
 
 
 def test_searches_are_counted_in_a_transcript_where_no_number_is_given(write):
-    block = (
-        "<|begin_of_query|> a <|end_of_query|>\n\n<|begin_of_documents|>\n(1)"
-        " b\n<|end_of_documents|>\n\n"
-    )
+    block = "<|begin_of_documents|>\n(1) b\n<|end_of_documents|>\n\n"
     record = {k: v for k, v in R1.items() if k != "n_search"} | {"gen_text_store": block * 3}
-    assert score_file(write(record))[0]["metrics"]["searches"] == 3
+    assert metrics(write(record))[0]["searches"] == 3
 
 
 def test_a_file_of_flashrag_has_its_prediction_inside_output(write):
-    assert score_file(write(FLASHRAG))[0]["metrics"] == {"em": 1, "f1": 1, "cem": 1}
+    assert metrics(write(FLASHRAG)) == [{"em": 1, "f1": 1, "cem": 1}]
 
 
-def test_a_file_of_ours_keeps_every_number_that_was_stored(write):
-    stored = {**OWN, "metrics": {"em": 0.25, "format": 1.0}, "transcript": "t"}
-    (record,) = score_file(write(stored))
-    assert record == {**stored, "task": "qa", "dataset": "p"}
+def test_a_file_of_ours_keeps_every_field_and_number_that_was_stored(write):
+    stored = {**OWN, "metrics": {"em": 0.25, "format": 1.0}, "transcript": "t", "evidence": None}
+    assert score_files([write(stored)]) == [{**stored, "task": "qa", "dataset": "p"}]
 
 
 def test_ours_is_scored_anew_when_another_punctuation_is_asked_for(write):
-    path = write(
-        {
-            **OWN,
-            "golds": ["Spider-Man"],
-            "prediction": "spiderman",
-            "metrics": {"em": 0.0, "format": 1.0},
-        }
-    )
-    assert score_file(path, punctuation="delete")[0]["metrics"] == {
-        "em": 1,
-        "f1": 1,
-        "cem": 1,
-        "format": 1,
-    }
-    assert score_file(path, punctuation="space")[0]["metrics"]["em"] == 0
+    record = {**OWN, "golds": ["Spider-Man"], "prediction": "spiderman"}
+    path = write({**record, "metrics": {"em": 0.0, "format": 1.0}})
+    assert metrics(path, "", False, "delete") == [{"em": 1, "f1": 1, "cem": 1, "format": 1}]
+    assert metrics(path, "", False, "space")[0]["em"] == 0
+    asked = write({**ASKED, "answers": ["Spider-Man"]}, name="q.jsonl")
+    path = write({**record, "punctuation": "delete"})  # the record says how it was scored
+    assert metrics(path, asked)[0]["em"] == 1
 
 
 def test_choices_math_and_summaries_are_scored_as_such(write):
-    choice = {
-        "id": "1",
-        "question": "?",
-        "task": "choice",
-        "golds": ["B"],
-        "prediction": "The correct answer is (B).",
-    }
-    math = {
-        "id": "2",
-        "question": "?",
-        "task": "math",
-        "golds": ["0.5"],
-        "prediction": r"\frac{1}{2}",
-    }
-    summary = {
-        "id": "3",
-        "question": "?",
-        "task": "summary",
-        "golds": ["the cat lay down"],
-        "prediction": "the cat sat down",
-    }
-    records = score_file(write(choice, math, summary))
-    assert [r["metrics"].get("em") for r in records] == [1, 1, None]
+    choice = {"task": "choice", "golds": ["B"], "prediction": "The correct answer is (B)."}
+    math = {"task": "math", "golds": ["0.5"], "prediction": r"\frac{1}{2}"}
+    summary = {"task": "summary", "golds": ["the cat lay down"], "prediction": "the cat sat down"}
+    found = metrics(write(*({"question": "?"} | record for record in (choice, math, summary))))
+    assert [numbers.get("em") for numbers in found] == [1, 1, None]
     # words ¾, pairs ⅓, sequence ¾: mean 0.6111
-    assert records[2]["metrics"]["rouge"] == pytest.approx(0.6111, abs=1e-4)
+    assert found[2]["rouge"] == pytest.approx(0.6111, abs=1e-4)
 
 
-QUESTIONS = {
-    "q": [
-        Question("a", "Where ?", ["Kelmouth"]),
-        Question("b", "Who ?", ["Ana Bell"]),
-        Question("c", "?", ["B"]),
-    ]
-}
+def test_samples_and_options_of_anybodys_file_are_read(write):
+    texts = enumerate(("Varen", "no"))
+    answers = [{**FLASHRAG, "sample": i, "output": {"pred": text}} for i, text in texts]
+    assert em(score_files([write(*answers)])) == 0.5
+    choice = {"id": 1, "task": "choice", "golds": ["oak"], "prediction": "\\boxed{B}"}
+    for options in (["elm", "oak"], {"A": "elm", "B": "oak"}):
+        assert metrics(write({**choice, "options": options}))[0]["em"] == 1
 
 
-@pytest.mark.parametrize(
-    "content", [{"answer": {"a": "Kelmouth", "b": "Ivo"}, "sp": {}}, {"a": "Kelmouth", "b": "Ivo"}]
-)
-def test_one_object_of_ids_is_hotpotqas_own_layout(content, tmp_path, capsys):
-    path = tmp_path / "pred.json"
-    path.write_text(json.dumps(content, indent=1))
-    records = score_file(path, QUESTIONS)
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_one_object_of_ids_is_hotpotqas_own_layout(wrapped, indent, questions, tmp_path, capsys):
+    path, answers = tmp_path / "pred.json", {"a": "Kelmouth", "b": None}
+    content = {"answer": answers, "sp": {}} if wrapped else answers
+    path.write_text(json.dumps(content, indent=indent))
+    records = score_files([str(path)], questions)
     assert [(r["id"], r["metrics"]["em"]) for r in records] == [("a", 1), ("b", 0)]
-    assert (
-        capsys.readouterr().err.strip()
-        == f"{path}: predictions for 2 of 3 questions: 1 are missing and are left out; 0"
-        " predictions are of no question in --data"
-    )
+    said = "predictions for 2 of 3 questions: 1 are missing and are left out; 0 predictions are"
+    assert capsys.readouterr().err.strip() == f"{path}: {said} of no question in --data"
 
 
 # ---------------------------------------------------------------------------- joined with questions
 
 
-def test_a_prediction_finds_its_question_by_id_else_by_text_and_others_are_told(write, capsys):
-    path = write(
-        {"id": "b", "prediction": "Ana Bell"},
-        {"question": "Where  ?", "prediction": "Kelmouth"},
-        {"id": "z", "prediction": "?"},
-    )
-    records = score_file(path, QUESTIONS)
+def test_a_prediction_finds_its_question_by_id_else_by_text_and_others_are_told(
+    write, questions, capsys
+):
+    by_text = {"question": "Where  ?", "prediction": "Kelmouth"}
+    path = write({"id": "b", "prediction": "Ana Bell"}, by_text, {"id": "z", "prediction": "?"})
+    records = score_files([path], questions)
     assert [(r["id"], r["golds"], r["metrics"]["em"]) for r in records] == [
         ("b", ["Ana Bell"], 1),
         ("a", ["Kelmouth"], 1),
     ]
-    assert (
-        "2 of 3 questions: 1 are missing and are left out; 1 predictions are of no"
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "2 of 3 questions: 1 are missing and are left out; 1 predictions are of no" in said
 
 
 def test_an_id_that_only_counts_lines_does_not_take_another_question(write):
-    questions = {
-        "q": [Question("1", "Who ?", ["Ana Bell"]), Question("2", "Where ?", ["Kelmouth"])]
-    }
-    assert score_file(write(R1), questions)[0]["id"] == "2"  # it is the file's line 1
+    who = {"id": "1", "question": "Who ?", "answers": ["Ana Bell"]}
+    asked = write(who, {"id": "2", "question": "Where ?", "answers": ["Kelmouth"]}, name="q.jsonl")
+    assert score_files([write(R1)], asked)[0]["id"] == "2"  # it is the file's line 1
 
 
-def test_missing_predictions_count_as_wrong_only_if_asked(write, capsys):
+def test_missing_predictions_count_as_wrong_only_if_asked(write, questions, capsys):
     path = write({"id": "a", "prediction": "Kelmouth"})
-    assert summarise(score_file(path, QUESTIONS))["all"]["em"][0] == 1
-    counted = summarise(score_file(path, QUESTIONS, count_missing=True))["all"]
-    assert counted["questions"] == 3 and counted["em"][0] == pytest.approx(1 / 3)
+    assert em(score_files([path], questions)) == 1
+    records = score_files([path], questions, count_missing=True)
+    assert {r["dataset"] for r in records} == {"p"} and set(summarise(records)) == {"qa", "all"}
+    assert len(records) == 3 and em(records) == pytest.approx(1 / 3)
     assert "2 are missing and count as wrong" in capsys.readouterr().err
 
 
-def test_another_data_sets_questions_are_not_missing(write, tmp_path, capsys):
-    for name, question in (("nq", "Who ?"), ("wiki", "Where ?")):
-        (tmp_path / f"{name}.jsonl").write_text(
-            json.dumps({"id": 1, "question": question, "answers": ["Kelmouth"]}) + "\n"
-        )
+def test_another_data_sets_questions_are_not_missing(write, capsys):
+    who, where = ({"id": 1, "question": q, "answers": ["Kelmouth"]} for q in ("Who ?", "Where ?"))
+    two_sets = f"{write(who, name='nq.jsonl')},{write(where, name='wiki.jsonl')}"
     one = write({"question": "Who ?", "prediction": "Kelmouth"}, name="one.jsonl")
     two = write({"question": "Where ?", "prediction": "Varen"}, name="two.jsonl")
-    data = f"{tmp_path / 'nq.jsonl'},{tmp_path / 'wiki.jsonl'}"
-    records = score_files([str(one), str(two)], data)
-    assert {r["dataset"]: r["metrics"]["em"] for r in records} == {
-        "nq": 1,
-        "wiki": 0,
-    } and capsys.readouterr().err == ""
+    records = score_files([f"{one},{two}"], two_sets)
+    assert {r["dataset"]: r["metrics"]["em"] for r in records} == {"nq": 1, "wiki": 0}
+    assert capsys.readouterr().err == ""
+    score_files([one], two_sets)
+    said = "wiki: no prediction for any of its 1 questions: it has no row"
+    assert capsys.readouterr().err.strip() == said
 
 
-def test_files_that_both_count_lines_stay_apart(write):
-    records = score_files(
-        [str(write(R1, name="x.jsonl")), str(write({**R1, "pred_ans": "no"}, name="y.jsonl"))]
-    )
-    assert [r["id"] for r in records] == ["x:1", "y:1"] and summarise(records)["all"]["em"][
-        0
-    ] == 0.5
-
-
-def test_missing_questions_of_one_file_stay_in_its_data_set(write):
-    records = score_file(
-        write({"id": "a", "prediction": "Kelmouth"}), QUESTIONS, count_missing=True
-    )
-    assert {r["dataset"] for r in records} == {"p"} and set(summarise(records)) == {"qa", "all"}
-
-
-def test_files_of_one_name_are_told_apart_by_their_folders(write, tmp_path):
-    for folder, answer in (("x", " Kelmouth "), ("y", "no")):
-        (tmp_path / folder).mkdir()
-        write({**R1, "pred_ans": answer}, name=f"{folder}/nq.jsonl")
-    records = score_files([str(tmp_path / "x" / "nq.jsonl"), str(tmp_path / "y" / "nq.jsonl")])
+def test_files_that_both_count_lines_stay_apart_even_under_one_name(write):
+    files = [write({**R1, "pred_ans": "no"}, name="y/nq.jsonl"), write(R1, name="x/nq.jsonl")]
+    records = score_files(files)
     assert {r["dataset"]: r["metrics"]["em"] for r in records} == {"x/nq": 1, "y/nq": 0}
-    assert len({r["id"] for r in records}) == 2
+    assert [r["id"] for r in records] == ["y/nq:1", "x/nq:1"]
 
 
-def test_two_predictions_for_one_question_are_an_error_also_when_its_text_is_what_they_share(write):
+def test_two_predictions_for_one_question_are_an_error_also_when_its_text_is_what_they_share(
+    write, questions
+):
+    twice = [{"question": text, "prediction": "x"} for text in ("Where ?", "Where  ?")]
     with pytest.raises(InputError, match="two predictions for id 'a'"):
-        score_file(
-            write(
-                {"question": "Where ?", "prediction": "x"},
-                {"question": "Where  ?", "prediction": "y"},
-            ),
-            QUESTIONS,
-        )
+        score_files([write(*twice)], questions)
 
 
-def test_samples_and_options_of_anybodys_file_are_read(write):
-    answers = [
-        {**FLASHRAG, "sample": i, "output": {"pred": text}}
-        for i, text in enumerate(("Varen", "no"))
-    ]
-    assert summarise(score_file(write(*answers)))["all"]["em"][0] == 0.5
-    choice = {
-        "id": 1,
-        "question": "?",
-        "task": "choice",
-        "golds": ["oak"],
-        "prediction": "\\boxed{B}",
-    }
-    for options in (["elm", "oak"], {"A": "elm", "B": "oak"}):
-        assert score_file(write({**choice, "options": options}))[0]["metrics"]["em"] == 1
-
-
-def test_a_record_says_how_its_punctuation_was_treated(write):
-    record = {**OWN, "golds": ["Spider-Man"], "prediction": "spiderman", "punctuation": "delete"}
-    questions = {"q": [Question("1", "Where ?", ["Spider-Man"])]}
-    assert (
-        score_file(write(record), questions)[0]["metrics"]["em"] == 1
-    )  # scored anew, as it was scored before
-
-
-def test_a_data_set_without_a_prediction_is_told(write, tmp_path, capsys):
-    for name, question in (("nq", "Who ?"), ("wiki", "Where ?")):
-        (tmp_path / f"{name}.jsonl").write_text(
-            json.dumps({"id": name, "question": question, "answers": ["a"]}) + "\n"
-        )
-    score_files(
-        [str(write({"id": "nq", "prediction": "a"}))],
-        f"{tmp_path / 'nq.jsonl'},{tmp_path / 'wiki.jsonl'}",
-    )
-    assert (
-        capsys.readouterr().err.strip()
-        == "wiki: no prediction for any of its 1 questions: it has no row"
-    )
+def test_predictions_of_nothing_that_was_asked_are_one_line(write, questions):
+    with pytest.raises(InputError, match="none of its 1 predictions is of a question in --data"):
+        score_files([write({"id": "z", "prediction": "a"})], questions)
 
 
 # ---------------------------------------------------------------------------------------- bad input
+
+A = {"id": "1", "prediction": "a"}
 
 
 @pytest.mark.parametrize(
@@ -294,90 +198,53 @@ def test_a_data_set_without_a_prediction_is_told(write, tmp_path, capsys):
     [
         (None, "no such file"),
         ("", "the file is empty"),
+        ("[]", "no record to use"),
         ("[1]\n", "record 1: expected an object"),
         ("{\n{}\n", "not valid JSON"),
-        ('{"id": "1"}\n', "line 1: no prediction in it: it has the fields"),
-        (json.dumps({**OWN, "golds": "a"}) + "\n", "line 1: field 'golds': expected a list"),
-        (
-            json.dumps({**OWN, "prediction": ["a"]}) + "\n",
-            "line 1: field 'prediction': expected a string",
-        ),
-        (json.dumps({**OWN, "metrics": None}) + "\n", "line 1: field 'metrics'"),
-        ('{"prediction": "a"}\n', "field 'id' and field 'question' are both missing"),
-        ('{"id": "1", "prediction": {"text": "a"}}\n', "field 'prediction': expected a string"),
-        (
-            '{"id": "1", "prediction": "a"}\n{"id": "1", "prediction": "b"}\n',
-            "two predictions for id '1'",
-        ),
-        (
-            '{"id": "1", "prediction": "a"}\n',
-            "1 of 1 predictions have no gold answer .* give --data",
-        ),
-        ('{"id": "1", "question": 5, "prediction": "a", "answer": {"b": 1}}\n', "field 'answer'"),
-        (
-            '{"id": "1", "prediction": "a", "golds": [null, "b"]}\n',
-            "field 'golds' holds an empty answer",
-        ),
-        (
-            '{"id": "1", "prediction": "a", "golds": [{"a": 1}]}\n',
-            "field 'golds': expected a string",
-        ),
-        (
-            '{"id": "1", "prediction": "a", "golds": ["a"], "task": "cohice"}\n',
-            "field 'task': 'cohice' is none of qa",
-        ),
-        (
-            '{"id": "1", "prediction": "a", "golds": ["a"], "sample": []}\n',
-            "field 'sample': expected a whole number",
-        ),
-        (json.dumps({**OWN, "golds": [1]}) + "\n", "field 'golds', item 1: expected a string"),
-        (json.dumps({**OWN, "dataset": True}) + "\n", "field 'dataset'"),
-        (json.dumps({**OWN, "options": [1]}) + "\n", "field 'options', item 1"),
-        (
-            json.dumps({**OWN, "metrics": {"em": "x"}}) + "\n",
-            "field 'metrics', em: expected a number, found 'x'",
-        ),
-        (
-            json.dumps({k: v for k, v in OWN.items() if k != "prediction"}) + "\n",
-            "field 'prediction' is missing",
-        ),
+        ([{"id": "1"}], "line 1: no prediction in it: it has the fields"),
+        ([{**OWN, "prediction": ["a"]}], "line 1: field 'prediction': expected a string"),
+        ([{**OWN, "metrics": None}], "line 1: field 'metrics' is missing"),
+        ([{**OWN, "metrics": {"em": "x"}}], "field 'metrics': em: expected a number, found 'x'"),
+        ([{**OWN, "dataset": True}], "field 'dataset': expected a string"),
+        ([{**OWN, "options": [1]}], "field 'options', item 1"),
+        ([{"prediction": "a"}], "field 'id' and field 'question' are both missing"),
+        ([{"id": "1", "prediction": {"text": "a"}}], "field 'prediction': expected a string"),
+        ([{**A, "question": ["a"]}], "field 'question': expected a string"),
+        ([{**A, "golds": "b"}] * 2, "two predictions for id '1'"),
+        ([A], "1 of 1 predictions have no gold answer .* give --data"),
+        ([{**A, "answer": {"b": 1}}], "field 'answer': expected a string"),
+        ([{**A, "golds": [None, "b"]}], "field 'golds': holds an empty answer"),
+        ([{**A, "golds": "a", "task": "cohice"}], "field 'task': 'cohice' is none of qa"),
+        ([{**A, "golds": "a", "sample": []}], "field 'sample': expected a whole number"),
+        ([{**A, "punctuation": "keep"}], "field 'punctuation': 'keep' is none of space"),
     ],
 )
-def test_a_bad_predictions_file_is_one_line(content, said, tmp_path):
+def test_a_bad_predictions_file_is_one_line(content, said, write, tmp_path):
     path = tmp_path / "p.jsonl"
-    if content is not None:
+    if isinstance(content, list):
+        write(*content)
+    elif content is not None:
         path.write_text(content)
     with pytest.raises(InputError, match=said) as error:
-        score_file(path)
+        score_files([str(path)])
     assert "\n" not in str(error.value) and str(path) in str(error.value)
 
 
 def test_bad_records_are_skipped_and_counted(write, capsys):
     path = write(R1, {**R1, "pred_ans": ["a"]}, R1)
-    assert len(score_file(path, skip_bad=True)) == 2
-    assert (
-        f"{path}: 1 of 3 records skipped; the first: {path}, line 2: field 'pred_ans'"
-        in capsys.readouterr().err
-    )
-
-
-def test_no_prediction_is_wrong_and_not_an_error(write):
-    assert [
-        r["metrics"]["em"]
-        for r in score_file(write({**R1, "pred_ans": None}, {**R1, "pred_ans": ""}))
-    ] == [0, 0]
-
-
-def test_predictions_of_nothing_that_was_asked_are_one_line(write):
-    with pytest.raises(InputError, match="none of its 1 predictions is of a question in --data"):
-        score_file(write({"id": "z", "prediction": "a"}), QUESTIONS)
+    assert len(score_files([path], skip_bad=True)) == 2
+    said = f"{path}: 1 of 3 records skipped; the first: {path}, line 2: field 'pred_ans'"
+    assert said in capsys.readouterr().err
 
 
 def test_predictions_of_an_interrupted_evaluation_are_read_up_to_the_half_written_line(tmp_path):
-    whole = json.dumps(OWN)
-    (tmp_path / "p.jsonl").write_text(whole + "\n" + whole[:40])
-    assert read_predictions(tmp_path / "p.jsonl") == [{**OWN, "task": "qa"}]
-    assert (tmp_path / "p.jsonl").read_text().endswith(whole[:40])  # that run may still be at it
+    path, whole = tmp_path / "p.jsonl", json.dumps(OWN)
+    path.write_text(whole + "\n" + whole[:40])
+    assert read_predictions(path) == [{**OWN, "task": "qa"}]
+    assert path.read_text().endswith(whole[:40])  # that run may still be at it
+    path.write_text(whole + "\n" + whole[:40] + "\n")  # no interrupt
+    with pytest.raises(InputError, match="line 2: not valid JSON"):
+        read_predictions(path)
 
 
 # ---------------------------------------------------------------------------- the published numbers
@@ -400,51 +267,81 @@ def test_r1_searchers_published_predictions_give_its_papers_numbers_to_the_digit
     for questions in (
         "",
         str(SHARED / "qa_eval" / f"{data}.jsonl"),
-    ):  # its own golds, or the question file's
+    ):  # its own golds, or the file's
         row = summarise(score_files([str(path)], questions))["all"]
         assert tuple(round(100 * row[c][0], 1) for c in ("em", "cem", "f1", "judged")) == published
         assert row["questions"] == (125 if name == "bamboogle" else 500)
 
 
+# --------------------------------------------------------------------------------- the command line
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--against", "{p}"], "name a predictions file first"),
-        (["--data", "{p}"], "name a predictions file first"),
-        (["{p}", "--agianst", "x"], "unknown flag --agianst (did you mean --against?)"),
-        (["{p}", "--json", "{p}/x.json"], "x.json: cannot be written there"),
-        (["{p}", "--json", "{folder}"], "that is a folder: name a file"),
-        (["{folder}"], "a folder: name the files in it"),
-        (["{p}", "--count_missing"], "known only with --data"),
+        ("--against {p}", "required: --predictions"),
+        ("--predictions {p} --model m", "--model has no meaning with --predictions, as nothing is"),
+        ("--predictions {p} --agianst x", "--agianst has no meaning"),
+        ("--predictions {p} --json {p}/x.json", "x.json: cannot be written there"),
+        ("--predictions {p} --json {folder}", "that is a folder: name a file"),
+        ("--predictions {p} --out {folder}", "that is a folder: name a file"),
+        ("--predictions {folder}", "a folder: name the files in it"),
+        ("--predictions {p} --count_missing", "known only with --data"),
+        ("--predictions {p} --against none.jsonl", "none.jsonl: no such file"),
+        ("--predictions {p} --judge m --timeout 0", "--timeout 0.0: must be above 0"),
+        ("--predictions {p} --reader built-in --data {q}", "give --reader http"),
     ],
 )
-def test_a_wrong_command_is_one_line(arguments, said, write, tmp_path, monkeypatch):
-    path = write(R1)
-    monkeypatch.setattr(
-        sys, "argv", ["predictions.py", *(a.format(p=path, folder=tmp_path) for a in arguments)]
-    )
+def test_a_wrong_command_is_one_line(arguments, said, write, questions, tmp_path):
+    places = {"p": write(R1), "q": questions, "folder": tmp_path}
     with pytest.raises(InputError) as error:
-        predictions.main()
+        score_command(arguments.format(**places).split())
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_scoring_loads_no_torch():
     """That is what makes it start in half a second."""
-    code = "import sys, predictions; sys.exit('torch' in sys.modules)"
+    code = "import sys, plumbing.predictions; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_python_predictions_prints_table_comparison_and_json(write, tmp_path, monkeypatch, capsys):
+def test_the_command_prints_table_comparison_and_json(write, tmp_path, capsys):
     path = write(R1, {**R1, "question": "Who ?"})
     other = write(R1, {**R1, "question": "Who ?", "pred_ans": "no"}, name="o.jsonl")
-    out = tmp_path / "t.json"
-    monkeypatch.setattr(
-        sys, "argv", ["predictions.py", str(path), "--against", str(other), "--json", str(out)]
-    )
-    predictions.main()
+    out, json_file = tmp_path / "out.jsonl", tmp_path / "t.json"
+    command = ["--predictions", path, "--against", other, "--json", str(json_file)]
+    score_command([*command, "--out", str(out)])
     shown = capsys.readouterr().out
     assert "1.000 [1.00, 1.00]" in shown and "paired: 2 questions of both runs" in shown
-    whole = json.loads(out.read_text())
-    assert (
-        whole["all"]["em"] == [1, 1, 1] and whole["comparison"]["all"]["em"]["difference"][0] == 0.5
-    )
+    assert json.loads(json_file.read_text())["comparison"]["all"]["em"]["difference"][0] == 0.5
+    assert summarise(read_predictions(out)) == summarise(score_files([path]))
+    score_command([*command, "--markdown"])
+    assert "| qa | 2 | 1.000 [1.00, 1.00] |" in capsys.readouterr().out
+
+
+class Scripted:
+    """In place of a model: it always says the same."""
+
+    failures = 0
+
+    def __init__(self, reply):
+        self.reply = reply
+
+    def ask(self, requests):
+        return [self.reply] * len(requests)
+
+
+def test_others_are_asked_about_stored_predictions_and_their_words_are_kept(
+    write, tmp_path, monkeypatch
+):
+    from plumbing import score
+
+    others = {"R": Scripted("Kelmouth"), "J": Scripted("no")}
+    monkeypatch.setattr(score, "build_llm", lambda spec, settings, device: others[spec])
+    out = tmp_path / "out.jsonl"
+    path = write({**OWN, "evidence": "It lies in Kelmouth."}, {**OWN, "id": "2", "evidence": None})
+    score_command(f"--predictions {path} --reader R --judge J --out {out}".split())
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["reader_prediction"] for r in records] == ["Kelmouth", ""]
+    assert [r["metrics"]["reader_em"] for r in records] == [1, 0]
+    assert [r["metrics"]["judged"] for r in records] == [0, 0]

@@ -1,0 +1,164 @@
+"""How hard each question is for a model as it is before training (UR² appendix C.2).
+
+    s = mean score of K rollouts      a line of JSONL each: {"id", "scores", "score", "bucket"}
+
+    python -m lab.difficulty --model DIR --data FILE --corpus FILE --out difficulty.jsonl
+    python -m lab.difficulty --from_rollouts FILE --out difficulty.jsonl     published answers
+
+curriculum.py has the buckets, and deals questions by them. The flags are eval.py's, with its
+settings of a checkpoint, but sampled at temperature 1: greedy rollouts would be K times the same.
+The same command goes on where it was interrupted.
+Left out: measuring again while training.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from tqdm import tqdm
+
+from curriculum import SCHEMES
+from data import BUCKETS, Question, load_attempts
+from errors import FlagParser, InputError, check_output, run_main, setting
+from eval import Evaluation, settings_of
+from formats.records import append_jsonl
+from lab import taken
+from metrics import score_answer
+from other_models.llm import weights_version
+from plumbing import resume
+from plumbing.build import build_environment, build_search, load_model, play_of
+from plumbing.score import answer_scores
+from policy import best_device
+from rollout import check_prompts, rollout
+from settings import RECORDS, RENAMED, add_flags, check_settings, named_in
+
+AT_ONCE = 16  # questions that share a seed
+Scores = list[list[float]]  # of each question's rollouts
+
+
+@dataclass(frozen=True)
+class DifficultySettings:
+    """What is measured; an `Evaluation` reads it too."""
+
+    out: str = setting("", "JSONL to write")
+    samples: int = setting(20, "rollouts per question, K", least=1)
+    scheme: str = setting("ur2", "how scores become a bucket", one_of=SCHEMES)
+    metric: str = setting(
+        "", "of open answers; by itself the scheme's", one_of=("", "em", "f1", "cem")
+    )
+    from_rollouts: str = setting("", "take the answers (pred_anses) of this file, not a model's")
+    questions: int = setting(
+        0, "the first so many; of the built-in world, per kind; 0 = all", least=0
+    )
+    split: ClassVar[str] = "train"
+    fact_seed: ClassVar[None] = None
+
+
+def parse(arguments: list[str]) -> tuple[dict, DifficultySettings]:
+    parser = FlagParser("lab.difficulty", description="Measure how hard each question is.")
+    parser.renamed = RENAMED | {"k": "write --samples"}
+    add_flags(parser, (DifficultySettings,), DifficultySettings(), "eval")
+    add_flags(parser, RECORDS, named_in(arguments), "eval")
+    given = vars(parser.parse_args(arguments))
+    options = taken(DifficultySettings, given)
+    if not options.out:
+        raise InputError("--out FILE is missing: where shall the scores go?")
+    check_output(options.out, "--out")
+    if options.scheme == "r1_searcher" and options.samples < 20 and not options.from_rollouts:
+        raise InputError(
+            f"--samples {options.samples}: r1_searcher tells medium from hard at 20 rollouts; give "
+            "at least --samples 20"
+        )
+    return given, options
+
+
+def measure(
+    questions: list[Question],
+    answer: Callable[[list[Question]], Scores],
+    made_with: dict,
+    options: DifficultySettings,
+) -> dict[str, str]:
+    """id -> bucket. Each batch is written as it comes; `answer` gives its questions' scores."""
+    out, found = Path(options.out), SCHEMES[options.scheme][0]
+    ids = [question.id for question in questions]
+    records = resume.go_on(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
+    resume.write_records(out, records)
+    with tqdm(total=len(questions), initial=len(records), desc="difficulty") as bar:
+        for start in range(len(records), len(questions), AT_ONCE):
+            some, fresh = questions[start : start + AT_ONCE], []
+            for question, scores in zip(some, answer(some), strict=True):
+                mean = sum(scores) / len(scores)
+                known = {"id": question.id, "scores": scores, "score": mean}
+                fresh.append(known | {"bucket": found(scores)})
+            append_jsonl(out, fresh)
+            records += fresh
+            bar.update(len(some))
+    return {record["id"]: record["bucket"] for record in records}
+
+
+def measure_published(given: dict, options: DifficultySettings, metric: str) -> dict[str, str]:
+    attempts = load_attempts(options.from_rollouts, given.get("skip_bad", False))
+    attempts = attempts[: options.questions or None]
+    few = min(len(attempt.predictions) for attempt in attempts)
+    if options.scheme == "r1_searcher" and few < 20:
+        print(f"note: some questions have only {few} rollouts; without a success they are hard")
+    predictions = {attempt.question.id: attempt.predictions for attempt in attempts}
+
+    def answer(some: list[Question]) -> Scores:
+        scores = []
+        for q in some:
+            texts = predictions[q.id]
+            scores.append([score_answer(t, q.answers, q.task, q.options)[metric] for t in texts])
+        return scores
+
+    content = zlib.crc32(repr(attempts).encode())
+    made_with = {"answers": content, "metric": metric, "scheme": options.scheme}
+    return measure([attempt.question for attempt in attempts], answer, made_with, options)
+
+
+def measure_model(given: dict, options: DifficultySettings, metric: str) -> dict[str, str]:
+    settings = check_settings(settings_of({"temperature": 1.0} | given), training=False)
+    if settings.temperature == 0 and options.samples > 1:
+        raise InputError(
+            "--temperature 0 is greedy: all rollouts of a question would be the same; leave it at 1"
+        )
+    whole = Evaluation(settings, options)  # its settings have the group size
+    settings, device = whole.settings, best_device()
+    search = build_search(settings, whole.documents, device)
+    policy, tokenizer = load_model(settings, settings.model, device, frozen=True)
+    environment = build_environment(settings, tokenizer, search)
+    check_prompts(whole.questions, environment, policy)
+
+    def answer(some: list[Question]) -> Scores:
+        seed = zlib.crc32(f"{settings.seed} {some[0].id}".encode())
+        rows = rollout(policy, environment, some, seed, play_of(settings))
+        scores, k = [answer_scores(row)[metric] for row in rows], options.samples
+        return [scores[start : start + k] for start in range(0, len(rows), k)]
+
+    version = weights_version(settings.model, policy) if settings.model else "built-in"
+    made_with = whole.made_with(version) | {"metric": metric, "scheme": options.scheme}
+    return measure(whole.questions, answer, made_with, options)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given, options = parse(sys.argv[1:] if arguments is None else arguments)
+    metric = options.metric or SCHEMES[options.scheme][1]
+    try:
+        how = measure_published if options.from_rollouts else measure_model
+        counts = Counter(how(given, options, metric).values())
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; what was measured is in {options.out}: the same command goes on")
+        sys.exit(130)
+    shares = ", ".join(f"{name} {counts[name]}" for name in BUCKETS)
+    print(f"{sum(counts.values())} questions: {shares}")
+    print(f"use: python train.py --difficulty {options.out} --buckets hard=7,medium=2,easy=1")
+
+
+if __name__ == "__main__":
+    run_main(main)
