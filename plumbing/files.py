@@ -85,7 +85,7 @@ class Run:
         self.hints = Hints(settings)
 
     def open(self, first_step: int) -> None:
-        """Make the folder. An earlier run is moved aside; with --resume it is cut to its checkpoint."""
+        """Make the folder. An earlier run is moved aside; --resume cuts it to its checkpoint."""
         if not self.main:
             return
         if not self.settings.resume and self.folder.exists():
@@ -111,8 +111,7 @@ class Run:
             disable=not self.main,
         )
         with self.progress:
-            for step in range(first_step, settings.steps):
-                yield step
+            yield from range(first_step, settings.steps)
 
     def log(self, record: dict, sampled) -> None:
         """A line of metrics, one on the console, and now and then a trajectory to look at."""
