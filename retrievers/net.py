@@ -5,24 +5,22 @@
 
 The time limit holds for the whole exchange, headers and redirects too: a socket's own limit holds
 for one wait, and a server that sends a byte now and then never reaches it. (Only the look-up of a
-name has the system's own limit, often 10 to 30 s.) Nothing is read beyond `max_bytes`. A redirect
-to another host or port is a fault: the request may carry a key, and that is for the server that
-was asked. Left out: cookies, other authentication than a header, connections that are kept open.
+name has the system's own limit, often 10 to 30 s.) A redirect to another server is a fault: the
+request may carry a key. Left out: cookies, connections that are kept open.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
-import io
 import json
 import socket
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from functools import partial
+from urllib.parse import urlsplit
 
 from errors import InputError
 
@@ -49,34 +47,31 @@ def fetch(url: str, payload=None, timeout=60.0, headers=None, max_bytes=MAX_BYTE
     """The body of one GET, or of a POST of `payload` as JSON. Raises Fault, and nothing else."""
     data = None if payload is None else json.dumps(payload).encode()
     kind = {} if data is None else {"Content-Type": "application/json"}
+    handlers = [TimedHandler(time.monotonic() + timeout), SameServer]
     try:
+        # Trap: with http_proxy set, a server on this machine would be looked for on the proxy's.
+        if host_of(url) in LOCAL:
+            handlers.append(urllib.request.ProxyHandler({}))
         request = urllib.request.Request(url, data, kind | (headers or {}))
-        with make_opener(url, time.monotonic() + timeout).open(request) as response:
-            return read_body(response, max_bytes)
+        with urllib.request.build_opener(*handlers).open(request) as response:
+            body = response.read(max_bytes + 1)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise as_fault(error, timeout) from None
+    if len(body) > max_bytes:
+        raise Fault(f"more than {max_bytes:,} bytes", retry=False, down=False)
+    # Trap: a connection that broke off ends the body too, and half of it looks whole.
+    if response.length:
+        raise Fault(f"half an answer: {response.length:,} bytes are missing")
+    return body
 
 
-def fetch_json(url: str, payload=None, timeout=60.0, headers=None, max_bytes=MAX_BYTES) -> object:
-    """`fetch`, read as JSON."""
-    body = fetch(url, payload, timeout, headers, max_bytes)
+def fetch_json(url: str, payload=None, timeout=60.0, headers=None) -> object:
+    body = fetch(url, payload, timeout, headers)
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
         said = shown(body.decode(errors="replace"))
         raise Fault(f"a reply that is not JSON, or half of one: {said}") from None
-
-
-def read_body(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
-    body = bytearray()
-    while piece := response.read1(65536):
-        body += piece
-        if len(body) > max_bytes:
-            raise Fault(f"more than {max_bytes:,} bytes", retry=False, down=False)
-    # Trap: read1 returns b"" on a connection that broke off, and half a body looks whole.
-    if response.length:
-        raise Fault(f"half an answer: {response.length:,} bytes are missing")
-    return bytes(body)
 
 
 def left(deadline: float) -> float:
@@ -92,25 +87,13 @@ class TimedResponse(http.client.HTTPResponse):
 
     def __init__(self, sock: socket.socket, *args, deadline: float, **options):
         super().__init__(sock, *args, **options)
-        self.fp = io.BufferedReader(TimedSocket(self.fp.detach(), sock, deadline))
+        receive = self.fp.raw.readinto
 
+        def receive_in_time(buffer):
+            sock.settimeout(left(deadline))
+            return receive(buffer)
 
-class TimedSocket(io.RawIOBase):
-    """What comes from a socket, until `deadline`; then TimeoutError."""
-
-    def __init__(self, raw: io.RawIOBase, sock: socket.socket, deadline: float):
-        self.raw, self.sock, self.deadline = raw, sock, deadline
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int | None:
-        self.sock.settimeout(left(self.deadline))
-        return self.raw.readinto(buffer)
-
-    def close(self) -> None:
-        self.raw.close()
-        super().close()
+        self.fp.raw.readinto = receive_in_time  # headers and body all come through here
 
 
 class TimedHandler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
@@ -120,51 +103,32 @@ class TimedHandler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         super().__init__()
         self.deadline = deadline
 
-    def http_open(self, request):
-        return self.do_open(partial(self.connect, http.client.HTTPConnection), request)
+    def do_open(self, kind: type, request, **options):
+        def connect(host: str, **more) -> http.client.HTTPConnection:
+            connection = kind(host, **{**more, "timeout": left(self.deadline)})
+            connection.response_class = partial(TimedResponse, deadline=self.deadline)
+            return connection
 
-    def https_open(self, request):
-        return self.do_open(partial(self.connect, http.client.HTTPSConnection), request)
-
-    def connect(self, kind: type, host: str, **options) -> http.client.HTTPConnection:
-        connection = kind(host, **{**options, "timeout": left(self.deadline)})
-        connection.response_class = partial(TimedResponse, deadline=self.deadline)
-        return connection
+        return super().do_open(connect, request, **options)
 
 
 class SameServer(urllib.request.HTTPRedirectHandler):
+    """Trap: urllib sends all headers on, a key included; and another port is another server."""
+
     def redirect_request(self, request, reply, code, reason, headers, url):
-        # Trap: urllib sends all headers on, a key included; and another port is another server.
-        old, new = origin(request.full_url), origin(url)
-        secured = (old, new) == (("http", old[1], 80), ("https", old[1], 443))
-        if new != old and not secured:
+        reply.close()  # or urllib would read the redirect's own body to its end, however long
+        if urlsplit(url)[:2] != urlsplit(request.full_url)[:2]:
             text = f"HTTP {code}, on to {shown(url)}: give that address if it is the right one"
             raise Fault(text, retry=False)
-        reply.close()  # or urllib would read the redirect's own body to its end, however long
         return super().redirect_request(request, reply, code, reason, headers, url)
-
-
-def make_opener(url: str, deadline: float) -> urllib.request.OpenerDirector:
-    """Trap: with http_proxy set, a server on this machine would be looked for on the proxy's."""
-    direct = [urllib.request.ProxyHandler({})] if host_of(url) in LOCAL else []
-    return urllib.request.build_opener(TimedHandler(deadline), SameServer, *direct)
-
-
-def origin(url: str) -> tuple[str, str | None, int | None]:
-    """
-    >>> origin("http://Host/a"), origin("https://h:8080/b")
-    (('http', 'host', 80), ('https', 'h', 8080))
-    """
-    parts = urllib.parse.urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def host_of(url: str, example: str = "http://host:port") -> str:
     """The host of an http(s) address; anything else is an InputError that shows `example`."""
-    with contextlib.suppress(ValueError):
-        scheme, host, _ = origin(url)
-        if host and scheme in ("http", "https"):
-            return host
+    with contextlib.suppress(ValueError):  # of urlsplit, or of a port that is no number
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts.hostname
     raise InputError(f"{url}: not an address: give {example}")
 
 
@@ -185,13 +149,12 @@ def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable 
 def as_fault(error: Exception, timeout: float) -> Fault:
     """What urllib raised, as a Fault."""
     if isinstance(error, urllib.error.HTTPError):
-        said = ""
+        said, code = "", error.code
         # What it says of the error need not come whole; and a loop of redirects comes closed.
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException), error:
             said = shown(error.read1(2000).decode(errors="replace"))
-        retry = error.code in TRY_AGAIN or error.code >= 500
-        text = f"HTTP {error.code} {said}".strip()
-        return Fault(text, retry, down=error.code not in REQUEST_AT_FAULT)
+        again = code in TRY_AGAIN or code >= 500
+        return Fault(f"HTTP {code} {said}".strip(), again, down=code not in REQUEST_AT_FAULT)
     reason = getattr(error, "reason", error)
     if isinstance(reason, TimeoutError):
         return Fault(f"nothing within {timeout:g} s")
