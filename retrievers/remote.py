@@ -1,13 +1,10 @@
 """A retriever on another machine: queries go out over HTTP, passages come back, so that a
-21M-passage index can run where the memory is. serve.py is the other end; both speak two protocols:
+21M-passage index can run where the memory is. Two protocols; serve.py is the other end of one:
 
     POST /retrieve  {"queries": [text, ...], "topk": k, "return_scores": true}
                  -> {"result": [[{"document": {"id", "contents": "\\"Title\\"\\ntext"}, "score"},
                                  ...], ...]}
     POST /queries   {"queries": [text, ...], "k": k}   ->   {"answers": [[text, ...], ...]}
-
-Whatever the server does, a call ends: with an InputError at construction if nobody is there; later
-with None for a query whose search failed, and a `net.Fault` if there is nothing for any query.
 
 Traps. One query that a server cannot take fails its whole batch: then each is asked alone, once. A
 common server fails where "return_scores" is false, so it is always asked for. A server may drop or
@@ -20,40 +17,41 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import re
 import time
 from functools import partial
 
 from data import Document
 from errors import InputError
-from retrievers.net import MAX_BACKOFF, Fault, fetch_json, host_of, left, remember, retrying, shown
+from retrievers.net import Fault, fetch_json, host_of, left, retrying, shown
 
-REPLY_FIELD = {"/retrieve": "result", "/queries": "answers"}  # path -> where the lists stand
-NUMBER_FIELD = {"/retrieve": "topk", "/queries": "k"}
+PROTOCOLS = {  # path -> the fields of the number of passages, and of the lists in the reply
+    "/retrieve": ("topk", "result"),
+    "/queries": ("k", "answers"),
+}
 BATCH = 256  # queries per request
+BACKOFF = 0.5  # seconds
 PROBE = "Is anybody there?"
 
 
 class HttpRetriever:
     """The retriever behind `url`: http://host:port, or that with /retrieve or /queries.
 
-    timeout      seconds per try of a batch, and for all of its queries one by one
-    retries      of a batch; the rollout itself tries again where all of a call failed
-    cache_size   results (query, k) that are remembered
+    timeout   seconds per try of a batch, and for all of its queries one by one
+    retries   of a batch; the rollout itself tries again where all of a call failed
     """
 
     needs_questions = False
 
-    def __init__(self, url: str, timeout=60.0, retries=1, cache_size=10_000, backoff=0.5):
+    def __init__(self, url: str, timeout: float = 60.0, retries: int = 1):
         if not url:
             raise InputError("retriever http needs a server: give --retriever_url http://host:port")
         host_of(url)
-        self.timeout, self.retries, self.backoff = timeout, retries, backoff
-        self.cache, self.cache_size = {}, cache_size
-        named = [path for path in REPLY_FIELD if url.rstrip("/").endswith(path)]
-        self.base, tried = url.rstrip("/").removesuffix(named[0] if named else ""), []
-        for self.path in named or REPLY_FIELD:  # the first protocol that is answered
+        self.timeout, self.retries = timeout, retries
+        named = [path for path in PROTOCOLS if url.rstrip("/").endswith(path)]
+        self.base = url.rstrip("/").removesuffix("".join(named))
+        tried = []
+        for self.path in named or PROTOCOLS:  # the first protocol that is answered
             try:
                 self.ask([PROBE], 1, timeout)
                 return
@@ -64,43 +62,32 @@ class HttpRetriever:
         )
 
     def seconds(self, queries: int, k: int) -> float:
-        """How long a call with so many queries may take, whatever the server does:
-
-        ⌈queries / BATCH⌉ · ((retries + 2) · timeout + Σ backoffs)
-        """
-        waits = sum(min(self.backoff * 2**attempt, MAX_BACKOFF) for attempt in range(self.retries))
-        return math.ceil(queries / BATCH) * ((self.retries + 2) * self.timeout + waits)
+        """How long a call with so many queries may take, whatever the server does."""
+        batches = -(-queries // BATCH)
+        waits = BACKOFF * (2**self.retries - 1)  # 1 + 2 + 4 + ... backoffs
+        return batches * ((self.retries + 2) * self.timeout + waits)
 
     def search(self, queries: list[str], k: int) -> list[list[Document] | None]:
         """At most k documents for each query, as the server ranks them; None for one that failed in
-        a batch and alone. What came is remembered: another call need not ask for it again.
+        a batch and alone; a Fault if all failed.
         """
         if k < 1:
             return [[] for _ in queries]
-        found = {query: self.cache.get((query, k)) for query in queries}  # each distinct one once
-        missing = [query for query, documents in found.items() if documents is None]
-        fault = None
-        for start in range(0, len(missing), BATCH):
+        found, fault, distinct = {}, None, list(dict.fromkeys(queries))
+        for start in range(0, len(distinct), BATCH):
+            batch = distinct[start : start + BATCH]
             try:
-                found |= self.ask_batch(missing[start : start + BATCH], k)
+                ask = partial(self.ask, batch, k, self.timeout)
+                found |= retrying(ask, self.retries, BACKOFF)
             except Fault as error:
                 fault = error
-                if error.down:  # so the next batch would fare no better
+                alone = self.ask_one_by_one(batch, k) if len(batch) > 1 else {}
+                found |= alone
+                if not alone:  # the next batch would fare no better
                     break
-        if fault and all(documents is None for documents in found.values()):
+        if fault and not found:
             raise fault
-        return [None if found[query] is None else list(found[query]) for query in queries]
-
-    def ask_batch(self, batch: list[str], k: int) -> dict[str, list[Document]]:
-        """The answers of a batch, or of what of it can be answered; Fault if that is nothing."""
-        try:
-            return retrying(partial(self.ask, batch, k, self.timeout), self.retries, self.backoff)
-        except Fault as fault:
-            hopeless = fault.down and not fault.retry  # HTTP 404: each would hear the same
-            found = {} if hopeless or len(batch) == 1 else self.ask_one_by_one(batch, k)
-            if not found:
-                raise
-            return found
+        return [found.get(query) for query in queries]
 
     def ask_one_by_one(self, batch: list[str], k: int) -> dict[str, list[Document]]:
         """`timeout` seconds for all, of which one query that hangs takes a quarter at most."""
@@ -113,25 +100,23 @@ class HttpRetriever:
         return found
 
     def ask(self, queries: list[str], k: int, timeout: float) -> dict[str, list[Document]]:
-        """One try of one batch, remembered."""
+        """One try of one batch."""
+        number, field = PROTOCOLS[self.path]
         scores = {"return_scores": True} if self.path == "/retrieve" else {}
-        payload = {"queries": queries, NUMBER_FIELD[self.path]: k, **scores}
+        payload = {"queries": queries, number: k, **scores}
         reply = fetch_json(self.base + self.path, payload, timeout)
-        lists = read_reply(reply, REPLY_FIELD[self.path], len(queries), k)
-        found = dict(zip(queries, lists, strict=True))
-        for query, documents in found.items():
-            remember(self.cache, (query, k), documents, self.cache_size)
-        return found
+        lists = read_reply(reply, field, len(queries))
+        return {query: one[:k] for query, one in zip(queries, lists, strict=True)}
 
 
-def read_reply(reply: object, field: str, count: int, k: int) -> list[list[Document]]:
+def read_reply(reply: object, field: str, count: int) -> list[list[Document]]:
     """The lists of a reply, one per query. Any other shape is a Fault that may be tried again."""
     lists = reply.get(field) if isinstance(reply, dict) else None
     if not isinstance(lists, list) or not all(isinstance(items, list) for items in lists):
         raise Fault(f"wrong shape: no list of lists under {field!r}: {shown(json.dumps(reply))}")
     if len(lists) != count:
         raise Fault(f"wrong shape: {len(lists)} lists for {count} queries")
-    return [[d for d in map(read_document, items) if d is not None][:k] for items in lists]
+    return [list(filter(None, map(read_document, items))) for items in lists]
 
 
 def read_document(item: object) -> Document | None:
@@ -154,8 +139,7 @@ def read_document(item: object) -> Document | None:
     title, text, own = title.strip(), text.strip(), record.get("id", record.get("_id"))
     if not title and not text:
         return None
-    if isinstance(own, bool) or not isinstance(own, str | int | float) or own == "":
-        # The same passage has the same id in every search.
+    if own in (None, ""):  # by the text: the same passage has the same id in every search
         own = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
     return Document(str(own), title, text)
 
