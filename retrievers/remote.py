@@ -1,10 +1,9 @@
 """A retriever on another machine: queries go out over HTTP, passages come back, so that a
-21M-passage index can run where the memory is. Two protocols; serve.py is the other end of one:
+21M-passage index can run where the memory is. serve.py is the other end.
 
     POST /retrieve  {"queries": [text, ...], "topk": k, "return_scores": true}
                  -> {"result": [[{"document": {"id", "contents": "\\"Title\\"\\ntext"}, "score"},
                                  ...], ...]}
-    POST /queries   {"queries": [text, ...], "k": k}   ->   {"answers": [[text, ...], ...]}
 
 Traps. One query that a server cannot take fails its whole batch: then each is asked alone, once. A
 common server fails where "return_scores" is false, so it is always asked for. A server may drop or
@@ -25,17 +24,12 @@ from data import Document
 from errors import InputError
 from retrievers.net import Fault, fetch_json, host_of, left, retrying, shown
 
-PROTOCOLS = {  # path -> the fields of the number of passages, and of the lists in the reply
-    "/retrieve": ("topk", "result"),
-    "/queries": ("k", "answers"),
-}
 BATCH = 256  # queries per request
 BACKOFF = 0.5  # seconds
-PROBE = "Is anybody there?"
 
 
 class HttpRetriever:
-    """The retriever behind `url`: http://host:port, or that with /retrieve or /queries.
+    """The retriever behind `url`: http://host:port, or that with /retrieve.
 
     timeout   seconds per try of a batch, and for all of its queries one by one
     retries   of a batch; the rollout itself tries again where all of a call failed
@@ -47,19 +41,13 @@ class HttpRetriever:
         if not url:
             raise InputError("retriever http needs a server: give --retriever_url http://host:port")
         host_of(url)
+        self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
         self.timeout, self.retries = timeout, retries
-        named = [path for path in PROTOCOLS if url.rstrip("/").endswith(path)]
-        self.base = url.rstrip("/").removesuffix("".join(named))
-        tried = []
-        for self.path in named or PROTOCOLS:  # the first protocol that is answered
-            try:
-                self.ask([PROBE], 1, timeout)
-                return
-            except Fault as fault:
-                tried.append(f"POST {self.base}{self.path}: {fault}")
-        raise InputError(
-            f"no retriever answers: {'; '.join(tried)}: start the server, or correct its address"
-        )
+        try:
+            self.ask(["Is anybody there?"], 1, timeout)
+        except Fault as fault:
+            why = f"no retriever answers ({fault})"
+            raise InputError(f"{self.url}: {why}: start it, or correct the address") from None
 
     def seconds(self, queries: int, k: int) -> float:
         """How long a call with so many queries may take, whatever the server does."""
@@ -101,32 +89,28 @@ class HttpRetriever:
 
     def ask(self, queries: list[str], k: int, timeout: float) -> dict[str, list[Document]]:
         """One try of one batch."""
-        number, field = PROTOCOLS[self.path]
-        scores = {"return_scores": True} if self.path == "/retrieve" else {}
-        payload = {"queries": queries, number: k, **scores}
-        reply = fetch_json(self.base + self.path, payload, timeout)
-        lists = read_reply(reply, field, len(queries))
+        payload = {"queries": queries, "topk": k, "return_scores": True}
+        lists = read_reply(fetch_json(self.url, payload, timeout), len(queries))
         return {query: one[:k] for query, one in zip(queries, lists, strict=True)}
 
 
-def read_reply(reply: object, field: str, count: int) -> list[list[Document]]:
+def read_reply(reply: object, count: int) -> list[list[Document]]:
     """The lists of a reply, one per query. Any other shape is a Fault that may be tried again."""
-    lists = reply.get(field) if isinstance(reply, dict) else None
+    lists = reply.get("result") if isinstance(reply, dict) else None
     if not isinstance(lists, list) or not all(isinstance(items, list) for items in lists):
-        raise Fault(f"wrong shape: no list of lists under {field!r}: {shown(json.dumps(reply))}")
+        raise Fault(f"wrong shape: no list of lists under 'result': {shown(json.dumps(reply))}")
     if len(lists) != count:
         raise Fault(f"wrong shape: {len(lists)} lists for {count} queries")
     return [list(filter(None, map(read_document, items))) for items in lists]
 
 
 def read_document(item: object) -> Document | None:
-    """One passage in any of the forms that servers have for it; None for an empty slot.
+    """One passage, with its contents or with title and text; None for an empty slot.
 
     >>> read_document({"document": {"id": 7, "contents": '"Varen"\\nBy the Ost.'}, "score": 1.5})
     Document(id='7', title='Varen', text='By the Ost.')
     """
     record = item["document"] if isinstance(item, dict) and "document" in item else item
-    record = {"contents": record} if isinstance(record, str) else record
     if record is None:
         return None
     names = ["contents", "title", "text"]
@@ -135,20 +119,14 @@ def read_document(item: object) -> Document | None:
         raise Fault(f"wrong shape: no passage: {shown(json.dumps(item))}")
     # A lone surrogate is legal in JSON, and no tokenizer takes it.
     contents, title, text = (value.encode(errors="replace").decode() for value in fields)
-    title, text = split_contents(contents) if contents else (title, text)
-    title, text, own = title.strip(), text.strip(), record.get("id", record.get("_id"))
+    if contents:
+        title, newline, text = contents.partition("\n")
+        title, text = (title, text) if newline else ("", contents)
+        quoted = re.fullmatch(r'\s*"(.*)"\s*', title)  # a title may hold quotes itself
+        title = quoted[1] if quoted else title
+    title, text, own = title.strip(), text.strip(), record.get("id")
     if not title and not text:
         return None
     if own in (None, ""):  # by the text: the same passage has the same id in every search
         own = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
     return Document(str(own), title, text)
-
-
-def split_contents(contents: str) -> tuple[str, str]:
-    """(title, text) of '"Title"\\ntext', of "Title: X Text: Y", or of a text alone."""
-    if contents.startswith("Title:") and " Text:" in contents:
-        title, _, text = contents.removeprefix("Title:").partition(" Text:")
-        return title, text
-    title, newline, text = contents.partition("\n")
-    quoted = re.fullmatch(r'\s*"(.*)"\s*', title)  # a title may hold quotes itself
-    return (quoted[1] if quoted else title, text) if newline else ("", contents)

@@ -133,6 +133,7 @@ def serve_command(arguments: list[str], record: type, make_retriever: Callable) 
     parser = FlagParser("retriever.py serve", description="Offer a corpus to other machines.")
     parser.add_argument("--corpus", default="", help="a corpus file; the web needs none")
     add_settings(parser, record, ["bm25", "dense", "web"])
+    parser.add_argument("--retriever_url", default="", help="web: the search API")
     parser.add_argument("--index_file", default="", help="dense: FAISS, row i is passage i")
     parser.add_argument("--page", choices=["whole", "window"], default="window", help="web")
     parser.add_argument("--allow_private", action="store_true", help="web: read this network too")
@@ -169,7 +170,7 @@ def add_settings(parser: FlagParser, record: type, retrievers: list[str]) -> Non
     """Flags that `serve` and `check` share: the fields of the settings record, and two more."""
     parser.add_argument("--retriever", choices=retrievers, default=retrievers[0])
     for f in fields(record):
-        if f.name not in ("retriever", "documents_per_search"):
+        if f.name not in ("retriever", "retriever_url", "documents_per_search"):
             kind, help = type(f.default), f.metadata["help"]
             parser.add_argument(f"--{f.name}", type=kind, default=f.default, help=help)
     parser.add_argument("--device", default="", help="dense: cpu, cuda:0, ...; default: a free GPU")

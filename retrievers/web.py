@@ -19,26 +19,25 @@ Left out: JavaScript, PDF, cookies, robots.txt, compressed pages, a second page 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import ipaddress
 import os
 import socket
-import ssl
 import threading
 import time
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from html.parser import HTMLParser
-from urllib.parse import quote, urljoin, urlsplit
+from http.client import HTTPException, HTTPResponse
+from urllib.parse import quote, urlsplit
 
 from data import Document
 from errors import InputError
 from metrics import tokenize
-from retrievers.net import Fault, TimedResponse, fetch_json, host_of, left
+from retrievers.net import PORTS, Fault, fetch_json, host_of, opened
 
 CANDIDATES = 3  # addresses for each page that is wanted
-THREADS, REDIRECTS = 32, 4
+THREADS = 32
 API_SECONDS, QUERY_SECONDS, PAGE_SECONDS, PARSE_SECONDS = 8.0, 15.0, 5.0, 1.0
 MAX_PAGE, MAX_TEXT = 2**20, 100_000  # bytes of a page that are read, characters that are kept
 MAX_QUERY = 400  # characters that the API gets: many refuse more, and a policy may write anything
@@ -70,7 +69,7 @@ class WebRetriever:
         self.pause, self.lock = 1 / rate if rate else 0.0, threading.Lock()
         key = os.environ.get("SEARCH_API_KEY", "").strip()
         keys = {"Authorization": f"Bearer {key}", "X-API-KEY": key} if key else {}
-        self.headers, self.tls = HEADERS | keys, ssl.create_default_context()
+        self.headers = HEADERS | keys
         self.found = {}  # (query, k) -> documents: where one query fails, the client asks all again
         try:
             self.ask("encyclopedia", 1)
@@ -99,8 +98,8 @@ class WebRetriever:
         for hit in hits:
             text = ""
             if len(read) < k and time.monotonic() < until:
-                with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-                    text = self.fetch_page(hit.url)
+                with contextlib.suppress(OSError, ValueError, HTTPException, Fault):
+                    text = fetch_page(hit.url, self.allow_private)
             if text:
                 passage = text if self.whole else window(text, query)
                 read.append(Document(hit.url, hit.title, passage))
@@ -122,37 +121,6 @@ class WebRetriever:
                 raise
             return []  # the query is at fault: it finds nothing
 
-    def fetch_page(self, url: str) -> str:
-        """The text of a page; ValueError or what the network raises if it cannot be had."""
-        deadline = time.monotonic() + PAGE_SECONDS
-        for _ in range(REDIRECTS + 1):
-            with contextlib.closing(self.connect(url, deadline)) as connection:
-                parts = urlsplit(url)
-                path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
-                connection.request("GET", quote(path, safe="%/:=&?~+!$,;'@()*[]"), headers=HEADERS)
-                response = connection.getresponse()
-                onward = response.headers.get("Location")
-                if response.status not in (301, 302, 303, 307, 308) or not onward:
-                    return text_of(response)
-            url = urljoin(url, onward)
-        raise ValueError("too many redirects")
-
-    def connect(self, url: str, deadline: float) -> http.client.HTTPConnection:
-        """A connection to an address that was checked. `Host` and certificate are the name's."""
-        host, port, address = checked(url, self.allow_private)
-        connection = http.client.HTTPConnection(host, port)
-        connection.response_class = partial(TimedResponse, deadline=deadline)
-        connection.sock = socket.create_connection(address, left(deadline))
-        if urlsplit(url).scheme == "https":
-            connection.default_port = 443
-            connection.sock = self.tls.wrap_socket(connection.sock, server_hostname=host)
-        return connection
-
-
-# What a Python release may not count among the private ones yet: protocol assignments, and a
-# documentation range (RFC 9637).
-NOT_PUBLIC = (ipaddress.ip_network("192.0.0.0/24"), ipaddress.ip_network("3fff::/20"))
-
 
 def is_public(address: str) -> bool:
     """May a page lie there?
@@ -161,20 +129,28 @@ def is_public(address: str) -> bool:
     [True, False, False, True]
     """
     ip = ipaddress.ip_address(address.partition("%")[0])  # behind the %: the network card
-    if ip.version == 6 and ip.ipv4_mapped:
-        ip = ip.ipv4_mapped
-    if ip.version == 6 and (ip.sixtofour or ip.is_site_local):  # 6to4 wraps an IPv4 address
-        return False
-    newer = any(ip in network for network in NOT_PUBLIC)
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_private or newer)
+    if ip.version == 6:
+        if ip.sixtofour or ip.is_site_local:  # 6to4 wraps an IPv4 address
+            return False
+        ip = ip.ipv4_mapped or ip
+    # Older Pythons do not count all of the protocol assignments among the private ones.
+    reserved = ip.is_reserved or ip.is_private or ip in ipaddress.ip_network("192.0.0.0/24")
+    return ip.is_global and not (ip.is_multicast or reserved)
 
 
-def checked(url: str, allow_private: bool) -> tuple[str, int, tuple]:
-    """(host, port, socket address) of a page that may be visited; else ValueError."""
+def fetch_page(url: str, allow_private: bool) -> str:
+    """The text of a page; Fault, ValueError or what the network raises if it cannot be had."""
+    admit, deadline = partial(checked, allow_private=allow_private), time.monotonic() + PAGE_SECONDS
+    with opened(url, deadline, admit, headers=HEADERS) as response:
+        return text_of(response)
+
+
+def checked(url: str, allow_private: bool) -> tuple[str, int]:
+    """The socket address of a page that may be visited; else ValueError."""
     parts = urlsplit(url)
-    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
+    port = parts.port or PORTS.get(parts.scheme, 0)
     usual = port in (80, 443) or allow_private  # what runs on this network seldom has port 80
-    if parts.scheme not in ("http", "https") or not parts.hostname or not usual:
+    if parts.scheme not in PORTS or not parts.hostname or not usual:
         raise ValueError("refused")
     # The system also takes 2130706433 and 0x7f.1 for 127.0.0.1: so it is never the name that is
     # judged, always what it stands for.
@@ -182,7 +158,7 @@ def checked(url: str, allow_private: bool) -> tuple[str, int, tuple]:
     # All of them: a name with a public and a private address is somebody's trick.
     if not allow_private and not all(is_public(address[0]) for *_, address in found):
         raise ValueError("refused")
-    return parts.hostname, port, found[0][-1][:2]
+    return found[0][-1][:2]
 
 
 def hits_of(reply: object) -> list[Hit]:
@@ -214,7 +190,7 @@ CHARSETS = (
 ).split()
 
 
-def text_of(response: http.client.HTTPResponse) -> str:
+def text_of(response: HTTPResponse) -> str:
     """What a server sent, cut at MAX_PAGE; ValueError if that is no text."""
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     packed = response.headers.get("Content-Encoding", "identity") != "identity"
