@@ -121,7 +121,7 @@ def check_command(
         raise InputError(f"-k {args.k}: ask for at least one passage")
     documents = load_corpus(args.corpus, args.skip_bad) if args.corpus else invented
     if args.url:
-        retriever = HttpRetriever(args.url, retries=0)
+        retriever = HttpRetriever(args.url)
         documents = documents if args.corpus else some_passages(retriever, args.k)
     else:
         retriever = make_retriever(documents, read_settings(args, record), device=args.device)

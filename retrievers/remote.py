@@ -22,9 +22,10 @@ from functools import partial
 
 from data import Document
 from errors import InputError
-from retrievers.net import Fault, fetch_json, host_of, left, retrying, shown
+from retrievers.net import MAX_BACKOFF, Fault, fetch_json, host_of, left, retrying, shown
 
 BATCH = 256  # queries per request
+RETRIES = 1  # of a batch; the rollout itself tries again where all of a call failed
 BACKOFF = 0.5  # seconds
 
 
@@ -32,17 +33,16 @@ class HttpRetriever:
     """The retriever behind `url`: http://host:port, or that with /retrieve.
 
     timeout   seconds per try of a batch, and for all of its queries one by one
-    retries   of a batch; the rollout itself tries again where all of a call failed
     """
 
     needs_questions = False
 
-    def __init__(self, url: str, timeout: float = 60.0, retries: int = 1):
+    def __init__(self, url: str, timeout: float = 60.0):
         if not url:
             raise InputError("retriever http needs a server: give --retriever_url http://host:port")
         host_of(url)
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
-        self.timeout, self.retries = timeout, retries
+        self.timeout = timeout
         try:
             self.ask(["Is anybody there?"], 1, timeout)
         except Fault as fault:
@@ -52,21 +52,17 @@ class HttpRetriever:
     def seconds(self, queries: int, k: int) -> float:
         """How long a call with so many queries may take, whatever the server does."""
         batches = -(-queries // BATCH)
-        waits = BACKOFF * (2**self.retries - 1)  # 1 + 2 + 4 + ... backoffs
-        return batches * ((self.retries + 2) * self.timeout + waits)
+        return batches * ((RETRIES + 2) * self.timeout + RETRIES * MAX_BACKOFF)
 
     def search(self, queries: list[str], k: int) -> list[list[Document] | None]:
         """At most k documents for each query, as the server ranks them; None for one that failed in
         a batch and alone; a Fault if all failed.
         """
-        if k < 1:
-            return [[] for _ in queries]
         found, fault, distinct = {}, None, list(dict.fromkeys(queries))
         for start in range(0, len(distinct), BATCH):
             batch = distinct[start : start + BATCH]
             try:
-                ask = partial(self.ask, batch, k, self.timeout)
-                found |= retrying(ask, self.retries, BACKOFF)
+                found |= retrying(partial(self.ask, batch, k, self.timeout), RETRIES, BACKOFF)
             except Fault as error:
                 fault = error
                 alone = self.ask_one_by_one(batch, k) if len(batch) > 1 else {}

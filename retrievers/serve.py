@@ -48,7 +48,7 @@ class RetrievalServer(ThreadingHTTPServer):
             raise InputError(f"{host}:{port}: {why}: give another --port or --host") from None
 
     def answer(self, body: bytes) -> dict:
-        queries, k, scores = read_request(body)
+        queries, k = read_request(body)
         try:
             with self.lock:
                 lists = search_scored(self.retriever, queries, k)
@@ -56,7 +56,7 @@ class RetrievalServer(ThreadingHTTPServer):
             line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
             print(line, file=sys.stderr, flush=True)
             raise Refused(500, line) from None
-        return {"result": [[written(*pair, scores) for pair in found] for found in lists]}
+        return {"result": [[written(*pair) for pair in found] for found in lists]}
 
     def handle_error(self, request, client_address):
         if not isinstance(sys.exception(), OSError):  # a client that went away is no error
@@ -92,9 +92,9 @@ class Handler(BaseHTTPRequestHandler):
         pass  # a line per request would be all that a terminal shows
 
 
-def read_request(body: bytes) -> tuple[list[str], int, bool]:
-    """(queries, k, with scores?) of a request; Refused if it is not in order. An empty query is in
-    order: it must not cost the others their passages.
+def read_request(body: bytes) -> tuple[list[str], int]:
+    """(queries, k) of a request; Refused if it is not in order. An empty query is in order: it must
+    not cost the others their passages.
     """
     try:
         request = json.loads(body)
@@ -108,7 +108,7 @@ def read_request(body: bytes) -> tuple[list[str], int, bool]:
     k = request.get("topk") or DEFAULT_K
     if type(k) is not int or not 1 <= k <= MAX_K:  # type(): True is an int
         raise Refused(400, f"'topk' must be a whole number from 1 to {MAX_K}")
-    return queries, k, bool(request.get("return_scores"))
+    return queries, k
 
 
 def search_scored(retriever, queries: list[str], k: int) -> list[list[tuple[Document, object]]]:
@@ -121,11 +121,10 @@ def search_scored(retriever, queries: list[str], k: int) -> list[list[tuple[Docu
     return [[(document, None) for document in found] for found in lists]
 
 
-def written(document: Document, score: float | None, scores: bool) -> dict:
+def written(document: Document, score: float | None) -> dict:
     """One passage of a reply. A title of two lines would be cut at the first."""
     contents = f'"{" ".join(document.title.split())}"\n{document.text}'
-    record = {"id": document.id, "contents": contents}
-    return {"document": record, "score": score} if scores else record
+    return {"document": {"id": document.id, "contents": contents}, "score": score}
 
 
 def serve_command(arguments: list[str], record: type, make_retriever: Callable) -> None:
