@@ -24,7 +24,8 @@ from errors import InputError
 
 PASSAGE_COLUMNS = ("id", "passage")  # of tab-separated lines without a header
 QUESTION_COLUMNS = ("question", "answer")
-ID_COLUMNS = ("id", "_id", "idx", "docid", "doc_id", "pid")
+COLUMNS = dict.fromkeys(("_id", "idx", "docid", "doc_id", "pid"), "id")  # what a header may say
+COLUMNS |= {"answers": "answer", "golden_answers": "answer"}
 HALF_ESCAPE = re.compile(r"\\u[dD]")  # maybe: half of a character that JSON escapes in two
 
 # ------------------------------------------------------------------------------------ file -> lines
@@ -98,13 +99,9 @@ def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[in
 
 
 def read_json(path: Path) -> list:
-    text = read_whole(path)
-    try:
-        value = loads(text)
-    except (ValueError, RecursionError) as error:
-        place = f"{path}, line {getattr(error, 'lineno', 1)}"
-        reason = getattr(error, "msg", error)
-        raise InputError(f"{place}: not valid JSON ({reason}): correct the file") from None
+    value = loads(read_whole(path))
+    if isinstance(value, InputError):
+        raise InputError(f"{path}: {value}: correct the file")
     return [as_record(item) for item in (value if isinstance(value, list) else [value])]
 
 
@@ -122,23 +119,23 @@ def read_parquet(path: Path) -> list[dict]:
 
 
 def parse_json(line: str) -> object:
-    try:
-        return as_record(loads(line))
-    except (ValueError, RecursionError) as error:
-        column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        return InputError(f"not valid JSON ({getattr(error, 'msg', error)}{column})")
+    """The object on a line, or the InputError that says what is wrong with it."""
+    return as_record(loads(line))
 
 
 def loads(text: str) -> object:
     """Trap: JSON may escape half a character ("\\ud83d"), which nobody can write or tokenize."""
-    value = json.loads(text)
-    if HALF_ESCAPE.search(text):
-        json.dumps(value, ensure_ascii=False).encode()  # raises a ValueError
+    try:
+        value = json.loads(text)
+        if HALF_ESCAPE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        return InputError(f"not valid JSON ({str(error).replace('line 1 ', '')})")
     return value
 
 
 def as_record(value: object) -> object:
-    if isinstance(value, dict):
+    if isinstance(value, dict | InputError):
         return value
     return InputError(f"expected an object {{...}}, found {type_name(value)}")
 
@@ -168,14 +165,13 @@ def tsv_records(lines: Iterable, columns: tuple[str, ...]) -> Iterator[tuple[int
 
 def header(values: list[str]) -> list[str]:
     """Its names, [] for no header. One begins with a name for ids or has a column "question"."""
-    names = [value.strip().lower() for value in values]
-    if names[0] in ID_COLUMNS:
-        names[0] = "id"
-    elif "question" not in names:
+    lower = [value.strip().lower() for value in values]
+    names = [COLUMNS.get(name, name) for name in lower]
+    if "question" in names:
+        return names
+    if names[0] != "id":
         return []
-    if "question" not in names:
-        return list(PASSAGE_COLUMNS) if len(names) == 2 else names
-    return ["answer" if name in ("answers", "golden_answers") else name for name in names]
+    return list(PASSAGE_COLUMNS) if len(names) == 2 else names
 
 
 def unquote(column: str) -> str:

@@ -135,7 +135,7 @@ def text_files(folder: Path) -> list[Path]:
 def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
     """The fields of the passages of a text or of a folder; an id is "file in the folder#number"."""
     files, root = (text_files(path), path) if path.is_dir() else ([path], path.parent)
-    found, problems, used = [], [], 0
+    found, problems = [], []
     for file in tqdm(files, desc="passages", unit="file", leave=False, disable=None):
         # Linux allows names that are no text.
         name = file.relative_to(root).as_posix().encode(errors="replace").decode()
@@ -147,11 +147,8 @@ def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
             problems.append(str(error))
             continue
         packed = passages(text, stem(Path(name)), text_ending(file) == ".md")
-        if not packed:
-            problems.append(f"{file}: no words in it")
-            continue
-        used += 1
+        problems += [] if packed else [f"{file}: no words in it"]
         for number, (title, passage) in enumerate(packed, 1):
             found.append({"id": f"{name}#{number}", "title": title, "text": passage})
-    report_skipped(path, used, problems, "file")
+    report_skipped(path, len(files) - len(problems), problems, "file")
     return found

@@ -50,10 +50,10 @@ from errors import FlagParser, InputError, check_output, run_main
 from eval import SHARED, material, prediction_record, questions_name, signature
 from formats.records import append_jsonl, finished_records
 from metrics import last_boxed
-from other_models.llm import chat_text, load_llm, weights_version, without_thinking
+from other_models.llm import chat_text, load_llm, without_thinking
 from other_models.reader import read_answer
 from plumbing.report import summarise, table
-from policy import best_device
+from policy import best_device, weights_version
 from prompts import (
     Protocol,
     frame_documents,
