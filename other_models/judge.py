@@ -44,7 +44,8 @@ GRADE_INSTRUCTION = (
     " partly or wrong."
 )
 VERDICTS = {"yes": True, "correct": True, "no": False, "incorrect": False, "wrong": False}
-GRADES = {"correct": 2.0, "partly": 1.0, "partly correct": 1.0, "wrong": 0.0, "incorrect": 0.0}
+GRADES = {"correct": 2.0, "partly": 1.0, "wrong": 0.0, "incorrect": 0.0}
+GRADES |= {"partly correct": 1.0, "partially correct": 1.0}
 _LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*")
 
 

@@ -75,8 +75,8 @@ def frozen_in_8bit(settings: ModelSettings) -> set[str]:
 
 
 def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_FOLDER) -> LLM:
-    """The model that `spec` names, ready to be asked. `settings.timeout` is
-    in seconds, per try of a server; `cache` a folder, "" keeps no reply.
+    """The model that `spec` names, ready to be asked. `settings.timeout`, of RolloutSettings, is in
+    seconds and holds for a try of a server; `cache` is a folder, "" keeps no reply.
     """
     if spec.startswith(("http://", "https://")):
         return ServerLLM(spec, max_tokens, settings.timeout, cache)
@@ -126,7 +126,7 @@ class Cache:
 
 
 class LLM:
-    """What the kinds share. A kind adds `replies(requests)`, which yields (request, reply or None).
+    """What both kinds share; each adds `replies(requests)`, which yields (request, reply or None).
 
     asked, failures   distinct requests put to the model, and those of them without an answer
     fault, down       what went wrong last; was the model out of reach for the whole last batch?
@@ -174,9 +174,7 @@ class ServerLLM(LLM):
     The environment's OPENAI_API_KEY is sent if it is set.
     """
 
-    def __init__(
-        self, spec: str, max_tokens: int = 256, timeout: float = 60.0, cache: str | Path = ""
-    ):
+    def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
         base, _, self.model = spec.partition("#")
         host_of(base, ADDRESS)  # an address at all?
         self.base, self.timeout, self.max_tokens = base.rstrip("/"), timeout, max_tokens
@@ -203,12 +201,8 @@ class ServerLLM(LLM):
     def complete(self, request: Request) -> str | None:
         """One try. None is an answer without text: the tokens ran out while the model thought."""
         roles = zip(("system", "user"), request, strict=True)
-        payload = {
-            "model": self.model,
-            "temperature": 0,
-            "max_tokens": self.max_tokens,
-            "messages": [{"role": role, "content": text} for role, text in roles],
-        }
+        payload = {"model": self.model, "temperature": 0, "max_tokens": self.max_tokens}
+        payload["messages"] = [{"role": role, "content": text} for role, text in roles]
         reply = self.fetch("chat/completions", payload)
         try:
             content = reply["choices"][0]["message"]["content"]
@@ -219,9 +213,21 @@ class ServerLLM(LLM):
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         """The replies as they come, until GIVE_UP in a row have failed."""
         todo, done, stop = iter(requests), queue.SimpleQueue(), threading.Event()
+
+        def work() -> None:
+            for request in todo:  # which all threads share
+                if stop.is_set():
+                    return
+                try:
+                    reply = retrying(partial(self.complete, request), RETRIES, BACKOFF, stop.wait)
+                    done.put((request, reply, None))
+                except Exception as error:  # whatever it is, somebody waits for a word
+                    fault = error if isinstance(error, Fault) else Fault(repr(error))
+                    done.put((request, None, fault))
+
         # Trap: Python waits at exit for the threads of a pool, and Ctrl-C would take minutes
         for _ in range(min(THREADS, len(requests))):
-            threading.Thread(target=self.work, args=(todo, done, stop), daemon=True).start()
+            threading.Thread(target=work, daemon=True).start()
         self.down, in_a_row = True, 0
         try:
             for _ in requests:
@@ -235,35 +241,14 @@ class ServerLLM(LLM):
         finally:
             stop.set()
 
-    def work(self, todo: Iterator[Request], done: queue.SimpleQueue, stop: threading.Event) -> None:
-        """One thread: (request, reply, fault) of whatever `todo`, which all share, has next."""
-        for request in todo:
-            if stop.is_set():
-                return
-            try:
-                reply = retrying(partial(self.complete, request), RETRIES, BACKOFF, stop.wait)
-                done.put((request, reply, None))
-            except Exception as error:  # whatever it is, somebody waits for a word
-                done.put((request, None, error if isinstance(error, Fault) else Fault(repr(error))))
-
 
 class LocalLLM(LLM):
     """A causal LM in this process, a `Policy` or a plain HF model: greedy, `batch_size` at once.
-    `cache` only with a `name` that stands for these very weights.
-
-    The built-in world's chat template shows the last message only: there a model reads the text,
-    not the instruction.
+    `cache` only with a `name` that stands for these very weights. (Of the built-in world's models
+    none reads the instruction: their chat template shows the last message only.)
     """
 
-    def __init__(
-        self,
-        policy,
-        tokenizer,
-        max_tokens: int = 256,
-        batch_size: int = 16,
-        name: str = "local model",
-        cache: str | Path = "",
-    ):
+    def __init__(self, policy, tokenizer, max_tokens=256, batch_size=16, name="local", cache=""):
         super().__init__(name, max_tokens, cache)
         self.policy, self.tokenizer, self.batch_size = policy, tokenizer, batch_size
         positions = getattr(policy.config, "max_position_embeddings", None) or 4096
@@ -315,9 +300,7 @@ class LocalLLM(LLM):
         return self.tokenizer.decode(ids[:length], **options).strip()
 
 
-def load_local(
-    path: str, max_tokens: int, in_8bit: bool, device: torch.device | str, cache: str | Path
-) -> LocalLLM:
+def load_local(path: str, max_tokens: int, in_8bit: bool, device, cache: str | Path) -> LocalLLM:
     """Frozen: bf16 on a GPU, fp32 on CPUs, or 8-bit weights. Not `load_policy`, which refuses
     families that cannot be trained here.
     """
