@@ -46,7 +46,6 @@ from tqdm import tqdm
 from data import Question, load_datasets
 from formats.records import append_jsonl
 from metrics import summary_scores
-from other_models.llm import weights_version
 from papers import PAPERS, paper_of
 from plumbing import resume
 from plumbing.build import (
@@ -62,7 +61,7 @@ from plumbing.build import (
 )
 from plumbing.files import checkpoints, saved_settings, stage_folder
 from plumbing.score import answer_scores, ask_others, build_judge, build_reader
-from policy import best_device, check_model_path
+from policy import best_device, check_model_path, weights_version
 from rewards import arena_scores, evidence_support
 from rollout import check_prompts, rollout
 from settings import ASKING, RENAMED, Settings, add_flags, check_settings, named_in, resolve
