@@ -583,9 +583,7 @@ def check_beta(beta: float, max_searches: int) -> None:
         )
 
 
-def _when_to_search(
-    trajectory: Trajectory, embed: Embedder | None, similarity: str
-) -> Terms:
+def _when_to_search(trajectory: Trajectory, embed: Embedder | None, similarity: str) -> Terms:
     """r_f and r_s, the same in both stages."""
     share = _pick(SIMILARITIES, similarity, "similarity")
     queries = [search.query for search in trajectory.searches]
@@ -732,9 +730,7 @@ def cosine(vectors: np.ndarray) -> np.ndarray:
 # -------------------------------------------------------------------------------------------- ARENA
 
 
-def arena(
-    trajectory: Trajectory, bonus: float = 10.0, relevance_reward: bool = True
-) -> Terms:
+def arena(trajectory: Trajectory, bonus: float = 10.0, relevance_reward: bool = True) -> Terms:
     """R = format + answer + relevance, and 10 more if all three are 1 (ARENA section 3.3).
 
         format      1 if the text is <relevance> <analysis> <answer>, each once and not empty

@@ -220,6 +220,11 @@ def add_report_flags(parser) -> None:
     add("--json", default="", help="write the numbers to this file too")
 
 
+def needs_no_model(arguments: list[str]) -> bool:
+    """Does this command line of eval.py name a file to score?"""
+    return any(word.split("=")[0] == "--predictions" for word in arguments)
+
+
 def score_command(arguments: list[str] | None = None) -> None:
     parser = FlagParser("eval.py", description="Score predictions without a model.")
     add = parser.add_argument

@@ -29,7 +29,6 @@ from formats.layouts import (
     CORPUS_LAYOUTS,
     ID_FIELDS,
     LAYOUTS,
-    OWN_FIELDS,
     detect,
 )
 from formats.records import append_jsonl, finished_records, short
