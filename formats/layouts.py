@@ -103,6 +103,14 @@ def gold_answers(record: dict, name: str, options: list[str] | None = None) -> l
     return answers
 
 
+def option_texts(record: dict) -> list[str]:
+    """`options` as a list, or as {"A": text, "B": text}."""
+    options = record.get("options")
+    if isinstance(options, dict):
+        options = [options.get(chr(65 + i)) for i in range(len(options))]
+    return items({"options": options}, "options")
+
+
 def letter_of(gold: object, options: Sequence[str], name: str) -> str:
     """The letter of a gold option. It may also be a number from 0 or the option's text; but a
     letter is a letter, even where an option happens to read "B".
@@ -233,10 +241,7 @@ def from_musique(record: dict, number: int) -> dict:
 def from_choice(record: dict, number: int) -> dict:
     """MMLU-Pro's letter is the `answer`; MedQA's is `answer_idx`, and `answer` is its text."""
     name = "answer_idx" if "answer_idx" in record else "answer"
-    options = record.get("options")
-    if isinstance(options, dict):  # {"A": text, "B": text}
-        options = [options.get(chr(65 + i)) for i in range(len(options))]
-    fields = asked(record, name, items({"options": options}, "options"), number)
+    fields = asked(record, name, option_texts(record), number)
     return fields | {"source": field(record, "category", str, "") or fields["source"]}
 
 
