@@ -87,7 +87,9 @@ def opened(
     for _ in range(REDIRECTS + 1):
         with contextlib.closing(connect(url, admit(url), deadline)) as connection:
             parts = urlsplit(url)
-            path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+            path = parts.path or "/"
+            if parts.query:
+                path += f"?{parts.query}"
             method = "GET" if data is None else "POST"
             path = quote(path, safe="%/:=&?~+!$,;'@()*[]")
             connection.request(method, path, data, {"Connection": "close"} | (headers or {}))

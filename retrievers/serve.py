@@ -105,7 +105,7 @@ def read_request(body: bytes) -> tuple[list[str], int]:
         raise Refused(400, "'queries' must be a list of strings")
     if len(queries) > MAX_QUERIES:
         raise Refused(400, f"{len(queries):,} queries: send at most {MAX_QUERIES:,} at once")
-    k = request.get("topk") or DEFAULT_K
+    k = request.get("topk", DEFAULT_K)
     if type(k) is not int or not 1 <= k <= MAX_K:  # type(): True is an int
         raise Refused(400, f"'topk' must be a whole number from 1 to {MAX_K}")
     return queries, k

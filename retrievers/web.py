@@ -24,7 +24,6 @@ import os
 import socket
 import threading
 import time
-from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from html.parser import HTMLParser
@@ -44,8 +43,6 @@ MAX_QUERY = 400  # characters that the API gets: many refuse more, and a policy 
 WORDS = 150  # of a window
 EXAMPLE = "http://host/search?format=json&q={query}"
 HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; search-rl/0.1)"}
-
-Hit = namedtuple("Hit", "url title snippet")  # of the search API
 
 
 class WebRetriever:
@@ -99,27 +96,22 @@ class WebRetriever:
             text = ""
             if len(read) < k and time.monotonic() < until:
                 with contextlib.suppress(OSError, ValueError, HTTPException, Fault):
-                    text = fetch_page(hit.url, self.allow_private)
+                    text = fetch_page(hit.id, self.allow_private)
             if text:
                 passage = text if self.whole else window(text, query)
-                read.append(Document(hit.url, hit.title, passage))
-            elif hit.snippet:
-                told.append(Document(*hit))
+                read.append(Document(hit.id, hit.title, passage))
+            elif hit.text:
+                told.append(hit)
         self.found[query, k] = (read + told)[:k]
 
-    def ask(self, query: str, k: int) -> list[Hit]:
-        """One request to the search API."""
+    def ask(self, query: str, k: int) -> list[Document]:
+        """One request to the search API: addresses, titles and snippets."""
         with self.lock:
             time.sleep(self.pause)
         count = CANDIDATES * k
         query = quote(one_line(query)[:MAX_QUERY], safe="", errors="replace")
         url = self.template.replace("{count}", str(count)).replace("{query}", query)
-        try:
-            return hits_of(fetch_json(url, None, API_SECONDS, self.headers))[:count]
-        except Fault as fault:
-            if fault.retry or fault.down:
-                raise
-            return []  # the query is at fault: it finds nothing
+        return hits_of(fetch_json(url, None, API_SECONDS, self.headers))[:count]
 
 
 def is_public(address: str) -> bool:
@@ -161,7 +153,7 @@ def checked(url: str, allow_private: bool) -> tuple[str, int]:
     return found[0][-1][:2]
 
 
-def hits_of(reply: object) -> list[Hit]:
+def hits_of(reply: object) -> list[Document]:
     """The results in an API's reply, each address once: SearXNG {"results": [{"url", "title",
     "content"}, ...]}, Serper {"organic": [{"link", "title", "snippet"}, ...]}.
     """
@@ -172,7 +164,8 @@ def hits_of(reply: object) -> list[Hit]:
     hits = {}
     for result in results:
         url, title = field(result, "url", "link").partition("#")[0], field(result, "title")
-        hits.setdefault(url, Hit(url, title[:200], field(result, "content", "snippet")[:1000]))
+        snippet = field(result, "content", "snippet")
+        hits.setdefault(url, Document(url, title[:200], snippet[:1000]))
     hits.pop("", None)
     return list(hits.values())
 
@@ -184,10 +177,7 @@ def field(result: object, *names: str) -> str:
 
 
 # Trap: Python also knows codecs that no page is written in, some of them very slow.
-CHARSETS = (
-    "utf-16 iso-8859-1 iso-8859-2 iso-8859-15 windows-1250 windows-1251 windows-1252 koi8-r"
-    " shift_jis euc-jp euc-kr gb2312 gbk gb18030 big5"
-).split()
+CHARSETS = "iso-8859-1 windows-1251 windows-1252 shift_jis euc-jp euc-kr gbk gb18030 big5".split()
 
 
 def text_of(response: HTTPResponse) -> str:
