@@ -220,7 +220,7 @@ def test_the_log_has_each_new_pair_once(tmp_path):
 
 def test_a_log_that_cannot_be_written_is_one_line_before_the_first_search(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="summaries cannot be logged there"):
+    with pytest.raises(InputError, match="pairs.jsonl: cannot be written"):
         LLMSummarizer(Says(), log=tmp_path / "file" / "pairs.jsonl")
 
 
