@@ -224,14 +224,11 @@ def test_where_a_gold_title_has_no_paragraph_no_number_is_given_and_the_count_is
     assert "of 2 questions with paragraphs, 1 have no gold paragraph" in capsys.readouterr().err
 
 
-def test_hotpotqa_without_a_type_is_grouped_as_hotpotqa(one):
-    assert one(without(HOTPOT, "type")).kind == "hotpotqa"
-
-
 def test_2wiki_is_hotpotqas_layout_with_sentences_that_bring_no_blank(one):
     context = [["A", ["One.", "Two."]], ["C", ["Four."]]]
     question = one({**HOTPOT, "evidences": [], "type": "inference", "context": context})
     assert question.references[0].text == "One. Two." and question.source == "2wiki_inference"
+    assert one(without(HOTPOT, "type")).kind == "hotpotqa"
 
 
 def test_musiques_gold_paragraphs_are_numbered_by_place_and_aliases_count_as_right(one):

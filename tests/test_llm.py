@@ -20,7 +20,7 @@ from errors import InputError
 from other_models import llm
 from other_models.llm import Cache, LocalLLM, ModelSettings, ServerLLM, frozen_in_8bit, load_llm
 from policy import save_policy
-from prompts import chat_text, without_thinking
+from prompts import chat_text
 
 
 def said(content) -> bytes:
@@ -211,9 +211,6 @@ def test_the_key_of_the_environment_is_sent_and_without_one_no_header(serve, mon
 def test_what_a_model_thinks_aloud_is_no_part_of_its_reply(serve):
     script = after_probe(lambda payload, number: (200, said("<think>a? no, b</think>\n\nb")))
     assert asker(serve(script)).ask(requests("q")) == ["b"]
-    assert without_thinking("opened in the prompt</think> b") == "b"
-    assert without_thinking("<think>never ended") == ""
-    assert without_thinking(" plain ") == "plain"
 
 
 # -------------------------------------------------------------------------- the server is not there
@@ -572,16 +569,6 @@ def test_a_template_without_a_system_role_gets_the_instruction_in_the_user_s_tur
             return "|".join(message["content"] for message in messages)
 
     assert chat_text(Strict(), "Judge.", "who?") == "Judge.\n\nwho?"
-
-
-def test_the_built_in_world_s_tiny_model_reads_the_text_and_not_the_instruction(
-    toy_policy, toy_tokenizer
-):
-    model = LocalLLM(toy_policy, toy_tokenizer, max_tokens=6)
-    bare = model.prompt(("some instruction", "where ?"))
-    assert bare == model.prompt(("another", "where ?"))
-    assert bare != model.prompt(("another", "kelmouth lies in norland .\nwhere ?"))
-    assert isinstance(model.ask([("i", "where was ana born")])[0], str)
 
 
 @pytest.fixture

@@ -30,31 +30,14 @@ def test_the_reader_gets_the_evidence_then_the_question_and_nothing_else():
     assert llm.batches == [[(INSTRUCTION, f"{EVIDENCE}\nIn which country was Ana Bell born?")]]
 
 
-def test_the_gold_answer_is_nowhere_in_what_the_reader_gets():
-    llm = Says("x")
-    reader_answers(llm, [(WHERE, "Ana Bell was born in Kelmouth.")])
-    assert "Norland" not in str(llm.batches)
-
-
-def test_all_pairs_are_one_batch_and_those_without_evidence_are_not_asked():
-    llm = Says("a", "b")
+def test_all_pairs_are_one_batch_and_no_evidence_or_no_reply_is_an_empty_answer():
+    llm = Says("a", None)
     pairs = [(WHERE, None), (WHERE, "one"), (WHERE, ""), (WHERE, " \n"), (WHERE, "two")]
-    assert reader_answers(llm, pairs) == ["", "a", "", "", "b"]
+    assert reader_answers(llm, pairs) == ["", "a", "", "", ""]
     (batch,) = llm.batches
     assert [text.split("\n")[0] for _, text in batch] == ["one", "two"]
-
-
-def test_no_evidence_at_all_asks_nobody():
-    llm = Says("a")
     assert reader_answers(llm, [(WHERE, None)]) == [""] and reader_answers(llm, []) == []
-    assert llm.batches == []
-
-
-def test_a_reader_without_a_reply_counts_as_an_empty_answer():
-    assert reader_answers(Says(None, "Norland"), [(WHERE, "one"), (WHERE, "two")]) == [
-        "",
-        "Norland",
-    ]
+    assert len(llm.batches) == 1  # nobody else was asked
 
 
 @pytest.mark.parametrize(
