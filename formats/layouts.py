@@ -3,9 +3,8 @@
     file -> records -> layout (named by the first record) -> the fields of a Question or a Document
 
 A row holds a layout's fields and a function (record, its number in the file) -> our fields. The
-first row that recognises a record wins, by names that only this layout has: so a record without its
-question is still told what it lacks. A new layout is one function and one row. Whatever is wrong is
-one line with file, line, field and what to do; nothing is repaired in silence.
+first row that recognises a record wins, by names that only this layout has: a record without its
+question is still told what it lacks. Whatever is wrong is one line with file, line and field.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from metrics import last_boxed
 
 TASKS = ("qa", "math", "choice", "summary")
 ID_FIELDS = ("id", "_id", "idx", "question_id", "unique_id", "extra_info.index")
-
-# ------------------------------------------------------------------------------- fields of a record
 
 
 def wrong(name: str, what: str) -> InputError:
@@ -266,8 +263,8 @@ def from_verl(record: dict, number: int) -> dict:
     messages = items(record, "prompt", dict)
     said = [message.get("content") for message in messages if message.get("role") == "user"]
     question = field({"prompt": said[-1] if said else ""}, "prompt").rpartition("Question:")[2]
-    name = "reward_model.ground_truth"
-    golds = field(record, "reward_model", dict).get("ground_truth")
+    golds, name = field(record, "reward_model", dict), "reward_model.ground_truth"
+    golds = golds.get("ground_truth")
     golds = golds.get("target") if isinstance(golds, dict) else golds
     golds = golds.split("<|answer_split|>") if isinstance(golds, str) else golds
     source = field(record, "data_source", str, "")

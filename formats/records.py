@@ -28,8 +28,6 @@ COLUMNS = dict.fromkeys(("_id", "idx", "docid", "doc_id", "pid"), "id")  # what 
 COLUMNS |= {"answers": "answer", "golden_answers": "answer"}
 HALF_ESCAPE = re.compile(r"\\u[dD]")  # maybe: half of a character that JSON escapes in two
 
-# ------------------------------------------------------------------------------------ file -> lines
-
 
 def open_error(path: Path, error: OSError) -> InputError:
     known = {FileNotFoundError: "no such file: check the path"}
@@ -76,9 +74,6 @@ def read_whole(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise InputError(f"{path}, line {line}: not UTF-8: save the file as UTF-8") from None
-
-
-# --------------------------------------------------------------------------------- lines -> records
 
 
 def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[int, str, object]]:

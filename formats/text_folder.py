@@ -96,9 +96,6 @@ def pieces(paragraph: str) -> list[str]:
     return found
 
 
-# ----------------------------------------------------------------------------------------- folders
-
-
 def stem(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).stem
 
