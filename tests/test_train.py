@@ -12,18 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import (
-    ENVIRONMENT,
-    ROOT,
-    command_line,
-    flags,
-    in_two_processes,
-    rows_of,
-    same,
-    save_searching_model,
-    settings_for,
-    traces,
-)
+from conftest import flags, in_two_processes, rows_of, same, settings_for
 from safetensors.torch import load_file
 from test_lora import needs_peft
 from test_update import trajectory, unequal_batch
