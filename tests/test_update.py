@@ -197,9 +197,6 @@ def test_a_large_gradient_is_clipped_to_norm_1_and_logged_as_it_was():
     assert norm.item() == pytest.approx(1.0, abs=1e-4)
 
 
-# --------------------------------------------------------------------------------------- the critic
-
-
 def test_the_critics_loss_is_the_mean_over_all_model_tokens_and_no_other(monkeypatch):
     monkeypatch.setattr(ppo, "VALUE_CLIP", 0.0)
     batch = unequal_batch(PPO)
@@ -209,21 +206,6 @@ def test_the_critics_loss_is_the_mean_over_all_model_tokens_and_no_other(monkeyp
     expected = (values - batch.returns)[mask].square().mean() / 2
     _, totals = gradient_of(batch, PPO, update_critic)
     assert totals["value_loss"] == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_the_critic_learns_the_returns_and_its_values_then_explain_them(monkeypatch):
-    monkeypatch.setattr(ppo, "VALUE_CLIP", 0.0)
-    batch, parts = unequal_batch(PPO), make_parts(PPO)
-    # Prompts that differ: nobody can foresee two rewards from one prompt.
-    batch.tokens[:, 0] = torch.arange(3, 11)
-    parts.critic_optimizer = torch.optim.AdamW(parts.critic.parameters(), lr=3e-3)
-    losses = [update_critic(parts, batch)["value_loss"] for _ in range(40)]
-    assert losses[-1] < 0.1 * losses[0]
-    values = score_values(parts, batch)
-    assert ppo.explained_variance(values, batch.returns, batch.response_mask) > 0.8
-
-
-# --------------------------------------------------------------------------------- scored before it
 
 
 @pytest.mark.parametrize("budget", [1, 25, 10_000])
@@ -270,12 +252,12 @@ def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
 def test_rows_are_shuffled_by_seed_and_step_alone_and_0_is_all_in_one_update():
     settings = Settings(questions_per_step=4, group_size=8, trajectories_per_update=0)
     assert update_file.rows_per_update(settings) == 32
-    first, again, next_step, next_seed = (
-        update_file.shuffled_updates(step, 32, dataclasses.replace(settings, seed=seed))
-        for step, seed in ((3, 5), (3, 5), (4, 5), (3, 6))
-    )
-    assert len(first) == 1 and torch.equal(first[0], again[0])
-    assert not torch.equal(first[0], next_step[0]) and not torch.equal(first[0], next_seed[0])
+    orders = []
+    for step, seed in ((3, 5), (3, 5), (4, 5), (3, 6)):
+        seeded = dataclasses.replace(settings, seed=seed)
+        (rows,) = update_file.shuffled_updates(step, 32, seeded)
+        orders.append(rows.tolist())
+    assert orders[0] == orders[1] and orders[0] not in orders[2:]
 
 
 # ----------------------------------------------------------------------------------- what is logged
@@ -292,19 +274,14 @@ def test_the_gap_to_the_sampler_is_a_mean_over_the_update_s_tokens():
 
 
 def test_totals_of_several_processes_add_up_and_extremes_stay_extremes(monkeypatch):
-    parts = [
-        {"loss": 0.25, "ratio_min": 0.5, "ratio_max": 1.5},
-        {"loss": -1.0, "ratio_min": 0.75, "ratio_max": 2.0},
-    ]
-    monkeypatch.setattr(update_file, "gather_object", lambda mine: parts)
-    both = update_file.over_processes(parts[0], SimpleNamespace(num_processes=2))
+    one, two = {"loss": 0.25, "ratio_min": 0.5}, {"loss": -1.0, "ratio_min": 0.75}
+    one["ratio_max"], two["ratio_max"] = 1.5, 2.0
+    monkeypatch.setattr(update_file, "gather_object", lambda mine: [one, two])
+    both = update_file.over_processes(one, SimpleNamespace(num_processes=2))
     assert both == {"loss": -0.75, "ratio_min": 0.5, "ratio_max": 2.0}
 
 
 def test_a_step_s_updates_are_averaged_and_the_gap_is_of_those_that_have_it():
-    results = [
-        {"loss": 1.0, "grad_norm": 3.0, "ratio_min": 0.9, "logprob_gap": 0.5},
-        {"loss": 2.0, "grad_norm": 1.0, "ratio_min": 0.8},
-    ]
-    expected = {"loss": 1.5, "grad_norm": 3.0, "ratio_min": 0.8, "logprob_gap": 0.5}
-    assert mean_of(results) == expected
+    one = {"loss": 1.0, "grad_norm": 3.0, "ratio_min": 0.9, "logprob_gap": 0.5}
+    two = {"loss": 2.0, "grad_norm": 1.0, "ratio_min": 0.8}
+    assert mean_of([one, two]) == one | {"loss": 1.5, "ratio_min": 0.8}
