@@ -257,7 +257,8 @@ def renewed(saved: dict) -> dict:
     """Settings of an earlier version under today's names, as far as an evaluation reads them."""
     if "in_8bit" in saved:
         return saved
-    now = {"timeout": saved.get("search_timeout", 60.0), "reader": saved.get("cross_model", "")}
+    timeout = max(saved.get("search_timeout", 60.0), saved.get("llm_timeout", 60.0))
+    now = {"timeout": timeout, "reader": saved.get("cross_model", "")}
     if saved.get("summarizer") == "llm":
         now["summarizer"] = saved["summarizer_model"]
     if saved.get("load_in_8bit"):

@@ -13,8 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import train_bpe
-from test_train import ENVIRONMENT, ROOT, command_line, save_searching_model, traces
+from conftest import (
+    ENVIRONMENT,
+    ROOT,
+    command_line,
+    save_searching_model,
+    traces,
+    train_bpe,
+)
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,

@@ -2,7 +2,6 @@
 processes, from the command line.
 """
 
-import itertools
 import json
 import re
 import shutil
@@ -12,18 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import (
-    ENVIRONMENT,
-    ROOT,
-    command_line,
-    flags,
-    in_two_processes,
-    rows_of,
-    same,
-    save_searching_model,
-    settings_for,
-    traces,
-)
+from conftest import flags, in_two_processes, rows_of, same, settings_for
 from safetensors.torch import load_file
 from test_lora import needs_peft
 from test_update import trajectory, unequal_batch
@@ -112,13 +100,11 @@ def scripted(monkeypatch):
         return parts
 
     def drawn(groups, draw) -> list[Trajectory]:
-        generator, rows = torch.Generator().manual_seed(draw), []
-        for number, group in enumerate(groups):
-            for right in group:
-                t = trajectory(generator, 4 + len(rows), vocabulary=30)
-                name = f"draw{draw} question{number} {'right' if right else 'wrong'}"
-                t.question = Question(name, "?", ["!"])
-                rows.append(t)
+        generator = torch.Generator().manual_seed(draw)
+        rows = [trajectory(generator, 4 + i, vocabulary=30) for i in range(2 * len(groups))]
+        for i, t in enumerate(rows):
+            end = "right" if groups[i // 2][i % 2] else "wrong"
+            t.question = Question(f"draw{draw} question{i // 2} {end}", "?", ["!"])
         return rows
 
     def mark(trajectories):
@@ -196,19 +182,6 @@ def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right
         parts.settings = Settings(algorithm="dapo", group_size=2, filter_by=by)
         parts.scorer = Marks(lambda _: (components, [True] * 4))
         assert collect(parts, 0).kept == kept
-
-
-def test_what_a_step_draws_depends_on_seed_step_and_draw_alone(built):
-    def drawn(parts, step, draw):
-        return [(t.question.id, t.text) for t in roll_out(parts, step, draw)]
-
-    first = built("--algorithm dapo --max_resample 2")
-    second = built("--algorithm dapo --max_resample 2")
-    expected = {at: drawn(first, *at) for at in itertools.product((0, 1), (0, 1, 2))}
-    assert drawn(second, 1, 2) == expected[1, 2]  # without the draws before it
-    assert drawn(second, 0, 1) == expected[0, 1]
-    asked = [question for rows in expected.values() for question, _ in rows[::2]]
-    assert len(set(asked)) == 12  # every draw has questions of its own
 
 
 # ------------------------------------------------------------------- what a step is measured by
@@ -379,10 +352,9 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_questions_and_the_bat
     assert saved["tokens"].shape[0] == 4 and saved["rewards"].isnan().all()
 
 
-def test_a_critic_whose_loss_is_not_finite_stops_the_run_and_keeps_its_weights(built, run):
+def test_a_critic_whose_loss_is_not_finite_stops_the_run_too(built, run):
     parts = built("--algorithm ppo")
-    with torch.no_grad():
-        parts.critic.head.bias.fill_(1e30)  # squared: inf; the whitened advantages stay finite
+    parts.critic.head.bias.data.fill_(1e30)  # squared: inf; the whitened advantages stay finite
     before = weights_of(parts.critic)
     with pytest.raises(InputError, match=r"step 0: value_loss inf"):
         run(parts)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import model_of, small
+from conftest import model_of, same, small
 from test_lora import needs_peft
 
 import grpo
@@ -22,20 +22,7 @@ from prompts import PROTOCOLS
 from scale.lora import add_lora
 from settings import Settings
 from trajectory import Trajectory
-from update import (
-    Parts,
-    descend,
-    mean_of,
-    over_processes,
-    rows_per_update,
-    score_policy,
-    score_reference,
-    score_values,
-    set_lr,
-    shuffled_updates,
-    update,
-    update_critic,
-)
+from update import Parts, mean_of, score_policy, score_values, update, update_critic
 
 with torch.random.fork_rng(devices=[]):
     torch.manual_seed(3)
@@ -66,7 +53,7 @@ class Recorder:
         self.module.zero_grad()
 
 
-def make_parts(settings: Settings, **changes) -> Parts:
+def make_parts(settings: Settings) -> Parts:
     """A policy and a critic of its own shape; their optimizers only keep the gradients."""
     policy, critic = Policy(copy.deepcopy(TINY)), ppo.Critic(copy.deepcopy(TINY.base_model))
     # Not 0, so that a gradient reaches every layer.
@@ -75,7 +62,7 @@ def make_parts(settings: Settings, **changes) -> Parts:
     if settings.algorithm == "ppo":
         parts.critic = parts.critic_model = critic
         parts.critic_optimizer = Recorder(critic)
-    return dataclasses.replace(parts, **changes)
+    return parts
 
 
 def unequal_batch(settings: Settings) -> Batch:
@@ -111,10 +98,6 @@ def largest_difference(one, other) -> float:
     return (max((a - b).abs().max() for a, b in zip(one, other, strict=True)) / largest).item()
 
 
-def same(one, other) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.fixture
 def unclipped(monkeypatch):
     monkeypatch.setattr(update_file, "MAX_GRAD_NORM", 1e9)
@@ -138,14 +121,38 @@ def name_of(settings):
 
 @pytest.mark.parametrize("settings", CASES, ids=name_of)
 def test_the_gradient_is_the_same_however_the_batch_is_cut(settings, unclipped):
+    steps = [update, update_critic] if settings.algorithm == "ppo" else [update]
     batch = unequal_batch(settings)
-    whole, totals = gradient_of(batch, settings)
-    assert max(g.abs().max() for g in whole) > 1e-3
-    for budget in (1, 25, 44):  # every row alone; two ragged cuts
-        small_cuts = dataclasses.replace(settings, tokens_per_micro_batch=budget)
-        cut, cut_totals = gradient_of(batch, small_cuts)
-        assert largest_difference(whole, cut) < 1e-5
-        assert cut_totals == pytest.approx(totals, abs=1e-5, rel=1e-5)
+    for step in steps:
+        whole, totals = gradient_of(batch, settings, step)
+        assert max(g.abs().max() for g in whole) > 1e-3
+        for budget in (1, 25, 44):  # every row alone; two ragged cuts
+            small_cuts = dataclasses.replace(settings, tokens_per_micro_batch=budget)
+            cut, cut_totals = gradient_of(batch, small_cuts, step)
+            assert largest_difference(whole, cut) < 1e-5
+            assert cut_totals == pytest.approx(totals, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings, step", [(GRPO, update), (PPO, update_critic)])
+def test_documents_and_prompts_weigh_nothing(settings, step):
+    # What a document says changes what the model reads, but whatever log-probs, advantages, values
+    # and KL terms stand on its columns changes nothing at all.
+    batch, loud = unequal_batch(settings), unequal_batch(settings)
+    for name in ("old_logprobs", "ref_logprobs", "advantages", "values", "returns"):
+        if (tensor := getattr(loud, name)) is not None:
+            tensor[loud.response_mask == 0] = float("inf")
+    assert same(*(gradient_of(one, settings, step)[0] for one in (batch, loud)))
+
+
+def test_the_usual_mean_of_micro_batch_means_is_another_gradient(unclipped):
+    batch, policy = unequal_batch(GRPO), Policy(copy.deepcopy(TINY))
+    cuts = micro_batches(batch.response_mask, 25)
+    for rows in cuts:  # each micro-batch with weights of its own, then the mean over micro-batches
+        micro = batch.rows(rows)
+        loss, _ = grpo.compute_loss(policy(micro.tokens, mask=micro.response_mask), micro, GRPO)
+        (loss * grpo.compute_token_weights(micro, GRPO)).sum().div(len(cuts)).backward()
+    right, _ = gradient_of(batch, GRPO)
+    assert largest_difference(right, [p.grad for p in policy.parameters()]) > 0.05
 
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token"])
@@ -166,28 +173,6 @@ def test_the_loss_is_the_sum_of_weight_times_loss_token_by_token(aggregation):
             advantage = batch.advantages[row, t].item()
             expected -= weight * min(ratio * advantage, held * advantage)
     assert gradient_of(batch, settings)[1]["loss"] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("aggregation", ["sequence", "token"])
-def test_the_usual_mean_of_micro_batch_means_is_another_gradient(aggregation, unclipped):
-    settings = Settings(algorithm="grpo", loss_aggregation=aggregation, group_size=2)
-    batch, policy = unequal_batch(settings), Policy(copy.deepcopy(TINY))
-    cuts = micro_batches(batch.response_mask, 25)
-    for rows in cuts:  # each micro-batch with weights of its own, then the mean over micro-batches
-        micro = batch.rows(rows)
-        loss, _ = grpo.compute_loss(policy(micro.tokens, mask=micro.response_mask), micro, settings)
-        (loss * grpo.compute_token_weights(micro, settings)).sum().div(len(cuts)).backward()
-    right, _ = gradient_of(batch, settings)
-    assert largest_difference(right, [p.grad for p in policy.parameters()]) > 0.05
-
-
-def test_documents_and_prompts_weigh_nothing_in_the_update():
-    # What a document says changes what the model reads, but whatever log-probs, advantages and KL
-    # terms stand on its columns changes nothing at all.
-    batch, loud = unequal_batch(GRPO), unequal_batch(GRPO)
-    for tensor in (loud.old_logprobs, loud.ref_logprobs, loud.advantages):
-        tensor[loud.response_mask == 0] = float("inf")
-    assert same(gradient_of(batch, GRPO)[0], gradient_of(loud, GRPO)[0])
 
 
 def test_scoring_and_updating_change_nothing_in_the_batch():
@@ -212,68 +197,15 @@ def test_a_large_gradient_is_clipped_to_norm_1_and_logged_as_it_was():
     assert norm.item() == pytest.approx(1.0, abs=1e-4)
 
 
-def test_a_loss_or_a_gradient_that_is_not_finite_moves_nothing():
-    parts, batch = make_parts(GRPO), unequal_batch(GRPO)
-    for factor in (float("nan"), float("inf")):
-
-        def loss_of(micro, totals, factor=factor):
-            return factor * parts.policy(micro.tokens).sum()
-
-        totals = descend(parts, parts.model, parts.optimizer, batch, loss_of)
-        assert not math.isfinite(totals["loss"]) and parts.optimizer.gradients is None
-        assert all(p.grad is None for p in parts.policy.parameters())
-
-
-# --------------------------------------------------------------------------------------- the critic
-
-
-def test_the_critics_gradient_is_the_same_however_the_batch_is_cut(unclipped):
-    batch = unequal_batch(PPO)
-    whole, totals = gradient_of(batch, PPO, update_critic)
-    assert max(g.abs().max() for g in whole) > 1e-3 and 0 < totals["value_clip_fraction"] < 1
-    for budget in (1, 25, 44):
-        small_cuts = dataclasses.replace(PPO, tokens_per_micro_batch=budget)
-        cut, cut_totals = gradient_of(batch, small_cuts, update_critic)
-        assert largest_difference(whole, cut) < 1e-5
-        assert cut_totals == pytest.approx(totals, abs=1e-5, rel=1e-5)
-
-
-def test_the_critics_loss_is_the_mean_over_all_model_tokens_and_no_document(monkeypatch):
+def test_the_critics_loss_is_the_mean_over_all_model_tokens_and_no_other(monkeypatch):
     monkeypatch.setattr(ppo, "VALUE_CLIP", 0.0)
-    batch, loud = unequal_batch(PPO), unequal_batch(PPO)
+    batch = unequal_batch(PPO)
     mask = batch.response_mask.bool()
     with torch.no_grad():
         values = make_parts(PPO).critic(batch.tokens)
     expected = (values - batch.returns)[mask].square().mean() / 2
-    gradient, totals = gradient_of(batch, PPO, update_critic)
+    _, totals = gradient_of(batch, PPO, update_critic)
     assert totals["value_loss"] == pytest.approx(expected.item(), rel=1e-4)
-    for tensor in (loud.values, loud.returns):
-        tensor[~mask] = float("inf")
-    assert same(gradient, gradient_of(loud, PPO, update_critic)[0])
-
-
-def test_an_update_with_a_critic_is_one_of_each_and_both_are_logged():
-    batch, parts = unequal_batch(PPO), make_parts(PPO)
-    totals = update(parts, copy.deepcopy(batch))
-    assert parts.optimizer.gradients and parts.critic_optimizer.gradients
-    own, theirs = (gradient_of(batch, PPO, step)[1] for step in (update, update_critic))
-    assert totals == own | theirs and {"loss", "grad_norm", "value_loss"} < totals.keys()
-    assert totals["critic_grad_norm"] == theirs["critic_grad_norm"] != totals["grad_norm"]
-
-
-def test_the_critic_learns_the_returns_and_its_values_then_explain_them(monkeypatch):
-    monkeypatch.setattr(ppo, "VALUE_CLIP", 0.0)
-    batch, parts = unequal_batch(PPO), make_parts(PPO)
-    # Prompts that differ: nobody can foresee two rewards from one prompt.
-    batch.tokens[:, 0] = torch.arange(3, 11)
-    parts.critic_optimizer = torch.optim.AdamW(parts.critic.parameters(), lr=3e-3)
-    losses = [update_critic(parts, batch)["value_loss"] for _ in range(40)]
-    assert losses[-1] < 0.1 * losses[0]
-    values = score_values(parts, batch)
-    assert ppo.explained_variance(values, batch.returns, batch.response_mask) > 0.8
-
-
-# --------------------------------------------------------------------------------- scored before it
 
 
 @pytest.mark.parametrize("budget", [1, 25, 10_000])
@@ -288,14 +220,6 @@ def test_scoring_in_micro_batches_is_scoring_the_whole_batch(budget):
     torch.testing.assert_close(score_values(parts, batch), values, **near)
 
 
-def test_the_reference_is_a_model_of_its_own():
-    reference = Policy(model_of("qwen2", **small(vocab_size=40)))
-    parts, batch = make_parts(GRPO, reference=reference), unequal_batch(GRPO)
-    scored = score_reference(parts, batch)
-    assert torch.equal(scored, score_policy(parts, reference, batch))
-    assert not torch.allclose(scored, score_policy(parts, parts.policy, batch), atol=0.1)
-
-
 @needs_peft
 def test_with_lora_the_reference_is_the_policy_without_what_was_learned():
     parts, batch = make_parts(GRPO), unequal_batch(GRPO)
@@ -304,7 +228,7 @@ def test_with_lora_the_reference_is_the_policy_without_what_was_learned():
     for name, parameter in parts.policy.named_parameters():
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter)
-    assert torch.equal(score_reference(parts, batch), plain)
+    assert torch.equal(update_file.score_reference(parts, batch), plain)
     assert not torch.allclose(score_policy(parts, parts.policy, batch), plain, atol=0.1)
 
 
@@ -316,10 +240,10 @@ def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
     settings = Settings(**sizes, lr=1.2e-5, lr_schedule="linear")
     parts, rates = make_parts(settings), []
     for step, (rows, updates) in enumerate([(8, [3, 3, 2]), (2, [2]), (4, [2, 2])]):
-        dealt = shuffled_updates(step, rows, settings)
+        dealt = update_file.shuffled_updates(step, rows, settings)
         assert [len(one) for one in dealt] == updates
         assert sorted(torch.cat(dealt).tolist()) == list(range(rows))
-        rates += [set_lr(parts, step, number) for number in range(len(dealt))]
+        rates += [update_file.set_lr(parts, step, number) for number in range(len(dealt))]
         assert parts.optimizer.param_groups[0]["lr"] == rates[-1]
     # 4 steps of 3 updates: numbers 0, 1, 2; 3; 6, 7 of 12, and 1e-6 less each
     assert rates == pytest.approx([1.2e-5, 1.1e-5, 1e-5, 9e-6, 6e-6, 5e-6])
@@ -327,13 +251,13 @@ def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
 
 def test_rows_are_shuffled_by_seed_and_step_alone_and_0_is_all_in_one_update():
     settings = Settings(questions_per_step=4, group_size=8, trajectories_per_update=0)
-    assert rows_per_update(settings) == 32
-    first, again, next_step, next_seed = (
-        shuffled_updates(step, 32, dataclasses.replace(settings, seed=seed))
-        for step, seed in ((3, 5), (3, 5), (4, 5), (3, 6))
-    )
-    assert len(first) == 1 and torch.equal(first[0], again[0])
-    assert not torch.equal(first[0], next_step[0]) and not torch.equal(first[0], next_seed[0])
+    assert update_file.rows_per_update(settings) == 32
+    orders = []
+    for step, seed in ((3, 5), (3, 5), (4, 5), (3, 6)):
+        seeded = dataclasses.replace(settings, seed=seed)
+        (rows,) = update_file.shuffled_updates(step, 32, seeded)
+        orders.append(rows.tolist())
+    assert orders[0] == orders[1] and orders[0] not in orders[2:]
 
 
 # ----------------------------------------------------------------------------------- what is logged
@@ -349,28 +273,15 @@ def test_the_gap_to_the_sampler_is_a_mean_over_the_update_s_tokens():
     assert "logprob_gap" not in update(parts, unequal_batch(GRPO))
 
 
-def test_without_old_logprobs_the_update_s_own_are_taken_and_the_ratio_is_one():
-    batch = unequal_batch(GRPO)
-    assert gradient_of(batch, GRPO)[1]["ratio_max"] > 1.3
-    batch.old_logprobs = None
-    totals = gradient_of(batch, GRPO)[1]
-    assert totals["ratio_min"] == totals["ratio_max"] == 1 and totals["clip_fraction"] == 0
-
-
 def test_totals_of_several_processes_add_up_and_extremes_stay_extremes(monkeypatch):
-    parts = [
-        {"loss": 0.25, "ratio_min": 0.5, "ratio_max": 1.5},
-        {"loss": -1.0, "ratio_min": 0.75, "ratio_max": 2.0},
-    ]
-    monkeypatch.setattr(update_file, "gather_object", lambda mine: parts)
-    both = over_processes(parts[0], SimpleNamespace(num_processes=2))
+    one, two = {"loss": 0.25, "ratio_min": 0.5}, {"loss": -1.0, "ratio_min": 0.75}
+    one["ratio_max"], two["ratio_max"] = 1.5, 2.0
+    monkeypatch.setattr(update_file, "gather_object", lambda mine: [one, two])
+    both = update_file.over_processes(one, SimpleNamespace(num_processes=2))
     assert both == {"loss": -0.75, "ratio_min": 0.5, "ratio_max": 2.0}
 
 
 def test_a_step_s_updates_are_averaged_and_the_gap_is_of_those_that_have_it():
-    results = [
-        {"loss": 1.0, "grad_norm": 3.0, "ratio_min": 0.9, "logprob_gap": 0.5},
-        {"loss": 2.0, "grad_norm": 1.0, "ratio_min": 0.8},
-    ]
-    expected = {"loss": 1.5, "grad_norm": 3.0, "ratio_min": 0.8, "logprob_gap": 0.5}
-    assert mean_of(results) == expected
+    one = {"loss": 1.0, "grad_norm": 3.0, "ratio_min": 0.9, "logprob_gap": 0.5}
+    two = {"loss": 2.0, "grad_norm": 1.0, "ratio_min": 0.8}
+    assert mean_of([one, two]) == one | {"loss": 1.5, "ratio_min": 0.8}
