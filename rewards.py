@@ -32,7 +32,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -49,7 +49,7 @@ from metrics import (
     same_choice,
     tokenize,
 )
-from prompts import Protocol, Tags, as_protocol, find_answers, find_blocks, frame_documents
+from prompts import Protocol, Tags, as_protocol, find_answers, find_blocks
 from trajectory import Trajectory, trajectory_from_text
 
 Terms = dict[str, float]  # the named components of a reward
@@ -585,6 +585,7 @@ def section_order(trajectory: Trajectory) -> str:
         _read(protocol.query_tags, "queries between tags", protocol),
         protocol.section_tags("reflect"),
         _read(protocol.answer_tags, "an answer between tags", protocol),
+        _read(protocol.documents_tags, "documents between tags", protocol),
     ]
     order = ""
     for segment in segments:
@@ -593,16 +594,9 @@ def section_order(trajectory: Trajectory) -> str:
         elif segment.writer == "model":
             text = without_eos(segment.text) if segment is segments[-1] else segment.text
             sections = read_sections(text, pairs)
-            order += "x" if sections is None else _letters(sections, protocol)
+            for which, content in [(4, "")] if sections is None else sections:
+                order += "TSRAx"[which] if content else "x"
     return order
-
-
-def _letters(sections: list[tuple[int, str]], protocol: Protocol) -> str:
-    """The letters of a turn's sections; "x" if one of them is empty or holds a tag."""
-    for _, content in sections:
-        if not content or any(tag in content for tag in protocol.tags):
-            return "x"
-    return "".join("TSRA"[which] for which, _ in sections)
 
 
 def is_concise(query: str) -> bool:
@@ -790,17 +784,17 @@ def check_reward(settings) -> None:
 
 
 LACKING = {  # need -> what is said of a question without it
-    "references": "has no references, which the prompt shows: use HotpotQA, 2Wiki or MuSiQue",
+    "references": "has no references, which the prompt of the --protocol shows",
     "supporting": "names no supporting reference: add `supporting`, or --relevance_reward false",
-    "options": "has no options: use --reward ur2_stage2, or data of multiple choice",
-    "open": "is multiple choice, and the reward compares texts",
+    "options": "has no options, and the --reward is for multiple choice: use --reward ur2_stage2",
+    "open": "is multiple choice, and the --reward compares texts",
 }
 
 
 def check_questions(questions: list[Question], settings) -> list[Question]:
     """The questions, or an InputError that names the first one without what is read of it."""
-    needed, protocol = needs(settings), as_protocol(settings.protocol)
-    if protocol.references_in_prompt:
+    needed = needs(settings)
+    if as_protocol(settings.protocol).references_in_prompt:
         needed.add("references")
     for question in questions:
         choice = question.task == "choice"
@@ -812,8 +806,7 @@ def check_questions(questions: list[Question], settings) -> list[Question]:
         }
         for need, said in LACKING.items():
             if need in needed and not has[need]:
-                flags = f"--reward {settings.reward}, --protocol {settings.protocol}"
-                raise InputError(f"question {question.id} {said} ({flags})")
+                raise InputError(f"question {question.id} {said}")
     return questions
 
 
@@ -822,75 +815,65 @@ def check_questions(questions: list[Question], settings) -> list[Question]:
 
 @dataclass(frozen=True)
 class Story:
-    """One way to go about the demo question, to be told in the tags of any protocol."""
+    """One way to go about the demo question: pieces of text by their names, for any protocol."""
 
     name: str
-    searches: tuple[tuple[str, str], ...] = ()  # (query, what is found)
-    evidence: str = ""
-    cites: tuple[int, ...] = ()  # ARENA has no searching: what is found there is what is cited
-    answers: tuple[str, ...] = ("Norland",)
-    fallback: bool = False  # the last search comes back as the fallback
-    thought: str = "Her birthplace decides."
-    faked: str = ""  # documents by the model's own hand
-    after: str = ""
+    text: str
 
 
-_FOUND = ("Ana Bell was born in Kelmouth.", "Kelmouth is a town in Norland.")
-_FIRST, _SECOND = ("Ana Bell birthplace", _FOUND[0]), ("Kelmouth country", _FOUND[1])
-_VAGUE = ("think about it", "No fact is asked for.")
-_OTHERS = ("A bell rings.", "Sudria is a country.")
-_REFERENCES = (_FOUND[0], _OTHERS[0], _FOUND[1], _OTHERS[1])
-_QUESTION = Question(
-    "demo",
-    "In which country was Ana Bell born?",
-    ["Norland"],
-    references=tuple(Document(text, "", text) for text in _REFERENCES),
-    supporting=(1, 3),
-)
-_BOTH = " ".join(_FOUND)
-_GOOD = Story("good", (_FIRST, _SECOND), _BOTH, (1, 3))
+_LOOK = "search Ana Bell birthplace | found Ana Bell was born in Kelmouth. | reflect It helps."
+_TOWN = "Kelmouth is a town in Norland."
+_MORE = f"search Kelmouth country | found {_TOWN} | reflect It helps."
+_VAGUE = "search think about it | fallback No fact is asked for. | reflect Too vague."
+_BOTH = f"Ana Bell was born in Kelmouth. {_TOWN}"
+_THINK = "think Her birthplace decides."
+_GOOD = f"relevance [1, 3] | {_THINK} | {_LOOK} | {_MORE}"
+_KNOWN = f"relevance [] | {_THINK} | reflect I know this."
+_FAKED = f"relevance [5] | {_THINK} | found {_BOTH} | reflect I know this."
+_FALLBACK = f"relevance [1] | {_THINK} | {_MORE} | {_VAGUE} | evidence {_TOWN}"
+_GARBLED = _GOOD.replace("birthplace decides", "出生地 decides")
+_ALL = f"{_GOOD} | evidence {_BOTH} A bell rings.".replace("[1, 3]", "[1, 2, 3, 4]")
 STORIES = (
-    _GOOD,
-    Story("no search"),
-    Story("a query that asks for no fact", (_SECOND, _VAGUE), _FOUND[1], (1,), fallback=True),
-    Story("documents of its own", evidence=_BOTH, cites=(5,), faked=_BOTH),
-    replace(_GOOD, name="text after the answer", after=" I am quite sure."),
-    replace(_GOOD, name="two answers", answers=("Sudria", "Norland")),
-    Story("evidence without a search", evidence=_BOTH),
-    replace(_GOOD, name="cites everything", evidence=" ".join(_REFERENCES), cites=(1, 2, 3, 4)),
-    replace(_GOOD, name="wrong answer", answers=("Sudria",)),
-    replace(_GOOD, name="garbled text", thought="Her 出生地 decides."),
+    Story("good", f"{_GOOD} | evidence {_BOTH} | answer Norland"),
+    Story("no search", f"{_KNOWN} | answer Norland"),
+    Story("a query that asks for no fact", f"{_FALLBACK} | answer Norland"),
+    Story("documents of its own", f"{_FAKED} | evidence {_BOTH} | answer Norland"),
+    Story("text after the answer", f"{_GOOD} | evidence {_BOTH} | answer Norland | plain Yes."),
+    Story("two answers", f"{_GOOD} | evidence {_BOTH} | answer Sudria | answer Norland"),
+    Story("evidence without a search", f"{_KNOWN} | evidence {_BOTH} | answer Norland"),
+    Story("cites everything", f"{_ALL} | answer Norland"),
+    Story("wrong answer", f"{_GOOD} | evidence {_BOTH} | answer Sudria"),
+    Story("garbled text", f"{_GARBLED} | evidence {_BOTH} | answer Norland"),
 )
+_QUESTION = Question("demo", "In which country was Ana Bell born?", ["Norland"], supporting=(1, 3))
 
 
 def tell(story: Story, protocol: Protocol | str) -> Trajectory:
-    """The story as a transcript in the tags of a protocol; what it has no tags for is left out."""
+    """The story as a transcript; pieces that the protocol has no tags for are left out."""
     protocol = as_protocol(protocol)
-    suffix = protocol.prompt_suffix  # a tag that the prompt has opened: the model closes it only
-    pairs = {pair[0].strip("<>"): pair for pair in protocol.other_tags if pair[0] != suffix}
-
-    def write(tags: Tags | None, text: str) -> str:
-        return f"{tags[0]} {text} {tags[1]}" if tags and text else ""
-
-    body = write(pairs.get("relevance"), str(list(story.cites)))
-    analysis = write(pairs.get("analysis"), f"{story.thought} {story.faked}")
-    body += analysis or write(pairs.get("think"), story.thought) or story.thought
-    for query, found in story.searches if protocol.query_tags else ():
-        body += write(protocol.query_tags, query) + frame_documents(protocol, found)
-        body += write(pairs.get("reflect"), "This helps.")
-    if story.faked and protocol.documents_tags:
-        body += frame_documents(protocol, story.faked)
-    body += "" if story.searches else write(pairs.get("reflect"), "I know this.")
-    body += suffix.replace("<", "</") + write(protocol.evidence_tags, story.evidence)
-    answer_tags = protocol.answer_tags or (" The answer is \\boxed{", "}.")
-    body += "".join(write(answer_tags, answer) for answer in story.answers) + story.after
-    fallbacks = [len(story.searches) - 1] if story.fallback else []
-    return trajectory_from_text(_QUESTION, body, protocol, fallbacks)
+    tags = {pair[0].strip("<>"): pair for pair in protocol.other_tags}
+    opened = protocol.prompt_suffix  # "<think>": by the prompt, so the model closes it only
+    tags["plain"] = ("", "")
+    tags["think"] = tags.get("analysis") or (not opened and tags.get("think")) or ("", "")
+    tags["search"] = protocol.query_tags
+    tags["found"] = tags["fallback"] = protocol.documents_tags
+    tags["evidence"] = protocol.evidence_tags
+    tags["answer"] = protocol.answer_tags or ("The answer is \\boxed{", "}.")
+    text, fallbacks = "", []
+    for piece in story.text.split(" | "):
+        name, _, content = piece.partition(" ")
+        if name in ("found", "fallback"):
+            fallbacks.append(name == "fallback")
+        if name == "answer" and opened:
+            text, opened = text + opened.replace("<", "</"), ""
+        if pair := tags.get(name):
+            text += f"{pair[0]} {content} {pair[1]}"
+    return trajectory_from_text(_QUESTION, text, protocol, fallbacks)
 
 
 def example(protocol: Protocol | str, answer: str = "Norland") -> Trajectory:
     """The third story: a search, a search that comes back as the fallback, an answer."""
-    return tell(replace(STORIES[2], answers=(answer,)), protocol)
+    return tell(Story("", f"{_FALLBACK} | answer {answer}"), protocol)
 
 
 COLUMNS = {  # heading -> (protocol, reward)
