@@ -129,7 +129,7 @@ def tags_pair(text: str, tags: Tags) -> bool:
 
 
 def scripts(text: str) -> set[str]:
-    """Of its letters, by their Unicode names: "π r², 巴黎" -> GREEK, LATIN, CJK. (NFKC: ℝ is R.)"""
+    """The scripts of its letters: "π r², 巴黎" -> GREEK, LATIN, CJK. NFKC turns ℝ into R."""
     characters = unicodedata.normalize("NFKC", text)
     letters = {c for c in characters if unicodedata.category(c) in ("Lu", "Ll", "Lt", "Lo")}
     return {unicodedata.name(c, "UNKNOWN").split()[0] for c in letters}
