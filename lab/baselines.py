@@ -45,12 +45,12 @@ from eval import Evaluation, key_of, say_faults
 from formats.records import append_jsonl, finished_records
 from lab import taken
 from metrics import last_boxed
-from other_models.llm import load_llm, weights_version
+from other_models.llm import load_llm
 from other_models.reader import read_answer
 from plumbing import resume
 from plumbing.build import build_protocol, build_search, load_model
 from plumbing.report import summarise, table
-from policy import best_device
+from policy import best_device, weights_version
 from prompts import (
     Protocol,
     chat_text,

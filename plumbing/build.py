@@ -22,6 +22,7 @@ from data import Document, Question, corpus_from_questions, load_corpus, load_qu
 from errors import InputError
 from other_models.llm import frozen_in_8bit
 from papers import paper_of
+from plumbing.checkpoint import check_same_house
 from plumbing.files import starting_model
 from plumbing.score import Scorer, build_llm
 from policy import Policy, load_policy, make_optimizer
@@ -170,6 +171,9 @@ def build_parts(settings: Settings) -> Parts:
         check_shardable(settings.optimizer, settings.lora_rank)
     set_threads()
     start, said = starting_model(settings)
+    if settings.resume:
+        check_same_house(start)
+    build_protocol(settings)  # is there a --prompt_file?
     if settings.lora_rank:
         check_peft(settings.lora_rank)
     questions = check_questions(training_questions(settings), settings)

@@ -85,7 +85,7 @@ class Run:
         self.hints = Hints(settings)
 
     def open(self, first_step: int) -> None:
-        """Make the folder. An earlier run is moved aside; with --resume it is cut to its checkpoint."""
+        """Make the folder. An earlier run is moved aside; --resume cuts it to its checkpoint."""
         if not self.main:
             return
         if not self.settings.resume and self.folder.exists():
@@ -111,8 +111,7 @@ class Run:
             disable=not self.main,
         )
         with self.progress:
-            for step in range(first_step, settings.steps):
-                yield step
+            yield from range(first_step, settings.steps)
 
     def log(self, record: dict, sampled) -> None:
         """A line of metrics, one on the console, and now and then a trajectory to look at."""
@@ -250,7 +249,7 @@ def saved_settings(model: str) -> Settings | None:
         saved = renewed(json.loads(path.read_text(encoding="utf-8")))
         known = {f.name for f in dataclasses.fields(Settings)}
         return Settings(**{name: value for name, value in saved.items() if name in known})
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise InputError(f"{path}: not a settings file of train.py ({error})") from None
 
 
@@ -258,9 +257,12 @@ def renewed(saved: dict) -> dict:
     """Settings of an earlier version under today's names, as far as an evaluation reads them."""
     if "in_8bit" in saved:
         return saved
-    now = {"timeout": saved.get("search_timeout", 60.0), "reader": saved.get("cross_model", "")}
+    timeout = max(saved.get("search_timeout", 60.0), saved.get("llm_timeout", 60.0))
+    now = {"timeout": timeout, "reader": saved.get("cross_model", "")}
     if saved.get("summarizer") == "llm":
         now["summarizer"] = saved["summarizer_model"]
     if saved.get("cuda_graphs"):
         now["engine"] = "graphs"
+    if saved.get("load_in_8bit"):
+        now["in_8bit"] = "others"
     return saved | now

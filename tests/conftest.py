@@ -3,10 +3,13 @@ network.
 """
 
 import contextlib
+import json
 import multiprocessing
 import os
+import shutil
 import socket
 import threading
+from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -22,12 +25,16 @@ from transformers import (
     Qwen2Config,
 )
 
+import train
 from data import Question
-from policy import Policy
-from prompts import PROTOCOLS, as_protocol
+from errors import run_main
+from policy import Policy, save_policy
+from prompts import PROTOCOLS, as_protocol, build_prompt, frame_documents
 from rollout import Environment, rollout
-from settings import Settings
-from world.toy import make_model, make_tokenizer
+from settings import Settings, parse
+from sft import Example, SFTSettings, example_of, train_sft
+from world.toy import make_model, make_tokenizer, shape
+from world.world import World
 
 torch.set_num_threads(1)  # also what a module's fixtures train, before the first test
 
@@ -159,6 +166,94 @@ def roll(policy, tokenizer, questions, search, protocol="ur2", group_size=1, **n
     settings = Settings(group_size=group_size, **named)
     environment = Environment(tokenizer, as_protocol(protocol), search, settings)
     return rollout(policy, environment, questions, **how)
+
+
+# ------------------------------------------------------------------------------------- a tiny run
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"], search=True) -> list[Example]:
+    """Search for the first paragraph's title, read it, answer: what a model must have seen to
+    search at all.
+    """
+    begin, end = protocol.query_tags
+    examples = []
+    for question in questions:
+        title, text = question.references[0].title, question.references[0].text[:40]
+        found = [(f"{begin} {title}{end}", True), (frame_documents(protocol, text), False)]
+        answer = (f"\\boxed{{ {question.answers[0]}}}", True)
+        prompt = build_prompt(protocol, question, tokenizer)
+        pieces = [*found, answer] if search else [answer]
+        examples.append(example_of(prompt, pieces, tokenizer))
+    return examples
+
+
+def save_searching_model(path, seed=0) -> str:
+    """A tiny model that has seen a few traces for a moment: it searches often, and is wrong in many
+    ways.
+    """
+    tokenizer = make_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = Policy(model_of("qwen2", **shape(len(tokenizer), 32, 4, 64)))
+    examples = traces(tokenizer, World(0).questions("train", "one_hop")[:6])
+    train_sft(policy, lambda step: examples, SFTSettings(20, 2e-2))
+    save_policy(policy, tokenizer, path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """The path of a model that searches."""
+    return save_searching_model(tmp_path_factory.mktemp("start") / "model")
+
+
+SMALL = """--name t --group_size 2 --questions_per_step 2 --steps 2 --lr 1e-3 --max_turn_tokens 12
+    --max_searches 2 --documents_per_search 1 --document_tokens 40 --trajectories_per_update 0"""
+
+
+def flags(model, runs, more: str = "") -> list[str]:
+    """The command line of a run of a second; its folder is RUNS/t/stage1."""
+    return ["--model", str(model), "--runs", str(runs), *SMALL.split(), *more.split()]
+
+
+@pytest.fixture(scope="session")
+def trained(model, tmp_path_factory):
+    """A folder of runs: both stages of the default run, on the built-in world, whose model is the
+    one that searches.
+    """
+    runs = tmp_path_factory.mktemp("trained")
+    shutil.copytree(model, runs / "toy" / "ur2-world0")  # so that none is warmed up
+    small = SMALL.replace("--name t", f"--runs {runs}").replace("12", "16")
+    for stage in (1, 2):
+        train.main([*small.split(), "--stage", str(stage)])
+    return runs
+
+
+def settings_for(model, runs, more: str = "") -> Settings:
+    return parse(flags(model, runs, more))
+
+
+def rows_of(folder) -> list[dict]:
+    """The metrics of a run, without what its steps took."""
+    rows = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in row.items() if not k.endswith("_seconds")} for row in rows]
+
+
+def same(one, other) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def command_line(main, arguments, capsys) -> str:
+    """What a user sees on stderr: one line, exit code 2, no traceback."""
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: main([str(argument) for argument in arguments]))
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert end.value.code == 2
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
 
 
 # ------------------------------------------------------------------------------------ two processes

@@ -2,7 +2,6 @@
 one.
 """
 
-import json
 import multiprocessing
 import os
 import signal
@@ -13,69 +12,36 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands import accelerate_cli
-from test_train import flags, model, recipe_for, rows_of
-from transformers import AutoModelForCausalLM
+from conftest import ROOT, flags, rows_of, settings_for
+from safetensors.torch import load_file
 
 import train
 from errors import InputError, run_main
-from recipes import checkpoints
+from plumbing.files import checkpoints
 
-ROOT = Path(train.__file__).parent
-# top_p: only the likeliest token is left, so one process and two sample the same texts. 5
+# Cold: only the likeliest token is left, so one process and two sample the same texts. 5
 # questions: 2 and 3 of them.
-SAME_TEXTS = (
-    "--top_p",
-    "0.01",
-    "--algorithm",
-    "reinforce_pp",
-    "--old_logprobs",
-    "recompute",
-    "--questions_per_step",
-    "5",
-    "--kl_coef",
-    "0.05",
-    "--steps",
-    "3",
-)
+SAME_TEXTS = "--temperature 0.005 --algorithm reinforce_pp --questions_per_step 5 --kl_coef 0.05"
 
 
 def command_line(config: str, logs: Path, arguments: list[str]) -> None:
-    """What the script `accelerate` does, in a forked process: forking saves its imports.
-    Overridden: what a GPU gives.
-    """
-    os.environ |= {"ACCELERATE_USE_CPU": "true"}
+    """What the script `accelerate` does, in a forked process: forking saves its imports."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     os.chdir(ROOT)
-    sys.argv = [
-        "accelerate",
-        "launch",
-        "--config_file",
-        f"configs/{config}.yaml",
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        "0",
-        "--log_dir",
-        str(logs),
-        "--tee",
-        "3",
-        "train.py",
-        *arguments,
-    ]
+    launch = f"--config_file configs/{config}.yaml --num_processes 2 --main_process_port 0"
+    sys.argv = f"accelerate launch {launch} --log_dir {logs} --tee 3 train.py".split() + arguments
     accelerate_cli.main()
 
 
 def start(config: str, logs: Path, arguments: list[str]):
-    process = multiprocessing.get_context("fork").Process(
-        target=command_line, args=(config, logs, arguments)
-    )
+    given = (config, logs, arguments)
+    process = multiprocessing.get_context("fork").Process(target=command_line, args=given)
     process.start()
     return process
 
 
 def wait(process) -> int | None:
-    """Its exit code; a launcher that hangs is killed, and its processes with it (they are its
-    children).
-    """
+    """Its exit code; a launcher that hangs is killed, and its processes, its children, with it."""
     process.join(120)
     if process.exitcode is None:
         process.terminate()  # the launcher ends its processes
@@ -94,88 +60,65 @@ def said(logs: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def alone(model, tmp_path_factory):
     """The run of one process."""
-    return train.train(recipe_for(model, tmp_path_factory.mktemp("one"), *SAME_TEXTS))
+    return train.train(settings_for(model, tmp_path_factory.mktemp("one"), SAME_TEXTS))
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(checkpoints(folder)[-1]).state_dict()
-
-
-@pytest.mark.parametrize("config", ["ddp", "zero2", "fsdp2"])
+@pytest.mark.parametrize(
+    "config", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2")), "fsdp2"]
+)
 def test_accelerate_launch_with_each_file_takes_the_steps_of_one_process(
     config, alone, model, tmp_path
 ):
-    assert wait(start(config, tmp_path / "logs", flags(model, tmp_path, *SAME_TEXTS))) == 0
+    assert wait(start(config, tmp_path / "logs", flags(model, tmp_path, SAME_TEXTS))) == 0
     main, other = said(tmp_path / "logs")
-    assert (
-        "settings:" in main and "done:" in main and not other.strip()
-    )  # two took part, and one speaks
+    # Two took part, and one speaks.
+    assert "settings:" in main and "done:" in main and not other.strip()
     folder = tmp_path / "t" / "stage1"
     for ours, theirs in zip(rows_of(alone), rows_of(folder), strict=True):
-        assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)
+        assert theirs == pytest.approx(ours, abs=1e-4, rel=1e-4)
     assert max(row["grad_norm"] for row in rows_of(folder)) > 1
-    assert [path.name for path in folder.glob("checkpoint*")] == ["checkpoint-000003"]
-    begin, one, two = (
-        AutoModelForCausalLM.from_pretrained(model).state_dict(),
-        weights_of(alone),
-        weights_of(folder),
-    )
+    assert [path.name for path in folder.glob("checkpoint*")] == ["checkpoint-000002"]
+    paths = [Path(model), checkpoints(alone)[-1], checkpoints(folder)[-1]]
+    begin, one, two = (load_file(path / "model.safetensors") for path in paths)
     assert max((one[name] - begin[name]).abs().max() for name in one) > 1e-3
-    assert (
-        max((one[name] - two[name]).abs().max() for name in one) < 2e-4
-    )  # Adam's division blows rounding errors up
-    moments = torch.load(checkpoints(folder)[-1] / "trainer.pt")["optimizer"]["state"]
-    assert all(
-        isinstance(name, int if config == "ddp" else str) for name in moments
-    )  # in parts they have names
+    # Adam's division blows rounding errors up.
+    assert max((one[name] - two[name]).abs().max() for name in one) < 2e-4
+    moments = torch.load(paths[2] / "trainer.pt")["optimizer"]["state"]
+    kind = int if config == "ddp" else str  # in parts they have names
+    assert all(isinstance(name, kind) for name in moments)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["ddp", "zero2", "fsdp2"])
 def test_ctrl_c_ends_both_processes_and_resume_goes_on(config, model, tmp_path):
-    folder = tmp_path / "t" / "stage1"
-    process = start(
-        config, tmp_path / "logs", flags(model, tmp_path, "--steps", "5000", "--save_every", "2")
-    )
+    folder, more = tmp_path / "t" / "stage1", "--save_every 2 --steps"
+    process = start(config, tmp_path / "logs", flags(model, tmp_path, f"{more} 5000"))
     while process.exitcode is None and not checkpoints(folder):
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
     assert wait(process) == 1  # the launcher's own; ours is 130
     main, other = said(tmp_path / "logs")
-    assert (
-        "interrupted; last checkpoint:" in main
-        and "Error" not in main
-        and "Traceback" not in main + other
-    )
+    assert "interrupted; last checkpoint:" in main
+    assert "Error" not in main and "Traceback" not in main + other
     done = int(checkpoints(folder)[-1].name[-6:])
-    more = flags(model, tmp_path, "--steps", str(done + 1), "--save_every", "2", "--resume")
-    assert wait(start(config, tmp_path / "more", more)) == 0
+    again = flags(model, tmp_path, f"{more} {done + 1} --resume")
+    assert wait(start(config, tmp_path / "more", again)) == 0
     assert "going on from" in said(tmp_path / "more")[0]
-    steps = [
-        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert (
-        steps == list(range(done + 1))
-        and checkpoints(folder)[-1].name == f"checkpoint-{done + 1:06d}"
-    )
+    assert [row["step"] for row in rows_of(folder)] == list(range(done + 1))
+    assert checkpoints(folder)[-1].name == f"checkpoint-{done + 1:06d}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong, line",
     [
-        (
-            ("--lrr", "1"),
-            "error: train.py: unknown flag --lrr (did you mean --lr?); --help lists them all",
-        ),  # both find it
-        (
-            ("--recipe", "r_search", "--cross_model", "/nowhere"),
-            "error: /nowhere: no such directory; give",
-        ),  # only one looks
+        ("--lrr 1", "error: train.py: unknown flag --lrr (did you mean --lr?); --help lists them"),
+        ("--recipe r_search --reader /nowhere", "error: /nowhere: no such directory; give"),
     ],
 )
 def test_what_is_wrong_is_one_line_of_one_process(wrong, line, model, tmp_path):
-    assert wait(start("ddp", tmp_path / "logs", flags(model, tmp_path, *wrong))) == 1
+    # Both processes find a wrong flag; only one looks for the reader.
+    assert wait(start("ddp", tmp_path / "logs", flags(model, tmp_path, wrong))) == 1
     main, other = said(tmp_path / "logs")
     assert line in main and "Traceback" not in main and not other.strip()
 
@@ -185,13 +128,10 @@ def test_the_other_processes_wait_before_they_say_what_is_wrong(rank, waited, mo
     def wrong():
         raise InputError("no such file")
 
-    monkeypatch.setenv("LOCAL_RANK", rank)
     slept = []
+    monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr("errors.time.sleep", slept.append)
     with pytest.raises(SystemExit) as ended:
         run_main(wrong)
-    assert (
-        ended.value.code == 2
-        and slept == waited
-        and capsys.readouterr().err == "error: no such file\n"
-    )
+    assert ended.value.code == 2 and slept == waited
+    assert capsys.readouterr().err == "error: no such file\n"

@@ -101,7 +101,7 @@ def test_every_command_has_only_flags_that_its_file_knows(name):
 
 
 def test_the_settings_are_those_of_the_papers():
-    shown = PAPERS.split("<!-- recipes -->")[1].split("<!-- /recipes -->")[0].strip()
+    shown = PAPERS.split("<!-- papers -->")[1].split("<!-- /papers -->")[0].strip()
     lines = [line for line in shown.splitlines() if line.startswith("|")]
     columns = list(zip(*papers.table(), strict=True))
     wanted = ["| " + " | ".join(column) + " |" for column in columns]

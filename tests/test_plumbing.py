@@ -1,0 +1,274 @@
+"""plumbing/: the files of a run, what it goes on from, what earlier versions left behind, and what
+is refused before a model is loaded. What settings stand for is in test_build.py, the scorer in
+test_score.py.
+"""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import command_line, flags, rows_of, same, settings_for
+from test_lora import needs_peft
+from test_train import quick
+
+import train
+from errors import InputError
+from plumbing import build
+from plumbing.build import build_parts, check_processes, set_threads
+from plumbing.files import Hints, checkpoints, console_line, saved_settings
+from policy import Policy, load_policy
+from settings import Settings
+from world.toy import make_model, make_tokenizer
+
+# ------------------------------------------------------------------------------------------- hints
+
+QUIET = {"frac_reward_zero_std": 0.5, "searched": 0.5, "searches": 1.0, "refused": 0.0}
+QUIET |= {"cut_off": 0.0, "search_errors": 0.0}
+NEVER = {"searched": 0.0, "searches": 0.0}
+
+
+@pytest.mark.parametrize(
+    "changes, settings, said",
+    [
+        ({"frac_reward_zero_std": 1.0}, {}, "all rewards of every group were equal"),
+        ({"frac_reward_zero_std": 1.0}, {"algorithm": "reinforce_pp"}, None),  # has no groups
+        ({"skipped": 1}, {}, "no update was made"),
+        (NEVER, {}, "no trajectory searched"),
+        (NEVER, {"retrieval": False}, None),  # must not
+        (NEVER, {"max_searches": 0}, None),
+        (NEVER | {"refused": 0.5}, {}, "none was run"),
+        ({"cut_off": 1.0}, {}, "raise --max_turn_tokens"),
+        ({"logprob_gap": 0.2}, {}, "differ by more than 0.1"),
+        ({"search_errors": 1.0}, {}, "a tenth or more of the searches failed"),
+        ({}, {}, None),
+    ],
+)
+def test_three_steps_of_one_cause_give_one_hint_and_never_again(changes, settings, said):
+    hints = Hints(Settings(**settings))
+    lines = [hints.after(QUIET | changes) for _ in range(6)]
+    assert lines[:2] == [[], []] and lines[3:] == [[], [], []]
+    assert len(lines[2]) == bool(said) and (not said or said in lines[2][0])
+
+
+def test_a_single_better_step_starts_the_count_anew():
+    hints = Hints(Settings())
+    cut = [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+    assert [hints.after(QUIET | {"cut_off": share}) for share in cut] == [[]] * 6
+
+
+def test_the_console_says_what_is_out_of_the_ordinary():
+    plain = {"step": 7, "reward": 0.5, "em": 0.25}
+    assert console_line(plain) == "step    7  reward 0.50  em 0.25"
+    assert console_line(plain | {"search_errors": 0.2}).endswith("search_errors 0.20")
+    said = "no update: no group had answers that differ, in 3 draws"
+    assert console_line(plain | {"skipped": 1, "resampled": 2}).endswith(said)
+
+
+# ------------------------------------------------------------------------------- the files of a run
+
+
+@pytest.mark.parametrize("keep, left", [(0, [1, 2, 3]), (1, [3]), (2, [2, 3]), (9, [1, 2, 3])])
+def test_older_checkpoints_go_and_zero_keeps_all(keep, left, model, tmp_path):
+    more = f"--steps 3 --save_every 1 --keep_checkpoints {keep}"
+    folder = train.train(settings_for(model, tmp_path, more))
+    assert [int(path.name[-6:]) for path in checkpoints(folder)] == left
+
+
+@pytest.fixture(scope="module")
+def done(model, tmp_path_factory):
+    """The folder of a finished run of one step."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(build, "set_threads", lambda: None)
+    yield train.train(settings_for(model, tmp_path_factory.mktemp("done"), "--steps 1"))
+    patch.undo()
+
+
+@pytest.fixture
+def left(done, tmp_path):
+    """A copy of it, where a run of this test goes on."""
+    return shutil.copytree(done, tmp_path / "t" / "stage1")
+
+
+def test_an_earlier_run_is_moved_aside_and_not_overwritten(left, model, tmp_path, capsys):
+    (left / "note").write_text("precious")
+    settings = settings_for(model, tmp_path, "--steps 1")
+    for number in (1, 2):
+        train.train(settings)
+        assert f"moved to stage1.old{number}" in capsys.readouterr().out
+    assert (tmp_path / "t" / "stage1.old1" / "note").read_text() == "precious"
+    assert not (left / "note").exists() and len(rows_of(left)) == 1
+    with pytest.raises(InputError):  # bad input leaves it where it is
+        train.train(dataclasses.replace(settings, mix="nothing=1"))
+    assert left.exists() and not left.with_name("stage1.old3").exists()
+
+
+def test_a_resume_cuts_the_metrics_to_its_checkpoint_and_says_what_is_new(
+    left, model, tmp_path, capsys
+):
+    saved = json.loads((left / "settings.json").read_text()) | {"runs": str(tmp_path)}
+    (checkpoints(left)[-1] / "settings.json").write_text(json.dumps(saved))
+    with open(left / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1, "reward": 1.0}\n{"step": 2, "rew')
+    train.train(settings_for(model, tmp_path, "--steps 2 --resume --lr 0.002"))
+    assert [row["step"] for row in rows_of(left)] == [0, 1] and "loss" in rows_of(left)[1]
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed"))
+    assert said.startswith("resumed with other settings: ") and said.count("=") == 2
+    assert "steps=2 (was 1)" in said and "lr=0.002 (was 0.001)" in said
+
+
+def test_what_cannot_be_gone_on_with_is_one_line(left, model, tmp_path):
+    for more, said in (
+        ("--resume --steps 1", "1 of --steps 1 steps are done; raise --steps"),
+        ("--resume --algorithm ppo", "was not made by PPO and has no critic"),
+        ("--resume --name nowhere", "--resume: no checkpoint in .*nowhere/stage1; leave it out"),
+    ):
+        with pytest.raises(InputError, match=said):
+            train.train(settings_for(model, tmp_path, more))
+    assert len(rows_of(left)) == 1  # and nothing was touched
+
+
+@needs_peft
+def test_lora_goes_on_with_its_own_rank_and_not_without_it(left, model, tmp_path):
+    with pytest.raises(InputError, match="was made without --lora_rank"):
+        train.train(settings_for(model, tmp_path, "--resume --lora_rank 4"))
+    train.train(settings_for(model, tmp_path, "--steps 1 --lora_rank 4"))
+    with pytest.raises(InputError, match="of another rank"):
+        train.train(settings_for(model, tmp_path, "--resume --lora_rank 2"))
+    with pytest.raises(InputError, match="was made with --lora_rank"):
+        train.train(settings_for(model, tmp_path, "--resume"))
+
+
+def test_stage_two_starts_from_stage_ones_last_checkpoint(left, model, tmp_path, capsys):
+    parts = build_parts(settings_for(model, tmp_path, "--stage 2"))
+    last = f"{left}/checkpoint-000001"
+    assert f"stage 2 starts from {last}" in capsys.readouterr().out
+    assert same(parts.policy.parameters(), load_policy(last)[0].parameters())
+    assert parts.settings.reward == "ur2_stage2"
+
+
+def test_without_a_model_the_built_in_one_is_trained(tmp_path, monkeypatch, capsys):
+    asked, untrained = [], (Policy(make_model(len(make_tokenizer()))), make_tokenizer())
+    monkeypatch.setattr(build, "load_toy", lambda *given: asked.append(given) or untrained)
+    small = "--group_size 2 --questions_per_step 4 --steps 1 --max_turn_tokens 8"
+    train.main(f"--recipe r1_searcher --world_seed 5 --runs {tmp_path} {small}".split())
+    ((world_seed, protocol, _, runs),) = asked
+    assert (world_seed, protocol.name, runs) == (5, "r1_searcher", str(tmp_path))
+    assert "stage 1 starts from the built-in model" in capsys.readouterr().out
+    made = tmp_path / "r1_searcher-world5-seed0" / "stage1" / "checkpoint-000001"
+    assert (made / "config.json").exists()
+
+
+# -------------------------------------------------------------------------- from an earlier version
+
+# Some of what an earlier version wrote beside its checkpoints.
+EARLIER = {"recipe": "r_search", "stage": 1, "protocol": "r_search", "corpus": "wiki.jsonl"}
+EARLIER |= {"documents_per_search": 3, "summarizer": "llm", "summarizer_model": "owner/small"}
+EARLIER |= {"cross_model": "owner/other", "search_timeout": 5.0, "llm_timeout": 7.0}
+EARLIER |= {"cuda_graphs": True, "load_in_8bit": False, "kl_place": "reward", "threads": 2}
+
+
+def test_an_evaluation_reads_the_settings_of_an_earlier_version(tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps(EARLIER))
+    kept = {"recipe": "r_search", "protocol": "r_search", "corpus": "wiki.jsonl"}
+    now = {"summarizer": "owner/small", "reader": "owner/other", "timeout": 7.0, "engine": "graphs"}
+    expected = Settings(**kept, **now, documents_per_search=3)
+    assert saved_settings(str(tmp_path)) == expected
+    plain = EARLIER | {"summarizer": "extractive", "cuda_graphs": False}
+    (tmp_path / "settings.json").write_text(json.dumps(plain))
+    changed = {"summarizer": "extractive", "engine": "slots"}
+    assert saved_settings(str(tmp_path)) == dataclasses.replace(expected, **changed)
+
+
+def test_settings_of_today_come_back_as_they_are_and_other_models_have_none(done, model, tmp_path):
+    settings = settings_for(model, done.parent.parent, "--steps 1")
+    assert saved_settings(str(checkpoints(done)[-1])) == settings
+    assert saved_settings(model) is None and saved_settings("") is None
+    for text in ("{", "[]"):
+        (tmp_path / "settings.json").write_text(text)
+        with pytest.raises(InputError, match="not a settings file of train"):
+            saved_settings(str(tmp_path))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed_by_nobody_and_started_from_by_all(
+    left, model, tmp_path, monkeypatch
+):
+    last = checkpoints(left)[-1]
+    (last / "settings.json").write_text(json.dumps(EARLIER))
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "load_model", lambda *_: pytest.fail("a model was loaded"))
+        with pytest.raises(InputError, match=f"earlier version .*--start_from {last}$"):
+            train.train(settings_for(model, tmp_path, "--resume"))
+    parts = build_parts(settings_for(model, tmp_path, f"--start_from {last}"))
+    assert same(parts.policy.parameters(), load_policy(str(last))[0].parameters())
+
+
+# ---------------------------------------------------------------- what is refused before it begins
+
+GOOD = {"id": "1", "question": "who ?", "answers": ["me"]}
+BRINGS = GOOD | {"references": [{"id": "1", "title": "t", "text": "x"}]}
+
+
+@pytest.mark.parametrize(
+    "records, said",
+    [
+        ([BRINGS, GOOD | {"question": 5}], "line 2: field 'question': expected a string, found a"),
+        ([GOOD], "bring no paragraphs"),
+        ([BRINGS | {"question": "ada " * 400}], "question 1: its prompt has"),
+        ([], "data.jsonl: the file is empty"),
+    ],
+)
+def test_a_bad_file_is_one_line_before_training_starts(records, said, model, tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    arguments = flags(model, tmp_path, f"--data {data} --corpus from-data")
+    assert said in command_line(train.main, arguments, capsys)
+    assert not (tmp_path / "t").exists()  # no run was begun
+
+
+def test_what_is_quick_to_find_wrong_comes_before_a_large_corpus(
+    model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(build, "passages", lambda *_: pytest.fail("the corpus was read first"))
+    for path, more, said in (
+        (tmp_path / "no-model", "", "no such directory"),
+        (tmp_path, "", "no config.json"),
+        (model, "--mix nothing=1", "no question of kind nothing"),
+        (model, "--resume", "no checkpoint in"),
+    ):
+        assert said in command_line(train.main, flags(path, tmp_path, more), capsys)
+    monkeypatch.setattr(build, "training_questions", lambda _: pytest.fail("questions were read"))
+    monkeypatch.setattr("scale.lora.importlib.util.find_spec", lambda name: None)
+    said = command_line(train.main, flags("owner/model", tmp_path, "--lora_rank 8"), capsys)
+    assert "--lora_rank 8 needs peft: pip install peft" in said
+
+
+def test_processes_that_did_not_find_each_other_or_have_no_rows_are_one_line(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="2 processes were started and 1 take part: set ACC"):
+        check_processes(1)
+    check_processes(2)
+    # 3 questions of 2 in updates of 4 rows: two updates of 3 rows
+    settings = Settings(questions_per_step=3, group_size=2, trajectories_per_update=4)
+    build.check_shares(settings, 3)
+    with pytest.raises(InputError, match="3 trajectories per update cannot be shared by 4"):
+        build.check_shares(settings, 4)
+
+
+def test_the_cores_of_a_machine_are_shared_by_its_processes(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    for processes, threads in (("2", 4), ("16", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        set_threads()
+        assert torch.get_num_threads() == threads
+
+
+def test_a_reference_in_eight_bits_is_frozen_and_a_few_percent_off(model, tmp_path):
+    more = "--algorithm grpo --kl_coef 0.05 --in_8bit reference"
+    parts, ids = build_parts(settings_for(model, tmp_path, more)), torch.arange(2, 20)[None]
+    layer = parts.reference.language_model.model.layers[0].mlp.up_proj
+    assert layer.weight.dtype == torch.int8
+    assert not any(p.requires_grad for p in parts.reference.parameters())
+    exact, near = parts.policy(ids), parts.reference(ids)
+    assert 0 < (exact - near).abs().mean() / exact.abs().mean() < 0.05

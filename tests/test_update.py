@@ -1,0 +1,287 @@
+"""update.py: one gradient however the batch is cut, nothing learned from documents, and the sums
+that are logged.
+"""
+
+import copy
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import model_of, same, small
+from test_lora import needs_peft
+
+import grpo
+import ppo
+import update as update_file
+from data import Question
+from policy import Batch, Policy, collate, micro_batches
+from prompts import PROTOCOLS
+from scale.lora import add_lora
+from settings import Settings
+from trajectory import Trajectory
+from update import Parts, mean_of, score_policy, score_values, update, update_critic
+
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(3)
+    TINY = model_of("qwen2", **small(vocab_size=40, initializer_range=0.2))
+
+
+def trajectory(generator, length, document=None, vocabulary=40) -> Trajectory:
+    """Random tokens; `document` = (start, end) of what the environment wrote."""
+    t = Trajectory(Question("q", "?", ["!"]), PROTOCOLS["ur2"], prompt_ids=[1, 2, 3])
+    ids = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
+    start, end = document or (length, length)
+    t.append_model(ids[:start], [-1.0] * start, "a")
+    t.append_environment(ids[start:end], "b", "documents")
+    t.append_model(ids[end:], [-1.0] * (length - end), "c")
+    return t
+
+
+class Recorder:
+    """An optimizer that keeps the gradient instead of taking the step."""
+
+    def __init__(self, module):
+        self.module, self.gradients, self.param_groups = module, None, [{}]
+
+    def step(self):
+        self.gradients = [p.grad.clone() for p in self.module.parameters()]
+
+    def zero_grad(self):
+        self.module.zero_grad()
+
+
+def make_parts(settings: Settings) -> Parts:
+    """A policy and a critic of its own shape; their optimizers only keep the gradients."""
+    policy, critic = Policy(copy.deepcopy(TINY)), ppo.Critic(copy.deepcopy(TINY.base_model))
+    # Not 0, so that a gradient reaches every layer.
+    torch.nn.init.normal_(critic.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    parts = Parts(settings, Accelerator(), policy, policy, Recorder(policy), recompute=False)
+    if settings.algorithm == "ppo":
+        parts.critic = parts.critic_model = critic
+        parts.critic_optimizer = Recorder(critic)
+    return parts
+
+
+def unequal_batch(settings: Settings) -> Batch:
+    """Eight trajectories of 1 to 20 tokens, some with documents, one all masked; π_old and π_ref a
+    little off π.
+    """
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(20, (3, 12)), (2, None), (9, None), (14, (1, 13))]
+    shapes += [(1, None), (5, (0, 5)), (17, None), (4, (1, 2))]
+    rewards = [1.0, 0.0, 0.5, 2.0, -1.0, 1.0, 0.3, 0.3]
+    batch = collate([trajectory(draw, *shape) for shape in shapes], rewards, 2)
+    parts = make_parts(settings)
+    logprobs = score_policy(parts, parts.policy, batch)  # [B, T]
+    batch.old_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=draw)
+    batch.ref_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=draw)
+    batch.values = torch.randn(logprobs.shape, generator=draw)
+    batch.sampled_logprobs = None
+    batch.overlong = torch.arange(8) == 3  # only DAPO looks at it
+    batch.advantages = parts.algorithm.compute_advantages(batch, settings)
+    return batch
+
+
+def gradient_of(batch: Batch, settings: Settings, step=update) -> tuple[list, dict]:
+    parts = make_parts(settings)
+    totals = step(parts, copy.deepcopy(batch))
+    optimizer = parts.optimizer if step is update else parts.critic_optimizer
+    return optimizer.gradients, totals
+
+
+def largest_difference(one, other) -> float:
+    """Relative to the largest entry of the gradient."""
+    largest = max(g.abs().max() for g in one)
+    return (max((a - b).abs().max() for a, b in zip(one, other, strict=True)) / largest).item()
+
+
+@pytest.fixture
+def unclipped(monkeypatch):
+    monkeypatch.setattr(update_file, "MAX_GRAD_NORM", 1e9)
+
+
+# ----------------------------------------------------------- the gradient, however the batch is cut
+
+KL = {"kl_coef": 0.1, "kl_estimator": "k2"}
+CASES = [
+    Settings(algorithm=algorithm, loss_aggregation=aggregation, group_size=2, **kl)
+    for algorithm in ("reinforce_pp", "reinforce_pp_baseline", "dapo", "ppo", "grpo")
+    for aggregation in (("token",) if algorithm == "dapo" else ("sequence", "token"))
+    for kl in ({}, KL | {"kl_estimator": "k1"} if algorithm == "reinforce_pp" else KL)
+]
+GRPO, PPO = CASES[-1], Settings(algorithm="ppo", group_size=2, gae_lambda=0.9)
+
+
+def name_of(settings):
+    return f"{settings.algorithm}-{settings.loss_aggregation}{'-kl' if settings.kl_coef else ''}"
+
+
+@pytest.mark.parametrize("settings", CASES, ids=name_of)
+def test_the_gradient_is_the_same_however_the_batch_is_cut(settings, unclipped):
+    steps = [update, update_critic] if settings.algorithm == "ppo" else [update]
+    batch = unequal_batch(settings)
+    for step in steps:
+        whole, totals = gradient_of(batch, settings, step)
+        assert max(g.abs().max() for g in whole) > 1e-3
+        for budget in (1, 25, 44):  # every row alone; two ragged cuts
+            small_cuts = dataclasses.replace(settings, tokens_per_micro_batch=budget)
+            cut, cut_totals = gradient_of(batch, small_cuts, step)
+            assert largest_difference(whole, cut) < 1e-5
+            assert cut_totals == pytest.approx(totals, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings, step", [(GRPO, update), (PPO, update_critic)])
+def test_documents_and_prompts_weigh_nothing(settings, step):
+    # What a document says changes what the model reads, but whatever log-probs, advantages, values
+    # and KL terms stand on its columns changes nothing at all.
+    batch, loud = unequal_batch(settings), unequal_batch(settings)
+    for name in ("old_logprobs", "ref_logprobs", "advantages", "values", "returns"):
+        if (tensor := getattr(loud, name)) is not None:
+            tensor[loud.response_mask == 0] = float("inf")
+    assert same(*(gradient_of(one, settings, step)[0] for one in (batch, loud)))
+
+
+def test_the_usual_mean_of_micro_batch_means_is_another_gradient(unclipped):
+    batch, policy = unequal_batch(GRPO), Policy(copy.deepcopy(TINY))
+    cuts = micro_batches(batch.response_mask, 25)
+    for rows in cuts:  # each micro-batch with weights of its own, then the mean over micro-batches
+        micro = batch.rows(rows)
+        loss, _ = grpo.compute_loss(policy(micro.tokens, mask=micro.response_mask), micro, GRPO)
+        (loss * grpo.compute_token_weights(micro, GRPO)).sum().div(len(cuts)).backward()
+    right, _ = gradient_of(batch, GRPO)
+    assert largest_difference(right, [p.grad for p in policy.parameters()]) > 0.05
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "token"])
+def test_the_loss_is_the_sum_of_weight_times_loss_token_by_token(aggregation):
+    settings = Settings(algorithm="grpo", loss_aggregation=aggregation, group_size=2)
+    settings = dataclasses.replace(settings, clip_low=0.2, clip_high=0.3, tokens_per_micro_batch=25)
+    batch, expected = unequal_batch(settings), 0.0
+    with torch.no_grad():
+        logprobs = Policy(TINY)(batch.tokens)  # [B, T]
+    rows = [row.nonzero()[:, 0].tolist() for row in batch.response_mask]
+    # 11, 2, 9, 2, 1, 0, 17 and 3 sampled tokens: 45 in 7 trajectories
+    assert [len(columns) for columns in rows] == [11, 2, 9, 2, 1, 0, 17, 3]
+    for row, columns in enumerate(rows):
+        for t in columns:
+            weight = 1 / 45 if aggregation == "token" else 1 / len(columns) / 7
+            ratio = math.exp(logprobs[row, t] - batch.old_logprobs[row, t])
+            held = min(max(ratio, 0.8), 1.3)
+            advantage = batch.advantages[row, t].item()
+            expected -= weight * min(ratio * advantage, held * advantage)
+    assert gradient_of(batch, settings)[1]["loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_scoring_and_updating_change_nothing_in_the_batch():
+    batch = unequal_batch(GRPO)
+    before, parts = copy.deepcopy(batch), make_parts(GRPO)
+    score_policy(parts, parts.policy, batch)
+    update(parts, batch)
+    for field in dataclasses.fields(Batch):
+        old, new = getattr(before, field.name), getattr(batch, field.name)
+        if field.name == "token_weights":  # the one thing an update adds
+            assert new.sum().item() == pytest.approx(1.0)
+        else:
+            assert torch.equal(old, new) if torch.is_tensor(old) else old == new, field.name
+
+
+def test_a_large_gradient_is_clipped_to_norm_1_and_logged_as_it_was():
+    batch = unequal_batch(GRPO)
+    batch.advantages *= 100
+    gradients, totals = gradient_of(batch, GRPO)
+    assert totals["grad_norm"] > 10
+    norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+    assert norm.item() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_the_critics_loss_is_the_mean_over_all_model_tokens_and_no_other(monkeypatch):
+    monkeypatch.setattr(ppo, "VALUE_CLIP", 0.0)
+    batch = unequal_batch(PPO)
+    mask = batch.response_mask.bool()
+    with torch.no_grad():
+        values = make_parts(PPO).critic(batch.tokens)
+    expected = (values - batch.returns)[mask].square().mean() / 2
+    _, totals = gradient_of(batch, PPO, update_critic)
+    assert totals["value_loss"] == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("budget", [1, 25, 10_000])
+def test_scoring_in_micro_batches_is_scoring_the_whole_batch(budget):
+    settings = dataclasses.replace(PPO, tokens_per_micro_batch=budget, temperature=0.7)
+    parts, batch = make_parts(settings), unequal_batch(PPO)
+    with torch.no_grad():
+        logprobs = parts.policy(batch.tokens, 0.7, batch.response_mask)
+        values = torch.where(batch.response_mask.bool(), parts.critic(batch.tokens), 0)
+    near = {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(score_policy(parts, parts.policy, batch), logprobs, **near)
+    torch.testing.assert_close(score_values(parts, batch), values, **near)
+
+
+@needs_peft
+def test_with_lora_the_reference_is_the_policy_without_what_was_learned():
+    parts, batch = make_parts(GRPO), unequal_batch(GRPO)
+    plain = score_policy(parts, parts.policy, batch)
+    add_lora(parts.policy.language_model, 4)
+    for name, parameter in parts.policy.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    assert torch.equal(update_file.score_reference(parts, batch), plain)
+    assert not torch.allclose(score_policy(parts, parts.policy, batch), plain, atol=0.1)
+
+
+# ------------------------------------------------------------------------ which rows, at which rate
+
+
+def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
+    sizes = {"questions_per_step": 4, "group_size": 2, "trajectories_per_update": 3, "steps": 4}
+    settings = Settings(**sizes, lr=1.2e-5, lr_schedule="linear")
+    parts, rates = make_parts(settings), []
+    for step, (rows, updates) in enumerate([(8, [3, 3, 2]), (2, [2]), (4, [2, 2])]):
+        dealt = update_file.shuffled_updates(step, rows, settings)
+        assert [len(one) for one in dealt] == updates
+        assert sorted(torch.cat(dealt).tolist()) == list(range(rows))
+        rates += [update_file.set_lr(parts, step, number) for number in range(len(dealt))]
+        assert parts.optimizer.param_groups[0]["lr"] == rates[-1]
+    # 4 steps of 3 updates: numbers 0, 1, 2; 3; 6, 7 of 12, and 1e-6 less each
+    assert rates == pytest.approx([1.2e-5, 1.1e-5, 1e-5, 9e-6, 6e-6, 5e-6])
+
+
+def test_rows_are_shuffled_by_seed_and_step_alone_and_0_is_all_in_one_update():
+    settings = Settings(questions_per_step=4, group_size=8, trajectories_per_update=0)
+    assert update_file.rows_per_update(settings) == 32
+    orders = []
+    for step, seed in ((3, 5), (3, 5), (4, 5), (3, 6)):
+        seeded = dataclasses.replace(settings, seed=seed)
+        (rows,) = update_file.shuffled_updates(step, 32, seeded)
+        orders.append(rows.tolist())
+    assert orders[0] == orders[1] and orders[0] not in orders[2:]
+
+
+# ----------------------------------------------------------------------------------- what is logged
+
+
+def test_the_gap_to_the_sampler_is_a_mean_over_the_update_s_tokens():
+    parts, batch = make_parts(GRPO), unequal_batch(GRPO)
+    batch.sampled_logprobs = score_policy(parts, parts.policy, batch) - 0.5
+    batch.sampled_logprobs[2] -= 1.0  # 9 of the 45 tokens are off by 1.5: (36 · 0.5 + 9 · 1.5) / 45
+    totals = update(parts, batch)
+    assert totals["logprob_gap"] == pytest.approx(0.7, abs=1e-4)
+    assert totals["logprob_gap_max"] == pytest.approx(1.5, abs=1e-4)
+    assert "logprob_gap" not in update(parts, unequal_batch(GRPO))
+
+
+def test_totals_of_several_processes_add_up_and_extremes_stay_extremes(monkeypatch):
+    one, two = {"loss": 0.25, "ratio_min": 0.5}, {"loss": -1.0, "ratio_min": 0.75}
+    one["ratio_max"], two["ratio_max"] = 1.5, 2.0
+    monkeypatch.setattr(update_file, "gather_object", lambda mine: [one, two])
+    both = update_file.over_processes(one, SimpleNamespace(num_processes=2))
+    assert both == {"loss": -0.75, "ratio_min": 0.5, "ratio_max": 2.0}
+
+
+def test_a_step_s_updates_are_averaged_and_the_gap_is_of_those_that_have_it():
+    one = {"loss": 1.0, "grad_norm": 3.0, "ratio_min": 0.9, "logprob_gap": 0.5}
+    two = {"loss": 2.0, "grad_norm": 1.0, "ratio_min": 0.8}
+    assert mean_of([one, two]) == one | {"loss": 1.5, "ratio_min": 0.8}
