@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -318,3 +319,31 @@ class RawServer:
         with contextlib.suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
+
+
+@contextlib.contextmanager
+def chat_server(answer):
+    """The address of an OpenAI-compatible server that replies answer(instruction, text), one
+    request after the other; None is an error of the client.
+    """
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                reply = answer(*(message["content"] for message in payload["messages"]))
+            body = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
+            self.send_response(400 if reply is None else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1#m"
+    server.shutdown()
+    server.server_close()

@@ -3,13 +3,11 @@
 import inspect
 import itertools
 import json
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import random_policy, small
+from conftest import chat_server, random_policy, small
 from transformers import Qwen2Config
 
 import rollout
@@ -687,6 +685,8 @@ def test_all_methods_run_on_the_built_in_world_and_its_table_has_a_row_for_each(
     table = json.loads((tmp_path / "t.json").read_text())
     assert set(table) == set(METHODS) and table["rag"]["all"]["searches"] == [1.0, 1.0, 1.0]
     assert set(table["rag"]) == {"one_hop", "two_hop", "unit", "arithmetic", "known", "all"}
+    with pytest.raises(InputError, match="--max_context 999: the model has 256 positions"):
+        main([*flags, "--max_context", "999"])
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -860,46 +860,22 @@ def test_all_methods_run_on_real_hotpotqa_records_with_a_random_model(roomy, bpe
         assert len(record["searches"]) == 1 and "<information>" in record["transcript"]
 
 
-@pytest.fixture
-def server():
-    """An OpenAI-compatible server: it answers with the country, but to the first question about
-    town 3 not at all.
-    """
-    posts = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            posts.append(payload["messages"][-1]["content"])
-            bad = "town 3" in posts[-1] and sum("town 3" in post for post in posts) == 1
-            message = {"content": f"Well. {NORLAND}"}
-            body = json.dumps({"choices": [{"message": message}]}).encode()
-            self.send_response(400 if bad else 200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
-    threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{http.server_port}/v1#m"
-    http.shutdown()
-    http.server_close()
-
-
 def test_a_server_is_asked_and_a_question_without_a_reply_is_left_out_and_asked_again(
-    server, tmp_path, capsys, monkeypatch
+    tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)  # replies are kept in runs/llm_cache
-    data = written(tmp_path / "five.jsonl")
-    arguments = ["--method", "rag", "--model", server, "--data", data, "--corpus", "from-data"]
-    main(arguments)
-    first, _, row, where = capsys.readouterr().out.splitlines()
-    assert first == "rag: 1 of 5 got no reply; the same command asks again"
-    assert row.split()[:2] == ["rag", "4"] and float(row.split()[2]) == 1
-    assert where.startswith("predictions: runs/predictions/")
-    main(arguments)
+    data, asked = written(tmp_path / "five.jsonl"), []
+
+    def answer(instruction, text):  # but to the first question about town 3 not at all
+        asked.append("town 3" in text)
+        return None if asked[-1] and sum(asked) == 1 else f"Well. {NORLAND}"
+
+    with chat_server(answer) as server:
+        arguments = ["--method", "rag", "--model", server, "--data", data, "--corpus", "from-data"]
+        main(arguments)
+        first, _, row, where = capsys.readouterr().out.splitlines()
+        assert first == "rag: 1 of 5 got no reply; the same command asks again"
+        assert row.split()[:2] == ["rag", "4"] and float(row.split()[2]) == 1
+        assert where.startswith("predictions: runs/predictions/")
+        main(arguments)
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["rag", "5"]

@@ -1,12 +1,10 @@
 """lab/synthesize.py: drafts in the exact form, votes no habit wins, and a file that goes on."""
 
-import json
-import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from conftest import chat_server
 
 from data import Question, load_questions, save_questions
 from errors import InputError
@@ -343,56 +341,31 @@ def test_a_file_of_other_questions_is_not_appended_to(make, tmp_path):
 
 
 @pytest.fixture
-def server():
-    """An OpenAI-compatible server that writes numbered questions and knows the right option."""
-    model, lock = Model(), threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            instruction, text = (m["content"] for m in payload["messages"])
-            with lock:
-                reply = model.reply(instruction, text) if instruction in (WRITE, ANSWER) else "yes"
-            body = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=running.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{running.server_port}/v1#writer", model
-    running.shutdown()
-    running.server_close()
-
-
-@pytest.fixture
 def flags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # replies are kept in runs/llm_cache
     save_questions(tmp_path / "given.jsonl", GIVEN)
     return ["--llm", "http://127.0.0.1:9/v1#m", "--data", "given.jsonl", "--out", "out.jsonl"]
 
 
-def test_the_command_line_makes_a_file_over_a_real_server_and_goes_on_with_it(
-    server, flags, capsys
-):
-    spec, model = server
+def test_the_command_line_makes_a_file_over_a_real_server_and_goes_on_with_it(flags, capsys):
+    model = Model()
+
+    def answer(instruction, text):
+        return model.reply(instruction, text) if instruction in (WRITE, ANSWER) else "yes"
 
     def run(count):
-        module.main([*flags, "--llm", spec, "--k", "4", "--count", count])
+        module.main([*flags, "--llm", server, "--k", "4", "--count", count])
         return capsys.readouterr().out
 
-    shown = run("3")
-    assert "3 of 3 questions; this run made 3" in shown and "easy 3" in shown
-    assert "5 of 5 questions; this run made 2" in run("5")
+    with chat_server(answer) as server:
+        shown = run("3")
+        assert "3 of 3 questions; this run made 3" in shown and "easy 3" in shown
+        assert "5 of 5 questions; this run made 2" in run("5")
+        before = model.written
+        assert "this run made 0 in 0 attempts" in run("5") and model.written == before
     questions = load_questions("out.jsonl")
     assert len({question.id for question in questions}) == 5
     assert all("right" in question_text(question) for question in questions)
-    before = model.written
-    assert "this run made 0 in 0 attempts" in run("5") and model.written == before
 
 
 def test_real_questions_serve_as_examples(tmp_path):
