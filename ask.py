@@ -5,7 +5,8 @@
     python ask.py "who draws maps?" --model DIR --corpus my_documents/
     python ask.py "who draws maps?" --model DIR --retriever http --retriever_url http://host:8000
 
-It takes every flag of a rollout: the checkpoint's own settings, then what the command line says.
+It takes every flag of a rollout: the checkpoint's own settings, then what the command line says. A
+model that did not learn in the built-in world needs passages of its own.
 """
 
 from __future__ import annotations
@@ -13,23 +14,31 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from data import Question, load_questions
+from data import Document, Question, load_questions
 from errors import FlagParser, InputError, run_main
 from eval import settings_of
 from plumbing.build import (
     as_asked,
     build_environment,
     build_search,
+    built_in_kinds,
     built_in_world,
     load_model,
     passages,
     play_of,
 )
+from plumbing.files import saved_settings
 from policy import best_device
-from prompts import build_prompt
-from rollout import rollout
+from prompts import PROTOCOLS, build_prompt
+from rollout import check_prompts, rollout
 from settings import ASKING, RENAMED, Settings, add_flags, check_settings, named_in
 from trajectory import Trajectory, show
+
+NO_PASSAGES = {  # retriever -> what is searched in place of a corpus
+    "http": "{retriever_url}",
+    "empty": "nothing",
+    "oracle": "the question's own passages",
+}
 
 
 def parse(arguments: list[str]) -> tuple[Settings, str]:
@@ -38,34 +47,58 @@ def parse(arguments: list[str]) -> tuple[Settings, str]:
     parser.add_argument("question", nargs="?", default="", help="without one: a held-out question")
     add_flags(parser, ASKING, named_in(arguments), "eval")
     given = vars(parser.parse_args(arguments))
-    text = given.pop("question")
+    text = given.pop("question").strip()
     settings = dataclasses.replace(settings_of(given), group_size=1)
-    return check_settings(settings, training=False), text
+    check_settings(settings, training=False)
+    if reads_a_corpus(settings) and not (settings.corpus or in_built_in_world(settings)):
+        raise InputError(
+            f"--model {settings.model} knows nothing of the built-in world: say what it shall "
+            "search, --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
+        )
+    return settings, text
+
+
+def reads_a_corpus(settings: Settings) -> bool:
+    searches = PROTOCOLS[settings.protocol].query_tags is not None
+    return searches and settings.retriever not in NO_PASSAGES
+
+
+def in_built_in_world(settings: Settings) -> bool:
+    """The tiny models, and what was trained from them, are asked about the world they know."""
+    if settings.data:
+        return False
+    before = saved_settings(settings.model)
+    return not settings.model or bool(before and not before.model and not before.data)
 
 
 def question_for(settings: Settings, text: str) -> tuple[Question, list[Question]]:
     """(the question with this text, whose answers are then known, or a new one; all there are)."""
+    questions = []
     if settings.data:
         questions = load_questions(settings.data, skip_bad=settings.skip_bad)
-    elif settings.model and settings.corpus:
-        questions = []
-    else:
+    elif in_built_in_world(settings):
         world = built_in_world(settings)
-        questions = [q for kind in ("two_hop", "one_hop") for q in world.questions("test", kind)]
+        for kind in built_in_kinds(settings):
+            questions += world.questions("test", kind)
     if not text and not questions:
         raise InputError('ask.py: what shall be asked? python ask.py "a question"')
-    chosen = questions[0] if not text else Question("asked", text, [])
-    chosen = next((q for q in questions if q.question == text), chosen)
+    if text:
+        chosen = next((q for q in questions if q.question == text), Question("asked", text, []))
+    else:  # the kind with two searches shows most
+        chosen = next((q for q in questions if q.kind == "two_hop"), questions[0])
     return as_asked([chosen], settings)[0], questions
 
 
 def ask(settings: Settings, text: str) -> tuple[Trajectory, str]:
     """(the trajectory, what was searched)."""
     question, questions = question_for(settings, text)
-    documents, device = passages(settings, questions), best_device()
+    documents, device = [], best_device()
+    if reads_a_corpus(settings):
+        documents = passages(settings, questions)
     search = build_search(settings, documents, device)
     policy, tokenizer = load_model(settings, settings.model, device, frozen=True)
     environment = build_environment(settings, tokenizer, search)
+    check_prompts([question], environment, policy)
     unknown = tokenizer.unk_token_id
     if unknown is not None and unknown in build_prompt(environment.protocol, question, tokenizer):
         hint = f"; try: {questions[0].question}" if questions else ""
@@ -73,8 +106,19 @@ def ask(settings: Settings, text: str) -> tuple[Trajectory, str]:
             f"the model has no tokens for this question: it knows only its own world's words{hint}"
         )
     (row,) = rollout(policy, environment, [question], settings.seed, play_of(settings))
-    searched = settings.retriever_url or settings.corpus or "the built-in world"
-    return row, f"{searched} ({settings.retriever}, {len(documents)} passages)"
+    return row, what_is_searched(settings, documents)
+
+
+def what_is_searched(settings: Settings, documents: list[Document]) -> str:
+    if PROTOCOLS[settings.protocol].query_tags is None:
+        return "nothing: its passages come with the question"
+    if settings.retriever in NO_PASSAGES:
+        place = NO_PASSAGES[settings.retriever].format(retriever_url=settings.retriever_url)
+        return f"{place} ({settings.retriever})"
+    place = settings.corpus or "the built-in world"
+    if place == "from-data":
+        place = f"the paragraphs of {settings.data}"
+    return f"{place} ({settings.retriever}, {len(documents)} passages)"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,7 +1,4 @@
-"""Whatever the user gave that is wrong is one line: what, where, and what to do; never a traceback.
-
-error: train.py: unknown flag --lrr (did you mean --lr?); --help lists them all
-"""
+"""Whatever a user gave that is wrong is one line: what, where, what to do; never a traceback."""
 
 from __future__ import annotations
 
@@ -13,8 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
+from operator import ge, gt, le, lt
 from pathlib import Path
-from types import MappingProxyType
+
+BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # how a limit is kept, and told
+BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 
 
 class InputError(ValueError):
@@ -46,12 +46,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse whose complaints are an InputError, and name the nearest flag for an unknown one.
+    """argparse whose complaints are an InputError, and name the nearest flag for an unknown one."""
 
-    renamed   flag of an earlier version -> what to write now
-    """
-
-    renamed: Mapping[str, str] = MappingProxyType({})
+    renamed = ()  # or a dict: flag of an earlier version -> what to write now
 
     def error(self, message: str):
         raise InputError(f"{self.prog}: {message}")
@@ -61,11 +58,10 @@ class FlagParser(argparse.ArgumentParser):
         known, rest = self.parse_known_args(args, namespace)
         if rest:
             name = rest[0].split("=")[0]
-            if now := self.renamed.get(name.removeprefix("--")):
-                raise InputError(f"{self.prog}: {name}: {now}")
-            flags = [option for action in self._actions for option in action.option_strings]
-            like = nearest(name, flags)
-            raise InputError(f"{self.prog}: unknown flag {rest[0]}{like}; --help lists them all")
+            if now := dict(self.renamed).get(name.removeprefix("--")):
+                self.error(f"{name}: {now}")
+            like = nearest(name, self._option_string_actions)
+            self.error(f"unknown flag {rest[0]}{like}; --help lists them all")
         return known
 
 
@@ -79,14 +75,6 @@ def boolean(text: str) -> bool:
 def setting(default, help: str, **limits):
     """A field of a settings record; its limits: least, above, most, below, or one_of (names)."""
     return field(default=default, metadata={"help": help, **limits})
-
-
-BOUNDS = {  # the limit -> (is it kept?, how it is told)
-    "least": (lambda value, limit: value >= limit, "at least"),
-    "above": (lambda value, limit: value > limit, "above"),
-    "most": (lambda value, limit: value <= limit, "at most"),
-    "below": (lambda value, limit: value < limit, "below"),
-}
 
 
 def check_value(name: str, value, limits: Mapping) -> None:
@@ -105,8 +93,7 @@ def check_value(name: str, value, limits: Mapping) -> None:
 def check_output(path: str | Path, flag: str) -> None:
     """Can this file be written? Better known before the work than after it. Leaves nothing."""
     path = Path(path)
-    if path.is_dir():
-        raise InputError(f"{flag} {path}: that is a folder: name a file")
     place = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
-        raise InputError(f"{flag} {path}: cannot be written there: name another place")
+    if path.is_dir() or (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
+        what = "that is a folder" if path.is_dir() else "cannot be written there"
+        raise InputError(f"{flag} {path}: {what}: name a file elsewhere")

@@ -28,9 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import FlagParser, InputError, check_output, run_main
-from plumbing.predictions import add_report_flags, report, score_command, score_files, scored
+from plumbing.predictions import (
+    add_report_flags,
+    needs_no_model,
+    report,
+    score_command,
+    score_files,
+    scored,
+)
 
-if __name__ == "__main__" and "--predictions" in sys.argv:
+if __name__ == "__main__" and needs_no_model(sys.argv):
     run_main(score_command)  # it needs no model: what follows would load torch for seconds
     sys.exit()
 
@@ -39,7 +46,6 @@ from tqdm import tqdm
 from data import Question, load_datasets
 from formats.records import append_jsonl
 from metrics import summary_scores
-from other_models.llm import weights_version
 from papers import PAPERS, paper_of
 from plumbing import resume
 from plumbing.build import (
@@ -55,7 +61,7 @@ from plumbing.build import (
 )
 from plumbing.files import checkpoints, saved_settings, stage_folder
 from plumbing.score import answer_scores, ask_others, build_judge, build_reader
-from policy import best_device, check_model_path
+from policy import best_device, check_model_path, weights_version
 from rewards import arena_scores, evidence_support
 from rollout import check_prompts, rollout
 from settings import ASKING, RENAMED, Settings, add_flags, check_settings, named_in, resolve
@@ -266,7 +272,9 @@ def settings_of(given: dict) -> Settings:
         settings = resolve(name, given.get("stage", last_stage(name)), not model)
     if "data" in given and settings.corpus != "from-data":
         settings = dataclasses.replace(settings, corpus="")  # another file: not the old corpus
-    greedy = {"temperature": 0.0, "top_p": 1.0, "judge": "", "reader": "", "in_8bit": ""}
+    greedy = {"temperature": 0.0, "top_p": 1.0, "judge": "", "reader": ""}
+    if settings.engine == "graphs":  # of the GPU it was trained on: nothing to this machine
+        greedy["engine"] = "slots"
     return dataclasses.replace(settings, **(greedy | given | {"model": model}))
 
 
@@ -296,7 +304,8 @@ def last_checkpoint(given: dict) -> str:
 
 
 def parse(arguments: list[str]) -> tuple[Settings, Options]:
-    parser = FlagParser("eval.py", description="Score a checkpoint.")
+    said = "Score a checkpoint. Of a file, without a model: see --predictions FILE --help."
+    parser = FlagParser("eval.py", description=said)
     parser.renamed = RENAMED
     add_flags(parser, ASKING, named_in(arguments), "eval")
     asked = parser.add_argument_group("eval.py")
@@ -330,8 +339,9 @@ def parse(arguments: list[str]) -> tuple[Settings, Options]:
     settings = settings_of(given)
     if options.decoding == "paper":  # of the recipe that the checkpoint was trained with
         settings = settings_of(PAPERS[settings.recipe].decoding | given)
+    check_settings(settings, training=False)
     check_reader(settings)
-    return check_settings(settings, training=False), options
+    return settings, options
 
 
 def check_options(options: Options, given: dict) -> None:
@@ -378,7 +388,10 @@ def default_out(settings: Settings, options: Options) -> Path:
 
 
 def run(settings: Settings, options: Options) -> None:
-    others = score_files(options.against, punctuation=options.punctuation)
+    others = []
+    if options.against:  # files of others may have their gold answers in --data
+        how = (settings.data, settings.skip_bad, options.punctuation)
+        others = score_files(options.against, *how)
     # Before the work: are they there at all?
     reader = build_reader(settings, best_device()) if settings.reader else None
     judge = build_judge(settings, best_device())
@@ -402,7 +415,7 @@ def run(settings: Settings, options: Options) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "--predictions" in arguments:
+    if needs_no_model(arguments):
         score_command(arguments)
         return
     settings, options = parse(arguments)

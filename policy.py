@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.util
+import json
 import logging
 import math
 import shutil
@@ -341,6 +343,17 @@ def load_tokenizer(path: str):
 
 def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def weights_version(path: str, model=None) -> str:
+    """Which weights these are. Trap: a directory keeps its name when a run writes other weights
+    into it, and a cache by name would then give the old model's replies.
+    """
+    if not Path(path).is_dir():
+        return str(getattr(getattr(model, "config", None), "_commit_hash", None) or "main")[:12]
+    files = [(f.name, f.stat()) for f in sorted(Path(path).iterdir()) if f.is_file()]
+    stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:12]
 
 
 def save_policy(

@@ -25,6 +25,7 @@ from data import Document, Question
 from errors import InputError, run_main, setting
 from metrics import Span, find_boxed
 
+Tags = tuple[str, str]  # begin, end
 PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; each paper adds its own below
 
 
@@ -40,14 +41,14 @@ class Protocol:
     """Tags and texts of one paper. Tags that are None are no part of it."""
 
     name: str
-    query_tags: tuple[str, str] | None  # None: nothing is searched (ARENA)
-    documents_tags: tuple[str, str] | None
-    answer_tags: tuple[str, str] | None  # None: the answer is \boxed{...} (UR²)
+    query_tags: Tags | None  # None: nothing is searched (ARENA)
+    documents_tags: Tags | None
+    answer_tags: Tags | None  # None: the answer is \boxed{...} (UR²)
     instruction: str  # searching allowed
     direct_instruction: str  # UR²'s prompt without retrieval
     prompt_suffix: str = ""  # the first text of the model's turn, given to it by the prompt
-    evidence_tags: tuple[str, str] | None = None  # R-Search: what another model is to answer from
-    other_tags: tuple[tuple[str, str], ...] = ()  # thinking, reflection, relevance, analysis
+    evidence_tags: Tags | None = None  # R-Search: what another model is to answer from
+    other_tags: tuple[Tags, ...] = ()  # thinking, reflection, relevance, analysis
     references_in_prompt: bool = False  # the question's own, numbered, in the user's message
     # What the environment may say. The blank lines around a block are its own tokens too: mask 0.
     fallback_notice: str = "This query asks for no fact. Ask for a fact or reason on.\n\n"
@@ -67,7 +68,7 @@ class Protocol:
         """Where a turn stops. Not at \\boxed{...}: reasoning may go on after it, until EOS."""
         return tuple(pair[1] for pair in (self.query_tags, self.answer_tags) if pair)
 
-    def section_tags(self, name: str) -> tuple[str, str]:
+    def section_tags(self, name: str) -> Tags:
         """The pair of `other_tags` that opens with <name>."""
         for pair in self.other_tags:
             if pair[0] == f"<{name}>":
@@ -87,7 +88,7 @@ def as_protocol(protocol: Protocol | str) -> Protocol:
     return PROTOCOLS[protocol]
 
 
-def tag_pair(name: str) -> tuple[str, str]:
+def tag_pair(name: str) -> Tags:
     return f"<{name}>", f"</{name}>"
 
 
@@ -99,7 +100,7 @@ _UR2_TAGS = (
 )
 
 
-def _ur2(name: str, query: tuple[str, str], documents: tuple[str, str]) -> Protocol:
+def _ur2(name: str, query: Tags, documents: Tags) -> Protocol:
     begin = "Solve the problem step by step."
     search = (
         " Whenever a fact is missing, look it up: write a short search query as"
@@ -257,7 +258,7 @@ def find_blocks(text: str, begin: str, end: str) -> list[Span]:
     return spans
 
 
-def last_block(text: str, tags: tuple[str, str]) -> str | None:
+def last_block(text: str, tags: Tags) -> str | None:
     """The content of the last block that is not empty; None if there is none."""
     contents = [span.content for span in find_blocks(text, *tags) if span.content]
     return contents[-1] if contents else None

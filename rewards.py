@@ -32,7 +32,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -49,7 +49,7 @@ from metrics import (
     same_choice,
     tokenize,
 )
-from prompts import Protocol, as_protocol, find_answers, find_blocks, frame_documents
+from prompts import Protocol, Tags, as_protocol, find_answers, find_blocks
 from trajectory import Trajectory, trajectory_from_text
 
 Terms = dict[str, float]  # the named components of a reward
@@ -100,11 +100,10 @@ def _pick(table: dict, name: str, what: str):
     return table[name]
 
 
-def _need(tags: tuple[str, str] | None, what: str, trajectory: Trajectory) -> tuple[str, str]:
-    """Tags that a reward reads, or an InputError where the protocol has none."""
+def _read(tags: Tags | None, what: str, protocol: Protocol) -> Tags:
+    """The tags that a reward reads, or an InputError where the protocol has none."""
     if not tags:
-        name = trajectory.protocol.name
-        raise InputError(f"the reward reads {what}, which protocol {name} does not have")
+        raise InputError(f"the reward reads {what}, which protocol {protocol.name} does not have")
     return tags
 
 
@@ -123,26 +122,22 @@ def word_limit(question: Question) -> int:
     return max([MAX_ANSWER_WORDS, *(len(gold.split()) for gold in question.answers)])
 
 
-def tags_pair(text: str, begin: str, end: str) -> bool:
-    """Does every `begin` have its `end` before the next one opens?"""
-    order = re.findall(f"{re.escape(begin)}|{re.escape(end)}", text)
-    return order == [begin, end] * (len(order) // 2)
+def tags_pair(text: str, tags: Tags) -> bool:
+    """Does every begin tag have its end tag before the next one opens?"""
+    order = re.findall("|".join(map(re.escape, tags)), text)
+    return order == [*tags] * (len(order) // 2)
 
 
 def scripts(text: str) -> set[str]:
-    """The scripts of a text's letters, by the first word of their Unicode names.
-
-    >>> sorted(scripts("π r², ℝ, 巴黎"))       # NFKC turns the mathematician's ℝ into R
-    ['CJK', 'GREEK', 'LATIN']
-    """
-    characters = set(unicodedata.normalize("NFKC", text))
+    """The scripts of its letters: "π r², 巴黎" -> GREEK, LATIN, CJK. NFKC turns ℝ into R."""
+    characters = unicodedata.normalize("NFKC", text)
     letters = {c for c in characters if unicodedata.category(c) in ("Lu", "Ll", "Lt", "Lo")}
     return {unicodedata.name(c, "UNKNOWN").split()[0] for c in letters}
 
 
 def is_garbled(trajectory: Trajectory) -> bool:
-    """Letters of a script that neither the question nor a document uses, U+FFFD, or private-use
-    characters. Latin and Greek always pass. Trap: a Chinese question is no garbled text.
+    """U+FFFD, private use, or letters of a script that neither question nor document uses, nor
+    Latin or Greek. Trap: a Chinese question is no garbled text.
     """
     question, text = trajectory.question, trajectory.model_text
     shown = [question.question, *question.options]
@@ -150,7 +145,7 @@ def is_garbled(trajectory: Trajectory) -> bool:
     shown += [segment.text for segment in trajectory.segments if segment.writer != "model"]
     if any(c == "\ufffd" or unicodedata.category(c) == "Co" for c in text):
         return True
-    return bool(scripts(text) - scripts(" ".join(shown)) - {"LATIN", "GREEK"})
+    return not scripts(text) <= scripts(" ".join(shown)) | {"LATIN", "GREEK"}
 
 
 def without_eos(text: str) -> str:
@@ -158,14 +153,11 @@ def without_eos(text: str) -> str:
     return re.sub(r"(?:<\|[^|<>]*\|>|</s>|<eos>)\s*$", "", text)
 
 
-def read_sections(text: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[int, str]] | None:
-    """The text as sections, each (which of `pairs`, content), with only white space between them;
-    else None.
+def read_sections(text: str, pairs: Sequence[Tags]) -> list[tuple[int, str]] | None:
+    """The text as sections (which of `pairs`, content), with only white space between; else None.
 
     >>> read_sections("<a> 1 < 2 </a> <b>x</b>", [("<a>", "</a>"), ("<b>", "</b>")])
     [(0, '1 < 2'), (1, 'x')]
-    >>> read_sections("<a> 1 <b>x</b> </a>", [("<a>", "</a>"), ("<b>", "</b>")]) is None
-    True
     """
     tags = "|".join(re.escape(tag) for pair in pairs for tag in pair)
     pieces = re.split(f"({tags})", text)  # between, begin, content, end, between, begin, ...
@@ -182,25 +174,24 @@ def read_sections(text: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[int
 def own_format_faults(trajectory: Trajectory) -> list[str]:
     """Faults that UR² and R1-Searcher name alike, one entry each."""
     text, protocol = trajectory.model_text, trajectory.protocol
-    said = " ".join(trajectory.answers)
+    answers = " ".join(trajectory.answers)
     faults = {
-        "unpaired_query_tags": not tags_pair(text, *protocol.query_tags),
+        "unpaired_query_tags": protocol.query_tags and not tags_pair(text, protocol.query_tags),
         # What the environment writes is not in model_text.
         "written_documents": any(tag in text for tag in protocol.documents_tags or ()),
         "garbled_text": is_garbled(trajectory),
-        "tag_in_answer": any(tag in said for tag in protocol.tags),
+        "tag_in_answer": any(tag in answers for tag in protocol.tags),
     }
     return [name for name, found in faults.items() if found]
 
 
 # ---------------------------------------------------------------------------------------------- UR²
 
-FORMAT_CHECKS = {"strict": True, "loose": False}  # name -> is all of it looked at?
 UR2_CHOICE_BONUS = (0.0, 0.5, 1.0)  # for n = 0, 1, ≥ 2
 UR2_CHOICE_STEPS = {"qwen_7b": 10, "qwen_3b": 15, "llama_8b": 10}  # steps 0 .. 9 (14) pay it
 
 # Traps: no <|im_end|> or <|eot_id|> here: they are EOS tokens, and a response that ends well ends
-# in one. A line begins where a turn of the model begins too, because the newline before it is the
+# in one. A line begins where a turn of the model begins too: the newline before it is the
 # environment's.
 _ILLEGAL = {
     "user_turn": r"(?m)^user\b",
@@ -219,13 +210,12 @@ def ur2_violations(
 
     Long queries count each; an illegal token counts once for its kind, so that one loop of the
     policy cannot write an unbounded penalty. `search_required` adds stage 1's "missing retrieval".
-    format_check="loose" asks only whether the text ends in an answer: an ablation that shows what a
-    model does with the freedom.
+    format_check="loose", an ablation, asks only whether the text ends in an answer.
 
-    >>> ur2_violations(example("ur2", answer="Norland, or is it the old town of Kelmouth on its coast"))
+    >>> ur2_violations(example("ur2", answer="a b c d e f g h i j k"))     # 11 words
     ['long_answer']
     """
-    if not _pick(FORMAT_CHECKS, format_check, "format check"):
+    if _pick({"strict": False, "loose": True}, format_check, "format check"):
         return [] if _ends_in_answer(trajectory) else ["no_answer_at_end"]
     asked = [search.query for search in trajectory.searches]
     asked += [refusal.query for refusal in trajectory.refusals if refusal.reason == "limit"]
@@ -248,21 +238,18 @@ def _ur2_answer_faults(trajectory: Trajectory) -> list[str]:
     if not answers or not answers[0]:
         return ["no_answer"]
     if question.task == "choice":
-        return [] if _is_one_letter(answers[0]) else ["not_a_letter"]
+        # "B.<|im_end|>": the line's end is the response's end.
+        bare = re.sub(r"<\|[^|]*\|>|</s>|\\(?:boxed|text)\b", "", answers[0])
+        one_letter = re.fullmatch(r"[\W_]*[A-Za-z][\W_]*", bare)
+        return [] if one_letter else ["not_a_letter"]
     return ["long_answer"] if len(answers[0].split()) > word_limit(question) else []
 
 
 def _ends_in_answer(trajectory: Trajectory) -> bool:
+    """ "\boxed{5}." does."""
     text = without_eos(trajectory.model_text)
     answers = find_answers(trajectory.protocol, text, trajectory.question.task)
-    # "\boxed{5}." ends in its answer.
     return bool(answers) and not re.search(r"\w", text[answers[-1].end :])
-
-
-def _is_one_letter(answer: str) -> bool:
-    # "B.<|im_end|>": the line's end is the response's end.
-    bare = re.sub(r"<\|[^|]*\|>|</s>|\\(?:boxed|text)\b", "", answer)
-    return re.fullmatch(r"[\W_]*[A-Za-z][\W_]*", bare) is not None
 
 
 def ur2_stage1(
@@ -272,16 +259,15 @@ def ur2_stage1(
     fallback_penalty: float = 0.5,
     format_check: str = "strict",
 ) -> Terms:
-    """R = format + retrieval − fallback: learn to search (UR² eq. 1, appendix C.7). No answer term.
+    """R = format + retrieval − fallback: learn to search (UR² eq. 1, appendix C.7).
 
         format      +1 if v = 0, else −v
         retrieval   0, 3, 4 for n = 0, 1, ≥ 2 (3B: 0, 5, 7; Llama: 0, 3, 3)
         fallback    −0.5 f (`fallback_penalty` is the 0.5)
 
-    On a prompt without retrieval (`retrieval`, or the question's own `may_search`) only the format
-    counts: +1 or 0.
+    Without retrieval (`retrieval`, or the question's `may_search`) the format alone: +1 or 0.
 
-    >>> ur2_stage1(example("ur2"))             # v = 0, n = 2, f = 1: 1 + 4 − 0.5 = 4.5
+    >>> ur2_stage1(example("ur2"))     # v = 0, n = 2, f = 1: 1 + 4 − 0.5 = 4.5
     {'format': 1.0, 'retrieval': 4.0, 'fallback': -0.5}
     """
     earned = _pick(UR2_RETRIEVAL, variant, "variant")
@@ -292,7 +278,7 @@ def ur2_stage1(
     n, f = count_valid_searches(trajectory), count_fallbacks(trajectory)
     return {
         "format": -float(v) if v else 1.0,
-        "retrieval": earned[min(n, 2)],
+        "retrieval": float(earned[min(n, 2)]),
         "fallback": 0.0 - fallback_penalty * f,
     }
 
@@ -310,9 +296,8 @@ def ur2_stage2(
         format      +1 if v = 0, else 0
         fallback    −0.5 f
 
-    The paper gives +2 / 0 for open QA without naming a metric; F1 is what its code pays.
-    `judge(question, answer)` grades math answers that are not plainly equal: 2, 1 or 0 for correct,
-    partly, wrong.
+    The paper gives +2 / 0 for open QA without naming a metric; F1 is what its code pays. `judge`
+    grades math answers that are not plainly equal: 2, 1 or 0 for correct, partly, wrong.
 
     >>> ur2_stage2(example("ur2", answer="Kelmouth, Norland"))     # F1 = 2/3, v = 0, f = 1
     {'answer': 1.3333333333333333, 'format': 1.0, 'fallback': -0.5}
@@ -348,14 +333,10 @@ def ur2_choice(
     format_check: str = "strict",
 ) -> Terms:
     """Stage 2 and a search bonus that ends: 0.5 for n = 1, 1 for n ≥ 2, in steps 0 to 9 (3B: 14).
-
-    The "weak" stage 1 of multiple choice and medicine, where the model mostly knows the answer (UR²
-    appendix C.7).
+    The "weak" stage 1 of multiple choice, where the model mostly knows (UR² appendix C.7).
 
     >>> ur2_choice(example("ur2"), step=0)     # right, v = 0, f = 1, n = 2: 2 + 1 − 0.5 + 1 = 3.5
     {'answer': 2.0, 'format': 1.0, 'fallback': -0.5, 'retrieval': 1.0}
-    >>> ur2_choice(example("ur2"), step=10)["retrieval"]
-    0.0
     """
     paid = step < _pick(UR2_CHOICE_STEPS, variant, "variant")
     bonus = UR2_CHOICE_BONUS[min(count_valid_searches(trajectory), 2)] if paid else 0.0
@@ -367,35 +348,28 @@ def ur2_choice(
 
 
 def r1_searcher_format(trajectory: Trajectory) -> list[str]:
-    """The names of all format faults (R1-Searcher section 3.2).
-
-    thinking </think> <answer> at most 10 words </answer>, and nothing else. The prompt ends inside
-    <think>, so the response holds one </think> and no <think>; searches belong to the thinking.
+    """The names of all format faults (R1-Searcher section 3.2): thinking, </think>, <answer> at
+    most 10 words </answer>, and nothing else. The prompt ends inside <think>, so the response holds
+    one </think> and no <think>; searches belong to the thinking.
 
     >>> r1_searcher_format(example("r1_searcher", answer="Norland </answer> <answer> Norland"))
     ['several_answers']
     """
     text, answers = trajectory.model_text, trajectory.answers
-    begin, end = _need(trajectory.protocol.answer_tags, "an answer between tags", trajectory)
+    tags = _read(trajectory.protocol.answer_tags, "an answer between tags", trajectory.protocol)
     faults = own_format_faults(trajectory)
     thinking, _, rest = text.partition("</think>")
     if text.count("</think>") != 1 or "<think>" in text:
         faults.append("thinking_not_closed_once")
-    elif begin in thinking:
+    elif tags[0] in thinking:
         faults.append("answer_in_thinking")
-    if len(answers) != 1 or not answers[0] or not tags_pair(text, begin, end):
+    if len(answers) != 1 or not answers[0] or not tags_pair(text, tags):
         faults.append("several_answers" if len(answers) > 1 else "no_answer")
-    elif _outside(rest, begin, end):
+    elif without_eos(re.sub("{}.*?{}".format(*map(re.escape, tags)), "", rest, flags=re.S)).strip():
         faults.append("text_beside_answer")
     if answers and len(answers[-1].split()) > MAX_ANSWER_WORDS:
         faults.append("long_answer")
     return faults
-
-
-def _outside(rest: str, begin: str, end: str) -> str:
-    """What stands behind </think> but in no answer box; an EOS token is nothing."""
-    box = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    return without_eos(box.sub("", rest)).strip()
 
 
 def r1_searcher_stage1(trajectory: Trajectory, answer_metric: str = "none") -> Terms:
@@ -403,15 +377,11 @@ def r1_searcher_stage1(trajectory: Trajectory, answer_metric: str = "none") -> T
 
     answer_metric="cem" is the released code: it adds +1 or −1 by cover-EM.
 
-    >>> r1_searcher_stage1(example("r1_searcher"))               # 0.5 + 0.5 = 1
-    {'retrieval': 0.5, 'format': 0.5}
     >>> r1_searcher_stage1(example("r1_searcher", answer="Sudria"), answer_metric="cem")
     {'retrieval': 0.5, 'format': 0.5, 'answer': -1.0}
     """
-    terms = {
-        "retrieval": 0.5 * (count_valid_searches(trajectory) >= 1),
-        "format": 0.5 * (not r1_searcher_format(trajectory)),
-    }
+    searched = count_valid_searches(trajectory) >= 1
+    terms = {"retrieval": 0.5 * searched, "format": 0.5 * (not r1_searcher_format(trajectory))}
     if answer_metric != "none":
         terms["answer"] = _r1_answer(trajectory, answer_metric)
     return terms
@@ -425,8 +395,6 @@ def r1_searcher_stage2(
     answer_metric="em" or "cem" pays +1 or −1 instead of F1 (its table 5). format_penalty=1 is the
     released Llama code.
 
-    >>> r1_searcher_stage2(example("r1_searcher", answer="Kelmouth, Norland"))   # P = 1/2, R = 1
-    {'answer': 0.6666666666666666, 'format': 0.0}
     >>> r1_searcher_stage2(example("r1_searcher", answer="<think> Norland"))     # F1 = 2/3, less 2
     {'answer': 0.6666666666666666, 'format': -2.0}
     """
@@ -452,9 +420,8 @@ def r_search(
 
         A, E       exactly one answer box, exactly one evidence box, and something in it
         format     r_f = 0.2 + 0.2 A without a search;   0.2 E + 0.2 A with one
-        evidence   F1 of what a frozen model of another family, the reader, answers from the
-                   question and the evidence alone; 0 without a search or without evidence
-                   (evidence_reward=False: always)
+        evidence   F1 of what the reader, a frozen model of another family, answers from question
+                   and evidence alone; 0 without a search, without evidence, or switched off
 
     So the most is 1.4 without a search and 2.4 with one.
 
@@ -474,12 +441,12 @@ def r_search(
 def _r_search_boxes(trajectory: Trajectory) -> tuple[bool, bool]:
     """(E, A)."""
     text, protocol = trajectory.model_text, trajectory.protocol
-    evidence = _need(protocol.evidence_tags, "an evidence box", trajectory)
-    answer = _need(protocol.answer_tags, "an answer box", trajectory)
+    evidence = _read(protocol.evidence_tags, "an evidence box", protocol)
+    answer = _read(protocol.answer_tags, "an answer box", protocol)
     return has_one_box(text, evidence), has_one_box(text, answer)
 
 
-def has_one_box(text: str, tags: tuple[str, str]) -> bool:
+def has_one_box(text: str, tags: Tags) -> bool:
     """Exactly one box, and something in it."""
     return [bool(box.content) for box in find_blocks(text, *tags)] == [True]
 
@@ -491,15 +458,11 @@ def r_search_format(trajectory: Trajectory) -> bool:
 
 
 def evidence_support(trajectory: Trajectory) -> float:
-    """The share of the evidence's words that stand in the documents. To report, not to reward.
-
-    >>> evidence_support(example("r_search"))     # "Kelmouth is town in Norland": all 5
-    1.0
-    """
+    """The share of the evidence's words that stand in the documents. To report, not to reward."""
     words = normalize_answer(trajectory.evidence or "", "delete").split()
     documents = " ".join(search.text for search in trajectory.searches)
     read = set(normalize_answer(documents, "delete").split())
-    return sum(word in read for word in words) / len(words) if words else 0.0
+    return sum(word in read for word in words) / max(1, len(words))
 
 
 # ----------------------------------------------------------------------------------- When to Search
@@ -508,22 +471,16 @@ MAX_CONCISE_WORDS = 12
 MAX_STOPWORDS = 0.4
 # Eq. 8 as printed ("literal") divides by N(N−1), twice the number of pairs.
 SIMILARITIES = {"mean": 1.0, "literal": 0.5}
-_QUESTION_WORDS = set("who whom whose what which when where why how".split())
-_AUXILIARIES = set(
-    """
-    am is are was were be been being do does did has have had can could will would shall should may
-    might must
+_OPENERS = """
+    who whom whose what which when where why how am is are was were be been being do does did has
+    have had can could will would shall should may might must
 """.split()
-)
-_STOPWORDS = set(
-    """
+_STOPWORDS = """
     a about after all also an and any as at because before between both but by each for from he her
     here him his i if in into it its me more most my no nor not of on once only or other our over
     own s same she so some such t than that the their them then there these they this those through
     to too under until up us very we while with you your
 """.split()
-)
-_STOPWORDS |= _QUESTION_WORDS | _AUXILIARIES
 # think (search information reflect [think])* [reflect] answer
 _WHEN_ORDER = re.compile("T(?:SIRT?)*R?A")
 
@@ -535,8 +492,7 @@ def when_to_search_stage1(
     beta: float = 0.3,
     similarity: str = "mean",
 ) -> Terms:
-    """R = r_f + r_s + r_a, and a search softens a wrong answer: learn to search (When to Search
-    eq. 6 to 12).
+    """R = r_f + r_s + r_a: a search softens a wrong answer (When to Search eq. 6 to 12).
 
         format      +1 in the order of the protocol, else −1
         retrieval   RC ≤ 1: 0 if the query is concise, else −1
@@ -550,8 +506,8 @@ def when_to_search_stage1(
     """
     rc, right = len(trajectory.searches), is_right(trajectory, correct)
     check_beta(beta, rc)
-    terms = _when_to_search(trajectory, embed, similarity)
-    return terms | {"answer": 1.0 if right else -1.0 + beta * rc}
+    answer = 1.0 if right else -1.0 + beta * rc
+    return _when_to_search(trajectory, embed, similarity) | {"answer": answer}
 
 
 def when_to_search_stage2(
@@ -561,16 +517,15 @@ def when_to_search_stage2(
     beta: float = 0.3,
     similarity: str = "mean",
 ) -> Terms:
-    """As stage 1, but a search costs a right answer β: learn when not to. answer: right 1 − β RC,
-    wrong −1.
+    """As stage 1, but a search costs a right answer β: learn when not to. Right 1 − β RC, wrong −1.
 
     >>> when_to_search_stage2(example("when_to_search"))     # right with RC = 2: 1 − 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': 0.4}
     """
     rc, right = len(trajectory.searches), is_right(trajectory, correct)
     check_beta(beta, rc)
-    terms = _when_to_search(trajectory, embed, similarity)
-    return terms | {"answer": 1.0 - beta * rc if right else -1.0}
+    answer = 1.0 - beta * rc if right else -1.0
+    return _when_to_search(trajectory, embed, similarity) | {"answer": answer}
 
 
 def check_beta(beta: float, max_searches: int) -> None:
@@ -583,16 +538,13 @@ def check_beta(beta: float, max_searches: int) -> None:
         )
 
 
-def _when_to_search(
-    trajectory: Trajectory, embed: Embedder | None, similarity: str
-) -> Terms:
+def _when_to_search(trajectory: Trajectory, embed: Embedder | None, similarity: str) -> Terms:
     """r_f and r_s, the same in both stages."""
     share = _pick(SIMILARITIES, similarity, "similarity")
     queries = [search.query for search in trajectory.searches]
+    retrieval = 0.0 if all(map(is_concise, queries)) else -1.0
     if len(queries) > 1:
         retrieval = 0.0 - share * mean_similarity(queries, embed or tfidf_embedder())
-    else:
-        retrieval = 0.0 if all(map(is_concise, queries)) else -1.0
     return {"format": 1.0 if when_to_search_format(trajectory) else -1.0, "retrieval": retrieval}
 
 
@@ -602,9 +554,7 @@ def when_to_search_format(trajectory: Trajectory) -> bool:
 
 
 def is_right(trajectory: Trajectory, correct: bool | None) -> bool:
-    """The judge's verdict, else `matches`. A long answer is not right: one that lists everything
-    covers every gold.
-    """
+    """The judge's verdict, else `matches`; not of a long answer, which could list everything."""
     question, answer = trajectory.question, trajectory.answer
     if not answer:
         return False
@@ -624,67 +574,50 @@ def matches(question: Question, answer: str | None) -> bool:
 
 
 def section_order(trajectory: Trajectory) -> str:
-    """The trajectory's sections by their letters: Think, Search, Information, Reflect, Answer.
+    """The sections by their letters, as TSIRSIRA: Think, Search, Information, Reflect, Answer.
 
-    I is what the environment wrote, so a search that was not run has none. "x" stands for anything
-    that is no section: text outside, a tag inside a section, an empty section, documents by the
-    model's own hand.
-
-    >>> section_order(example("when_to_search"))
-    'TSIRSIRA'
+    I is what the environment wrote, so a search that was not run has none. "x" is no section: text
+    outside, a tag inside a section, an empty section, documents by the model's own hand.
     """
-    protocol = trajectory.protocol
+    protocol, segments = trajectory.protocol, trajectory.segments
     pairs = [
         protocol.section_tags("think"),
-        _need(protocol.query_tags, "queries between tags", trajectory),
+        _read(protocol.query_tags, "queries between tags", protocol),
         protocol.section_tags("reflect"),
-        _need(protocol.answer_tags, "an answer between tags", trajectory),
+        _read(protocol.answer_tags, "an answer between tags", protocol),
+        _read(protocol.documents_tags, "documents between tags", protocol),
     ]
-    turns = [(segment.writer, segment.text) for segment in trajectory.segments]
-    if turns and turns[-1][0] == "model":
-        turns[-1] = ("model", without_eos(turns[-1][1]))
     order = ""
-    for writer, text in turns:
-        if writer == "documents":
+    for segment in segments:
+        if segment.writer == "documents":
             order += "I"
-        elif writer == "model":
+        elif segment.writer == "model":
+            text = without_eos(segment.text) if segment is segments[-1] else segment.text
             sections = read_sections(text, pairs)
-            order += "x" if sections is None else _letters(sections, protocol)
+            for which, content in [(4, "")] if sections is None else sections:
+                order += "TSRAx"[which] if content else "x"
     return order
 
 
-def _letters(sections: list[tuple[int, str]], protocol: Protocol) -> str:
-    """The letters of a turn's sections; "x" if one of them is empty or holds a tag."""
-    for _, content in sections:
-        if not content or any(tag in content for tag in protocol.tags):
-            return "x"
-    return "".join("TSRA"[which] for which, _ in sections)
-
-
 def is_concise(query: str) -> bool:
-    """Key words, no question: at most 12 words and 40 % stopwords, no "?", no question word or
-    auxiliary in front. Our rule: the paper gives none.
-
-    >>> is_concise("Ana Bell birthplace"), is_concise("where was Ana Bell born")
-    (True, False)
+    """Key words, as "Ana Bell birthplace": at most 12 words and 40 % stopwords, no "?", no question
+    word or auxiliary in front. Our rule: the paper gives none.
     """
     words = re.findall(r"\w+", query)
-    lower = [word.lower() for word in words]
     if not words or len(query.split()) > MAX_CONCISE_WORDS or re.search("[?？]", query):
         return False
-    named = words[0] in ("Will", "May") and words[1:2] and words[1].istitle()  # Will Smith
-    if lower[0] in _QUESTION_WORDS | _AUXILIARIES and not named:
+    # Will Smith asks nothing.
+    named = words[0] in ("Will", "May") and "".join(words[1:2]).istitle()
+    if words[0].lower() in _OPENERS and not named:
         return False
-    return sum(word in _STOPWORDS for word in lower) <= MAX_STOPWORDS * len(lower)
+    return sum(word.lower() in _STOPWORDS + _OPENERS for word in words) <= MAX_STOPWORDS * len(
+        words
+    )
 
 
 def mean_similarity(queries: list[str], embed: Embedder) -> float:
-    """The mean cosine over the unordered pairs of queries.
-
-    >>> round(mean_similarity(["ana bell", "ana bell", "ana town"], tfidf_embedder()), 4)
-    0.6667
-    """
-    similarity = cosine(embed(queries))  # [n, n]; in the example the pairs are 1, 1/2 and 1/2
+    """The mean cosine over the unordered pairs of queries. ana bell, ana bell, ana town: 2/3."""
+    similarity = cosine(embed(queries))  # [n, n]
     pairs = [float(similarity[i, j]) for i, j in combinations(range(len(queries)), 2)]
     return sum(pairs) / len(pairs)
 
@@ -692,9 +625,8 @@ def mean_similarity(queries: list[str], embed: Embedder) -> float:
 def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
     """w(t) = count of t in the text · idf(t),  idf(t) = ln((1 + N) / (1 + n_t)) + 1.
 
-    N documents, n_t of them hold t; without documents every word has idf = ln(1) + 1 = 1. Trap: a
-    word that no document holds must not count, or a query could be repeated with another invented
-    word each time.
+    N documents, n_t of them hold t; without documents every idf is 1. Trap: a word that none holds
+    must not count, or a query could be repeated with another invented word each time.
 
     >>> embed = tfidf_embedder([Document("1", "Ana", "town"), Document("2", "Bo", "town")])
     >>> embed(["Ana town"]).round(4).tolist()     # idf(ana) = ln(3/2) + 1, idf(town) = ln(3/3) + 1
@@ -732,16 +664,12 @@ def cosine(vectors: np.ndarray) -> np.ndarray:
 # -------------------------------------------------------------------------------------------- ARENA
 
 
-def arena(
-    trajectory: Trajectory, bonus: float = 10.0, relevance_reward: bool = True
-) -> Terms:
+def arena(trajectory: Trajectory, bonus: float = 10.0, relevance_reward: bool = True) -> Terms:
     """R = format + answer + relevance, and 10 more if all three are 1 (ARENA section 3.3).
 
         format      1 if the text is <relevance> <analysis> <answer>, each once and not empty
-        answer      exact match, whether or not the format holds; a summary: its mean ROUGE (our
-                    reading)
-        relevance   the cited numbers against the gold ones: the same set 1, some in common 0.5,
-                    none or unreadable 0
+        answer      exact match, in any format; a summary: its mean ROUGE (our reading)
+        relevance   the cited numbers and the gold ones: the same set 1, some in common 0.5, else 0
 
     So R is 0, 0.5, ..., 3, or 13. relevance_reward=False leaves the term out, and the bonus asks
     for the other two. Citing everything earns 0.5: `arena_scores` shows how exact the set is.
@@ -749,50 +677,13 @@ def arena(
     >>> arena(example("arena"))     # cites 1 of the gold numbers 1 and 3: 1 + 1 + 0.5
     {'format': 1.0, 'answer': 1.0, 'relevance': 0.5, 'bonus': 0.0}
     """
-    terms = {"format": float(arena_format(trajectory)), "answer": _arena_answer(trajectory)}
+    question = trajectory.question
+    metric = mean_rouge if question.task == "summary" else exact_match
+    answer = metric(trajectory.answer, question.answers)
+    terms = {"format": float(arena_format(trajectory)), "answer": answer}
     if relevance_reward:
-        terms["relevance"] = _relevance(cited(trajectory), set(trajectory.question.supporting))
+        terms["relevance"] = _relevance(cited(trajectory), set(question.supporting))
     return terms | {"bonus": bonus if all(term == 1.0 for term in terms.values()) else 0.0}
-
-
-def arena_scores(trajectory: Trajectory) -> Terms:
-    """What an evaluation reports: format, relevance, and how well the cited set meets the gold set.
-
-        set_f1 = 2 |cited ∩ gold| / (|cited| + |gold|)
-
-    >>> arena_scores(example("arena"))     # cited {1}, gold {1, 3}: 2 · 1 / (1 + 2)
-    {'format': 1.0, 'relevance': 0.5, 'exact_set': 0.0, 'set_f1': 0.6666666666666666}
-    """
-    numbers, gold = cited(trajectory), set(trajectory.question.supporting)
-    relevance, size = _relevance(numbers, gold), len(numbers) + len(gold)
-    return {
-        "format": float(arena_format(trajectory)),
-        "relevance": relevance,
-        "exact_set": float(relevance == 1.0),
-        "set_f1": 2 * len(numbers & gold) / size if size else 0.0,
-    }
-
-
-def arena_format(trajectory: Trajectory) -> bool:
-    protocol = trajectory.protocol
-    pairs = [protocol.section_tags("relevance"), protocol.section_tags("analysis")]
-    pairs.append(_need(protocol.answer_tags, "an answer between tags", trajectory))
-    sections = read_sections(without_eos(trajectory.model_text), pairs) or []
-    return [which for which, content in sections if content] == [0, 1, 2] and len(sections) == 3
-
-
-def cited(trajectory: Trajectory) -> set[int]:
-    """The numbers in the last <relevance> section; none if it is not a list such as [1, 4].
-
-    >>> cited(tell(STORIES[0], "arena"))
-    {1, 3}
-    """
-    boxes = find_blocks(trajectory.model_text, *trajectory.protocol.section_tags("relevance"))
-    content = boxes[-1].content if boxes else ""
-    # [0-9]{1,6}: Python refuses to read a number of 5000 digits, and a model can write one.
-    if not re.fullmatch(r"\[\s*[0-9]{1,6}(?:\s*,\s*[0-9]{1,6})*\s*\]", content):
-        return set()
-    return {int(number) for number in re.findall("[0-9]+", content)}
 
 
 def _relevance(numbers: set[int], gold: set[int]) -> float:
@@ -801,10 +692,39 @@ def _relevance(numbers: set[int], gold: set[int]) -> float:
     return 1.0 if numbers == gold else 0.5
 
 
-def _arena_answer(trajectory: Trajectory) -> float:
-    question, answer = trajectory.question, trajectory.answer
-    metric = mean_rouge if question.task == "summary" else exact_match
-    return metric(answer, question.answers)
+def arena_format(trajectory: Trajectory) -> bool:
+    protocol = trajectory.protocol
+    pairs = [protocol.section_tags("relevance"), protocol.section_tags("analysis")]
+    pairs.append(_read(protocol.answer_tags, "an answer between tags", protocol))
+    sections = read_sections(without_eos(trajectory.model_text), pairs) or []
+    order = [which for which, _ in sections]
+    return order == [0, 1, 2] and all(content for _, content in sections)
+
+
+def cited(trajectory: Trajectory) -> set[int]:
+    """The numbers in the last <relevance> section; none if it is not a list such as [1, 4]."""
+    boxes = find_blocks(trajectory.model_text, *trajectory.protocol.section_tags("relevance"))
+    content = boxes[-1].content if boxes else ""
+    # [0-9]{1,6}: Python refuses to read a number of 5000 digits, and a model can write one.
+    if not re.fullmatch(r"\[\s*[0-9]{1,6}(?:\s*,\s*[0-9]{1,6})*\s*\]", content):
+        return set()
+    return {int(number) for number in re.findall("[0-9]+", content)}
+
+
+def arena_scores(trajectory: Trajectory) -> Terms:
+    """What an evaluation reports. set_f1 = 2 |cited ∩ gold| / (|cited| + |gold|).
+
+    >>> arena_scores(example("arena"))     # cited {1}, gold {1, 3}: 2 · 1 / (1 + 2)
+    {'format': 1.0, 'relevance': 0.5, 'exact_set': 0.0, 'set_f1': 0.6666666666666666}
+    """
+    numbers, gold = cited(trajectory), set(trajectory.question.supporting)
+    relevance = _relevance(numbers, gold)
+    return {
+        "format": float(arena_format(trajectory)),
+        "relevance": relevance,
+        "exact_set": float(relevance == 1.0),
+        "set_f1": 2 * len(numbers & gold) / max(1, len(numbers) + len(gold)),
+    }
 
 
 # ------------------------------------------------------------------------------------------ by name
@@ -832,15 +752,15 @@ REWARDS |= {
     ),
     "arena": lambda t, s, step, e: arena(t, s.bonus, s.relevance_reward),
 }
-# What must be at hand. Of other models: a grade, a reader, a verdict, an embedder. Of the questions:
-# options, supporting references, open answers. Of the settings: a price of a search that is not too
-# high.
+_WHEN_NEEDS = ("verdict", "embedder", "open", "price")
+# Other models: a judge's grade or verdict, a reader, an embedder. Questions: options, supporting
+# references, open answers. Settings: a price of a search that is not too high.
 NEEDS = {
     "ur2_stage2": ("grade",),
     "ur2_choice": ("grade", "options"),
     "r_search": ("reader", "open"),
-    "when_to_search_stage1": ("verdict", "embedder", "open", "price"),
-    "when_to_search_stage2": ("verdict", "embedder", "open", "price"),
+    "when_to_search_stage1": _WHEN_NEEDS,
+    "when_to_search_stage2": _WHEN_NEEDS,
     "arena": ("supporting",),
 }
 SWITCHES = {"reader": "evidence_reward", "supporting": "relevance_reward"}  # need -> its setting
@@ -848,8 +768,8 @@ SWITCHES = {"reader": "evidence_reward", "supporting": "relevance_reward"}  # ne
 
 def needs(settings) -> set[str]:
     """What must be at hand for the reward of these settings."""
-    named = NEEDS.get(settings.reward, ())
-    return {need for need in named if need not in SWITCHES or getattr(settings, SWITCHES[need])}
+    off = {need for need, switch in SWITCHES.items() if not getattr(settings, switch)}
+    return set(NEEDS.get(settings.reward, ())) - off
 
 
 def check_reward(settings) -> None:
@@ -863,32 +783,30 @@ def check_reward(settings) -> None:
         raise InputError(f"{pair} do not go together: {error}") from None
 
 
+LACKING = {  # need -> what is said of a question without it
+    "references": "has no references, which the prompt of the --protocol shows",
+    "supporting": "names no supporting reference: add `supporting`, or --relevance_reward false",
+    "options": "has no options, and the --reward is for multiple choice: use --reward ur2_stage2",
+    "open": "is multiple choice, and the --reward compares texts",
+}
+
+
 def check_questions(questions: list[Question], settings) -> list[Question]:
-    """The questions, or an InputError that names the first one without what the prompt or the
-    reward reads.
-    """
-    needed, protocol = needs(settings), as_protocol(settings.protocol)
+    """The questions, or an InputError that names the first one without what is read of it."""
+    needed = needs(settings)
+    if as_protocol(settings.protocol).references_in_prompt:
+        needed.add("references")
     for question in questions:
-        lacking = ""
-        if protocol.references_in_prompt and not question.references:
-            lacking = (
-                f"has no references, and --protocol {protocol.name} shows them in the prompt: use"
-                " data with paragraphs (HotpotQA, 2Wiki, MuSiQue)"
-            )
-        elif "supporting" in needed and not question.supporting:
-            lacking = (
-                f"names no supporting reference: --reward {settings.reward} compares with them;"
-                " add the field `supporting`, or give --relevance_reward false"
-            )
-        elif "options" in needed and not (question.task == "choice" and question.options):
-            lacking = (
-                f"has no options, and --reward {settings.reward} is for multiple choice: use"
-                " --reward ur2_stage2, or data with options"
-            )
-        elif "open" in needed and question.task == "choice":
-            lacking = f"is multiple choice, and --reward {settings.reward} compares texts"
-        if lacking:
-            raise InputError(f"question {question.id} {lacking}")
+        choice = question.task == "choice"
+        has = {
+            "references": question.references,
+            "supporting": question.supporting,
+            "options": choice and question.options,
+            "open": not choice,
+        }
+        for need, said in LACKING.items():
+            if need in needed and not has[need]:
+                raise InputError(f"question {question.id} {said}")
     return questions
 
 
@@ -897,108 +815,76 @@ def check_questions(questions: list[Question], settings) -> list[Question]:
 
 @dataclass(frozen=True)
 class Story:
-    """One way to go about the demo question, to be told in the tags of any protocol."""
+    """One way to go about the demo question: pieces of text by their names, for any protocol."""
 
     name: str
-    searches: tuple[tuple[str, str], ...] = ()  # (query, what is found)
-    fallback: bool = False  # the last search comes back as the fallback
-    evidence: str = ""
-    answers: tuple[str, ...] = ("Norland",)
-    cites: tuple[int, ...] = ()  # ARENA has no searching: what is found there is what is cited
-    thought: str = "Her birthplace decides."
-    faked: str = ""  # documents by the model's own hand
-    after: str = ""
+    text: str
 
 
-_FIRST = ("Ana Bell birthplace", "Ana Bell was born in Kelmouth.")
-_SECOND = ("Kelmouth country", "Kelmouth is a town in Norland.")
-_VAGUE = ("think about it", "No fact is asked for.")
-_EVIDENCE = f"{_FIRST[1]} {_SECOND[1]}"
-_ALL = f"{_EVIDENCE} A bell rings. Sudria is a country."
-_REFERENCES = (
-    Document("1", "Ana Bell", _FIRST[1]),
-    Document("2", "Bell", "A bell rings."),
-    Document("3", "Kelmouth", _SECOND[1]),
-    Document("4", "Sudria", "Sudria is a country."),
-)
-_QUESTION = Question(
-    "demo",
-    "In which country was Ana Bell born?",
-    ["Norland"],
-    references=_REFERENCES,
-    supporting=(1, 3),
-)
-_GOOD = Story("good", (_FIRST, _SECOND), evidence=_EVIDENCE, cites=(1, 3))
-_NO_SEARCH = Story("no search")
+_LOOK = "search Ana Bell birthplace | found Ana Bell was born in Kelmouth. | reflect It helps."
+_TOWN = "Kelmouth is a town in Norland."
+_MORE = f"search Kelmouth country | found {_TOWN} | reflect It helps."
+_VAGUE = "search think about it | fallback No fact is asked for. | reflect Too vague."
+_BOTH = f"Ana Bell was born in Kelmouth. {_TOWN}"
+_THINK = "think Her birthplace decides."
+_GOOD = f"relevance [1, 3] | {_THINK} | {_LOOK} | {_MORE}"
+_KNOWN = f"relevance [] | {_THINK} | reflect I know this."
+_FAKED = f"relevance [5] | {_THINK} | found {_BOTH} | reflect I know this."
+_FALLBACK = f"relevance [1] | {_THINK} | {_MORE} | {_VAGUE} | evidence {_TOWN}"
+_GARBLED = _GOOD.replace("birthplace decides", "出生地 decides")
+_ALL = f"{_GOOD} | evidence {_BOTH} A bell rings.".replace("[1, 3]", "[1, 2, 3, 4]")
 STORIES = (
-    _GOOD,
-    _NO_SEARCH,
-    Story("a query that asks for no fact", (_SECOND, _VAGUE), True, _SECOND[1], cites=(1,)),
-    Story("documents of its own", faked=_EVIDENCE, evidence=_EVIDENCE, cites=(5,)),
-    replace(_GOOD, name="text after the answer", after=" I am quite sure."),
-    replace(_GOOD, name="two answers", answers=("Sudria", "Norland")),
-    Story("evidence without a search", evidence=_EVIDENCE),
-    replace(_GOOD, name="cites everything", evidence=_ALL, cites=(1, 2, 3, 4)),
-    replace(_GOOD, name="wrong answer", answers=("Sudria",)),
-    replace(_GOOD, name="garbled text", thought="Her 出生地 decides."),
+    Story("good", f"{_GOOD} | evidence {_BOTH} | answer Norland"),
+    Story("no search", f"{_KNOWN} | answer Norland"),
+    Story("a query that asks for no fact", f"{_FALLBACK} | answer Norland"),
+    Story("documents of its own", f"{_FAKED} | evidence {_BOTH} | answer Norland"),
+    Story("text after the answer", f"{_GOOD} | evidence {_BOTH} | answer Norland | plain Yes."),
+    Story("two answers", f"{_GOOD} | evidence {_BOTH} | answer Sudria | answer Norland"),
+    Story("evidence without a search", f"{_KNOWN} | evidence {_BOTH} | answer Norland"),
+    Story("cites everything", f"{_ALL} | answer Norland"),
+    Story("wrong answer", f"{_GOOD} | evidence {_BOTH} | answer Sudria"),
+    Story("garbled text", f"{_GARBLED} | evidence {_BOTH} | answer Norland"),
 )
+_QUESTION = Question("demo", "In which country was Ana Bell born?", ["Norland"], supporting=(1, 3))
 
 
 def tell(story: Story, protocol: Protocol | str) -> Trajectory:
-    """The story as a transcript in the tags of a protocol."""
+    """The story as a transcript; pieces that the protocol has no tags for are left out."""
     protocol = as_protocol(protocol)
-    fallbacks = [len(story.searches) - 1] if story.fallback else []
-    return trajectory_from_text(_QUESTION, _transcript(story, protocol), protocol, fallbacks)
-
-
-def _transcript(story: Story, protocol: Protocol) -> str:
-    """What the protocol has no tags for is left out."""
-    sections = {pair[0].strip("<>"): pair for pair in protocol.other_tags}
-    opened = protocol.prompt_suffix == "<think>"  # by the prompt: the model closes it only
-
-    def write(name: str, text: str) -> str:
-        return f"{sections[name][0]} {text} {sections[name][1]}\n" if name in sections else ""
-
-    if protocol.references_in_prompt:
-        body = write("relevance", str(list(story.cites)))
-        body += write("analysis", f"{story.thought} {story.faked}")
-    else:
-        body = story.thought if opened else write("think", story.thought) or story.thought
-    for query, found in story.searches if protocol.query_tags else ():
-        begin, end = protocol.query_tags
-        body += f"{begin} {query} {end}{frame_documents(protocol, found)}"
-        body += write("reflect", "This helps.")
-    if story.faked and protocol.documents_tags:
-        body += frame_documents(protocol, story.faked)
-    body += write("reflect", "I know this.") if not story.searches else ""
-    body += "</think>" if opened else ""
-    if protocol.evidence_tags and story.evidence:
-        body += f"\n{protocol.evidence_tags[0]} {story.evidence} {protocol.evidence_tags[1]}\n"
-    begin, end = protocol.answer_tags or (" The answer is \\boxed{", "}.")
-    space = " " if protocol.answer_tags else ""
-    boxes = [f"{begin}{space}{answer}{space}{end}" for answer in story.answers]
-    return body + "".join(boxes) + story.after
+    tags = {pair[0].strip("<>"): pair for pair in protocol.other_tags}
+    opened = protocol.prompt_suffix  # "<think>": by the prompt, so the model closes it only
+    tags["plain"] = ("", "")
+    tags["think"] = tags.get("analysis") or (not opened and tags.get("think")) or ("", "")
+    tags["search"] = protocol.query_tags
+    tags["found"] = tags["fallback"] = protocol.documents_tags
+    tags["evidence"] = protocol.evidence_tags
+    tags["answer"] = protocol.answer_tags or ("The answer is \\boxed{", "}.")
+    text, fallbacks = "", []
+    for piece in story.text.split(" | "):
+        name, _, content = piece.partition(" ")
+        if name in ("found", "fallback"):
+            fallbacks.append(name == "fallback")
+        if name == "answer" and opened:
+            text, opened = text + opened.replace("<", "</"), ""
+        if pair := tags.get(name):
+            text += f"{pair[0]} {content} {pair[1]}"
+    return trajectory_from_text(_QUESTION, text, protocol, fallbacks)
 
 
 def example(protocol: Protocol | str, answer: str = "Norland") -> Trajectory:
     """The third story: a search, a search that comes back as the fallback, an answer."""
-    return tell(replace(STORIES[2], answers=(answer,)), protocol)
+    return tell(Story("", f"{_FALLBACK} | answer {answer}"), protocol)
 
 
-def read_evidence(trajectory: Trajectory) -> str:
-    """Stands in for R-Search's reader: it answers Norland where the evidence says so."""
-    return "Norland" if "Norland" in (trajectory.evidence or "") else ""
-
-
-COLUMNS = {  # column -> (protocol, reward)
-    "UR² 1": ("ur2", ur2_stage1),
-    "UR² 2": ("ur2", ur2_stage2),
-    "R1-S. 1": ("r1_searcher", r1_searcher_stage1),
-    "R1-S. 2": ("r1_searcher", r1_searcher_stage2),
-    "R-Search": ("r_search", lambda trajectory: r_search(trajectory, read_evidence(trajectory))),
-    "When 1": ("when_to_search", when_to_search_stage1),
-    "When 2": ("when_to_search", when_to_search_stage2),
-    "ARENA": ("arena", arena),
+COLUMNS = {  # heading -> (protocol, reward)
+    "UR² 1": ("ur2", "ur2_stage1"),
+    "UR² 2": ("ur2", "ur2_stage2"),
+    "R1-S. 1": ("r1_searcher", "r1_searcher_stage1"),
+    "R1-S. 2": ("r1_searcher", "r1_searcher_stage2"),
+    "R-Search": ("r_search", "r_search"),
+    "When 1": ("when_to_search", "when_to_search_stage1"),
+    "When 2": ("when_to_search", "when_to_search_stage2"),
+    "ARENA": ("arena", "arena"),
 }
 
 
@@ -1006,15 +892,13 @@ def main() -> None:
     print(f"{_QUESTION.question} Gold: Norland, from references 1 and 3.")
     print("The same story in each protocol's tags; ARENA cites where the others search.\n")
     print(f"{'transcript':<32}" + "".join(f"{name:>10}" for name in COLUMNS))
+    extras = Extras(reader_answer="Norland")  # what all the evidence here says
     for story in STORIES:
         line = f"{story.name:<32}"
         for protocol, reward in COLUMNS.values():
-            line += f"{sum(reward(tell(story, protocol)).values()):>+10.2f}"
+            terms = REWARDS[reward](tell(story, protocol), RewardSettings(), 0, extras)
+            line += f"{sum(terms.values()):>+10.2f}"
         print(line)
-    print("\ncomponents of the first row:")
-    for name, (protocol, reward) in COLUMNS.items():
-        terms = reward(tell(STORIES[0], protocol))
-        print(f"  {name:<10}" + "  ".join(f"{term} {value:+.2f}" for term, value in terms.items()))
 
 
 if __name__ == "__main__":

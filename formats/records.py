@@ -14,6 +14,7 @@ import gzip
 import json
 import os
 import re
+import reprlib
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -23,10 +24,9 @@ from errors import InputError
 
 PASSAGE_COLUMNS = ("id", "passage")  # of tab-separated lines without a header
 QUESTION_COLUMNS = ("question", "answer")
-ID_COLUMNS = ("id", "_id", "idx", "docid", "doc_id", "pid")
+COLUMNS = dict.fromkeys(("_id", "idx", "docid", "doc_id", "pid"), "id")  # what a header may say
+COLUMNS |= {"answers": "answer", "golden_answers": "answer"}
 HALF_ESCAPE = re.compile(r"\\u[dD]")  # maybe: half of a character that JSON escapes in two
-
-# ------------------------------------------------------------------------------------ file -> lines
 
 
 def open_error(path: Path, error: OSError) -> InputError:
@@ -76,9 +76,6 @@ def read_whole(path: Path) -> str:
         raise InputError(f"{path}, line {line}: not UTF-8: save the file as UTF-8") from None
 
 
-# --------------------------------------------------------------------------------- lines -> records
-
-
 def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[int, str, object]]:
     """(number, "line 3" or "record 3", the record or its InputError). `columns`: the names of
     tab-separated ones without a header; () where no table is expected.
@@ -97,48 +94,45 @@ def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[in
 
 
 def read_json(path: Path) -> list:
-    text = read_whole(path)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        place = f"{path}, line {getattr(error, 'lineno', 1)}"
-        reason = getattr(error, "msg", error)
-        raise InputError(f"{place}: not valid JSON ({reason}): correct the file") from None
-    records, escaped = value if isinstance(value, list) else [value], HALF_ESCAPE.search(text)
-    return [as_record(record, bool(escaped)) for record in records]
+    value = loads(read_whole(path))
+    if isinstance(value, InputError):
+        raise InputError(f"{path}: {value}: correct the file")
+    return [as_record(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def read_parquet(path: Path) -> list[dict]:
     try:
         from pyarrow import parquet  # optional: the extra "data"
+
+        return parquet.read_table(path).to_pylist()
     except ImportError:
         how = "pip install pyarrow, or convert the file to JSONL"
         raise InputError(f"{path}: a parquet file needs pyarrow: {how}") from None
-    try:
-        return parquet.read_table(path).to_pylist()
     except Exception as error:  # a damaged file raises whatever the format's reader does
         reason = short(str(error))
         raise InputError(f"{path}: not a readable parquet file ({reason}): get it again") from None
 
 
 def parse_json(line: str) -> object:
+    """The object on a line, or the InputError that says what is wrong with it."""
+    return as_record(loads(line))
+
+
+def loads(text: str) -> object:
+    """Trap: JSON may escape half a character ("\\ud83d"), which nobody can write or tokenize."""
     try:
-        return as_record(json.loads(line), bool(HALF_ESCAPE.search(line)))
+        value = json.loads(text)
+        if HALF_ESCAPE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        return InputError(f"not valid JSON ({getattr(error, 'msg', error)}{column})")
+        return InputError(f"not valid JSON ({str(error).replace('line 1 ', '')})")
+    return value
 
 
-def as_record(record: object, escaped: bool) -> object:
-    """`record`, or what is wrong with it. Trap: JSON may escape half a character ("\\ud83d")."""
-    if not isinstance(record, dict):
-        return InputError(f"expected an object {{...}}, found {type_name(record)}")
-    try:
-        if escaped:
-            json.dumps(record, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError):
-        return InputError("half a character (\\ud8.. without its \\udc..), or nested too deep")
-    return record
+def as_record(value: object) -> object:
+    if isinstance(value, dict | InputError):
+        return value
+    return InputError(f"expected an object {{...}}, found {type_name(value)}")
 
 
 def is_tsv(path: Path) -> bool:
@@ -166,14 +160,13 @@ def tsv_records(lines: Iterable, columns: tuple[str, ...]) -> Iterator[tuple[int
 
 def header(values: list[str]) -> list[str]:
     """Its names, [] for no header. One begins with a name for ids or has a column "question"."""
-    names = [value.strip().lower() for value in values]
-    if names[0] in ID_COLUMNS:
-        names[0] = "id"
-    elif "question" not in names:
+    lower = [value.strip().lower() for value in values]
+    names = [COLUMNS.get(name, name) for name in lower]
+    if "question" in names:
+        return names
+    if names[0] != "id":
         return []
-    if "question" not in names:
-        return list(PASSAGE_COLUMNS) if len(names) == 2 else names
-    return ["answer" if name in ("answers", "golden_answers") else name for name in names]
+    return list(PASSAGE_COLUMNS) if len(names) == 2 else names
 
 
 def unquote(column: str) -> str:
@@ -185,9 +178,6 @@ def unquote(column: str) -> str:
     return inner.replace('""', '"') if quoted and '"' not in inner.replace('""', "") else column
 
 
-# ------------------------------------------------------------------------------- fields of a record
-
-
 def type_name(value: object) -> str:
     names = {str: "a string", list: "a list", dict: "an object", bool: "true/false"}
     names |= {int: "a number", float: "a number", type(None): "null"}
@@ -195,12 +185,8 @@ def type_name(value: object) -> str:
 
 
 def short(value: object) -> str:
-    """A value for an error message: one line, not the whole passage."""
-    try:
-        text = repr(value)
-    except RecursionError:  # json reads what repr is too deep for
-        text = "[[[..."
-    return text if len(text) <= 60 else text[:57] + "..."
+    """A value for an error message: one line, not the whole passage; it may be nested deep."""
+    return reprlib.repr(value)[:60]
 
 
 # ---------------------------------------------------------------------- files that a run appends to
@@ -213,30 +199,33 @@ def finished_records(path: str | Path, cut: bool = True) -> list[dict]:
     appended next would stand behind it. cut=False: a reader's, the run may still be at it.
     """
     path = Path(path)
-    data = path.read_bytes() if path.exists() else b""
-    whole, newline, tail = data.rpartition(b"\n")
-    whole += newline
-    if isinstance(parse_json(tail.decode("utf-8", "replace")), dict):  # it lacks only its newline
-        whole += tail + b"\n"
-    if cut and whole != data:
-        path.write_bytes(whole)
-    records = []
-    for number, line in enumerate(whole.splitlines(), 1):
-        record = parse_json(line.decode("utf-8", "replace"))
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    records = [parse_json(line.decode(errors="replace")) for line in lines]
+    if records and isinstance(records[-1], InputError) and not lines[-1].endswith(b"\n"):
+        records.pop()
+        if cut:
+            os.truncate(path, sum(map(len, lines[:-1])))
+    for number, record in enumerate(records, 1):
         if isinstance(record, InputError):
             raise InputError(f"{path}, line {number}: {record}: correct the file, or name another")
-        records.append(record)
     return records
 
 
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
-    """Append a JSON line for each record. A line that an interrupt cut short is closed first."""
+    """Append a JSON line for each record; none only tells whether the file can be written. A line
+    that an interrupt cut short is closed first.
+    """
     lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
-    with open(path, "ab+") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            lines = lines if file.read(1) == b"\n" else b"\n" + lines
-        file.write(lines)  # in one piece: another run may append to the same file
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                lines = lines if file.read(1) == b"\n" else b"\n" + lines
+            file.write(lines)  # in one piece: another run may append to the same file
+    except OSError as error:
+        how = "make room, or name another place"
+        raise InputError(f"{path}: cannot be written ({error.strerror}): {how}") from None
 
 
 def report_skipped(path: Path, kept: int, problems: list[str], noun: str) -> None:

@@ -5,9 +5,9 @@
 Greedy: a passage takes paragraphs until it has 100 words, or the next would make it more than 150.
 A heading begins a new one that has 50 words behind it, and is a line of its passage otherwise; so
 only a text's last passage is shorter. A paragraph of over 100 words is cut between its sentences.
-Markdown: a title is "Guide > Install", front matter may give its first part; a link loses its
-target. Trap: "#" in a fence of code is no heading. Left out: headings underlined with === or ---,
-HTML, scripts without blanks between words.
+Markdown: a title is "Guide > Install"; a link loses its target. Trap: "#" in a fence of code is no
+heading. Left out: front matter, headings underlined with === or ---, HTML, scripts without blanks
+between words, links to folders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from errors import InputError
 from formats.records import first_line, is_tsv, open_error, read_whole, report_skipped
 
 LEAST, GOAL, MOST = 50, 100, 150  # words in a passage
-FRONT_MATTER = re.compile(r"---[ \t]*\n(?=[\w-]+:)(.*?\n)(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
+FRONT_MATTER = re.compile(r"---[ \t]*\n(?=[\w-]+:).*?\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
 FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
 OWN_LINE = re.compile(r"\s*(?:[-*+•]\s|\d+[.)]\s|\|)")  # a list item, a table's row
@@ -33,13 +33,9 @@ SENTENCE_END = re.compile(r"""(?:(?<=[.!?…])|(?<=[.!?…]["'”’)\]]))\s+(?!
 
 
 def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, str]]:
-    """[(title, passage)]. The title begins with the text's own, its first heading, or `name`."""
-    title = ""
-    if markdown and (matter := FRONT_MATTER.match(text)):
-        given = re.search(r"^title:[ \t]*(.*)$", matter[1], re.MULTILINE)
-        title, text = given[1].strip(" \t\"'") if given else "", text[matter.end() :]
+    """[(title, passage)]. The title begins with the text's first heading, or `name`."""
     found = list(paragraphs(text, markdown))
-    title = title or next((headings[0] for headings, _ in found if headings), name)
+    title = next((headings[0] for headings, _ in found if headings), name)
     packed, size, above = [], 0, ()
     for headings, paragraph in found:
         new = " > ".join(heading for heading in headings if heading not in above)
@@ -47,22 +43,23 @@ def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, st
         for piece in pieces(paragraph):
             words = len(piece.split())
             if packed and size < (LEAST if new else GOAL) and size + words <= MOST:
-                packed[-1] = packed[-1][0], packed[-1][1] + joint + piece
+                packed[-1][1] += joint + piece
                 size += words
             else:
                 path = headings if headings[:1] == (title,) else (title, *headings)
-                packed.append((" > ".join(path), piece))
+                packed.append([" > ".join(path), piece])
                 size = words
             new, joint = "", " "
         above = headings
-    return packed
+    return [(title, passage) for title, passage in packed]
 
 
 def paragraphs(text: str, markdown: bool) -> Iterator[tuple[tuple[str, ...], str]]:
     """(the headings above it, a paragraph on one line)"""
     headings: dict[int, str] = {}  # level -> heading
     lines, fence = [], ""  # of this paragraph; the mark that ends the code
-    for line in [*text.split("\n"), ""]:
+    matter = FRONT_MATTER.match(text) if markdown else None
+    for line in [*text[matter.end() if matter else 0 :].split("\n"), ""]:
         if fence:
             closed = line.strip().startswith(fence) and not line.strip(f" \t{fence[0]}")
             if line.strip() and not closed:
@@ -99,9 +96,6 @@ def pieces(paragraph: str) -> list[str]:
     return found
 
 
-# ----------------------------------------------------------------------------------------- folders
-
-
 def stem(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).stem
 
@@ -119,31 +113,26 @@ def is_text(path: Path) -> bool:
 
 
 def text_files(folder: Path) -> list[Path]:
-    """The texts in a folder and the folders below it, sorted, without hidden ones. What has two
-    names is read once: links may go round in circles.
-    """
+    """The texts in a folder and the folders below it, sorted, without hidden ones."""
 
     def fail(error: OSError) -> None:
         raise open_error(Path(error.filename), error)
 
-    found, seen = {}, set()
-    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        again = os.path.realpath(root) in seen
-        seen.add(os.path.realpath(root))
-        folders[:] = [name for name in folders if not (again or name.startswith("."))]
-        for file in [Path(root, name) for name in names if not (again or name.startswith("."))]:
-            if text_ending(file) and (file.is_file() or not file.exists()):  # a pipe would hang
-                found.setdefault(os.path.realpath(file), []).append((file.is_symlink(), file))
+    found = []
+    for root, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files = [Path(root, name) for name in names if not name.startswith(".")]
+        found += [file for file in files if text_ending(file) and not file.is_fifo()]
     if not found:
         advice = "name a folder of texts, or a file"
         raise InputError(f"{folder}: no file in it ends in .txt or .md: {advice}")
-    return sorted(min(names)[1] for names in found.values())  # a file's own name before its links
+    return sorted(found)
 
 
 def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
     """The fields of the passages of a text or of a folder; an id is "file in the folder#number"."""
     files, root = (text_files(path), path) if path.is_dir() else ([path], path.parent)
-    found, problems, used = [], [], 0
+    found, problems = [], []
     for file in tqdm(files, desc="passages", unit="file", leave=False, disable=None):
         # Linux allows names that are no text.
         name = file.relative_to(root).as_posix().encode(errors="replace").decode()
@@ -155,9 +144,8 @@ def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
             problems.append(str(error))
             continue
         packed = passages(text, stem(Path(name)), text_ending(file) == ".md")
+        problems += [] if packed else [f"{file}: no words in it"]
         for number, (title, passage) in enumerate(packed, 1):
             found.append({"id": f"{name}#{number}", "title": title, "text": passage})
-        used += bool(packed)
-        problems += [] if packed else [f"{file}: no words in it"]
-    report_skipped(path, used, problems, "file")
+    report_skipped(path, len(files) - len(problems), problems, "file")
     return found

@@ -55,7 +55,6 @@ DEFAULT_SEEDS = 2
 LONG = ("ppo",)  # run only if named: a critic of the policy's own size doubles the time of a step
 FIRST_WORLD = 20  # no setting was chosen on these worlds
 REWARD_QUESTIONS = 128
-CURVE = ("reward", "grad_norm", "em", "searches")  # what is kept of the training
 EVALUATION = ["--questions", "50", "--temperature", "1"]  # of a kind; as in training
 
 # Two-sided 95 % points of Student's t for n − 1 = 1, 2, ... degrees of freedom.
@@ -136,10 +135,6 @@ def score(kind: str, name: str) -> Callable[[dict], float]:
     return lambda result: float(np.mean([result["eval"][k][name] for k in kinds]))
 
 
-def log10_largest_gradient(result: dict) -> float:
-    return math.log10(max(result["curve"]["grad_norm"]))
-
-
 EM = Number("look-up EM", score("lookups", "em"))
 NO_WORSE = Number("look-up EM + 0.03", score("lookups", "em"), counts=0.0, grant=0.03)
 READER = Number("reader's EM", score("lookups", "reader_em"), counts=0.05)
@@ -147,7 +142,12 @@ CITED = Number("exact set", score("lookups", "exact_set"), counts=0.05)
 FORMAT = Number("strict format rate", score("all", "format"))
 NEEDLESS = Number("arithmetic searches", score("arithmetic", "searches"), counts=0.1, sign=-1)
 KNOWN = Number("searches, known facts", score("known", "searches"), counts=0.1, sign=-1)
-JUMP = Number("log10 of the largest gradient", log10_largest_gradient, counts=0.1, sign=-1)
+JUMP = Number(
+    "log10 of the largest gradient",
+    lambda result: math.log10(max(result["curve"]["grad_norm"])),
+    counts=0.1,
+    sign=-1,
+)
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ def run_arm(name: str, seed: int, runs: str) -> float:
         result = {
             "eval": measured(trained),
             "reward": [before, held_out_reward(settings, trained)],
-            "curve": {key: [line.get(key, 0.0) for line in lines] for key in CURVE},
+            "curve": {"grad_norm": [line.get("grad_norm", 0.0) for line in lines]},
             "seconds": seconds,
         }
     aside = path.with_suffix(".partial")
@@ -471,7 +471,7 @@ def chosen(names: str) -> list[str]:
 
 
 def parse(arguments: list[str] | None):
-    parser = FlagParser("ablate.py", description="The papers' claims in the built-in world.")
+    parser = FlagParser("lab.ablate", description="The papers' claims in the built-in world.")
     add = parser.add_argument
     add("--seeds", type=int, default=DEFAULT_SEEDS, help="worlds per arm")
     add("--first_world", type=int, default=FIRST_WORLD)

@@ -11,18 +11,18 @@
 
 A method is a Python generator: it yields what it wants next, `Write` (the model writes on) or
 `Look` (a search), is handed the reply at that place, and returns its answer. `run_method` drives
-the generators of many questions in lockstep: all texts that are wanted at a moment are one batch,
-all searches one call.
+many questions in lockstep: all texts that are wanted at a moment are one batch, all searches one
+call.
 
-    python -m lab.baselines --method all           on the built-in world, with its tiny model
+    python -m lab.baselines                        all, on the built-in world with its tiny model
     python -m lab.baselines --method rag,ircot --model SPEC --data FILE --corpus FILE
                                                    SPEC: a HF model, or http://host:port/v1#model
 
-The prompts are ours and have no examples, as they are for chat models; the papers show a few.
-Traps: a page must not steer a method, so tags and labels are taken out of it, and a method's end is
-looked for in the model's own words only; a reply that did not come is no wrong answer: that
-question is left out, and asked again by the same command. Left out: few-shot examples, IRCoT's
-bound of 15 paragraphs (the context is the bound), sampling several chains.
+The prompts are ours, without examples, for chat models; the papers show a few. Traps: a page must
+not steer a method, so tags and labels are taken out of it, and a method's end is looked for in the
+model's own words only; a reply that did not come is no wrong answer: that question is left out, and
+asked again by the same command. Left out: IRCoT's bound of 15 paragraphs (the context is the
+bound), sampling several chains.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from typing import ClassVar
 
 from tqdm import tqdm
 
-from data import DataSettings, Question
+from data import Question
 from errors import FlagParser, InputError, check_output, check_value, run_main, setting
 from eval import Evaluation, key_of, say_faults
 from formats.records import append_jsonl, finished_records
 from lab import taken
 from metrics import last_boxed
-from other_models.llm import load_llm, weights_version
+from other_models.llm import load_llm
 from other_models.reader import read_answer
 from plumbing import resume
 from plumbing.build import build_protocol, build_search, load_model
 from plumbing.report import summarise, table
-from policy import best_device
+from policy import best_device, weights_version
 from prompts import (
     Protocol,
     chat_text,
@@ -64,18 +64,9 @@ from prompts import (
     tag_pair,
     without_thinking,
 )
-from retriever import RetrieverSettings
-from rollout import (
-    Environment,
-    RolloutSettings,
-    check_prompt,
-    context_of,
-    encode,
-    sample_turns,
-    seeded,
-)
-from settings import RENAMED, RunSettings, Settings, add_flags, check_settings, named_in, resolve
-from summarizer import SearchFunction, SummarizerSettings
+from rollout import Environment, check_prompt, context_of, encode, sample_turns, seeded
+from settings import RECORDS, RENAMED, Settings, add_flags, check_settings, named_in, resolve
+from summarizer import SearchFunction
 from trajectory import Trajectory
 
 TAGS = tag_pair("search"), tag_pair("information"), tag_pair("answer")
@@ -119,49 +110,39 @@ class Look:
 
 
 Steps = Generator[Write | Look, "str | list[str]", "str | None"]
-Method = Callable[..., Steps]
 
 _SHORT = (
     "in as few words as possible: a name, a date, a number, yes or no, or the letter of an option"
 )
 _BOX = "<answer> your answer </answer>"
 INSTRUCTIONS = f"""
-Answer the question {_SHORT}. Reply with nothing but {_BOX}.
-
-Answer the question from the passages, {_SHORT}. If they do not help, answer from what you know.
-Reply with nothing but {_BOX}.
-
-Think about the question step by step, in a few short sentences. Then answer {_SHORT}, as {_BOX}.
-
-Read the passages and think about the question step by step, in a few short sentences. Use what you
-know where the passages say nothing. Then answer {_SHORT}, as {_BOX}.
-
-Work towards the answer one sentence at a time: each sentence states one fact from the passages,
-with full names, that brings the question further. Write the next sentence only. Once nothing is
-missing, write as the last sentence: So the answer is: the answer, in as few words as possible.
-
-Split the question into simpler ones. As long as a fact is missing, write one line, "Follow up:" and
-one simple question that can be understood by itself, and stop; its answer is then given to you
-behind "Intermediate answer:". When nothing is missing, write "{FINAL}" and the answer {_SHORT}.
-
-Write down step by step how the question can be answered. One step is one short paragraph; leave a
-blank line between paragraphs. End with a paragraph "{FINAL}" and the answer {_SHORT}.
-
-Somebody answers the question step by step, in paragraphs. Write one short query for a search engine
-with which the facts in the last paragraph can be checked. Reply with the query only.
-
-Somebody answers the question step by step, in paragraphs. Revise the last paragraph: correct what
-the passages contradict and add what they say to the point. Reply with the revised paragraph only.
-
-Reason step by step towards the answer. Whenever a fact is missing or uncertain, write <search> a
-short query </search> and stop; notes of what was found are given to you between <information> and
-</information>, and you go on. Finish with the answer {_SHORT}, as {_BOX}.
-
-Somebody reasons about the question and has just searched. Read the passages and write down, in a
-few sentences, only the facts in them that help the reasoning on. If there are none, write: Nothing
-helpful was found.
+- Answer the question {_SHORT}. Reply with nothing but {_BOX}.
+- Answer the question from the passages, {_SHORT}. If they do not help, answer from what you know.
+  Reply with nothing but {_BOX}.
+- Think about the question step by step, in a few short sentences. Then answer {_SHORT}, as {_BOX}.
+- Read the passages and think about the question step by step, in a few short sentences. Use what
+  you know where the passages say nothing. Then answer {_SHORT}, as {_BOX}.
+- Work towards the answer one sentence at a time: each sentence states one fact from the passages,
+  with full names, that brings the question further. Write the next sentence only. Once nothing is
+  missing, write as the last sentence: So the answer is: the answer, in as few words as possible.
+- Split the question into simpler ones. As long as a fact is missing, write one line, "Follow up:"
+  and one simple question that can be understood by itself, and stop; its answer is then given to
+  you behind "Intermediate answer:". When nothing is missing, write "{FINAL}" and the answer
+  {_SHORT}.
+- Write down step by step how the question can be answered. One step is one short paragraph; leave a
+  blank line between paragraphs. End with a paragraph "{FINAL}" and the answer {_SHORT}.
+- Somebody answers the question step by step, in paragraphs. Write one short query for a search
+  engine with which the facts in the last paragraph can be checked. Reply with the query only.
+- Somebody answers the question step by step, in paragraphs. Revise the last paragraph: correct what
+  the passages contradict and add what they say to the point. Reply with the revised paragraph only.
+- Reason step by step towards the answer. Whenever a fact is missing or uncertain, write <search> a
+  short query </search> and stop; notes of what was found are given to you between <information> and
+  </information>, and you go on. Finish with the answer {_SHORT}, as {_BOX}.
+- Somebody reasons about the question and has just searched. Read the passages and write down, in a
+  few sentences, only the facts in them that help the reasoning on. If there are none, write:
+  Nothing helpful was found.
 """
-INSTRUCTIONS = [" ".join(text.split()) for text in INSTRUCTIONS.strip().split("\n\n")]
+INSTRUCTIONS = [" ".join(text.split()) for text in INSTRUCTIONS.split("\n- ")[1:]]
 DIRECT, READ, THINK, READ_AND_THINK, ONE_SENTENCE, SELF_ASK, DRAFT, *_REST = INSTRUCTIONS
 TO_QUERY, REVISE, SEARCH_INSIDE, DIGEST = _REST
 
@@ -190,9 +171,8 @@ def rag(question: Question, limit: int = 1) -> Steps:
 def ircot(question: Question, limit: int = 8) -> Steps:
     """IRCoT (Trivedi 2023): retrieval and reasoning take turns; a sentence is the next query.
 
-    Passages pile up. It ends when a sentence says "answer is", or after `limit` searches; the paper
-    then lets a reader answer from all passages, here the chain is only completed where it has not
-    said an answer.
+    Passages pile up. It ends when a sentence says "answer is", or after `limit` searches. Where the
+    paper then lets a reader answer from all passages, the chain is completed.
     """
     found, chain, query = [], "", question.question
     for _ in range(limit):
@@ -210,8 +190,8 @@ def ircot(question: Question, limit: int = 8) -> Steps:
 def iter_retgen(question: Question, limit: int = 2) -> Steps:
     """Iter-RetGen (Shao 2023): y_t = answer(question, passages for question + y_{t−1}).
 
-    The whole last reply is part of the query, as it often names what the question does
-    not. Each turn reads only what it found.
+    The whole last reply is part of the query, as it often names what the question does not. Each
+    turn reads only what it found.
     """
     reply = ""
     for _ in range(limit):
@@ -263,9 +243,10 @@ def rat(question: Question, limit: int = 8) -> Steps:
 
 
 def search_o1(question: Question, limit: int = 10) -> Steps:
-    """Search-o1 (Li 2025): the model searches in the midst of its reasoning, and another call of
-    the same model reads the passages in its place ("reason in documents"): only the notes are
-    inserted, so pages do not tear the reasoning apart.
+    """Search-o1 (Li 2025): the model searches in the midst of its reasoning.
+
+    Another call of the same model reads the passages in its place, and only its notes are inserted:
+    pages would tear the reasoning apart.
     """
     text, chain, stop = question_text(question), "", ("</search>", ANSWERED)
     for searches in range(limit + 1):
@@ -282,19 +263,15 @@ def search_o1(question: Question, limit: int = 10) -> Steps:
     return (yield from conclude(request, reply))
 
 
-METHODS: dict[str, Method] = {
-    method.__name__: method
-    for method in (direct, cot, rag, ircot, iter_retgen, self_ask, rat, search_o1)
-}
+_ALL = (direct, cot, rag, ircot, iter_retgen, self_ask, rat, search_o1)
+METHODS: dict[str, Callable[..., Steps]] = {method.__name__: method for method in _ALL}
 
 
 # -------------------------------------------------------------------------------- what a reply says
 
 
 def conclude(request: Write, reply: str) -> Steps:
-    """The answer that the reply to `request` says; where it says none, the model has to complete
-    "So the final answer is:".
-    """
+    """The answer that the reply says; where it says none, the model has to complete FINAL."""
     if answer := said_answer(reply):
         return answer
     parts = [request.so_far, strip_tags(reply, BASELINE.tags), FINAL]
@@ -374,19 +351,14 @@ class Row:
 
 
 def run_method(
-    name: str,
-    questions: list[Question],
-    generate,
-    search: SearchFunction,
-    settings: RolloutSettings,
-    at_once: int = AT_ONCE,
+    name: str, questions: list[Question], generate, search: SearchFunction, settings: Settings
 ) -> Iterator[Trajectory]:
     """Trajectories of one method, each as soon as it ends (not in the order of the questions),
     without token ids. stop_reason "no reply": the model did not come, it can be asked again.
 
     generate   `Local`, `Asked` or anything like them: generate(requests, stop) -> a reply or None
                for each, generate.shown(request) -> all that it reads, generate.tokenizer
-    settings   max_searches 0 is the paper's own bound; max_context is above 0
+    settings   max_searches 0: the paper's own bound; rollout_batch_size: questions under way, 0: 64
     """
     for question in questions:  # before anything is asked
         longest = Write(max(INSTRUCTIONS, key=len), question_text(question))
@@ -400,7 +372,7 @@ def run_method(
     environment.forbidden = [*environment.forbidden, *LABELS]
     waiting, live = iter(questions), []
     while True:
-        fresh = itertools.islice(waiting, at_once - len(live))
+        fresh = itertools.islice(waiting, (settings.rollout_batch_size or AT_ONCE) - len(live))
         live += [Row(question, METHODS[name](question, *limit)) for question in fresh]
         if not live:
             return
@@ -411,9 +383,7 @@ def run_method(
 
 
 def look_all(rows: list[Row], environment: Environment) -> None:
-    """All rows' searches in one call, under the rollout's own rules: retries, time limit, tags
-    stripped, cut to the budget.
-    """
+    """All rows' searches in one call, under the rollout's own rules of retries and budgets."""
     asking = []
     for row in rows:
         query = " ".join(strip_tags(row.request.query, BASELINE.tags).split())
@@ -425,7 +395,7 @@ def look_all(rows: list[Row], environment: Environment) -> None:
         row.hand(row.trajectory.searches[-1].text.split("\n"))
 
 
-def write_all(rows: list[Row], generate, settings: RolloutSettings) -> None:
+def write_all(rows: list[Row], generate, settings: Settings) -> None:
     """One batch for each way of stopping; a method has at most two."""
     for stop in dict.fromkeys(row.request.stop for row in rows):
         some = [row for row in rows if row.request.stop == stop]
@@ -441,7 +411,7 @@ def write_all(rows: list[Row], generate, settings: RolloutSettings) -> None:
             row.hand(reply)
 
 
-def fitted(request: Write, generate, settings: RolloutSettings) -> Write:
+def fitted(request: Write, generate, settings: Settings) -> Write:
     """The request, so short that a reply still fits into the context: the oldest search's last
     passage goes first, then the front of the notes and of what was written so far.
     """
@@ -477,11 +447,8 @@ class Local:
 
     def __init__(self, policy, tokenizer, settings: Settings, ask: Callable | None = None):
         self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
-        self.ask, self.seed, self.special = (
-            ask or self.chat,
-            settings.seed,
-            special_texts(tokenizer),
-        )
+        self.ask, self.seed = ask or self.chat, settings.seed
+        self.special = special_texts(tokenizer)
 
     def chat(self, request: Write) -> tuple[str, str]:
         # Passages and earlier replies must not open a turn of their own.
@@ -493,12 +460,6 @@ class Local:
         return "".join(self.ask(request))
 
     def __call__(self, requests: list[Write], stop: tuple[str, ...]) -> list[str]:
-        size, replies = self.settings.rollout_batch_size or len(requests), []
-        for start in range(0, len(requests), size):
-            replies += self.batch(requests[start : start + size], stop)
-        return replies
-
-    def batch(self, requests: list[Write], stop: tuple[str, ...]) -> list[str]:
         """A turn of a rollout for each request, which ends behind the texts `stop`."""
         ends = [("", text) for text in stop]
         protocol = replace(BASELINE, query_tags=ends[0], answer_tags=ends[-1])
@@ -573,7 +534,7 @@ def load_writer(settings: Settings) -> tuple[Local | Asked, Settings]:
 
 # --------------------------------------------------------------------------------- the command line
 
-RECORDS = (RunSettings, DataSettings, RolloutSettings, RetrieverSettings, SummarizerSettings)
+FILES = ("settings", "data", "rollout", "retriever", "summarizer")  # whose flags count
 
 
 @dataclass(frozen=True)
@@ -583,27 +544,23 @@ class BaselineSettings:
     method: str = setting("all", f"all, or some of {','.join(METHODS)}")
     split: str = setting("test", "of the built-in world", one_of=("train", "dev", "test"))
     questions: int = setting(100, "per kind in the built-in world; of a file, 0 = all", least=0)
-    fact_seed: int = setting(
-        -1, "redraw every fact of the built-in world; -1: leave them", least=-1
-    )
     out: str = setting("", "folder of METHOD.jsonl, the predictions; else in runs/predictions")
     json: str = setting("", "write the table, by kind of question too, to this file")
     samples: ClassVar[int] = 1
+    fact_seed: ClassVar[None] = None
 
 
 def parse(arguments: list[str]) -> tuple[Settings, BaselineSettings]:
     parser = FlagParser("lab.baselines", description="Score the methods that papers compare with.")
     parser.renamed = RENAMED
     add_flags(parser, (BaselineSettings,), BaselineSettings(), "eval")
-    add_flags(parser, RECORDS, named_in(arguments), "eval")
+    add_flags(parser, [r for r in RECORDS if r.__module__ in FILES], named_in(arguments), "eval")
     given = vars(parser.parse_args(arguments))
     options = taken(BaselineSettings, given)
     chosen_methods(options.method)
     for flag, file in (("--out", options.out and f"{options.out}/x"), ("--json", options.json)):
         if file:
             check_output(file, flag)
-    if options.fact_seed < 0:
-        options = replace(options, fact_seed=None)
     return settings_of(given), options
 
 

@@ -47,22 +47,22 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
 import grpo
+import rollout
 from data import Document, Question
 from errors import FlagParser, InputError, check_output, check_value, nearest, run_main, setting
 from lab.plan import config_of
 from metrics import tokenize
-from policy import Batch, Policy, PolicySettings, collate, make_optimizer, micro_batches
+from policy import (
+    Batch,
+    Policy,
+    PolicySettings,
+    collate,
+    make_optimizer,
+    micro_batches,
+    without_dropout,
+)
 from prompts import PROTOCOLS
 from retriever import BM25, top
-from rollout import (
-    RolloutSettings,
-    StopRule,
-    TurnWatcher,
-    left_padded,
-    plain_generation,
-    play_by_turns,
-    sample_turns,
-)
 from scale.engine import Engine, EngineSettings, obstacle, place_bytes, play_in_slots
 from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
@@ -98,7 +98,7 @@ class BenchSettings:
     dtype: str = setting("float32", "decode: of weights", one_of=("float32", "bfloat16"))
 
 
-FLAGS = (BenchSettings, RolloutSettings, EngineSettings, PolicySettings)
+FLAGS = (BenchSettings, rollout.RolloutSettings, EngineSettings, PolicySettings)
 DEFAULTS = {"algorithm": "grpo", "kl_coef": 0.0, "group_size": 8, "lr": 1e-6}
 
 
@@ -178,7 +178,7 @@ class Scripted:
 
 def shape_of(o: Bench):
     """--model's config. It names no end of a text: a turn ends where its room does."""
-    config = config_of(o.model)
+    config = without_dropout(config_of(o.model))
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     config.vocab_size = o.vocab or config.vocab_size
     return config
@@ -294,37 +294,31 @@ def line_of(name: str, row: dict) -> str:
 # -------------------------------------------------------------------------------------- the rollout
 
 
-def naive(policy: Policy, environment: Scripted) -> None:
+def naive(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
     """`generate` for the whole batch at every turn, all computed again."""
-    rows = environment.rows
     while not all(row.stop_reason for row in rows):
-        turns = sample_turns(policy, environment, rows)
+        turns = rollout.sample_turns(policy, environment, rows)
         for row, ids, logprobs in zip(rows, turns.ids, turns.logprobs, strict=True):
             if not row.stop_reason:
                 environment.end_turn(row, ids, logprobs, "length")
         environment.answer([row for row in rows if not row.stop_reason])
 
 
-def active(policy: Policy, environment: Scripted) -> None:
-    """rollout.py's readable loop: the rows that are alive, computed again at each turn."""
-    play_by_turns(policy, environment, environment.rows)
-
-
-def kept(policy: Policy, environment: Scripted) -> None:
+def kept(policy: Policy, environment: Scripted, live: list[Trajectory]) -> None:
     """`generate` on the active rows with one cache through all turns: columns that are no text of a
     row are masked.
     """
-    live, temperature = environment.rows, environment.settings.temperature
-    ids, mask = left_padded([row.ids for row in live], 0, policy.device)  # [B, L]
+    temperature = environment.settings.temperature
+    ids, mask = rollout.left_padded([row.ids for row in live], 0, policy.device)  # [B, L]
     cache = DynamicCache(config=policy.config)
-    rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, set())
+    rule = rollout.StopRule(environment.tokenizer, environment.protocol.stop_tags, set())
     how = {"do_sample": True, "top_k": 0} if temperature else {"do_sample": False}
     while live:
         room = torch.tensor([environment.turn_room(row) for row in live], device=policy.device)
-        watcher = TurnWatcher(rule, room.tolist(), temperature or 1.0)
+        watcher = rollout.TurnWatcher(rule, room.tolist(), temperature or 1.0)
         how |= {"logits_processor": [watcher.process_logits], "max_new_tokens": int(room.max())}
         how |= {"stopping_criteria": [watcher.check_stop], "past_key_values": cache}
-        with plain_generation(policy, set(), 0):
+        with rollout.plain_generation(policy, set(), 0):
             ids = policy.generate(input_ids=ids, attention_mask=mask, **how)
         for row, new, logprobs in zip(live, watcher.ids, watcher.logprobs, strict=True):
             environment.end_turn(row, new, logprobs, "length")
@@ -336,19 +330,19 @@ def kept(policy: Policy, environment: Scripted) -> None:
             before = [len(row.ids) for row in live]
             environment.answer(live)
             found = [row.ids[n:] for row, n in zip(live, before, strict=True)]
-            new, new_mask = left_padded(found, 0, policy.device)
+            new, new_mask = rollout.left_padded(found, 0, policy.device)
             ids, mask = torch.cat([ids[stay], new], 1), torch.cat([mask, new_mask], 1)
             cache.batch_select_indices(torch.tensor(stay, device=ids.device))
 
 
 @torch.no_grad()
-def slots(policy: Policy, environment: Scripted, share: int = 1) -> None:
+def slots(policy: Policy, environment: Scripted, rows: list[Trajectory], share: int = 1) -> None:
     """scale/engine.py, with a slot for every row or for one in `share`."""
     check_engine(policy.language_model)
     if share > 1:
-        size = max(1, len(environment.rows) // share)
+        size = max(1, len(rows) // share)
         environment.settings = replace(environment.settings, rollout_batch_size=size)
-    play_in_slots(policy, environment, environment.rows)
+    play_in_slots(policy, environment, rows)
 
 
 def check_engine(model) -> None:
@@ -359,39 +353,38 @@ def check_engine(model) -> None:
 # --------------------------------------------------------------------------------------- the update
 
 
-def batch_of(environment: Scripted) -> Batch:
+def batch_of(rows: list[Trajectory], o: Bench) -> Batch:
     """GRPO's, with rewards of 0 and 1 by turns."""
-    rows, o = environment.rows, environment.settings
     batch = collate(rows, [float(i % 2) for i in range(len(rows))], o.group_size)
     batch.advantages = grpo.compute_advantages(batch, o)  # [B, T]
     batch.token_weights = grpo.compute_token_weights(batch, o)  # [B, T]
     return batch
 
 
-def padded_gradient(policy: Policy, environment: Scripted) -> None:
+def padded_gradient(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
     """Rows as they come, a few at a time, padded to the longest of all; all log-probs of every
     position, of which one in V is taken.
     """
-    batch = batch_of(environment)
+    batch = batch_of(rows, environment.settings)
     weights = batch.token_weights * batch.advantages  # [B, T]
-    lengths = torch.tensor([[len(row.ids)] for row in environment.rows])  # [B, 1]
+    lengths = torch.tensor([[len(row.ids)] for row in rows])  # [B, 1]
     seen = torch.arange(batch.tokens.shape[1]) < lengths  # [B, L]
-    for rows in torch.arange(len(batch)).split(MICRO_BATCH):
-        tokens, mask = batch.tokens[rows].to(policy.device), seen[rows].long().to(policy.device)
+    for some in torch.arange(len(batch)).split(MICRO_BATCH):
+        tokens, mask = batch.tokens[some].to(policy.device), seen[some].long().to(policy.device)
         with policy.autocast():
             output = policy.language_model(tokens, attention_mask=mask, use_cache=False)
             every = output.logits[:, :-1].float().log_softmax(-1)  # [b, T, V]
             logprobs = every.gather(2, tokens[:, 1:, None])[..., 0]  # [b, T]
-        (-weights[rows].to(policy.device) * logprobs).sum().backward()
+        (-weights[some].to(policy.device) * logprobs).sum().backward()
 
 
-def our_gradient(policy: Policy, environment: Scripted) -> None:
+def our_gradient(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
     """policy.py: the head only where the policy sampled, in chunks; rows of like length in one
     micro-batch, unpadded; of as many tokens as the padded twin has at once.
     """
-    batch = batch_of(environment)
-    for rows in micro_batches(batch.response_mask, MICRO_BATCH * batch.tokens.shape[1]):
-        part = batch.rows(rows).to(policy.device)
+    batch = batch_of(rows, environment.settings)
+    for some in micro_batches(batch.response_mask, MICRO_BATCH * batch.tokens.shape[1]):
+        part = batch.rows(some).to(policy.device)
         logprobs = policy(part.tokens, 1.0, part.response_mask)  # [b, t]
         (-part.token_weights * part.advantages * logprobs).sum().backward()
 
@@ -399,17 +392,17 @@ def our_gradient(policy: Policy, environment: Scripted) -> None:
 # ------------------------------------------------------------------------------------- a whole step
 
 
-def our_step(policy: Policy, environment: Scripted) -> dict:
+def our_step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
     """As train.py: slots (on a GPU of a copy in bf16), advantages, a scoring pass for what is
     updated second, updates. Returns the seconds of each.
     """
-    o, rows, start = environment.settings, environment.rows, clock(environment.settings.device)
+    o, start = environment.settings, clock(environment.settings.device)
     on_gpu = o.device == "cuda"  # in bf16 sampling and scoring round differently: recompute
     optimizer = make_optimizer(policy, o.optimizer, o.lr)
     parts = Parts(o, Accelerator(cpu=not on_gpu), policy, policy, optimizer, on_gpu)
     parts.environment = environment
     with to_sample_with(policy, wants_copy(o.sampling_copy, policy.device, False)) as sampler:
-        slots(sampler, environment)
+        slots(sampler, environment, rows)
     rolled = clock(o.device)
     rewards = [{"reward": float(i % 2)} for i in range(len(rows))]
     sampled = Sampled(rows, rewards, [False] * len(rows), list(range(len(rows))))
@@ -421,13 +414,13 @@ def our_step(policy: Policy, environment: Scripted) -> dict:
     return {"rollout": rolled - start, "score": scored - rolled, "update": updated - scored}
 
 
-def slow_step(policy: Policy, environment: Scripted) -> dict:
+def slow_step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
     """The naive loop, and the padded update with the full softmax."""
     o, start = environment.settings, clock(environment.settings.device)
     optimizer = make_optimizer(policy, o.optimizer, o.lr)
-    naive(policy, environment)
+    naive(policy, environment, rows)
     rolled = clock(o.device)
-    padded_gradient(policy, environment)
+    padded_gradient(policy, environment, rows)
     torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
     optimizer.step()
     optimizer.zero_grad()
@@ -438,7 +431,7 @@ def slow_step(policy: Policy, environment: Scripted) -> dict:
 
 LOOPS = {
     "naive": naive,
-    "HF active rows": active,
+    "HF active rows": rollout.play_by_turns,
     "HF kept caches": kept,
     "slots": slots,
     "half slots": partial(slots, share=2),
@@ -460,7 +453,7 @@ def run_scripted(work: Callable, name: str, o: Bench) -> tuple[dict, np.ndarray 
         if updates:
             environment.play(vocab)
             policy.zero_grad(set_to_none=True)
-        numbers, parts = measured(partial(work, policy, environment), o.device)
+        numbers, parts = measured(partial(work, policy, environment, environment.rows), o.device)
     sampled = sum(sum(row.response_mask) for row in environment.rows)
     numbers |= {"tokens": sampled, **(parts or {})}
     if not updates:
@@ -518,7 +511,7 @@ def run_decode(work: type[Engine], name: str, o: Bench) -> tuple[dict, list]:
     """
     model, warm = make_model(o, getattr(torch, o.dtype)).eval(), 8
     check_engine(model)
-    rule = StopRule(Scripted([], 1, o).tokenizer, [], set())
+    rule = rollout.StopRule(Scripted([], 1, o).tokenizer, [], set())
     engine = work(model, o.batch, o.context + warm + o.decoded + 1, rule)
     engine.graphs = o.engine == "graphs"
     for number in range(o.batch):

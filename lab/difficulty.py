@@ -30,11 +30,10 @@ from eval import Evaluation, settings_of
 from formats.records import append_jsonl
 from lab import taken
 from metrics import score_answer
-from other_models.llm import weights_version
 from plumbing import resume
 from plumbing.build import build_environment, build_search, load_model, play_of
 from plumbing.score import answer_scores
-from policy import best_device
+from policy import best_device, weights_version
 from rollout import check_prompts, rollout
 from settings import RECORDS, RENAMED, add_flags, check_settings, named_in
 

@@ -31,7 +31,6 @@ slots, CUDA's own memory and fragments: USABLE is the share that is counted on.
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -82,10 +81,9 @@ def config_of(model: str):
     try:
         return AutoConfig.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError):
-        close = difflib.get_close_matches(model, SHAPES, 1, 0)[0]
         raise InputError(
             f"--model {model}: neither {', '.join(SHAPES)} nor a model on this disk: give the one"
-            f" most like it, such as {close}, or a directory with its config.json"
+            " most like it, or a directory with its config.json"
         ) from None
 
 
@@ -125,10 +123,8 @@ class Case:
         self.share = 1 if sharding == "ddp" else gpus
         rows = -(-s.questions_per_step * s.group_size // gpus)
         self.rows = min(rows, s.rollout_batch_size or rows)  # that a GPU samples at once
-        sampled, found = (
-            (s.max_searches + 1) * s.max_turn_tokens,
-            s.max_searches * s.document_tokens,
-        )
+        sampled = (s.max_searches + 1) * s.max_turn_tokens
+        found = s.max_searches * s.document_tokens
         # The longest that a row may become; a micro-batch holds one at least.
         self.row_tokens = min(s.max_context or shape.positions, PROMPT + sampled + found)
         self.tokens = max(s.tokens_per_micro_batch, self.row_tokens)
@@ -294,7 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = FlagParser("python -m lab.plan", description=said)
     parser.add_argument("--gpus", type=int, default=1, help="how many")
     parser.add_argument("--gpu_memory", type=float, default=80.0, help="GiB of each")
-    add_flags(parser, RECORDS, named_in(arguments), "train")
+    add_flags(parser, RECORDS, named_in(["--model", "7B", *arguments]), "train")
     given = vars(parser.parse_args(arguments))
     gpus, memory = given.pop("gpus"), given.pop("gpu_memory")
     if gpus < 1 or not memory > 0:

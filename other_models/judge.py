@@ -49,11 +49,11 @@ GRADES |= {"partly correct": 1.0, "partially correct": 1.0}
 _LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*")
 
 
-def ask_given(llm, requests: list[tuple[str, str] | None]) -> list[str | None]:
-    """The replies in one batch. A request of None asks nobody, and has None for a reply."""
-    given = [request for request in requests if request]
-    replies = iter(llm.ask(given) if given else [])
-    return [next(replies) if request else None for request in requests]
+def ask_given(llm, instruction: str, texts: list[str | None]) -> list[str | None]:
+    """The replies in one batch. A text of None asks nobody, and has None for a reply."""
+    requests = [(instruction, text) for text in texts if text]
+    replies = iter(llm.ask(requests) if requests else [])
+    return [next(replies) if text else None for text in texts]
 
 
 class Judge:
@@ -73,33 +73,24 @@ class Judge:
         return self._ask(pairs, GRADE_INSTRUCTION, GRADES, 0.0)
 
     def _ask(self, pairs: list[Pair], instruction: str, words: dict, empty) -> list:
-        given = [bool(answer and answer.strip()) for _, answer in pairs]
-        requests = [
-            (instruction, pair_text(*pair)) if asked else None
-            for pair, asked in zip(pairs, given, strict=True)
-        ]
-        replies = ask_given(self.llm, requests)
+        texts = [pair_text(*pair) if (pair[1] or "").strip() else None for pair in pairs]
+        replies = ask_given(self.llm, instruction, texts)
         found = [
-            read_verdict(reply, words) if asked else empty
-            for reply, asked in zip(replies, given, strict=True)
+            read_verdict(reply, words) if text else empty
+            for text, reply in zip(texts, replies, strict=True)
         ]
-        self.asked += sum(given)
+        self.asked += len(texts) - texts.count(None)
         self.unreadable += found.count(None)
-        self.silent += replies.count(None) - given.count(False)
+        self.silent += replies.count(None) - texts.count(None)
         return found
 
 
 def pair_text(question: Question, answer: str) -> str:
-    """What the judge reads."""
-    accepted = " | ".join(map(_one_line, question.answers))
-    return (
-        f"Question: {question_text(question)}\nAccepted answers: {accepted}\n"
-        f"Given answer: {_one_line(answer)[:MAX_ANSWER]}"
-    )
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """What the judge reads: the answers on one line each."""
+    accepted = " ".join(" | ".join(question.answers).split())
+    given = " ".join(answer.split())[:MAX_ANSWER]
+    asked = f"Question: {question_text(question)}"
+    return f"{asked}\nAccepted answers: {accepted}\nGiven answer: {given}"
 
 
 def read_verdict(reply: str | None, words: dict = VERDICTS):
@@ -124,9 +115,7 @@ def right(trajectories: list[Trajectory], judge: Judge | None = None) -> list[bo
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
     """The `judge` of `rewards.ur2_stage2`: every math answer that is not plainly equal is graded
-    here, in one batch.
-
-    An unreadable grade counts as math equality has it, which is 0 for all that come here.
+    here, in one batch. An unreadable grade counts as math equality has it: 0.
     """
     asked = {}
     for question, answer in ((t.question, t.answer) for t in trajectories):

@@ -9,10 +9,8 @@ in this process. Both are greedy, so a reply may be kept for ever. What a model 
 
     the server is down at the start   InputError (`probe`)
     a request fails                   RETRIES more tries with backoff; then None, in `failures`
-    GIVE_UP failures in a row         the rest of the batch is not asked: a server that hangs costs
-                                      a batch one round of tries, not one per request
-    DEAD_BATCHES batches in a row     without an answer: InputError. A training run then ends with
-                                      its last checkpoint
+    GIVE_UP failures in a row         the rest of the batch is not asked
+    DEAD_BATCHES batches in a row     without an answer: InputError, which ends a training run
 
 Left out: streaming, sampling, servers that want `max_completion_tokens`.
 """
@@ -25,6 +23,7 @@ import json
 import os
 import queue
 import re
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,8 +35,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from errors import InputError, setting
-from formats.records import append_jsonl
-from policy import evaluating, first_line, frozen_options, load_tokenizer
+from formats.records import append_jsonl, byte_lines
+from policy import evaluating, first_line, frozen_options, load_tokenizer, weights_version
 from prompts import chat_text, special_texts, strip_tags, without_thinking
 from retrievers.net import Fault, fetch_json, host_of, retrying, shown
 from rollout import end_ids, left_padded, plain_generation
@@ -59,9 +58,7 @@ class ModelSettings:
 
     judge: str = setting("", 'of "right" in When to Search: URL#model or a HF model; "" = cover-EM')
     reader: str = setting("", "R-Search's reader of evidence: URL#model or a HF model")
-    embedder: str = setting(
-        "tfidf", "of queries, for When to Search's similarity: tfidf, or a HF encoder", only="train"
-    )
+    embedder: str = setting("tfidf", "of queries: tfidf, or a HF encoder", only="train")
     in_8bit: str = setting(
         "",
         "frozen weights in 8 bits: a comma list of base (LoRA's), reference, others (the models"
@@ -70,36 +67,22 @@ class ModelSettings:
 
 
 def frozen_in_8bit(settings: ModelSettings) -> set[str]:
-    """What --in_8bit names.
-
-    >>> sorted(frozen_in_8bit(ModelSettings(in_8bit="others, base")))
-    ['base', 'others']
-    """
+    """What --in_8bit names: "others, base" -> {"base", "others"}."""
     parts = {part.strip() for part in settings.in_8bit.split(",")} - {""}
     if unknown := sorted(parts - set(PARTS)):
         raise InputError(f"--in_8bit {unknown[0]}: unknown; a comma list of {', '.join(PARTS)}")
     return parts
 
 
-def load_llm(
-    spec: str,
-    settings,
-    *,
-    max_tokens: int = 256,
-    device: torch.device | str = "cpu",
-    cache: str | Path = CACHE_FOLDER,
-) -> LLM:
-    """The model that `spec` names, ready to be asked.
-
-    settings   `timeout`, seconds per try of a server, stands in RolloutSettings; `in_8bit` above
-    cache      a folder; "" keeps no reply
+def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_FOLDER) -> LLM:
+    """The model that `spec` names, ready to be asked. `settings.timeout`, of RolloutSettings, is in
+    seconds and holds for a try of a server; `cache` is a folder, "" keeps no reply.
     """
     if spec.startswith(("http://", "https://")):
         return ServerLLM(spec, max_tokens, settings.timeout, cache)
     if not spec or (":" in spec and not Path(spec).exists()):
-        raise InputError(
-            f"{spec!r} names no language model: give {ADDRESS}, a HF directory or a hub name"
-        )
+        known = f"{ADDRESS}, a HF directory or a hub name"
+        raise InputError(f"{spec!r} names no language model: give {known}")
     return load_local(spec, max_tokens, "others" in frozen_in_8bit(settings), device, cache)
 
 
@@ -112,13 +95,16 @@ class Cache:
     """
 
     def __init__(self, folder: str | Path, name: str, max_tokens: int):
-        self.name, self.max_tokens, self.path = name, max_tokens, None
+        self.name, self.max_tokens = name, max_tokens
         self.replies: dict[str, str] = {}
-        if folder:
-            file_name = re.sub(r"[^A-Za-z0-9.]+", "-", name)[-80:].strip("-.")
-            self.path = Path(folder, f"{file_name}.jsonl")
-            self.append([])  # can it be written? better known now than after an hour
-            self.replies = dict(_read_replies(self.path))
+        file_name = re.sub(r"[^A-Za-z0-9.]+", "-", name)[-80:].strip("-.")
+        self.path = Path(folder, f"{file_name}.jsonl") if folder else None
+        if self.path:
+            append_jsonl(self.path, [])  # can it be written? better known now than after an hour
+            for line in byte_lines(self.path):
+                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+                    record = json.loads(line)
+                    self.replies[record["key"]] = record["reply"]
 
     def key(self, request: Request) -> str:
         fields = [self.name, *request, self.max_tokens]
@@ -128,30 +114,19 @@ class Cache:
         return self.replies.get(self.key(request))
 
     def put(self, request: Request, reply: str) -> None:
-        if self.path:
-            self.replies[self.key(request)] = reply
-            self.append([{"key": self.key(request), "reply": reply}])
-
-    def append(self, records: list[dict]) -> None:
+        if not self.path:
+            return
+        key = self.key(request)
+        self.replies[key] = reply
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            append_jsonl(self.path, records)
-        except OSError as error:
-            why = f"replies cannot be kept there ({error.strerror})"
-            raise InputError(f"{self.path}: {why}: make room, or start elsewhere") from None
-
-
-def _read_replies(path: Path) -> Iterator[tuple[str, str]]:
-    with path.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record["key"], str) and isinstance(record["reply"], str):
-                    yield record["key"], record["reply"]
+            append_jsonl(self.path, [{"key": key, "reply": reply}])
+        except InputError as error:  # no reason to end a run, and the reply itself is good
+            print(f"warning: {error}; replies are no longer kept", file=sys.stderr)
+            self.path = None
 
 
 class LLM:
-    """What the kinds share. A kind adds `replies(requests)`, which yields (request, reply or None).
+    """What both kinds share; each adds `replies(requests)`, which yields (request, reply or None).
 
     asked, failures   distinct requests put to the model, and those of them without an answer
     fault, down       what went wrong last; was the model out of reach for the whole last batch?
@@ -187,53 +162,48 @@ class LLM:
         self.failures += sum(reply is None for reply in replies.values())
         self.dead_batches = self.dead_batches + 1 if self.down else 0
         if self.dead_batches >= DEAD_BATCHES:
-            raise InputError(
-                f"{self.name}: {self.dead_batches} batches in a row without an answer"
-                f" ({self.fault}): start it again and go on from the last checkpoint; the replies"
-                " so far are kept"
-            )
+            how = "start it again and go on from the last checkpoint; the replies so far are kept"
+            count = f"{self.dead_batches} batches in a row without an answer ({self.fault})"
+            raise InputError(f"{self.name}: {count}: {how}")
         return replies
 
 
 class ServerLLM(LLM):
-    """An OpenAI-compatible server, asked by a few threads at once.
+    """An OpenAI-compatible server, asked by a few threads at once; without "#model" its first one.
 
     The environment's OPENAI_API_KEY is sent if it is set.
     """
 
-    def __init__(
-        self, spec: str, max_tokens: int = 256, timeout: float = 60.0, cache: str | Path = ""
-    ):
+    def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
         base, _, self.model = spec.partition("#")
         host_of(base, ADDRESS)  # an address at all?
-        if not self.model:
-            raise InputError(f"{spec}: which of the server's models? give {ADDRESS}")
-        self.base, self.timeout = base.rstrip("/"), timeout
+        self.base, self.timeout, self.max_tokens = base.rstrip("/"), timeout, max_tokens
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.probe(spec)
         super().__init__(self.model, max_tokens, cache)  # a server that moves keeps its replies
         self.name = f"{self.base}#{self.model}"
-        self.probe()
 
-    def probe(self) -> None:
+    def probe(self, spec: str) -> None:
         """One request, tried once: is there a server, and does it take what it will be asked?"""
         try:
+            self.model = self.model or self.fetch("models")["data"][0]["id"]
             self.complete(PROBE)
-        except Fault as fault:
+        except (Fault, LookupError, TypeError) as error:
+            why = error if isinstance(error, Fault) else "it lists no model"
             advice = f"start the server, or correct the address and the model ({ADDRESS})"
-            raise InputError(f"{self.name}: no answer ({fault}): {advice}") from None
+            raise InputError(f"{spec}: no answer ({why}): {advice}") from None
+
+    def fetch(self, path: str, payload: dict | None = None):
+        address = f"{self.base}/{path}"
+        return fetch_json(address, payload, timeout=self.timeout, headers=self.headers)
 
     def complete(self, request: Request) -> str | None:
         """One try. None is an answer without text: the tokens ran out while the model thought."""
         roles = zip(("system", "user"), request, strict=True)
-        payload = {
-            "model": self.model,
-            "temperature": 0,
-            "max_tokens": self.max_tokens,
-            "messages": [{"role": role, "content": text} for role, text in roles],
-        }
-        address = f"{self.base}/chat/completions"
-        reply = fetch_json(address, payload, timeout=self.timeout, headers=self.headers)
+        payload = {"model": self.model, "temperature": 0, "max_tokens": self.max_tokens}
+        payload["messages"] = [{"role": role, "content": text} for role, text in roles]
+        reply = self.fetch("chat/completions", payload)
         try:
             content = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
@@ -243,9 +213,21 @@ class ServerLLM(LLM):
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         """The replies as they come, until GIVE_UP in a row have failed."""
         todo, done, stop = iter(requests), queue.SimpleQueue(), threading.Event()
+
+        def work() -> None:
+            for request in todo:  # which all threads share
+                if stop.is_set():
+                    return
+                try:
+                    reply = retrying(partial(self.complete, request), RETRIES, BACKOFF, stop.wait)
+                    done.put((request, reply, None))
+                except Exception as error:  # whatever it is, somebody waits for a word
+                    fault = error if isinstance(error, Fault) else Fault(repr(error))
+                    done.put((request, None, fault))
+
         # Trap: Python waits at exit for the threads of a pool, and Ctrl-C would take minutes
         for _ in range(min(THREADS, len(requests))):
-            threading.Thread(target=self.work, args=(todo, done, stop), daemon=True).start()
+            threading.Thread(target=work, daemon=True).start()
         self.down, in_a_row = True, 0
         try:
             for _ in requests:
@@ -259,53 +241,26 @@ class ServerLLM(LLM):
         finally:
             stop.set()
 
-    def work(self, todo: Iterator[Request], done: queue.SimpleQueue, stop: threading.Event) -> None:
-        """One thread: (request, reply, fault) of whatever `todo`, which all share, has next."""
-        for request in todo:
-            reply = fault = None
-            if stop.is_set():
-                return
-            try:
-                reply = retrying(partial(self.complete, request), RETRIES, BACKOFF, stop.wait)
-            except Fault as error:
-                fault = error
-            except Exception as error:  # whatever it is, somebody waits for a word
-                fault = Fault(f"{type(error).__name__}: {error}")
-            done.put((request, reply, fault))
-
 
 class LocalLLM(LLM):
     """A causal LM in this process, a `Policy` or a plain HF model: greedy, `batch_size` at once.
-
-    cache   only with a `name` that stands for these very weights
-
-    The built-in world's chat template shows the last message only: there a model reads the text,
-    not the instruction.
+    `cache` only with a `name` that stands for these very weights. (Of the built-in world's models
+    none reads the instruction: their chat template shows the last message only.)
     """
 
-    def __init__(
-        self,
-        policy,
-        tokenizer,
-        max_tokens: int = 256,
-        batch_size: int = 16,
-        name: str = "local model",
-        cache: str | Path = "",
-    ):
+    def __init__(self, policy, tokenizer, max_tokens=256, batch_size=16, name="local", cache=""):
         super().__init__(name, max_tokens, cache)
         self.policy, self.tokenizer, self.batch_size = policy, tokenizer, batch_size
         positions = getattr(policy.config, "max_position_embeddings", None) or 4096
         self.longest_prompt = positions - max_tokens
         if self.longest_prompt < 1:
-            raise InputError(
-                f"{name}: {max_tokens} new tokens do not fit the model's {positions} positions"
-            )
+            size = f"the model's {positions} positions"
+            raise InputError(f"{name}: {max_tokens} new tokens do not fit {size}")
 
     def prompt(self, request: Request) -> list[int]:
         # A text may come from a page, or from the policy that is judged: it must open no turn.
-        instruction, text = request
-        text = strip_tags(text, special_texts(self.tokenizer))
-        whole = chat_text(self.tokenizer, instruction, text)
+        text = strip_tags(request[1], special_texts(self.tokenizer))
+        whole = chat_text(self.tokenizer, request[0], text)
         return self.tokenizer(whole, add_special_tokens=False)["input_ids"]
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
@@ -333,10 +288,9 @@ class LocalLLM(LLM):
             with evaluating(self.policy), plain_generation(self.policy, ends, pad):
                 out = self.policy.generate(input_ids=tokens, attention_mask=attention, **limits)
         except torch.OutOfMemoryError:
-            raise InputError(
-                f"{self.name}: out of memory with {len(prompts)} requests of {tokens.shape[1]}"
-                " tokens at once: use 8 bits, a smaller model, or a server"
-            ) from None
+            size = f"{len(prompts)} requests of {tokens.shape[1]} tokens"
+            advice = "use 8 bits, a smaller model, or a server"
+            raise InputError(f"{self.name}: no memory for {size} at once: {advice}") from None
         return [self.decode(row, ends) for row in out[:, tokens.shape[1] :].tolist()]
 
     def decode(self, ids: list[int], ends: set[int]) -> str:
@@ -346,34 +300,17 @@ class LocalLLM(LLM):
         return self.tokenizer.decode(ids[:length], **options).strip()
 
 
-def load_local(
-    path: str, max_tokens: int, in_8bit: bool, device: torch.device | str, cache: str | Path
-) -> LocalLLM:
+def load_local(path: str, max_tokens: int, in_8bit: bool, device, cache: str | Path) -> LocalLLM:
     """Frozen: bf16 on a GPU, fp32 on CPUs, or 8-bit weights. Not `load_policy`, which refuses
     families that cannot be trained here.
     """
     options = frozen_options(device, in_8bit)
     try:
         tokenizer = load_tokenizer(path)
-    except InputError as error:  # it speaks of --model, which is another one
-        raise InputError(str(error).removeprefix("--model ")) from None
-    try:
         model = AutoModelForCausalLM.from_pretrained(path, **options).eval().requires_grad_(False)
         model = model if in_8bit else model.to(device)
     except Exception as error:  # a broken weight file raises whatever its format's reader does
-        raise InputError(
-            f"{path}: no causal LM could be loaded from there: {first_line(error)}"
-        ) from None
+        said = first_line(error).removeprefix(f"--model {path}: ")  # that flag is another model's
+        raise InputError(f"{path}: no causal LM could be loaded from there: {said}") from None
     name = f"{path}@{weights_version(path, model)}{'-8bit' * in_8bit}"
     return LocalLLM(model, tokenizer, max_tokens, name=name, cache=cache)
-
-
-def weights_version(path: str, model=None) -> str:
-    """Which weights these are. Trap: a directory keeps its name when a run writes other weights
-    into it, and a cache by name would then give the old model's replies.
-    """
-    if not Path(path).is_dir():
-        return str(getattr(getattr(model, "config", None), "_commit_hash", None) or "main")[:12]
-    files = [(f.name, f.stat()) for f in sorted(Path(path).iterdir()) if f.is_file()]
-    stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
-    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:12]

@@ -4,12 +4,9 @@
 
 R-Search eq. 5 pays its F1: evidence is good if a model that did not write it can answer from it.
 The reader is of another family, frozen and greedy, and reads nothing of the trajectory but the
-evidence box: no documents, no reasoning. All trajectories of a step are one batch. Without evidence
-there is nothing to read: the answer is "", and nobody is asked. No reply counts as "" too, and in
-the model's `failures`.
-
-The same reader turns the policy into a search tool (`answer_from_evidence`): evidence of one model,
-answer of another.
+evidence box. All trajectories of a step are one batch. Without evidence the answer is "", and
+nobody is asked; no reply counts as "" too, and in the model's `failures`. The same reader turns the
+policy into a search tool: evidence of one model, answer of another (`answer_from_evidence`).
 """
 
 from __future__ import annotations
@@ -52,39 +49,22 @@ def read_answer(reply: str | None) -> str:
 
 def reader_answers(llm, pairs: list[tuple[Question, str | None]]) -> list[str]:
     """(question, evidence) -> the reader's answer, for all in one batch; "" without evidence."""
-    requests = [
-        (INSTRUCTION, reader_text(question, evidence)) if evidence and evidence.strip() else None
-        for question, evidence in pairs
-    ]
-    return [read_answer(reply) for reply in ask_given(llm, requests)]
+    texts = [reader_text(*pair) if (pair[1] or "").strip() else None for pair in pairs]
+    return [read_answer(reply) for reply in ask_given(llm, INSTRUCTION, texts)]
 
 
 def answer_from_evidence(llm, records: list[dict]) -> list[dict]:
-    """R-Search as a tool: records of predictions (question, golds, evidence), answered by `llm`.
-
-    The records come back with the reader's `prediction` and its em and f1 (punctuation deleted, as
-    R-Search scores) as `metrics`; the searcher's own answer is kept as `searcher_prediction`. One
-    without evidence is answered "" and scores 0.
+    """Records of predictions (question, golds, evidence) with the reader's `prediction`, and its em
+    and f1 (punctuation deleted, as R-Search scores) as `metrics`. Without evidence they are 0.
     """
     for number, record in enumerate(records, 1):
         if missing := [field for field in ("question", "golds", "evidence") if field not in record]:
-            raise InputError(
-                f"record {number} has no {missing[0]!r}: give predictions of a protocol with an"
-                " evidence box"
-            )
+            advice = "give predictions of a protocol with an evidence box"
+            raise InputError(f"record {number} has no {missing[0]!r}: {advice}")
     pairs = [(Question("", r["question"], r["golds"]), r["evidence"]) for r in records]
-    answers = reader_answers(llm, pairs)
-    return [_rescored(record, answer) for record, answer in zip(records, answers, strict=True)]
-
-
-def _rescored(record: dict, answer: str) -> dict:
-    golds = record["golds"]
-    return {
-        **record,
-        "searcher_prediction": record.get("prediction"),
-        "prediction": answer,
-        "metrics": {
-            "em": exact_match(answer, golds, "delete"),
-            "f1": f1_score(answer, golds, "delete"),
-        },
-    }
+    told = []
+    for record, answer in zip(records, reader_answers(llm, pairs), strict=True):
+        metrics = {"em": exact_match(answer, record["golds"], "delete")}
+        metrics["f1"] = f1_score(answer, record["golds"], "delete")
+        told.append(record | {"prediction": answer, "metrics": metrics})
+    return told

@@ -173,6 +173,7 @@ def build_parts(settings: Settings) -> Parts:
     start, said = starting_model(settings)
     if settings.resume:
         check_same_house(start)
+    build_protocol(settings)  # is there a --prompt_file?
     if settings.lora_rank:
         check_peft(settings.lora_rank)
     questions = check_questions(training_questions(settings), settings)

@@ -249,7 +249,7 @@ def saved_settings(model: str) -> Settings | None:
         saved = renewed(json.loads(path.read_text(encoding="utf-8")))
         known = {f.name for f in dataclasses.fields(Settings)}
         return Settings(**{name: value for name, value in saved.items() if name in known})
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise InputError(f"{path}: not a settings file of train.py ({error})") from None
 
 
@@ -263,4 +263,6 @@ def renewed(saved: dict) -> dict:
         now["summarizer"] = saved["summarizer_model"]
     if saved.get("cuda_graphs"):
         now["engine"] = "graphs"
+    if saved.get("load_in_8bit"):
+        now["in_8bit"] = "others"
     return saved | now

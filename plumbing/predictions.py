@@ -17,7 +17,7 @@ from pathlib import Path
 
 from data import dataset_names, load_datasets, named_files
 from errors import FlagParser, InputError, check_output, check_value
-from formats.layouts import TASKS, need, option_texts, optional, wrong
+from formats.layouts import TASKS, field, option_texts, wrong
 from formats.records import byte_lines, read_records, report_skipped, short, type_name
 from metrics import score_answer, summary_scores
 from plumbing.report import report
@@ -41,8 +41,8 @@ def as_written(record: dict, number: int) -> dict:
         raise InputError(f"no prediction in it: it has the fields {short(list(record))}; {known}")
     if isinstance(record[key], dict) and "pred" in record[key]:  # FlashRAG: output {pred, ...}
         record = record | {key: record[key]["pred"]}
-    optional(record, "dataset")
-    task, treated = optional(record, "task") or "qa", optional(record, "punctuation") or "space"
+    field(record, "dataset", str, "")
+    task, treated = field(record, "task", str, "qa"), field(record, "punctuation", str, "space")
     for name, value, known in (("task", task, TASKS), ("punctuation", treated, PUNCTUATION)):
         if value not in known:
             raise wrong(name, f"{short(value)} is none of {', '.join(known)}")
@@ -85,7 +85,7 @@ def is_number(value: object) -> bool:
 def stored_numbers(record: dict) -> dict[str, float | None]:
     """eval.py's metrics; of others a judge's verdict (None: it cannot be read) and the searches."""
     if {"golds", "metrics"} <= set(record):
-        for name, value in need(record, "metrics", dict).items():
+        for name, value in field(record, "metrics", dict).items():
             if value is not None and not is_number(value):
                 raise wrong("metrics", f"{name}: expected a number, found {short(value)}")
         return record["metrics"]
@@ -218,6 +218,11 @@ def add_report_flags(parser) -> None:
     add("--punctuation", default="", choices=["", *PUNCTUATION], help="becomes a blank, or nothing")
     add("--markdown", action="store_true", help="print Markdown tables")
     add("--json", default="", help="write the numbers to this file too")
+
+
+def needs_no_model(arguments: list[str]) -> bool:
+    """Does this command line of eval.py name a file to score?"""
+    return any(word.split("=")[0] == "--predictions" for word in arguments)
 
 
 def score_command(arguments: list[str] | None = None) -> None:

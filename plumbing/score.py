@@ -13,7 +13,7 @@ from other_models.judge import Judge, math_grader, right
 from other_models.llm import LLM, LocalLLM, load_llm
 from other_models.reader import answer_from_evidence, reader_answers
 from papers import paper_of
-from retrievers.dense import make_encoder
+from retrievers.dense import Encoder
 from rewards import REWARDS, Extras, needs, tfidf_embedder
 from settings import Settings
 from trajectory import Trajectory
@@ -95,7 +95,7 @@ def make_embedder(settings: Settings, documents: list[Document], device):
     """Queries -> vectors, for When to Search's similarity."""
     if settings.embedder == "tfidf":
         return tfidf_embedder(documents)
-    encode = make_encoder(settings.embedder, device)
+    encode = Encoder(settings.embedder, str(device))
     return lambda queries: encode(queries, "query")
 
 

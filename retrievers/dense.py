@@ -7,13 +7,9 @@
 
 The encoder is sentence-transformers' (extra `dense`); before a text stands what its family was
 trained with (PREFIXES), else what the model itself brings. On disk are fp16 numbers: 21M passages
-x 768 x 2 bytes = 32 GB. A component is then wrong by at most 2^-11 of itself, and a score of unit
-vectors by at most 2^-11; products are taken in fp32.
-
-A shard has its name only once it is whole, so an interrupted run goes on where it was. Two
-processes that start together both encode, and the later shard replaces an equal one: let one go
-first. Left out: approximate search (but `serve --index_file` reads a FAISS index), corpora larger
-than memory, training an encoder.
+x 768 x 2 bytes = 32 GB, and a score of unit vectors is wrong by at most 2^-11; products are taken
+in fp32. A shard has its name only once it is whole, so an interrupted run goes on where it was.
+Left out: approximate search (but `serve --index_file` reads a FAISS index), training an encoder.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -43,14 +38,25 @@ PREFIXES = (  # in the name, before a query, before a passage; the first row cou
 
 
 class Encoder:
-    """encode(texts, kind) -> [n, d] fp32, each of length 1. Several threads may share one.
+    """encode(texts, kind) -> [n, d] fp32, each of length 1.
 
+    name      a hub name or a directory; device "" is a free GPU, or else the CPU
     version   names what a vector depends on: weights, tokenizer, layers, prefix
     """
 
-    def __init__(self, model, name: str):
-        self.model, self.name, self.lock = model, name, threading.Lock()
-        self.prefix = dict(zip(("query", "passage"), prefixes(name), strict=True))
+    def __init__(self, name: str, device: str = ""):
+        try:
+            from sentence_transformers import SentenceTransformer  # optional extra
+
+            model = SentenceTransformer(name, device=device or None)
+        except ImportError:
+            raise InputError(f"encoder {name}: pip install sentence-transformers") from None
+        except Exception as error:  # a broken file raises whatever its format's reader does
+            why = f"cannot be loaded ({shown(str(error))})"
+            raise InputError(f"encoder {name}: {why}: give a directory or a hub name") from None
+        # fp16 and not bf16, which has three bits less to tell vectors apart.
+        self.model = model if model.device.type == "cpu" else model.half()
+        self.name, self.prefix = name, dict(zip(("query", "passage"), prefixes(name), strict=True))
         self.version = fingerprint(model, self.prefix["passage"])
 
     def __call__(self, texts: list[str], kind: str = "query") -> np.ndarray:
@@ -58,37 +64,21 @@ class Encoder:
         # Half a surrogate pair stops a tokenizer. The prompt is None where the model has its own.
         texts = [text.encode(errors="replace").decode() for text in texts]
         options = {"normalize_embeddings": True, "show_progress_bar": False}
-        with self.lock:
-            vectors = encode(texts, prompt=self.prefix[kind], **options).astype(np.float32)
+        vectors = encode(texts, prompt=self.prefix[kind], **options).astype(np.float32)
         if not np.isfinite(vectors).all():
             raise InputError(f"encoder {self.name}: its vectors are not finite: damaged weights?")
         return vectors
 
 
-def make_encoder(name: str, device: str = "") -> Encoder:
-    """The encoder of that hub name or directory; device "" is a free GPU, or else the CPU."""
-    try:
-        from sentence_transformers import SentenceTransformer  # optional extra
-
-        model = SentenceTransformer(name, device=device or None)
-    except ImportError:
-        raise InputError(f"encoder {name}: pip install sentence-transformers") from None
-    except Exception as error:  # a broken file raises whatever its format's reader does
-        why = f"cannot be loaded ({shown(str(error))})"
-        raise InputError(f"encoder {name}: {why}: give a directory or a hub name") from None
-    # fp16 and not bf16, which has three bits less to tell vectors apart.
-    return Encoder(model if model.device.type == "cpu" else model.half(), name)
-
-
 def prefixes(name: str) -> tuple[str | None, str | None]:
-    """By the last part of a name or path; the hub's own folders end in a hash.
+    """(of a query, of a passage), by the last part of a name or path.
 
     >>> prefixes("intfloat/e5-base-v2"), prefixes("test_e5/some-bert")
-    (('query: ', 'passage: '), (None, None))
+    (['query: ', 'passage: '], (None, None))
     """
-    cached = re.search(r"models--([^/]+)/snapshots", name)
-    family = (cached[1] if cached else Path(name).name).lower()
-    return next(((query, text) for part, query, text in PREFIXES if part in family), (None, None))
+    hub = re.search(r"models--([^/]+)/snapshots", name)  # its folders end in a hash
+    family = (hub[1] if hub else Path(name).name).lower()
+    return next((both for part, *both in PREFIXES if part in family), (None, None))
 
 
 def fingerprint(model, prefix: str | None) -> str:
@@ -109,7 +99,7 @@ def passage_text(document: Document) -> str:
 class DenseRetriever:
     """Exact dense retrieval over these documents.
 
-    encoder      a name for `make_encoder`, or one that is there
+    encoder      a name for `Encoder`, or one that is there
     index_file   a FAISS index whose row i is passage i, by the same encoder: none is encoded
     """
 
@@ -123,7 +113,7 @@ class DenseRetriever:
         if not encoder:
             raise InputError("retriever dense needs --encoder: give a directory or a hub name")
         self.documents = documents
-        self.encoder = make_encoder(encoder, device) if isinstance(encoder, str) else encoder
+        self.encoder = Encoder(encoder, device) if isinstance(encoder, str) else encoder
         self.index = read_index(index_file, len(documents), self.encoder) if index_file else None
         self.shards = [] if index_file else passage_vectors(documents, self.encoder, Path(folder))
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -166,14 +156,14 @@ def nearest(
     ([[1, 3, 2]], [[1.0, 1.0, 0.6]])
     """
     asked = torch.as_tensor(queries, dtype=torch.float32, device=device)  # [B, d]
-    best, first = [], 0
+    values, rows, first = [], [], 0
     for shard in shards:
         scores = asked @ shard.to(device).float().T  # [B, n]
-        values, rows = scores.topk(min(k, len(shard)))
-        best.append((values, rows + first))
+        best = scores.topk(min(k, len(shard)))
+        values.append(best.values.cpu().numpy())
+        rows.append(best.indices.cpu().numpy() + first)
         first += len(shard)
-    values = torch.cat([values for values, _ in best], dim=1).cpu().numpy()
-    rows = torch.cat([rows for _, rows in best], dim=1).cpu().numpy()
+    values, rows = np.concatenate(values, axis=1), np.concatenate(rows, axis=1)
     order = np.lexsort((rows, -values))[:, :k]  # by score, then by row
     return np.take_along_axis(values, order, 1), np.take_along_axis(rows, order, 1)
 
@@ -182,33 +172,31 @@ def passage_vectors(documents: list[Document], encoder, folder: Path) -> list[to
     """[n, d] fp16 per shard, mapped from files; those that are not there yet are encoded now."""
     digest = hashlib.sha256(encoder.version.encode())
     for document in documents:
-        text = passage_text(document).encode(errors="surrogatepass")
-        digest.update(len(text).to_bytes(8) + text)  # its length: "ab", "c" are not "a", "bc"
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(encoder.name).name)[-40:].strip("-.")
-    folder, shards = folder / f"{name}-{digest.hexdigest()[:20]}", []
-    starts = range(0, len(documents), SHARD)
+        digest.update(repr(passage_text(document)).encode())  # quotes: "ab", "c" is not "a", "bc"
+    folder = folder / f"{Path(encoder.name).name}-{digest.hexdigest()[:20]}"
+    starts, shards = range(0, len(documents), SHARD), []
     for start in tqdm(starts, "vectors", unit=" shards", disable=len(starts) < 2):
         path = folder / f"{start // SHARD:05}.npy"
+        if not path.exists():
+            texts = [passage_text(document) for document in documents[start : start + SHARD]]
+            save(path, encoder(texts, "passage").astype(np.float16))
         try:
-            if not path.exists():
-                texts = [passage_text(document) for document in documents[start : start + SHARD]]
-                save(path, encoder(texts, "passage").astype(np.float16))
             # "c": the file is never written to, and torch takes only what it could write to.
             shards.append(torch.from_numpy(np.load(path, mmap_mode="c")))
-        except OSError as error:
-            why = error.strerror or error
-            raise InputError(f"{path}: vectors cannot be kept there ({why}): make room") from None
-        except (ValueError, EOFError):
+        except (OSError, ValueError, EOFError):
             raise InputError(f"{path}: this file is damaged: delete it") from None
     return shards
 
 
 def save(path: Path, vectors: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.part")
-    with open(aside, "wb") as file:
-        np.save(file, vectors)
-    os.replace(aside, path)
+    aside = path.with_name(f"{os.getpid()}.part.npy")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(aside, vectors)
+        os.replace(aside, path)
+    except OSError as error:
+        why = error.strerror or error
+        raise InputError(f"{path}: vectors cannot be kept there ({why}): make room") from None
 
 
 def read_index(path: str, n: int, encoder):
@@ -221,8 +209,7 @@ def read_index(path: str, n: int, encoder):
     except RuntimeError:
         raise InputError(f"--index_file {path}: not a file that faiss.write_index wrote") from None
     have, need = (index.ntotal, index.d), (n, encoder([""]).shape[1])
-    if have != need:
-        raise InputError(f"--index_file {path}: it holds {have} numbers, not {need}")
-    if index.metric_type != faiss.METRIC_INNER_PRODUCT:
-        raise InputError(f"--index_file {path}: build it with METRIC_INNER_PRODUCT")
+    if have != need or index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        why = f"it holds {have} numbers, not {need} of METRIC_INNER_PRODUCT"
+        raise InputError(f"--index_file {path}: {why}: build it of this corpus and encoder")
     return index

@@ -1,36 +1,34 @@
 """One HTTP exchange that cannot hang, grow without end or end in a surprise.
 
-    body   = fetch(url, payload, timeout=..., max_bytes=...)   bytes, or a `Fault`
-    result = retrying(lambda: ..., retries=2)                  again while a Fault says it may help
+    reply  = fetch_json(url, payload, timeout)      or a `Fault`
+    result = retrying(lambda: ..., retries=2)       again while a Fault says it may help
 
 The time limit holds for the whole exchange, headers and redirects too: a socket's own limit holds
 for one wait, and a server that sends a byte now and then never reaches it. (Only the look-up of a
-name has the system's own limit, often 10 to 30 s.) Nothing is read beyond `max_bytes`. A redirect
-to another host or port is a fault: the request may carry a key, and that is for the server that
-was asked. Left out: cookies, other authentication than a header, connections that are kept open.
+name has the system's own limit, often 10 to 30 s.) A redirect to another server is a fault: the
+request may carry a key. Left out: proxies, cookies, connections that are kept open.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
-import io
 import json
 import socket
+import ssl
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from urllib.parse import quote, urljoin, urlsplit
 
 from errors import InputError
 
 MAX_BYTES = 64 * 2**20
 MAX_BACKOFF = 8.0  # seconds between two tries
+REDIRECTS = 4
+PORTS = {"http": 80, "https": 443}
 REQUEST_AT_FAULT = (400, 413, 414, 422)  # HTTP: not this request; the server itself is well
 TRY_AGAIN = (408, 425, 429)
-LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Fault(Exception):
@@ -45,21 +43,35 @@ class Fault(Exception):
         self.retry, self.down = retry, down
 
 
-def fetch(url: str, payload=None, timeout=60.0, headers=None, max_bytes=MAX_BYTES) -> bytes:
-    """The body of one GET, or of a POST of `payload` as JSON. Raises Fault, and nothing else."""
+def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> object:
+    """The reply to one GET, or to a POST of `payload`. Raises Fault, and nothing else."""
     data = None if payload is None else json.dumps(payload).encode()
     kind = {} if data is None else {"Content-Type": "application/json"}
+
+    def admit(onward: str) -> tuple[str, int]:
+        if urlsplit(onward)[:2] != urlsplit(url)[:2]:
+            text = f"it leads on to {shown(onward)}: give that address if it is the right one"
+            raise Fault(text, retry=False)
+        parts = urlsplit(onward)
+        return host_of(onward), parts.port or PORTS[parts.scheme]
+
     try:
-        request = urllib.request.Request(url, data, kind | (headers or {}))
-        with make_opener(url, time.monotonic() + timeout).open(request) as response:
-            return read_body(response, max_bytes)
+        deadline = time.monotonic() + timeout
+        with opened(url, deadline, admit, data, kind | (headers or {})) as response:
+            body = response.read(MAX_BYTES + 1)
+    except TimeoutError:
+        raise Fault(f"nothing within {timeout:g} s") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise as_fault(error, timeout) from None
-
-
-def fetch_json(url: str, payload=None, timeout=60.0, headers=None, max_bytes=MAX_BYTES) -> object:
-    """`fetch`, read as JSON."""
-    body = fetch(url, payload, timeout, headers, max_bytes)
+        told = getattr(error, "strerror", None)
+        raise Fault(told or f"{type(error).__name__}: {shown(str(error))}") from None
+    if len(body) > MAX_BYTES:
+        raise Fault(f"more than {MAX_BYTES:,} bytes", retry=False, down=False)
+    # Trap: a connection that broke off ends the body too, and half of it looks whole.
+    if response.length:
+        raise Fault(f"half an answer: {response.length:,} bytes are missing")
+    if (code := response.status) >= 300:
+        said = f"HTTP {code} {shown(body.decode(errors='replace'))}".strip()
+        raise Fault(said, code in TRY_AGAIN or code >= 500, code not in REQUEST_AT_FAULT)
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
@@ -67,16 +79,57 @@ def fetch_json(url: str, payload=None, timeout=60.0, headers=None, max_bytes=MAX
         raise Fault(f"a reply that is not JSON, or half of one: {said}") from None
 
 
-def read_body(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
-    body = bytearray()
-    while piece := response.read1(65536):
-        body += piece
-        if len(body) > max_bytes:
-            raise Fault(f"more than {max_bytes:,} bytes", retry=False, down=False)
-    # Trap: read1 returns b"" on a connection that broke off, and half a body looks whole.
-    if response.length:
-        raise Fault(f"half an answer: {response.length:,} bytes are missing")
-    return bytes(body)
+@contextlib.contextmanager
+def opened(
+    url: str, deadline: float, admit: Callable, data=None, headers=None
+) -> Iterator[http.client.HTTPResponse]:
+    """The response at the end of the redirects. `admit(url)` raises, or says where to connect."""
+    for _ in range(REDIRECTS + 1):
+        with contextlib.closing(connect(url, admit(url), deadline)) as connection:
+            parts = urlsplit(url)
+            path = parts.path or "/"
+            if parts.query:
+                path += f"?{parts.query}"
+            method = "GET" if data is None else "POST"
+            path = quote(path, safe="%/:=&?~+!$,;'@()*[]")
+            connection.request(method, path, data, {"Connection": "close"} | (headers or {}))
+            response = connection.getresponse()
+            onward = response.headers.get("Location")
+            if response.status not in (301, 302, 303, 307, 308) or not onward:
+                yield response
+                return
+        url = urljoin(url, onward)
+    raise Fault("too many redirects", retry=False)
+
+
+def connect(url: str, address: tuple[str, int], deadline: float) -> http.client.HTTPConnection:
+    """A connection to `address`. `Host` and the certificate are those of the url's name."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port or PORTS[parts.scheme])
+    connection.response_class = functools.partial(TimedResponse, deadline=deadline)
+    connection.sock = socket.create_connection(address, left(deadline))
+    connection.sock.settimeout(left(deadline))
+    if parts.scheme == "https":
+        connection.default_port = 443
+        connection.sock = tls().wrap_socket(connection.sock, server_hostname=parts.hostname)
+    return connection
+
+
+tls = functools.cache(ssl.create_default_context)
+
+
+class TimedResponse(http.client.HTTPResponse):
+    """A response that ends at `deadline`: before every wait the socket gets what is left of it."""
+
+    def __init__(self, sock: socket.socket, *args, deadline: float, **options):
+        super().__init__(sock, *args, **options)
+        receive = self.fp.raw.readinto
+
+        def receive_in_time(buffer):
+            sock.settimeout(left(deadline))
+            return receive(buffer)
+
+        self.fp.raw.readinto = receive_in_time  # headers and body all come through here
 
 
 def left(deadline: float) -> float:
@@ -87,84 +140,12 @@ def left(deadline: float) -> float:
     return seconds
 
 
-class TimedResponse(http.client.HTTPResponse):
-    """A response that ends at `deadline`: before every wait the socket gets what is left of it."""
-
-    def __init__(self, sock: socket.socket, *args, deadline: float, **options):
-        super().__init__(sock, *args, **options)
-        self.fp = io.BufferedReader(TimedSocket(self.fp.detach(), sock, deadline))
-
-
-class TimedSocket(io.RawIOBase):
-    """What comes from a socket, until `deadline`; then TimeoutError."""
-
-    def __init__(self, raw: io.RawIOBase, sock: socket.socket, deadline: float):
-        self.raw, self.sock, self.deadline = raw, sock, deadline
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int | None:
-        self.sock.settimeout(left(self.deadline))
-        return self.raw.readinto(buffer)
-
-    def close(self) -> None:
-        self.raw.close()
-        super().close()
-
-
-class TimedHandler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """urllib's connections, each with what is left of the time, a redirect's too."""
-
-    def __init__(self, deadline: float):
-        super().__init__()
-        self.deadline = deadline
-
-    def http_open(self, request):
-        return self.do_open(partial(self.connect, http.client.HTTPConnection), request)
-
-    def https_open(self, request):
-        return self.do_open(partial(self.connect, http.client.HTTPSConnection), request)
-
-    def connect(self, kind: type, host: str, **options) -> http.client.HTTPConnection:
-        connection = kind(host, **{**options, "timeout": left(self.deadline)})
-        connection.response_class = partial(TimedResponse, deadline=self.deadline)
-        return connection
-
-
-class SameServer(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, request, reply, code, reason, headers, url):
-        # Trap: urllib sends all headers on, a key included; and another port is another server.
-        old, new = origin(request.full_url), origin(url)
-        secured = (old, new) == (("http", old[1], 80), ("https", old[1], 443))
-        if new != old and not secured:
-            text = f"HTTP {code}, on to {shown(url)}: give that address if it is the right one"
-            raise Fault(text, retry=False)
-        reply.close()  # or urllib would read the redirect's own body to its end, however long
-        return super().redirect_request(request, reply, code, reason, headers, url)
-
-
-def make_opener(url: str, deadline: float) -> urllib.request.OpenerDirector:
-    """Trap: with http_proxy set, a server on this machine would be looked for on the proxy's."""
-    direct = [urllib.request.ProxyHandler({})] if host_of(url) in LOCAL else []
-    return urllib.request.build_opener(TimedHandler(deadline), SameServer, *direct)
-
-
-def origin(url: str) -> tuple[str, str | None, int | None]:
-    """
-    >>> origin("http://Host/a"), origin("https://h:8080/b")
-    (('http', 'host', 80), ('https', 'h', 8080))
-    """
-    parts = urllib.parse.urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-
-
 def host_of(url: str, example: str = "http://host:port") -> str:
     """The host of an http(s) address; anything else is an InputError that shows `example`."""
-    with contextlib.suppress(ValueError):
-        scheme, host, _ = origin(url)
-        if host and scheme in ("http", "https"):
-            return host
+    with contextlib.suppress(ValueError):  # of urlsplit, or of a port that is no number
+        parts = urlsplit(url)
+        if parts.scheme in PORTS and parts.hostname and parts.port != 0:
+            return parts.hostname
     raise InputError(f"{url}: not an address: give {example}")
 
 
@@ -182,34 +163,9 @@ def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable 
     return call()
 
 
-def as_fault(error: Exception, timeout: float) -> Fault:
-    """What urllib raised, as a Fault."""
-    if isinstance(error, urllib.error.HTTPError):
-        said = ""
-        # What it says of the error need not come whole; and a loop of redirects comes closed.
-        with contextlib.suppress(OSError, ValueError, http.client.HTTPException), error:
-            said = shown(error.read1(2000).decode(errors="replace"))
-        retry = error.code in TRY_AGAIN or error.code >= 500
-        text = f"HTTP {error.code} {said}".strip()
-        return Fault(text, retry, down=error.code not in REQUEST_AT_FAULT)
-    reason = getattr(error, "reason", error)
-    if isinstance(reason, TimeoutError):
-        return Fault(f"nothing within {timeout:g} s")
-    told = getattr(reason, "strerror", None)
-    return Fault(told or f"{type(error).__name__}: {shown(str(reason))}")
-
-
 def shown(text: str) -> str:
     """The beginning of what a server said, on one line."""
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         text = json.loads(text)["error"]["message"]
     line = " ".join(str(text).split())
     return line if len(line) <= 120 else line[:120] + " ..."
-
-
-def remember(cache: dict, key: object, value: object, most: int = 10_000) -> None:
-    """One more entry. A full cache forgets all: a query comes again soon, or never."""
-    if len(cache) >= most:
-        cache.clear()
-    if most:
-        cache[key] = value

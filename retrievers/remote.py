@@ -1,13 +1,9 @@
 """A retriever on another machine: queries go out over HTTP, passages come back, so that a
-21M-passage index can run where the memory is. serve.py is the other end; both speak two protocols:
+21M-passage index can run where the memory is. serve.py is the other end.
 
     POST /retrieve  {"queries": [text, ...], "topk": k, "return_scores": true}
                  -> {"result": [[{"document": {"id", "contents": "\\"Title\\"\\ntext"}, "score"},
                                  ...], ...]}
-    POST /queries   {"queries": [text, ...], "k": k}   ->   {"answers": [[text, ...], ...]}
-
-Whatever the server does, a call ends: with an InputError at construction if nobody is there; later
-with None for a query whose search failed, and a `net.Fault` if there is nothing for any query.
 
 Traps. One query that a server cannot take fails its whole batch: then each is asked alone, once. A
 common server fails where "return_scores" is false, so it is always asked for. A server may drop or
@@ -20,87 +16,62 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import re
 import time
 from functools import partial
 
 from data import Document
 from errors import InputError
-from retrievers.net import MAX_BACKOFF, Fault, fetch_json, host_of, left, remember, retrying, shown
+from retrievers.net import MAX_BACKOFF, Fault, fetch_json, host_of, left, retrying, shown
 
-REPLY_FIELD = {"/retrieve": "result", "/queries": "answers"}  # path -> where the lists stand
-NUMBER_FIELD = {"/retrieve": "topk", "/queries": "k"}
 BATCH = 256  # queries per request
-PROBE = "Is anybody there?"
+RETRIES = 1  # of a batch; the rollout itself tries again where all of a call failed
+BACKOFF = 0.5  # seconds
 
 
 class HttpRetriever:
-    """The retriever behind `url`: http://host:port, or that with /retrieve or /queries.
+    """The retriever behind `url`: http://host:port, or that with /retrieve.
 
-    timeout      seconds per try of a batch, and for all of its queries one by one
-    retries      of a batch; the rollout itself tries again where all of a call failed
-    cache_size   results (query, k) that are remembered
+    timeout   seconds per try of a batch, and for all of its queries one by one
     """
 
     needs_questions = False
 
-    def __init__(self, url: str, timeout=60.0, retries=1, cache_size=10_000, backoff=0.5):
+    def __init__(self, url: str, timeout: float = 60.0):
         if not url:
             raise InputError("retriever http needs a server: give --retriever_url http://host:port")
         host_of(url)
-        self.timeout, self.retries, self.backoff = timeout, retries, backoff
-        self.cache, self.cache_size = {}, cache_size
-        named = [path for path in REPLY_FIELD if url.rstrip("/").endswith(path)]
-        self.base, tried = url.rstrip("/").removesuffix(named[0] if named else ""), []
-        for self.path in named or REPLY_FIELD:  # the first protocol that is answered
-            try:
-                self.ask([PROBE], 1, timeout)
-                return
-            except Fault as fault:
-                tried.append(f"POST {self.base}{self.path}: {fault}")
-        raise InputError(
-            f"no retriever answers: {'; '.join(tried)}: start the server, or correct its address"
-        )
+        self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
+        self.timeout = timeout
+        try:
+            self.ask(["Is anybody there?"], 1, timeout)
+        except Fault as fault:
+            why = f"no retriever answers ({fault})"
+            raise InputError(f"{self.url}: {why}: start it, or correct the address") from None
 
     def seconds(self, queries: int, k: int) -> float:
-        """How long a call with so many queries may take, whatever the server does:
-
-        ⌈queries / BATCH⌉ · ((retries + 2) · timeout + Σ backoffs)
-        """
-        waits = sum(min(self.backoff * 2**attempt, MAX_BACKOFF) for attempt in range(self.retries))
-        return math.ceil(queries / BATCH) * ((self.retries + 2) * self.timeout + waits)
+        """How long a call with so many queries may take, whatever the server does."""
+        batches = -(-queries // BATCH)
+        return batches * ((RETRIES + 2) * self.timeout + RETRIES * MAX_BACKOFF)
 
     def search(self, queries: list[str], k: int) -> list[list[Document] | None]:
         """At most k documents for each query, as the server ranks them; None for one that failed in
-        a batch and alone. What came is remembered: another call need not ask for it again.
+        a batch and alone; a Fault if all failed.
         """
-        if k < 1:
-            return [[] for _ in queries]
-        found = {query: self.cache.get((query, k)) for query in queries}  # each distinct one once
-        missing = [query for query, documents in found.items() if documents is None]
-        fault = None
-        for start in range(0, len(missing), BATCH):
+        found, fault, distinct = {}, None, list(dict.fromkeys(queries))
+        for start in range(0, len(distinct), BATCH):
+            batch = distinct[start : start + BATCH]
             try:
-                found |= self.ask_batch(missing[start : start + BATCH], k)
+                found |= retrying(partial(self.ask, batch, k, self.timeout), RETRIES, BACKOFF)
             except Fault as error:
                 fault = error
-                if error.down:  # so the next batch would fare no better
+                alone = self.ask_one_by_one(batch, k) if len(batch) > 1 else {}
+                found |= alone
+                if not alone:  # the next batch would fare no better
                     break
-        if fault and all(documents is None for documents in found.values()):
+        if fault and not found:
             raise fault
-        return [None if found[query] is None else list(found[query]) for query in queries]
-
-    def ask_batch(self, batch: list[str], k: int) -> dict[str, list[Document]]:
-        """The answers of a batch, or of what of it can be answered; Fault if that is nothing."""
-        try:
-            return retrying(partial(self.ask, batch, k, self.timeout), self.retries, self.backoff)
-        except Fault as fault:
-            hopeless = fault.down and not fault.retry  # HTTP 404: each would hear the same
-            found = {} if hopeless or len(batch) == 1 else self.ask_one_by_one(batch, k)
-            if not found:
-                raise
-            return found
+        return [found.get(query) for query in queries]
 
     def ask_one_by_one(self, batch: list[str], k: int) -> dict[str, list[Document]]:
         """`timeout` seconds for all, of which one query that hangs takes a quarter at most."""
@@ -113,35 +84,29 @@ class HttpRetriever:
         return found
 
     def ask(self, queries: list[str], k: int, timeout: float) -> dict[str, list[Document]]:
-        """One try of one batch, remembered."""
-        scores = {"return_scores": True} if self.path == "/retrieve" else {}
-        payload = {"queries": queries, NUMBER_FIELD[self.path]: k, **scores}
-        reply = fetch_json(self.base + self.path, payload, timeout)
-        lists = read_reply(reply, REPLY_FIELD[self.path], len(queries), k)
-        found = dict(zip(queries, lists, strict=True))
-        for query, documents in found.items():
-            remember(self.cache, (query, k), documents, self.cache_size)
-        return found
+        """One try of one batch."""
+        payload = {"queries": queries, "topk": k, "return_scores": True}
+        lists = read_reply(fetch_json(self.url, payload, timeout), len(queries))
+        return {query: one[:k] for query, one in zip(queries, lists, strict=True)}
 
 
-def read_reply(reply: object, field: str, count: int, k: int) -> list[list[Document]]:
+def read_reply(reply: object, count: int) -> list[list[Document]]:
     """The lists of a reply, one per query. Any other shape is a Fault that may be tried again."""
-    lists = reply.get(field) if isinstance(reply, dict) else None
+    lists = reply.get("result") if isinstance(reply, dict) else None
     if not isinstance(lists, list) or not all(isinstance(items, list) for items in lists):
-        raise Fault(f"wrong shape: no list of lists under {field!r}: {shown(json.dumps(reply))}")
+        raise Fault(f"wrong shape: no list of lists under 'result': {shown(json.dumps(reply))}")
     if len(lists) != count:
         raise Fault(f"wrong shape: {len(lists)} lists for {count} queries")
-    return [[d for d in map(read_document, items) if d is not None][:k] for items in lists]
+    return [list(filter(None, map(read_document, items))) for items in lists]
 
 
 def read_document(item: object) -> Document | None:
-    """One passage in any of the forms that servers have for it; None for an empty slot.
+    """One passage, with its contents or with title and text; None for an empty slot.
 
     >>> read_document({"document": {"id": 7, "contents": '"Varen"\\nBy the Ost.'}, "score": 1.5})
     Document(id='7', title='Varen', text='By the Ost.')
     """
     record = item["document"] if isinstance(item, dict) and "document" in item else item
-    record = {"contents": record} if isinstance(record, str) else record
     if record is None:
         return None
     names = ["contents", "title", "text"]
@@ -150,21 +115,14 @@ def read_document(item: object) -> Document | None:
         raise Fault(f"wrong shape: no passage: {shown(json.dumps(item))}")
     # A lone surrogate is legal in JSON, and no tokenizer takes it.
     contents, title, text = (value.encode(errors="replace").decode() for value in fields)
-    title, text = split_contents(contents) if contents else (title, text)
-    title, text, own = title.strip(), text.strip(), record.get("id", record.get("_id"))
+    if contents:
+        title, newline, text = contents.partition("\n")
+        title, text = (title, text) if newline else ("", contents)
+        quoted = re.fullmatch(r'\s*"(.*)"\s*', title)  # a title may hold quotes itself
+        title = quoted[1] if quoted else title
+    title, text, own = title.strip(), text.strip(), record.get("id")
     if not title and not text:
         return None
-    if isinstance(own, bool) or not isinstance(own, str | int | float) or own == "":
-        # The same passage has the same id in every search.
+    if own in (None, ""):  # by the text: the same passage has the same id in every search
         own = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
     return Document(str(own), title, text)
-
-
-def split_contents(contents: str) -> tuple[str, str]:
-    """(title, text) of '"Title"\\ntext', of "Title: X Text: Y", or of a text alone."""
-    if contents.startswith("Title:") and " Text:" in contents:
-        title, _, text = contents.removeprefix("Title:").partition(" Text:")
-        return title, text
-    title, newline, text = contents.partition("\n")
-    quoted = re.fullmatch(r'\s*"(.*)"\s*', title)  # a title may hold quotes itself
-    return (quoted[1] if quoted else title, text) if newline else ("", contents)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers import (
     Qwen2Config,
 )
 
+import train
 from data import Question
 from errors import run_main
 from policy import Policy, save_policy
@@ -215,6 +217,19 @@ SMALL = """--name t --group_size 2 --questions_per_step 2 --steps 2 --lr 1e-3 --
 def flags(model, runs, more: str = "") -> list[str]:
     """The command line of a run of a second; its folder is RUNS/t/stage1."""
     return ["--model", str(model), "--runs", str(runs), *SMALL.split(), *more.split()]
+
+
+@pytest.fixture(scope="session")
+def trained(model, tmp_path_factory):
+    """A folder of runs: both stages of the default run, on the built-in world, whose model is the
+    one that searches.
+    """
+    runs = tmp_path_factory.mktemp("trained")
+    shutil.copytree(model, runs / "toy" / "ur2-world0")  # so that none is warmed up
+    small = SMALL.replace("--name t", f"--runs {runs}").replace("12", "16")
+    for stage in (1, 2):
+        train.main([*small.split(), "--stage", str(stage)])
+    return runs
 
 
 def settings_for(model, runs, more: str = "") -> Settings:

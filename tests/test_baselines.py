@@ -401,11 +401,11 @@ class Keyed(Scripted):
         return [next(self.by_question[request.question]) for request in requests]
 
 
-def ended(generate, library=None, at_once=64):
+def ended(generate, library=None, **given):
     """ircot's trajectories of the questions that `generate` has replies for, as they end."""
     questions = [Question(name, name, ["x"]) for name in generate.by_question]
     library = library or Library()
-    found = run_method("ircot", questions, generate, library, limits(), at_once)
+    found = run_method("ircot", questions, generate, library, limits(**given))
     return {trajectory.question.id: trajectory.stop_reason for trajectory in found}
 
 
@@ -418,7 +418,7 @@ def test_texts_of_a_moment_are_one_batch_and_searches_one_call_and_who_is_done_c
 
 def test_a_question_that_is_done_makes_room_for_the_next_and_for_one_only():
     generate = Keyed(a=["A one.", SAID], b=[SAID], c=[SAID], d=[SAID])
-    assert list(ended(generate, at_once=2)) == ["b", "a", "c", "d"]
+    assert list(ended(generate, rollout_batch_size=2)) == ["b", "a", "c", "d"]
     assert generate.batches == ["ab", "ac", "d"]
 
 
@@ -604,7 +604,6 @@ def test_a_local_batch_says_what_each_row_says_alone_and_stops_at_its_limit(qwen
 
     together = local()(requests, STOP)
     assert together == [local()([request], STOP)[0] for request in requests]
-    assert together == local(rollout_batch_size=1)(requests, STOP)
     brief = local(max_turn_tokens=3)(requests, STOP)
     assert all(0 < len(short) < len(long) for short, long in zip(brief, together, strict=True))
     warm = [local(temperature=1.0, seed=seed)(requests, STOP) for seed in (1, 1, 2)]
@@ -681,7 +680,7 @@ def test_all_methods_run_on_the_built_in_world_and_its_table_has_a_row_for_each(
 ):
     monkeypatch.setenv("COLUMNS", "170")
     flags = ["--questions", "2", "--runs", str(tiny_runs), "--json", str(tmp_path / "t.json")]
-    main([*flags, "--fact_seed", "1"])
+    main(flags)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0][:5] == ["method", "n", "em", "f1", "cem"]
     assert [line[:2] for line in lines[1:9]] == [[name, "10"] for name in METHODS]

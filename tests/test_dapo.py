@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,23 +11,24 @@ import dapo
 import grpo
 from errors import InputError
 from policy import Batch
-from recipes import Recipe
 
 # Two questions, two answers each. Row 0 has a document in the middle, row 2 is long, row 3 has one
 # token.
 MASK = torch.tensor([[1.0, 0, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
-RECIPE = Recipe(
-    algorithm="dapo", group_size=2, clip_low=0.2, clip_high=0.28, loss_aggregation="token"
-)
 
 
-def make_batch(
-    rewards=(1.0, 0.0, 0.0, 2.0), overlong=(False, False, False, False), **changes
-) -> Batch:
+def choose(**changes):
+    chosen = {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.0, "kl_estimator": "k2"}
+    return SimpleNamespace(**(chosen | changes))
+
+
+CHOSEN = choose()
+
+
+def make_batch(rewards=(1.0, 0.0, 0.0, 2.0), overlong=(False,) * 4, **changes) -> Batch:
+    tokens, rewards = torch.zeros(4, 5, dtype=torch.long), torch.tensor(rewards)
     old = -torch.rand(4, 4, generator=torch.Generator().manual_seed(0)) - 0.1
-    batch = Batch(
-        torch.zeros(4, 5, dtype=torch.long), MASK.clone(), old, torch.tensor(rewards), 2, **changes
-    )
+    batch = Batch(tokens, MASK.clone(), old, rewards, 2, **changes)
     batch.overlong = torch.tensor(overlong)
     return batch
 
@@ -56,11 +58,9 @@ def test_a_group_of_one_never_teaches_and_half_a_group_is_an_input_error():
 # ----------------------------------------------------------------------------- weights and overlong
 
 
-def test_every_model_token_weighs_the_same_and_the_recipes_aggregation_is_not_asked():
+def test_every_model_token_weighs_the_same_and_the_aggregation_is_not_asked():
     # 2 + 2 + 4 + 1 = 9 model tokens
-    for aggregation in ("token", "sequence"):
-        recipe = Recipe(algorithm="dapo", loss_aggregation=aggregation)
-        torch.testing.assert_close(dapo.compute_token_weights(make_batch(), recipe), MASK / 9)
+    torch.testing.assert_close(dapo.compute_token_weights(make_batch(), choose()), MASK / 9)
 
 
 def test_an_overlong_trajectory_weighs_nothing_and_the_others_share_its_weight():
@@ -68,37 +68,36 @@ def test_an_overlong_trajectory_weighs_nothing_and_the_others_share_its_weight()
     expected = MASK / 5
     expected[2] = 0
     batch = make_batch(overlong=(False, False, True, False))
-    torch.testing.assert_close(dapo.compute_token_weights(batch, RECIPE), expected)
+    torch.testing.assert_close(dapo.compute_token_weights(batch, CHOSEN), expected)
     assert torch.equal(batch.response_mask, MASK)  # what is scored and logged is still all of it
 
 
-def test_a_batch_of_overlong_trajectories_has_loss_zero_and_not_nan():
-    batch = make_batch(overlong=(True,) * 4)
-    batch.advantages = dapo.compute_advantages(batch, RECIPE)
+def trained(batch):
+    """(Σ weight · loss, its gradient) of a first update."""
+    batch.advantages = dapo.compute_advantages(batch, CHOSEN)
     logprobs = batch.old_logprobs.clone().requires_grad_()
-    total = (
-        dapo.compute_token_weights(batch, RECIPE) * dapo.compute_loss(logprobs, batch, RECIPE)[0]
-    ).sum()
+    loss, _ = dapo.compute_loss(logprobs, batch, CHOSEN)
+    total = (dapo.compute_token_weights(batch, CHOSEN) * loss).sum()
     total.backward()
-    assert total.item() == 0 and logprobs.grad.eq(0).all()
+    return total.item(), logprobs.grad
+
+
+def test_a_batch_of_overlong_trajectories_has_loss_zero_and_not_nan():
+    total, gradient = trained(make_batch(overlong=(True,) * 4))
+    assert total == 0 and gradient.eq(0).all()
 
 
 def test_the_gradient_of_an_overlong_trajectory_is_zero_and_that_of_its_group_is_not():
-    batch = make_batch(overlong=(False, False, True, False))
-    batch.advantages = dapo.compute_advantages(batch, RECIPE)
-    logprobs = batch.old_logprobs.clone().requires_grad_()
-    (
-        dapo.compute_token_weights(batch, RECIPE) * dapo.compute_loss(logprobs, batch, RECIPE)[0]
-    ).sum().backward()
+    _, gradient = trained(make_batch(overlong=(False, False, True, False)))
     # first update: −A / 5 on each counted model token; groups [1, 0] and [0, 2] both give ±0.7071
     expected = torch.tensor([-0.14142, 0.14142, 0.0, -0.14142])[:, None] * MASK
-    torch.testing.assert_close(logprobs.grad, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=0)
 
 
 def test_a_batch_that_does_not_say_what_is_overlong_counts_every_trajectory():
     batch = make_batch()
     batch.overlong = None
-    assert dapo.compute_token_weights(batch, RECIPE).sum().item() == pytest.approx(1)
+    assert dapo.compute_token_weights(batch, CHOSEN).sum().item() == pytest.approx(1)
 
 
 # ------------------------------------------------------------------------------- advantage and loss
@@ -107,9 +106,9 @@ def test_a_batch_that_does_not_say_what_is_overlong_counts_every_trajectory():
 def test_the_advantage_is_grpos_with_overlong_rows_in_the_mean_of_their_group():
     batch = make_batch(overlong=(False, False, True, False))
     # [0, 2]: mean 1, std √2 -> ∓0.7071, though the first of the two gives no gradient
-    advantages = dapo.compute_advantages(batch, RECIPE)
+    advantages = dapo.compute_advantages(batch, CHOSEN)
     assert advantages[2:, 0].tolist() == pytest.approx([-0.7071, 0.7071], abs=1e-4)
-    assert torch.equal(advantages, grpo.compute_advantages(batch, RECIPE))
+    assert torch.equal(advantages, grpo.compute_advantages(batch, CHOSEN))
 
 
 @pytest.mark.parametrize(
@@ -121,44 +120,33 @@ def test_the_advantage_is_grpos_with_overlong_rows_in_the_mean_of_their_group():
     ],
 )
 def test_clip_higher_by_hand(ratio, advantage, expected, gradient):
-    batch = Batch(
-        torch.zeros(1, 2, dtype=torch.long),
-        torch.ones(1, 1),
-        torch.zeros(1, 1),
-        torch.zeros(1),
-        1,
-        advantages=torch.tensor([[advantage]]),
-    )
+    tokens, ones = torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 1)
+    batch = Batch(tokens, ones, ones * 0, torch.zeros(1), 1, advantages=ones * advantage)
     logprobs = torch.tensor([[ratio]]).log().requires_grad_()
-    loss, _ = dapo.compute_loss(logprobs, batch, RECIPE)
+    loss, _ = dapo.compute_loss(logprobs, batch, CHOSEN)
     loss.sum().backward()
     assert (loss.item(), logprobs.grad.item()) == (pytest.approx(expected), pytest.approx(gradient))
 
 
-def test_there_is_no_kl_unless_the_recipe_asks():
+def test_there_is_no_kl_unless_the_settings_ask():
     batch = make_batch(ref_logprobs=torch.full((4, 4), -1.0))
     batch.advantages = torch.zeros(4, 4)
     logprobs = torch.full((4, 4), -0.5)
-    assert dapo.compute_loss(logprobs, batch, RECIPE)[0].eq(0).all()
-    asked = Recipe(algorithm="dapo", kl_coef=1e-4, kl_estimator="k3", kl_place="loss")
+    assert dapo.compute_loss(logprobs, batch, CHOSEN)[0].eq(0).all()
+    asked = dapo.compute_loss(logprobs, batch, choose(kl_coef=1e-4, kl_estimator="k3"))[0]
     # k3 with d = 0.5: e^−0.5 − 1 + 0.5 = 0.10653
-    torch.testing.assert_close(
-        dapo.compute_loss(logprobs, batch, asked)[0], MASK * 0.10653e-4, atol=1e-9, rtol=1e-3
-    )
+    torch.testing.assert_close(asked, MASK * 0.10653e-4, atol=1e-9, rtol=1e-3)
 
 
 def test_nothing_in_the_batch_is_changed():
     batch = make_batch(overlong=(False, True, False, False))
-    batch.advantages = dapo.compute_advantages(batch, RECIPE)
+    batch.advantages = dapo.compute_advantages(batch, CHOSEN)
     before = copy.deepcopy(batch)
-    dapo.compute_token_weights(batch, RECIPE)
-    dapo.compute_loss(batch.old_logprobs, batch, RECIPE)
+    dapo.compute_token_weights(batch, CHOSEN)
+    dapo.compute_loss(batch.old_logprobs, batch, CHOSEN)
     for name, value in vars(before).items():
-        assert (
-            torch.equal(value, getattr(batch, name))
-            if torch.is_tensor(value)
-            else value == getattr(batch, name)
-        )
+        now = getattr(batch, name)
+        assert torch.equal(value, now) if torch.is_tensor(value) else value == now
 
 
 # ----------------------------------------------------------------------------------------- the file
@@ -174,9 +162,7 @@ def test_each_departure_is_numbered_in_the_docstring_and_marked_at_its_line():
 def test_running_the_file_shows_the_four_departures(capsys):
     dapo.main()
     out = capsys.readouterr().out
-    assert [f"departure {n}" in out for n in (1, 2, 3, 4)] == [True] * 4
-    assert "[1, 0, 0]  kept" in out and "[1, 1, 1]  dropped" in out
-    assert (
-        "[0.125, 0.125, 0.125]" in out and "[0.2, 0.2, 0.0]" in out
-    )  # 8 tokens; 5 without the third trajectory's
+    assert all(f"departure {number}" in out for number in (1, 2, 3, 4))
+    # 8 tokens; 5 without the third trajectory's
+    assert "[0.125, 0.125, 0.125]" in out and "[0.200, 0.200, 0.000]" in out
     assert len(out.splitlines()) < 30

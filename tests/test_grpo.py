@@ -15,20 +15,19 @@ from errors import InputError
 MASK = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
 
 
-def make_recipe(**changes):
-    settings = {
+def choose(**changes):
+    chosen = {
         "algorithm": "grpo",
         "clip_low": 0.2,
         "clip_high": 0.28,
-        "dual_clip": 0.0,
         "loss_aggregation": "sequence",
         "kl_coef": 0.0,
         "kl_estimator": "k3",
-        "kl_place": "none",
-        "group_std": True,
-        "gamma": 1.0,
     }
-    return SimpleNamespace(**(settings | changes))
+    return SimpleNamespace(**(chosen | changes))
+
+
+IN_REWARD = {"kl_estimator": "k1"}  # k2 and k3 stand in the loss
 
 
 def make_batch(rewards=(1.0, 0.0, 1.0, 0.0), mask=MASK, ref=True, seed=0):
@@ -47,15 +46,15 @@ def make_batch(rewards=(1.0, 0.0, 1.0, 0.0), mask=MASK, ref=True, seed=0):
     )
 
 
-def prepare(batch, recipe):
-    batch.advantages = grpo.compute_advantages(batch, recipe)
-    batch.token_weights = grpo.compute_token_weights(batch, recipe)
+def prepare(batch, settings):
+    batch.advantages = grpo.compute_advantages(batch, settings)
+    batch.token_weights = grpo.compute_token_weights(batch, settings)
     return batch
 
 
-def total_and_gradient(logprobs, batch, recipe):
+def total_and_gradient(logprobs, batch, settings):
     logprobs = logprobs.clone().requires_grad_()
-    total = ppo.aggregate(grpo.compute_loss(logprobs, batch, recipe)[0], batch.token_weights)
+    total = ppo.aggregate(grpo.compute_loss(logprobs, batch, settings)[0], batch.token_weights)
     total.backward()
     return total.item(), logprobs.grad
 
@@ -123,7 +122,7 @@ def test_the_share_of_groups_without_a_difference():
 
 def test_every_model_token_gets_the_advantage_and_documents_get_none():
     # ±0.7071 in both groups; row 3 has no model token, yet its reward stands in its group's mean
-    advantages = grpo.compute_advantages(make_batch(), make_recipe())
+    advantages = grpo.compute_advantages(make_batch(), choose())
     expected = MASK * torch.tensor([[0.70711], [-0.70711], [0.70711], [-0.70711]])
     torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=0)
 
@@ -134,9 +133,9 @@ def test_kl_in_the_reward_is_summed_over_model_tokens_only():
     batch = make_batch((1.0, 1.0), torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
     batch.old_logprobs = torch.tensor([[1.0, 2.0], [5.0, float("nan")]])
     batch.ref_logprobs = torch.zeros(2, 2)
-    recipe = make_recipe(kl_place="reward", kl_coef=0.1)
-    assert grpo.trajectory_rewards(batch, recipe).tolist() == pytest.approx([0.7, 0.5])
-    advantages = grpo.compute_advantages(batch, recipe)
+    settings = choose(**IN_REWARD, kl_coef=0.1)
+    assert grpo.trajectory_rewards(batch, settings).tolist() == pytest.approx([0.7, 0.5])
+    advantages = grpo.compute_advantages(batch, settings)
     assert advantages[0].tolist() == pytest.approx([0.7071, 0.7071], abs=1e-4)
     assert advantages[1].tolist() == pytest.approx([-0.7071, 0.0], abs=1e-4)
 
@@ -144,26 +143,20 @@ def test_kl_in_the_reward_is_summed_over_model_tokens_only():
 # ------------------------------------------------------------------------------------------ weights
 
 
-def test_weights_follow_the_recipe():
+def test_weights_follow_the_settings():
     batch = make_batch()  # 4 + 2 + 2 = 8 model tokens in 3 trajectories
-    assert grpo.compute_token_weights(batch, make_recipe(loss_aggregation="token"))[1].tolist() == [
-        0.125,
-        0,
-        0,
-        0.125,
-    ]
-    sequence = grpo.compute_token_weights(batch, make_recipe())[1].tolist()
-    assert sequence == pytest.approx([1 / 6, 0, 0, 1 / 6])
-    with pytest.raises(InputError, match="loss_aggregation"):
-        grpo.compute_token_weights(batch, make_recipe(loss_aggregation="mean"))
+    token = grpo.compute_token_weights(batch, choose(loss_aggregation="token"))
+    assert token[1].tolist() == [0.125, 0, 0, 0.125]
+    sequence = grpo.compute_token_weights(batch, choose())
+    assert sequence[1].tolist() == pytest.approx([1 / 6, 0, 0, 1 / 6])
 
 
 def test_the_last_sampled_token_is_trained_on():
     # The last 1 of a row is EOS or a closing tag: it has an advantage, a weight and a gradient like
     # any other.
-    batch, recipe = make_batch(), make_recipe()
-    prepare(batch, recipe)
-    _, gradient = total_and_gradient(batch.old_logprobs, batch, recipe)
+    batch, settings = make_batch(), choose()
+    prepare(batch, settings)
+    _, gradient = total_and_gradient(batch.old_logprobs, batch, settings)
     # −A · weight: row 0, column 3: −0.7071 / 4 / 3; row 1, column 3: 0.7071 / 2 / 3
     assert gradient[0, 3].item() == pytest.approx(-0.7071 / 12, rel=1e-3)
     assert gradient[1, 3].item() == pytest.approx(0.7071 / 6, rel=1e-3)
@@ -173,19 +166,19 @@ def test_the_last_sampled_token_is_trained_on():
 
 
 def test_the_first_update_has_ratio_one_and_the_gradient_of_the_plain_policy_gradient():
-    batch, recipe = make_batch(ref=False), make_recipe()
-    prepare(batch, recipe)
-    _, stats = grpo.compute_loss(batch.old_logprobs, batch, recipe)
-    _, gradient = total_and_gradient(batch.old_logprobs, batch, recipe)
+    batch, settings = make_batch(ref=False), choose()
+    prepare(batch, settings)
+    _, stats = grpo.compute_loss(batch.old_logprobs, batch, settings)
+    _, gradient = total_and_gradient(batch.old_logprobs, batch, settings)
     assert torch.equal(stats["ratio"], torch.ones(4, 4))
     assert stats["kl_old"].abs().max() == 0
     torch.testing.assert_close(gradient, -batch.advantages * batch.token_weights)
 
 
 def test_a_group_of_equal_rewards_moves_nothing():
-    batch, recipe = make_batch((0.1, 0.1, 1.0, 0.0)), make_recipe()
-    prepare(batch, recipe)
-    _, gradient = total_and_gradient(batch.old_logprobs + 0.1, batch, recipe)
+    batch, settings = make_batch((0.1, 0.1, 1.0, 0.0)), choose()
+    prepare(batch, settings)
+    _, gradient = total_and_gradient(batch.old_logprobs + 0.1, batch, settings)
     assert gradient[:2].abs().max() == 0
     assert gradient[2].abs().max() > 0
 
@@ -199,69 +192,64 @@ def test_kl_in_the_loss_is_added_with_its_coefficient(estimator):
         torch.full((2, 1), 0.4).log(),
         torch.full((2, 1), 0.25).log(),
     )
-    recipe = make_recipe(kl_place="loss", kl_coef=2.0, kl_estimator=estimator)
-    prepare(batch, recipe)
-    total, gradient = total_and_gradient(torch.full((2, 1), 0.5).log(), batch, recipe)
+    settings = choose(kl_coef=2.0, kl_estimator=estimator)
+    prepare(batch, settings)
+    total, gradient = total_and_gradient(torch.full((2, 1), 0.5).log(), batch, settings)
     value, slope = {"k2": (0.600567, 1.732868), "k3": (0.386294, 1.0)}[estimator]
     assert total == pytest.approx(value, rel=1e-4)
     assert gradient.sum().item() == pytest.approx(slope, rel=1e-4)
 
 
-def test_kl_in_the_reward_is_not_in_the_loss_a_second_time():
-    batch = prepare(make_batch(), make_recipe(kl_place="reward", kl_coef=0.5))
+def test_kl_in_the_reward_is_not_in_the_loss_a_second_time_and_a_logged_one_is_nowhere():
+    batch = prepare(make_batch(), choose(**IN_REWARD, kl_coef=0.5))
     logprobs = batch.old_logprobs + 0.05
-    in_reward = grpo.compute_loss(logprobs, batch, make_recipe(kl_place="reward", kl_coef=0.5))[0]
-    nowhere = grpo.compute_loss(logprobs, batch, make_recipe())[0]
-    in_loss = grpo.compute_loss(logprobs, batch, make_recipe(kl_place="loss", kl_coef=0.5))[0]
-    assert torch.equal(in_reward, nowhere)
-    assert not torch.allclose(in_loss, nowhere)
+    nowhere = grpo.compute_loss(logprobs, batch, choose())[0]
+    for estimator, added in (("k1", False), ("log", False), ("k2", True), ("k3", True)):
+        settings = choose(kl_coef=0.5, kl_estimator=estimator)
+        loss = grpo.compute_loss(logprobs, batch, settings)[0]
+        assert torch.equal(loss, nowhere) is not added
+    logged = choose(kl_coef=0.5, kl_estimator="log")
+    assert torch.equal(grpo.trajectory_rewards(batch, logged), batch.rewards)
 
 
-def test_settings_that_cannot_work_are_refused():
-    batch = make_batch()
-    with pytest.raises(InputError, match="k1"):
-        grpo.compute_loss(
-            batch.old_logprobs, batch, make_recipe(kl_place="loss", kl_coef=0.1, kl_estimator="k1")
-        )
+def test_a_kl_without_a_reference_is_refused():
+    batch = make_batch(ref=False)
     with pytest.raises(InputError, match="ref_logprobs"):
-        grpo.compute_loss(
-            batch.old_logprobs, make_batch(ref=False), make_recipe(kl_place="loss", kl_coef=0.1)
-        )
-    with pytest.raises(InputError, match="kl_place"):
-        grpo.compute_advantages(batch, make_recipe(kl_place="both"))
+        grpo.compute_loss(batch.old_logprobs, batch, choose(kl_coef=0.1))
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_nothing_on_a_masked_token_can_reach_loss_gradient_or_stats(bad, estimator):
-    recipe = make_recipe(kl_place="loss", kl_coef=0.1, kl_estimator=estimator, dual_clip=3.0)
-    clean = prepare(make_batch(), recipe)
+    settings = choose(kl_coef=0.1, kl_estimator=estimator)
+    clean = prepare(make_batch(), settings)
     dirty, off = copy.deepcopy(clean), MASK == 0
     logprobs = clean.old_logprobs + 0.1
-    expected = total_and_gradient(logprobs, clean, recipe)
+    expected = total_and_gradient(logprobs, clean, settings)
     logprobs = logprobs.masked_fill(off, bad)
     for name in ("old_logprobs", "ref_logprobs", "advantages"):
         setattr(dirty, name, getattr(dirty, name).masked_fill(off, bad))
-    total, gradient = total_and_gradient(logprobs, dirty, recipe)
+    total, gradient = total_and_gradient(logprobs, dirty, settings)
     assert total == expected[0]
     assert torch.equal(gradient, expected[1])
     assert gradient[off].abs().max() == 0
-    loss, stats = grpo.compute_loss(logprobs, dirty, recipe)
+    loss, stats = grpo.compute_loss(logprobs, dirty, settings)
     assert loss[off].abs().max() == 0  # so that weight · loss is not 0 · NaN either
     assert all(torch.isfinite(value.float()).all() for value in stats.values())
 
 
+def rows_of(batch, rows):
+    fields = {k: v[rows] if torch.is_tensor(v) else v for k, v in vars(batch).items()}
+    return SimpleNamespace(**fields)
+
+
 def test_a_trajectory_without_a_model_token_changes_nothing():
-    recipe = make_recipe()
-    batch = prepare(make_batch(), recipe)
-    alone = total_and_gradient(batch.old_logprobs + 0.1, batch, recipe)
-    part = SimpleNamespace(
-        **{k: v[:3] if torch.is_tensor(v) else v for k, v in vars(batch).items()}
-    )
-    part.token_weights = grpo.compute_token_weights(
-        part, recipe
-    )  # of the three rows that have model tokens
-    without = total_and_gradient(part.old_logprobs + 0.1, part, recipe)
+    settings = choose()
+    batch = prepare(make_batch(), settings)
+    alone = total_and_gradient(batch.old_logprobs + 0.1, batch, settings)
+    part = rows_of(batch, slice(3))  # the rows that have model tokens
+    part.token_weights = grpo.compute_token_weights(part, settings)
+    without = total_and_gradient(part.old_logprobs + 0.1, part, settings)
     assert alone[0] == pytest.approx(without[0])
     torch.testing.assert_close(alone[1][:3], without[1])
 
@@ -269,72 +257,55 @@ def test_a_trajectory_without_a_model_token_changes_nothing():
 @pytest.mark.parametrize("aggregation", ["sequence", "token"])
 @pytest.mark.parametrize("cut", [1, 3])
 def test_micro_batches_add_up_to_the_batch(aggregation, cut):
-    recipe = make_recipe(
-        loss_aggregation=aggregation, kl_place="loss", kl_coef=0.1, kl_estimator="k2"
-    )
-    batch = prepare(make_batch(), recipe)
+    settings = choose(loss_aggregation=aggregation, kl_coef=0.1, kl_estimator="k2")
+    batch = prepare(make_batch(), settings)
     logprobs = batch.old_logprobs + torch.linspace(-0.4, 0.4, 4)
-    total, gradient = total_and_gradient(logprobs, batch, recipe)
-    totals, gradients = 0.0, []
-    for start in range(0, 4, cut):
-        rows = slice(start, start + cut)
-        part = SimpleNamespace(
-            **{k: v[rows] if torch.is_tensor(v) else v for k, v in vars(batch).items()}
-        )
-        part_total, part_gradient = total_and_gradient(logprobs[rows], part, recipe)
-        totals += part_total
-        gradients.append(part_gradient)
-    assert totals == pytest.approx(total, rel=1e-5)
-    torch.testing.assert_close(torch.cat(gradients), gradient)
+    total, gradient = total_and_gradient(logprobs, batch, settings)
+    cuts = [slice(start, start + cut) for start in range(0, 4, cut)]
+    parts = [total_and_gradient(logprobs[r], rows_of(batch, r), settings) for r in cuts]
+    assert sum(part[0] for part in parts) == pytest.approx(total, rel=1e-5)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient)
 
 
 def test_every_estimator_is_logged_even_when_none_is_optimised():
     # π_old = π = e^-1 and ref = e^-2 on model tokens: d = 1: k1 1, k2 0.5, k3 e^-1 − 1 + 1 =
     # 0.367879, |d| 1
-    batch, recipe = make_batch(), make_recipe()
+    batch, settings = make_batch(), choose()
     batch.old_logprobs, batch.ref_logprobs = torch.full((4, 4), -1.0), torch.full((4, 4), -2.0)
-    prepare(batch, recipe)
-    _, stats = grpo.compute_loss(batch.old_logprobs, batch, recipe)
+    prepare(batch, settings)
+    _, stats = grpo.compute_loss(batch.old_logprobs, batch, settings)
     for name, value in {"k1": 1.0, "k2": 0.5, "k3": 0.367879, "k_abs": 1.0}.items():
         torch.testing.assert_close(stats[name], MASK * value, rtol=1e-5, atol=0)
     batch.ref_logprobs = None
-    assert set(grpo.compute_loss(batch.old_logprobs, batch, recipe)[1]) == {
-        "ratio",
-        "clipped",
-        "kl_old",
-    }
+    stats = grpo.compute_loss(batch.old_logprobs, batch, settings)[1]
+    assert set(stats) == {"ratio", "clipped", "kl_old"}
 
 
 def test_kl_old_is_measured_with_the_samplers_tokens():
     # π_old 0.4, π 0.5: ratio 1.25; 1.25 − 1 − ln 1.25 = 0.026856. It carries no gradient.
-    batch, recipe = make_batch(mask=torch.ones(4, 1)), make_recipe()
+    batch, settings = make_batch(mask=torch.ones(4, 1)), choose()
     batch.old_logprobs = torch.full((4, 1), 0.4).log()
-    prepare(batch, recipe)
-    _, stats = grpo.compute_loss(torch.full((4, 1), 0.5).log().requires_grad_(), batch, recipe)
+    prepare(batch, settings)
+    _, stats = grpo.compute_loss(torch.full((4, 1), 0.5).log().requires_grad_(), batch, settings)
     assert stats["kl_old"][0, 0].item() == pytest.approx(0.026856, abs=1e-6)
     assert not any(value.requires_grad for value in stats.values())
 
 
 def test_the_batch_is_not_changed():
-    recipe = make_recipe(kl_place="loss", kl_coef=0.1, kl_estimator="k2")
-    batch = prepare(make_batch(), recipe)
-    before = copy.deepcopy(vars(batch))
-    logprobs = batch.old_logprobs + 0.1
+    settings = choose(kl_coef=0.1, kl_estimator="k2")
+    batch = prepare(make_batch(), settings)
+    before, logprobs = copy.deepcopy(vars(batch)), batch.old_logprobs + 0.1
     kept = logprobs.clone()
-    grpo.compute_advantages(batch, make_recipe(kl_place="reward", kl_coef=0.1))
-    grpo.compute_token_weights(batch, recipe)
-    grpo.compute_loss(logprobs, batch, recipe)
-    assert torch.equal(logprobs, kept)
-    assert set(before) == set(vars(batch))
+    grpo.compute_advantages(batch, choose(**IN_REWARD, kl_coef=0.1))
+    grpo.compute_token_weights(batch, settings)
+    grpo.compute_loss(logprobs, batch, settings)
+    assert torch.equal(logprobs, kept) and set(before) == set(vars(batch))
     for name, value in before.items():
-        assert (
-            torch.equal(value, getattr(batch, name))
-            if torch.is_tensor(value)
-            else value == getattr(batch, name)
-        )
+        now = getattr(batch, name)
+        assert torch.equal(value, now) if torch.is_tensor(value) else value == now
 
 
 def test_running_the_file_works_the_example(capsys):
     grpo.main()
     printed = capsys.readouterr().out
-    assert "+1.5110" in printed and "frac_reward_zero_std of both: 0.5" in printed
+    assert "1.5110" in printed and "frac_reward_zero_std of both: 0.5" in printed

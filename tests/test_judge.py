@@ -14,7 +14,6 @@ from other_models.judge import (
     read_verdict,
     right,
 )
-from other_models.llm import LocalLLM
 from rewards import matches, ur2_stage2
 from trajectory import trajectory_from_text
 
@@ -124,12 +123,6 @@ def test_a_grade_asks_for_another_verdict_and_no_answer_is_worth_nothing():
     assert judge.grades([(HALF, answer) for answer in answers]) == [2.0, 1.0, 0.0, None, 0.0]
     assert {instruction for instruction, _ in llm.batches[0]} == {GRADE_INSTRUCTION}
     assert judge.unreadable == 1
-
-
-def test_a_local_model_can_judge_and_its_babble_is_unreadable(qwen2, bpe):
-    judge = Judge(LocalLLM(qwen2, bpe, max_tokens=4))  # random weights
-    assert judge.verdicts([(ISLES, "UK"), (ISLES, "France")]) == [None, None]
-    assert judge.unreadable == 2
 
 
 # ----------------------------------------------------------------------------------- right or wrong

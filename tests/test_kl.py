@@ -19,6 +19,10 @@ def pair(epsilon):
     return logits.requires_grad_(), ref, logits.softmax(-1).detach()
 
 
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 def exact_gradients(logits, ref):
     """∇KL(π‖ref) and ∇KL(ref‖π) over the logits, in closed form: π (d − KL) and π − ref."""
     logprobs = logits.log_softmax(-1).detach()
@@ -27,10 +31,12 @@ def exact_gradients(logits, ref):
 
 
 def gradient_as_a_loss(logits, probs, estimator, ref):
-    """Σ_a p(a) · ∇ estimator(a), with p not differentiated: what averaging over samples
-    computes.
-    """
+    """Σ_a p(a) · ∇ estimator(a), p not differentiated: what averaging over samples computes."""
     return torch.autograd.grad((probs * estimator(logits.log_softmax(-1), ref)).sum(), logits)[0]
+
+
+def one(*probabilities):
+    return torch.tensor([probabilities]).log()
 
 
 # --------------------------------------------------------------------------------------- the values
@@ -39,29 +45,25 @@ def gradient_as_a_loss(logits, probs, estimator, ref):
 def test_estimators_of_a_token_of_probability_half_against_a_quarter():
     # d = ln 0.5 − ln 0.25 = ln 2 = 0.693147; d²/2 = 0.240227; exp(−d) = 0.25 / 0.5 = 0.5, so k3 =
     # 0.5 − 1 + 0.693147
-    logprobs, ref = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
-    assert kl.k1(logprobs, ref).item() == pytest.approx(0.693147, abs=1e-6)
-    assert kl.k2(logprobs, ref).item() == pytest.approx(0.240227, abs=1e-6)
-    assert kl.k3(logprobs, ref).item() == pytest.approx(0.193147, abs=1e-6)
-    assert kl.k_abs(ref, logprobs).item() == pytest.approx(0.693147, abs=1e-6)
+    expected = {kl.k1: 0.693147, kl.k2: 0.240227, kl.k3: 0.193147, kl.k_abs: 0.693147}
+    for estimator, value in expected.items():
+        assert estimator(one(0.5), one(0.25)).item() == pytest.approx(value, abs=1e-6)
+    assert kl.k_abs(one(0.25), one(0.5)).item() == pytest.approx(0.693147, abs=1e-6)
 
 
 def test_k3_has_the_sign_that_the_samples_of_the_policy_ask_for():
     # The mirrored token, d = −ln 2: exp(ln 2) − 1 − ln 2 = 0.306853. With the sign turned round it
     # would be 0.193147.
-    logprobs, ref = torch.tensor([[0.25]]).log(), torch.tensor([[0.5]]).log()
-    assert kl.k3(logprobs, ref).item() == pytest.approx(0.306853, abs=1e-6)
+    assert kl.k3(one(0.25), one(0.5)).item() == pytest.approx(0.306853, abs=1e-6)
 
 
 @pytest.mark.parametrize("epsilon", DISTANCES)
 def test_k1_and_k3_are_unbiased(epsilon):
     logits, ref, probs = pair(epsilon)
     logprobs = logits.log_softmax(-1).detach()
-    exact = torch.nn.functional.kl_div(
-        ref, logprobs, log_target=True, reduction="sum"
-    ).item()  # KL(π‖ref)
-    assert (probs * kl.k1(logprobs, ref)).sum().item() == pytest.approx(exact, rel=1e-9)
-    assert (probs * kl.k3(logprobs, ref)).sum().item() == pytest.approx(exact, rel=1e-9)
+    exact = torch.nn.functional.kl_div(ref, logprobs, log_target=True, reduction="sum")  # KL(π‖ref)
+    for estimator in (kl.k1, kl.k3):
+        assert (probs * estimator(logprobs, ref)).sum().item() == pytest.approx(exact.item(), 1e-9)
 
 
 def test_k3_keeps_its_digits_near_the_reference():
@@ -76,106 +78,107 @@ def test_k3_keeps_its_digits_near_the_reference():
 
 
 @pytest.mark.parametrize("epsilon", DISTANCES)
-def test_k2_as_a_loss_has_the_gradient_of_the_kl(epsilon):
+def test_k2_as_a_loss_has_the_gradient_of_the_kl_and_k3_that_of_the_other_direction(epsilon):
     logits, ref, probs = pair(epsilon)
     forward, reverse = exact_gradients(logits, ref)
-    gradient = gradient_as_a_loss(logits, probs, kl.k2, ref)
-    torch.testing.assert_close(gradient, forward, rtol=1e-9, atol=1e-12)
-    assert (gradient - reverse).norm() > 0.01 * reverse.norm()
-
-
-@pytest.mark.parametrize("epsilon", DISTANCES)
-def test_k3_as_a_loss_has_the_gradient_of_the_other_direction(epsilon):
-    logits, ref, probs = pair(epsilon)
-    forward, reverse = exact_gradients(logits, ref)
-    gradient = gradient_as_a_loss(logits, probs, kl.k3, ref)
-    torch.testing.assert_close(gradient, reverse, rtol=1e-9, atol=1e-12)
-    assert (gradient - forward).norm() > 0.01 * forward.norm()
+    close(gradient_as_a_loss(logits, probs, kl.k2, ref), forward)
+    close(gradient_as_a_loss(logits, probs, kl.k3, ref), reverse)
+    assert (forward - reverse).norm() > 0.01 * max(forward.norm(), reverse.norm())
 
 
 def test_k1_as_a_loss_has_no_expected_gradient_and_in_the_reward_the_right_one():
     logits, ref, probs = pair(2.0)
     assert gradient_as_a_loss(logits, probs, kl.k1, ref).abs().max().item() < 1e-14
-    in_reward = gradient_as_a_loss(
-        logits, probs, lambda logprobs, ref: kl.k1(logprobs, ref).detach() * logprobs, ref
-    )
-    torch.testing.assert_close(in_reward, exact_gradients(logits, ref)[0], rtol=1e-9, atol=1e-12)
+    in_reward = lambda logprobs, ref: kl.k1(logprobs, ref).detach() * logprobs  # noqa: E731
+    close(gradient_as_a_loss(logits, probs, in_reward, ref), exact_gradients(logits, ref)[0])
 
 
 @pytest.mark.parametrize("epsilon", DISTANCES)
 def test_the_tables_own_kl_gradient_is_the_closed_form(epsilon):
     logits, ref, _ = pair(epsilon)
     forward, reverse = exact_gradients(logits, ref)
-    torch.testing.assert_close(kl.kl_gradient(logits, ref), forward, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(
-        kl.kl_gradient(logits, ref, reverse=True), reverse, rtol=1e-9, atol=1e-12
-    )
+    close(kl.kl_gradient(logits, ref), forward)
+    close(kl.kl_gradient(logits, ref, reverse=True), reverse)
 
 
 def test_k3_explodes_on_a_token_that_the_policy_has_left_behind():
     # d = −10: the slope of k3 is 1 − e^10 = −22025.47, of k2 it is −10.
-    logprobs, ref = torch.tensor([[-10.0]], requires_grad=True), torch.zeros(1, 1)
-    assert torch.autograd.grad(kl.k3(logprobs, ref).sum(), logprobs)[0].item() == pytest.approx(
-        -22025.47, rel=1e-5
-    )
-    assert torch.autograd.grad(kl.k2(logprobs, ref).sum(), logprobs)[0].item() == pytest.approx(
-        -10.0
-    )
+    for estimator, slope in ((kl.k3, -22025.47), (kl.k2, -10.0)):
+        logprobs = torch.tensor([[-10.0]], requires_grad=True)
+        estimator(logprobs, torch.zeros(1, 1)).sum().backward()
+        assert logprobs.grad.item() == pytest.approx(slope, rel=1e-5)
 
 
 def test_off_policy_k2_needs_the_ratio_as_its_weight():
     logits, ref, _ = pair(2.0)
     old = kl.categorical(0.5)[0].log_softmax(-1)
     target = exact_gradients(logits, ref)[0]
-    weighted = gradient_as_a_loss(
-        logits, old.exp(), lambda logprobs, ref: kl.k2_off_policy(logprobs, ref, old), ref
-    )
-    torch.testing.assert_close(weighted, target, rtol=1e-9, atol=1e-12)
-    assert (gradient_as_a_loss(logits, old.exp(), kl.k2, ref) - target).norm() > 0.5 * target.norm()
+    weighted = lambda logprobs, ref: kl.k2_off_policy(logprobs, ref, old)  # noqa: E731
+    close(gradient_as_a_loss(logits, old.exp(), weighted, ref), target)
+    plain = gradient_as_a_loss(logits, old.exp(), kl.k2, ref)
+    assert ((plain - target).norm() / target.norm()).item() == pytest.approx(0.85, rel=0.01)
 
 
 def test_the_ratio_of_off_policy_k2_is_a_weight_and_has_no_gradient():
     # π 0.5, ref 0.25, π_old 0.4: ratio 1.25, value 1.25 · 0.240227 = 0.300283, gradient 1.25 ·
     # 0.693147 = 0.866434. With the ratio differentiated too it would be 0.866434 + 0.300283.
-    logprobs = torch.tensor([[0.5]]).log().requires_grad_()
-    loss = kl.k2_off_policy(logprobs, torch.tensor([[0.25]]).log(), torch.tensor([[0.4]]).log())
+    logprobs = one(0.5).requires_grad_()
+    loss = kl.k2_off_policy(logprobs, one(0.25), one(0.4))
+    loss.sum().backward()
     assert loss.item() == pytest.approx(0.300283, abs=1e-5)
-    assert torch.autograd.grad(loss.sum(), logprobs)[0].item() == pytest.approx(0.866434, abs=1e-5)
+    assert logprobs.grad.item() == pytest.approx(0.866434, abs=1e-5)
+
+
+def test_sampling_and_scoring_at_two_temperatures_makes_k2_nine_percent_wrong():
+    logits, ref, probs = pair(0.5)
+    target = exact_gradients(logits, ref)[0]
+    cooled = (logits / 0.9).softmax(-1).detach()
+    for sampler, wrong in ((cooled, 0.09), (probs, 0.0)):
+        gradient = gradient_as_a_loss(logits, sampler, kl.k2, ref)
+        assert ((gradient - target).norm() / target.norm()).item() == pytest.approx(wrong, abs=5e-3)
 
 
 # --------------------------------------------------------------------------------- where they stand
 
 
-def test_k1_in_the_loss_is_refused():
-    with pytest.raises(InputError, match="zero"):
-        kl.kl_in_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), "k1")
+@pytest.mark.parametrize("estimator", ["k1", "k4", "log"])
+def test_what_is_no_loss_is_refused(estimator):
+    with pytest.raises(InputError, match=f"'{estimator}' is no loss, k1's .* zero"):
+        kl.kl_in_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), estimator)
 
 
-def test_an_unknown_estimator_is_refused():
-    with pytest.raises(InputError, match="k4"):
-        kl.kl_in_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), "k4")
+def settings(estimator, kl_coef=0.1):
+    return SimpleNamespace(kl_estimator=estimator, kl_coef=kl_coef)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "in_reward", "in_loss"),
+    [("k1", 0.3, 0.0), ("k2", 0.0, 0.3), ("k3", 0.0, 0.3), ("log", 0.0, 0.0)],
+)
+def test_the_estimator_says_where_the_kl_stands(estimator, in_reward, in_loss):
+    chosen = settings(estimator, 0.3)
+    assert kl.coefficient(chosen, "reward") == in_reward
+    assert kl.coefficient(chosen, "loss") == in_loss
 
 
 def test_the_reward_pays_k1_on_model_tokens_and_nothing_on_documents():
     # k1 = ln 2 at the first token: −0.1 · 0.693147. The documents hold −inf − (−inf) = NaN, which
     # must not leak.
-    old = torch.tensor([[0.5, 0.0, 0.0]]).log()
-    ref = torch.tensor([[0.25, 0.0, 0.5]]).log()
-    rewards = kl.kl_in_reward(old, ref, torch.tensor([[1.0, 0.0, 0.0]]), 0.1)
-    assert rewards.tolist() == [[pytest.approx(-0.0693147, abs=1e-6), 0.0, 0.0]]
+    mask = torch.tensor([[1.0, 0.0, 0.0]])
+    old, ref = one(0.5, 0.0, 0.0), one(0.25, 0.0, 0.5)
+    batch = SimpleNamespace(old_logprobs=old, ref_logprobs=ref, response_mask=mask)
+    paid = kl.kl_in_reward(batch, settings("k1"))
+    assert paid.tolist() == [[pytest.approx(-0.0693147, abs=1e-6), 0.0, 0.0]]
+    for estimator in ("k2", "k3", "log"):
+        assert kl.kl_in_reward(batch, settings(estimator)).tolist() == [[0.0, 0.0, 0.0]]
 
 
 def test_a_kl_without_a_reference_is_refused_unless_its_coefficient_is_zero():
-    with pytest.raises(InputError, match="ref_logprobs"):
-        kl.kl_in_reward(torch.zeros(1, 2), None, torch.ones(1, 2), 0.1)
-    assert kl.kl_in_reward(torch.ones(1, 2), None, torch.ones(1, 2), 0.0).tolist() == [[0.0, 0.0]]
-
-
-def test_the_coefficient_stands_in_one_place_only():
-    recipe = SimpleNamespace(kl_coef=0.3, kl_place="loss")
-    assert (kl.coefficient(recipe, "loss"), kl.coefficient(recipe, "reward")) == (0.3, 0.0)
-    with pytest.raises(InputError, match="rewrd"):
-        kl.coefficient(SimpleNamespace(kl_coef=0.3, kl_place="rewrd"), "loss")
+    ones = torch.ones(1, 2)
+    batch = SimpleNamespace(old_logprobs=ones, ref_logprobs=None, response_mask=ones)
+    with pytest.raises(InputError, match="no ref_logprobs"):
+        kl.kl_in_reward(batch, settings("k1"))
+    assert kl.kl_in_reward(batch, settings("k1", 0.0)).tolist() == [[0.0, 0.0]]
 
 
 # ---------------------------------------------------------------------------------------- the table
@@ -189,46 +192,51 @@ PUBLISHED = {
 }
 
 
+def row(distance, name):
+    return SimpleNamespace(**kl.estimator_row(*distance, name))
+
+
+def norm(distance, estimator):
+    """|expected gradient as a loss| / |∇KL(π‖ref)|."""
+    logits, ref = distance
+    gradient = kl.expected_gradient(logits, lambda logprobs: estimator(logprobs, ref))
+    return (gradient.norm() / kl.kl_gradient(logits, ref).norm()).item()
+
+
 @pytest.mark.parametrize("epsilon", DISTANCES)
 def test_the_table_has_the_published_figures(epsilon):
     distance, bias, error, ratio = PUBLISHED[epsilon]
-    k1, k2, k3 = (kl.estimator_row(*kl.categorical(epsilon), name) for name in ("k1", "k2", "k3"))
+    logits = kl.categorical(epsilon)
+    k1, k2, k3 = (row(logits, name) for name in ("k1", "k2", "k3"))
     assert k1.value == pytest.approx(distance, rel=0.02)
     assert k3.value == pytest.approx(k1.value, rel=1e-9)
     assert (k1.bias, k3.bias) == (0.0, 0.0)
     assert k2.bias == pytest.approx(bias, rel=0.06)
-    assert max(k1.norm, k2.error, k3.reverse_error) < 1e-9
+    assert max(norm(logits, kl.k1), k2.error, k3.reverse_error) < 1e-9
     assert k3.error == pytest.approx(error, rel=0.01)
-    assert k3.norm == pytest.approx(ratio, rel=0.03)
+    assert norm(logits, kl.k3) == pytest.approx(ratio, rel=0.03)
 
 
 def test_one_collapsed_logit_makes_k3s_gradient_a_thousand_times_too_long():
-    row = kl.estimator_row(*kl.collapsed(10.0), "k3")
-    assert 1000 < row.norm < 2000
+    logits, ref = kl.collapsed(10.0)
+    assert 1000 < norm((logits, ref), kl.k3) < 2000
     # By hand: its expected gradient is π − ref, and ref's likeliest token has lost nearly all its
     # probability to the rest.
-    logits, ref = kl.collapsed(10.0)
-    assert row.norm == pytest.approx(
-        ((logits.softmax(-1) - ref.exp()).norm() / kl.kl_gradient(logits, ref).norm()).item()
-    )
+    by_hand = (logits.softmax(-1) - ref.exp()).norm() / kl.kl_gradient(logits, ref).norm()
+    assert norm((logits, ref), kl.k3) == pytest.approx(by_hand.item())
 
 
 def test_k2_varies_less_than_k3_far_from_the_reference_and_more_near_it():
-    near2, near3 = (kl.estimator_row(*kl.categorical(0.5), name).std for name in ("k2", "k3"))
-    far2, far3 = (kl.estimator_row(*kl.categorical(4.0), name).std for name in ("k2", "k3"))
+    near2, near3 = (row(kl.categorical(0.5), name).std for name in ("k2", "k3"))
+    far2, far3 = (row(kl.categorical(4.0), name).std for name in ("k2", "k3"))
     assert (near2, near3) == (pytest.approx(0.121, abs=5e-4), pytest.approx(0.092, abs=5e-4))
     assert far2 < far3
 
 
 def test_far_from_the_reference_one_batch_of_k3_outweighs_the_others():
-    k2, k3 = (kl.estimator_row(*kl.categorical(4.0), name).spread for name in ("k2", "k3"))
+    k2, k3 = (row(kl.categorical(4.0), name).spread for name in ("k2", "k3"))
     assert 1.3 <= k2 <= 3.4
     assert 49 <= k3 <= 196
-
-
-def test_sampling_and_scoring_at_two_temperatures_makes_k2_nine_percent_wrong():
-    assert kl.temperature_error(*kl.categorical(0.5), 0.9) == pytest.approx(0.09, abs=0.005)
-    assert kl.temperature_error(*kl.categorical(0.5), 1.0) == pytest.approx(0, abs=1e-12)
 
 
 def test_the_table_fits_one_screen(capsys):

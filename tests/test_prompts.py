@@ -2,6 +2,8 @@
 block.
 """
 
+import dataclasses
+import doctest
 import time
 
 import pytest
@@ -29,17 +31,9 @@ from prompts import (
 UR2, R1 = PROTOCOLS["ur2"], PROTOCOLS["r1_searcher"]
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
 CHOICE = Question("2", "Which tree?", ["B"], task="choice", options=("elm", "oak", "ash"))
-REFERENCES = (
-    Document("a", "Ana Bell", "born in Kelmouth"),
-    Document("b", "Kelmouth", "a town in Norland"),
-)
-READ = Question(
-    "3",
-    "In which country was Ana Bell born?",
-    ["Norland"],
-    references=REFERENCES,
-    supporting=(1, 2),
-)
+ANA = Document("a", "Ana Bell", "born in Kelmouth")
+REFERENCES = (ANA, Document("b", "Kelmouth", "a town in Norland"))
+READ = dataclasses.replace(QA, id="3", references=REFERENCES)
 SEARCHING = [protocol for protocol in PROTOCOLS.values() if protocol.query_tags]
 NO_SYSTEM_ROLE = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not"
@@ -63,9 +57,13 @@ class Template:
 # ------------------------------------------------------------------------------------------- prompt
 
 
+def test_the_docstring_examples_are_true():
+    assert doctest.testmod(prompts).failed == 0
+
+
 def test_a_chat_template_gets_the_instruction_as_system_and_the_question_as_user(bpe):
-    expected = f"<|im_start|>system\n{UR2.instruction}<|im_end|>\n<|im_start|>user\n{QA.question}<|im_end|>\n<|im_start|>assistant\n"
-    assert prompt_text("ur2", QA, bpe) == expected
+    said = f"<|im_start|>system\n{UR2.instruction}<|im_end|>\n<|im_start|>user\n{QA.question}"
+    assert prompt_text("ur2", QA, bpe) == f"{said}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_template_without_system_role_gets_the_instruction_in_the_users_turn(bpe):
@@ -96,10 +94,10 @@ def test_a_template_that_opens_the_thinking_itself_does_not_get_a_second_tag(bpe
 
 def test_without_retrieval_the_prompt_names_no_search_tag(bpe):
     for protocol in SEARCHING:
-        direct = prompt_text(protocol, QA, bpe, retrieval=False)
-        assert not any(tag in direct for tag in (*protocol.query_tags, *protocol.documents_tags))
-        searching = prompt_text(protocol, QA, bpe, retrieval=True)
-        assert all(tag in searching for tag in (*protocol.query_tags, *protocol.documents_tags))
+        tags = (*protocol.query_tags, *protocol.documents_tags)
+        direct = prompt_text(protocol, dataclasses.replace(QA, may_search=False), bpe)
+        assert not any(tag in direct for tag in tags)
+        assert all(tag in prompt_text(protocol, QA, bpe) for tag in tags)
 
 
 def test_every_tag_that_the_model_has_to_write_stands_in_its_instruction():
@@ -111,15 +109,13 @@ def test_every_tag_that_the_model_has_to_write_stands_in_its_instruction():
 
 def test_arenas_references_stand_below_the_question_numbered_from_one(bpe):
     numbered = "(1) Ana Bell: born in Kelmouth\n(2) Kelmouth: a town in Norland"
-    user = f"{QA.question}\n\n{numbered}"
-    arena = PROTOCOLS["arena"]
-    assert (
-        prompt_text("arena", READ, Template(bpe, None))
-        == f"{arena.instruction}\n\nQuestion: {user}\nAnswer:"
-    )
+    user, told = f"{QA.question}\n\n{numbered}", PROTOCOLS["arena"].instruction
+    plain = prompt_text("arena", READ, Template(bpe, None))
+    assert plain == f"{told}\n\nQuestion: {user}\nAnswer:"
     assert f"<|im_start|>user\n{user}<|im_end|>" in prompt_text("arena", READ, bpe)
     # the numbers do not depend on searching: there is none
-    assert prompt_text("arena", READ, bpe, retrieval=False) == prompt_text("arena", READ, bpe)
+    direct = dataclasses.replace(READ, may_search=False)
+    assert prompt_text("arena", direct, bpe) == prompt_text("arena", READ, bpe)
 
 
 def test_other_protocols_do_not_show_the_references(bpe):
@@ -140,9 +136,8 @@ def test_a_reference_cannot_open_a_section_or_a_turn(bpe):
 
 
 def test_a_question_without_references_cannot_be_asked_under_arena(bpe):
-    with pytest.raises(
-        InputError, match=r"question 1 has no references: .* give the record a `references` list"
-    ):
+    said = r"question 1 has no references: .* give the record a `references` list"
+    with pytest.raises(InputError, match=said):
         build_prompt("arena", QA, bpe)
 
 
@@ -173,10 +168,8 @@ def test_options_are_lettered_below_the_question():
 
 def test_both_tag_pairs_of_ur2_share_everything_but_the_tags():
     search = PROTOCOLS["ur2_search"]
-    assert search.query_tags == ("<search>", "</search>") and search.documents_tags == (
-        "<information>",
-        "</information>",
-    )
+    assert search.query_tags == ("<search>", "</search>")
+    assert search.documents_tags == ("<information>", "</information>")
     renamed = search.instruction
     for theirs, ours in zip(search.tags, UR2.tags, strict=True):
         renamed = renamed.replace(theirs, ours)
@@ -193,25 +186,14 @@ def test_turns_stop_at_the_query_and_only_tagged_answers_stop_too():
 
 
 def test_a_protocol_lists_all_its_tags_and_finds_a_section_by_name():
-    assert PROTOCOLS["arena"].tags == (
-        "<answer>",
-        "</answer>",
-        "<relevance>",
-        "</relevance>",
-        "<analysis>",
-        "</analysis>",
-    )
-    assert PROTOCOLS["r_search"].tags == (
-        "<search>",
-        "</search>",
-        "<observation>",
-        "</observation>",
-        "<original_evidence>",
-        "</original_evidence>",
-        "<answer>",
-        "</answer>",
-    )
-    assert {"<reflect>", "</think>"} <= set(PROTOCOLS["when_to_search"].tags)
+    names = {
+        "arena": ["answer", "relevance", "analysis"],
+        "r_search": ["search", "observation", "original_evidence", "answer"],
+        "when_to_search": ["search", "information", "answer", "think", "reflect"],
+    }
+    for name, sections in names.items():
+        tags = tuple(tag for section in sections for tag in (f"<{section}>", f"</{section}>"))
+        assert PROTOCOLS[name].tags == tags
     assert PROTOCOLS["arena"].section_tags("analysis") == ("<analysis>", "</analysis>")
     with pytest.raises(InputError, match="protocol ur2 has no <analysis> section"):
         UR2.section_tags("analysis")
@@ -358,10 +340,8 @@ def test_documents_are_numbered_from_one_and_an_empty_title_leaves_no_colon():
 
 
 def test_a_frame_is_the_tags_on_their_own_lines_and_blank_lines_around():
-    assert (
-        frame_documents(PROTOCOLS["ur2_search"], "text")
-        == "\n\n<information>\ntext\n</information>\n\n"
-    )
+    framed = frame_documents(PROTOCOLS["ur2_search"], "text")
+    assert framed == "\n\n<information>\ntext\n</information>\n\n"
 
 
 def test_a_stripped_text_holds_no_tag_even_where_removing_one_would_make_another():

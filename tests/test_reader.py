@@ -30,31 +30,14 @@ def test_the_reader_gets_the_evidence_then_the_question_and_nothing_else():
     assert llm.batches == [[(INSTRUCTION, f"{EVIDENCE}\nIn which country was Ana Bell born?")]]
 
 
-def test_the_gold_answer_is_nowhere_in_what_the_reader_gets():
-    llm = Says("x")
-    reader_answers(llm, [(WHERE, "Ana Bell was born in Kelmouth.")])
-    assert "Norland" not in str(llm.batches)
-
-
-def test_all_pairs_are_one_batch_and_those_without_evidence_are_not_asked():
-    llm = Says("a", "b")
+def test_all_pairs_are_one_batch_and_no_evidence_or_no_reply_is_an_empty_answer():
+    llm = Says("a", None)
     pairs = [(WHERE, None), (WHERE, "one"), (WHERE, ""), (WHERE, " \n"), (WHERE, "two")]
-    assert reader_answers(llm, pairs) == ["", "a", "", "", "b"]
+    assert reader_answers(llm, pairs) == ["", "a", "", "", ""]
     (batch,) = llm.batches
     assert [text.split("\n")[0] for _, text in batch] == ["one", "two"]
-
-
-def test_no_evidence_at_all_asks_nobody():
-    llm = Says("a")
     assert reader_answers(llm, [(WHERE, None)]) == [""] and reader_answers(llm, []) == []
-    assert llm.batches == []
-
-
-def test_a_reader_without_a_reply_counts_as_an_empty_answer():
-    assert reader_answers(Says(None, "Norland"), [(WHERE, "one"), (WHERE, "two")]) == [
-        "",
-        "Norland",
-    ]
+    assert len(llm.batches) == 1  # nobody else was asked
 
 
 @pytest.mark.parametrize(
@@ -107,7 +90,7 @@ def test_records_of_evidence_are_answered_and_scored_again():
     assert [r["metrics"]["f1"] for r in records] == [pytest.approx(2 / 3), 1.0, 0.0]
     assert [r["metrics"]["em"] for r in records] == [0.0, 1.0, 0.0]
     assert [r["prediction"] for r in records] == ["Norland country", "Norland", ""]
-    assert records[0]["searcher_prediction"] == "Ostland" and records[0]["id"] == "q"
+    assert records[0]["id"] == "q"
 
 
 def test_the_given_records_stay_as_they_were():

@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -271,7 +269,7 @@ def test_bm25_and_http_load_no_torch():
         "except Exception as e: print('torch' in sys.modules, e)"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    said = "False no retriever answers: POST http://127.0.0.1:9/retrieve"
+    said = "False http://127.0.0.1:9/retrieve: no retriever answers"
     assert result.stdout.startswith(said), result.stderr
 
 
@@ -300,9 +298,8 @@ def levels(retriever, passages, **settings):
 
 
 def test_a_well_retriever_is_well_in_every_line():
-    found = levels(BM25(towns(200)), towns(200), samples=12)
-    names = ["finds itself", "distinct", "repeatable", "batch", "number", "odd queries"]
-    names += ["one query", "12 at once"]
+    found = levels(BM25(towns(200)), towns(200))
+    names = ["finds itself", "distinct", "repeatable", "batch", "number", "odd queries", "time"]
     assert found == dict.fromkeys(names, "ok")
 
 
@@ -339,12 +336,7 @@ ONE = Document("1", "Town 1", "x")
         (lambda lists, queries, k: [lists[0]] * len(lists), "batch"),
         (lambda lists, queries, k: [[ONE] * k] * len(lists), "itself distinct"),
         (lambda lists, queries, k: [[] for _ in lists], "itself distinct number"),
-        (
-            lambda lists, queries, k: [
-                one[: k - ("3" in q)] for one, q in zip(lists, queries, strict=True)
-            ],
-            "number?",
-        ),
+        (some_are_short, "number?"),
         (fails_without_words, "odd"),
         (lambda lists, queries, k: lists[:5], "answers"),
     ],
@@ -362,7 +354,7 @@ def test_a_search_that_failed_for_one_query_is_found():
         return [None if q == "Town 3" else one for q, one in zip(queries, lists, strict=True)]
 
     (finding,) = check(Ill(fails), towns(5))
-    said = "ValueError: the search failed for 1 of 1 queries, such as 'Town 3'"
+    said = "ValueError: the search failed for 'Town 3'"
     assert finding == ("WRONG", "answers", said)
     assert len(some_passages(Ill(lambda lists, queries, k: [None, *lists[1:]]), 1)) > 0
 
@@ -431,12 +423,11 @@ def test_the_check_prints_a_line_each_and_ends_with_1_if_something_is_wrong(tmp_
     path = write_towns(tmp_path)
     well = run("check", "--corpus", path)
     noise = run("check", "--corpus", path, "--retriever", "random")
-    assert well.returncode == 0 and well.stdout.count("\nok ") == 8
+    assert well.returncode == 0 and well.stdout.count("\nok ") == 7
     assert "20 of 20 are among the 5" in well.stdout
     assert noise.returncode == 1 and "WRONG    finds itself" in noise.stdout
     assert run("check").returncode == 0
     one_line(run("check", "--retriever", "dense"), "retriever dense needs --encoder")
-    one_line(run("check", "--retriever", "http"), "retriever http needs a server")
 
 
 def test_the_check_asks_a_server_with_and_without_its_corpus(tmp_path):
@@ -447,9 +438,9 @@ def test_the_check_asks_a_server_with_and_without_its_corpus(tmp_path):
         for more in ([], ["--corpus", path]):
             result = run("check", "--url", url, *more)
             assert result.returncode == 0, result
-            assert f"http {url}\nok       finds itself" in result.stdout
+            assert f"{url}\nok       finds itself" in result.stdout
         server.shutdown()
-    one_line(run("check", "--url", url), "no retriever answers: POST")
+    one_line(run("check", "--url", url), "no retriever answers (")
 
 
 def test_a_corpus_is_served_until_ctrl_c(tmp_path):
@@ -468,9 +459,8 @@ def test_a_corpus_is_served_until_ctrl_c(tmp_path):
     )
     try:
         line = process.stdout.readline()
-        assert line.startswith("bm25 over 3 passages at http://127.0.0.1:")
-        url = line.split(" at ")[1].split()[0]
-        assert json.load(urllib.request.urlopen(url + "/health"))["retriever"] == "bm25"
+        assert line.startswith(f"bm25 {path} at http://127.0.0.1:")
+        url = line.split(" at ")[1].split(";")[0]
         assert [d.id for d in HttpRetriever(url).search(["dogs"], 1)[0]] == ["8"]
         taken = run("serve", "--corpus", path, "--port", url.rpartition(":")[2])
         one_line(taken, "cannot listen there")
@@ -503,8 +493,7 @@ def test_flags_that_are_wrong_are_one_line_and_code_2(tmp_path):
         (["cat", "--corpsu", path], "unknown flag --corpsu (did you mean --corpus?)"),
         (["serve"], "retriever.py serve: give a --corpus FILE"),
         (["serve", "--corpus", path, "--folder", "v"], "unknown flag --folder"),
-        (["check", "--timeout", 0], "--timeout 0: give more than 0 seconds"),
-        (["check", "--timeout", "nan"], "--timeout nan: "),
+        (["check", "--retriever", "http"], "invalid choice: 'http'"),
         (["check", "--title_boost", -1], "--title_boost -1: must be at least 0"),
         (["check", "--retriever", "web"], "invalid choice: 'web'"),
         (["serve", "--retriever", "web"], "--retriever_url '': no place for the query: give http"),

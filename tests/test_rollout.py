@@ -979,11 +979,16 @@ def test_rows_in_a_batch_say_what_they_would_say_alone(model):
     }
     together = roll(policy, tokenizer, questions, Searcher(by_length), protocol, **settings)
     alone = [
-        roll(policy, tokenizer, q, Searcher(by_length), protocol, **settings)[0]
-        for q in questions
+        roll(policy, tokenizer, q, Searcher(by_length), protocol, **settings)[0] for q in questions
     ]
     chunks = roll(
-        policy, tokenizer, questions, Searcher(by_length), protocol, rollout_batch_size=4, **settings
+        policy,
+        tokenizer,
+        questions,
+        Searcher(by_length),
+        protocol,
+        rollout_batch_size=4,
+        **settings,
     )
     for a, b, c in zip(together, alone, chunks, strict=True):
         assert (
