@@ -137,7 +137,7 @@ def serve_command(arguments: list[str], record: type, make_retriever: Callable) 
     retriever = served_retriever(args, record, make_retriever)
     with RetrievalServer(retriever, args.host, args.port) as server:
         where = f"http://{args.host}:{server.server_port}"
-        print(f"{args.retriever} {args.corpus} at {where}; Ctrl-C ends it", flush=True)
+        print(f"{args.retriever} {args.corpus or 'search'} at {where}; Ctrl-C ends it", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
         print("\nended", flush=True)
