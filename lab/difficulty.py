@@ -5,10 +5,8 @@
     python -m lab.difficulty --model DIR --data FILE --corpus FILE --out difficulty.jsonl
     python -m lab.difficulty --from_rollouts FILE --out difficulty.jsonl     published answers
 
-curriculum.py has the buckets, and deals questions by them. The flags are eval.py's, with its
-settings of a checkpoint, but sampled at temperature 1: greedy rollouts would be K times the same.
-The same command goes on where it was interrupted.
-Left out: measuring again while training.
+curriculum.py has the buckets, and deals questions by them. The flags are eval.py's, but sampled at
+temperature 1. The same command goes on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -39,6 +37,7 @@ from settings import RECORDS, RENAMED, add_flags, check_settings, named_in
 
 AT_ONCE = 16  # questions that share a seed
 Scores = list[list[float]]  # of each question's rollouts
+Answer = Callable[[list[Question]], Scores]
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,9 @@ class DifficultySettings:
     out: str = setting("", "JSONL to write")
     samples: int = setting(20, "rollouts per question, K", least=1)
     scheme: str = setting("ur2", "how scores become a bucket", one_of=SCHEMES)
-    metric: str = setting(
-        "", "of open answers; by itself the scheme's", one_of=("", "em", "f1", "cem")
-    )
+    metric: str = setting("", 'of open answers; "": the scheme\'s', one_of=("", "em", "f1", "cem"))
     from_rollouts: str = setting("", "take the answers (pred_anses) of this file, not a model's")
-    questions: int = setting(
-        0, "the first so many; of the built-in world, per kind; 0 = all", least=0
-    )
+    questions: int = setting(0, "of each kind in the built-in world, or in all; 0 = all", least=0)
     split: ClassVar[str] = "train"
     fact_seed: ClassVar[None] = None
 
@@ -70,18 +65,13 @@ def parse(arguments: list[str]) -> tuple[dict, DifficultySettings]:
         raise InputError("--out FILE is missing: where shall the scores go?")
     check_output(options.out, "--out")
     if options.scheme == "r1_searcher" and options.samples < 20 and not options.from_rollouts:
-        raise InputError(
-            f"--samples {options.samples}: r1_searcher tells medium from hard at 20 rollouts; give "
-            "at least --samples 20"
-        )
+        why = "r1_searcher tells medium from hard at 20 rollouts: give at least --samples 20"
+        raise InputError(f"--samples {options.samples}: {why}")
     return given, options
 
 
 def measure(
-    questions: list[Question],
-    answer: Callable[[list[Question]], Scores],
-    made_with: dict,
-    options: DifficultySettings,
+    questions: list[Question], answer: Answer, made_with: dict, options: DifficultySettings
 ) -> dict[str, str]:
     """id -> bucket. Each batch is written as it comes; `answer` gives its questions' scores."""
     out, found = Path(options.out), SCHEMES[options.scheme][0]
@@ -92,8 +82,7 @@ def measure(
         for start in range(len(records), len(questions), AT_ONCE):
             some, fresh = questions[start : start + AT_ONCE], []
             for question, scores in zip(some, answer(some), strict=True):
-                mean = sum(scores) / len(scores)
-                known = {"id": question.id, "scores": scores, "score": mean}
+                known = {"id": question.id, "scores": scores, "score": sum(scores) / len(scores)}
                 fresh.append(known | {"bucket": found(scores)})
             append_jsonl(out, fresh)
             records += fresh
@@ -109,12 +98,11 @@ def measure_published(given: dict, options: DifficultySettings, metric: str) -> 
         print(f"note: some questions have only {few} rollouts; without a success they are hard")
     predictions = {attempt.question.id: attempt.predictions for attempt in attempts}
 
+    def score(q: Question, text: str) -> float:
+        return score_answer(text, q.answers, q.task, q.options)[metric]
+
     def answer(some: list[Question]) -> Scores:
-        scores = []
-        for q in some:
-            texts = predictions[q.id]
-            scores.append([score_answer(t, q.answers, q.task, q.options)[metric] for t in texts])
-        return scores
+        return [[score(q, text) for text in predictions[q.id]] for q in some]
 
     content = zlib.crc32(repr(attempts).encode())
     made_with = {"answers": content, "metric": metric, "scheme": options.scheme}
@@ -124,9 +112,8 @@ def measure_published(given: dict, options: DifficultySettings, metric: str) -> 
 def measure_model(given: dict, options: DifficultySettings, metric: str) -> dict[str, str]:
     settings = check_settings(settings_of({"temperature": 1.0} | given), training=False)
     if settings.temperature == 0 and options.samples > 1:
-        raise InputError(
-            "--temperature 0 is greedy: all rollouts of a question would be the same; leave it at 1"
-        )
+        why = "all rollouts of a question would be the same; leave it at 1"
+        raise InputError(f"--temperature 0 is greedy: {why}")
     whole = Evaluation(settings, options)  # its settings have the group size
     settings, device = whole.settings, best_device()
     search = build_search(settings, whole.documents, device)

@@ -20,12 +20,13 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import Document, Question, load_questions
 from errors import FlagParser, InputError, check_value, run_main, setting
 from formats.records import read_records, short
+from lab import taken
 from policy import PolicySettings, best_device, load_policy, save_policy
 from prompts import (
     Protocol,
@@ -224,7 +225,7 @@ def read_traces(
     A record has the question's text and no more; for options or references it is looked up in
     `given`, the questions that it was made from.
     """
-    known, taken, traces = {question.id: question for question in given or []}, Counter(), []
+    known, kept, traces = {question.id: question for question in given or []}, Counter(), []
     for place, record in whole_records(path):
         metrics = record.get("metrics")
         scored = isinstance(metrics, dict) and {"format", "em"} <= set(metrics)
@@ -240,8 +241,8 @@ def read_traces(
                 f"{path}, {place}: question {name} is not in --questions: give the file it was"
                 " made from"
             )
-        if metrics["format"] == metrics["em"] == 1 and taken[name] < per_question:
-            taken[name] += 1
+        if metrics["format"] == metrics["em"] == 1 and kept[name] < per_question:
+            kept[name] += 1
             golds = record.get("golds") or []
             question = known.get(name) or Question(name, record["question"], golds)
             traces.append(trajectory_from_text(question, record["transcript"], protocol))
@@ -360,12 +361,11 @@ def parse(arguments: list[str]) -> tuple[str, DistilSettings]:
     parser.add_argument("method", help=f"one of {', '.join(METHODS)}")
     add_flags(parser, (DistilSettings,), DistilSettings(), "distil")
     given = vars(parser.parse_args(arguments))
-    method, settings = given.pop("method"), DistilSettings(**given)
+    method, settings = given.pop("method"), taken(DistilSettings, given)
     check_value("method", method, {"one_of": METHODS})
-    for field in fields(DistilSettings):
-        check_value(field.name, getattr(settings, field.name), field.metadata)
-        if field.name in ("model", "data", "out") and not getattr(settings, field.name):
-            raise InputError(f"lab.distil {method}: --{field.name} is missing")
+    for name in ("model", "data", "out"):
+        if not getattr(settings, name):
+            raise InputError(f"lab.distil {method}: --{name} is missing")
     if Path(settings.out).exists():
         raise InputError(f"--out {settings.out} is there already: name another, or remove it")
     default = "r1_searcher" if method == "traces" else "arena"

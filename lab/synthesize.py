@@ -5,19 +5,17 @@ appendix C.5).
           ^                                                                              |
           +----- of --out, those found hard: examples of the next round <---- JSONL -----+
 
-    format       one question, options A, B, ... each once and all different, one answer letter,
-                 lengths within bounds
+    format       one question, options A, B, ... each once and all different, one answer letter
     votes        the writer answers its own draft, three times, and must mean the option it named
     difficulty   the mean score of K answers of another model (or the same), in the buckets of
                  curriculum.py; below 0.2 it is dropped: its answer is as likely wrong as it is hard
 
     python -m lab.synthesize --llm http://host:port/v1#model --data FILE --out FILE --count 500
 
-A model here is greedy, so the same request has the same reply. What differs from vote to vote is
-the order of the options, with the right one at another letter each time: a model that likes the
-letter B agrees with itself, and not with the draft. So the options are stored in an order drawn by
-lot too. The file is appended to, question by question; the same command goes on with the number
-still missing. Attempts are bounded, and what was dropped is counted by its reason.
+A model here is greedy: the same request has the same reply. So the order of the options differs
+from vote to vote, with the right one at another letter each time: a model that likes the letter B
+agrees with itself, and not with the draft. They are stored in an order drawn by lot too. The same
+command goes on with the number still missing; what was dropped is counted by its reason.
 Left out: checking facts against a corpus; drafts that mean the same in other words.
 """
 
@@ -27,7 +25,6 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -44,8 +41,7 @@ from policy import best_device
 from prompts import question_text
 from settings import RENAMED, add_flags
 
-QUESTION_WORDS, OPTION_WORDS, OPTIONS = (4, 200), (1, 40), (3, 10)  # at least and at most
-AT_ONCE = 8  # drafts asked for in one batch
+QUESTION_WORDS, OPTION_WORDS, OPTIONS = range(4, 201), range(1, 41), range(3, 11)  # how many
 WRITE = (
     "You write exam questions. You are shown some multiple-choice questions with their answers."
     " Write one new question of the same field and form, at least as hard as these, about another"
@@ -95,14 +91,12 @@ class Draft:
 # ------------------------------------------------------------------------------------------ writing
 
 
-def write_request(examples: Sequence[Question]) -> tuple[str, str]:
+def write_request(examples: list[Question]) -> tuple[str, str]:
     """(instruction, text): examples, one under the other, in the form that a draft must have."""
-    shown = [f"Question: {question_text(q)}\nAnswer: {gold_letter(q)}" for q in examples]
+    letters = [choice_letter(q.answers[0], q.options) for q in examples]
+    pairs = zip(examples, letters, strict=True)
+    shown = [f"Question: {question_text(q)}\nAnswer: {letter}" for q, letter in pairs]
     return WRITE, "\n\n".join(shown)
-
-
-def gold_letter(question: Question) -> str:
-    return choice_letter(question.answers[0], question.options) or question.answers[0]
 
 
 def pick_examples(
@@ -140,22 +134,19 @@ def parse_draft(reply: str | None, options: int = 0) -> Draft:
         raise Rejected("another form")
     lines = match["options"].splitlines()
     letters, texts = "".join(line[0] for line in lines), tuple(line[3:].strip() for line in lines)
-    least, most = (options, options) if options else OPTIONS
-    if not "ABCDEFGHIJKLMNOPQRSTUVWXYZ".startswith(letters) or not least <= len(letters) <= most:
+    if not "ABCDEFGHIJ".startswith(letters) or len(letters) not in (
+        [options] if options else OPTIONS
+    ):
         raise Rejected("option letters")
     if match["letter"] not in letters:
         raise Rejected("answer letter")
     if len({normalize_answer(option) or option for option in texts}) < len(texts):
         raise Rejected("options alike")
     question = match["question"].replace("\n", " ")
-    within = [_within(option, OPTION_WORDS) for option in texts]
-    if not all([_within(question, QUESTION_WORDS), *within]):
+    long_or_short = len(question.split()) not in QUESTION_WORDS
+    if long_or_short or any(len(option.split()) not in OPTION_WORDS for option in texts):
         raise Rejected("length")
     return Draft(question, texts, letters.index(match["letter"]))
-
-
-def _within(text: str, bounds: tuple[int, int]) -> bool:
-    return bounds[0] <= len(text.split()) <= bounds[1]
 
 
 # ---------------------------------------------------------------------------------------- answering
@@ -198,11 +189,10 @@ def agreed(votes: list[bool], agree: str) -> bool:
 
 
 def synthesize(
-    given: list[Question], llm, settings: SynthesizeSettings, answerer=None, at_once: int = AT_ONCE
+    given: list[Question], llm, settings: SynthesizeSettings, answerer=None, at_once: int = 8
 ) -> Counter:
     """Questions are appended to --out until it holds --count, or --max_attempts drafts were asked
-    for: how many were "made", asked for in "attempts", dropped under each reason, and how many
-    answers were "unreadable".
+    for. The counts: "made", "attempts", each reason to drop one, and "unreadable" answers.
     """
     path, result = Path(settings.out), Counter(made=0, attempts=0, unreadable=0)
     given, (made, first) = examples_among(given), earlier(path, settings.seed)
@@ -250,9 +240,7 @@ def read_drafts(
 def check_drafts(
     drafts: dict[int, Draft], llm, answerer, result: Counter, settings: SynthesizeSettings
 ) -> list[Question]:
-    """The drafts that pass the votes and are not too hard, as questions with their level. All of
-    them in two batches.
-    """
+    """The drafts that pass the votes and are not too hard, as questions with their level."""
     votes, k, seed = settings.votes, settings.k, settings.seed
     ballots = grade_drafts(llm, list(drafts.values()), range(votes), seed, result)
     passed = [agreed(ballot, settings.agree) for ballot in ballots]
@@ -318,9 +306,8 @@ def parse(arguments: list[str]) -> SynthesizeSettings:
     for name in ("llm", "data", "out"):
         if not getattr(settings, name):
             raise InputError(f"lab.synthesize: --{name} is missing")
-    least, most = OPTIONS
-    if settings.options and not least <= settings.options <= most:
-        raise InputError(f"--options {settings.options}: must be from {least} to {most}, or 0")
+    if settings.options and settings.options not in OPTIONS:
+        raise InputError(f"--options {settings.options}: must be from 3 to 10, or 0")
     return settings
 
 
