@@ -110,10 +110,8 @@ def read_difficulty(path: str | Path, questions: Questions) -> Difficulty:
             known[record["id"]] = record.get("bucket") or bucket_of_mean(record["scores"])
     missing = [question.id for question in questions if question.id not in known]
     if missing:
-        raise InputError(
-            f"--difficulty {path}: {len(missing)} of {len(questions)} questions have none, the "
-            f"first is {missing[0]}: measure the same --data to its end"
-        )
+        few = f"{len(missing)} of {len(questions)} questions have none, the first is {missing[0]}"
+        raise InputError(f"--difficulty {path}: {few}: measure the same --data to its end")
     return {question.id: known[question.id] for question in questions}
 
 

@@ -221,7 +221,6 @@ def call_search(
     A training step must survive a retriever that is down, and must not wait for ever on one that
     hangs.
     """
-    error = ""
     if bound := getattr(search, "seconds", None):  # asked over the network: more queries, longer
         timeout += bound(len({request.query for request in requests}))
     for attempt in range(SEARCH_RETRIES + 1):
@@ -231,15 +230,12 @@ def call_search(
         thread = threading.Thread(target=_call_into, args=(search, requests, box), daemon=True)
         thread.start()
         thread.join(timeout)
-        if not box:
-            error = f"no answer within {timeout:g} s"
-        elif isinstance(box[0], InputError):  # the user's to mend, and no fault of one search
-            raise box[0]
-        elif isinstance(box[0], Exception):
-            error = f"{type(box[0]).__name__}: {box[0]}"
-        else:
-            return box[0]
-    return [SearchResult(error=error) for _ in requests]
+        found = box[0] if box else f"no answer within {timeout:g} s"
+        if isinstance(found, InputError):  # the user's to mend, and no fault of one search
+            raise found
+        if isinstance(found, list):
+            return found
+    return [SearchResult(error=found) for _ in requests]
 
 
 def _call_into(search: SearchFunction, requests: list[SearchRequest], box: list) -> None:
@@ -250,8 +246,10 @@ def _call_into(search: SearchFunction, requests: list[SearchRequest], box: list)
         if not all(isinstance(result, SearchResult) for result in results):
             raise TypeError("a result is no SearchResult")
         box.append(results)
-    except Exception as error:  # any fault of a retriever is logged in the trajectory, not raised
+    except InputError as error:
         box.append(error)
+    except Exception as error:  # any fault of a retriever is logged in the trajectory, not raised
+        box.append(f"{type(error).__name__}: {error}")
 
 
 def fit_block(

@@ -105,15 +105,18 @@ def collect(parts: Parts, step: int) -> Sampled:
     """
     settings, sampled, start = parts.settings, Sampled(), time.perf_counter()
     wanted = settings.questions_per_step * settings.group_size
-    while sampled.draws < parts.stream.attempts and len(sampled.kept) < wanted:
+    for _ in range(parts.stream.attempts):
         trajectories = roll_out(parts, step, sampled.draws)
         components, correct = judged(parts, trajectories, step)
         sampled.trajectories += trajectories
         sampled.components += components
         sampled.correct += correct
-        keep = informative(sampled, settings).nonzero()[:, 0].tolist()
-        sampled.kept = keep[:wanted]  # the first ones: a surplus is cut the same way every time
+        keep = informative(sampled, settings)  # [N]
+        # The first ones: a surplus is cut the same way every time.
+        sampled.kept = keep.nonzero()[:wanted, 0].tolist()
         sampled.draws += 1
+        if len(sampled.kept) >= wanted:
+            break
     sampled.seconds = time.perf_counter() - start
     return sampled
 
@@ -122,10 +125,11 @@ def roll_out(parts: Parts, step: int, draw: int) -> list[Trajectory]:
     """This process samples its share of the questions; all get all trajectories, group by group."""
     rank, world = parts.accelerator.process_index, parts.accelerator.num_processes
     questions = parts.stream.take(step, draw)
-    mine = questions[len(questions) * rank // world : len(questions) * (rank + 1) // world]
+    first, end = (len(questions) * share // world for share in (rank, rank + 1))
     seed = parts.settings.seed * 1_000_003 + rank
     seed += (step * parts.stream.attempts + draw) * 1_009
     with evaluating(parts.policy), parts.sampler() as policy:
+        mine = questions[first:end]
         sampled = rollout(policy, parts.environment, mine, seed, parts.play)
     return gather_object(sampled) if world > 1 else sampled
 
@@ -170,8 +174,7 @@ def prepare(parts: Parts, sampled: Sampled, step: int) -> Batch:
     pad_id = parts.environment.tokenizer.pad_token_id or 0
     batch = collate(trajectories, rewards, settings.group_size, pad_id)
     batch.correct = torch.tensor([sampled.correct[row] for row in rows])  # [B]
-    overlong = [t.stop_reason == "length" and t.answer is None for t in trajectories]
-    batch.overlong = torch.tensor(overlong)  # [B]
+    batch.overlong = torch.tensor([is_overlong(t) for t in trajectories])  # [B]
     if not settings.mask_documents:
         unmask_documents(batch, trajectories)
     if parts.recompute:
@@ -184,13 +187,17 @@ def prepare(parts: Parts, sampled: Sampled, step: int) -> Batch:
     return batch
 
 
+def is_overlong(trajectory: Trajectory) -> bool:
+    """Cut off before it answered: DAPO does not train on it."""
+    return trajectory.stop_reason == "length" and trajectory.answer is None
+
+
 def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
     """The ablation: every token behind the prompt counts as the policy's."""
-    bounds = [[len(t.prompt_ids) - 1, len(t.ids) - 1] for t in trajectories]
-    first, end = torch.tensor(bounds).T  # [B], [B]
-    columns = torch.arange(batch.response_mask.shape[1])  # [T]
-    inside = (columns >= first[:, None]) & (columns < end[:, None])  # [B, T]
-    batch.response_mask = inside.float()
+    batch.response_mask = torch.zeros_like(batch.response_mask)  # [B, T]
+    for row, t in enumerate(trajectories):
+        first, end = len(t.prompt_ids) - 1, len(t.ids) - 1
+        batch.response_mask[row, first:end] = 1.0
     batch.sampled_logprobs = None  # of documents there are none
 
 

@@ -37,8 +37,6 @@ class RetrievalServer(ThreadingHTTPServer):
     request_queue_size = 512  # Trap: with the library's 5, clients that come together are lost
 
     def __init__(self, retriever, host: str = "127.0.0.1", port: int = 8000):
-        if retriever.needs_questions:
-            raise InputError("this retriever needs the question, which no request holds")
         self.retriever = retriever
         self.lock = threading.Lock()  # one search at a time: not every retriever is thread-safe
         try:
@@ -51,12 +49,18 @@ class RetrievalServer(ThreadingHTTPServer):
         queries, k = read_request(body)
         try:
             with self.lock:
-                lists = search_scored(self.retriever, queries, k)
+                lists = self.search_scored(queries, k)
         except Exception as error:  # whatever a retriever raises: the next request may go well
             line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
             print(line, file=sys.stderr, flush=True)
             raise Refused(500, line) from None
         return {"result": [[written(*pair) for pair in found] for found in lists]}
+
+    def search_scored(self, queries: list[str], k: int) -> list[list[tuple[Document, object]]]:
+        """With scores if the retriever has them, else None and not 0, which would be a score."""
+        if hasattr(self.retriever, "search_scored"):
+            return self.retriever.search_scored(queries, k)
+        return [[(one, None) for one in found] for found in self.retriever.search(queries, k)]
 
     def handle_error(self, request, client_address):
         if not isinstance(sys.exception(), OSError):  # a client that went away is no error
@@ -111,16 +115,6 @@ def read_request(body: bytes) -> tuple[list[str], int]:
     return queries, k
 
 
-def search_scored(retriever, queries: list[str], k: int) -> list[list[tuple[Document, object]]]:
-    """With scores if the retriever has them, else None and not 0, which would be a score."""
-    if hasattr(retriever, "search_scored"):
-        return retriever.search_scored(queries, k)
-    lists = retriever.search(queries, k)
-    if None in lists:  # no reply has a place for that: by a 500 the client learns which query it is
-        raise RuntimeError(f"the search failed for {lists.count(None)} of {len(queries)} queries")
-    return [[(document, None) for document in found] for found in lists]
-
-
 def written(document: Document, score: float | None) -> dict:
     """One passage of a reply. A title of two lines would be cut at the first."""
     contents = f'"{" ".join(document.title.split())}"\n{document.text}'
@@ -143,7 +137,7 @@ def serve_command(arguments: list[str], record: type, make_retriever: Callable) 
     retriever = served_retriever(args, record, make_retriever)
     with RetrievalServer(retriever, args.host, args.port) as server:
         where = f"http://{args.host}:{server.server_port}"
-        print(f"{args.retriever} {args.corpus} at {where}; Ctrl-C ends it", flush=True)
+        print(f"{args.retriever} {args.corpus or 'search'} at {where}; Ctrl-C ends it", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
         print("\nended", flush=True)

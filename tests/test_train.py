@@ -46,26 +46,19 @@ def weights_of(module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in module.parameters()]
 
 
-def moved(module, before) -> list[torch.Tensor]:
-    return [a - b for a, b in zip(weights_of(module), before, strict=True)]
-
-
-class Marks:
+def marks(mark):
     """In place of the scorer: mark(trajectories) -> (components, correct)."""
 
-    def __init__(self, mark):
-        self.mark = mark
+    def scorer(trajectories, step):
+        return mark(trajectories)
 
-    def __call__(self, trajectories, step):
-        return self.mark(trajectories)
-
-    def stats(self):
-        return {}
+    scorer.stats = dict
+    return scorer
 
 
 def pay(parts, amounts: list[float]) -> None:
     """What is sampled earns these rewards, in their order."""
-    parts.scorer = Marks(lambda _: ([{"answer": r} for r in amounts], [r > 0 for r in amounts]))
+    parts.scorer = marks(lambda _: ([{"answer": r} for r in amounts], [r > 0 for r in amounts]))
 
 
 @pytest.fixture
@@ -95,7 +88,7 @@ def scripted(monkeypatch):
         stream = SimpleNamespace(attempts=len(rights))
         environment = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
         parts = Parts(settings, Accelerator(), None, None, None, False)
-        parts.stream, parts.environment, parts.scorer = stream, environment, Marks(mark)
+        parts.stream, parts.environment, parts.scorer = stream, environment, marks(mark)
         monkeypatch.setattr(train, "roll_out", lambda _, step, draw: drawn(rights[draw], draw))
         return parts
 
@@ -164,7 +157,7 @@ def test_the_numbers_of_a_step_are_of_all_that_was_sampled_and_the_batch_of_what
 def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(built, tmp_path, run, capsys):
     parts = built("--algorithm dapo --max_resample 1")
     before = weights_of(parts.policy)
-    parts.scorer = Marks(lambda ts: ([{"answer": 1.0}] * len(ts), [True] * len(ts)))
+    parts.scorer = marks(lambda ts: ([{"answer": 1.0}] * len(ts), [True] * len(ts)))
     rows = run(parts)
     assert [row["skipped"] for row in rows] == [1, 1] and "loss" not in rows[0]
     assert len(checkpoints(tmp_path / "t" / "stage1")) == 1
@@ -180,7 +173,7 @@ def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right
     for by, kept in (("correct", []), ("answer", [0, 1])):
         parts = scripted([[ALL, ALL]])
         parts.settings = Settings(algorithm="dapo", group_size=2, filter_by=by)
-        parts.scorer = Marks(lambda _: (components, [True] * 4))
+        parts.scorer = marks(lambda _: (components, [True] * 4))
         assert collect(parts, 0).kept == kept
 
 
@@ -195,29 +188,30 @@ def ended(reason="eos", text="\\boxed{elm}", **question) -> Trajectory:
     return t
 
 
-def test_choice_and_math_answers_count_as_right_in_the_metrics():
-    rows = [
-        ended(text="\\boxed{0.5}", answers=["\\frac12"], task="math"),
-        ended(text="The correct answer is: B.", answers=["B"], task="choice", options=("a", "b")),
-        ended(answers=["oak"]),
-    ]
-    sampled = Sampled(rows, [{"r": 1.0}, {"r": 0.0}, {"r": 0.5}], [True, True, False])
-    record = measure(Parts(Settings(group_size=3), None, None, None, None, False), sampled)
-    assert (record["em/math"], record["em/choice"], record["em/qa"]) == (1, 1, 0)
-    assert record["em"] == pytest.approx(2 / 3) and record["reward"] == record["reward/r"] == 0.5
-
-
-def test_how_a_step_searched_by_hand():
-    one, two, cut_off, refused = ended(), ended(), ended("length", "elm"), ended("refused", "?")
+def test_a_step_is_measured_over_all_its_trajectories(scripted):
+    one = ended(text="\\boxed{0.5}", answers=["\\frac12"], task="math")
     one.searches = [Search("x", [Document("1", "t", "x")], "x")]
+    two = ended(text="The correct answer is: B.", answers=["B"], task="choice", options=("a", "b"))
     two.searches = [Search("y", [], "y", fallback=True), Search("z", [], "z", error="down")]
     two.append_environment([7] * 6, "documents", "documents")
+    cut_off, refused = ended("length", "elm"), ended("refused", "?")
     refused.refusals = [Refusal("empty", "")] * 2
-    record = train.searching([one, two, cut_off, refused])
+    terms = [
+        {"a": 1.0, "b": 1.0},
+        {"a": 0.0, "b": -1.0},
+        {"a": 0.5, "b": 0.0},
+        {"a": 0.5, "b": 0.0},
+    ]
+    sampled = Sampled([one, two, cut_off, refused], terms, [True, True, False, False], seconds=3.0)
+    expected = {"reward": 0.5, "reward/a": 0.5, "reward/b": 0.0, "frac_reward_zero_std": 0.5}
+    for kind, scores in {"math": (1, 1, 1), "choice": (1, 1, 2), "qa": (0, 0, 0)}.items():
+        for name, value in zip(("em", "searched", "searches"), scores, strict=True):
+            expected[f"{name}/{kind}"] = value
     # 4 trajectories of 4 sampled tokens, one with 6 inserted ones; 3 searches in 2 of them
-    expected = {"searched": 0.5, "searches": 0.75, "fallbacks": 1 / 3, "search_errors": 1 / 3}
-    expected |= {"refused": 0.5, "answered": 0.5, "cut_off": 0.5}
-    assert record == pytest.approx(expected | {"model_tokens": 4, "inserted_tokens": 1.5})
+    expected |= {"em": 0.5, "searched": 0.5, "searches": 0.75, "refused": 0.5}
+    expected |= {"fallbacks": 1 / 3, "search_errors": 1 / 3, "answered": 0.5, "cut_off": 0.5}
+    expected |= {"model_tokens": 4, "inserted_tokens": 1.5, "rollout_seconds": 3.0}
+    assert measure(scripted([], "grpo"), sampled) == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------ what is made of a sample
@@ -345,14 +339,10 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_questions_and_the_bat
     pay(parts, [float("nan")] * 4)
     with pytest.raises(InputError, match=r"^step 0: loss nan, grad_norm nan; stopped.*") as error:
         run(parts)
-    said = str(error.value)
-    assert same(before, weights_of(parts.policy)) and "\n" not in said
-    assert all(question.id in said for question in parts.stream.take(0))
-    saved = torch.load(re.search(r"The batch is in (\S+\.pt)", said)[1])
+    assert same(before, weights_of(parts.policy)) and "\n" not in str(error.value)
+    assert all(question.id in str(error.value) for question in parts.stream.take(0))
+    saved = torch.load(re.search(r"The batch is in (\S+\.pt)", str(error.value))[1])
     assert saved["tokens"].shape[0] == 4 and saved["rewards"].isnan().all()
-
-
-def test_a_critic_whose_loss_is_not_finite_stops_the_run_too(built, run):
     parts = built("--algorithm ppo")
     parts.critic.head.bias.data.fill_(1e30)  # squared: inf; the whitened advantages stay finite
     before = weights_of(parts.critic)
@@ -384,8 +374,8 @@ def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample(model, tmp_p
 
 # ------------------------------------------------------------------------------ an interrupted run
 
-RUNS = {
-    "grpo": "--algorithm grpo --kl_coef 0.05",  # the reference is the stage's first model
+RUNS = {  # with a KL to the stage's first model, also in a run that is resumed
+    "grpo": "--algorithm grpo --kl_coef 0.05 --in_8bit reference",
     "reinforce_pp": "--algorithm reinforce_pp --kl_coef 0.05 --kl_estimator k1 --lr_warmup 3",
     "reinforce_pp_baseline": "--optimizer adamw8bit --sampling_copy bf16",
     "dapo": "--algorithm dapo --max_resample 1 --clip_high 0.28",
@@ -394,16 +384,18 @@ RUNS = {
 }
 
 
-def check_resumed(name, model, tmp_path, monkeypatch) -> tuple[list[dict], dict]:
-    """A run of 3 steps is one that was left behind its second step and gone on with. -> (its rows
-    of metrics, what its last checkpoint holds beside the weights)
-    """
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_peft if name == "lora" else ()) for name in RUNS]
+)
+def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
     # The tiny model is hardly ever right: here every answer of an odd number of tokens is.
     monkeypatch.setattr(score, "right", lambda ts, _: [len(t.response_ids) % 2 == 1 for t in ts])
+    loaded, load = [], build.load_model
+    monkeypatch.setattr(build, "load_model", lambda *a, **b: loaded.append(a[1]) or load(*a, **b))
     more = f"--steps 3 --save_every 2 --trajectories_per_update 2 {RUNS[name]}"
     straight = train.train(settings_for(model, tmp_path / "a", more))
     left = shutil.copytree(straight, tmp_path / "b" / "t" / "stage1")
-    shutil.rmtree(left / "checkpoint-000003")
+    shutil.rmtree(left / "checkpoint-000003")  # it was left behind its second step
     assert train.train(settings_for(model, tmp_path / "b", f"{more} --resume")) == left
     rows = rows_of(straight)
     assert rows_of(left) == rows and [row["step"] for row in rows] == [0, 1, 2]
@@ -411,27 +403,13 @@ def check_resumed(name, model, tmp_path, monkeypatch) -> tuple[list[dict], dict]
     assert same(*(load_file(path / "model.safetensors").values() for path in last))
     one, two = (torch.load(path / "trainer.pt") for path in last)
     torch.testing.assert_close(one, two, rtol=0, atol=0)
-    return rows, one
-
-
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "lora"])
-def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
-    rows, state = check_resumed(name, model, tmp_path, monkeypatch)
     assert "kl_coef" not in RUNS[name] or rows[2]["k_abs"] > rows[0]["k_abs"]
     if name == "dapo":
         assert any(row["resampled"] for row in rows) and not all(row["skipped"] for row in rows)
     if name == "ppo":  # the critic began at 0, and has learned
-        assert state["critic"]["head.weight"].abs().max() > 0
-
-
-@needs_peft
-def test_a_resumed_lora_run_is_the_unbroken_run_and_loads_one_model(model, tmp_path, monkeypatch):
-    loaded, load = [], build.load_model
-    monkeypatch.setattr(build, "load_model", lambda *a, **b: loaded.append(a[1]) or load(*a, **b))
-    rows, state = check_resumed("lora", model, tmp_path, monkeypatch)
-    # The reference is the same model without what was learned; a resumed run begins with it too.
-    assert loaded == [model, model] and rows[0]["k_abs"] < rows[2]["k_abs"]
-    assert state["lora"] and all(".lora_" in name for name in state["lora"])
+        assert one["critic"]["head.weight"].abs().max() > 0
+    if name == "lora":  # one model: the reference is the same without what was learned
+        assert loaded == [model, model] and all(".lora_" in key for key in one["lora"])
 
 
 @pytest.mark.parametrize("step", [0, 2])
@@ -446,15 +424,13 @@ def test_ctrl_c_leaves_the_last_checkpoint_and_metrics_that_read(
     monkeypatch.setattr(train, "collect", interrupted)
     with pytest.raises(SystemExit) as end:
         train.main(flags(model, tmp_path, "--steps 5 --save_every 1"))
-    folder, said = tmp_path / "t" / "stage1", capsys.readouterr().out.splitlines()[-1]
+    last = tmp_path / "t" / "stage1" / "checkpoint-000002"
+    said = f"last checkpoint: {last} (go on with --resume)" if step else "no checkpoint"
     assert end.value.code == 130
-    if step == 0:
-        assert said == "interrupted; no checkpoint" and not checkpoints(folder)
-        return
-    last = f"{folder}/checkpoint-000002"
-    assert said == f"interrupted; last checkpoint: {last} (go on with --resume)"
-    assert [row["step"] for row in rows_of(folder)] == [0, 1]
-    load_policy(last)
+    assert capsys.readouterr().out.splitlines()[-1] == f"interrupted; {said}"
+    if step:
+        assert [row["step"] for row in rows_of(last.parent)] == [0, 1]
+        load_policy(str(last))
 
 
 # ------------------------------------------------------------------------------------ two processes
@@ -467,28 +443,30 @@ def take_step(settings: Settings, batch: Batch, out: Path) -> None:
     parts = build_parts(settings)
     # Adam's division would blow rounding errors up.
     parts.optimizer = torch.optim.SGD(parts.policy.parameters(), 0.1)
-    modules, scored = [parts.policy], score_policy(parts, parts.policy, batch)
+    scored = score_policy(parts, parts.policy, batch)
     if parts.critic is not None:
         torch.nn.init.normal_(parts.critic.head.weight, generator=torch.Generator().manual_seed(0))
         parts.critic_optimizer = torch.optim.SGD(parts.critic.parameters(), 0.01)
-        modules, scored = [*modules, parts.critic], scored + score_values(parts, batch)
-    before = [weights_of(module) for module in modules]
+        scored += score_values(parts, batch)
+    modules = torch.nn.ModuleList([m for m in (parts.policy, parts.critic) if m is not None])
+    before = weights_of(modules)
     rows = [*shuffled_updates(0, len(batch), settings), torch.tensor([3])]
     totals = [update(parts, batch.rows(some)) for some in rows]
-    steps = [step for pair in zip(modules, before, strict=True) for step in moved(*pair)]
-    # Right or wrong by question and place in the group, as each process samples other texts than a
-    # single one would. One process scores for all.
-    if parts.scorer is not None:
-        parts.scorer = Marks(by_place)
+    steps = [new - old for new, old in zip(weights_of(modules), before, strict=True)]
+    if parts.scorer is not None:  # one process scores for all
+        parts.scorer = marks(by_place)
     sampled = collect(parts, 0)
     asked = [t.question.id for t in sampled.trajectories]
     parts.accelerator.wait_for_everyone()
     if parts.accelerator.is_main_process:
-        questions = [[asked[row] for row in sampled.kept], asked]
-        torch.save((parts.accelerator.num_processes, steps, scored, totals, questions), out)
+        kept, count = [asked[row] for row in sampled.kept], parts.accelerator.num_processes
+        torch.save((steps, scored, totals, kept, asked, count), out)
 
 
 def by_place(trajectories):
+    """Right or wrong by question and place in the group, as each process samples other texts than a
+    single one would.
+    """
     right = [i % 2 == 0 or t.question.id[-1] not in "02468" for i, t in enumerate(trajectories)]
     return [{"answer": float(r)} for r in right], right
 
@@ -504,11 +482,11 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypa
     take_step(settings, batch, tmp_path / "one.pt")
     in_two_processes(take_step, settings, batch, tmp_path / "two.pt")
     one, two = (torch.load(tmp_path / name) for name in ("one.pt", "two.pt"))
-    kept, asked = one[4]
-    assert two[0] == 2 and two[4] == one[4]
+    steps, scored, totals, kept, asked, _ = one
+    assert two[3:] == (kept, asked, 2)
     assert len(asked) > len(kept) if algorithm == "dapo" else len(asked) == len(kept) == 8
-    assert max(m.abs().max() for m in one[1]) > 1e-3
-    assert max((a - b).abs().max() for a, b in zip(one[1], two[1], strict=True)) < 1e-6
-    assert torch.allclose(one[2], two[2], atol=1e-5)
-    for ours, theirs in zip(one[3], two[3], strict=True):
+    assert max(step.abs().max() for step in steps) > 1e-3
+    torch.testing.assert_close(two[0], steps, atol=1e-6, rtol=0)
+    torch.testing.assert_close(two[1], scored, atol=1e-5, rtol=0)
+    for ours, theirs in zip(totals, two[2], strict=True):
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)

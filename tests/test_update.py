@@ -249,17 +249,6 @@ def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
     assert rates == pytest.approx([1.2e-5, 1.1e-5, 1e-5, 9e-6, 6e-6, 5e-6])
 
 
-def test_rows_are_shuffled_by_seed_and_step_alone_and_0_is_all_in_one_update():
-    settings = Settings(questions_per_step=4, group_size=8, trajectories_per_update=0)
-    assert update_file.rows_per_update(settings) == 32
-    orders = []
-    for step, seed in ((3, 5), (3, 5), (4, 5), (3, 6)):
-        seeded = dataclasses.replace(settings, seed=seed)
-        (rows,) = update_file.shuffled_updates(step, 32, seeded)
-        orders.append(rows.tolist())
-    assert orders[0] == orders[1] and orders[0] not in orders[2:]
-
-
 # ----------------------------------------------------------------------------------- what is logged
 
 
