@@ -21,7 +21,7 @@ README, PAPERS, RESULTS, GPU = (
     (ROOT / name).read_text(encoding="utf-8")
     for name in ("README.md", "docs/papers.md", "docs/results.md", "docs/gpu.md")
 )
-SCREENS = {name: "" for name in house.PATH} | {
+SCREENS = dict.fromkeys(house.PATH, "") | {
     "retriever": "Kelmouth",
     "metrics": "",
     "papers": "",
@@ -33,7 +33,8 @@ NO_SCREEN = {"train", "eval", "update"}  # these train, or evaluate; update is t
 COMMANDS = [
     (module.removesuffix(".py").removeprefix("-m "), arguments)
     for module, arguments in re.findall(
-        r"(?:python|accelerate launch(?: --config_file \S+)?) (-m lab\.\w+|\w+\.py)((?: (?!#)[^\s`]+)*)",
+        r"(?:python|accelerate launch(?: --config_file \S+)?) (-m lab\.\w+|\w+\.py)"
+        r"((?: (?!#)[^\s`]+)*)",
         README + GPU,
     )
 ]
@@ -66,7 +67,7 @@ def help_text(name, subcommand):
     try:
         with contextlib.redirect_stdout(text), pytest.raises(SystemExit) as ended:
             if "." in name:
-                runpy.run_module(name, run_name="__main__")
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
     finally:
@@ -116,8 +117,7 @@ def test_the_ablation_table_has_its_place():
 
 def test_every_file_is_in_the_reading_order():
     order = README.split("## Reading order")[1].split("## Notation")[0]
-    listed = set(re.findall(r"^(\w+\.py)|(?<=  )(\w+\.py)", order, re.MULTILINE))
-    listed = {name for pair in listed for name in pair if name}
+    listed = set(re.findall(r"\b(\w+\.py)\b", order.split("```")[1]))
     assert listed == {path.name for path in ROOT.glob("*.py")}
     wings = set(re.findall(r"^(\w+)/ ", order, re.MULTILINE))
     assert wings == {path.parent.name for path in ROOT.glob("*/__init__.py")}
@@ -140,7 +140,8 @@ def size_sentence():
     return (
         f"The path has {round(lines, -2):,} lines and {round(words, -3):,} words: about "
         f"{words / 150 / 60:.1f} hours at 150 words a minute. The whole has "
-        f"{round(figures['house lines'], -2):,} lines, and the tests {round(figures['test lines'], -2):,}."
+        f"{round(figures['house lines'], -2):,} lines, and the tests have "
+        f"{round(figures['test lines'], -2):,}."
     )
 
 

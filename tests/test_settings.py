@@ -81,7 +81,7 @@ def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
 
 def test_a_flag_of_evaluation_alone_is_none_of_train():
     assert set(FLAGS) - set(TRAIN) == {"top_p", "title_boost", "group_std"}
-    with pytest.raises(InputError, match="--top_p: a flag of eval.py"):
+    with pytest.raises(InputError, match=r"--top_p: a flag of eval\.py"):
         parse(["--top_p", "0.5"])
 
 

@@ -16,7 +16,7 @@ from policy import Policy, load_policy, save_policy
 from prompts import PROTOCOLS
 from retriever import BM25
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
-from summarizer import ExtractiveSummarizer, make_search
+from summarizer import extract, make_search
 from trajectory import Search, Segment, Trajectory, trajectory_from_text
 from world.toy import (
     READER,
@@ -261,7 +261,7 @@ def test_citations_are_right_as_often_as_the_options_say_and_wrong_otherwise():
 
 
 def test_the_right_queries_find_the_right_passages_and_arithmetic_falls_back(world):
-    search = make_search(BM25(world.documents, title_boost=4), ExtractiveSummarizer(), 1)
+    search = make_search(BM25(world.documents, title_boost=4), extract, 1)
     question = world.questions("test", "one_hop")[0]
     name = question.references[0].title
     relation = next(r for r in RELATIONS if r in question.references[0].text)
