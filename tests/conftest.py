@@ -29,6 +29,7 @@ from transformers import (
 import train
 from data import Question
 from errors import run_main
+from plumbing import build
 from policy import Policy, save_policy
 from prompts import PROTOCOLS, as_protocol, build_prompt, frame_documents
 from rollout import Environment, rollout
@@ -228,8 +229,10 @@ def trained(model, tmp_path_factory):
     runs = tmp_path_factory.mktemp("trained")
     shutil.copytree(model, runs / "toy" / "ur2-world0")  # so that none is warmed up
     small = SMALL.replace("--name t", f"--runs {runs}").replace("12", "16")
-    for stage in (1, 2):
-        train.main([*small.split(), "--stage", str(stage)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "set_threads", lambda: None)
+        for stage in ("1", "2"):
+            train.main([*small.split(), "--stage", stage])
     return runs
 
 

@@ -43,7 +43,7 @@ from eval import (
 )
 from other_models.judge import Judge
 from papers import PAPERS
-from plumbing import score
+from plumbing import build, score
 from plumbing.files import checkpoints, stage_folder
 from plumbing.report import summarise
 from plumbing.score import add_reader, add_verdicts
@@ -845,7 +845,8 @@ def test_real_hotpotqa_records_run_to_the_end_on_the_real_command_lines(tmp_path
     assert len(predictions) == 3 and any(record["searches"] for record in predictions)
 
 
-def test_the_hub_layout_and_a_llama_run_to_the_end_too(tmp_path, capsys):
+def test_the_hub_layout_and_a_llama_run_to_the_end_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "set_threads", lambda: None)
     data, runs = hotpotqa("hf_layout_dev_distractor_20.jsonl"), tmp_path / "runs"
     losses = save_real_model(tmp_path / "model", data, "llama")
     assert losses[-1] < losses[0]
