@@ -16,7 +16,7 @@ whose sum is the reward.
                     stage 2   answer = 1 − β · searches if right else −1
     ARENA                     R = format + answer + relevance (1, 0.5, 0) + 10 if all three are 1
 
-Three rules hold for every function here, because breaking them is what training then exploits:
+Three rules hold everywhere here, because training exploits it where they are broken:
   1. only the model's own text is scored, not what stands in a document or in the prompt;
   2. searches are counted in the environment's log: a tag can be written without a search;
   3. the answer is the last one, by position. Two answers are a fault; the last is still scored.
@@ -123,7 +123,7 @@ def word_limit(question: Question) -> int:
 
 
 def tags_pair(text: str, tags: Tags) -> bool:
-    """Does every begin tag have its end tag before the next one opens?"""
+    """Is every begin tag closed before the next one opens?"""
     order = re.findall("|".join(map(re.escape, tags)), text)
     return order == [*tags] * (len(order) // 2)
 
@@ -356,16 +356,17 @@ def r1_searcher_format(trajectory: Trajectory) -> list[str]:
     ['several_answers']
     """
     text, answers = trajectory.model_text, trajectory.answers
-    tags = _read(trajectory.protocol.answer_tags, "an answer between tags", trajectory.protocol)
-    faults = own_format_faults(trajectory)
+    protocol, faults = trajectory.protocol, own_format_faults(trajectory)
+    begin, end = tags = _read(protocol.answer_tags, "an answer between tags", protocol)
     thinking, _, rest = text.partition("</think>")
+    beside = rest.partition(begin)[0] + rest.partition(end)[2]
     if text.count("</think>") != 1 or "<think>" in text:
         faults.append("thinking_not_closed_once")
-    elif tags[0] in thinking:
+    elif begin in thinking:
         faults.append("answer_in_thinking")
     if len(answers) != 1 or not answers[0] or not tags_pair(text, tags):
         faults.append("several_answers" if len(answers) > 1 else "no_answer")
-    elif without_eos(re.sub("{}.*?{}".format(*map(re.escape, tags)), "", rest, flags=re.S)).strip():
+    elif without_eos(beside).strip():
         faults.append("text_beside_answer")
     if answers and len(answers[-1].split()) > MAX_ANSWER_WORDS:
         faults.append("long_answer")
@@ -429,7 +430,7 @@ def r_search(
     {'answer': 0.6666666666666666, 'evidence': 1.0, 'format': 0.4}
     """
     e, a = _r_search_boxes(trajectory)
-    golds, searched = trajectory.question.answers, bool(trajectory.searches)
+    golds, searched = trajectory.question.answers, trajectory.searches
     paid = evidence_reward and searched and trajectory.evidence
     return {
         "answer": f1_score(trajectory.answer, golds, "delete"),
@@ -459,10 +460,11 @@ def r_search_format(trajectory: Trajectory) -> bool:
 
 def evidence_support(trajectory: Trajectory) -> float:
     """The share of the evidence's words that stand in the documents. To report, not to reward."""
-    words = normalize_answer(trajectory.evidence or "", "delete").split()
     documents = " ".join(search.text for search in trajectory.searches)
-    read = set(normalize_answer(documents, "delete").split())
-    return sum(word in read for word in words) / max(1, len(words))
+    read = normalize_answer(documents, "delete").split()
+    words = normalize_answer(trajectory.evidence or "", "delete").split()
+    supported = [word for word in words if word in read]
+    return len(supported) / max(1, len(words))
 
 
 # ----------------------------------------------------------------------------------- When to Search
@@ -545,7 +547,8 @@ def _when_to_search(trajectory: Trajectory, embed: Embedder | None, similarity: 
     retrieval = 0.0 if all(map(is_concise, queries)) else -1.0
     if len(queries) > 1:
         retrieval = 0.0 - share * mean_similarity(queries, embed or tfidf_embedder())
-    return {"format": 1.0 if when_to_search_format(trajectory) else -1.0, "retrieval": retrieval}
+    in_order = when_to_search_format(trajectory)
+    return {"format": 1.0 if in_order else -1.0, "retrieval": retrieval}
 
 
 def when_to_search_format(trajectory: Trajectory) -> bool:
@@ -585,7 +588,7 @@ def section_order(trajectory: Trajectory) -> str:
         _read(protocol.query_tags, "queries between tags", protocol),
         protocol.section_tags("reflect"),
         _read(protocol.answer_tags, "an answer between tags", protocol),
-        _read(protocol.documents_tags, "documents between tags", protocol),
+        protocol.documents_tags,
     ]
     order = ""
     for segment in segments:
@@ -618,8 +621,9 @@ def is_concise(query: str) -> bool:
 def mean_similarity(queries: list[str], embed: Embedder) -> float:
     """The mean cosine over the unordered pairs of queries. ana bell, ana bell, ana town: 2/3."""
     similarity = cosine(embed(queries))  # [n, n]
-    pairs = [float(similarity[i, j]) for i, j in combinations(range(len(queries)), 2)]
-    return sum(pairs) / len(pairs)
+    pairs = combinations(range(len(queries)), 2)
+    found = [float(similarity[pair]) for pair in pairs]
+    return sum(found) / len(found)
 
 
 def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
@@ -635,15 +639,17 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
     texts = [f"{document.title} {document.text}" for document in documents]
     holders = Counter(word for text in texts for word in set(tokenize(text)))  # n_t
 
+    def idf(word: str) -> float:
+        return np.log((1 + len(documents)) / (1 + holders[word])) + 1
+
     def embed(texts: list[str]) -> np.ndarray:
         counts = [Counter(tokenize(text)) for text in texts]
-        # These texts' words are all the columns that matter to their cosines.
-        words = sorted(set().union(*counts))
-        words = [word for word in words if word in holders or not documents]
+        words = sorted(set().union(*counts))  # all that matter to these texts' cosines
+        if documents:
+            words = [word for word in words if word in holders]
         vectors = np.zeros((len(texts), len(words)))  # [n, d]
         for column, word in enumerate(words):
-            idf = np.log((1 + len(documents)) / (1 + holders[word])) + 1
-            vectors[:, column] = [count[word] * idf for count in counts]
+            vectors[:, column] = [count[word] * idf(word) for count in counts]
         return vectors
 
     return embed
@@ -683,7 +689,8 @@ def arena(trajectory: Trajectory, bonus: float = 10.0, relevance_reward: bool = 
     terms = {"format": float(arena_format(trajectory)), "answer": answer}
     if relevance_reward:
         terms["relevance"] = _relevance(cited(trajectory), set(question.supporting))
-    return terms | {"bonus": bonus if all(term == 1.0 for term in terms.values()) else 0.0}
+    perfect = set(terms.values()) == {1.0}
+    return terms | {"bonus": bonus if perfect else 0.0}
 
 
 def _relevance(numbers: set[int], gold: set[int]) -> float:
@@ -818,32 +825,31 @@ class Story:
     """One way to go about the demo question: pieces of text by their names, for any protocol."""
 
     name: str
-    text: str
+    pieces: tuple[str, ...]
 
 
-_LOOK = "search Ana Bell birthplace | found Ana Bell was born in Kelmouth. | reflect It helps."
-_TOWN = "Kelmouth is a town in Norland."
-_MORE = f"search Kelmouth country | found {_TOWN} | reflect It helps."
-_VAGUE = "search think about it | fallback No fact is asked for. | reflect Too vague."
-_BOTH = f"Ana Bell was born in Kelmouth. {_TOWN}"
-_THINK = "think Her birthplace decides."
-_GOOD = f"relevance [1, 3] | {_THINK} | {_LOOK} | {_MORE}"
-_KNOWN = f"relevance [] | {_THINK} | reflect I know this."
-_FAKED = f"relevance [5] | {_THINK} | found {_BOTH} | reflect I know this."
-_FALLBACK = f"relevance [1] | {_THINK} | {_MORE} | {_VAGUE} | evidence {_TOWN}"
-_GARBLED = _GOOD.replace("birthplace decides", "出生地 decides")
-_ALL = f"{_GOOD} | evidence {_BOTH} A bell rings.".replace("[1, 3]", "[1, 2, 3, 4]")
+_LOOK = ("search Ana Bell birthplace", "found Ana Bell was born in Kelmouth.", "reflect It helps.")
+_MORE = ("search Kelmouth country", "found Kelmouth is a town in Norland.", "reflect It helps.")
+_VAGUE = ("search think about it", "fallback No fact is asked for.", "reflect Too vague.")
+_THINK, _KNOWN = "think Her birthplace decides.", "reflect I know this."
+_FAKED = "found Ana Bell was born in Kelmouth. Kelmouth is a town in Norland."
+_BOTH, _SECOND = _FAKED.replace("found", "evidence"), _MORE[1].replace("found", "evidence")
+_RIGHT, _WRONG = "answer Norland", "answer Sudria"
+_GOOD = ("relevance [1, 3]", _THINK, *_LOOK, *_MORE, _BOTH)
+_BARE = ("relevance []", _THINK, _KNOWN)
+_FALLBACK = ("relevance [1]", _THINK, *_MORE, *_VAGUE, _SECOND)
+_ALL = ("relevance [1, 2, 3, 4]", _THINK, *_LOOK, *_MORE, f"{_BOTH} A bell rings.")
 STORIES = (
-    Story("good", f"{_GOOD} | evidence {_BOTH} | answer Norland"),
-    Story("no search", f"{_KNOWN} | answer Norland"),
-    Story("a query that asks for no fact", f"{_FALLBACK} | answer Norland"),
-    Story("documents of its own", f"{_FAKED} | evidence {_BOTH} | answer Norland"),
-    Story("text after the answer", f"{_GOOD} | evidence {_BOTH} | answer Norland | plain Yes."),
-    Story("two answers", f"{_GOOD} | evidence {_BOTH} | answer Sudria | answer Norland"),
-    Story("evidence without a search", f"{_KNOWN} | evidence {_BOTH} | answer Norland"),
-    Story("cites everything", f"{_ALL} | answer Norland"),
-    Story("wrong answer", f"{_GOOD} | evidence {_BOTH} | answer Sudria"),
-    Story("garbled text", f"{_GARBLED} | evidence {_BOTH} | answer Norland"),
+    Story("good", (*_GOOD, _RIGHT)),
+    Story("no search", (*_BARE, _RIGHT)),
+    Story("a query that asks for no fact", (*_FALLBACK, _RIGHT)),
+    Story("documents of its own", ("relevance [5]", _THINK, _FAKED, _KNOWN, _BOTH, _RIGHT)),
+    Story("text after the answer", (*_GOOD, _RIGHT, "plain I am quite sure.")),
+    Story("two answers", (*_GOOD, _WRONG, _RIGHT)),
+    Story("evidence without a search", (*_BARE, _BOTH, _RIGHT)),
+    Story("cites everything", (*_ALL, _RIGHT)),
+    Story("wrong answer", (*_GOOD, _WRONG)),
+    Story("garbled text", (_GOOD[0], "think Her 出生地 decides.", *_GOOD[2:], _RIGHT)),
 )
 _QUESTION = Question("demo", "In which country was Ana Bell born?", ["Norland"], supporting=(1, 3))
 
@@ -852,20 +858,25 @@ def tell(story: Story, protocol: Protocol | str) -> Trajectory:
     """The story as a transcript; pieces that the protocol has no tags for are left out."""
     protocol = as_protocol(protocol)
     tags = {pair[0].strip("<>"): pair for pair in protocol.other_tags}
-    opened = protocol.prompt_suffix  # "<think>": by the prompt, so the model closes it only
-    tags["plain"] = ("", "")
-    tags["think"] = tags.get("analysis") or (not opened and tags.get("think")) or ("", "")
-    tags["search"] = protocol.query_tags
-    tags["found"] = tags["fallback"] = protocol.documents_tags
-    tags["evidence"] = protocol.evidence_tags
-    tags["answer"] = protocol.answer_tags or ("The answer is \\boxed{", "}.")
+    tags |= {
+        "plain": ("", ""),
+        "think": tags.get("think") or tags.get("analysis") or ("", ""),
+        "search": protocol.query_tags,
+        "found": protocol.documents_tags,
+        "fallback": protocol.documents_tags,
+        "evidence": protocol.evidence_tags,
+        "answer": protocol.answer_tags or ("The answer is \\boxed{", "}."),
+    }
+    closing = ""
+    if protocol.prompt_suffix:  # "<think>": opened by the prompt, so the model closes it only
+        closing, tags["think"] = tags["think"][1], ("", "")
     text, fallbacks = "", []
-    for piece in story.text.split(" | "):
+    for piece in story.pieces:
         name, _, content = piece.partition(" ")
         if name in ("found", "fallback"):
             fallbacks.append(name == "fallback")
-        if name == "answer" and opened:
-            text, opened = text + opened.replace("<", "</"), ""
+        if name == "answer":
+            text, closing = text + closing, ""
         if pair := tags.get(name):
             text += f"{pair[0]} {content} {pair[1]}"
     return trajectory_from_text(_QUESTION, text, protocol, fallbacks)
@@ -873,7 +884,7 @@ def tell(story: Story, protocol: Protocol | str) -> Trajectory:
 
 def example(protocol: Protocol | str, answer: str = "Norland") -> Trajectory:
     """The third story: a search, a search that comes back as the fallback, an answer."""
-    return tell(Story("", f"{_FALLBACK} | answer {answer}"), protocol)
+    return tell(Story("", (*_FALLBACK, f"answer {answer}")), protocol)
 
 
 COLUMNS = {  # heading -> (protocol, reward)
