@@ -155,7 +155,6 @@ def without_eos(text: str) -> str:
 
 def read_sections(text: str, pairs: Sequence[Tags]) -> list[tuple[int, str]] | None:
     """The text as sections (which of `pairs`, content), with only white space between; else None.
-
     >>> read_sections("<a> 1 < 2 </a> <b>x</b>", [("<a>", "</a>"), ("<b>", "</b>")])
     [(0, '1 < 2'), (1, 'x')]
     """
@@ -211,7 +210,6 @@ def ur2_violations(
     Long queries count each; an illegal token counts once for its kind, so that one loop of the
     policy cannot write an unbounded penalty. `search_required` adds stage 1's "missing retrieval".
     format_check="loose", an ablation, asks only whether the text ends in an answer.
-
     >>> ur2_violations(example("ur2", answer="a b c d e f g h i j k"))     # 11 words
     ['long_answer']
     """
@@ -266,7 +264,6 @@ def ur2_stage1(
         fallback    −0.5 f (`fallback_penalty` is the 0.5)
 
     Without retrieval (`retrieval`, or the question's `may_search`) the format alone: +1 or 0.
-
     >>> ur2_stage1(example("ur2"))     # v = 0, n = 2, f = 1: 1 + 4 − 0.5 = 4.5
     {'format': 1.0, 'retrieval': 4.0, 'fallback': -0.5}
     """
@@ -298,7 +295,6 @@ def ur2_stage2(
 
     The paper gives +2 / 0 for open QA without naming a metric; F1 is what its code pays. `judge`
     grades math answers that are not plainly equal: 2, 1 or 0 for correct, partly, wrong.
-
     >>> ur2_stage2(example("ur2", answer="Kelmouth, Norland"))     # F1 = 2/3, v = 0, f = 1
     {'answer': 1.3333333333333333, 'format': 1.0, 'fallback': -0.5}
     """
@@ -334,7 +330,6 @@ def ur2_choice(
 ) -> Terms:
     """Stage 2 and a search bonus that ends: 0.5 for n = 1, 1 for n ≥ 2, in steps 0 to 9 (3B: 14).
     The "weak" stage 1 of multiple choice, where the model mostly knows (UR² appendix C.7).
-
     >>> ur2_choice(example("ur2"), step=0)     # right, v = 0, f = 1, n = 2: 2 + 1 − 0.5 + 1 = 3.5
     {'answer': 2.0, 'format': 1.0, 'fallback': -0.5, 'retrieval': 1.0}
     """
@@ -351,7 +346,6 @@ def r1_searcher_format(trajectory: Trajectory) -> list[str]:
     """The names of all format faults (R1-Searcher section 3.2): thinking, </think>, <answer> at
     most 10 words </answer>, and nothing else. The prompt ends inside <think>, so the response holds
     one </think> and no <think>; searches belong to the thinking.
-
     >>> r1_searcher_format(example("r1_searcher", answer="Norland </answer> <answer> Norland"))
     ['several_answers']
     """
@@ -377,7 +371,6 @@ def r1_searcher_stage1(trajectory: Trajectory, answer_metric: str = "none") -> T
     """R = 0.5 [n ≥ 1] + 0.5 [format]: learn to search, whatever the answer (R1-Searcher eq. 1, 2).
 
     answer_metric="cem" is the released code: it adds +1 or −1 by cover-EM.
-
     >>> r1_searcher_stage1(example("r1_searcher", answer="Sudria"), answer_metric="cem")
     {'retrieval': 0.5, 'format': 0.5, 'answer': -1.0}
     """
@@ -395,7 +388,6 @@ def r1_searcher_stage2(
 
     answer_metric="em" or "cem" pays +1 or −1 instead of F1 (its table 5). format_penalty=1 is the
     released Llama code.
-
     >>> r1_searcher_stage2(example("r1_searcher", answer="<think> Norland"))     # F1 = 2/3, less 2
     {'answer': 0.6666666666666666, 'format': -2.0}
     """
@@ -425,7 +417,6 @@ def r_search(
                    and evidence alone; 0 without a search, without evidence, or switched off
 
     So the most is 1.4 without a search and 2.4 with one.
-
     >>> r_search(example("r_search", answer="Kelmouth, Norland"), "Norland")     # 2/3 + 1 + 0.4
     {'answer': 0.6666666666666666, 'evidence': 1.0, 'format': 0.4}
     """
@@ -502,7 +493,6 @@ def when_to_search_stage1(
         answer      right 1, wrong −1 + β RC
 
     `correct` is a judge's verdict; None asks cover-EM. RC counts every search that was executed.
-
     >>> when_to_search_stage1(example("when_to_search", answer="Sudria"))     # RC = 2: −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
     """
@@ -520,7 +510,6 @@ def when_to_search_stage2(
     similarity: str = "mean",
 ) -> Terms:
     """As stage 1, but a search costs a right answer β: learn when not to. Right 1 − β RC, wrong −1.
-
     >>> when_to_search_stage2(example("when_to_search"))     # right with RC = 2: 1 − 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': 0.4}
     """
@@ -631,7 +620,6 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
 
     N documents, n_t of them hold t; without documents every idf is 1. Trap: a word that none holds
     must not count, or a query could be repeated with another invented word each time.
-
     >>> embed = tfidf_embedder([Document("1", "Ana", "town"), Document("2", "Bo", "town")])
     >>> embed(["Ana town"]).round(4).tolist()     # idf(ana) = ln(3/2) + 1, idf(town) = ln(3/3) + 1
     [[1.4055, 1.0]]
@@ -658,7 +646,6 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
 def cosine(vectors: np.ndarray) -> np.ndarray:
     """All cosines, [n, d] -> [n, n]. Two zero vectors are alike (1), or a misspelled query could be
     repeated; a zero vector is like nothing else (0).
-
     >>> cosine(np.array([[3.0, 4.0], [3.0, 0.0], [0.0, 0.0]])).tolist()     # 3 · 3 / (5 · 3) = 0.6
     [[1.0, 0.6, 0.0], [0.6, 1.0, 0.0], [0.0, 0.0, 1.0]]
     """
@@ -679,7 +666,6 @@ def arena(trajectory: Trajectory, bonus: float = 10.0, relevance_reward: bool = 
 
     So R is 0, 0.5, ..., 3, or 13. relevance_reward=False leaves the term out, and the bonus asks
     for the other two. Citing everything earns 0.5: `arena_scores` shows how exact the set is.
-
     >>> arena(example("arena"))     # cites 1 of the gold numbers 1 and 3: 1 + 1 + 0.5
     {'format': 1.0, 'answer': 1.0, 'relevance': 0.5, 'bonus': 0.0}
     """
@@ -720,7 +706,6 @@ def cited(trajectory: Trajectory) -> set[int]:
 
 def arena_scores(trajectory: Trajectory) -> Terms:
     """What an evaluation reports. set_f1 = 2 |cited ∩ gold| / (|cited| + |gold|).
-
     >>> arena_scores(example("arena"))     # cited {1}, gold {1, 3}: 2 · 1 / (1 + 2)
     {'format': 1.0, 'relevance': 0.5, 'exact_set': 0.0, 'set_f1': 0.6666666666666666}
     """
