@@ -4,12 +4,9 @@ GRPO's advantage, A_i = (r_i − mean_group) / (std_group + 1e-6), and four depa
 
     1  clip-higher        clip(ratio, 1 − ε_low, 1 + ε_high), ε_low 0.2 < ε_high 0.28: an unlikely
                           token has room to grow
-    2  dynamic sampling   a group that is all right or all wrong is dropped; more questions are
-                          drawn, a bounded number of times
-    3  token mean         weight = 1 / (model tokens of the whole batch): a long answer's tokens
-                          count as much as a short one's
-    4  overlong           a trajectory cut off by length before it answered gives no gradient: its
-                          wrongness was never shown
+    2  dynamic sampling   a group all right or all wrong is dropped, and more questions are drawn
+    3  token mean         weight = 1 / (model tokens of the batch): all tokens count the same
+    4  overlong           cut off by length before it answered: no gradient, it was not shown wrong
 
 Departure 2 looks at correctness, not at the reward: a reward of several components is almost never
 equal in a group. Cut-off trajectories count as wrong in it, and in the mean and std of their group.
@@ -43,8 +40,7 @@ class DapoSettings:
 
 
 def informative_groups(correct: Tensor, group_size: int) -> Tensor:
-    """[B] bool: whether the trajectory's group has both right and wrong answers, or answer rewards
-    that differ.
+    """[B] bool: whether right and wrong answers, or answer rewards, differ in the row's group.
 
     Worked, by twos: right, wrong | right, right | wrong, wrong -> True twice, then False.
     """

@@ -14,10 +14,9 @@
     "token":    weight = 1 / (model tokens of the whole batch)
                 DAPO; the critic, always
 
-Source: Schulman et al. 2017 eq. 7 (one ε), 2015 for GAE eq. 16; DAPO (two of them, "clip-higher");
-Ye et al. 2020 (dual clip). GRPO, DAPO and REINFORCE++ share the surrogate, the weights and the
-loss; only the advantage is PPO's own. Documents are no steps: GAE goes from model token to model
-token. They are part of the states, which the critic reads.
+Source: Schulman et al. 2017 eq. 7 (one ε), 2015 for GAE eq. 16; DAPO (two, "clip-higher"); Ye et
+al. 2020 (dual clip). GRPO, DAPO and REINFORCE++ share surrogate, weights and loss. Documents are no
+steps: GAE goes from model token to model token. They are part of the states that the critic reads.
 Left out: a body shared by policy and critic, an entropy bonus, a second epoch over a rollout,
 stopping early at a KL, and scaling of rewards or returns.
 """
@@ -108,20 +107,16 @@ def token_weights(response_mask: Tensor) -> Tensor:
 
 
 def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
-    """Σ weight · loss. With the same rows of loss and of the global weights, the sums of the
-    micro-batches add up to the batch's, however it was cut, and so do their gradients.
-
-    Worked: loss [[1, 2, 9]], weights [[1/4, 1/4, 0]] -> 0.75.
+    """Σ weight · loss. With rows of the global weights, sums and gradients of the micro-batches add
+    up to the batch's. Worked: loss [[1, 2, 9]], weights [[1/4, 1/4, 0]] -> 0.75.
     """
     return (model_only(loss, weights) * weights).sum()
 
 
 def model_only(values: Tensor, response_mask: Tensor) -> Tensor:
-    """values where the mask is not 0, else 0. Are inserted tokens really masked? Here, before any
-    exp: selected by `where`, because 0 · inf is NaN both forward and backward.
-
-    Worked: values [2, inf], mask [1, 0] -> [2, 0].
-    """
+    """values where the mask is not 0, else 0. Worked: values [2, inf], mask [1, 0] -> [2, 0]."""
+    # Are inserted tokens really masked? Here, before any exp: selected by `where`, because 0 · inf
+    # is NaN both forward and backward.
     return torch.where(response_mask.bool(), values, 0)
 
 

@@ -16,7 +16,7 @@ whose sum is the reward.
                     stage 2   answer = 1 − β · searches if right else −1
     ARENA                     R = format + answer + relevance (1, 0.5, 0) + 10 if all three are 1
 
-Three rules hold for every function here, because breaking them is what training then exploits:
+Three rules hold everywhere here, because training exploits it where they are broken:
   1. only the model's own text is scored, not what stands in a document or in the prompt;
   2. searches are counted in the environment's log: a tag can be written without a search;
   3. the answer is the last one, by position. Two answers are a fault; the last is still scored.
@@ -123,7 +123,7 @@ def word_limit(question: Question) -> int:
 
 
 def tags_pair(text: str, tags: Tags) -> bool:
-    """Does every begin tag have its end tag before the next one opens?"""
+    """Is every begin tag closed before the next one opens?"""
     order = re.findall("|".join(map(re.escape, tags)), text)
     return order == [*tags] * (len(order) // 2)
 
@@ -155,7 +155,6 @@ def without_eos(text: str) -> str:
 
 def read_sections(text: str, pairs: Sequence[Tags]) -> list[tuple[int, str]] | None:
     """The text as sections (which of `pairs`, content), with only white space between; else None.
-
     >>> read_sections("<a> 1 < 2 </a> <b>x</b>", [("<a>", "</a>"), ("<b>", "</b>")])
     [(0, '1 < 2'), (1, 'x')]
     """
@@ -211,7 +210,6 @@ def ur2_violations(
     Long queries count each; an illegal token counts once for its kind, so that one loop of the
     policy cannot write an unbounded penalty. `search_required` adds stage 1's "missing retrieval".
     format_check="loose", an ablation, asks only whether the text ends in an answer.
-
     >>> ur2_violations(example("ur2", answer="a b c d e f g h i j k"))     # 11 words
     ['long_answer']
     """
@@ -266,7 +264,6 @@ def ur2_stage1(
         fallback    −0.5 f (`fallback_penalty` is the 0.5)
 
     Without retrieval (`retrieval`, or the question's `may_search`) the format alone: +1 or 0.
-
     >>> ur2_stage1(example("ur2"))     # v = 0, n = 2, f = 1: 1 + 4 − 0.5 = 4.5
     {'format': 1.0, 'retrieval': 4.0, 'fallback': -0.5}
     """
@@ -298,7 +295,6 @@ def ur2_stage2(
 
     The paper gives +2 / 0 for open QA without naming a metric; F1 is what its code pays. `judge`
     grades math answers that are not plainly equal: 2, 1 or 0 for correct, partly, wrong.
-
     >>> ur2_stage2(example("ur2", answer="Kelmouth, Norland"))     # F1 = 2/3, v = 0, f = 1
     {'answer': 1.3333333333333333, 'format': 1.0, 'fallback': -0.5}
     """
@@ -334,7 +330,6 @@ def ur2_choice(
 ) -> Terms:
     """Stage 2 and a search bonus that ends: 0.5 for n = 1, 1 for n ≥ 2, in steps 0 to 9 (3B: 14).
     The "weak" stage 1 of multiple choice, where the model mostly knows (UR² appendix C.7).
-
     >>> ur2_choice(example("ur2"), step=0)     # right, v = 0, f = 1, n = 2: 2 + 1 − 0.5 + 1 = 3.5
     {'answer': 2.0, 'format': 1.0, 'fallback': -0.5, 'retrieval': 1.0}
     """
@@ -351,21 +346,21 @@ def r1_searcher_format(trajectory: Trajectory) -> list[str]:
     """The names of all format faults (R1-Searcher section 3.2): thinking, </think>, <answer> at
     most 10 words </answer>, and nothing else. The prompt ends inside <think>, so the response holds
     one </think> and no <think>; searches belong to the thinking.
-
     >>> r1_searcher_format(example("r1_searcher", answer="Norland </answer> <answer> Norland"))
     ['several_answers']
     """
     text, answers = trajectory.model_text, trajectory.answers
-    tags = _read(trajectory.protocol.answer_tags, "an answer between tags", trajectory.protocol)
-    faults = own_format_faults(trajectory)
+    protocol, faults = trajectory.protocol, own_format_faults(trajectory)
+    begin, end = tags = _read(protocol.answer_tags, "an answer between tags", protocol)
     thinking, _, rest = text.partition("</think>")
+    beside = rest.partition(begin)[0] + rest.partition(end)[2]
     if text.count("</think>") != 1 or "<think>" in text:
         faults.append("thinking_not_closed_once")
-    elif tags[0] in thinking:
+    elif begin in thinking:
         faults.append("answer_in_thinking")
     if len(answers) != 1 or not answers[0] or not tags_pair(text, tags):
         faults.append("several_answers" if len(answers) > 1 else "no_answer")
-    elif without_eos(re.sub("{}.*?{}".format(*map(re.escape, tags)), "", rest, flags=re.S)).strip():
+    elif without_eos(beside).strip():
         faults.append("text_beside_answer")
     if answers and len(answers[-1].split()) > MAX_ANSWER_WORDS:
         faults.append("long_answer")
@@ -376,7 +371,6 @@ def r1_searcher_stage1(trajectory: Trajectory, answer_metric: str = "none") -> T
     """R = 0.5 [n ≥ 1] + 0.5 [format]: learn to search, whatever the answer (R1-Searcher eq. 1, 2).
 
     answer_metric="cem" is the released code: it adds +1 or −1 by cover-EM.
-
     >>> r1_searcher_stage1(example("r1_searcher", answer="Sudria"), answer_metric="cem")
     {'retrieval': 0.5, 'format': 0.5, 'answer': -1.0}
     """
@@ -394,7 +388,6 @@ def r1_searcher_stage2(
 
     answer_metric="em" or "cem" pays +1 or −1 instead of F1 (its table 5). format_penalty=1 is the
     released Llama code.
-
     >>> r1_searcher_stage2(example("r1_searcher", answer="<think> Norland"))     # F1 = 2/3, less 2
     {'answer': 0.6666666666666666, 'format': -2.0}
     """
@@ -424,12 +417,11 @@ def r_search(
                    and evidence alone; 0 without a search, without evidence, or switched off
 
     So the most is 1.4 without a search and 2.4 with one.
-
     >>> r_search(example("r_search", answer="Kelmouth, Norland"), "Norland")     # 2/3 + 1 + 0.4
     {'answer': 0.6666666666666666, 'evidence': 1.0, 'format': 0.4}
     """
     e, a = _r_search_boxes(trajectory)
-    golds, searched = trajectory.question.answers, bool(trajectory.searches)
+    golds, searched = trajectory.question.answers, trajectory.searches
     paid = evidence_reward and searched and trajectory.evidence
     return {
         "answer": f1_score(trajectory.answer, golds, "delete"),
@@ -459,10 +451,11 @@ def r_search_format(trajectory: Trajectory) -> bool:
 
 def evidence_support(trajectory: Trajectory) -> float:
     """The share of the evidence's words that stand in the documents. To report, not to reward."""
-    words = normalize_answer(trajectory.evidence or "", "delete").split()
     documents = " ".join(search.text for search in trajectory.searches)
-    read = set(normalize_answer(documents, "delete").split())
-    return sum(word in read for word in words) / max(1, len(words))
+    read = normalize_answer(documents, "delete").split()
+    words = normalize_answer(trajectory.evidence or "", "delete").split()
+    supported = [word for word in words if word in read]
+    return len(supported) / max(1, len(words))
 
 
 # ----------------------------------------------------------------------------------- When to Search
@@ -500,7 +493,6 @@ def when_to_search_stage1(
         answer      right 1, wrong −1 + β RC
 
     `correct` is a judge's verdict; None asks cover-EM. RC counts every search that was executed.
-
     >>> when_to_search_stage1(example("when_to_search", answer="Sudria"))     # RC = 2: −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
     """
@@ -518,7 +510,6 @@ def when_to_search_stage2(
     similarity: str = "mean",
 ) -> Terms:
     """As stage 1, but a search costs a right answer β: learn when not to. Right 1 − β RC, wrong −1.
-
     >>> when_to_search_stage2(example("when_to_search"))     # right with RC = 2: 1 − 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': 0.4}
     """
@@ -545,7 +536,8 @@ def _when_to_search(trajectory: Trajectory, embed: Embedder | None, similarity: 
     retrieval = 0.0 if all(map(is_concise, queries)) else -1.0
     if len(queries) > 1:
         retrieval = 0.0 - share * mean_similarity(queries, embed or tfidf_embedder())
-    return {"format": 1.0 if when_to_search_format(trajectory) else -1.0, "retrieval": retrieval}
+    in_order = when_to_search_format(trajectory)
+    return {"format": 1.0 if in_order else -1.0, "retrieval": retrieval}
 
 
 def when_to_search_format(trajectory: Trajectory) -> bool:
@@ -585,7 +577,7 @@ def section_order(trajectory: Trajectory) -> str:
         _read(protocol.query_tags, "queries between tags", protocol),
         protocol.section_tags("reflect"),
         _read(protocol.answer_tags, "an answer between tags", protocol),
-        _read(protocol.documents_tags, "documents between tags", protocol),
+        protocol.documents_tags,
     ]
     order = ""
     for segment in segments:
@@ -618,8 +610,9 @@ def is_concise(query: str) -> bool:
 def mean_similarity(queries: list[str], embed: Embedder) -> float:
     """The mean cosine over the unordered pairs of queries. ana bell, ana bell, ana town: 2/3."""
     similarity = cosine(embed(queries))  # [n, n]
-    pairs = [float(similarity[i, j]) for i, j in combinations(range(len(queries)), 2)]
-    return sum(pairs) / len(pairs)
+    pairs = combinations(range(len(queries)), 2)
+    found = [float(similarity[pair]) for pair in pairs]
+    return sum(found) / len(found)
 
 
 def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
@@ -627,7 +620,6 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
 
     N documents, n_t of them hold t; without documents every idf is 1. Trap: a word that none holds
     must not count, or a query could be repeated with another invented word each time.
-
     >>> embed = tfidf_embedder([Document("1", "Ana", "town"), Document("2", "Bo", "town")])
     >>> embed(["Ana town"]).round(4).tolist()     # idf(ana) = ln(3/2) + 1, idf(town) = ln(3/3) + 1
     [[1.4055, 1.0]]
@@ -635,15 +627,17 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
     texts = [f"{document.title} {document.text}" for document in documents]
     holders = Counter(word for text in texts for word in set(tokenize(text)))  # n_t
 
+    def idf(word: str) -> float:
+        return np.log((1 + len(documents)) / (1 + holders[word])) + 1
+
     def embed(texts: list[str]) -> np.ndarray:
         counts = [Counter(tokenize(text)) for text in texts]
-        # These texts' words are all the columns that matter to their cosines.
-        words = sorted(set().union(*counts))
-        words = [word for word in words if word in holders or not documents]
+        words = sorted(set().union(*counts))  # all that matter to these texts' cosines
+        if documents:
+            words = [word for word in words if word in holders]
         vectors = np.zeros((len(texts), len(words)))  # [n, d]
         for column, word in enumerate(words):
-            idf = np.log((1 + len(documents)) / (1 + holders[word])) + 1
-            vectors[:, column] = [count[word] * idf for count in counts]
+            vectors[:, column] = [count[word] * idf(word) for count in counts]
         return vectors
 
     return embed
@@ -652,7 +646,6 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
 def cosine(vectors: np.ndarray) -> np.ndarray:
     """All cosines, [n, d] -> [n, n]. Two zero vectors are alike (1), or a misspelled query could be
     repeated; a zero vector is like nothing else (0).
-
     >>> cosine(np.array([[3.0, 4.0], [3.0, 0.0], [0.0, 0.0]])).tolist()     # 3 · 3 / (5 · 3) = 0.6
     [[1.0, 0.6, 0.0], [0.6, 1.0, 0.0], [0.0, 0.0, 1.0]]
     """
@@ -673,7 +666,6 @@ def arena(trajectory: Trajectory, bonus: float = 10.0, relevance_reward: bool = 
 
     So R is 0, 0.5, ..., 3, or 13. relevance_reward=False leaves the term out, and the bonus asks
     for the other two. Citing everything earns 0.5: `arena_scores` shows how exact the set is.
-
     >>> arena(example("arena"))     # cites 1 of the gold numbers 1 and 3: 1 + 1 + 0.5
     {'format': 1.0, 'answer': 1.0, 'relevance': 0.5, 'bonus': 0.0}
     """
@@ -683,7 +675,8 @@ def arena(trajectory: Trajectory, bonus: float = 10.0, relevance_reward: bool = 
     terms = {"format": float(arena_format(trajectory)), "answer": answer}
     if relevance_reward:
         terms["relevance"] = _relevance(cited(trajectory), set(question.supporting))
-    return terms | {"bonus": bonus if all(term == 1.0 for term in terms.values()) else 0.0}
+    perfect = set(terms.values()) == {1.0}
+    return terms | {"bonus": bonus if perfect else 0.0}
 
 
 def _relevance(numbers: set[int], gold: set[int]) -> float:
@@ -713,7 +706,6 @@ def cited(trajectory: Trajectory) -> set[int]:
 
 def arena_scores(trajectory: Trajectory) -> Terms:
     """What an evaluation reports. set_f1 = 2 |cited ∩ gold| / (|cited| + |gold|).
-
     >>> arena_scores(example("arena"))     # cited {1}, gold {1, 3}: 2 · 1 / (1 + 2)
     {'format': 1.0, 'relevance': 0.5, 'exact_set': 0.0, 'set_f1': 0.6666666666666666}
     """
@@ -818,32 +810,31 @@ class Story:
     """One way to go about the demo question: pieces of text by their names, for any protocol."""
 
     name: str
-    text: str
+    pieces: tuple[str, ...]
 
 
-_LOOK = "search Ana Bell birthplace | found Ana Bell was born in Kelmouth. | reflect It helps."
-_TOWN = "Kelmouth is a town in Norland."
-_MORE = f"search Kelmouth country | found {_TOWN} | reflect It helps."
-_VAGUE = "search think about it | fallback No fact is asked for. | reflect Too vague."
-_BOTH = f"Ana Bell was born in Kelmouth. {_TOWN}"
-_THINK = "think Her birthplace decides."
-_GOOD = f"relevance [1, 3] | {_THINK} | {_LOOK} | {_MORE}"
-_KNOWN = f"relevance [] | {_THINK} | reflect I know this."
-_FAKED = f"relevance [5] | {_THINK} | found {_BOTH} | reflect I know this."
-_FALLBACK = f"relevance [1] | {_THINK} | {_MORE} | {_VAGUE} | evidence {_TOWN}"
-_GARBLED = _GOOD.replace("birthplace decides", "出生地 decides")
-_ALL = f"{_GOOD} | evidence {_BOTH} A bell rings.".replace("[1, 3]", "[1, 2, 3, 4]")
+_LOOK = ("search Ana Bell birthplace", "found Ana Bell was born in Kelmouth.", "reflect It helps.")
+_MORE = ("search Kelmouth country", "found Kelmouth is a town in Norland.", "reflect It helps.")
+_VAGUE = ("search think about it", "fallback No fact is asked for.", "reflect Too vague.")
+_THINK, _KNOWN = "think Her birthplace decides.", "reflect I know this."
+_FAKED = "found Ana Bell was born in Kelmouth. Kelmouth is a town in Norland."
+_BOTH, _SECOND = _FAKED.replace("found", "evidence"), _MORE[1].replace("found", "evidence")
+_RIGHT, _WRONG = "answer Norland", "answer Sudria"
+_GOOD = ("relevance [1, 3]", _THINK, *_LOOK, *_MORE, _BOTH)
+_BARE = ("relevance []", _THINK, _KNOWN)
+_FALLBACK = ("relevance [1]", _THINK, *_MORE, *_VAGUE, _SECOND)
+_ALL = ("relevance [1, 2, 3, 4]", _THINK, *_LOOK, *_MORE, f"{_BOTH} A bell rings.")
 STORIES = (
-    Story("good", f"{_GOOD} | evidence {_BOTH} | answer Norland"),
-    Story("no search", f"{_KNOWN} | answer Norland"),
-    Story("a query that asks for no fact", f"{_FALLBACK} | answer Norland"),
-    Story("documents of its own", f"{_FAKED} | evidence {_BOTH} | answer Norland"),
-    Story("text after the answer", f"{_GOOD} | evidence {_BOTH} | answer Norland | plain Yes."),
-    Story("two answers", f"{_GOOD} | evidence {_BOTH} | answer Sudria | answer Norland"),
-    Story("evidence without a search", f"{_KNOWN} | evidence {_BOTH} | answer Norland"),
-    Story("cites everything", f"{_ALL} | answer Norland"),
-    Story("wrong answer", f"{_GOOD} | evidence {_BOTH} | answer Sudria"),
-    Story("garbled text", f"{_GARBLED} | evidence {_BOTH} | answer Norland"),
+    Story("good", (*_GOOD, _RIGHT)),
+    Story("no search", (*_BARE, _RIGHT)),
+    Story("a query that asks for no fact", (*_FALLBACK, _RIGHT)),
+    Story("documents of its own", ("relevance [5]", _THINK, _FAKED, _KNOWN, _BOTH, _RIGHT)),
+    Story("text after the answer", (*_GOOD, _RIGHT, "plain I am quite sure.")),
+    Story("two answers", (*_GOOD, _WRONG, _RIGHT)),
+    Story("evidence without a search", (*_BARE, _BOTH, _RIGHT)),
+    Story("cites everything", (*_ALL, _RIGHT)),
+    Story("wrong answer", (*_GOOD, _WRONG)),
+    Story("garbled text", (_GOOD[0], "think Her 出生地 decides.", *_GOOD[2:], _RIGHT)),
 )
 _QUESTION = Question("demo", "In which country was Ana Bell born?", ["Norland"], supporting=(1, 3))
 
@@ -852,20 +843,25 @@ def tell(story: Story, protocol: Protocol | str) -> Trajectory:
     """The story as a transcript; pieces that the protocol has no tags for are left out."""
     protocol = as_protocol(protocol)
     tags = {pair[0].strip("<>"): pair for pair in protocol.other_tags}
-    opened = protocol.prompt_suffix  # "<think>": by the prompt, so the model closes it only
-    tags["plain"] = ("", "")
-    tags["think"] = tags.get("analysis") or (not opened and tags.get("think")) or ("", "")
-    tags["search"] = protocol.query_tags
-    tags["found"] = tags["fallback"] = protocol.documents_tags
-    tags["evidence"] = protocol.evidence_tags
-    tags["answer"] = protocol.answer_tags or ("The answer is \\boxed{", "}.")
+    tags |= {
+        "plain": ("", ""),
+        "think": tags.get("think") or tags.get("analysis") or ("", ""),
+        "search": protocol.query_tags,
+        "found": protocol.documents_tags,
+        "fallback": protocol.documents_tags,
+        "evidence": protocol.evidence_tags,
+        "answer": protocol.answer_tags or ("The answer is \\boxed{", "}."),
+    }
+    closing = ""
+    if protocol.prompt_suffix:  # "<think>": opened by the prompt, so the model closes it only
+        closing, tags["think"] = tags["think"][1], ("", "")
     text, fallbacks = "", []
-    for piece in story.text.split(" | "):
+    for piece in story.pieces:
         name, _, content = piece.partition(" ")
         if name in ("found", "fallback"):
             fallbacks.append(name == "fallback")
-        if name == "answer" and opened:
-            text, opened = text + opened.replace("<", "</"), ""
+        if name == "answer":
+            text, closing = text + closing, ""
         if pair := tags.get(name):
             text += f"{pair[0]} {content} {pair[1]}"
     return trajectory_from_text(_QUESTION, text, protocol, fallbacks)
@@ -873,7 +869,7 @@ def tell(story: Story, protocol: Protocol | str) -> Trajectory:
 
 def example(protocol: Protocol | str, answer: str = "Norland") -> Trajectory:
     """The third story: a search, a search that comes back as the fallback, an answer."""
-    return tell(Story("", f"{_FALLBACK} | answer {answer}"), protocol)
+    return tell(Story("", (*_FALLBACK, f"answer {answer}")), protocol)
 
 
 COLUMNS = {  # heading -> (protocol, reward)
