@@ -12,7 +12,6 @@ from errors import InputError
 from rollout import main as show_script
 from world.world import World
 
-
 KNOWN = World(0).questions("test", "one_hop")[3].question  # every tiny model knows its words
 
 
