@@ -4,7 +4,6 @@ records from the first to the last command.
 
 import dataclasses
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,17 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    ENVIRONMENT,
-    ROOT,
-    SMALL,
-    command_line,
-    model_of,
-    settings_for,
-    small,
-    traces,
-    train_bpe,
-)
+from conftest import ENVIRONMENT, ROOT, command_line, model_of, small, traces, train_bpe
 from transformers import AutoModelForCausalLM
 
 import eval as evaluation
@@ -31,24 +20,14 @@ import rollout
 import train
 from data import Document, Question, load_questions
 from errors import InputError
-from eval import (
-    Evaluation,
-    Options,
-    default_out,
-    grade,
-    last_checkpoint,
-    material,
-    prediction_record,
-    settings_of,
-)
+from eval import Evaluation, grade, last_checkpoint, material, prediction_record, settings_of
 from other_models.judge import Judge
-from papers import PAPERS
 from plumbing import build, score
 from plumbing.files import checkpoints, stage_folder
 from plumbing.report import summarise
 from plumbing.score import add_reader, add_verdicts
 from policy import Policy, save_policy
-from prompts import PROTOCOLS, prompt_text
+from prompts import PROTOCOLS
 from retriever import BM25
 from retrievers.serve import RetrievalServer
 from rewards import STORIES, example, tell
@@ -59,7 +38,7 @@ from world.world import KINDS, World
 
 HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"
 COLUMNS = ("em", "f1", "cem", "searched", "searches", "fallbacks", "format")  # of all that search
-OPTIONS = Options("test", 3, 1, None, "greedy", False, "", [], "", False, "")
+OPTIONS = evaluation.Options("test", 3, 1, None, "greedy", False, "", [], "", False, "")
 
 
 def run(words: str, *more) -> None:
@@ -84,16 +63,15 @@ def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol
 
 
 def test_every_protocol_has_a_format_of_its_own():
-    for name in PROTOCOLS:
-        if name != "ur2_search":  # the stories are told in the papers' own tags
-            assert grade(tell(STORIES[0], name))["format"] == 1, name
+    for name in set(PROTOCOLS) - {"ur2_search"}:  # the stories are told in the papers' own tags
+        assert grade(tell(STORIES[0], name))["format"] == 1, name
 
 
 def r_search(body, question=None):
-    asked = question or Question("q", "where does Ana Bell live ?", ["Norland"])
-    return trajectory_from_text(asked, body, "r_search")
+    return trajectory_from_text(question or Question("q", WHERE, ["Norland"]), body, "r_search")
 
 
+WHERE = "where does Ana Bell live ?"
 SEARCHED = "<search> Ana Bell </search>\n<observation>\nAna Bell was born in Norland."
 SEARCHED += "\n</observation>\n"
 BOX = "<original_evidence> {} </original_evidence>"
@@ -102,49 +80,32 @@ ANSWER = "<answer> {} </answer>"
 
 def test_r_search_is_graded_by_its_evidence_too():
     # 5 words of evidence, of which "lives" stands in no document: 4/5
-    evidence = BOX.format("Ana Bell lives in Norland.")
-    numbers = grade(r_search(SEARCHED + evidence + ANSWER.format("Norland")))
+    evidence, answer = BOX.format("Ana Bell lives in Norland."), ANSWER.format("Norland")
     expected = dict(zip(COLUMNS, (1, 1, 1, 1, 1, 0, 1), strict=True))
-    assert numbers == expected | {"evidence": 1, "support": 0.8}
-    without = grade(r_search(ANSWER.format("Norland")))
-    assert (without["format"], without["evidence"]) == (1, 0)
-    assert "support" not in without  # and not a support of 0
-
-
-@pytest.mark.parametrize(
-    "body, right",
-    [
-        (ANSWER, 1),  # nothing was searched: no evidence is asked for
-        (SEARCHED + ANSWER, 0),
-        (SEARCHED + BOX + ANSWER, 1),
-        (SEARCHED + BOX * 2 + ANSWER, 0),
-        (SEARCHED + BOX.format(" ") + ANSWER, 0),
-        (SEARCHED + BOX, 0),
-        (ANSWER * 2, 0),
-    ],
-)
-def test_the_format_of_r_search_is_one_answer_and_after_a_search_one_evidence(body, right):
-    assert grade(r_search(body.replace("{}", "e")))["format"] == right
-
-
-def when_to_search(searches, reflect=True, answer="Norland"):
-    """think, so many times (search, information, reflect), answer."""
-    turn = "<search> Ana Bell </search>\n\n<information>\nfound\n</information>\n\n"
-    turn += "<reflect> r </reflect>" * reflect
-    text = f"<think> t </think>{turn * searches}{ANSWER.format(answer)}"
-    return trajectory_from_text(Question("q", "?", ["Norland"]), text, "when_to_search")
+    expected |= {"evidence": 1, "support": 0.8}
+    assert grade(r_search(SEARCHED + evidence + answer)) == expected
+    for text, form in ((answer, 1), (SEARCHED + answer, 0)):  # a search asks for evidence
+        numbers = grade(r_search(text))
+        assert (numbers["format"], numbers["evidence"]) == (form, 0)
+        assert "support" not in numbers  # and not a support of 0
 
 
 def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
+    question, turn = Question("q", "?", ["Norland"]), "<search> Ana Bell </search>\n\n<information>"
+    turn += "\nfound\n</information>\n\n<reflect> r </reflect>"
+
+    def graded(text):
+        return grade(trajectory_from_text(question, text, "when_to_search"))
+
     # 9 searches at 0.3 each are 2.7, which the reward refuses (2 is its bound): here is no price
     for searches in (0, 1, 9):
-        numbers = grade(when_to_search(searches))
+        right = f"<think> t </think>{turn * searches}{ANSWER.format('Norland')}"
+        numbers = graded(right)
         assert (numbers["format"], numbers["searches"], tuple(numbers)) == (1, searches, COLUMNS)
-    assert grade(when_to_search(2, answer="Sudria"))["format"] == 1  # also of a wrong answer
-    right = when_to_search(1)
-    for wrong in (right.text + " sure", right.text.removeprefix("<think> t </think>")):
-        assert grade(trajectory_from_text(right.question, wrong, "when_to_search"))["format"] == 0
-    assert grade(when_to_search(1, reflect=False))["format"] == 0  # after each information one
+    assert graded(right.replace("Norland", "Sudria"))["format"] == 1  # also of a wrong answer
+    parts = (" sure", "<think> t </think>", "<reflect> r </reflect>")
+    for wrong in (right + parts[0], right.replace(parts[1], ""), right.replace(parts[2], "")):
+        assert graded(wrong)["format"] == 0
 
 
 def test_arena_is_graded_by_its_citations_and_has_no_search_columns():
@@ -187,9 +148,8 @@ class Scripted:
         return found
 
 
-def stored(body, golds, **more):
-    asked = {"id": "q", "question": "where does Ana Bell live ?", "answers": golds} | more
-    return prediction_record(r_search(body, Question(**asked)), 0)
+def stored(body, gold, number=0):
+    return prediction_record(r_search(body, Question(str(number), WHERE, [gold])), 0)
 
 
 WITH_EVIDENCE = SEARCHED + BOX.format("Ana Bell was born in Norland.") + ANSWER.format("Sudria")
@@ -197,18 +157,16 @@ WITH_EVIDENCE = SEARCHED + BOX.format("Ana Bell was born in Norland.") + ANSWER.
 
 def test_another_model_answers_from_the_evidence_and_its_scores_stand_beside_the_policys():
     reader = Scripted({"Norland": "the far Norland"})
-    bodies = (WITH_EVIDENCE, ANSWER.format("Norland"))
-    records = [stored(body, ["Norland"]) for body in bodies]
+    records = [stored(body, "Norland") for body in (WITH_EVIDENCE, ANSWER.format("Norland"))]
     found = add_reader(records, reader)
     # nobody is asked without evidence
-    assert reader.asked == ["Ana Bell was born in Norland.\nwhere does Ana Bell live ?"]
+    assert reader.asked == [f"Ana Bell was born in Norland.\n{WHERE}"]
     assert [r["reader_prediction"] for r in found] == ["the far Norland", ""]
     # "far norland" for "norland": P 1/2, R 1, F1 2/3; the policy itself said Sudria, and then
     # Norland without evidence
     scores = [(r["metrics"]["reader_em"], r["metrics"]["reader_f1"]) for r in found]
     assert scores == [(0, pytest.approx(2 / 3)), (0, 0)]
-    assert [r["metrics"]["em"] for r in found] == [0, 1]
-    assert [r["prediction"] for r in found] == ["Sudria", "Norland"]
+    assert [(r["metrics"]["em"], r["prediction"]) for r in found] == [(0, "Sudria"), (1, "Norland")]
     assert "reader_em" not in records[0]["metrics"]
     assert records[1]["evidence"] is None and "evidence" not in prediction_record(example("ur2"), 0)
 
@@ -217,7 +175,7 @@ def test_an_unreadable_verdict_is_neither_right_nor_wrong():
     said = {"Norland": "The same.\nyes", "Sudria": "no", "Kelmouth": "Hard to say."}
     judge = Judge(Scripted({f"answer: {name}": reply for name, reply in said.items()}))
     bodies = [ANSWER.format(answer) for answer in (*said, "")]
-    records = add_verdicts([stored(b, ["Norway"], id=str(i)) for i, b in enumerate(bodies)], judge)
+    records = add_verdicts([stored(b, "Norway", i) for i, b in enumerate(bodies)], judge)
     # no answer is wrong, and nobody is asked
     assert [r["metrics"]["judged"] for r in records] == [1, 0, None, 0]
     assert (judge.asked, judge.unreadable) == (3, 1)
@@ -230,21 +188,15 @@ def test_a_stored_choice_question_is_judged_with_its_options():
     judge = Judge(Scripted({"A. Sudria\nB. Norland": "yes"}))
     (told,) = add_verdicts([json.loads(json.dumps(record))], judge)
     assert told["metrics"]["judged"] == 1
-
-
-def test_a_judge_that_went_away_leaves_the_verdicts_that_are_there():
-    records = [stored(ANSWER.format(a), ["Norway"], id=a) for a in ("Norland", "Sudria")]
-    records[0]["metrics"]["judged"] = 1.0
-    judge = Judge(Scripted({"answer: Norland": None, "answer: Sudria": "no"}))
-    assert [r["metrics"]["judged"] for r in add_verdicts(records, judge)] == [1.0, 0.0]
-    assert judge.silent == 1
+    judge = Judge(Scripted({"": None}))  # it went away: the verdict that is there stays
+    assert add_verdicts([told], judge) == [told] and judge.silent == 1
 
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
     """An evaluation of two r_search transcripts through `main`, without a model."""
-    asked, texts = "where does Ana Bell live ?", [WITH_EVIDENCE, ANSWER.format("Norland")]
-    questions = [Question(str(i), asked, ["Norland"], source="people") for i in range(2)]
+    texts = [WITH_EVIDENCE, ANSWER.format("Norland")]
+    questions = [Question(i, WHERE, ["Norland"], source="people") for i in "01"]
     settings = Settings(protocol="r_search", retriever="empty", model="m", runs=str(tmp_path))
     patches = {
         "settings_of": lambda given: dataclasses.replace(settings, **given),
@@ -253,11 +205,15 @@ def written(tmp_path, monkeypatch):
         "load_model": lambda *_, **__: (None, None),
         "build_environment": lambda *_: None,
         "check_prompts": lambda *_: None,
-        "rollout": lambda policy, environment, some, *_: list(map(r_search, texts, some)),
+        "rollout": lambda _, environment, some, *how: list(map(r_search, texts, some)),
     }
     for name, patch in patches.items():
         monkeypatch.setattr(evaluation, name, patch)
     return tmp_path / "p.jsonl"
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
 
 
 def scripted_others(monkeypatch, **others):
@@ -283,11 +239,9 @@ def test_reader_and_judge_are_asked_after_all_predictions_are_written(written, m
 def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_asked_again(
     written, monkeypatch, capsys
 ):
-    class Interrupted:
-        def ask(self, requests):
-            raise KeyboardInterrupt
-
-    scripted_others(monkeypatch, R=Interrupted(), S=Scripted({"Norland": "Norland"}))
+    reader = Scripted({})
+    reader.ask = interrupted
+    scripted_others(monkeypatch, R=reader, S=Scripted({"Norland": "Norland"}))
     with pytest.raises(SystemExit) as end:
         run("--reader R --out", written)
     assert end.value.code == 130 and str(written) in capsys.readouterr().out.splitlines()[-1]
@@ -318,13 +272,11 @@ def test_the_built_in_reader_is_the_built_in_worlds(written, monkeypatch, toy_po
 
 
 def test_several_data_sets_are_one_pass_and_one_table(written, monkeypatch, capsys):
-    asked = "where does Ana Bell live ?"
-    two = {name: [Question(name + i, asked, ["Norland"]) for i in "12"] for name in ("nq", "wiki")}
+    # the first text is wrong and the second right: for the other set both are wrong
+    golds = {"nq": "Norland", "wiki": "Ostland"}
+    two = {name: [Question(name + i, WHERE, [gold]) for i in "12"] for name, gold in golds.items()}
     monkeypatch.setattr(evaluation, "material", lambda *_: (two, []))
-    answers = [ANSWER.format(answer) for answer in ("Norland", "Sudria", "Sudria", "Sudria")]
-    monkeypatch.setattr(
-        evaluation, "rollout", lambda _p, _e, some, *_: [*map(r_search, answers, some)]
-    )
+    monkeypatch.setattr(evaluation, "QUESTIONS_AT_ONCE", 2)
     run("--markdown --out", written, "--json", f"{written}.json")
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
@@ -345,18 +297,17 @@ def test_two_evaluations_are_compared_in_pairs(written, tmp_path, capsys):
     # another's file has no gold answers: they are those of --data
     other, data = tmp_path / "other.jsonl", tmp_path / "q.jsonl"
     other.write_text("".join(json.dumps({"id": i, "prediction": "Norland"}) + "\n" for i in "01"))
-    asked = {"question": "where does Ana Bell live ?", "answers": ["Norland"]}
+    asked = {"question": WHERE, "answers": ["Norland"]}
     data.write_text("".join(json.dumps({"id": i} | asked) + "\n" for i in "01"))
     run("--out", written, "--against", other, "--data", data)
     assert "-0.500 [" in capsys.readouterr().out
 
 
 def test_another_punctuation_scores_the_predictions_anew(written, monkeypatch, tmp_path):
-    questions = [Question("1", "?", ["Nor-land"])]
+    questions, table = [Question("1", "?", ["Nor-land"])], tmp_path / "t.json"
     monkeypatch.setattr(evaluation, "material", lambda *_: ({"people": questions}, []))
     body = ANSWER.format("Nor land")  # as its paper has it, "norland" is not "nor land"
     monkeypatch.setattr(evaluation, "rollout", lambda *_: [r_search(body, questions[0])])
-    table = tmp_path / "t.json"
     for how, em in (("", 0), ("--punctuation space", 1)):
         run(f"{how} --json {table} --out", written)
         assert json.loads(table.read_text())["qa"]["em"][0] == em
@@ -378,30 +329,28 @@ def test_the_checkpoints_own_settings_count_made_greedy_and_flags_override_them(
     assert flagged.summarizer == "extractive"
 
 
-def test_the_last_stage_is_evaluated_unless_one_is_named(trained):
+def test_the_last_stage_is_evaluated_unless_one_is_named(trained, tmp_path):
     given = {"runs": str(trained)}
     assert "stage2" in last_checkpoint(given) and "stage1" in last_checkpoint(given | {"stage": 1})
     assert last_checkpoint(given | {"seed": 7}) == ""  # nothing trained: the built-in model
     with pytest.raises(InputError, match="no checkpoint of that run"):
         last_checkpoint(given | {"name": "typo"})
-
-
-def test_stage_0_is_the_model_before_rl_even_where_a_run_exists(trained):
-    settings = settings_of({"runs": str(trained), "stage": 0})
+    before = settings_of(given | {"stage": 0})  # also where a run exists
     # the built-in world's settings, not the paper's 10
-    assert (settings.model, settings.documents_per_search, settings.stage) == ("", 1, 2)
-
-
-def test_the_run_on_a_file_is_found_under_the_name_that_training_gave_it(tmp_path):
-    given = {"runs": str(tmp_path), "data": "d/hotpot.json"}
-    last = stage_folder(Settings(stage=2, **given)) / "checkpoint-000003"
-    last.mkdir(parents=True)
-    assert last_checkpoint(given) == str(last)
+    assert (before.model, before.documents_per_search, before.stage) == ("", 1, 2)
+    # a run on a file has the name that training gave it; a paper may have one stage only
+    for more in ({"data": "d/hotpot.json"}, {"recipe": "vanilla_rl"}):
+        given = {"runs": str(tmp_path)} | more
+        assert last_checkpoint(given) == ""
+        last = stage_folder(Settings(**given), 2 if "data" in more else 1) / "checkpoint-000003"
+        last.mkdir(parents=True)
+        assert last_checkpoint(given) == str(last)
+    with pytest.raises(InputError, match="vanilla_rl has stages 1"):
+        last_checkpoint(given | {"stage": 2})
 
 
 def save_settings(folder, **settings) -> str:
     """A folder that looks like a checkpoint of ours."""
-    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("{}")
     (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(Settings(**settings))))
     return str(folder)
@@ -423,11 +372,9 @@ def test_what_only_training_asks_for_is_not_asked_of_an_evaluation(tmp_path):
     model = save_settings(tmp_path, in_8bit="others", summarizer="owner/small", **given)
     settings = settings_of({"model": model})
     assert (settings.judge, settings.reader, settings.engine) == ("", "", "slots")
-    assert (settings.summarizer, settings.in_8bit) == (
-        "owner/small",
-        "others",
-    )  # part of its search
-    assert settings_of({"model": model, "judge": "j", "engine": "graphs"}).engine == "graphs"
+    search = (settings.summarizer, settings.in_8bit)
+    assert search == ("owner/small", "others")
+    assert settings_of({"model": model, "engine": "graphs"}).engine == "graphs"
 
 
 def test_a_checkpoint_of_an_earlier_version_is_evaluated_as_it_was(tmp_path):
@@ -449,42 +396,26 @@ def test_a_model_of_another_recipe_is_evaluated_under_the_one_that_is_named(tmp_
     model = save_settings(tmp_path, recipe="ur2")
     settings = settings_of({"model": model, "recipe": "r1_searcher"})
     assert (settings.protocol, settings.max_searches, settings.model) == ("r1_searcher", 8, model)
-
-
-def test_a_paper_with_one_stage_has_its_last_checkpoint_there(tmp_path):
-    given = {"runs": str(tmp_path), "recipe": "vanilla_rl"}
-    folder = tmp_path / "vanilla_rl-world0-seed0" / "stage1" / "checkpoint-000004"
-    assert last_checkpoint(given) == ""
-    folder.mkdir(parents=True)
-    assert last_checkpoint(given) == str(folder)
-    with pytest.raises(InputError, match="vanilla_rl has stages 1"):
-        last_checkpoint(given | {"stage": 2})
-
-
-def test_a_hub_model_is_evaluated_with_the_last_stage_of_its_paper():
-    hub = {"model": "Qwen/Qwen2.5-3B"}
+    hub = {"model": "Qwen/Qwen2.5-3B"}  # it has no settings: those of the paper's last stage
     settings = settings_of(hub)
-    numbers = (settings.max_turn_tokens, settings.documents_per_search, settings.temperature)
-    assert numbers == (512, 10, 0.0) and settings.stage == 2
+    assert (settings.stage, settings.max_turn_tokens, settings.temperature) == (2, 512, 0.0)
     assert settings_of(hub | {"stage": 1}).stage == 1
     assert settings_of(hub | {"recipe": "vanilla_rl"}).stage == 1
 
 
 def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
-    def sampling(*arguments):
-        settings, _ = evaluation.parse(["--model", "m", "--runs", str(tmp_path), *arguments])
+    def sampling(words, model="m"):
+        settings, _ = evaluation.parse(f"--model {model} {words}".split())
         return settings.temperature, settings.top_p
 
-    paper = ("--decoding", "paper")
-    assert sampling() == (0.0, 1.0)
-    assert sampling(*paper) == (0.3, 0.5)  # UR²
-    assert sampling(*paper, "--recipe", "r_search") == (0.1, 1.0)
-    assert sampling(*paper, "--recipe", "r1_searcher") == (0.0, 1.0)
-    assert sampling(*paper, "--temperature", "0.7") == (0.7, 0.5)
+    paper = "--decoding paper"
+    assert sampling("") == (0.0, 1.0)
+    assert sampling(paper) == (0.3, 0.5)  # UR²
+    assert sampling(f"{paper} --recipe r_search") == (0.1, 1.0)
+    assert sampling(f"{paper} --recipe r1_searcher") == (0.0, 1.0)
+    assert sampling(f"{paper} --temperature 0.7") == (0.7, 0.5)
     # a checkpoint's own recipe counts
-    saved = save_settings(tmp_path / "c", recipe="r_search", protocol="r_search", model="m")
-    settings, _ = evaluation.parse(["--model", saved, *paper])
-    assert (settings.recipe, settings.temperature) == ("r_search", 0.1)
+    assert sampling(paper, save_settings(tmp_path, recipe="r_search", model="m")) == (0.1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -523,32 +454,26 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(words, said, tmp_path, c
     monkeypatch.setattr(evaluation, "build_search", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    arguments = words.format(runs=tmp_path).split()
-    if not any(word.startswith("--predictions") for word in arguments):
-        arguments += ["--runs", str(tmp_path)]
+    arguments = words.format(runs=tmp_path).split()  # in an empty folder: nothing was trained
     assert said.format(runs=tmp_path) in command_line(evaluation.main, arguments, capsys)
 
 
 def test_help_has_its_sections_and_neither_looks_for_a_model_nor_loads_one(monkeypatch, capsys):
-    monkeypatch.setattr(
-        evaluation, "settings_of", lambda *_: pytest.fail("settings were looked for")
-    )
-    for words in ("--help", "--recipe r1_searcher --model ./nowhere --help"):
-        with pytest.raises(SystemExit) as end:
-            run(words)
-        assert end.value.code == 0
-        said = capsys.readouterr().out
-        for file in ("settings", "data", "rollout", "retriever", "other_models/llm", "eval"):
-            assert f"\n{file}.py:\n" in said
-        assert "--top_p" in said and "--samples" in said and "--lr" not in said
-    assert "(8; by itself 4)" in said  # R1-Searcher's searches
+    monkeypatch.setattr(evaluation, "settings_of", lambda *_: pytest.fail("it was looked for"))
+    with pytest.raises(SystemExit) as end:
+        run("--recipe r1_searcher --model ./nowhere --help")
+    said = capsys.readouterr().out
+    for file in ("settings", "data", "rollout", "retriever", "other_models/llm", "eval"):
+        assert f"\n{file}.py:\n" in said
+    assert "--top_p" in said and "--samples" in said and "--lr" not in said
+    assert "(8; by itself 4)" in said and end.value.code == 0  # R1-Searcher's searches
 
 
 SCORES_ALONE = """
 import runpy, sys
 sys.argv = ["eval.py", "--predictions=p.jsonl"]
 try:
-    runpy.run_path(sys.argv[0] if False else "{root}/eval.py", run_name="__main__")
+    runpy.run_path("{root}/eval.py", run_name="__main__")
 except SystemExit as end:
     assert not end.code
 assert "torch" not in sys.modules
@@ -572,8 +497,8 @@ def test_the_built_in_world_gives_so_many_held_out_questions_of_every_kind():
     one_hop = [q for q in questions if q.kind == "one_hop"]
     assert len(questions) == 15 and {q.id.split("/")[0] for q in one_hop} == {"test"}
     redrawn, other = material(Settings(), dataclasses.replace(OPTIONS, fact_seed=9))
-    again = [q for q in redrawn["the built-in world"] if q.kind == "one_hop"]
-    assert [q.question for q in again] == [q.question for q in one_hop]
+    again = [q.question for q in redrawn["the built-in world"] if q.kind == "one_hop"]
+    assert again == [q.question for q in one_hop]
     assert [d.title for d in other] == [d.title for d in documents] and other != documents
     closed, _ = material(Settings(retrieval=False), OPTIONS)
     assert not any(q.may_search for q in closed["the built-in world"])
@@ -612,7 +537,7 @@ def test_other_settings_weights_questions_passages_or_words_are_another_evaluati
 
 @pytest.mark.parametrize("model", ["/", "/m", "../m", "a/b c/checkpoint-000001", "C:/x/y", ""])
 def test_predictions_always_lie_under_the_runs_folder(model):
-    out = default_out(Settings(model=model), OPTIONS)
+    out = evaluation.default_out(Settings(model=model), OPTIONS)
     assert out.parent == Path("runs/predictions") and not out.name.startswith((".", "-"))
 
 
@@ -658,10 +583,10 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
     few, monkeypatch, capsys
 ):
     def sampled(name, *more):
-        few(name, "--samples", 2, "--temperature", 1, *more)
-        return capsys.readouterr().out
+        path = few(name, "--samples", 2, "--temperature", 1, *more)
+        return path.read_bytes(), capsys.readouterr().out
 
-    sampled("unbroken.jsonl")
+    unbroken, _ = sampled("unbroken.jsonl")
     play, calls, out = evaluation.rollout, [], few("p.jsonl")  # others there before: put aside
 
     def third_time_interrupted(policy, environment, some, seed, *more):
@@ -678,23 +603,18 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
     assert calls == [(0, 0), (4, 8), (8, 16)]  # what was finished was written when the next began
     with open(out, "a") as file:
         file.write('{"id": "half a li')  # killed while it wrote
-    assert "16 of 20 predictions are there (--fresh: anew)" in sampled("p.jsonl")
-    unbroken = out.with_name("unbroken.jsonl")
-    assert out.read_bytes() == unbroken.read_bytes()
+    made, said = sampled("p.jsonl")
+    assert made == unbroken and "16 of 20 predictions are there (--fresh: anew)" in said
     assert calls[3:] == [(8, 16)]  # the third batch only was made again
-    assert "20 of 20 predictions are there" in sampled("p.jsonl") and len(calls) == 4
+    assert "20 of 20 predictions are there" in sampled("p.jsonl")[1] and len(calls) == 4
     # other settings, or --fresh: nothing of it counts, and nothing is lost
-    assert "are kept as p.jsonl.old2" in sampled("p.jsonl", "--seed", 1) and len(calls) == 7
-    assert out.read_bytes() != unbroken.read_bytes()
-    assert out.with_name("p.jsonl.old2").read_bytes() == unbroken.read_bytes()
-    sampled("p.jsonl", "--seed", 1, "--fresh")
-    assert len(calls) == 10
+    made, said = sampled("p.jsonl", "--seed", 1)
+    assert made != unbroken and "are kept as p.jsonl.old2" in said and len(calls) == 7
+    assert out.with_name("p.jsonl.old2").read_bytes() == unbroken
+    assert sampled("p.jsonl", "--seed", 1, "--fresh")[0] == made and len(calls) == 10
 
 
 def test_ctrl_c_before_anything_is_finished_says_so(few, monkeypatch, capsys):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(evaluation, "load_model", interrupted)
     with pytest.raises(SystemExit) as end:
         few("p.jsonl")
@@ -730,18 +650,17 @@ def test_failed_searches_are_told_of_and_made_again(few, monkeypatch, capsys):
 
 
 def test_both_decodings_in_one_go_are_the_two_evaluations(trained, tmp_path, capsys):
-    shutil.copytree(trained, tmp_path / "runs")
-    alone = f"--runs {tmp_path}/runs --questions 1 --fresh"
+    shutil.copytree(trained, runs := tmp_path / "runs")
     for temperature in "10":
-        run(f"{alone} --temperature {temperature}")
+        run(f"--runs {runs} --questions 1 --temperature {temperature}")
     said = capsys.readouterr().out
-    run(f"{alone} --decoding both")
+    run(f"--runs {runs} --questions 1 --fresh --decoding both")
     both = capsys.readouterr().out.splitlines(keepends=True)
     assert "".join(line for line in both if "are kept as" not in line) == said
     assert "temperature 1" in said and "temperature 0" in said
 
 
-def test_an_evaluation_prints_the_table_and_writes_predictions_and_json(trained, tmp_path, capsys):
+def test_the_table_has_the_kinds_in_order_and_predictions_lie_under_runs(trained, tmp_path, capsys):
     for stage in ("", "--stage 0"):
         run(f"--runs {trained} --questions 2 {stage} --json {tmp_path}/t.json")
         lines = capsys.readouterr().out.splitlines()
@@ -751,15 +670,6 @@ def test_an_evaluation_prints_the_table_and_writes_predictions_and_json(trained,
         path = Path(lines[-1].removeprefix("predictions: "))
         assert path.parent == trained / "predictions" and len(records_in(path)) == 10
         assert json.loads((tmp_path / "t.json").read_text())["all"]["questions"] == 10
-
-
-def test_a_model_from_elsewhere_may_be_asked_about_the_built_in_world(model, tmp_path, capsys):
-    run(f"--model {model} --runs {tmp_path} --questions 1 --max_turn_tokens 8 --fact_seed 1")
-    assert "5 questions of the built-in world" in capsys.readouterr().out
-    (path,) = (tmp_path / "predictions").glob("*.jsonl")
-    assert (
-        path.name.endswith("-start0-model-world0-test-t0-bm25.jsonl") or len(records_in(path)) == 5
-    )
 
 
 # ---------------------------------------------------------------------- real records, real commands
@@ -777,7 +687,7 @@ def save_real_model(path, data, family) -> list[float]:
     query.
     """
     questions, protocol = load_questions(data), PROTOCOLS["ur2"]
-    texts = [protocol.instruction, *protocol.tags, *protocol.tags, *protocol.tags] * 20
+    texts = [protocol.instruction, *protocol.tags * 3] * 20
     for question in questions:
         texts += [question.question, *(found.text for found in question.references[:2])]
     tokenizer = train_bpe(texts, vocab_size=600)
@@ -788,16 +698,14 @@ def save_real_model(path, data, family) -> list[float]:
     policy = Policy(model_of(family, **sizes | ends))
     # One query and one answer for all questions, and for each a trace that does without the search:
     # whatever it is asked, it searches about every other time, so the rewards of a group differ.
-    asked = []
+    both = []
     for question in questions:
         found = Document("", "who is it", question.references[0].text)
-        asked.append(Question(question.id, question.question, ["it"], references=(found,)))
-    searching, direct = (traces(tokenizer, asked, search=search) for search in (True, False))
-    both = [example for pair in zip(searching, direct, strict=True) for example in pair]
-    four = [[both[(4 * step + i) % len(both)] for i in range(4)] for step in range(60)]
-    losses = train_sft(policy, lambda step: four[step], SFTSettings(60, 3e-3))
+        asked = dataclasses.replace(question, answers=["it"], references=(found,))
+        both += traces(tokenizer, [asked]) + traces(tokenizer, [asked], search=False)
+    batches = [[both[(4 * step + i) % len(both)] for i in range(4)] for step in range(60)]
+    losses = train_sft(policy, lambda step: batches[step], SFTSettings(60, 3e-3))
     save_policy(policy, tokenizer, path)
-    assert "<|im_start|>assistant" in prompt_text(protocol, questions[0], tokenizer)
     return losses
 
 
@@ -826,16 +734,14 @@ def check_real_run(runs, questions):
 def test_real_hotpotqa_records_run_to_the_end_on_the_real_command_lines(tmp_path):
     data, runs = hotpotqa("official_train_distractor_20.json"), tmp_path / "runs"
     save_real_model(tmp_path / "model", data, "qwen2")
-    start = f"launch --config_file={ROOT}/configs/cpu.yaml train.py --model {tmp_path}/model"
-    start += f" --data {data} --runs {runs} {REAL} --stage"
-    bin_folder = Path(sys.executable).parent
-    commands = [[bin_folder / "accelerate", *start.split(), stage] for stage in "12"]
+    start = f"-m accelerate.commands.accelerate_cli launch --config_file={ROOT}/configs/cpu.yaml"
+    start += f" train.py --model {tmp_path}/model --data {data} --runs {runs} {REAL} --stage"
     last = f"eval.py --runs {runs} --name real --questions 3"
-    environment = ENVIRONMENT | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
-    how = {"cwd": ROOT, "env": environment | {"ACCELERATE_USE_CPU": "1"}, "timeout": 300}
+    how = {"cwd": ROOT, "env": ENVIRONMENT | {"ACCELERATE_USE_CPU": "1"}, "timeout": 300}
     said = []
-    for command in (*commands, [sys.executable, *last.split()]):
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **how)
+    for words in (f"{start} 1", f"{start} 2", last):
+        command = [sys.executable, *words.split()]
+        done = subprocess.run(command, capture_output=True, text=True, **how)
         assert done.returncode == 0, done.stderr[-3000:]
         said.append(done.stdout)
     check_real_run(runs, load_questions(data))
