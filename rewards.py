@@ -602,9 +602,8 @@ def is_concise(query: str) -> bool:
     named = words[0] in ("Will", "May") and "".join(words[1:2]).istitle()
     if words[0].lower() in _OPENERS and not named:
         return False
-    return sum(word.lower() in _STOPWORDS + _OPENERS for word in words) <= MAX_STOPWORDS * len(
-        words
-    )
+    stopwords = [word for word in words if word.lower() in _STOPWORDS + _OPENERS]
+    return len(stopwords) <= MAX_STOPWORDS * len(words)
 
 
 def mean_similarity(queries: list[str], embed: Embedder) -> float:
