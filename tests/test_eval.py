@@ -15,6 +15,7 @@ import torch
 from conftest import ENVIRONMENT, ROOT, command_line, model_of, small, traces, train_bpe
 from transformers import AutoModelForCausalLM
 
+import ask
 import eval as evaluation
 import rollout
 import train
@@ -255,15 +256,6 @@ def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_as
     assert summary["reader_em"][0] == summary["em"][0] == 0.5
 
 
-def test_stored_predictions_alone_give_their_table_and_nothing_is_written(written, capsys):
-    run("--out", written)
-    first, files = capsys.readouterr().out.splitlines(), sorted(written.parent.iterdir())
-    run("--predictions", written)
-    # without "so many questions of ..." and "predictions: ..."
-    assert capsys.readouterr().out.splitlines() == first[1:-1]
-    assert sorted(written.parent.iterdir()) == files
-
-
 def test_the_built_in_reader_is_the_built_in_worlds(written, monkeypatch, toy_policy, bpe):
     monkeypatch.setattr(score, "load_reader", lambda seed, runs: (toy_policy, bpe))
     monkeypatch.setattr(score, "LocalLLM", lambda *_, **__: Scripted({"Norland": "Norland"}))
@@ -290,6 +282,11 @@ def test_several_data_sets_are_one_pass_and_one_table(written, monkeypatch, caps
 
 def test_two_evaluations_are_compared_in_pairs(written, tmp_path, capsys):
     run("--out", written)
+    first, files = capsys.readouterr().out.splitlines(), sorted(tmp_path.iterdir())
+    run("--predictions", written)
+    # the same without "so many questions of ..." and "predictions: ...", and nothing is written
+    assert capsys.readouterr().out.splitlines() == first[1:-1]
+    assert sorted(tmp_path.iterdir()) == files
     run("--out", written, "--against", written)
     out = capsys.readouterr().out
     assert "paired: 2 questions of both runs (0 only in this one, 0 only in the other)" in out
@@ -339,10 +336,10 @@ def test_the_last_stage_is_evaluated_unless_one_is_named(trained, tmp_path):
     # the built-in world's settings, not the paper's 10
     assert (before.model, before.documents_per_search, before.stage) == ("", 1, 2)
     # a run on a file has the name that training gave it; a paper may have one stage only
-    for more in ({"data": "d/hotpot.json"}, {"recipe": "vanilla_rl"}):
-        given = {"runs": str(tmp_path)} | more
+    for name, value, stage in (("data", "d/hotpot.json", 2), ("recipe", "vanilla_rl", 1)):
+        given = {"runs": str(tmp_path), name: value}
         assert last_checkpoint(given) == ""
-        last = stage_folder(Settings(**given), 2 if "data" in more else 1) / "checkpoint-000003"
+        last = stage_folder(Settings(**given), stage) / "checkpoint-000003"
         last.mkdir(parents=True)
         assert last_checkpoint(given) == str(last)
     with pytest.raises(InputError, match="vanilla_rl has stages 1"):
@@ -370,24 +367,16 @@ def test_another_question_file_does_not_search_the_old_corpus(tmp_path):
 def test_what_only_training_asks_for_is_not_asked_of_an_evaluation(tmp_path):
     given = {"judge": "http://gone:1/v1#m", "reader": "owner/gone", "engine": "graphs"}
     model = save_settings(tmp_path, in_8bit="others", summarizer="owner/small", **given)
-    settings = settings_of({"model": model})
-    assert (settings.judge, settings.reader, settings.engine) == ("", "", "slots")
-    search = (settings.summarizer, settings.in_8bit)
-    assert search == ("owner/small", "others")
+    path = tmp_path / "settings.json"
+    earlier = {"judge": "j", "cross_model": "r", "cuda_graphs": True, "load_in_8bit": True}
+    earlier |= {"summarizer": "llm", "summarizer_model": "owner/small", "beta1": 0.8}
+    for text in (path.read_text(), json.dumps(earlier)):  # of today, and of an earlier version
+        path.write_text(text)
+        settings = check_settings(settings_of({"model": model}), training=False)
+        assert (settings.judge, settings.reader, settings.engine) == ("", "", "slots")
+        assert (settings.summarizer, settings.in_8bit) == ("owner/small", "others")
     assert settings_of({"model": model, "engine": "graphs"}).engine == "graphs"
-
-
-def test_a_checkpoint_of_an_earlier_version_is_evaluated_as_it_was(tmp_path):
-    model = save_settings(tmp_path)
-    old = {"recipe": "r_search", "protocol": "r_search", "stage": 1, "max_searches": 7}
-    old |= {"cross_model": "owner/gone", "search_timeout": 5.0, "load_in_8bit": True, "beta1": 0.8}
-    old |= {"summarizer": "llm", "summarizer_model": "owner/small", "cuda_graphs": True}
-    (tmp_path / "settings.json").write_text(json.dumps(old))
-    settings = check_settings(settings_of({"model": model}), training=False)
-    assert (settings.protocol, settings.max_searches, settings.reader) == ("r_search", 7, "")
-    assert (settings.summarizer, settings.in_8bit) == ("owner/small", "others")
-    assert (settings.engine, settings.temperature) == ("slots", 0.0)
-    (tmp_path / "settings.json").write_text("3")
+    path.write_text("3")
     with pytest.raises(InputError, match="not a settings file"):
         settings_of({"model": model})
 
@@ -423,8 +412,7 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
     [
         ("--retriever bm26", "did you mean bm25?"),
         ("--question 3", "did you mean --questions?"),
-        ("--samples 0", "--samples must be at least 1"),
-        ("--questions -1", "--samples must be at least 1"),
+        ("--samples 0 --questions -1", "--samples must be at least 1"),
         ("--model ./nowhere", "no such directory"),
         ("--recipe ur3", "did you mean ur2?"),
         ("--name typo", "no checkpoint of that run"),
@@ -435,9 +423,7 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
         ("--reader m", "protocol ur2 does not have"),
         ("--reader m --protocol ur3", "did you mean ur2?"),
         ("--recipe r_search --reader built-in --model m --data f --corpus c", "URL#model"),
-        ("--predictions none.jsonl", "no such file"),
         ("--predictions=none.jsonl", "no such file"),
-        ("--predictions p --model m", "--model has no meaning with --predictions"),
         ("--against none.jsonl", "no such file"),
         ("--judge http://127.0.0.1:9/v1#m", "127.0.0.1:9"),
         ("--model m --data {runs}/none.jsonl --corpus from-data", "no such file"),
@@ -445,7 +431,6 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
         ("--model m --json {runs}/file/x", "--json {runs}/file/x: cannot be written there"),
         ("--decoding both --out p.jsonl", "--out is for one"),
         ("--decoding both --json t.json", "--json is for one"),
-        ("--decoding both --predictions p.jsonl", "--decoding has no meaning"),
         ("--decoding both --temperature 1", "leave --temperature out"),
     ],
 )
@@ -458,34 +443,35 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(words, said, tmp_path, c
     assert said.format(runs=tmp_path) in command_line(evaluation.main, arguments, capsys)
 
 
-def test_help_has_its_sections_and_neither_looks_for_a_model_nor_loads_one(monkeypatch, capsys):
-    monkeypatch.setattr(evaluation, "settings_of", lambda *_: pytest.fail("it was looked for"))
+@pytest.mark.parametrize("command", [evaluation, ask])
+def test_help_has_its_sections_and_neither_looks_for_a_model_nor_loads_one(
+    command, monkeypatch, capsys
+):
+    monkeypatch.setattr(command, "settings_of", lambda *_: pytest.fail("it was looked for"))
     with pytest.raises(SystemExit) as end:
-        run("--recipe r1_searcher --model ./nowhere --help")
+        command.main("--recipe r1_searcher --model ./nowhere --help".split())
     said = capsys.readouterr().out
-    for file in ("settings", "data", "rollout", "retriever", "other_models/llm", "eval"):
+    for file in ("settings", "data", "rollout", "retriever", "other_models/llm"):
         assert f"\n{file}.py:\n" in said
-    assert "--top_p" in said and "--samples" in said and "--lr" not in said
-    assert "(8; by itself 4)" in said and end.value.code == 0  # R1-Searcher's searches
+    assert ("\neval.py:\n" in said) == ("--samples" in said) == (command is evaluation)
+    assert "--top_p" in said and "--lr" not in said and end.value.code == 0
+    assert "(8; by itself 4)" in said  # R1-Searcher's searches
 
 
-SCORES_ALONE = """
-import runpy, sys
+SCORED = """
+import atexit, runpy, sys
 sys.argv = ["eval.py", "--predictions=p.jsonl"]
-try:
-    runpy.run_path("{root}/eval.py", run_name="__main__")
-except SystemExit as end:
-    assert not end.code
-assert "torch" not in sys.modules
+atexit.register(lambda: print("torch" in sys.modules))
+runpy.run_path("{root}/eval.py", run_name="__main__")
 """
 
 
 def test_scoring_a_file_loads_no_torch(tmp_path):
     record = {"id": "1", "question": "?", "golds": ["a"], "prediction": "a"}
     (tmp_path / "p.jsonl").write_text(json.dumps(record))
-    command = [sys.executable, "-c", SCORES_ALONE.format(root=ROOT)]
+    command = [sys.executable, "-c", SCORED.format(root=ROOT)]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0 and "1.000 [1.00, 1.00]" in done.stdout, done.stderr
+    assert "1.000 [1.00, 1.00]" in done.stdout and done.stdout.endswith("False\n"), done.stderr
 
 
 # -------------------------------------------------------------------------------- what is evaluated
@@ -586,6 +572,10 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
         path = few(name, "--samples", 2, "--temperature", 1, *more)
         return path.read_bytes(), capsys.readouterr().out
 
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(evaluation, "load_model", interrupted)
+        sampled("unbroken.jsonl")
+    assert "nothing was finished yet" in capsys.readouterr().out
     unbroken, _ = sampled("unbroken.jsonl")
     play, calls, out = evaluation.rollout, [], few("p.jsonl")  # others there before: put aside
 
@@ -612,13 +602,6 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
     assert made != unbroken and "are kept as p.jsonl.old2" in said and len(calls) == 7
     assert out.with_name("p.jsonl.old2").read_bytes() == unbroken
     assert sampled("p.jsonl", "--seed", 1, "--fresh")[0] == made and len(calls) == 10
-
-
-def test_ctrl_c_before_anything_is_finished_says_so(few, monkeypatch, capsys):
-    monkeypatch.setattr(evaluation, "load_model", interrupted)
-    with pytest.raises(SystemExit) as end:
-        few("p.jsonl")
-    assert end.value.code == 130 and "nothing was finished yet" in capsys.readouterr().out
 
 
 def test_a_line_that_was_lost_or_doubled_and_a_half_finished_batch_are_noticed(few, capsys):
@@ -649,60 +632,52 @@ def test_failed_searches_are_told_of_and_made_again(few, monkeypatch, capsys):
     assert out.read_bytes() == healthy and "searches failed" not in capsys.readouterr().err
 
 
-def test_both_decodings_in_one_go_are_the_two_evaluations(trained, tmp_path, capsys):
+def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained, tmp_path, capsys):
     shutil.copytree(trained, runs := tmp_path / "runs")
-    for temperature in "10":
-        run(f"--runs {runs} --questions 1 --temperature {temperature}")
+    command = f"--runs {runs} --questions 2"
+    run(f"{command} --temperature 1")
+    run(f"{command} --json {runs}/t.json")
     said = capsys.readouterr().out
-    run(f"--runs {runs} --questions 1 --fresh --decoding both")
+    for temperature, table in zip(
+        "10", said.split("questions of the built-in world")[1:], strict=True
+    ):
+        assert f"temperature {temperature}, retriever bm25" in table
+        lines = table.splitlines()
+        assert [line.split()[0] for line in lines[1:8]] == ["kind", *KINDS, "all"]
+    path = Path(lines[-1].removeprefix("predictions: "))
+    assert path.parent == runs / "predictions" and len(records_in(path)) == 10
+    assert json.loads((runs / "t.json").read_text())["all"]["questions"] == 10
+    run(f"{command} --fresh --decoding both")
     both = capsys.readouterr().out.splitlines(keepends=True)
     assert "".join(line for line in both if "are kept as" not in line) == said
-    assert "temperature 1" in said and "temperature 0" in said
+    run(f"{command} --stage 0")
+    assert capsys.readouterr().out.startswith("the built-in model, before RL: 10 questions")
 
 
-def test_the_table_has_the_kinds_in_order_and_predictions_lie_under_runs(trained, tmp_path, capsys):
-    for stage in ("", "--stage 0"):
-        run(f"--runs {trained} --questions 2 {stage} --json {tmp_path}/t.json")
-        lines = capsys.readouterr().out.splitlines()
-        assert "10 questions of the built-in world" in lines[0] and "temperature 0" in lines[0]
-        assert ("the built-in model, before RL" in lines[0]) == bool(stage)
-        assert [line.split()[0] for line in lines[1:8]] == ["kind", *KINDS, "all"]
-        path = Path(lines[-1].removeprefix("predictions: "))
-        assert path.parent == trained / "predictions" and len(records_in(path)) == 10
-        assert json.loads((tmp_path / "t.json").read_text())["all"]["questions"] == 10
+# ------------------------------------------------------------------------------------ real records
 
 
-# ---------------------------------------------------------------------- real records, real commands
-
-
-def hotpotqa(name) -> Path:
-    if not (HOTPOTQA / name).exists():
-        pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
-    return HOTPOTQA / name
-
-
-def save_real_model(path, data, family) -> list[float]:
+def save_real_model(path, questions, family) -> list[float]:
     """A random model with a byte-level BPE tokenizer trained on the records and a chat template,
     shown a few traces of searching for a moment: random weights alone would hardly ever write a
     query.
     """
-    questions, protocol = load_questions(data), PROTOCOLS["ur2"]
+    protocol, both = PROTOCOLS["ur2"], []
     texts = [protocol.instruction, *protocol.tags * 3] * 20
+    # One query and one answer for all questions, and for each a trace that does without the search:
+    # whatever it is asked, it searches about every other time, so the rewards of a group differ.
     for question in questions:
         texts += [question.question, *(found.text for found in question.references[:2])]
     tokenizer = train_bpe(texts, vocab_size=600)
+    for question in questions:
+        found = Document("", "who is it", question.references[0].text)
+        asked = dataclasses.replace(question, answers=["it"], references=(found,))
+        both += traces(tokenizer, [asked]) + traces(tokenizer, [asked], search=False)
     sizes = small(hidden_size=64, intermediate_size=128, max_position_embeddings=1024)
     sizes |= {"tie_word_embeddings": True, "initializer_range": 0.1, "vocab_size": len(tokenizer)}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
     policy = Policy(model_of(family, **sizes | ends))
-    # One query and one answer for all questions, and for each a trace that does without the search:
-    # whatever it is asked, it searches about every other time, so the rewards of a group differ.
-    both = []
-    for question in questions:
-        found = Document("", "who is it", question.references[0].text)
-        asked = dataclasses.replace(question, answers=["it"], references=(found,))
-        both += traces(tokenizer, [asked]) + traces(tokenizer, [asked], search=False)
     batches = [[both[(4 * step + i) % len(both)] for i in range(4)] for step in range(60)]
     losses = train_sft(policy, lambda step: batches[step], SFTSettings(60, 3e-3))
     save_policy(policy, tokenizer, path)
@@ -712,15 +687,31 @@ def save_real_model(path, data, family) -> list[float]:
 REAL = """--corpus from-data --name real --questions_per_step 2 --steps 2 --max_turn_tokens 40
     --max_searches 1 --documents_per_search 2 --document_tokens 60 --save_every 1 --group_size 4
     --trajectories_per_update 4 --temperature 0.8 --lr 1e-4 --tokens_per_micro_batch 700"""
+OTHER = "--optimizer adamw8bit --gradient_checkpointing --algorithm grpo --kl_coef 0.01"
 
 
-def check_real_run(runs, questions):
-    """Two stages that rolled out, searched, were rewarded and changed the weights."""
-    for stage in (1, 2):
+@pytest.mark.parametrize(
+    "file, family, more, retriever",
+    [
+        ("official_train_distractor_20.json", "qwen2", "", "bm25"),
+        ("hf_layout_dev_distractor_20.jsonl", "llama", OTHER, "oracle"),
+    ],
+)
+def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
+    file, family, more, retriever, tmp_path, monkeypatch, capsys
+):
+    data, runs = HOTPOTQA / file, tmp_path / "runs"
+    if not data.exists():
+        pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
+    monkeypatch.setattr(build, "set_threads", lambda: None)
+    losses = save_real_model(tmp_path / "model", questions := load_questions(data), family)
+    assert losses[-1] < losses[0]
+    for stage in (1, 2):  # they roll out, search, are rewarded and change the weights
+        start = f"--model {tmp_path}/model --data {data} --runs {runs} --stage {stage}"
+        train.main([*start.split(), *REAL.split(), *more.split()])
         folder = runs / "real" / f"stage{stage}"
         rows = records_in(folder / "metrics.jsonl")
-        assert [row["step"] for row in rows] == [0, 1]
-        assert sum(row["searches"] for row in rows) >= 1
+        assert [row["step"] for row in rows] == [0, 1] and sum(row["searches"] for row in rows) >= 1
         assert sum(row["inserted_tokens"] for row in rows) > 40
         # stage 2 pays nothing for a search: often all rewards are 0
         assert stage == 2 or any(row["grad_norm"] > 0 for row in rows)
@@ -728,39 +719,9 @@ def check_real_run(runs, questions):
         assert all(p.isfinite().all() for p in loaded.parameters())
         samples = (folder / "samples.txt").read_text()
         assert any(question.question in samples for question in questions)
-
-
-@pytest.mark.slow
-def test_real_hotpotqa_records_run_to_the_end_on_the_real_command_lines(tmp_path):
-    data, runs = hotpotqa("official_train_distractor_20.json"), tmp_path / "runs"
-    save_real_model(tmp_path / "model", data, "qwen2")
-    start = f"-m accelerate.commands.accelerate_cli launch --config_file={ROOT}/configs/cpu.yaml"
-    start += f" train.py --model {tmp_path}/model --data {data} --runs {runs} {REAL} --stage"
-    last = f"eval.py --runs {runs} --name real --questions 3"
-    how = {"cwd": ROOT, "env": ENVIRONMENT | {"ACCELERATE_USE_CPU": "1"}, "timeout": 300}
-    said = []
-    for words in (f"{start} 1", f"{start} 2", last):
-        command = [sys.executable, *words.split()]
-        done = subprocess.run(command, capture_output=True, text=True, **how)
-        assert done.returncode == 0, done.stderr[-3000:]
-        said.append(done.stdout)
-    check_real_run(runs, load_questions(data))
-    assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in said[1]
-    assert f"3 questions of {data.stem}" in said[2] and "\nall " in said[2]
-    predictions = records_in(said[2].splitlines()[-1].removeprefix("predictions: "))
+    run(f"--runs {runs} --name real --questions 3 --retriever {retriever}")
+    said = capsys.readouterr().out
+    assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in said
+    assert f"3 questions of {data.stem} (the first 3 of each" in said
+    predictions = records_in(said.splitlines()[-1].removeprefix("predictions: "))
     assert len(predictions) == 3 and any(record["searches"] for record in predictions)
-
-
-def test_the_hub_layout_and_a_llama_run_to_the_end_too(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(build, "set_threads", lambda: None)
-    data, runs = hotpotqa("hf_layout_dev_distractor_20.jsonl"), tmp_path / "runs"
-    losses = save_real_model(tmp_path / "model", data, "llama")
-    assert losses[-1] < losses[0]
-    start = f"--model {tmp_path}/model --data {data} --runs {runs} {REAL} --optimizer adamw8bit"
-    start += " --gradient_checkpointing --algorithm grpo --kl_coef 0.01 --stage"
-    for stage in "12":
-        train.main([*start.split(), stage])
-    check_real_run(runs, load_questions(data))
-    capsys.readouterr()
-    run(f"--runs {runs} --name real --questions 2 --retriever oracle")
-    assert "2 questions of" in capsys.readouterr().out
