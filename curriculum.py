@@ -83,7 +83,8 @@ def read_difficulty(path: str | Path, questions: Questions) -> Difficulty:
     else:
         known = {}
         for record in load_difficulty(path, cut=False):
-            known[record["id"]] = record.get("bucket") or bucket_of_mean(record["scores"])
+            name = record.get("bucket")
+            known[record["id"]] = name or bucket_of_mean(record["scores"])
     missing = [question.id for question in questions if question.id not in known]
     if missing:
         count = f"{len(missing)} of {len(questions)} questions"
@@ -205,8 +206,11 @@ def draw_choices(
     12.5 of 20, so 13, may search. The lot depends on seed and id, not on the order of reading.
     """
     hard = [q for q in questions if q.task == "choice" and difficulty[q.id] in HARD]
-    lots = {q.id: random.Random(f"{seed} search {q.id}").random() for q in hard}
-    by_lot = sorted(hard, key=lambda question: lots[question.id])
+
+    def lot(question: Question) -> float:
+        return random.Random(f"{seed} search {question.id}").random()
+
+    by_lot = sorted(hard, key=lot)
     count = int(min(1.0, share) * len(hard) + 0.5 + 1e-9)
     return frozenset(question.id for question in by_lot[:count])
 
@@ -298,7 +302,8 @@ class QuestionStream:
         drawn = draw_choices(questions, difficulty, share, self.seed)
         allowed = [q.id for q in questions if may_search(q, difficulty[q.id], drawn)]
         self.searching = frozenset(allowed)
-        if share > 1 and any(q.task == "choice" and dealt[q.id] for q in questions):
+        dealt_choices = [q for q in questions if q.task == "choice" and dealt[q.id]]
+        if share > 1 and dealt_choices:
             self.notes.append(
                 "multiple choice: too few are hard for half of them to search; all hard ones may"
             )
@@ -309,7 +314,8 @@ class QuestionStream:
             raise InputError(f"attempt {attempt} of a step, but the stream has {self.attempts}")
         turn, dealt = step * self.attempts + attempt, []
         for kind, count in self.counts.items():
-            dealt += [self._deal(kind, turn * count + i) for i in range(count)]
+            first = turn * count
+            dealt += [self._deal(kind, first + i) for i in range(count)]
         if self.searching is None:
             return dealt
         return [replace(q, may_search=q.may_search and q.id in self.searching) for q in dealt]
@@ -319,8 +325,8 @@ class QuestionStream:
         pool = self.pools[kind]
         epoch, place = divmod(number, len(pool))
         if self.orders.get(kind, (None,))[0] != epoch:
-            lot = random.Random(f"{self.seed} {kind} {epoch}")
-            self.orders[kind] = epoch, lot.sample(range(len(pool)), len(pool))
+            lot, size = random.Random(f"{self.seed} {kind} {epoch}"), len(pool)
+            self.orders[kind] = epoch, lot.sample(range(size), size)
         return pool[self.orders[kind][1][place]]
 
 
