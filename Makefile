@@ -25,7 +25,7 @@ test: install
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 slow: install
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -n 2 -m slow
 
 # Which of the papers' claims hold in the built-in world. Goes on where it was interrupted.
 ablate: install
