@@ -80,11 +80,11 @@ ANSWER = "<answer> {} </answer>"
 
 
 def test_r_search_is_graded_by_its_evidence_too():
-    # 5 words of evidence, of which "lives" stands in no document: 4/5
     evidence, answer = BOX.format("Ana Bell lives in Norland."), ANSWER.format("Norland")
     expected = dict(zip(COLUMNS, (1, 1, 1, 1, 1, 0, 1), strict=True))
-    expected |= {"evidence": 1, "support": 0.8}
-    assert grade(r_search(SEARCHED + evidence + answer)) == expected
+    # 5 words of evidence, of which "lives" stands in no document: 4/5
+    whole = grade(r_search(SEARCHED + evidence + answer))
+    assert whole == expected | {"evidence": 1, "support": 0.8}
     for text, form in ((answer, 1), (SEARCHED + answer, 0)):  # a search asks for evidence
         numbers = grade(r_search(text))
         assert (numbers["format"], numbers["evidence"]) == (form, 0)
@@ -92,21 +92,18 @@ def test_r_search_is_graded_by_its_evidence_too():
 
 
 def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
-    question, turn = Question("q", "?", ["Norland"]), "<search> Ana Bell </search>\n\n<information>"
-    turn += "\nfound\n</information>\n\n<reflect> r </reflect>"
+    turn = "<search> a </search>\n<information>\nfound\n</information>\n<reflect> r </reflect>"
 
     def graded(text):
-        return grade(trajectory_from_text(question, text, "when_to_search"))
+        return grade(trajectory_from_text(Question("q", "?", ["a"]), text, "when_to_search"))
 
     # 9 searches at 0.3 each are 2.7, which the reward refuses (2 is its bound): here is no price
-    for searches in (0, 1, 9):
-        right = f"<think> t </think>{turn * searches}{ANSWER.format('Norland')}"
+    for searches, answer in ((0, "a"), (1, "wrong"), (9, "a")):
+        right = f"<think> t </think>{turn * searches}{ANSWER.format(answer)}"
         numbers = graded(right)
         assert (numbers["format"], numbers["searches"], tuple(numbers)) == (1, searches, COLUMNS)
-    assert graded(right.replace("Norland", "Sudria"))["format"] == 1  # also of a wrong answer
-    parts = (" sure", "<think> t </think>", "<reflect> r </reflect>")
-    for wrong in (right + parts[0], right.replace(parts[1], ""), right.replace(parts[2], "")):
-        assert graded(wrong)["format"] == 0
+    without = [right.replace(part, "") for part in ("<think> t </think>", "<reflect> r </reflect>")]
+    assert [graded(wrong)["format"] for wrong in (right + " sure", *without)] == [0, 0, 0]
 
 
 def test_arena_is_graded_by_its_citations_and_has_no_search_columns():
@@ -135,18 +132,16 @@ def test_a_summary_is_graded_by_rouge():
 
 
 class Scripted:
-    """In place of a model: what it says, by what stands in the text; keeps what it was asked."""
+    """In place of a model: what it says, by what stands in the text."""
 
     def __init__(self, replies):
         self.replies, self.asked, self.failures = replies, [], 0
 
     def ask(self, requests):
-        self.asked += [text for _, text in requests]
-        found = []
-        for _, text in requests:
-            found.append(next((r for word, r in self.replies.items() if word in text), ""))
-        self.failures += found.count(None)
-        return found
+        self.asked += (texts := [text for _, text in requests])
+        replies = [[self.replies[word] for word in self.replies if word in text] for text in texts]
+        self.failures += replies.count([None])
+        return [(found or [""])[0] for found in replies]
 
 
 def stored(body, gold, number=0):
@@ -257,7 +252,7 @@ def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_as
 
 
 def test_the_built_in_reader_is_the_built_in_worlds(written, monkeypatch, toy_policy, bpe):
-    monkeypatch.setattr(score, "load_reader", lambda seed, runs: (toy_policy, bpe))
+    monkeypatch.setattr(score, "load_reader", lambda *_: (toy_policy, bpe))
     monkeypatch.setattr(score, "LocalLLM", lambda *_, **__: Scripted({"Norland": "Norland"}))
     run("--reader built-in --out", written)
     assert '"reader_em": 1.0' in written.read_text()
@@ -301,13 +296,12 @@ def test_two_evaluations_are_compared_in_pairs(written, tmp_path, capsys):
 
 
 def test_another_punctuation_scores_the_predictions_anew(written, monkeypatch, tmp_path):
-    questions, table = [Question("1", "?", ["Nor-land"])], tmp_path / "t.json"
-    monkeypatch.setattr(evaluation, "material", lambda *_: ({"people": questions}, []))
-    body = ANSWER.format("Nor land")  # as its paper has it, "norland" is not "nor land"
-    monkeypatch.setattr(evaluation, "rollout", lambda *_: [r_search(body, questions[0])])
-    for how, em in (("", 0), ("--punctuation space", 1)):
-        run(f"{how} --json {table} --out", written)
-        assert json.loads(table.read_text())["qa"]["em"][0] == em
+    row = r_search(ANSWER.format("Nor land"), Question("1", "?", ["Nor-land"]))
+    monkeypatch.setattr(evaluation, "material", lambda *_: ({"people": [row.question]}, []))
+    monkeypatch.setattr(evaluation, "rollout", lambda *_: [row])
+    for how, em in (("", 0), ("--punctuation space", 1)):  # its paper deletes it: "norland"
+        run(f"{how} --json {tmp_path}/t.json --out", written)
+        assert json.loads((tmp_path / "t.json").read_text())["qa"]["em"][0] == em
     assert records_in(written)[0]["metrics"]["em"] == 0  # in the file it stays as its paper has it
 
 
@@ -500,10 +494,9 @@ def question_file(path, count=5) -> str:
 def test_of_a_file_the_first_questions_are_taken_and_zero_takes_all(tmp_path):
     files = [question_file(tmp_path / name) for name in ("q.jsonl", "r.jsonl")]
     settings = Settings(data=",".join(files), model="m", retriever="empty")
-    datasets, _ = material(settings, dataclasses.replace(OPTIONS, questions=2))
-    assert [q.id for q in datasets["q"]] == ["q:0", "q:1"] and len(datasets["r"]) == 2
-    datasets, _ = material(settings, dataclasses.replace(OPTIONS, questions=0))
-    assert len(datasets["q"]) == 5
+    for count, there in ((2, 2), (0, 5)):
+        datasets, _ = material(settings, dataclasses.replace(OPTIONS, questions=count))
+        assert [q.id for q in datasets["q"]] == [f"q:{i}" for i in range(there)]
 
 
 def test_other_settings_weights_questions_passages_or_words_are_another_evaluation(tmp_path):
@@ -521,10 +514,10 @@ def test_other_settings_weights_questions_passages_or_words_are_another_evaluati
     assert all(other != made() for other in others)
 
 
-@pytest.mark.parametrize("model", ["/", "/m", "../m", "a/b c/checkpoint-000001", "C:/x/y", ""])
-def test_predictions_always_lie_under_the_runs_folder(model):
-    out = evaluation.default_out(Settings(model=model), OPTIONS)
-    assert out.parent == Path("runs/predictions") and not out.name.startswith((".", "-"))
+def test_predictions_always_lie_under_the_runs_folder():
+    for model in ("/", "/m", "../m", "a/b c/checkpoint-000001", "C:/x/y", ""):
+        out = evaluation.default_out(Settings(model=model), OPTIONS)
+        assert out.parent == Path("runs/predictions") and not out.name.startswith((".", "-"))
 
 
 # ------------------------------------------------------------------------------------ and once more
@@ -657,18 +650,17 @@ def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained,
 # ------------------------------------------------------------------------------------ real records
 
 
-def save_real_model(path, questions, family) -> list[float]:
-    """A random model with a byte-level BPE tokenizer trained on the records and a chat template,
-    shown a few traces of searching for a moment: random weights alone would hardly ever write a
-    query.
+def save_real_model(path, questions, family):
+    """A random model with a tokenizer trained on the records and a chat template, shown a few
+    traces for a moment: random weights alone would hardly ever write a query.
     """
     protocol, both = PROTOCOLS["ur2"], []
     texts = [protocol.instruction, *protocol.tags * 3] * 20
-    # One query and one answer for all questions, and for each a trace that does without the search:
-    # whatever it is asked, it searches about every other time, so the rewards of a group differ.
     for question in questions:
         texts += [question.question, *(found.text for found in question.references[:2])]
     tokenizer = train_bpe(texts, vocab_size=600)
+    # One query and one answer for all questions, and for each a trace that does without the search:
+    # whatever it is asked, it searches about every other time, so the rewards of a group differ.
     for question in questions:
         found = Document("", "who is it", question.references[0].text)
         asked = dataclasses.replace(question, answers=["it"], references=(found,))
@@ -679,9 +671,8 @@ def save_real_model(path, questions, family) -> list[float]:
     torch.manual_seed(0)
     policy = Policy(model_of(family, **sizes | ends))
     batches = [[both[(4 * step + i) % len(both)] for i in range(4)] for step in range(60)]
-    losses = train_sft(policy, lambda step: batches[step], SFTSettings(60, 3e-3))
+    train_sft(policy, lambda step: batches[step], SFTSettings(60, 3e-3))
     save_policy(policy, tokenizer, path)
-    return losses
 
 
 REAL = """--corpus from-data --name real --questions_per_step 2 --steps 2 --max_turn_tokens 40
@@ -704,21 +695,19 @@ def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
     if not data.exists():
         pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
     monkeypatch.setattr(build, "set_threads", lambda: None)
-    losses = save_real_model(tmp_path / "model", questions := load_questions(data), family)
-    assert losses[-1] < losses[0]
+    save_real_model(tmp_path / "model", questions := load_questions(data), family)
     for stage in (1, 2):  # they roll out, search, are rewarded and change the weights
         start = f"--model {tmp_path}/model --data {data} --runs {runs} --stage {stage}"
         train.main([*start.split(), *REAL.split(), *more.split()])
         folder = runs / "real" / f"stage{stage}"
         rows = records_in(folder / "metrics.jsonl")
-        assert [row["step"] for row in rows] == [0, 1] and sum(row["searches"] for row in rows) >= 1
+        assert len(rows) == 2 and sum(row["searches"] for row in rows) >= 1
         assert sum(row["inserted_tokens"] for row in rows) > 40
         # stage 2 pays nothing for a search: often all rewards are 0
         assert stage == 2 or any(row["grad_norm"] > 0 for row in rows)
         loaded = AutoModelForCausalLM.from_pretrained(checkpoints(folder)[-1])
         assert all(p.isfinite().all() for p in loaded.parameters())
-        samples = (folder / "samples.txt").read_text()
-        assert any(question.question in samples for question in questions)
+        assert any(q.question in (folder / "samples.txt").read_text() for q in questions)
     run(f"--runs {runs} --name real --questions 3 --retriever {retriever}")
     said = capsys.readouterr().out
     assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in said
