@@ -22,11 +22,8 @@ import train
 from data import Document, Question, load_questions
 from errors import InputError
 from eval import Evaluation, grade, last_checkpoint, material, prediction_record, settings_of
-from other_models.judge import Judge
 from plumbing import build, score
 from plumbing.files import checkpoints, stage_folder
-from plumbing.report import summarise
-from plumbing.score import add_reader, add_verdicts
 from policy import Policy, save_policy
 from prompts import PROTOCOLS
 from retriever import BM25
@@ -135,57 +132,17 @@ class Scripted:
     """In place of a model: what it says, by what stands in the text."""
 
     def __init__(self, replies):
-        self.replies, self.asked, self.failures = replies, [], 0
+        self.replies, self.failures = replies, 0
 
     def ask(self, requests):
-        self.asked += (texts := [text for _, text in requests])
-        replies = [[self.replies[word] for word in self.replies if word in text] for text in texts]
-        self.failures += replies.count([None])
-        return [(found or [""])[0] for found in replies]
-
-
-def stored(body, gold, number=0):
-    return prediction_record(r_search(body, Question(str(number), WHERE, [gold])), 0)
+        found = [
+            [self.replies[word] for word in self.replies if word in text] for _, text in requests
+        ]
+        self.failures += found.count([None])
+        return [(replies or [""])[0] for replies in found]
 
 
 WITH_EVIDENCE = SEARCHED + BOX.format("Ana Bell was born in Norland.") + ANSWER.format("Sudria")
-
-
-def test_another_model_answers_from_the_evidence_and_its_scores_stand_beside_the_policys():
-    reader = Scripted({"Norland": "the far Norland"})
-    records = [stored(body, "Norland") for body in (WITH_EVIDENCE, ANSWER.format("Norland"))]
-    found = add_reader(records, reader)
-    # nobody is asked without evidence
-    assert reader.asked == [f"Ana Bell was born in Norland.\n{WHERE}"]
-    assert [r["reader_prediction"] for r in found] == ["the far Norland", ""]
-    # "far norland" for "norland": P 1/2, R 1, F1 2/3; the policy itself said Sudria, and then
-    # Norland without evidence
-    scores = [(r["metrics"]["reader_em"], r["metrics"]["reader_f1"]) for r in found]
-    assert scores == [(0, pytest.approx(2 / 3)), (0, 0)]
-    assert [(r["metrics"]["em"], r["prediction"]) for r in found] == [(0, "Sudria"), (1, "Norland")]
-    assert "reader_em" not in records[0]["metrics"]
-    assert records[1]["evidence"] is None and "evidence" not in prediction_record(example("ur2"), 0)
-
-
-def test_an_unreadable_verdict_is_neither_right_nor_wrong():
-    said = {"Norland": "The same.\nyes", "Sudria": "no", "Kelmouth": "Hard to say."}
-    judge = Judge(Scripted({f"answer: {name}": reply for name, reply in said.items()}))
-    bodies = [ANSWER.format(answer) for answer in (*said, "")]
-    records = add_verdicts([stored(b, "Norway", i) for i, b in enumerate(bodies)], judge)
-    # no answer is wrong, and nobody is asked
-    assert [r["metrics"]["judged"] for r in records] == [1, 0, None, 0]
-    assert (judge.asked, judge.unreadable) == (3, 1)
-    assert summarise(records)["qa"]["judged"][0] == pytest.approx(1 / 3)
-
-
-def test_a_stored_choice_question_is_judged_with_its_options():
-    question = Question("q", "which ?", ["B"], task="choice", options=("Sudria", "Norland"))
-    record = prediction_record(trajectory_from_text(question, "\\boxed{B}", "ur2"), 0)
-    judge = Judge(Scripted({"A. Sudria\nB. Norland": "yes"}))
-    (told,) = add_verdicts([json.loads(json.dumps(record))], judge)
-    assert told["metrics"]["judged"] == 1
-    judge = Judge(Scripted({"": None}))  # it went away: the verdict that is there stays
-    assert add_verdicts([told], judge) == [told] and judge.silent == 1
 
 
 @pytest.fixture
@@ -216,7 +173,9 @@ def scripted_others(monkeypatch, **others):
     monkeypatch.setattr(score, "build_llm", lambda spec, settings, device: others[spec])
 
 
-def test_reader_and_judge_are_asked_after_all_predictions_are_written(written, monkeypatch, capsys):
+def test_reader_and_judge_are_asked_after_all_predictions_are_written(
+    written, monkeypatch, toy_policy, capsys
+):
     reader = Scripted({"Norland": "Norland"})
     judge = Scripted({"answer: Sudria": None, "answer: Norland": "yes"})
     scripted_others(monkeypatch, R=reader, J=judge)
@@ -230,6 +189,10 @@ def test_reader_and_judge_are_asked_after_all_predictions_are_written(written, m
     scripted_others(monkeypatch, R=Scripted({"Norland": None}))
     run("--reader R --fresh --out", written)
     assert "reader: no answer to 1 of its requests" in capsys.readouterr().out
+    monkeypatch.setattr(score, "load_reader", lambda *_: (toy_policy, None))
+    monkeypatch.setattr(score, "LocalLLM", lambda *_, **__: reader)
+    run("--reader built-in --fresh --out", written)
+    assert '"reader_em": 1.0' in written.read_text()
 
 
 def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_asked_again(
@@ -249,13 +212,6 @@ def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_as
     assert written.read_text() == before and "reader_em" in again.read_text()
     summary = json.loads(table.read_text())["people"]  # each is right where the other is not
     assert summary["reader_em"][0] == summary["em"][0] == 0.5
-
-
-def test_the_built_in_reader_is_the_built_in_worlds(written, monkeypatch, toy_policy, bpe):
-    monkeypatch.setattr(score, "load_reader", lambda *_: (toy_policy, bpe))
-    monkeypatch.setattr(score, "LocalLLM", lambda *_, **__: Scripted({"Norland": "Norland"}))
-    run("--reader built-in --out", written)
-    assert '"reader_em": 1.0' in written.read_text()
 
 
 def test_several_data_sets_are_one_pass_and_one_table(written, monkeypatch, capsys):
@@ -404,7 +360,6 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--retriever bm26", "did you mean bm25?"),
         ("--question 3", "did you mean --questions?"),
         ("--samples 0 --questions -1", "--samples must be at least 1"),
         ("--model ./nowhere", "no such directory"),
@@ -412,8 +367,6 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
         ("--name typo", "no checkpoint of that run"),
         ("--data f.jsonl", "--data needs --model"),
         ("--lr 3", "unknown flag --lr"),
-        ("--cross_model m", "write --reader"),
-        ("--split all", "invalid choice"),
         ("--reader m", "protocol ur2 does not have"),
         ("--reader m --protocol ur3", "did you mean ur2?"),
         ("--recipe r_search --reader built-in --model m --data f --corpus c", "URL#model"),
