@@ -9,7 +9,6 @@ import pytest
 from conftest import command_line
 
 import ask
-from data import load_questions
 from errors import InputError
 from retriever import BM25
 from retrievers.serve import RetrievalServer
@@ -40,9 +39,9 @@ def question_in(lines: list[str]) -> str:
     return shown.removeprefix("question: ").split("   gold: ")[0]
 
 
-def test_without_a_question_a_held_out_one_is_shown_search_by_search(asked):
+def test_without_a_question_a_held_out_one_is_shown_search_by_search(asked, trained):
     lines = asked("--temperature", 1)  # greedily this model does not search here
-    assert lines[0].endswith("stage2/checkpoint-000002") and lines[0].startswith("model: ")
+    assert lines[0] == f"model: {trained}/ur2-world0-seed0/stage2/checkpoint-000002"
     assert lines[1] == f"searches: the built-in world (bm25, {len(World(0).documents)} passages)"
     # ⟦what was found⟧ stands in the trajectory, and above it after its query
     assert lines[2].startswith("search 1: ") and lines[3].startswith("    -> ")
@@ -101,14 +100,11 @@ def test_a_checkpoint_that_learned_from_a_model_of_elsewhere_is_one_too(trained,
 
 def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, asked, refused):
     questions, data = World(0).questions("test", "one_hop")[:3], tmp_path / "q.jsonl"
-    with open(data, "w") as file:
-        for q in questions:
-            file.write(json.dumps(dataclasses.asdict(q)) + "\n")
+    data.write_text("".join(json.dumps(dataclasses.asdict(q)) + "\n" for q in questions))
     given = ("--model", model, "--data", data)
     assert "--data needs --corpus" in refused(*given)
     shown = asked(*given, "--corpus", "from-data")
-    count = len({d.text for q in load_questions(data) for d in q.references})
-    assert shown[1] == f"searches: the paragraphs of {data} (bm25, {count} passages)"
+    assert shown[1].startswith(f"searches: the paragraphs of {data} (bm25, ")
     assert question_in(shown) == questions[0].question  # the file's first
     gold = " | ".join(questions[2].answers)
     given = (questions[2].question, *given, "--corpus", "from-data")
@@ -122,7 +118,6 @@ def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, 
     [
         (["a ?", "--samples", "3"], "ask.py: unknown flag --samples"),
         (["a ?", "b ?"], "unknown flag b ?"),
-        (["--model", "./nowhere"], "no such directory"),
         (["--max_context", "99999"], "the model has"),
     ],
 )
