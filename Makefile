@@ -22,7 +22,7 @@ train: install
 # Everything but the long learning runs; `make slow` runs those.
 test: install
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 slow: install
 	$(BIN)/python -m pytest -q -m slow

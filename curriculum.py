@@ -9,8 +9,7 @@ happened before: a resumed run sees what the unbroken one would have seen.
 Difficulty is measured once, with the model as it is before training: s = mean score of K rollouts
 (UR²: K = 20; `python -m lab.difficulty`).
 
-    UR²           easy 0.8 ≤ s ≤ 1    medium 0.5 ≤ s < 0.8    hard 0.2 ≤ s < 0.5    dropped below
-    R1-Searcher   rollouts until the first success: easy under 10, medium 10 to 20, hard more
+    easy 0.8 ≤ s ≤ 1    medium 0.5 ≤ s < 0.8    hard 0.2 ≤ s < 0.5    dropped below
 
 A step then holds hard : medium : easy = 7 : 2 : 1. Of dropped questions all rollouts of a group
 fail, so they teach nothing for long. They are dealt only where `buckets` names them: UR²'s stage 1
@@ -26,7 +25,7 @@ import math
 import random
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,29 +72,6 @@ def bucket_of_mean(scores: Sequence[float]) -> str:
     return bucket(sum(scores) / len(scores))
 
 
-def bucket_of_first_success(scores: Sequence[float]) -> str:
-    """R1-Searcher's counting. A success is a full score; none at all is the hardest bucket.
-
-    Its published stage 1 file is medium by the paper, but holds about ten rollouts a question: this
-    count calls most of its questions easy.
-
-    >>> bucket_of_first_success([0, 0, 1, 0]), bucket_of_first_success([0] * 9 + [1])
-    ('easy', 'medium')
-    """
-    successes = [score >= 1 for score in scores[:20]]
-    if not any(successes):
-        return "hard"
-    needed = successes.index(True) + 1
-    return "easy" if needed < 10 else "medium"
-
-
-# name -> (bucket of a question's scores, its usual metric)
-SCHEMES: dict[str, tuple[Callable[[Sequence[float]], str], str]] = {
-    "ur2": (bucket_of_mean, "f1"),
-    "r1_searcher": (bucket_of_first_success, "cem"),
-}
-
-
 def read_difficulty(path: str | Path, questions: Questions) -> Difficulty:
     """id -> bucket, from a difficulty file; "level" takes the level that the records bring."""
     if str(path) == "level":
@@ -110,8 +86,11 @@ def read_difficulty(path: str | Path, questions: Questions) -> Difficulty:
             known[record["id"]] = record.get("bucket") or bucket_of_mean(record["scores"])
     missing = [question.id for question in questions if question.id not in known]
     if missing:
-        few = f"{len(missing)} of {len(questions)} questions have none, the first is {missing[0]}"
-        raise InputError(f"--difficulty {path}: {few}: measure the same --data to its end")
+        count = f"{len(missing)} of {len(questions)} questions"
+        raise InputError(
+            f"--difficulty {path}: {count} have none, the first is {missing[0]}: measure the same "
+            "--data to its end"
+        )
     return {question.id: known[question.id] for question in questions}
 
 
@@ -196,11 +175,12 @@ def may_search(question: Question, name: str, drawn: frozenset[str]) -> bool:
 
 def dealt_per_step(questions: Questions, difficulty: Difficulty, counts: Counts) -> Weights:
     """id -> how often a step deals it on average: counts_b / n_b. Without counts all are alike."""
-    sizes, dealt = Counter(difficulty[question.id] for question in questions), {}
-    for question in questions:
-        name = difficulty[question.id]
-        dealt[question.id] = counts.get(name, 0) / sizes[name] if counts else 1.0
-    return dealt
+    if not counts:
+        return {question.id: 1.0 for question in questions}
+    names = [difficulty[question.id] for question in questions]
+    sizes = Counter(names)
+    shares = [counts.get(name, 0) / sizes[name] for name in names]
+    return dict(zip((question.id for question in questions), shares, strict=True))
 
 
 def share_of_hard_choices(questions: Questions, difficulty: Difficulty, dealt: Weights) -> float:
@@ -286,8 +266,8 @@ class QuestionStream:
             return questions
         kept = [question for question in questions if difficulty[question.id] != "dropped"]
         if len(kept) < len(questions):
-            left_out = f"{len(questions) - len(kept)} of {len(questions)} questions"
-            self.notes.append(f"{left_out} score below {EDGES['hard']} and are left out")
+            count = f"{len(questions) - len(kept)} of {len(questions)} questions"
+            self.notes.append(f"{count} score below {EDGES['hard']} and are left out")
         if not kept:
             raise InputError(
                 "--difficulty: every question is in the bucket dropped: train on them with "
@@ -348,31 +328,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Buckets of a few questions, and how a step is shared out."""
     if sys.argv[1:] if arguments is None else arguments:
         raise InputError("curriculum.py shows an example; to measure: python -m lab.difficulty")
-    successes = {
-        "q1": 19,
-        "q2": 16,
-        "q3": 15,
-        "q4": 10,
-        "q5": 9,
-        "q6": 7,
-        "q7": 6,
-        "q8": 5,
-        "q9": 2,
-    }
-    tasks = ["qa", "choice", "math", "qa", "math", "choice", "qa", "choice", "math"]
-    print("right of 20   mean score   bucket     task     may it search?")
-    difficulty = {name: bucket(right / 20) for name, right in successes.items()}
-    pool = [Question(q, "?", ["!"], task) for q, task in zip(successes, tasks, strict=True)]
-    dealt = dealt_per_step(pool, difficulty, {})
-    drawn = draw_choices(pool, difficulty, share_of_hard_choices(pool, difficulty, dealt), seed=0)
-    for q in pool:
-        right, name = successes[q.id], difficulty[q.id]
-        allowed = "yes" if may_search(q, name, drawn) else "no: asked directly"
-        print(f"{right:11} {right / 20:12.2f}   {name:10} {q.task:8} {allowed}")
+    print("mean score of 20 rollouts -> bucket; may a math question of it search?")
+    scores = [0.95, 0.8, 0.75, 0.5, 0.45, 0.35, 0.1]
+    for score in scores:
+        name, question = bucket(score), Question("q", "?", ["!"], "math")
+        allowed = "yes" if may_search(question, name, frozenset()) else "no: asked directly"
+        print(f"  {score:.2f}   {name:10} {allowed}")
     weights = {"hard": 7, "medium": 2, "easy": 1}
-    print(f"\nten questions at 7 : 2 : 1       {exact_counts(10, weights)}")
-    short = Counter(difficulty.values())
-    print(f"six, from the nine above         {counts_within(6, weights, short)}")
+    print("\nten questions at 7 : 2 : 1  ", exact_counts(10, weights))
+    short = Counter(map(bucket, scores))
+    print("five, from those above      ", counts_within(5, weights, short))
 
 
 if __name__ == "__main__":

@@ -2,16 +2,14 @@
 
 GRPO's advantage, A_i = (r_i − mean_group) / (std_group + 1e-6), and four departures from GRPO:
 
-    1  clip-higher        clip(ratio, 1 − ε_low, 1 + ε_high), ε_low 0.2 < ε_high 0.28: an unlikely
-                          token has room to grow
+    1  clip-higher        ε_low 0.2 < ε_high 0.28: an unlikely token has room to grow
     2  dynamic sampling   a group all right or all wrong is dropped, and more questions are drawn
     3  token mean         weight = 1 / (model tokens of the batch): all tokens count the same
     4  overlong           cut off by length before it answered: no gradient, it was not shown wrong
 
-Departure 2 looks at correctness, not at the reward: a reward of several components is almost never
-equal in a group. Cut-off trajectories count as wrong in it, and in the mean and std of their group.
-A KL stands where GRPO's does, if kl_coef is above 0 (When to Search's table has 1e-4).
-Source: Yu et al. 2025, sections 3.1 to 3.4, in this order; of 3.4 the filter.
+Departure 2 looks at correctness: a reward of several components is almost never equal in a group.
+Cut-off trajectories count as wrong in it, and in the mean and std of their group. A KL stands where
+GRPO's does, if kl_coef is above 0. Source: Yu et al. 2025, sections 3.1 to 3.4, in this order.
 Left out: the soft penalty for long answers (section 3.4). Sampling ends after `max_resample`
 further draws, where the paper goes on until the batch is full: the batch is then smaller, and
 where no group is left, the step is skipped (train.py).

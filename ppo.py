@@ -17,8 +17,7 @@
 Source: Schulman et al. 2017 eq. 7 (one ε), 2015 for GAE eq. 16; DAPO (two, "clip-higher"); Ye et
 al. 2020 (dual clip). GRPO, DAPO and REINFORCE++ share surrogate, weights and loss. Documents are no
 steps: GAE goes from model token to model token. They are part of the states that the critic reads.
-Left out: a body shared by policy and critic, an entropy bonus, a second epoch over a rollout,
-stopping early at a KL, and scaling of rewards or returns.
+Left out: a body shared with the critic, an entropy bonus, a second epoch, early stops, scaling.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 from tqdm import tqdm
@@ -141,7 +142,8 @@ class BM25:
         """min(k, N) documents each, best first. As in the reference, documents that share no word
         with the query (score 0) fill up the list.
         """
-        return [[document for document, _ in found] for found in self.search_scored(queries, k)]
+        scored = self.search_scored(queries, k)
+        return [list(map(itemgetter(0), found)) for found in scored]
 
     def search_scored(self, queries: list[str], k: int) -> list[Scored]:
         """`search`, each document with its score."""

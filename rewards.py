@@ -124,14 +124,15 @@ def word_limit(question: Question) -> int:
 
 def tags_pair(text: str, tags: Tags) -> bool:
     """Is every begin tag closed before the next one opens?"""
-    order = re.findall("|".join(map(re.escape, tags)), text)
+    either = "|".join(map(re.escape, tags))
+    order = re.findall(either, text)
     return order == [*tags] * (len(order) // 2)
 
 
 def scripts(text: str) -> set[str]:
     """The scripts of its letters: "π r², 巴黎" -> GREEK, LATIN, CJK. NFKC turns ℝ into R."""
-    characters = unicodedata.normalize("NFKC", text)
-    letters = {c for c in characters if unicodedata.category(c) in ("Lu", "Ll", "Lt", "Lo")}
+    kinds = ("Lu", "Ll", "Lt", "Lo")  # of letters
+    letters = [c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) in kinds]
     return {unicodedata.name(c, "UNKNOWN").split()[0] for c in letters}
 
 
@@ -160,7 +161,7 @@ def read_sections(text: str, pairs: Sequence[Tags]) -> list[tuple[int, str]] | N
     """
     tags = "|".join(re.escape(tag) for pair in pairs for tag in pair)
     pieces = re.split(f"({tags})", text)  # between, begin, content, end, between, begin, ...
-    if len(pieces) % 4 != 1 or any(between.strip() for between in pieces[::4]):
+    if len(pieces) % 4 != 1 or "".join(pieces[::4]).strip():
         return None
     sections = []
     for begin, content, end in zip(pieces[1::4], pieces[2::4], pieces[3::4], strict=True):
@@ -602,9 +603,8 @@ def is_concise(query: str) -> bool:
     named = words[0] in ("Will", "May") and "".join(words[1:2]).istitle()
     if words[0].lower() in _OPENERS and not named:
         return False
-    return sum(word.lower() in _STOPWORDS + _OPENERS for word in words) <= MAX_STOPWORDS * len(
-        words
-    )
+    stopwords = [word for word in words if word.lower() in _STOPWORDS + _OPENERS]
+    return len(stopwords) <= MAX_STOPWORDS * len(words)
 
 
 def mean_similarity(queries: list[str], embed: Embedder) -> float:

@@ -102,7 +102,8 @@ class StopRule:
 def closing_ids(tokenizer, size: int, last: str) -> set[int]:
     """Ids of the tokens that hold one of the characters `last`: only they can complete a tag."""
     pieces = tokenizer.batch_decode([[i] for i in range(size)], skip_special_tokens=False)
-    return {i for i, piece in enumerate(pieces) if set(piece) & set(last)}
+    wanted = set(last)
+    return {i for i, piece in enumerate(pieces) if wanted.intersection(piece)}
 
 
 class TurnWatcher:
@@ -269,8 +270,11 @@ def fit_block(
         body = "\n".join(pieces[:count])
         if len(ids := block(body)) <= budget:
             return ids, body
-    lengths = range(len(body))
-    fits = bisect.bisect_right(lengths, budget, key=lambda length: len(block(body[:length])))
+
+    def tokens(length: int) -> int:
+        return len(block(body[:length]))
+
+    fits = bisect.bisect_right(range(len(body)), budget, key=tokens)
     body = body[: max(fits - 1, 0)]
     return block(body), body
 
@@ -468,7 +472,8 @@ def seeded(seed: int | None, device: torch.device):
     if seed is None:
         yield
         return
-    with torch.random.fork_rng(devices=[device] if torch.device(device).type == "cuda" else []):
+    on_gpu = torch.device(device).type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
         torch.manual_seed(seed)
         yield
 

@@ -79,7 +79,7 @@ RECORDS = (
 
 
 @dataclass(frozen=True)
-class Settings(*RECORDS):
+class Settings(*reversed(RECORDS)):  # dataclass lists the fields of the last base first
     """Every setting of a run."""
 
 

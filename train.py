@@ -83,7 +83,8 @@ def train(settings: Settings) -> Path:
                 lr = set_lr(parts, step, number)
                 part = batch_of_update(parts, batch, rows, number)
                 results.append(update(parts, part) | {"lr": lr})  # the critic's too
-                run.check_finite(results[-1], step, part, sampled.of(rows))
+                seen = sampled.of(rows)
+                run.check_finite(results[-1], step, part, seen)
             record |= mean_of(results) | foresight(batch)
         record |= {"update_seconds": time.perf_counter() - start}
         run.log(record, sampled)
@@ -125,7 +126,8 @@ def roll_out(parts: Parts, step: int, draw: int) -> list[Trajectory]:
     """This process samples its share of the questions; all get all trajectories, group by group."""
     rank, world = parts.accelerator.process_index, parts.accelerator.num_processes
     questions = parts.stream.take(step, draw)
-    first, end = (len(questions) * share // world for share in (rank, rank + 1))
+    first = len(questions) * rank // world
+    end = len(questions) * (rank + 1) // world
     seed = parts.settings.seed * 1_000_003 + rank
     seed += (step * parts.stream.attempts + draw) * 1_009
     with evaluating(parts.policy), parts.sampler() as policy:
@@ -196,8 +198,8 @@ def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
     """The ablation: every token behind the prompt counts as the policy's."""
     batch.response_mask = torch.zeros_like(batch.response_mask)  # [B, T]
     for row, t in enumerate(trajectories):
-        first, end = len(t.prompt_ids) - 1, len(t.ids) - 1
-        batch.response_mask[row, first:end] = 1.0
+        first = len(t.prompt_ids) - 1  # the column of the first response token
+        batch.response_mask[row, first : len(t.ids) - 1] = 1.0
     batch.sampled_logprobs = None  # of documents there are none
 
 
@@ -264,7 +266,8 @@ def measure(parts: Parts, sampled: Sampled) -> dict[str, float]:
         record |= parts.scorer.stats()
     if settings.algorithm == "dapo":
         record["resampled"] = sampled.draws - 1
-        record["informative"] = informative(sampled, settings).float().mean().item()
+        kept = informative(sampled, settings)  # [N]
+        record["informative"] = kept.float().mean().item()
         record["skipped"] = int(not sampled.kept)
     return record
 
@@ -308,7 +311,8 @@ def main(arguments: list[str] | None = None) -> None:
         last = f"last checkpoint: {found[-1]} (go on with --resume)" if found else "no checkpoint"
         say(f"\ninterrupted; {last}")
         sys.exit(130)
-    say(f"done: {folder} (python eval.py --model {checkpoints(folder)[-1]})")
+    last = checkpoints(folder)[-1]
+    say(f"done: {folder} (python eval.py --model {last})")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ thing, over several worlds.
     python -m lab.ablate               two worlds, all claims but PPO's: half an hour on two cores
     python -m lab.ablate --seeds 5     five worlds
     python -m lab.ablate --only evidence,mask
-    python -m lab.ablate --table       the table and the picture of what is there; runs nothing
+    python -m lab.ablate --table       the table of what is there; runs nothing
 
     arm      a training run: recipe, stage, what it sets otherwise, the arm that it starts from
     claim    a number of one arm against the same number of another, paired by world; both have had
@@ -135,19 +135,20 @@ def score(kind: str, name: str) -> Callable[[dict], float]:
     return lambda result: float(np.mean([result["eval"][k][name] for k in kinds]))
 
 
-EM = Number("look-up EM", score("lookups", "em"))
-NO_WORSE = Number("look-up EM + 0.03", score("lookups", "em"), counts=0.0, grant=0.03)
-READER = Number("reader's EM", score("lookups", "reader_em"), counts=0.05)
-CITED = Number("exact set", score("lookups", "exact_set"), counts=0.05)
-FORMAT = Number("strict format rate", score("all", "format"))
-NEEDLESS = Number("arithmetic searches", score("arithmetic", "searches"), counts=0.1, sign=-1)
-KNOWN = Number("searches, known facts", score("known", "searches"), counts=0.1, sign=-1)
-JUMP = Number(
-    "log10 of the largest gradient",
-    lambda result: math.log10(max(result["curve"]["grad_norm"])),
-    counts=0.1,
-    sign=-1,
-)
+def jump(result: dict) -> float:
+    return math.log10(max(result["curve"]["grad_norm"]))
+
+
+NUMBERS = {
+    "EM": Number("look-up EM", score("lookups", "em")),
+    "NO_WORSE": Number("look-up EM + 0.03", score("lookups", "em"), counts=0.0, grant=0.03),
+    "READER": Number("reader's EM", score("lookups", "reader_em"), counts=0.05),
+    "CITED": Number("exact set", score("lookups", "exact_set"), counts=0.05),
+    "FORMAT": Number("strict format rate", score("all", "format")),
+    "NEEDLESS": Number("arithmetic searches", score("arithmetic", "searches"), 0.1, sign=-1),
+    "KNOWN": Number("searches, known facts", score("known", "searches"), 0.1, sign=-1),
+    "JUMP": Number("log10 of the largest gradient", jump, 0.1, sign=-1),
+}
 
 
 @dataclass(frozen=True)
@@ -161,55 +162,36 @@ class Claim:
     number: Number
 
 
-CLAIMS: dict[str, Claim] = {
-    "stage1": Claim(
-        "UR², R1-Searcher", "a first stage that rewards searching helps", "ur2", "ur2_no_stage1", EM
-    ),
-    "mask": Claim("all", "documents must be masked in the loss", "ur2", "ur2_no_mask", EM),
-    "penalty": Claim(
-        "UR²", "the fallback penalty stops needless searches", "ur2", "ur2_no_penalty", NEEDLESS
-    ),
-    "curriculum": Claim(
-        "UR²", "easy questions teach needless searches", "ur2_stage1", "ur2_stage1_easy", NEEDLESS
-    ),
-    "summary": Claim(
-        "UR²", "summaries read better than the passages themselves", "ur2", "ur2_no_summary", EM
-    ),
-    "fallback": Claim(
-        "UR²", "the summary's fallback stops needless searches", "ur2", "ur2_no_summary", NEEDLESS
-    ),
-    "vanilla": Claim("UR²", "UR² beats RL without stage 1 and summaries", "ur2", "vanilla_rl", EM),
-    "f1": Claim("R1-Searcher", "an F1 reward beats an exact-match reward", "r1", "r1_em", EM),
-    "reinforce": Claim("R1-Searcher, UR²", "REINFORCE++ beats GRPO", "ur2", "ur2_grpo", EM),
-    "k2": Claim(
-        "ARENA", "k2 trains more stably than k3 (lr 2e-3, KL 0.1)", "ur2_k2", "ur2_k3", JUMP
-    ),
-    "ppo": Claim("R-Search", "GRPO beats PPO", "r_search", "r_search_ppo", EM),
-    "evidence": Claim(
-        "R-Search", "paid evidence lets another model answer", "r_search", "r_search_plain", READER
-    ),
-    "evidence_answer": Claim(
-        "R-Search", "the evidence reward improves the answers too", "r_search", "r_search_plain", EM
-    ),
-    "stage2": Claim(
-        "When to Search", "stage 2 stops needless searches", "when_stage2", "when_stage1_on", KNOWN
-    ),
-    "stage2_accuracy": Claim(
-        "When to Search", "stage 2 costs no accuracy", "when_stage2", "when_stage1_on", NO_WORSE
-    ),
-    "unified": Claim(
-        "When to Search", "two stages beat stage 2 alone", "when_stage2", "when_unified", EM
-    ),
-    "bonus": Claim(
-        "ARENA", "a bonus for all three brings exact citations", "arena", "arena_no_bonus", CITED
-    ),
-    "relevance": Claim(
-        "ARENA", "rewarding relevance brings exact citations", "arena", "arena_no_relevance", CITED
-    ),
-    "hacked": Claim(
-        "UR² (format check)", "a loose format check is hacked", "ur2", "ur2_loose", FORMAT
-    ),
-}
+# Name, paper, claim, the arm that is claimed to be better, the other one, the number.
+_CLAIMS = """
+- stage1 | UR², R1-Searcher | a first stage that rewards searching helps | ur2 | ur2_no_stage1 | EM
+- mask | all | documents must be masked in the loss | ur2 | ur2_no_mask | EM
+- penalty | UR² | the fallback penalty stops needless searches | ur2 | ur2_no_penalty | NEEDLESS
+- curriculum | UR² | easy questions teach needless searches |
+  ur2_stage1 | ur2_stage1_easy | NEEDLESS
+- summary | UR² | summaries read better than the passages themselves | ur2 | ur2_no_summary | EM
+- fallback | UR² | the summary's fallback stops needless searches | ur2 | ur2_no_summary | NEEDLESS
+- vanilla | UR² | UR² beats RL without stage 1 and summaries | ur2 | vanilla_rl | EM
+- f1 | R1-Searcher | an F1 reward beats an exact-match reward | r1 | r1_em | EM
+- reinforce | R1-Searcher, UR² | REINFORCE++ beats GRPO | ur2 | ur2_grpo | EM
+- k2 | ARENA | k2 trains more stably than k3 (lr 2e-3, KL 0.1) | ur2_k2 | ur2_k3 | JUMP
+- ppo | R-Search | GRPO beats PPO | r_search | r_search_ppo | EM
+- evidence | R-Search | paid evidence lets another model answer | r_search | r_search_plain | READER
+- evidence_answer | R-Search | the evidence reward improves the answers too |
+  r_search | r_search_plain | EM
+- stage2 | When to Search | stage 2 stops needless searches | when_stage2 | when_stage1_on | KNOWN
+- stage2_accuracy | When to Search | stage 2 costs no accuracy |
+  when_stage2 | when_stage1_on | NO_WORSE
+- unified | When to Search | two stages beat stage 2 alone | when_stage2 | when_unified | EM
+- bonus | ARENA | a bonus for all three brings exact citations | arena | arena_no_bonus | CITED
+- relevance | ARENA | rewarding relevance brings exact citations |
+  arena | arena_no_relevance | CITED
+- hacked | UR² (format check) | a loose format check is hacked | ur2 | ur2_loose | FORMAT
+"""
+CLAIMS: dict[str, Claim] = {}
+for _line in _CLAIMS.split("\n- ")[1:]:
+    _name, *_cells, _number = " ".join(_line.split()).split(" | ")
+    CLAIMS[_name] = Claim(*_cells, NUMBERS[_number])
 
 Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
 
@@ -389,7 +371,7 @@ def read_results(runs: str, seeds: list[int]) -> Results:
     return {key: json.loads(path.read_text()) for key, path in paths.items() if path.exists()}
 
 
-# --------------------------------------------------------------------------- the table, the picture
+# ---------------------------------------------------------------------------------------- the table
 
 
 def rows(claims: list[Claim], results: Results, seeds: list[int]) -> list[list[str]]:
@@ -425,37 +407,6 @@ def as_table(lines: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     ruled = [lines[0], ["-" * width for width in widths], *lines[1:]]
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in ruled)
-
-
-COLOURS = {"shows": "tab:green", "does not show": "0.55", "reversed": "tab:red"}
-
-
-def draw(claims: list[Claim], results: Results, seeds: list[int], png: Path) -> None:
-    """Each claim's effect, positive on the claimed side, with the interval and every world."""
-    try:
-        from matplotlib import pyplot  # the extra `plot`
-    except ImportError:
-        print("no picture: pip install matplotlib (the extra `plot`)", file=sys.stderr)
-        return
-    pyplot.switch_backend("Agg")  # there may be no screen
-    _, axis = pyplot.subplots(figsize=(11, 0.5 * len(claims) + 1.2), constrained_layout=True)
-    for y, claim in enumerate(reversed(claims)):
-        differences = [one - other for one, other in values(claim, results, seeds)]
-        if not differences:
-            continue
-        style = {"color": COLOURS[verdict(claim.number, differences)]}
-        claimed = [claim.number.sign * d for d in differences]
-        mean, low, high = interval(claimed)
-        axis.plot([max(low, -1.5), min(high, 2.5)], [y, y], linewidth=2, **style)
-        axis.plot(claimed, [y] * len(claimed), "|", markersize=9, **style)
-        axis.plot([mean], [y], "o", **style)
-    axis.axvline(0, color="0.4", linewidth=0.8)
-    axis.set_xlim(-1.5, 2.5)
-    names = [f"{claim.says}\n({claim.number.name})" for claim in reversed(claims)]
-    axis.set_yticks(range(len(claims)), names, fontsize=8)
-    axis.set_xlabel("effect on the claimed side (each in its own unit), 95 % interval over worlds")
-    pyplot.savefig(png, dpi=110)
-    pyplot.close()
 
 
 # -------------------------------------------------------------------------------- the command line
@@ -502,9 +453,6 @@ def main(arguments: list[str] | None = None) -> None:
     print(as_table(rows(claims, results, seeds)))
     if options.rewards:
         print("\n" + as_table(reward_rows(results)))
-    if results:
-        draw(claims, results, seeds, Path(runs, "ablate.png"))
-        print(f"picture: {Path(runs, 'ablate.png')}")
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ from __future__ import annotations
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from tqdm import tqdm
 
-from curriculum import SCHEMES
+from curriculum import bucket_of_mean
 from data import BUCKETS, Question, load_attempts
 from errors import FlagParser, InputError, check_output, run_main, setting
 from eval import Evaluation, settings_of
@@ -33,11 +33,34 @@ from plumbing.build import build_environment, build_search, load_model, play_of
 from plumbing.score import answer_scores
 from policy import best_device, weights_version
 from rollout import check_prompts, rollout
-from settings import RECORDS, RENAMED, add_flags, check_settings, named_in
+from settings import ASKING, RENAMED, add_flags, check_settings, named_in
 
 AT_ONCE = 16  # questions that share a seed
 Scores = list[list[float]]  # of each question's rollouts
 Answer = Callable[[list[Question]], Scores]
+
+
+def bucket_of_first_success(scores: Sequence[float]) -> str:
+    """R1-Searcher's counting. A success is a full score; none at all is the hardest bucket.
+
+    Its published stage 1 file is medium by the paper, but holds about ten rollouts a question: this
+    count calls most of its questions easy.
+
+    >>> bucket_of_first_success([0, 0, 1, 0]), bucket_of_first_success([0] * 9 + [1])
+    ('easy', 'medium')
+    """
+    successes = [score >= 1 for score in scores[:20]]
+    if not any(successes):
+        return "hard"
+    needed = successes.index(True) + 1
+    return "easy" if needed < 10 else "medium"
+
+
+# name -> (bucket of a question's scores, its usual metric)
+SCHEMES: dict[str, tuple[Callable[[Sequence[float]], str], str]] = {
+    "ur2": (bucket_of_mean, "f1"),
+    "r1_searcher": (bucket_of_first_success, "cem"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +81,7 @@ def parse(arguments: list[str]) -> tuple[dict, DifficultySettings]:
     parser = FlagParser("lab.difficulty", description="Measure how hard each question is.")
     parser.renamed = RENAMED | {"k": "write --samples"}
     add_flags(parser, (DifficultySettings,), DifficultySettings(), "eval")
-    add_flags(parser, RECORDS, named_in(arguments), "eval")
+    add_flags(parser, ASKING, named_in(arguments), "eval")
     given = vars(parser.parse_args(arguments))
     options = taken(DifficultySettings, given)
     if not options.out:

@@ -121,8 +121,10 @@ tls = functools.cache(ssl.create_default_context)
 class TimedResponse(http.client.HTTPResponse):
     """A response that ends at `deadline`: before every wait the socket gets what is left of it."""
 
-    def __init__(self, sock: socket.socket, *args, deadline: float, **options):
-        super().__init__(sock, *args, **options)
+    def __init__(
+        self, sock: socket.socket, debuglevel=0, method=None, url=None, *, deadline: float
+    ):
+        super().__init__(sock, debuglevel, method, url)
         receive = self.fp.raw.readinto
 
         def receive_in_time(buffer):

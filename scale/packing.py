@@ -125,12 +125,12 @@ def grouped(lengths: list[int], fits: Callable[[list[int], int], bool]) -> list[
     return groups
 
 
-def packed_attention(module, query, key, value, mask, groups=None, scaling=None, **options):
+def packed_attention(module, query, key, value, mask, groups=None, **options):
     """query [1, heads, N, D], key and value [1, kv, N, D] -> [1, N, heads, D]: each token sees its
     own text's past. Without groups, as `generate` calls it, this is plain attention.
     """
     if groups is None:
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
     parts, begin = [], 0
     shared = query.shape[1] != key.shape[1]  # several queries share a key head
     for rows, length in groups:
@@ -140,7 +140,7 @@ def packed_attention(module, query, key, value, mask, groups=None, scaling=None,
             x[0, :, cut].unflatten(1, (rows, length)).transpose(0, 1) for x in (query, key, value)
         )
         out = scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=shared
+            q, k, v, is_causal=True, scale=options.get("scaling"), enable_gqa=shared
         )
         parts.append(out.transpose(1, 2).flatten(0, 1))  # [rows · length, heads, D]
         begin = cut.stop

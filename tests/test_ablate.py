@@ -13,9 +13,7 @@ from lab import ablate
 from lab.ablate import (
     ARMS,
     CLAIMS,
-    EM,
-    NEEDLESS,
-    NO_WORSE,
+    NUMBERS,
     Claim,
     as_table,
     chains,
@@ -30,6 +28,7 @@ from lab.ablate import (
     wanted_arms,
 )
 
+EM, NEEDLESS = NUMBERS["EM"], NUMBERS["NEEDLESS"]
 UP = Claim("a paper", "more is more", "with", "without", EM)
 
 
@@ -90,7 +89,7 @@ def test_only_worlds_with_both_arms_are_compared():
 
 
 def test_no_worse_than_by_0_03_is_a_number_that_grants_0_03():
-    claim = Claim("a paper", "costs nothing", "with", "without", NO_WORSE)
+    claim = Claim("a paper", "costs nothing", "with", "without", NUMBERS["NO_WORSE"])
     results = {("with", s): result(0.50) for s in (1, 2)}
     results |= {("without", s): result(0.52) for s in (1, 2)}
     pairs = values(claim, results, [1, 2])

@@ -9,7 +9,6 @@ import curriculum
 from curriculum import (
     QuestionStream,
     bucket,
-    bucket_of_first_success,
     counts_within,
     draw_choices,
     exact_counts,
@@ -19,6 +18,7 @@ from curriculum import (
 )
 from data import Question
 from errors import InputError
+from lab.difficulty import bucket_of_first_success
 from settings import Settings
 
 WEIGHTS = {"hard": 7, "medium": 2, "easy": 1}
@@ -407,5 +407,5 @@ def test_python_curriculum_prints_buckets_counts_and_who_may_search(capsys):
     curriculum.main([])
     shown = capsys.readouterr().out
     assert "{'hard': 7, 'medium': 2, 'easy': 1}" in shown and "no: asked directly" in shown
-    assert "16         0.80   easy" in shown and "2         0.10   dropped" in shown
+    assert "0.80   easy       no" in shown and "0.10   dropped    yes" in shown
     assert "python -m lab.difficulty" in message(curriculum.main, ["difficulty"])

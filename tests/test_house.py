@@ -34,33 +34,25 @@ import pytest
 import settings
 
 TODAY = {
-    "relays of **options": 2,
-    "lines over 100 columns in tests": 3,
-    "nested comprehensions on the path": 1,
     "nodes per line of curriculum.py": 6.01,
-    "nodes per line of rewards.py": 5.62,
-    "nodes per line of rollout.py": 5.51,
-    "nodes per line of train.py": 5.77,
-    "functions over 6 parameters": 1,
-    "lines of rollout.py": 535,
-    "lines of rewards.py": 905,
-    "lines of ppo.py": 325,
-    "lines of dapo.py": 99,
-    "lines of curriculum.py": 381,
+    "nodes per line of train.py": 5.54,
+    "lines of rollout.py": 538,
+    "lines of rewards.py": 901,
+    "lines of curriculum.py": 344,
     "lines of update.py": 276,
     "lines of papers.py": 338,
     "lines of policy.py": 561,
     "lines of ask.py": 135,
     "lines of formats/": 776,
-    "lines of retrievers/": 1088,
+    "lines of retrievers/": 1084,
     "lines of other_models/": 512,
     "lines of scale/": 1121,
     "lines of plumbing/": 1308,
-    "lines of lab/": 2995,
-    "path lines": 4780,
-    "path words": 26414,
-    "house lines": 15915,
-    "test lines": 20383,
+    "lines of lab/": 2940,
+    "path lines": 4742,
+    "path words": 26160,
+    "house lines": 15819,
+    "test lines": 20317,
 }
 
 
@@ -106,7 +98,8 @@ DOORS = {
     ("retrievers.serve", "retrievers"): "what is served: BM25 loads no torch",
 }
 MANY_PARAMETERS = {"rewards.py ur2_choice"}  # the options of a reward are its signature
-RELAYS = {"packing.py packed_attention"}  # transformers' signature: what its own attention takes
+# transformers' own signatures: what its attention takes, and its `generate`
+RELAYS = {"packing.py packed_attention", "policy.py generate"}
 HIDING = re.compile(r"(__import__|exec|(.*\.)?(import_module|spec_from_file_location|run_path))")
 
 ROOT = Path(__file__).resolve().parent.parent

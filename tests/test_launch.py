@@ -113,7 +113,7 @@ def test_ctrl_c_ends_both_processes_and_resume_goes_on(config, model, tmp_path):
     "wrong, line",
     [
         ("--lrr 1", "error: train.py: unknown flag --lrr (did you mean --lr?); --help lists them"),
-        ("--recipe r_search --reader /nowhere", "error: /nowhere: no such directory; give"),
+        ("--recipe r_search --reader /nowhere", "no such directory; give a saved HF model"),
     ],
 )
 def test_what_is_wrong_is_one_line_of_one_process(wrong, line, model, tmp_path):

@@ -1302,7 +1302,8 @@ def test_what_a_rollout_wrote_is_read_back_as_the_same_searches_and_answer(bpe):
 
 
 ASKED_AND_ANSWERED = re.compile(
-    r"<\|begin_of_query\|>((?:(?!<\|).)*)<\|end_of_query\|>\s*<\|begin_of_documents\|>.*?<\|end_of_documents\|>",
+    r"<\|begin_of_query\|>((?:(?!<\|).)*)<\|end_of_query\|>\s*"
+    r"<\|begin_of_documents\|>.*?<\|end_of_documents\|>",
     re.DOTALL,
 )
 

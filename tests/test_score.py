@@ -12,7 +12,7 @@ from other_models.judge import Judge
 from plumbing import score
 from plumbing.build import training_questions
 from plumbing.score import Scorer, add_reader, add_verdicts, answer_scores, build_reader
-from rewards import REWARDS, STORIES, Extras, check_questions, example, tell
+from rewards import REWARDS, STORIES, Extras, Story, check_questions, example, tell
 from settings import Settings, resolve
 from trajectory import trajectory_from_text
 
@@ -121,8 +121,8 @@ def test_the_share_of_unreadable_verdicts_is_told(monkeypatch):
 def test_similar_queries_are_measured_over_the_corpus_of_the_run():
     # "zzz" is in no passage, so it does not make the second query another one: cosine 1, and −1 of
     # the retrieval term.
-    pieces = ("search ana bell", "found a", "search ana bell zzz", "found b", "answer Norland")
-    trajectory = tell(dataclasses.replace(STORIES[0], pieces=pieces), "when_to_search")
+    pieces = ("think", "search ana bell", "found a", "reflect b", "search ana bell zzz", "found c")
+    trajectory = tell(Story("alike", (*pieces, "reflect d", "answer e")), "when_to_search")
     documents = [Document("1", "ana bell", "birthplace kelmouth")]
     documents.append(Document("2", "ida roth", "birthplace norland"))
     components, _ = scorer_of("when_to_search", documents)([trajectory], 0)
