@@ -52,8 +52,8 @@ def parse(arguments: list[str]) -> tuple[Settings, str]:
     check_settings(settings, training=False)
     if reads_a_corpus(settings) and not (settings.corpus or in_built_in_world(settings)):
         raise InputError(
-            f"--model {settings.model} knows nothing of the built-in world: say what it shall "
-            "search, --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
+            f"{settings.model} did not begin as the built-in model: say what it shall search, "
+            "--corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
         )
     return settings, text
 

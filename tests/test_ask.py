@@ -1,14 +1,17 @@
 """ask.py: one question, search by search, and what is searched."""
 
+import dataclasses
 import json
 import sys
+import threading
 
 import pytest
 from conftest import command_line
 
 import ask
-from data import load_questions
 from errors import InputError
+from retriever import BM25
+from retrievers.serve import RetrievalServer
 from rollout import main as show_script
 from world.world import World
 
@@ -36,9 +39,9 @@ def question_in(lines: list[str]) -> str:
     return shown.removeprefix("question: ").split("   gold: ")[0]
 
 
-def test_without_a_question_a_held_out_one_is_shown_search_by_search(asked):
+def test_without_a_question_a_held_out_one_is_shown_search_by_search(asked, trained):
     lines = asked("--temperature", 1)  # greedily this model does not search here
-    assert lines[0].endswith("stage2/checkpoint-000002") and lines[0].startswith("model: ")
+    assert lines[0] == f"model: {trained}/ur2-world0-seed0/stage2/checkpoint-000002"
     assert lines[1] == f"searches: the built-in world (bm25, {len(World(0).documents)} passages)"
     # ⟦what was found⟧ stands in the trajectory, and above it after its query
     assert lines[2].startswith("search 1: ") and lines[3].startswith("    -> ")
@@ -62,32 +65,28 @@ def test_words_that_the_model_does_not_know_are_one_line_with_a_question_it_know
 
 def test_another_model_is_asked_only_with_something_to_search(model, refused, asked, tmp_path):
     """A foreign model would search the built-in world's inventions, and nobody would notice."""
-    for question in (KNOWN, ""):
-        said = refused(question, "--model", model)
-        assert f"--model {model} knows nothing of the built-in world" in said
-        assert "--corpus" in said and "--retriever_url" in said
-    corpus = tmp_path / "c.jsonl"
+    given, corpus = ("--model", model), tmp_path / "c.jsonl"
+    said = refused(KNOWN, *given)
+    assert f"{model} did not begin as the built-in model: say what it shall search" in said
+    assert "--corpus" in said and "--retriever_url" in said
     corpus.write_text("".join(f'{{"id": "{i}", "title": "t", "text": "x"}}\n' for i in "12"))
-    lines = asked(KNOWN, "--model", model, "--corpus", corpus, "--max_turn_tokens", 12)
+    lines = asked(KNOWN, *given, "--corpus", corpus, "--max_turn_tokens", 12)
     assert lines[:2] == [f"model: {model}", f"searches: {corpus} (bm25, 2 passages)"]
     assert question_in(lines) == KNOWN and "gold: unknown" in "".join(lines)
-    assert "what shall be asked?" in refused("--model", model, "--corpus", corpus)
-    nothing = asked(KNOWN, "--model", model, "--retriever", "empty")
-    assert nothing[1] == "searches: nothing (empty)"
-    # a protocol without queries has its passages from the question
-    assert "question asked has no references" in refused(
-        KNOWN, "--model", model, "--recipe", "arena"
-    )
+    assert "what shall be asked?" in refused(*given, "--corpus", corpus)
+    assert asked(KNOWN, *given, "--retriever", "empty")[1] == "searches: nothing (empty)"
+    # in a protocol without queries they come with the question
+    assert "question asked has no references" in refused(KNOWN, *given, "--recipe", "arena")
 
 
-def test_a_server_is_asked_in_place_of_a_corpus(model, trained, monkeypatch, asked, refused):
-    monkeypatch.setattr(ask, "build_search", lambda settings, documents, device: documents.clear)
-    monkeypatch.setattr(ask, "rollout", lambda *_: [ask.Trajectory(None, None)])
-    monkeypatch.setattr(ask, "show", lambda _: "")
-    url = "http://127.0.0.1:9"
-    lines = asked(KNOWN, "--model", model, "--retriever", "http", "--retriever_url", url)
-    assert lines[1] == f"searches: {url} (http)"
-    assert "say what it shall search" in refused("a ?", "--model", model, "--retriever_url", url)
+def test_a_server_is_asked_in_place_of_a_corpus(model, asked, refused):
+    with RetrievalServer(BM25(World(0).documents), port=0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        given = (KNOWN, "--model", model, "--retriever_url", url)
+        assert asked(*given, "--retriever", "http")[1] == f"searches: {url} (http)"
+        server.shutdown()
+    assert "say what it shall search" in refused(*given)  # nothing would ask the server
 
 
 def test_a_checkpoint_that_learned_from_a_model_of_elsewhere_is_one_too(trained, tmp_path, refused):
@@ -96,28 +95,22 @@ def test_a_checkpoint_that_learned_from_a_model_of_elsewhere_is_one_too(trained,
     settings = json.loads((last / "settings.json").read_text())
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "settings.json").write_text(json.dumps(settings | {"model": "owner/name"}))
-    assert "knows nothing of the built-in world" in refused("a ?", "--model", tmp_path)
+    assert "did not begin as the built-in model" in refused("a ?", "--model", tmp_path)
 
 
 def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, asked, refused):
-    questions = World(0).questions("test", "one_hop")[:3]
-    lines = []
-    for q in questions:
-        found = [{"id": d.id, "title": d.title, "text": d.text} for d in q.references]
-        lines.append(
-            {"id": q.id, "question": q.question, "answers": q.answers, "references": found}
-        )
-    data = tmp_path / "q.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    questions, data = World(0).questions("test", "one_hop")[:3], tmp_path / "q.jsonl"
+    data.write_text("".join(json.dumps(dataclasses.asdict(q)) + "\n" for q in questions))
     given = ("--model", model, "--data", data)
     assert "--data needs --corpus" in refused(*given)
     shown = asked(*given, "--corpus", "from-data")
-    count = len({d.text for q in load_questions(data) for d in q.references})
-    assert shown[1] == f"searches: the paragraphs of {data} (bm25, {count} passages)"
+    assert shown[1].startswith(f"searches: the paragraphs of {data} (bm25, ")
     assert question_in(shown) == questions[0].question  # the file's first
     gold = " | ".join(questions[2].answers)
-    again = asked(questions[2].question, *given, "--corpus", "from-data")
-    assert f"question: {questions[2].question}   gold: {gold}" in again
+    given = (questions[2].question, *given, "--corpus", "from-data")
+    assert f"question: {questions[2].question}   gold: {gold}" in asked(*given)
+    direct = asked(*given, "--recipe", "arena")
+    assert direct[1] == "searches: nothing: its passages come with the question"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +118,6 @@ def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, 
     [
         (["a ?", "--samples", "3"], "ask.py: unknown flag --samples"),
         (["a ?", "b ?"], "unknown flag b ?"),
-        (["--model", "./nowhere"], "no such directory"),
         (["--max_context", "99999"], "the model has"),
     ],
 )
@@ -138,9 +130,8 @@ def test_rollout_itself_shows_a_scripted_trajectory_text_ids_and_mask(monkeypatc
     show_script()
     text, tokens = capsys.readouterr().out.split("\n\n")
     assert "1 searches; answer 'Norland'; ended by answer" in text
-    masks = [line.split(maxsplit=2) for line in tokens.splitlines()[1:]]
-    told = {token: mask for mask, _, token in masks}
-    assert told["'<search>'"] == told["'</answer>'"] == "1" and told["'<information>'"] == "0"
+    mask = {token: mask for mask, _, token in map(str.split, tokens.splitlines()[1:])}
+    assert mask["'<search>'"] == mask["'</answer>'"] == "1" and mask["'<information>'"] == "0"
     monkeypatch.setattr(sys, "argv", ["rollout.py", "a question"])
     with pytest.raises(InputError, match="to ask: python"):
         show_script()

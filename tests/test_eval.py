@@ -22,11 +22,8 @@ import train
 from data import Document, Question, load_questions
 from errors import InputError
 from eval import Evaluation, grade, last_checkpoint, material, prediction_record, settings_of
-from other_models.judge import Judge
 from plumbing import build, score
 from plumbing.files import checkpoints, stage_folder
-from plumbing.report import summarise
-from plumbing.score import add_reader, add_verdicts
 from policy import Policy, save_policy
 from prompts import PROTOCOLS
 from retriever import BM25
@@ -80,11 +77,11 @@ ANSWER = "<answer> {} </answer>"
 
 
 def test_r_search_is_graded_by_its_evidence_too():
-    # 5 words of evidence, of which "lives" stands in no document: 4/5
     evidence, answer = BOX.format("Ana Bell lives in Norland."), ANSWER.format("Norland")
     expected = dict(zip(COLUMNS, (1, 1, 1, 1, 1, 0, 1), strict=True))
-    expected |= {"evidence": 1, "support": 0.8}
-    assert grade(r_search(SEARCHED + evidence + answer)) == expected
+    # 5 words of evidence, of which "lives" stands in no document: 4/5
+    whole = grade(r_search(SEARCHED + evidence + answer))
+    assert whole == expected | {"evidence": 1, "support": 0.8}
     for text, form in ((answer, 1), (SEARCHED + answer, 0)):  # a search asks for evidence
         numbers = grade(r_search(text))
         assert (numbers["format"], numbers["evidence"]) == (form, 0)
@@ -92,24 +89,21 @@ def test_r_search_is_graded_by_its_evidence_too():
 
 
 def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
-    question, turn = Question("q", "?", ["Norland"]), "<search> Ana Bell </search>\n\n<information>"
-    turn += "\nfound\n</information>\n\n<reflect> r </reflect>"
+    turn = "<search> a </search>\n<information>\nfound\n</information>\n<reflect> r </reflect>"
 
     def graded(text):
-        return grade(trajectory_from_text(question, text, "when_to_search"))
+        return grade(trajectory_from_text(Question("q", "?", ["a"]), text, "when_to_search"))
 
     # 9 searches at 0.3 each are 2.7, which the reward refuses (2 is its bound): here is no price
-    for searches in (0, 1, 9):
-        right = f"<think> t </think>{turn * searches}{ANSWER.format('Norland')}"
+    for searches, answer in ((0, "a"), (1, "wrong"), (9, "a")):
+        right = f"<think> t </think>{turn * searches}{ANSWER.format(answer)}"
         numbers = graded(right)
         assert (numbers["format"], numbers["searches"], tuple(numbers)) == (1, searches, COLUMNS)
-    assert graded(right.replace("Norland", "Sudria"))["format"] == 1  # also of a wrong answer
-    parts = (" sure", "<think> t </think>", "<reflect> r </reflect>")
-    for wrong in (right + parts[0], right.replace(parts[1], ""), right.replace(parts[2], "")):
-        assert graded(wrong)["format"] == 0
+    without = [right.replace(part, "") for part in ("<think> t </think>", "<reflect> r </reflect>")]
+    assert [graded(wrong)["format"] for wrong in (right + " sure", *without)] == [0, 0, 0]
 
 
-def test_arena_is_graded_by_its_citations_and_has_no_search_columns():
+def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     # cites 1, gold is 1 and 3: some overlap 0.5; set F1 2 · 1 / (1 + 2)
     told = example("arena")
     answer = {"em": 1, "f1": 1, "cem": 1, "format": 1}
@@ -120,11 +114,8 @@ def test_arena_is_graded_by_its_citations_and_has_no_search_columns():
     # without gold numbers relevance is left out, and not 0
     question = dataclasses.replace(told.question, supporting=())
     assert grade(trajectory_from_text(question, told.text, "arena")) == answer
-
-
-def test_a_summary_is_graded_by_rouge():
-    # "the cat sat down" for "the cat lay down": words 3 of 4 and 4, pairs 1 of 3 and 3, subsequence
-    # 3 of 4 and 4
+    # A summary: "the cat sat down" for "the cat lay down": words 3 of 4 and 4, pairs 1 of 3 and 3,
+    # subsequence 3 of 4 and 4
     question = Question("q", "sum it up", ["the cat lay down"], task="summary")
     numbers = grade(trajectory_from_text(question, ANSWER.format("The cat sat down."), "arena"))
     scores = {"rouge1": 3 / 4, "rouge2": 1 / 3, "rougeL": 3 / 4, "rouge": (3 / 2 + 1 / 3) / 3}
@@ -135,62 +126,19 @@ def test_a_summary_is_graded_by_rouge():
 
 
 class Scripted:
-    """In place of a model: what it says, by what stands in the text; keeps what it was asked."""
+    """In place of a model: what it says, by what stands in the text."""
 
     def __init__(self, replies):
-        self.replies, self.asked, self.failures = replies, [], 0
+        self.replies, self.failures = replies, 0
 
     def ask(self, requests):
-        self.asked += [text for _, text in requests]
-        found = []
-        for _, text in requests:
-            found.append(next((r for word, r in self.replies.items() if word in text), ""))
-        self.failures += found.count(None)
-        return found
-
-
-def stored(body, gold, number=0):
-    return prediction_record(r_search(body, Question(str(number), WHERE, [gold])), 0)
+        known = self.replies.items()
+        found = [[reply for word, reply in known if word in text] for _, text in requests]
+        self.failures += found.count([None])
+        return [(replies or [""])[0] for replies in found]
 
 
 WITH_EVIDENCE = SEARCHED + BOX.format("Ana Bell was born in Norland.") + ANSWER.format("Sudria")
-
-
-def test_another_model_answers_from_the_evidence_and_its_scores_stand_beside_the_policys():
-    reader = Scripted({"Norland": "the far Norland"})
-    records = [stored(body, "Norland") for body in (WITH_EVIDENCE, ANSWER.format("Norland"))]
-    found = add_reader(records, reader)
-    # nobody is asked without evidence
-    assert reader.asked == [f"Ana Bell was born in Norland.\n{WHERE}"]
-    assert [r["reader_prediction"] for r in found] == ["the far Norland", ""]
-    # "far norland" for "norland": P 1/2, R 1, F1 2/3; the policy itself said Sudria, and then
-    # Norland without evidence
-    scores = [(r["metrics"]["reader_em"], r["metrics"]["reader_f1"]) for r in found]
-    assert scores == [(0, pytest.approx(2 / 3)), (0, 0)]
-    assert [(r["metrics"]["em"], r["prediction"]) for r in found] == [(0, "Sudria"), (1, "Norland")]
-    assert "reader_em" not in records[0]["metrics"]
-    assert records[1]["evidence"] is None and "evidence" not in prediction_record(example("ur2"), 0)
-
-
-def test_an_unreadable_verdict_is_neither_right_nor_wrong():
-    said = {"Norland": "The same.\nyes", "Sudria": "no", "Kelmouth": "Hard to say."}
-    judge = Judge(Scripted({f"answer: {name}": reply for name, reply in said.items()}))
-    bodies = [ANSWER.format(answer) for answer in (*said, "")]
-    records = add_verdicts([stored(b, "Norway", i) for i, b in enumerate(bodies)], judge)
-    # no answer is wrong, and nobody is asked
-    assert [r["metrics"]["judged"] for r in records] == [1, 0, None, 0]
-    assert (judge.asked, judge.unreadable) == (3, 1)
-    assert summarise(records)["qa"]["judged"][0] == pytest.approx(1 / 3)
-
-
-def test_a_stored_choice_question_is_judged_with_its_options():
-    question = Question("q", "which ?", ["B"], task="choice", options=("Sudria", "Norland"))
-    record = prediction_record(trajectory_from_text(question, "\\boxed{B}", "ur2"), 0)
-    judge = Judge(Scripted({"A. Sudria\nB. Norland": "yes"}))
-    (told,) = add_verdicts([json.loads(json.dumps(record))], judge)
-    assert told["metrics"]["judged"] == 1
-    judge = Judge(Scripted({"": None}))  # it went away: the verdict that is there stays
-    assert add_verdicts([told], judge) == [told] and judge.silent == 1
 
 
 @pytest.fixture
@@ -221,7 +169,9 @@ def scripted_others(monkeypatch, **others):
     monkeypatch.setattr(score, "build_llm", lambda spec, settings, device: others[spec])
 
 
-def test_reader_and_judge_are_asked_after_all_predictions_are_written(written, monkeypatch, capsys):
+def test_reader_and_judge_are_asked_after_all_predictions_are_written(
+    written, monkeypatch, toy_policy, capsys
+):
     reader = Scripted({"Norland": "Norland"})
     judge = Scripted({"answer: Sudria": None, "answer: Norland": "yes"})
     scripted_others(monkeypatch, R=reader, J=judge)
@@ -235,6 +185,10 @@ def test_reader_and_judge_are_asked_after_all_predictions_are_written(written, m
     scripted_others(monkeypatch, R=Scripted({"Norland": None}))
     run("--reader R --fresh --out", written)
     assert "reader: no answer to 1 of its requests" in capsys.readouterr().out
+    monkeypatch.setattr(score, "load_reader", lambda *_: (toy_policy, None))
+    monkeypatch.setattr(score, "LocalLLM", lambda *_, **__: reader)
+    run("--reader built-in --fresh --out", written)
+    assert '"reader_em": 1.0' in written.read_text()
 
 
 def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_asked_again(
@@ -249,18 +203,12 @@ def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_as
     before = written.read_text()
     assert len(before.splitlines()) == 2 and "reader_em" not in before
     monkeypatch.setattr(evaluation, "load_model", lambda *_: pytest.fail("a model was loaded"))
-    again, table = (written.with_name(name) for name in ("again.jsonl", "t.json"))
-    run(f"--predictions={written} --reader S --out {again} --json {table}")
-    assert written.read_text() == before and "reader_em" in again.read_text()
-    summary = json.loads(table.read_text())["people"]  # each is right where the other is not
+    again = f"{written}.again"
+    run(f"--predictions={written} --reader S --out {again} --json {again}.json")
+    assert written.read_text() == before and "reader_em" in Path(again).read_text()
+    # each is right where the other is not
+    summary = json.loads(Path(f"{again}.json").read_text())["people"]
     assert summary["reader_em"][0] == summary["em"][0] == 0.5
-
-
-def test_the_built_in_reader_is_the_built_in_worlds(written, monkeypatch, toy_policy, bpe):
-    monkeypatch.setattr(score, "load_reader", lambda seed, runs: (toy_policy, bpe))
-    monkeypatch.setattr(score, "LocalLLM", lambda *_, **__: Scripted({"Norland": "Norland"}))
-    run("--reader built-in --out", written)
-    assert '"reader_em": 1.0' in written.read_text()
 
 
 def test_several_data_sets_are_one_pass_and_one_table(written, monkeypatch, capsys):
@@ -301,13 +249,12 @@ def test_two_evaluations_are_compared_in_pairs(written, tmp_path, capsys):
 
 
 def test_another_punctuation_scores_the_predictions_anew(written, monkeypatch, tmp_path):
-    questions, table = [Question("1", "?", ["Nor-land"])], tmp_path / "t.json"
-    monkeypatch.setattr(evaluation, "material", lambda *_: ({"people": questions}, []))
-    body = ANSWER.format("Nor land")  # as its paper has it, "norland" is not "nor land"
-    monkeypatch.setattr(evaluation, "rollout", lambda *_: [r_search(body, questions[0])])
-    for how, em in (("", 0), ("--punctuation space", 1)):
-        run(f"{how} --json {table} --out", written)
-        assert json.loads(table.read_text())["qa"]["em"][0] == em
+    row = r_search(ANSWER.format("Nor land"), Question("1", "?", ["Nor-land"]))
+    monkeypatch.setattr(evaluation, "material", lambda *_: ({"people": [row.question]}, []))
+    monkeypatch.setattr(evaluation, "rollout", lambda *_: [row])
+    for how, em in (("", 0), ("--punctuation space", 1)):  # its paper deletes it: "norland"
+        run(f"{how} --json {tmp_path}/t.json --out", written)
+        assert json.loads((tmp_path / "t.json").read_text())["qa"]["em"][0] == em
     assert records_in(written)[0]["metrics"]["em"] == 0  # in the file it stays as its paper has it
 
 
@@ -316,8 +263,7 @@ def test_another_punctuation_scores_the_predictions_anew(written, monkeypatch, t
 
 def test_the_checkpoints_own_settings_count_made_greedy_and_flags_override_them(trained):
     settings = settings_of({"runs": str(trained)})
-    last = trained / "ur2-world0-seed0" / "stage2" / "checkpoint-000002"
-    assert settings.model == str(last)
+    assert settings.model == f"{trained}/ur2-world0-seed0/stage2/checkpoint-000002"
     assert (settings.max_turn_tokens, settings.summarizer) == (16, "extractive")
     assert (settings.temperature, settings.top_p, settings.title_boost) == (0.0, 1.0, 4)
     flags = {"temperature": 0.7, "max_turn_tokens": 9, "retriever": "empty"}
@@ -375,7 +321,6 @@ def test_what_only_training_asks_for_is_not_asked_of_an_evaluation(tmp_path):
         settings = check_settings(settings_of({"model": model}), training=False)
         assert (settings.judge, settings.reader, settings.engine) == ("", "", "slots")
         assert (settings.summarizer, settings.in_8bit) == ("owner/small", "others")
-    assert settings_of({"model": model, "engine": "graphs"}).engine == "graphs"
     path.write_text("3")
     with pytest.raises(InputError, match="not a settings file"):
         settings_of({"model": model})
@@ -386,8 +331,7 @@ def test_a_model_of_another_recipe_is_evaluated_under_the_one_that_is_named(tmp_
     settings = settings_of({"model": model, "recipe": "r1_searcher"})
     assert (settings.protocol, settings.max_searches, settings.model) == ("r1_searcher", 8, model)
     hub = {"model": "Qwen/Qwen2.5-3B"}  # it has no settings: those of the paper's last stage
-    settings = settings_of(hub)
-    assert (settings.stage, settings.max_turn_tokens, settings.temperature) == (2, 512, 0.0)
+    assert (settings_of(hub).stage, settings_of(hub).max_turn_tokens) == (2, 512)
     assert settings_of(hub | {"stage": 1}).stage == 1
     assert settings_of(hub | {"recipe": "vanilla_rl"}).stage == 1
 
@@ -410,7 +354,6 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--retriever bm26", "did you mean bm25?"),
         ("--question 3", "did you mean --questions?"),
         ("--samples 0 --questions -1", "--samples must be at least 1"),
         ("--model ./nowhere", "no such directory"),
@@ -418,8 +361,6 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
         ("--name typo", "no checkpoint of that run"),
         ("--data f.jsonl", "--data needs --model"),
         ("--lr 3", "unknown flag --lr"),
-        ("--cross_model m", "write --reader"),
-        ("--split all", "invalid choice"),
         ("--reader m", "protocol ur2 does not have"),
         ("--reader m --protocol ur3", "did you mean ur2?"),
         ("--recipe r_search --reader built-in --model m --data f --corpus c", "URL#model"),
@@ -500,10 +441,9 @@ def question_file(path, count=5) -> str:
 def test_of_a_file_the_first_questions_are_taken_and_zero_takes_all(tmp_path):
     files = [question_file(tmp_path / name) for name in ("q.jsonl", "r.jsonl")]
     settings = Settings(data=",".join(files), model="m", retriever="empty")
-    datasets, _ = material(settings, dataclasses.replace(OPTIONS, questions=2))
-    assert [q.id for q in datasets["q"]] == ["q:0", "q:1"] and len(datasets["r"]) == 2
-    datasets, _ = material(settings, dataclasses.replace(OPTIONS, questions=0))
-    assert len(datasets["q"]) == 5
+    for count, there in ((2, 2), (0, 5)):
+        datasets, _ = material(settings, dataclasses.replace(OPTIONS, questions=count))
+        assert [q.id for q in datasets["q"]] == [f"q:{i}" for i in range(there)]
 
 
 def test_other_settings_weights_questions_passages_or_words_are_another_evaluation(tmp_path):
@@ -521,10 +461,10 @@ def test_other_settings_weights_questions_passages_or_words_are_another_evaluati
     assert all(other != made() for other in others)
 
 
-@pytest.mark.parametrize("model", ["/", "/m", "../m", "a/b c/checkpoint-000001", "C:/x/y", ""])
-def test_predictions_always_lie_under_the_runs_folder(model):
-    out = evaluation.default_out(Settings(model=model), OPTIONS)
-    assert out.parent == Path("runs/predictions") and not out.name.startswith((".", "-"))
+def test_predictions_always_lie_under_the_runs_folder():
+    for model in ("/", "/m", "../m", "a/b c/checkpoint-000001", "C:/x/y", ""):
+        out = evaluation.default_out(Settings(model=model), OPTIONS)
+        assert out.parent == Path("runs/predictions") and not out.name.startswith((".", "-"))
 
 
 # ------------------------------------------------------------------------------------ and once more
@@ -657,18 +597,17 @@ def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained,
 # ------------------------------------------------------------------------------------ real records
 
 
-def save_real_model(path, questions, family) -> list[float]:
-    """A random model with a byte-level BPE tokenizer trained on the records and a chat template,
-    shown a few traces of searching for a moment: random weights alone would hardly ever write a
-    query.
+def save_real_model(path, questions, family):
+    """A random model with a tokenizer trained on the records and a chat template, shown a few
+    traces for a moment: random weights alone would hardly ever write a query.
     """
     protocol, both = PROTOCOLS["ur2"], []
     texts = [protocol.instruction, *protocol.tags * 3] * 20
-    # One query and one answer for all questions, and for each a trace that does without the search:
-    # whatever it is asked, it searches about every other time, so the rewards of a group differ.
     for question in questions:
         texts += [question.question, *(found.text for found in question.references[:2])]
     tokenizer = train_bpe(texts, vocab_size=600)
+    # One query and one answer for all questions, and for each a trace that does without the search:
+    # whatever it is asked, it searches about every other time, so the rewards of a group differ.
     for question in questions:
         found = Document("", "who is it", question.references[0].text)
         asked = dataclasses.replace(question, answers=["it"], references=(found,))
@@ -679,9 +618,8 @@ def save_real_model(path, questions, family) -> list[float]:
     torch.manual_seed(0)
     policy = Policy(model_of(family, **sizes | ends))
     batches = [[both[(4 * step + i) % len(both)] for i in range(4)] for step in range(60)]
-    losses = train_sft(policy, lambda step: batches[step], SFTSettings(60, 3e-3))
+    train_sft(policy, lambda step: batches[step], SFTSettings(60, 3e-3))
     save_policy(policy, tokenizer, path)
-    return losses
 
 
 REAL = """--corpus from-data --name real --questions_per_step 2 --steps 2 --max_turn_tokens 40
@@ -704,21 +642,19 @@ def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
     if not data.exists():
         pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
     monkeypatch.setattr(build, "set_threads", lambda: None)
-    losses = save_real_model(tmp_path / "model", questions := load_questions(data), family)
-    assert losses[-1] < losses[0]
+    save_real_model(tmp_path / "model", questions := load_questions(data), family)
     for stage in (1, 2):  # they roll out, search, are rewarded and change the weights
         start = f"--model {tmp_path}/model --data {data} --runs {runs} --stage {stage}"
         train.main([*start.split(), *REAL.split(), *more.split()])
         folder = runs / "real" / f"stage{stage}"
         rows = records_in(folder / "metrics.jsonl")
-        assert [row["step"] for row in rows] == [0, 1] and sum(row["searches"] for row in rows) >= 1
+        assert len(rows) == 2 and sum(row["searches"] for row in rows) >= 1
         assert sum(row["inserted_tokens"] for row in rows) > 40
         # stage 2 pays nothing for a search: often all rewards are 0
         assert stage == 2 or any(row["grad_norm"] > 0 for row in rows)
         loaded = AutoModelForCausalLM.from_pretrained(checkpoints(folder)[-1])
         assert all(p.isfinite().all() for p in loaded.parameters())
-        samples = (folder / "samples.txt").read_text()
-        assert any(question.question in samples for question in questions)
+        assert any(q.question in (folder / "samples.txt").read_text() for q in questions)
     run(f"--runs {runs} --name real --questions 3 --retriever {retriever}")
     said = capsys.readouterr().out
     assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in said

@@ -8,9 +8,10 @@ import pytest
 
 from data import Document, Question
 from errors import InputError
+from other_models.judge import Judge
 from plumbing import score
 from plumbing.build import training_questions
-from plumbing.score import Scorer, answer_scores, build_reader
+from plumbing.score import Scorer, add_reader, add_verdicts, answer_scores, build_reader
 from rewards import REWARDS, STORIES, Extras, Story, check_questions, example, tell
 from settings import Settings, resolve
 from trajectory import trajectory_from_text
@@ -165,6 +166,47 @@ def test_punctuation_is_deleted_where_the_paper_s_scorer_deletes_it(protocol, sa
     for gold, em in ((same, 1), (other, 0)):
         trajectory = trajectory_from_text(Question("q", "?", [gold]), text, protocol)
         assert answer_scores(trajectory)["em"] == em
+
+
+# --------------------------------------------------------------------- records of an evaluation
+
+
+def record(answer, gold="Norland", evidence=None, **question):
+    """As it lies in a predictions file: em of the answer, and what a reader may see."""
+    asked = {"id": "q", "question": "where ?", "golds": [gold], "task": "qa"} | question
+    metrics = {"em": float(answer == gold)}
+    return asked | {"prediction": answer, "evidence": evidence, "metrics": metrics}
+
+
+def test_a_reader_answers_from_the_evidence_and_its_scores_stand_beside_the_policys():
+    reader = Model(lambda text: "the far Norland")
+    records = [record("Sudria", evidence="Ana was born in Norland."), record("Norland")]
+    found = add_reader(records, reader)
+    assert reader.batches == [["Ana was born in Norland.\nwhere ?"]]  # nobody without evidence
+    assert [r["reader_prediction"] for r in found] == ["the far Norland", ""]
+    # "far norland" for "norland": P 1/2, R 1, F1 2/3; the policy itself said Sudria, and then
+    # Norland without evidence
+    scores = [(r["metrics"]["reader_em"], r["metrics"]["reader_f1"]) for r in found]
+    assert scores == [(0, pytest.approx(2 / 3)), (0, 0)]
+    assert [(r["metrics"]["em"], r["prediction"]) for r in found] == [(0, "Sudria"), (1, "Norland")]
+    assert records[0]["metrics"] == {"em": 0}
+
+
+def test_an_unreadable_verdict_is_neither_right_nor_wrong_and_none_leaves_what_is_there():
+    said = {"Norland": "The same.\nyes", "Sudria": "no", "Kelmouth": "Hard to say.", "Lom": None}
+    judge = Judge(Model(lambda text: said[text.rpartition("answer: ")[2]]))
+    records = add_verdicts([record(answer, "Norway") for answer in (*said, "")], judge)
+    # no answer is wrong, and nobody is asked
+    assert [r["metrics"]["judged"] for r in records] == [1, 0, None, None, 0]
+    assert (judge.asked, judge.unreadable, judge.silent) == (4, 2, 1)
+    gone = Judge(Model(lambda text: None))
+    assert add_verdicts(records, gone) == records and gone.silent == 4
+
+
+def test_a_stored_choice_question_is_judged_with_its_options():
+    judge = Judge(Model(lambda text: "yes" if "A. elm\nB. oak" in text else "no"))
+    (told,) = add_verdicts([record("B", "B", task="choice", options=["elm", "oak"])], judge)
+    assert told["metrics"]["judged"] == 1
 
 
 # ------------------------------------------------------------------ the settings reach the reward
