@@ -30,7 +30,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -40,10 +39,10 @@ from typing import ClassVar
 from tqdm import tqdm
 
 from data import Question
-from errors import FlagParser, InputError, check_output, check_value, run_main, setting
+from errors import InputError, check_output, check_value, run_main, setting
 from eval import Evaluation, key_of, say_faults
 from formats.records import append_jsonl, finished_records
-from lab import taken
+from lab import interruptible, parse_flags
 from metrics import last_boxed
 from other_models.llm import load_llm
 from other_models.reader import read_answer
@@ -65,7 +64,7 @@ from prompts import (
     without_thinking,
 )
 from rollout import Environment, check_prompt, context_of, encode, sample_turns, seeded
-from settings import RECORDS, RENAMED, Settings, add_flags, check_settings, named_in, resolve
+from settings import RECORDS, Settings, check_settings, resolve
 from summarizer import SearchFunction
 from trajectory import Trajectory
 
@@ -539,7 +538,7 @@ FILES = ("settings", "data", "rollout", "retriever", "summarizer")  # whose flag
 
 @dataclass(frozen=True)
 class BaselineSettings:
-    """What is asked; an `Evaluation` reads it too."""
+    """The methods that papers compare with; an `Evaluation` reads this too."""
 
     method: str = setting("all", f"all, or some of {','.join(METHODS)}")
     split: str = setting("test", "of the built-in world", one_of=("train", "dev", "test"))
@@ -550,13 +549,9 @@ class BaselineSettings:
     fact_seed: ClassVar[None] = None
 
 
-def parse(arguments: list[str]) -> tuple[Settings, BaselineSettings]:
-    parser = FlagParser("lab.baselines", description="Score the methods that papers compare with.")
-    parser.renamed = RENAMED
-    add_flags(parser, (BaselineSettings,), BaselineSettings(), "eval")
-    add_flags(parser, [r for r in RECORDS if r.__module__ in FILES], named_in(arguments), "eval")
-    given = vars(parser.parse_args(arguments))
-    options = taken(BaselineSettings, given)
+def parse(arguments: list[str] | None) -> tuple[Settings, BaselineSettings]:
+    records = [record for record in RECORDS if record.__module__ in FILES]
+    options, given = parse_flags("lab.baselines", BaselineSettings, arguments, records)
     chosen_methods(options.method)
     for flag, file in (("--out", options.out and f"{options.out}/x"), ("--json", options.json)):
         if file:
@@ -614,7 +609,7 @@ def collect(name: str, whole: Evaluation, out: Path, load: Callable[[], tuple]) 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    settings, options = parse(sys.argv[1:] if arguments is None else arguments)
+    settings, options = parse(arguments)
     whole, summaries = Evaluation(settings, options), {}
     folder = whole.out if options.out else whole.out.with_suffix("")
 
@@ -623,13 +618,10 @@ def main(arguments: list[str] | None = None) -> None:
         generate, limits = load_writer(settings)
         return generate, build_search(limits, whole.documents, best_device()), limits
 
-    try:
+    with interruptible(f"what was finished is in {folder}: the same command goes on"):
         for name in chosen_methods(options.method):
             if records := collect(name, whole, folder / f"{name}.jsonl", load):
                 summaries[name] = summarise(records)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; what was finished is in {folder}: the same command goes on")
-        sys.exit(130)
     rows = {name: summary["all"] for name, summary in summaries.items()}
     print(table(rows).replace("kind  ", "method"))
     print(f"predictions: {folder}/METHOD.jsonl")

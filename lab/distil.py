@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import Document, Question, load_questions
-from errors import FlagParser, InputError, check_value, run_main, setting
+from errors import InputError, run_main, setting
 from formats.records import read_records, short
-from lab import taken
+from lab import interruptible, parse_flags
 from policy import PolicySettings, best_device, load_policy, save_policy
 from prompts import (
     Protocol,
@@ -39,7 +39,6 @@ from prompts import (
     strip_tags,
 )
 from rollout import encode
-from settings import add_flags
 from sft import Example, SFTSettings, example_of, train_sft
 from summarizer import NO_FACT, SUMMARY_LOG, summary_request
 from trajectory import Trajectory, trajectory_from_text
@@ -47,9 +46,13 @@ from trajectory import Trajectory, trajectory_from_text
 
 @dataclass(frozen=True)
 class DistilSettings:
-    model: str = setting("", "HF causal LM to start from: a directory or a hub name")
-    data: str = setting("", f"questions; traces: predictions; summarizer: as {SUMMARY_LOG}")
-    out: str = setting("", "directory to save the model in")
+    """METHOD: direct, reasoning, traces or summarizer."""
+
+    model: str = setting("", "HF causal LM to start from: a directory or a hub name", needed=True)
+    data: str = setting(
+        "", f"questions; traces: predictions; summarizer: as {SUMMARY_LOG}", needed=True
+    )
+    out: str = setting("", "directory to save the model in", needed=True)
     protocol: str = setting("", "of the prompt; by itself arena, for traces r1_searcher")
     traces: str = setting("", "reasoning: JSONL of id, relevance, analysis, answer (else built)")
     questions: str = setting("", "traces: the question file, for options and references")
@@ -330,18 +333,11 @@ def shuffled(examples: list[Example], seed: int) -> Iterator[Example]:
         yield from random.Random(f"{seed}  {epoch}").sample(examples, len(examples))
 
 
-def parse(arguments: list[str]) -> tuple[str, DistilSettings]:
-    parser = FlagParser("lab.distil", description="Supervised baselines and a small summariser.")
-    parser.add_argument("method", help=f"one of {', '.join(METHODS)}")
-    add_flags(parser, (DistilSettings,), DistilSettings(), "distil")
-    given = vars(parser.parse_args(arguments))
-    method, settings = given.pop("method"), taken(DistilSettings, given)
-    check_value("method", method, {"one_of": METHODS})
-    for name in ("model", "data", "out"):
-        if not getattr(settings, name):
-            raise InputError(f"lab.distil {method}: --{name} is missing")
+def parse(arguments: list[str] | None) -> tuple[str, DistilSettings]:
+    settings, given = parse_flags("lab.distil", DistilSettings, arguments, methods=METHODS)
     if Path(settings.out).exists():
         raise InputError(f"--out {settings.out} is there already: name another, or remove it")
+    method = given["method"]
     default = "r1_searcher" if method == "traces" else "arena"
     return method, replace(settings, protocol=settings.protocol or default)
 
@@ -377,11 +373,8 @@ def distil(method: str, settings: DistilSettings) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    try:
-        distil(*parse(sys.argv[1:] if arguments is None else arguments))
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was saved")
-        sys.exit(130)
+    with interruptible("nothing was saved"):
+        distil(*parse(arguments))
 
 
 if __name__ == "__main__":

@@ -436,7 +436,7 @@ def test_a_model_that_burst_is_not_saved(tmp_path, model, files, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("distil", "--method distil: unknown; one of direct, reasoning, traces, summarizer"),
+        ("distil", "invalid choice: 'distil' (choose from"),
         ("direct --data x --out y", "--model is missing"),
         ("direct --model m --data x --out .", "--out . is there already"),
         ("direct --model m --data x --out y --lr 0", "--lr 0.0: must be above 0"),
