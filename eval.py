@@ -155,30 +155,42 @@ class Evaluation:
         self.dataset_of = {q.id: name for name, some in self.datasets.items() for q in some}
 
     def run(self) -> list[dict]:
-        """Prediction records, question by question; each batch is written as it comes."""
-        settings, options, device = self.settings, self.options, best_device()
+        """Prediction records of the model's rollouts."""
+        settings, device = self.settings, best_device()
         search = build_search(settings, self.documents, device)
         policy, tokenizer = load_model(settings, settings.model, device, frozen=True)
         environment = build_environment(settings, tokenizer, search)
         check_prompts(self.questions, environment, policy)
         self.say_what()
+
+        def rows_of(some: list[Question], start: int, progress) -> list[Trajectory]:
+            seed, play = settings.seed + start, play_of(settings)
+            return rollout(policy, environment, some, seed, play, progress)
+
         version = weights_version(settings.model, policy) if settings.model else "built-in"
+        return self.collect(self.out, version, rows_of)
+
+    def collect(self, out: Path, version: str, rows_of, what: str = "evaluation") -> list[dict]:
+        """Prediction records, question by question; each batch is written as it comes.
+
+        rows_of   (questions, the number of the first, progress) -> their trajectories
+                  (one that is left out is made with its batch by the next run)
+        """
+        options, batch = self.options, QUESTIONS_AT_ONCE * self.options.samples
         expected = [(q.id, sample) for q in self.questions for sample in range(options.samples)]
-        batch = QUESTIONS_AT_ONCE * options.samples
-        made_with = self.made_with(version)
-        records = resume.go_on(self.out, made_with, expected, key_of, batch, options.fresh)
+        made_with, fresh = self.made_with(version), options.fresh
+        records = resume.go_on(out, made_with, expected, key_of, batch, fresh)
         if records:
             print(f"{len(records)} of {len(expected)} predictions are there (--fresh: anew)")
-        resume.write_records(self.out, records)
+        resume.write_records(out, records)
         begin = len(records) // options.samples
-        with tqdm(total=len(expected), initial=len(records), desc="evaluation") as bar:
+        with tqdm(total=len(expected), initial=len(records), desc=what) as bar:
             for start in range(begin, len(self.questions), QUESTIONS_AT_ONCE):
                 some = self.questions[start : start + QUESTIONS_AT_ONCE]
-                seed, play = settings.seed + start, play_of(settings)
-                rows = rollout(policy, environment, some, seed, play, bar.update)
-                fresh = [self.record(row, i) for i, row in enumerate(rows)]
-                append_jsonl(self.out, fresh)
-                records += fresh
+                rows = rows_of(some, start, bar.update)
+                made = [self.record(row, i) for i, row in enumerate(rows)]
+                append_jsonl(out, made)
+                records += made
         say_faults(records)
         return records
 

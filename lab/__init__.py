@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from dataclasses import fields
 
-from errors import check_value
+from errors import FlagParser, InputError, check_value
+from settings import RENAMED, add_flags, named_in
 
 
-def taken(record: type, given: dict):
-    """The `record` of these flags, each within its limits; the other flags stay in `given`."""
-    names = [f.name for f in fields(record) if f.name in given]
-    options = record(**{name: given.pop(name) for name in names})
+def parse_flags(
+    command: str, record: type, arguments: list[str] | None, others=(), methods=()
+) -> tuple[object, dict]:
+    """(the `record` of a command line, each flag within its limits; what else was given).
+
+    others    records whose flags count too
+    methods   names of which one stands before all flags
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = FlagParser(command, description=record.__doc__)
+    parser.renamed = RENAMED | getattr(record, "renamed", {})
+    if methods:
+        parser.add_argument("method", choices=methods)
+    add_flags(parser, (record,), record(), "eval")
+    add_flags(parser, others, named_in(arguments), "eval")
+    given = vars(parser.parse_args(arguments))
+    options = record(**{f.name: given.pop(f.name) for f in fields(record) if f.name in given})
     for f in fields(record):
-        check_value(f.name, getattr(options, f.name), f.metadata)
-    return options
+        value = getattr(options, f.name)
+        if f.metadata.get("needed") and not value:
+            raise InputError(f"{command}: --{f.name} is missing")
+        check_value(f.name, value, f.metadata)
+    return options, given
+
+
+@contextlib.contextmanager
+def interruptible(kept: str) -> Iterator[None]:
+    """Ctrl-C says what is kept, and ends."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {kept}")
+        sys.exit(130)

@@ -27,7 +27,6 @@ import json
 import math
 import multiprocessing
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -39,9 +38,10 @@ import numpy as np
 import torch
 
 from curriculum import QuestionStream
-from errors import FlagParser, InputError, run_main
+from errors import InputError, check_value, run_main, setting
 from eval import Evaluation
 from eval import parse as parse_evaluation
+from lab import interruptible, parse_flags
 from plumbing.build import build_parts, built_in_kinds, built_in_world
 from plumbing.files import checkpoints, stage_folder
 from plumbing.report import summarise
@@ -51,9 +51,7 @@ from rollout import rollout
 from settings import Settings, check_settings, resolve
 from train import train
 
-DEFAULT_SEEDS = 2
 LONG = ("ppo",)  # run only if named: a critic of the policy's own size doubles the time of a step
-FIRST_WORLD = 20  # no setting was chosen on these worlds
 REWARD_QUESTIONS = 128
 EVALUATION = ["--questions", "50", "--temperature", "1"]  # of a kind; as in training
 
@@ -412,43 +410,36 @@ def as_table(lines: list[list[str]]) -> str:
 # -------------------------------------------------------------------------------- the command line
 
 
+@dataclass(frozen=True)
+class AblateSettings:
+    """The papers' claims in the built-in world."""
+
+    seeds: int = setting(2, "worlds per arm", least=1)
+    first_world: int = setting(20, "no setting was chosen on worlds from 20 on")
+    only: str = setting("", f"claims, comma-separated: {', '.join(CLAIMS)}")
+    runs: str = setting("runs/ablate", "folder of the arms")
+    workers: int = setting(os.cpu_count() or 1, "arms at a time, one core each", least=1)
+    table: bool = setting(False, "run nothing: the table of what is there")
+    rewards: bool = setting(False, "print each arm's own reward on held-out questions")
+
+
 def chosen(names: str) -> list[str]:
     """The claims of --only; without it all."""
     wanted = [name.strip() for name in names.split(",") if names]
     for name in wanted:
-        if name not in CLAIMS:
-            raise InputError(f"--only {name}: no such claim; they are {', '.join(CLAIMS)}")
+        check_value("only", name, {"one_of": CLAIMS})
     return wanted or list(CLAIMS)
 
 
-def parse(arguments: list[str] | None):
-    parser = FlagParser("lab.ablate", description="The papers' claims in the built-in world.")
-    add = parser.add_argument
-    add("--seeds", type=int, default=DEFAULT_SEEDS, help="worlds per arm")
-    add("--first_world", type=int, default=FIRST_WORLD)
-    add("--only", default="", help=f"claims, comma-separated: {', '.join(CLAIMS)}")
-    add("--runs", default="runs/ablate", help="folder of the arms")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="arms at a time, one core each")
-    add("--table", action="store_true", help="run nothing: the table of what is there")
-    add("--rewards", action="store_true", help="print each arm's own reward on held-out questions")
-    options = parser.parse_args(arguments)
-    if options.seeds < 1 or options.workers < 1:
-        raise InputError("--seeds and --workers must be at least 1")
-    return options
-
-
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
+    options, _ = parse_flags("lab.ablate", AblateSettings, arguments)
     names, runs = chosen(options.only), options.runs
     claims = [CLAIMS[name] for name in names]
     seeds = list(range(options.first_world, options.first_world + options.seeds))
     if not options.table:
         run = [CLAIMS[name] for name in names if options.only or name not in LONG]
-        try:
+        with interruptible("finished arms are kept: the same command goes on"):
             run_all(wanted_arms(run), seeds, runs, options.workers)
-        except KeyboardInterrupt:
-            print("\ninterrupted; finished arms are kept: the same command goes on")
-            sys.exit(130)
     results = read_results(runs, seeds)
     print(as_table(rows(claims, results, seeds)))
     if options.rewards:

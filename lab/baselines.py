@@ -21,33 +21,27 @@ call.
 The prompts are ours, without examples, for chat models; the papers show a few. Traps: a page must
 not steer a method, so tags and labels are taken out of it, and a method's end is looked for in the
 model's own words only; a reply that did not come is no wrong answer: that question is left out, and
-asked again by the same command. Left out: IRCoT's bound of 15 paragraphs (the context is the
+the same command makes its batch anew. Left out: IRCoT's bound of 15 paragraphs (the context is the
 bound), sampling several chains.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import ClassVar
 
-from tqdm import tqdm
-
 from data import Question
-from errors import FlagParser, InputError, check_output, check_value, run_main, setting
-from eval import Evaluation, key_of, say_faults
-from formats.records import append_jsonl, finished_records
-from lab import taken
+from errors import InputError, check_output, check_value, run_main, setting
+from eval import Evaluation
+from lab import interruptible, parse_flags
 from metrics import last_boxed
 from other_models.llm import load_llm
 from other_models.reader import read_answer
-from plumbing import resume
 from plumbing.build import build_protocol, build_search, load_model
 from plumbing.report import summarise, table
 from policy import best_device, weights_version
@@ -65,16 +59,16 @@ from prompts import (
     without_thinking,
 )
 from rollout import Environment, check_prompt, context_of, encode, sample_turns, seeded
-from settings import RECORDS, RENAMED, Settings, add_flags, check_settings, named_in, resolve
+from settings import RECORDS, Settings, check_settings, resolve
 from summarizer import SearchFunction
 from trajectory import Trajectory
 
 TAGS = tag_pair("search"), tag_pair("information"), tag_pair("answer")
 BASELINE = Protocol("baseline", *TAGS, instruction="", direct_instruction="")
 ANSWERED = BASELINE.answer_tags[1]
+NO_REPLY = "no reply"  # why a trajectory ended whose model did not come
 FINAL = "So the final answer is:"
 LABELS = ("Follow up:", "Intermediate answer:", FINAL)  # no page may bring them along
-AT_ONCE = 64  # questions under way together
 
 
 # --------------------------------------------------------------------------- what a method may want
@@ -339,7 +333,7 @@ class Row:
     def hand(self, reply: str | list[str] | None) -> None:
         """Hand the method what it asked for; it runs on to its next request, or to its end."""
         if reply is None:
-            self.trajectory.stop_reason, self.request = "no reply", None
+            self.trajectory.stop_reason, self.request = NO_REPLY, None
             return
         try:
             self.request = self.steps.send(reply)
@@ -352,34 +346,29 @@ class Row:
 
 def run_method(
     name: str, questions: list[Question], generate, search: SearchFunction, settings: Settings
-) -> Iterator[Trajectory]:
-    """Trajectories of one method, each as soon as it ends (not in the order of the questions),
-    without token ids. stop_reason "no reply": the model did not come, it can be asked again.
+) -> list[Trajectory]:
+    """A trajectory of one method for each question, without token ids. stop_reason NO_REPLY: the
+    model did not come, it can be asked again.
 
     generate   `Local`, `Asked` or anything like them: generate(requests, stop) -> a reply or None
                for each, generate.shown(request) -> all that it reads, generate.tokenizer
-    settings   max_searches 0: the paper's own bound; rollout_batch_size: questions under way, 0: 64
+    settings   max_searches 0: the paper's own bound; rollout_batch_size: questions under way, 0 all
     """
-    for question in questions:  # before anything is asked
-        longest = Write(max(INSTRUCTIONS, key=len), question_text(question))
-        prompt = encode(generate.tokenizer, generate.shown(longest))
-        check_prompt(question, prompt, settings.max_context)
     limit = [settings.max_searches] if settings.max_searches else []
     # This environment writes a log and no context; one search takes at most half a context.
     most = min(settings.document_tokens, settings.max_context // 2)
     unbounded = replace(settings, max_context=2**31, document_tokens=most)
     environment = Environment(generate.tokenizer, BASELINE, search, unbounded)
     environment.forbidden = [*environment.forbidden, *LABELS]
-    waiting, live = iter(questions), []
-    while True:
-        fresh = itertools.islice(waiting, (settings.rollout_batch_size or AT_ONCE) - len(live))
-        live += [Row(question, METHODS[name](question, *limit)) for question in fresh]
-        if not live:
-            return
-        look_all([row for row in live if isinstance(row.request, Look)], environment)
-        write_all([row for row in live if isinstance(row.request, Write)], generate, settings)
-        yield from (row.trajectory for row in live if row.request is None)
-        live = [row for row in live if row.request is not None]
+    rows = [Row(question, METHODS[name](question, *limit)) for question in questions]
+    size = settings.rollout_batch_size or len(rows)
+    for start in range(0, len(rows), size):
+        live = rows[start : start + size]
+        while live:
+            look_all([row for row in live if isinstance(row.request, Look)], environment)
+            write_all([row for row in live if isinstance(row.request, Write)], generate, settings)
+            live = [row for row in live if row.request is not None]
+    return [row.trajectory for row in rows]
 
 
 def look_all(rows: list[Row], environment: Environment) -> None:
@@ -539,7 +528,7 @@ FILES = ("settings", "data", "rollout", "retriever", "summarizer")  # whose flag
 
 @dataclass(frozen=True)
 class BaselineSettings:
-    """What is asked; an `Evaluation` reads it too."""
+    """The methods that papers compare with; an `Evaluation` reads this too."""
 
     method: str = setting("all", f"all, or some of {','.join(METHODS)}")
     split: str = setting("test", "of the built-in world", one_of=("train", "dev", "test"))
@@ -547,16 +536,13 @@ class BaselineSettings:
     out: str = setting("", "folder of METHOD.jsonl, the predictions; else in runs/predictions")
     json: str = setting("", "write the table, by kind of question too, to this file")
     samples: ClassVar[int] = 1
+    fresh: ClassVar[bool] = False
     fact_seed: ClassVar[None] = None
 
 
-def parse(arguments: list[str]) -> tuple[Settings, BaselineSettings]:
-    parser = FlagParser("lab.baselines", description="Score the methods that papers compare with.")
-    parser.renamed = RENAMED
-    add_flags(parser, (BaselineSettings,), BaselineSettings(), "eval")
-    add_flags(parser, [r for r in RECORDS if r.__module__ in FILES], named_in(arguments), "eval")
-    given = vars(parser.parse_args(arguments))
-    options = taken(BaselineSettings, given)
+def parse(arguments: list[str] | None) -> tuple[Settings, BaselineSettings]:
+    records = [record for record in RECORDS if record.__module__ in FILES]
+    options, given = parse_flags("lab.baselines", BaselineSettings, arguments, records)
     chosen_methods(options.method)
     for flag, file in (("--out", options.out and f"{options.out}/x"), ("--json", options.json)):
         if file:
@@ -587,49 +573,38 @@ def settings_of(given: dict) -> Settings:
     return check_settings(settings, training=False)
 
 
-def collect(name: str, whole: Evaluation, out: Path, load: Callable[[], tuple]) -> list[dict]:
-    """A record for each question that got a reply, in their order: those that `out` has, and the
-    others, written as they come.
-    """
-    place = {record["id"]: i for i, record in enumerate(finished_records(out))}
-    questions = sorted(whole.questions, key=lambda question: place.get(question.id, len(place)))
-    version = weights_version(whole.settings.model) if whole.settings.model else "built-in"
-    made_with, expected = whole.made_with(version), [(question.id, 0) for question in questions]
-    records = resume.go_on(out, made_with, expected, key_of, 1, False)
-    resume.write_records(out, records)
-    missing = questions[len(records) :]
-    # Before the bar: a model that cannot be loaded is told of in a line.
-    trajectories = run_method(name, missing, *load()) if missing else []
-    with tqdm(total=len(questions), initial=len(records), desc=name) as bar:
-        for trajectory in trajectories:
-            if trajectory.stop_reason != "no reply":
-                records.append(whole.record(trajectory, 0) | {"method": name})
-                append_jsonl(out, records[-1:])
-            bar.update()
-    if left := len(questions) - len(records):
-        print(f"{name}: {left} of {len(questions)} got no reply; the same command asks again")
-    say_faults(records)
-    by_id = {record["id"]: record for record in records}
-    return [by_id[question.id] for question in whole.questions if question.id in by_id]
+def check_fit(questions: list[Question], generate, settings: Settings) -> None:
+    for question in questions:
+        longest = Write(max(INSTRUCTIONS, key=len), question_text(question))
+        prompt = encode(generate.tokenizer, generate.shown(longest))
+        check_prompt(question, prompt, settings.max_context)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    settings, options = parse(sys.argv[1:] if arguments is None else arguments)
+    settings, options = parse(arguments)
     whole, summaries = Evaluation(settings, options), {}
     folder = whole.out if options.out else whole.out.with_suffix("")
+    version = weights_version(settings.model) if settings.model else "built-in"
 
     @cache
     def load() -> tuple:  # once, and only if something is missing
         generate, limits = load_writer(settings)
+        check_fit(whole.questions, generate, limits)
         return generate, build_search(limits, whole.documents, best_device()), limits
 
-    try:
+    def rows_of(name: str, some: list[Question], start: int, progress) -> list[Trajectory]:
+        rows = run_method(name, some, *load())
+        progress(len(rows))
+        return [row for row in rows if row.stop_reason != NO_REPLY]
+
+    with interruptible(f"what was finished is in {folder}: the same command goes on"):
         for name in chosen_methods(options.method):
-            if records := collect(name, whole, folder / f"{name}.jsonl", load):
+            out, count = folder / f"{name}.jsonl", len(whole.questions)
+            records = whole.collect(out, version, partial(rows_of, name), name)
+            if left := count - len(records):
+                print(f"{name}: {left} of {count} got no reply; the same command asks again")
+            if records:
                 summaries[name] = summarise(records)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; what was finished is in {folder}: the same command goes on")
-        sys.exit(130)
     rows = {name: summary["all"] for name, summary in summaries.items()}
     print(table(rows).replace("kind  ", "method"))
     print(f"predictions: {folder}/METHOD.jsonl")

@@ -11,7 +11,6 @@ temperature 1. The same command goes on where it was interrupted.
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,17 +22,17 @@ from tqdm import tqdm
 
 from curriculum import bucket_of_mean
 from data import BUCKETS, Question, load_attempts
-from errors import FlagParser, InputError, check_output, run_main, setting
+from errors import InputError, check_output, run_main, setting
 from eval import Evaluation, settings_of
 from formats.records import append_jsonl
-from lab import taken
+from lab import interruptible, parse_flags
 from metrics import score_answer
 from plumbing import resume
 from plumbing.build import build_environment, build_search, load_model, play_of
 from plumbing.score import answer_scores
 from policy import best_device, weights_version
 from rollout import check_prompts, rollout
-from settings import ASKING, RENAMED, add_flags, check_settings, named_in
+from settings import ASKING, check_settings
 
 AT_ONCE = 16  # questions that share a seed
 Scores = list[list[float]]  # of each question's rollouts
@@ -65,9 +64,9 @@ SCHEMES: dict[str, tuple[Callable[[Sequence[float]], str], str]] = {
 
 @dataclass(frozen=True)
 class DifficultySettings:
-    """What is measured; an `Evaluation` reads it too."""
+    """How hard each question is; an `Evaluation` reads it too."""
 
-    out: str = setting("", "JSONL to write")
+    out: str = setting("", "JSONL to write", needed=True)
     samples: int = setting(20, "rollouts per question, K", least=1)
     scheme: str = setting("ur2", "how scores become a bucket", one_of=SCHEMES)
     metric: str = setting("", 'of open answers; "": the scheme\'s', one_of=("", "em", "f1", "cem"))
@@ -75,17 +74,11 @@ class DifficultySettings:
     questions: int = setting(0, "of each kind in the built-in world, or in all; 0 = all", least=0)
     split: ClassVar[str] = "train"
     fact_seed: ClassVar[None] = None
+    renamed: ClassVar[dict] = {"k": "write --samples"}
 
 
-def parse(arguments: list[str]) -> tuple[dict, DifficultySettings]:
-    parser = FlagParser("lab.difficulty", description="Measure how hard each question is.")
-    parser.renamed = RENAMED | {"k": "write --samples"}
-    add_flags(parser, (DifficultySettings,), DifficultySettings(), "eval")
-    add_flags(parser, ASKING, named_in(arguments), "eval")
-    given = vars(parser.parse_args(arguments))
-    options = taken(DifficultySettings, given)
-    if not options.out:
-        raise InputError("--out FILE is missing: where shall the scores go?")
+def parse(arguments: list[str] | None) -> tuple[dict, DifficultySettings]:
+    options, given = parse_flags("lab.difficulty", DifficultySettings, arguments, ASKING)
     check_output(options.out, "--out")
     if options.scheme == "r1_searcher" and options.samples < 20 and not options.from_rollouts:
         why = "r1_searcher tells medium from hard at 20 rollouts: give at least --samples 20"
@@ -156,14 +149,11 @@ def measure_model(given: dict, options: DifficultySettings, metric: str) -> dict
 
 
 def main(arguments: list[str] | None = None) -> None:
-    given, options = parse(sys.argv[1:] if arguments is None else arguments)
+    given, options = parse(arguments)
     metric = options.metric or SCHEMES[options.scheme][1]
-    try:
-        how = measure_published if options.from_rollouts else measure_model
+    how = measure_published if options.from_rollouts else measure_model
+    with interruptible(f"what was measured is in {options.out}: the same command goes on"):
         counts = Counter(how(given, options, metric).values())
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; what was measured is in {options.out}: the same command goes on")
-        sys.exit(130)
     shares = ", ".join(f"{name} {counts[name]}" for name in BUCKETS)
     print(f"{sum(counts.values())} questions: {shares}")
     print(f"use: python train.py --difficulty {options.out} --buckets hard=7,medium=2,easy=1")

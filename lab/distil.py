@@ -13,20 +13,20 @@ Each makes examples of --data: a prompt, and pieces of text of which the model i
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import Document, Question, load_questions
-from errors import FlagParser, InputError, check_value, run_main, setting
+from errors import InputError, run_main, setting
 from formats.records import read_records, short
-from lab import taken
+from lab import interruptible, parse_flags
 from policy import PolicySettings, best_device, load_policy, save_policy
 from prompts import (
     Protocol,
@@ -39,7 +39,6 @@ from prompts import (
     strip_tags,
 )
 from rollout import encode
-from settings import add_flags
 from sft import Example, SFTSettings, example_of, train_sft
 from summarizer import NO_FACT, SUMMARY_LOG, summary_request
 from trajectory import Trajectory, trajectory_from_text
@@ -47,9 +46,13 @@ from trajectory import Trajectory, trajectory_from_text
 
 @dataclass(frozen=True)
 class DistilSettings:
-    model: str = setting("", "HF causal LM to start from: a directory or a hub name")
-    data: str = setting("", f"questions; traces: predictions; summarizer: as {SUMMARY_LOG}")
-    out: str = setting("", "directory to save the model in")
+    """METHOD: direct, reasoning, traces or summarizer."""
+
+    model: str = setting("", "HF causal LM to start from: a directory or a hub name", needed=True)
+    data: str = setting(
+        "", f"questions; traces: predictions; summarizer: as {SUMMARY_LOG}", needed=True
+    )
+    out: str = setting("", "directory to save the model in", needed=True)
     protocol: str = setting("", "of the prompt; by itself arena, for traces r1_searcher")
     traces: str = setting("", "reasoning: JSONL of id, relevance, analysis, answer (else built)")
     questions: str = setting("", "traces: the question file, for options and references")
@@ -137,9 +140,9 @@ def reasoning_from_support(question: Question) -> Reasoning:
     return Reasoning(tuple(question.supporting), analysis, answer)
 
 
-def read_reasonings(path: str | Path) -> dict[str, Reasoning]:
+def read_reasonings(path: str | Path, questions: list[Question]) -> dict[str, Reasoning]:
     """Question id -> its trace, from JSONL {"id", "relevance": [1, 3], "analysis", "answer"}."""
-    reasonings = {}
+    reasonings, last = {}, {question.id: len(question.references) for question in questions}
     for place, record in whole_records(path):
         numbers, texts = record.get("relevance"), [record.get("analysis"), record.get("answer")]
         listed = isinstance(numbers, list) and numbers and all(type(n) is int for n in numbers)
@@ -149,7 +152,13 @@ def read_reasonings(path: str | Path) -> dict[str, Reasoning]:
                 f'{path}, {place}: expected {{"id", "relevance": [1, 3], "analysis", "answer"}},'
                 f" found {short(record)}"
             )
-        reasonings[str(record["id"])] = Reasoning(tuple(numbers), *texts)
+        name = str(record["id"])
+        if wrong := [n for n in numbers if name in last and not 1 <= n <= last[name]]:
+            raise InputError(
+                f"the trace of question {name} cites {wrong[0]}; its references are 1 to"
+                f" {last[name]}: correct it"
+            )
+        reasonings[name] = Reasoning(tuple(numbers), *texts)
     return reasonings
 
 
@@ -158,16 +167,6 @@ def whole_records(path: str | Path) -> Iterator[tuple[str, dict]]:
         if isinstance(record, InputError):
             raise InputError(f"{path}, {place}: {record}: correct it")
         yield place, record
-
-
-def check_reasoning(question: Question, reasoning: Reasoning) -> Reasoning:
-    last = len(question.references)
-    if wrong := [number for number in reasoning.relevance if not 1 <= number <= last]:
-        raise InputError(
-            f"the trace of question {question.id} cites {wrong[0]}; its references are 1 to {last}:"
-            " correct it"
-        )
-    return reasoning
 
 
 # ------------------------------------------------------------------------------------------- traces
@@ -179,12 +178,17 @@ def trace_example(trajectory: Trajectory, tokenizer) -> Example:
     return example_of(prompt, trace_pieces(trajectory), tokenizer)
 
 
+# The environment frames documents in exactly one blank line ("\n\n"). What a transcript has beyond
+# that was sampled, and is the model's: a turn may end in a token such as ">\n\n".
+_BLOCK = re.compile(r"((?:\s*(?=\n\n\S))?)(\s*\S.*\S(?:\n\n|\s*))(\s*)", re.DOTALL)
+
+
 def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
     """(text, written by the model?) in order, cut where the rollout began a new piece."""
     pieces = []
     for segment in trajectory.segments:
         if segment.writer == "documents":
-            before, block, behind = environment_part(segment.text)
+            before, block, behind = _BLOCK.fullmatch(segment.text).groups()
             pieces += [(before, True), (block, False), (behind, True)]
         else:
             pieces += without_notices(segment.text, trajectory.protocol)
@@ -195,19 +199,6 @@ def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
         elif text:
             merged.append((text, imitate))
     return merged
-
-
-def environment_part(block: str) -> tuple[str, str, str]:
-    """Blank lines of the model's before a document block, the block as the environment wrote it,
-    the model's behind it.
-
-    The environment frames documents in exactly one blank line ("\\n\\n"). What a transcript has
-    beyond that was sampled: a turn may end in a token such as ">\\n\\n".
-    """
-    head, tail = len(block) - len(block.lstrip()), len(block) - len(block.rstrip())
-    before = block[: head - 2] if block[:head].endswith("\n\n") else ""
-    behind = block[len(block) - tail + 2 :] if block[len(block) - tail :].startswith("\n\n") else ""
-    return before, block[len(before) : len(block) - len(behind)], behind
 
 
 def without_notices(text: str, protocol: Protocol) -> list[tuple[str, bool]]:
@@ -252,21 +243,15 @@ def read_traces(
 # ----------------------------------------------------------------------------------- the summariser
 
 
-@dataclass(frozen=True)
-class SummaryPair:
-    """What a summariser was asked, and what it replied."""
-
-    query: str
-    documents: tuple[Document, ...]
-    reply: str
+Pair = tuple[str, tuple[Document, ...]]  # what a summariser was asked: query and documents
 
 
-def read_summary_log(path: str | Path) -> list[SummaryPair]:
-    """The pairs of a log, each query with its documents once (the last time it was asked).
+def read_summary_log(path: str | Path) -> dict[Pair, str]:
+    """(query, its documents) -> the reply when it was last asked.
 
     A line that an interrupt cut short is no JSON: it is left out, with a warning.
     """
-    pairs = {}
+    replies = {}
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError):
             print(f"warning: {path}, {place}: {record}: left out", file=sys.stderr)
@@ -274,20 +259,19 @@ def read_summary_log(path: str | Path) -> list[SummaryPair]:
         try:
             documents = [Document(d["id"], d["title"], d["text"]) for d in record["documents"]]
             reply = NO_FACT if record["fallback"] else record["summary"]
-            pair = SummaryPair(record["query"], tuple(documents), reply)
+            replies[record["query"], tuple(documents)] = reply
         except (TypeError, KeyError) as error:
             raise InputError(
                 f"{path}, {place}: no summary record ({error!r}): give a log as {SUMMARY_LOG}"
             ) from None
-        pairs[pair.query, pair.documents] = pair
-    return list(pairs.values())
+    return replies
 
 
-def summary_example(pair: SummaryPair, tokenizer) -> Example:
+def summary_example(pair: Pair, reply: str, tokenizer) -> Example:
     """The very prompt that other_models/llm.py asks a local model with -> the reply."""
-    instruction, text = summary_request(pair.query, list(pair.documents))
+    instruction, text = summary_request(*pair)
     prompt = chat_text(tokenizer, instruction, strip_tags(text, special_texts(tokenizer)))
-    return example_of(encode(tokenizer, prompt), [(pair.reply, True)], tokenizer)
+    return example_of(encode(tokenizer, prompt), [(reply, True)], tokenizer)
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -301,8 +285,8 @@ def direct_examples(settings: DistilSettings, protocol: Protocol, tokenizer) -> 
 def reasoning_examples(settings: DistilSettings, protocol: Protocol, tokenizer) -> list[Example]:
     questions = load_questions(settings.data, settings.skip_bad)
     if settings.traces:
-        written = read_reasonings(settings.traces)
-        pairs = [(q, check_reasoning(q, written[q.id])) for q in questions if q.id in written]
+        written = read_reasonings(settings.traces, questions)
+        pairs = [(q, written[q.id]) for q in questions if q.id in written]
     else:
         usable = [q for q in questions if q.supporting or not settings.skip_bad]
         pairs = [(question, reasoning_from_support(question)) for question in usable]
@@ -316,7 +300,8 @@ def trace_examples(settings: DistilSettings, protocol: Protocol, tokenizer) -> l
 
 
 def summary_examples(settings: DistilSettings, protocol: Protocol, tokenizer) -> list[Example]:
-    return [summary_example(pair, tokenizer) for pair in read_summary_log(settings.data)]
+    replies = read_summary_log(settings.data)
+    return [summary_example(*asked, tokenizer) for asked in replies.items()]
 
 
 METHODS = {
@@ -342,32 +327,17 @@ def that_fit(examples: list[Example], longest: int) -> list[Example]:
     return fit
 
 
-def dealt(examples: list[Example], size: int, seed: int) -> Callable[[int], list[Example]]:
-    """step -> its batch: every example once per epoch, in an order drawn from the seed."""
-
-    @functools.lru_cache(2)
-    def order(epoch: int) -> list[Example]:
-        return random.Random(f"{seed}  {epoch}").sample(examples, len(examples))
-
-    def take(step: int) -> list[Example]:
-        places = [divmod(i, len(examples)) for i in range(step * size, (step + 1) * size)]
-        return [order(epoch)[place] for epoch, place in places]
-
-    return take
+def shuffled(examples: list[Example], seed: int) -> Iterator[Example]:
+    """Every example once per epoch, in an order drawn from the seed."""
+    for epoch in itertools.count():
+        yield from random.Random(f"{seed}  {epoch}").sample(examples, len(examples))
 
 
-def parse(arguments: list[str]) -> tuple[str, DistilSettings]:
-    parser = FlagParser("lab.distil", description="Supervised baselines and a small summariser.")
-    parser.add_argument("method", help=f"one of {', '.join(METHODS)}")
-    add_flags(parser, (DistilSettings,), DistilSettings(), "distil")
-    given = vars(parser.parse_args(arguments))
-    method, settings = given.pop("method"), taken(DistilSettings, given)
-    check_value("method", method, {"one_of": METHODS})
-    for name in ("model", "data", "out"):
-        if not getattr(settings, name):
-            raise InputError(f"lab.distil {method}: --{name} is missing")
+def parse(arguments: list[str] | None) -> tuple[str, DistilSettings]:
+    settings, given = parse_flags("lab.distil", DistilSettings, arguments, methods=METHODS)
     if Path(settings.out).exists():
         raise InputError(f"--out {settings.out} is there already: name another, or remove it")
+    method = given["method"]
     default = "r1_searcher" if method == "traces" else "arena"
     return method, replace(settings, protocol=settings.protocol or default)
 
@@ -386,8 +356,9 @@ def distil(method: str, settings: DistilSettings) -> None:
     print(f"{method}: {len(examples)} examples, {tokens:,} tokens to imitate, {steps} updates")
     rate = {"lr": settings.lr, "lr_warmup": settings.lr_warmup, "betas": (0.9, 0.999)}
     limit = {"tokens_per_micro_batch": settings.tokens_per_micro_batch}
-    take = dealt(examples, size, settings.seed)
-    losses = train_sft(policy, take, SFTSettings(steps, **rate, **limit), method)
+    stream = shuffled(examples, settings.seed)
+    how = SFTSettings(steps, **rate, **limit)
+    losses = train_sft(policy, lambda _: list(itertools.islice(stream, size)), how, method)
     if not all(map(math.isfinite, losses)):
         raise InputError(
             f"the loss became {losses[-1]}: nothing was saved; lower --lr {settings.lr:g}"
@@ -402,11 +373,8 @@ def distil(method: str, settings: DistilSettings) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    try:
-        distil(*parse(sys.argv[1:] if arguments is None else arguments))
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was saved")
-        sys.exit(130)
+    with interruptible("nothing was saved"):
+        distil(*parse(arguments))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,14 +31,13 @@ from tqdm import tqdm
 
 from curriculum import bucket
 from data import Question, load_questions
-from errors import FlagParser, InputError, run_main, setting
+from errors import InputError, run_main, setting
 from formats.records import append_jsonl, finished_records
-from lab import taken
+from lab import interruptible, parse_flags
 from metrics import choice_letter, normalize_answer
 from other_models.llm import load_llm
 from policy import best_device
 from prompts import question_text
-from settings import RENAMED, add_flags
 
 QUESTION_WORDS, OPTION_WORDS, OPTIONS = range(4, 201), range(1, 41), range(3, 11)  # how many
 WRITE = (
@@ -57,10 +55,12 @@ ANSWER = (
 
 @dataclass(frozen=True)
 class SynthesizeSettings:
-    llm: str = setting("", "writes and votes: http://host:port/v1#model, or a HF model")
+    """Questions written by a language model."""
+
+    llm: str = setting("", "writes, votes: http://host:port/v1#model, or a HF model", needed=True)
     answerer: str = setting("", "sets the difficulty; by itself --llm")
-    data: str = setting("", "multiple-choice questions to write after")
-    out: str = setting("", "JSONL to append to")
+    data: str = setting("", "multiple-choice questions to write after", needed=True)
+    out: str = setting("", "JSONL to append to", needed=True)
     count: int = setting(100, "questions the file shall hold", least=1)
     shots: int = setting(3, "examples per request", least=1)
     options: int = setting(0, "per question; 0 = 3 to 10, as the writer likes", least=0)
@@ -298,33 +298,19 @@ def report(result: Counter, settings: SynthesizeSettings) -> str:
 # --------------------------------------------------------------------------------- the command line
 
 
-def parse(arguments: list[str]) -> SynthesizeSettings:
-    parser = FlagParser("lab.synthesize", description="Questions written by a language model.")
-    parser.renamed = RENAMED
-    add_flags(parser, (SynthesizeSettings,), SynthesizeSettings(), "synthesize")
-    settings = taken(SynthesizeSettings, vars(parser.parse_args(arguments)))
-    for name in ("llm", "data", "out"):
-        if not getattr(settings, name):
-            raise InputError(f"lab.synthesize: --{name} is missing")
+def main(arguments: list[str] | None = None) -> None:
+    settings, _ = parse_flags("lab.synthesize", SynthesizeSettings, arguments)
     if settings.options and settings.options not in OPTIONS:
         raise InputError(f"--options {settings.options}: must be from 3 to 10, or 0")
-    return settings
-
-
-def main(arguments: list[str] | None = None) -> None:
-    settings = parse(sys.argv[1:] if arguments is None else arguments)
     given = examples_among(load_questions(settings.data, settings.skip_bad))
     # Before a model is loaded: is it a file to go on with?
     made, _ = earlier(Path(settings.out), settings.seed)
     result, how = Counter(), {"max_tokens": settings.max_tokens, "device": best_device()}
-    try:
+    with interruptible(f"what was made is in {settings.out}: the same command goes on"):
         if len(made) < settings.count:
             llm = load_llm(settings.llm, settings, **how)
             other = load_llm(settings.answerer, settings, **how) if settings.answerer else None
             result = synthesize(given, llm, settings, other)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; what was made is in {settings.out}: the same command goes on")
-        sys.exit(130)
     print(report(result, settings))
 
 

@@ -160,7 +160,7 @@ def test_every_arm_is_wanted_by_a_claim_and_brings_the_one_that_it_starts_from()
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ("--only bonus,maks", "--only maks: no such claim; they are stage1, mask"),
+        ("--only bonus,maks", "--only maks: unknown; one of stage1, mask"),
         ("--seeds 0", "at least 1"),
         ("--workers 0", "at least 1"),
         ("--seed 3", "--seeds"),

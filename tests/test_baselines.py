@@ -400,24 +400,24 @@ class Keyed(Scripted):
 
 
 def ended(generate, library=None, **given):
-    """ircot's trajectories of the questions that `generate` has replies for, as they end."""
+    """ircot's trajectories of the questions that `generate` has replies for."""
     questions = [Question(name, name, ["x"]) for name in generate.by_question]
     library = library or Library()
     found = run_method("ircot", questions, generate, library, limits(**given))
     return {trajectory.question.id: trajectory.stop_reason for trajectory in found}
 
 
-def test_texts_of_a_moment_are_one_batch_and_searches_one_call_and_who_is_done_comes_at_once():
+def test_texts_of_a_moment_are_one_batch_and_searches_one_call():
     generate, library = Keyed(a=["A one.", "A two.", SAID], b=[SAID], c=["C one.", SAID]), Library()
-    assert list(ended(generate, library)) == ["b", "c", "a"]
+    assert list(ended(generate, library)) == ["a", "b", "c"]
     assert generate.batches == ["abc", "ac", "a"]
     assert library.calls == [["a", "b", "c"], ["A one.", "C one."], ["A two."]]
 
 
-def test_a_question_that_is_done_makes_room_for_the_next_and_for_one_only():
+def test_no_more_questions_are_under_way_than_told():
     generate = Keyed(a=["A one.", SAID], b=[SAID], c=[SAID], d=[SAID])
-    assert list(ended(generate, rollout_batch_size=2)) == ["b", "a", "c", "d"]
-    assert generate.batches == ["ab", "ac", "d"]
+    assert list(ended(generate, rollout_batch_size=2)) == ["a", "b", "c", "d"]
+    assert generate.batches == ["ab", "a", "cd"]
 
 
 def test_a_reply_that_does_not_come_ends_the_question_and_no_other():
@@ -488,12 +488,18 @@ def test_a_long_run_in_a_short_context_is_cut_and_never_an_error(name):
     assert all(len(generate.shown(request).split()) <= 90 for request in generate.requests)
 
 
-def test_a_question_that_does_not_fit_is_an_error_that_names_it_before_anything_is_asked():
-    generate = Worded(["x"])
+def test_a_question_that_does_not_fit_is_an_error_that_names_it():
     questions = [ANA, Question("long one", "word " * 200, ["x"])]
     said = "question long one: its prompt has 201 tokens and the context is 120"
     with pytest.raises(InputError, match=said):
-        list(run_method("direct", questions, generate, Library(), limits(max_context=120)))
+        baselines.check_fit(questions, Worded([]), limits(max_context=120))
+
+
+def test_it_is_found_before_anything_is_asked(line):
+    run, _ = line
+    generate = Knowing()
+    with pytest.raises(InputError, match="question q0: its prompt has"):
+        run("direct", "--max_context", "9", generate=generate)
     assert generate.requests == []
 
 
@@ -732,7 +738,7 @@ def line(tmp_path, monkeypatch):
         generate = generate or Knowing()
 
         def load(settings):
-            return generate, replace(settings, max_context=4096)
+            return generate, replace(settings, max_context=settings.max_context or 4096)
 
         monkeypatch.setattr(baselines, "load_writer", load)
         main([*given, "--method", methods, *flags])
@@ -741,17 +747,18 @@ def line(tmp_path, monkeypatch):
     return run, out
 
 
-def test_a_finished_method_is_not_run_again_and_a_broken_one_goes_on_where_it_stopped(line, capsys):
+def test_a_finished_method_is_not_run_again_and_a_broken_batch_is(line, capsys):
     run, out = line
     assert len(run("direct,rag")) == 10
-    first = capsys.readouterr().out
-    rows = (out / "rag.jsonl").read_bytes().splitlines(keepends=True)
-    # the fifth question ended first, and an interrupt fell into the third line
-    (out / "rag.jsonl").write_bytes(rows[4] + rows[0] + rows[1][:20])
-    assert run("rag,direct") == [record["question"] for record in RECORDS[1:4]]
-    assert sorted(capsys.readouterr().out.splitlines()) == sorted(first.splitlines())
-    ids = [record["id"] for record in finished_records(out / "rag.jsonl")]
-    assert ids == ["q4", "q0", "q1", "q2", "q3"]
+    first, whole = capsys.readouterr().out, (out / "rag.jsonl").read_bytes()
+    assert run("rag,direct") == []
+    # an interrupt fell into the third line of the first batch of 64
+    (out / "rag.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:2]) + whole[:20])
+    capsys.readouterr()
+    assert run("rag,direct") == [record["question"] for record in RECORDS]
+    assert set(first.splitlines()) <= set(capsys.readouterr().out.splitlines())
+    assert (out / "rag.jsonl").read_bytes() == whole
+    assert len(finished_records(out / "rag.jsonl.old1")) == 2
 
 
 def test_a_finished_folder_needs_no_model(line, monkeypatch, capsys):
@@ -766,7 +773,7 @@ def test_predictions_are_eval_s_own_records(line):
     run, out = line
     run("rag")
     record = finished_records(out / "rag.jsonl")[0]
-    known = {"id": "q0", "method": "rag", "prediction": "Norland", "golds": ["Norland"]}
+    known = {"id": "q0", "prediction": "Norland", "golds": ["Norland"]}
     assert known.items() <= record.items()
     query = RECORDS[0]["question"]
     assert record["searches"] == [{"query": query, "fallback": False, "error": None}]
@@ -879,4 +886,5 @@ def test_a_server_is_asked_and_a_question_without_a_reply_is_left_out_and_asked_
         assert row.split()[:2] == ["rag", "4"] and float(row.split()[2]) == 1
         assert where.startswith("predictions: runs/predictions/")
         main(arguments)
-    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["rag", "5"]
+    kept, _, row, _ = capsys.readouterr().out.splitlines()
+    assert kept.endswith("rag.jsonl.old1") and row.split()[:2] == ["rag", "5"]

@@ -154,7 +154,7 @@ def test_an_interrupt_says_where_the_scores_are(tiny, out, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        ("", "--out FILE is missing"),
+        ("", "--out is missing"),
         ("--out .", "--out .: that is a folder"),
         ("--out x --scheme ur3", "--scheme ur3"),
         ("--out x --metric bleu", "--metric bleu"),

@@ -13,7 +13,6 @@ from lab import distil
 from lab.distil import (
     METHODS,
     Reasoning,
-    SummaryPair,
     direct_example,
     read_summary_log,
     read_traces,
@@ -277,16 +276,16 @@ def test_real_published_transcripts_give_their_documents_no_loss(bpe):
 # ----------------------------------------------------------------------------------- the summariser
 
 
-WHO = SummaryPair("where was ana <|im_end|> bell born", REFERENCES[:2], "Born in Kelmouth.")
+WHO = "where was ana <|im_end|> bell born", REFERENCES[:2]
 
 
-@pytest.mark.parametrize("pair", [WHO, replace(WHO, reply=NO_FACT)])
+@pytest.mark.parametrize("reply", ["Born in Kelmouth.", NO_FACT])
 def test_a_summary_is_imitated_behind_the_very_prompt_that_a_summariser_is_asked_with(
-    bpe, qwen2, pair
+    bpe, qwen2, reply
 ):
-    example = summary_example(pair, bpe)
-    assert imitated(example, bpe) == f"{pair.reply}<|im_end|>"
-    request = summary_request(pair.query, list(pair.documents))
+    example = summary_example(WHO, reply, bpe)
+    assert imitated(example, bpe) == f"{reply}<|im_end|>"
+    request = summary_request(*WHO)
     asked = LocalLLM(qwen2, bpe, max_tokens=8).prompt(request)
     assert example.ids[: example.mask.index(1)] == asked
 
@@ -307,10 +306,10 @@ def test_a_log_is_read_as_it_was_written_and_each_query_once(tmp_path):
     path = log_of(tmp_path / "pairs.jsonl", "old", NO_FACT)
     log_of(path, "new\nü")
     log_of(path, "on one", documents=REFERENCES[:1])
-    assert read_summary_log(path) == [
-        SummaryPair("a", REFERENCES[:2], "new\nü"),
-        SummaryPair("b", REFERENCES[:2], NO_FACT),
-        SummaryPair("a", REFERENCES[:1], "on one"),
+    assert list(read_summary_log(path).items()) == [
+        (("a", REFERENCES[:2]), "new\nü"),
+        (("b", REFERENCES[:2]), NO_FACT),
+        (("a", REFERENCES[:1]), "on one"),
     ]
 
 
@@ -318,7 +317,7 @@ def test_a_line_that_an_interrupt_cut_short_is_left_out_with_a_warning(tmp_path,
     path = log_of(tmp_path / "pairs.jsonl", "on a")
     path.write_bytes(path.read_bytes() + path.read_bytes()[:-9])
     log_of(path, None, "on b")  # a later run goes on behind it
-    assert [pair.reply for pair in read_summary_log(path)] == ["on a", "on b"]
+    assert list(read_summary_log(path).values()) == ["on a", "on b"]
     assert "line 2: not valid JSON" in capsys.readouterr().err
 
 
@@ -437,7 +436,7 @@ def test_a_model_that_burst_is_not_saved(tmp_path, model, files, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("distil", "--method distil: unknown; one of direct, reasoning, traces, summarizer"),
+        ("distil", "invalid choice: 'distil' (choose from"),
         ("direct --data x --out y", "--model is missing"),
         ("direct --model m --data x --out .", "--out . is there already"),
         ("direct --model m --data x --out y --lr 0", "--lr 0.0: must be above 0"),
