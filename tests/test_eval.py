@@ -499,6 +499,7 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
         ("--name typo", "no checkpoint of that run"),
         ("--data f.jsonl", "--data needs --model"),
         ("--lr 3", "unknown flag --lr"),
+        ("--in_8bit base,others", "others is all that it can name"),
         ("--cross_model m", "write --reader"),
         ("--split all", "invalid choice"),
         ("--reader m", "protocol ur2 does not have"),
