@@ -48,6 +48,8 @@ def parse(arguments: list[str]) -> tuple[Settings, str]:
     add_flags(parser, ASKING, named_in(arguments), "eval")
     given = vars(parser.parse_args(arguments))
     text = given.pop("question").strip()
+    if unused := {"judge", "reader"} & given.keys():
+        raise InputError(f"ask.py: --{min(unused)} has no meaning here: eval.py asks other models")
     settings = dataclasses.replace(settings_of(given), group_size=1)
     check_settings(settings, training=False)
     if reads_a_corpus(settings) and not (settings.corpus or in_built_in_world(settings)):
@@ -65,10 +67,9 @@ def reads_a_corpus(settings: Settings) -> bool:
 
 def in_built_in_world(settings: Settings) -> bool:
     """The tiny models, and what was trained from them, are asked about the world they know."""
-    if settings.data:
-        return False
     before = saved_settings(settings.model)
-    return not settings.model or bool(before and not before.model and not before.data)
+    ours = before and not before.model and not before.data
+    return not settings.data and bool(not settings.model or ours)
 
 
 def question_for(settings: Settings, text: str) -> tuple[Question, list[Question]]:
@@ -92,9 +93,8 @@ def question_for(settings: Settings, text: str) -> tuple[Question, list[Question
 def ask(settings: Settings, text: str) -> tuple[Trajectory, str]:
     """(the trajectory, what was searched)."""
     question, questions = question_for(settings, text)
-    documents, device = [], best_device()
-    if reads_a_corpus(settings):
-        documents = passages(settings, questions)
+    device = best_device()
+    documents = passages(settings, questions) if reads_a_corpus(settings) else []
     search = build_search(settings, documents, device)
     policy, tokenizer = load_model(settings, settings.model, device, frozen=True)
     environment = build_environment(settings, tokenizer, search)

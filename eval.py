@@ -366,6 +366,8 @@ def check_options(options: Options, given: dict) -> None:
                 )
     if options.decoding == "both" and "temperature" in given:
         raise InputError("--decoding both has temperatures of its own: leave --temperature out")
+    if given.get("in_8bit") not in (None, "", "others"):
+        raise InputError("--in_8bit: here nothing is trained: others is all that it can name")
     if options.samples < 1 or options.questions < 0:
         raise InputError("--samples must be at least 1, and --questions at least 0 (all)")
 

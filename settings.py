@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from curriculum import CurriculumSettings
 from dapo import DapoSettings
 from data import DataSettings
-from errors import FlagParser, InputError, boolean, check_value, setting
+from errors import FlagParser, InputError, boolean, check_value, nearest, setting
 from kl import KLSettings
 from other_models.llm import ModelSettings, frozen_in_8bit
 from papers import PAPERS, check_stage
@@ -32,7 +32,7 @@ from retriever import RetrieverSettings
 from rewards import RewardSettings, check_reward
 from rollout import RolloutSettings
 from scale.engine import EngineSettings
-from summarizer import SummarizerSettings
+from summarizer import WITHOUT_MODEL, SummarizerSettings
 from update import UpdateSettings
 
 
@@ -120,6 +120,9 @@ def check_settings(settings: Settings, training: bool = True) -> Settings:
     for f in fields(Settings):
         check_value(f.name, getattr(settings, f.name), f.metadata)
     frozen_in_8bit(settings)
+    notes, like = settings.summarizer, nearest(settings.summarizer, WITHOUT_MODEL)
+    if notes not in WITHOUT_MODEL and (like or notes == "llm"):  # else a hub is asked, for minutes
+        raise InputError(f"--summarizer {notes}: none, extractive, or the model itself{like}")
     if settings.data and not settings.model:
         raise InputError("--data needs --model: the built-in model can read only its own world")
     searches = PROTOCOLS[settings.protocol].query_tags is not None
@@ -173,7 +176,7 @@ def _check_8bit(settings: Settings) -> None:
         )
     if "reference" in in_8bit and not settings.kl_coef:
         raise InputError("--in_8bit reference: with --kl_coef 0 no reference is loaded")
-    if in_8bit and not settings.model:
+    if in_8bit - {"others"} and not (settings.model or settings.start_from):
         raise InputError("--in_8bit is for models from --model: the built-in one stays in fp32")
 
 

@@ -20,7 +20,7 @@ import ppo
 from curriculum import QuestionStream
 from data import Document, Question, corpus_from_questions, load_corpus, load_questions
 from errors import InputError
-from other_models.llm import frozen_in_8bit
+from other_models.llm import RETRIES, frozen_in_8bit
 from papers import paper_of
 from plumbing.checkpoint import check_same_house
 from plumbing.files import starting_model
@@ -35,7 +35,7 @@ from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
 from scale.shards import asked_for, check_shardable, shard
 from settings import Settings
-from summarizer import make_search, make_summarizer
+from summarizer import SUMMARY_LOG, WITHOUT_MODEL, make_search, make_summarizer
 from update import Parts, rows_per_update
 from world.toy import load_toy
 from world.world import World
@@ -91,15 +91,21 @@ def build_protocol(settings: Settings) -> Protocol:
 # ------------------------------------------------------------------------------ search and models
 
 
-def build_search(settings: Settings, documents: list[Document], device="cpu") -> SearchFunction:
-    """Retriever and summariser."""
+def build_search(
+    settings: Settings, documents: list[Document], device="cpu", log: str = ""
+) -> SearchFunction:
+    """Retriever and summariser. log: where the notes of a model that summarises are kept."""
     if PROTOCOLS[settings.protocol].query_tags is None:  # the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
     retriever = make_retriever(documents, settings, settings.seed, settings.timeout, str(device))
-    asked = settings.summarizer not in ("none", "extractive")
+    asked = settings.summarizer not in WITHOUT_MODEL
     llm = build_llm(settings.summarizer, settings, device) if asked else None
-    summarizer = make_summarizer(settings, llm)
-    return make_search(retriever, summarizer, settings.documents_per_search)
+    summarizer = make_summarizer(settings, llm, log)
+    search = make_search(retriever, summarizer, settings.documents_per_search)
+    if asked:  # its model is allowed all its tries, too
+        bound, tries = getattr(search, "seconds", lambda _: 0.0), (RETRIES + 1) * settings.timeout
+        search.seconds = lambda queries: bound(queries) + tries
+    return search
 
 
 def load_model(
@@ -128,9 +134,7 @@ def play_of(settings: Settings):
 
 
 def make_accelerator(settings: Settings) -> Accelerator:
-    """Processes wait for each other's rollouts: as long as all searches of one may take, and half
-    an hour.
-    """
+    """Processes wait for each other: as long as all searches of one may take, and half an hour."""
     searching = (settings.max_searches + 1) * 3 * 4 * settings.timeout
     limit = InitProcessGroupKwargs(timeout=timedelta(minutes=30, seconds=searching))
     # Bucket views: without them DDP keeps a second copy of all gradients.
@@ -161,9 +165,7 @@ def set_threads() -> None:
 
 
 def build_parts(settings: Settings) -> Parts:
-    """Everything one stage needs, set up once. What is quick to find wrong comes first: reading a
-    corpus and then missing the model wastes minutes.
-    """
+    """Everything one stage needs. What is quick to find wrong comes first, the models last."""
     accelerator = make_accelerator(settings)
     check_processes(accelerator.num_processes)
     sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
@@ -183,7 +185,7 @@ def build_parts(settings: Settings) -> Parts:
     documents, device = passages(settings, questions), accelerator.device
     accelerator.print(said)
     # Not under the barrier below: vectors of a large corpus take hours.
-    search = build_search(settings, documents, device)
+    search = build_search(settings, documents, device, SUMMARY_LOG)
     with accelerator.local_main_process_first():  # one process makes the built-in models
         policy, tokenizer = load_trained(settings, start, device)
         scorer = Scorer(settings, documents, device) if accelerator.is_main_process else None
@@ -224,9 +226,7 @@ def check_shares(settings: Settings, processes: int) -> None:
 
 
 def spread_over(parts: Parts, module, sharding: str, lr: float):
-    """(what is called in an update, its optimizer): the weights on every process, or each with a
-    part of them.
-    """
+    """(what an update calls, its optimizer): all weights on every process, or a part on each."""
     if sharding == "ddp":
         model = parts.accelerator.prepare_model(module)
     else:

@@ -237,6 +237,7 @@ def score_command(arguments: list[str] | None = None) -> None:
         kind = {"timeout": float, "world_seed": int}.get(name, str)
         add(f"--{name}", type=kind, default=argparse.SUPPRESS, help="of another model: see eval.py")
     add_report_flags(parser)
+    parser.allow_abbrev = False
     args, rest = parser.parse_known_args(arguments)
     if rest:
         raise InputError(f"{rest[0]} has no meaning with --predictions, as nothing is rolled out")

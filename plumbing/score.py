@@ -76,15 +76,13 @@ def build_judge(settings: Settings, device="cpu") -> Judge | None:
 
 
 def build_reader(settings: Settings, device="cpu") -> LLM:
-    """R-Search's frozen reader: --reader, or in the built-in world a second tiny model with its own
-    seed and shape.
-    """
+    """R-Search's frozen reader: --reader, or the built-in world's second tiny model."""
     if settings.reader and settings.reader != "built-in":
         return build_llm(settings.reader, settings, device)
     if settings.data:
         raise InputError(
-            "--reward r_search asks a frozen model of another family to answer from the evidence: "
-            "give --reader http://host:port/v1#model or a HF model, or --evidence_reward false"
+            "the built-in reader of evidence knows only its own world: with --data give --reader "
+            "http://host:port/v1#model or a HF model, or train without: --evidence_reward false"
         )
     policy, tokenizer = load_reader(settings.world_seed, settings.runs)
     name = f"reader-world{settings.world_seed}"

@@ -174,12 +174,15 @@ def passage_vectors(documents: list[Document], encoder, folder: Path) -> list[to
     for document in documents:
         digest.update(repr(passage_text(document)).encode())  # quotes: "ab", "c" is not "a", "bc"
     folder = folder / f"{Path(encoder.name).name}-{digest.hexdigest()[:20]}"
-    starts, shards = range(0, len(documents), SHARD), []
-    for start in tqdm(starts, "vectors", unit=" shards", disable=len(starts) < 2):
-        path = folder / f"{start // SHARD:05}.npy"
-        if not path.exists():
-            texts = [passage_text(document) for document in documents[start : start + SHARD]]
-            save(path, encoder(texts, "passage").astype(np.float16))
+    paths = [folder / f"{i:05}.npy" for i in range(-(-len(documents) // SHARD))]
+    # The processes of a run share the work: each begins elsewhere, and leaves out what is there.
+    first = len(paths) * int(os.environ.get("RANK", 0)) // int(os.environ.get("WORLD_SIZE", 1))
+    order, shards = [*range(first, len(paths)), *range(first)], []
+    for i in tqdm(order, "vectors", unit=" shards", disable=len(paths) < 2):
+        if not paths[i].exists():
+            texts = [passage_text(document) for document in documents[i * SHARD :][:SHARD]]
+            save(paths[i], encoder(texts, "passage").astype(np.float16))
+    for path in paths:
         try:
             # "c": the file is never written to, and torch takes only what it could write to.
             shards.append(torch.from_numpy(np.load(path, mmap_mode="c")))

@@ -62,6 +62,7 @@ class EngineSettings:
         "auto",
         "of the weights, for a rollout: bf16, none; auto: bf16 on a GPU, not of int8",
         one_of=("auto", "bf16", "none"),
+        only="train",
     )
 
 

@@ -34,8 +34,7 @@ MARK = ".lora_"  # stands in the name of every A and B
 def check_peft(rank: int) -> None:
     if importlib.util.find_spec("peft") is None:
         raise InputError(
-            f"--lora_rank {rank} needs peft: pip install peft, or --lora_rank 0 to train all"
-            " weights"
+            f"--lora_rank {rank} needs peft: pip install peft, or --lora_rank 0: all weights"
         )
 
 

@@ -118,6 +118,9 @@ def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, 
     [
         (["a ?", "--samples", "3"], "ask.py: unknown flag --samples"),
         (["a ?", "b ?"], "unknown flag b ?"),
+        (["a ?", "--judge", "m"], "ask.py: --judge has no meaning here"),
+        (["a ?", "--sampling_copy", "bf16"], "unknown flag --sampling_copy"),
+        (["--model", "./nowhere"], "no such directory"),
         (["--max_context", "99999"], "the model has"),
     ],
 )

@@ -1,10 +1,12 @@
 """plumbing/build.py and files.py: what settings stand for, and where a run's files lie."""
 
 import dataclasses
+import json
+from types import SimpleNamespace
 
 import pytest
 
-from data import Question, SearchRequest
+from data import Document, Question, SearchRequest
 from errors import InputError
 from papers import RECIPES
 from plumbing import build
@@ -91,6 +93,22 @@ def test_a_protocol_that_asks_nothing_builds_no_retriever(monkeypatch):
     )
     build_search(resolve("arena", 1, True, {"retriever": "dense", "encoder": "e5"}), [])
     assert [settings.retriever for settings in seen] == ["empty"]
+
+
+def test_a_model_that_summarises_has_its_time_and_its_log(monkeypatch, tmp_path):
+    """A search waits for all tries of its model too: three requests of --timeout each."""
+    monkeypatch.setattr(build, "build_llm", lambda *_: SimpleNamespace(ask=lambda r: ["Notes."]))
+    settings, log = Settings(retriever="oracle", timeout=5.0), tmp_path / "log.jsonl"
+    assert not hasattr(build_search(settings, []), "seconds")
+    search = build_search(dataclasses.replace(settings, summarizer="m"), [], log=str(log))
+    assert search.seconds(7) == 15
+    monkeypatch.setattr(build, "make_retriever", lambda *_: SimpleNamespace(seconds=lambda n, k: n))
+    elsewhere = build_search(dataclasses.replace(settings, summarizer="m"), [])
+    assert elsewhere.seconds(7) == 22
+    references = (Document("1", "Ana", "Born in Kelmouth."),)
+    question = Question("q", "?", [], references=references, supporting=(1,))
+    assert search([SearchRequest(question, "Ana")])[0].text == "Notes."
+    assert json.loads(log.read_text())["summary"] == "Notes."
 
 
 def test_a_retriever_elsewhere_needs_no_corpus_here():

@@ -186,6 +186,15 @@ def test_an_interrupted_run_goes_on_at_the_shard_it_was_at(stop):
     assert first.encoded + second.encoded == whole.encoded  # each passage once
 
 
+def test_the_processes_of_a_run_begin_at_different_shards(monkeypatch):
+    documents, whole, second = invented(37), Hashed(), Hashed()
+    expected = vectors_of(documents, whole, "other")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert np.array_equal(vectors_of(documents, second), expected)
+    assert second.encoded == whole.encoded[20:] + whole.encoded[:20]
+
+
 KILLED = """
 import os, signal, sys
 sys.path[:0] = {paths!r}

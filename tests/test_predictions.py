@@ -282,6 +282,7 @@ def test_r1_searchers_published_predictions_give_its_papers_numbers_to_the_digit
         ("--against {p}", "required: --predictions"),
         ("--predictions {p} --model m", "--model has no meaning with --predictions, as nothing is"),
         ("--predictions {p} --agianst x", "--agianst has no meaning"),
+        ("--predictions {p} --punc space", "--punc has no meaning"),
         ("--predictions {p} --json {p}/x.json", "x.json: cannot be written there"),
         ("--predictions {p} --json {folder}", "that is a folder: name a file"),
         ("--predictions {p} --out {folder}", "that is a folder: name a file"),

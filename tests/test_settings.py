@@ -245,7 +245,9 @@ BAD = """
 --recipe when_to_search --max_searches 7  --beta 0.3 times --max_searches 7 is 2.1: it must stay
 --recipe when_to_search --stage 2 --beta 0.5 --max_searches 4  is 2: it must stay below 2
 --in_8bit all                    --in_8bit
---in_8bit others                 --in_8bit is for models from --model
+--in_8bit base --lora_rank 4     --in_8bit is for models from --model
+--summarizer extractiv           the model itself (did you mean extractive?)
+--summarizer llm                 or the model itself
 --in_8bit base --model m         int8 weights cannot be trained
 --in_8bit base --model m --lora_rank 4 --sampling_copy bf16  --sampling_copy bf16 with --in_8bit
 --in_8bit reference --model m    with --kl_coef 0 no reference is loaded
@@ -268,6 +270,8 @@ def test_what_is_near_a_refusal_and_fine():
     assert parse(["--beta", "1"]).beta == 1  # no other reward has the price
     assert parse("--group_size 1 --algorithm reinforce_pp".split()).group_size == 1
     assert parse("--in_8bit base --model m --lora_rank 4".split()).in_8bit == "base"
+    assert parse("--in_8bit base --start_from m --lora_rank 4".split()).start_from == "m"
+    assert parse("--in_8bit others --judge m".split()).judge == "m"  # also in the built-in world
     assert parse("--in_8bit reference,others --model m --kl_coef 0.1".split()).kl_coef == 0.1
     for where in (["empty"], ["oracle"], ["http", "--retriever_url", "http://x"]):
         assert parse([*FILE, "--retriever", *where]).corpus == ""  # nothing of ours is searched
