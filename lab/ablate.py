@@ -27,6 +27,7 @@ import json
 import math
 import multiprocessing
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -407,6 +408,37 @@ def as_table(lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in ruled)
 
 
+COLOURS = {"shows": "tab:green", "does not show": "0.55", "reversed": "tab:red"}
+
+
+def draw(claims: list[Claim], results: Results, seeds: list[int], png: Path) -> None:
+    """Each claim's effect, positive on the claimed side, with the interval and every world."""
+    try:
+        from matplotlib import pyplot  # the extra `plot`
+    except ImportError:
+        print("no picture: pip install matplotlib (the extra `plot`)", file=sys.stderr)
+        return
+    pyplot.switch_backend("Agg")  # there may be no screen
+    _, axis = pyplot.subplots(figsize=(11, 0.5 * len(claims) + 1.2), constrained_layout=True)
+    for y, claim in enumerate(reversed(claims)):
+        differences = [one - other for one, other in values(claim, results, seeds)]
+        if not differences:
+            continue
+        style = {"color": COLOURS[verdict(claim.number, differences)]}
+        claimed = [claim.number.sign * d for d in differences]
+        mean, low, high = interval(claimed)
+        axis.plot([max(low, -1.5), min(high, 2.5)], [y, y], linewidth=2, **style)
+        axis.plot(claimed, [y] * len(claimed), "|", markersize=9, **style)
+        axis.plot([mean], [y], "o", **style)
+    axis.axvline(0, color="0.4", linewidth=0.8)
+    axis.set_xlim(-1.5, 2.5)
+    names = [f"{claim.says}\n({claim.number.name})" for claim in reversed(claims)]
+    axis.set_yticks(range(len(claims)), names, fontsize=8)
+    axis.set_xlabel("effect on the claimed side (each in its own unit), 95 % interval over worlds")
+    pyplot.savefig(png, dpi=110)
+    pyplot.close()
+
+
 # -------------------------------------------------------------------------------- the command line
 
 
@@ -444,6 +476,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(as_table(rows(claims, results, seeds)))
     if options.rewards:
         print("\n" + as_table(reward_rows(results)))
+    if results:
+        draw(claims, results, seeds, Path(runs, "ablate.png"))
 
 
 if __name__ == "__main__":
