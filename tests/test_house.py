@@ -34,25 +34,26 @@ import pytest
 import settings
 
 TODAY = {
-    "nodes per line of curriculum.py": 6.01,
+    "nodes per line of curriculum.py": 5.94,
     "nodes per line of train.py": 5.54,
     "lines of rollout.py": 538,
     "lines of rewards.py": 901,
-    "lines of curriculum.py": 344,
+    "lines of curriculum.py": 350,
     "lines of update.py": 276,
+    "lines of eval.py": 442,
     "lines of papers.py": 338,
     "lines of policy.py": 561,
     "lines of ask.py": 135,
     "lines of formats/": 776,
-    "lines of retrievers/": 1084,
+    "lines of retrievers/": 1087,
     "lines of other_models/": 512,
     "lines of scale/": 1121,
-    "lines of plumbing/": 1308,
-    "lines of lab/": 2940,
-    "path lines": 4742,
-    "path words": 26160,
-    "house lines": 15819,
-    "test lines": 20317,
+    "lines of plumbing/": 1307,
+    "lines of lab/": 2914,
+    "path lines": 4763,
+    "path words": 26257,
+    "house lines": 15818,
+    "test lines": 20333,
 }
 
 
