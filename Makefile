@@ -19,13 +19,13 @@ train: install
 	$(BIN)/python eval.py --world_seed $(SEED) --seed $(SEED) --decoding both
 	$(BIN)/python view.py --png runs/ur2-world$(SEED)-seed$(SEED)
 
-# Everything but the long learning runs; `make slow` runs those.
+# Everything but the long learning runs; `make slow` runs those, one by one: they take all cores.
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 slow: install
-	$(BIN)/python -m pytest -q -n 2 -m slow
+	$(BIN)/python -m pytest -q -m slow
 
 # Which of the papers' claims hold in the built-in world. Goes on where it was interrupted.
 ablate: install
