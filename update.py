@@ -6,7 +6,7 @@
 The weights are fixed before the update is split into micro-batches and over processes: the usual
 mean of micro-batch means is 21 to 28 % off. All processes know all rows, and each takes its share;
 all have the same number of micro-batches, because each backward pass waits for the others.
-Also here: scoring a batch once, before the weights move (π_old, π_ref, the critic's values).
+Also here: scoring a batch before the weights move (π_old, π_ref, the critic's values).
 Left out: several epochs over a rollout, mixed losses.
 """
 
@@ -53,9 +53,7 @@ class UpdateSettings:
 
 @dataclass
 class Parts:
-    """What a step works with; plumbing.build makes it. A module and what an update calls differ
-    where the weights are spread over processes.
-    """
+    """What a step works with. `model` is what an update calls: the policy, spread or not."""
 
     settings: Any  # settings.Settings
     accelerator: Accelerator
@@ -84,9 +82,7 @@ class Parts:
 
 @torch.no_grad()
 def score(parts: Parts, module, compute: Callable[[Batch], torch.Tensor], batch: Batch):
-    """compute(rows) [b, t] of all rows [B, T], on the CPU: each process takes its share, all get
-    all.
-    """
+    """compute(rows) [b, t] of all rows [B, T]: each process takes its share, all get all."""
     accelerator, scored = parts.accelerator, torch.zeros(batch.response_mask.shape)  # [B, T]
     with evaluating(module):
         for rows in shares(parts, batch):
@@ -153,7 +149,13 @@ def update(parts: Parts, batch: Batch) -> dict[str, float]:
     # What happens when all rewards of a group are equal? Its advantages are 0, so it adds nothing
     # here. If all groups are equal the gradient is 0, and only Adam's momentum moves the weights.
     totals = descend(parts, parts.model, parts.optimizer, batch, loss_of)
-    return totals if parts.critic is None else totals | update_critic(parts, batch)
+    if parts.critic is not None and stepped(totals):
+        totals |= update_critic(parts, batch)
+    return totals
+
+
+def stepped(totals: dict[str, float]) -> bool:
+    return math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"])
 
 
 def update_critic(parts: Parts, batch: Batch) -> dict[str, float]:
@@ -193,7 +195,7 @@ def descend(
     totals = over_processes(totals, accelerator)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     totals["grad_norm"] = full(norm).item()
-    if math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"]):
+    if stepped(totals):
         optimizer.step()
     optimizer.zero_grad()
     return totals
