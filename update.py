@@ -7,7 +7,7 @@ The weights are fixed before the update is split into micro-batches and over pro
 mean of micro-batch means is 21 to 28 % off. All processes know all rows, and each takes its share;
 all have the same number of micro-batches, because each backward pass waits for the others.
 Also here: scoring a batch before the weights move (π_old, π_ref, the critic's values).
-Left out: several epochs over a rollout, mixed losses.
+Left out: several epochs over a rollout.
 """
 
 from __future__ import annotations
@@ -96,9 +96,8 @@ def score(parts: Parts, module, compute: Callable[[Batch], torch.Tensor], batch:
 
 def shares(parts: Parts, batch: Batch) -> list[torch.Tensor]:
     """This process's micro-batches, as row numbers; all processes have the same number of them."""
-    accelerator = parts.accelerator
+    accelerator, tokens = parts.accelerator, parts.settings.tokens_per_micro_batch
     rank, processes = accelerator.process_index, accelerator.num_processes
-    tokens = parts.settings.tokens_per_micro_batch
     return deal_micro_batches(batch.response_mask, tokens, processes, rank)
 
 
@@ -169,9 +168,8 @@ def update_critic(parts: Parts, batch: Batch) -> dict[str, float]:
         return (micro.token_weights * loss).sum()
 
     totals = descend(parts, parts.critic_model, parts.critic_optimizer, batch, loss_of)
-    totals["value_loss"] = totals.pop("loss")
-    totals["critic_grad_norm"] = totals.pop("grad_norm")
-    return totals
+    loss, norm = totals.pop("loss"), totals.pop("grad_norm")
+    return totals | {"value_loss": loss, "critic_grad_norm": norm}
 
 
 def descend(
@@ -185,7 +183,7 @@ def descend(
     micro_batches = shares(parts, batch)
     for number, rows in enumerate(micro_batches):
         micro = batch.rows(rows).to(accelerator.device)
-        # Gradients meet at the last pass; weights in parts take their share at every one.
+        # Gradients meet at the last pass; weights in parts take theirs at every one.
         wait = number + 1 < len(micro_batches) and not in_parts(model)
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             loss = loss_of(micro, totals)
