@@ -82,7 +82,7 @@ def read_difficulty(path: str | Path, questions: Questions) -> Difficulty:
         )
     else:
         known = {}
-        for record in load_difficulty(path, cut=False):
+        for record in load_difficulty(path):
             name = record.get("bucket")
             known[record["id"]] = name or bucket_of_mean(record["scores"])
     missing = [question.id for question in questions if question.id not in known]

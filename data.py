@@ -205,18 +205,12 @@ def save_questions(path: str | Path, questions: list[Question]) -> None:
             file.write(json.dumps(asdict(question), ensure_ascii=False) + "\n")
 
 
-# ------------------------------------------------------------------------------------------ corpora
-
-
 BUCKETS = ("hard", "medium", "easy", "dropped")
 
 
-def load_difficulty(path: str | Path, cut: bool = True) -> list[dict]:
-    """Lines {"id", "scores", "score"[, "bucket", "by"]} as lab.difficulty writes them.
-
-    cut   a last line that an interrupt left half is cut off the file
-    """
-    records = finished_records(Path(path), cut)
+def load_difficulty(path: str | Path) -> list[dict]:
+    """Lines {"id", "scores", "score"[, "bucket", "by"]} as lab.difficulty writes them."""
+    records = finished_records(Path(path), cut=False)
     for number, record in enumerate(records, 1):
         scores = record.get("scores")
         good = isinstance(record.get("id"), str) and isinstance(scores, list) and scores
@@ -227,6 +221,9 @@ def load_difficulty(path: str | Path, cut: bool = True) -> list[dict]:
                 "writes them: measure again, or name another file"
             )
     return records
+
+
+# ------------------------------------------------------------------------------------------ corpora
 
 
 def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:

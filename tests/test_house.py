@@ -34,7 +34,7 @@ import pytest
 import settings
 
 TODAY = {
-    "nodes per line of curriculum.py": 5.94,
+    "nodes per line of curriculum.py": 5.93,
     "nodes per line of train.py": 5.54,
     "lines of rollout.py": 538,
     "lines of rewards.py": 901,
@@ -51,8 +51,8 @@ TODAY = {
     "lines of plumbing/": 1307,
     "lines of lab/": 2914,
     "path lines": 4763,
-    "path words": 26254,
-    "house lines": 15818,
+    "path words": 26253,
+    "house lines": 15815,
     "test lines": 20333,
 }
 
