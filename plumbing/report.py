@@ -158,17 +158,17 @@ def report(records: list[dict], others: list[dict], as_markdown: bool, json_file
         Path(json_file).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
-def table(summary: Summary, as_markdown: bool = False, width: int = 0, head: str = "kind") -> str:
+def table(summary: Summary, as_markdown: bool = False) -> str:
     """A line per row: "0.250 [0.12, 0.38]" is a mean with its interval."""
     rows = {row: summary[row] for row in summary if row != "all" or len(summary) != 2}
     columns = [column for column in COLUMNS if any(column in row for row in rows.values())]
     if not columns:
         return "no numbers: none of the records has a metric"
-    lines = [[head, "n", *columns]]
+    lines = [["kind", "n", *columns]]
     for name, row in rows.items():
         means = ["{:.3f} [{:.2f}, {:.2f}]".format(*row[c]) if c in row else "-" for c in columns]
         lines.append([name, str(row["questions"]), *means])
-    return written(lines, as_markdown, 2, width)
+    return written(lines, as_markdown, 2)
 
 
 def comparison_table(comparison: Summary, as_markdown: bool = False) -> str:
@@ -187,15 +187,15 @@ def comparison_table(comparison: Summary, as_markdown: bool = False) -> str:
     return f"{said}\n\n{written(lines, as_markdown, 3)}"
 
 
-def written(lines: list[list[str]], as_markdown: bool, keep: int, width: int = 0) -> str:
+def written(lines: list[list[str]], as_markdown: bool, keep: int) -> str:
     """A header and lines of cells, in Markdown or for the screen: in blocks of as many columns as
-    fit `width` (0 = the terminal's), each with the first `keep`.
+    fit, each with the first `keep`.
     """
     if as_markdown:
         lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
         lines.insert(1, ["---"] * len(lines[0]))
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    width, blocks = width or shutil.get_terminal_size((160, 24)).columns, []
+    width, blocks = shutil.get_terminal_size((160, 24)).columns, []
     sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for i, size in enumerate(sizes[keep:], keep):
         if not blocks or sum(sizes[j] + 2 for j in blocks[-1]) + size > width:

@@ -16,9 +16,10 @@ from formats.records import finished_records
 
 
 def go_on(
-    out: Path, made_with: dict, expected: list[tuple], key: Callable, batch: int, fresh: bool
+    out: Path, made_with: dict, expected: list, key: Callable, batch: int, fresh: bool
 ) -> list[dict]:
-    """The records of `out` that need not be made again, as many whole batches as there are.
+    """The records of `out` that need not be made again, as many whole batches as there are; `out`
+    then holds these alone.
 
     expected   what key(record) is for each record, in order; a record for which key is None was
                spoilt, and is made again with all behind it
@@ -40,7 +41,7 @@ def go_on(
         kept = free_name(out)
         os.replace(out, kept)
         print(f"the predictions that were in {out} are kept as {kept.name}")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    write_records(out, records[:good])
     beside.write_text(text, encoding="utf-8")
     return records[:good]
 
