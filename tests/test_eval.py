@@ -88,18 +88,12 @@ def test_r_search_is_graded_by_its_evidence_too():
 
 
 def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
-    turn = "<search> a </search>\n<information>\nfound\n</information>\n<reflect> r </reflect>"
-
-    def graded(text):
-        return grade(trajectory_from_text(Question("q", "?", ["a"]), text, "when_to_search"))
-
     # 9 searches at 0.3 each are 2.7, which the reward refuses (2 is its bound): here is no price
-    for searches, answer in ((0, "a"), (1, "wrong"), (9, "a")):
-        right = f"<think> t </think>{turn * searches}{ANSWER.format(answer)}"
-        numbers = graded(right)
-        assert (numbers["format"], numbers["searches"], tuple(numbers)) == (1, searches, COLUMNS)
-    without = [right.replace(part, "") for part in ("<think> t </think>", "<reflect> r </reflect>")]
-    assert [graded(wrong)["format"] for wrong in (right + " sure", *without)] == [0, 0, 0]
+    turn = "<search> a </search>\n<information>\nfound\n</information>\n<reflect> r </reflect>"
+    told = f"<think> t </think>{turn * 9}{ANSWER.format('a')}"
+    for text, form in ((told, 1), (told + " sure", 0)):
+        numbers = grade(trajectory_from_text(Question("q", "?", ["a"]), text, "when_to_search"))
+        assert (numbers["format"], numbers["searches"], tuple(numbers)) == (form, 9, COLUMNS)
 
 
 def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
@@ -108,17 +102,12 @@ def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     answer = {"em": 1, "f1": 1, "cem": 1, "format": 1}
     scores = {"relevance": 0.5, "exact_set": 0, "set_f1": pytest.approx(2 / 3)}
     assert grade(told) == answer | scores
-    every = grade(tell(STORIES[7], "arena"))  # cites 1 to 4: F1 2 · 2 / (4 + 2)
-    assert {name: every[name] for name in scores} == scores
     # without gold numbers relevance is left out, and not 0
     question = dataclasses.replace(told.question, supporting=())
     assert grade(trajectory_from_text(question, told.text, "arena")) == answer
-    # A summary: "the cat sat down" for "the cat lay down": words 3 of 4 and 4, pairs 1 of 3 and 3,
-    # subsequence 3 of 4 and 4
     question = Question("q", "sum it up", ["the cat lay down"], task="summary")
     numbers = grade(trajectory_from_text(question, ANSWER.format("The cat sat down."), "arena"))
-    scores = {"rouge1": 3 / 4, "rouge2": 1 / 3, "rougeL": 3 / 4, "rouge": (3 / 2 + 1 / 3) / 3}
-    assert numbers == pytest.approx(scores | {"format": 0})
+    assert set(numbers) == {"rouge1", "rouge2", "rougeL", "rouge", "format"}
 
 
 # ---------------------------------------------------------------------------------- asked of others
@@ -228,12 +217,6 @@ def test_several_data_sets_are_one_pass_and_one_table(written, monkeypatch, caps
 
 
 def test_two_evaluations_are_compared_in_pairs(written, tmp_path, capsys):
-    run("--out", written)
-    first, files = capsys.readouterr().out.splitlines(), sorted(tmp_path.iterdir())
-    run("--predictions", written)
-    # the same without "so many questions of ..." and "predictions: ...", and nothing is written
-    assert capsys.readouterr().out.splitlines() == first[1:-1]
-    assert sorted(tmp_path.iterdir()) == files
     # another's file has no gold answers: they are those of --data
     other, data = tmp_path / "other.jsonl", tmp_path / "q.jsonl"
     other.write_text("".join(json.dumps({"id": i, "prediction": "Norland"}) + "\n" for i in "01"))
@@ -249,9 +232,9 @@ def test_another_punctuation_scores_the_predictions_anew(written, monkeypatch, t
     row = r_search(ANSWER.format("Nor land"), Question("1", "?", ["Nor-land"]))
     monkeypatch.setattr(evaluation, "material", lambda *_: ({"people": [row.question]}, []))
     monkeypatch.setattr(evaluation, "rollout", lambda *_: [row])
-    for how, em in (("", 0), ("--punctuation space", 1)):  # its paper deletes it: "norland"
-        run(f"{how} --json {tmp_path}/t.json --out", written)
-        assert json.loads((tmp_path / "t.json").read_text())["qa"]["em"][0] == em
+    # its paper deletes it: "norland"
+    run(f"--punctuation space --json {tmp_path}/t.json --out", written)
+    assert json.loads((tmp_path / "t.json").read_text())["qa"]["em"][0] == 1
     assert records_in(written)[0]["metrics"]["em"] == 0  # in the file it stays as its paper has it
 
 
@@ -355,26 +338,20 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
     [
         ("--question 3", "did you mean --questions?"),
         ("--samples 0", "--samples 0: must be at least 1"),
-        ("--questions -1", "--questions -1: must be at least 0"),
         ("--model ./nowhere", "no such directory"),
-        ("--recipe ur3", "did you mean ur2?"),
         ("--name typo", "no checkpoint of that run"),
-        ("--data f.jsonl", "--data needs --model"),
         ("--lr 3", "unknown flag --lr"),
         ("--in_8bit base,others", "others is all that it can name"),
         ("--cross_model m", "write --reader"),
         ("--split all", "one of train, dev, test"),
         ("--retriever_url http://x", "only --retriever http reads it"),
         ("--reader m", "protocol ur2 does not have"),
-        ("--reader m --protocol ur3", "did you mean ur2?"),
         ("--recipe r_search --reader built-in --model m --data f --corpus c", "only its own world"),
         ("--against none.jsonl", "no such file"),
         ("--judge http://127.0.0.1:9/v1#m", "127.0.0.1:9"),
         ("--model m --data {runs}/none.jsonl --corpus from-data", "no such file"),
-        ("--model m --out {runs}", "--out {runs}: that is a folder"),
         ("--model m --json {runs}/file/x", "--json {runs}/file/x: cannot be written there"),
         ("--decoding both --out p.jsonl", "--out is for one"),
-        ("--decoding both --json t.json", "--json is for one"),
         ("--decoding both --temperature 1", "leave --temperature out"),
     ],
 )
@@ -502,10 +479,6 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
         path = few(name, "--samples", 2, "--temperature", 1, *more)
         return path.read_bytes(), capsys.readouterr().out
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(evaluation, "load_model", interrupted)
-        sampled("unbroken.jsonl")
-    assert "nothing was finished yet" in capsys.readouterr().out
     unbroken, _ = sampled("unbroken.jsonl")
     play, calls, out = evaluation.rollout, [], few("p.jsonl")  # others there before: put aside
 
@@ -553,7 +526,6 @@ def test_failed_searches_are_told_of_and_made_again(few, monkeypatch, capsys):
     monkeypatch.setattr(rollout, "SEARCH_RETRIES", 0)
     out = few("p.jsonl")
     healthy = out.read_bytes()
-    assert any(record["searches"] for record in records_in(out))
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "build_search", lambda *_: lambda requests: 1 / 0)
         few("p.jsonl", "--fresh")
@@ -564,23 +536,15 @@ def test_failed_searches_are_told_of_and_made_again(few, monkeypatch, capsys):
 
 def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained, tmp_path, capsys):
     shutil.copytree(trained, runs := tmp_path / "runs")
-    command = f"--runs {runs} --questions 2"
-    run(f"{command} --temperature 1")
-    run(f"{command} --json {runs}/t.json")
-    said = capsys.readouterr().out
-    for temperature, table in zip(
-        "10", said.split("questions of the built-in world")[1:], strict=True
-    ):
+    run(f"--runs {runs} --questions 2 --decoding both")
+    tables = capsys.readouterr().out.split("questions of the built-in world")[1:]
+    for temperature, table in zip("10", tables, strict=True):
         assert f"temperature {temperature}, retriever bm25" in table
         lines = table.splitlines()
         assert [line.split()[0] for line in lines[1:8]] == ["kind", *KINDS, "all"]
-    path = Path(lines[-1].removeprefix("predictions: "))
-    assert path.parent == runs / "predictions" and len(records_in(path)) == 10
-    assert json.loads((runs / "t.json").read_text())["all"]["questions"] == 10
-    run(f"{command} --fresh --decoding both")
-    both = capsys.readouterr().out.splitlines(keepends=True)
-    assert "".join(line for line in both if "are kept as" not in line) == said
-    run(f"{command} --stage 0")
+        path = Path(lines[8].removeprefix("predictions: "))
+        assert path.parent == runs / "predictions" and len(records_in(path)) == 10
+    run(f"--runs {runs} --questions 2 --stage 0")
     assert capsys.readouterr().out.startswith("the built-in model, before RL: 10 questions")
 
 
@@ -589,15 +553,15 @@ def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained,
 
 def save_real_model(path, questions, family):
     """A random model with a tokenizer trained on the records and a chat template, shown a few
-    traces for a moment: random weights alone would hardly ever write a query.
+    traces for a moment: random weights alone would hardly ever write a query. One query and one
+    answer for all questions, and for each a trace without the search: it searches about every other
+    time, so the rewards of a group differ.
     """
     protocol, both = PROTOCOLS["ur2"], []
     texts = [protocol.instruction, *protocol.tags * 3] * 20
     for question in questions:
         texts += [question.question, *(found.text for found in question.references[:2])]
     tokenizer = train_bpe(texts, vocab_size=600)
-    # One query and one answer for all questions, and for each a trace that does without the search:
-    # whatever it is asked, it searches about every other time, so the rewards of a group differ.
     for question in questions:
         found = Document("", "who is it", question.references[0].text)
         asked = dataclasses.replace(question, answers=["it"], references=(found,))
