@@ -4,17 +4,15 @@
     python eval.py --model DIR --data FILE --corpus from-data
     python eval.py --stage 0                        before RL
     python eval.py --retriever empty                does it read, or recall?
-    python eval.py --fact_seed 1                    the same names, every fact drawn anew
     python eval.py --judge URL#MODEL                is the answer right in other words?
     python eval.py --recipe r_search --reader SPEC  another model answers from the evidence
     python eval.py --data A,B,C --model DIR         several data sets, one table
     python eval.py ... --against FILE               two runs compared question by question
     python eval.py --predictions FILE               score a file, in any layout, without a model
 
-Greedy unless --temperature or --decoding says otherwise, with the protocol, documents and limits of
-training. A mean is over those that have the number: support over trajectories with evidence,
-verdicts over readable ones. Predictions are written as they come, and the same command goes on
-where it was interrupted.
+Greedy unless told otherwise, with the protocol, documents and limits of training. A mean is over
+those that have the number: support over trajectories with evidence, verdicts over readable ones.
+Predictions are written as they come; the same command goes on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -177,10 +175,10 @@ class Evaluation:
         return self.collect(self.out, version, rows_of)
 
     def collect(self, out: Path, version: str, rows_of, what: str = "evaluation") -> list[dict]:
-        """Prediction records, question by question; each batch is written as it comes.
+        """Prediction records; each batch is written as it comes.
 
-        rows_of   (questions, the number of the first, progress) -> their trajectories
-                  (one that is left out is made with its batch by the next run)
+        rows_of   (questions, the number of the first, progress) -> their trajectories; one that is
+                  left out is made with its batch by the next run
         """
         options, batch = self.options, QUESTIONS_AT_ONCE * self.options.samples
         expected = [(q.id, sample) for q in self.questions for sample in range(options.samples)]
@@ -197,9 +195,9 @@ class Evaluation:
                 append_jsonl(out, made)
                 records += made
         if faults := search_faults(records):
-            said = f"{len(faults)} searches failed (the first: {faults[0]}): these scores are not"
-            how = "the model's; mend the retriever, and the same command makes those batches anew"
-            print(f"warning: {said} {how}", file=sys.stderr)
+            said = f"warning: {len(faults)} searches failed (the first: {faults[0]})"
+            why = "these scores are not the model's; the same command makes those batches anew"
+            print(f"{said}: {why}", file=sys.stderr)
         return records
 
     def record(self, trajectory: Trajectory, row: int) -> dict:
@@ -210,22 +208,20 @@ class Evaluation:
 
     def say_what(self) -> None:
         settings, options = self.settings, self.options
-        said = (
-            f"{settings.model or 'the built-in model, before RL'}: {len(self.questions)} questions"
-        )
-        said += f" of {', '.join(self.datasets)}"
+        model, names = settings.model or "the built-in model, before RL", ", ".join(self.datasets)
+        first, searching = "", ""
         if settings.data and options.questions:
-            said += f" (the first {options.questions} of each: --questions 0 takes all)"
-        said += f", {options.samples} sample(s) each, temperature {settings.temperature:g}"
+            first = f" (the first {options.questions} of each: --questions 0 takes all)"
         if PROTOCOLS[settings.protocol].query_tags:
-            said += f", retriever {settings.retriever}"
-        print(said)
+            searching = f", retriever {settings.retriever}"
+        how = f"{options.samples} sample(s) each, temperature {settings.temperature:g}"
+        print(f"{model}: {len(self.questions)} questions of {names}{first}, {how}{searching}")
 
     def made_with(self, version: str) -> dict:
         """What the predictions hang on: settings, weights, questions and passages."""
-        asked_later = ("name", "runs", "judge", "reader", "timeout")  # change no prediction
         made = dataclasses.asdict(self.settings)
-        made = {name: value for name, value in made.items() if name not in asked_later}
+        for name in ("name", "runs", "judge", "reader", "timeout"):  # they change no prediction
+            del made[name]
         # --prompt_file names a file, not its words.
         content = hashlib.sha256(build_protocol(self.settings).instruction.encode())
         for item in [*self.questions, *self.documents]:
@@ -234,22 +230,22 @@ class Evaluation:
 
 
 def key_of(record: dict) -> tuple | None:
-    """(question, sample); None where the retriever was out: that is made again. A query that it
-    does not take, while it takes others, would fail again.
-    """
-    if any(fault != SEARCH_FAILED for fault in search_faults([record])):
+    """(question, sample); None where the retriever was out: that is made again."""
+    if set(search_faults([record])) - {SEARCH_FAILED}:  # a query that it does not take fails again
         return None
     return record.get("id"), record.get("sample")
 
 
 def search_faults(records: list[dict]) -> list[str]:
     """What failed searches said."""
-    searches = [search for record in records for search in record.get("searches", [])]
-    return [search["error"] for search in searches if search["error"]]
+    faults = []
+    for record in records:
+        faults += [s["error"] for s in record.get("searches", []) if s["error"]]
+    return faults
 
 
 def material(settings: Settings, options: Options) -> tuple[dict[str, list[Question]], list]:
-    """(questions by data set, passages): a file's, or the built-in world's held-out names."""
+    """(questions by data set, passages)."""
     count = options.questions or None
     if settings.data:
         datasets = load_datasets(settings.data, skip_bad=settings.skip_bad)
@@ -268,13 +264,13 @@ def material(settings: Settings, options: Options) -> tuple[dict[str, list[Quest
 
 
 def settings_of(given: dict) -> Settings:
-    """The settings that the checkpoint was trained with, made greedy, without the judge of its
-    reward; the command line comes last. Stage 0 is the model before RL.
+    """The checkpoint's own settings, made greedy, without the judge of its reward; the command line
+    comes last. Stage 0 is the model before RL.
     """
-    before_rl = given.get("stage") == 0
-    given = {name: v for name, v in given.items() if not (before_rl and name == "stage")}
-    model = given.get("model", "")
-    if not before_rl and not model:
+    given, model = dict(given), given.get("model", "")
+    if given.get("stage") == 0:
+        del given["stage"]
+    elif not model:
         model = last_checkpoint(given)
     if model:
         check_model_path(model)
@@ -282,18 +278,18 @@ def settings_of(given: dict) -> Settings:
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
         name = given.get("recipe", "ur2")
         settings = resolve(name, given.get("stage", max(PAPERS[name].stages)), not model)
-    ours = {"temperature": 0.0, "top_p": 1.0, "judge": "", "reader": ""}
+    own = {"temperature": 0.0, "top_p": 1.0, "judge": "", "reader": ""}
     if "data" in given and settings.corpus != "from-data":
-        ours["corpus"] = ""  # the old file's
-    if settings.engine == "graphs":  # of the GPU it was trained on: nothing to this machine
-        ours["engine"] = "slots"
+        own["corpus"] = ""  # the old file's
+    if settings.engine == "graphs":  # of the GPU that it was trained on
+        own["engine"] = "slots"
     retriever = given.get("retriever", settings.retriever)
-    ours |= {flag: "" for its, flag in NEEDS.items() if its != retriever}
-    return dataclasses.replace(settings, **(ours | given | {"model": model}))
+    own |= {flag: "" for its, flag in NEEDS.items() if its != retriever}
+    return dataclasses.replace(settings, **(own | given | {"model": model}))
 
 
 def last_checkpoint(given: dict) -> str:
-    """Of the run that the flags name, the last one of its latest stage; "" where there is none."""
+    """Of the latest stage of the run that the flags name; "" where there is none."""
     name = given.get("recipe", "ur2")
     rest = {key: value for key, value in given.items() if key not in ("recipe", "stage")}
     run = resolve(name, given.get("stage", 1), True, rest)
@@ -317,16 +313,16 @@ def parse(arguments: list[str]) -> tuple[Settings, Options]:
     add_flags(parser, ASKING, named_in(arguments), "eval")
     add_flags(parser, (Options,), Options(), "eval")
     given = vars(parser.parse_args(arguments))
-    own = {f.name for f in dataclasses.fields(Options)} & given.keys()
-    options = Options(**{name: given.pop(name) for name in own})
+    chosen = {f.name: given.pop(f.name, f.default) for f in dataclasses.fields(Options)}
+    options = Options(**chosen)
     check_options(options, given)
     settings = settings_of(given)
-    if options.decoding == "paper":  # of the recipe that the checkpoint was trained with
+    if options.decoding == "paper":  # of the checkpoint's recipe
         settings = settings_of(PAPERS[settings.recipe].decoding | given)
     check_settings(settings, training=False)
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
-        why = f"which protocol {settings.protocol} does not have: evaluate a model of r_search"
-        raise InputError(f"--reader answers from evidence boxes, {why}, or leave it out")
+        why = f"which protocol {settings.protocol} does not have: leave it out"
+        raise InputError(f"--reader answers from evidence boxes, {why}")
     return settings, options
 
 
@@ -341,7 +337,7 @@ def check_options(options: Options, given: dict) -> None:
     if options.decoding == "both" and "temperature" in given:
         raise InputError("--decoding both has temperatures of its own: leave --temperature out")
     if given.get("in_8bit") not in (None, "", "others"):
-        raise InputError("--in_8bit: here nothing is trained: others is all that it can name")
+        raise InputError("--in_8bit: nothing is trained here: others is all that it can name")
 
 
 def default_out(settings: Settings, options: Options) -> Path:
@@ -366,11 +362,11 @@ def run(settings: Settings, options: Options) -> None:
         if options.punctuation:
             records = [scored(record, options.punctuation) for record in records]
         if reader or judge:
-            print(f"all predictions are in {out}: --predictions {out} asks again about them")
+            print(f"all predictions are there: --predictions {out} asks again about them")
             records = ask_others(records, reader, judge)
             resume.write_records(out, records)
     except KeyboardInterrupt:
-        kept = f"the predictions that were finished are in {out}; the same command goes on"
+        kept = f"what was finished is in {out}; the same command goes on"
         print(f"\ninterrupted; {kept if out.is_file() else 'nothing was finished yet'}")
         sys.exit(130)
     report(records, others, options.markdown, options.json)

@@ -35,8 +35,6 @@ from update import Parts, rows_per_update
 from world.toy import load_toy
 from world.world import World
 
-# ------------------------------------------------------------------------- questions and passages
-
 
 def training_questions(settings: Settings) -> list[Question]:
     if settings.data:

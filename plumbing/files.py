@@ -184,8 +184,7 @@ def console_line(record: dict) -> str:
     if record.get("search_errors"):
         line += f"  search_errors {record['search_errors']:.2f}"
     if record.get("skipped"):
-        draws = 1 + record["resampled"]
-        line += f"  no update: no group had answers that differ, in {draws} draws"
+        line += f"  no update: no group's answers differ, in {1 + record['resampled']} draws"
     return line
 
 

@@ -163,15 +163,14 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
             found.append(record | item | {"metrics": numbers})
             here.add(item.get("dataset"))  # another data set's questions are not missing
     if not found:
-        what = f"none of its {len(records)} predictions is of a question in --data"
-        raise InputError(f"{path}: {what}: give the matching file")
+        raise InputError(f"{path}: none of its predictions is of a question in --data")
     answered, foreign = {record["id"] for record in found}, len(records) - len(found)
     missing = [q for q in asked if q.get("dataset") in here and q["id"] not in answered]
     if missing or foreign:
         fate = "count as wrong" if count_missing else "are left out"
-        said = f"predictions for {len(answered)} of {len(answered) + len(missing)} questions"
-        said += f": {len(missing)} are missing and {fate}; {foreign} predictions are of no question"
-        print(f"{path}: {said} in --data", file=sys.stderr)
+        said = f"{len(missing)} of {len(missing) + len(answered)} questions have no prediction and"
+        also = f"{foreign} predictions are of no question in --data"
+        print(f"{path}: {said} {fate}; {also}", file=sys.stderr)
     unanswered = [item | {"prediction": None, "metrics": {}} for item in missing]
     return found + unanswered * count_missing
 
@@ -193,17 +192,16 @@ def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=Fa
         [((again, _), count)] = samples.most_common(1)
         if count > 1:
             raise InputError(f"{path}: two predictions for id {short(again)}: number each `sample`")
-        if without := [record["id"] for record in records if not record.get("golds")]:
-            what = f"{len(without)} of {len(records)} predictions have no gold answer"
-            raise InputError(f"{path}: {what} (the first: id {short(without[0])}): give --data")
+        if without := [short(record["id"]) for record in records if not record.get("golds")]:
+            what = f"{len(without)} predictions have no gold answer (the first: id {without[0]})"
+            raise InputError(f"{path}: {what}: give --data")
         for r in records:
             scores.append((name, scored(r, punctuation) | {"dataset": r.get("dataset") or name}))
         uses.update({record["id"] for record in records})
-    with_a_row = {record["dataset"] for _, record in scores}
-    for name in datasets if len(datasets) > 1 else ():
-        if name not in with_a_row:
-            what = f"no prediction for any of its {len(datasets[name])} questions"
-            print(f"{name}: {what}: it has no row", file=sys.stderr)
+    missing = datasets.keys() - {record["dataset"] for _, record in scores}
+    for name in sorted(missing) if len(datasets) > 1 else ():
+        what = f"no prediction for any of its {len(datasets[name])} questions"
+        print(f"{name}: {what}: it has no row", file=sys.stderr)
     for name, record in scores:
         record["id"] = f"{name}:{record['id']}" if uses[record["id"]] > 1 else record["id"]
     return [record for _, record in scores]
@@ -227,7 +225,10 @@ def score_command(arguments: list[str] | None = None) -> None:
     add("--json", default="", help="write the numbers to this file too")
     args, rest = parser.parse_known_args(arguments)
     if rest:
-        raise InputError(f"eval.py: {no_meaning(rest[0].split('=')[0])}")
+        from settings import RENAMED  # which loads torch: a mistake may take a second
+
+        flag, why = rest[0].split("=")[0], "no meaning with --predictions, as nothing is rolled out"
+        raise InputError(f"eval.py: {flag}: {RENAMED.get(flag.removeprefix('--'), why)}")
     for name in ("json", "out"):
         if path := getattr(args, name):
             check_output(path, f"--{name}")
@@ -243,18 +244,9 @@ def score_command(arguments: list[str] | None = None) -> None:
     report(records, others, args.markdown, args.json)
 
 
-def no_meaning(flag: str) -> str:
-    """What to say of a flag that scoring does not know."""
-    from settings import RENAMED  # which loads torch: a mistake may take a second
-
-    if now := RENAMED.get(flag.removeprefix("--")):
-        return f"{flag}: {now}"
-    return f"{flag} has no meaning with --predictions, as nothing is rolled out"
-
-
 def told_by_others(records: list[dict], given: dict) -> list[dict]:
     """With what --reader answers from their evidence and --judge says of their predictions."""
-    # Scoring alone starts without torch: what asks a model is imported only here.
+    # Scoring alone starts without torch.
     from plumbing.score import ask_others, build_judge, build_reader
     from policy import best_device
     from settings import Settings, check_limits

@@ -4,9 +4,9 @@
     paired     d_i = a_i - b_i of every question that both runs answered: the interval of its mean,
                and p, the share of 10,000 random flips of the signs with a mean as far from 0
 
-Samples of one question count as their mean: they are not independent. An unreadable verdict is
-None, and in no mean. Two intervals may overlap where the paired difference is clear: questions
-differ more than runs do. Left out: corrections for many comparisons.
+Samples of one question count as their mean: they are not independent. Two intervals may overlap
+where the paired difference is clear: questions differ more than runs do. Left out: corrections for
+many comparisons.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ Summary = dict[str, dict]  # row -> column -> cell, beside the number of "questi
 
 
 def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
-    """(mean, low, high), 95 %: the mean over data sets of their means, each resampled by itself.
-
-    >>> interval([np.ones(8), np.zeros(2)])
-    (0.5, 0.5, 0.5)
-    """
+    """(mean, low, high), 95 %: the mean over data sets of their means, each resampled by itself."""
     rng, means = np.random.default_rng(0), np.zeros(DRAWS)
     for values in groups:
         for i in range(0, DRAWS, 50):  # all draws of 200,000 questions at once would be 3 GB
@@ -94,8 +90,8 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
 
 
 def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
-    """id here -> id there, by the question's text; of several with one text the n-th is the n-th.
-    Ids count only where there is no text: files that number their lines share them.
+    """id here -> id there, by the question's text (of several with one text the n-th is the n-th);
+    by the id only where there is no text: files that number their lines share ids.
     """
     places = []
     for run in (records, others):
@@ -114,9 +110,9 @@ def question_means(records: list[dict]) -> dict[str, dict[str, float]]:
     samples = defaultdict(lambda: defaultdict(list))
     for record in records:
         numbers = samples[record["id"]]
-        for column in COLUMNS:
-            if record["metrics"].get(column) is not None:
-                numbers[column].append(record["metrics"][column])
+        for column, value in record["metrics"].items():
+            if value is not None:
+                numbers[column].append(value)
     return {i: {c: float(np.mean(v)) for c, v in row.items()} for i, row in samples.items()}
 
 
@@ -147,8 +143,7 @@ def report(records: list[dict], others: list[dict], as_markdown: bool, json_file
     """The table of one run, and of two their comparison; also as JSON."""
     whole = summarise(records)
     print(table(whole, as_markdown))
-    unread = sum(record["metrics"].get("judged", 0) is None for record in records)
-    if unread:
+    if unread := sum(record["metrics"].get("judged", 0) is None for record in records):
         print(f"{unread} of {len(records)} verdicts are unreadable: `judged` is without them")
     if others:
         whole["comparison"] = compare(records, others)

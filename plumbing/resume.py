@@ -18,12 +18,11 @@ from formats.records import finished_records
 def go_on(
     out: Path, made_with: dict, expected: list, key: Callable, batch: int, fresh: bool
 ) -> list[dict]:
-    """The records of `out` that need not be made again, as many whole batches as there are; `out`
-    then holds these alone.
+    """The records of `out` that need not be made again, in whole batches, which share a seed. All
+    others leave `out`.
 
     expected   what key(record) is for each record, in order; a record for which key is None was
                spoilt, and is made again with all behind it
-    batch      so many records share a seed: going on in the middle would draw other numbers
     fresh      make all of them anew
     """
     beside = out.with_name(out.name + ".settings.json")

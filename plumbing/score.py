@@ -36,7 +36,10 @@ class Scorer:
         # DAPO's filter asks for "right" too.
         self.asks = "verdict" in needed or settings.algorithm == "dapo"
         self.reader = build_reader(settings, device) if "reader" in needed else None
-        self.embed = make_embedder(settings, documents, device) if "embedder" in needed else None
+        self.embed = None  # queries -> vectors, for When to Search's similarity
+        if "embedder" in needed:
+            tfidf, where = settings.embedder == "tfidf", str(device)
+            self.embed = tfidf_embedder(documents) if tfidf else Encoder(settings.embedder, where)
 
     def __call__(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict], list[bool]]:
         """(components of each reward, whether each answer is right)."""
@@ -55,9 +58,7 @@ class Scorer:
         return components, correct
 
     def stats(self) -> dict[str, float]:
-        """For the log, so far: the share of verdicts that could not be read, and the requests that
-        the reader left open.
-        """
+        """For the log: the share of unreadable verdicts, and what the reader left open, so far."""
         stats = {}
         if self.judge:
             stats["judge_unreadable"] = self.judge.unreadable / max(1, self.judge.asked)
@@ -80,14 +81,6 @@ def build_reader(settings: Settings, device="cpu") -> LLM:
     policy, tokenizer = load_reader(settings.world_seed, settings.runs)
     name = f"reader-world{settings.world_seed}"
     return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
-
-
-def make_embedder(settings: Settings, documents: list[Document], device):
-    """Queries -> vectors, for When to Search's similarity."""
-    if settings.embedder == "tfidf":
-        return tfidf_embedder(documents)
-    encode = Encoder(settings.embedder, str(device))
-    return lambda queries: encode(queries, "query")
 
 
 # --------------------------------------------------------------------- what others say of an answer

@@ -109,7 +109,7 @@ def test_one_object_of_ids_is_hotpotqas_own_layout(wrapped, indent, questions, t
     path.write_text(json.dumps(content, indent=indent))
     records = score_files([str(path)], questions)
     assert [(r["id"], r["metrics"]["em"]) for r in records] == [("a", 1), ("b", 0)]
-    said = "predictions for 2 of 3 questions: 1 are missing and are left out; 0 predictions are"
+    said = "1 of 3 questions have no prediction and are left out; 0 predictions are"
     assert capsys.readouterr().err.strip() == f"{path}: {said} of no question in --data"
 
 
@@ -123,7 +123,7 @@ def test_a_prediction_finds_its_question_by_id_else_by_text(write, questions, ca
     found = [(r["id"], *r["golds"], r["metrics"]["em"]) for r in records]
     assert found == [("b", "Ana Bell", 1), ("a", "Kelmouth", 1)]
     said = capsys.readouterr().err
-    assert "2 of 3 questions: 1 are missing and are left out; 1 predictions are of no" in said
+    assert "1 of 3 questions have no prediction and are left out; 1 predictions are of no" in said
 
 
 def test_an_id_that_only_counts_lines_does_not_take_another_question(write):
@@ -138,7 +138,7 @@ def test_missing_predictions_count_as_wrong_only_if_asked(write, questions, caps
     records = score_files([path], questions, count_missing=True)
     assert {r["dataset"] for r in records} == {"p"} and set(summarise(records)) == {"qa", "all"}
     assert len(records) == 3 and em(records) == pytest.approx(1 / 3)
-    assert "2 are missing and count as wrong" in capsys.readouterr().err
+    assert "2 of 3 questions have no prediction and count as wrong" in capsys.readouterr().err
 
 
 def test_another_data_sets_questions_are_not_missing(write, capsys):
@@ -165,7 +165,7 @@ def test_two_predictions_for_one_question_or_none_for_any_are_an_error(write, qu
     twice = [{"question": text, "prediction": "x"} for text in ("Where ?", "Where  ?")]
     with pytest.raises(InputError, match="two predictions for id 'a'"):
         score_files([write(*twice)], questions)
-    with pytest.raises(InputError, match="none of its 1 predictions is of a question in --data"):
+    with pytest.raises(InputError, match="none of its predictions is of a question in --data"):
         score_files([write({"id": "z", "prediction": "a"})], questions)
 
 
@@ -192,7 +192,7 @@ A = {"id": "1", "prediction": "a"}
         ([{"id": "1", "prediction": {"text": "a"}}], "field 'prediction': expected a string"),
         ([{**A, "question": ["a"]}], "field 'question': expected a string"),
         ([{**A, "golds": "b"}] * 2, "two predictions for id '1'"),
-        ([A], "1 of 1 predictions have no gold answer .* give --data"),
+        ([A], "1 predictions have no gold answer .* give --data"),
         ([{**A, "answer": {"b": 1}}], "field 'answer': expected a string"),
         ([{**A, "golds": [None, "b"]}], "field 'golds': holds an empty answer"),
         ([{**A, "golds": "a", "task": "cohice"}], "field 'task': 'cohice' is none of qa"),
@@ -259,8 +259,8 @@ def test_r1_searchers_published_predictions_give_its_papers_numbers_to_the_digit
     "arguments, said",
     [
         ("--against {p}", "required: --predictions"),
-        ("--predictions {p} --model m", "--model has no meaning with --predictions, as nothing is"),
-        ("--predictions {p} --punc=space", "--punc has no meaning"),  # no abbreviation
+        ("--predictions {p} --model m", "--model: no meaning with --predictions, as nothing is"),
+        ("--predictions {p} --punc=space", "--punc: no meaning"),  # no abbreviation
         ("--predictions {p} --cross_model=m", "eval.py: --cross_model: write --reader"),
         ("--predictions {p} --load_in_8bit", "--load_in_8bit: write --in_8bit others"),
         ("--predictions {p} --json {p}/x.json", "x.json: cannot be written there"),
