@@ -150,7 +150,7 @@ SHOWN = "reward em searched searches fallbacks model_tokens frac_reward_zero_std
 def causes(r: dict, s: Settings) -> Iterator[str]:
     """What may keep a run from learning, as one step's record shows it."""
     if r["frac_reward_zero_std"] == 1 and s.algorithm not in ("reinforce_pp", "ppo"):
-        yield "all rewards of every group were equal: too hard or too easy? Try --group_size"
+        yield "all rewards of every group were equal: too hard or easy? Raise --group_size"
     if r.get("skipped", 0) == 1:
         yield "no group had answers that differ: raise --group_size or --max_resample"
     if r["searched"] + r["refused"] == 0 and s.retrieval and s.max_searches > 0:
@@ -160,7 +160,7 @@ def causes(r: dict, s: Settings) -> Iterator[str]:
     if r["cut_off"] == 1:
         yield "every trajectory was cut off: raise --max_turn_tokens or --max_context"
     if r.get("logprob_gap", 0) > 0.1:
-        yield "sampling and scoring differ by 0.1: try --engine hf, then --sampling_copy none"
+        yield "sampled and scored log-probs differ by 0.1: try --engine hf, --sampling_copy none"
     if r["search_errors"] >= 0.1:
         yield "a tenth of the searches failed: is the retriever down, or slower than --timeout?"
 

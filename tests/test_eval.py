@@ -25,7 +25,7 @@ from plumbing.files import stage_folder
 from plumbing.predictions import score_command
 from policy import Policy, save_policy
 from prompts import PROTOCOLS
-from rewards import STORIES, example, tell
+from rewards import example
 from settings import Settings, check_settings
 from sft import SFTSettings, train_sft
 from trajectory import trajectory_from_text
@@ -59,8 +59,8 @@ def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol
 
 
 def test_every_protocol_has_a_format_of_its_own():
-    for name in set(PROTOCOLS) - {"ur2_search"}:  # the stories are told in the papers' own tags
-        assert grade(tell(STORIES[0], name))["format"] == 1, name
+    for name in PROTOCOLS:
+        assert grade(example(name))["format"] == 1, name
 
 
 WHERE = "where does Ana Bell live ?"
@@ -228,10 +228,9 @@ def test_two_evaluations_are_compared_in_pairs(written, tmp_path, capsys):
 
 
 def test_another_punctuation_scores_the_predictions_anew(written, monkeypatch, tmp_path):
-    row = r_search(ANSWER.format("Nor land"), Question("1", "?", ["Nor-land"]))
+    row = r_search(ANSWER.format("Nor land"), Question("1", "?", ["Nor-land"]))  # "norland"
     monkeypatch.setattr(evaluation, "material", lambda *_: ({"people": [row.question]}, []))
     monkeypatch.setattr(evaluation, "rollout", lambda *_: [row])
-    # its paper deletes it: "norland"
     run(f"--punctuation space --json {tmp_path}/t.json --out", written)
     assert json.loads((tmp_path / "t.json").read_text())["qa"]["em"][0] == 1
     assert records_in(written)[0]["metrics"]["em"] == 0  # in the file it stays as its paper has it
@@ -450,10 +449,9 @@ def test_a_greedy_evaluation_is_the_same_twice_and_samples_of_a_seed_are_too(few
     for temperature in (0, 2):  # at 1 two samples may be the same text
         how = ("--samples", 8, "--temperature", temperature)
         one, other = (few(f"{temperature}{again}.jsonl", *how) for again in "ab")
-        assert one.read_bytes() == other.read_bytes()
         records = records_in(one)
+        assert records == records_in(other)
         assert [r["sample"] for r in records] == [*range(8)] * 10
-        assert all(set(COLUMNS) <= set(r["metrics"]) and r["transcript"] for r in records)
         texts = {r["transcript"] for r in records[:8]}  # of one question
         assert (len(texts) == 1) == (temperature == 0)
 

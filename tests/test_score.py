@@ -7,7 +7,7 @@ from errors import InputError
 from other_models.judge import Judge
 from plumbing import score
 from plumbing.score import Scorer, add_reader, add_verdicts, answer_scores, build_reader
-from rewards import STORIES, Story, example, tell
+from rewards import STORIES, example, tell
 from settings import Settings, resolve
 from trajectory import trajectory_from_text
 
@@ -109,8 +109,9 @@ def test_the_share_of_unreadable_verdicts_is_told(monkeypatch):
 def test_similar_queries_are_measured_over_the_corpus_of_the_run():
     # "zzz" is in no passage, so it does not make the second query another one: cosine 1, and −1 of
     # the retrieval term.
-    pieces = ("think", "search ana bell", "found a", "reflect b", "search ana bell zzz", "found c")
-    trajectory = tell(Story("alike", (*pieces, "reflect d", "answer e")), "when_to_search")
+    found = "</search><information>a</information><reflect>b</reflect>"
+    text = f"<think>t</think><search>ana bell{found}<search>ana bell zzz{found}<answer>e</answer>"
+    trajectory = trajectory_from_text(Question("q", "?", ["e"]), text, "when_to_search")
     documents = [Document("1", "ana bell", "birthplace kelmouth")]
     documents.append(Document("2", "ida roth", "birthplace norland"))
     components, _ = scorer_of("when_to_search", documents)([trajectory], 0)
