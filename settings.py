@@ -75,7 +75,7 @@ RECORDS = (
 
 @dataclass(frozen=True)
 class Settings(*reversed(RECORDS)):  # dataclass lists the fields of the last base first
-    """Every setting of a run; its name stands in one record only."""
+    """Every setting of a run. A name stands in one record only."""
 
 
 def _check_names() -> None:
