@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, command_line, model_of, small, traces, train_bpe
+from test_score import Model
 
 import eval as evaluation
 import rollout
@@ -117,19 +118,6 @@ def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
 # ---------------------------------------------------------------------------------- asked of others
 
 
-class Scripted:
-    """In place of a model: what it says, by what stands in the text."""
-
-    def __init__(self, replies):
-        self.replies, self.failures = replies, 0
-
-    def ask(self, requests):
-        known = self.replies.items()
-        found = [[reply for word, reply in known if word in text] for _, text in requests]
-        self.failures += found.count([None])
-        return [(replies or [""])[0] for replies in found]
-
-
 WITH_EVIDENCE = SEARCHED + BOX.format("Ana Bell was born in Norland.") + ANSWER.format("Sudria")
 
 
@@ -157,16 +145,16 @@ def interrupted(*_, **__):
     raise KeyboardInterrupt
 
 
-def scripted_others(monkeypatch, **others):
-    monkeypatch.setattr(score, "load_llm", lambda spec, settings, device: others[spec])
+def others(monkeypatch, **known):
+    monkeypatch.setattr(score, "load_llm", lambda spec, settings, device: known[spec])
 
 
 def test_reader_and_judge_are_asked_after_all_predictions_are_written(
     written, monkeypatch, toy_policy, capsys
 ):
-    reader = Scripted({"Norland": "Norland"})
-    judge = Scripted({"answer: Sudria": None, "answer: Norland": "yes"})
-    scripted_others(monkeypatch, R=reader, J=judge)
+    reader, silent = Model(lambda text: "Norland"), Model(lambda text: None)
+    judge = Model(lambda text: None if "answer: Sudria" in text else "yes")
+    others(monkeypatch, R=reader, J=judge)
     run("--reader R --judge J --out", written)
     out, records = capsys.readouterr().out, records_in(written)
     assert [r["evidence"] for r in records] == ["Ana Bell was born in Norland.", None]
@@ -174,7 +162,8 @@ def test_reader_and_judge_are_asked_after_all_predictions_are_written(
     assert [r["metrics"]["judged"] for r in records] == [None, 1]
     assert "1 of 2 verdicts are unreadable" in out and "judge: 1 got no reply at all" in out
     assert "reader_f1" in out and "judged" in out and not list(written.parent.glob("*.partial"))
-    scripted_others(monkeypatch, R=Scripted({"Norland": None}))
+    silent.failures = 1
+    others(monkeypatch, R=silent)
     run("--reader R --fresh --out", written)
     assert "reader: no answer to 1 of its requests" in capsys.readouterr().out
     monkeypatch.setattr(score, "load_reader", lambda *_: (toy_policy, None))
@@ -186,9 +175,8 @@ def test_reader_and_judge_are_asked_after_all_predictions_are_written(
 def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_asked_again(
     written, monkeypatch, capsys
 ):
-    reader = Scripted({})
-    reader.ask = interrupted
-    scripted_others(monkeypatch, R=reader, S=Scripted({"Norland": "Norland"}), J=Scripted({}))
+    asked = Model(lambda text: "Norland")
+    others(monkeypatch, R=Model(interrupted), S=asked, J=asked)
     with pytest.raises(SystemExit) as end:
         run("--reader R --out", written)
     assert end.value.code == 130 and str(written) in capsys.readouterr().out.splitlines()[-1]
