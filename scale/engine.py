@@ -174,7 +174,7 @@ class Row:
 
 
 class Engine:
-    """Add rows while slots are vacant; `decode`; resume or release each row whose turn is over.
+    """Add rows while slots are vacant; `decode`; resume or free each row whose turn is over.
 
     rule     ends turns: `watched` token ids may, and `reason(turn, room)` says whether one did
     graphs   decoding steps are recorded as CUDA graphs
@@ -220,9 +220,6 @@ class Engine:
         """Another turn for a row that waited; `ids` are all its tokens, with what was appended."""
         row.ids, row.room, row.state, row.reason = list(ids), room, "live", None
         row.turn, row.logprobs = [], []
-
-    def release(self, row: Row) -> None:
-        row.state = "free"
 
     def donor(self, row: Row) -> int | None:
         """A slot, free or not, that holds all that `row` must catch up: a sample of its prompt."""
@@ -460,7 +457,7 @@ def play_queue(
                     engine.resume(row, row.owner.ids, environment.turn_room(row.owner))
         ended = [row for row in engine.in_state("waiting") if row.owner.stop_reason]
         for row in ended:
-            engine.release(row)
+            row.state = "free"
         if progress and ended:
             progress(len(ended))
 
