@@ -120,10 +120,7 @@ class SlotCache(Cache):
 
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
     """query [n, heads, C, D], keys and values [n, kv, width, D], mask [n, 1, C, width] ->
-    [n, C, heads, D].
-
-    The heads / kv queries that share a key head become rows of one query matrix: no key is repeated
-    in memory.
+    [n, C, heads, D]. Queries that share a key head become rows of one matrix: no key is repeated.
     """
     n, heads, chunk, size = query.shape
     group = heads // keys.shape[1]
@@ -138,7 +135,7 @@ AttentionInterface.register("slots", grouped_attention)
 
 @contextlib.contextmanager
 def attending_to_slots(model):
-    """The model computes with the attention above inside."""
+    """Inside, the model computes with the attention above."""
     kept = model.config._attn_implementation
     model.config._attn_implementation = "slots"
     try:
@@ -202,10 +199,6 @@ class Engine:
     @property
     def vacant(self) -> list[int]:
         return [slot for slot, row in enumerate(self.rows) if not row or row.state == "free"]
-
-    @property
-    def taken(self) -> int:
-        return len(self.rows) - len(self.vacant)
 
     def add(self, owner, ids: list[int], room: int) -> None:
         """Give a vacant slot to a row; best the one that a sample of the same prompt has left."""
@@ -312,8 +305,8 @@ class Engine:
         row.cached += len(ids)
         if ids[-1] in self.rule.watched or len(row.turn) >= row.room:
             row.reason = self.rule.reason(row.turn, row.room)
-        row.state = "waiting" if row.reason else "live"
-        return bool(row.reason)
+            row.state = "waiting" if row.reason else "live"
+        return row.state == "waiting"
 
     def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, V] -> a token for each row and its log-prob in the full distribution, [n, 1] each."""
@@ -443,7 +436,7 @@ def play_queue(
     """Each row that ends gives its slot to the next of the queue. Searches are batched: wait until
     at least half of the running rows want one.
     """
-    while queue or engine.taken:
+    while queue or len(engine.vacant) < len(engine.rows):
         while queue and engine.vacant:
             trajectory = queue.popleft()
             engine.add(trajectory, trajectory.ids, environment.turn_room(trajectory))
