@@ -507,9 +507,13 @@ def affordable(model, size: int) -> int:
     """Slots of `size` places that fit in the free memory, each with its row's logits (16 bytes for
     one of V). A container's own limit is not known on a CPU: --rollout_batch_size bounds it.
     """
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch holds unused
+        free = torch.cuda.mem_get_info(model.device)[0]
+    else:
+        free = psutil.virtual_memory().available
     per_slot = place_bytes(model.config, model.dtype.itemsize) * (size + 64)
-    per_slot += 16 * model.config.vocab_size
-    return int(SHARE * free_memory(model.device) / per_slot)
+    return int(SHARE * free / (per_slot + 16 * model.config.vocab_size))
 
 
 def place_bytes(config, bytes_each: int) -> int:
@@ -517,10 +521,3 @@ def place_bytes(config, bytes_each: int) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * width * bytes_each
-
-
-def free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch holds unused
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available

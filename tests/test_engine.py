@@ -523,17 +523,16 @@ def test_a_family_nobody_named_is_tried_first(bpe, monkeypatch):
 def test_too_little_memory_means_fewer_slots_and_for_not_even_one_generate(
     qwen2, bpe, work, monkeypatch, capsys
 ):
-    # [2 layers, keys and values, 2 heads of 8] in fp32 = 256 bytes a place; 256 + 64 places are 80
-    # KiB, 2.5 of them 200 KiB
-    monkeypatch.setattr("scale.engine.free_memory", lambda device: 200 * 1024 / 0.8)
-    assert affordable(qwen2.language_model, 256) == 2
+    # [2 layers, keys and values, 2 heads of 8] in fp32 = 256 bytes a place; 256 + 64 places and 16
+    # bytes for each of 707 logits are 93,232 bytes
     settings = {"group_size": 4, "max_context": 256, "max_turn_tokens": 100}
-    play(qwen2, bpe, **settings)
+    for slots, bytes_free in ((2, 2.5 * 93_232 / 0.8), (0, 0.5 * 93_232 / 0.8)):
+        free = SimpleNamespace(available=bytes_free)
+        monkeypatch.setattr("scale.engine.psutil.virtual_memory", lambda free=free: free)
+        assert affordable(qwen2.language_model, 256) == slots
+        assert all(t.stop_reason for t in play(qwen2, bpe, **settings))
     assert [cache.slots for cache in work["caches"]] == [2] and max(work["steps"]) == 2
-    monkeypatch.setattr("scale.engine.free_memory", lambda device: 60 * 1024)
-    assert all(t.stop_reason for t in play(qwen2, bpe, **settings))
     assert "no memory for one row of 256 tokens" in capsys.readouterr().err
-    assert len(work["caches"]) == 1
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
