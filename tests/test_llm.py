@@ -28,30 +28,24 @@ def said(content) -> bytes:
     return json.dumps({"choices": [{"message": {"content": content}}]}).encode()
 
 
-def text_of(payload) -> str:
-    return payload["messages"][-1]["content"]
-
-
 class Server(ThreadingHTTPServer):
-    """A server on localhost. `script(payload, number)` -> (status, body), or bytes to be sent raw,
-    or None to say nothing; number counts the requests from 0, and the first is always the probe.
-    `models`: what it says to whoever asks for their list.
+    """A server on localhost. `script(text)` -> a reply, or (status, body), or bytes to be sent raw,
+    or None to say nothing; the probe, the first request, gets `probe`. `models`: what it lists.
     """
 
     # with the library's 5, sixteen connections at once wait for a second, or are refused
     request_queue_size = 128
 
-    def __init__(self, script=None, models=None):
+    def __init__(self, script=str.upper, models=None, probe="yes"):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.script = script or (lambda payload, number: (200, said(text_of(payload).upper())))
-        self.models, self.posts, self.headers = models, [], []
-        self.lock, self.released = threading.Lock(), threading.Event()
+        self.script, self.models, self.probe = script, models, probe
+        self.posts, self.headers, self.released = [], [], threading.Event()
         self.base = f"http://127.0.0.1:{self.server_port}/v1"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def texts(self):
         """What was asked behind the probe."""
-        return [text_of(payload) for payload in self.posts[1:]]
+        return [payload["messages"][-1]["content"] for payload in self.posts[1:]]
 
     def stop(self):
         self.released.set()
@@ -61,22 +55,22 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        self.answer(200 if self.path == "/v1/models" else 404, json.dumps(self.server.models))
+        models = json.dumps(self.server.models).encode()
+        self.answer(200 if self.path == "/v1/models" else 404, models)
 
     def do_POST(self):
-        server, payload = (
-            self.server,
-            json.loads(self.rfile.read(int(self.headers["Content-Length"]))),
-        )
-        with server.lock:
-            number = len(server.posts)
-            server.posts.append(payload)
-            server.headers.append(self.headers)
-        reply = server.script(payload, number)
+        server, size = self.server, int(self.headers["Content-Length"])
+        payload = json.loads(self.rfile.read(size))
+        server.posts.append(payload)
+        server.headers.append(self.headers)
+        text = payload["messages"][-1]["content"]
+        reply = server.probe if text == llm.PROBE[1] else server.script(text)
         if reply is None:  # slow beyond every limit
             server.released.wait(5)
         elif isinstance(reply, bytes):
             self.wfile.write(reply)
+        elif isinstance(reply, str):
+            self.answer(200, said(reply))
         else:
             self.answer(*reply)
 
@@ -85,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body.encode() if isinstance(body, str) else body)
+            self.wfile.write(body)
 
     def log_message(self, *_):
         pass
@@ -95,8 +89,8 @@ class Handler(BaseHTTPRequestHandler):
 def serve():
     with contextlib.ExitStack() as stack:
 
-        def start(script=None, models=None):
-            server = Server(script, models)
+        def start(*arguments, **options):
+            server = Server(*arguments, **options)
             stack.callback(server.stop)
             return server
 
@@ -125,20 +119,9 @@ def requests(*texts):
     return [("do it", text) for text in texts]
 
 
-def after_probe(script):
-    """A script for what follows the probe, which goes well; it counts from 0."""
-
-    def whole(payload, number):
-        return script(payload, number - 1) if number else (200, said("yes"))
-
-    return whole
-
-
 def fails_for(*texts):
     """These get an error each time, all others "ok"."""
-    return after_probe(
-        lambda payload, number: (500, b"") if text_of(payload) in texts else (200, said("ok"))
-    )
+    return lambda text: (500, b"") if text in texts else "ok"
 
 
 def refused(match, call, *arguments, **options):
@@ -151,9 +134,9 @@ def refused(match, call, *arguments, **options):
 
 
 def test_replies_come_in_the_order_of_the_requests_without_what_was_thought_aloud(serve):
-    def slow_first(payload, number):
-        time.sleep(0.1 if text_of(payload) == "a" else 0)
-        return 200, said(f"<think>b? no</think>\n\n{text_of(payload).upper()}")
+    def slow_first(text):
+        time.sleep(0.1 if text == "a" else 0)
+        return f"<think>b? no</think>\n\n{text.upper()}"
 
     assert asker(serve(slow_first)).ask(requests("a", "b", "c")) == ["A", "B", "C"]
 
@@ -181,11 +164,11 @@ def test_equal_requests_of_a_batch_are_asked_once_and_another_instruction_is_ano
 def test_sixteen_requests_are_under_way_at_once(serve, one_try):
     together = threading.Barrier(16)
 
-    def wait_for_the_others(payload, number):
+    def wait_for_the_others(text):
         together.wait(5)  # with fewer at once this breaks, and the reply never comes
-        return 200, said("ok")
+        return "ok"
 
-    model = asker(serve(after_probe(wait_for_the_others)), timeout=10.0)
+    model = asker(serve(wait_for_the_others), timeout=10.0)
     assert model.ask(requests(*map(str, range(16)))) == ["ok"] * 16
 
 
@@ -210,19 +193,17 @@ def test_an_address_without_a_model_means_the_server_s_first_one_and_none_is_one
 
 
 @pytest.mark.parametrize(
-    ("reply", "match"),
+    ("probe", "match"),
     [
         (None, "nothing within 0.5 s"),
-        ((404, "The model `m` does not exist."), "HTTP 404 The model `m` does not exist."),
-        ((400, "max_tokens too large"), "HTTP 400 max_tokens too large"),
+        ((404, b'{"error": {"message": "There is no `m`."}}'), "HTTP 404 There is no `m`."),
+        ((400, b"max_tokens too large"), "HTTP 400 max_tokens too large"),
     ],
 )
-def test_a_server_that_hangs_at_the_start_or_does_not_take_a_request_is_one_line(
-    serve, reply, match
+def test_a_server_that_hangs_or_does_not_take_a_request_is_one_line_at_load_time(
+    serve, probe, match
 ):
-    if reply:
-        reply = (reply[0], json.dumps({"error": {"message": reply[1]}}).encode())
-    spec = serve(lambda payload, number: reply).base + "#m"
+    spec = serve(probe=probe).base + "#m"
     refused(match, load_llm, spec, given(timeout=0.5), cache="")
 
 
@@ -254,14 +235,13 @@ def once(fault):
     """The first try of every text fails in this way, the second goes well."""
     seen = set()
 
-    def script(payload, number):
-        text = text_of(payload)
+    def script(text):
         if text in seen:
-            return 200, said(text.upper())
+            return text.upper()
         seen.add(text)
         return fault
 
-    return after_probe(script)
+    return script
 
 
 @pytest.mark.parametrize(
@@ -279,28 +259,23 @@ def once(fault):
 def test_a_try_that_fails_is_followed_by_another_and_after_the_last_one_by_none(
     serve, fault, shown, monkeypatch
 ):
-    def hurried(server):
-        model = asker(server, timeout=5.0)
-        model.timeout = 0.2 if fault is None else 5.0  # a good reply may take a while
-        return model
-
     server = serve(once(fault))
-    model = hurried(server)
+    model = asker(server, timeout=5.0)
+    model.timeout = 0.2 if fault is None else 5.0  # a good reply may take a while
     assert model.ask(requests("a", "b")) == ["A", "B"] and model.failures == 0
     assert sorted(server.texts()) == ["a", "a", "b", "b"]
     monkeypatch.setattr(llm, "RETRIES", 0)
-    model = hurried(serve(once(fault)))
-    assert model.ask(requests("a")) == [None]
+    assert model.ask(requests("c")) == [None]
     assert model.failures == 1 and shown in model.fault
 
 
 def test_a_request_that_the_server_does_not_take_is_not_tried_again_and_is_no_dead_server(serve):
-    server = serve(after_probe(lambda payload, number: (400, b"too long")))
+    server = serve(lambda text: (400, b"too long"))
     model = asker(server)
     for text in "abcdef":
         assert model.ask(requests(text)) == [None]
     assert len(server.texts()) == 6 and model.failures == 6 and model.fault == "HTTP 400 too long"
-    server = serve(lambda payload, number: (200, said(None)))  # nor is a reply without text
+    server = serve(lambda text: (200, said(None)))  # nor is a reply without text
     assert asker(server).ask(requests("a")) == [None] and len(server.texts()) == 1
 
 
@@ -308,7 +283,7 @@ def test_a_request_that_the_server_does_not_take_is_not_tried_again_and_is_no_de
 
 
 def test_a_server_that_dies_costs_a_batch_one_round_of_tries_and_no_thread_asks_on(serve, one_try):
-    server = serve(after_probe(lambda payload, number: None))
+    server = serve(lambda text: None)
     model = asker(server)
     model.timeout = 0.15
     assert model.ask(requests(*map(str, range(2000)))) == [None] * 2000 and model.failures == 2000
@@ -343,10 +318,8 @@ def test_a_fault_of_our_own_in_a_thread_is_none_and_not_an_endless_wait(serve, m
 
 
 def test_an_interrupt_keeps_what_has_come_and_waits_for_nobody(serve, tmp_path, monkeypatch):
-    def script(payload, number):
-        return None if text_of(payload) == "slow" else (200, said("ok"))
-
-    model = asker(serve(script), timeout=20.0, cache=tmp_path)
+    server = serve({"slow": None, "a": "ok"}.get)
+    model = asker(server, timeout=20.0, cache=tmp_path)
     put = model.cache.put
 
     def interrupted(request, reply):
@@ -383,10 +356,8 @@ def test_model_instruction_text_and_length_each_make_another_entry(tmp_path):
 
 
 def test_no_answer_is_never_kept_and_without_a_folder_nothing_is(serve, tmp_path, one_try):
-    def fails_first(payload, number):
-        return (500, b"") if number == 0 else (200, said("ok"))
-
-    model = asker(serve(after_probe(fails_first)), cache=tmp_path)
+    replies = iter([(500, b""), "ok"])
+    model = asker(serve(lambda text: next(replies)), cache=tmp_path)
     assert [model.ask(requests("a")) for _ in "12"] == [[None], ["ok"]]
     model = asker(serve())
     assert [model.ask(requests("a")) for _ in "12"] == [["A"], ["A"]] and model.asked == 2
