@@ -74,10 +74,8 @@ class Judge:
     def _ask(self, pairs: list[Pair], instruction: str, words: dict, empty) -> list:
         texts = [pair_text(*pair) if (pair[1] or "").strip() else None for pair in pairs]
         replies = ask_given(self.llm, instruction, texts)
-        found = [
-            read_verdict(reply, words) if text else empty
-            for text, reply in zip(texts, replies, strict=True)
-        ]
+        read = [read_verdict(reply, words) for reply in replies]
+        found = [verdict if text else empty for text, verdict in zip(texts, read, strict=True)]
         self.asked += len(texts) - texts.count(None)
         self.unreadable += found.count(None)
         self.silent += replies.count(None) - texts.count(None)

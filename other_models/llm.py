@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -152,9 +151,8 @@ class LLM:
         self.failures += sum(replies[request] is None for request in missing)
         self.dead_batches = self.dead_batches + 1 if self.down else 0
         if self.dead_batches >= DEAD_BATCHES:
-            how = "start it again and go on from the last checkpoint; the replies so far are kept"
-            count = f"{self.dead_batches} batches in a row without an answer ({self.fault})"
-            raise InputError(f"{self.name}: {count}: {how}")
+            why = f"{self.dead_batches} batches in a row without an answer ({self.fault})"
+            raise InputError(f"{self.name}: {why}: start it again; the replies so far are kept")
 
 
 class ServerLLM(LLM):
@@ -270,12 +268,8 @@ class LocalLLM(LLM):
         pad = min(ends, default=0)  # so that what stands behind an end is no text
         tokens, attention = left_padded(prompts, pad, self.policy.device)  # [B, L] each
         limits = {"max_new_tokens": self.max_tokens, "do_sample": False}
-        try:
-            with evaluating(self.policy), plain_generation(self.policy, ends, pad):
-                out = self.policy.generate(input_ids=tokens, attention_mask=attention, **limits)
-        except torch.OutOfMemoryError:
-            advice = "use 8 bits, a smaller model, or a server"
-            raise InputError(f"{self.name}: out of memory: {advice}") from None
+        with evaluating(self.policy), plain_generation(self.policy, ends, pad):
+            out = self.policy.generate(input_ids=tokens, attention_mask=attention, **limits)
         how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         texts = self.tokenizer.batch_decode(out[:, tokens.shape[1] :], **how)
         return [text.strip() for text in texts]

@@ -7,7 +7,7 @@
 A decoding step reads every weight for every token, so bytes are time: 2 per weight, not 4, and no
 rounding at each step, as under autocast. The copy lives for one rollout: the update has its memory.
   * LoRA: the copy is W + (α / r) B A, so no token pays for the thin matrices.
-  * Weights in parts (shards.py) are put together one by one: no process ever holds all in fp32.
+  * Weights in parts (shards.py) are put together one by one: no process holds all in fp32.
   * The samples are the copy's, not quite the policy's: π_old must be scored again.
 
 Left out: int8 weights (a copy of them in bf16 would take what they saved), fp8.
@@ -23,7 +23,7 @@ from torch import nn
 
 from policy import Policy, plain_config
 from scale.lora import merged_weights
-from scale.shards import full, whole
+from scale.shards import full, in_parts
 
 
 def wants_copy(choice: str, device: torch.device, in_8bit: bool) -> bool:
@@ -32,17 +32,15 @@ def wants_copy(choice: str, device: torch.device, in_8bit: bool) -> bool:
 
 
 @contextlib.contextmanager
-def to_sample_with(
-    policy: Policy, copies: bool, sharding: str = "ddp", dtype: torch.dtype = torch.bfloat16
-) -> Iterator[Policy]:
-    """A copy of the policy in `dtype`, or the policy itself with all its weights together. All
-    processes must enter it at once.
+def to_sample_with(policy: Policy, copies: bool) -> Iterator[Policy]:
+    """A bf16 copy of the policy, or the policy itself; of weights in parts, a whole copy in fp32.
+    All processes must enter it at once.
     """
-    if copies:
+    if copies or in_parts(policy):
+        dtype = torch.bfloat16 if copies else torch.float32
         yield Policy(copy_of(policy.language_model, dtype)).eval().requires_grad_(False)
     else:
-        with whole(policy, sharding):
-            yield policy
+        yield policy
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ Both are PyTorch's `fully_shard`, which puts weights together inside `forward`, 
 all processes take part:
   * a process that makes one forward pass more than the others waits for ever:
     `policy.deal_micro_batches` gives all the same number;
-  * texts end where they end, so sampling has a copy (sampling.py), or the weights of `whole`;
+  * texts end where they end, so sampling has a whole copy (sampling.py);
   * a part has no meaning alone: checkpoints are of whole tensors.
 Left out: DeepSpeed, weights kept on the CPU, 8-bit moments and LoRA in parts (a LoRA run has next
 to nothing to cut).
@@ -16,7 +16,6 @@ to nothing to cut).
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import torch
@@ -89,21 +88,6 @@ def cut(model: nn.Module) -> None:
     """Keep a part only: after a forward pass without backward, weights are left together."""
     for part in parts_of(model):
         part.reshard()
-
-
-@contextlib.contextmanager
-def whole(model: nn.Module, sharding: str):
-    """All weights together on every process inside, and no call between processes."""
-    parts = parts_of(model)
-    for part in parts:
-        part.unshard()
-        part.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        cut(model)
-        for part in parts:
-            part.set_reshard_after_forward(sharding == "fsdp2" and part is not model, recurse=False)
 
 
 # A checkpoint is of whole tensors. All processes must call these; in parts, only the main one gets
