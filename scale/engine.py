@@ -96,12 +96,12 @@ class SlotCache(Cache):
         """Zeros, because weight 0 of a masked place times NaN is NaN."""
         kind, dtype = like.device.type, like.dtype
         if torch.is_autocast_enabled(kind):
-            # Rotated keys are fp32 there; attention would round all of them again at every step.
+            # Rotated keys are fp32 here, and attention would round all of them at every step.
             dtype = torch.get_autocast_dtype(kind)
         shape = (self.slots, self.size + 1, like.shape[1], like.shape[3])
         if kind != "cpu":
             return torch.zeros(shape, dtype=dtype, device=like.device)
-        # Fresh pages are zero and take memory once they are written: most rows end early.
+        # Fresh pages are zero and take no memory until they are written: most rows end early.
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
         with contextlib.suppress(AttributeError, OSError):  # not every system knows it
             memory.madvise(mmap.MADV_NOHUGEPAGE)  # a page of 2 MB would span several slots
@@ -258,7 +258,7 @@ class Engine:
                 row.cached += len(chunk)
 
     def decode(self) -> list[Row]:
-        """Live rows sample until at least one turn is over; its row waits from then on."""
+        """Live rows sample until at least one turn is over. Returns those rows: they wait now."""
         over: list[Row] = []
         while not over and (live := self.in_state("live")):
             self.arrange(len(live))
@@ -274,7 +274,7 @@ class Engine:
         strays = [slot for slot in range(count, len(live)) if live[slot]]
         for a, b in zip(places, strays, strict=True):
             out, row = self.rows[a], self.rows[b]
-            if out and out.state == "waiting":
+            if out and out.state == "waiting":  # it will need its keys
                 self.cache.swap(a, b, max(out.cached, row.cached))
             else:
                 self.cache.copy(b, a, row.cached)
@@ -282,8 +282,8 @@ class Engine:
             self.rows[a], self.rows[b] = row, out
 
     def sample(self, rows: list[Row]) -> list[Row]:
-        """Steps up to the first watched token or full turn; the rows whose turn is over. On a GPU
-        looking at `alarm` is the only wait.
+        """Steps up to the first watched token or full turn. Returns the rows whose turn is over. On
+        a GPU, looking at `alarm` is the only wait.
         """
         tokens = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)  # [n, 1]
         positions = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
@@ -329,7 +329,7 @@ class Engine:
         return self.model(**inputs).logits[:, -1]
 
     def inputs(self, tokens, positions, width: int, slots, read: slice | torch.Tensor) -> dict:
-        """Of a forward pass over [n, C] tokens in `slots` [n]; tells the cache about it."""
+        """The arguments of a forward pass over tokens [n, C] in `slots` [n]; aims the cache."""
         cache = self.cache
         cache.write, cache.read = (slots[:, None], positions), read
         cache.width = self.rounded(width, self.block)
