@@ -10,8 +10,8 @@ its own text. Attention is computed group by group: the rows of a group are equa
 SLACK tokens, so a group is a view of the packed tensor. Nothing is copied, masked or built for it.
 
 Three things are not computed: padding; what stands behind the last wanted token of a text; and the
-last layer's feed-forward part of all tokens that are not wanted. Left out: texts that share a
-prompt share no computation of it; layers with a sliding window and other families are padded.
+last layer's feed-forward part of all tokens that are not wanted. Left out: computing a common
+prompt once; other families and layers with a sliding window, whose texts are padded.
 """
 
 from __future__ import annotations
