@@ -57,9 +57,7 @@ class ModelSettings:
     reader: str = setting("", "R-Search's reader of evidence: URL#model or a HF model")
     embedder: str = setting("tfidf", "of queries: tfidf, or a HF encoder", only="train")
     in_8bit: str = setting(
-        "",
-        "frozen weights in 8 bits: a comma list of base (LoRA's), reference, others (the models"
-        " that judge, read and summarise)",
+        "", "frozen weights in 8 bits: base (LoRA's), reference, others (judge, ...); a comma list"
     )
 
 
@@ -135,7 +133,7 @@ class LLM:
             replies = {request: self.cache.get(request) for request in requests}
             if missing := [request for request, reply in replies.items() if reply is None]:
                 self.ask_missing(missing, replies)
-        found = [replies[request] for request in requests]
+        found = (replies[request] for request in requests)
         return [None if reply is None else without_thinking(reply) for reply in found]
 
     def ask_missing(self, missing: list[Request], replies: dict[Request, str | None]) -> None:
@@ -249,19 +247,15 @@ class LocalLLM(LLM):
         return encode(self.tokenizer, chat_text(self.tokenizer, request[0], text))
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
-        fit = []
-        for request in requests:
-            prompt = self.prompt(request)
-            if len(prompt) <= self.longest_prompt:
-                fit.append((request, prompt))
-            else:  # cut, it would be another question
-                self.fault = f"a prompt of {len(prompt)} tokens; {self.longest_prompt} fit"
-                yield request, None
+        prompts = {request: self.prompt(request) for request in requests}
         # Rows of like length together, the longest first: if memory runs out, then at once.
-        fit.sort(key=lambda pair: -len(pair[1]))
+        fit = sorted(requests, key=lambda request: -len(prompts[request]))
+        while fit and (size := len(prompts[fit[0]])) > self.longest_prompt:
+            self.fault = f"a prompt of {size} tokens; {self.longest_prompt} fit"
+            yield fit.pop(0), None  # cut, it would be another question
         for start in range(0, len(fit), self.batch_size):
-            some, prompts = zip(*fit[start : start + self.batch_size], strict=True)
-            yield from zip(some, self.generate(prompts), strict=True)
+            some = fit[start : start + self.batch_size]
+            yield from zip(some, self.generate([prompts[r] for r in some]), strict=True)
 
     def generate(self, prompts: Sequence[list[int]]) -> list[str]:
         ends = end_ids(self.policy, self.tokenizer)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -30,16 +29,6 @@ SLACK = 4  # tokens of padding per row: fewer groups, each of which costs a call
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
-@dataclass(frozen=True)
-class Packed:
-    """N tokens of B texts."""
-
-    ids: torch.Tensor  # [1, N]
-    positions: torch.Tensor  # [1, N]  each token's place in its own text
-    groups: list[tuple[int, int]]  # (rows, length) of each, in order
-    starts: torch.Tensor  # [B]  where each text begins
-
-
 def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """tokens [B, L], right-padded, and wanted [B, T] bool -> last hidden states [n, H] of the n
     wanted places, row by row.
@@ -48,13 +37,13 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
     if not packs(backbone.config):  # padded
         hidden = backbone(input_ids=tokens, use_cache=False).last_hidden_state  # [B, L, H]
         return hidden[:, : len(columns)][wanted]
-    packed = pack(tokens, lengths_of(wanted))
-    places = (packed.starts[:, None] + columns)[wanted]  # [n]
+    ids, positions, groups, starts = pack(tokens, lengths_of(wanted))
+    places = (starts[:, None] + columns)[wanted]  # [n]
     with last_layer_at(backbone, places):
         output = backbone(
-            input_ids=packed.ids,
-            position_ids=packed.positions,
-            groups=packed.groups,
+            input_ids=ids,
+            position_ids=positions,
+            groups=groups,
             use_cache=False,
             # Trap: without a mask the model builds one of N x N. One of 4 dimensions is handed on
             # untouched; this one is not read.
@@ -91,8 +80,10 @@ def lengths_of(wanted: torch.Tensor) -> list[int]:
     return (wanted * columns).amax(1).clamp(min=1).tolist()
 
 
-def pack(tokens: torch.Tensor, lengths: list[int], slack: int = SLACK) -> Packed:
-    """The first lengths[b] tokens of each row of `tokens` [B, L], and up to `slack` more."""
+def pack(tokens: torch.Tensor, lengths: list[int], slack: int = SLACK) -> tuple:
+    """The first lengths[b] tokens of each row of `tokens` [B, L], and up to `slack` more: (ids
+    [1, N], their positions [1, N], (rows, length) of each group, where each text begins [B]).
+    """
     pieces, positions, groups, starts, count = [], [], [], [0] * len(lengths), 0
     for rows in grouped(lengths, lambda group, row: lengths[group[0]] - lengths[row] <= slack):
         length = lengths[rows[0]]
@@ -102,7 +93,7 @@ def pack(tokens: torch.Tensor, lengths: list[int], slack: int = SLACK) -> Packed
         for row in rows:
             starts[row], count = count, count + length
     ids, positions = torch.cat(pieces)[None], torch.cat(positions)[None]  # [1, N]
-    return Packed(ids, positions, groups, torch.tensor(starts, device=tokens.device))
+    return ids, positions, groups, torch.tensor(starts, device=tokens.device)
 
 
 def grouped(lengths: list[int], fits: Callable[[list[int], int], bool]) -> list[list[int]]:
