@@ -28,7 +28,7 @@ from policy import Policy, save_policy
 from prompts import PROTOCOLS
 from retriever import BM25
 from retrievers.serve import RetrievalServer
-from rewards import STORIES, example, tell
+from rewards import example
 from settings import Settings, check_settings
 from sft import SFTSettings, train_sft
 from trajectory import trajectory_from_text
@@ -61,8 +61,8 @@ def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol
 
 
 def test_every_protocol_has_a_format_of_its_own():
-    for name in set(PROTOCOLS) - {"ur2_search"}:  # the stories are told in the papers' own tags
-        assert grade(tell(STORIES[0], name))["format"] == 1, name
+    for name in PROTOCOLS:
+        assert grade(example(name))["format"] == 1, name
 
 
 def r_search(body, question=None):
@@ -105,11 +105,12 @@ def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
 
 def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     # cites 1, gold is 1 and 3: some overlap 0.5; set F1 2 · 1 / (1 + 2)
-    told = example("arena")
+    told = example("arena", searches=1)
     answer = {"em": 1, "f1": 1, "cem": 1, "format": 1}
     scores = {"relevance": 0.5, "exact_set": 0, "set_f1": pytest.approx(2 / 3)}
     assert grade(told) == answer | scores
-    every = grade(tell(STORIES[7], "arena"))  # cites 1 to 4: F1 2 · 2 / (4 + 2)
+    text = told.text.replace("[1]", "[1, 2, 3, 4]")
+    every = grade(trajectory_from_text(told.question, text, "arena"))  # F1 2 · 2 / (4 + 2)
     assert {name: every[name] for name in scores} == scores
     # without gold numbers relevance is left out, and not 0
     question = dataclasses.replace(told.question, supporting=())

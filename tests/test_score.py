@@ -12,7 +12,7 @@ from other_models.judge import Judge
 from plumbing import score
 from plumbing.build import training_questions
 from plumbing.score import Scorer, add_reader, add_verdicts, answer_scores, build_reader
-from rewards import REWARDS, STORIES, Extras, Story, check_questions, example, tell
+from rewards import REWARDS, Extras, check_questions, example
 from settings import Settings, resolve
 from trajectory import trajectory_from_text
 
@@ -48,10 +48,9 @@ def answered(text, **question):
 def test_the_reader_is_asked_once_for_all_that_searched(monkeypatch):
     reader = Model(lambda text: "Norland" if "Norland" in text.split("\n")[0] else "Sudria")
     monkeypatch.setattr(score, "build_reader", lambda *_: reader)
-    scorer, told = scorer_of("r_search"), {story.name: tell(story, "r_search") for story in STORIES}
-    names = ["good", "no search", "evidence without a search", "a query that asks for no fact"]
-    rows = [told[name] for name in [*names, "wrong answer"]]
-    components, correct = scorer(rows, 0)
+    scorer = scorer_of("r_search")
+    rows = [example("r_search", searches=n) for n in (2, 0, 0, 1)]
+    components, correct = scorer([*rows, example("r_search", "Sudria")], 0)
     # three of the five searched and have evidence; the evidence of all three names the country
     assert len(reader.batches) == 1 and len(reader.batches[0]) == 3
     assert all(text.endswith("In which country was Ana Bell born?") for text in reader.batches[0])
@@ -121,8 +120,9 @@ def test_the_share_of_unreadable_verdicts_is_told(monkeypatch):
 def test_similar_queries_are_measured_over_the_corpus_of_the_run():
     # "zzz" is in no passage, so it does not make the second query another one: cosine 1, and −1 of
     # the retrieval term.
-    pieces = ("think", "search ana bell", "found a", "reflect b", "search ana bell zzz", "found c")
-    trajectory = tell(Story("alike", (*pieces, "reflect d", "answer e")), "when_to_search")
+    found = "</search><information>a</information><reflect>b</reflect>"
+    text = f"<think>t</think><search>ana bell{found}<search>ana bell zzz{found}<answer>e</answer>"
+    trajectory = trajectory_from_text(Question("q", "?", ["e"]), text, "when_to_search")
     documents = [Document("1", "ana bell", "birthplace kelmouth")]
     documents.append(Document("2", "ida roth", "birthplace norland"))
     components, _ = scorer_of("when_to_search", documents)([trajectory], 0)
@@ -228,10 +228,9 @@ def test_the_settings_reach_the_reward():
     # "Kelmouth, Norland" for "Norland": F1 2/3 -> 1.3333, EM 0, CEM 1 -> 2; a fallback costs 0.25
     trajectory = example("ur2", "Kelmouth, Norland")
     for metric, expected in (("f1", 4 / 3), ("em", 0.0), ("cem", 2.0)):
-        for reward in ("ur2_stage2", "ur2_choice"):
-            changes = {"answer_metric": metric, "fallback_penalty": 0.25}
-            got = terms(trajectory, 99, reward=reward, **changes)
-            assert (got["answer"], got["fallback"]) == (pytest.approx(expected), -0.25)
+        changes = {"answer_metric": metric, "fallback_penalty": 0.25}
+        got = terms(trajectory, reward="ur2_stage2", **changes)
+        assert (got["answer"], got["fallback"]) == (pytest.approx(expected), -0.25)
     # n = 2 searches: 4 for Qwen 7B, 7 for 3B; none for a question that may not search; the choice
     # bonus ends at step 10
     closed = dataclasses.replace(trajectory.question, may_search=False)
