@@ -223,7 +223,6 @@ def ur2_stage1(
         format      +1 if v = 0, else −v
         retrieval   0, 3, 4 for n = 0, 1, ≥ 2 (3B: 0, 5, 7; Llama: 0, 3, 3)
         fallback    −0.5 f; f is the summariser's own flag, not the wording of a message
-
     A question that may not search pays the format alone: +1 or 0.
     >>> ur2_stage1(example("ur2"))     # v = 0, n = 2, f = 1: 1 + 4 − 0.5 = 4.5
     {'format': 1.0, 'retrieval': 4.0, 'fallback': -0.5}
@@ -320,7 +319,6 @@ def r1_searcher_format(trajectory: Trajectory) -> list[str]:
 
 def r1_searcher_stage1(trajectory: Trajectory, answer_metric: str = "none") -> Terms:
     """R = 0.5 [n ≥ 1] + 0.5 [format]: learn to search, whatever the answer (R1-Searcher eq. 1, 2).
-
     answer_metric="cem" is the released code: it adds +1 or −1 by cover-EM.
     >>> r1_searcher_stage1(example("r1_searcher", answer="Sudria"), answer_metric="cem")
     {'retrieval': 0.5, 'format': 0.5, 'answer': -1.0}
@@ -336,7 +334,6 @@ def r1_searcher_stage2(
     trajectory: Trajectory, answer_metric: str = "f1", format_penalty: float = 2.0
 ) -> Terms:
     """R = F1(answer, gold) + (0 if format else −2): learn to be right (R1-Searcher eq. 3, 4).
-
     answer_metric="em" or "cem" pays +1 or −1 (its table 5); format_penalty=1: its Llama code.
     >>> r1_searcher_stage2(example("r1_searcher", answer="<think> Norland"))     # F1 = 2/3, less 2
     {'answer': 0.6666666666666666, 'format': -2.0}
@@ -364,14 +361,14 @@ def r_search(
         format     r_f = 0.2 + 0.2 A without a search;   0.2 E + 0.2 A with one
         evidence   F1 of what the reader, a frozen model of another family, answers from question
                    and evidence alone; 0 without a search, without evidence, or switched off
-
     >>> r_search(example("r_search", answer="Kelmouth, Norland"), "Norland")     # 2/3 + 1 + 0.4
     {'answer': 0.6666666666666666, 'evidence': 1.0, 'format': 0.4}
     """
     protocol, searched = trajectory.protocol, trajectory.searches
     e = has_one_box(trajectory, _tags(protocol, "evidence"))
     a = has_one_box(trajectory, _tags(protocol, "answer"))
-    golds, paid = trajectory.question.answers, evidence_reward and searched and trajectory.evidence
+    paid = evidence_reward and searched and trajectory.evidence
+    golds = trajectory.question.answers
     return {
         "answer": f1_score(trajectory.answer, golds, "delete"),
         "evidence": f1_score(reader_answer, golds, "delete") if paid else 0.0,
@@ -381,7 +378,8 @@ def r_search(
 
 def has_one_box(trajectory: Trajectory, tags: Tags) -> bool:
     """Exactly one box, and something in it."""
-    return [bool(box.content) for box in find_blocks(trajectory.model_text, *tags)] == [True]
+    boxes = find_blocks(trajectory.model_text, *tags)
+    return len(boxes) == 1 and bool(boxes[0].content)
 
 
 def r_search_format(trajectory: Trajectory) -> bool:
@@ -424,9 +422,8 @@ def when_to_search_stage1(
         format      +1 in the order of the protocol, else −1
         retrieval   RC ≤ 1: 0 if the query is concise, else −1
                     RC > 1: −avg_sim, the queries' mean cosine by pairs
-        answer      right 1, wrong −1 + β RC
-
-    `correct` is a judge's verdict, None asks cover-EM. RC counts all executed searches.
+        answer      right 1, wrong −1 + β RC;   RC counts all executed searches
+    `correct` is a judge's verdict; None asks cover-EM.
     >>> when_to_search_stage1(example("when_to_search", answer="Sudria"))     # RC = 2: −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
     """
@@ -514,14 +511,14 @@ def is_concise(query: str) -> bool:
 
 def mean_similarity(queries: list[str], embed: Embedder) -> float:
     """The mean cosine over the unordered pairs of queries. ana bell, ana bell, ana town: 2/3.
-
     Two zero vectors are alike (1), or a misspelled query could be repeated; a zero vector is like
     nothing else (0). Eq. 8 as printed is half of this: it divides by N(N−1).
     """
     vectors = embed(queries)  # [n, d]
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)  # [n, 1]
-    unit = vectors / np.where(norms > 0, norms, 1)  # [n, d]
-    cosines = unit @ unit.T + (norms == 0) * (norms == 0).T  # [n, n]
+    zero = norms == 0  # [n, 1]
+    unit = vectors / np.where(zero, 1, norms)  # [n, d]
+    cosines = unit @ unit.T + zero * zero.T  # [n, n]
     pairs = cosines[np.triu_indices(len(queries), k=1)].tolist()
     return sum(pairs) / len(pairs)
 
@@ -535,7 +532,7 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
     >>> embed(["Ana town"]).round(4).tolist()     # idf(ana) = ln(3/2) + 1, idf(town) = ln(3/3) + 1
     [[1.4055, 1.0]]
     """
-    holders = Counter()  # n_t
+    holders = Counter()  # t -> n_t
     for document in documents:
         holders.update(set(tokenize(f"{document.title} {document.text}")))
 
@@ -544,8 +541,9 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
         words = sorted(set().union(*counts))  # all that matter to these texts' cosines
         vectors = np.zeros((len(texts), len(words)))  # [n, d]
         for column, word in enumerate(words):
-            if word in holders or not documents:
-                idf = np.log((1 + len(documents)) / (1 + holders[word])) + 1
+            n_t = holders[word]
+            if n_t or not documents:
+                idf = np.log((1 + len(documents)) / (1 + n_t)) + 1
                 vectors[:, column] = [count[word] * idf for count in counts]
         return vectors
 
@@ -561,7 +559,6 @@ def arena(trajectory: Trajectory, bonus: float = 10.0, relevance_reward: bool = 
         format      1 if the text is <relevance> <analysis> <answer>, each once and not empty
         answer      exact match, in any format; a summary: its mean ROUGE (our reading)
         relevance   the cited numbers and the gold ones: the same set 1, some in common 0.5, else 0
-
     So R is 0, 0.5, ..., 3, or 13. Without `relevance_reward` the bonus asks for the other two.
     >>> arena(example("arena", searches=1))     # cites 1 of the gold numbers 1 and 3: 1 + 1 + 0.5
     {'format': 1.0, 'answer': 1.0, 'relevance': 0.5, 'bonus': 0.0}
