@@ -6,8 +6,6 @@ import dataclasses
 import doctest
 import json
 import math
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,12 +120,6 @@ def test_the_file_shows_one_question_under_every_reward(capsys):
     assert table["arena"] == [2, 2.5, 13, 1, 1.5, 2]
 
 
-def test_rewards_are_read_without_torch():
-    code = "import sys, rewards; sys.exit('torch' in sys.modules)"
-    folder = Path(rewards.__file__).parent
-    assert subprocess.run([sys.executable, "-c", code], cwd=folder).returncode == 0
-
-
 # -------------------------------------------------------------------------------------- UR² by hand
 
 
@@ -212,7 +204,6 @@ LOOSE = {"format_check": "loose"}
         ("\\boxed{Norland}\n<eos>", QA, True),
         ("The correct answer is: B", CHOICE, True),
         ("\\boxed{Norland} it is", QA, False),
-        ("\\boxed{Norland", QA, False),
     ],
 )
 def test_the_loose_format_check_looks_at_the_end_only(text, question, kept):
@@ -244,16 +235,13 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
         ("\\boxed{Norland} or \\boxed{Norland}", QA, ["several_answers"]),
         ("<|begin_of_query|> where " + BOX, QA, ["unpaired_query_tags"]),
         ("<|begin_of_query|> " * 2 + "<|end_of_query|> " + BOX, QA, ["unpaired_query_tags"]),
-        ("<|end_of_documents|> " + BOX, QA, ["written_documents"]),
         (search(LONG) + search(LONG) + BOX, QA, ["long_query", "long_query"]),
-        (search() * 4 + BOX, QA, []),
         (search() * 5 + BOX, QA, ["too_many_queries"]),
         ("x\nuser\nagain " + BOX, QA, ["illegal user"]),
         ("x\nusers like it, the user asks " + BOX, QA, []),
         # the newline before it is the environment's
         (search() + "assistant\n" + BOX, QA, ["illegal assistant"]),
         ("<tool_call>" * 100 + BOX, QA, ["illegal <tool_call>"]),  # one for its kind
-        ("<|end_header_id|> " + BOX, QA, ["illegal <|end_header_id|>"]),
         (BOX + "<|im_end|>", QA, []),  # the EOS token
         ("北 " + BOX, QA, ["garbled_text"]),
         ("\ufffd " + BOX, QA, ["garbled_text"]),
@@ -275,11 +263,13 @@ def test_what_counts_as_a_violation_of_ur2s_format(text, question, faults):
     assert ur2_violations(ur2(text, question)) == faults
 
 
-def test_queries_refused_for_the_limit_count_as_queries():
+def test_queries_refused_for_the_limit_count_as_queries_and_the_tags_are_the_protocols():
     trajectory = ur2(search() * 4 + BOX)
     trajectory.refusals.append(Refusal("limit", "one more"))
     assert ur2_violations(trajectory) == ["too_many_queries"]
     assert count_valid_searches(trajectory) == 4
+    faked = told("<information> Norland " + BOX, protocol="ur2_search")
+    assert ur2_violations(faked) == ["written_documents"]
 
 
 # ------------------------------------------------------------------------------ R1-Searcher by hand
@@ -324,11 +314,9 @@ def test_r1_searcher_variants_are_named_switches():
         (search() + CLOSE + "<|im_end|>", []),
         ("so <answer> Norland </answer>", ["thinking_not_closed_once"]),
         ("<think>" + CLOSE, ["thinking_not_closed_once"]),
-        ("</think>" + CLOSE, ["thinking_not_closed_once"]),
         ("<answer> Norland </answer> so</think>", ["answer_in_thinking"]),
         ("so</answer>" + CLOSE, ["answer_in_thinking"]),
         ("so</think> Norland", ["no_answer"]),
-        ("so</think> <answer> Norland", ["no_answer"]),
         (CLOSE + ANSWER, ["several_answers"]),
         ("so</think> It is <answer> Norland </answer>", ["text_beside_answer"]),
         ("so</think> <answer> <answer> Norland </answer>", ["text_beside_answer"]),
@@ -373,7 +361,6 @@ def test_r_search_pays_answer_evidence_and_format():
         (observed() + "Norland", 0.0),
         # an empty box is none
         (observed() + "<original_evidence> </original_evidence>" + ANSWER, 0.2),
-        (observed() + EVIDENCE * 2 + ANSWER, 0.2),
         (observed() + EVIDENCE + ANSWER * 2, 0.2),
         # two boxes, though one is empty
         (observed() + EVIDENCE + "<answer> </answer>" + ANSWER, 0.2),
@@ -427,13 +414,11 @@ def test_evidence_support_is_the_share_of_its_words_that_were_read():
         (THINK + THINK + ANSWER, False),
         (THINK + ANSWER + REFLECT, False),
         (THINK + REFLECT + ANSWER + " I am sure.", False),
-        (THINK + REFLECT + ANSWER + ANSWER, False),
         ("Well. " + THINK + ANSWER, False),
         ("TA", False),  # letters are no sections
         ("<think> </think>" + ANSWER, False),
         (THINK + "<think> " + REFLECT + "</think>" + ANSWER, False),
         ("<think> </information> </think>" + ANSWER, False),
-        (THINK.replace("</think>", "") + ANSWER, False),
         (THINK + "<search> nobody ran it </search>" + REFLECT + ANSWER, False),
         (THINK + "<information> faked </information>" + REFLECT + ANSWER, False),
         ("", False),
@@ -482,21 +467,10 @@ def test_one_search_must_be_concise_and_several_must_differ():
     assert retrieval("a", "b", embed=lambda texts: [[3, 4], [1, 0]]) == pytest.approx(-0.6)
 
 
-def test_a_query_of_any_length_is_a_search_that_was_executed():
-    # 21 words: no valid search for UR², and not concise, but it cost one
-    trajectory = when(THINK + asked(LONG) + ANSWER)
-    assert count_valid_searches(trajectory) == 0
-    expected = {"format": 1.0, "retrieval": -1.0, "answer": 0.7}
-    assert when_to_search_stage2(trajectory) == pytest.approx(expected)
-    assert when_to_search_stage1(when(THINK + asked(LONG) + WRONG))["answer"] == pytest.approx(-0.7)
-
-
 @pytest.mark.parametrize(
     ("query", "concise"),
     [
         ("Ana Bell birthplace", True),
-        ("mayor of Kelmouth", True),  # 1 stopword of 3
-        ("king of the Norland people", True),  # 2 of 5 is 40 %
         ("king of the Norland", False),  # 2 of 4
         ("Norland?", False),
         ("Norland？", False),
@@ -585,16 +559,13 @@ def test_arena_pays_three_terms_and_a_bonus_for_all():
     [
         ("[1, 4]", {1, 4}, 1.0),
         ("[4,1,4]", {1, 4}, 1.0),
-        (" [ 1 , 4 ] ", {1, 4}, 1.0),
         ("[1]", {1}, 0.5),
         ("[2, 3]", {2, 3}, 0.0),
         ("[]", set(), 0.0),
         ("1,4", set(), 0.0),
-        ("[1, 4], [2]", set(), 0.0),
         ('["1", "4"]', set(), 0.0),
         ("[true, 4]", set(), 0.0),
         ("[-1, 4]", set(), 0.0),
-        ("references [1, 4]", set(), 0.0),
         ("[" + "9" * 5000 + "]", set(), 0.0),  # Python refuses to read such a number
     ],
 )
@@ -612,7 +583,6 @@ def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
         (sections(ids="1,4"), True),  # unreadable, and yet a section
         (sections() + " done", False),
         ("<think>hm</think>" + sections(), False),
-        (sections().replace("\n", " so "), False),
         (sections(analysis="x</analysis> <analysis>y"), False),
         (sections(analysis="<answer>x"), False),
         (sections(analysis=" "), False),
@@ -621,7 +591,6 @@ def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
         (sections(answer=""), False),
         (sections() + sections(), False),
         ("<analysis>x</analysis><relevance>[1]</relevance><answer>June 16, 1874</answer>", False),
-        ("", False),
     ],
 )
 def test_arenas_format_is_three_sections_and_white_space(text, good):
@@ -782,12 +751,8 @@ def test_a_question_without_what_the_reward_reads_is_one_line(reward, question, 
         rewards.check_questions([fine, Question("q7", "?", ["a"], **question)], settings)
     assert "\n" not in str(error.value)
     assert rewards.check_questions([fine], settings) == [fine]
-
-
-def test_arena_without_its_relevance_reward_needs_no_supporting_numbers():
-    settings = given(reward="arena", protocol="arena", relevance_reward=False)
-    rewards.check_questions([Question("q", "?", ["a"], references=REFERENCES)], settings)
-    assert arena(ar(sections(), supporting=()))["relevance"] == 0.0  # and is not refused one by one
+    without = given(reward="arena", protocol="arena", relevance_reward=False)
+    assert rewards.check_questions([dataclasses.replace(fine, supporting=())], without)
 
 
 # --------------------------------------------------------------------- orderings the papers rely on
@@ -818,22 +783,6 @@ def test_right_beats_wrong_at_every_number_of_searches(n):
         wrong = when(THINK + "".join(map(asked, QUERIES[:m])) + WRONG)
         assert value(when_to_search_stage1(right)) > value(when_to_search_stage1(wrong))
         assert value(when_to_search_stage2(right)) > value(when_to_search_stage2(wrong))
-
-
-def test_right_without_a_search_beats_wrong_with_every_bonus_and_form_beats_right_in_r1_searcher():
-    # 2 + 1 = 3 against 0 + 1 + 1 = 2
-    right = ur2("The correct answer is: B", CHOICE)
-    wrong = ur2(search() * 2 + "The correct answer is: A", CHOICE)
-    assert value(ur2_choice(right, 0)) > value(ur2_choice(wrong, 0))
-    wrong, right = r1(WRONG_CLOSE), r1("<think>" + CLOSE)  # 0 against 1 − 2
-    assert value(r1_searcher_stage2(wrong)) > value(r1_searcher_stage2(right))
-
-
-def test_stage_2_prefers_the_fewer_searches_and_stage_1_does_not_mind():
-    texts = [when(THINK + "".join(map(asked, QUERIES[:n])) + ANSWER) for n in range(5)]
-    costs = [value(when_to_search_stage2(t)) for t in texts]
-    assert costs == sorted(costs, reverse=True) and len(set(costs)) == 5
-    assert len({value(when_to_search_stage1(t)) for t in texts}) == 1
 
 
 # -------------------------------------------------------------------------- hacks that earn nothing
@@ -874,6 +823,9 @@ def test_a_query_over_twenty_words_is_run_but_is_no_valid_search():
     assert ur2_stage1(trajectory) == {"format": -1.0, "retrieval": 0.0, "fallback": 0.0}
     assert r1_searcher_stage1(r1(search(LONG) + CLOSE))["retrieval"] == 0.0
     assert count_valid_searches(ur2(search(LONG.removesuffix(" word")) + BOX)) == 1  # 20 words
+    # When to Search: not concise, and it costs what a search costs
+    expected = {"format": 1.0, "retrieval": -1.0, "answer": 0.7}
+    assert when_to_search_stage2(when(THINK + asked(LONG) + ANSWER)) == pytest.approx(expected)
 
 
 def test_an_answer_that_only_the_environment_gives_earns_nothing():
@@ -924,21 +876,6 @@ def test_every_answer_cannot_be_tried():
     twice = "<relevance>[1, 4]</relevance>" + sections("[2]")
     assert arena(ar(twice)) == {"format": 0.0, "answer": 1.0, "relevance": 0.0, "bonus": 0.0}
     assert total(arena(ar(sections(str(list(range(1, 11))))))) == 2.5  # half of the relevance
-
-
-def test_the_rewards_read_the_tags_from_the_protocol():
-    found = "<search> Ana Bell </search>\n\n<information>\nNorland\n</information>\n\n"
-    searched = told(found + BOX, protocol="ur2_search")
-    assert ur2_stage1(searched) == ur2_stage1(ur2(search() + BOX))
-    faked = told("<information> Norland " + BOX, protocol="ur2_search")
-    assert ur2_violations(faked) == ["written_documents"]
-
-
-def test_a_repeated_query_costs_what_its_similarity_is():
-    # a second, same search softens a wrong answer by 0.3 and costs 1
-    twice = when(THINK + asked("Ana Bell birthplace") * 2 + WRONG)
-    assert total(when_to_search_stage1(twice)) == 1 - 1 - 1 + 0.6
-    assert total(when_to_search_stage1(when(THINK + asked() + WRONG))) == 1 + 0 - 1 + 0.3
 
 
 # -------------------------------------------------------------------------------- the released code
