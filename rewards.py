@@ -95,8 +95,8 @@ def count_valid_searches(trajectory: Trajectory) -> int:
 
 def is_long(question: Question, answer: str) -> bool:
     """Over 10 words, and longer than every gold."""
-    most = max([MAX_ANSWER_WORDS, *(len(gold.split()) for gold in question.answers)])
-    return len(answer.split()) > most
+    golds = [len(gold.split()) for gold in question.answers]
+    return len(answer.split()) > max([MAX_ANSWER_WORDS, *golds])
 
 
 def scripts(text: str) -> set[str]:
@@ -160,7 +160,6 @@ def own_format_faults(trajectory: Trajectory) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------- UR²
 
-UR2_CHOICE_BONUS = (0.0, 0.5, 1.0)  # for n = 0, 1, ≥ 2
 UR2_CHOICE_STEPS = {"qwen_7b": 10, "qwen_3b": 15, "llama_8b": 10}  # steps 0 .. 9 (14) pay it
 
 # Not <|im_end|> or <|eot_id|>: a response that ends well ends in this EOS token.
@@ -227,10 +226,10 @@ def ur2_stage1(
     >>> ur2_stage1(example("ur2"))     # v = 0, n = 2, f = 1: 1 + 4 − 0.5 = 4.5
     {'format': 1.0, 'retrieval': 4.0, 'fallback': -0.5}
     """
-    if not trajectory.question.may_search:
-        faults = ur2_violations(trajectory, format_check=format_check)
-        return {"format": float(not faults), "retrieval": 0.0, "fallback": 0.0}
-    v = len(ur2_violations(trajectory, search_required=True, format_check=format_check))
+    may_search = trajectory.question.may_search
+    v = len(ur2_violations(trajectory, may_search, format_check))
+    if not may_search:
+        return {"format": float(v == 0), "retrieval": 0.0, "fallback": 0.0}
     n = count_valid_searches(trajectory)
     return {
         "format": -float(v) if v else 1.0,
@@ -286,15 +285,15 @@ def ur2_choice(
     """
     n, paid = count_valid_searches(trajectory), step < UR2_CHOICE_STEPS[variant]
     terms = ur2_stage2(trajectory, "f1", None, fallback_penalty, format_check)
-    return terms | {"retrieval": UR2_CHOICE_BONUS[min(n, 2)] if paid else 0.0}
+    return terms | {"retrieval": (0.0, 0.5, 1.0)[min(n, 2)] if paid else 0.0}
 
 
 # -------------------------------------------------------------------------------------- R1-Searcher
 
 
 def r1_searcher_format(trajectory: Trajectory) -> list[str]:
-    """The names of all format faults (R1-Searcher section 3.2). Good: thinking and searches, one
-    </think>, <answer> at most 10 words </answer>. The prompt ends in <think>.
+    """The names of all format faults (R1-Searcher section 3.2). Good is: thinking and searches, one
+    </think>, <answer> at most 10 words </answer>. The <think> before them stands in the prompt.
     >>> r1_searcher_format(example("r1_searcher", answer="Norland </answer> <answer> Norland"))
     ['several_answers']
     """
@@ -364,11 +363,10 @@ def r_search(
     >>> r_search(example("r_search", answer="Kelmouth, Norland"), "Norland")     # 2/3 + 1 + 0.4
     {'answer': 0.6666666666666666, 'evidence': 1.0, 'format': 0.4}
     """
-    protocol, searched = trajectory.protocol, trajectory.searches
-    e = has_one_box(trajectory, _tags(protocol, "evidence"))
-    a = has_one_box(trajectory, _tags(protocol, "answer"))
+    e = has_one_box(trajectory, "evidence")
+    a = has_one_box(trajectory, "answer")
+    golds, searched = trajectory.question.answers, trajectory.searches
     paid = evidence_reward and searched and trajectory.evidence
-    golds = trajectory.question.answers
     return {
         "answer": f1_score(trajectory.answer, golds, "delete"),
         "evidence": f1_score(reader_answer, golds, "delete") if paid else 0.0,
@@ -376,9 +374,9 @@ def r_search(
     }
 
 
-def has_one_box(trajectory: Trajectory, tags: Tags) -> bool:
+def has_one_box(trajectory: Trajectory, name: str) -> bool:
     """Exactly one box, and something in it."""
-    boxes = find_blocks(trajectory.model_text, *tags)
+    boxes = find_blocks(trajectory.model_text, *_tags(trajectory.protocol, name))
     return len(boxes) == 1 and bool(boxes[0].content)
 
 
@@ -397,8 +395,6 @@ def evidence_support(trajectory: Trajectory) -> float:
 
 # ----------------------------------------------------------------------------------- When to Search
 
-MAX_CONCISE_WORDS = 12
-MAX_STOPWORDS = 0.4
 _OPENERS = """
     who whom whose what which when where why how am is are was were be been being do does did has
     have had can could will would shall should may might must
@@ -422,7 +418,7 @@ def when_to_search_stage1(
         format      +1 in the order of the protocol, else −1
         retrieval   RC ≤ 1: 0 if the query is concise, else −1
                     RC > 1: −avg_sim, the queries' mean cosine by pairs
-        answer      right 1, wrong −1 + β RC;   RC counts all executed searches
+        answer      right 1, wrong −1 + β RC;   RC: all executed searches, long queries too
     `correct` is a judge's verdict; None asks cover-EM.
     >>> when_to_search_stage1(example("when_to_search", answer="Sudria"))     # RC = 2: −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
@@ -453,12 +449,13 @@ def _when_to_search(trajectory: Trajectory, embed: Embedder | None) -> Terms:
     retrieval = 0.0 if all(map(is_concise, queries)) else -1.0
     if len(queries) > 1:
         retrieval = 0.0 - mean_similarity(queries, embed or tfidf_embedder())
-    return {"format": 1.0 if when_to_search_format(trajectory) else -1.0, "retrieval": retrieval}
+    in_order = when_to_search_format(trajectory)
+    return {"format": 1.0 if in_order else -1.0, "retrieval": retrieval}
 
 
 def when_to_search_format(trajectory: Trajectory) -> bool:
-    """Think (search information reflect [think])* [reflect] answer? Information is what the
-    environment wrote, so a search that was not run has none.
+    """Think (search information reflect [think])* [reflect] answer, and nothing else? Information
+    is what the environment wrote: a search that was not run has none.
     """
     protocol, order = trajectory.protocol, ""
     tags = {
@@ -466,7 +463,7 @@ def when_to_search_format(trajectory: Trajectory) -> bool:
         "S": _tags(protocol, "query"),
         "R": protocol.section_tags("reflect"),
         "A": _tags(protocol, "answer"),
-        "x": protocol.documents_tags,  # by the model's own hand
+        "x": protocol.documents_tags,  # written by the model
     }
     for segment in trajectory.segments:
         if segment.writer == "documents":
@@ -499,14 +496,14 @@ def is_concise(query: str) -> bool:
     word or auxiliary in front. Our rule: the paper gives none.
     """
     words = re.findall(r"\w+", query)
-    if not words or len(query.split()) > MAX_CONCISE_WORDS or re.search("[?？]", query):
+    if not words or len(query.split()) > 12 or re.search("[?？]", query):
         return False
     # Will Smith asks nothing.
     named = words[0] in ("Will", "May") and "".join(words[1:2]).istitle()
     if words[0].lower() in _OPENERS and not named:
         return False
     stopwords = [word for word in words if word.lower() in _STOPWORDS + _OPENERS]
-    return len(stopwords) <= MAX_STOPWORDS * len(words)
+    return len(stopwords) <= 0.4 * len(words)
 
 
 def mean_similarity(queries: list[str], embed: Embedder) -> float:
@@ -606,12 +603,11 @@ def arena_scores(trajectory: Trajectory) -> Terms:
     >>> arena_scores(example("arena", searches=1))     # cited {1}, gold {1, 3}: 2 · 1 / (1 + 2)
     {'relevance': 0.5, 'exact_set': 0.0, 'set_f1': 0.6666666666666666}
     """
-    numbers, gold = cited(trajectory), set(trajectory.question.supporting)
-    return {
-        "relevance": _relevance(numbers, gold),
-        "exact_set": float(_relevance(numbers, gold) == 1.0),
-        "set_f1": 2 * len(numbers & gold) / max(1, len(numbers) + len(gold)),
-    }
+    numbers = cited(trajectory)
+    gold = set(trajectory.question.supporting)
+    relevance = _relevance(numbers, gold)
+    f1 = 2 * len(numbers & gold) / max(1, len(numbers) + len(gold))
+    return {"relevance": relevance, "exact_set": float(relevance == 1.0), "set_f1": f1}
 
 
 # ------------------------------------------------------------------------------------------ by name
@@ -640,13 +636,13 @@ REWARDS |= {
     "arena": lambda t, s, step, e: arena(t, s.bonus, s.relevance_reward),
 }
 # Of other models: a judge's grade or verdict, a reader, an embedder. Of questions: options,
-# supporting references, open answers.
+# supporting references, open answers. Of settings: a price of a search that is not too high.
 NEEDS = {
     "ur2_stage2": {"grade"},
     "ur2_choice": {"options"},
     "r_search": {"reader", "open"},
-    "when_to_search_stage1": {"verdict", "embedder", "open"},
-    "when_to_search_stage2": {"verdict", "embedder", "open"},
+    "when_to_search_stage1": {"verdict", "embedder", "open", "price"},
+    "when_to_search_stage2": {"verdict", "embedder", "open", "price"},
     "arena": {"supporting"},
 }
 
@@ -664,7 +660,7 @@ def needs(settings) -> set[str]:
 def check_reward(settings) -> None:
     """Does the reward find in the protocol what it reads, and can its terms keep their order?"""
     price = settings.beta * settings.max_searches
-    if settings.reward.startswith("when_to_search") and price >= 2:  # −1 + β RC outranks 1
+    if "price" in needs(settings) and price >= 2:  # wrong, −1 + β RC, outranks right, 1
         raise InputError(
             f"--beta {settings.beta} times --max_searches {settings.max_searches} is {price:g}: it"
             " must stay below 2, or a wrong answer after many searches outranks a right one"
@@ -697,13 +693,12 @@ def check_questions(questions: list[Question], settings) -> list[Question]:
 # ------------------------------------------------------------------------------------------- a look
 
 _QUESTION = Question("demo", "In which country was Ana Bell born?", ["Norland"], supporting=(1, 3))
-_BORN, _TOWN = "Ana Bell was born in Kelmouth.", "Kelmouth is a town in Norland."
+_BORN = "Ana Bell was born in Kelmouth."
+_TOWN = "Kelmouth is a town in Norland."
 
 
 def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2) -> Trajectory:
-    """0, 1 or 2 searches, the second of which comes back as the fallback, and the answer. Pieces
-    that the protocol has no tags for are left out; ARENA cites where the others search.
-    """
+    """Up to 2 searches, the second comes back as the fallback. ARENA cites where others search."""
     protocol = as_protocol(protocol)
     tags = {pair[0].strip("<>"): pair for pair in protocol.other_tags}
     tags |= {
