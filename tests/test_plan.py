@@ -33,7 +33,7 @@ def test_the_weights_of_the_known_models_are_counted_to_the_last():
     """As their model cards and files have it."""
     weights = [Shape(config_of(name)).weights for name in ("0.5B", "1.5B", "3B", "8B")]
     assert weights == [494_032_768, 1_543_714_304, 3_085_938_688, 8_030_261_248]
-    assert SEVEN.weights == 7_615_616_512
+    assert SEVEN.weights == 7_615_616_512 and Shape(config_of("4M")).weights == 3_821_312
 
 
 def gib(x: float) -> float:
