@@ -17,7 +17,6 @@ from lab.ablate import (
     Claim,
     as_table,
     chains,
-    chosen,
     interval,
     reward_rows,
     rows,
@@ -142,19 +141,18 @@ def steps_of(name: str) -> int:
     return settings_of(name, 20, "r").steps + (steps_of(start) if start else 0)
 
 
-@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
-def test_the_arms_of_a_claim_differ_and_have_had_the_same_number_of_steps(claim):
-    assert ARMS[claim.better] != ARMS[claim.worse]
-    assert claim.number.sign in (1, -1) and claim.number.counts >= 0
-    one, other = (settings_of(name, 20, "r") for name in (claim.better, claim.worse))
-    assert one.protocol == other.protocol
-    assert steps_of(claim.better) == steps_of(claim.worse)
+def test_the_arms_of_a_claim_differ_and_have_had_the_same_number_of_steps():
+    for claim in CLAIMS.values():
+        assert ARMS[claim.better] != ARMS[claim.worse]
+        assert claim.number.sign in (1, -1) and claim.number.counts >= 0
+        one, other = (settings_of(name, 20, "r") for name in (claim.better, claim.worse))
+        assert one.protocol == other.protocol
+        assert steps_of(claim.better) == steps_of(claim.worse)
 
 
 def test_every_arm_is_wanted_by_a_claim_and_brings_the_one_that_it_starts_from():
     assert wanted_arms(CLAIMS.values()) == list(ARMS)
     assert wanted_arms([CLAIMS["mask"]]) == ["ur2_stage1", "ur2", "ur2_no_mask"]
-    assert chosen("") == list(CLAIMS) and chosen("mask, bonus") == ["mask", "bonus"]
 
 
 @pytest.mark.parametrize(
@@ -186,12 +184,11 @@ def test_the_arms_of_a_protocol_run_in_turn_world_by_world(tmp_path):
     ]
 
 
-def test_what_has_its_result_is_not_run_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(ablate, "ProcessPoolExecutor", lambda *_: pytest.fail("a pool was made"))
+def test_what_has_its_result_is_not_run_again(tmp_path):
     write_result(tmp_path, "ur2_stage1", 20)
     assert chains(["ur2_stage1", "ur2"], [20], tmp_path) == [(["ur2"], 20)]
     write_result(tmp_path, "ur2", 20)
-    run_all(["ur2_stage1", "ur2"], [20], tmp_path, 2)
+    assert chains(["ur2_stage1", "ur2"], [20], tmp_path) == []
     # a result that was being written when the power went is none
     ablate.result_path(tmp_path, "ur2", 20).rename(tmp_path / "ur2-world20" / "result.partial")
     assert chains(["ur2_stage1", "ur2"], [20], tmp_path) == [(["ur2"], 20)]
@@ -208,9 +205,8 @@ def ran(monkeypatch):
         ended.append((name, seed))
         return 1.0
 
-    monkeypatch.setattr(
-        ablate, "ProcessPoolExecutor", lambda workers, *_: ThreadPoolExecutor(workers)
-    )
+    threads = lambda workers, *_: ThreadPoolExecutor(workers)  # noqa: E731
+    monkeypatch.setattr(ablate, "ProcessPoolExecutor", threads)
     monkeypatch.setattr(ablate, "run_arm", run)
     return ended
 
@@ -221,15 +217,12 @@ def test_a_failed_arm_takes_along_only_what_starts_from_it(workers, ran, tmp_pat
     every = {(name, 21) for name in ("ur2_stage1", "ur2", "ur2_no_stage1", "arena")}
     assert set(ran) == every | {("ur2_no_stage1", 20), ("arena", 20)}
     assert ran.index(("ur2_stage1", 21)) < ran.index(("ur2", 21))
+    if workers == 1:  # the first world is finished before the second
+        assert [seed for _, seed in ran] == [20] * 2 + [21] * 4
     said = capsys.readouterr().out
     assert "ur2_stage1 in world 20: failed: no luck (see its log.txt)" in said
     assert "ur2 in world 20: failed: ur2_stage1 is not there" in said
     assert "arena in world 21: 1 s" in said
-
-
-def test_one_worker_finishes_the_first_world_before_the_second(ran, tmp_path):
-    run_all(["ur2_no_stage1", "arena"], [21, 22], tmp_path, 1)
-    assert [seed for _, seed in ran] == [21, 21, 22, 22]
 
 
 def test_a_worker_that_dies_is_one_line(ran, monkeypatch, tmp_path):
