@@ -257,7 +257,9 @@ def table() -> list[list[str]]:
 
 def main() -> None:
     """Print the table of docs/papers.md: a line per setting."""
-    FlagParser("papers.py", description="What each paper chose, as Markdown.").parse_args()
+    parser = FlagParser("papers.py", description="What each paper chose, as Markdown.")
+    parser.renamed = {"markdown": "leave it out, it is Markdown always"}
+    parser.parse_args()
     lines = [" | ".join(column) for column in zip(*table(), strict=True)]
     lines.insert(1, " | ".join(["---"] * len(table())))
     print(*(f"| {line} |" for line in lines), sep="\n")

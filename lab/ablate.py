@@ -111,35 +111,30 @@ ARMS: dict[str, Arm] = {
 
 @dataclass(frozen=True)
 class Number:
-    """What two arms are compared by, as the table names it.
-
-    counts   the smallest effect that does, in the number's own unit; less is noise or of no use
-    sign     1: expected larger in the first arm; −1: smaller
-    grant    added to the first arm: "no worse than by so much"
-    """
+    """What two arms are compared by, as the table names it."""
 
     name: str
     measure: Callable[[dict], float]
-    counts: float = 0.03
-    sign: int = 1
-    grant: float = 0.0
+    counts: float = 0.03  # the smallest effect that does, in the number's unit; less is noise
+    sign: int = 1  # expected larger in the first arm; −1: smaller
+    grant: float = 0.0  # added to the first arm: "no worse than by so much"
 
 
-def score(kind: str, name: str) -> Callable[[dict], float]:
-    """A number of the evaluation: kind "lookups" is the mean of one_hop and two_hop."""
-    kinds = ("one_hop", "two_hop") if kind == "lookups" else (kind,)
-    return lambda result: float(np.mean([result["eval"][k][name] for k in kinds]))
+def score(kinds: str, name: str) -> Callable[[dict], float]:
+    """The mean over some kinds of question of a number of the evaluation."""
+    return lambda result: float(np.mean([result["eval"][kind][name] for kind in kinds.split()]))
 
 
 def jump(result: dict) -> float:
     return math.log10(max(result["curve"]["grad_norm"]))
 
 
+LOOKUPS = "one_hop two_hop"
 NUMBERS = {
-    "EM": Number("look-up EM", score("lookups", "em")),
-    "NO_WORSE": Number("look-up EM + 0.03", score("lookups", "em"), counts=0.0, grant=0.03),
-    "READER": Number("reader's EM", score("lookups", "reader_em"), counts=0.05),
-    "CITED": Number("exact set", score("lookups", "exact_set"), counts=0.05),
+    "EM": Number("look-up EM", score(LOOKUPS, "em")),
+    "NO_WORSE": Number("look-up EM + 0.03", score(LOOKUPS, "em"), counts=0.0, grant=0.03),
+    "READER": Number("reader's EM", score(LOOKUPS, "reader_em"), counts=0.05),
+    "CITED": Number("exact set", score(LOOKUPS, "exact_set"), counts=0.05),
     "FORMAT": Number("strict format rate", score("all", "format")),
     "NEEDLESS": Number("arithmetic searches", score("arithmetic", "searches"), 0.1, sign=-1),
     "KNOWN": Number("searches, known facts", score("known", "searches"), 0.1, sign=-1),

@@ -463,6 +463,7 @@ PARTS: dict[str, tuple[Callable, dict]] = {
 def parse(arguments: list[str] | None = None) -> tuple[str, Bench]:
     """What cannot be is told of before anything runs."""
     parser = FlagParser("python -m lab.bench", description="How fast, against what.")
+    parser.renamed = {"json": "leave it out and redirect what is printed"}
     parser.add_argument("part", choices=PARTS)
     add_flags(parser, FLAGS, Bench(**DEFAULTS), "train")
     given = vars(parser.parse_args(arguments))

@@ -261,6 +261,7 @@ def test_a_part_prints_a_row_per_variant_and_they_found_the_same(capsys):
         ("rollout --only slot", r"--only slot: unknown; one of .* \(did you mean slots\?\)"),
         ("rollout --repeats 0", "--repeats 0: must be at least 1"),
         ("rolout", "invalid choice"),
+        ("step --json out.json", "--json: leave it out and redirect what is printed"),
         ("decode --engine graphs", "--engine graphs: slots, or with --device cuda"),
         ("rollout --engine hf", "--engine hf: slots"),
         ("rollout --model 9B", "--model 9B: neither"),
