@@ -10,21 +10,7 @@ import pytest
 
 from errors import InputError
 from lab import ablate
-from lab.ablate import (
-    ARMS,
-    CLAIMS,
-    NUMBERS,
-    Claim,
-    as_table,
-    chains,
-    interval,
-    rows,
-    run_all,
-    settings_of,
-    values,
-    verdict,
-    wanted_arms,
-)
+from lab.ablate import ARMS, CLAIMS, NUMBERS, Claim, interval, settings_of, values, verdict
 
 EM, NEEDLESS = NUMBERS["EM"], NUMBERS["NEEDLESS"]
 UP = Claim("a paper", "more is more", "with", "without", EM)
@@ -99,12 +85,12 @@ def test_the_table_has_a_line_per_claim_also_for_those_that_were_not_run():
     results = {("with", s): result(0.80 + s / 100) for s in (1, 2, 3)}
     results |= {("without", s): result(0.50) for s in (1, 2, 3)}
     absent = Claim("p", "never run", "no", "nobody", EM)
-    header, one, two = rows([UP, absent], results, [1, 2, 3])
+    header, one, two = ablate.rows([UP, absent], results, [1, 2, 3])
     assert header[-1] == "verdict" and len(header) == len(one) == len(two)
     # 0.31, 0.32, 0.33: 0.32 ± 4.303 · 0.01 / √3 = 0.32 ± 0.0248
     assert one[3:] == ["0.82", "0.50", "+0.32 [+0.30, +0.34]", "3", "shows"]
     assert two[3:] == ["-", "-", "-", "0", "not run"]
-    table = as_table([header, one, two]).splitlines()
+    table = ablate.as_table([header, one, two]).splitlines()
     assert len(table) == 4 and len(set(map(len, table))) == 1 and set(table[1]) == set("| -")
     assert all(line.count("|") == len(header) + 1 for line in table)
 
@@ -144,8 +130,8 @@ def test_the_arms_of_a_claim_differ_and_have_had_the_same_number_of_steps():
 
 
 def test_every_arm_is_wanted_by_a_claim_and_brings_the_one_that_it_starts_from():
-    assert wanted_arms(CLAIMS.values()) == list(ARMS)
-    assert wanted_arms([CLAIMS["mask"]]) == ["ur2_stage1", "ur2", "ur2_no_mask"]
+    assert ablate.wanted_arms(CLAIMS.values()) == list(ARMS)
+    assert ablate.wanted_arms([CLAIMS["mask"]]) == ["ur2_stage1", "ur2", "ur2_no_mask"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +155,7 @@ def test_a_bad_command_line_is_one_line_and_runs_nothing(arguments, said, monkey
 
 def test_the_arms_of_a_protocol_run_in_turn_world_by_world(tmp_path):
     arms = ["ur2_stage1", "ur2", "vanilla_rl", "arena"]
-    assert chains(arms, [20, 21], tmp_path) == [
+    assert ablate.chains(arms, [20, 21], tmp_path) == [
         (["ur2_stage1", "ur2", "vanilla_rl"], 20),
         (["arena"], 20),
         (["ur2_stage1", "ur2", "vanilla_rl"], 21),
@@ -179,12 +165,12 @@ def test_the_arms_of_a_protocol_run_in_turn_world_by_world(tmp_path):
 
 def test_what_has_its_result_is_not_run_again(tmp_path):
     write_result(tmp_path, "ur2_stage1", 20)
-    assert chains(["ur2_stage1", "ur2"], [20], tmp_path) == [(["ur2"], 20)]
+    assert ablate.chains(["ur2_stage1", "ur2"], [20], tmp_path) == [(["ur2"], 20)]
     write_result(tmp_path, "ur2", 20)
-    assert chains(["ur2_stage1", "ur2"], [20], tmp_path) == []
+    assert ablate.chains(["ur2_stage1", "ur2"], [20], tmp_path) == []
     # a result that was being written when the power went is none
     ablate.result_path(tmp_path, "ur2", 20).rename(tmp_path / "ur2-world20" / "result.partial")
-    assert chains(["ur2_stage1", "ur2"], [20], tmp_path) == [(["ur2"], 20)]
+    assert ablate.chains(["ur2_stage1", "ur2"], [20], tmp_path) == [(["ur2"], 20)]
 
 
 @pytest.fixture
@@ -206,7 +192,7 @@ def ran(monkeypatch):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_failed_arm_takes_along_only_what_starts_from_it(workers, ran, tmp_path, capsys):
-    run_all(["ur2_stage1", "ur2", "ur2_no_stage1", "arena"], [20, 21], tmp_path, workers)
+    ablate.run_all(["ur2_stage1", "ur2", "ur2_no_stage1", "arena"], [20, 21], tmp_path, workers)
     every = {(name, 21) for name in ("ur2_stage1", "ur2", "ur2_no_stage1", "arena")}
     assert set(ran) == every | {("ur2_no_stage1", 20), ("arena", 20)}
     assert ran.index(("ur2_stage1", 21)) < ran.index(("ur2", 21))
@@ -224,7 +210,7 @@ def test_a_worker_that_dies_is_one_line(ran, monkeypatch, tmp_path):
 
     monkeypatch.setattr(ablate, "run_chain", die)
     with pytest.raises(InputError, match="killed: fewer --workers need less memory"):
-        run_all(["arena"], [20], tmp_path, 1)
+        ablate.run_all(["arena"], [20], tmp_path, 1)
 
 
 def test_the_table_of_what_is_there_runs_nothing(monkeypatch, tmp_path, capsys):

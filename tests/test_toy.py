@@ -17,18 +17,8 @@ from retriever import BM25
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
 from summarizer import extract, make_search
 from trajectory import Search, Segment, Trajectory
-from world.toy import (
-    READER,
-    Tasks,
-    TraceWriter,
-    encode_traces,
-    look_back,
-    make_model,
-    make_tokenizer,
-    reader_example,
-    train_reader,
-    warm_up,
-)
+from world import toy
+from world.toy import TraceWriter, encode_traces, make_model, make_tokenizer
 from world.world import REFERENCES, RELATIONS, World
 
 ALL = ("ur2", "r1_searcher", "r_search", "when_to_search", "arena")
@@ -134,7 +124,7 @@ def test_the_first_heads_are_born_looking_one_and_two_places_back(tokenizer):
 def test_look_back_changes_the_first_layer_only(tokenizer):
     before = make_model(len(tokenizer), seed=2)
     kept = {name: p.detach().clone() for name, p in before.named_parameters()}
-    look_back(before, (3,))
+    toy.look_back(before, (3,))
     changed = {name for name, p in before.named_parameters() if not torch.equal(p, kept[name])}
     assert changed and all(name.startswith("model.layers.0.self_attn.") for name in changed)
 
@@ -245,7 +235,7 @@ def test_with_a_passage_per_fact_two_results_hold_the_fact_that_was_asked_for():
 def test_a_short_warm_up_lowers_the_loss_and_is_repeatable(tokenizer):
     tiny = replace(paper_of("ur2").world, steps=6, batch_size=16, lr_warmup=2)
     runs = [
-        warm_up(Policy(make_model(len(tokenizer))), tokenizer, PROTOCOLS["ur2"], tiny)
+        toy.warm_up(Policy(make_model(len(tokenizer))), tokenizer, PROTOCOLS["ur2"], tiny)
         for _ in range(2)
     ]
     assert runs[0] == runs[1]
@@ -256,7 +246,7 @@ def test_a_short_warm_up_lowers_the_loss_and_is_repeatable(tokenizer):
 
 
 def test_the_reader_is_trained_on_the_very_prompt_that_it_is_asked_with(tokenizer):
-    example = reader_example(Tasks(World(0, layout="facts"), 5), tokenizer)
+    example = toy.reader_example(toy.Tasks(World(0, layout="facts"), 5), tokenizer)
     prompt = [i for i, mask in zip(example.ids, example.mask, strict=True) if not mask]
     text = tokenizer.decode(prompt).strip().removesuffix("answer :").strip()
     evidence, question = text.split("\n")
@@ -266,7 +256,7 @@ def test_the_reader_is_trained_on_the_very_prompt_that_it_is_asked_with(tokenize
 
 
 def test_the_reader_is_of_another_family_and_shape_and_learns_within_a_few_steps(tokenizer):
-    reader = train_reader(tokenizer, 0, replace(READER, steps=3))
+    reader = toy.train_reader(tokenizer, 0, replace(toy.READER, steps=3))
     policy = make_model(len(tokenizer))
     assert reader.config.model_type == "llama" != policy.config.model_type
-    assert reader.config.hidden_size != policy.config.hidden_size and READER.steps >= 100
+    assert reader.config.hidden_size != policy.config.hidden_size and toy.READER.steps >= 100
