@@ -131,7 +131,7 @@ class Scripted:
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0>")
         for prompt, turns in scripts:
             row = Trajectory(Question("", "", []), self.protocol, prompt)
-            row.left = list(turns)
+            row.left = list(turns)  # turns to come
             self.rows.append(row)
             self.size = max(
                 self.size, len(prompt) + sum(said + len(found) for said, found in turns)
