@@ -24,7 +24,7 @@ PASSAGE_COLUMNS = ("id", "passage")  # of tab-separated lines without a header
 QUESTION_COLUMNS = ("question", "answer")
 COLUMNS = dict.fromkeys(("_id", "idx", "docid", "doc_id", "pid"), "id")  # what a header may say
 COLUMNS |= {"answers": "answer", "golden_answers": "answer"}
-# Trap: JSON may escape half a character ("\\ud83d"), which nobody can write or tokenize.
+# Trap: JSON may escape half a character ("\ud83d"), which nobody can write or tokenize.
 HALF_ESCAPE = re.compile(r"\\u[dD]")
 
 
@@ -76,7 +76,7 @@ def read_whole(path: Path) -> str:
 
 
 def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[int, str, object]]:
-    """(number, "line 3" or "record 3", record or InputError); `columns` where no header says them."""
+    """(number, "line 3" or "record 3", record or InputError); `columns`: without a header."""
     first = first_line(path)
     parquet = first.startswith(b"PAR1")
     if columns and not parquet and is_tsv(path):
