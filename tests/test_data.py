@@ -505,8 +505,8 @@ FIELDS = {
 }
 # Where the message names another field: one that must agree, or one inside of it.
 NAME_ANOTHER = """own.options own.references flashrag.choices medqa.options mmlu_pro.options
-    hotpotqa._id hotpotqa.context hotpotqa.supporting_facts 2wiki.context 2wiki.supporting_facts math.problem
-    musique.paragraphs""".split()
+    hotpotqa._id hotpotqa.context hotpotqa.supporting_facts 2wiki.context 2wiki.supporting_facts
+    math.problem musique.paragraphs""".split()
 
 
 def test_the_table_of_fields_has_every_layout():

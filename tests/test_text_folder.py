@@ -1,4 +1,4 @@
-"""text_folder.py: how long a passage is, what Markdown becomes, which files of a folder are read."""
+"""text_folder.py: how long a passage is, what Markdown becomes, which files are read."""
 
 import gzip
 import os
