@@ -1,6 +1,5 @@
 """data.py: every layout, on small records and on real slices; every bad file in one line."""
 
-import csv
 import gzip
 import json
 import subprocess
@@ -123,36 +122,32 @@ def message(call, *args, **kwargs) -> str:
 # ------------------------------------------------------------------------------------------ layouts
 
 
-@pytest.mark.parametrize(
-    ("record", "layout"),
-    [
-        (OWN, "own"),
-        (R1, "r1_searcher"),
-        ({**R1, "gen_text_store": "", "pred_anses": ["", "Ana"]}, "r1_searcher"),
-        ({**R1, "source": "math", "level": "hard", "subject": "Algebra"}, "r1_searcher"),
-        (FLASHRAG, "flashrag"),
-        (HOTPOT, "hotpotqa"),
-        (HUB, "hotpotqa"),
-        ({**HOTPOT, "evidences": [["A", "x", "B"]]}, "2wiki"),
-        ({**HUB, "evidences": []}, "2wiki"),
-        (MUSIQUE, "musique"),
-        (MMLU, "mmlu_pro"),
-        (MEDQA, "medqa"),
-        ({**MEDQA, "options": ["red", "green"], "meta_info": "step1"}, "medqa"),
-        (MATH, "math"),
-        ({**without(MATH, "problem"), "question": "1 + 1?", "id": 0}, "math"),
-        (MINERVA, "math"),
-        (GSM8K, "gsm8k"),
-        (VERL, "verl"),
-        (PLAIN, "plain"),
-        (without(PLAIN, "id", "source", "level"), "plain"),
-        ({**OWN, "solution": "so"}, "own"),
+EXAMPLES = {
+    "own": [OWN, {**OWN, "solution": "so"}],
+    "r1_searcher": [
+        R1,
+        {**R1, "gen_text_store": "", "pred_anses": ["", "Ana"]},
+        {**R1, "source": "math", "level": "hard", "subject": "Algebra"},
     ],
-)
-def test_each_layout_is_recognised_from_one_record_even_without_its_question(record, layout):
-    assert detect(record, LAYOUTS) == layout
-    if layout not in ("plain", "verl"):
-        assert detect(without(record, "question"), LAYOUTS) == layout
+    "flashrag": [FLASHRAG],
+    "hotpotqa": [HOTPOT, HUB],
+    "2wiki": [{**HOTPOT, "evidences": [["A", "x", "B"]]}, {**HUB, "evidences": []}],
+    "musique": [MUSIQUE],
+    "mmlu_pro": [MMLU],
+    "medqa": [MEDQA, {**MEDQA, "options": ["red", "green"], "meta_info": "step1"}],
+    "math": [MATH, MINERVA, {**without(MATH, "problem"), "question": "1 + 1?", "id": 0}],
+    "gsm8k": [GSM8K],
+    "verl": [VERL],
+    "plain": [PLAIN, without(PLAIN, "id", "source", "level")],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_is_recognised_from_one_record_even_without_its_question(layout):
+    for record in EXAMPLES[layout]:
+        assert detect(record, LAYOUTS) == layout
+        if layout not in ("plain", "verl"):
+            assert detect(without(record, "question"), LAYOUTS) == layout
 
 
 def test_an_unknown_layout_lists_the_fields_found_and_every_known_layout(write):
@@ -353,25 +348,18 @@ def test_a_json_list_and_one_record_over_several_lines_are_read_like_json_lines(
 def test_blank_lines_a_byte_order_mark_and_line_separators_inside_a_text_do_no_harm(write):
     first, second = b"\xef\xbb\xbf" + json.dumps(OWN).encode(), {**OWN, "id": "q2"}
     second = json.dumps({**second, "question": "a\u2028b"}, ensure_ascii=False) + "\r"
-    assert [q.question for q in load_questions(write(first, "", second, ""))] == [
-        "Who?",
-        "a\u2028b",
-    ]
+    found = load_questions(write(first, "", second, ""))
+    assert [q.question for q in found] == ["Who?", "a\u2028b"]
 
 
 # ------------------------------------------------------------------------------------ bad questions
 
 Q2 = {**OWN, "id": "q2"}
-NO_ANSWER = "the question has no answer: field 'answers'"
 BAD_SECOND_LINES = [
     ('{"id": "q2", "question"', "not valid JSON ( column 24"),
     ("[1]", "expected an object {...}, found a list"),
-    (without(OWN, "id"), "'id' is missing"),
-    ({**OWN, "id": 1.5}, "'id': expected a string 1.5"),
-    ({**Q2, "question": " "}, "'question' is missing or empty"),
     ({**Q2, "question": ["Who?"]}, "'question' a string a list"),
-    ({**Q2, "answers": []}, NO_ANSWER),
-    ({**Q2, "answers": ["Ana", ""]}, NO_ANSWER),
+    ({**Q2, "answers": ["Ana", ""]}, "the question has no answer: field 'answers'"),
     ({**Q2, "answers": 18}, "'answers' a string a number 18"),
     ({**Q2, "answers": ["a", 18]}, "'answers', item 2 a string 18"),
     ({**Q2, "task": "poem"}, "'task' qa, math, choice"),
@@ -379,7 +367,6 @@ BAD_SECOND_LINES = [
     ({**Q2, "supporting": [0]}, "'supporting' 0"),
     ({**Q2, "references": [{"id": "1"}]}, "'text' is missing"),
     ({**Q2, "references": ["x"]}, "'references', item 1 an object"),
-    ({**Q2, "may_search": "no"}, "'may_search' true/false a string"),
     (OWN, "'id': duplicate 'q1' line 1"),
     # {"id": "q2", and a blank are 13 bytes, "question": a blank and a quote 13, caf 3
     (b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', "byte 30 UTF-8"),
@@ -410,7 +397,6 @@ BAD_FIRST_LINES = [
     ({**HUB, "context": {"title": ["A", "C"], "sentences": [[]]}}, "'context' ['C', None]"),
     ({**HUB, "context": {"title": ["A"], "sentences": ["One."]}}, "'context' 'One.'"),
     ({**HUB, "supporting_facts": {"title": ["A", None], "sent_id": [0, 0]}}, "'title', item 2"),
-    ({**MUSIQUE, "paragraphs": [{"title": "A"}]}, "field 'text' is missing"),
     ({**MUSIQUE, "paragraphs": [{"text": "One.", "title": 5}]}, "field 'title'"),
     ({**MUSIQUE, "paragraphs": [{"text": "One.", "is_supporting": "false"}]}, "'is_supporting'"),
     ({**MMLU, "answer": "C"}, "'answer' 'C' is none of the 2 options"),
@@ -438,22 +424,9 @@ def test_other_layouts_and_what_is_inside_of_a_field_are_named_too(write, record
 
 # ------------------------------------- every field of every layout, missing and of every wrong type
 
-VALUES = {
-    "missing": None,
-    "null": None,
-    "empty": "",
-    "blank": " ",
-    "5": 5,
-    "NaN": float("nan"),
-    "true": True,
-    "[]": [],
-    "[1]": [1],
-    "[[]]": [[]],
-    "[null]": [None],
-    "{}": {},
-    "{a}": {"a": 1},
-    "deep": json.loads("[" * 900 + "]" * 900),
-}
+VALUES = {"missing": None, "null": None, "empty": "", "blank": " ", "5": 5, "NaN": float("nan")}
+VALUES |= {"true": True, "[]": [], "[1]": [1], "[[]]": [[]], "[null]": [None], "{}": {}}
+VALUES |= {"{a}": {"a": 1}, "deep": json.loads("[" * 900 + "]" * 900)}
 OPTIONAL, LEVEL, LISTS = "missing null empty blank", "missing null empty blank 5", "missing null []"
 ID, ID_OR_LINE, IGNORED = "5", "missing 5", " ".join(VALUES)
 SOURCE = {"source": OPTIONAL, "level": LEVEL}
@@ -569,11 +542,7 @@ def test_in_a_json_list_the_record_is_counted_and_a_broken_list_names_its_line(w
 
 @pytest.mark.parametrize("load", [load_questions, load_corpus])
 def test_a_missing_file_and_a_file_without_records_are_errors(write, tmp_path, load):
-    for content, expected in {
-        "": "file is empty",
-        " \n\n": "file is empty",
-        "[]": "no record",
-    }.items():
+    for content, expected in {" \n\n": "file is empty", "[]": "no record"}.items():
         assert expected in message(load, write(content))
     assert "nowhere.jsonl: no such file" in message(load, tmp_path / "nowhere.jsonl")
     text = message(load, write("{x", "{"), skip_bad=True)
@@ -657,16 +626,13 @@ def test_two_files_of_one_stem_are_told_apart_by_their_folders_and_then_by_their
 
 
 def test_contents_are_split_at_the_first_line_and_only_the_outer_quotes_go(write):
-    rows = [
-        {"id": 0, "contents": '"Ana Bell"\nBorn in "Kelmouth".\nTwice.'},
-        {"id": "x", "contents": '""Heroes" (album)"\nA record.'},
-        {"id": "y", "contents": "no title here"},
-    ]
-    assert load_corpus(write(*rows)) == [
-        Document("0", "Ana Bell", 'Born in "Kelmouth".\nTwice.'),
-        Document("x", '"Heroes" (album)', "A record."),
-        Document("y", "", "no title here"),
-    ]
+    contents = ['"Ana Bell"\nBorn in "Kelmouth".\nTwice.', '""Heroes" (album)"\nA record.', "none"]
+    first, second, third = load_corpus(
+        write(*({"id": i, "contents": contents[i]} for i in range(3)))
+    )
+    assert first == Document("0", "Ana Bell", 'Born in "Kelmouth".\nTwice.')
+    assert second == Document("1", '"Heroes" (album)', "A record.")
+    assert third == Document("2", "", "none")
 
 
 def test_title_and_text_without_an_id_get_the_line_number(write):
@@ -804,14 +770,6 @@ def test_real_corpora_load_whole_with_titles_and_texts(name, count, title):
     assert corpus[0].title == title and all(d.title and d.text for d in corpus)
 
 
-def test_real_csv_quoted_abstracts_are_what_a_csv_reader_makes_of_them():
-    # Every field of this file that begins with a quote is a CSV field.
-    path = real("corpus/r1_searcher_title_abs_100.tsv")
-    with open(path, encoding="utf-8", newline="") as file:
-        expected = [row[1].rstrip() for row in csv.reader(file, delimiter="\t")]
-    assert [f"Title: {d.title} Text:  {d.text}" for d in load_corpus(path)] == expected
-
-
 # ----------------------------------------------------------------------------------- python data.py
 
 
@@ -830,18 +788,13 @@ def test_the_file_shows_layout_counts_and_a_record_of_questions_and_of_a_corpus(
     assert_parts(run(folder).stdout, "layout text documents 1 a.md#1")
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("5\tA passage.", (True, "tsv")),
-        ("Who came?\tAna", (False, "plain")),
-        ("question\tanswer\nWho?\tAna", (False, "plain")),
-    ],
-)
-def test_a_table_is_told_to_hold_questions_by_its_header_or_by_blanks_in_its_first_column(
-    write, line, expected
-):
-    assert first_layout(write(line, name="t.tsv")) == expected
+def test_a_table_is_told_to_hold_questions_by_its_header_or_by_blanks_in_its_first_column(write):
+    for lines, expected in {
+        "5\tA passage.": (True, "tsv"),
+        "Who came?\tAna": (False, "plain"),
+        "question\tanswer\nWho?\tAna": (False, "plain"),
+    }.items():
+        assert first_layout(write(lines, name="t.tsv")) == expected
 
 
 def test_the_file_ends_with_one_line_and_code_2_on_bad_input(write):
