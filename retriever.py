@@ -134,7 +134,10 @@ class BM25:
         """min(k, N) documents each, best first. As in the reference, documents that share no word
         with the query (score 0) fill up the list.
         """
-        return [[self.documents[i] for i in top(self.scores(query), k)] for query in queries]
+        return [self.best(query, k) for query in queries]
+
+    def best(self, query: str, k: int) -> list[Document]:
+        return [self.documents[i] for i in top(self.scores(query), k)]
 
 
 def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:

@@ -173,9 +173,7 @@ def save(path: Path, vectors: np.ndarray) -> None:
 
 
 def read_index(path: str, n: int, d: int) -> list[torch.Tensor]:
-    """[rows, d] fp16 per shard. `faiss.write_index` writes the kind of index, d, n, ... (45 bytes),
-    and then the vectors in fp32.
-    """
+    """[rows, d] fp16 per shard. In the file stand kind, d, n, ... (45 bytes), and then fp32 rows."""
     try:
         with open(path, "rb") as file:
             if file.read(16) != struct.pack("<4siq", b"IxFI", d, n):

@@ -21,7 +21,6 @@ from retrievers.remote import HttpRetriever
 
 MAX_BODY = 16 * 2**20  # bytes of one request
 MAX_QUERIES, MAX_K, DEFAULT_K = 10_000, 1000, 5
-SAMPLES = 20  # passages that a check looks for
 ODD_QUERIES = ["zxqvkj", "", "?!", "\n", "kelmouth " * 1000]  # an unknown word, none, too many
 COMMON_WORDS = "history city film born river music science war company language".split()
 
@@ -49,12 +48,12 @@ class RetrievalServer(ThreadingHTTPServer):
         queries, k = read_request(body)
         try:
             with self.lock:
-                lists = self.retriever.search(queries, k)
+                found = self.retriever.search(queries, k)
+            return {"result": [list(map(written, one)) for one in found]}
         except Exception as error:  # whatever a retriever raises: the next request may go well
             line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
             print(line, file=sys.stderr, flush=True)
             raise Refused(500, line) from None
-        return {"result": [list(map(written, found)) for found in lists]}
 
     def handle_error(self, request, client_address):
         if not isinstance(sys.exception(), OSError):  # a client that went away is no error
@@ -115,7 +114,7 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
     """
     if not passages:
         raise InputError("nothing is found for common words: give --corpus, or another address")
-    some = passages[:: max(1, len(passages) // SAMPLES)]
+    some = passages[:: max(1, len(passages) // 20)]
     queries = list(dict.fromkeys(map(query_for, some)))  # two of one title are one query
     try:
         alone = [retriever.search([query], k)[0] or [] for query in queries]
@@ -166,8 +165,8 @@ def command(arguments: list[str], bm25: type) -> None:
     retriever = retriever_of(args, documents, bm25)
     if args.command == "serve":
         with RetrievalServer(retriever, args.host, args.port) as server:
-            where = f"http://{args.host}:{server.server_port}"
-            print(f"{args.retriever} {args.corpus} at {where}; Ctrl-C ends it", flush=True)
+            where = f"at http://{args.host}:{server.server_port}; Ctrl-C ends it"
+            print(args.retriever, args.corpus or "search", where, flush=True)
             with contextlib.suppress(KeyboardInterrupt):
                 server.serve_forever()
             return print("\nended", flush=True)
@@ -191,5 +190,4 @@ def retriever_of(args, documents: list[Document], bm25: type):
         return DenseRetriever(documents, args.encoder, args.device, args.index_file)
     from retrievers.web import WebRetriever  # a door: only here is the web searched
 
-    whole = args.page == "whole"
-    return WebRetriever(args.retriever_url, args.allow_private, args.web_rate, whole)
+    return WebRetriever(args.retriever_url, args.allow_private, args.web_rate, args.page == "whole")

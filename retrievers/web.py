@@ -44,7 +44,7 @@ HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; search-rl/0.1)"}
 
 
 class WebRetriever:
-    """Search the web through a search API, one call at a time (the server sees to that).
+    """Search the web through a search API.
 
     template   its address, with {query} and perhaps {count}
     rate       requests per second to the search API; 0: no limit
@@ -54,8 +54,9 @@ class WebRetriever:
     def __init__(self, template: str, allow_private=False, rate=5.0, whole=False):
         # The policy must not choose the host.
         if "{query}" not in template or "{" in host_of(template, EXAMPLE):
-            why = "no place for the query"
-            raise InputError(f"--retriever_url {template!r}: {why}: give {EXAMPLE}")
+            raise InputError(
+                f"--retriever_url {template!r}: no place for the query: give {EXAMPLE}"
+            )
         self.template, self.allow_private, self.whole = template, allow_private, whole
         self.pause, self.lock = 1 / rate if rate > 0 else 0.0, threading.Lock()
         key = os.environ.get("SEARCH_API_KEY", "").strip()
@@ -66,9 +67,9 @@ class WebRetriever:
         try:
             self.ask("encyclopedia", 1)
         except Fault as fault:  # the part behind the ? may hold a key
-            where, advice = template.partition("?")[0], f"correct the address ({EXAMPLE})"
-            advice = f"start the search API, {advice}, or set SEARCH_API_KEY"
-            raise InputError(f"{where}: no search results ({fault}): {advice}") from None
+            said = f"{template.partition('?')[0]}: no search results ({fault})"
+            how = "start the search API, correct the address, or set SEARCH_API_KEY"
+            raise InputError(f"{said}: {how}") from None
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """At most k documents each; a Fault if the API fails a query."""
@@ -164,8 +165,7 @@ def text_of(response: HTTPResponse) -> str:
     if response.status != 200 or kind not in ("text/html", "text/plain") or packed:
         raise ValueError("no page of text")
     charset = response.headers.get_content_charset()
-    charset = charset if charset in CHARSETS else "utf-8"
-    text = response.read(MAX_PAGE).decode(charset, errors="replace")
+    text = response.read(MAX_PAGE).decode(charset if charset in CHARSETS else "utf-8", "replace")
     return html_to_text(text) if kind == "text/html" else text[:MAX_TEXT].strip()
 
 
