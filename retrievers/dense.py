@@ -8,8 +8,7 @@
 The encoder is sentence-transformers' (extra `dense`); before a text stands what its family was
 trained with (PREFIXES), else what the model itself brings. Vectors are kept in fp16 and multiplied
 in fp32: 21M passages x 768 x 2 bytes = 32 GB, and a score of unit vectors is off by at most 2^-11.
-A shard has its name only once it is whole, so an interrupted run goes on where it was.
-Left out: approximate search, training an encoder.
+A shard has its name once it is whole: an interrupted run goes on. Left out: approximate search.
 """
 
 import hashlib
@@ -60,8 +59,7 @@ class Encoder:
         encode = self.model.encode_query if kind == "query" else self.model.encode_document
         # Half a surrogate pair stops a tokenizer.
         texts = [text.encode(errors="replace").decode() for text in texts]
-        options = {"normalize_embeddings": True, "show_progress_bar": False}
-        vectors = encode(texts, prompt=self.prefix[kind], **options).astype(np.float32)
+        vectors = encode(texts, prompt=self.prefix[kind], normalize_embeddings=True).astype("f4")
         if not np.isfinite(vectors).all():
             raise InputError(f"encoder {self.name}: its vectors are not finite: damaged weights?")
         return vectors
@@ -173,7 +171,7 @@ def save(path: Path, vectors: np.ndarray) -> None:
 
 
 def read_index(path: str, n: int, d: int) -> list[torch.Tensor]:
-    """[rows, d] fp16 per shard. In the file stand kind, d, n, ... (45 bytes), and then fp32 rows."""
+    """[rows, d] fp16 per shard. The file holds kind, d, n, ... (45 bytes), and then fp32 rows."""
     try:
         with open(path, "rb") as file:
             if file.read(16) != struct.pack("<4siq", b"IxFI", d, n):

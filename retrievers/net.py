@@ -5,8 +5,7 @@
 
 The time limit holds for the whole exchange: a socket's own limit holds for one wait, and a server
 that sends a byte now and then never reaches it. (Only the look-up of a name has the system's own
-limit, often 10 to 30 s.) A redirect is a fault: the request may carry a key.
-Left out: proxies, cookies, connections that are kept open.
+limit, often 10 to 30 s.) A redirect is a fault: the request may carry a key. Left out: proxies.
 """
 
 import contextlib
