@@ -80,9 +80,6 @@ def test_the_docstring_examples_are_true():
     assert result.attempted >= 2 and result.failed == 0
 
 
-# ------------------------------------------------------------------------------------------ nearest
-
-
 def whole_sort(matrix, queries, k):
     """All scores at once; a stable sort keeps ties in document order."""
     scores = queries @ matrix.astype(np.float32).T
@@ -112,9 +109,6 @@ def test_ties_come_in_document_order_across_shards():
     )
 
 
-# ---------------------------------------------------------------------------------------- retriever
-
-
 def test_a_passage_finds_itself_and_the_best_come_first():
     documents = invented(40)
     retriever = DenseRetriever(documents, Hashed())
@@ -138,9 +132,6 @@ def test_an_empty_corpus_and_no_encoder_are_one_line():
         DenseRetriever([], Hashed())
     with pytest.raises(InputError, match="retriever dense needs --encoder"):
         DenseRetriever(invented(1), "")
-
-
-# ------------------------------------------------------------------------------------- kept on disk
 
 
 def test_the_second_time_nothing_is_encoded():
@@ -221,9 +212,6 @@ def test_a_damaged_file_is_one_line():
         refused("this file is damaged: delete it")
     path.unlink()
     DenseRetriever(invented(20), Hashed())
-
-
-# ------------------------------------------------------------------------ an index that faiss wrote
 
 
 def flat_index(rows, kind=b"IxFI"):

@@ -57,9 +57,6 @@ def fault_of(url: str, **limits) -> Fault:
     return caught.value
 
 
-# ------------------------------------------------------------------------------------- it goes well
-
-
 def test_a_get_has_no_body_and_a_post_is_json(serve):
     server = serve(reply(b'{"a": 1}'))
     assert fetch_json(server.url + "x?y=1", headers={"X-Key": "k"}) == {"a": 1}
@@ -81,8 +78,6 @@ def test_a_proxy_of_the_environment_is_not_asked(serve, monkeypatch):
     monkeypatch.delenv("no_proxy", raising=False)
     assert fetch_json(server.url) == "server"
 
-
-# ------------------------------------------------------------------------- limits of time and bytes
 
 DRIPS = {
     "body": OK + b"Content-Length: 1000\r\n\r\n",
@@ -126,9 +121,6 @@ def test_a_body_without_end_is_read_no_further_than_the_limit(serve, monkeypatch
     monkeypatch.setattr(net, "MAX_BYTES", 1_000_000)
     assert "more than 1,000,000 bytes" in str(fault_of(serve(endless).url))
     assert sum(sent) < 20_000_000  # the rest lies in the buffers of the two sockets
-
-
-# ------------------------------------------------------------------------------------------- faults
 
 
 @pytest.mark.parametrize(
@@ -198,9 +190,6 @@ def test_a_bad_address_is_one_line_that_shows_a_good_one(url):
 def test_a_good_address_has_a_host():
     urls = ["http://h", "https://A.b:8/x?y", "http://[::1]:80/"]
     assert [host_of(url) for url in urls] == ["h", "a.b", "::1"]
-
-
-# --------------------------------------------------------------------------------------- more tries
 
 
 def failing(times, **fault):

@@ -29,9 +29,6 @@ TOWNS = [
 ]
 
 
-# ------------------------------------------------------------------------------ a server that fails
-
-
 def listed(payload):
     """What a well server answers: each query finds passages named after it."""
     return [
@@ -118,9 +115,6 @@ def titles(found):
     return [[document.title for document in one] for one in found]
 
 
-# --------------------------------------------------------------------------------- is anybody there
-
-
 def test_the_address_may_be_the_base_or_the_whole_and_scores_are_always_asked_for(start):
     server = start()
     for url in (server.url, server.url + "/", server.url + "/retrieve", server.url + "/retrieve/"):
@@ -145,9 +139,6 @@ def test_nobody_there_or_somebody_else_is_one_line(start):
     for address in ("127.0.0.1:8000", ""):
         with pytest.raises(InputError, match=r"not an address: give --retriever_url .*http://host"):
             HttpRetriever(address)
-
-
-# -------------------------------------------------------------------------------- shapes of replies
 
 
 @pytest.mark.parametrize(
@@ -214,9 +205,6 @@ def test_each_distinct_query_is_sent_once_in_batches_and_answered_in_order(start
     assert found == [["c 0"], ["a 0"], ["c 0"], ["b 0"], ["a 0"]]
     assert server.queries() == [["c", "a"], ["b"]]
     assert retriever.search([], 3) == [] and len(server.queries()) == 2
-
-
-# ------------------------------------------------------------------------------------------- faults
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,6 @@ def markdown(text):
     return passages(text, "notes", markdown=True)
 
 
-# ---------------------------------------------------------------------------------- where it is cut
-
-
 def test_a_short_text_is_one_passage_under_its_name_and_one_without_words_is_none():
     text = "Ana Bell founded\nKelmouth."
     assert passages(text, "notes") == [("notes", "Ana Bell founded Kelmouth.")]
@@ -73,9 +70,6 @@ def test_where_a_sentence_ends():
     ]
     one = ["Bells, e.g. bells of Bo, ring.", "It weighs 3.5 tons.", "Well... it rang."]
     assert [len(SENTENCE_END.split(text)) for text in two + one] == [2] * 4 + [1] * 3
-
-
-# ----------------------------------------------------------------------------------------- Markdown
 
 
 def test_headings_become_the_title_and_the_first_one_is_the_files():

@@ -128,9 +128,6 @@ def drip(sock, head, first=b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n"
         time.sleep(0.05)
 
 
-# ------------------------------------------------------------------------------------- it goes well
-
-
 def test_a_page_becomes_a_document_with_its_address_and_the_title_of_the_results(site):
     (found,) = one(site, text_page("a"))
     assert (found.id, found.title, found.text) == (site.base + "/page", "Ana", "Text of a.")
@@ -187,9 +184,6 @@ def test_a_page_is_given_by_its_window_or_whole(site):
     text = " ".join(["filler"] * 400 + "Ana Bell was born".split() + ["filler"] * 400)
     assert len(one(site, reply(text, "text/plain"))[0].text.split()) == 150
     assert one(site, reply(text, "text/plain"), whole=True)[0].text == text
-
-
-# ----------------------------------------------------------------------------------- the search API
 
 
 @pytest.mark.parametrize(
@@ -266,9 +260,6 @@ def test_requests_to_the_api_keep_their_distance(site):
     site.results = lambda query: times.append(time.monotonic()) or []
     web.search([f"q{i}" for i in range(6)], 1)
     assert len(times) == 6 and max(times) - min(times) >= 0.2
-
-
-# ---------------------------------------------------------------------------------- pages that fail
 
 
 @pytest.mark.parametrize(
@@ -430,9 +421,6 @@ def test_an_address_with_spaces_and_foreign_letters_is_quoted_and_cannot_break_t
     assert len(searcher(site).search(["q"], 2)[0]) == 1
     assert any(head.startswith("GET /a%20b/%C3%BC?x=1%202&y=%20 HTTP") for head in site.heads)
     assert not any("\r\nX-Evil" in head for head in site.heads)
-
-
-# --------------------------------------------------------------------------------- bytes -> a text
 
 
 def test_the_charset_of_the_header_counts_and_a_broken_one_never_raises(site):
