@@ -128,7 +128,7 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
     return [
         (hits >= 0.9 * n, f"{hits} of {n} passages are among the {k} for their title or beginning"),
         (same >= 0.9 * n, f"{same} of {n} queries find the same when they are asked at once"),
-        (None not in odd, "queries of no word, an unknown one and a thousand are answered"),
+        (None not in odd, "answers to queries of no word, of an unknown one, of a thousand"),
     ]
 
 
