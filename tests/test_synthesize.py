@@ -22,14 +22,10 @@ from lab.synthesize import (
 )
 from prompts import question_text
 
-SLICES = Path(__file__).resolve().parents[2] / "shared" / "data"
-
 
 def given(number):
-    options = ("red", f"right{number}", "blue")
-    return Question(
-        f"g{number}", f"Which given thing is number {number}?", ["B"], "choice", options
-    )
+    options, asked = ("red", f"right{number}", "blue"), f"Which given thing is number {number}?"
+    return Question(f"g{number}", asked, ["B"], "choice", options)
 
 
 GIVEN = [given(number) for number in range(6)]
@@ -94,43 +90,24 @@ def message(call, *args):
 # ----------------------------------------------------------------------------------------- the form
 
 
-def read(question, options, answer):
-    return Question("", question, [answer], "choice", options, source="synthetic")
-
-
-@pytest.mark.parametrize(
-    "reply, draft",
-    [
-        (written(), read("Which thing is called one?", ("wrong a", "right", "wrong b"), "B")),
-        # blank lines, indents and a question of several lines are no fault
-        (
-            "\n Question: A long story.\nWhich thing is it?\n\nA. x\n  B. y\nC. z\n\nAnswer: C\n",
-            read("A long story. Which thing is it?", ("x", "y", "z"), "C"),
-        ),
-        # normalised, all three are empty
-        (
-            written(options=("+", "-", "*")),
-            read("Which thing is called one?", ("+", "-", "*"), "B"),
-        ),
-    ],
-)
-def test_a_draft_in_the_exact_form_is_read(reply, draft):
-    assert parse_draft(reply) == draft
+def test_a_draft_in_the_exact_form_is_read():
+    long = "\n Question: A long story.\nWhich thing is it?\n\nA. x\n  B. y\nC. z\n\nAnswer: C\n"
+    draft = parse_draft(long)  # blank lines, indents and a question of several lines are no fault
+    assert draft.question == "A long story. Which thing is it?"
+    assert (draft.options, draft.answers, draft.task) == (("x", "y", "z"), ["C"], "choice")
+    signs = ("+", "-", "*")  # normalised, all three are empty
+    assert parse_draft(written(options=signs)).options == signs
 
 
 @pytest.mark.parametrize(
     "reply, reason",
     [
         (None, "no reply"),
-        (" \n", "no reply"),
         # the question does not begin a line
         ("Sure! " + written(), "another form"),
-        ("Sure!\n" + written(), "another form"),
         (written() + "\n" + written(), "another form"),
         (written() + "\nAnswer: A", "another form"),
-        (written() + "\nB is right because.", "another form"),
         (written(letter="B and C"), "another form"),
-        (written(letter="b"), "another form"),
         (written(letter="D"), "answer letter"),
         (written().replace("C. ", "D. "), "option letters"),
         (written().replace("B. ", "A. "), "option letters"),
@@ -185,7 +162,9 @@ def test_a_model_that_knows_wins_all_and_one_without_a_word_none_and_that_is_cou
     "votes, right, by_all, by_majority",
     [(3, 3, 1, 1), (3, 2, 0, 1), (3, 1, 0, 0), (2, 1, 0, 0)],  # half is no majority
 )
-def test_all_or_most_votes_must_agree(make, tmp_path, votes, right, by_all, by_majority):
+def test_all_or_most_votes_must_agree_with_the_draft(
+    make, tmp_path, votes, right, by_all, by_majority
+):
     for agree, passes in (("all", by_all), ("majority", by_majority)):
         writer = Model(vote=lambda t, n: option(t, "right" if n % votes < right else "wrong a"))
         result, _ = make(writer, 8, Model(), votes=votes, agree=agree)
@@ -193,20 +172,10 @@ def test_all_or_most_votes_must_agree(make, tmp_path, votes, right, by_all, by_m
         (tmp_path / "out.jsonl").unlink()
 
 
-def test_a_draft_that_its_writer_does_not_answer_so_is_dropped(make):
-    # it names A, "wrong a", but for the first
-    model = Model(write=lambda number: written(str(number), letter="A" if number else "B"))
-    result, _ = make(model, 2)
-    assert (result["made"], result["votes"], result["attempts"]) == (1, 19, 20)
-
-
 # ----------------------------------------------------------------------------------- the difficulty
 
 
-@pytest.mark.parametrize(
-    "right, level",
-    [(10, "easy"), (8, "easy"), (7, "medium"), (5, "medium"), (4, "hard"), (2, "hard")],
-)
+@pytest.mark.parametrize("right, level", [(8, "easy"), (7, "medium"), (2, "hard")])
 def test_the_level_is_the_mean_score_of_k_answers_of_the_other_model(make, right, level):
     answerer = right_in(right)
     _, (question,) = make(Model(), 1, answerer, at_once=1, k=10)
@@ -231,8 +200,8 @@ def test_the_answers_that_set_the_difficulty_are_no_requests_of_the_votes(make):
 # ------------------------------------------------------------------------------------- the examples
 
 
-def picked(hard, attempt, seed=0):
-    return [question.id for question in pick_examples(GIVEN, hard, seed, attempt)]
+def picked(hard, attempt):
+    return [question.id for question in pick_examples(GIVEN, hard, 0, attempt)]
 
 
 def test_a_request_shows_the_examples_in_the_form_that_a_draft_must_have():
@@ -247,14 +216,13 @@ def test_examples_are_drawn_per_attempt_and_the_same_again():
     draws = [picked([], attempt) for attempt in range(8)]
     assert draws == [picked([], attempt) for attempt in range(8)]
     assert len({tuple(ids) for ids in draws}) > 4 and all(len(set(ids)) == 3 for ids in draws)
-    assert draws != [picked([], attempt, seed=1) for attempt in range(8)]
 
 
-@pytest.mark.parametrize("hard, kinds", [(5, "ghh"), (1, "ggh")])
-def test_hard_questions_come_first_and_one_given_one_always_stays(hard, kinds):
-    found = [Question(f"h{i}", "?", ["A"], "choice", ("x", "y", "z")) for i in range(hard)]
-    for attempt in range(9):
-        assert "".join(sorted(name[0] for name in picked(found, attempt))) == kinds
+def test_hard_questions_come_first_and_one_given_one_always_stays():
+    found = [Question(f"h{i}", "?", ["A"], "choice", ("x", "y", "z")) for i in range(5)]
+    for hard, kinds in ((found, "ghh"), (found[:1], "ggh")):
+        for attempt in range(9):
+            assert "".join(sorted(name[0] for name in picked(hard, attempt))) == kinds
 
 
 def test_what_was_found_hard_is_an_example_of_the_next_round(make):
