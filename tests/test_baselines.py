@@ -97,16 +97,11 @@ def user_text(request):
 # ------------------------------------------------------------------------ each method, step by step
 
 
-def test_direct_is_one_generation_and_no_search():
-    trajectory, requests, library = go("direct", ["Norland."])
-    assert trajectory.answer == "Norland." and library.calls == []
-    assert requests == [Write(DIRECT, ANA.question)]
-
-
-def test_chain_of_thought_reads_the_answer_behind_the_reasoning_and_does_not_search():
-    said = f"She was born in Kelmouth. {NORLAND} or Sudria"
-    trajectory, requests, library = go("cot", [said])
-    assert trajectory.answer == "Norland" and len(requests) == 1 and library.calls == []
+@pytest.mark.parametrize("name, said", [("direct", "Norland."), ("cot", f"Look: {NORLAND} Sudria")])
+def test_direct_and_chain_of_thought_are_one_generation_without_a_search(name, said):
+    trajectory, (request,), library = go(name, [said])
+    assert trajectory.answer.strip(".") == "Norland" and library.calls == []
+    assert request.question == ANA.question and not request.found
 
 
 def test_rag_searches_the_question_once_and_the_prompt_holds_what_was_found():
@@ -121,10 +116,10 @@ def test_ircot_searches_the_question_and_then_each_sentence_until_one_says_the_a
     replies = [f"{born} It is a town.", lies, "So the answer is: Norland. Sure."]
     trajectory, requests, library = go("ircot", replies)
     assert library.queries == [ANA.question, born, lies] and trajectory.answer == "Norland"
-    # only the first sentence of a reply goes on, and the passages pile up
+    # only the first sentence of a reply goes on; passages pile up, the latest first
     assert [r.so_far for r in requests] == ["", born, f"{born} {lies}"]
     assert [len(request.found) for request in requests] == [2, 4, 6]
-    assert f"about {born}" in user_text(requests[1])
+    assert f"about {born}" in requests[1].found[0] and ANA.question in requests[1].found[-1]
 
 
 def test_ircot_stops_at_its_limit_and_then_completes_the_chain():
@@ -134,12 +129,10 @@ def test_ircot_stops_at_its_limit_and_then_completes_the_chain():
     assert len(go("ircot", itertools.repeat(NEVER))[0].searches) == 8  # the paper's own
 
 
-def test_ircot_shows_the_latest_passages_first_and_one_that_two_searches_found_once():
+def test_a_passage_that_two_searches_found_stands_in_the_prompt_once():
     library = Library(Document("1", "Kelmouth", "a town"))
     _, requests, _ = go("ircot", ["A town.", "The answer is Norland."], library)
     assert len(requests[1].found) == 2 and user_text(requests[1]).count("Kelmouth: a town") == 1
-    _, requests, _ = go("ircot", ["A town.", "", "Norland"])
-    assert "about A town." in requests[1].found[0] and ANA.question in requests[1].found[-1]
 
 
 def test_iter_retgen_searches_the_question_with_the_last_answer_and_reads_only_what_that_found():
@@ -218,11 +211,6 @@ def test_rat_leaves_paragraphs_behind_its_limit_as_they_were():
     draft = "One.\n\nTwo.\n\nSo the final answer is: Sudria."
     trajectory, _, library = go("rat", [draft, "q", "Won."], max_searches=1)
     assert library.queries == ["q"] and trajectory.answer == "Sudria"
-
-
-def test_rat_with_an_empty_draft_still_answers():
-    trajectory, requests, library = go("rat", ["", "Norland"])
-    assert library.calls == [] and requests[1].so_far == FINAL and trajectory.answer == "Norland"
 
 
 def test_search_o1_inserts_the_models_own_notes_and_not_the_pages():
@@ -576,7 +564,7 @@ def test_all_methods_run_on_the_built_in_world_and_its_table_has_a_row_for_each(
     tiny_runs, capsys, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", "170")
-    main(["--questions", "2", "--runs", str(tiny_runs)])
+    main(["--questions", "2", "--runs", str(tiny_runs), "--max_context", "999"])  # it has 256
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0][:5] == ["method", "n", "em", "f1", "cem"]
     assert [line[:2] for line in lines[1:9]] == [[name, "10"] for name in METHODS]
@@ -660,30 +648,14 @@ def test_predictions_are_eval_s_own_records(line):
     assert metrics.items() <= record["metrics"].items()
 
 
-@pytest.mark.parametrize("changed", ["settings", "weights", "corpus", "question"])
-def test_what_was_answered_otherwise_or_about_other_data_is_put_aside(
-    line, changed, monkeypatch, capsys
-):
+def test_what_was_answered_otherwise_is_put_aside(line, monkeypatch, capsys):
     run, out = line
     run("direct")
-    flags, material = [], baselines.Evaluation.__init__.__globals__["material"]
-
-    def other(settings, options):
-        datasets, documents = material(settings, options)
-        if changed == "corpus":
-            documents = [*documents, Document("new", "New", "A new passage.")]
-        elif changed == "question":
-            datasets = {"five": [replace(q, answers=["ZZZ"]) for q in datasets["five"]]}
-        return datasets, documents
-
-    monkeypatch.setattr("eval.material", other)
-    if changed == "settings":
-        flags = ["--max_searches", "3"]
-    if changed == "weights":
-        monkeypatch.setattr(baselines, "weights_version", lambda *_: "another")
-    assert len(run("direct", *flags)) == 5
+    assert len(run("direct", "--max_searches", "3")) == 5
     assert "are kept as direct.jsonl.old1" in capsys.readouterr().out
-    assert len(finished_records(out / "direct.jsonl.old1")) == 5
+    monkeypatch.setattr(baselines, "weights_version", lambda *_: "another")
+    assert len(run("direct", "--max_searches", "3")) == 5
+    assert len(finished_records(out / "direct.jsonl.old2")) == 5
 
 
 def test_an_interrupt_keeps_what_is_finished_and_says_where(line, capsys):
