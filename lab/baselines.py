@@ -338,7 +338,7 @@ def look_all(rows: list[Row], environment: Environment) -> None:
         query = " ".join(strip_tags(row.request, BASELINE.tags).split())
         row.trajectory.append_environment([], f"<search> {query} </search>", "notice")
         asking.append((row.trajectory, query))
-    if asking:
+    if rows:
         environment.execute(asking)
     for row in rows:
         row.hand(row.trajectory.searches[-1].text.split("\n"))
@@ -475,20 +475,16 @@ class BaselineSettings:
     fact_seed: ClassVar[None] = None
 
 
-def chosen_methods(names: str) -> list[str]:
-    chosen = list(METHODS) if names == "all" else [name.strip() for name in names.split(",")]
-    for name in chosen:
-        check_value("method", name, {"one_of": METHODS})
-    return list(dict.fromkeys(chosen))
-
-
-def parse(arguments: list[str] | None) -> tuple[Settings, BaselineSettings]:
-    """The recipe names the tiny model and gives the limits; a method has its own bound on searches,
-    unless told otherwise.
+def parse(arguments: list[str] | None) -> tuple[list[str], Settings, BaselineSettings]:
+    """(methods, settings, options). The recipe names the tiny model and gives the limits; a method
+    has its own bound on searches, unless told otherwise.
     """
     records = [record for record in RECORDS if record.__module__ in FILES]
     options, given = parse_flags("lab.baselines", BaselineSettings, arguments, records)
-    chosen_methods(options.method)
+    named = options.method.replace(" ", "")
+    methods = list(METHODS) if named == "all" else named.split(",")
+    for name in methods:
+        check_value("method", name, {"one_of": METHODS})
     if options.out:
         check_output(f"{options.out}/x", "--out")
     if given.get("max_searches") == 0:
@@ -500,11 +496,11 @@ def parse(arguments: list[str] | None) -> tuple[Settings, BaselineSettings]:
     if build_protocol(settings).query_tags is None:
         why = "never searches, so its model and retriever cannot be compared: choose another"
         raise InputError(f"--recipe {name} {why}")
-    return check_settings(settings, training=False), options
+    return methods, check_settings(settings, training=False), options
 
 
 def main(arguments: list[str] | None = None) -> None:
-    settings, options = parse(arguments)
+    methods, settings, options = parse(arguments)
     whole, rows = Evaluation(settings, options), {}
     folder = whole.out if options.out else whole.out.with_suffix("")
     version = weights_version(settings.model) if settings.model else "built-in"
@@ -520,7 +516,7 @@ def main(arguments: list[str] | None = None) -> None:
         return [trajectory for trajectory in found if trajectory.stop_reason != NO_REPLY]
 
     with interruptible(f"what was finished is in {folder}: the same command goes on"):
-        for name in chosen_methods(options.method):
+        for name in methods:
             out, count = folder / f"{name}.jsonl", len(whole.questions)
             records = whole.collect(out, version, partial(rows_of, name), name)
             if left := count - len(records):

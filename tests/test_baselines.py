@@ -26,7 +26,6 @@ from lab.baselines import (
     Write,
     Writer,
     any_answer,
-    chosen_methods,
     first_sentence,
     main,
     next_question,
@@ -626,7 +625,7 @@ def test_a_finished_method_is_not_run_again_and_a_broken_batch_is(line, capsys):
     run, out = line
     assert len(run("direct,rag")) == 10
     first, whole = capsys.readouterr().out, (out / "rag.jsonl").read_bytes()
-    assert run("rag,direct") == []
+    assert run("rag, direct") == []
     # an interrupt fell into the third line of the first batch of 64
     (out / "rag.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:2]) + whole[:20])
     capsys.readouterr()
@@ -688,11 +687,6 @@ def test_what_no_run_can_mean_is_one_line(arguments, complaint):
     with pytest.raises(InputError) as error:
         main(arguments)
     assert complaint in str(error.value) and "\n" not in str(error.value)
-
-
-def test_all_means_all_and_a_method_named_twice_runs_once():
-    assert chosen_methods("all") == list(METHODS)
-    assert chosen_methods("rag, cot,rag") == ["rag", "cot"]
 
 
 def test_the_docstring_lists_the_methods_with_their_bounds():
