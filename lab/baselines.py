@@ -193,7 +193,7 @@ def self_ask(question: Question, limit: int = 10) -> Steps:
 def rat(question: Question, limit: int = 8) -> Steps:
     """RAT (Wang 2024): a chain of thought is drafted, then each paragraph looked up and revised.
 
-    The model sees the paragraphs before it as they are by then. After `limit` of them it ends.
+    The model sees the paragraphs before it as revised. Those behind the first `limit` are kept.
     """
     text = question_text(question)
     draft = [p.strip() for p in re.split(r"\n\s*\n", (yield Write(DRAFT, text))) if p.strip()]

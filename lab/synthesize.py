@@ -44,9 +44,9 @@ SHOTS = 3  # examples in a request
 AT_ONCE = 8  # drafts of a round
 ATTEMPTS = 10  # drafts for each question at most: a writer that cannot keep the form must end
 WRITE = (
-    "You write exam questions. Write one new multiple-choice question of the same field and form as"
-    " these, at least as hard, about another fact or problem. Exactly one option may be right, the"
-    " others must be plausible. Write nothing else than the question, its options and its answer."
+    "You write exam questions. Write one new multiple-choice question of the same field as these, at"
+    " least as hard, about another fact or problem. Exactly one option may be right, the others must"
+    ' be plausible. Keep to their form, from "Question:" to "Answer: LETTER"; write nothing else.'
 )
 ANSWER = "Answer the question. Reply with this one line only: The correct answer is: LETTER"
 
@@ -67,7 +67,7 @@ class SynthesizeSettings:
     max_tokens: int = setting(512, "of a reply", least=1)
     seed: int = setting(0, "of the examples and the orders")
     timeout: float = setting(60.0, "seconds until a request has failed", above=0)
-    in_8bit: ClassVar[str] = ""
+    in_8bit: ClassVar[str] = ""  # load_llm asks
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -189,7 +189,7 @@ def synthesize(given: list[Question], llm, answerer, settings: SynthesizeSetting
                 if isinstance(draft, str):
                     result[draft] += 1
                     continue
-                asked.add(normalize_answer(draft.question))  # failing the votes, it would again
+                asked.add(normalize_answer(draft.question))  # what fails the votes would fail again
                 drafts.append(replace(draft, id=f"synthetic-{settings.seed}-{attempt}"))
             fresh = check_drafts(drafts, llm, answerer, result, settings)
             fresh = fresh[: settings.count - len(made)]

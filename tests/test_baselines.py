@@ -454,9 +454,7 @@ def test_what_one_search_shows_is_cut_to_its_budget_and_to_half_a_context(docume
         ("So the answer is: August 25, 1963.", "August 25, 1963"),
         ("the answer is no. Because it is.", "no"),
         ("The answer is: Dr. J. Bell of St. Ives.", "Dr. J. Bell of St. Ives"),
-        ("The answer is **Norland**", "**Norland**"),
         ("The answer is x\nThe Answer is y", "y"),
-        ("I do not know.", None),
         ("The answer is:", None),
         ("", None),
     ],
@@ -471,7 +469,6 @@ def test_what_a_reply_says_its_answer_is(reply, answer):
         ("Norland. It lies there.\nYes.", "Norland."),
         ("Answer: 3.5 miles", "3.5 miles"),
         ("<answer> Norland", "Norland"),
-        (" \n", ""),
     ],
 )
 def test_a_reply_that_should_be_the_answer_is_taken_by_its_first_sentence(reply, answer):
@@ -483,7 +480,6 @@ def test_a_reply_that_should_be_the_answer_is_taken_by_its_first_sentence(reply,
     [
         ("Dr. J. R. Bell came to St. Ives. He left.", "Dr. J. R. Bell came to St. Ives."),
         ('He said "no." Then he left', 'He said "no."'),
-        ("no stop\nnext", "no stop"),
         ("1. Ana came in 1862. She left.", "1. Ana came in 1862."),
         ("It is 3.5 miles. Far.", "It is 3.5 miles."),
         ("", ""),
