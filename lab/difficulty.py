@@ -50,10 +50,8 @@ def bucket_of_first_success(scores: Sequence[float]) -> str:
     return "easy" if successes.index(True) + 1 < 10 else "medium"
 
 
-SCHEMES = {  # name -> (bucket of a question's scores, its usual metric)
-    "ur2": (bucket_of_mean, "f1"),
-    "r1_searcher": (bucket_of_first_success, "cem"),
-}
+# (bucket of a question's scores, its usual metric)
+SCHEMES = {"ur2": (bucket_of_mean, "f1"), "r1_searcher": (bucket_of_first_success, "cem")}
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,7 @@ class DistilSettings:
     """METHOD: direct, reasoning, traces or summarizer."""
 
     model: str = setting("", "HF causal LM to start from: a directory or a hub name", needed=True)
-    data: str = setting(
-        "", f"questions; traces: predictions; summarizer: as {SUMMARY_LOG}", needed=True
-    )
+    data: str = setting("", f"questions; or predictions; or as {SUMMARY_LOG}", needed=True)
     out: str = setting("", "directory to save the model in", needed=True)
     protocol: str = setting("", "of the prompt; by itself arena, for traces r1_searcher")
     questions: str = setting("", "traces: the question file, for options and references")
@@ -256,18 +254,10 @@ def shuffled(examples: list[Example], seed: int) -> Iterator[Example]:
         yield from random.Random(f"{seed}  {epoch}").sample(examples, len(examples))
 
 
-def parse(arguments: list[str] | None) -> tuple[str, DistilSettings]:
-    settings, given = parse_flags("lab.distil", DistilSettings, arguments, methods=METHODS)
-    if Path(settings.out).exists():
-        raise InputError(f"--out {settings.out} is there already: name another, or remove it")
-    method = given["method"]
-    default = "r1_searcher" if method == "traces" else "arena"
-    return method, replace(settings, protocol=settings.protocol or default)
-
-
 def distil(method: str, settings: DistilSettings) -> None:
     """Load, encode, train, save."""
-    protocol = as_protocol(settings.protocol)
+    default = "r1_searcher" if method == "traces" else "arena"
+    protocol = as_protocol(settings.protocol or default)
     how = PolicySettings(gradient_checkpointing=settings.gradient_checkpointing)
     policy, tokenizer = load_policy(settings.model, best_device(), how)  # fp32: it is trained
     positions = context_of(policy)
@@ -294,8 +284,11 @@ def distil(method: str, settings: DistilSettings) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    settings, given = parse_flags("lab.distil", DistilSettings, arguments, methods=METHODS)
+    if Path(settings.out).exists():
+        raise InputError(f"--out {settings.out} is there already: name another, or remove it")
     with interruptible("nothing was saved"):
-        distil(*parse(arguments))
+        distil(given["method"], settings)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ SHOTS = 3  # examples in a request
 AT_ONCE = 8  # drafts of a round
 ATTEMPTS = 10  # drafts for each question at most: a writer that cannot keep the form must end
 WRITE = (
-    "You write exam questions. Write one new multiple-choice question of the same field as these, at"
-    " least as hard, about another fact or problem. Exactly one option may be right, the others must"
-    ' be plausible. Keep to their form, from "Question:" to "Answer: LETTER"; write nothing else.'
+    "You write exam questions. Write one new multiple-choice question of the same field as these,"
+    " at least as hard, about another fact or problem. Exactly one option may be right, the others"
+    ' must be plausible. Keep to their form, from "Question:" to "Answer: LETTER"; write no more.'
 )
 ANSWER = "Answer the question. Reply with this one line only: The correct answer is: LETTER"
 
