@@ -314,20 +314,19 @@ class Row:
 def run_method(
     name: str, questions: list[Question], writer: Writer, search: SearchFunction, settings: Settings
 ) -> list[Trajectory]:
-    """A trajectory of one method for each question, without token ids.
-
-    settings   max_searches 0: the paper's own bound; max_context: known
+    """A trajectory of one method for each question, without token ids. max_searches 0: the paper's
+    own bound.
     """
     limit = [settings.max_searches] if settings.max_searches else []
-    # This environment writes a log and no context; one search takes at most half a context.
-    most = min(settings.document_tokens, settings.max_context // 2)
+    # This environment writes a log and no context; one search takes at most half a prompt.
+    most = min(settings.document_tokens, writer.room // 2)
     unbounded = replace(settings, max_context=2**31, document_tokens=most)
     environment = Environment(writer.tokenizer, BASELINE, search, unbounded)
     environment.forbidden += LABELS
     rows = [Row(question, METHODS[name](question, *limit)) for question in questions]
     while any(row.request for row in rows):
         look_all([row for row in rows if isinstance(row.request, str)], environment)
-        write_all([row for row in rows if isinstance(row.request, Write)], writer, settings)
+        write_all([row for row in rows if isinstance(row.request, Write)], writer)
     return [row.trajectory for row in rows]
 
 
@@ -348,11 +347,10 @@ def look_all(rows: list[Row], environment: Environment) -> None:
 _TURN = re.compile(rf".*?(?:</search>|</answer>|{TOLD}|\Z)", re.DOTALL)
 
 
-def write_all(rows: list[Row], writer: Writer, settings: Settings) -> None:
+def write_all(rows: list[Row], writer: Writer) -> None:
     """All rows' texts in one batch."""
-    for row in rows:
-        row.request = fitted(row, writer, settings)
-    for row, reply in zip(rows, writer([row.request for row in rows]), strict=True):
+    requests = [fitted(row.request, writer) for row in rows]
+    for row, reply in zip(rows, writer(requests), strict=True):
         if reply is None:
             row.trajectory.stop_reason, row.request = NO_REPLY, None
             continue
@@ -363,18 +361,17 @@ def write_all(rows: list[Row], writer: Writer, settings: Settings) -> None:
         row.hand(reply)
 
 
-def fitted(row: Row, writer: Writer, settings: Settings) -> Write:
-    """The row's request, so short that a reply still fits into the context."""
-    request, room = row.request, settings.max_context - settings.max_turn_tokens
-    while (length := writer.length(request)) > room:
+def fitted(request: Write, writer: Writer) -> Write:
+    """The request, so short that a reply still fits into the context."""
+    while (length := writer.length(request)) > writer.room:
         if request.found:
             request = replace(request, found=request.found[:-1])
         elif request.notes or request.so_far:
             notes, so_far = (text[len(text) // 8 + 1 :] for text in (request.notes, request.so_far))
             request = replace(request, notes=notes, so_far=so_far)
         else:
-            said = f"its prompt has {length} tokens, and {room} fit: raise --max_context"
-            raise InputError(f"question {row.trajectory.question.id}: {said}")
+            said = f"a prompt of {length} tokens, and {writer.room} fit: raise --max_context"
+            raise InputError(f"{request.question[:60]!r}: {said}")
     return request
 
 
@@ -398,10 +395,10 @@ def guessed_tokens(text: str, **_) -> dict:
 
 
 class Writer:
-    """A model of other_models/llm.py, and what it is asked for a `Write`."""
+    """A model of other_models/llm.py, asked with `request_of(write)` of at most `room` tokens."""
 
-    def __init__(self, llm, request_of: Callable[[Write], Request] = chat_request):
-        self.llm, self.request_of = llm, request_of
+    def __init__(self, llm, room: int, request_of: Callable[[Write], Request] = chat_request):
+        self.llm, self.room, self.request_of = llm, room, request_of
         self.tokenizer = getattr(llm, "tokenizer", guessed_tokens)
 
     def length(self, write: Write) -> int:
@@ -440,8 +437,7 @@ def tiny_request(write: Write, tokenizer, protocol: Protocol) -> Request:
     return prompt, f"</think>\n\n{box}" if protocol.prompt_suffix else box
 
 
-def load_writer(settings: Settings) -> tuple[Writer, Settings]:
-    """(who writes, the settings with the context known)."""
+def load_writer(settings: Settings) -> Writer:
     most, device, request_of = settings.max_turn_tokens, best_device(), chat_request
     if settings.data or settings.model.startswith("http"):
         llm = load_llm(settings.model, settings, max_tokens=most, device=device)
@@ -454,7 +450,7 @@ def load_writer(settings: Settings) -> tuple[Writer, Settings]:
         positions = context_of(llm.policy)
         context = min(settings.max_context or positions, positions)
         llm.batch_size = settings.rollout_batch_size or llm.batch_size
-    return Writer(llm, request_of), replace(settings, max_context=context)
+    return Writer(llm, context - most, request_of)
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -507,11 +503,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     @cache
     def load() -> tuple:  # once, and only if something is missing
-        writer, limits = load_writer(settings)
-        return writer, build_search(limits, whole.documents, best_device()), limits
+        return load_writer(settings), build_search(settings, whole.documents, best_device())
 
     def rows_of(name: str, some: list[Question], start: int, progress) -> list[Trajectory]:
-        found = run_method(name, some, *load())
+        found = run_method(name, some, *load(), settings)
         progress(len(found))
         return [trajectory for trajectory in found if trajectory.stop_reason != NO_REPLY]
 

@@ -27,6 +27,7 @@ from lab.baselines import (
     Writer,
     any_answer,
     first_sentence,
+    fitted,
     main,
     next_question,
     run_method,
@@ -46,8 +47,8 @@ every_method = pytest.mark.parametrize("name", METHODS)
 class Scripted(Writer):
     """In place of a model: it says these replies in turn, and keeps what it was asked."""
 
-    def __init__(self, replies):
-        super().__init__(None)
+    def __init__(self, replies, room=3584):
+        super().__init__(None, room)
         self.replies, self.requests = iter(replies), []
 
     def __call__(self, requests):
@@ -77,13 +78,13 @@ class Library:
 
 
 def limits(**given):
-    """A method's own bound on searches, greedy, in a context of 4096 tokens."""
-    return Settings(**{"max_searches": 0, "temperature": 0.0, "max_context": 4096} | given)
+    """A method's own bound on searches."""
+    return Settings(**{"max_searches": 0} | given)
 
 
-def go(name, replies, library=None, question=ANA, **given):
+def go(name, replies, library=None, question=ANA, room=3584, **given):
     """One question through a method: (trajectory, what the model was asked, the library)."""
-    generate, library = Scripted(replies), library or Library()
+    generate, library = Scripted(replies, room), library or Library()
     (trajectory,) = run_method(name, [question], generate, library, limits(**given))
     return trajectory, generate.requests, library
 
@@ -392,23 +393,17 @@ class Worded(Scripted):
         return len(baselines.chat_request(write)[1].split())
 
 
-def cut(request, context):
-    """What is left of it where 4 tokens are kept for the reply."""
-    row = baselines.Row(ANA, iter([request]))
-    return baselines.fitted(row, Worded([]), limits(max_turn_tokens=4, max_context=context))
-
-
 # Four lines of 10 words; "Passages:" and "Question: q" are 3 words.
-@pytest.mark.parametrize("context, left", [(47, 4), (46, 3), (27, 2), (16, 0)])
-def test_the_last_passages_are_dropped_first(context, left):
+@pytest.mark.parametrize("room, left", [(43, 4), (42, 3), (23, 2), (12, 0)])
+def test_the_last_passages_are_dropped_first(room, left):
     lines = [f"p{number} " + "w " * 9 for number in range(4)]
-    assert cut(Write("", "q", lines), context).found == lines[:left]
+    assert fitted(Write("", "q", lines), Worded([], room)).found == lines[:left]
 
 
 def test_then_notes_and_reply_so_far_lose_their_front_and_the_end_stays():
     words = " ".join(map(str, range(100)))
     for request in (Write("", "q", ["x"], notes=words), Write("", "q", so_far=words)):
-        shortened = cut(request, 40)
+        shortened = fitted(request, Worded([], 36))
         left = shortened.notes + shortened.so_far
         assert left.endswith(" 98 99") and 8 < len(left.split()) <= 34 and not shortened.found
 
@@ -419,26 +414,25 @@ def test_a_long_run_in_a_short_context_is_cut_and_never_an_error(name):
         "self_ask": itertools.cycle(["Follow up: " + "who " * 20, "word " * 200]),
         "search_o1": itertools.cycle(["why " * 99 + "<search> x </search>", "note " * 200]),
     }
-    writer = Worded(replies.get(name, itertools.repeat("word " * 300)))
+    writer = Worded(replies.get(name, itertools.repeat("word " * 300)), room=90)
     long = Library(*[Document(str(i), "", "page " * 400) for i in range(3)])
-    how = limits(max_context=120, max_turn_tokens=30)
-    assert len(run_method(name, [ANA], writer, long, how)) == 1
+    assert len(run_method(name, [ANA], writer, long, limits())) == 1
     assert all(writer.length(request) <= 90 for request in writer.requests)
 
 
 def test_a_question_that_does_not_fit_is_an_error_that_names_it():
     question = Question("long one", "word " * 200, ["x"])
-    said = "question long one: its prompt has 201 tokens, and 90 fit: raise --max_context"
+    said = "'word word .*': a prompt of 201 tokens, and 90 fit: raise --max_context"
     with pytest.raises(InputError, match=said):
-        run_method("cot", [question], Worded([]), None, limits(max_context=120, max_turn_tokens=30))
+        run_method("cot", [question], Worded([], 90), None, limits())
 
 
-@pytest.mark.parametrize("document_tokens, context", [(250, 10_000), (9_999, 520)])
-def test_what_one_search_shows_is_cut_to_its_budget_and_to_half_a_context(document_tokens, context):
+@pytest.mark.parametrize("document_tokens, room", [(250, 10_000), (9_999, 520)])
+def test_what_one_search_shows_is_cut_to_its_budget_and_to_half_a_prompt(document_tokens, room):
     # "(1) " and 297 characters: about 100 tokens of 3
     library = Library(*[Document(str(i), "", "x" * 297) for i in range(9)])
-    how = {"document_tokens": document_tokens, "max_context": context}
-    trajectory, requests, _ = go("rag", ["x"], library, **how, max_turn_tokens=50)
+    how = {"document_tokens": document_tokens, "room": room}
+    trajectory, requests, _ = go("rag", ["x"], library, **how)
     assert len(requests[0].found) == 2 and len(trajectory.searches[0].text.split("\n")) == 2
 
 
@@ -511,11 +505,11 @@ class Parrot:
 
 def test_a_model_is_shown_its_reply_so_far_and_cut_where_it_should_have_stopped():
     llm, library = Parrot("A town. And more.", "A town. The answer is Norland."), Library()
-    (trajectory,) = run_method("ircot", [ANA], Writer(llm), library, limits())
+    (trajectory,) = run_method("ircot", [ANA], Writer(llm, 999), library, limits())
     assert llm.texts[1].endswith("Go on where it ends, and repeat nothing:\nA town.")
     assert library.queries == [ANA.question, "A town."] and trajectory.answer == "Norland"
     llm = Parrot("<search> a </search> made up <answer> x </answer>", "n", "<answer> y </answer>")
-    (trajectory,) = run_method("search_o1", [ANA], Writer(llm), library, limits())
+    (trajectory,) = run_method("search_o1", [ANA], Writer(llm, 999), library, limits())
     assert trajectory.answer == "y" and "made up" not in trajectory.text
 
 
@@ -606,11 +600,7 @@ def line(tmp_path, monkeypatch):
 
     def run(methods, *flags, generate=None):
         generate = generate or Knowing()
-
-        def load(settings):
-            return generate, replace(settings, max_context=settings.max_context or 4096)
-
-        monkeypatch.setattr(baselines, "load_writer", load)
+        monkeypatch.setattr(baselines, "load_writer", lambda _: generate)
         main([*given, "--method", methods, *flags])
         return [request.question for request in generate.requests]
 
