@@ -49,6 +49,7 @@ from prompts import (
     question_text,
     strip_tags,
     tag_pair,
+    without_thinking,
 )
 from rollout import Environment, context_of, encode
 from settings import RECORDS, Settings, check_settings, resolve
@@ -420,8 +421,10 @@ class Tiny(LocalLLM):
         return encode(self.tokenizer, "".join(request))
 
     def ask(self, requests: list[Request]) -> list[str]:
-        replies = zip(requests, super().ask(requests), strict=True)
-        return [opening + reply for (_, opening), reply in replies]
+        replies = dict(self.replies(requests))
+        # It goes on behind </answer>, perhaps to another </think>: first of all its turn ends.
+        turns = [request[1] + _TURN.match(replies[request]).group() for request in requests]
+        return list(map(without_thinking, turns))
 
 
 def tiny_request(write: Write, tokenizer, protocol: Protocol) -> Request:

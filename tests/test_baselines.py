@@ -540,6 +540,12 @@ def test_the_tiny_model_is_asked_in_the_frames_of_its_warm_up(toy_tokenizer):
     assert asked(Write(READ, "where ?", [body]), "ur2") == (f" where ? answer :{framed}", "")
 
 
+def test_the_tiny_models_turn_ends_before_its_thinking_is_taken_off(toy_policy, toy_tokenizer):
+    tiny = baselines.Tiny(toy_policy, toy_tokenizer, 8)
+    tiny.replies = lambda requests: [(r, "norland </answer> x </think> y") for r in requests]
+    assert tiny.ask([("where ?", "</think>\n\n<answer> ")]) == ["<answer> norland </answer>"]
+
+
 @pytest.fixture
 def tiny_runs(tmp_path, toy_policy, toy_tokenizer):
     """A runs folder with the tiny model in it, untrained: nothing has to be warmed up."""
