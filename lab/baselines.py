@@ -521,7 +521,7 @@ def main(arguments: list[str] | None = None) -> None:
                 print(f"{name}: {left} of {count} got no reply; the same command asks again")
             if records:
                 rows[name] = summarise(records)["all"]
-    print(table(rows, head="method"))
+    print(table(rows).replace("kind  ", "method", 1))
     print(f"predictions: {folder}/METHOD.jsonl")
 
 
