@@ -185,7 +185,7 @@ class Evaluation:
         made_with = self.made_with(version)
         records = resume.go_on(out, made_with, expected, key_of, batch, options.fresh)
         if records:
-            print(f"{len(records)} of {len(expected)} predictions are there (--fresh: anew)")
+            print(f"{len(records)} of {len(expected)} predictions are there: it goes on")
         begin = len(records) // options.samples
         with tqdm(total=len(expected), initial=len(records), desc=what) as bar:
             for start in range(begin, len(self.questions), QUESTIONS_AT_ONCE):

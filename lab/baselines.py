@@ -9,30 +9,25 @@
     rat           draft, then revise paragraph by paragraph                Wang 2024     up to 8
     search_o1     search inside the reasoning, insert digested notes       Li 2025      up to 10
 
-A method is a Python generator: it yields what it wants next, `Write` (the model writes on) or
-`Look` (a search), is handed the reply at that place, and returns its answer. `run_method` drives
-many questions in lockstep: all texts that are wanted at a moment are one batch, all searches one
-call.
+A method is a Python generator: it yields what it wants next, a `Write` (the model writes on) or a
+query (a search), is handed the reply at that place, and returns its answer. `run_method` drives
+many questions in lockstep: all their queries are one search call, all their texts one batch.
 
     python -m lab.baselines                        all, on the built-in world with its tiny model
     python -m lab.baselines --method rag,ircot --model SPEC --data FILE --corpus FILE
                                                    SPEC: a HF model, or http://host:port/v1#model
 
-The prompts are ours, without examples, for chat models; the papers show a few. Traps: a page must
-not steer a method, so tags and labels are taken out of it, and a method's end is looked for in the
-model's own words only; a reply that did not come is no wrong answer: that question is left out, and
-the same command makes its batch anew. Left out: IRCoT's bound of 15 paragraphs (the context is the
-bound), sampling several chains.
+The prompts are ours, for chat models, asked greedily. A page cannot steer a method: tags and labels
+are taken out of it. A question without a reply is left out, and the same command asks it again.
+Left out: the papers' few-shot examples, searching inside a reasoning model's <think>.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import ClassVar
 
 from data import Question
@@ -40,35 +35,31 @@ from errors import InputError, check_output, check_value, run_main, setting
 from eval import Evaluation
 from lab import interruptible, parse_flags
 from metrics import last_boxed
-from other_models.llm import load_llm
+from other_models.llm import LocalLLM, Request, load_llm
 from other_models.reader import read_answer
 from plumbing.build import build_protocol, build_search, load_model
 from plumbing.report import summarise, table
 from policy import best_device, weights_version
 from prompts import (
     Protocol,
-    chat_text,
     frame_documents,
     last_block,
     parse_query,
     prompt_text,
     question_text,
-    special_texts,
     strip_tags,
     tag_pair,
     without_thinking,
 )
-from rollout import Environment, check_prompt, context_of, encode, sample_turns, seeded
+from rollout import Environment, context_of, encode
 from settings import RECORDS, Settings, check_settings, resolve
 from summarizer import SearchFunction
 from trajectory import Trajectory
 
 TAGS = tag_pair("search"), tag_pair("information"), tag_pair("answer")
 BASELINE = Protocol("baseline", *TAGS, instruction="", direct_instruction="")
-ANSWERED = BASELINE.answer_tags[1]
-NO_REPLY = "no reply"  # why a trajectory ended whose model did not come
-FINAL = "So the final answer is:"
-LABELS = ("Follow up:", "Intermediate answer:", FINAL)  # no page may bring them along
+LABELS = FOLLOW_UP, TOLD, FINAL = "Follow up:", "Intermediate answer:", "So the final answer is:"
+NO_REPLY = "no reply"  # why a trajectory ended whose model could not be reached
 
 
 # --------------------------------------------------------------------------- what a method may want
@@ -76,69 +67,56 @@ LABELS = ("Follow up:", "Intermediate answer:", FINAL)  # no page may bring them
 
 @dataclass(frozen=True)
 class Write:
-    """The model writes on. It reads the passages, the question and the notes, in this order, and
-    goes on behind `so_far`.
+    """The model reads passages, question and notes, in this order, and goes on behind `so_far`.
 
-    found      lines of passages, one list per search, the oldest first: those are dropped first
-               where the context is short
-    notes      more to read; cut from the front where even that does not fit
-    so_far     the beginning of the model's own reply
-    stop       the reply ends behind the first of these, one or two
-    thinking   keep what a reasoning model thinks aloud (only a local model shows it)
+    found    lines of passages, the latest search's first; a short context drops the last ones
+    notes    more to read; where even that does not fit, cut from the front
+    so_far   the beginning of the model's own reply
     """
 
     instruction: str
-    question: str = ""
-    found: Sequence[Sequence[str]] = ()
+    question: str
+    found: Sequence[str] = ()
     notes: str = ""
     so_far: str = ""
-    stop: tuple[str, ...] = (ANSWERED,)
-    thinking: bool = False
 
 
-@dataclass(frozen=True)
-class Look:
-    """One search. The method is handed the lines of what the policy of a rollout would read."""
+# Handed to a method: for a `Write` the text, for a query the lines that a policy would read.
+Steps = Generator[Write | str, "str | list[str]", "str | None"]
 
-    query: str
-
-
-Steps = Generator[Write | Look, "str | list[str]", "str | None"]
-
-_SHORT = (
-    "in as few words as possible: a name, a date, a number, yes or no, or the letter of an option"
+SHORT = "in as few words as possible: a name, a date, a number, yes or no, or an option's letter"
+BOX = "<answer> your answer </answer>"
+DIRECT = f"Answer the question {SHORT}. Reply with nothing but {BOX}."
+READ = f"Answer from the passages or, if they do not help, from what you know. {DIRECT}"
+THINK = f"Think step by step, in a few short sentences. Then answer the question {SHORT}, as {BOX}."
+READ_AND_THINK = f"Read the passages; where they say nothing, use what you know. {THINK}"
+ONE_SENTENCE = (
+    "Work towards the answer. Write the next sentence only: one fact from the passages, with full"
+    " names. Once nothing is missing, write: So the answer is: the answer, in a few words."
 )
-_BOX = "<answer> your answer </answer>"
-INSTRUCTIONS = f"""
-- Answer the question {_SHORT}. Reply with nothing but {_BOX}.
-- Answer the question from the passages, {_SHORT}. If they do not help, answer from what you know.
-  Reply with nothing but {_BOX}.
-- Think about the question step by step, in a few short sentences. Then answer {_SHORT}, as {_BOX}.
-- Read the passages and think about the question step by step, in a few short sentences. Use what
-  you know where the passages say nothing. Then answer {_SHORT}, as {_BOX}.
-- Work towards the answer one sentence at a time: each sentence states one fact from the passages,
-  with full names, that brings the question further. Write the next sentence only. Once nothing is
-  missing, write as the last sentence: So the answer is: the answer, in as few words as possible.
-- Split the question into simpler ones. As long as a fact is missing, write one line, "Follow up:"
-  and one simple question that can be understood by itself, and stop; its answer is then given to
-  you behind "Intermediate answer:". When nothing is missing, write "{FINAL}" and the answer
-  {_SHORT}.
-- Write down step by step how the question can be answered. One step is one short paragraph; leave a
-  blank line between paragraphs. End with a paragraph "{FINAL}" and the answer {_SHORT}.
-- Somebody answers the question step by step, in paragraphs. Write one short query for a search
-  engine with which the facts in the last paragraph can be checked. Reply with the query only.
-- Somebody answers the question step by step, in paragraphs. Revise the last paragraph: correct what
-  the passages contradict and add what they say to the point. Reply with the revised paragraph only.
-- Reason step by step towards the answer. Whenever a fact is missing or uncertain, write <search> a
-  short query </search> and stop; notes of what was found are given to you between <information> and
-  </information>, and you go on. Finish with the answer {_SHORT}, as {_BOX}.
-- Somebody reasons about the question and has just searched. Read the passages and write down, in a
-  few sentences, only the facts in them that help the reasoning on. If there are none, write:
-  Nothing helpful was found.
-"""
-INSTRUCTIONS = [" ".join(text.split()) for text in INSTRUCTIONS.split("\n- ")[1:]]
-DIRECT, READ, THINK, READ_AND_THINK, ONE_SENTENCE, SELF_ASK, DRAFT, *_REST = INSTRUCTIONS
-TO_QUERY, REVISE, SEARCH_INSIDE, DIGEST = _REST
+SELF_ASK = (
+    f'Split the question into simpler ones. While a fact is missing, write "{FOLLOW_UP}" and one'
+    f' question that can be understood by itself, and stop; "{TOLD}" then tells its answer. When'
+    f' nothing is missing, write "{FINAL}" and the answer {SHORT}.'
+)
+DRAFT = (
+    "Write down step by step how the question can be answered, each step a short paragraph with a"
+    f' blank line behind it. End with a paragraph "{FINAL}" and the answer {SHORT}.'
+)
+TO_QUERY = "Write a short search query that checks the last of these paragraphs, and nothing else."
+REVISE = (
+    "Revise the last of these paragraphs: correct what the passages contradict and add what they"
+    " say to the point. Reply with the revised paragraph only."
+)
+SEARCH_INSIDE = (
+    "Reason step by step towards the answer. Whenever a fact is missing or uncertain, write"
+    " <search> a short query </search> and stop; notes of what was found are given to you between"
+    f" <information> and </information>, and you go on. Finish with the answer {SHORT}, as {BOX}."
+)
+DIGEST = (
+    "Write down, in a few sentences, only what the passages say that helps this reasoning on. If"
+    " they say nothing, write: Nothing helpful was found."
+)
 
 
 # -------------------------------------------------------------------------------------- the methods
@@ -158,20 +136,19 @@ def cot(question: Question, limit: int = 0) -> Steps:
 
 def rag(question: Question, limit: int = 1) -> Steps:
     """Retrieval-augmented generation (Lewis 2020): passages for the question, one generation."""
-    found = yield Look(question.question)
-    return any_answer((yield Write(READ, question_text(question), [found])))
+    found = yield question.question
+    return any_answer((yield Write(READ, question_text(question), found)))
 
 
 def ircot(question: Question, limit: int = 8) -> Steps:
     """IRCoT (Trivedi 2023): retrieval and reasoning take turns; a sentence is the next query.
 
-    Passages pile up. It ends when a sentence says "answer is", or after `limit` searches. Where the
-    paper then lets a reader answer from all passages, the chain is completed.
+    Passages pile up. Where the paper then lets a reader answer from them, the chain is completed.
     """
     found, chain, query = [], "", question.question
     for _ in range(limit):
-        found.append((yield Look(query)))
-        request = Write(ONE_SENTENCE, question_text(question), found.copy(), so_far=chain)
+        found = (yield query) + found
+        request = Write(ONE_SENTENCE, question_text(question), found, so_far=chain)
         query = first_sentence((yield request))
         if not query or said_answer(query):
             break
@@ -184,13 +161,12 @@ def ircot(question: Question, limit: int = 8) -> Steps:
 def iter_retgen(question: Question, limit: int = 2) -> Steps:
     """Iter-RetGen (Shao 2023): y_t = answer(question, passages for question + y_{t−1}).
 
-    The whole last reply is part of the query, as it often names what the question does not. Each
-    turn reads only what it found.
+    The whole last reply is in the query: it often names what the question does not.
     """
     reply = ""
     for _ in range(limit):
-        found = yield Look(f"{question.question} {reply}")
-        request = Write(READ_AND_THINK, question_text(question), [found])
+        found = yield f"{question.question} {reply}"
+        request = Write(READ_AND_THINK, question_text(question), found)
         reply = yield request
     return (yield from conclude(request, reply))
 
@@ -198,19 +174,18 @@ def iter_retgen(question: Question, limit: int = 2) -> Steps:
 def self_ask(question: Question, limit: int = 10) -> Steps:
     """Self-Ask (Press 2023): the model asks itself simpler questions, and a search answers each.
 
-    The paper's search engine gives an answer; ours gives passages, so the model reads the answer
-    out of them first.
+    The paper's search engine gives answers, ours passages: the model reads the answer out of them.
     """
-    text, chain, stop = question_text(question), "", ("Intermediate answer:", ANSWERED)
+    chain = ""
     for _ in range(limit):
-        request = Write(SELF_ASK, text, so_far=chain, stop=stop)
+        request = Write(SELF_ASK, question_text(question), so_far=chain)
         reply = yield request
         follow_up = next_question(reply)
         if not follow_up:
             break
-        found = yield Look(follow_up)
-        read = yield Write(READ, found=[found], notes=f"Question: {follow_up}")
-        chain += f"Follow up: {follow_up}\nIntermediate answer: {any_answer(read) or 'unknown'}\n"
+        found = yield follow_up
+        read = any_answer((yield Write(READ, follow_up, found)))
+        chain += f"{FOLLOW_UP} {follow_up}\n{TOLD} {read or 'unknown'}\n"
     else:
         request, reply = replace(request, so_far=chain), ""
     return (yield from conclude(request, reply))
@@ -219,8 +194,7 @@ def self_ask(question: Question, limit: int = 10) -> Steps:
 def rat(question: Question, limit: int = 8) -> Steps:
     """RAT (Wang 2024): a chain of thought is drafted, then each paragraph looked up and revised.
 
-    What paragraph i is revised with: the paragraphs before it as they are by then, and passages for
-    a query the model makes of it. Paragraphs behind the first `limit` stay as they were drafted.
+    The model sees the paragraphs before it as revised. Those behind the first `limit` are kept.
     """
     text = question_text(question)
     draft = [p.strip() for p in re.split(r"\n\s*\n", (yield Write(DRAFT, text))) if p.strip()]
@@ -228,8 +202,8 @@ def rat(question: Question, limit: int = 8) -> Steps:
     for paragraph in draft[:limit]:
         notes = "\n\n".join([*revised, paragraph])
         line = strip_tags((yield Write(TO_QUERY, text, notes=notes)), BASELINE.tags).strip()
-        found = yield Look(line.split("\n")[0].strip(" \"'") or paragraph)
-        reply = yield Write(REVISE, text, [found], notes=notes)
+        found = yield line.split("\n")[0].strip(" \"'") or paragraph
+        reply = yield Write(REVISE, text, found, notes)
         revised.append(reply.strip() or paragraph)
     *before, last = [*revised, *draft[limit:]] or [""]
     so_far = "".join(f"{paragraph}\n\n" for paragraph in before)
@@ -239,20 +213,19 @@ def rat(question: Question, limit: int = 8) -> Steps:
 def search_o1(question: Question, limit: int = 10) -> Steps:
     """Search-o1 (Li 2025): the model searches in the midst of its reasoning.
 
-    Another call of the same model reads the passages in its place, and only its notes are inserted:
-    pages would tear the reasoning apart.
+    Pages would tear it apart: another call of the model reads them, and only its notes go in.
     """
-    text, chain, stop = question_text(question), "", ("</search>", ANSWERED)
+    text, chain = question_text(question), ""
     for searches in range(limit + 1):
-        request = Write(SEARCH_INSIDE, text, so_far=chain, stop=stop, thinking=True)
+        request = Write(SEARCH_INSIDE, text, so_far=chain)
         reply = yield request
         query = parse_query(BASELINE, reply)
         if not query or searches == limit:
             break
         chain += reply
-        found = yield Look(query)
+        found = yield query
         asked = f"Reasoning so far:\n{chain}\n\nQuery: {query}"
-        notes = strip_tags((yield Write(DIGEST, text, [found], asked)), BASELINE.tags)
+        notes = strip_tags((yield Write(DIGEST, text, found, asked)), BASELINE.tags)
         chain += f"\n\n<information>\n{notes.strip()}\n</information>\n\n"
     return (yield from conclude(request, reply))
 
@@ -270,9 +243,10 @@ def conclude(request: Write, reply: str) -> Steps:
         return answer
     parts = [request.so_far, strip_tags(reply, BASELINE.tags), FINAL]
     so_far = "\n".join(part.strip() for part in parts if part.strip())
-    return any_answer((yield replace(request, so_far=so_far, stop=(ANSWERED,), thinking=False)))
+    return any_answer((yield replace(request, so_far=so_far)))
 
 
+# Possessive `\s*+`: blanks without end behind "is" must not cost the square of their number.
 _SAID = re.compile(r"answer is\s*+:?\s*+([^\n]*\w[^\n]*)", re.IGNORECASE)
 
 
@@ -294,10 +268,7 @@ def any_answer(reply: str) -> str:
 
 
 # A full stop behind one capital letter, one digit (of a numbered list) or a title ends no sentence.
-_SENTENCE = re.compile(
-    r"[^\n]*?(?:(?<!\b[A-Z\d])(?<!\b[DMS]r)(?<!\bSt)(?<!\bMrs)(?<!\bvs)"
-    r"[.!?][\"')\]]*(?=\s|$)|(?=\n|$))"
-)
+_END = re.compile(r"(?<!\b[A-Z\d])(?<!\b[DMS]r)(?<!\bSt)(?<!\bMrs)(?<!\bvs)[.!?][\"')\]]*(?=\s|$)")
 
 
 def first_sentence(text: str) -> str:
@@ -306,18 +277,18 @@ def first_sentence(text: str) -> str:
     >>> first_sentence("Dr. J. Bell was born in Kelmouth. It is a town.")
     'Dr. J. Bell was born in Kelmouth.'
     """
-    return _SENTENCE.match(text.strip()).group().strip()
+    line = text.strip().partition("\n")[0]
+    end = _END.search(line)
+    return line[: end.end()] if end else line.strip()
 
 
 _FOLLOW_UP = re.compile(r"follow[- ]?up(?: question)?\s*+:([^\n]*)", re.IGNORECASE)
 
 
-def next_question(reply: str) -> str | None:
-    """Self-Ask's next question, if the reply asks one before it says an answer."""
-    asked, said = _FOLLOW_UP.search(reply), _SAID.search(reply)
-    if not asked or (said and said.start() < asked.start()):
-        return None
-    return asked.group(1).partition("Intermediate answer:")[0].strip() or None
+def next_question(reply: str) -> str:
+    """Self-Ask's next question; "" if the reply asks none before it says an answer."""
+    asked = _FOLLOW_UP.search(_SAID.split(reply)[0])
+    return asked.group(1).partition(TOLD)[0].strip() if asked else ""
 
 
 # ----------------------------------------------------------------------- many questions in lockstep
@@ -328,13 +299,10 @@ class Row:
 
     def __init__(self, question: Question, steps: Steps):
         self.trajectory, self.steps = Trajectory(question, BASELINE), steps
-        self.request: Write | Look | None = next(steps)
+        self.request: Write | str | None = next(steps)
 
-    def hand(self, reply: str | list[str] | None) -> None:
+    def hand(self, reply: str | list[str]) -> None:
         """Hand the method what it asked for; it runs on to its next request, or to its end."""
-        if reply is None:
-            self.trajectory.stop_reason, self.request = NO_REPLY, None
-            return
         try:
             self.request = self.steps.send(reply)
         except StopIteration as end:  # one answer box, so that it is graded like everybody else's
@@ -345,29 +313,21 @@ class Row:
 
 
 def run_method(
-    name: str, questions: list[Question], generate, search: SearchFunction, settings: Settings
+    name: str, questions: list[Question], writer: Writer, search: SearchFunction, settings: Settings
 ) -> list[Trajectory]:
-    """A trajectory of one method for each question, without token ids. stop_reason NO_REPLY: the
-    model did not come, it can be asked again.
-
-    generate   `Local`, `Asked` or anything like them: generate(requests, stop) -> a reply or None
-               for each, generate.shown(request) -> all that it reads, generate.tokenizer
-    settings   max_searches 0: the paper's own bound; rollout_batch_size: questions under way, 0 all
+    """A trajectory of one method for each question, without token ids. max_searches 0: the paper's
+    own bound.
     """
     limit = [settings.max_searches] if settings.max_searches else []
-    # This environment writes a log and no context; one search takes at most half a context.
-    most = min(settings.document_tokens, settings.max_context // 2)
+    # This environment writes a log and no context; one search takes at most half a prompt.
+    most = min(settings.document_tokens, writer.room // 2)
     unbounded = replace(settings, max_context=2**31, document_tokens=most)
-    environment = Environment(generate.tokenizer, BASELINE, search, unbounded)
-    environment.forbidden = [*environment.forbidden, *LABELS]
+    environment = Environment(writer.tokenizer, BASELINE, search, unbounded)
+    environment.forbidden += LABELS
     rows = [Row(question, METHODS[name](question, *limit)) for question in questions]
-    size = settings.rollout_batch_size or len(rows)
-    for start in range(0, len(rows), size):
-        live = rows[start : start + size]
-        while live:
-            look_all([row for row in live if isinstance(row.request, Look)], environment)
-            write_all([row for row in live if isinstance(row.request, Write)], generate, settings)
-            live = [row for row in live if row.request is not None]
+    while any(row.request for row in rows):
+        look_all([row for row in rows if isinstance(row.request, str)], environment)
+        write_all([row for row in rows if isinstance(row.request, Write)], writer)
     return [row.trajectory for row in rows]
 
 
@@ -375,150 +335,125 @@ def look_all(rows: list[Row], environment: Environment) -> None:
     """All rows' searches in one call, under the rollout's own rules of retries and budgets."""
     asking = []
     for row in rows:
-        query = " ".join(strip_tags(row.request.query, BASELINE.tags).split())
+        query = " ".join(strip_tags(row.request, BASELINE.tags).split())
         row.trajectory.append_environment([], f"<search> {query} </search>", "notice")
         asking.append((row.trajectory, query))
-    if asking:
+    if rows:
         environment.execute(asking)
     for row in rows:
         row.hand(row.trajectory.searches[-1].text.split("\n"))
 
 
-def write_all(rows: list[Row], generate, settings: Settings) -> None:
-    """One batch for each way of stopping; a method has at most two."""
-    for stop in dict.fromkeys(row.request.stop for row in rows):
-        some = [row for row in rows if row.request.stop == stop]
-        asked = [fitted(row.request, generate, settings) for row in some]
-        rows = [row for row in rows if row not in some]
-        for row, reply in zip(some, generate(asked, stop), strict=True):
-            if reply is not None:
-                ends = [reply.find(text) + len(text) for text in stop if text in reply]
-                reply = reply[: min(ends)] if ends else reply  # a server does not stop there
-                # The transcript holds one answer box, and tags of searches that were made.
-                text = strip_tags(reply, BASELINE.tags).strip()
-                row.trajectory.append_model([], [], f"{text}\n\n")
-            row.hand(reply)
+# A model that does not stop where the environment goes on is cut there.
+_TURN = re.compile(rf".*?(?:</search>|</answer>|{TOLD}|\Z)", re.DOTALL)
 
 
-def fitted(request: Write, generate, settings: Settings) -> Write:
-    """The request, so short that a reply still fits into the context: the oldest search's last
-    passage goes first, then the front of the notes and of what was written so far.
-    """
-    room = settings.max_context - min(settings.max_turn_tokens, settings.max_context // 4)
-    while len(encode(generate.tokenizer, generate.shown(request))) > room:
+def write_all(rows: list[Row], writer: Writer) -> None:
+    """All rows' texts in one batch."""
+    requests = [fitted(row.request, writer) for row in rows]
+    for row, reply in zip(rows, writer(requests), strict=True):
+        if reply is None:
+            row.trajectory.stop_reason, row.request = NO_REPLY, None
+            continue
+        reply = _TURN.match(reply).group()
+        # In a transcript tags mean a search that was made, or the answer.
+        text = strip_tags(reply, BASELINE.tags).strip()
+        row.trajectory.append_model([], [], f"{text}\n\n")
+        row.hand(reply)
+
+
+def fitted(request: Write, writer: Writer) -> Write:
+    """The request, so short that a reply still fits into the context."""
+    while (length := writer.length(request)) > writer.room:
         if request.found:
-            oldest, *others = request.found
-            request = replace(request, found=[oldest[:-1], *others] if len(oldest) > 1 else others)
+            request = replace(request, found=request.found[:-1])
         elif request.notes or request.so_far:
             notes, so_far = (text[len(text) // 8 + 1 :] for text in (request.notes, request.so_far))
             request = replace(request, notes=notes, so_far=so_far)
         else:
-            break
+            said = f"a prompt of {length} tokens, and {writer.room} fit: raise --max_context"
+            raise InputError(f"{request.question[:60]!r}: {said}")
     return request
 
 
 # --------------------------------------------------------------------------------------- who writes
 
 
-def user_text(request: Write) -> str:
-    """What the model reads: passages (each once, without their numbers), question, notes."""
-    lines = [re.sub(r"^\(\d+\) ", "", line) for found in request.found for line in found]
-    passages = "Passages:\n" + "\n".join(dict.fromkeys(lines)) if lines else ""
-    question = f"Question: {request.question}" if request.question else ""
-    return "\n\n".join(part for part in (passages, question, request.notes) if part)
+def chat_request(write: Write) -> Request:
+    """(instruction, text): passages, each once and without its number; question, notes, reply."""
+    lines = dict.fromkeys(re.sub(r"^\(\d+\) ", "", line) for line in write.found)
+    parts = ["\n".join(["Passages:", *lines])] if lines else []
+    parts += [f"Question: {write.question}", write.notes]
+    if write.so_far:
+        go_on = "This is your reply so far. Go on where it ends, and repeat nothing:"
+        parts.append(f"{go_on}\n{write.so_far}")
+    return write.instruction, "\n\n".join(filter(None, parts))
 
 
-class Local:
-    """A HF model in this process. `so_far` is put into its mouth: it goes on in its own turn.
+def guessed_tokens(text: str, **_) -> dict:
+    """Of a model elsewhere: 3 bytes each, which is more tokens than most texts have."""
+    return {"input_ids": [0] * -(-len(text.encode()) // 3)}
 
-    ask   (request) -> (prompt, opening of the reply); by itself the chat template, if it has one
+
+class Writer:
+    """A model of other_models/llm.py, asked with `request_of(write)` of at most `room` tokens."""
+
+    def __init__(self, llm, room: int, request_of: Callable[[Write], Request] = chat_request):
+        self.llm, self.room, self.request_of = llm, room, request_of
+        self.tokenizer = getattr(llm, "tokenizer", guessed_tokens)
+
+    def length(self, write: Write) -> int:
+        request = self.request_of(write)
+        if isinstance(self.llm, LocalLLM):
+            return len(self.llm.prompt(request))
+        return len(encode(self.tokenizer, "".join(request)))
+
+    def __call__(self, writes: list[Write]) -> list[str | None]:
+        replies = self.llm.ask(list(map(self.request_of, writes)))
+        pairs = zip(replies, writes, strict=True)
+        return [reply and reply.removeprefix(write.so_far.strip()) for reply, write in pairs]
+
+
+class Tiny(LocalLLM):
+    """The built-in world's model. It is asked with (prompt, opening of the reply)."""
+
+    def prompt(self, request: Request) -> list[int]:
+        return encode(self.tokenizer, "".join(request))
+
+    def ask(self, requests: list[Request]) -> list[str]:
+        replies = dict(self.replies(requests))
+        # It goes on behind </answer>, perhaps to another </think>: first of all its turn ends.
+        turns = [request[1] + _TURN.match(replies[request]).group() for request in requests]
+        return list(map(without_thinking, turns))
+
+
+def tiny_request(write: Write, tokenizer, protocol: Protocol) -> Request:
+    """What the warm-up had: the bare question, passages in their frame, no instruction. Left alone
+    it would search: to answer at once, its answer is opened for it.
     """
-
-    def __init__(self, policy, tokenizer, settings: Settings, ask: Callable | None = None):
-        self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
-        self.ask, self.seed = ask or self.chat, settings.seed
-        self.special = special_texts(tokenizer)
-
-    def chat(self, request: Write) -> tuple[str, str]:
-        # Passages and earlier replies must not open a turn of their own.
-        text, so_far = (strip_tags(t, self.special) for t in (user_text(request), request.so_far))
-        prompt = chat_text(self.tokenizer, request.instruction, text)
-        return prompt + (" " if so_far and not prompt[-1].isspace() else "") + so_far, ""
-
-    def shown(self, request: Write) -> str:
-        return "".join(self.ask(request))
-
-    def __call__(self, requests: list[Write], stop: tuple[str, ...]) -> list[str]:
-        """A turn of a rollout for each request, which ends behind the texts `stop`."""
-        ends = [("", text) for text in stop]
-        protocol = replace(BASELINE, query_tags=ends[0], answer_tags=ends[-1])
-        environment = Environment(self.tokenizer, protocol, None, self.settings)
-        contexts = [encode(self.tokenizer, self.shown(request)) for request in requests]
-        rows = [Trajectory(None, protocol, context) for context in contexts]
-        self.seed += 1  # each batch draws anew
-        with seeded(self.seed, self.policy.device):
-            turns = sample_turns(self.policy, environment, rows)
-        return [self.decode(request, ids) for request, ids in zip(requests, turns.ids, strict=True)]
-
-    def decode(self, request: Write, ids: list[int]) -> str:
-        how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        reply = self.ask(request)[1] + self.tokenizer.decode(ids, **how)
-        return reply if request.thinking else without_thinking(reply)
-
-
-class Asked:
-    """A model behind `llm.ask`, a server. It cannot be given the beginning of its reply: it is
-    shown it.
-    """
-
-    def __init__(self, llm):
-        self.llm = llm
-
-    def tokenizer(self, text: str, **_) -> dict:
-        """3 characters a token, which is too many tokens for English: the model's is elsewhere."""
-        return {"input_ids": [0] * -(-len(text) // 3)}
-
-    def text(self, request: Write) -> str:
-        go_on = "\n\nThis is your reply so far. Go on where it ends, and repeat nothing:\n"
-        return user_text(request) + (go_on + request.so_far if request.so_far else "")
-
-    def shown(self, request: Write) -> str:
-        return request.instruction + self.text(request)
-
-    def __call__(self, requests: list[Write], stop: tuple[str, ...]) -> list[str | None]:
-        replies = self.llm.ask([(request.instruction, self.text(request)) for request in requests])
-        pairs = zip(replies, requests, strict=True)
-        return [reply and reply.removeprefix(request.so_far.strip()) for reply, request in pairs]
-
-
-def tiny_prompt(request: Write, tokenizer, protocol: Protocol) -> tuple[str, str]:
-    """How the built-in world's tiny model is asked. It reads no instruction, only what its warm-up
-    had: the bare question, and passages in its documents' frame. To answer at once, its answer is
-    opened for it: left alone, it would search.
-    """
-    question = Question("", request.question or request.notes.removeprefix("Question: "), [])
-    prompt = prompt_text(protocol, question, tokenizer)
-    if lines := [line for found in request.found for line in found]:
-        prompt += frame_documents(protocol, "\n".join(lines))
-    if request.instruction != DIRECT:
-        return prompt + request.so_far, ""
+    prompt = prompt_text(protocol, Question("", write.question, []), tokenizer)
+    if write.found:
+        prompt += frame_documents(protocol, "\n".join(write.found))
+    if write.instruction != DIRECT:
+        return prompt + write.so_far, ""
     box = protocol.answer_tags[0] if protocol.answer_tags else " \\boxed{"
     return prompt, f"</think>\n\n{box}" if protocol.prompt_suffix else box
 
 
-def load_writer(settings: Settings) -> tuple[Local | Asked, Settings]:
-    """(who writes, the settings with the context known)."""
-    if settings.model.startswith("http"):  # whose context is not known
-        llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens)
-        return Asked(llm), replace(settings, max_context=settings.max_context or 4096)
-    policy, tokenizer = load_model(settings, settings.model, best_device(), frozen=True)
-    context, positions = settings.max_context, context_of(policy)
-    if context > positions:
-        raise InputError(f"--max_context {context}: the model has {positions} positions")
-    settings, ask = replace(settings, max_context=context or positions), None
-    if not settings.data:
-        ask = partial(tiny_prompt, tokenizer=tokenizer, protocol=build_protocol(settings))
-    return Local(policy, tokenizer, settings, ask), settings
+def load_writer(settings: Settings) -> Writer:
+    most, device, request_of = settings.max_turn_tokens, best_device(), chat_request
+    if settings.data or settings.model.startswith("http"):
+        llm = load_llm(settings.model, settings, max_tokens=most, device=device)
+    else:
+        policy, tokenizer = load_model(settings, settings.model, device, frozen=True)
+        llm, protocol = Tiny(policy, tokenizer, most), build_protocol(settings)
+        request_of = partial(tiny_request, tokenizer=tokenizer, protocol=protocol)
+    context = settings.max_context or 4096  # a server's is not known
+    if isinstance(llm, LocalLLM):
+        positions = context_of(llm.policy)
+        context = min(settings.max_context or positions, positions)
+        llm.batch_size = settings.rollout_batch_size or llm.batch_size
+    return Writer(llm, context - most, request_of)
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -534,83 +469,60 @@ class BaselineSettings:
     split: str = setting("test", "of the built-in world", one_of=("train", "dev", "test"))
     questions: int = setting(100, "per kind in the built-in world; of a file, 0 = all", least=0)
     out: str = setting("", "folder of METHOD.jsonl, the predictions; else in runs/predictions")
-    json: str = setting("", "write the table, by kind of question too, to this file")
     samples: ClassVar[int] = 1
     fresh: ClassVar[bool] = False
     fact_seed: ClassVar[None] = None
 
 
-def parse(arguments: list[str] | None) -> tuple[Settings, BaselineSettings]:
+def parse(arguments: list[str] | None) -> tuple[list[str], Settings, BaselineSettings]:
+    """(methods, settings, options). The recipe names the tiny model and gives the limits; a method
+    has its own bound on searches, unless told otherwise.
+    """
     records = [record for record in RECORDS if record.__module__ in FILES]
     options, given = parse_flags("lab.baselines", BaselineSettings, arguments, records)
-    chosen_methods(options.method)
-    for flag, file in (("--out", options.out and f"{options.out}/x"), ("--json", options.json)):
-        if file:
-            check_output(file, flag)
-    return settings_of(given), options
-
-
-def chosen_methods(names: str) -> list[str]:
-    chosen = list(METHODS) if names == "all" else [name.strip() for name in names.split(",")]
-    for name in chosen:
+    named = options.method.replace(" ", "")
+    methods = list(METHODS) if named == "all" else named.split(",")
+    for name in methods:
         check_value("method", name, {"one_of": METHODS})
-    return list(dict.fromkeys(chosen))
-
-
-def settings_of(given: dict) -> Settings:
-    """The recipe names the tiny model and gives the limits; greedy, and each method with its own
-    bound on searches, unless told otherwise.
-    """
+    if options.out:
+        check_output(f"{options.out}/x", "--out")
     if given.get("max_searches") == 0:
         raise InputError("--max_searches 0: the methods without a search are --method direct,cot")
+    if given.get("temperature"):
+        raise InputError("--temperature: a baseline is asked greedily; leave it out")
     name, own = given.get("recipe", "ur2"), {"temperature": 0.0, "max_searches": 0}
     settings = resolve(name, given.get("stage", 1), not given.get("data"), own | given)
     if build_protocol(settings).query_tags is None:
         why = "never searches, so its model and retriever cannot be compared: choose another"
         raise InputError(f"--recipe {name} {why}")
-    if settings.model.startswith("http") and settings.temperature:
-        raise InputError("--temperature: a server is asked greedily; leave it out")
-    return check_settings(settings, training=False)
-
-
-def check_fit(questions: list[Question], generate, settings: Settings) -> None:
-    for question in questions:
-        longest = Write(max(INSTRUCTIONS, key=len), question_text(question))
-        prompt = encode(generate.tokenizer, generate.shown(longest))
-        check_prompt(question, prompt, settings.max_context)
+    return methods, check_settings(settings, training=False), options
 
 
 def main(arguments: list[str] | None = None) -> None:
-    settings, options = parse(arguments)
-    whole, summaries = Evaluation(settings, options), {}
+    methods, settings, options = parse(arguments)
+    whole, rows = Evaluation(settings, options), {}
     folder = whole.out if options.out else whole.out.with_suffix("")
     version = weights_version(settings.model) if settings.model else "built-in"
 
     @cache
     def load() -> tuple:  # once, and only if something is missing
-        generate, limits = load_writer(settings)
-        check_fit(whole.questions, generate, limits)
-        return generate, build_search(limits, whole.documents, best_device()), limits
+        return load_writer(settings), build_search(settings, whole.documents, best_device())
 
     def rows_of(name: str, some: list[Question], start: int, progress) -> list[Trajectory]:
-        rows = run_method(name, some, *load())
-        progress(len(rows))
-        return [row for row in rows if row.stop_reason != NO_REPLY]
+        found = run_method(name, some, *load(), settings)
+        progress(len(found))
+        return [trajectory for trajectory in found if trajectory.stop_reason != NO_REPLY]
 
     with interruptible(f"what was finished is in {folder}: the same command goes on"):
-        for name in chosen_methods(options.method):
+        for name in methods:
             out, count = folder / f"{name}.jsonl", len(whole.questions)
             records = whole.collect(out, version, partial(rows_of, name), name)
             if left := count - len(records):
                 print(f"{name}: {left} of {count} got no reply; the same command asks again")
             if records:
-                summaries[name] = summarise(records)
-    rows = {name: summary["all"] for name, summary in summaries.items()}
-    print(table(rows).replace("kind  ", "method"))
+                rows[name] = summarise(records)["all"]
+    print(table(rows, head="method"))
     print(f"predictions: {folder}/METHOD.jsonl")
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(summaries, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

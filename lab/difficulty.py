@@ -5,8 +5,8 @@
     python -m lab.difficulty --model DIR --data FILE --corpus FILE --out difficulty.jsonl
     python -m lab.difficulty --from_rollouts FILE --out difficulty.jsonl     published answers
 
-curriculum.py has the buckets, and deals questions by them. The flags are eval.py's, but sampled at
-temperature 1. The same command goes on where it was interrupted.
+curriculum.py has the buckets, and deals questions by them. The flags are eval.py's, at temperature
+1. The same command goes on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -35,15 +35,11 @@ from rollout import check_prompts, rollout
 from settings import ASKING, check_settings
 
 AT_ONCE = 16  # questions that share a seed
-Scores = list[list[float]]  # of each question's rollouts
-Answer = Callable[[list[Question]], Scores]
+Answer = Callable[[list[Question]], list[list[float]]]  # the scores of each question's rollouts
 
 
 def bucket_of_first_success(scores: Sequence[float]) -> str:
-    """R1-Searcher's counting. A success is a full score; none at all is the hardest bucket.
-
-    Its published stage 1 file is medium by the paper, but holds about ten rollouts a question: this
-    count calls most of its questions easy.
+    """R1-Searcher's counting, of 20 rollouts: a success is a full score, none at all is hard.
 
     >>> bucket_of_first_success([0, 0, 1, 0]), bucket_of_first_success([0] * 9 + [1])
     ('easy', 'medium')
@@ -51,15 +47,11 @@ def bucket_of_first_success(scores: Sequence[float]) -> str:
     successes = [score >= 1 for score in scores[:20]]
     if not any(successes):
         return "hard"
-    needed = successes.index(True) + 1
-    return "easy" if needed < 10 else "medium"
+    return "easy" if successes.index(True) + 1 < 10 else "medium"
 
 
-# name -> (bucket of a question's scores, its usual metric)
-SCHEMES: dict[str, tuple[Callable[[Sequence[float]], str], str]] = {
-    "ur2": (bucket_of_mean, "f1"),
-    "r1_searcher": (bucket_of_first_success, "cem"),
-}
+# (bucket of a question's scores, its usual metric)
+SCHEMES = {"ur2": (bucket_of_mean, "f1"), "r1_searcher": (bucket_of_first_success, "cem")}
 
 
 @dataclass(frozen=True)
@@ -74,16 +66,6 @@ class DifficultySettings:
     questions: int = setting(0, "of each kind in the built-in world, or in all; 0 = all", least=0)
     split: ClassVar[str] = "train"
     fact_seed: ClassVar[None] = None
-    renamed: ClassVar[dict] = {"k": "write --samples"}
-
-
-def parse(arguments: list[str] | None) -> tuple[dict, DifficultySettings]:
-    options, given = parse_flags("lab.difficulty", DifficultySettings, arguments, ASKING)
-    check_output(options.out, "--out")
-    if options.scheme == "r1_searcher" and options.samples < 20 and not options.from_rollouts:
-        why = "r1_searcher tells medium from hard at 20 rollouts: give at least --samples 20"
-        raise InputError(f"--samples {options.samples}: {why}")
-    return given, options
 
 
 def measure(
@@ -95,12 +77,11 @@ def measure(
     records = resume.go_on(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
     with tqdm(total=len(questions), initial=len(records), desc="difficulty") as bar:
         for start in range(len(records), len(questions), AT_ONCE):
-            some, fresh = questions[start : start + AT_ONCE], []
+            some = questions[start : start + AT_ONCE]
             for question, scores in zip(some, answer(some), strict=True):
-                known = {"id": question.id, "scores": scores, "score": sum(scores) / len(scores)}
-                fresh.append(known | {"bucket": found(scores)})
-            append_jsonl(out, fresh)
-            records += fresh
+                record = {"id": question.id, "scores": scores, "score": sum(scores) / len(scores)}
+                records.append(record | {"bucket": found(scores)})
+            append_jsonl(out, records[start:])
             bar.update(len(some))
     return {record["id"]: record["bucket"] for record in records}
 
@@ -113,33 +94,31 @@ def measure_published(given: dict, options: DifficultySettings, metric: str) -> 
         print(f"note: some questions have only {few} rollouts; without a success they are hard")
     predictions = {attempt.question.id: attempt.predictions for attempt in attempts}
 
-    def score(q: Question, text: str) -> float:
-        return score_answer(text, q.answers, q.task, q.options)[metric]
-
-    def answer(some: list[Question]) -> Scores:
-        return [[score(q, text) for text in predictions[q.id]] for q in some]
+    def scores(q: Question) -> list[float]:
+        how = (q.answers, q.task, q.options)
+        return [score_answer(text, *how)[metric] for text in predictions[q.id]]
 
     content = zlib.crc32(repr(attempts).encode())
     made_with = {"answers": content, "metric": metric, "scheme": options.scheme}
-    return measure([attempt.question for attempt in attempts], answer, made_with, options)
+    questions = [attempt.question for attempt in attempts]
+    return measure(questions, lambda some: list(map(scores, some)), made_with, options)
 
 
 def measure_model(given: dict, options: DifficultySettings, metric: str) -> dict[str, str]:
     settings = check_settings(settings_of({"temperature": 1.0} | given), training=False)
     if settings.temperature == 0 and options.samples > 1:
-        why = "all rollouts of a question would be the same; leave it at 1"
-        raise InputError(f"--temperature 0 is greedy: {why}")
-    whole = Evaluation(settings, options)  # its settings have the group size
-    settings, device = whole.settings, best_device()
+        raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
+    whole = Evaluation(settings, options)
+    settings, device = whole.settings, best_device()  # they have the group size now
     search = build_search(settings, whole.documents, device)
     policy, tokenizer = load_model(settings, settings.model, device, frozen=True)
     environment = build_environment(settings, tokenizer, search)
     check_prompts(whole.questions, environment, policy)
 
-    def answer(some: list[Question]) -> Scores:
-        seed = zlib.crc32(f"{settings.seed} {some[0].id}".encode())
+    def answer(some: list[Question]) -> list[list[float]]:
+        seed, k = zlib.crc32(f"{settings.seed} {some[0].id}".encode()), options.samples
         rows = rollout(policy, environment, some, seed, play_of(settings))
-        scores, k = [answer_scores(row)[metric] for row in rows], options.samples
+        scores = [answer_scores(row)[metric] for row in rows]
         return [scores[start : start + k] for start in range(0, len(rows), k)]
 
     version = weights_version(settings.model, policy) if settings.model else "built-in"
@@ -148,7 +127,11 @@ def measure_model(given: dict, options: DifficultySettings, metric: str) -> dict
 
 
 def main(arguments: list[str] | None = None) -> None:
-    given, options = parse(arguments)
+    options, given = parse_flags("lab.difficulty", DifficultySettings, arguments, ASKING)
+    check_output(options.out, "--out")
+    if options.scheme == "r1_searcher" and options.samples < 20 and not options.from_rollouts:
+        why = "r1_searcher tells medium from hard at 20 rollouts: give at least --samples 20"
+        raise InputError(f"--samples {options.samples}: {why}")
     metric = options.metric or SCHEMES[options.scheme][1]
     how = measure_published if options.from_rollouts else measure_model
     with interruptible(f"what was measured is in {options.out}: the same command goes on"):

@@ -9,6 +9,8 @@
 
 Each makes examples of --data: a prompt, and pieces of text of which the model imitates some
 (sft.py). Nothing is cut: an example that ends early would teach to stop without an answer.
+`reasoning` quotes gold references. A teacher's own words: eval.py --recipe arena --out FILE, then
+`traces --protocol arena --data FILE --questions QUESTIONS`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pathlib import Path
 
 from data import Document, Question, load_questions
 from errors import InputError, run_main, setting
-from formats.records import read_records, short
+from formats.records import read_records
 from lab import interruptible, parse_flags
 from policy import PolicySettings, best_device, load_policy, save_policy
 from prompts import (
@@ -38,7 +40,7 @@ from prompts import (
     special_texts,
     strip_tags,
 )
-from rollout import encode
+from rollout import context_of, encode
 from sft import Example, SFTSettings, example_of, train_sft
 from summarizer import NO_FACT, SUMMARY_LOG, summary_request
 from trajectory import Trajectory, trajectory_from_text
@@ -49,19 +51,14 @@ class DistilSettings:
     """METHOD: direct, reasoning, traces or summarizer."""
 
     model: str = setting("", "HF causal LM to start from: a directory or a hub name", needed=True)
-    data: str = setting(
-        "", f"questions; traces: predictions; summarizer: as {SUMMARY_LOG}", needed=True
-    )
+    data: str = setting("", f"questions; or predictions; or as {SUMMARY_LOG}", needed=True)
     out: str = setting("", "directory to save the model in", needed=True)
     protocol: str = setting("", "of the prompt; by itself arena, for traces r1_searcher")
-    traces: str = setting("", "reasoning: JSONL of id, relevance, analysis, answer (else built)")
     questions: str = setting("", "traces: the question file, for options and references")
     per_question: int = setting(1, "traces: at most so many of one question", least=1)
-    steps: int = setting(0, "updates; 0: as many as --epochs needs", least=0)
     epochs: float = setting(2.0, "passes over the examples", above=0)
     batch_size: int = setting(32, "examples per update", least=1)
     lr: float = setting(1e-5, "learning rate; falls linearly to 0", above=0)
-    lr_warmup: int = setting(0, "updates of linear warm-up", least=0)
     max_context: int = setting(0, "longer examples are left out; 0: the model's limit", least=0)
     tokens_per_micro_batch: int = setting(16384, "padded tokens per forward pass", least=1)
     gradient_checkpointing: bool = setting(False, "compute activations again: less memory")
@@ -81,8 +78,8 @@ def final_answer(protocol: Protocol, answer: str) -> str:
 
 
 def direct_protocol(protocol: Protocol) -> Protocol:
-    """The protocol with an instruction that asks for the answer and nothing else: the usual one
-    asks for reasoning, and a model that is trained to ignore its instruction is no baseline.
+    """The protocol with an instruction that asks for the answer alone: a model that is trained to
+    ignore its instruction is no baseline.
     """
     source = " from the numbered references that follow it" if protocol.references_in_prompt else ""
     box = final_answer(replace(protocol, prompt_suffix=""), "the answer in a few words")
@@ -93,80 +90,33 @@ def direct_protocol(protocol: Protocol) -> Protocol:
 def direct_example(question: Question, protocol: Protocol, tokenizer) -> Example:
     """Prompt -> the first gold answer, without a word of reasoning."""
     protocol = direct_protocol(protocol)
-    answer = final_answer(protocol, question.answers[0])
-    return example_of(build_prompt(protocol, question, tokenizer), [(answer, True)], tokenizer)
-
-
-@dataclass(frozen=True)
-class Reasoning:
-    """The numbers of the references that are needed (from 1), why, and the answer."""
-
-    relevance: tuple[int, ...]
-    analysis: str
-    answer: str
-
-
-def reasoning_example(
-    question: Question, reasoning: Reasoning, protocol: Protocol, tokenizer
-) -> Example:
-    """Prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis> <answer>...</answer>"""
-    begin, end = protocol.section_tags("relevance")
-    opened, closed = protocol.section_tags("analysis")
-    analysis = strip_tags(reasoning.analysis, forbidden_texts(protocol, tokenizer)).strip()
-    text = (
-        f"{begin}{list(reasoning.relevance)}{end}\n{opened} {analysis} {closed}\n"
-        f"{final_answer(protocol, reasoning.answer)}"
-    )
+    text = final_answer(protocol, question.answers[0])
     return example_of(build_prompt(protocol, question, tokenizer), [(text, True)], tokenizer)
 
 
-def reasoning_from_support(question: Question) -> Reasoning:
-    """Without a teacher: of each gold paragraph the sentence with the answer, or the first one."""
+def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Example:
+    """Prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis> <answer>...</answer>"""
+    begin, end = protocol.section_tags("relevance")
+    opened, closed = protocol.section_tags("analysis")
+    analysis = strip_tags(analysis_of(question), forbidden_texts(protocol, tokenizer)).strip()
+    text = f"{begin}{list(question.supporting)}{end}\n{opened} {analysis} {closed}\n"
+    text += final_answer(protocol, question.answers[0])
+    return example_of(build_prompt(protocol, question, tokenizer), [(text, True)], tokenizer)
+
+
+def analysis_of(question: Question) -> str:
+    """Of each gold reference the sentence with the answer, or the first one; then the answer."""
     if not question.supporting:
-        raise InputError(
-            f"question {question.id} names no supporting reference: give its trace with --traces,"
-            " or leave it out"
-        )
-    golds = [answer.lower() for answer in question.answers]
-    steps = []
-    for number in question.supporting:
-        reference = question.references[number - 1]
+        why = "names no supporting reference: leave it out (--skip_bad)"
+        raise InputError(f"question {question.id} {why}")
+    golds, quotes = [answer.lower() for answer in question.answers], []
+    for reference in question.references:
         sentences = re.split(r"(?<=[.!?])\s+", reference.text.strip())
         holding = [s for s in sentences if any(gold in s.lower() for gold in golds)]
-        (shown,) = number_documents([replace(reference, text=(holding or sentences)[0])])
-        steps.append(shown.replace("(1)", f"({number})", 1))
-    answer = question.answers[0]
-    analysis = " ".join([*steps, f"So the answer is {answer}."])
-    return Reasoning(tuple(question.supporting), analysis, answer)
-
-
-def read_reasonings(path: str | Path, questions: list[Question]) -> dict[str, Reasoning]:
-    """Question id -> its trace, from JSONL {"id", "relevance": [1, 3], "analysis", "answer"}."""
-    reasonings, last = {}, {question.id: len(question.references) for question in questions}
-    for place, record in whole_records(path):
-        numbers, texts = record.get("relevance"), [record.get("analysis"), record.get("answer")]
-        listed = isinstance(numbers, list) and numbers and all(type(n) is int for n in numbers)
-        written = all(isinstance(text, str) and text.strip() for text in texts)
-        if "id" not in record or not listed or not written:
-            raise InputError(
-                f'{path}, {place}: expected {{"id", "relevance": [1, 3], "analysis", "answer"}},'
-                f" found {short(record)}"
-            )
-        name = str(record["id"])
-        if wrong := [n for n in numbers if name in last and not 1 <= n <= last[name]]:
-            raise InputError(
-                f"the trace of question {name} cites {wrong[0]}; its references are 1 to"
-                f" {last[name]}: correct it"
-            )
-        reasonings[name] = Reasoning(tuple(numbers), *texts)
-    return reasonings
-
-
-def whole_records(path: str | Path) -> Iterator[tuple[str, dict]]:
-    for _, place, record in read_records(Path(path)):
-        if isinstance(record, InputError):
-            raise InputError(f"{path}, {place}: {record}: correct it")
-        yield place, record
+        quotes.append(replace(reference, text=(holding or sentences)[0]))
+    numbered = number_documents(quotes)
+    quoted = [numbered[number - 1] for number in question.supporting]
+    return " ".join([*quoted, f"So the answer is {question.answers[0]}."])
 
 
 # ------------------------------------------------------------------------------------------- traces
@@ -209,44 +159,36 @@ def without_notices(text: str, protocol: Protocol) -> list[tuple[str, bool]]:
 
 
 def read_traces(
-    path: str | Path, protocol: Protocol, per_question: int = 1, given: list[Question] | None = None
+    path: str, protocol: Protocol, per_question: int = 1, given: list[Question] | None = None
 ) -> list[Trajectory]:
     """The right trajectories of a predictions file (format 1, em 1), the first few of a question.
 
-    A record has the question's text and no more; for options or references it is looked up in
-    `given`, the questions that it was made from.
+    given   the questions it was made from: a record has neither options nor references
     """
     known, kept, traces = {question.id: question for question in given or []}, Counter(), []
-    for place, record in whole_records(path):
-        metrics = record.get("metrics")
-        scored = isinstance(metrics, dict) and {"format", "em"} <= set(metrics)
-        texts = all(isinstance(record.get(name), str) for name in ("question", "transcript"))
-        if not scored or not texts or "id" not in record:
-            raise InputError(
-                f"{path}, {place}: expected a line of eval.py with id, question, transcript and"
-                " metrics: evaluate with --out FILE and give that file"
-            )
-        name = str(record["id"])
+    for _, place, record in read_records(Path(path)):
+        if isinstance(record, InputError):
+            raise InputError(f"{path}, {place}: {record}: correct it")
+        fields = [record.get(field) for field in ("id", "question", "transcript", "metrics")]
+        if None in fields:
+            how = "with id, question, transcript and metrics: evaluate with --out FILE"
+            raise InputError(f"{path}, {place}: expected a line of eval.py {how}")
+        name, asked, transcript, metrics = fields
         if given is not None and name not in known:
-            raise InputError(
-                f"{path}, {place}: question {name} is not in --questions: give the file it was"
-                " made from"
-            )
-        if metrics["format"] == metrics["em"] == 1 and kept[name] < per_question:
+            why = "is not in --questions: give the file it was made from"
+            raise InputError(f"{path}, {place}: question {name} {why}")
+        right = metrics.get("format") == metrics.get("em") == 1
+        if right and kept[name] < per_question:
             kept[name] += 1
-            golds = record.get("golds") or []
-            question = known.get(name) or Question(name, record["question"], golds)
-            traces.append(trajectory_from_text(question, record["transcript"], protocol))
+            question = known.get(name) or Question(name, asked, record.get("golds") or [])
+            traces.append(trajectory_from_text(question, transcript, protocol))
     return traces
 
 
 # ----------------------------------------------------------------------------------- the summariser
 
 
-Pair = tuple[str, tuple[Document, ...]]  # what a summariser was asked: query and documents
-
-
-def read_summary_log(path: str | Path) -> dict[Pair, str]:
+def read_summary_log(path: str | Path) -> dict[tuple, str]:
     """(query, its documents) -> the reply when it was last asked.
 
     A line that an interrupt cut short is no JSON: it is left out, with a warning.
@@ -257,71 +199,50 @@ def read_summary_log(path: str | Path) -> dict[Pair, str]:
             print(f"warning: {path}, {place}: {record}: left out", file=sys.stderr)
             continue
         try:
-            documents = [Document(d["id"], d["title"], d["text"]) for d in record["documents"]]
+            documents = tuple(Document(**document) for document in record["documents"])
             reply = NO_FACT if record["fallback"] else record["summary"]
-            replies[record["query"], tuple(documents)] = reply
+            replies[record["query"], documents] = reply
         except (TypeError, KeyError) as error:
-            raise InputError(
-                f"{path}, {place}: no summary record ({error!r}): give a log as {SUMMARY_LOG}"
-            ) from None
+            why = f"no summary record ({error!r}): give a log as {SUMMARY_LOG}"
+            raise InputError(f"{path}, {place}: {why}") from None
     return replies
 
 
-def summary_example(pair: Pair, reply: str, tokenizer) -> Example:
+def summary_example(asked: tuple, reply: str, tokenizer) -> Example:
     """The very prompt that other_models/llm.py asks a local model with -> the reply."""
-    instruction, text = summary_request(*pair)
+    instruction, text = summary_request(*asked)
     prompt = chat_text(tokenizer, instruction, strip_tags(text, special_texts(tokenizer)))
     return example_of(encode(tokenizer, prompt), [(reply, True)], tokenizer)
 
 
 # --------------------------------------------------------------------------------- the command line
 
+METHODS = ("direct", "reasoning", "traces", "summarizer")
 
-def direct_examples(settings: DistilSettings, protocol: Protocol, tokenizer) -> list[Example]:
+
+def examples_of(
+    method: str, settings: DistilSettings, protocol: Protocol, tokenizer
+) -> list[Example]:
+    if method == "summarizer":
+        replies = read_summary_log(settings.data)
+        return [summary_example(asked, reply, tokenizer) for asked, reply in replies.items()]
+    if method == "traces":
+        asked, skip_bad = settings.questions, settings.skip_bad
+        given = load_questions(asked, skip_bad) if asked else None
+        traces = read_traces(settings.data, protocol, settings.per_question, given)
+        return [trace_example(trajectory, tokenizer) for trajectory in traces]
     questions = load_questions(settings.data, settings.skip_bad)
-    return [direct_example(question, protocol, tokenizer) for question in questions]
-
-
-def reasoning_examples(settings: DistilSettings, protocol: Protocol, tokenizer) -> list[Example]:
-    questions = load_questions(settings.data, settings.skip_bad)
-    if settings.traces:
-        written = read_reasonings(settings.traces, questions)
-        pairs = [(q, written[q.id]) for q in questions if q.id in written]
-    else:
-        usable = [q for q in questions if q.supporting or not settings.skip_bad]
-        pairs = [(question, reasoning_from_support(question)) for question in usable]
-    return [reasoning_example(*pair, protocol, tokenizer) for pair in pairs]
-
-
-def trace_examples(settings: DistilSettings, protocol: Protocol, tokenizer) -> list[Example]:
-    given = load_questions(settings.questions, settings.skip_bad) if settings.questions else None
-    traces = read_traces(settings.data, protocol, settings.per_question, given)
-    return [trace_example(trajectory, tokenizer) for trajectory in traces]
-
-
-def summary_examples(settings: DistilSettings, protocol: Protocol, tokenizer) -> list[Example]:
-    replies = read_summary_log(settings.data)
-    return [summary_example(*asked, tokenizer) for asked in replies.items()]
-
-
-METHODS = {
-    "direct": direct_examples,
-    "reasoning": reasoning_examples,
-    "traces": trace_examples,
-    "summarizer": summary_examples,
-}
+    if method == "direct":
+        return [direct_example(question, protocol, tokenizer) for question in questions]
+    usable = [q for q in questions if q.supporting or not settings.skip_bad]
+    return [reasoning_example(question, protocol, tokenizer) for question in usable]
 
 
 def that_fit(examples: list[Example], longest: int) -> list[Example]:
     fit = [example for example in examples if len(example.ids) <= longest and any(example.mask)]
-    if not examples:
-        raise InputError("no example to train on: nothing in --data is of use for this method")
     if not fit:
-        shortest = min(len(example.ids) for example in examples)
-        raise InputError(
-            f"no example to train on: the shortest of {len(examples)} has {shortest} tokens, and"
-            f" the context is {longest}: shorten them, or choose a model with a longer one"
-        )
+        why = f"of {len(examples)} examples none has something to imitate in {longest} tokens"
+        raise InputError(f"no example to train on: {why}: look at --data, or raise --max_context")
     if left_out := len(examples) - len(fit):
         print(f"{left_out} of {len(examples)} examples are longer than {longest} tokens: left out")
     return fit
@@ -333,36 +254,26 @@ def shuffled(examples: list[Example], seed: int) -> Iterator[Example]:
         yield from random.Random(f"{seed}  {epoch}").sample(examples, len(examples))
 
 
-def parse(arguments: list[str] | None) -> tuple[str, DistilSettings]:
-    settings, given = parse_flags("lab.distil", DistilSettings, arguments, methods=METHODS)
-    if Path(settings.out).exists():
-        raise InputError(f"--out {settings.out} is there already: name another, or remove it")
-    method = given["method"]
-    default = "r1_searcher" if method == "traces" else "arena"
-    return method, replace(settings, protocol=settings.protocol or default)
-
-
 def distil(method: str, settings: DistilSettings) -> None:
     """Load, encode, train, save."""
-    protocol, how = as_protocol(settings.protocol), PolicySettings()
-    how = replace(how, gradient_checkpointing=settings.gradient_checkpointing)
+    default = "r1_searcher" if method == "traces" else "arena"
+    protocol = as_protocol(settings.protocol or default)
+    how = PolicySettings(gradient_checkpointing=settings.gradient_checkpointing)
     policy, tokenizer = load_policy(settings.model, best_device(), how)  # fp32: it is trained
-    positions = getattr(policy.config, "max_position_embeddings", None) or 4096
+    positions = context_of(policy)
     longest = min(settings.max_context or positions, positions)
-    examples = that_fit(METHODS[method](settings, protocol, tokenizer), longest)
+    examples = that_fit(examples_of(method, settings, protocol, tokenizer), longest)
     size = min(settings.batch_size, len(examples))
-    steps = settings.steps or math.ceil(settings.epochs * len(examples) / size)
+    steps = math.ceil(settings.epochs * len(examples) / size)
     tokens = sum(sum(example.mask) for example in examples)
     print(f"{method}: {len(examples)} examples, {tokens:,} tokens to imitate, {steps} updates")
-    rate = {"lr": settings.lr, "lr_warmup": settings.lr_warmup, "betas": (0.9, 0.999)}
-    limit = {"tokens_per_micro_batch": settings.tokens_per_micro_batch}
+    limit = settings.tokens_per_micro_batch
+    training = SFTSettings(steps, settings.lr, betas=(0.9, 0.999), tokens_per_micro_batch=limit)
     stream = shuffled(examples, settings.seed)
-    how = SFTSettings(steps, **rate, **limit)
-    losses = train_sft(policy, lambda _: list(itertools.islice(stream, size)), how, method)
+    losses = train_sft(policy, lambda _: list(itertools.islice(stream, size)), training, method)
     if not all(map(math.isfinite, losses)):
-        raise InputError(
-            f"the loss became {losses[-1]}: nothing was saved; lower --lr {settings.lr:g}"
-        )
+        why = f"nothing was saved; lower --lr {settings.lr:g}"
+        raise InputError(f"the loss became {losses[-1]}: {why}")
     Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
     save_policy(policy, tokenizer, settings.out)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved: {settings.out}")
@@ -373,8 +284,11 @@ def distil(method: str, settings: DistilSettings) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    settings, given = parse_flags("lab.distil", DistilSettings, arguments, methods=METHODS)
+    if Path(settings.out).exists():
+        raise InputError(f"--out {settings.out} is there already: name another, or remove it")
     with interruptible("nothing was saved"):
-        distil(*parse(arguments))
+        distil(given["method"], settings)
 
 
 if __name__ == "__main__":

@@ -153,13 +153,13 @@ def report(records: list[dict], others: list[dict], as_markdown: bool, json_file
         Path(json_file).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
-def table(summary: Summary, as_markdown: bool = False) -> str:
+def table(summary: Summary, as_markdown: bool = False, head: str = "kind") -> str:
     """A line per row: "0.250 [0.12, 0.38]" is a mean with its interval."""
     rows = {row: summary[row] for row in summary if row != "all" or len(summary) != 2}
     columns = [column for column in COLUMNS if any(column in row for row in rows.values())]
     if not columns:
         return "no numbers: none of the records has a metric"
-    lines = [["kind", "n", *columns]]
+    lines = [[head, "n", *columns]]
     for name, row in rows.items():
         means = ["{:.3f} [{:.2f}, {:.2f}]".format(*row[c]) if c in row else "-" for c in columns]
         lines.append([name, str(row["questions"]), *means])

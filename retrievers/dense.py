@@ -106,9 +106,7 @@ class DenseRetriever:
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         size = sum(shard.nbytes for shard in self.shards)
         if "cuda" in self.device and 2 * size < torch.cuda.mem_get_info(self.device)[0]:
-            self.shards = [
-                shard.to(self.device) for shard in self.shards
-            ]  # room for models is left
+            self.shards = [x.to(self.device) for x in self.shards]  # room for models is left
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """min(k, N) documents each, best first."""
@@ -146,11 +144,15 @@ def passage_vectors(documents: list[Document], encoder) -> list[torch.Tensor]:
         digest.update(repr(passage_text(document)).encode())  # quotes: "ab", "c" is not "a", "bc"
     folder = VECTORS / f"{Path(encoder.name).name}-{digest.hexdigest()[:20]}"
     paths = [folder / f"{i:05}.npy" for i in range(-(-len(documents) // SHARD))]
-    shards = []
-    for i, path in enumerate(tqdm(paths, "vectors", unit=" shards", disable=len(paths) < 2)):
-        if not path.exists():
+    # The processes of a run begin at places of their own, and skip what others have written.
+    first = len(paths) * int(os.environ.get("RANK", 0)) // int(os.environ.get("WORLD_SIZE", 1))
+    order = [*range(first, len(paths)), *range(first)]
+    for i in tqdm(order, "vectors", unit=" shards", disable=len(paths) < 2):
+        if not paths[i].exists():
             texts = [passage_text(document) for document in documents[i * SHARD :][:SHARD]]
-            save(path, encoder(texts, "passage").astype(np.float16))
+            save(paths[i], encoder(texts, "passage").astype(np.float16))
+    shards = []
+    for path in paths:
         try:
             # "c": the file is never written to, and torch takes only what it could write to.
             shards.append(torch.from_numpy(np.load(path, mmap_mode="c")))

@@ -4,7 +4,6 @@ import inspect
 import itertools
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from conftest import chat_server, random_policy, small
@@ -24,43 +23,35 @@ from lab.baselines import (
     METHODS,
     READ,
     REVISE,
-    TO_QUERY,
-    Asked,
-    Local,
     Write,
+    Writer,
     any_answer,
-    chosen_methods,
     first_sentence,
+    fitted,
     main,
     next_question,
     run_method,
     said_answer,
-    user_text,
 )
-from other_models.llm import LLM
 from policy import save_policy
 from prompts import PROTOCOLS, frame_documents
 from settings import Settings
 from trajectory import trajectory_from_text
 
-HOTPOTQA = (
-    Path(__file__).parents[2] / "shared" / "data" / "hotpotqa" / "hf_layout_dev_distractor_20.jsonl"
-)
 ANA = Question("ana", "Which country was Ana Bell born in?", ["Norland"])
 NEVER = "Hard to say, as the archives burned"  # names no answer
 NORLAND = "<answer> Norland </answer>"
-STOP = ("</answer>",)
 every_method = pytest.mark.parametrize("name", METHODS)
 
 
-class Scripted(Asked):
+class Scripted(Writer):
     """In place of a model: it says these replies in turn, and keeps what it was asked."""
 
-    def __init__(self, replies):
-        super().__init__(None)
+    def __init__(self, replies, room=3584):
+        super().__init__(None, room)
         self.replies, self.requests = iter(replies), []
 
-    def __call__(self, requests, stop):
+    def __call__(self, requests):
         self.requests += requests
         return [next(self.replies) for _ in requests]
 
@@ -87,34 +78,30 @@ class Library:
 
 
 def limits(**given):
-    """A method's own bound on searches, greedy, in a context of 4096 tokens."""
-    return Settings(**{"max_searches": 0, "temperature": 0.0, "max_context": 4096} | given)
+    """A method's own bound on searches."""
+    return Settings(**{"max_searches": 0} | given)
 
 
-def go(name, replies, library=None, question=ANA, **given):
+def go(name, replies, library=None, question=ANA, room=3584, **given):
     """One question through a method: (trajectory, what the model was asked, the library)."""
-    generate, library = Scripted(replies), library or Library()
+    generate, library = Scripted(replies, room), library or Library()
     (trajectory,) = run_method(name, [question], generate, library, limits(**given))
     return trajectory, generate.requests, library
 
 
-def so_far(requests, *instructions):
-    return [r.so_far for r in requests if not instructions or r.instruction in instructions]
+def user_text(request):
+    """What is shown of a request, but for the reply so far."""
+    return baselines.chat_request(replace(request, so_far=""))[1]
 
 
 # ------------------------------------------------------------------------ each method, step by step
 
 
-def test_direct_is_one_generation_and_no_search():
-    trajectory, requests, library = go("direct", ["Norland."])
-    assert trajectory.answer == "Norland." and library.calls == []
-    assert requests == [Write(DIRECT, ANA.question)]
-
-
-def test_chain_of_thought_reads_the_answer_behind_the_reasoning_and_does_not_search():
-    said = f"She was born in Kelmouth. {NORLAND} or Sudria"
-    trajectory, requests, library = go("cot", [said])
-    assert trajectory.answer == "Norland" and len(requests) == 1 and library.calls == []
+@pytest.mark.parametrize("name, said", [("direct", "Norland."), ("cot", f"Look: {NORLAND} Sudria")])
+def test_direct_and_chain_of_thought_are_one_generation_without_a_search(name, said):
+    trajectory, (request,), library = go(name, [said])
+    assert trajectory.answer.strip(".") == "Norland" and library.calls == []
+    assert request.question == ANA.question and not request.found
 
 
 def test_rag_searches_the_question_once_and_the_prompt_holds_what_was_found():
@@ -129,23 +116,17 @@ def test_ircot_searches_the_question_and_then_each_sentence_until_one_says_the_a
     replies = [f"{born} It is a town.", lies, "So the answer is: Norland. Sure."]
     trajectory, requests, library = go("ircot", replies)
     assert library.queries == [ANA.question, born, lies] and trajectory.answer == "Norland"
-    # only the first sentence of a reply goes on, and the passages pile up
-    assert so_far(requests) == ["", born, f"{born} {lies}"]
-    assert [len(request.found) for request in requests] == [1, 2, 3]
-    assert f"about {born}" in user_text(requests[1])
+    # only the first sentence of a reply goes on; passages pile up, the latest first
+    assert [r.so_far for r in requests] == ["", born, f"{born} {lies}"]
+    assert [len(request.found) for request in requests] == [2, 4, 6]
+    assert f"about {born}" in requests[1].found[0] and ANA.question in requests[1].found[-1]
 
 
 def test_ircot_stops_at_its_limit_and_then_completes_the_chain():
     _, requests, library = go("ircot", itertools.repeat(NEVER), max_searches=3)
     assert library.queries == [ANA.question, NEVER, NEVER] and len(requests) == 4
-    assert requests[3].so_far == f"{NEVER} {NEVER} {NEVER}\n{FINAL}" and len(requests[3].found) == 3
+    assert requests[3].so_far == f"{NEVER} {NEVER} {NEVER}\n{FINAL}" and len(requests[3].found) == 6
     assert len(go("ircot", itertools.repeat(NEVER))[0].searches) == 8  # the paper's own
-
-
-def test_ircot_ends_when_the_model_says_nothing_more():
-    trajectory, requests, library = go("ircot", ["", "Norland"])
-    assert len(library.queries) == 1 and trajectory.answer == "Norland"
-    assert requests[1].so_far == FINAL
 
 
 def test_a_passage_that_two_searches_found_stands_in_the_prompt_once():
@@ -160,13 +141,8 @@ def test_iter_retgen_searches_the_question_with_the_last_answer_and_reads_only_w
     )
     # T = 2, without tags
     assert library.queries == [ANA.question, f"{ANA.question} Born in Kelmouth. Kelmouth"]
-    assert trajectory.answer == "Norland" and [len(request.found) for request in requests] == [1, 1]
+    assert trajectory.answer == "Norland" and [len(request.found) for request in requests] == [2, 2]
     assert requests[1].so_far == "" and "Kelmouth" in user_text(requests[1])
-
-
-def test_iter_retgen_goes_on_for_as_many_turns_as_it_is_told():
-    trajectory, _, library = go("iter_retgen", itertools.repeat(NORLAND), max_searches=5)
-    assert len(library.queries) == 5 and trajectory.answer == "Norland"
 
 
 def test_self_ask_asks_its_follow_ups_one_by_one_and_reads_each_answer_out_of_the_passages():
@@ -228,7 +204,6 @@ def test_rat_revises_each_paragraph_with_its_own_query_and_with_the_revised_ones
         f"{born}\n\nVaren is in Sudria.",
         f"{born}\n\nKelmouth is in Norland.\n\n{final}",
     ]
-    assert all(request.found == () for request in requests if request.instruction == TO_QUERY)
     assert "about Kelmouth country" in user_text(requests[4]) and trajectory.answer == "Norland"
 
 
@@ -236,11 +211,6 @@ def test_rat_leaves_paragraphs_behind_its_limit_as_they_were():
     draft = "One.\n\nTwo.\n\nSo the final answer is: Sudria."
     trajectory, _, library = go("rat", [draft, "q", "Won."], max_searches=1)
     assert library.queries == ["q"] and trajectory.answer == "Sudria"
-
-
-def test_rat_with_an_empty_draft_still_answers():
-    trajectory, requests, library = go("rat", ["", "Norland"])
-    assert library.calls == [] and requests[1].so_far == FINAL and trajectory.answer == "Norland"
 
 
 def test_search_o1_inserts_the_models_own_notes_and_not_the_pages():
@@ -271,11 +241,6 @@ def test_search_o1_refuses_the_search_behind_its_limit_and_ends():
     # two rounds of query and notes, a third query that is not run, and the answer that it must give
     assert library.queries == ["Ana", "Ana"] and len(requests) == 6
     assert requests[5].so_far.endswith(f"Ana\n{FINAL}")
-
-
-def test_search_o1_with_an_empty_query_does_not_search():
-    trajectory, _, library = go("search_o1", ["<search> </search>", "Norland"])
-    assert library.calls == [] and trajectory.answer == "Norland"
 
 
 # ------------------------------------------------------------------------------- all of the methods
@@ -369,10 +334,9 @@ def test_the_transcript_has_one_answer_box_and_each_search_and_reads_back_the_sa
     assert again.answer == "b"
 
 
-def test_searches_are_counted_from_the_environments_log_and_fallbacks_with_them():
+def test_a_fallback_of_the_summariser_is_counted():
     numbers = grade(go("rag", [NORLAND], Library(fallback=True, text="None"))[0])
-    counted = [numbers[name] for name in ("searched", "searches", "fallbacks", "format")]
-    assert counted == [1, 1, 1, 1] and grade(go("cot", [NORLAND])[0])["searches"] == 0
+    assert [numbers[name] for name in ("searched", "searches", "fallbacks")] == [1, 1, 1]
 
 
 def test_a_choice_question_shows_its_options_and_is_searched_without_them():
@@ -394,16 +358,16 @@ class Keyed(Scripted):
         super().__init__([])
         self.by_question, self.batches = {q: iter(r) for q, r in replies.items()}, []
 
-    def __call__(self, requests, stop):
+    def __call__(self, requests):
         self.batches.append("".join(request.question for request in requests))
         return [next(self.by_question[request.question]) for request in requests]
 
 
-def ended(generate, library=None, **given):
+def ended(generate, library=None):
     """ircot's trajectories of the questions that `generate` has replies for."""
     questions = [Question(name, name, ["x"]) for name in generate.by_question]
     library = library or Library()
-    found = run_method("ircot", questions, generate, library, limits(**given))
+    found = run_method("ircot", questions, generate, library, limits())
     return {trajectory.question.id: trajectory.stop_reason for trajectory in found}
 
 
@@ -412,12 +376,6 @@ def test_texts_of_a_moment_are_one_batch_and_searches_one_call():
     assert list(ended(generate, library)) == ["a", "b", "c"]
     assert generate.batches == ["abc", "ac", "a"]
     assert library.calls == [["a", "b", "c"], ["A one.", "C one."], ["A two."]]
-
-
-def test_no_more_questions_are_under_way_than_told():
-    generate = Keyed(a=["A one.", SAID], b=[SAID], c=[SAID], d=[SAID])
-    assert list(ended(generate, rollout_batch_size=2)) == ["a", "b", "c", "d"]
-    assert generate.batches == ["ab", "a", "cd"]
 
 
 def test_a_reply_that_does_not_come_ends_the_question_and_no_other():
@@ -429,87 +387,53 @@ def test_a_reply_that_does_not_come_ends_the_question_and_no_other():
 
 
 class Worded(Scripted):
-    """A token is a word of what the user's message and the reply so far hold."""
+    """A token is a word of what the user's message holds."""
 
-    def shown(self, request):
-        return f"{user_text(request)} {request.so_far}"
-
-    def tokenizer(self, text, **_):
-        return {"input_ids": text.split()}
+    def length(self, write):
+        return len(baselines.chat_request(write)[1].split())
 
 
-def pages(*sizes):
-    """10 words a line, the first of which says which it is."""
-    return [
-        [f"p{number}_{line} " + "w " * 9 for line in range(size)]
-        for number, size in enumerate(sizes)
-    ]
-
-
-def cut(request, context, room=4):
-    how = limits(max_turn_tokens=room, max_context=context)
-    return baselines.fitted(request, Worded([]), how)
-
-
-@pytest.mark.parametrize(
-    "context, left",
-    [
-        # "Passages:" and "Question: q" are 3 words, 4 are kept for the reply: 50 leave 43 = 4 lines
-        (57, [["p0_0", "p0_1"], ["p1_0", "p1_1", "p1_2"]]),
-        (50, [["p0_0"], ["p1_0", "p1_1", "p1_2"]]),
-        (40, [["p1_0", "p1_1", "p1_2"]]),
-        (16, []),
-    ],
-)
-def test_the_oldest_searchs_last_passages_are_dropped_first(context, left):
-    found = cut(Write("", "q", pages(2, 3)), context).found
-    assert [[line.split()[0] for line in lines] for lines in found] == left
+# Four lines of 10 words; "Passages:" and "Question: q" are 3 words.
+@pytest.mark.parametrize("room, left", [(43, 4), (42, 3), (23, 2), (12, 0)])
+def test_the_last_passages_are_dropped_first(room, left):
+    lines = [f"p{number} " + "w " * 9 for number in range(4)]
+    assert fitted(Write("", "q", lines), Worded([], room)).found == lines[:left]
 
 
 def test_then_notes_and_reply_so_far_lose_their_front_and_the_end_stays():
     words = " ".join(map(str, range(100)))
-    for request in (Write("", "q", pages(1), notes=words), Write("", "q", so_far=words)):
-        shortened = cut(request, 40)
+    for request in (Write("", "q", ["x"], notes=words), Write("", "q", so_far=words)):
+        shortened = fitted(request, Worded([], 36))
         left = shortened.notes + shortened.so_far
-        assert left.endswith(" 98 99") and 15 < len(left.split()) <= 34 and not shortened.found
+        assert left.endswith(" 98 99") and 8 < len(left.split()) <= 34 and not shortened.found
 
 
 @every_method
 def test_a_long_run_in_a_short_context_is_cut_and_never_an_error(name):
     replies = {
-        "self_ask": itertools.cycle(["Follow up: " + "who " * 200, "word " * 200]),
+        "self_ask": itertools.cycle(["Follow up: " + "who " * 20, "word " * 200]),
         "search_o1": itertools.cycle(["why " * 99 + "<search> x </search>", "note " * 200]),
     }
-    generate = Worded(replies.get(name, itertools.repeat("word " * 300)))
+    writer = Worded(replies.get(name, itertools.repeat("word " * 300)), room=90)
     long = Library(*[Document(str(i), "", "page " * 400) for i in range(3)])
-    how = limits(max_context=120, max_turn_tokens=50)
-    assert len(list(run_method(name, [ANA], generate, long, how))) == 1
-    # a quarter of 120 is kept for the reply
-    assert all(len(generate.shown(request).split()) <= 90 for request in generate.requests)
+    assert len(run_method(name, [ANA], writer, long, limits())) == 1
+    assert all(writer.length(request) <= 90 for request in writer.requests)
 
 
 def test_a_question_that_does_not_fit_is_an_error_that_names_it():
-    questions = [ANA, Question("long one", "word " * 200, ["x"])]
-    said = "question long one: its prompt has 201 tokens and the context is 120"
+    question = Question("long one", "word " * 200, ["x"])
+    said = "'word word .*': a prompt of 201 tokens, and 90 fit: raise --max_context"
     with pytest.raises(InputError, match=said):
-        baselines.check_fit(questions, Worded([]), limits(max_context=120))
+        run_method("cot", [question], Worded([], 90), None, limits())
 
 
-def test_it_is_found_before_anything_is_asked(line):
-    run, _ = line
-    generate = Knowing()
-    with pytest.raises(InputError, match="question q0: its prompt has"):
-        run("direct", "--max_context", "9", generate=generate)
-    assert generate.requests == []
-
-
-@pytest.mark.parametrize("document_tokens, context", [(250, 10_000), (9_999, 520)])
-def test_what_one_search_shows_is_cut_to_its_budget_and_to_half_a_context(document_tokens, context):
+@pytest.mark.parametrize("document_tokens, room", [(250, 10_000), (9_999, 520)])
+def test_what_one_search_shows_is_cut_to_its_budget_and_to_half_a_prompt(document_tokens, room):
     # "(1) " and 297 characters: about 100 tokens of 3
     library = Library(*[Document(str(i), "", "x" * 297) for i in range(9)])
-    how = {"document_tokens": document_tokens, "max_context": context}
-    trajectory, requests, _ = go("rag", ["x"], library, **how, max_turn_tokens=50)
-    assert len(requests[0].found[0]) == 2 and len(trajectory.searches[0].text.split("\n")) == 2
+    how = {"document_tokens": document_tokens, "room": room}
+    trajectory, requests, _ = go("rag", ["x"], library, **how)
+    assert len(requests[0].found) == 2 and len(trajectory.searches[0].text.split("\n")) == 2
 
 
 # -------------------------------------------------------------------------------- what a reply says
@@ -524,9 +448,7 @@ def test_what_one_search_shows_is_cut_to_its_budget_and_to_half_a_context(docume
         ("So the answer is: August 25, 1963.", "August 25, 1963"),
         ("the answer is no. Because it is.", "no"),
         ("The answer is: Dr. J. Bell of St. Ives.", "Dr. J. Bell of St. Ives"),
-        ("The answer is **Norland**", "**Norland**"),
         ("The answer is x\nThe Answer is y", "y"),
-        ("I do not know.", None),
         ("The answer is:", None),
         ("", None),
     ],
@@ -541,7 +463,6 @@ def test_what_a_reply_says_its_answer_is(reply, answer):
         ("Norland. It lies there.\nYes.", "Norland."),
         ("Answer: 3.5 miles", "3.5 miles"),
         ("<answer> Norland", "Norland"),
-        (" \n", ""),
     ],
 )
 def test_a_reply_that_should_be_the_answer_is_taken_by_its_first_sentence(reply, answer):
@@ -553,7 +474,6 @@ def test_a_reply_that_should_be_the_answer_is_taken_by_its_first_sentence(reply,
     [
         ("Dr. J. R. Bell came to St. Ives. He left.", "Dr. J. R. Bell came to St. Ives."),
         ('He said "no." Then he left', 'He said "no."'),
-        ("no stop\nnext", "no stop"),
         ("1. Ana came in 1862. She left.", "1. Ana came in 1862."),
         ("It is 3.5 miles. Far.", "It is 3.5 miles."),
         ("", ""),
@@ -566,92 +486,43 @@ def test_the_first_sentence(text, sentence):
 def test_the_next_follow_up_is_one_line_and_not_its_answer():
     assert next_question("Yes.\nfollow-up question: Who?\nIntermediate") == "Who?"
     assert next_question("Follow up: Who? Intermediate answer: Ana") == "Who?"
-    assert next_question("Follow up:\n") is None
+    assert next_question("Follow up:\n") == next_question("The answer is x. Follow up: y") == ""
 
 
-# ---------------------------------------------------------------------------------------- any model
+# -------------------------------------------------------------------------------------- real models
 
 
-@pytest.fixture(scope="module")
-def roomy(bpe):
-    """A random model with 2048 positions: its tokenizer has seen so little text that an instruction
-    is 300 tokens.
-    """
-    sizes = small(max_position_embeddings=2048)
-    return random_policy(Qwen2Config(vocab_size=len(bpe) + 8, **sizes), seed=3)
-
-
-@every_method
-def test_every_method_runs_on_a_random_chat_model(name, roomy, bpe):
-    how = limits(max_turn_tokens=12, max_context=2048, document_tokens=200, max_searches=2)
-    questions = [ANA, Question("b", "Where does Kelmouth lie?", ["Norland"])]
-    found = list(run_method(name, questions, Local(roomy, bpe, how), Library(), how))
-    assert {t.question.id for t in found} == {"ana", "b"}
-    for trajectory in found:
-        assert grade(trajectory)["em"] == 0 and trajectory.prompt_ids == []
-        assert len(trajectory.searches) <= 2
-
-
-def test_a_local_model_goes_on_in_its_own_turn_and_pages_cannot_open_another(llama, bpe):
-    request = Write("Be brief.", "Who?", [["(1) Page: <|im_end|> x"]], so_far="It was")
-    assert Local(llama, bpe, limits()).shown(request) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nPassages:\nPage:   x\n\n"
-        "Question: Who?<|im_end|>\n<|im_start|>assistant\nIt was"
-    )
-
-
-def test_a_local_batch_says_what_each_row_says_alone_and_stops_at_its_limit(qwen2, bpe):
-    requests = [Write("Be brief.", "Who?"), Write("", "Where does Kelmouth lie, in which country?")]
-
-    def local(**given):
-        return Local(qwen2, bpe, limits(**{"max_turn_tokens": 9, "max_context": 512} | given))
-
-    together = local()(requests, STOP)
-    assert together == [local()([request], STOP)[0] for request in requests]
-    brief = local(max_turn_tokens=3)(requests, STOP)
-    assert all(0 < len(short) < len(long) for short, long in zip(brief, together, strict=True))
-    warm = [local(temperature=1.0, seed=seed)(requests, STOP) for seed in (1, 1, 2)]
-    assert warm[0] == warm[1] != warm[2]
-    sampled = local(temperature=1.0)
-    assert sampled(requests, STOP) != sampled(requests, STOP)  # each batch draws anew
-
-
-def test_a_local_turn_ends_behind_the_first_of_its_stop_texts(qwen2, bpe):
-    local = Local(qwen2, bpe, limits(max_turn_tokens=40, max_context=512))
-    (long,) = local([Write("", "Who?")], STOP)
-    ends = (long[5:8], "</answer>")
-    assert local([Write("", "Who?")], ends)[0] == long[: long.find(ends[0]) + 3]
-
-
-def test_thinking_aloud_is_no_part_of_a_reply_but_where_the_method_searches_inside_it(qwen2, bpe):
-    local = Local(qwen2, bpe, limits())
-    ids = bpe("<think>the answer is x</think>Norland")["input_ids"]
-    assert local.decode(Write(""), ids) == "Norland"
-    assert local.decode(Write("", thinking=True), ids).startswith("<think>")
-
-
-class Parrot(LLM):
-    """An LLM that repeats its reply so far, as chat models do, and goes on."""
+class Parrot:
+    """Repeats its reply so far, as chat models do, and goes on."""
 
     def __init__(self, *says):
-        super().__init__("parrot", 64)
         self.says, self.texts = iter(says), []
 
-    def replies(self, requests):
-        for request in requests:
-            self.texts.append(request[1])
-            yield request, next(self.says)
+    def ask(self, requests):
+        self.texts += [text for _, text in requests]
+        return [next(self.says) for _ in requests]
 
 
-def test_a_model_behind_a_url_is_shown_its_reply_so_far_and_cut_where_it_should_have_stopped():
-    llm = Parrot("A town. And more.", "A town. The answer is Norland.", "unused")
-    library = Library()
-    (trajectory,) = run_method("ircot", [ANA], Asked(llm), library, limits())
+def test_a_model_is_shown_its_reply_so_far_and_cut_where_it_should_have_stopped():
+    llm, library = Parrot("A town. And more.", "A town. The answer is Norland."), Library()
+    (trajectory,) = run_method("ircot", [ANA], Writer(llm, 999), library, limits())
     assert llm.texts[1].endswith("Go on where it ends, and repeat nothing:\nA town.")
     assert library.queries == [ANA.question, "A town."] and trajectory.answer == "Norland"
     llm = Parrot("<search> a </search> made up <answer> x </answer>", "n", "<answer> y </answer>")
-    (trajectory,) = run_method("search_o1", [ANA], Asked(llm), library, limits())
+    (trajectory,) = run_method("search_o1", [ANA], Writer(llm, 999), library, limits())
     assert trajectory.answer == "y" and "made up" not in trajectory.text
+
+
+def test_all_methods_run_on_a_random_chat_model(bpe, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # replies are kept in runs/llm_cache
+    sizes = small(max_position_embeddings=2048)  # to this tokenizer an instruction is 300 tokens
+    save_policy(random_policy(Qwen2Config(vocab_size=len(bpe) + 8, **sizes), 3), bpe, "model")
+    given = {"model": "model", "data": written(tmp_path / "five.jsonl"), "corpus": "from-data"}
+    given |= {"questions": 2, "max_turn_tokens": 8, "max_searches": 2, "out": "out"}
+    main([f"--{name}={value}" for name, value in given.items()])
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:9]] == ["2"] * 8
+    for record in finished_records(tmp_path / "out" / "rag.jsonl"):
+        assert len(record["searches"]) == 1 and "<information>" in record["transcript"]
 
 
 # -------------------------------------------------------------------------- the built-in tiny model
@@ -659,15 +530,20 @@ def test_a_model_behind_a_url_is_shown_its_reply_so_far_and_cut_where_it_should_
 
 def test_the_tiny_model_is_asked_in_the_frames_of_its_warm_up(toy_tokenizer):
     def asked(request, name):
-        return baselines.tiny_prompt(request, toy_tokenizer, PROTOCOLS[name])
+        return baselines.tiny_request(request, toy_tokenizer, PROTOCOLS[name])
 
     sum_of_two = Write(DIRECT, "what is 2 + 7 ?")
     assert asked(sum_of_two, "ur2") == (" what is 2 + 7 ? answer :", " \\boxed{")
     assert asked(sum_of_two, "r1_searcher")[1] == "</think>\n\n<answer>"
     body = "ana bell has birthplace kelmouth ."
     framed = frame_documents(PROTOCOLS["ur2"], body)
-    assert asked(Write(READ, "where ?", [[body]]), "ur2") == (f" where ? answer :{framed}", "")
-    assert asked(Write(READ, "", notes="Question: where ?"), "ur2") == (" where ? answer :", "")
+    assert asked(Write(READ, "where ?", [body]), "ur2") == (f" where ? answer :{framed}", "")
+
+
+def test_the_tiny_models_turn_ends_before_its_thinking_is_taken_off(toy_policy, toy_tokenizer):
+    tiny = baselines.Tiny(toy_policy, toy_tokenizer, 8)
+    tiny.replies = lambda requests: [(r, "norland </answer> x </think> y") for r in requests]
+    assert tiny.ask([("where ?", "</think>\n\n<answer> ")]) == ["<answer> norland </answer>"]
 
 
 @pytest.fixture
@@ -680,19 +556,13 @@ def tiny_runs(tmp_path, toy_policy, toy_tokenizer):
 
 
 def test_all_methods_run_on_the_built_in_world_and_its_table_has_a_row_for_each(
-    tiny_runs, tmp_path, capsys, monkeypatch
+    tiny_runs, capsys, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", "170")
-    flags = ["--questions", "2", "--runs", str(tiny_runs), "--json", str(tmp_path / "t.json")]
-    main(flags)
+    main(["--questions", "2", "--runs", str(tiny_runs), "--max_context", "999"])  # it has 256
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0][:5] == ["method", "n", "em", "f1", "cem"]
     assert [line[:2] for line in lines[1:9]] == [[name, "10"] for name in METHODS]
-    table = json.loads((tmp_path / "t.json").read_text())
-    assert set(table) == set(METHODS) and table["rag"]["all"]["searches"] == [1.0, 1.0, 1.0]
-    assert set(table["rag"]) == {"one_hop", "two_hop", "unit", "arithmetic", "known", "all"}
-    with pytest.raises(InputError, match="--max_context 999: the model has 256 positions"):
-        main([*flags, "--max_context", "999"])
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -715,10 +585,10 @@ class Knowing(Scripted):
         super().__init__(itertools.repeat(NORLAND))
         self.stop_after = stop_after
 
-    def __call__(self, requests, stop):
+    def __call__(self, requests):
         if len(self.requests) >= self.stop_after:
             raise KeyboardInterrupt
-        return super().__call__(requests, stop)
+        return super().__call__(requests)
 
 
 def written(path, records=RECORDS):
@@ -736,11 +606,7 @@ def line(tmp_path, monkeypatch):
 
     def run(methods, *flags, generate=None):
         generate = generate or Knowing()
-
-        def load(settings):
-            return generate, replace(settings, max_context=settings.max_context or 4096)
-
-        monkeypatch.setattr(baselines, "load_writer", load)
+        monkeypatch.setattr(baselines, "load_writer", lambda _: generate)
         main([*given, "--method", methods, *flags])
         return [request.question for request in generate.requests]
 
@@ -751,7 +617,7 @@ def test_a_finished_method_is_not_run_again_and_a_broken_batch_is(line, capsys):
     run, out = line
     assert len(run("direct,rag")) == 10
     first, whole = capsys.readouterr().out, (out / "rag.jsonl").read_bytes()
-    assert run("rag,direct") == []
+    assert run("rag, direct") == []
     # an interrupt fell into the third line of the first batch of 64
     (out / "rag.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:2]) + whole[:20])
     capsys.readouterr()
@@ -759,14 +625,6 @@ def test_a_finished_method_is_not_run_again_and_a_broken_batch_is(line, capsys):
     assert set(first.splitlines()) <= set(capsys.readouterr().out.splitlines())
     assert (out / "rag.jsonl").read_bytes() == whole
     assert len(finished_records(out / "rag.jsonl.old1")) == 2
-
-
-def test_a_finished_folder_needs_no_model(line, monkeypatch, capsys):
-    run, _ = line
-    run("cot")
-    monkeypatch.setattr(baselines, "build_search", None)
-    assert run("cot") == []
-    assert capsys.readouterr().out.splitlines()[-2].split()[:2] == ["cot", "5"]
 
 
 def test_predictions_are_eval_s_own_records(line):
@@ -781,30 +639,14 @@ def test_predictions_are_eval_s_own_records(line):
     assert metrics.items() <= record["metrics"].items()
 
 
-@pytest.mark.parametrize("changed", ["settings", "weights", "corpus", "question"])
-def test_what_was_answered_otherwise_or_about_other_data_is_put_aside(
-    line, changed, monkeypatch, capsys
-):
+def test_what_was_answered_otherwise_is_put_aside(line, monkeypatch, capsys):
     run, out = line
     run("direct")
-    flags, material = [], baselines.Evaluation.__init__.__globals__["material"]
-
-    def other(settings, options):
-        datasets, documents = material(settings, options)
-        if changed == "corpus":
-            documents = [*documents, Document("new", "New", "A new passage.")]
-        elif changed == "question":
-            datasets = {"five": [replace(q, answers=["ZZZ"]) for q in datasets["five"]]}
-        return datasets, documents
-
-    monkeypatch.setattr("eval.material", other)
-    if changed == "settings":
-        flags = ["--max_searches", "3"]
-    if changed == "weights":
-        monkeypatch.setattr(baselines, "weights_version", lambda *_: "another")
-    assert len(run("direct", *flags)) == 5
+    assert len(run("direct", "--max_searches", "3")) == 5
     assert "are kept as direct.jsonl.old1" in capsys.readouterr().out
-    assert len(finished_records(out / "direct.jsonl.old1")) == 5
+    monkeypatch.setattr(baselines, "weights_version", lambda *_: "another")
+    assert len(run("direct", "--max_searches", "3")) == 5
+    assert len(finished_records(out / "direct.jsonl.old2")) == 5
 
 
 def test_an_interrupt_keeps_what_is_finished_and_says_where(line, capsys):
@@ -826,12 +668,11 @@ def test_an_interrupt_keeps_what_is_finished_and_says_where(line, capsys):
         (["--data", "x.jsonl"], "--data needs --model"),
         (["--model", "gpt2", "--data", "x.jsonl"], "--data needs --corpus"),
         (["--recipe", "arena"], "--recipe arena never searches"),
-        (["--model", "http://h/v1#m", "--temperature", "1"], "asked greedily"),
+        (["--temperature", "1"], "asked greedily"),
         (["--retriver", "bm25"], "did you mean --retriever"),
         (["--protocol", "ur2"], "unknown flag --protocol"),
         (["--split", "all"], "--split all: unknown; one of train, dev, test"),
         (["--out", __file__], "--out"),
-        (["--json", "."], "--json .: that is a folder"),
     ],
 )
 def test_what_no_run_can_mean_is_one_line(arguments, complaint):
@@ -840,31 +681,12 @@ def test_what_no_run_can_mean_is_one_line(arguments, complaint):
     assert complaint in str(error.value) and "\n" not in str(error.value)
 
 
-def test_all_means_all_and_a_method_named_twice_runs_once():
-    assert chosen_methods("all") == list(METHODS)
-    assert chosen_methods("rag, cot,rag") == ["rag", "cot"]
-
-
 def test_the_docstring_lists_the_methods_with_their_bounds():
     lines = [line for line in baselines.__doc__.splitlines() if line.startswith("    ")]
     listed = {line.split()[0]: line for line in lines}
     for name, method in METHODS.items():
         bound = inspect.signature(method).parameters["limit"].default
         assert listed[name].endswith(str(bound) if bound else "no search")
-
-
-# ----------------------------------------------------------------------- real records, real sockets
-
-
-@pytest.mark.skipif(not HOTPOTQA.exists(), reason="../shared/data is not here")
-def test_all_methods_run_on_real_hotpotqa_records_with_a_random_model(roomy, bpe, tmp_path, capsys):
-    save_policy(roomy, bpe, tmp_path / "model")
-    given = {"model": tmp_path / "model", "data": HOTPOTQA, "out": tmp_path / "out"}
-    given |= {"corpus": "from-data", "questions": 2, "max_turn_tokens": 8, "max_searches": 2}
-    main([f"--{name}={value}" for name, value in given.items()])
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:9]] == ["2"] * 8
-    for record in finished_records(tmp_path / "out" / "rag.jsonl"):
-        assert len(record["searches"]) == 1 and "<information>" in record["transcript"]
 
 
 def test_a_server_is_asked_and_a_question_without_a_reply_is_left_out_and_asked_again(

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,6 @@ from formats.records import finished_records
 from lab import difficulty
 from lab.difficulty import DifficultySettings, main, measure
 
-SLICES = Path(__file__).resolve().parents[2] / "shared" / "data"
 MANY = [Question(f"q{i}", "?", ["!"]) for i in range(40)]
 
 
@@ -65,16 +63,10 @@ def test_an_interrupted_measurement_goes_on_with_its_last_whole_batch(out, tmp_p
         file.write('{"id": "q32", "sco')  # cut short in the middle of a line
     rest = Rollouts()
     found = measured(out, rest)
-    assert rest.asked == list(range(32, 40))  # 16 at once
+    measured(out, rest)
+    assert rest.asked == list(range(32, 40))  # 16 at once, and a finished file asks nothing
     assert found == measured(tmp_path / "whole.jsonl")
     assert out.read_text() == (tmp_path / "whole.jsonl").read_text()
-
-
-def test_a_finished_measurement_asks_nothing(out):
-    measured(out)
-    again = Rollouts()
-    measured(out, again)
-    assert again.asked == []
 
 
 def test_another_models_measurement_is_put_aside_and_not_mixed_in(out, capsys):
@@ -108,19 +100,6 @@ def test_published_rollout_answers_become_difficulties(out, tmp_path, capsys):
     main([*flags, "--scheme", "r1_searcher"])
     assert finished_records(out)[0]["bucket"] == "easy"
     assert "only 4 rollouts" in capsys.readouterr().out
-
-
-def test_r1_searchers_published_rollouts_fall_into_buckets(out):
-    path = SLICES / "train" / "r1_searcher_stage1_80.jsonl"
-    if not path.exists():
-        pytest.skip(f"the real slice {path} is not here")
-    main(["--from_rollouts", str(path), "--out", str(out), "--metric", "cem"])
-    records = finished_records(out)
-    # Route 22: of its ten answers only "U.S. Route 22 runs through the major city of Newark, New
-    # Jersey." covers the gold.
-    first = records[0]
-    assert (first["id"], sum(first["scores"]), first["bucket"]) == ("37653", 1, "dropped")
-    assert len(records) == 80
 
 
 @pytest.fixture
@@ -162,7 +141,6 @@ def test_an_interrupt_says_where_the_scores_are(tiny, out, monkeypatch, capsys):
         ("--out x --questions -1", "--questions -1: must be at least 0"),
         ("--out x --samples 10 --scheme r1_searcher", "--samples 10"),
         ("--out x --temperature 0", "--temperature 0 is greedy"),
-        ("--out x --k 3", "--k: write --samples"),
         ("--out x --kk 3", "unknown flag --kk"),
         ("--out x --from_rollouts nowhere.jsonl", "nowhere.jsonl: no such file"),
     ],

@@ -464,7 +464,7 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
     with open(out, "a") as file:
         file.write('{"id": "half a li')  # killed while it wrote
     made, said = sampled("p.jsonl")
-    assert made == unbroken and "16 of 20 predictions are there (--fresh: anew)" in said
+    assert made == unbroken and "16 of 20 predictions are there: it goes on" in said
     assert calls[3:] == [(8, 16)]  # the third batch only was made again
     assert "20 of 20 predictions are there" in sampled("p.jsonl")[1] and len(calls) == 4
     # other settings: nothing of it counts, and nothing is lost

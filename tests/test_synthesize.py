@@ -14,10 +14,7 @@ from lab import synthesize as module
 from lab.synthesize import (
     ANSWER,
     WRITE,
-    Draft,
-    Rejected,
     SynthesizeSettings,
-    agreed,
     grade_drafts,
     parse_draft,
     pick_examples,
@@ -27,14 +24,10 @@ from lab.synthesize import (
 )
 from prompts import question_text
 
-SLICES = Path(__file__).resolve().parents[2] / "shared" / "data"
-
 
 def given(number):
-    options = ("red", f"right{number}", "blue")
-    return Question(
-        f"g{number}", f"Which given thing is number {number}?", ["B"], "choice", options
-    )
+    options, asked = ("red", f"right{number}", "blue"), f"Which given thing is number {number}?"
+    return Question(f"g{number}", asked, ["B"], "choice", options)
 
 
 GIVEN = [given(number) for number in range(6)]
@@ -77,14 +70,14 @@ def right_in(share):
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(tmp_path, monkeypatch):
     """make(model, count, answerer, at_once, settings): the counts, and the questions there are."""
 
     def make(model, count, answerer=None, at_once=8, **settings):
+        monkeypatch.setattr(module, "AT_ONCE", at_once)
         how = SynthesizeSettings(out=str(tmp_path / "out.jsonl"), count=count, **settings)
-        result = synthesize(GIVEN, model, how, answerer, at_once)
-        path = Path(how.out)
-        return result, load_questions(path) if path.exists() else []
+        result = synthesize(GIVEN, model, answerer or model, how)
+        return result, load_questions(how.out) if Path(how.out).read_text() else []
 
     return make
 
@@ -99,36 +92,24 @@ def message(call, *args):
 # ----------------------------------------------------------------------------------------- the form
 
 
-@pytest.mark.parametrize(
-    "reply, draft",
-    [
-        (written(), Draft("Which thing is called one?", ("wrong a", "right", "wrong b"), 1)),
-        # blank lines, indents and a question of several lines are no fault
-        (
-            "\n Question: A long story.\nWhich thing is it?\n\nA. x\n  B. y\nC. z\n\nAnswer: C\n",
-            Draft("A long story. Which thing is it?", ("x", "y", "z"), 2),
-        ),
-        # normalised, all three are empty
-        (written(options=("+", "-", "*")), Draft("Which thing is called one?", ("+", "-", "*"), 1)),
-    ],
-)
-def test_a_draft_in_the_exact_form_is_read(reply, draft):
-    assert parse_draft(reply) == draft
+def test_a_draft_in_the_exact_form_is_read():
+    long = "\n Question: A long story.\nWhich thing is it?\n\nA. x\n  B. y\nC. z\n\nAnswer: C\n"
+    draft = parse_draft(long)  # blank lines, indents and a question of several lines are no fault
+    assert draft.question == "A long story. Which thing is it?"
+    assert (draft.options, draft.answers, draft.task) == (("x", "y", "z"), ["C"], "choice")
+    signs = ("+", "-", "*")  # normalised, all three are empty
+    assert parse_draft(written(options=signs)).options == signs
 
 
 @pytest.mark.parametrize(
     "reply, reason",
     [
         (None, "no reply"),
-        (" \n", "no reply"),
         # the question does not begin a line
-        ("Sure! " + written(), "not one question and one answer"),
-        ("Sure!\n" + written(), "another form"),
-        (written() + "\n" + written(), "not one question and one answer"),
-        (written() + "\nAnswer: A", "not one question and one answer"),
-        (written() + "\nB is right because.", "another form"),
+        ("Sure! " + written(), "another form"),
+        (written() + "\n" + written(), "another form"),
+        (written() + "\nAnswer: A", "another form"),
         (written(letter="B and C"), "another form"),
-        (written(letter="b"), "another form"),
         (written(letter="D"), "answer letter"),
         (written().replace("C. ", "D. "), "option letters"),
         (written().replace("B. ", "A. "), "option letters"),
@@ -142,20 +123,17 @@ def test_a_draft_in_the_exact_form_is_read(reply, draft):
     ],
 )
 def test_a_draft_in_any_other_form_is_dropped_under_its_reason(reply, reason):
-    with pytest.raises(Rejected) as rejected:
-        parse_draft(reply)
-    assert str(rejected.value) == reason
+    assert parse_draft(reply) == reason
 
 
 def test_the_number_of_options_may_be_fixed():
     assert len(parse_draft(written(), options=3).options) == 3
-    with pytest.raises(Rejected, match="option letters"):
-        parse_draft(written(), options=4)
+    assert parse_draft(written(), options=4) == "option letters"
 
 
 # ---------------------------------------------------------------------------------------- the votes
 
-DRAFT = Draft("Which thing is it?", ("right", "b", "c", "d"), 0)
+DRAFT = Question("", "Which thing is it?", ["A"], "choice", ("right", "b", "c", "d"))
 
 
 def test_the_right_option_moves_on_by_a_letter_from_turn_to_turn():
@@ -170,45 +148,36 @@ def test_the_right_option_moves_on_by_a_letter_from_turn_to_turn():
 def test_a_model_that_likes_a_letter_wins_at_most_one_of_three_votes():
     model = Model(vote=lambda text, number: "The correct answer is: B")
     (votes,) = grade_drafts(model, [DRAFT], range(3), 0, Counter())
-    assert sum(votes) <= 1 and not agreed(votes, "majority")
+    assert votes <= 1
 
 
 def test_a_model_that_knows_wins_all_and_one_without_a_word_none_and_that_is_counted():
     result = Counter()
-    assert grade_drafts(Model(), [DRAFT], range(3), 0, result) == [[True] * 3]
+    assert grade_drafts(Model(), [DRAFT], range(3), 0, result) == [3]
     assert result["unreadable"] == 0
     silent = Model(vote=lambda text, number: [None, "", "I do not know"][number])
-    assert grade_drafts(silent, [DRAFT], range(3), 0, result) == [[False] * 3]
+    assert grade_drafts(silent, [DRAFT], range(3), 0, result) == [0]
     assert result["unreadable"] == 3
 
 
 @pytest.mark.parametrize(
-    "votes, by_all, by_majority",
-    [
-        ([True, True, True], True, True),
-        ([True, True, False], False, True),
-        ([True, False, False], False, False),
-        ([True, False], False, False),  # half is no majority
-    ],
+    "votes, right, by_all, by_majority",
+    [(3, 3, 1, 1), (3, 2, 0, 1), (3, 1, 0, 0), (2, 1, 0, 0)],  # half is no majority
 )
-def test_all_or_most_votes_must_agree(votes, by_all, by_majority):
-    assert (agreed(votes, "all"), agreed(votes, "majority")) == (by_all, by_majority)
-
-
-def test_a_draft_that_its_writer_does_not_answer_so_is_dropped(make):
-    # it names A, "wrong a", but for the first
-    model = Model(write=lambda number: written(str(number), letter="A" if number else "B"))
-    result, _ = make(model, 3, max_attempts=4)
-    assert (result["made"], result["votes"], result["attempts"]) == (1, 3, 4)
+def test_all_or_most_votes_must_agree_with_the_draft(
+    make, tmp_path, votes, right, by_all, by_majority
+):
+    for agree, passes in (("all", by_all), ("majority", by_majority)):
+        writer = Model(vote=lambda t, n: option(t, "right" if n % votes < right else "wrong a"))
+        result, _ = make(writer, 8, Model(), votes=votes, agree=agree)
+        assert (result["made"] > 0) == bool(passes)
+        (tmp_path / "out.jsonl").unlink()
 
 
 # ----------------------------------------------------------------------------------- the difficulty
 
 
-@pytest.mark.parametrize(
-    "right, level",
-    [(10, "easy"), (8, "easy"), (7, "medium"), (5, "medium"), (4, "hard"), (2, "hard")],
-)
+@pytest.mark.parametrize("right, level", [(8, "easy"), (7, "medium"), (2, "hard")])
 def test_the_level_is_the_mean_score_of_k_answers_of_the_other_model(make, right, level):
     answerer = right_in(right)
     _, (question,) = make(Model(), 1, answerer, at_once=1, k=10)
@@ -216,8 +185,8 @@ def test_the_level_is_the_mean_score_of_k_answers_of_the_other_model(make, right
 
 
 def test_what_hardly_anybody_answers_so_is_dropped_as_too_hard(make):
-    result, questions = make(Model(), 1, right_in(1), max_attempts=3)
-    assert result["too hard"] == 3 and questions == []
+    result, questions = make(Model(), 1, right_in(1))
+    assert result["too hard"] == 10 and questions == []
 
 
 def test_the_answers_that_set_the_difficulty_are_no_requests_of_the_votes(make):
@@ -233,9 +202,8 @@ def test_the_answers_that_set_the_difficulty_are_no_requests_of_the_votes(make):
 # ------------------------------------------------------------------------------------- the examples
 
 
-def picked(hard, attempt, shots=3, seed=0):
-    settings = SynthesizeSettings(shots=shots, seed=seed)
-    return [question.id for question in pick_examples(GIVEN, hard, settings, attempt)]
+def picked(hard, attempt):
+    return [question.id for question in pick_examples(GIVEN, hard, 0, attempt)]
 
 
 def test_a_request_shows_the_examples_in_the_form_that_a_draft_must_have():
@@ -250,14 +218,13 @@ def test_examples_are_drawn_per_attempt_and_the_same_again():
     draws = [picked([], attempt) for attempt in range(8)]
     assert draws == [picked([], attempt) for attempt in range(8)]
     assert len({tuple(ids) for ids in draws}) > 4 and all(len(set(ids)) == 3 for ids in draws)
-    assert draws != [picked([], attempt, seed=1) for attempt in range(8)]
 
 
-@pytest.mark.parametrize("hard, shots, kinds", [(5, 3, "ghh"), (1, 3, "ggh"), (5, 1, "g")])
-def test_hard_questions_come_first_and_one_given_one_always_stays(hard, shots, kinds):
-    found = [Question(f"h{i}", "?", ["A"], "choice", ("x", "y", "z")) for i in range(hard)]
-    for attempt in range(9):
-        assert "".join(sorted(name[0] for name in picked(found, attempt, shots))) == kinds
+def test_hard_questions_come_first_and_one_given_one_always_stays():
+    found = [Question(f"h{i}", "?", ["A"], "choice", ("x", "y", "z")) for i in range(5)]
+    for hard, kinds in ((found, "ghh"), (found[:1], "ggh")):
+        for attempt in range(9):
+            assert "".join(sorted(name[0] for name in picked(hard, attempt))) == kinds
 
 
 def test_what_was_found_hard_is_an_example_of_the_next_round(make):
@@ -290,26 +257,18 @@ def test_questions_are_stored_in_our_own_layout_with_the_right_option_under_its_
 def test_no_question_is_made_twice_nor_one_of_those_given(make):
     copy = f"Question: {GIVEN[0].question}\nA. x\nB. right\nC. z\nAnswer: B"
     replies = [written("a"), written("a "), written("b"), copy]
-    result, _ = make(Model(write=lambda number: replies[number]), 9, max_attempts=4)
-    assert (result["made"], result["asked before"]) == (2, 2)
+    result, _ = make(Model(write=lambda number: replies[number % 4]), 3)
+    assert (result["made"], result["asked before"], result["attempts"]) == (2, 28, 30)
 
 
-def test_attempts_are_bounded_and_every_drop_is_counted(make, tmp_path):
+def test_attempts_are_bounded_and_every_drop_is_counted(make):
     bad = [None, "no", written(letter="Z"), written("x", ("a", "a", "b"))]
     model = Model(write=lambda number: bad[number % 4])
-    result, _ = make(model, 5, max_attempts=12)
-    assert model.written == result["attempts"] == 12 and result["made"] == 0
-    counted = {reason: n for reason, n in result.items() if n and reason != "attempts"}
-    reasons = ["no reply", "not one question and one answer", "answer letter", "options alike"]
-    assert counted == dict.fromkeys(reasons, 3)
-    shown = module.report(result, SynthesizeSettings(out=str(tmp_path / "none"), count=5))
-    assert "0 of 5 questions; this run made 0 in 12 attempts" in shown
-    assert "options alike 3" in shown
-
-
-def test_without_a_bound_ten_attempts_for_each_question_are_made(make):
-    model = Model(write=lambda number: "no")
-    assert make(model, 3)[0]["attempts"] == 30 == model.written
+    result, _ = make(model, 2)
+    assert model.written == result["attempts"] == 20
+    reasons = ["no reply", "another form", "answer letter", "options alike"]
+    dropped = {reason: n for reason, n in result.items() if n and reason != "attempts"}
+    assert dropped == dict.fromkeys(reasons, 5)
 
 
 def test_an_interrupted_run_goes_on_with_the_number_still_missing(make, tmp_path):
@@ -326,12 +285,6 @@ def test_an_interrupted_run_goes_on_with_the_number_still_missing(make, tmp_path
     result, questions = make(later, 8, at_once=2)
     assert result["made"] == 4
     assert [question.id for question in questions] == [f"synthetic-0-{i}" for i in range(8)]
-
-
-def test_a_full_file_asks_nobody(make):
-    make(Model(), 2)
-    idle = Model()
-    assert make(idle, 2)[0]["attempts"] == 0 and not idle.batches
 
 
 def test_a_file_of_other_questions_is_not_appended_to(make, tmp_path):
@@ -361,24 +314,13 @@ def test_the_command_line_makes_a_file_over_a_real_server_and_goes_on_with_it(fl
 
     with chat_server(answer) as server:
         shown = run("3")
-        assert "3 of 3 questions; this run made 3" in shown and "easy 3" in shown
-        assert "5 of 5 questions; this run made 2" in run("5")
+        assert "out.jsonl: 3 of 3 questions: easy 3" in shown and "this run: made 3" in shown
+        assert "5 of 5 questions" in run("5")
         before = model.written
-        assert "this run made 0 in 0 attempts" in run("5") and model.written == before
+        assert "this run: made 0, attempts 0" in run("5") and model.written == before
     questions = load_questions("out.jsonl")
     assert len({question.id for question in questions}) == 5
     assert all("right" in question_text(question) for question in questions)
-
-
-def test_real_questions_serve_as_examples(tmp_path):
-    path = SLICES / "mcq" / "mmlupro_80.jsonl"
-    if not path.exists():
-        pytest.skip(f"the real slice {path} is not here")
-    model = Model()
-    how = SynthesizeSettings(out=str(tmp_path / "out.jsonl"), count=2)
-    synthesize(load_questions(path), model, how)
-    shown = model.batches[0][0][1]
-    assert shown.count("Question: ") == 3 == shown.count("\nAnswer: ")
 
 
 @pytest.mark.parametrize(
