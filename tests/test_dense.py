@@ -157,6 +157,19 @@ def test_an_interrupted_run_goes_on_at_the_shard_it_was_at(stop):
     assert first.encoded + second.encoded == list(map(passage_text, documents))  # each once
 
 
+def test_the_processes_of_a_run_begin_at_places_of_their_own(monkeypatch):
+    corpus = invented(40)  # 4 shards
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    second, first = Hashed(stop=20), Hashed()
+    with pytest.raises(KeyboardInterrupt):
+        passage_vectors(corpus, second)
+    assert second.encoded == [passage_text(document) for document in corpus[20:]]
+    monkeypatch.setenv("RANK", "0")
+    assert (vectors_of(corpus, first) == encoded(corpus)).all()
+    assert first.encoded == [passage_text(document) for document in corpus[:20]]
+
+
 def test_a_run_that_ends_while_it_writes_leaves_no_half_shard(monkeypatch):
     def dies(path, vectors):
         path.write_bytes(b"half of it")
