@@ -64,9 +64,10 @@ class Protocol:
         return tuple(tag for pair in [*pairs, *self.other_tags] if pair for tag in pair)
 
     @property
-    def stop_tags(self) -> tuple[str, ...]:
-        """Where a turn stops. Not at \\boxed{...}: reasoning may go on after it, until EOS."""
-        return tuple(pair[1] for pair in (self.query_tags, self.answer_tags) if pair)
+    def stop_tags(self) -> dict[str, str]:
+        """Where a turn stops -> why. Not at \\boxed{...}: reasoning may go on until EOS."""
+        pairs = {"query": self.query_tags, "answer": self.answer_tags}
+        return {pair[1]: reason for reason, pair in pairs.items() if pair}
 
     def section_tags(self, name: str) -> Tags:
         """The pair of `other_tags` that opens with <name>."""

@@ -458,7 +458,8 @@ class Local:
         self.seed += 1  # each batch draws anew
         with seeded(self.seed, self.policy.device):
             turns = sample_turns(self.policy, environment, rows)
-        return [self.decode(request, ids) for request, ids in zip(requests, turns.ids, strict=True)]
+        answered = zip(requests, turns, strict=True)
+        return [self.decode(request, turn.ids) for request, turn in answered]
 
     def decode(self, request: Write, ids: list[int]) -> str:
         how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}

@@ -298,9 +298,9 @@ def naive(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None
     """`generate` for the whole batch at every turn, all computed again."""
     while not all(row.stop_reason for row in rows):
         turns = rollout.sample_turns(policy, environment, rows)
-        for row, ids, logprobs in zip(rows, turns.ids, turns.logprobs, strict=True):
+        for row, turn in zip(rows, turns, strict=True):
             if not row.stop_reason:
-                environment.end_turn(row, ids, logprobs, "length")
+                environment.end_turn(row, turn.ids, turn.logprobs, "length")
         environment.answer([row for row in rows if not row.stop_reason])
 
 
@@ -315,13 +315,14 @@ def kept(policy: Policy, environment: Scripted, live: list[Trajectory]) -> None:
     how = {"do_sample": True, "top_k": 0} if temperature else {"do_sample": False}
     while live:
         room = torch.tensor([environment.turn_room(row) for row in live], device=policy.device)
-        watcher = rollout.TurnWatcher(rule, room.tolist(), temperature or 1.0)
+        turns = [rollout.Turn(most) for most in room.tolist()]
+        watcher = rollout.TurnWatcher(rule, turns, temperature or 1.0)
         how |= {"logits_processor": [watcher.process_logits], "max_new_tokens": int(room.max())}
         how |= {"stopping_criteria": [watcher.check_stop], "past_key_values": cache}
         with rollout.plain_generation(policy, set(), 0):
             ids = policy.generate(input_ids=ids, attention_mask=mask, **how)
-        for row, new, logprobs in zip(live, watcher.ids, watcher.logprobs, strict=True):
-            environment.end_turn(row, new, logprobs, "length")
+        for row, turn in zip(live, turns, strict=True):
+            environment.end_turn(row, turn.ids, turn.logprobs, "length")
         stay = [i for i, row in enumerate(live) if not row.stop_reason]
         said = torch.arange(room.max(), device=room.device) < room[:, None]  # [B, room]
         mask = torch.cat([mask, said.long()], 1)[stay]
@@ -511,7 +512,7 @@ def run_decode(work: type[Engine], name: str, o: Bench) -> tuple[dict, list]:
     """
     model, warm = make_model(o, getattr(torch, o.dtype)).eval(), 8
     check_engine(model)
-    rule = rollout.StopRule(Scripted([], 1, o).tokenizer, [], set())
+    rule = rollout.StopRule(Scripted([], 1, o).tokenizer, {}, set())
     engine = work(model, o.batch, o.context + warm + o.decoded + 1, rule)
     engine.graphs = o.engine == "graphs"
     for number in range(o.batch):

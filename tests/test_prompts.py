@@ -174,15 +174,15 @@ def test_both_tag_pairs_of_ur2_share_everything_but_the_tags():
     for theirs, ours in zip(search.tags, UR2.tags, strict=True):
         renamed = renamed.replace(theirs, ours)
     assert renamed == UR2.instruction and search.direct_instruction == UR2.direct_instruction
-    assert search.stop_tags == ("</search>",)
+    assert search.stop_tags == {"</search>": "query"}
 
 
 def test_turns_stop_at_the_query_and_only_tagged_answers_stop_too():
-    assert UR2.stop_tags == ("<|end_of_query|>",)
+    assert UR2.stop_tags == {"<|end_of_query|>": "query"}
     for name in ("r_search", "when_to_search"):
-        assert PROTOCOLS[name].stop_tags == ("</search>", "</answer>")
-    assert R1.stop_tags == ("<|end_of_query|>", "</answer>")
-    assert PROTOCOLS["arena"].stop_tags == ("</answer>",)
+        assert PROTOCOLS[name].stop_tags == {"</search>": "query", "</answer>": "answer"}
+    assert R1.stop_tags == {"<|end_of_query|>": "query", "</answer>": "answer"}
+    assert PROTOCOLS["arena"].stop_tags == {"</answer>": "answer"}
 
 
 def test_a_protocol_lists_all_its_tags_and_finds_a_section_by_name():
