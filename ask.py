@@ -1,12 +1,12 @@
-"""Type a question, and watch it search: one live trajectory, search by search.
+"""Type a question, and watch it search.
 
     python ask.py "which country was jana dorn born in ?"    the built-in world, its last checkpoint
     python ask.py                                            a held-out question of that world
     python ask.py "who draws maps?" --model DIR --corpus my_documents/
     python ask.py "who draws maps?" --model DIR --retriever http --retriever_url http://host:8000
 
-It takes every flag of a rollout: the checkpoint's own settings, then what the command line says. A
-model that did not learn in the built-in world needs passages of its own.
+Flags: those of a rollout; what is not given is the checkpoint's own. A model that did not learn in
+the built-in world needs passages of its own.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def question_for(settings: Settings, text: str) -> tuple[Question, list[Question
         world = built_in_world(settings)
         for kind in built_in_kinds(settings):
             questions += world.questions("test", kind)
-    if not text and not questions:
-        raise InputError('ask.py: what shall be asked? python ask.py "a question"')
     if text:
         chosen = next((q for q in questions if q.question == text), Question("asked", text, []))
-    else:  # the kind with two searches shows most
+    elif questions:  # the kind with two searches shows most
         chosen = next((q for q in questions if q.kind == "two_hop"), questions[0])
+    else:
+        raise InputError('ask.py: what shall be asked? python ask.py "a question"')
     return as_asked([chosen], settings)[0], questions
 
 

@@ -5,16 +5,15 @@
     response_mask          1 1 1 1  0 0 0 0 0 0  1 1 1      e: written by the environment
     logprobs               · · · ·  0 0 0 0 0 0  · · ·      as they were sampled
 
-The mask is born with the token: `append_model` writes 1, `append_environment` writes 0. Nobody
-looks for tags in a text later to find out who wrote it.
-A written transcript (`trajectory_from_text`) can be scored, not trained on. This file needs no
-torch, so neither do rewards. Left out: how a trajectory comes about (rollout.py).
+The mask is born with the token: nobody looks for tags in a text later to find out who wrote it.
+A written transcript (`trajectory_from_text`) can be scored, not trained on. No torch here, so that
+rewards need none. Left out: how a trajectory comes about (rollout.py).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from data import Document, Question
@@ -32,7 +31,7 @@ class Segment:
 
 @dataclass
 class Search:
-    """One search that the environment ran. `text` is the body of the block that the policy read."""
+    """One search that the environment ran. `text` is what the policy read between the tags."""
 
     query: str
     documents: list[Document]
@@ -85,12 +84,13 @@ class Trajectory:
 
     @property
     def answers(self) -> list[str]:
+        """Every answer that the model gave, in order."""
         spans = find_answers(self.protocol, self.model_text, self.question.task)
         return [span.content for span in spans]
 
     @property
     def answer(self) -> str | None:
-        """The last answer the model gave; None if it gave none."""
+        """The last one; None if there is none."""
         return (self.answers or [None])[-1]
 
     @property
@@ -115,37 +115,34 @@ class Trajectory:
 
 
 def trajectory_from_text(
-    question: Question, text: str, protocol: Protocol | str, fallbacks: Sequence = ()
+    question: Question, text: str, protocol: Protocol | str, fallbacks: Collection[int] = ()
 ) -> Trajectory:
-    """A transcript as a trajectory, without ids and log-probs.
+    """A transcript as a trajectory, without ids and log-probs. A document block right behind a
+    well-formed query is the environment's; any other was written by the model.
 
-    A document block right behind a well-formed query is the environment's; any other was written by
-    the model. `fallbacks`: the numbers (from 0) of the searches that came back as the fallback, or
-    a bool for each search.
+    fallbacks   the numbers, from 0, of the searches that came back as the fallback
     """
     protocol = as_protocol(protocol)
     trajectory = Trajectory(question, protocol, stop_reason="written")
-    flags = set(fallbacks)
-    if all(isinstance(flag, bool) for flag in fallbacks):
-        flags = {number for number, flag in enumerate(fallbacks) if flag}
-    model, position = "", 0
-    while protocol.query_tags and (end := text.find(protocol.query_tags[1], position)) >= 0:
-        end += len(protocol.query_tags[1])
-        model, position = model + text[position:end], end
-        query, block = parse_query(protocol, model), _block_at(protocol, text, end)
-        if query and block:
-            is_fallback = len(trajectory.searches) in flags
-            trajectory.searches.append(Search(query, [], block[1].strip(), is_fallback))
-            trajectory.segments += [Segment("model", model), Segment("documents", block[0])]
-            model, position = "", block.end()
-    trajectory.segments.append(Segment("model", model + text[position:]))
+    start = position = 0
+    while block := _next_block(protocol, text, position):
+        position = block.start(1)
+        model = text[start:position]
+        if query := parse_query(protocol, model):
+            is_fallback = len(trajectory.searches) in fallbacks
+            trajectory.searches.append(Search(query, [], block[2].strip(), is_fallback))
+            trajectory.segments += [Segment("model", model), Segment("documents", block[1])]
+            start = position = block.end()
+    trajectory.segments.append(Segment("model", text[start:]))
     return trajectory
 
 
-def _block_at(protocol: Protocol, text: str, position: int) -> re.Match | None:
-    """The document block behind `position`, with the blanks around it; [1] is its body."""
-    begin, end = map(re.escape, protocol.documents_tags)
-    return re.compile(rf"\s*{begin}(.*?){end}\s*", re.DOTALL).match(text, position)
+def _next_block(protocol: Protocol, text: str, position: int) -> re.Match | None:
+    """The next block behind a query's end tag: [1] with the blanks around it, [2] its body."""
+    if not protocol.query_tags:
+        return None
+    asked, begin, end = map(re.escape, (protocol.query_tags[1], *protocol.documents_tags))
+    return re.compile(rf"{asked}(\s*{begin}(.*?){end}\s*)", re.DOTALL).search(text, position)
 
 
 def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> str:

@@ -136,7 +136,7 @@ def test_a_reference_cannot_open_a_section_or_a_turn(bpe):
 
 
 def test_a_question_without_references_cannot_be_asked_under_arena(bpe):
-    said = r"question 1 has no references: .* give the record a `references` list"
+    said = r"question 1 has no references, .* arena .*: give the record a `references` list"
     with pytest.raises(InputError, match=said):
         build_prompt("arena", QA, bpe)
 
