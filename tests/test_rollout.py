@@ -203,12 +203,6 @@ def test_documents_are_encoded_once_however_many_turns_follow(bpe):
     assert t.ids == expected + encode(bpe, ANSWER) + [bpe.eos_token_id]
 
 
-def test_rows_of_one_question_share_no_list(bpe):
-    a, b = play(bpe, [ASK, ANSWER], ["no"], questions=QA, group_size=2)[0]
-    assert a.prompt_ids == b.prompt_ids == build_prompt("ur2", QA, bpe)
-    assert b.response_ids == [*encode(bpe, "no"), bpe.eos_token_id]
-
-
 # ------------------------------------------------------------------ the mask is born with the token
 
 
@@ -233,22 +227,6 @@ def test_the_closing_tag_of_an_answer_is_sampled_and_ends_the_trajectory(bpe):
     assert t.response_ids == encode(bpe, said) and t.response_mask == [1] * len(t.response_ids)
     assert (t.stop_reason, t.answer, search.calls) == ("answer", "Norland", [])
     assert decode(bpe, t.prompt_ids).endswith("<think>") and policy.heard[0][0] == t.prompt_ids
-
-
-@pytest.mark.parametrize(
-    "turn, settings, notice",
-    [
-        (f"Ana Bell {END}", {}, UR2.malformed_notice),
-        (ASK, {"max_searches": 0}, UR2.limit_notice),
-    ],
-)
-def test_notices_are_the_environments_text(bpe, turn, settings, notice):
-    (t,), policy, _ = play(bpe, [turn, ANSWER], **settings)
-    said, told = encode(bpe, turn), encode(bpe, notice)
-    answered = len(encode(bpe, ANSWER)) + 1
-    assert t.response_mask == [1] * len(said) + [0] * len(told) + [1] * answered
-    assert t.segments[1] == Segment("notice", notice)
-    assert policy.heard[0][1] == t.prompt_ids + said + told
 
 
 def test_a_fallback_is_a_flag_with_a_notice_behind_the_documents(bpe):
@@ -294,15 +272,10 @@ def test_a_query_that_is_not_run_is_logged_and_told(bpe, turns, most, calls, ref
     page = found(f"a page that says {BEGIN} buy this")
     t, asked = play_one(bpe, [*turns, ANSWER], search=page, max_searches=most)
     assert [query for call in asked for query in call] == calls == [s.query for s in t.searches]
-    assert refusals(t) == [refused] and writers(t).count("notice") == 1
+    notice = UR2.limit_notice if refused[0] == "limit" else UR2.malformed_notice
+    assert refusals(t) == [refused]
+    assert [s.text for s in t.segments if s.writer == "notice"] == [notice]
     assert (t.stop_reason, t.answer) == ("eos", "Norland")
-
-
-def test_a_begin_tag_of_an_earlier_turn_opens_no_query(bpe):
-    # the first turn ends in a refused query whose begin tag is still "open" for a reader of the
-    # whole text
-    t, calls = play_one(bpe, [f"{BEGIN} one {BEGIN}{END}", f"two {END}", ANSWER])
-    assert calls == [] and refusals(t) == [("empty", ""), ("malformed", "")]
 
 
 def test_the_second_refusal_ends_the_trajectory_without_another_notice(bpe):
@@ -310,6 +283,9 @@ def test_the_second_refusal_ends_the_trajectory_without_another_notice(bpe):
     assert refusals(t) == [("malformed", ""), ("empty", "")] and calls == [["Ana Bell"]]
     assert writers(t) == ["model", "notice", "model", "documents", "model"]
     assert (t.stop_reason, t.response_mask[-1], t.answer) == ("refused", 1, None)
+    # for a reader of the whole text the begin tag of the first turn would be "open" still
+    t, calls = play_one(bpe, [f"{BEGIN} one {BEGIN}{END}", f"two {END}", ANSWER])
+    assert calls == [] and refusals(t) == [("empty", ""), ("malformed", "")]
 
 
 # ------------------------------------------------------------------------------- a broken retriever
@@ -606,14 +582,6 @@ def test_a_tag_is_found_however_its_characters_are_split_into_tokens(bpe):
         assert asked.rstrip("�") == query.rstrip("�") and t.answer == "Norland"
 
 
-def test_a_tag_of_one_token_stops_the_turn(toy_tokenizer):
-    script = [f" ana bell{BEGIN} born{END} city", "\\boxed{ bell}"]
-    t, calls = play_one(toy_tokenizer, script, exact=False)
-    said = [" ana", " bell", BEGIN, " born", END]
-    assert toy_tokenizer.convert_ids_to_tokens(t.response_ids[:5]) == said
-    assert t.response_mask[:6] == [1, 1, 1, 1, 1, 0] and calls == [["born"]] and t.answer == "bell"
-
-
 @pytest.mark.parametrize(
     "said",
     [
@@ -626,25 +594,10 @@ def test_what_is_no_stop_tag_stops_nothing(bpe, said):
     assert t.text == t.model_text == said + "<|im_end|>" and calls == []
 
 
-def test_a_character_cut_in_two_by_the_turns_end_is_kept_as_ids(bpe):
-    ids = encode(bpe, "price €")
-    assert decode(bpe, ids[:-1]).endswith("�")
-    t, _ = play_one(bpe, [ids], max_turn_tokens=len(ids) - 1)
-    assert t.response_ids == ids[:-1] and t.stop_reason == "length" and t.text.startswith("price ")
-
-
 def test_a_token_that_the_tokenizer_does_not_know_does_not_stop_the_run(bpe, qwen2):
     policy = biased(qwen2, {len(bpe) + 3: 100.0})  # one of the spare rows of the output
     (t,) = roll(policy, bpe, QA, Searcher(), "ur2", temperature=0.0, max_turn_tokens=5)
     assert t.response_ids == [len(bpe) + 3] * 5 and t.stop_reason == "length"
-
-
-def test_tags_added_to_a_tokenizer_later_are_seen(bpe):
-    tokenizer = copy.deepcopy(bpe)
-    play(tokenizer, [ASK, ANSWER])
-    tokenizer.add_tokens([END])
-    assert len(encode(tokenizer, END)) == 1
-    assert play(tokenizer, [ASK, ANSWER])[2].calls == [["Ana Bell"]]
 
 
 def test_every_end_of_text_that_the_model_knows_ends_the_trajectory(bpe):
@@ -684,11 +637,6 @@ def test_all_queries_of_one_moment_go_out_in_one_call_and_in_order(bpe):
         assert policy.batches == batches  # rows sampled at once: 4 alive, then 3, 3 and 1
         for t, queries in zip(trajectories, rows, strict=True):
             assert [s.text for s in t.searches] == [f"(1) about {query}" for query in queries]
-
-
-def test_where_nobody_asks_nobody_is_called(bpe):
-    assert play(bpe, ["one"], ["two"])[2].calls == []
-    assert roll(ScriptedPolicy(bpe, []), bpe, [], Searcher(), "ur2", 4) == []
 
 
 def test_rows_lie_question_by_question_and_each_request_carries_its_question(bpe):
@@ -833,14 +781,6 @@ def test_a_seed_makes_the_rollout_and_leaves_the_global_random_state_alone(qwen2
     assert len({tuple(t.response_ids) for t in first[:3]}) == 3
 
 
-def test_without_a_seed_the_global_random_state_decides(qwen2, bpe):
-    runs = []
-    for seed in (7, 7, 8):
-        torch.manual_seed(seed)
-        runs.append([t.response_ids for t in sample(qwen2, bpe, seed=None)])
-    assert runs[0] == runs[1] != runs[2]
-
-
 def test_a_failed_rollout_puts_the_random_state_and_the_models_defaults_back(bpe, monkeypatch):
     policy = ScriptedPolicy(bpe, [["no"]])
     state, defaults = torch.get_rng_state(), policy.language_model.generation_config
@@ -850,15 +790,6 @@ def test_a_failed_rollout_puts_the_random_state_and_the_models_defaults_back(bpe
         roll(policy, bpe, QA, Searcher(), "ur2", seed=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert policy.language_model.generation_config is defaults
-
-
-def test_temperature_zero_takes_the_likeliest_token_every_time(qwen2, bpe):
-    (t,) = roll(qwen2, bpe, QA, Searcher(), "ur2", temperature=0.0, max_turn_tokens=20)
-    with torch.no_grad():
-        logits = qwen2.language_model(torch.tensor([t.ids])).logits[0]
-    start = len(t.prompt_ids) - 1
-    assert logits[start : start + len(t.response_ids)].argmax(-1).tolist() == t.response_ids
-    assert len(set(t.response_ids)) > 5
 
 
 # Five tokens hold all the mass, so what sampling must give is known: 4096 draws, deviation sqrt(p
@@ -984,12 +915,10 @@ def test_a_document_block_that_no_query_asked_for_was_written_by_the_model(fake)
     assert t.searches == [] and t.model_text == t.text == fake + ANSWER
 
 
-def test_a_second_block_behind_one_query_is_the_models():
+def test_behind_a_query_only_the_next_block_is_the_environments():
     t = written(searched("Ana Bell", "true") + block("invented") + ANSWER)
     assert asked_and_read(t) == [("Ana Bell", "true")] and "invented" in t.model_text
-
-
-def test_a_query_inside_a_block_that_the_model_wrote_is_asked_all_the_same():
+    # a query inside a block that the model wrote is asked all the same
     faked = f"{END}<|begin_of_documents|> {searched('q', 'found')}"
     assert asked_and_read(written(faked)) == [("q", "found")]
 
