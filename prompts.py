@@ -36,7 +36,7 @@ class PromptSettings:
 
 @dataclass(frozen=True)
 class Protocol:
-    """Tags and texts of one paper. Where tags are None it has none."""
+    """Tags and texts of one paper; it has no tags that are None."""
 
     name: str
     query_tags: Tags | None  # None: nothing is searched (ARENA)
@@ -44,11 +44,11 @@ class Protocol:
     answer_tags: Tags | None  # None: the answer is \boxed{...} (UR²)
     instruction: str  # searching allowed
     direct_instruction: str  # UR²'s prompt without retrieval
-    prompt_suffix: str = ""  # the first text of the model's turn, given to it by the prompt
+    prompt_suffix: str = ""  # opens the model's turn
     evidence_tags: Tags | None = None  # R-Search: what another model is to answer from
     other_tags: tuple[Tags, ...] = ()  # thinking, reflection, relevance, analysis
     references_in_prompt: bool = False  # the question's own, numbered, in the user's message
-    # What the environment may say. The blank lines around a block are its own tokens too: mask 0.
+    # What the environment may say; blank lines are its own tokens too: mask 0.
     fallback_notice: str = "This query asks for no fact. Ask for a fact or reason on.\n\n"
     malformed_notice: str = "\n\nNo search was run: write the query between its two tags.\n\n"
     limit_notice: str = "\n\nNo searches are left. Answer with what you know.\n\n"
@@ -69,7 +69,7 @@ class Protocol:
     def section_tags(self, name: str) -> Tags:
         if tag_pair(name) in self.other_tags:
             return tag_pair(name)
-        raise InputError(f"protocol {self.name} has no <{name}> section: choose the reward's own")
+        raise InputError(f"--protocol {self.name} has no <{name}> section: the reward needs one")
 
 
 def as_protocol(protocol: Protocol | str) -> Protocol:
@@ -301,7 +301,7 @@ def frame_documents(protocol: Protocol, body: str) -> str:
 
 
 def special_texts(tokenizer) -> list[str]:
-    """Every special token as text: what neither a page nor a judged policy may write."""
+    """Every special token: what neither a page nor a judged policy may write."""
     # all_special_tokens leaves out those without a role, such as Llama 3's <|eot_id|>.
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     unnamed = [token.content for token in added if token.special]

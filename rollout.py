@@ -49,7 +49,7 @@ __all__ = ["Search", "Trajectory", "rollout", "show", "trajectory_from_text"]
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 Progress = Callable[[int], None] | None
-MIN_DOCUMENT_TOKENS = 16  # a search whose documents would be cut below this is not worth running
+MIN_DOCUMENT_TOKENS = 16  # a search with less room for documents is not run
 ANSWER_TOKENS = 32  # room kept free behind documents
 MAX_REFUSALS = 2  # after so many refused queries the trajectory ends
 
@@ -117,8 +117,8 @@ def rollout(
 
 @contextlib.contextmanager
 def seeded(seed: int | None, device: torch.device):
-    """Seed sampling inside, and put the global random state back after; None changes nothing."""
-    gpus = [device] if torch.device(device).type == "cuda" else []
+    """Sampling inside is seeded, and the global random state put back; None changes nothing."""
+    gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus, enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
@@ -154,7 +154,7 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
 
 @dataclass
 class Turn:
-    """What a row samples in one turn: at most `room` tokens, until there is a `reason` to stop."""
+    """What a row samples: at most `room` tokens, until there is a `reason` to stop."""
 
     room: int
     ids: list[int] = field(default_factory=list)
@@ -163,7 +163,7 @@ class Turn:
 
 
 def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> list[Turn]:
-    """One turn for every row: left-padded, so that all sample their next token at one place."""
+    """One turn for every row, left-padded: all sample their next token at one place."""
     settings, eos_ids = environment.settings, end_ids(policy, environment.tokenizer)
     turns = [Turn(environment.turn_room(row)) for row in rows]
     rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, eos_ids)
@@ -187,8 +187,8 @@ def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> li
 
 
 class TurnWatcher:
-    """Watches `generate` from inside: as logits processor it sees the distribution, as stopping
-    criterion the token. It notes each with its log-prob, and ends each row by the rule.
+    """Sits in `generate`: as logits processor it sees the distribution, as stopping criterion the
+    token. It notes each with its log-prob, and ends each row by the rule.
     """
 
     def __init__(self, rule: StopRule, turns: list[Turn], temperature: float):
@@ -204,11 +204,11 @@ class TurnWatcher:
         logprobs = self.scores.log_softmax(-1).gather(1, tokens)  # [B, 1]
         sampled = zip(self.turns, tokens.tolist(), logprobs.tolist(), strict=True)
         for turn, token, logprob in sampled:
-            if turn.reason is None:
+            if not turn.reason:
                 turn.ids += token
                 turn.logprobs += logprob
                 turn.reason = self.rule.reason(turn.ids, turn.room)
-        over = [turn.reason is not None for turn in self.turns]
+        over = [bool(turn.reason) for turn in self.turns]
         return torch.tensor(over, device=input_ids.device)  # [B]
 
 
@@ -255,8 +255,8 @@ def end_ids(policy, tokenizer) -> set[int]:
 
 @contextlib.contextmanager
 def plain_generation(policy, eos_ids: set[int], pad_id: int):
-    """`generate` without the checkpoint's own defaults while inside. Trap: what is left open comes
-    from its generation_config (top_k=20, ...), and samples from another distribution than trained.
+    """`generate` without the checkpoint's own defaults. Trap: they fill what is left open (top_k=20
+    ...), and the samples come from another distribution than the one trained on.
     """
     model = getattr(policy, "language_model", policy)
     kept = model.generation_config
@@ -293,13 +293,11 @@ class Environment:
 
     def __init__(self, tokenizer, protocol: Protocol, search, settings: RolloutSettings):
         self.tokenizer, self.protocol, self.search = tokenizer, protocol, search
-        self.settings = settings
-        self.max_context = settings.max_context
+        self.settings, self.max_context = settings, settings.max_context
         self.forbidden = forbidden_texts(protocol, tokenizer)
-        self.frame = 0  # tokens around the documents; without tags nobody will ask
-        if protocol.documents_tags:
-            halves = frame_documents(protocol, "\x00").split("\x00")
-            self.frame = sum(self.tokens_of(half) for half in halves)
+        # Tokens around documents; without tags nobody will ask.
+        halves = frame_documents(protocol, "\x00").split("\x00") if protocol.documents_tags else []
+        self.frame = sum(self.tokens_of(half) for half in halves)
         self.notice = self.tokens_of(protocol.fallback_notice)
 
     def tokens_of(self, text: str) -> int:
@@ -390,9 +388,7 @@ class Environment:
         return body
 
     def fit(self, pieces: list[str], budget: int) -> str:
-        """As many documents as fill `budget` tokens with their frame. Only a first document that is
-        too long by itself is cut inside.
-        """
+        """As many documents as fit with their frame. Only a first one too long by itself is cut."""
         for count in range(len(pieces), 0, -1):
             body = "\n".join(pieces[:count])
             if len(self.block(body)) <= budget:
@@ -402,28 +398,25 @@ class Environment:
         return body[: max(fits - 1, 0)]
 
     def block(self, body: str) -> list[int]:
-        """The framed documents, encoded as one text: so they stand in supervised traces, and behind
-        a newline a word is often another token than at the beginning.
+        """Encoded as one text, as in supervised traces: behind a newline a word is often another
+        token than at the beginning.
         """
         return encode(self.tokenizer, frame_documents(self.protocol, body))
 
 
 def call_search(search: SearchFunction, requests: list, timeout: float) -> list[SearchResult]:
-    """The results, or an error for every request: a training step must survive a retriever that is
-    down or hangs.
-    """
-    if bound := getattr(search, "seconds", None):  # asked over the network: more queries, longer
+    """The results, or an error for each: a step must survive a retriever that is down or hangs."""
+    if bound := getattr(search, "seconds", None):  # over the network: more queries, longer
         timeout += bound(len({request.query for request in requests}))
-    box: list = []
+    box = []
 
-    def work() -> None:
+    def work():
         try:
             box.append(list(search(requests)))
         except Exception as error:
             box.append(error)
 
-    # A daemon: one that hangs does not keep the process from ending.
-    thread = threading.Thread(target=work, daemon=True)
+    thread = threading.Thread(target=work, daemon=True)  # if it hangs, the process may end
     thread.start()
     thread.join(timeout)
     found = box[0] if box else TimeoutError(f"no answer within {timeout:g} s")
@@ -454,7 +447,8 @@ def main() -> None:
     for reason, text in script.items():
         ids = encode(letters, text)
         environment.end_turn(row, ids, [-0.1] * len(ids), reason)
-        environment.answer([] if row.stop_reason else [row])
+        if not row.stop_reason:
+            environment.answer([row])
     print(f"{show(row)}\n\nmask  tokens")
     runs = itertools.groupby(row.response_mask)
     for segment, (mask, run) in zip(row.segments, runs, strict=True):

@@ -25,15 +25,13 @@ from prompts import number_documents, without_thinking
 Summarize = Callable[[list[SearchRequest], list[list[Document]]], list[SearchResult]]
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 
-FALLBACK_TEXT = "None"  # not "": that shows the documents, and answers an ill-posed query after all
-OPERATORS = "+-−*/×÷="  # a hyphen counts as a minus: no name of the built-in world has one
+FALLBACK_TEXT = "None"  # not "", which shows the documents
+OPERATORS = "+-−*/×÷="  # also a hyphen: no name of the built-in world has one
 MAX_QUERY_WORDS = 12
 
 
 @dataclass(frozen=True)
 class SummarizerSettings:
-    """What the policy reads of a search."""
-
     summarizer: str = setting(
         "none",
         "none: the passages; extractive: the best one, or the fallback; or a model that writes"
@@ -56,7 +54,7 @@ def extract(requests: list[SearchRequest], documents: list[list[Document]]) -> l
 
 
 def is_lookup(query: str, title: str) -> bool:
-    """Does the query ask for a fact about `title`: no arithmetic, not long, the title named?"""
+    """Does it ask for a fact about `title`: no arithmetic, not long, the title named?"""
     arithmetic = any(operator in query for operator in OPERATORS)
     return not arithmetic and len(query.split()) <= MAX_QUERY_WORDS and names(query, title)
 
@@ -71,7 +69,7 @@ def names(query: str, title: str) -> bool:
 
 NO_FACT = "NO FACT"
 SUMMARY_LOG = "runs/summaries.jsonl"  # pairs that a small summariser can be distilled from
-MAX_SUMMARY = 2000  # characters; the rollout cuts to its own token budget after that
+MAX_SUMMARY = 2000  # characters; the rollout then cuts to its budget of tokens
 INSTRUCTION = (
     "You prepare what a search engine found for somebody who works on a larger problem. You get"
     " one search query and the numbered passages that were found for it. If the query asks for a"

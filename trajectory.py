@@ -6,8 +6,8 @@
     logprobs               · · · ·  0 0 0 0 0 0  · · ·      as they were sampled
 
 The mask is born with the token: nobody looks for tags in a text later to find out who wrote it.
-A written transcript (`trajectory_from_text`) can be scored, not trained on. No torch here, so that
-rewards need none. Left out: how a trajectory comes about (rollout.py).
+A written transcript (`trajectory_from_text`) can be scored, not trained on. No torch here: rewards
+need none. Left out: how a trajectory comes about (rollout.py).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """The whole response, the environment's text included."""
+        """The whole response."""
         return "".join(segment.text for segment in self.segments)
 
     @property
@@ -84,13 +84,11 @@ class Trajectory:
 
     @property
     def answers(self) -> list[str]:
-        """Every answer that the model gave, in order."""
         spans = find_answers(self.protocol, self.model_text, self.question.task)
         return [span.content for span in spans]
 
     @property
     def answer(self) -> str | None:
-        """The last one; None if there is none."""
         return (self.answers or [None])[-1]
 
     @property
@@ -101,17 +99,17 @@ class Trajectory:
 
     def append_model(self, ids: list[int], logprobs: list[float], text: str) -> None:
         """What the policy sampled has mask 1, end tags and EOS too."""
-        self._append(ids, 1, logprobs, Segment("model", text))
+        self.response_ids += ids
+        self.response_mask += [1] * len(ids)
+        self.logprobs += logprobs
+        self.segments.append(Segment("model", text))
 
     def append_environment(self, ids: list[int], text: str, writer: str) -> None:
         """What the environment wrote has mask 0, the blank lines around it too."""
-        self._append(ids, 0, [0.0] * len(ids), Segment(writer, text))
-
-    def _append(self, ids: list[int], mask: int, logprobs: list[float], segment: Segment) -> None:
         self.response_ids += ids
-        self.response_mask += [mask] * len(ids)
-        self.logprobs += logprobs
-        self.segments.append(segment)
+        self.response_mask += [0] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.segments.append(Segment(writer, text))
 
 
 def trajectory_from_text(
@@ -151,13 +149,13 @@ def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> 
     for segment in trajectory.segments:
         text += segment.text if segment.writer == "model" else f"⟦{segment.text.strip()}⟧ "
     gold = " | ".join(question.answers) or "unknown"
-    found = f"{len(trajectory.searches)} searches; answer {trajectory.answer!r}"
-    lines = [f"question: {question.question}   gold: {gold}", text.strip()]
-    lines.append(f"[{found}; ended by {trajectory.stop_reason}]")
+    shown = f"question: {question.question}   gold: {gold}\n{text.strip()}\n"
+    shown += f"[{len(trajectory.searches)} searches; answer {trajectory.answer!r};"
+    shown += f" ended by {trajectory.stop_reason}]"
     if components:
         terms = ", ".join(f"{name} {value:+.2f}" for name, value in components.items())
-        lines.append(f"[{terms}; reward {sum(components.values()):+.2f}]")
-    return "\n".join(lines)
+        shown += f"\n[{terms}; reward {sum(components.values()):+.2f}]"
+    return shown
 
 
 def main() -> None:

@@ -173,7 +173,7 @@ def test_a_protocol_lists_all_its_tags_and_finds_a_section_by_name():
         tags = tuple(tag for section in sections for tag in (f"<{section}>", f"</{section}>"))
         assert PROTOCOLS[name].tags == tags
     assert PROTOCOLS["arena"].section_tags("analysis") == ("<analysis>", "</analysis>")
-    with pytest.raises(InputError, match="protocol ur2 has no <analysis> section"):
+    with pytest.raises(InputError, match="--protocol ur2 has no <analysis> section"):
         UR2.section_tags("analysis")
 
 
