@@ -18,7 +18,7 @@ BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 
 
 class InputError(ValueError):
-    """A bad file, record, flag or address. The message is one line."""
+    """A bad file, record, flag or address, told in one line."""
 
 
 def run_main(main: Callable[[], None]) -> None:

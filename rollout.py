@@ -10,9 +10,9 @@ Two rules keep the training signal true:
   * the mask is born with the token: 1 for a token the policy sampled (end tags and EOS too), 0 for
     everything the environment wrote (documents, their tags, the blank lines around them, notices).
 
-Retriever and summariser are one function here, `search(requests) -> results`. HF `generate` samples
-and computes a row anew at each turn. scale/engine.py has another `play`: the same trajectories when
-greedy, several times faster. Left out: several tools, and searching in the middle of a turn.
+Retriever and summariser are one function here, `search(requests) -> results`. Sampling is plain HF
+`generate`, which computes a row anew at each turn; scale/engine.py has another `play`: the same
+rows when greedy, several times faster. Left out: several tools, searching in the middle of a turn.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MAX_REFUSALS = 2  # after so many refused queries the trajectory ends
 class RolloutSettings:
     group_size: int = setting(16, "trajectories per question, G", least=1, only="train")
     temperature: float = setting(1.0, "of sampling, and of scoring; 0 is greedy", least=0)
-    top_p: float = setting(1.0, "below 1: not what is scored", above=0, most=1, only="eval")
+    top_p: float = setting(1.0, "below 1 it is not what is scored", above=0, most=1, only="eval")
     max_searches: int = setting(4, "per trajectory", least=0)
     max_turn_tokens: int = setting(512, "new tokens per turn", least=1)
     max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
