@@ -1,12 +1,12 @@
-"""Type a question, and watch it search: one live trajectory, search by search.
+"""Type a question, and watch it search.
 
     python ask.py "which country was jana dorn born in ?"    the built-in world, its last checkpoint
     python ask.py                                            a held-out question of that world
     python ask.py "who draws maps?" --model DIR --corpus my_documents/
     python ask.py "who draws maps?" --model DIR --retriever http --retriever_url http://host:8000
 
-It takes every flag of a rollout: the checkpoint's own settings, then what the command line says. A
-model that did not learn in the built-in world needs passages of its own.
+Flags: those of a rollout; what is not given is the checkpoint's own. A model that did not learn in
+the built-in world needs passages of its own.
 """
 
 from __future__ import annotations
@@ -17,16 +17,7 @@ import sys
 from data import Document, Question, load_questions
 from errors import FlagParser, InputError, run_main
 from eval import settings_of
-from plumbing.build import (
-    as_asked,
-    build_environment,
-    build_search,
-    built_in_kinds,
-    built_in_world,
-    load_model,
-    passages,
-    play_of,
-)
+from plumbing import build
 from plumbing.files import saved_settings
 from policy import best_device
 from prompts import PROTOCOLS, build_prompt
@@ -34,11 +25,7 @@ from rollout import check_prompts, rollout
 from settings import ASKING, RENAMED, Settings, add_flags, check_settings, named_in
 from trajectory import Trajectory, show
 
-NO_PASSAGES = {  # retriever -> what is searched in place of a corpus
-    "http": "{retriever_url}",
-    "empty": "nothing",
-    "oracle": "the question's own passages",
-}
+NO_CORPUS = ("http", "empty", "oracle")  # retrievers that read none
 
 
 def parse(arguments: list[str]) -> tuple[Settings, str]:
@@ -62,7 +49,7 @@ def parse(arguments: list[str]) -> tuple[Settings, str]:
 
 def reads_a_corpus(settings: Settings) -> bool:
     searches = PROTOCOLS[settings.protocol].query_tags is not None
-    return searches and settings.retriever not in NO_PASSAGES
+    return searches and settings.retriever not in NO_CORPUS
 
 
 def in_built_in_world(settings: Settings) -> bool:
@@ -78,26 +65,26 @@ def question_for(settings: Settings, text: str) -> tuple[Question, list[Question
     if settings.data:
         questions = load_questions(settings.data, skip_bad=settings.skip_bad)
     elif in_built_in_world(settings):
-        world = built_in_world(settings)
-        for kind in built_in_kinds(settings):
+        world = build.built_in_world(settings)
+        for kind in build.built_in_kinds(settings):
             questions += world.questions("test", kind)
-    if not text and not questions:
-        raise InputError('ask.py: what shall be asked? python ask.py "a question"')
     if text:
         chosen = next((q for q in questions if q.question == text), Question("asked", text, []))
-    else:  # the kind with two searches shows most
+    elif questions:  # the kind with two searches shows most
         chosen = next((q for q in questions if q.kind == "two_hop"), questions[0])
-    return as_asked([chosen], settings)[0], questions
+    else:
+        raise InputError('ask.py: what shall be asked? python ask.py "a question"')
+    return build.as_asked([chosen], settings)[0], questions
 
 
 def ask(settings: Settings, text: str) -> tuple[Trajectory, str]:
     """(the trajectory, what was searched)."""
     question, questions = question_for(settings, text)
     device = best_device()
-    documents = passages(settings, questions) if reads_a_corpus(settings) else []
-    search = build_search(settings, documents, device)
-    policy, tokenizer = load_model(settings, settings.model, device, frozen=True)
-    environment = build_environment(settings, tokenizer, search)
+    documents = build.passages(settings, questions) if reads_a_corpus(settings) else []
+    search = build.build_search(settings, documents, device)
+    policy, tokenizer = build.load_model(settings, settings.model, device, frozen=True)
+    environment = build.build_environment(settings, tokenizer, search)
     check_prompts([question], environment, policy)
     unknown = tokenizer.unk_token_id
     if unknown is not None and unknown in build_prompt(environment.protocol, question, tokenizer):
@@ -105,20 +92,17 @@ def ask(settings: Settings, text: str) -> tuple[Trajectory, str]:
         raise InputError(
             f"the model has no tokens for this question: it knows only its own world's words{hint}"
         )
-    (row,) = rollout(policy, environment, [question], settings.seed, play_of(settings))
+    (row,) = rollout(policy, environment, [question], settings.seed, build.play_of(settings))
     return row, what_is_searched(settings, documents)
 
 
 def what_is_searched(settings: Settings, documents: list[Document]) -> str:
     if PROTOCOLS[settings.protocol].query_tags is None:
         return "nothing: its passages come with the question"
-    if settings.retriever in NO_PASSAGES:
-        place = NO_PASSAGES[settings.retriever].format(retriever_url=settings.retriever_url)
-        return f"{place} ({settings.retriever})"
-    place = settings.corpus or "the built-in world"
-    if place == "from-data":
-        place = f"the paragraphs of {settings.data}"
-    return f"{place} ({settings.retriever}, {len(documents)} passages)"
+    if documents:
+        place = settings.corpus or "the built-in world"
+        return f"{place} ({settings.retriever}, {len(documents)} passages)"
+    return settings.retriever_url if settings.retriever == "http" else settings.retriever
 
 
 def main(arguments: list[str] | None = None) -> None:

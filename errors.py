@@ -18,7 +18,7 @@ BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 
 
 class InputError(ValueError):
-    """A bad file, record, flag or address. The message is one line."""
+    """A bad file, record, flag or address, told in one line."""
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -31,8 +31,8 @@ def run_main(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # `python data.py FILE | head` is not an error
         sys.stderr.close()
     except Exception as error:
-        if int(os.environ.get("LOCAL_RANK", 0)):  # all processes find it; torchrun ends the others
-            time.sleep(5)  # while the first one says so
+        if int(os.environ.get("LOCAL_RANK", 0)):
+            time.sleep(5)  # the first process says it, and torchrun ends the others
         if not isinstance(error, InputError):
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -48,7 +48,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 class FlagParser(argparse.ArgumentParser):
     """argparse whose complaints are an InputError, and name the nearest flag for an unknown one."""
 
-    renamed = ()  # or a dict: flag of an earlier version -> what to write now
+    renamed: Mapping = {}  # flag of an earlier version -> what to write now
 
     def error(self, message: str):
         raise InputError(f"{self.prog}: {message}")
@@ -58,7 +58,7 @@ class FlagParser(argparse.ArgumentParser):
         known, rest = self.parse_known_args(args, namespace)
         if rest:
             name = rest[0].split("=")[0]
-            if now := dict(self.renamed).get(name.removeprefix("--")):
+            if now := self.renamed.get(name.removeprefix("--")):
                 self.error(f"{name}: {now}")
             like = nearest(name, self._option_string_actions)
             self.error(f"unknown flag {rest[0]}{like}; --help lists them all")
@@ -73,7 +73,7 @@ def boolean(text: str) -> bool:
 
 
 def setting(default, help: str, **limits):
-    """A field of a settings record; its limits: least, above, most, below, or one_of (names)."""
+    """A field of a settings record. Limits: least, above, most, below, or one_of (names)."""
     return field(default=default, metadata={"help": help, **limits})
 
 
@@ -81,8 +81,8 @@ def check_value(name: str, value, limits: Mapping) -> None:
     """One setting against the limits that stand beside it in its record."""
     names = limits.get("one_of", [value])
     if value not in names:
-        known = f"one of {', '.join(names)}{nearest(value, names)}"
-        raise InputError(f"--{name} {value}: unknown; {known}")
+        known = ", ".join(names) + nearest(value, names)
+        raise InputError(f"--{name} {value}: unknown; one of {known}")
     if isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"--{name} {value}: must be a finite number")
     for limit, (kept, told) in BOUNDS.items():
@@ -93,7 +93,7 @@ def check_value(name: str, value, limits: Mapping) -> None:
 def check_output(path: str | Path, flag: str) -> None:
     """Can this file be written? Better known before the work than after it. Leaves nothing."""
     path = Path(path)
-    place = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if path.is_dir() or (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
+    place = path if path.exists() else next(p for p in path.absolute().parents if p.exists())
+    if place.is_dir() == path.exists() or not os.access(place, os.W_OK):
         what = "that is a folder" if path.is_dir() else "cannot be written there"
         raise InputError(f"{flag} {path}: {what}: name a file elsewhere")

@@ -1,5 +1,4 @@
-"""What each paper writes: the tags around a query, its documents and the answer, and the
-instruction that asks for them.
+"""What each paper writes: the tags of queries, documents and answers, and its instruction.
 
     UR²             <|begin_of_query|>, <|begin_of_documents|>, \\boxed{answer}
     R1-Searcher     the same two, while it thinks; then </think> <answer>
@@ -8,9 +7,8 @@ instruction that asks for them.
     ARENA           searches nothing, reads numbered references; <relevance> <analysis> <answer>
 
 One `Protocol` serves training, evaluation and the demo: a prompt that differs between them is the
-commonest silent fault of public code. An answer is found by position with balanced braces, so
-\\boxed{\\frac{1}{2}} is read whole; the last one is scored.
-The wording of the instructions is ours; --prompt_file puts another in their place.
+commonest silent fault of public code. The last answer is scored; braces are balanced, so
+\\boxed{\\frac{1}{2}} is read whole. The wording is ours; --prompt_file puts another in its place.
 Left out: system prompts per model family (the chat template has them), few-shot examples.
 """
 
@@ -38,7 +36,7 @@ class PromptSettings:
 
 @dataclass(frozen=True)
 class Protocol:
-    """Tags and texts of one paper. Tags that are None are no part of it."""
+    """Tags and texts of one paper; it has no tags that are None."""
 
     name: str
     query_tags: Tags | None  # None: nothing is searched (ARENA)
@@ -46,11 +44,11 @@ class Protocol:
     answer_tags: Tags | None  # None: the answer is \boxed{...} (UR²)
     instruction: str  # searching allowed
     direct_instruction: str  # UR²'s prompt without retrieval
-    prompt_suffix: str = ""  # the first text of the model's turn, given to it by the prompt
+    prompt_suffix: str = ""  # opens the model's turn
     evidence_tags: Tags | None = None  # R-Search: what another model is to answer from
     other_tags: tuple[Tags, ...] = ()  # thinking, reflection, relevance, analysis
     references_in_prompt: bool = False  # the question's own, numbered, in the user's message
-    # What the environment may say. The blank lines around a block are its own tokens too: mask 0.
+    # What the environment may say; blank lines are its own tokens too: mask 0.
     fallback_notice: str = "This query asks for no fact. Ask for a fact or reason on.\n\n"
     malformed_notice: str = "\n\nNo search was run: write the query between its two tags.\n\n"
     limit_notice: str = "\n\nNo searches are left. Answer with what you know.\n\n"
@@ -59,24 +57,19 @@ class Protocol:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Every tag of the protocol."""
         pairs = [self.query_tags, self.documents_tags, self.evidence_tags, self.answer_tags]
         return tuple(tag for pair in [*pairs, *self.other_tags] if pair for tag in pair)
 
     @property
-    def stop_tags(self) -> tuple[str, ...]:
-        """Where a turn stops. Not at \\boxed{...}: reasoning may go on after it, until EOS."""
-        return tuple(pair[1] for pair in (self.query_tags, self.answer_tags) if pair)
+    def stop_tags(self) -> dict[str, str]:
+        """Where a turn stops -> why. Not at \\boxed{...}: reasoning may go on until EOS."""
+        pairs = {"query": self.query_tags, "answer": self.answer_tags}
+        return {pair[1]: reason for reason, pair in pairs.items() if pair}
 
     def section_tags(self, name: str) -> Tags:
-        """The pair of `other_tags` that opens with <name>."""
-        for pair in self.other_tags:
-            if pair[0] == f"<{name}>":
-                return pair
-        raise InputError(
-            f"protocol {self.name} has no <{name}> section: choose the protocol that the reward is"
-            " made for"
-        )
+        if tag_pair(name) in self.other_tags:
+            return tag_pair(name)
+        raise InputError(f"--protocol {self.name} has no <{name}> section: the reward needs one")
 
 
 def as_protocol(protocol: Protocol | str) -> Protocol:
@@ -137,9 +130,7 @@ PROTOCOLS["r1_searcher"] = Protocol(
 
 PROTOCOLS["r_search"] = Protocol(
     "r_search",
-    tag_pair("search"),
-    tag_pair("observation"),
-    tag_pair("answer"),
+    *map(tag_pair, ("search", "observation", "answer")),
     "Answer the question, reasoning step by step. Whenever a fact is missing, write a search query"
     " as <search> your query </search> and stop; what is found is given back between <observation>"
     " and </observation>. Search again for as long as facts are missing. If you searched, then copy"
@@ -153,9 +144,7 @@ PROTOCOLS["r_search"] = Protocol(
 
 PROTOCOLS["when_to_search"] = Protocol(
     "when_to_search",
-    tag_pair("search"),
-    tag_pair("information"),
-    tag_pair("answer"),
+    *map(tag_pair, ("search", "information", "answer")),
     "Answer the question in sections. Begin with <think> what is asked and what you know of it"
     " </think>. If a fact is missing, write a query of a few key words as <search> your query"
     " </search> and stop; what is found is given back between <information> and </information>, and"
@@ -191,20 +180,19 @@ PROTOCOLS["arena"] = Protocol(
 
 
 def question_text(question: Question) -> str:
-    """The user's message: the question, and lettered options where it has them."""
+    """The question, and lettered options where it has them."""
     letters = [f"{chr(65 + i)}. {option}" for i, option in enumerate(question.options)]
     return "\n".join([question.question, *letters])
 
 
 def user_text(protocol: Protocol, question: Question, tokenizer) -> str:
-    """The user's message under a protocol. ARENA's has the references, (1) to (n), a line each."""
+    """What the user says: ARENA has the references too, numbered from 1, a line each."""
     if not protocol.references_in_prompt:
         return question_text(question)
     if not question.references:
         raise InputError(
-            f"question {question.id} has no references: protocol {protocol.name} answers from"
-            " numbered references; give the record a `references` list, or choose a protocol that"
-            " searches"
+            f"question {question.id} has no references, which protocol {protocol.name} answers"
+            " from: give the record a `references` list, or choose a protocol that searches"
         )
     forbidden = forbidden_texts(protocol, tokenizer)
     lines = [strip_tags(line, forbidden) for line in number_documents(question.references)]
@@ -212,22 +200,18 @@ def user_text(protocol: Protocol, question: Question, tokenizer) -> str:
 
 
 def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:
-    """The prompt: through the chat template where there is one, else laid out for a base model."""
     protocol = as_protocol(protocol)
     instruction = protocol.instruction if question.may_search else protocol.direct_instruction
     user = user_text(protocol, question, tokenizer)
-    if getattr(tokenizer, "chat_template", None):
-        text = chat_text(tokenizer, instruction, user)
-    else:
-        text = f"{tokenizer.bos_token or ''}{instruction}\n\nQuestion: {user}\nAnswer:"
+    text = chat_text(tokenizer, instruction, user, "Question: {}\nAnswer:")
     # Some templates open the turn with "<think>\n" themselves: not twice.
     return text if text.rstrip().endswith(protocol.prompt_suffix) else text + protocol.prompt_suffix
 
 
-def chat_text(tokenizer, instruction: str, text: str) -> str:
-    """System and user message through the chat template where there is one, else plain."""
+def chat_text(tokenizer, instruction: str, text: str, plain: str = "{}\n\nAnswer:") -> str:
+    """System and user message through the chat template; `plain` for a base model, without one."""
     if not getattr(tokenizer, "chat_template", None):
-        return f"{tokenizer.bos_token or ''}{instruction}\n\n{text}\n\nAnswer:"
+        return f"{tokenizer.bos_token or ''}{instruction}\n\n{plain.format(text)}"
     messages = [{"role": "system", "content": instruction}, {"role": "user", "content": text}]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -247,33 +231,24 @@ def build_prompt(protocol: Protocol | str, question: Question, tokenizer) -> lis
 
 def find_blocks(text: str, begin: str, end: str) -> list[Span]:
     """Every `begin ... end` pair, left to right; a second `begin` before `end` starts anew."""
-    spans, start = [], None
-    for match in re.finditer(f"{re.escape(begin)}|{re.escape(end)}", text):
-        if match.group() == begin:
-            start = match
-        elif start is not None:
-            content = text[start.end() : match.start()].strip()
-            spans.append(Span(start.start(), match.end(), content))
-            start = None
-    return spans
+    begin, end = re.escape(begin), re.escape(end)
+    blocks = re.finditer(f"{begin}((?:(?!{begin}).)*?){end}", text, re.DOTALL)
+    return [Span(block.start(), block.end(), block[1].strip()) for block in blocks]
 
 
 def last_block(text: str, tags: Tags) -> str | None:
-    """The content of the last block that is not empty; None if there is none."""
+    """The content of the last block that is not empty."""
     contents = [span.content for span in find_blocks(text, *tags) if span.content]
     return contents[-1] if contents else None
 
 
-# Possessive `\s*+`: a model that writes blanks without end after "is" must not cost the square of
-# their number.
+# Possessive `\s*+`: blanks without end after "is" must not cost the square of their number.
 _CHOICE = re.compile(r"correct answer is\s*+:?\s*+([^\n]*\w[^\n]*)", re.IGNORECASE)
 
 
 def find_answers(protocol: Protocol, text: str, task: str = "qa") -> list[Span]:
-    """Every answer the model gave, by position. Give it the model's own text only.
-
-    A choice question under UR² may also be answered by "the correct answer is: X"; "... is
-    \\boxed{B}" is one answer.
+    """Every answer in the model's own text, by position. A choice under UR² may also be answered by
+    "the correct answer is: X"; "... is \\boxed{B}" is one answer.
     """
     if protocol.answer_tags:
         return find_blocks(text, *protocol.answer_tags)
@@ -290,9 +265,8 @@ def _inside(span: Span, others: list[Span]) -> bool:
 
 
 def parse_query(protocol: Protocol, turn: str) -> str | None:
-    """The query that a model turn ends in; "" if it is empty, None if a tag of it is missing.
-
-    Only this turn counts: a begin tag in an earlier turn, or in a document, cannot open this query.
+    """The query that a model turn ends in; "" if it is empty, None if a tag of it is missing. No
+    begin tag of an earlier turn or of a document can open it: give it this turn only.
     """
     if not protocol.query_tags:
         return None
@@ -307,8 +281,6 @@ def without_thinking(reply: str) -> str:
 
     >>> without_thinking("<think>Kelmouth? No.</think>\\nNorland")
     'Norland'
-    >>> without_thinking("<think>Kelmouth? No")
-    ''
     """
     return reply.rpartition("</think>")[2].partition("<think>")[0].strip()
 
@@ -329,9 +301,8 @@ def frame_documents(protocol: Protocol, body: str) -> str:
 
 
 def special_texts(tokenizer) -> list[str]:
-    """Every special token as text: what neither a page nor a judged policy may write."""
-    # all_special_tokens leaves out those without a role, such as Llama 3's <|eot_id|>: a page could
-    # open a turn with them.
+    """Every special token: what neither a page nor a judged policy may write."""
+    # all_special_tokens leaves out those without a role, such as Llama 3's <|eot_id|>.
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     unnamed = [token.content for token in added if token.special]
     return [*getattr(tokenizer, "all_special_tokens", []), *unnamed]

@@ -196,7 +196,7 @@ RENAMED = {  # flags of earlier versions -> what to write now
     "plan": "write `python -m lab.plan`",
     "pooling": "what the encoder itself says now",
     "reference_in_8bit": "write --in_8bit reference",
-    "search_retries": "a constant of rollout.py now",
+    "search_retries": "what asks over the network tries again by itself",
     "search_timeout": "write --timeout",
     "show_every": "a constant of train.py now",
     "similarity": "a keyword of rewards.when_to_search_stage1 now",

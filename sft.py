@@ -3,14 +3,13 @@
     L = − Σ_t m_t log π_θ(y_t | y_<t) / Σ_t m_t      m_t = 1 on tokens to imitate,
                                                      0 on the prompt and on inserted text
 
-The same mask as in RL: a model trained to write documents learns to invent them. A token may also
-be left out of the loss because imitating it would teach a habit: the built-in world masks the
-choice between searching and answering, so that reading is practised while the habit of searching
-stays rare.
+The same mask as in RL: a model trained to write documents learns to invent them. Another token may
+be masked too, because it would teach a habit: the built-in world masks the choice between searching
+and answering, so that reading is practised while searching stays rare.
 
-Every example ends in EOS, so that the model learns to stop. Equal examples in equal order give
-equal weights on the same machine. Left out: packing several examples into one row, several
-processes. The supervised baselines and the small summariser are made by `python -m lab.distil`.
+Every example ends in EOS: the model learns to stop. Equal examples in equal order give equal
+weights on the same machine. Left out: packing several examples into one row, several processes. The
+supervised baselines and the small summariser are made by `python -m lab.distil`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from errors import InputError, run_main
@@ -61,21 +61,16 @@ def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer)
     end = tokenizer.eos_token_id
     ended = ids[len(prompt) :][-1:] == [end]  # a transcript that ended in EOS has it already
     if end is not None and not ended:
-        ids, mask = [*ids, end], [*mask, 1]
+        ids.append(end)
+        mask.append(1)
     return Example(ids, mask)
 
 
-def collate_examples(
-    examples: Sequence[Example], pad_id: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def collate_examples(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
     """tokens [B, L], mask [B, T]: column t of the mask is about tokens[:, t + 1]."""
-    width = max(len(example.ids) for example in examples)
-    tokens = torch.full((len(examples), width), pad_id, dtype=torch.long)  # [B, L]
-    mask = torch.zeros(len(examples), width)  # [B, L]
-    for row, example in enumerate(examples):
-        tokens[row, : len(example.ids)] = torch.tensor(example.ids)
-        mask[row, : len(example.mask)] = torch.tensor(example.mask, dtype=torch.float)
-    return tokens, mask[:, 1:]
+    tokens = pad_sequence([torch.tensor(example.ids) for example in examples], True)  # [B, L]
+    mask = pad_sequence([torch.tensor(example.mask) for example in examples], True)  # [B, L]
+    return tokens, mask[:, 1:].float()
 
 
 def sft_loss(policy: Policy, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -85,7 +80,7 @@ def sft_loss(policy: Policy, tokens: torch.Tensor, mask: torch.Tensor) -> torch.
 
 
 def sft_lr_factor(step: int, settings: SFTSettings) -> float:
-    """Linear warm-up, flat, and then linear to 0: never before the warm-up has ended.
+    """Linear warm-up, flat, then linear to 0.
 
     Worked: 10 steps, lr_warmup 2, decay_from 0.6: 1/2 1 1 1 1 1, then 1 3/4 1/2 1/4.
     """
@@ -124,10 +119,8 @@ def train_sft(
 
 
 def backward(policy: Policy, examples: Sequence[Example], tokens_per_micro_batch: int) -> float:
-    """The gradient of the whole batch's loss, in micro-batches; returns the loss.
-
-    Each micro-batch is weighted by its share of the tokens to imitate: a plain mean of their means
-    would be another loss.
+    """The gradient of the whole batch's loss, in micro-batches; returns the loss. Each is weighted
+    by its share of the tokens to imitate: a plain mean of their means would be another loss.
     """
     tokens, mask = collate_examples(examples)
     tokens, mask = tokens.to(policy.device), mask.to(policy.device)  # [B, L], [B, T]

@@ -2,12 +2,11 @@
 
     summarize(requests, documents) -> list[SearchResult], one per request, in order
 
-A summariser makes five passages into one short text, and it decides whether the query asks for a
-fact at all. If not, the result is a fallback: the policy reads nothing that it could use, the
-reward charges the search, and the rollout tells the policy to ask for a fact. That decision is the
-flag `SearchResult.fallback` and nothing else: a passage may happen to say what a sentinel says. The
-documents stay in the result, so that a log shows what was found. Left out: making a small
-summariser from what a large one wrote (lab/distil.py).
+A summariser makes one short text of five passages, and decides whether the query asks for a fact at
+all. If not, the result is a fallback: the policy is told to ask for a fact, and the reward charges
+the search. Only the flag `SearchResult.fallback` says so: a passage may happen to say what a
+sentinel says. The documents stay in the result, for the log. Left out: making a small summariser
+from what a large one wrote (lab/distil.py).
 """
 
 from __future__ import annotations
@@ -26,15 +25,13 @@ from prompts import number_documents, without_thinking
 Summarize = Callable[[list[SearchRequest], list[list[Document]]], list[SearchResult]]
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 
-FALLBACK_TEXT = "None"  # not "": that shows the documents, and answers an ill-posed query after all
-OPERATORS = "+-−*/×÷="  # a hyphen counts as a minus: no name of the built-in world has one
+FALLBACK_TEXT = "None"  # not "", which shows the documents
+OPERATORS = "+-−*/×÷="  # also a hyphen: no name of the built-in world has one
 MAX_QUERY_WORDS = 12
 
 
 @dataclass(frozen=True)
 class SummarizerSettings:
-    """What the policy reads of a search."""
-
     summarizer: str = setting(
         "none",
         "none: the passages; extractive: the best one, or the fallback; or a model that writes"
@@ -44,21 +41,20 @@ class SummarizerSettings:
 
 def show_all(requests: list[SearchRequest], documents: list[list[Document]]) -> list[SearchResult]:
     """No summariser: the policy reads the documents, and every query counts as a lookup."""
-    return [SearchResult(documents=found) for _, found in zip(requests, documents, strict=True)]
+    return [SearchResult(found) for found in documents]
 
 
 def extract(requests: list[SearchRequest], documents: list[list[Document]]) -> list[SearchResult]:
-    """The built-in world's: its passages are a sentence or two, so the best one is the summary."""
+    """The built-in world's: its passages are a sentence or two, and the best is the summary."""
     results = []
     for request, found in zip(requests, documents, strict=True):
         lookup = bool(found) and is_lookup(request.query, found[0].title)
-        text = found[0].text if lookup else FALLBACK_TEXT
-        results.append(SearchResult(documents=found, text=text, fallback=not lookup))
+        results.append(SearchResult(found, found[0].text if lookup else FALLBACK_TEXT, not lookup))
     return results
 
 
 def is_lookup(query: str, title: str) -> bool:
-    """Does the query ask for a fact about `title`: no arithmetic, not long, the title named?"""
+    """Does it ask for a fact about `title`: no arithmetic, not long, the title named?"""
     arithmetic = any(operator in query for operator in OPERATORS)
     return not arithmetic and len(query.split()) <= MAX_QUERY_WORDS and names(query, title)
 
@@ -73,7 +69,7 @@ def names(query: str, title: str) -> bool:
 
 NO_FACT = "NO FACT"
 SUMMARY_LOG = "runs/summaries.jsonl"  # pairs that a small summariser can be distilled from
-MAX_SUMMARY = 2000  # characters; the rollout cuts to its own token budget after that
+MAX_SUMMARY = 2000  # characters; the rollout then cuts to its budget of tokens
 INSTRUCTION = (
     "You prepare what a search engine found for somebody who works on a larger problem. You get"
     " one search query and the numbered passages that were found for it. If the query asks for a"
@@ -88,9 +84,6 @@ INSTRUCTION = (
 class LLMSummarizer:
     """A model of other_models/llm.py writes the notes, or says that the query asks for no fact
     (`NO_FACT`, the whole reply). log: JSONL to which every new pair is appended; "" logs nothing.
-
-    Where nothing was found nobody is asked: a model would make facts up, and the query may have
-    been a good one.
     """
 
     def __init__(self, llm, log: str | Path = ""):
@@ -100,7 +93,8 @@ class LLMSummarizer:
     def __call__(
         self, requests: list[SearchRequest], documents: list[list[Document]]
     ) -> list[SearchResult]:
-        results = [SearchResult(documents=found) for found in documents]
+        results = [SearchResult(found) for found in documents]
+        # Where nothing was found nobody is asked: a model would make facts up.
         asked = [i for i, found in enumerate(documents) if found]
         prompts = [summary_request(requests[i].query, documents[i]) for i in asked]
         replies = self.llm.ask(prompts) if asked else []
@@ -130,17 +124,16 @@ def summary_request(query: str, documents: list[Document]) -> tuple[str, str]:
 
 def cut(summary: str) -> str:
     """At most MAX_SUMMARY characters, whole words."""
-    if len(summary) <= MAX_SUMMARY:
-        return summary
-    return re.sub(r"\s+\S*$", "", summary[:MAX_SUMMARY])
+    whole = len(summary) <= MAX_SUMMARY
+    return summary if whole else re.sub(r"\s+\S*$", "", summary[:MAX_SUMMARY])
 
 
 def as_result(documents: list[Document], notes: str) -> SearchResult:
     if not notes:  # an empty text would show the documents themselves
-        return SearchResult(documents=documents, error="summariser gave no answer")
+        return SearchResult(documents, error="summariser gave no answer")
     if notes == NO_FACT:  # strictly: notes that mention it are notes
-        return SearchResult(documents=documents, text=FALLBACK_TEXT, fallback=True)
-    return SearchResult(documents=documents, text=notes)
+        return SearchResult(documents, FALLBACK_TEXT, fallback=True)
+    return SearchResult(documents, notes)
 
 
 WITHOUT_MODEL = {"none": show_all, "extractive": extract}
@@ -164,7 +157,7 @@ SEARCH_FAILED = "search failed"  # of one query, while others of its call were a
 
 def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> SearchFunction:
     """What the rollout is given: retrieve for all requests in one call, then summarise for all. A
-    request whose search failed by itself is an error in its own result, and is not summarised.
+    request whose search failed by itself is an error in its own result.
 
     search.seconds(queries)   a retriever that asks elsewhere says how long so many may take
     """
@@ -190,11 +183,8 @@ def retrieve(retriever, requests: list[SearchRequest], k: int) -> list[list[Docu
     # For the oracle the question decides: two questions may well ask the same query.
     keys = [(request.query, request.question.id if oracle else "") for request in requests]
     unique = dict(zip(keys, requests, strict=True))
-    queries = [request.query for request in unique.values()]
-    if oracle:
-        found = retriever.search(queries, k, [request.question for request in unique.values()])
-    else:
-        found = retriever.search(queries, k)
+    questions = [[request.question for request in unique.values()]] if oracle else []
+    found = retriever.search([query for query, _ in unique], k, *questions)
     # strict: a retriever that drops a query must not shift the others
     documents = dict(zip(unique, found, strict=True))
     return [None if documents[key] is None else list(documents[key]) for key in keys]

@@ -5,16 +5,15 @@
     response_mask          1 1 1 1  0 0 0 0 0 0  1 1 1      e: written by the environment
     logprobs               · · · ·  0 0 0 0 0 0  · · ·      as they were sampled
 
-The mask is born with the token: `append_model` writes 1, `append_environment` writes 0. Nobody
-looks for tags in a text later to find out who wrote it.
-A written transcript (`trajectory_from_text`) can be scored, not trained on. This file needs no
-torch, so neither do rewards. Left out: how a trajectory comes about (rollout.py).
+The mask is born with the token: nobody looks for tags in a text later to find out who wrote it.
+A written transcript (`trajectory_from_text`) can be scored, not trained on. No torch here: rewards
+need none. Left out: how a trajectory comes about (rollout.py).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from data import Document, Question
@@ -32,7 +31,7 @@ class Segment:
 
 @dataclass
 class Search:
-    """One search that the environment ran. `text` is the body of the block that the policy read."""
+    """One search that the environment ran. `text` is what the policy read between the tags."""
 
     query: str
     documents: list[Document]
@@ -75,7 +74,7 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """The whole response, the environment's text included."""
+        """The whole response."""
         return "".join(segment.text for segment in self.segments)
 
     @property
@@ -90,7 +89,6 @@ class Trajectory:
 
     @property
     def answer(self) -> str | None:
-        """The last answer the model gave; None if it gave none."""
         return (self.answers or [None])[-1]
 
     @property
@@ -101,51 +99,48 @@ class Trajectory:
 
     def append_model(self, ids: list[int], logprobs: list[float], text: str) -> None:
         """What the policy sampled has mask 1, end tags and EOS too."""
-        self._append(ids, 1, logprobs, Segment("model", text))
+        self.response_ids += ids
+        self.response_mask += [1] * len(ids)
+        self.logprobs += logprobs
+        self.segments.append(Segment("model", text))
 
     def append_environment(self, ids: list[int], text: str, writer: str) -> None:
         """What the environment wrote has mask 0, the blank lines around it too."""
-        self._append(ids, 0, [0.0] * len(ids), Segment(writer, text))
-
-    def _append(self, ids: list[int], mask: int, logprobs: list[float], segment: Segment) -> None:
         self.response_ids += ids
-        self.response_mask += [mask] * len(ids)
-        self.logprobs += logprobs
-        self.segments.append(segment)
+        self.response_mask += [0] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.segments.append(Segment(writer, text))
 
 
 def trajectory_from_text(
-    question: Question, text: str, protocol: Protocol | str, fallbacks: Sequence = ()
+    question: Question, text: str, protocol: Protocol | str, fallbacks: Collection[int] = ()
 ) -> Trajectory:
-    """A transcript as a trajectory, without ids and log-probs.
+    """A transcript as a trajectory, without ids and log-probs. A document block right behind a
+    well-formed query is the environment's; any other was written by the model.
 
-    A document block right behind a well-formed query is the environment's; any other was written by
-    the model. `fallbacks`: the numbers (from 0) of the searches that came back as the fallback, or
-    a bool for each search.
+    fallbacks   the numbers, from 0, of the searches that came back as the fallback
     """
     protocol = as_protocol(protocol)
     trajectory = Trajectory(question, protocol, stop_reason="written")
-    flags = set(fallbacks)
-    if all(isinstance(flag, bool) for flag in fallbacks):
-        flags = {number for number, flag in enumerate(fallbacks) if flag}
-    model, position = "", 0
-    while protocol.query_tags and (end := text.find(protocol.query_tags[1], position)) >= 0:
-        end += len(protocol.query_tags[1])
-        model, position = model + text[position:end], end
-        query, block = parse_query(protocol, model), _block_at(protocol, text, end)
-        if query and block:
-            is_fallback = len(trajectory.searches) in flags
-            trajectory.searches.append(Search(query, [], block[1].strip(), is_fallback))
-            trajectory.segments += [Segment("model", model), Segment("documents", block[0])]
-            model, position = "", block.end()
-    trajectory.segments.append(Segment("model", model + text[position:]))
+    start = position = 0
+    while block := _next_block(protocol, text, position):
+        position = block.start(1)
+        model = text[start:position]
+        if query := parse_query(protocol, model):
+            is_fallback = len(trajectory.searches) in fallbacks
+            trajectory.searches.append(Search(query, [], block[2].strip(), is_fallback))
+            trajectory.segments += [Segment("model", model), Segment("documents", block[1])]
+            start = position = block.end()
+    trajectory.segments.append(Segment("model", text[start:]))
     return trajectory
 
 
-def _block_at(protocol: Protocol, text: str, position: int) -> re.Match | None:
-    """The document block behind `position`, with the blanks around it; [1] is its body."""
-    begin, end = map(re.escape, protocol.documents_tags)
-    return re.compile(rf"\s*{begin}(.*?){end}\s*", re.DOTALL).match(text, position)
+def _next_block(protocol: Protocol, text: str, position: int) -> re.Match | None:
+    """The next block behind a query's end tag: [1] with the blanks around it, [2] its body."""
+    if not protocol.query_tags:
+        return None
+    asked, begin, end = map(re.escape, (protocol.query_tags[1], *protocol.documents_tags))
+    return re.compile(rf"{asked}(\s*{begin}(.*?){end}\s*)", re.DOTALL).search(text, position)
 
 
 def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> str:
@@ -154,13 +149,13 @@ def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> 
     for segment in trajectory.segments:
         text += segment.text if segment.writer == "model" else f"⟦{segment.text.strip()}⟧ "
     gold = " | ".join(question.answers) or "unknown"
-    found = f"{len(trajectory.searches)} searches; answer {trajectory.answer!r}"
-    lines = [f"question: {question.question}   gold: {gold}", text.strip()]
-    lines.append(f"[{found}; ended by {trajectory.stop_reason}]")
+    shown = f"question: {question.question}   gold: {gold}\n{text.strip()}\n"
+    shown += f"[{len(trajectory.searches)} searches; answer {trajectory.answer!r};"
+    shown += f" ended by {trajectory.stop_reason}]"
     if components:
         terms = ", ".join(f"{name} {value:+.2f}" for name, value in components.items())
-        lines.append(f"[{terms}; reward {sum(components.values()):+.2f}]")
-    return "\n".join(lines)
+        shown += f"\n[{terms}; reward {sum(components.values()):+.2f}]"
+    return shown
 
 
 def main() -> None:

@@ -3,11 +3,9 @@
     python view.py --png runs/ur2-world0-seed0      all stages of a run, one after the other ->
                                                     curves.png in that folder
 
-A panel each, as a running mean over five steps with the values as measured behind it: reward and
-its components; exact match and share of questions searched for, by kind; searches and fallbacks;
-tokens; what says whether anything can be learned; PPO's critic. What a run has no numbers of gets
-no panel. A dashed line marks where a stage begins. Needs the extra `plot` (matplotlib). Left out: a
-page of trajectories (samples.txt has them as text), live curves.
+The values as measured are pale, in front of them a running mean over five steps; a dashed line
+marks where a stage begins. What a run has no numbers of gets no panel. Needs the extra `plot`
+(matplotlib). Left out: a page of trajectories (samples.txt has them as text), live curves.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ COLUMNS = 3
 
 def read_metrics(path: Path) -> list[dict]:
     """One metrics.jsonl; an unfinished last line (a run that was killed) is left out."""
-    records = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    records, lines = [], path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):
         try:
             records.append(json.loads(line))
@@ -51,8 +48,7 @@ def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
     records, stages = [], []
     for file in [own] if own.exists() else sorted(folder.glob("stage?/metrics.jsonl")):
         stages.append((len(records), file.parent.name))
-        for record in read_metrics(file):
-            records.append({**record, "x": len(records)})
+        records += [record | {"x": x} for x, record in enumerate(read_metrics(file), len(records))]
     if not records:
         raise InputError(f"{folder}: no metrics.jsonl there nor in a stage; give a run, runs/NAME")
     return records, stages
@@ -105,11 +101,9 @@ def draw(folder: Path, png: Path) -> None:
 
 def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) -> None:
     for label, (x, y) in curves.items():
-        width = 2.4 if label == "reward" else 1.5
         shown = label.replace("reward/", "").replace("_", " ")
-        (line,) = axis.plot(x, smooth(y), label=shown, linewidth=width)
-        # as measured, behind the running mean
-        axis.plot(x, y, color=line.get_color(), alpha=0.2, linewidth=0.8)
+        (line,) = axis.plot(x, smooth(y), label=shown, linewidth=2.4 if label == "reward" else 1.5)
+        axis.plot(x, y, color=line.get_color(), alpha=0.2, linewidth=0.8)  # as measured
     above = {"transform": axis.get_xaxis_transform(), "va": "bottom"}
     for x, name in stages:
         axis.axvline(x, color="0.6", linestyle="--", linewidth=0.8)
@@ -117,8 +111,7 @@ def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) ->
     axis.set_title(title, fontsize=11, pad=14)
     axis.set_xlabel("step")
     axis.grid(alpha=0.25)
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def main() -> None:

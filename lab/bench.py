@@ -279,9 +279,9 @@ def naive(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None
     """`generate` for the whole batch at every turn, all computed again."""
     while not all(row.stop_reason for row in rows):
         turns = rollout.sample_turns(policy, environment, rows)
-        for row, ids, logprobs in zip(rows, turns.ids, turns.logprobs, strict=True):
+        for row, turn in zip(rows, turns, strict=True):
             if not row.stop_reason:
-                environment.end_turn(row, ids, logprobs, "length")
+                environment.end_turn(row, turn.ids, turn.logprobs, "length")
         environment.answer([row for row in rows if not row.stop_reason])
 
 

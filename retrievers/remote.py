@@ -23,7 +23,7 @@ from errors import InputError
 from retrievers.net import MAX_BACKOFF, Fault, fetch_json, host_of, left, retrying, shown
 
 BATCH = 256  # queries per request
-RETRIES = 1  # of a batch; the rollout itself tries again where all of a call failed
+RETRIES = 1  # of a batch
 BACKOFF = 0.5  # seconds
 
 

@@ -1,6 +1,4 @@
-"""What several tests share: tokenizers as real ones are, small random models, and nothing from the
-network.
-"""
+"""What several tests share: tokenizers like real ones, small random models, local servers."""
 
 import contextlib
 import json
@@ -43,9 +41,7 @@ torch.set_num_threads(1)  # also what a module's fixtures train, before the firs
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The models are so small that a second thread only waits; a test that trains may have taken
-    all cores.
-    """
+    """A second thread would only wait; a test that trains may have taken all cores."""
     torch.set_num_threads(1)
 
 
@@ -62,16 +58,10 @@ PIECES = Regex(
 
 
 def train_bpe(texts: list[str], vocab_size: int = 800) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer as chat models have it: tags are plain text, EOS is not the
-    padding.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(PIECES, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    """Byte-level BPE as chat models have it: tags are plain text, EOS is not the padding."""
+    tokenizer, split = Tokenizer(models.BPE()), pre_tokenizers.Split(PIECES, "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"]
     trainer = trainers.BpeTrainer(
@@ -90,18 +80,13 @@ def train_bpe(texts: list[str], vocab_size: int = 800) -> PreTrainedTokenizerFas
 
 @pytest.fixture(scope="session")
 def bpe():
-    """Trained on the protocols' own texts: tags are several tokens, and "|>\\n\\n" and ">\\n\\n"
-    are one each.
-    """
-    texts = [
-        text
-        for p in PROTOCOLS.values()
-        for text in (p.instruction, p.direct_instruction, p.limit_notice)
-    ]
+    """Of the protocols' own texts: tags are several tokens, "|>\\n\\n" and ">\\n\\n" one each."""
+    texts = []
+    for p in PROTOCOLS.values():
+        texts += [p.instruction, p.direct_instruction, p.limit_notice]
     texts += [f"a {tag}\n\nb {tag} c" for p in PROTOCOLS.values() for tag in p.tags]
-    texts += [
-        "Ana Bell was born in Kelmouth. Kelmouth is a town in Norland. The answer is \\boxed{5}."
-    ]
+    fact = "Kelmouth is a town in Norland. The answer is \\boxed{5}."
+    texts.append(f"Ana Bell was born in Kelmouth. {fact}")
     return train_bpe(texts * 5)
 
 
@@ -117,9 +102,7 @@ def random_policy(config, seed: int) -> Policy:
 
 
 def small(**changes) -> dict:
-    """Sizes of a model that answers in a millisecond. Large weights, so that what it says depends
-    on what it has read.
-    """
+    """A model that answers in a millisecond. Its weights are large: it heeds what it has read."""
     return {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -177,9 +160,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"], search=True) -> list[Example]:
-    """Search for the first paragraph's title, read it, answer: what a model must have seen to
-    search at all.
-    """
+    """Search for the first paragraph's title, read it, answer: who never saw it never searches."""
     begin, end = protocol.query_tags
     examples = []
     for question in questions:
@@ -193,9 +174,7 @@ def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"], search=True) -> list
 
 
 def save_searching_model(path, seed=0) -> str:
-    """A tiny model that has seen a few traces for a moment: it searches often, and is wrong in many
-    ways.
-    """
+    """A tiny model that has seen a few traces for a moment: it searches, and is often wrong."""
     tokenizer = make_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -223,9 +202,7 @@ def flags(model, runs, more: str = "") -> list[str]:
 
 @pytest.fixture(scope="session")
 def trained(model, tmp_path_factory):
-    """A folder of runs: both stages of the default run, on the built-in world, whose model is the
-    one that searches.
-    """
+    """A folder of runs: both stages of the default run, begun with the model that searches."""
     runs = tmp_path_factory.mktemp("trained")
     shutil.copytree(model, runs / "toy" / "ur2-world0")  # so that none is warmed up
     small = SMALL.replace("--name t", f"--runs {runs}").replace("12", "16")
@@ -302,9 +279,7 @@ def in_two_processes(work, *arguments, environment: dict | None = None) -> None:
 
 
 class RawServer:
-    """Accepts connections and hands each, in a thread of its own, to `answer(sock)`, which a test's
-    server defines.
-    """
+    """Hands each connection, in a thread of its own, to `answer(sock)`, which a test defines."""
 
     def __init__(self, backlog: int = 128):
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=backlog)
@@ -326,8 +301,8 @@ class RawServer:
 
 @contextlib.contextmanager
 def chat_server(answer):
-    """The address of an OpenAI-compatible server that replies answer(instruction, text), one
-    request after the other; None is an error of the client.
+    """The address of an OpenAI-compatible server that replies answer(instruction, text); None is an
+    error of the client.
     """
     lock = threading.Lock()
 

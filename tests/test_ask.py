@@ -50,17 +50,12 @@ def test_without_a_question_a_held_out_one_is_shown_search_by_search(asked, trai
     assert asked("--stage", 0)[0] == "model: the built-in one, before RL"
 
 
-@pytest.mark.parametrize("kind", ["one_hop", "arithmetic"])
-def test_the_answer_to_a_question_of_its_own_world_is_known(kind, asked):
-    question = World(0).questions("test", kind)[3]
-    gold = " | ".join(question.answers)
-    assert f"question: {question.question}   gold: {gold}" in asked(question.question)
-
-
 def test_words_that_the_model_does_not_know_are_one_line_with_a_question_it_knows(refused, asked):
     said = refused("who invented the steam engine ?")
     assert "it knows only its own world's words; try: " in said
-    assert "   gold: unknown" not in "".join(asked(said.rpartition("try: ")[2]))
+    known = World(0).questions("test", "arithmetic")[3]  # the answers of its own world are known
+    for question in (said.rpartition("try: ")[2], known.question):
+        assert "   gold: unknown" not in "".join(asked(question))
 
 
 def test_another_model_is_asked_only_with_something_to_search(model, refused, asked, tmp_path):
@@ -74,7 +69,7 @@ def test_another_model_is_asked_only_with_something_to_search(model, refused, as
     assert lines[:2] == [f"model: {model}", f"searches: {corpus} (bm25, 2 passages)"]
     assert question_in(lines) == KNOWN and "gold: unknown" in "".join(lines)
     assert "what shall be asked?" in refused(*given, "--corpus", corpus)
-    assert asked(KNOWN, *given, "--retriever", "empty")[1] == "searches: nothing (empty)"
+    assert asked(KNOWN, *given, "--retriever", "empty")[1] == "searches: empty"
     # in a protocol without queries they come with the question
     assert "question asked has no references" in refused(KNOWN, *given, "--recipe", "arena")
 
@@ -84,7 +79,7 @@ def test_a_server_is_asked_in_place_of_a_corpus(model, asked, refused):
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         given = (KNOWN, "--model", model, "--retriever_url", url)
-        assert asked(*given, "--retriever", "http")[1] == f"searches: {url} (http)"
+        assert asked(*given, "--retriever", "http")[1] == f"searches: {url}"
         server.shutdown()
     assert "only --retriever http reads it" in refused(*given)
 
@@ -104,13 +99,12 @@ def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, 
     given = ("--model", model, "--data", data)
     assert "--data needs --corpus" in refused(*given)
     shown = asked(*given, "--corpus", "from-data")
-    assert shown[1].startswith(f"searches: the paragraphs of {data} (bm25, ")
+    assert shown[1].startswith("searches: from-data (bm25, ")
     assert question_in(shown) == questions[0].question  # the file's first
     gold = " | ".join(questions[2].answers)
     given = (questions[2].question, *given, "--corpus", "from-data")
     assert f"question: {questions[2].question}   gold: {gold}" in asked(*given)
-    direct = asked(*given, "--recipe", "arena")
-    assert direct[1] == "searches: nothing: its passages come with the question"
+    assert asked(*given, "--recipe", "arena")[1].endswith("its passages come with the question")
 
 
 @pytest.mark.parametrize(
@@ -128,13 +122,14 @@ def test_bad_input_is_one_line(words, said, refused):
     assert said in refused(*words)
 
 
-def test_rollout_itself_shows_a_scripted_trajectory_text_ids_and_mask(monkeypatch, capsys):
+def test_rollout_itself_shows_a_scripted_trajectory_and_its_mask(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["rollout.py"])
     show_script()
-    text, tokens = capsys.readouterr().out.split("\n\n")
+    text, table = capsys.readouterr().out.split("\n\n")
     assert "1 searches; answer 'Norland'; ended by answer" in text
-    mask = {token: mask for mask, _, token in map(str.split, tokens.splitlines()[1:])}
-    assert mask["'<search>'"] == mask["'</answer>'"] == "1" and mask["'<information>'"] == "0"
+    asked, found, answered = table.splitlines()[1:]
+    assert asked.startswith("   1      62  'Her") and answered.startswith("   1 ")
+    assert found.startswith("   0 ") and "<information>" in found
     monkeypatch.setattr(sys, "argv", ["rollout.py", "a question"])
     with pytest.raises(InputError, match="to ask: python"):
         show_script()

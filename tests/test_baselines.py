@@ -9,7 +9,6 @@ import pytest
 from conftest import chat_server, random_policy, small
 from transformers import Qwen2Config
 
-import rollout
 from data import Document, Question, SearchResult
 from errors import InputError
 from eval import grade
@@ -278,9 +277,7 @@ def test_a_model_that_answers_at_once_is_believed(name):
 
 
 @every_method
-def test_nothing_found_and_a_broken_search_are_told_to_the_model(name, monkeypatch):
-    monkeypatch.setattr(rollout, "SEARCH_RETRIES", 0)
-
+def test_nothing_found_and_a_broken_search_are_told_to_the_model(name):
     def broken(requests):
         raise OSError("no route to host")
 

@@ -16,7 +16,6 @@ from conftest import ENVIRONMENT, ROOT, command_line, model_of, small, traces, t
 from test_score import Model
 
 import eval as evaluation
-import rollout
 import train
 from data import Document, Question, load_questions
 from errors import InputError
@@ -488,7 +487,6 @@ def test_a_line_that_was_lost_or_doubled_and_a_half_finished_batch_are_noticed(f
 
 def test_failed_searches_are_told_of_and_made_again(few, monkeypatch, capsys):
     """A score of trajectories that could not search is not the model's."""
-    monkeypatch.setattr(rollout, "SEARCH_RETRIES", 0)
     out = few("p.jsonl")
     healthy = out.read_bytes()
     with monkeypatch.context() as patch:

@@ -64,16 +64,9 @@ def test_the_docstring_examples_are_true():
 def test_a_chat_template_gets_the_instruction_as_system_and_the_question_as_user(bpe):
     said = f"<|im_start|>system\n{UR2.instruction}<|im_end|>\n<|im_start|>user\n{QA.question}"
     assert prompt_text("ur2", QA, bpe) == f"{said}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_a_template_without_system_role_gets_the_instruction_in_the_users_turn(bpe):
+    # without a system role the instruction goes into the user's turn
     text = prompt_text("ur2", QA, Template(bpe, NO_SYSTEM_ROLE))
     assert text == f"<user>{UR2.instruction}\n\n{QA.question}<model>"
-
-
-def test_a_template_that_is_broken_says_so_and_is_not_papered_over(bpe):
-    with pytest.raises(Exception, match="broken"):
-        prompt_text("ur2", QA, Template(bpe, "{{ raise_exception('broken') }}"))
 
 
 def test_a_base_model_gets_a_plain_layout_behind_its_own_first_token(bpe):
@@ -85,9 +78,7 @@ def test_a_base_model_gets_a_plain_layout_behind_its_own_first_token(bpe):
 def test_the_prompt_suffix_is_the_last_text_before_the_model_speaks(bpe):
     assert prompt_text("r1_searcher", QA, bpe).endswith("<|im_start|>assistant\n<think>")
     assert prompt_text("r1_searcher", QA, Template(bpe, None)).endswith("\nAnswer:<think>")
-
-
-def test_a_template_that_opens_the_thinking_itself_does_not_get_a_second_tag(bpe):
+    # a template that opens the thinking itself does not get a second tag
     template = Template(bpe, "{{ messages[-1]['content'] }}<assistant><think>{{ '\\n' }}")
     assert prompt_text("r1_searcher", QA, template).endswith("<assistant><think>\n")
 
@@ -98,6 +89,7 @@ def test_without_retrieval_the_prompt_names_no_search_tag(bpe):
         direct = prompt_text(protocol, dataclasses.replace(QA, may_search=False), bpe)
         assert not any(tag in direct for tag in tags)
         assert all(tag in prompt_text(protocol, QA, bpe) for tag in tags)
+        assert "born in Kelmouth" not in prompt_text(protocol, READ, bpe)  # only ARENA shows them
 
 
 def test_every_tag_that_the_model_has_to_write_stands_in_its_instruction():
@@ -105,6 +97,9 @@ def test_every_tag_that_the_model_has_to_write_stands_in_its_instruction():
         assert all(tag in protocol.instruction for tag in protocol.tags)
         direct = [pair for pair in (protocol.answer_tags, *protocol.other_tags) if pair]
         assert all(tag in protocol.direct_instruction for pair in direct for tag in pair)
+        # `str.format` doubles braces: a model told "\\boxed{{}}" would answer with two
+        assert "{{" not in protocol.instruction + protocol.direct_instruction
+    assert "\\boxed{}" in UR2.instruction and "\\boxed{}" in UR2.direct_instruction
 
 
 def test_arenas_references_stand_below_the_question_numbered_from_one(bpe):
@@ -116,11 +111,6 @@ def test_arenas_references_stand_below_the_question_numbered_from_one(bpe):
     # the numbers do not depend on searching: there is none
     direct = dataclasses.replace(READ, may_search=False)
     assert prompt_text("arena", direct, bpe) == prompt_text("arena", READ, bpe)
-
-
-def test_other_protocols_do_not_show_the_references(bpe):
-    for protocol in SEARCHING:
-        assert "born in Kelmouth" not in prompt_text(protocol, READ, bpe)
 
 
 def test_a_reference_cannot_open_a_section_or_a_turn(bpe):
@@ -136,16 +126,9 @@ def test_a_reference_cannot_open_a_section_or_a_turn(bpe):
 
 
 def test_a_question_without_references_cannot_be_asked_under_arena(bpe):
-    said = r"question 1 has no references: .* give the record a `references` list"
+    said = r"question 1 has no references, .* arena .*: give the record a `references` list"
     with pytest.raises(InputError, match=said):
         build_prompt("arena", QA, bpe)
-
-
-def test_instructions_show_single_braces(bpe):
-    # `str.format` doubles them in the source; a model told "\boxed{{}}" would answer with two.
-    for protocol in PROTOCOLS.values():
-        assert "{{" not in protocol.instruction + protocol.direct_instruction
-    assert "\\boxed{}" in UR2.instruction and "\\boxed{}" in UR2.direct_instruction
 
 
 def test_prompt_ids_are_the_templates_own_tokens_and_nothing_added(bpe):
@@ -154,11 +137,6 @@ def test_prompt_ids_are_the_templates_own_tokens_and_nothing_added(bpe):
     # system, user and the model's turn are opened; the first two are closed
     start, end = bpe.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert (ids.count(start), ids.count(end)) == (3, 2)
-
-
-def test_the_toy_prompt_is_the_question_alone(toy_tokenizer):
-    question = Question("1", "where was ana bell born ?", ["x"])
-    assert prompt_text("ur2", question, toy_tokenizer) == " where was ana bell born ? answer :"
 
 
 def test_options_are_lettered_below_the_question():
@@ -174,28 +152,23 @@ def test_both_tag_pairs_of_ur2_share_everything_but_the_tags():
     for theirs, ours in zip(search.tags, UR2.tags, strict=True):
         renamed = renamed.replace(theirs, ours)
     assert renamed == UR2.instruction and search.direct_instruction == UR2.direct_instruction
-    assert search.stop_tags == ("</search>",)
+    assert search.stop_tags == {"</search>": "query"}
 
 
 def test_turns_stop_at_the_query_and_only_tagged_answers_stop_too():
-    assert UR2.stop_tags == ("<|end_of_query|>",)
+    assert UR2.stop_tags == {"<|end_of_query|>": "query"}
     for name in ("r_search", "when_to_search"):
-        assert PROTOCOLS[name].stop_tags == ("</search>", "</answer>")
-    assert R1.stop_tags == ("<|end_of_query|>", "</answer>")
-    assert PROTOCOLS["arena"].stop_tags == ("</answer>",)
+        assert PROTOCOLS[name].stop_tags == {"</search>": "query", "</answer>": "answer"}
+    assert R1.stop_tags == {"<|end_of_query|>": "query", "</answer>": "answer"}
+    assert PROTOCOLS["arena"].stop_tags == {"</answer>": "answer"}
 
 
 def test_a_protocol_lists_all_its_tags_and_finds_a_section_by_name():
-    names = {
-        "arena": ["answer", "relevance", "analysis"],
-        "r_search": ["search", "observation", "original_evidence", "answer"],
-        "when_to_search": ["search", "information", "answer", "think", "reflect"],
-    }
-    for name, sections in names.items():
-        tags = tuple(tag for section in sections for tag in (f"<{section}>", f"</{section}>"))
-        assert PROTOCOLS[name].tags == tags
+    names = ["search", "observation", "original_evidence", "answer"]
+    tags = tuple(tag for name in names for tag in (f"<{name}>", f"</{name}>"))
+    assert PROTOCOLS["r_search"].tags == tags
     assert PROTOCOLS["arena"].section_tags("analysis") == ("<analysis>", "</analysis>")
-    with pytest.raises(InputError, match="protocol ur2 has no <analysis> section"):
+    with pytest.raises(InputError, match="--protocol ur2 has no <analysis> section"):
         UR2.section_tags("analysis")
 
 
@@ -260,12 +233,9 @@ def test_blocks_are_pairs_and_a_second_begin_starts_anew():
     spans = find_blocks(text, "<a>", "</a>")
     assert [span.content for span in spans] == ["1", "2"]
     assert [text[span.start : span.end] for span in spans] == ["<a> 1 </a>", "<a> 2 </a>"]
-
-
-def test_the_last_block_that_says_something_counts():
-    tags = ("<a>", "</a>")
-    assert last_block("<a> 1 </a> <a>2</a> <a> </a> <a> open", tags) == "2"
-    assert last_block("<a> </a> 3 </a>", tags) is None
+    # the last one that says something counts
+    assert last_block(text + "<a> </a>", ("<a>", "</a>")) == "2"
+    assert last_block("<a> </a> 3 </a>", ("<a>", "</a>")) is None
 
 
 def answers(text, task="qa", protocol=UR2):
@@ -277,6 +247,7 @@ def test_answers_stand_in_boxes_or_in_answer_tags_as_the_protocol_says():
     assert answers(text) == ["oak"]
     assert answers(text, protocol=R1) == ["elm"]
     assert answers(r"<answer> \boxed{elm} </answer>", protocol=R1) == [r"\boxed{elm}"]
+    assert answers("the correct answer is: Norland") == []  # words answer choices only
 
 
 @pytest.mark.parametrize(
@@ -295,10 +266,6 @@ def test_answers_stand_in_boxes_or_in_answer_tags_as_the_protocol_says():
 )
 def test_a_choice_may_be_said_in_words_or_boxed_by_position(text, found):
     assert answers(text, "choice") == found
-
-
-def test_words_are_no_answer_to_an_open_question():
-    assert answers("the correct answer is: Norland") == []
 
 
 # ------------------------------------------------------------------------------------------ queries
@@ -325,21 +292,15 @@ def test_words_are_no_answer_to_an_open_question():
 def test_a_query_stands_between_the_last_two_tags_of_its_turn(protocol, turn, query):
     begin, end = protocol.query_tags
     assert parse_query(protocol, turn.replace("BEGIN", begin).replace("END", end)) == query
-
-
-def test_without_query_tags_nothing_is_a_query():
-    assert parse_query(PROTOCOLS["arena"], "<search> Ana Bell </search>") is None
+    assert parse_query(PROTOCOLS["arena"], turn) is None
 
 
 # --------------------------------------------------------------------------- the environment's text
 
 
-def test_documents_are_numbered_from_one_and_an_empty_title_leaves_no_colon():
+def test_documents_are_numbered_from_one_and_framed_by_tags_on_their_own_lines():
     documents = [Document("a", "Ana Bell", "born in Kelmouth"), Document("b", "", "no title")]
     assert number_documents(documents) == ["(1) Ana Bell: born in Kelmouth", "(2) no title"]
-
-
-def test_a_frame_is_the_tags_on_their_own_lines_and_blank_lines_around():
     framed = frame_documents(PROTOCOLS["ur2_search"], "text")
     assert framed == "\n\n<information>\ntext\n</information>\n\n"
 

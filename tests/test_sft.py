@@ -13,9 +13,8 @@ from sft import Example, SFTSettings, collate_examples, example_of, sft_loss, tr
 from world.toy import make_model
 
 EXAMPLES = [
-    Example(
-        [5, 6, 7, 8, 9, 10], [0, 0, 1, 0, 0, 1]
-    ),  # prompt, a model token, a document, a model token
+    # prompt, a model token, a document, a model token
+    Example([5, 6, 7, 8, 9, 10], [0, 0, 1, 0, 0, 1]),
     Example([5, 6, 11], [0, 1, 1]),
     Example([5, 12, 13, 14], [0, 0, 0, 1]),
     Example([5, 6], [0, 0]),  # nothing to imitate
@@ -44,12 +43,8 @@ def test_the_loss_is_the_mean_over_the_tokens_to_imitate():
     def scripted(tokens, mask):
         return torch.tensor([[-1.0, -3.0, -9.0]])
 
-    assert (
-        sft_loss(
-            scripted, torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1.0, 1.0, 0.0]])
-        ).item()
-        == 2.0
-    )
+    tokens, mask = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1.0, 1.0, 0.0]])
+    assert sft_loss(scripted, tokens, mask).item() == 2.0
 
 
 def test_the_loss_is_cross_entropy_with_ignored_labels(policy):
@@ -65,9 +60,8 @@ def test_the_loss_is_cross_entropy_with_ignored_labels(policy):
 def test_nothing_to_imitate_is_a_loss_of_zero_and_no_nan(policy):
     loss = sft_loss(policy, *collate_examples([EXAMPLES[3]]))
     loss.backward()
-    assert loss.item() == 0 and all(
-        p.grad is None or p.grad.eq(0).all() for p in policy.parameters()
-    )
+    assert loss.item() == 0
+    assert all(p.grad is None or p.grad.eq(0).all() for p in policy.parameters())
 
 
 def test_however_a_batch_is_cut_the_step_and_the_loss_are_the_same():
@@ -77,17 +71,6 @@ def test_however_a_batch_is_cut_the_step_and_the_loss_are_the_same():
         results.append(train(policy, EXAMPLES[:3], steps=3, lr=1e-3, tokens_per_micro_batch=budget))
     assert results[1] == pytest.approx(results[0], abs=1e-4)
     assert results[2] == pytest.approx(results[0], abs=1e-4)
-
-
-def test_a_mean_of_micro_batch_means_would_be_another_loss(policy):
-    # Rows with 2, 2 and 1 tokens to imitate: their plain mean weighs the last row's token as much
-    # as two others.
-    tokens, mask = collate_examples(EXAMPLES[:3])
-    with torch.no_grad():
-        whole = sft_loss(policy, tokens, mask).item()
-        rows = [sft_loss(policy, tokens[i : i + 1], mask[i : i + 1]).item() for i in range(3)]
-    assert (2 * rows[0] + 2 * rows[1] + rows[2]) / 5 == pytest.approx(whole, abs=1e-5)
-    assert abs(sum(rows) / 3 - whole) > 1e-3
 
 
 def test_it_learns_what_is_imitated_and_not_what_is_masked(policy):

@@ -7,7 +7,6 @@ import pytest
 import summarizer
 from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError
-from other_models.llm import LocalLLM
 from retriever import OracleRetriever
 from summarizer import (
     FALLBACK_TEXT,
@@ -52,20 +51,30 @@ class Recorder:
 
 
 @pytest.mark.parametrize(
-    "query", ["where was ana bell born", "Ana Bell", "born : ana  bell ?", "ana bell's city"]
+    "query, title, lookup",
+    [
+        ("where was ana bell born", "ana bell", True),
+        ("Ana Bell", "ana bell", True),
+        ("born : ana  bell ?", "ana bell", True),
+        ("ana bell's city", "ana bell", True),
+        ("where was she born", "ana bell", False),
+        ("bell ana", "ana bell", False),
+        ("where was diana bell born", "ana bell", False),  # whole words
+        ("ana bellow", "ana bell", False),
+        ("was ana born a bell", "ana bell", False),
+        ("", "ana bell", False),
+        ("ana bell", " ", False),
+        ("ana bell" + " word" * 10, "ana bell", True),  # twelve words
+        ("ana bell" + " word" * 11, "ana bell", False),
+        ("who wrote c.d (film)", "C.D (film)", True),  # signs are taken literally
+        ("who wrote cxd (film)", "c.d (film)", False),
+    ],
 )
-def test_a_query_that_names_the_top_title_reads_the_top_passage(query):
-    result = summarize(query, ANA, KELMOUTH)
-    assert result.text == ANA.text and not result.fallback
-
-
-@pytest.mark.parametrize(
-    "query",
-    "where was she born|ana|bell ana|where was diana bell born|ana bellow|was ana born a bell"
-    "|kelmouth|".split("|"),
-)
-def test_a_query_without_the_top_title_as_whole_words_is_a_fallback(query):
-    assert summarize(query, ANA, KELMOUTH).fallback
+def test_a_query_that_names_the_top_title_is_a_lookup(query, title, lookup):
+    assert is_lookup(query, title) == lookup
+    result = summarize(query, Document("3", title, "None"), KELMOUTH)
+    # the flag decides, and not the text: this passage reads like the fallback
+    assert (result.text, result.fallback) == (FALLBACK_TEXT, not lookup)
 
 
 @pytest.mark.parametrize("operator", ["+", "-", "*", "/", "×", "÷", "="])
@@ -74,41 +83,11 @@ def test_a_query_with_an_arithmetic_operator_is_a_fallback_even_if_it_names_the_
     assert summarize(f"ana bell 3 {operator} 4", ANA).fallback
 
 
-def test_twelve_words_are_a_lookup_and_thirteen_are_not():
-    assert is_lookup("ana bell" + " word" * 10, "ana bell")
-    assert not is_lookup("ana bell" + " word" * 11, "ana bell")
-
-
-def test_a_title_of_regular_expression_signs_is_taken_literally():
-    assert is_lookup("who wrote c.d (film)", "C.D (film)")
-    assert not is_lookup("who wrote cxd (film)", "c.d (film)")
-
-
-def test_no_document_and_a_document_without_title_are_fallbacks():
-    assert summarize("where was ana bell born").fallback
-    assert summarize("where was ana bell born", Document("1", " ", "ana bell")).fallback
-
-
 def test_a_fallback_keeps_the_documents_for_the_log_but_the_policy_does_not_read_them():
+    assert summarize("where was ana bell born").fallback  # nothing was found
     result = summarize("17 + 25", ANA, KELMOUTH)
     assert result.documents == [ANA, KELMOUTH]
     assert result.text and ANA.text not in result.text  # an empty text would show the documents
-
-
-def test_the_flag_decides_and_not_the_text():
-    result = summarize("who is none", Document("1", "none", FALLBACK_TEXT))
-    assert result.text == FALLBACK_TEXT and result.fallback is False
-
-
-def test_a_batch_gets_one_result_per_request_in_order():
-    asked = requests("ana bell", "1 + 1", "kelmouth")
-    results = extract(asked, [[ANA], [ANA], [KELMOUTH]])
-    assert [result.fallback for result in results] == [False, True, False]
-    assert results[2].text == KELMOUTH.text
-
-
-def test_without_a_summariser_the_documents_themselves_are_the_result():
-    assert show_all(requests("1 + 1"), [[ANA]]) == [SearchResult(documents=[ANA])]
 
 
 # --------------------------------------------------------------------------------- a language model
@@ -154,23 +133,11 @@ def test_the_sentinel_alone_is_a_fallback(reply):
 
 
 @pytest.mark.parametrize(
-    "reply",
-    [
-        f"{NO_FACT} was found",
-        f"He said: {NO_FACT}",
-        f"{NO_FACT}\nbut Norland",
-        "no fact",
-        f"'{NO_FACT}'",
-    ],
+    "reply", [f"{NO_FACT} was found", f"He said: {NO_FACT}", f"{NO_FACT}\nbut Norland", "no fact"]
 )
 def test_notes_that_only_mention_the_sentinel_are_notes(reply):
     result = notes(Says(who=reply), "who")[0]
     assert result.text == reply and not result.fallback
-
-
-def test_a_document_that_says_the_sentinel_is_no_fallback():
-    result = notes(Says(who="It says so."), "who", documents=[Document("1", "x", NO_FACT)])[0]
-    assert not result.fallback
 
 
 @pytest.mark.parametrize("reply", [None, "", " \n", "<think>and so on"])
@@ -191,12 +158,6 @@ def test_notes_without_end_are_cut_at_a_word():
     # 2,000 characters are 250 times "norland ": the blank behind the last one goes
     assert text == ("norland " * 250).strip() and len(text) == 1999
     assert cut("short") == "short" and len(cut("x" * 9999)) == MAX_SUMMARY
-
-
-def test_equal_queries_of_a_moment_are_asked_once_by_a_real_model(qwen2, bpe):
-    llm = LocalLLM(qwen2, bpe, max_tokens=4)
-    first, second = notes(llm, "who", "who")
-    assert first == second and llm.asked == 1
 
 
 # -------------------------------------------------------------------- the log: pairs to distil from
@@ -227,6 +188,8 @@ def test_search_retrieves_for_all_requests_in_one_call_and_each_query_once():
     results = make_search(recorder, k=3)(requests("a", "b", "a"))
     assert recorder.calls == [(["a", "b"], 3)]
     assert [r.documents[0].id for r in results] == ["a", "b", "a"]
+    results[0].documents.clear()  # which no other result shares
+    assert results[2].documents
 
 
 def test_a_second_call_searches_again_and_no_request_is_no_call():
@@ -235,12 +198,6 @@ def test_a_second_call_searches_again_and_no_request_is_no_call():
     search(requests("a")), search(requests("a"))
     assert search([]) == LLMSummarizer(llm)([], []) == [] and llm.batches == []
     assert recorder.calls == [(["a"], 5), (["a"], 5)]
-
-
-def test_results_of_equal_queries_do_not_share_one_list():
-    first, second = make_search(Recorder())(requests("a", "a"))
-    first.documents.clear()
-    assert second.documents
 
 
 def test_the_oracle_gets_the_questions_and_equal_queries_of_two_questions_stay_apart():
@@ -294,14 +251,12 @@ def test_the_search_says_how_long_it_may_take_if_its_retriever_does():
 
 def test_a_summariser_is_none_extractive_or_the_model_that_the_caller_has_loaded():
     assert make_summarizer(SummarizerSettings()) is show_all
+    assert show_all(requests("1 + 1"), [[ANA]]) == [SearchResult([ANA])]
     assert make_summarizer(SummarizerSettings("extractive")) is extract
     llm = Says(a="on a", b=NO_FACT)
     search = make_search(Recorder(), make_summarizer(SummarizerSettings("http://x/v1#m"), llm), 2)
     found = [(result.text, result.fallback) for result in search(requests("a", "b"))]
     assert found == [("on a", False), (FALLBACK_TEXT, True)]
-
-
-def test_a_name_that_is_none_of_them_says_the_nearest():
     with pytest.raises(InputError, match=r"unknown; none, extractive, .*did you mean extractive"):
         make_summarizer(SummarizerSettings("extractiv"))
 

@@ -53,20 +53,6 @@ def test_an_empty_folder_is_one_clear_line(tmp_path):
         view.read_run(tmp_path)
 
 
-def test_the_picture_is_a_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    write_run(
-        tmp_path,
-        {
-            "stage1": [
-                {"step": i, "reward": i, "em/one_hop": i / 3, "grad_norm": 1.0} for i in range(3)
-            ]
-        },
-    )
-    view.draw(tmp_path, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_running_mean_is_over_the_last_values_only():
     assert view.smooth([0, 1, 2], 2) == [0, 0.5, 1.5]  # 0; (0 + 1) / 2; (1 + 2) / 2
 
@@ -88,17 +74,14 @@ def test_a_panel_without_numbers_is_not_drawn():
 @pytest.mark.parametrize(
     "names, panels",
     [
-        (("reward",), 1),
-        (("reward", "em/a", "searches"), 3),
-        (
-            ("reward", "em/a", "searched/a", "searches", "model_tokens", "grad_norm", "value_loss"),
-            7,
-        ),
+        ("reward", 1),
+        ("reward em/a searches", 3),
+        ("reward em/a searched/a searches model_tokens grad_norm value_loss", 7),
     ],
 )
 def test_any_number_of_panels_makes_a_picture(tmp_path, names, panels):
     pytest.importorskip("matplotlib")
-    record = dict.fromkeys(names, 1.0)
+    record = dict.fromkeys(names.split(), 1.0)
     assert len(view.filled_panels([{**record, "x": 0}])) == panels
     write_run(tmp_path, {"stage1": [{"step": i, **record} for i in range(2)]})
     view.draw(tmp_path, tmp_path / "curves.png")
