@@ -67,9 +67,9 @@ from scale.engine import Engine, EngineSettings, obstacle, place_bytes, play_in_
 from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
 from settings import Settings, add_flags
-from train import Sampled, batch_of_update, prepare
+from train import Sampled, batch_of_update, prepare, shuffled_updates
 from trajectory import Trajectory
-from update import MAX_GRAD_NORM, Parts, shuffled_updates, update
+from update import MAX_GRAD_NORM, Parts, update
 
 PROMPT, TURN, ANSWER, INSERTED = (100, 200), (20, 80), (20, 150), (100, 200)  # tokens
 SEARCHES = 3  # of a row, at most

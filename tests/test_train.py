@@ -20,14 +20,15 @@ import train
 import update as update_file
 from data import Document, Question
 from errors import InputError
-from plumbing import build, score
+from plumbing import build
+from plumbing import score as scoring
 from plumbing.build import build_parts
 from plumbing.files import checkpoints
 from policy import Batch, load_policy
 from settings import Settings
-from train import Sampled, collect, measure, prepare, roll_out
+from train import Sampled, collect, measure, prepare, roll_out, shuffled_updates
 from trajectory import Refusal, Search, Trajectory
-from update import Parts, score_policy, score_values, shuffled_updates, update
+from update import Parts, score, update
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +240,7 @@ def test_what_is_trained_is_what_was_sampled_with_the_log_probs_of_a_scoring_pas
     sampled = collect(parts, 0)
     assert sum(len(t.searches) for t in sampled.trajectories) > 3, "the model must search"
     batch = prepare(parts, sampled, 0)
-    again = score_policy(parts, parts.policy, batch)
+    again = score(parts, parts.policy, batch)
     assert batch.response_mask.sum() > 50 and batch.old_logprobs.min() < -0.5
     assert (again - batch.old_logprobs).abs().max() < 1e-4
     for row, t in enumerate(sampled.trajectories):
@@ -255,7 +256,7 @@ def test_only_later_updates_are_scored_again_and_the_first_takes_its_own_forward
     for t in sampled.trajectories:  # what sampling said is wrong
         t.logprobs = [-50.0 * mask for mask in t.response_mask]
     batch = prepare(parts, sampled, 0)
-    scored = score_policy(parts, parts.policy, batch)
+    scored = score(parts, parts.policy, batch)
     first, second = shuffled_updates(0, 4, parts.settings)
     assert torch.equal(batch.old_logprobs[second], scored[second])
     assert batch.old_logprobs[first].min() == -50
@@ -285,7 +286,7 @@ def test_a_ppo_step_starts_from_what_the_critic_said_before_it(built):
     assert torch.equal(first.returns, first.rewards[:, None] * first.response_mask)
     torch.nn.init.normal_(parts.critic.head.weight, generator=torch.Generator().manual_seed(0))
     batch = prepare(parts, sampled, 0)
-    said = score_values(parts, batch)
+    said = score(parts, parts.critic, batch)
     assert said.abs().max() > 0.1 and torch.equal(batch.values, said)
     errors = (batch.returns - said)[mask]  # the advantages before whitening
     white = (errors - errors.mean()) / errors.std()
@@ -324,7 +325,7 @@ def test_equal_rewards_leave_the_weights_and_a_better_answer_becomes_likelier(
         batch = prepare(parts, sampled, 0)
         (record,) = run(parts)
         lengths = batch.response_mask.sum(1)  # the loss is a mean over each trajectory's tokens
-        gain = (score_policy(parts, parts.policy, batch) - batch.old_logprobs).sum(1) / lengths
+        gain = (score(parts, parts.policy, batch) - batch.old_logprobs).sum(1) / lengths
         monkeypatch.setattr(train, "roll_out", roll_out)
         equal = amounts[0] == 0.7
         assert same(before, weights_of(parts.policy)) == (record["grad_norm"] == 0) == equal
@@ -389,7 +390,7 @@ RUNS = {  # with a KL to the stage's first model, also in a run that is resumed
 )
 def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
     # The tiny model is hardly ever right: here every answer of an odd number of tokens is.
-    monkeypatch.setattr(score, "right", lambda ts, _: [len(t.response_ids) % 2 == 1 for t in ts])
+    monkeypatch.setattr(scoring, "right", lambda ts, _: [len(t.response_ids) % 2 == 1 for t in ts])
     loaded, load = [], build.load_model
     monkeypatch.setattr(build, "load_model", lambda *a, **b: loaded.append(a[1]) or load(*a, **b))
     more = f"--steps 3 --save_every 2 --trajectories_per_update 2 {RUNS[name]}"
@@ -443,11 +444,11 @@ def take_step(settings: Settings, batch: Batch, out: Path) -> None:
     parts = build_parts(settings)
     # Adam's division would blow rounding errors up.
     parts.optimizer = torch.optim.SGD(parts.policy.parameters(), 0.1)
-    scored = score_policy(parts, parts.policy, batch)
+    scored = score(parts, parts.policy, batch)
     if parts.critic is not None:
         torch.nn.init.normal_(parts.critic.head.weight, generator=torch.Generator().manual_seed(0))
         parts.critic_optimizer = torch.optim.SGD(parts.critic.parameters(), 0.01)
-        scored += score_values(parts, batch)
+        scored += score(parts, parts.critic, batch)
     modules = torch.nn.ModuleList([m for m in (parts.policy, parts.critic) if m is not None])
     before = weights_of(modules)
     rows = [*shuffled_updates(0, len(batch), settings), torch.tensor([3])]
