@@ -24,7 +24,7 @@ import grpo
 import ppo
 import reinforce_pp
 from errors import setting
-from policy import Batch, Policy, deal_micro_batches, evaluating
+from policy import Batch, Policy, evaluating, micro_batches
 from scale.lora import without_lora
 from scale.shards import cut, full, in_parts
 
@@ -93,7 +93,7 @@ def shares(parts: Parts, batch: Batch) -> list[torch.Tensor]:
     """This process's micro-batches, as row numbers. All processes have the same number of them."""
     accelerator, tokens = parts.accelerator, parts.settings.tokens_per_micro_batch
     processes, rank = accelerator.num_processes, accelerator.process_index
-    return deal_micro_batches(batch.response_mask, tokens, processes, rank)
+    return micro_batches(batch.response_mask, tokens, processes, rank)
 
 
 def update(parts: Parts, batch: Batch) -> Record:

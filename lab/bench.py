@@ -56,6 +56,7 @@ from policy import (
     Batch,
     Policy,
     PolicySettings,
+    checkpoint_activations,
     collate,
     make_optimizer,
     micro_batches,
@@ -205,7 +206,7 @@ def make_policy(o: Bench, twin: bool) -> Policy:
     if o.lora_rank:
         add_lora(policy.requires_grad_(False).language_model, o.lora_rank)
     if o.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     return policy
 
 

@@ -6,7 +6,7 @@
 
 Both are PyTorch's `fully_shard`. It puts weights together inside `forward`, by a call in which all
 processes take part:
-  * whoever makes one forward pass more than the others waits for ever: `policy.deal_micro_batches`
+  * whoever makes one forward pass more than the others waits for ever: `policy.micro_batches`
     gives all the same number;
   * sampling goes round `Policy.forward`, and texts end where they end: it has a copy (sampling.py),
     or `whole` puts everything together first;

@@ -18,9 +18,9 @@ from policy import (
     Batch,
     Policy,
     PolicySettings,
-    deal_micro_batches,
     load_policy,
     make_optimizer,
+    micro_batches,
     save_policy,
 )
 from scale import shards
@@ -80,7 +80,7 @@ def parts_of_a_run(module) -> tuple[Accelerator, str, torch.nn.Module]:
 
 def dealt(batch: Batch, accelerator) -> list[torch.Tensor]:
     processes, rank = accelerator.num_processes, accelerator.process_index
-    return deal_micro_batches(batch.response_mask, 10, processes, rank)
+    return micro_batches(batch.response_mask, 10, processes, rank)
 
 
 def output(module, part: Batch) -> torch.Tensor:
