@@ -79,9 +79,7 @@ def test_chunked_logprobs_and_their_gradients_are_those_of_the_full_softmax(
 def test_logprobs_by_hand_and_at_another_temperature():
     # logits (0, ln 3): p = (1/4, 3/4). At τ = 0.5 the logits double: (0, ln 9): p = (1/10, 9/10).
     head = torch.nn.Linear(1, 2)
-    with torch.no_grad():
-        head.weight.zero_()
-        head.bias.copy_(torch.tensor([0.0, math.log(3)]))
+    head.bias.data = torch.tensor([0.0, math.log(3)])
     hidden, targets = torch.zeros(2, 1), torch.tensor([0, 1])
     assert token_logprobs(hidden, head, targets).exp().tolist() == pytest.approx([0.25, 0.75])
     assert token_logprobs(hidden, head, targets, 0.5).exp().tolist() == pytest.approx([0.1, 0.9])
@@ -135,8 +133,7 @@ def test_the_gradients_of_a_log_prob_by_hand():
     for temperature, slope in ((1.0, 0.25), (0.5, 0.2)):
         head = torch.nn.Linear(2, 2, bias=False)
         hidden = torch.tensor([[1.0, 2.0]], requires_grad=True)
-        with torch.no_grad():
-            head.weight.copy_(torch.tensor([[0.0, 0.0], [math.log(3), 0.0]]))
+        head.weight.data = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
         token_logprobs(hidden, head, torch.tensor([1]), temperature).sum().backward()
         expected = [-slope, -2 * slope, slope, 2 * slope]
         assert head.weight.grad.flatten().tolist() == pytest.approx(expected)
@@ -157,8 +154,7 @@ def test_masked_positions_are_zero_and_move_nothing():
     masked, plain = policy(tokens, mask=mask), full_logprobs(policy, tokens)
     assert torch.allclose(masked[:, 3:5], plain[:, 3:5], atol=1e-5)
     assert masked[:, :3].eq(0).all() and masked[:, 5:].eq(0).all()
-    # Whatever weight the prompt's and the documents' columns are given, the gradient is that of the
-    # sampled ones.
+    # Whatever the other columns weigh, the gradient is that of the sampled ones.
     loud = gradients(policy, (masked * torch.where(mask.bool(), 1.0, 1e6)).sum())
     plain = gradients(policy, (full_logprobs(policy, tokens) * mask).sum())
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(loud, plain, strict=True))
@@ -265,8 +261,7 @@ def test_a_tokenizer_of_another_model_is_refused_before_an_index_error_on_step_3
 def test_the_tokenizer_that_the_files_declare_is_loaded_and_not_the_familys_own(
     tmp_path, toy_tokenizer
 ):
-    # AutoTokenizer sees model_type qwen2 and puts Qwen's byte-level splitting in place of the saved
-    # word pieces.
+    # AutoTokenizer sees qwen2 and splits as Qwen does, and not into the saved word pieces.
     model_of("qwen2", **{**SIZES, "vocab_size": len(toy_tokenizer)}).save_pretrained(tmp_path)
     toy_tokenizer.save_pretrained(tmp_path)
     text = " where was ada abel born ? answer :"
@@ -291,9 +286,7 @@ def test_a_saved_policy_reloads_with_automodel_and_equal_logits(tmp_path, saved)
     assert torch.load(tmp_path / "a" / "trainer.pt") == {"step": 3}
 
 
-def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it(
-    tmp_path, monkeypatch
-):
+def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it(tmp_path):
     policy = make_policy()
 
     def interrupted(path):
@@ -310,19 +303,15 @@ def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it
 # ---------------------------------------------------------------------------------------- the batch
 
 
-def written(prompt, response, mask, logprobs=None):
+def written(prompt, response, mask):
     """A trajectory as `collate` sees it."""
-    return SimpleNamespace(
-        prompt_ids=prompt,
-        response_mask=mask,
-        ids=prompt + response,
-        logprobs=logprobs or [-float(i + 1) * m for i, m in enumerate(mask)],
-    )
+    logprobs = [-float(i + 1) * m for i, m in enumerate(mask)]
+    ids = {"prompt_ids": prompt, "ids": prompt + response}
+    return SimpleNamespace(**ids, response_mask=mask, logprobs=logprobs)
 
 
 EOS = 2
-# prompt 2 + response 4 with a document in the middle; prompt 1 + response 2 that ends in EOS; all
-# masked
+# a document in the middle; a response that ends in EOS; all masked
 ROWS = [
     written([5, 6], [7, 8, 9, EOS], [1, 0, 0, 1]),
     written([5], [7, EOS], [1, 1]),
@@ -487,9 +476,8 @@ def test_a_frozen_policy_has_no_gradient_and_int8_keeps_a_quarter_of_each_matrix
 
 
 def test_bf16_weights_do_not_move_at_a_learning_rate_of_1e_6_and_fp32_weights_do():
-    # 20 steps of AdamW move a weight by about 2e-5. bf16 keeps 8 bits: next to 0.02 its numbers are
-    # 6e-5 to 1.2e-4 apart, and each single step of 1e-6 rounds away. fp32 numbers near 0.02 are
-    # 2e-9 apart.
+    # Next to 0.02 the numbers of bf16 are 6e-5 to 1.2e-4 apart: each step of 1e-6 rounds away.
+    # Those of fp32 are 2e-9 apart.
     def share_that_moved(dtype):
         torch.manual_seed(0)
         layer = torch.nn.Linear(64, 64, bias=False)
