@@ -6,9 +6,9 @@ The head is the expensive part: [B, T, V] in fp32 is 9.9 GB at B = 8, T = 2048, 
 log-probs are computed only where the policy sampled, in chunks whose logits are thrown away and
 computed again in the backward pass.
 
-Trained weights are fp32; on GPUs the arithmetic is bf16. bf16 weights would round a step of 1e-6
-away: after 20 AdamW steps 98 % of them have not moved. 8 bits are for Adam's moments and for
-weights that nobody trains; without 8 bits those are bf16 on a GPU.
+Trained weights are fp32; on GPUs the arithmetic is bf16. Weights in bf16 would round a step of 1e-6
+away: after 20 AdamW steps 98 % of them have not moved. Weights that nobody trains may be bf16 or
+int8, and Adam's moments 8 bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
 OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
 SCHEDULES = ("constant", "linear", "cosine")
-BETAS = (0.9, 0.999)  # AdamW's own; there is no weight decay
 
 
 @dataclass(frozen=True)
@@ -158,8 +157,8 @@ def evaluating(module: nn.Module):
 
 
 class Policy(nn.Module):
-    """A causal LM whose forward pass is log-probs. Trap: computed outside of it they would go round
-    a wrapper (DDP), which then averages no gradients, silently.
+    """A causal LM whose forward pass is log-probs. Trap: computed outside of `forward` they would
+    go round a wrapper (DDP), which would then silently average no gradients.
     """
 
     def __init__(self, language_model: nn.Module):
@@ -178,7 +177,7 @@ class Policy(nn.Module):
         return self.language_model.config
 
     def autocast(self, keep: bool = True):
-        """bf16 on GPUs, for fp32 weights. keep: the copies in bf16, which a rollout needs again."""
+        """bf16 on GPUs, for fp32 weights. keep: hold their bf16 copies, to be used again."""
         mixed = self.device.type != "cpu"
         mixed = mixed and any(p.dtype == torch.float32 for p in self.parameters())
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed, cache_enabled=keep)
@@ -233,14 +232,14 @@ def load_policy(
 ) -> tuple[Policy, object]:
     """(policy, tokenizer) from a folder or a hub name; weights that are trained become fp32.
 
-    frozen    nothing of it is trained, not even with lora_rank: a reference
-    in_8bit   its weights are int8: of a frozen model, or under LoRA's matrices
+    frozen    nothing is trained, whatever lora_rank says: a reference
+    in_8bit   int8 weights: of a frozen model, or under LoRA's matrices
     seed      of LoRA's matrices
     """
     tokenizer = load_tokenizer(path)
     lora_rank = 0 if frozen else settings.lora_rank
-    still = frozen or in_8bit or lora_rank > 0
-    options = frozen_options(device, in_8bit) if still else {"dtype": torch.float32}
+    trained = not (frozen or in_8bit or lora_rank)
+    options = {"dtype": torch.float32} if trained else frozen_options(device, in_8bit)
     if torch.device(device).type != "cpu":
         options["device_map"] = {"": device}  # eight processes would put eight copies into RAM
     try:
@@ -255,7 +254,7 @@ def load_policy(
         raise InputError(f"--model {path}: {said}: they are not of one model")
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
-    policy = Policy(model if in_8bit else model.to(device)).requires_grad_(not still)
+    policy = Policy(model if in_8bit else model.to(device)).requires_grad_(trained)
     if lora_rank:
         add_lora(policy.language_model, lora_rank, seed)
     return policy, tokenizer
@@ -332,8 +331,8 @@ def weights_version(path: str, model=None) -> str:
 def save_policy(
     policy: Policy, tokenizer, path: Path | str, trainer=None, settings: str = "", weights=None
 ) -> None:
-    """A folder that `from_pretrained` loads; in it what a run needs to go on (trainer, settings).
-    weights: by name, whole, where the policy's own are in parts.
+    """A folder that `from_pretrained` loads, and what a run needs to go on: trainer.pt and
+    settings.json. weights: whole ones by name, if the policy's own are in parts.
     """
     # Written aside and renamed: an interrupt never leaves half a checkpoint.
     path = Path(path)
@@ -349,7 +348,7 @@ def save_policy(
 
 
 def save_weights(model: nn.Module, path: Path, weights: dict | None = None) -> None:
-    """With LoRA the merged weights, as if there had been none; int8 weights become fp32."""
+    """LoRA is merged into the weights, int8 becomes fp32: a plain model."""
     if weights is None and not has_lora(model):
         model.save_pretrained(path)
         return
@@ -364,7 +363,7 @@ def save_weights(model: nn.Module, path: Path, weights: dict | None = None) -> N
 
 
 def plain_config(model: nn.Module):
-    """A copy of its config that says nothing of 8 bits."""
+    """A copy of the model's config, without 8 bits."""
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
     config = type(model.config).from_dict(settings)
@@ -476,18 +475,17 @@ def micro_batches(
 # ------------------------------------------------------------------------------------ the optimizer
 
 
-def make_optimizer(module: nn.Module, name: str, lr: float, betas: tuple[float, float] = BETAS):
-    """AdamW, or bitsandbytes' with 8-bit moments, which keep 32 bits for under 4096 weights."""
+def make_optimizer(module: nn.Module, name: str, lr: float):
+    """AdamW, or bitsandbytes' with 8-bit moments (32 bits in matrices of under 4096 weights)."""
     parameters = [p for p in module.parameters() if p.requires_grad]
-    settings = {"lr": lr, "betas": betas, "weight_decay": 0.0}
     if name == "adamw":
         # fused: on a GPU the default holds a second copy of all weights during the step
-        return torch.optim.AdamW(parameters, fused=True, **settings)
+        return torch.optim.AdamW(parameters, lr, weight_decay=0.0, fused=True)
     check_bitsandbytes("8-bit moments")
     from bitsandbytes import optim  # slow to import, and only needed here
 
     kind = {"adamw8bit": optim.AdamW8bit, "paged_adamw8bit": optim.PagedAdamW8bit}[name]
-    return kind(parameters, **settings)
+    return kind(parameters, lr, weight_decay=0.0)
 
 
 def lr_factor(step: int, steps: int, warmup: int, schedule: str) -> float:
