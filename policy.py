@@ -390,7 +390,6 @@ class Batch:
     ref_logprobs: torch.Tensor | None = None  # [B, T]
     advantages: torch.Tensor | None = None  # [B, T]
     token_weights: torch.Tensor | None = None  # [B, T]
-    correct: torch.Tensor | None = None  # [B] bool: the final answer is right
     overlong: torch.Tensor | None = None  # [B] bool: cut off by length without an answer
     values: torch.Tensor | None = None  # [B, T]  the critic's, of the state before tokens[:, t + 1]
     returns: torch.Tensor | None = None  # [B, T]  what the critic shall learn

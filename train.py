@@ -9,8 +9,10 @@
 
 DAPO draws more questions for groups that teach nothing; PPO's critic has updates of its own. Each
 process samples its share of the questions; then all know all trajectories, so that statistics are
-of the global batch. Files of a run, under runs/NAME/stageN: settings.json, metrics.jsonl (a line
-per step), samples.txt, checkpoint-NNNNNN. Ctrl-C is safe at any moment.
+of the global batch.
+
+Files of a run, under runs/NAME/stageN: settings.json, metrics.jsonl (a line per step), samples.txt,
+checkpoint-NNNNNN. Ctrl-C is safe at any moment.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def train(settings: Settings) -> Path:
 
 def collect(parts: Parts, step: int) -> Sampled:
     """The step's trajectories and their rewards. DAPO's departure 2: it draws until there are
-    enough informative groups, or no draw is left. What is drawn hangs on (seed, step, draw) alone.
+    enough informative groups, or no draw is left. What is drawn depends on seed, step and draw.
     """
     start = time.perf_counter()
     settings, sampled = parts.settings, Sampled()
@@ -159,7 +161,6 @@ def prepare(parts: Parts, sampled: Sampled, step: int) -> Batch:
     trajectories = [sampled.trajectories[row] for row in rows]
     pad_id = parts.environment.tokenizer.pad_token_id or 0
     batch = collate(trajectories, rewards, settings.group_size, pad_id)
-    batch.correct = torch.tensor([sampled.correct[row] for row in rows])  # [B]
     overlong = [t.stop_reason == "length" and t.answer is None for t in trajectories]
     batch.overlong = torch.tensor(overlong)  # [B]  cut off before it answered
     if not settings.mask_documents:
