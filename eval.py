@@ -1,21 +1,18 @@
-"""What a checkpoint, or a predictions file, is worth: em, F1, cover-EM, how it searches, and what
-its evidence is good for.
+"""What a checkpoint, or a predictions file, is worth: em, F1, cover-EM, and how it searches.
 
     python eval.py                                  the last checkpoint, held-out names
     python eval.py --model DIR --data FILE --corpus from-data
     python eval.py --stage 0                        before RL
     python eval.py --retriever empty                does it read, or recall?
-    python eval.py --fact_seed 1                    the same names, every fact drawn anew
     python eval.py --judge URL#MODEL                is the answer right in other words?
     python eval.py --recipe r_search --reader SPEC  another model answers from the evidence
-    python eval.py --predictions FILE               score a file, in any layout, without a model
     python eval.py --data A,B,C --model DIR         several data sets, one table
-    python eval.py ... --against OTHER              two runs compared question by question
+    python eval.py ... --against FILE               two runs compared question by question
+    python eval.py --predictions FILE               score a file, in any layout, without a model
 
-Greedy unless --temperature or --decoding says otherwise, with the protocol, documents and limits of
-training. A mean is over those that have the number: support over trajectories with evidence, ROUGE
-over summaries, verdicts over readable ones. Predictions are written as they come, before anybody
-else is asked, and the same command goes on where it was interrupted.
+Greedy unless told otherwise, with the protocol, documents and limits of training. A mean is over
+those that have the number: support over trajectories with evidence, verdicts over readable ones.
+Predictions are written as they come; the same command goes on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -27,18 +24,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import FlagParser, InputError, check_output, run_main
-from plumbing.predictions import (
-    add_report_flags,
-    needs_no_model,
-    report,
-    score_command,
-    score_files,
-    scored,
-)
+from errors import FlagParser, InputError, check_output, run_main, setting
+from plumbing.predictions import PUNCTUATION, score_command, score_files, scored
+from plumbing.report import report
 
-if __name__ == "__main__" and needs_no_model(sys.argv):
-    run_main(score_command)  # it needs no model: what follows would load torch for seconds
+if __name__ == "__main__" and any(word.split("=")[0] == "--predictions" for word in sys.argv):
+    run_main(score_command)  # without a model: what follows would load torch for seconds
     sys.exit()
 
 from tqdm import tqdm
@@ -62,9 +53,20 @@ from plumbing.build import (
 from plumbing.files import checkpoints, saved_settings, stage_folder
 from plumbing.score import answer_scores, ask_others, build_judge, build_reader
 from policy import best_device, check_model_path, weights_version
+from prompts import PROTOCOLS
 from rewards import arena_scores, evidence_support
 from rollout import check_prompts, rollout
-from settings import ASKING, RENAMED, Settings, add_flags, check_settings, named_in, resolve
+from settings import (
+    ASKING,
+    NEEDS,
+    RENAMED,
+    Settings,
+    add_flags,
+    check_limits,
+    check_settings,
+    named_in,
+    resolve,
+)
 from summarizer import SEARCH_FAILED
 from trajectory import Trajectory
 
@@ -75,24 +77,28 @@ QUESTIONS_AT_ONCE = 64
 class Options:
     """What an evaluation is asked beside the settings of a run."""
 
-    split: str
-    questions: int
-    samples: int
-    fact_seed: int | None
-    decoding: str
-    fresh: bool
-    out: str
-    against: list[str]
-    punctuation: str
-    markdown: bool
-    json: str
+    split: str = setting("test", "of the built-in world", one_of=("train", "dev", "test"))
+    questions: int = setting(100, "per kind in the built-in world; of a file, 0 = all", least=0)
+    samples: int = setting(1, "trajectories per question", least=1)
+    fact_seed: int | None = setting(None, "redraw every fact of the built-in world")
+    decoding: str = setting(
+        "greedy",
+        "paper: as the paper evaluates; both: at temperature 1, and greedily",
+        one_of=("greedy", "paper", "both"),
+    )
+    fresh: bool = setting(False, "do not go on with predictions that are there already")
+    out: str = setting("", "predictions file; default: under runs/predictions")
+    against: str = setting("", "predictions of another run (FILE,FILE), compared in pairs")
+    punctuation: str = setting("", "becomes a blank, or nothing", one_of=("", *PUNCTUATION))
+    markdown: bool = setting(False, "print Markdown tables")
+    json: str = setting("", "write the numbers to this file too")
 
 
 # ----------------------------------------------------------------------------------- one trajectory
 
 
 def grade(trajectory: Trajectory) -> dict[str, float]:
-    """The numbers of one trajectory. What does not apply to it has no entry, and not a 0."""
+    """The numbers of one trajectory. What does not apply to it has no entry, not a 0."""
     protocol, question, searches = trajectory.protocol, trajectory.question, trajectory.searches
     if question.task == "summary":
         numbers = summary_scores(trajectory.answer, question.answers)
@@ -107,9 +113,7 @@ def grade(trajectory: Trajectory) -> dict[str, float]:
         numbers["evidence"] = float(bool(trajectory.evidence))
         if trajectory.evidence:
             numbers["support"] = evidence_support(trajectory)
-    if (
-        protocol.references_in_prompt and question.supporting
-    ):  # without gold numbers, 0 says nothing
+    if protocol.references_in_prompt and question.supporting:
         numbers |= arena_scores(trajectory)
     return numbers
 
@@ -117,6 +121,9 @@ def grade(trajectory: Trajectory) -> dict[str, float]:
 def prediction_record(trajectory: Trajectory, sample: int) -> dict:
     """A line of a predictions file."""
     question, protocol = trajectory.question, trajectory.protocol
+    searches = [
+        {"query": s.query, "fallback": s.fallback, "error": s.error} for s in trajectory.searches
+    ]
     record = {
         "id": question.id,
         "sample": sample,
@@ -128,10 +135,7 @@ def prediction_record(trajectory: Trajectory, sample: int) -> dict:
         "punctuation": paper_of(protocol.name).punctuation,
         "transcript": trajectory.text,
         "stop_reason": trajectory.stop_reason,
-        "searches": [
-            {"query": s.query, "fallback": s.fallback, "error": s.error}
-            for s in trajectory.searches
-        ],
+        "searches": searches,
         "metrics": grade(trajectory),
     }
     if question.options:
@@ -171,18 +175,17 @@ class Evaluation:
         return self.collect(self.out, version, rows_of)
 
     def collect(self, out: Path, version: str, rows_of, what: str = "evaluation") -> list[dict]:
-        """Prediction records, question by question; each batch is written as it comes.
+        """Prediction records; each batch is written as it comes.
 
-        rows_of   (questions, the number of the first, progress) -> their trajectories
-                  (one that is left out is made with its batch by the next run)
+        rows_of   (questions, the number of the first, progress) -> their trajectories; one that is
+                  left out is made with its batch by the next run
         """
         options, batch = self.options, QUESTIONS_AT_ONCE * self.options.samples
         expected = [(q.id, sample) for q in self.questions for sample in range(options.samples)]
-        made_with, fresh = self.made_with(version), options.fresh
-        records = resume.go_on(out, made_with, expected, key_of, batch, fresh)
+        made_with = self.made_with(version)
+        records = resume.go_on(out, made_with, expected, key_of, batch, options.fresh)
         if records:
             print(f"{len(records)} of {len(expected)} predictions are there (--fresh: anew)")
-        resume.write_records(out, records)
         begin = len(records) // options.samples
         with tqdm(total=len(expected), initial=len(records), desc=what) as bar:
             for start in range(begin, len(self.questions), QUESTIONS_AT_ONCE):
@@ -191,7 +194,10 @@ class Evaluation:
                 made = [self.record(row, i) for i, row in enumerate(rows)]
                 append_jsonl(out, made)
                 records += made
-        say_faults(records)
+        if faults := search_faults(records):
+            said = f"warning: {len(faults)} searches failed (the first: {faults[0]})"
+            why = "these scores are not the model's; the same command makes those batches anew"
+            print(f"{said}: {why}", file=sys.stderr)
         return records
 
     def record(self, trajectory: Trajectory, row: int) -> dict:
@@ -202,21 +208,20 @@ class Evaluation:
 
     def say_what(self) -> None:
         settings, options = self.settings, self.options
-        first = ""
+        model, names = settings.model or "the built-in model, before RL", ", ".join(self.datasets)
+        first, searching = "", ""
         if settings.data and options.questions:
             first = f" (the first {options.questions} of each: --questions 0 takes all)"
-        searching = f", retriever {settings.retriever}" * bool(build_protocol(settings).query_tags)
-        print(
-            f"{settings.model or 'the built-in model, before RL'}: {len(self.questions)} questions "
-            f"of {', '.join(self.datasets)}{first}, {options.samples} sample(s) each, temperature "
-            f"{settings.temperature:g}{searching}"
-        )
+        if PROTOCOLS[settings.protocol].query_tags:
+            searching = f", retriever {settings.retriever}"
+        how = f"{options.samples} sample(s) each, temperature {settings.temperature:g}"
+        print(f"{model}: {len(self.questions)} questions of {names}{first}, {how}{searching}")
 
     def made_with(self, version: str) -> dict:
         """What the predictions hang on: settings, weights, questions and passages."""
-        asked_later = ("name", "runs", "judge", "reader", "timeout")  # change no prediction
         made = dataclasses.asdict(self.settings)
-        made = {name: value for name, value in made.items() if name not in asked_later}
+        for name in ("name", "runs", "judge", "reader", "timeout"):  # they change no prediction
+            del made[name]
         # --prompt_file names a file, not its words.
         content = hashlib.sha256(build_protocol(self.settings).instruction.encode())
         for item in [*self.questions, *self.documents]:
@@ -225,31 +230,22 @@ class Evaluation:
 
 
 def key_of(record: dict) -> tuple | None:
-    """(question, sample); None where the retriever was out: that is to be made again. A query that
-    it does not take, while it takes others, would fail again.
-    """
-    if any(fault != SEARCH_FAILED for fault in search_faults([record])):
+    """(question, sample); None where the retriever was out: that is made again."""
+    if set(search_faults([record])) - {SEARCH_FAILED}:  # a query that it does not take fails again
         return None
     return record.get("id"), record.get("sample")
 
 
 def search_faults(records: list[dict]) -> list[str]:
-    """What failed searches said. Such scores are not the model's."""
-    searches = [search for record in records for search in record.get("searches", [])]
-    return [search["error"] for search in searches if search["error"]]
-
-
-def say_faults(records: list[dict]) -> None:
-    if faults := search_faults(records):
-        print(
-            f"warning: {len(faults)} searches failed (the first: {faults[0]}): these scores are "
-            "not the model's; mend the retriever, and the same command makes those batches anew",
-            file=sys.stderr,
-        )
+    """What failed searches said."""
+    faults = []
+    for record in records:
+        faults += [s["error"] for s in record.get("searches", []) if s["error"]]
+    return faults
 
 
 def material(settings: Settings, options: Options) -> tuple[dict[str, list[Question]], list]:
-    """(questions by data set, passages): a file's, or the built-in world's held-out names."""
+    """(questions by data set, passages)."""
     count = options.questions or None
     if settings.data:
         datasets = load_datasets(settings.data, skip_bad=settings.skip_bad)
@@ -268,35 +264,32 @@ def material(settings: Settings, options: Options) -> tuple[dict[str, list[Quest
 
 
 def settings_of(given: dict) -> Settings:
-    """The settings the checkpoint was trained with, made greedy, without the judge of its reward;
-    what the command line says comes last. Stage 0 is the model before RL.
+    """The checkpoint's own settings, made greedy, without the judge of its reward; the command line
+    comes last. Stage 0 is the model before RL.
     """
-    before_rl = given.get("stage") == 0
-    given = {name: v for name, v in given.items() if not (before_rl and name == "stage")}
-    model = given.get("model", "")
-    if not before_rl and not model:
+    given, model = dict(given), given.get("model", "")
+    if given.get("stage") == 0:
+        del given["stage"]
+    elif not model:
         model = last_checkpoint(given)
     if model:
         check_model_path(model)
     settings = saved_settings(model)
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
         name = given.get("recipe", "ur2")
-        settings = resolve(name, given.get("stage", last_stage(name)), not model)
+        settings = resolve(name, given.get("stage", max(PAPERS[name].stages)), not model)
+    own = {"temperature": 0.0, "top_p": 1.0, "judge": "", "reader": ""}
     if "data" in given and settings.corpus != "from-data":
-        settings = dataclasses.replace(settings, corpus="")  # another file: not the old corpus
-    greedy = {"temperature": 0.0, "top_p": 1.0, "judge": "", "reader": ""}
-    if settings.engine == "graphs":  # of the GPU it was trained on: nothing to this machine
-        greedy["engine"] = "slots"
-    return dataclasses.replace(settings, **(greedy | given | {"model": model}))
-
-
-def last_stage(recipe: str) -> int:
-    """2, or 1 of a paper that has one stage only."""
-    return max(PAPERS[recipe].stages) if recipe in PAPERS else 1
+        own["corpus"] = ""  # the old file's
+    if settings.engine == "graphs":  # of the GPU that it was trained on
+        own["engine"] = "slots"
+    retriever = given.get("retriever", settings.retriever)
+    own |= {flag: "" for its, flag in NEEDS.items() if its != retriever}
+    return dataclasses.replace(settings, **(own | given | {"model": model}))
 
 
 def last_checkpoint(given: dict) -> str:
-    """Of the run that the flags name, the last one of its latest stage; "" where there is none."""
+    """Of the latest stage of the run that the flags name; "" where there is none."""
     name = given.get("recipe", "ur2")
     rest = {key: value for key, value in given.items() if key not in ("recipe", "stage")}
     run = resolve(name, given.get("stage", 1), True, rest)
@@ -305,10 +298,8 @@ def last_checkpoint(given: dict) -> str:
         if found := checkpoints(stage_folder(run, stage)):
             return str(found[-1])
     if "name" in given or "stage" in given:
-        raise InputError(
-            f"no checkpoint of that run in {stage_folder(run, stages[0]).parent}: train first, or "
-            "give --model"
-        )
+        folder = stage_folder(run, stages[0]).parent
+        raise InputError(f"no checkpoint of that run in {folder}: train first, or give --model")
     return ""
 
 
@@ -320,92 +311,47 @@ def parse(arguments: list[str]) -> tuple[Settings, Options]:
     parser = FlagParser("eval.py", description=said)
     parser.renamed = RENAMED
     add_flags(parser, ASKING, named_in(arguments), "eval")
-    asked = parser.add_argument_group("eval.py")
-    asked.add_argument(
-        "--split", default="test", choices=["train", "dev", "test"], help="of the built-in world"
-    )
-    asked.add_argument(
-        "--questions",
-        type=int,
-        default=100,
-        help="per kind in the built-in world; of a file, 0 = all",
-    )
-    asked.add_argument("--samples", type=int, default=1, help="trajectories per question")
-    asked.add_argument("--fact_seed", type=int, help="redraw every fact of the built-in world")
-    asked.add_argument(
-        "--decoding",
-        default="greedy",
-        choices=["greedy", "paper", "both"],
-        help="paper: as the paper evaluates; both: at temperature 1, and greedily",
-    )
-    asked.add_argument(
-        "--fresh", action="store_true", help="do not go on with predictions that are there already"
-    )
-    asked.add_argument(
-        "--out", default="", help="predictions file; default: under runs/predictions"
-    )
-    add_report_flags(asked)
+    add_flags(parser, (Options,), Options(), "eval")
     given = vars(parser.parse_args(arguments))
-    options = Options(**{f.name: given.pop(f.name) for f in dataclasses.fields(Options)})
+    chosen = {f.name: given.pop(f.name, f.default) for f in dataclasses.fields(Options)}
+    options = Options(**chosen)
     check_options(options, given)
     settings = settings_of(given)
-    if options.decoding == "paper":  # of the recipe that the checkpoint was trained with
+    if options.decoding == "paper":  # of the checkpoint's recipe
         settings = settings_of(PAPERS[settings.recipe].decoding | given)
     check_settings(settings, training=False)
-    check_reader(settings)
+    if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
+        why = f"which protocol {settings.protocol} does not have: leave it out"
+        raise InputError(f"--reader answers from evidence boxes, {why}")
     return settings, options
 
 
 def check_options(options: Options, given: dict) -> None:
+    check_limits(options)
     for name in ("out", "json"):
         if path := getattr(options, name):
             check_output(path, f"--{name}")
             if options.decoding == "both":
-                raise InputError(
-                    f"--decoding both evaluates twice, and --{name} is for one: leave one out"
-                )
+                why = f"evaluates twice, and --{name} is for one: leave one out"
+                raise InputError(f"--decoding both {why}")
     if options.decoding == "both" and "temperature" in given:
         raise InputError("--decoding both has temperatures of its own: leave --temperature out")
     if given.get("in_8bit") not in (None, "", "others"):
-        raise InputError("--in_8bit: here nothing is trained: others is all that it can name")
-    if options.samples < 1 or options.questions < 0:
-        raise InputError("--samples must be at least 1, and --questions at least 0 (all)")
-
-
-def check_reader(settings: Settings) -> None:
-    if settings.reader and not build_protocol(settings).evidence_tags:
-        raise InputError(
-            f"--reader answers from evidence boxes, which protocol {settings.protocol} does not "
-            "have: evaluate a model of r_search, or leave it out"
-        )
-    if settings.reader == "built-in" and settings.data:
-        raise InputError(
-            "--reader built-in knows only the built-in world's words: with --data give URL#model "
-            "or a HF model"
-        )
-
-
-def questions_name(settings: Settings, split: str) -> str:
-    """What is asked, as a part of a file's name."""
-    files = "+".join(Path(name).stem for name in settings.data.split(","))
-    return files[:100] or f"world{settings.world_seed}-{split}"
+        raise InputError("--in_8bit: nothing is trained here: others is all that it can name")
 
 
 def default_out(settings: Settings, options: Options) -> Path:
     """Never into the model's own folder: it may be a hub name, or read-only."""
-    who = f"warm-{settings.protocol}"
-    if settings.model:
-        who = "-".join(Path(settings.model).parts[-3:])
-    asked = questions_name(settings, options.split)
+    who = "-".join(Path(settings.model).parts[-3:]) or f"warm-{settings.protocol}"
+    files = "+".join(Path(name).stem for name in settings.data.split(","))
+    asked = files[:100] or f"world{settings.world_seed}-{options.split}"
     name = f"{who}-{asked}-t{settings.temperature:g}-{settings.retriever}.jsonl"
     return Path(settings.runs) / "predictions" / re.sub(r"[^\w.+-]+", "", name).lstrip("-.")
 
 
 def run(settings: Settings, options: Options) -> None:
-    others = []
-    if options.against:  # files of others may have their gold answers in --data
-        how = (settings.data, settings.skip_bad, options.punctuation)
-        others = score_files(options.against, *how)
+    # Files of others may have their gold answers in --data.
+    others = score_files(options.against, settings.data, settings.skip_bad, options.punctuation)
     # Before the work: are they there at all?
     reader = build_reader(settings, best_device()) if settings.reader else None
     judge = build_judge(settings, best_device())
@@ -416,11 +362,11 @@ def run(settings: Settings, options: Options) -> None:
         if options.punctuation:
             records = [scored(record, options.punctuation) for record in records]
         if reader or judge:
-            print(f"all predictions are in {out}: --predictions {out} asks again about them")
+            print(f"all predictions are there: --predictions {out} asks again about them")
             records = ask_others(records, reader, judge)
             resume.write_records(out, records)
     except KeyboardInterrupt:
-        kept = f"the predictions that were finished are in {out}; the same command goes on"
+        kept = f"what was finished is in {out}; the same command goes on"
         print(f"\ninterrupted; {kept if out.is_file() else 'nothing was finished yet'}")
         sys.exit(130)
     report(records, others, options.markdown, options.json)
@@ -428,11 +374,7 @@ def run(settings: Settings, options: Options) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if needs_no_model(arguments):
-        score_command(arguments)
-        return
-    settings, options = parse(arguments)
+    settings, options = parse(sys.argv[1:] if arguments is None else arguments)
     temperatures = (1.0, 0.0) if options.decoding == "both" else (settings.temperature,)
     for temperature in temperatures:
         run(dataclasses.replace(settings, temperature=temperature), options)

@@ -3,9 +3,8 @@
     defaults  <  the paper's stage  <  the built-in world (without --model)  <  the command line
 
 A function takes the record it reads: `rollout` a RolloutSettings, `make_retriever` a
-RetrieverSettings. `Settings` inherits them all, so there is one dot and flags stay flat. A name in
-two records fails at import. What no run can mean is refused here, before a model is loaded.
-Left out: files of settings; a shell script of flags is one.
+RetrieverSettings. `Settings` inherits them all, so flags stay flat. What no run can mean is refused
+here, before a model is loaded. Left out: files of settings; a shell script of flags is one.
 """
 
 from __future__ import annotations
@@ -41,15 +40,11 @@ class RunSettings:
     recipe: str = setting("ur2", "the paper", one_of=PAPERS)
     stage: int = setting(1, "1: learn to search; 2: learn to answer (goes on from stage 1)")
     model: str = setting("", 'HF causal LM, a directory or a hub name; "" = the tiny built-in one')
-    start_from: str = setting(
-        "", "checkpoint; default: in stage 2 stage 1's last, else --model", only="train"
-    )
+    start_from: str = setting("", "checkpoint; else stage 1's last, else --model", only="train")
     name: str = setting("", "of the run; its files are under runs/NAME/stageN")
     runs: str = setting("runs", "folder of all runs and of the built-in models")
     resume: bool = setting(False, "go on from this run's last checkpoint", only="train")
-    save_every: int = setting(
-        10, "steps between checkpoints (the last step always saves)", least=1, only="train"
-    )
+    save_every: int = setting(10, "steps; the last one always saves", least=1, only="train")
     keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0, only="train")
     seed: int = setting(0, "of questions and sampling", least=0, most=2**31 - 1)
     world_seed: int = setting(0, "of the built-in world and its models")
@@ -80,7 +75,7 @@ RECORDS = (
 
 @dataclass(frozen=True)
 class Settings(*reversed(RECORDS)):  # dataclass lists the fields of the last base first
-    """Every setting of a run."""
+    """Every setting of a run. A name stands in one record only."""
 
 
 def _check_names() -> None:
@@ -106,6 +101,14 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
 
 # ------------------------------------------------------------------------------- what is refused
 
+NEEDS = {"dense": "encoder", "http": "retriever_url"}  # retriever -> the flag that it alone reads
+
+
+def check_limits(record) -> None:
+    """Every field against the limits that stand beside it."""
+    for f in fields(record):
+        check_value(f.name, getattr(record, f.name), f.metadata)
+
 
 def check_settings(settings: Settings, training: bool = True) -> Settings:
     """The settings themselves, or an InputError for what no run can mean.
@@ -113,12 +116,9 @@ def check_settings(settings: Settings, training: bool = True) -> Settings:
     training   False asks only what an evaluation needs
     """
     if settings.retriever == "web":
-        raise InputError(
-            "--retriever web: serve it (python retriever.py serve --retriever web), and give "
-            "--retriever http --retriever_url http://host:port"
-        )
-    for f in fields(Settings):
-        check_value(f.name, getattr(settings, f.name), f.metadata)
+        how = "serve it (python retriever.py serve --retriever web), and give --retriever http"
+        raise InputError(f"--retriever web: {how} --retriever_url http://host:port")
+    check_limits(settings)
     frozen_in_8bit(settings)
     notes, like = settings.summarizer, nearest(settings.summarizer, WITHOUT_MODEL)
     if notes not in WITHOUT_MODEL and (like or notes == "llm"):  # else a hub is asked, for minutes
@@ -128,13 +128,14 @@ def check_settings(settings: Settings, training: bool = True) -> Settings:
     searches = PROTOCOLS[settings.protocol].query_tags is not None
     local = settings.retriever in ("bm25", "dense", "random")
     if searches and settings.data and local and not settings.corpus:
-        raise InputError(
-            "--data needs --corpus FILE, or --corpus from-data to search the records' own "
-            "paragraphs"
-        )
-    needed = {"dense": "encoder", "http": "retriever_url"}.get(settings.retriever)
-    if searches and needed and not getattr(settings, needed):
-        raise InputError(f"--retriever {settings.retriever} needs --{needed}")
+        own = "--corpus from-data to search the records' own paragraphs"
+        raise InputError(f"--data needs --corpus FILE, or {own}")
+    for retriever, flag in NEEDS.items():
+        given, chosen = bool(getattr(settings, flag)), settings.retriever == retriever
+        if chosen and searches and not given:
+            raise InputError(f"--retriever {retriever} needs --{flag}")
+        if given and not chosen:
+            raise InputError(f"--{flag}: only --retriever {retriever} reads it: give both, or none")
     if training:
         _check_training(settings)
     return settings
@@ -143,15 +144,10 @@ def check_settings(settings: Settings, training: bool = True) -> Settings:
 def _check_training(settings: Settings) -> None:
     """Settings that are fine one by one and mean nothing together."""
     if settings.temperature == 0:
-        raise InputError(
-            "--temperature 0 is greedy: all trajectories of a group would be the same; training "
-            "needs sampling"
-        )
+        raise InputError("--temperature 0 is greedy: a group's trajectories would all be the same")
     if settings.group_size == 1 and settings.algorithm not in ("reinforce_pp", "ppo"):
-        raise InputError(
-            f"--group_size 1: {settings.algorithm} compares the trajectories of one question; it "
-            "needs at least 2"
-        )
+        why = "compares the trajectories of one question; it needs at least 2"
+        raise InputError(f"--group_size 1: {settings.algorithm} {why}")
     _check_8bit(settings)
     check_reward(settings)
 
@@ -160,20 +156,14 @@ def _check_8bit(settings: Settings) -> None:
     """int8 weights are for models that nobody trains."""
     in_8bit = frozen_in_8bit(settings)
     if "base" in in_8bit and settings.sampling_copy == "bf16":
-        raise InputError(
-            "--sampling_copy bf16 with --in_8bit base: the copy would take the memory that 8 bits "
-            "saved; use none"
-        )
+        why = "the copy would take the memory that 8 bits saved; use none"
+        raise InputError(f"--sampling_copy bf16 with --in_8bit base: {why}")
     if "base" in in_8bit and not settings.lora_rank:
-        raise InputError(
-            "--in_8bit base: int8 weights cannot be trained, a step of 1e-6 rounds away: add "
-            "--lora_rank 16, or leave it out (--optimizer adamw8bit has Adam's moments in 8 bits)"
-        )
+        why = "int8 weights cannot be trained, a step of 1e-6 rounds away: add --lora_rank 16"
+        raise InputError(f"--in_8bit base: {why}, or leave it out")
     if "reference" in in_8bit and settings.lora_rank:
-        raise InputError(
-            "--in_8bit reference: with --lora_rank the reference is the frozen base itself: "
-            "--in_8bit base"
-        )
+        why = "with --lora_rank the reference is the frozen base itself"
+        raise InputError(f"--in_8bit reference: {why}: --in_8bit base")
     if "reference" in in_8bit and not settings.kl_coef:
         raise InputError("--in_8bit reference: with --kl_coef 0 no reference is loaded")
     if in_8bit - {"others"} and not (settings.model or settings.start_from):
@@ -231,14 +221,16 @@ def add_flags(
     command   "train" or "eval": a field with `only` is a flag of that command alone
     """
     for record in records:
-        section = parser.add_argument_group(record.__module__.replace(".", "/") + ".py")
+        file = record.__module__.replace("__main__", parser.prog.removesuffix(".py"))
+        section = parser.add_argument_group(file.replace(".", "/") + ".py")
         for f in fields(record):
             if f.metadata.get("only", command) == command:
                 _add_flag(section, f, getattr(shown, f.name))
 
 
 def _add_flag(section, f: dataclasses.Field, value) -> None:
-    kind = {"int": int, "float": float, "bool": boolean}.get(f.type, str)
+    word = f.type.split()[0]  # "int | None" -> "int"
+    kind = {"int": int, "float": float, "bool": boolean}.get(word, str)
     names = f.metadata.get("one_of")
     text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
     text += f" ({value!r})" if value == f.default else f" ({value!r}; by itself {f.default!r})"
@@ -248,14 +240,14 @@ def _add_flag(section, f: dataclasses.Field, value) -> None:
         type=kind,
         default=argparse.SUPPRESS,
         help=text.replace("%", "%%"),
-        metavar=f.type.upper(),
+        metavar=word.upper(),
         **once,
     )
 
 
 def named_in(arguments: list[str]) -> Settings:
     """The settings of the recipe and stage that a command line names: what --help shows."""
-    known = FlagParser(add_help=False)
+    known = FlagParser(add_help=False, allow_abbrev=False)
     known.add_argument("--recipe", default="ur2")
     known.add_argument("--stage", type=int, default=1)
     known.add_argument("--model", default="")
@@ -266,10 +258,8 @@ def named_in(arguments: list[str]) -> Settings:
 def parse(arguments: list[str] | None = None) -> Settings:
     """train.py's command line."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = FlagParser(
-        "train.py",
-        description="Train one stage of one paper. In brackets: the value of --recipe and --stage.",
-    )
+    said = "Train one stage of one paper. In brackets: the value of --recipe and --stage."
+    parser = FlagParser("train.py", description=said)
     parser.renamed = RENAMED
     add_flags(parser, RECORDS, named_in(arguments), "train")
     given = vars(parser.parse_args(arguments))
@@ -279,12 +269,10 @@ def parse(arguments: list[str] | None = None) -> Settings:
 
 def shown_settings(settings: Settings) -> str:
     """What a run sets otherwise than the defaults, for the console."""
-    changed = []
+    text = "settings:"
     for f in fields(Settings):
         value = getattr(settings, f.name)
         if value != f.default or f.name in ("recipe", "stage"):
-            changed.append(f"{f.name}={value}")
-    text = "settings: " + " ".join(changed)
-    return textwrap.fill(
-        text, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+            text += f" {f.name}={value}"
+    unbroken = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, 100, subsequent_indent="  ", **unbroken)

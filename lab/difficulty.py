@@ -93,7 +93,6 @@ def measure(
     out, found = Path(options.out), SCHEMES[options.scheme][0]
     ids = [question.id for question in questions]
     records = resume.go_on(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
-    resume.write_records(out, records)
     with tqdm(total=len(questions), initial=len(records), desc="difficulty") as bar:
         for start in range(len(records), len(questions), AT_ONCE):
             some, fresh = questions[start : start + AT_ONCE], []

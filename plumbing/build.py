@@ -1,8 +1,4 @@
-"""What settings stand for: questions, passages, search, models.
-
-Training and evaluation build everything from here, so that prompt, documents and limits are the
-same in both.
-"""
+"""What settings stand for, in training as in evaluation: questions, passages, search, models."""
 
 from __future__ import annotations
 
@@ -20,11 +16,10 @@ import ppo
 from curriculum import QuestionStream
 from data import Document, Question, corpus_from_questions, load_corpus, load_questions
 from errors import InputError
-from other_models.llm import RETRIES, frozen_in_8bit
+from other_models.llm import RETRIES, frozen_in_8bit, load_llm
 from papers import paper_of
-from plumbing.checkpoint import check_same_house
 from plumbing.files import starting_model
-from plumbing.score import Scorer, build_llm
+from plumbing.score import Scorer
 from policy import Policy, load_policy, make_optimizer
 from prompts import PROTOCOLS, Protocol
 from retriever import make_retriever
@@ -39,8 +34,6 @@ from summarizer import SUMMARY_LOG, WITHOUT_MODEL, make_search, make_summarizer
 from update import Parts, updates_of
 from world.toy import load_toy
 from world.world import World
-
-# ------------------------------------------------------------------------- questions and passages
 
 
 def training_questions(settings: Settings) -> list[Question]:
@@ -99,7 +92,7 @@ def build_search(
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
     retriever = make_retriever(documents, settings, settings.seed, settings.timeout, str(device))
     asked = settings.summarizer not in WITHOUT_MODEL
-    llm = build_llm(settings.summarizer, settings, device) if asked else None
+    llm = load_llm(settings.summarizer, settings, device=device) if asked else None
     summarizer = make_summarizer(settings, llm, log)
     search = make_search(retriever, summarizer, settings.documents_per_search)
     if asked:  # its model is allowed all its tries, too
@@ -137,31 +130,25 @@ def make_accelerator(settings: Settings) -> Accelerator:
     """Processes wait for each other: as long as all searches of one may take, and half an hour."""
     searching = (settings.max_searches + 1) * 3 * 4 * settings.timeout
     limit = InitProcessGroupKwargs(timeout=timedelta(minutes=30, seconds=searching))
-    # Bucket views: without them DDP keeps a second copy of all gradients.
-    return Accelerator(
-        kwargs_handlers=[limit, DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
-    )
+    # Without bucket views DDP keeps a second copy of all gradients.
+    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    return Accelerator(kwargs_handlers=[limit, views])
 
 
 def check_processes(known: int) -> None:
-    """Trap: on CPUs, processes that torchrun started do not find each other by themselves. Each
-    would train alone, into the same folder.
+    """Trap: on CPUs torchrun's processes do not find each other; each would train alone, into the
+    same folder.
     """
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started != known:
-        raise InputError(
-            f"{started} processes were started and {known} take part: set ACCELERATE_USE_CPU=true, "
-            "or start one"
-        )
+        said = f"{started} processes were started and {known} take part"
+        raise InputError(f"{said}: set ACCELERATE_USE_CPU=true, or start one")
 
 
 def set_threads() -> None:
     """Trap: `accelerate launch` sets OMP_NUM_THREADS=1, and a CPU run then uses one core."""
-    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // local_processes))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def build_parts(settings: Settings) -> Parts:
@@ -173,8 +160,6 @@ def build_parts(settings: Settings) -> Parts:
         check_shardable(settings.optimizer, settings.lora_rank)
     set_threads()
     start, said = starting_model(settings)
-    if settings.resume:
-        check_same_house(start)
     build_protocol(settings)  # is there a --prompt_file?
     if settings.lora_rank:
         check_peft(settings.lora_rank)
@@ -186,12 +171,15 @@ def build_parts(settings: Settings) -> Parts:
     accelerator.print(said)
     # Not under the barrier below: vectors of a large corpus take hours.
     search = build_search(settings, documents, device, SUMMARY_LOG)
+    in_8bit = "base" in frozen_in_8bit(settings)
+    # A resumed LoRA run loads its first weights: what was learned lies beside the sum.
+    path = first_model(settings) if settings.lora_rank else start
     with accelerator.local_main_process_first():  # one process makes the built-in models
-        policy, tokenizer = load_trained(settings, start, device)
+        policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
         scorer = Scorer(settings, documents, device) if accelerator.is_main_process else None
     environment = build_environment(settings, tokenizer, search)
     check_prompts(questions, environment, policy)
-    copies = wants_copy(settings.sampling_copy, device, "base" in frozen_in_8bit(settings))
+    copies = wants_copy(settings.sampling_copy, device, in_8bit)
     parts = Parts(
         settings=settings,
         accelerator=accelerator,
@@ -219,10 +207,8 @@ def check_shares(settings: Settings, processes: int) -> None:
     per_step = settings.questions_per_step * settings.group_size
     least = per_step // updates_of(per_step, settings)
     if least < processes:
-        raise InputError(
-            f"{least} trajectories per update cannot be shared by {processes} "
-            "processes: raise --trajectories_per_update"
-        )
+        said = f"{least} trajectories per update cannot be shared by {processes}"
+        raise InputError(f"{said} processes: raise --trajectories_per_update")
 
 
 def spread_over(parts: Parts, module, sharding: str, lr: float):
@@ -237,14 +223,6 @@ def spread_over(parts: Parts, module, sharding: str, lr: float):
 def first_model(settings: Settings) -> str:
     """The model this stage began with, also in a resumed run."""
     return starting_model(dataclasses.replace(settings, resume=False))[0]
-
-
-def load_trained(settings: Settings, start: str, device) -> tuple[Policy, object]:
-    """(policy, tokenizer). With LoRA the frozen weights are those that the stage began with, also
-    in a resumed run: its checkpoint holds the sum, and beside it what was learned.
-    """
-    path = first_model(settings) if settings.lora_rank else start
-    return load_model(settings, path, device, in_8bit="base" in frozen_in_8bit(settings))
 
 
 def load_reference(settings: Settings, device) -> Policy | None:

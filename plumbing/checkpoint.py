@@ -6,13 +6,12 @@ trainer.pt   step, the optimizer's moments; with LoRA what was learned; with PPO
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 
 import torch
 
 from errors import InputError
-from plumbing.files import Run, checkpoints, settings_text, starting_model
+from plumbing.files import Run, checkpoints, saved_settings, settings_text, starting_model
 from policy import save_policy
 from scale.lora import load_lora, lora_state
 from scale.shards import in_parts, load_moments, load_weights, whole_moments, whole_weights
@@ -42,52 +41,27 @@ def save(run: Run, parts: Parts, step: int) -> None:
 def resume(run: Run, parts: Parts) -> int:
     """Put back what the last checkpoint holds; returns its step."""
     settings, path = run.settings, starting_model(run.settings)[0]
+    anew = "leave --resume out to start anew"
     # mmap: 8 processes share one copy of the file in memory. Of a 7B model the moments are 57 GiB.
     state = torch.load(f"{path}/trainer.pt", map_location="cpu", weights_only=True, mmap=True)
     if bool(settings.lora_rank) != ("lora" in state):
         how = "with" if "lora" in state else "without"
-        raise InputError(
-            f"--resume: {path} was made {how} --lora_rank; do the same, or leave --resume out to "
-            "start anew"
-        )
+        raise InputError(f"--resume: {path} was made {how} --lora_rank: do the same, or {anew}")
     if parts.critic is not None and "critic" not in state:
-        raise InputError(
-            f"--resume: {path} was not made by PPO and has no critic; leave --resume out to start "
-            "anew"
-        )
+        raise InputError(f"--resume: {path} was not made by PPO and has no critic: {anew}")
     if state["step"] >= settings.steps:
-        raise InputError(
-            f"--resume: {state['step']} of --steps {settings.steps} steps are done; raise --steps "
-            "to go on"
-        )
+        done = f"{state['step']} of --steps {settings.steps} steps are done"
+        raise InputError(f"--resume: {done}; raise --steps to go on")
     if settings.lora_rank:
         load_lora(parts.policy, state["lora"])
     load_moments(parts.policy, parts.optimizer, state["optimizer"])
     if parts.critic is not None:
         load_weights(parts.critic, state["critic"])
         load_moments(parts.critic, parts.critic_optimizer, state["critic_optimizer"])
-    _say_what_changed(run, path)
-    return state["step"]
-
-
-def check_same_house(path: str) -> None:
-    """Checkpoints of earlier versions have other settings: they can be evaluated, not resumed."""
-    with open(f"{path}/settings.json", encoding="utf-8") as file:
-        saved = json.load(file)
-    if "in_8bit" not in saved:
-        raise InputError(
-            f"--resume: {path} was made by an earlier version with other flags: start anew from "
-            f"its weights with --start_from {path}"
-        )
-
-
-def _say_what_changed(run: Run, path: str) -> None:
-    with open(f"{path}/settings.json", encoding="utf-8") as file:
-        before = json.load(file)
-    now = dataclasses.asdict(run.settings)
-    changed = []
-    for name, value in before.items():
-        if name != "resume" and now.get(name, value) != value:
+    now, changed = dataclasses.asdict(settings), []
+    for name, value in dataclasses.asdict(saved_settings(path)).items():
+        if name != "resume" and now[name] != value:
             changed.append(f"{name}={now[name]} (was {value})")
     if changed:
         run.accelerator.print("resumed with other settings: " + ", ".join(changed))
+    return state["step"]

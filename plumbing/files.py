@@ -1,7 +1,6 @@
-"""The files of a run: where they lie, what is written to them, and when.
+"""The files of a run: where they lie, and what is written to them. Only the main process writes.
 
-Only the main process writes. Ctrl-C is safe at any moment: a line of metrics is written whole, a
-checkpoint is written aside and renamed.
+Ctrl-C is safe at any moment: a line of metrics is written whole, a checkpoint aside and renamed.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +15,14 @@ import torch
 from tqdm import tqdm
 
 from errors import InputError
-from plumbing.resume import free_name
+from formats.records import finished_records
+from plumbing.resume import free_name, write_records
 from policy import Batch, check_model_path
 from settings import Settings
 from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
+SINCE = "in_8bit"  # a setting that checkpoints of earlier versions do not have
 
 
 def stage_folder(settings: Settings, stage: int | None = None) -> Path:
@@ -40,15 +40,16 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def starting_model(settings: Settings) -> tuple[str, str]:
-    """(where the weights come from, what to say about it).
-
-    The run's own last checkpoint with --resume; else --start_from; else in stage 2 stage 1's last
-    one; else --model; else "", the built-in model.
+    """(where the weights come from, what to say about it): with --resume the run's last
+    checkpoint; else --start_from; in stage 2 stage 1's last; --model; "" is the built-in model.
     """
     stage, folder = settings.stage, stage_folder(settings)
     if settings.resume:
         if not (found := checkpoints(folder)):
             raise InputError(f"--resume: no checkpoint in {folder}; leave it out to start anew")
+        if f'"{SINCE}"' not in (found[-1] / "settings.json").read_text(encoding="utf-8"):
+            why = "was made by an earlier version with other flags: start anew from its weights"
+            raise InputError(f"--resume: {found[-1]} {why} with --start_from {found[-1]}")
         return str(found[-1]), f"going on from {found[-1]}"
     if settings.start_from:
         check_model_path(settings.start_from)
@@ -68,14 +69,6 @@ def settings_text(settings: Settings) -> str:
     return json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
 
 
-def step_of(line: str) -> float:
-    """The step of a line of metrics.jsonl; a line that a crash cut short belongs to none."""
-    try:
-        return json.loads(line)["step"]
-    except ValueError:
-        return math.inf
-
-
 class Run:
     """The folder of one stage, and the console."""
 
@@ -93,25 +86,18 @@ class Run:
             self.folder.rename(old)
             print(f"{self.folder} held an earlier run: moved to {old.name} (--resume goes on)")
         self.folder.mkdir(parents=True, exist_ok=True)
-        metrics = self.folder / "metrics.jsonl"
-        if metrics.exists():  # of steps behind the checkpoint
-            kept = [line for line in metrics.read_text().splitlines() if step_of(line) < first_step]
-            metrics.write_text("".join(line + "\n" for line in kept))
+        if self.settings.resume:
+            metrics = self.folder / "metrics.jsonl"
+            kept = [row for row in finished_records(metrics) if row["step"] < first_step]
+            write_records(metrics, kept)
         (self.folder / "settings.json").write_text(settings_text(self.settings))
 
     def bar(self, first_step: int) -> Iterator[int]:
         """The steps, with a progress bar."""
-        settings = self.settings
-        title = f"{settings.recipe} stage {settings.stage}"
-        self.progress = tqdm(
-            total=settings.steps,
-            initial=first_step,
-            desc=title,
-            dynamic_ncols=True,
-            disable=not self.main,
-        )
-        with self.progress:
-            yield from range(first_step, settings.steps)
+        steps, title = self.settings.steps, f"{self.settings.recipe} stage {self.settings.stage}"
+        shown = {"desc": title, "dynamic_ncols": True, "disable": not self.main}
+        with tqdm(total=steps, initial=first_step, **shown) as self.progress:
+            yield from range(first_step, steps)
 
     def log(self, record: dict, sampled) -> None:
         """A line of metrics, one on the console, and now and then a trajectory to look at."""
@@ -140,17 +126,15 @@ class Run:
     ) -> None:
         """Stop at a loss or a gradient that is no number, and keep the batch to look at."""
         names = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
-        wrong = [name for name in names if not math.isfinite(result.get(name, 0.0))]
+        wrong = [f"{n} {result[n]}" for n in names if not math.isfinite(result.get(n, 0.0))]
         if not wrong:
             return
         path = self.folder / f"non_finite_step{step}.pt"
         if self.main:
             torch.save(dataclasses.asdict(part), path)
         ids = ", ".join(dict.fromkeys(t.question.id for t in trajectories))
-        raise InputError(
-            f"step {step}: {', '.join(f'{name} {result[name]}' for name in wrong)}; stopped; this "
-            f"update was not applied. The batch is in {path}; its questions: {ids}"
-        )
+        said = f"stopped; this update was not applied. The batch is in {path}; its questions: {ids}"
+        raise InputError(f"step {step}: {', '.join(wrong)}; {said}")
 
     def close(self) -> None:
         """One process saves: the others' folder is not there before."""
@@ -160,70 +144,38 @@ class Run:
 # ------------------------------------------------------------------------- why is my curve flat?
 
 PATIENCE = 3  # steps in a row
-SHOWN = (
-    "reward",
-    "em",
-    "searched",
-    "searches",
-    "fallbacks",
-    "model_tokens",
-    "frac_reward_zero_std",
-    "grad_norm",
-)
-HINTS = {  # cause -> (seen in a step's record, where to look)
-    "equal rewards": (
-        lambda r, s: r["frac_reward_zero_std"] == 1 and s.algorithm not in ("reinforce_pp", "ppo"),
-        "all rewards of every group were equal, so nothing is learned: is the reward ever reached "
-        "(samples.txt), or always? A larger --group_size, or easier questions, gives differences",
-    ),
-    "no informative group": (
-        lambda r, s: r.get("skipped", 0) == 1,
-        "no group had answers that differ, so no update was made: are they too hard or too easy "
-        "(samples.txt)? A larger --group_size or --max_resample finds more",
-    ),
-    "no search": (
-        lambda r, s: r["searched"] + r["refused"] == 0 and s.retrieval and s.max_searches > 0,
-        "no trajectory searched: does the model know the query tags (samples.txt)? Stage 1 or some "
-        "supervised traces teach it",
-    ),
-    "only refused": (
-        lambda r, s: r["refused"] > 0 and r["searched"] == 0,
-        "queries were written but none was run: they are empty or lack the begin tag (samples.txt)",
-    ),
-    "cut off": (
-        lambda r, s: r["cut_off"] == 1,
-        "every trajectory was cut off before an answer: raise --max_turn_tokens or --max_context, "
-        "or look at samples.txt",
-    ),
-    "another sampler": (
-        lambda r, s: r.get("logprob_gap", 0) > 0.1,
-        "the log-probs that tokens were sampled and scored with differ by more than 0.1: something "
-        "is seen by one of the two only; --engine hf and --sampling_copy none take out, one by "
-        "one, what may differ",
-    ),
-    "search down": (
-        lambda r, s: r["search_errors"] >= 0.1,
-        "a tenth or more of the searches failed: the retriever is down, slower than --timeout, or "
-        "refuses queries",
-    ),
-}
+SHOWN = "reward em searched searches fallbacks model_tokens frac_reward_zero_std grad_norm".split()
+
+
+def causes(r: dict, s: Settings) -> Iterator[str]:
+    """What may keep a run from learning, as one step's record shows it."""
+    if r["frac_reward_zero_std"] == 1 and s.algorithm not in ("reinforce_pp", "ppo"):
+        yield "all rewards of every group were equal: too hard or easy? Raise --group_size"
+    if r.get("skipped", 0) == 1:
+        yield "no group had answers that differ: raise --group_size or --max_resample"
+    if r["searched"] + r["refused"] == 0 and s.retrieval and s.max_searches > 0:
+        yield "no trajectory searched: does the model know the query tags? Stage 1 teaches them"
+    if r["refused"] > 0 and r["searched"] == 0:
+        yield "queries were written but none was run: they are empty or lack the begin tag"
+    if r["cut_off"] == 1:
+        yield "every trajectory was cut off: raise --max_turn_tokens or --max_context"
+    if r.get("logprob_gap", 0) > 0.1:
+        yield "sampled and scored log-probs differ by 0.1: try --engine hf, --sampling_copy none"
+    if r["search_errors"] >= 0.1:
+        yield "a tenth of the searches failed: is the retriever down, or slower than --timeout?"
 
 
 class Hints:
-    """After `PATIENCE` steps of one cause a line that says where to look; each cause once."""
+    """After PATIENCE steps of one cause a line that says where to look; each cause once."""
 
     def __init__(self, settings: Settings):
-        self.settings, self.streaks = settings, Counter()
+        self.settings, self.streaks, self.told = settings, {}, set()
 
     def after(self, record: dict) -> list[str]:
-        lines = []
-        for cause, (seen, advice) in HINTS.items():
-            told = self.streaks[cause] >= PATIENCE
-            again = told or seen(record, self.settings)
-            self.streaks[cause] = self.streaks[cause] + 1 if again else 0
-            if self.streaks[cause] == PATIENCE:
-                lines.append(f"hint: for {PATIENCE} steps {advice}")
-        return lines
+        self.streaks = {c: self.streaks.get(c, 0) + 1 for c in causes(record, self.settings)}
+        due = [c for c, steps in self.streaks.items() if steps >= PATIENCE and c not in self.told]
+        self.told.update(due)
+        return [f"hint: for {PATIENCE} steps {cause} (samples.txt shows some)" for cause in due]
 
 
 def console_line(record: dict) -> str:
@@ -232,8 +184,7 @@ def console_line(record: dict) -> str:
     if record.get("search_errors"):
         line += f"  search_errors {record['search_errors']:.2f}"
     if record.get("skipped"):
-        draws = 1 + record["resampled"]
-        line += f"  no update: no group had answers that differ, in {draws} draws"
+        line += f"  no update: no group's answers differ, in {1 + record['resampled']} draws"
     return line
 
 
@@ -255,7 +206,7 @@ def saved_settings(model: str) -> Settings | None:
 
 def renewed(saved: dict) -> dict:
     """Settings of an earlier version under today's names, as far as an evaluation reads them."""
-    if "in_8bit" in saved:
+    if SINCE in saved:
         return saved
     timeout = max(saved.get("search_timeout", 60.0), saved.get("llm_timeout", 60.0))
     now = {"timeout": timeout, "reader": saved.get("cross_model", "")}

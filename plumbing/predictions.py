@@ -2,9 +2,9 @@
 
     file -> records -> as eval.py writes them -> joined with --data -> em, f1, cem -> report.py
 
-A prediction belongs to the question of --data with its id, else to the one with its text. What is
-missing is told, and is in the mean only with --count_missing. Verdicts and searches that the file
-brings are kept. Trap: R1-Searcher scores with punctuation as a blank, others with it deleted.
+A prediction belongs to the question of --data with its id, else to the one with its text. Verdicts
+and searches that the file brings are kept. Trap: R1-Searcher scores with punctuation as a blank,
+others with it deleted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from data import dataset_names, load_datasets, named_files
-from errors import FlagParser, InputError, check_output, check_value
+from errors import FlagParser, InputError, check_output
 from formats.layouts import TASKS, field, option_texts, wrong
 from formats.records import byte_lines, read_records, report_skipped, short, type_name
 from metrics import score_answer, summary_scores
@@ -28,8 +28,8 @@ PUNCTUATION = ("space", "delete")
 TEXT_FIELDS = ("prediction", "pred", "pred_ans", "predicted_answer", "output", "response")
 GOLD_FIELDS = ("golds", "golden_answers", "answers", "answer", "ground_truth")
 ID_FIELDS = ("id", "_id", "idx", "question_id", "qid")
-VERDICTS = {"true": 1.0, "yes": 1.0, "1": 1.0, "1.0": 1.0}
-VERDICTS |= {"false": 0.0, "no": 0.0, "0": 0.0, "0.0": 0.0}
+VERDICTS = dict.fromkeys(("true", "yes", "1", "1.0"), 1.0)
+VERDICTS |= dict.fromkeys(("false", "no", "0", "0.0"), 0.0)
 DOCUMENT_TAGS = {p.documents_tags[0] for p in PROTOCOLS.values() if p.documents_tags}
 
 
@@ -163,30 +163,27 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
             found.append(record | item | {"metrics": numbers})
             here.add(item.get("dataset"))  # another data set's questions are not missing
     if not found:
-        what = f"none of its {len(records)} predictions is of a question in --data"
-        raise InputError(f"{path}: {what}: give the matching file")
+        raise InputError(f"{path}: none of its predictions is of a question in --data")
     answered, foreign = {record["id"] for record in found}, len(records) - len(found)
     missing = [q for q in asked if q.get("dataset") in here and q["id"] not in answered]
     if missing or foreign:
         fate = "count as wrong" if count_missing else "are left out"
-        said = f"predictions for {len(answered)} of {len(answered) + len(missing)} questions"
-        said += f": {len(missing)} are missing and {fate}; {foreign} predictions are of no question"
-        print(f"{path}: {said} in --data", file=sys.stderr)
+        said = f"{len(missing)} of {len(missing) + len(answered)} questions have no prediction and"
+        also = f"{foreign} predictions are of no question in --data"
+        print(f"{path}: {said} {fate}; {also}", file=sys.stderr)
     unanswered = [item | {"prediction": None, "metrics": {}} for item in missing]
     return found + unanswered * count_missing
 
 
-def score_files(
-    paths: list[str], data="", skip_bad=False, punctuation="", count_missing=False
-) -> list[dict]:
+def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=False) -> list[dict]:
     """Prediction records with metrics, of the questions in `data` or of all that have gold answers.
     Each file is a data set of its own, unless `data` names several. Without `punctuation` eval.py's
     records stay as they were scored; elsewhere it becomes a blank.
     """
-    if count_missing and not data:
-        raise InputError("--count_missing: which questions are missing is known only with --data")
+    if not paths:
+        return []
     datasets = load_datasets(data, skip_bad) if data else {}
-    files, scores, uses = named_files(paths) if paths else [], [], Counter()
+    files, scores, uses = named_files(paths), [], Counter()
     for path, name in zip(files, dataset_names(files), strict=True):
         records = read_predictions(path, skip_bad)
         if data:
@@ -195,38 +192,24 @@ def score_files(
         [((again, _), count)] = samples.most_common(1)
         if count > 1:
             raise InputError(f"{path}: two predictions for id {short(again)}: number each `sample`")
-        if without := [record["id"] for record in records if not record.get("golds")]:
-            what = f"{len(without)} of {len(records)} predictions have no gold answer"
-            raise InputError(f"{path}: {what} (the first: id {short(without[0])}): give --data")
+        if without := [short(record["id"]) for record in records if not record.get("golds")]:
+            what = f"{len(without)} predictions have no gold answer (the first: id {without[0]})"
+            raise InputError(f"{path}: {what}: give --data")
         for r in records:
             scores.append((name, scored(r, punctuation) | {"dataset": r.get("dataset") or name}))
         uses.update({record["id"] for record in records})
-    with_a_row = {record["dataset"] for _, record in scores}
-    for name in datasets if files and len(datasets) > 1 else ():
-        if name not in with_a_row:
-            what = f"no prediction for any of its {len(datasets[name])} questions"
-            print(f"{name}: {what}: it has no row", file=sys.stderr)
+    missing = datasets.keys() - {record["dataset"] for _, record in scores}
+    for name in sorted(missing) if len(datasets) > 1 else ():
+        what = f"no prediction for any of its {len(datasets[name])} questions"
+        print(f"{name}: {what}: it has no row", file=sys.stderr)
     for name, record in scores:
         record["id"] = f"{name}:{record['id']}" if uses[record["id"]] > 1 else record["id"]
     return [record for _, record in scores]
 
 
-def add_report_flags(parser) -> None:
-    """Flags of every command that ends in a table."""
-    add = parser.add_argument
-    add("--against", nargs="+", default=[], metavar="FILE", help="another run, compared in pairs")
-    add("--punctuation", default="", choices=["", *PUNCTUATION], help="becomes a blank, or nothing")
-    add("--markdown", action="store_true", help="print Markdown tables")
-    add("--json", default="", help="write the numbers to this file too")
-
-
-def needs_no_model(arguments: list[str]) -> bool:
-    """Does this command line of eval.py name a file to score?"""
-    return any(word.split("=")[0] == "--predictions" for word in arguments)
-
-
 def score_command(arguments: list[str] | None = None) -> None:
-    parser = FlagParser("eval.py", description="Score predictions without a model.")
+    said = "Score predictions without a model."
+    parser = FlagParser("eval.py", description=said, allow_abbrev=False)
     add = parser.add_argument
     add("--predictions", nargs="+", required=True, metavar="FILE,FILE", help="one data set each")
     add("--data", default="", help="question files with the gold answers, comma-separated")
@@ -236,14 +219,21 @@ def score_command(arguments: list[str] | None = None) -> None:
     for name in ("judge", "reader", "in_8bit", "timeout", "runs", "world_seed"):
         kind = {"timeout": float, "world_seed": int}.get(name, str)
         add(f"--{name}", type=kind, default=argparse.SUPPRESS, help="of another model: see eval.py")
-    add_report_flags(parser)
-    parser.allow_abbrev = False
+    add("--against", default="", help="predictions of another run (FILE,FILE), compared in pairs")
+    add("--punctuation", default="", choices=["", *PUNCTUATION], help="becomes a blank, or nothing")
+    add("--markdown", action="store_true", help="print Markdown tables")
+    add("--json", default="", help="write the numbers to this file too")
     args, rest = parser.parse_known_args(arguments)
     if rest:
-        raise InputError(f"{rest[0]} has no meaning with --predictions, as nothing is rolled out")
+        from settings import RENAMED  # which loads torch: a mistake may take a second
+
+        flag, why = rest[0].split("=")[0], "no meaning with --predictions, as nothing is rolled out"
+        raise InputError(f"eval.py: {flag}: {RENAMED.get(flag.removeprefix('--'), why)}")
     for name in ("json", "out"):
         if path := getattr(args, name):
             check_output(path, f"--{name}")
+    if args.count_missing and not args.data:
+        raise InputError("--count_missing: which questions are missing is known only with --data")
     how = (args.data, args.skip_bad, args.punctuation, args.count_missing)
     records, others = score_files(args.predictions, *how), score_files(args.against, *how)
     if "judge" in args or "reader" in args:
@@ -256,14 +246,13 @@ def score_command(arguments: list[str] | None = None) -> None:
 
 def told_by_others(records: list[dict], given: dict) -> list[dict]:
     """With what --reader answers from their evidence and --judge says of their predictions."""
-    # Scoring alone starts without torch: what asks a model is imported only here.
+    # Scoring alone starts without torch.
     from plumbing.score import ask_others, build_judge, build_reader
     from policy import best_device
-    from settings import Settings
+    from settings import Settings, check_limits
 
-    own = [f for f in fields(Settings) if f.name in given]
-    for f in own:
-        check_value(f.name, given[f.name], f.metadata)
-    settings, device = Settings(**{f.name: given[f.name] for f in own}), best_device()
+    own = [f.name for f in fields(Settings) if f.name in given]
+    settings, device = Settings(**{name: given[name] for name in own}), best_device()
+    check_limits(settings)
     reader = build_reader(settings, device) if settings.reader else None
     return ask_others(records, reader, build_judge(settings, device))

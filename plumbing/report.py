@@ -4,9 +4,9 @@
     paired     d_i = a_i - b_i of every question that both runs answered: the interval of its mean,
                and p, the share of 10,000 random flips of the signs with a mean as far from 0
 
-Samples of one question count as their mean: they are not independent. An unreadable verdict is
-None, and in no mean. Two intervals may overlap where the paired difference is clear: questions
-differ more than runs do. Left out: corrections for many comparisons.
+Samples of one question count as their mean: they are not independent. Two intervals may overlap
+where the paired difference is clear: questions differ more than runs do. Left out: corrections for
+many comparisons.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ Summary = dict[str, dict]  # row -> column -> cell, beside the number of "questi
 
 
 def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
-    """(mean, low, high), 95 %: the mean over data sets of their means, each resampled by itself.
-
-    >>> interval([np.ones(8), np.zeros(2)])
-    (0.5, 0.5, 0.5)
-    """
+    """(mean, low, high), 95 %: the mean over data sets of their means, each resampled by itself."""
     rng, means = np.random.default_rng(0), np.zeros(DRAWS)
     for values in groups:
         for i in range(0, DRAWS, 50):  # all draws of 200,000 questions at once would be 3 GB
@@ -94,8 +90,8 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
 
 
 def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
-    """id here -> id there, by the question's text; of several with one text the n-th is the n-th.
-    Ids count only where there is no text: files that number their lines share them.
+    """id here -> id there, by the question's text (of several with one text the n-th is the n-th);
+    by the id only where there is no text: files that number their lines share ids.
     """
     places = []
     for run in (records, others):
@@ -114,9 +110,9 @@ def question_means(records: list[dict]) -> dict[str, dict[str, float]]:
     samples = defaultdict(lambda: defaultdict(list))
     for record in records:
         numbers = samples[record["id"]]
-        for column in COLUMNS:
-            if record["metrics"].get(column) is not None:
-                numbers[column].append(record["metrics"][column])
+        for column, value in record["metrics"].items():
+            if value is not None:
+                numbers[column].append(value)
     return {i: {c: float(np.mean(v)) for c, v in row.items()} for i, row in samples.items()}
 
 
@@ -147,8 +143,7 @@ def report(records: list[dict], others: list[dict], as_markdown: bool, json_file
     """The table of one run, and of two their comparison; also as JSON."""
     whole = summarise(records)
     print(table(whole, as_markdown))
-    unread = sum(record["metrics"].get("judged", 0) is None for record in records)
-    if unread:
+    if unread := sum(record["metrics"].get("judged", 0) is None for record in records):
         print(f"{unread} of {len(records)} verdicts are unreadable: `judged` is without them")
     if others:
         whole["comparison"] = compare(records, others)
@@ -158,17 +153,17 @@ def report(records: list[dict], others: list[dict], as_markdown: bool, json_file
         Path(json_file).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
-def table(summary: Summary, as_markdown: bool = False, width: int = 0, head: str = "kind") -> str:
+def table(summary: Summary, as_markdown: bool = False) -> str:
     """A line per row: "0.250 [0.12, 0.38]" is a mean with its interval."""
     rows = {row: summary[row] for row in summary if row != "all" or len(summary) != 2}
     columns = [column for column in COLUMNS if any(column in row for row in rows.values())]
     if not columns:
         return "no numbers: none of the records has a metric"
-    lines = [[head, "n", *columns]]
+    lines = [["kind", "n", *columns]]
     for name, row in rows.items():
         means = ["{:.3f} [{:.2f}, {:.2f}]".format(*row[c]) if c in row else "-" for c in columns]
         lines.append([name, str(row["questions"]), *means])
-    return written(lines, as_markdown, 2, width)
+    return written(lines, as_markdown, 2)
 
 
 def comparison_table(comparison: Summary, as_markdown: bool = False) -> str:
@@ -187,15 +182,15 @@ def comparison_table(comparison: Summary, as_markdown: bool = False) -> str:
     return f"{said}\n\n{written(lines, as_markdown, 3)}"
 
 
-def written(lines: list[list[str]], as_markdown: bool, keep: int, width: int = 0) -> str:
+def written(lines: list[list[str]], as_markdown: bool, keep: int) -> str:
     """A header and lines of cells, in Markdown or for the screen: in blocks of as many columns as
-    fit `width` (0 = the terminal's), each with the first `keep`.
+    fit, each with the first `keep`.
     """
     if as_markdown:
         lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
         lines.insert(1, ["---"] * len(lines[0]))
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    width, blocks = width or shutil.get_terminal_size((160, 24)).columns, []
+    width, blocks = shutil.get_terminal_size((160, 24)).columns, []
     sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for i, size in enumerate(sizes[keep:], keep):
         if not blocks or sum(sizes[j] + 2 for j in blocks[-1]) + size > width:

@@ -16,13 +16,13 @@ from formats.records import finished_records
 
 
 def go_on(
-    out: Path, made_with: dict, expected: list[tuple], key: Callable, batch: int, fresh: bool
+    out: Path, made_with: dict, expected: list, key: Callable, batch: int, fresh: bool
 ) -> list[dict]:
-    """The records of `out` that need not be made again, as many whole batches as there are.
+    """The records of `out` that need not be made again, in whole batches, which share a seed. All
+    others leave `out`.
 
     expected   what key(record) is for each record, in order; a record for which key is None was
                spoilt, and is made again with all behind it
-    batch      so many records share a seed: going on in the middle would draw other numbers
     fresh      make all of them anew
     """
     beside = out.with_name(out.name + ".settings.json")
@@ -40,7 +40,7 @@ def go_on(
         kept = free_name(out)
         os.replace(out, kept)
         print(f"the predictions that were in {out} are kept as {kept.name}")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    write_records(out, records[:good])
     beside.write_text(text, encoding="utf-8")
     return records[:good]
 

@@ -1,7 +1,7 @@
 """Rewards of all of a step's trajectories at once, and the scores of an answer.
 
-Another model is asked in one batch, not once per trajectory. The models are loaded, and a server is
-asked whether it is there, before the first rollout.
+Another model is asked in one batch. It is loaded, or its server asked whether it is there, before
+the first rollout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class Scorer:
         # DAPO's filter asks for "right" too.
         self.asks = "verdict" in needed or settings.algorithm == "dapo"
         self.reader = build_reader(settings, device) if "reader" in needed else None
-        self.embed = make_embedder(settings, documents, device) if "embedder" in needed else None
+        self.embed = None  # queries -> vectors, for When to Search's similarity
+        if "embedder" in needed:
+            tfidf, where = settings.embedder == "tfidf", str(device)
+            self.embed = tfidf_embedder(documents) if tfidf else Encoder(settings.embedder, where)
 
     def __call__(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict], list[bool]]:
         """(components of each reward, whether each answer is right)."""
@@ -55,9 +58,7 @@ class Scorer:
         return components, correct
 
     def stats(self) -> dict[str, float]:
-        """For the log, so far: the share of verdicts that could not be read, and the requests that
-        the reader left open.
-        """
+        """For the log: the share of unreadable verdicts, and what the reader left open, so far."""
         stats = {}
         if self.judge:
             stats["judge_unreadable"] = self.judge.unreadable / max(1, self.judge.asked)
@@ -66,56 +67,33 @@ class Scorer:
         return stats
 
 
-def build_llm(spec: str, settings: Settings, device="cpu") -> LLM:
-    """Another model: a server, or a frozen HF model."""
-    return load_llm(spec, settings, device=device)
-
-
 def build_judge(settings: Settings, device="cpu") -> Judge | None:
-    return Judge(build_llm(settings.judge, settings, device)) if settings.judge else None
+    return Judge(load_llm(settings.judge, settings, device=device)) if settings.judge else None
 
 
 def build_reader(settings: Settings, device="cpu") -> LLM:
     """R-Search's frozen reader: --reader, or the built-in world's second tiny model."""
     if settings.reader and settings.reader != "built-in":
-        return build_llm(settings.reader, settings, device)
+        return load_llm(settings.reader, settings, device=device)
     if settings.data:
-        raise InputError(
-            "the built-in reader of evidence knows only its own world: with --data give --reader "
-            "http://host:port/v1#model or a HF model, or train without: --evidence_reward false"
-        )
+        how = "give --reader http://host:port/v1#model or a HF model, or --evidence_reward false"
+        raise InputError(f"--data: the built-in reader of evidence knows only its own world: {how}")
     policy, tokenizer = load_reader(settings.world_seed, settings.runs)
     name = f"reader-world{settings.world_seed}"
     return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
-
-
-def make_embedder(settings: Settings, documents: list[Document], device):
-    """Queries -> vectors, for When to Search's similarity."""
-    if settings.embedder == "tfidf":
-        return tfidf_embedder(documents)
-    encode = Encoder(settings.embedder, str(device))
-    return lambda queries: encode(queries, "query")
 
 
 # --------------------------------------------------------------------- what others say of an answer
 
 
 def ask_others(records: list[dict], reader: LLM | None, judge: Judge | None) -> list[dict]:
-    """Prediction records with the reader's answers and the judge's verdicts; says what did not
-    come.
-    """
+    """Records with the reader's answers and the judge's verdicts; says what did not come."""
     if reader:
-        before = getattr(reader, "failures", 0)
         records = add_reader(records, reader)
-        if failed := getattr(reader, "failures", 0) - before:
-            print(f"reader: no answer to {failed} of its requests; they count as wrong")
+        if reader.failures:
+            print(f"reader: no answer to {reader.failures} of its requests; they count as wrong")
     if judge:
         records = add_verdicts(records, judge)
-        share = judge.unreadable / max(1, judge.asked)
-        print(
-            f"judge: {judge.unreadable} of {judge.asked} verdicts unreadable ({share:.1%}); the "
-            "column `judged` is without them"
-        )
         if judge.silent:
             print(f"judge: {judge.silent} got no reply at all: the same command asks again")
     return records
@@ -137,17 +115,14 @@ def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
     """The column `judged`: 1 or 0; None where the verdict could not be read, which is neither.
     Where no reply came, what the record says already is kept.
     """
-    verdicts = judge.verdicts([(question_of(r), r["prediction"]) for r in records])
-    told = []
-    for record, said in zip(records, verdicts, strict=True):
+    pairs, told = [], []
+    for r in records:
+        options = tuple(r.get("options", ()))
+        question = Question(r["id"], r["question"], r["golds"], r.get("task", "qa"), options)
+        pairs.append((question, r["prediction"]))
+    for record, said in zip(records, judge.verdicts(pairs), strict=True):
         judged = None if said is None else float(said)
         if said is None and judge.silent:
             judged = record["metrics"].get("judged")
         told.append(record | {"metrics": record["metrics"] | {"judged": judged}})
     return told
-
-
-def question_of(record: dict) -> Question:
-    options = tuple(record.get("options", ()))
-    task, golds = record.get("task", "qa"), record["golds"]
-    return Question(record["id"], record["question"], golds, task, options)

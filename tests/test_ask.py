@@ -86,7 +86,7 @@ def test_a_server_is_asked_in_place_of_a_corpus(model, asked, refused):
         given = (KNOWN, "--model", model, "--retriever_url", url)
         assert asked(*given, "--retriever", "http")[1] == f"searches: {url} (http)"
         server.shutdown()
-    assert "say what it shall search" in refused(*given)  # nothing would ask the server
+    assert "only --retriever http reads it" in refused(*given)
 
 
 def test_a_checkpoint_that_learned_from_a_model_of_elsewhere_is_one_too(trained, tmp_path, refused):

@@ -4,18 +4,17 @@ records from the first to the last command.
 
 import dataclasses
 import json
+import runpy
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, command_line, model_of, small, traces, train_bpe
-from transformers import AutoModelForCausalLM
+from test_score import Model
 
-import ask
 import eval as evaluation
 import rollout
 import train
@@ -23,12 +22,11 @@ from data import Document, Question, load_questions
 from errors import InputError
 from eval import Evaluation, grade, last_checkpoint, material, prediction_record, settings_of
 from plumbing import build, score
-from plumbing.files import checkpoints, stage_folder
+from plumbing.files import stage_folder
+from plumbing.predictions import score_command
 from policy import Policy, save_policy
 from prompts import PROTOCOLS
-from retriever import BM25
-from retrievers.serve import RetrievalServer
-from rewards import STORIES, example, tell
+from rewards import example
 from settings import Settings, check_settings
 from sft import SFTSettings, train_sft
 from trajectory import trajectory_from_text
@@ -36,16 +34,22 @@ from world.world import KINDS, World
 
 HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"
 COLUMNS = ("em", "f1", "cem", "searched", "searches", "fallbacks", "format")  # of all that search
-OPTIONS = evaluation.Options("test", 3, 1, None, "greedy", False, "", [], "", False, "")
+OPTIONS = evaluation.Options(questions=3)
 
 
 def run(words: str, *more) -> None:
     """`python eval.py WORDS`, in this process."""
-    evaluation.main([*words.split(), *map(str, more)])
+    command = score_command if words.startswith("--predictions") else evaluation.main
+    command([*words.split(), *map(str, more)])
 
 
 def records_in(path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def write(path, records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
 
 
 # ----------------------------------------------------------------------------------- one trajectory
@@ -61,19 +65,19 @@ def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol
 
 
 def test_every_protocol_has_a_format_of_its_own():
-    for name in set(PROTOCOLS) - {"ur2_search"}:  # the stories are told in the papers' own tags
-        assert grade(tell(STORIES[0], name))["format"] == 1, name
+    for name in PROTOCOLS:
+        assert grade(example(name))["format"] == 1, name
+
+
+WHERE = "where does Ana Bell live ?"
+FOUND = "<observation>\nAna Bell was born in Norland.\n</observation>"
+SEARCHED = f"<search> Ana Bell </search>\n{FOUND}\n"
+BOX = "<original_evidence> {} </original_evidence>"
+ANSWER = "<answer> {} </answer>"
 
 
 def r_search(body, question=None):
     return trajectory_from_text(question or Question("q", WHERE, ["Norland"]), body, "r_search")
-
-
-WHERE = "where does Ana Bell live ?"
-SEARCHED = "<search> Ana Bell </search>\n<observation>\nAna Bell was born in Norland."
-SEARCHED += "\n</observation>\n"
-BOX = "<original_evidence> {} </original_evidence>"
-ANSWER = "<answer> {} </answer>"
 
 
 def test_r_search_is_graded_by_its_evidence_too():
@@ -89,18 +93,12 @@ def test_r_search_is_graded_by_its_evidence_too():
 
 
 def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
-    turn = "<search> a </search>\n<information>\nfound\n</information>\n<reflect> r </reflect>"
-
-    def graded(text):
-        return grade(trajectory_from_text(Question("q", "?", ["a"]), text, "when_to_search"))
-
     # 9 searches at 0.3 each are 2.7, which the reward refuses (2 is its bound): here is no price
-    for searches, answer in ((0, "a"), (1, "wrong"), (9, "a")):
-        right = f"<think> t </think>{turn * searches}{ANSWER.format(answer)}"
-        numbers = graded(right)
-        assert (numbers["format"], numbers["searches"], tuple(numbers)) == (1, searches, COLUMNS)
-    without = [right.replace(part, "") for part in ("<think> t </think>", "<reflect> r </reflect>")]
-    assert [graded(wrong)["format"] for wrong in (right + " sure", *without)] == [0, 0, 0]
+    turn = "<search> a </search>\n<information>\nfound\n</information>\n<reflect> r </reflect>"
+    told = f"<think> t </think>{turn * 9}{ANSWER.format('a')}"
+    for text, form in ((told, 1), (told + " sure", 0)):
+        numbers = grade(trajectory_from_text(Question("q", "?", ["a"]), text, "when_to_search"))
+        assert (numbers["format"], numbers["searches"], tuple(numbers)) == (form, 9, COLUMNS)
 
 
 def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
@@ -109,33 +107,15 @@ def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     answer = {"em": 1, "f1": 1, "cem": 1, "format": 1}
     scores = {"relevance": 0.5, "exact_set": 0, "set_f1": pytest.approx(2 / 3)}
     assert grade(told) == answer | scores
-    every = grade(tell(STORIES[7], "arena"))  # cites 1 to 4: F1 2 · 2 / (4 + 2)
-    assert {name: every[name] for name in scores} == scores
     # without gold numbers relevance is left out, and not 0
     question = dataclasses.replace(told.question, supporting=())
     assert grade(trajectory_from_text(question, told.text, "arena")) == answer
-    # A summary: "the cat sat down" for "the cat lay down": words 3 of 4 and 4, pairs 1 of 3 and 3,
-    # subsequence 3 of 4 and 4
     question = Question("q", "sum it up", ["the cat lay down"], task="summary")
     numbers = grade(trajectory_from_text(question, ANSWER.format("The cat sat down."), "arena"))
-    scores = {"rouge1": 3 / 4, "rouge2": 1 / 3, "rougeL": 3 / 4, "rouge": (3 / 2 + 1 / 3) / 3}
-    assert numbers == pytest.approx(scores | {"format": 0})
+    assert set(numbers) == {"rouge1", "rouge2", "rougeL", "rouge", "format"}
 
 
 # ---------------------------------------------------------------------------------- asked of others
-
-
-class Scripted:
-    """In place of a model: what it says, by what stands in the text."""
-
-    def __init__(self, replies):
-        self.replies, self.failures = replies, 0
-
-    def ask(self, requests):
-        known = self.replies.items()
-        found = [[reply for word, reply in known if word in text] for _, text in requests]
-        self.failures += found.count([None])
-        return [(replies or [""])[0] for replies in found]
 
 
 WITH_EVIDENCE = SEARCHED + BOX.format("Ana Bell was born in Norland.") + ANSWER.format("Sudria")
@@ -165,24 +145,25 @@ def interrupted(*_, **__):
     raise KeyboardInterrupt
 
 
-def scripted_others(monkeypatch, **others):
-    monkeypatch.setattr(score, "build_llm", lambda spec, settings, device: others[spec])
+def others(monkeypatch, **known):
+    monkeypatch.setattr(score, "load_llm", lambda spec, settings, device: known[spec])
 
 
 def test_reader_and_judge_are_asked_after_all_predictions_are_written(
     written, monkeypatch, toy_policy, capsys
 ):
-    reader = Scripted({"Norland": "Norland"})
-    judge = Scripted({"answer: Sudria": None, "answer: Norland": "yes"})
-    scripted_others(monkeypatch, R=reader, J=judge)
+    reader, silent = Model(lambda text: "Norland"), Model(lambda text: None)
+    judge = Model(lambda text: None if "answer: Sudria" in text else "yes")
+    others(monkeypatch, R=reader, J=judge)
     run("--reader R --judge J --out", written)
     out, records = capsys.readouterr().out, records_in(written)
     assert [r["evidence"] for r in records] == ["Ana Bell was born in Norland.", None]
     assert [r["reader_prediction"] for r in records] == ["Norland", ""]
     assert [r["metrics"]["judged"] for r in records] == [None, 1]
-    assert "judge: 1 of 2 verdicts unreadable (50.0%)" in out and "1 got no reply at all" in out
+    assert "1 of 2 verdicts are unreadable" in out and "judge: 1 got no reply at all" in out
     assert "reader_f1" in out and "judged" in out and not list(written.parent.glob("*.partial"))
-    scripted_others(monkeypatch, R=Scripted({"Norland": None}))
+    silent.failures = 1
+    others(monkeypatch, R=silent)
     run("--reader R --fresh --out", written)
     assert "reader: no answer to 1 of its requests" in capsys.readouterr().out
     monkeypatch.setattr(score, "load_reader", lambda *_: (toy_policy, None))
@@ -194,9 +175,8 @@ def test_reader_and_judge_are_asked_after_all_predictions_are_written(
 def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_asked_again(
     written, monkeypatch, capsys
 ):
-    reader = Scripted({})
-    reader.ask = interrupted
-    scripted_others(monkeypatch, R=reader, S=Scripted({"Norland": "Norland"}))
+    asked = Model(lambda text: "Norland")
+    others(monkeypatch, R=Model(interrupted), S=asked, J=asked)
     with pytest.raises(SystemExit) as end:
         run("--reader R --out", written)
     assert end.value.code == 130 and str(written) in capsys.readouterr().out.splitlines()[-1]
@@ -204,8 +184,8 @@ def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_as
     assert len(before.splitlines()) == 2 and "reader_em" not in before
     monkeypatch.setattr(evaluation, "load_model", lambda *_: pytest.fail("a model was loaded"))
     again = f"{written}.again"
-    run(f"--predictions={written} --reader S --out {again} --json {again}.json")
-    assert written.read_text() == before and "reader_em" in Path(again).read_text()
+    run(f"--predictions={written} --reader S --judge J --out {again} --json {again}.json")
+    assert written.read_text() == before and '"judged": null' in Path(again).read_text()
     # each is right where the other is not
     summary = json.loads(Path(f"{again}.json").read_text())["people"]
     assert summary["reader_em"][0] == summary["em"][0] == 0.5
@@ -229,32 +209,21 @@ def test_several_data_sets_are_one_pass_and_one_table(written, monkeypatch, caps
 
 
 def test_two_evaluations_are_compared_in_pairs(written, tmp_path, capsys):
-    run("--out", written)
-    first, files = capsys.readouterr().out.splitlines(), sorted(tmp_path.iterdir())
-    run("--predictions", written)
-    # the same without "so many questions of ..." and "predictions: ...", and nothing is written
-    assert capsys.readouterr().out.splitlines() == first[1:-1]
-    assert sorted(tmp_path.iterdir()) == files
-    run("--out", written, "--against", written)
-    out = capsys.readouterr().out
-    assert "paired: 2 questions of both runs (0 only in this one, 0 only in the other)" in out
-    assert "+0.000 [+0.000" in out
     # another's file has no gold answers: they are those of --data
-    other, data = tmp_path / "other.jsonl", tmp_path / "q.jsonl"
-    other.write_text("".join(json.dumps({"id": i, "prediction": "Norland"}) + "\n" for i in "01"))
-    asked = {"question": WHERE, "answers": ["Norland"]}
-    data.write_text("".join(json.dumps({"id": i} | asked) + "\n" for i in "01"))
-    run("--out", written, "--against", other, "--data", data)
-    assert "-0.500 [" in capsys.readouterr().out
+    other = write(tmp_path / "other.jsonl", [{"id": i, "prediction": "Norland"} for i in "01"])
+    asked = [{"id": i, "question": WHERE, "answers": ["Norland"]} for i in "01"]
+    run("--out", written, "--against", other, "--data", write(tmp_path / "q.jsonl", asked))
+    out = capsys.readouterr().out
+    assert "paired: 2 questions of both runs (0 only in this one, 0 only in" in out
+    assert "-0.500 [" in out
 
 
 def test_another_punctuation_scores_the_predictions_anew(written, monkeypatch, tmp_path):
-    row = r_search(ANSWER.format("Nor land"), Question("1", "?", ["Nor-land"]))
+    row = r_search(ANSWER.format("Nor land"), Question("1", "?", ["Nor-land"]))  # "norland"
     monkeypatch.setattr(evaluation, "material", lambda *_: ({"people": [row.question]}, []))
     monkeypatch.setattr(evaluation, "rollout", lambda *_: [row])
-    for how, em in (("", 0), ("--punctuation space", 1)):  # its paper deletes it: "norland"
-        run(f"{how} --json {tmp_path}/t.json --out", written)
-        assert json.loads((tmp_path / "t.json").read_text())["qa"]["em"][0] == em
+    run(f"--punctuation space --json {tmp_path}/t.json --out", written)
+    assert json.loads((tmp_path / "t.json").read_text())["qa"]["em"][0] == 1
     assert records_in(written)[0]["metrics"]["em"] == 0  # in the file it stays as its paper has it
 
 
@@ -266,18 +235,14 @@ def test_the_checkpoints_own_settings_count_made_greedy_and_flags_override_them(
     assert settings.model == f"{trained}/ur2-world0-seed0/stage2/checkpoint-000002"
     assert (settings.max_turn_tokens, settings.summarizer) == (16, "extractive")
     assert (settings.temperature, settings.top_p, settings.title_boost) == (0.0, 1.0, 4)
-    flags = {"temperature": 0.7, "max_turn_tokens": 9, "retriever": "empty"}
-    flagged = settings_of({"runs": str(trained)} | flags)
-    assert {name: getattr(flagged, name) for name in flags} == flags
-    assert flagged.summarizer == "extractive"
+    flagged = settings_of({"runs": str(trained), "temperature": 0.7, "max_turn_tokens": 9})
+    assert (flagged.temperature, flagged.max_turn_tokens) == (0.7, 9)
 
 
 def test_the_last_stage_is_evaluated_unless_one_is_named(trained, tmp_path):
     given = {"runs": str(trained)}
-    assert "stage2" in last_checkpoint(given) and "stage1" in last_checkpoint(given | {"stage": 1})
+    assert "stage1" in last_checkpoint(given | {"stage": 1})
     assert last_checkpoint(given | {"seed": 7}) == ""  # nothing trained: the built-in model
-    with pytest.raises(InputError, match="no checkpoint of that run"):
-        last_checkpoint(given | {"name": "typo"})
     before = settings_of(given | {"stage": 0})  # also where a run exists
     # the built-in world's settings, not the paper's 10
     assert (before.model, before.documents_per_search, before.stage) == ("", 1, 2)
@@ -306,8 +271,10 @@ def test_another_question_file_does_not_search_the_old_corpus(tmp_path):
         check_settings(settings_of(new), training=False)
     assert settings_of({"model": model}).corpus == "old_corpus.jsonl"
     # "from-data" is no old corpus: it means the records that are asked
-    save_settings(tmp_path, data="old.jsonl", corpus="from-data", model="m")
-    assert settings_of(new).corpus == "from-data"
+    there = {"retriever": "http", "retriever_url": "http://x"}
+    save_settings(tmp_path, data="old.jsonl", corpus="from-data", model="m", **there)
+    assert (settings_of(new).corpus, settings_of(new).retriever_url) == ("from-data", "http://x")
+    assert settings_of(new | {"retriever": "bm25"}).retriever_url == ""  # the old retriever's
 
 
 def test_what_only_training_asks_for_is_not_asked_of_an_evaluation(tmp_path):
@@ -342,10 +309,8 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
         return settings.temperature, settings.top_p
 
     paper = "--decoding paper"
-    assert sampling("") == (0.0, 1.0)
+    assert sampling("") == sampling(f"{paper} --recipe r1_searcher") == (0.0, 1.0)
     assert sampling(paper) == (0.3, 0.5)  # UR²
-    assert sampling(f"{paper} --recipe r_search") == (0.1, 1.0)
-    assert sampling(f"{paper} --recipe r1_searcher") == (0.0, 1.0)
     assert sampling(f"{paper} --temperature 0.7") == (0.7, 0.5)
     # a checkpoint's own recipe counts
     assert sampling(paper, save_settings(tmp_path, recipe="r_search", model="m")) == (0.1, 1.0)
@@ -355,26 +320,20 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
     "words, said",
     [
         ("--question 3", "did you mean --questions?"),
-        ("--samples 0 --questions -1", "--samples must be at least 1"),
+        ("--samples 0", "--samples 0: must be at least 1"),
         ("--model ./nowhere", "no such directory"),
-        ("--recipe ur3", "did you mean ur2?"),
         ("--name typo", "no checkpoint of that run"),
-        ("--data f.jsonl", "--data needs --model"),
         ("--lr 3", "unknown flag --lr"),
         ("--in_8bit base,others", "others is all that it can name"),
         ("--cross_model m", "write --reader"),
-        ("--split all", "invalid choice"),
+        ("--split all", "one of train, dev, test"),
+        ("--retriever_url http://x", "only --retriever http reads it"),
         ("--reader m", "protocol ur2 does not have"),
-        ("--reader m --protocol ur3", "did you mean ur2?"),
-        ("--recipe r_search --reader built-in --model m --data f --corpus c", "URL#model"),
-        ("--predictions=none.jsonl", "no such file"),
+        ("--recipe r_search --reader built-in --model m --data f --corpus c", "only its own world"),
         ("--against none.jsonl", "no such file"),
         ("--judge http://127.0.0.1:9/v1#m", "127.0.0.1:9"),
-        ("--model m --data {runs}/none.jsonl --corpus from-data", "no such file"),
-        ("--model m --out {runs}", "--out {runs}: that is a folder"),
         ("--model m --json {runs}/file/x", "--json {runs}/file/x: cannot be written there"),
         ("--decoding both --out p.jsonl", "--out is for one"),
-        ("--decoding both --json t.json", "--json is for one"),
         ("--decoding both --temperature 1", "leave --temperature out"),
     ],
 )
@@ -387,35 +346,25 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(words, said, tmp_path, c
     assert said.format(runs=tmp_path) in command_line(evaluation.main, arguments, capsys)
 
 
-@pytest.mark.parametrize("command", [evaluation, ask])
-def test_help_has_its_sections_and_neither_looks_for_a_model_nor_loads_one(
-    command, monkeypatch, capsys
-):
-    monkeypatch.setattr(command, "settings_of", lambda *_: pytest.fail("it was looked for"))
+def test_help_has_its_sections_and_looks_for_no_model(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", "eval.py --recipe r1_searcher --model none --help".split())
     with pytest.raises(SystemExit) as end:
-        command.main("--recipe r1_searcher --model ./nowhere --help".split())
+        runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
     said = capsys.readouterr().out
-    for file in ("settings", "data", "rollout", "retriever", "other_models/llm"):
+    for file in ("settings", "data", "rollout", "retriever", "other_models/llm", "eval"):
         assert f"\n{file}.py:\n" in said
-    assert ("\neval.py:\n" in said) == ("--samples" in said) == (command is evaluation)
     assert "--top_p" in said and "--lr" not in said and end.value.code == 0
     assert "(8; by itself 4)" in said  # R1-Searcher's searches
 
 
-SCORED = """
-import atexit, runpy, sys
-sys.argv = ["eval.py", "--predictions=p.jsonl"]
-atexit.register(lambda: print("torch" in sys.modules))
-runpy.run_path("{root}/eval.py", run_name="__main__")
-"""
-
-
 def test_scoring_a_file_loads_no_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was loaded')")
     record = {"id": "1", "question": "?", "golds": ["a"], "prediction": "a"}
-    (tmp_path / "p.jsonl").write_text(json.dumps(record))
-    command = [sys.executable, "-c", SCORED.format(root=ROOT)]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
-    assert "1.000 [1.00, 1.00]" in done.stdout and done.stdout.endswith("False\n"), done.stderr
+    write(tmp_path / "p.jsonl", [record])
+    command = [sys.executable, ROOT / "eval.py", "--predictions=p.jsonl"]
+    env = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert "1.000 [1.00, 1.00]" in done.stdout and done.returncode == 0, done.stderr
 
 
 # -------------------------------------------------------------------------------- what is evaluated
@@ -426,19 +375,13 @@ def test_the_built_in_world_gives_so_many_held_out_questions_of_every_kind():
     questions = datasets["the built-in world"]
     one_hop = [q for q in questions if q.kind == "one_hop"]
     assert len(questions) == 15 and {q.id.split("/")[0] for q in one_hop} == {"test"}
-    redrawn, other = material(Settings(), dataclasses.replace(OPTIONS, fact_seed=9))
-    again = [q.question for q in redrawn["the built-in world"] if q.kind == "one_hop"]
-    assert again == [q.question for q in one_hop]
+    _, other = material(Settings(), dataclasses.replace(OPTIONS, fact_seed=9))
     assert [d.title for d in other] == [d.title for d in documents] and other != documents
-    closed, _ = material(Settings(retrieval=False), OPTIONS)
-    assert not any(q.may_search for q in closed["the built-in world"])
 
 
 def question_file(path, count=5) -> str:
     found = {"references": [{"id": "1", "title": "t", "text": "x"}], "answers": ["a"]}
-    lines = [json.dumps({"id": str(i), "question": f"{i} ?"} | found) for i in range(count)]
-    path.write_text("\n".join(lines))
-    return str(path)
+    return write(path, [{"id": str(i), "question": f"{i} ?"} | found for i in range(count)])
 
 
 def test_of_a_file_the_first_questions_are_taken_and_zero_takes_all(tmp_path):
@@ -489,23 +432,11 @@ def test_a_greedy_evaluation_is_the_same_twice_and_samples_of_a_seed_are_too(few
     for temperature in (0, 2):  # at 1 two samples may be the same text
         how = ("--samples", 8, "--temperature", temperature)
         one, other = (few(f"{temperature}{again}.jsonl", *how) for again in "ab")
-        assert one.read_bytes() == other.read_bytes()
         records = records_in(one)
+        assert records == records_in(other)
         assert [r["sample"] for r in records] == [*range(8)] * 10
-        assert all(set(COLUMNS) <= set(r["metrics"]) and r["transcript"] for r in records)
         texts = {r["transcript"] for r in records[:8]}  # of one question
         assert (len(texts) == 1) == (temperature == 0)
-
-
-def test_a_search_over_http_gives_the_very_predictions_of_the_search_here(few):
-    """The same corpus, once in this process and once behind `retriever.py serve`'s server."""
-    with RetrievalServer(BM25(World(0).documents, title_boost=4), port=0) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        there = few("there", "--retriever", "http", "--retriever_url", url)
-        server.shutdown()
-    assert any(r["searches"] for r in records_in(there))
-    assert there.read_bytes() == few("here").read_bytes()
 
 
 def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_one(
@@ -515,10 +446,6 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
         path = few(name, "--samples", 2, "--temperature", 1, *more)
         return path.read_bytes(), capsys.readouterr().out
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(evaluation, "load_model", interrupted)
-        sampled("unbroken.jsonl")
-    assert "nothing was finished yet" in capsys.readouterr().out
     unbroken, _ = sampled("unbroken.jsonl")
     play, calls, out = evaluation.rollout, [], few("p.jsonl")  # others there before: put aside
 
@@ -532,7 +459,7 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
     with pytest.raises(SystemExit) as end:
         sampled("p.jsonl")
     said = capsys.readouterr().out.splitlines()
-    assert end.value.code == 130 and f"finished are in {out}" in said[-1]
+    assert end.value.code == 130 and f"was finished is in {out}" in said[-1]
     assert calls == [(0, 0), (4, 8), (8, 16)]  # what was finished was written when the next began
     with open(out, "a") as file:
         file.write('{"id": "half a li')  # killed while it wrote
@@ -540,11 +467,10 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
     assert made == unbroken and "16 of 20 predictions are there (--fresh: anew)" in said
     assert calls[3:] == [(8, 16)]  # the third batch only was made again
     assert "20 of 20 predictions are there" in sampled("p.jsonl")[1] and len(calls) == 4
-    # other settings, or --fresh: nothing of it counts, and nothing is lost
+    # other settings: nothing of it counts, and nothing is lost
     made, said = sampled("p.jsonl", "--seed", 1)
     assert made != unbroken and "are kept as p.jsonl.old2" in said and len(calls) == 7
     assert out.with_name("p.jsonl.old2").read_bytes() == unbroken
-    assert sampled("p.jsonl", "--seed", 1, "--fresh")[0] == made and len(calls) == 10
 
 
 def test_a_line_that_was_lost_or_doubled_and_a_half_finished_batch_are_noticed(few, capsys):
@@ -554,7 +480,6 @@ def test_a_line_that_was_lost_or_doubled_and_a_half_finished_batch_are_noticed(f
     for number, damaged in enumerate((lines[1:], lines * 2, lines[:7]), 1):
         out.write_bytes(b"".join(damaged))
         few("p.jsonl")
-        # nothing is thrown away
         kept = out.with_name(f"p.jsonl.old{number}").read_bytes()
         assert out.read_bytes() == whole and kept == b"".join(damaged)
     # 7 of 10: one batch of 4, and 3 of the next
@@ -566,7 +491,6 @@ def test_failed_searches_are_told_of_and_made_again(few, monkeypatch, capsys):
     monkeypatch.setattr(rollout, "SEARCH_RETRIES", 0)
     out = few("p.jsonl")
     healthy = out.read_bytes()
-    assert any(record["searches"] for record in records_in(out))
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "build_search", lambda *_: lambda requests: 1 / 0)
         few("p.jsonl", "--fresh")
@@ -577,23 +501,15 @@ def test_failed_searches_are_told_of_and_made_again(few, monkeypatch, capsys):
 
 def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained, tmp_path, capsys):
     shutil.copytree(trained, runs := tmp_path / "runs")
-    command = f"--runs {runs} --questions 2"
-    run(f"{command} --temperature 1")
-    run(f"{command} --json {runs}/t.json")
-    said = capsys.readouterr().out
-    for temperature, table in zip(
-        "10", said.split("questions of the built-in world")[1:], strict=True
-    ):
+    run(f"--runs {runs} --questions 2 --decoding both")
+    tables = capsys.readouterr().out.split("questions of the built-in world")[1:]
+    for temperature, table in zip("10", tables, strict=True):
         assert f"temperature {temperature}, retriever bm25" in table
         lines = table.splitlines()
         assert [line.split()[0] for line in lines[1:8]] == ["kind", *KINDS, "all"]
-    path = Path(lines[-1].removeprefix("predictions: "))
-    assert path.parent == runs / "predictions" and len(records_in(path)) == 10
-    assert json.loads((runs / "t.json").read_text())["all"]["questions"] == 10
-    run(f"{command} --fresh --decoding both")
-    both = capsys.readouterr().out.splitlines(keepends=True)
-    assert "".join(line for line in both if "are kept as" not in line) == said
-    run(f"{command} --stage 0")
+        path = Path(lines[8].removeprefix("predictions: "))
+        assert path.parent == runs / "predictions" and len(records_in(path)) == 10
+    run(f"--runs {runs} --questions 2 --stage 0")
     assert capsys.readouterr().out.startswith("the built-in model, before RL: 10 questions")
 
 
@@ -602,15 +518,15 @@ def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained,
 
 def save_real_model(path, questions, family):
     """A random model with a tokenizer trained on the records and a chat template, shown a few
-    traces for a moment: random weights alone would hardly ever write a query.
+    traces for a moment: random weights alone would hardly ever write a query. One query and one
+    answer for all questions, and for each a trace without the search: it searches about every other
+    time, so the rewards of a group differ.
     """
     protocol, both = PROTOCOLS["ur2"], []
     texts = [protocol.instruction, *protocol.tags * 3] * 20
-    for question in questions:
-        texts += [question.question, *(found.text for found in question.references[:2])]
+    for q in questions:
+        texts += [q.question, *(found.text for found in q.references[:2])]
     tokenizer = train_bpe(texts, vocab_size=600)
-    # One query and one answer for all questions, and for each a trace that does without the search:
-    # whatever it is asked, it searches about every other time, so the rewards of a group differ.
     for question in questions:
         found = Document("", "who is it", question.references[0].text)
         asked = dataclasses.replace(question, answers=["it"], references=(found,))
@@ -645,19 +561,15 @@ def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
     if not data.exists():
         pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
     monkeypatch.setattr(build, "set_threads", lambda: None)
-    save_real_model(tmp_path / "model", questions := load_questions(data), family)
+    save_real_model(tmp_path / "model", load_questions(data), family)
     for stage in (1, 2):  # they roll out, search, are rewarded and change the weights
         start = f"--model {tmp_path}/model --data {data} --runs {runs} --stage {stage}"
         train.main([*start.split(), *REAL.split(), *more.split()])
-        folder = runs / "real" / f"stage{stage}"
-        rows = records_in(folder / "metrics.jsonl")
+        rows = records_in(runs / "real" / f"stage{stage}" / "metrics.jsonl")
         assert len(rows) == 2 and sum(row["searches"] for row in rows) >= 1
         assert sum(row["inserted_tokens"] for row in rows) > 40
         # stage 2 pays nothing for a search: often all rewards are 0
         assert stage == 2 or any(row["grad_norm"] > 0 for row in rows)
-        loaded = AutoModelForCausalLM.from_pretrained(checkpoints(folder)[-1])
-        assert all(p.isfinite().all() for p in loaded.parameters())
-        assert any(q.question in (folder / "samples.txt").read_text() for q in questions)
     run(f"--runs {runs} --name real --questions 3 --retriever {retriever}")
     said = capsys.readouterr().out
     assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in said

@@ -1,8 +1,4 @@
-"""plumbing/score.py: another model is asked once for all trajectories of a step; what is right, and
-which questions a reward can mark.
-"""
-
-import dataclasses
+"""plumbing/score.py: whom a step's rewards ask, what is right, and what others say."""
 
 import pytest
 
@@ -10,9 +6,8 @@ from data import Document, Question
 from errors import InputError
 from other_models.judge import Judge
 from plumbing import score
-from plumbing.build import training_questions
 from plumbing.score import Scorer, add_reader, add_verdicts, answer_scores, build_reader
-from rewards import REWARDS, STORIES, Extras, Story, check_questions, example, tell
+from rewards import STORIES, example, tell
 from settings import Settings, resolve
 from trajectory import trajectory_from_text
 
@@ -38,10 +33,6 @@ def scorer_of(name: str, documents=(), **changes) -> Scorer:
     return Scorer(resolve(name, 1, True, changes), list(documents), "cpu")
 
 
-def answered(text, **question):
-    return trajectory_from_text(Question("q", "?", **question), text, "ur2")
-
-
 # ----------------------------------------------------------------------------------- who is asked
 
 
@@ -49,17 +40,15 @@ def test_the_reader_is_asked_once_for_all_that_searched(monkeypatch):
     reader = Model(lambda text: "Norland" if "Norland" in text.split("\n")[0] else "Sudria")
     monkeypatch.setattr(score, "build_reader", lambda *_: reader)
     scorer, told = scorer_of("r_search"), {story.name: tell(story, "r_search") for story in STORIES}
-    names = ["good", "no search", "evidence without a search", "a query that asks for no fact"]
-    rows = [told[name] for name in [*names, "wrong answer"]]
+    names = "good,no search,evidence without a search,a query that asks for no fact,wrong answer"
+    rows = [told[name] for name in names.split(",")]
     components, correct = scorer(rows, 0)
     # three of the five searched and have evidence; the evidence of all three names the country
     assert len(reader.batches) == 1 and len(reader.batches[0]) == 3
     assert all(text.endswith("In which country was Ana Bell born?") for text in reader.batches[0])
     assert [c["evidence"] for c in components] == [1, 0, 0, 1, 1]
     assert [c["answer"] for c in components] == [1, 1, 1, 1, 0]  # the reader's is not the policy's
-    assert correct == [True, True, True, True, False]
-    scorer(rows, 1)
-    assert len(reader.batches) == 2 and scorer.stats() == {"reader_failures": 0}
+    assert correct == [True, True, True, True, False] and scorer.stats() == {"reader_failures": 0}
 
 
 def test_without_the_evidence_reward_no_reader_is_loaded(monkeypatch):
@@ -69,16 +58,14 @@ def test_without_the_evidence_reward_no_reader_is_loaded(monkeypatch):
 
 
 def test_another_data_set_asks_for_a_reader_of_the_evidence():
-    settings = Settings(recipe="r_search", data="d.jsonl", model="m", corpus="c.jsonl")
-    with pytest.raises(InputError, match="--reader http://host:port") as error:
-        build_reader(settings)
-    assert "--evidence_reward false" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(InputError, match=r"--reader http.*--evidence_reward false"):
+        build_reader(Settings(recipe="r_search", data="another.jsonl"))
 
 
 def judged(monkeypatch, reply, rows, name="when_to_search", **changes):
     """(components, correct, the judge's batches) with a judge that says `reply` to everything."""
     judge = Model(lambda text: reply)
-    monkeypatch.setattr(score, "build_llm", lambda *_: judge)
+    monkeypatch.setattr(score, "load_llm", lambda *_, **__: judge)
     components, correct = scorer_of(name, judge="j", **changes)(rows, 0)
     return components, correct, judge.batches
 
@@ -110,7 +97,8 @@ def test_the_judge_is_asked_only_where_right_and_wrong_are_asked_for(monkeypatch
 
 def test_the_share_of_unreadable_verdicts_is_told(monkeypatch):
     replies = iter(["yes", "perhaps", "no", "perhaps"])
-    monkeypatch.setattr(score, "build_llm", lambda *_: Model(lambda text: next(replies)))
+    judge = Model(lambda text: next(replies))
+    monkeypatch.setattr(score, "load_llm", lambda *_, **__: judge)
     scorer = scorer_of("when_to_search", judge="j")
     assert scorer.stats()["judge_unreadable"] == 0
     scorer([example("when_to_search")] * 4, 0)
@@ -121,8 +109,9 @@ def test_the_share_of_unreadable_verdicts_is_told(monkeypatch):
 def test_similar_queries_are_measured_over_the_corpus_of_the_run():
     # "zzz" is in no passage, so it does not make the second query another one: cosine 1, and −1 of
     # the retrieval term.
-    pieces = ("think", "search ana bell", "found a", "reflect b", "search ana bell zzz", "found c")
-    trajectory = tell(Story("alike", (*pieces, "reflect d", "answer e")), "when_to_search")
+    found = "</search><information>a</information><reflect>b</reflect>"
+    text = f"<think>t</think><search>ana bell{found}<search>ana bell zzz{found}<answer>e</answer>"
+    trajectory = trajectory_from_text(Question("q", "?", ["e"]), text, "when_to_search")
     documents = [Document("1", "ana bell", "birthplace kelmouth")]
     documents.append(Document("2", "ida roth", "birthplace norland"))
     components, _ = scorer_of("when_to_search", documents)([trajectory], 0)
@@ -139,33 +128,22 @@ def test_similar_queries_are_measured_over_the_corpus_of_the_run():
         ("\\boxed{Kelmouth, Norland}", {"answers": ["Norland"]}, 0, 2 / 3, 1),  # P = 1/2, R = 1
         ("no box", {"answers": ["Norland"]}, 0, 0, 0),
         ("\\boxed{0.50}", {"answers": ["\\frac12", "x"], "task": "math"}, 1, 1, 1),
-        ("\\boxed{0.51}", {"answers": ["\\frac12"], "task": "math"}, 0, 0, 0),
         ("The correct answer is: B.", {"answers": ["B"], **OPTIONS}, 1, 1, 1),
         ("The correct answer is: A.", {"answers": ["B"], **OPTIONS}, 0, 0, 0),
-        ("\\boxed{oak}", {"answers": ["oak"], **OPTIONS}, 1, 1, 1),
-        ("I do not know", {"answers": ["neither"], **OPTIONS}, 0, 0, 0),
     ],
 )
 def test_answers_are_scored_by_their_task(text, question, em, f1, cem):
-    trajectory = answered(text, **question)
+    trajectory = trajectory_from_text(Question("q", "?", **question), text, "ur2")
     assert answer_scores(trajectory) == pytest.approx({"em": em, "f1": f1, "cem": cem})
     assert scorer_of("ur2")([trajectory], 0)[1] == [bool(cem)]
 
 
-@pytest.mark.parametrize(
-    "protocol, same, other",
-    [
-        ("r_search", "AnaBell", "Ana Bell"),  # "Ana-Bell" is "anabell" for these two's scorers
-        ("when_to_search", "AnaBell", "Ana Bell"),
-        ("ur2", "Ana Bell", "AnaBell"),
-        ("arena", "Ana Bell", "AnaBell"),
-    ],
-)
-def test_punctuation_is_deleted_where_the_paper_s_scorer_deletes_it(protocol, same, other):
-    text = "\\boxed{Ana-Bell}" if protocol == "ur2" else "<answer> Ana-Bell </answer>"
-    for gold, em in ((same, 1), (other, 0)):
-        trajectory = trajectory_from_text(Question("q", "?", [gold]), text, protocol)
-        assert answer_scores(trajectory)["em"] == em
+@pytest.mark.parametrize("protocol, same", [("r_search", "AnaBell"), ("arena", "Ana Bell")])
+def test_punctuation_is_deleted_where_the_paper_s_scorer_deletes_it(protocol, same):
+    for gold in ("AnaBell", "Ana Bell"):
+        question = Question("q", "?", [gold])
+        trajectory = trajectory_from_text(question, "<answer> Ana-Bell </answer>", protocol)
+        assert answer_scores(trajectory)["em"] == (gold == same)
 
 
 # --------------------------------------------------------------------- records of an evaluation
@@ -184,12 +162,10 @@ def test_a_reader_answers_from_the_evidence_and_its_scores_stand_beside_the_poli
     found = add_reader(records, reader)
     assert reader.batches == [["Ana was born in Norland.\nwhere ?"]]  # nobody without evidence
     assert [r["reader_prediction"] for r in found] == ["the far Norland", ""]
-    # "far norland" for "norland": P 1/2, R 1, F1 2/3; the policy itself said Sudria, and then
-    # Norland without evidence
+    # "far norland" for "norland": P 1/2, R 1, F1 2/3
     scores = [(r["metrics"]["reader_em"], r["metrics"]["reader_f1"]) for r in found]
     assert scores == [(0, pytest.approx(2 / 3)), (0, 0)]
     assert [(r["metrics"]["em"], r["prediction"]) for r in found] == [(0, "Sudria"), (1, "Norland")]
-    assert records[0]["metrics"] == {"em": 0}
 
 
 def test_an_unreadable_verdict_is_neither_right_nor_wrong_and_none_leaves_what_is_there():
@@ -207,73 +183,3 @@ def test_a_stored_choice_question_is_judged_with_its_options():
     judge = Judge(Model(lambda text: "yes" if "A. elm\nB. oak" in text else "no"))
     (told,) = add_verdicts([record("B", "B", task="choice", options=["elm", "oak"])], judge)
     assert told["metrics"]["judged"] == 1
-
-
-# ------------------------------------------------------------------ the settings reach the reward
-
-
-@pytest.mark.parametrize("name", REWARDS)
-def test_every_reward_scores_a_trajectory_of_its_protocol(name):
-    protocols = ("r1_searcher", "r_search", "when_to_search", "arena", "ur2")
-    protocol = next(protocol for protocol in protocols if name.startswith(protocol))
-    components = REWARDS[name](example(protocol), Settings(), 0, Extras())
-    assert components and all(isinstance(value, int | float) for value in components.values())
-
-
-def test_the_settings_reach_the_reward():
-    def terms(trajectory, step=0, **settings):
-        settings = Settings(**settings)
-        return REWARDS[settings.reward](trajectory, settings, step, Extras())
-
-    # "Kelmouth, Norland" for "Norland": F1 2/3 -> 1.3333, EM 0, CEM 1 -> 2; a fallback costs 0.25
-    trajectory = example("ur2", "Kelmouth, Norland")
-    for metric, expected in (("f1", 4 / 3), ("em", 0.0), ("cem", 2.0)):
-        for reward in ("ur2_stage2", "ur2_choice"):
-            changes = {"answer_metric": metric, "fallback_penalty": 0.25}
-            got = terms(trajectory, 99, reward=reward, **changes)
-            assert (got["answer"], got["fallback"]) == (pytest.approx(expected), -0.25)
-    # n = 2 searches: 4 for Qwen 7B, 7 for 3B; none for a question that may not search; the choice
-    # bonus ends at step 10
-    closed = dataclasses.replace(trajectory.question, may_search=False)
-    direct = dataclasses.replace(trajectory, question=closed)
-    assert terms(trajectory)["retrieval"] == 4 and terms(direct)["retrieval"] == 0
-    assert terms(trajectory, reward_variant="qwen_3b")["retrieval"] == 7
-    assert [terms(trajectory, s, reward="ur2_choice")["retrieval"] for s in (9, 10)] == [1, 0]
-    # the released Llama code takes 1 instead of 2 for the format; the released stage 1 adds
-    # cover-EM, here +1 for "Norland"
-    broken, good = example("r1_searcher", "<think> Norland"), example("r1_searcher")
-    assert terms(broken, reward="r1_searcher_stage2")["format"] == -2
-    assert terms(broken, reward="r1_searcher_stage2_llama")["format"] == -1
-    assert terms(good, reward="r1_searcher_stage1_code")["answer"] == 1
-    assert "answer" not in terms(good, reward="r1_searcher_stage1")
-
-
-# -------------------------------------------------------------- questions that a reward cannot mark
-
-SHOWN = {"references": (Document("1", "Ana", "born in Kelmouth"),)}
-
-
-@pytest.mark.parametrize(
-    "name, changes, question, said",
-    [
-        ("arena", {}, {}, "question q7 has no references"),
-        ("arena", {}, SHOWN, "question q7 names no supporting reference.*`supporting`"),
-        ("ur2", {"reward": "ur2_choice"}, {}, "question q7 has no options"),
-        ("ur2", {"reward": "ur2_choice"}, {"task": "choice"}, "question q7 has no options"),
-        ("r_search", {}, OPTIONS, "question q7 is multiple choice"),
-        ("when_to_search", {}, OPTIONS, "question q7 is multiple choice"),
-    ],
-)
-def test_a_question_without_what_the_reward_reads_is_one_line(name, changes, question, said):
-    settings = resolve(name, 1, True, changes)
-    whole = SHOWN | {"supporting": (1,)} | (OPTIONS if changes else {})
-    fine = Question("q6", "?", ["a"], **whole)
-    with pytest.raises(InputError, match=said) as error:
-        check_questions([fine, Question("q7", "?", ["a"], **question)], settings)
-    assert "\n" not in str(error.value)
-    assert check_questions([fine], settings) == [fine]
-
-
-def test_arena_without_its_relevance_reward_needs_no_supporting_numbers():
-    settings = resolve("arena", 1, True, {"relevance_reward": False})
-    check_questions([Question("q", "?", ["a"], **SHOWN)], settings)
