@@ -8,11 +8,10 @@ GRPO's advantage, A_i = (r_i − mean_group) / (std_group + 1e-6), and four depa
     4  overlong           cut off by length before it answered: no gradient, it was not shown wrong
 
 Departure 2 looks at correctness: a reward of several components is almost never equal in a group.
-Cut-off trajectories count as wrong in it, and in the mean and std of their group. A KL stands where
-GRPO's does, if kl_coef is above 0. Source: Yu et al. 2025, sections 3.1 to 3.4, in this order.
-Left out: the soft penalty for long answers (section 3.4). Sampling ends after `max_resample`
-further draws, where the paper goes on until the batch is full: the batch is then smaller, and
-where no group is left, the step is skipped (train.py).
+Overlong trajectories count as wrong in it, and in the mean and std of their group. A KL stands
+where GRPO's does. Source: Yu et al. 2025, sections 3.1 to 3.4, in this order.
+Left out: the soft penalty for long answers (section 3.4), and sampling until the batch is full:
+after `max_resample` more draws it is smaller, and a step without a group is skipped (train.py).
 """
 
 from __future__ import annotations
@@ -31,16 +30,13 @@ from errors import run_main, setting
 class DapoSettings:
     max_resample: int = setting(3, "DAPO: extra draws of questions per step, at most", least=0)
     filter_by: str = setting(
-        "correct",
-        "DAPO: what must differ in a group: right and wrong, or the reward's answer term",
-        one_of=("correct", "answer"),
+        "correct", "DAPO keeps groups that differ in this", one_of=("correct", "answer")
     )
 
 
 def informative_groups(correct: Tensor, group_size: int) -> Tensor:
-    """[B] bool: whether right and wrong answers, or answer rewards, differ in the row's group.
-
-    Worked, by twos: right, wrong | right, right | wrong, wrong -> True twice, then False.
+    """[B] bool: do right and wrong, or answer rewards, differ in the row's group? Worked, by twos:
+    right, wrong | right, right | wrong, wrong -> True twice, then False.
     """
     equal = grpo.equal_rewards(grpo.as_groups(correct, group_size))  # [questions, 1]
     return ~equal.repeat_interleave(group_size)  # [B]  departure 2
@@ -56,26 +52,23 @@ def trained_mask(batch) -> Tensor:
 
 # ------------------------------------------------------------------------------------ the interface
 
-# On the groups that are left; overlong rows are in the mean of theirs.
 compute_advantages = grpo.compute_advantages
 
 
 def compute_token_weights(batch, settings) -> Tensor:
-    """On the global batch of one update. Their sum is 1, or 0 where every trajectory is overlong.
-
-    --loss_aggregation is not asked: a mean per trajectory first would not be DAPO.
+    """On the global batch of one update: sum 1, or 0 if all are overlong. --loss_aggregation is
+    not asked: a mean per trajectory first would not be DAPO.
     """
     return ppo.token_weights(trained_mask(batch))  # [B, T]  departure 3
 
 
 def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, ppo.Stats]:
     """(loss [B, T], stats of [B, T]) of a micro-batch: GRPO's."""
-    # departure 1: settings.clip_high is larger than settings.clip_low
-    return grpo.compute_loss(logprobs, batch, settings)
+    return grpo.compute_loss(logprobs, batch, settings)  # departure 1: clip_low < clip_high
 
 
 def main() -> None:
-    print("departure 1, clip-higher: how likely may a token of probability 0.01 become at once?")
+    print("departure 1, clip-higher: a token of probability 0.01 may become")
     print(f"  ε 0.2: {0.01 * 1.2:.4f}   ε_high 0.28: {0.01 * 1.28:.4f}")
     correct = torch.tensor([1, 0, 0, 1, 1, 1, 0, 0, 0])  # [B], G = 3
     print("departure 2, dynamic sampling: three questions, three answers each (1 = right)")
@@ -85,8 +78,7 @@ def main() -> None:
     print("departure 3, token mean: what one token weighs in trajectories of 4, 1 and 3 tokens")
     print("  GRPO", ppo.sequence_weights(mask)[:, 0], "  DAPO", ppo.token_weights(mask)[:, 0])
     left = ppo.model_only(mask, torch.tensor([[True], [True], [False]]))
-    print("departure 4, overlong: the third was cut off before it answered")
-    print("  DAPO", ppo.token_weights(left)[:, 0])
+    print("departure 4, overlong: without the third, DAPO", ppo.token_weights(left)[:, 0])
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@
     loss = clipped surrogate(A) + kl_coef · KL        by default the KL is in the loss
     total = mean over the tokens of each trajectory, then over trajectories ("sequence")
 
-Source: DeepSeekMath (Shao et al. 2024) eq. 3, advantages of section 4.1.2. ARENA is this with k2 in
-place of k3, R-Search this as it is. Departures: trajectories without a model token count neither in
-the loss nor in its mean; k2 is weighted by the ratio.
+Source: DeepSeekMath (Shao et al. 2024) eq. 3 and section 4.1.2. R-Search is this, ARENA this with
+k2 for k3. Departures: a trajectory without a model token is not in the mean; k2 has the ratio.
 Left out: process rewards (section 4.1.3) and the iterative renewal of the reference.
 
 An algorithm is a module with three functions, which the training loop calls in this order:
@@ -32,8 +31,7 @@ def as_groups(rewards: Tensor, group_size: int) -> Tensor:
     """[B] -> [questions, G]. Rows come question by question."""
     if group_size < 1 or len(rewards) % group_size:
         raise InputError(
-            f"{len(rewards)} rewards do not make groups of {group_size}: advantages need every"
-            " group complete"
+            f"{len(rewards)} rewards do not make groups of {group_size}: a group is incomplete"
         )
     if not rewards.is_floating_point():
         rewards = rewards.float()  # [B]
@@ -54,8 +52,7 @@ def group_center(rewards: Tensor, group_size: int) -> Tensor:
     """
     groups = as_groups(rewards, group_size)  # [questions, G]
     centered = groups - groups.mean(1, keepdim=True)  # [questions, G]
-    # The mean of seven times 0.7 is not 0.7 in fp32: without this, that group would get
-    # 6e-8 / (6e-8 + 1e-6) = 0.056.
+    # The mean of seven times 0.7 is not 0.7 in fp32: that group would get 6e-8 / (6e-8 + 1e-6).
     return torch.where(equal_rewards(groups), 0, centered).view(-1)  # [B]
 
 
@@ -65,8 +62,8 @@ def group_normalize(rewards: Tensor, group_size: int) -> Tensor:
     Worked: [1.4, 0.4, 0.2, 2.4, 0.0]: mean 0.88, std √(4.048 / 4) = 1.0060
     -> [0.5169, −0.4771, −0.6760, 1.5110, −0.8748].
     """
-    # What happens when all rewards of a group are equal? Its advantages are exactly 0: it was
-    # sampled for nothing, and frac_reward_zero_std counts it.
+    # What happens when all rewards of a group are equal? Its advantages are exactly 0, and
+    # frac_reward_zero_std counts it.
     centered = group_center(rewards, group_size).view(-1, group_size)  # [questions, G]
     squares = centered.square().sum(1, keepdim=True)  # [questions, 1]
     std = (squares / max(group_size - 1, 1)).sqrt()  # [questions, 1]  G = 1: no 0 / 0
@@ -80,8 +77,7 @@ def frac_reward_zero_std(rewards: Tensor, group_size: int) -> float:
 
 
 def trajectory_rewards(batch, settings) -> Tensor:
-    """[B]: the rewards. A KL in the reward is summed over the trajectory's model tokens, since
-    there is one advantage for all of them.
+    """[B]: the rewards, and a KL in them summed over the model tokens, which share an advantage.
 
     Worked: reward 2, kl_coef 0.1, mask [1, 0, 1], k1 [0.5, 9, 0.5] -> 1.9.
     """
@@ -115,9 +111,7 @@ def main() -> None:
     equal = torch.full((5,), 0.1)  # [B]
     both = torch.cat([rewards, equal])  # [2B]
     print("One question, five answers. rewards", rewards)
-    print(
-        f"(r − {rewards.mean():.4f}) / ({rewards.std():.4f} + 1e-6) =", group_normalize(rewards, 5)
-    )
+    print(f"minus {rewards.mean():.4f}, / {rewards.std():.4f}:", group_normalize(rewards, 5))
     print("A second question, five equal rewards:", group_normalize(equal, 5))
     print("frac_reward_zero_std of both:", frac_reward_zero_std(both, 5))
 

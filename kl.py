@@ -8,33 +8,32 @@
     k3 =  exp(−d) − 1 + d    KL(π‖ref)     ∇KL(ref‖π), the other direction     in the loss, near ref
     |d|                      -             -                                   in the log
 
-Why. A loss k(d) of a sampled token has the gradient k'(d) ∇log π, because the sampling itself is
-not differentiated, and ∇KL(π‖ref) = E_π[d ∇log π].
+Why. Sampling is not differentiated, so a loss k(d) of a sampled token has the gradient
+k'(d) ∇log π; and ∇KL(π‖ref) = E_π[d ∇log π].
     k1' = 1            E_π[∇log π] = ∇Σπ = 0
     k2' = d            exactly ∇KL(π‖ref)
     k3' = 1 − exp(−d)  −E_π[(ref/π) ∇log π] = −E_ref[∇log π] = ∇KL(ref‖π)
 A good estimator of the value need not be a good loss. k1 in the reward is multiplied by ∇log π
-afterwards, which makes E_π[d ∇log π]: the right gradient again.
+afterwards: E_π[d ∇log π], the right gradient again.
 
-Source: Schulman, "Approximating KL divergence" (2020), for the names; DeepSeekMath eq. 4 is k3;
-ARENA optimises k2 for a lower variance, which it has far from the reference only.
-Left out: the KL over the whole vocabulary, and, for k2 and k3, what a token does to the KL of the
-tokens after it (k1 in the reward, summed into the return, carries that too).
-
-`python kl.py` prints the table that these lines claim, enumerated over a categorical.
+Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath eq. 4 is k3; ARENA takes k2
+for a lower variance, which it has far from the reference only.
+Left out: the KL over the whole vocabulary, and, for k2 and k3, what a token does to the KL of later
+tokens (k1 in the reward carries that too). `python kl.py` enumerates what these lines claim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from errors import InputError, run_main, setting
 
-# Where each estimator stands. "log": the KL to the reference is measured, and not optimised.
+# Where each estimator stands; "log" measures and optimises nothing.
 PLACES = {"k1": "reward", "k2": "loss", "k3": "loss", "log": "log"}
 
 
@@ -60,9 +59,8 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """exp(−d) − 1 + d. Worked: π 0.5, ref 0.25: 0.5 − 1 + 0.6931 = 0.1931."""
-    # Is k3's sign right? Yes: samples come from π, so the ratio that averages to 1 is ref/π =
-    # exp(−d), not exp(d). Its slope 1 − exp(−d) is unbounded where π has left a token behind: d =
-    # −10 weighs −22025, in k2 it weighs −10.
+    # Is k3's sign right? Yes: samples come from π, so ref/π = exp(−d) averages to 1, not exp(d).
+    # The slope 1 − exp(−d) is unbounded where π left a token behind: −22025 at d = −10, −10 in k2.
     d = logprobs - ref_logprobs  # [B, T]
     return torch.expm1(-d) + d  # [B, T]  expm1: exp(−d) − 1 loses every digit near the reference
 
@@ -75,10 +73,10 @@ def k_abs(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k2_off_policy(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """k2 · π/π_old, for tokens of an older policy: E_old[π/π_old · d ∇log π] = ∇KL(π‖ref) again.
 
-    Worked: π 0.5, ref 0.25, π_old 0.4: 1.25 · 0.2402 = 0.3003. Without the ratio the gradient of π
-    at ε 2, sampled at ε 0.5 (see the table), would be 85 % off.
+    Worked: π 0.5, ref 0.25, π_old 0.4: 1.25 · 0.2402 = 0.3003. Without the ratio the gradient at
+    ε 2, sampled at ε 0.5 (see the table), is 85 % off.
     """
-    # Detached: the ratio is a weight; its own gradient would be a third term.
+    # The ratio is a weight: its own gradient would be a third term.
     ratio = (logprobs - old_logprobs).detach().exp()  # [B, T]
     return ratio * k2(logprobs, ref_logprobs)  # [B, T]
 
@@ -97,19 +95,16 @@ def coefficient(settings, place: str) -> float:
 def kl_in_loss(
     logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, estimator: str
 ) -> Tensor:
-    """What is added to the policy loss, before kl_coef. All inputs finite, on masked tokens too."""
+    """What the policy loss adds, times kl_coef. Finite inputs, on masked tokens too."""
     if estimator == "k2":
         return k2_off_policy(logprobs, ref_logprobs, old_logprobs)  # [B, T]
     if estimator == "k3":
         return k3(logprobs, ref_logprobs)  # [B, T]  unweighted: DeepSeekMath eq. 3 and 4 as printed
-    raise InputError(
-        f"kl_estimator {estimator!r} is no loss, k1's expected gradient is zero: use k2 or k3"
-    )
+    raise InputError(f"kl_estimator {estimator!r} is no loss, k1's gradient is zero: use k2 or k3")
 
 
 def kl_in_reward(batch, settings) -> Tensor:
-    """Token rewards −kl_coef · k1, 0 on masked tokens; all 0 unless the estimator is k1: another
-    would not have ∇KL here.
+    """Token rewards −kl_coef · k1, 0 on masked tokens. 0 under another estimator: no ∇KL here.
 
     Worked: kl_coef 0.1, π_old 0.5, ref 0.25: −0.0693.
     """
@@ -134,7 +129,7 @@ VOCABULARY = 16
 
 
 def categorical(epsilon: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(logits of π [V], log-probs of ref [V]): normal reference logits, and ε · noise added."""
+    """(logits of π [V], log-probs of ref [V]): π's are ref's, normal, and ε · noise."""
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randn(2, VOCABULARY, generator=generator, dtype=torch.float64)
     reference, noise = draws  # [V], [V]
@@ -142,7 +137,7 @@ def categorical(epsilon: float, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def collapsed(drop: float) -> tuple[Tensor, Tensor]:
-    """The reference, with its likeliest token's logit lowered: π has forgotten one token."""
+    """π has forgotten a token: the logit of ref's likeliest is lowered."""
     logits, ref_logprobs = categorical(0.0)  # [V], [V]
     return logits - drop * (ref_logprobs == ref_logprobs.max()), ref_logprobs
 
@@ -153,7 +148,7 @@ def token_gradients(logits: Tensor, loss: Loss) -> Tensor:
 
 
 def kl_gradient(logits: Tensor, ref_logprobs: Tensor, reverse: bool = False) -> Tensor:
-    """∇KL(π‖ref) over the logits [V], or ∇KL(ref‖π), by no estimator and no sampling."""
+    """∇KL(π‖ref) over the logits [V], or ∇KL(ref‖π), exactly."""
     logits = logits.detach().requires_grad_()
     logprobs = logits.log_softmax(-1)  # [V]
     d = logprobs - ref_logprobs  # [V]
@@ -172,7 +167,7 @@ def relative_error(vector: Tensor, target: Tensor) -> float:
 
 
 def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
-    """Largest / median gradient norm of 1000 seeded batches: the one number that is sampled."""
+    """Largest / median gradient norm of 1000 seeded batches: the one sampled number."""
     batches, tokens = 1000, 64
     generator = torch.Generator().manual_seed(0)
     probs = logits.softmax(-1)  # [V]
@@ -186,10 +181,7 @@ def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
 
 def estimator_row(logits: Tensor, ref_logprobs: Tensor, name: str) -> dict[str, float]:
     """Value, bias and std of the estimator, and what it does as a loss."""
-
-    def loss(logprobs: Tensor) -> Tensor:
-        return ESTIMATORS[name](logprobs, ref_logprobs)
-
+    loss = partial(ESTIMATORS[name], ref_logprobs=ref_logprobs)
     logprobs = logits.log_softmax(-1)  # [V]
     probs = logprobs.exp()  # [V]
     values = loss(logprobs)  # [V]
@@ -211,13 +203,10 @@ def estimator_row(logits: Tensor, ref_logprobs: Tensor, name: str) -> dict[str, 
 def main() -> None:
     distances = {f"ε {epsilon}": categorical(epsilon) for epsilon in (0.05, 0.5, 2.0, 4.0)}
     distances["one logit −10"] = collapsed(10.0)
-    print(
-        "π: ref's logits and ε · noise      as a loss, its gradient's error against      largest /"
-    )
+    print("π: ref's logits and ε · noise       as a loss, gradient's error against      largest /")
     print("                       value    bias       std  ∇KL(π‖ref)  ∇KL(ref‖π)  median gradient")
-    columns = (
-        "{value:>8.4f}{bias:>+8.1%}{std:>10.4f}{error:>12.1%}{reverse_error:>12.1%}{spread:>17.1f}"
-    )
+    columns = "{value:>8.4f}{bias:>+8.1%}{std:>10.4f}{error:>12.1%}{reverse_error:>12.1%}"
+    columns += "{spread:>17.1f}"
     for name, (logits, ref_logprobs) in distances.items():
         for estimator in ("k1", "k2", "k3"):
             row = estimator_row(logits, ref_logprobs, estimator)

@@ -5,13 +5,13 @@
               A_t = (G_t − mean_batch) / (std_batch + 1e-6)
     baseline  A = Norm_batch(Norm_group(R − b)),  b = mean of the group           (UR² eq. 5)
               one advantage per trajectory: no γ, and a KL in the reward is summed before
-              group_std=False leaves out the division by the group's std, as UR²'s released code
+              group_std=False: no division by the group's std, as in UR²'s released code
 
-Only the advantage differs from GRPO. The plain form has no group: a question whose answers are all
-right still pushes them up. In the baseline form it teaches nothing, as in GRPO.
+Only the advantage differs from GRPO. In the plain form a question whose answers are all right
+still pushes them up; in the baseline form it teaches nothing, as in GRPO.
 Source: Hu et al. 2025 (REINFORCE++ and REINFORCE++-baseline); UR² eq. 5 and, for the loss, eq. 3.
-Departure: in the batch statistics each trajectory weighs 1, not each token. By tokens, long answers
-would set the mean, and a group of equal rewards would get an advantage other than 0.
+Departure: in the batch statistics each trajectory weighs 1, not each token: long answers would set
+the mean, and a group of equal rewards would get an advantage other than 0.
 Left out: reward clipping and running statistics across batches.
 """
 
@@ -31,21 +31,18 @@ from ppo import last_model_token, token_rewards
 
 @dataclass(frozen=True)
 class ReinforceSettings:
-    group_std: bool = setting(
-        True, "UR² eq. 5 divides by the group's std; its released code does not", only="papers"
-    )
+    group_std: bool = setting(True, "divide by the group's std (UR² eq. 5)", only="papers")
 
 
 def baseline_advantages(rewards: Tensor, group_size: int, group_std: bool = True) -> Tensor:
     """Norm_batch(Norm_group(R − b)), [B] (UR² eq. 5). Equal groups: exactly 0.
-
     Worked: [1, 0, 1, 1] by twos: group [0.7071, −0.7071, 0, 0]; batch std √(1/3) = 0.5774
     -> [1.2247, −1.2247, 0, 0].
     """
     normalize = grpo.group_normalize if group_std else grpo.group_center
     advantages = normalize(rewards, group_size)  # [B]
-    # Norm_batch only divides: each group's mean is 0, so the batch's is, and subtracting its
-    # rounding error would move the groups that are exactly 0. ddof 1; a batch of one is 0 / 1e-6.
+    # Norm_batch only divides: the batch's mean is 0 as each group's is, and subtracting its
+    # rounding error would move groups that are exactly 0. ddof 1.
     squares = advantages.square().sum()
     std = (squares / max(len(advantages) - 1, 1)).sqrt()
     return advantages / (std + EPSILON)  # [B]
@@ -60,8 +57,7 @@ def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1
     returns = torch.zeros_like(token_rewards)  # [B, T]
     later = token_rewards.new_zeros(len(token_rewards))  # [B]
     for t in reversed(range(token_rewards.shape[1])):
-        # A document is no step of the policy: it neither discounts what comes after it nor adds
-        # what stands on it.
+        # A document is no step of the policy: it neither discounts nor adds.
         here = token_rewards[:, t] + gamma * later  # [B]
         later = torch.where(mask[:, t], here, later)  # [B]
         returns[:, t] = later
@@ -71,17 +67,16 @@ def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1
 def whiten(returns: Tensor, response_mask: Tensor) -> Tensor:
     """(G − mean) / (std + 1e-6), 0 on masked tokens; each trajectory weighs 1 in mean and std.
 
-    Worked, one return per row: 1, 0, 1, 1: mean 0.75, std (ddof 1) 0.5 -> 0.5, −1.5, 0.5, 0.5,
-    whatever the lengths.
+    Worked, one return per row: 1, 0, 1, 1: mean 0.75, std (ddof 1) 0.5 -> 0.5, −1.5, 0.5, 0.5.
     """
     mask = response_mask.bool()  # [B, T]
     values = ppo.model_only(returns, mask)  # [B, T]
-    weights = ppo.sequence_weights(mask)  # [B, T]  1 / length / trajectories, 0 on documents
+    weights = ppo.sequence_weights(mask)  # [B, T]  1 / length / trajectories
     trajectories = int(mask.any(1).sum())
     centered = values - (weights * values).sum()  # [B, T]
     squares = (weights * centered.square()).sum()
     std = (squares * trajectories / max(trajectories - 1, 1)).sqrt()
-    if std <= EPSILON:  # all returns equal: exactly 0, and not rounding errors blown up
+    if std <= EPSILON:  # all returns equal: exactly 0, not rounding errors blown up
         return torch.zeros_like(returns)  # [B, T]
     return ppo.model_only(centered / (std + EPSILON), mask)  # [B, T]
 
@@ -108,14 +103,12 @@ def main() -> None:
     torch.set_printoptions(precision=4, sci_mode=False)
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])  # [B], G = 2
     print("Two questions, two answers each. rewards", rewards)
-    print("baseline (UR² eq. 5): minus the group's mean, / the group's std, / the batch's std")
-    print("  Norm_group    ", grpo.group_normalize(rewards, 2))
-    print("  Norm_batch    ", baseline_advantages(rewards, 2))
-    print("  group_std off ", baseline_advantages(rewards, 2, group_std=False))
+    print("baseline (UR² eq. 5)  Norm_group    ", grpo.group_normalize(rewards, 2))
+    print("                      Norm_batch    ", baseline_advantages(rewards, 2))
+    print("                      group_std off ", baseline_advantages(rewards, 2, False))
     mask = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0]])
     returns = returns_to_go(rewards[:, None] * last_model_token(mask), mask)  # [4, 3]
-    print("plain: the return of each model token, whitened over the batch (mean 0.75, std 0.5)")
-    print("  mask\n", mask, "\n  advantages\n", whiten(returns, mask))
+    print("plain, mask\n", mask, "\nwhitened over the batch\n", whiten(returns, mask))
 
 
 if __name__ == "__main__":

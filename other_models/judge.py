@@ -4,12 +4,11 @@ is "Great Britain".
     verdicts   yes or no                               When to Search's "right"; a column of eval.py
     grades     2 correct, 1 partly correct, 0 wrong    UR²'s reward for mathematics
 
-The verdict is the reply's last line and must be that one word. Anything else is unreadable: None,
-and counted. It is never taken for "wrong" in silence; `right` falls back on cover-EM.
+The verdict is the last line of the reply and must be that one word. Anything else is unreadable:
+None, and counted; `right` falls back on cover-EM.
 
-The answer that is judged was written by a policy that is paid for a "yes". So it goes in as one
-line of limited length, and the instruction says that it is text to judge: it can neither imitate
-the layout nor give orders that look like ours.
+The answer was written by a policy that is paid for a "yes". So it goes in as one line of limited
+length, which cannot imitate the layout, and the instruction says that it is text to judge.
 """
 
 from __future__ import annotations
@@ -57,15 +56,15 @@ def ask_given(llm, instruction: str, texts: list[str | None]) -> list[str | None
 
 
 class Judge:
-    """A judge and its counts: `asked` pairs went to the model, `unreadable` of them got no verdict
-    that can be read, of which `silent` got no reply at all: asked again, the model may be there.
+    """Counts: `asked` pairs went to the model, `unreadable` of them got no verdict that can be
+    read, and `silent` of these no reply at all: asked again, the model may be there.
     """
 
     def __init__(self, llm):
         self.llm, self.asked, self.unreadable, self.silent = llm, 0, 0, 0
 
     def verdicts(self, pairs: list[Pair]) -> list[bool | None]:
-        """Right or not. An empty answer is wrong, and nobody is asked."""
+        """Right or not. An empty answer is wrong without asking."""
         return self._ask(pairs, VERDICT_INSTRUCTION, VERDICTS, False)
 
     def grades(self, pairs: list[Pair]) -> list[float | None]:
@@ -75,10 +74,8 @@ class Judge:
     def _ask(self, pairs: list[Pair], instruction: str, words: dict, empty) -> list:
         texts = [pair_text(*pair) if (pair[1] or "").strip() else None for pair in pairs]
         replies = ask_given(self.llm, instruction, texts)
-        found = [
-            read_verdict(reply, words) if text else empty
-            for text, reply in zip(texts, replies, strict=True)
-        ]
+        read = [read_verdict(reply, words) for reply in replies]
+        found = [verdict if text else empty for text, verdict in zip(texts, read, strict=True)]
         self.asked += len(texts) - texts.count(None)
         self.unreadable += found.count(None)
         self.silent += replies.count(None) - texts.count(None)
@@ -89,8 +86,8 @@ def pair_text(question: Question, answer: str) -> str:
     """What the judge reads: the answers on one line each."""
     accepted = " ".join(" | ".join(question.answers).split())
     given = " ".join(answer.split())[:MAX_ANSWER]
-    asked = f"Question: {question_text(question)}"
-    return f"{asked}\nAccepted answers: {accepted}\nGiven answer: {given}"
+    asked = question_text(question)
+    return f"Question: {asked}\nAccepted answers: {accepted}\nGiven answer: {given}"
 
 
 def read_verdict(reply: str | None, words: dict = VERDICTS):
@@ -105,20 +102,19 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
 
 
 def right(trajectories: list[Trajectory], judge: Judge | None = None) -> list[bool]:
-    """Is each trajectory's answer right: the judge's verdict; without a judge, or where it is
-    unreadable, the metrics'.
-    """
+    """Is each answer right: the judge's verdict; without one that can be read, the metrics'."""
     pairs = [(t.question, t.answer) for t in trajectories]
     verdicts = judge.verdicts(pairs) if judge else [None] * len(pairs)
     return [is_right(t, verdict) for t, verdict in zip(trajectories, verdicts, strict=True)]
 
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
-    """The `judge` of `rewards.ur2_stage2`: every math answer that is not plainly equal is graded
-    here, in one batch. An unreadable grade counts as math equality has it: 0.
+    """The `judge` of `rewards.ur2_stage2`. All math answers that are not plainly equal are graded
+    here, in one batch; an unreadable grade is 0.
     """
     asked = {}
-    for question, answer in ((t.question, t.answer) for t in trajectories):
+    for t in trajectories:
+        question, answer = t.question, t.answer
         if question.task == "math" and answer and not matches(question, answer):
             asked[question.question, answer] = question, answer
     grades = dict(zip(asked, judge.grades(list(asked.values())), strict=True))

@@ -2,10 +2,9 @@
 
     request = (instruction, text)        ask(requests) -> a reply each, None where no answer came
 
-A batch is asked once: equal requests once, and none that is kept on disk already. `load_llm` makes
-two kinds: "http://host:port/v1#model" is an OpenAI-compatible server, anything else a HF causal LM
-in this process. Both are greedy, so a reply may be kept for ever. What a model thinks aloud in
-<think> ... </think> is no part of its reply. Nothing waits for ever, and no reply is lost:
+`load_llm` makes two kinds: "http://host:port/v1#model" is an OpenAI-compatible server, all else a
+HF causal LM in this process. Both are greedy, so a reply is kept on disk for ever, and equal
+requests are asked once. What a model thinks aloud in <think> ... </think> is no part of its reply.
 
     the server is down at the start   InputError (`probe`)
     a request fails                   RETRIES more tries with backoff; then None, in `failures`
@@ -23,14 +22,12 @@ import json
 import os
 import queue
 import re
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -39,13 +36,13 @@ from formats.records import append_jsonl, byte_lines
 from policy import evaluating, first_line, frozen_options, load_tokenizer, weights_version
 from prompts import chat_text, special_texts, strip_tags, without_thinking
 from retrievers.net import Fault, fetch_json, host_of, retrying, shown
-from rollout import end_ids, left_padded, plain_generation
+from rollout import encode, end_ids, left_padded, plain_generation
 
 Request = tuple[str, str]  # (instruction, text)
 CACHE_FOLDER = "runs/llm_cache"  # shared by all runs: a reply does not depend on who asked
 ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests under way at once
-RETRIES, BACKOFF = 2, 0.5  # more tries of a request; seconds before the first of them, then twice
+RETRIES, BACKOFF = 2, 0.5  # more tries of a request; seconds before the first, then twice that
 GIVE_UP = 16  # failures in a row, each after all its tries
 DEAD_BATCHES = 3
 PROBE = ("You are asked once whether you are there.", "Reply with the word yes.")
@@ -60,9 +57,7 @@ class ModelSettings:
     reader: str = setting("", "R-Search's reader of evidence: URL#model or a HF model")
     embedder: str = setting("tfidf", "of queries: tfidf, or a HF encoder", only="train")
     in_8bit: str = setting(
-        "",
-        "frozen weights in 8 bits: a comma list of base (LoRA's), reference, others (the models"
-        " that judge, read and summarise)",
+        "", "frozen weights in 8 bits: base (LoRA's), reference, others (judge, ...); a comma list"
     )
 
 
@@ -75,8 +70,8 @@ def frozen_in_8bit(settings: ModelSettings) -> set[str]:
 
 
 def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_FOLDER) -> LLM:
-    """The model that `spec` names, ready to be asked. `settings.timeout`, of RolloutSettings, is in
-    seconds and holds for a try of a server; `cache` is a folder, "" keeps no reply.
+    """The model that `spec` names. `settings.timeout` is in seconds, for one try of a server;
+    `cache` is a folder, "" keeps no reply.
     """
     if spec.startswith(("http://", "https://")):
         return ServerLLM(spec, max_tokens, settings.timeout, cache)
@@ -87,11 +82,10 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_F
 
 
 class Cache:
-    """Replies by request, in a JSONL file of `folder`; folder "" keeps nothing.
+    """Replies by request, appended to a JSONL file of `folder`; folder "" keeps nothing.
 
-    Append-only. A line that cannot be read is skipped: a cache may forget, but what it says is
-    true. (Half a JSON object with anything behind it is never a whole one, so a torn line cannot
-    be taken for another reply.)
+    A line that cannot be read is skipped. Half a JSON object with anything behind it is never a
+    whole one, so a torn line cannot be taken for another reply.
     """
 
     def __init__(self, folder: str | Path, name: str, max_tokens: int):
@@ -114,15 +108,10 @@ class Cache:
         return self.replies.get(self.key(request))
 
     def put(self, request: Request, reply: str) -> None:
-        if not self.path:
-            return
-        key = self.key(request)
-        self.replies[key] = reply
-        try:
+        if self.path:
+            key = self.key(request)
+            self.replies[key] = reply
             append_jsonl(self.path, [{"key": key, "reply": reply}])
-        except InputError as error:  # no reason to end a run, and the reply itself is good
-            print(f"warning: {error}; replies are no longer kept", file=sys.stderr)
-            self.path = None
 
 
 class LLM:
@@ -142,14 +131,12 @@ class LLM:
         """One reply per request, in order; None where no answer came."""
         with self.lock:
             replies = {request: self.cache.get(request) for request in requests}
-            missing = [request for request, reply in replies.items() if reply is None]
-            if missing:
-                replies |= self.ask_missing(missing)
-        found = [replies[request] for request in requests]
+            if missing := [request for request, reply in replies.items() if reply is None]:
+                self.ask_missing(missing, replies)
+        found = (replies[request] for request in requests)
         return [None if reply is None else without_thinking(reply) for reply in found]
 
-    def ask_missing(self, missing: list[Request]) -> dict[Request, str | None]:
-        replies: dict[Request, str | None] = dict.fromkeys(missing)
+    def ask_missing(self, missing: list[Request], replies: dict[Request, str | None]) -> None:
         title = f"asking {self.name[-40:]}"
         bar = tqdm(total=len(missing), desc=title, delay=3, leave=False, disable=None)
         with bar, contextlib.closing(self.replies(missing)) as fresh:
@@ -159,13 +146,11 @@ class LLM:
                 replies[request] = reply
                 bar.update()
         self.asked += len(missing)
-        self.failures += sum(reply is None for reply in replies.values())
+        self.failures += sum(replies[request] is None for request in missing)
         self.dead_batches = self.dead_batches + 1 if self.down else 0
         if self.dead_batches >= DEAD_BATCHES:
-            how = "start it again and go on from the last checkpoint; the replies so far are kept"
-            count = f"{self.dead_batches} batches in a row without an answer ({self.fault})"
-            raise InputError(f"{self.name}: {count}: {how}")
-        return replies
+            why = f"{self.dead_batches} batches in a row without an answer ({self.fault})"
+            raise InputError(f"{self.name}: {why}: start it again; the replies so far are kept")
 
 
 class ServerLLM(LLM):
@@ -195,18 +180,17 @@ class ServerLLM(LLM):
             raise InputError(f"{spec}: no answer ({why}): {advice}") from None
 
     def fetch(self, path: str, payload: dict | None = None):
-        address = f"{self.base}/{path}"
-        return fetch_json(address, payload, timeout=self.timeout, headers=self.headers)
+        return fetch_json(f"{self.base}/{path}", payload, self.timeout, self.headers)
 
     def complete(self, request: Request) -> str | None:
         """One try. None is an answer without text: the tokens ran out while the model thought."""
-        roles = zip(("system", "user"), request, strict=True)
         payload = {"model": self.model, "temperature": 0, "max_tokens": self.max_tokens}
+        roles = zip(("system", "user"), request, strict=True)
         payload["messages"] = [{"role": role, "content": text} for role, text in roles]
         reply = self.fetch("chat/completions", payload)
         try:
             content = reply["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
+        except (LookupError, TypeError):
             raise Fault(f"a reply without choices: {shown(json.dumps(reply))}") from None
         return content if isinstance(content, str) else None
 
@@ -218,21 +202,21 @@ class ServerLLM(LLM):
             for request in todo:  # which all threads share
                 if stop.is_set():
                     return
+                reply = fault = None
                 try:
                     reply = retrying(partial(self.complete, request), RETRIES, BACKOFF, stop.wait)
-                    done.put((request, reply, None))
                 except Exception as error:  # whatever it is, somebody waits for a word
                     fault = error if isinstance(error, Fault) else Fault(repr(error))
-                    done.put((request, None, fault))
+                done.put((request, reply, fault))
 
-        # Trap: Python waits at exit for the threads of a pool, and Ctrl-C would take minutes
+        # Trap: Python waits at exit for the threads of a pool, and Ctrl-C would take minutes.
         for _ in range(min(THREADS, len(requests))):
             threading.Thread(target=work, daemon=True).start()
         self.down, in_a_row = True, 0
         try:
             for _ in requests:
                 request, reply, fault = done.get()
-                self.fault = str(fault) if fault else self.fault
+                self.fault = str(fault or self.fault)
                 down = fault is not None and fault.down
                 self.down, in_a_row = self.down and down, in_a_row + 1 if down else 0
                 yield request, reply
@@ -244,8 +228,7 @@ class ServerLLM(LLM):
 
 class LocalLLM(LLM):
     """A causal LM in this process, a `Policy` or a plain HF model: greedy, `batch_size` at once.
-    `cache` only with a `name` that stands for these very weights. (Of the built-in world's models
-    none reads the instruction: their chat template shows the last message only.)
+    `cache` only with a `name` that stands for these very weights.
     """
 
     def __init__(self, policy, tokenizer, max_tokens=256, batch_size=16, name="local", cache=""):
@@ -254,63 +237,49 @@ class LocalLLM(LLM):
         positions = getattr(policy.config, "max_position_embeddings", None) or 4096
         self.longest_prompt = positions - max_tokens
         if self.longest_prompt < 1:
-            size = f"the model's {positions} positions"
-            raise InputError(f"{name}: {max_tokens} new tokens do not fit {size}")
+            raise InputError(
+                f"{name}: {max_tokens} new tokens do not fit its {positions} positions"
+            )
 
     def prompt(self, request: Request) -> list[int]:
         # A text may come from a page, or from the policy that is judged: it must open no turn.
         text = strip_tags(request[1], special_texts(self.tokenizer))
-        whole = chat_text(self.tokenizer, request[0], text)
-        return self.tokenizer(whole, add_special_tokens=False)["input_ids"]
+        return encode(self.tokenizer, chat_text(self.tokenizer, request[0], text))
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
-        fit = []
-        for request in requests:
-            prompt = self.prompt(request)
-            if len(prompt) <= self.longest_prompt:
-                fit.append((request, prompt))
-            else:  # cut, it would be another question
-                self.fault = f"a prompt of {len(prompt)} tokens; {self.longest_prompt} fit"
-                yield request, None
+        prompts = {request: self.prompt(request) for request in requests}
         # Rows of like length together, the longest first: if memory runs out, then at once.
-        fit.sort(key=lambda pair: -len(pair[1]))
+        fit = sorted(requests, key=lambda request: -len(prompts[request]))
+        while fit and (size := len(prompts[fit[0]])) > self.longest_prompt:
+            self.fault = f"a prompt of {size} tokens; {self.longest_prompt} fit"
+            yield fit.pop(0), None  # cut, it would be another question
         for start in range(0, len(fit), self.batch_size):
-            some, prompts = zip(*fit[start : start + self.batch_size], strict=True)
-            yield from zip(some, self.generate(prompts), strict=True)
+            some = fit[start : start + self.batch_size]
+            yield from zip(some, self.generate([prompts[r] for r in some]), strict=True)
 
     def generate(self, prompts: Sequence[list[int]]) -> list[str]:
         ends = end_ids(self.policy, self.tokenizer)
-        pad = self.tokenizer.pad_token_id
-        pad = min(ends, default=0) if pad is None else pad
+        pad = min(ends, default=0)  # so that what stands behind an end is no text
         tokens, attention = left_padded(prompts, pad, self.policy.device)  # [B, L] each
         limits = {"max_new_tokens": self.max_tokens, "do_sample": False}
-        try:
-            with evaluating(self.policy), plain_generation(self.policy, ends, pad):
-                out = self.policy.generate(input_ids=tokens, attention_mask=attention, **limits)
-        except torch.OutOfMemoryError:
-            size = f"{len(prompts)} requests of {tokens.shape[1]} tokens"
-            advice = "use 8 bits, a smaller model, or a server"
-            raise InputError(f"{self.name}: no memory for {size} at once: {advice}") from None
-        return [self.decode(row, ends) for row in out[:, tokens.shape[1] :].tolist()]
-
-    def decode(self, ids: list[int], ends: set[int]) -> str:
-        """Up to the first end of text: behind it stands padding, which may be an ordinary token."""
-        length = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        return self.tokenizer.decode(ids[:length], **options).strip()
+        with evaluating(self.policy), plain_generation(self.policy, ends, pad):
+            out = self.policy.generate(input_ids=tokens, attention_mask=attention, **limits)
+        how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        texts = self.tokenizer.batch_decode(out[:, tokens.shape[1] :], **how)
+        return [text.strip() for text in texts]
 
 
 def load_local(path: str, max_tokens: int, in_8bit: bool, device, cache: str | Path) -> LocalLLM:
-    """Frozen: bf16 on a GPU, fp32 on CPUs, or 8-bit weights. Not `load_policy`, which refuses
-    families that cannot be trained here.
-    """
+    """A frozen model. Not by `load_policy`, which refuses families that cannot be trained here."""
     options = frozen_options(device, in_8bit)
     try:
         tokenizer = load_tokenizer(path)
         model = AutoModelForCausalLM.from_pretrained(path, **options).eval().requires_grad_(False)
         model = model if in_8bit else model.to(device)
+    except InputError as error:
+        raise InputError(str(error).removeprefix("--model ")) from None  # another model's flag
     except Exception as error:  # a broken weight file raises whatever its format's reader does
-        said = first_line(error).removeprefix(f"--model {path}: ")  # that flag is another model's
-        raise InputError(f"{path}: no causal LM could be loaded from there: {said}") from None
+        said = f"no causal LM could be loaded from there: {first_line(error)}"
+        raise InputError(f"{path}: {said}") from None
     name = f"{path}@{weights_version(path, model)}{'-8bit' * in_8bit}"
     return LocalLLM(model, tokenizer, max_tokens, name=name, cache=cache)

@@ -4,9 +4,8 @@
 
 R-Search eq. 5 pays its F1: evidence is good if a model that did not write it can answer from it.
 The reader is of another family, frozen and greedy, and reads nothing of the trajectory but the
-evidence box. All trajectories of a step are one batch. Without evidence the answer is "", and
-nobody is asked; no reply counts as "" too, and in the model's `failures`. The same reader turns the
-policy into a search tool: evidence of one model, answer of another (`answer_from_evidence`).
+evidence box. Without evidence nobody is asked, and the answer is ""; so it is without a reply. The
+same reader turns the policy into a search tool: `answer_from_evidence`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _LABEL = re.compile(r"^(?:the )?(?:final )?answer(?: is)?\s*:\s*", re.IGNORECASE
 
 
 def reader_text(question: Question, evidence: str) -> str:
-    """Evidence first, then the question, and nothing else: a tiny model reads its question last."""
+    """Evidence first: the tiny models expect their question last."""
     return f"{evidence.strip()}\n{question_text(question)}"
 
 
@@ -58,9 +57,10 @@ def answer_from_evidence(llm, records: list[dict]) -> list[dict]:
     and f1 (punctuation deleted, as R-Search scores) as `metrics`. Without evidence they are 0.
     """
     for number, record in enumerate(records, 1):
-        if missing := [field for field in ("question", "golds", "evidence") if field not in record]:
-            advice = "give predictions of a protocol with an evidence box"
-            raise InputError(f"record {number} has no {missing[0]!r}: {advice}")
+        for field in ("question", "golds", "evidence"):
+            if field not in record:
+                advice = "give predictions of a protocol with an evidence box"
+                raise InputError(f"record {number} has no {field!r}: {advice}")
     pairs = [(Question("", r["question"], r["golds"]), r["evidence"]) for r in records]
     told = []
     for record, answer in zip(records, reader_answers(llm, pairs), strict=True):

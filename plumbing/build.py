@@ -191,7 +191,7 @@ def build_parts(settings: Settings) -> Parts:
         stream=stream,
         environment=environment,
         play=play_of(settings),
-        sampler=lambda: to_sample_with(policy, copies, sharding),
+        sampler=lambda: to_sample_with(policy, copies),
         scorer=scorer,
     )
     if settings.algorithm == "ppo":  # also in stage 2 a new one: another reward has other values

@@ -1,24 +1,22 @@
-"""Many rows at different places in one key-value cache: the fast twin of the loop's `generate`.
+"""Rows at different places of one key-value cache: the fast twin of the loop's `generate`.
 
     slot 0  [prompt | sampled | documents | sampl>   ]  decodes
-         1  [prompt | sam>                           ]  decodes: a step computes the first n slots
+         1  [prompt | sam>                           ]  decodes: live rows fill the first n slots
          2  [prompt | sampled, a query>              ]  waits for its documents
-         3  [prompt | ...                            ]  free: its prompt serves others of its group
+         3  [prompt | ...                            ]  free: its prompt still serves its group
 
     catch up   the keys of all tokens of a row but the last: copied from a slot that holds them, or
-               computed by one forward of what is missing
-    decode     last tokens [n, 1] -> logits [n, V] -> a token for each row, until a turn may be over
+               computed in one forward pass
+    decode     last tokens [n, 1] -> logits [n, V] -> one token per row, until a turn may be over
 
-HF `generate` has all rows at one place: it pads, waits for the slowest, and computes every row
-again at each turn. Here a row has a length of its own. A causal LM needs no change for that: its
-forward takes position ids, a 4D mask, and a `Cache` that says where keys go and which are read.
+HF `generate` keeps all rows at one place: it pads, waits for the slowest row, and computes every
+row again at each turn. Here each row has its own length. Token i of a row has position i, stands at
+place i of its slot and sees the places j <= i. So nothing is ever erased: what an earlier row left
+behind a row's end is masked, and overwritten when the row gets there. A causal LM needs no change
+for this, since its forward takes position ids, a 4D mask and a `Cache`.
 
-    token i of a row stands at place i of its slot, has position i, and sees the places j <= i
-
-So nothing is ever erased: what an earlier row left behind a row's end is not seen, and is
-overwritten when the row gets there. The engine knows no tags: `rollout.StopRule` ends turns.
-
-Left out: paging (a slot is as long as the longest row may become) and layers with a sliding window.
+The engine knows no tags: `rollout.StopRule` ends turns. Left out: paging (a slot is as long as the
+longest row may become) and layers with a sliding window.
 """
 
 from __future__ import annotations
@@ -44,11 +42,10 @@ from rollout import Environment, StopRule, end_ids, play_by_turns
 from scale.packing import FAMILIES, windowed
 from trajectory import Trajectory
 
-# Keys are read up to the longest live row, rounded up to so many places.
-BLOCK = {"cpu": 16, "cuda": 64}
-RECORDED = 512  # the same of a recorded step: one recording for each width
+BLOCK = {"cpu": 16, "cuda": 64}  # the width that a step reads is a multiple of this
+RECORDED = 512  # the same for recorded steps: each width needs a recording of its own
 CHUNK = {"cpu": 256, "cuda": 4096}  # padded tokens of one catching-up forward: bounds its memory
-SHARE = 0.8  # of the free memory that slots may take
+SHARE = 0.8  # of the free memory may go to slots
 
 
 @dataclass(frozen=True)
@@ -70,41 +67,45 @@ class EngineSettings:
 
 
 class SlotCache(Cache):
-    """Keys and values of fixed slots. Before each forward the engine sets what it is about:
+    """Keys and values of fixed slots, [slots, size + 1, heads, D] per layer; the last place takes
+    padding. Before each forward pass the engine sets
 
-    write   (slots [n, 1], positions [n, C]): where its keys go
+    write   (slots [n, 1], positions [n, C]): where new keys go
     read    the same slots; a slice gives a view where an index would copy
-    width   how many places of them it reads
+    width   how many of their places are read
     """
 
     def __init__(self, slots: int, size: int):
-        super().__init__(layers=[])  # of the base class only its type is used
+        super().__init__(layers=[])  # only the type of the base class is used
         self.slots, self.size = slots, size
-        # Per layer [slots, size + 1, heads, D]; the last place is for padding.
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_, **__):
-        """Each layer gives [n, heads, C, D] and attends to what it gets, [n, heads, width, D]."""
+        """A layer's new keys and values [n, heads, C, D] -> what it reads, [n, heads, width, D]."""
         if layer_idx == len(self.keys):
-            self.keys.append(self._allocate(keys))
-            self.values.append(self._allocate(values))
-        return self._put(self.keys[layer_idx], keys), self._put(self.values[layer_idx], values)
+            self.keys.append(self.allocate(keys))
+            self.values.append(self.allocate(values))
+        return self.put(self.keys[layer_idx], keys), self.put(self.values[layer_idx], values)
 
-    def _put(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def put(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         held[self.write] = new.transpose(1, 2).to(held.dtype)
         return held[self.read, : self.width].transpose(1, 2)  # [n, heads, width, D]
 
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        # Under autocast the keys come out of the rotation in fp32, and attention would round all of
-        # them at every step.
-        device, dtype = like.device.type, like.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros, because weight 0 of a masked place times NaN is NaN."""
+        kind, dtype = like.device.type, like.dtype
+        if torch.is_autocast_enabled(kind):
+            # Rotated keys are fp32 here, and attention would round all of them at every step.
+            dtype = torch.get_autocast_dtype(kind)
         shape = (self.slots, self.size + 1, like.shape[1], like.shape[3])
-        if device == "cpu":
-            return untouched(shape, dtype)
-        return torch.zeros(shape, dtype=dtype, device=like.device)
+        if kind != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=like.device)
+        # Fresh pages are zero and take no memory until they are written: most rows end early.
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+        with contextlib.suppress(AttributeError, OSError):  # not every system knows it
+            memory.madvise(mmap.MADV_NOHUGEPAGE)  # a page of 2 MB would span several slots
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def copy(self, source: int, target: int, length: int) -> None:
         for held in self.keys + self.values:
@@ -117,31 +118,16 @@ class SlotCache(Cache):
             held[b, :length] = kept
 
 
-def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on a CPU that take memory only where they are written: slots are longer than most rows.
-
-    Zeros, because places not yet written are masked, but weight 0 times NaN is NaN.
-    """
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)  # fresh pages are zero
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        # A page of 2 MB would span several slots and take all of them at once.
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
-    """query [n, heads, C, D], keys and values [n, kv, width, D], mask [n, 1, C, width].
-
-    The heads / kv queries that share a key head become rows of one query matrix, so no key is
-    repeated in memory.
+    """query [n, heads, C, D], keys and values [n, kv, width, D], mask [n, 1, C, width] ->
+    [n, C, heads, D]. Queries that share a key head become rows of one matrix: no key is repeated.
     """
-    n, heads, chunk, size = query.shape  # size: D
+    n, heads, chunk, size = query.shape
     group = heads // keys.shape[1]
     stacked = query.reshape(n, heads // group, group * chunk, size)
     mask = mask if chunk == 1 else mask.repeat(1, 1, group, 1)
     out = scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scaling)
-    return out.reshape(n, heads, chunk, size).transpose(1, 2).contiguous(), None  # [n, C, heads, D]
+    return out.reshape(n, heads, chunk, size).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("slots", grouped_attention)
@@ -149,7 +135,7 @@ AttentionInterface.register("slots", grouped_attention)
 
 @contextlib.contextmanager
 def attending_to_slots(model):
-    """The model's own forward, with the attention above."""
+    """Inside, the model computes with the attention above."""
     kept = model.config._attn_implementation
     model.config._attn_implementation = "slots"
     try:
@@ -158,15 +144,15 @@ def attending_to_slots(model):
         model.config._attn_implementation = kept
 
 
-# ----------------------------------------------------------------------------------------- the rows
+# --------------------------------------------------------------------------------------- the engine
 
 
 @dataclass(eq=False)
 class Row:
-    """A text that grows in a slot. Of its `ids`, the first `cached` have keys in the slot.
+    """A text that grows in a slot, where the first `cached` of its `ids` have keys.
 
-    turn, logprobs   what it has sampled since it was added or resumed; at most `room` tokens
-    state            "live" (decodes), "waiting" (its turn is over, for `reason`), "free"
+    turn, logprobs   what it has sampled in this turn, of at most `room` tokens
+    state            "live" (decodes), "waiting" (its turn ended for `reason`), "free"
     """
 
     owner: object
@@ -180,12 +166,12 @@ class Row:
 
     @property
     def missing(self) -> int:
-        """Tokens to compute before it can decode: the next step takes the last one itself."""
+        """Tokens to catch up. The last one has its keys computed by the step that reads it."""
         return len(self.ids) - 1 - self.cached
 
 
 class Engine:
-    """Add rows while there are free slots, `decode`, resume or release each row whose turn is over.
+    """Add rows while slots are vacant; `decode`; resume or free each row whose turn is over.
 
     rule     ends turns: `watched` token ids may, and `reason(turn, room)` says whether one did
     graphs   decoding steps are recorded as CUDA graphs
@@ -203,10 +189,9 @@ class Engine:
         self.slot_ids = torch.arange(slots, device=self.device)
         self.places = torch.arange(size, device=self.device)
         vocab = model.get_output_embeddings().weight.shape[0]
-        self.alarm = torch.zeros(vocab, dtype=torch.bool)  # [V]
-        self.alarm[[i for i in rule.watched if i < vocab]] = True
-        self.alarm = self.alarm.to(self.device)
-        self.recordings: dict[tuple[int, int], Recording] = {}  # by (slots, width)
+        alarm = [token in rule.watched for token in range(vocab)]
+        self.alarm = torch.tensor(alarm, device=self.device)  # [V]
+        self.recordings, self.pool = {}, None  # by (slots, width); the memory they share
 
     def in_state(self, state: str) -> list[Row]:
         return [row for row in self.rows if row and row.state == state]
@@ -215,12 +200,8 @@ class Engine:
     def vacant(self) -> list[int]:
         return [slot for slot, row in enumerate(self.rows) if not row or row.state == "free"]
 
-    @property
-    def taken(self) -> int:
-        return len(self.rows) - len(self.vacant)
-
     def add(self, owner, ids: list[int], room: int) -> None:
-        """Give a free slot to a row; best the one that a sample of the same prompt has left."""
+        """Give a vacant slot to a row; best the one that a sample of the same prompt has left."""
         row, slots = Row(owner, list(ids), room), self.vacant
         donor = self.donor(row)
         slot = donor if donor in slots else slots[0]
@@ -233,13 +214,8 @@ class Engine:
         row.ids, row.room, row.state, row.reason = list(ids), room, "live", None
         row.turn, row.logprobs = [], []
 
-    def release(self, row: Row) -> None:
-        row.state = "free"
-
-    # ---------------------------------------------------------------------------------- catching up
-
     def donor(self, row: Row) -> int | None:
-        """A slot, free or not, that holds all that `row` is missing: a sample of its prompt."""
+        """A slot, free or not, that holds all that `row` must catch up: a sample of its prompt."""
         need = len(row.ids) - 1
         for slot, held in enumerate(self.rows):
             other = held and held is not row and held.cached >= need
@@ -253,7 +229,7 @@ class Engine:
             self.cache.copy(donor, slot, row.cached)
 
     def catch_up(self) -> None:
-        """Live rows' tokens but the last get their keys. Equal texts are computed once."""
+        """Bring all live rows to their last token. Equal texts are computed once."""
         behind = [row for row in self.in_state("live") if row.missing]
         self.prefill(list({tuple(row.ids): row for row in behind}.values()))
         for row in behind:
@@ -261,30 +237,28 @@ class Engine:
                 self.share(self.donor(row), self.rows.index(row), row)
 
     def prefill(self, rows: list[Row]) -> None:
-        """Forwards of at most CHUNK padded tokens, without the head. Rows that miss about as much
-        go together, a row that misses more goes in pieces.
+        """Forward passes of at most CHUNK padded tokens, without the output head. Rows that miss
+        about as much go together; a row that misses more than CHUNK goes in pieces.
         """
         most = CHUNK.get(self.device.type, 2048)
         while rows := sorted((row for row in rows if row.missing), key=lambda row: row.missing):
             longest = min(rows[-1].missing, most)
             batch = rows[-max(1, most // longest) :]
-            chunks = [row.ids[row.cached : row.cached + min(row.missing, longest)] for row in batch]
+            chunks = [row.ids[row.cached : -1][:longest] for row in batch]
             padded = [chunk + [0] * (longest - len(chunk)) for chunk in chunks]
             tokens = torch.tensor(padded, device=self.device)  # [n, C]
-            # Padding stands behind its row's end, not seen and overwritten later; at the slot's end
-            # in the last place.
+            # Padding goes behind the row's end, where it is masked and overwritten later; beyond
+            # the slot's end it goes to the last place.
             starts = torch.tensor([[row.cached] for row in batch], device=self.device)  # [n, 1]
             positions = (starts + self.places[:longest]).clamp(max=self.cache.size)  # [n, C]
             slots = torch.tensor([self.rows.index(row) for row in batch], device=self.device)
-            self.aim(slots, slots, positions, max(row.cached for row in batch) + longest)
-            self.model.base_model(**self.inputs(tokens, positions))
+            width = max(row.cached for row in batch) + longest
+            self.model.base_model(**self.inputs(tokens, positions, width, slots, slots))
             for row, chunk in zip(batch, chunks, strict=True):
                 row.cached += len(chunk)
 
-    # ------------------------------------------------------------------------------------- decoding
-
     def decode(self) -> list[Row]:
-        """Live rows sample until at least one's turn is over; such rows wait then."""
+        """Live rows sample until at least one turn is over. Returns those rows: they wait now."""
         over: list[Row] = []
         while not over and (live := self.in_state("live")):
             self.arrange(len(live))
@@ -300,7 +274,7 @@ class Engine:
         strays = [slot for slot in range(count, len(live)) if live[slot]]
         for a, b in zip(places, strays, strict=True):
             out, row = self.rows[a], self.rows[b]
-            if out and out.state == "waiting":
+            if out and out.state == "waiting":  # it will need its keys
                 self.cache.swap(a, b, max(out.cached, row.cached))
             else:
                 self.cache.copy(b, a, row.cached)
@@ -308,8 +282,8 @@ class Engine:
             self.rows[a], self.rows[b] = row, out
 
     def sample(self, rows: list[Row]) -> list[Row]:
-        """Steps up to the first watched token or the first full turn. On a GPU the look at `alarm`
-        is the only wait.
+        """Steps up to the first watched token or full turn. Returns the rows whose turn is over. On
+        a GPU, looking at `alarm` is the only wait.
         """
         tokens = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)  # [n, 1]
         positions = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
@@ -331,52 +305,8 @@ class Engine:
         row.cached += len(ids)
         if ids[-1] in self.rule.watched or len(row.turn) >= row.room:
             row.reason = self.rule.reason(row.turn, row.room)
-        row.state = "waiting" if row.reason else "live"
-        return bool(row.reason)
-
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """[n, 1] tokens at [n, 1] positions of the first n slots -> logits [n, V]."""
-        if self.graphs:
-            return self.replay(tokens, positions, width)
-        self.aim(self.slot_ids[: len(tokens)], slice(len(tokens)), positions, width)
-        return self.forward(tokens, positions)
-
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.model(**self.inputs(tokens, positions)).logits[:, -1]
-
-    def replay(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """The same from a recording, which is of one shape: slots are rounded up to a power of two,
-        the width to RECORDED. The slots too many compute at their last place, where nobody looks.
-        """
-        count = len(tokens)
-        slots = min(1 << (count - 1).bit_length(), self.cache.slots)
-        tokens = pad(tokens, (0, 0, 0, slots - count))  # [slots, 1]
-        positions = pad(positions, (0, 0, 0, slots - count), value=self.cache.size)
-        width = self.rounded(width, RECORDED)
-        if (slots, width) not in self.recordings:
-            self.aim(self.slot_ids[:slots], slice(slots), positions, width)
-            self.recordings[slots, width] = Recording(self, tokens, positions)
-        return self.recordings[slots, width](tokens, positions)[:count]
-
-    def aim(self, slots, read: slice | torch.Tensor, positions, width: int) -> None:
-        self.cache.write, self.cache.read = (slots[:, None], positions), read
-        self.cache.width = self.rounded(width, self.block)
-
-    def rounded(self, width: int, block: int) -> int:
-        return min(-(-width // block) * block, self.cache.size)
-
-    def inputs(self, tokens: torch.Tensor, positions: torch.Tensor) -> dict:
-        """Place j is seen from i where j <= i."""
-        hidden = self.places[: self.cache.width] > positions[..., None]  # [n, C, width]
-        # Added to the scores: a mask of bools would be made into this one anew in every layer.
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
-        return {
-            "input_ids": tokens,
-            "position_ids": positions,
-            "attention_mask": mask.masked_fill_(hidden, float("-inf"))[:, None],
-            "past_key_values": self.cache,
-            "use_cache": True,
-        }
+            row.state = "waiting" if row.reason else "live"
+        return row.state == "waiting"
 
     def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, V] -> a token for each row and its log-prob in the full distribution, [n, 1] each."""
@@ -388,91 +318,107 @@ class Engine:
             tokens = pick(kept.softmax(-1))
         return tokens, scores.gather(1, tokens) - scores.logsumexp(-1, keepdim=True)
 
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+        """[n, 1] tokens at [n, 1] positions of the first n slots -> logits [n, V]."""
+        step = self.replay if self.graphs else self.step
+        return step(tokens, positions, width)
+
+    def step(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+        n = len(tokens)
+        inputs = self.inputs(tokens, positions, width, self.slot_ids[:n], slice(n))
+        return self.model(**inputs).logits[:, -1]
+
+    def inputs(self, tokens, positions, width: int, slots, read: slice | torch.Tensor) -> dict:
+        """The arguments of a forward pass over tokens [n, C] in `slots` [n]; aims the cache."""
+        cache = self.cache
+        cache.write, cache.read = (slots[:, None], positions), read
+        cache.width = self.rounded(width, self.block)
+        hidden = self.places[: cache.width] > positions[..., None]  # [n, C, width]
+        # Added to the scores: a mask of bools would be made into this one anew in every layer.
+        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
+        return {
+            "input_ids": tokens,
+            "position_ids": positions,
+            "attention_mask": mask.masked_fill_(hidden, float("-inf"))[:, None],
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+
+    def rounded(self, width: int, block: int) -> int:
+        return min(-(-width // block) * block, self.cache.size)
+
+    def replay(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+        """`step` as a CUDA graph. A step is a few hundred kernels, and Python needs longer to ask
+        for them than the GPU to run them; a graph starts them all at once.
+
+        A graph has one shape: n is rounded up to a power of two, and the slots too many compute at
+        their last place, which nobody reads. It knows addresses: new inputs are copied to them.
+        """
+        count = len(tokens)
+        n = min(1 << (count - 1).bit_length(), self.cache.slots)
+        tokens = pad(tokens, (0, 0, 0, n - count))  # [n, 1]
+        positions = pad(positions, (0, 0, 0, n - count), value=self.cache.size)
+        width = self.rounded(width, RECORDED)
+        if (n, width) not in self.recordings:
+            held = (tokens.clone(), positions.clone())
+            graph, logits = record(functools.partial(self.step, *held, width), self.pool)
+            self.recordings[n, width] = graph, *held, logits
+            self.pool = graph.pool()  # all share the memory of the first: they never run at once
+        graph, held_tokens, held_positions, logits = self.recordings[n, width]
+        held_tokens.copy_(tokens)
+        held_positions.copy_(positions)
+        graph.replay()
+        return logits[:count]
+
 
 def pick(probabilities: torch.Tensor) -> torch.Tensor:
-    """[n, V] -> one index of each row, [n, 1]: where the running sum passes a uniform number.
+    """[n, V] -> one index per row, [n, 1]: the first whose running sum exceeds a uniform number.
 
-    On CPUs that is 2 to 10 times faster than multinomial, which draws V numbers per row. In fp64:
-    fp32 rounds away the small probabilities at the end of a long sum. (On GPUs a running sum may
-    differ from run to run: not for seeds.)
+    2 to 10 times faster on a CPU than multinomial, which draws V numbers per row. (On a GPU running
+    sums differ from run to run, so a seed would not repeat.)
     """
     if probabilities.is_cuda:
         return torch.multinomial(probabilities, 1)
-    sums = probabilities.cumsum(-1, dtype=torch.float64)  # [n, V]
+    sums = probabilities.cumsum(-1, dtype=torch.float64)  # [n, V]; fp32 would round small ones away
     points = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
     found = torch.searchsorted(sums, points, right=True)  # right: never one of probability 0
     return found.clamp(max=sums.shape[1] - 1)
 
 
-class Recording:
-    """A decoding step of one shape as a CUDA graph: a few hundred kernels that a GPU then starts by
-    itself. Without it, Python takes longer to ask for them than the GPU to run them.
-
-    Addresses are recorded: inputs are copied into the recorded ones, and outputs are read where
-    they were written.
-    """
-
-    def __init__(self, engine: Engine, tokens: torch.Tensor, positions: torch.Tensor):
-        self.tokens, self.positions = tokens.clone(), positions.clone()
-        cache = engine.cache
-        cache.write = (cache.write[0], self.positions)  # where keys go is an input too
-        # All share the memory of the first: they never run at once.
-        pool = next((other.graph.pool() for other in engine.recordings.values()), None)
-        step = functools.partial(engine.forward, self.tokens, self.positions)
-        self.graph, self.logits = record(step, pool)
-
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        self.tokens.copy_(tokens)
-        self.positions.copy_(positions)
-        self.graph.replay()
-        return self.logits
-
-
 def record(step: Callable[[], torch.Tensor], pool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """(the graph, where each replay leaves its result).
-
-    Trap: libraries take memory at their first call on a stream, which a recording must not see. So
-    the step runs twice before it on the same stream; it writes the same keys to the same places. A
-    search that runs late in its thread may take memory meanwhile: "thread_local".
-    """
-    aside = recording_stream(torch.cuda.current_device())
-    aside.wait_stream(torch.cuda.current_stream())
+    """(the graph, the tensor in which each replay leaves its result)."""
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: a search that is late in its own thread may allocate memory meanwhile
+    recording = torch.cuda.graph(graph, pool, capture_error_mode="thread_local")
+    aside, main = recording.capture_stream, torch.cuda.current_stream()
+    aside.wait_stream(main)
     with torch.cuda.stream(aside):
+        # Trap: libraries allocate memory at their first call on a stream, and a recording must not
+        # see that. So the step runs before; it writes the same keys to the same places.
         for _ in range(2):
             step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
+    main.wait_stream(aside)
+    with recording:
         result = step()
     return graph, result
-
-
-@functools.cache
-def recording_stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # one: cuBLAS keeps 32 MB for each stream it has seen
 
 
 # -------------------------------------------------------------------------------------- the rollout
 
 
 def play_in_slots(
-    policy: Policy,
-    environment: Environment,
-    trajectories: list[Trajectory],
-    progress: Callable[[int], None] | None = None,
+    policy: Policy, environment: Environment, trajectories: list[Trajectory], progress=None
 ) -> None:
-    """`rollout.play_by_turns` in slots, where no row waits for the slowest. A model that cannot be
-    driven so is sampled from by plain `generate`, with a warning.
-    """
+    """`rollout.play_by_turns` in slots; itself, with a warning, where slots cannot be used."""
+    if not trajectories:
+        return
     model, settings = policy.language_model, environment.settings
-    # One autocast around all of it: on a GPU the weights' bf16 copy is made once.
+    # One autocast around all of it: the weights' bf16 copy is made once.
     with evaluating(model), policy.autocast():
-        size = max((environment.longest(len(t.prompt_ids)) for t in trajectories), default=0)
-        wanted = min(settings.rollout_batch_size or len(trajectories), len(trajectories))
-        slots = min(wanted, affordable(model, size))
-        problem = obstacle(model)
-        if wanted and not slots:
-            problem = problem or f"no memory for one row of {size} tokens"
+        size = max(environment.longest(len(t.prompt_ids)) for t in trajectories)
+        slots = min(settings.rollout_batch_size or len(trajectories), len(trajectories))
+        slots = min(slots, affordable(model, size))
+        problem = obstacle(model) or ("" if slots else f"no memory for one row of {size} tokens")
         if not problem:
             ends = end_ids(policy, environment.tokenizer)
             rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, ends)
@@ -485,44 +431,28 @@ def play_in_slots(
 
 
 def play_queue(
-    engine: Engine,
-    environment: Environment,
-    queue: deque[Trajectory],
-    progress: Callable[[int], None] | None,
+    engine: Engine, environment: Environment, queue: deque[Trajectory], progress=None
 ) -> None:
     """Each row that ends gives its slot to the next of the queue. Searches are batched: wait until
     at least half of the running rows want one.
     """
-    while queue or engine.taken:
+    while queue or len(engine.vacant) < len(engine.rows):
         while queue and engine.vacant:
             trajectory = queue.popleft()
             engine.add(trajectory, trajectory.ids, environment.turn_room(trajectory))
-        before = engine.taken
         for row in engine.decode():
             environment.end_turn(row.owner, row.turn, row.logprobs, row.reason)
-            if row.owner.stop_reason:
-                engine.release(row)
-        asking = engine.in_state("waiting")
+        asking = [row for row in engine.in_state("waiting") if not row.owner.stop_reason]
         if len(asking) >= len(engine.in_state("live")):
             environment.answer([row.owner for row in asking])
             for row in asking:
-                if row.owner.stop_reason:
-                    engine.release(row)
-                else:
+                if not row.owner.stop_reason:
                     engine.resume(row, row.owner.ids, environment.turn_room(row.owner))
-        if progress and before > engine.taken:
-            progress(before - engine.taken)
-
-
-def can_record(device: torch.device) -> bool:
-    # Not under autocast: its copies of the weights are dropped with it, and a recording would go on
-    # reading them.
-    if device.type == "cuda" and not torch.is_autocast_enabled("cuda"):
-        return True
-    warn_once(
-        "--engine graphs: nothing is recorded on a CPU, nor where autocast computes (no bf16 copy)"
-    )
-    return False
+        ended = [row for row in engine.in_state("waiting") if row.owner.stop_reason]
+        for row in ended:
+            row.state = "free"
+        if progress and ended:
+            progress(len(ended))
 
 
 @functools.cache
@@ -531,7 +461,7 @@ def warn_once(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-# -------------------------------------------------------------------------- what it can be used for
+# ------------------------------------------------------------------------ what the engine can drive
 
 
 def obstacle(model) -> str:
@@ -550,37 +480,40 @@ def obstacle(model) -> str:
 
 @torch.no_grad()
 def agrees(model) -> bool:
-    """Six tokens at once, and two rows of them in slots, one of them in two pieces: are the last
-    logits the same?
-    """
-    ids = list(range(6))
+    """Has the last of six tokens the same logits in a slot as in the whole text?"""
+    ids = torch.arange(6, device=model.device)[None]  # [1, 6]
     try:
-        whole = model(input_ids=torch.tensor([ids], device=model.device)).logits[:, -1]  # [1, V]
-        engine = Engine(model, 2, 8, SimpleNamespace(watched=set()))
-        engine.add(None, ids[:3], 1)
-        engine.add(None, ids, 1)
+        whole = model(input_ids=ids).logits[:, -1]  # [1, V]
+        engine = Engine(model, 1, 8, SimpleNamespace(watched=set()))
+        engine.add(None, ids[0].tolist(), 1)
         with attending_to_slots(model):
             engine.catch_up()
-            engine.rows[0].ids = ids
-            engine.catch_up()
-            last = torch.tensor([[5], [5]], device=model.device)
-            logits = engine.logits(last, last, 6)  # [2, V]
+            logits = engine.logits(ids[:, -1:], ids[:, -1:], 6)  # [1, V]
         return bool((logits - whole).abs().max() <= 2e-2 * whole.abs().max())
     except Exception:  # whatever a forward that was not made for this raises
         return False
+
+
+def can_record(device: torch.device) -> bool:
+    # Under autocast a recording would go on reading copies of the weights that are dropped.
+    if device.type == "cuda" and not torch.is_autocast_enabled("cuda"):
+        return True
+    where = "on a CPU, nor where autocast computes (no bf16 copy)"
+    warn_once(f"--engine graphs: nothing is recorded {where}")
+    return False
 
 
 def affordable(model, size: int) -> int:
     """Slots of `size` places that fit in the free memory, each with its row's logits (16 bytes for
     one of V). A container's own limit is not known on a CPU: --rollout_batch_size bounds it.
     """
-    free, each = free_memory(model.device), model.dtype.itemsize
-    if torch.is_autocast_enabled(model.device.type):
-        each = torch.get_autocast_dtype(model.device.type).itemsize
-        # the copy that autocast is about to make of weights in fp32
-        free -= each * sum(p.numel() for p in model.parameters() if p.dtype == torch.float32)
-    per_slot = place_bytes(model.config, each) * (size + 64) + 16 * model.config.vocab_size
-    return max(0, int(SHARE * free / per_slot))
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch holds unused
+        free = torch.cuda.mem_get_info(model.device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    per_slot = place_bytes(model.config, model.dtype.itemsize) * (size + 64)
+    return int(SHARE * free / (per_slot + 16 * model.config.vocab_size))
 
 
 def place_bytes(config, bytes_each: int) -> int:
@@ -588,10 +521,3 @@ def place_bytes(config, bytes_each: int) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * width * bytes_each
-
-
-def free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch holds unused
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available

@@ -1,25 +1,24 @@
-"""LoRA: the weights stay as they are, and beside each matrix a product of two thin ones is learned.
+"""LoRA: beside each frozen matrix, the product of two thin ones is learned.
 
     h = W x + (α / r) · B A x
     W [out, in] frozen;  A [r, in] random;  B [out, r] zero, so the first step is at π_0
 
-At 7B and r = 16 that is 40M trained weights in place of 7.6 billion: gradients and Adam's moments
-shrink by the same factor. Three things follow:
-  * the frozen W may be bf16 or int8, since no small step has to survive in it; A and B are fp32;
-  * π_ref is the policy with B A left out: no second model is loaded (`without_lora`);
-  * a checkpoint holds W + (α / r) B A, a plain HF model (`merged_state`); a run that goes on needs
-    A and B themselves (`lora_state`) and the W it began with: taking B A off the sum again would
-    round.
+At 7B and r = 16 that is 40M trained weights in place of 7.6 billion; gradients and Adam's moments
+shrink with them.
+  * W may be bf16 or int8, since no small step has to survive in it; A and B are fp32.
+  * π_ref is the policy with B A left out (`without_lora`): no second model is loaded.
+  * A checkpoint holds W + (α / r) B A, a plain HF model. A run that goes on needs A and B
+    themselves (`lora_state`) and the W it began with: taking B A off the sum again would round.
 
-The layers are those of `peft`, put into the model in place: its class, its backbone and its head
-stay what they were. Left out: dropout (what is sampled and what is scored must be one model), DoRA,
-several adapters, a choice of matrices (all but the output head have A and B).
+The layers are those of `peft`, put into the model in place. Left out: dropout (what is sampled and
+what is scored must be one model), DoRA, several adapters, a choice of matrices (all but the head).
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -56,24 +55,7 @@ def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
 
 
 def has_lora(model: nn.Module) -> bool:
-    return any(MARK in name for name, _ in model.named_parameters())
-
-
-def lora_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "base_layer")]
-
-
-@contextlib.contextmanager
-def without_lora(model: nn.Module):
-    """The frozen model inside: h = W x."""
-    layers = [layer for _, layer in lora_layers(model)]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
+    return bool(lora_state(model))
 
 
 def lora_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -89,18 +71,39 @@ def load_lora(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
         parameter.copy_(state[name])
 
 
+def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: layer for name, layer in model.named_modules() if hasattr(layer, "base_layer")}
+
+
+@contextlib.contextmanager
+def without_lora(model: nn.Module):
+    """The frozen model inside: h = W x."""
+    layers = lora_layers(model).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
 @torch.no_grad()
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, W + (α / r) B A) one by one, under the names that a model without LoRA has. Other
+    weights, and all of a model without LoRA, come as they are; int8 becomes fp32.
+    """
+    state, layers = model.state_dict(), lora_layers(model)
+    for name, weight in state.items():
+        if MARK in name or name.endswith((".SCB", ".weight_format")):
+            continue
+        if (largest := state.get(name.removesuffix("weight") + "SCB")) is not None:
+            weight = weight.float() * largest[:, None] / 127  # [out, in]  127 is a row's largest
+        if (layer := layers.get(name.removesuffix(".base_layer.weight"))) is not None:
+            weight = weight.float() + layer.get_delta_weight(ADAPTER).float()
+        yield name.replace(".base_layer.", "."), weight
+
+
 def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """W + (α / r) B A in fp32 on the CPU, under the names that a model without LoRA has."""
-    state = {}
-    for name, weight in model.state_dict().items():
-        if MARK not in name and "weight_format" not in name:
-            state[name] = weight.cpu()
-    # int8: SCB is a row's largest value, which is its 127
-    for name in [name for name in state if name.endswith(".SCB")]:
-        weight = name.replace(".SCB", ".weight")
-        state[weight] = state[weight].float() * state.pop(name)[:, None] / 127  # [out, in]
-    for name, layer in lora_layers(model):
-        learned = layer.get_delta_weight(ADAPTER).float().cpu()  # [out, in]
-        state[f"{name}.base_layer.weight"] = state[f"{name}.base_layer.weight"].float() + learned
-    return {name.replace(".base_layer.", "."): w.float() for name, w in state.items()}
+    """The merged weights in fp32 on the CPU."""
+    return {name: weight.float().cpu() for name, weight in merged_weights(model)}

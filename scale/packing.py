@@ -5,22 +5,19 @@
                c c c c . . . .        groups     1 row of 8 | 2 rows of 4 | 1 row of 2
                d d . . . . . .
 
-Everything in a transformer but attention treats each token by itself: it does not care where texts
-begin and end, if each token has its position in its own text. Attention is computed group by group:
-a group's rows are as long as each other, to within SLACK tokens, so a group is a view of the packed
-tensor and nothing is copied, masked or built for it.
+Everything in a transformer but attention treats each token by itself, given the token's position in
+its own text. Attention is computed group by group: the rows of a group are equally long to within
+SLACK tokens, so a group is a view of the packed tensor. Nothing is copied, masked or built for it.
 
-Three things are not computed: padding, which causal attention lets no text see; what a text says
-behind the last token that is asked for; and the last layer's feed-forward part of all tokens that
-are not asked for. Left out: texts that share a prompt share no computation of it; layers with a
-sliding window and families not listed below go through padded.
+Three things are not computed: padding; what stands behind the last wanted token of a text; and the
+last layer's feed-forward part of all tokens that are not wanted. Left out: computing a common
+prompt once; other families and layers with a sliding window, whose texts are padded.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -28,39 +25,28 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-# Tokens of padding that a row may get for a group of more rows: a group costs a call per layer.
-SLACK = 4
+SLACK = 4  # tokens of padding per row: fewer groups, each of which costs a call per layer
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
-@dataclass(frozen=True)
-class Packed:
-    """N tokens of B texts."""
-
-    ids: torch.Tensor  # [1, N]
-    positions: torch.Tensor  # [1, N]  each token's place in its own text
-    groups: list[tuple[int, int]]  # (rows, length) of each, in order
-    starts: torch.Tensor  # [B]  where each text begins
-
-
 def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """tokens [B, L], right-padded, and wanted [B, T] bool -> the last hidden states of the n places
-    that are wanted, row by row: [n, H].
+    """tokens [B, L], right-padded, and wanted [B, T] bool -> last hidden states [n, H] of the n
+    wanted places, row by row.
     """
     columns = torch.arange(wanted.shape[1], device=tokens.device)  # [T]
-    if not packs(backbone.config):
+    if not packs(backbone.config):  # padded
         hidden = backbone(input_ids=tokens, use_cache=False).last_hidden_state  # [B, L, H]
         return hidden[:, : len(columns)][wanted]
-    packed = pack(tokens, lengths_of(wanted))
-    places = (packed.starts[:, None] + columns)[wanted]  # [n]
+    ids, positions, groups, starts = pack(tokens, lengths_of(wanted))
+    places = (starts[:, None] + columns)[wanted]  # [n]
     with last_layer_at(backbone, places):
         output = backbone(
-            input_ids=packed.ids,
-            position_ids=packed.positions,
-            groups=packed.groups,
+            input_ids=ids,
+            position_ids=positions,
+            groups=groups,
             use_cache=False,
-            # Trap: without a mask the model builds one of N x N. One of four dimensions is handed
-            # on untouched; ours is not read.
+            # Trap: without a mask the model builds one of N x N. One of 4 dimensions is handed on
+            # untouched; this one is not read.
             attention_mask=tokens.new_zeros(1, 1, 1, 1),
         )
     return output.last_hidden_state[0, places]
@@ -68,14 +54,12 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
 
 @contextlib.contextmanager
 def last_layer_at(backbone, places: torch.Tensor):
-    """The last layer's feed-forward part is computed at `places` [n] only: behind its attention no
-    token is read by another.
-
-    Not with gradient checkpointing, which computes the layer again when this is over.
+    """The last layer's feed-forward part is computed at `places` [n] only: after its attention no
+    token reads another. Not with gradient checkpointing, which computes the layer again later.
     """
     layer = backbone.layers[-1]
     own, whole = vars(layer.mlp), layer.mlp.forward
-    kept = dict(own)  # somebody else may have put a forward of theirs there
+    kept = dict(own)  # it may have a forward of its own already
 
     def at_places(hidden: torch.Tensor) -> torch.Tensor:
         asked = whole(hidden.index_select(1, places))  # [1, n, H]
@@ -96,8 +80,10 @@ def lengths_of(wanted: torch.Tensor) -> list[int]:
     return (wanted * columns).amax(1).clamp(min=1).tolist()
 
 
-def pack(tokens: torch.Tensor, lengths: list[int], slack: int = SLACK) -> Packed:
-    """The first lengths[b] tokens of each row of `tokens` [B, L], and up to `slack` more."""
+def pack(tokens: torch.Tensor, lengths: list[int], slack: int = SLACK) -> tuple:
+    """The first lengths[b] tokens of each row of `tokens` [B, L], and up to `slack` more: (ids
+    [1, N], their positions [1, N], (rows, length) of each group, where each text begins [B]).
+    """
     pieces, positions, groups, starts, count = [], [], [], [0] * len(lengths), 0
     for rows in grouped(lengths, lambda group, row: lengths[group[0]] - lengths[row] <= slack):
         length = lengths[rows[0]]
@@ -107,7 +93,7 @@ def pack(tokens: torch.Tensor, lengths: list[int], slack: int = SLACK) -> Packed
         for row in rows:
             starts[row], count = count, count + length
     ids, positions = torch.cat(pieces)[None], torch.cat(positions)[None]  # [1, N]
-    return Packed(ids, positions, groups, torch.tensor(starts, device=tokens.device))
+    return ids, positions, groups, torch.tensor(starts, device=tokens.device)
 
 
 def grouped(lengths: list[int], fits: Callable[[list[int], int], bool]) -> list[list[int]]:
@@ -126,22 +112,20 @@ def grouped(lengths: list[int], fits: Callable[[list[int], int], bool]) -> list[
 
 
 def packed_attention(module, query, key, value, mask, groups=None, **options):
-    """query [1, heads, N, D], key and value [1, kv, N, D] -> [1, N, heads, D]: each token sees its
-    own text's past. Without groups, as `generate` calls it, this is plain attention.
+    """query [1, heads, N, D], key and value [1, kv, N, D] -> [1, N, heads, D]: each token sees the
+    past of its own text. Without groups, as `generate` calls it, this is plain attention.
     """
     if groups is None:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
+    how = {"scale": options.get("scaling"), "enable_gqa": query.shape[1] != key.shape[1]}
     parts, begin = [], 0
-    shared = query.shape[1] != key.shape[1]  # several queries share a key head
     for rows, length in groups:
         cut = slice(begin, begin + rows * length)
         # [1, heads, rows · length, D] -> [rows, heads, length, D], a view
-        q, k, v = (
+        views = (
             x[0, :, cut].unflatten(1, (rows, length)).transpose(0, 1) for x in (query, key, value)
         )
-        out = scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=options.get("scaling"), enable_gqa=shared
-        )
+        out = scaled_dot_product_attention(*views, is_causal=True, **how)
         parts.append(out.transpose(1, 2).flatten(0, 1))  # [rows · length, heads, D]
         begin = cut.stop
     return torch.cat(parts)[None], None
@@ -152,9 +136,8 @@ AttentionMaskInterface.register("packed", sdpa_mask)
 
 
 def allow_packing(model) -> None:
-    """Give a model the attention above, if it is of a kind that hands `groups` on to it.
-
-    For good, not for a call: gradient checkpointing computes layers again in the backward pass.
+    """Give a model the attention above, if its family hands `groups` on to it. For good, not for a
+    call: gradient checkpointing computes layers again in the backward pass.
     """
     config = model.config
     plain = config.model_type in FAMILIES and config._attn_implementation == "sdpa"
@@ -167,7 +150,7 @@ def packs(config) -> bool:
 
 
 def windowed(config) -> str:
-    """The kinds of its layers that do not see all tokens before; "" if all do."""
+    """The kinds of layers that do not see all tokens before; "" if all do."""
     others = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
     window = "a sliding window" if getattr(config, "sliding_window", None) else ""
     return ", ".join(sorted(others)) or window

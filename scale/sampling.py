@@ -4,12 +4,10 @@
          ▲                   (thrown away)                │
          └──────── update: log-probs of the trained ◄─────┘   logprob_gap: mean |one − the other|
 
-A decoding step reads every weight for every token, so bytes are time: 2 per weight in place of 4,
-and nothing is rounded at each step, as autocast would. The copy is made when a rollout begins, of
-the weights behind the last update, and goes when it ends: the update has its memory.
-
+A decoding step reads every weight for every token, so bytes are time: 2 per weight, not 4, and no
+rounding at each step, as under autocast. The copy lives for one rollout: the update has its memory.
   * LoRA: the copy is W + (α / r) B A, so no token pays for the thin matrices.
-  * Weights in parts (shards.py) are put together one by one: no process ever holds all in fp32.
+  * Weights in parts (shards.py) are put together one by one: no process holds all in fp32.
   * The samples are the copy's, not quite the policy's: π_old must be scored again.
 
 Left out: int8 weights (a copy of them in bf16 would take what they saved), fp8.
@@ -24,8 +22,8 @@ import torch
 from torch import nn
 
 from policy import Policy, plain_config
-from scale.lora import ADAPTER, lora_layers
-from scale.shards import full, whole
+from scale.lora import merged_weights
+from scale.shards import full, in_parts
 
 
 def wants_copy(choice: str, device: torch.device, in_8bit: bool) -> bool:
@@ -34,22 +32,15 @@ def wants_copy(choice: str, device: torch.device, in_8bit: bool) -> bool:
 
 
 @contextlib.contextmanager
-def to_sample_with(policy: Policy, copies: bool, sharding: str = "ddp") -> Iterator[Policy]:
-    """A bf16 copy of the policy, or the policy itself with all its weights together. All processes
-    must enter it at once.
+def to_sample_with(policy: Policy, copies: bool) -> Iterator[Policy]:
+    """A bf16 copy of the policy, or the policy itself; of weights in parts, a whole copy in fp32.
+    All processes must enter it at once.
     """
-    if copies:
-        with sampling_copy(policy) as copy:
-            yield copy
+    if copies or in_parts(policy):
+        dtype = torch.bfloat16 if copies else torch.float32
+        yield Policy(copy_of(policy.language_model, dtype)).eval().requires_grad_(False)
     else:
-        with whole(policy, sharding):
-            yield policy
-
-
-@contextlib.contextmanager
-def sampling_copy(policy: Policy, dtype: torch.dtype = torch.bfloat16) -> Iterator[Policy]:
-    """A policy of the same weights in `dtype`, for as long as the block lasts."""
-    yield Policy(copy_of(policy.language_model, dtype)).eval().requires_grad_(False)
+        yield policy
 
 
 @torch.no_grad()
@@ -60,9 +51,9 @@ def copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     copy.generation_config = model.generation_config
     copy.tie_weights()  # `to_empty` has torn them apart
     own = dict(copy.named_parameters())  # of two that are tied, the first
-    for name, weight in plain_weights(model, dtype):
+    for name, weight in merged_weights(model):
         if name in own:
-            own.pop(name).copy_(weight)
+            own.pop(name).copy_(full(weight.to(dtype)))  # parts are rounded before they travel
     if own:
         raise RuntimeError(f"weights that the policy does not have: {', '.join(own)}")
     # Not of `dtype`: rotary frequencies in bf16 would move every position.
@@ -71,17 +62,3 @@ def copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         for name in module._buffers:
             module._buffers[name] = buffers[f"{module_name}.{name}".lstrip(".")].clone()
     return copy
-
-
-def plain_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole weight) one by one, with LoRA merged and named as without it; parts are rounded
-    before they travel.
-    """
-    layers = dict(lora_layers(model))
-    for name, weight in model.named_parameters():
-        owner = name.removesuffix(".base_layer.weight")
-        if owner != name and owner in layers:
-            learned = layers[owner].get_delta_weight(ADAPTER).float()
-            yield f"{owner}.weight", weight.float() + learned
-        elif ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), full(weight.to(dtype))

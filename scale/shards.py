@@ -1,23 +1,21 @@
 """Weights in parts: each of n processes keeps 1/n of the weights, their gradients and moments.
 
     ddp      all of it on every process; gradients are averaged                  configs/ddp.yaml
-    zero2    parts; put together for a forward pass, cut again behind its backward     zero2.yaml
-    fsdp2    parts; put together layer by layer, cut again behind each                 fsdp2.yaml
+    zero2    parts; put together for a forward pass, cut again after its backward     zero2.yaml
+    fsdp2    parts; put together layer by layer, cut again after each                 fsdp2.yaml
 
-Both are PyTorch's `fully_shard`. It puts weights together inside `forward`, by a call in which all
-processes take part:
-  * whoever makes one forward pass more than the others waits for ever: `policy.micro_batches`
-    gives all the same number;
-  * sampling goes round `Policy.forward`, and texts end where they end: it has a copy (sampling.py),
-    or `whole` puts everything together first;
-  * a part has no meaning alone: checkpoints are of `whole_weights`.
-The gradient is the sum over the processes, as without parts. Left out: DeepSpeed, weights kept on
-the CPU, 8-bit moments and LoRA in parts (a LoRA run has next to nothing to cut).
+Both are PyTorch's `fully_shard`, which puts weights together inside `forward`, by a call in which
+all processes take part:
+  * a process that makes one forward pass more than the others waits for ever:
+    `policy.micro_batches` gives all the same number;
+  * texts end where they end, so sampling has a whole copy (sampling.py);
+  * a part has no meaning alone: checkpoints are of whole tensors.
+Left out: DeepSpeed, weights kept on the CPU, 8-bit moments and LoRA in parts (a LoRA run has next
+to nothing to cut).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import torch
@@ -39,46 +37,39 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def asked_for() -> str:
     """Which of the three, by what `accelerate launch --config_file` put into the environment."""
-
-    def said(name: str, otherwise: str) -> str:
-        return os.environ.get(name, otherwise).lower()
-
-    if said("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+    said = {name: value.lower() for name, value in os.environ.items()}
+    if said.get("ACCELERATE_USE_DEEPSPEED") == "true":
         raise InputError(
-            "DeepSpeed makes its own optimizer steps inside the backward pass: use"
-            " configs/zero2.yaml, which does without it"
+            "DeepSpeed makes its own optimizer steps in the backward pass: use configs/zero2.yaml"
         )
-    if said("ACCELERATE_USE_FSDP", "false") != "true":
+    if said.get("ACCELERATE_USE_FSDP") != "true":
         return "ddp"
-    if said("FSDP_VERSION", "1") != "2":
+    if said.get("FSDP_VERSION") != "2":
         raise InputError("FSDP 1 is not supported: set fsdp_version: 2, as in configs/fsdp2.yaml")
-    # Trap: with this on, transformers loads the weights in process 0 only and leaves the others' at
-    # random.
+    # Trap: with this on, transformers loads weights in process 0 only; the others' stay random.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    return "zero2" if said("FSDP_RESHARD_AFTER_FORWARD", "true") == "false" else "fsdp2"
+    return "zero2" if said.get("FSDP_RESHARD_AFTER_FORWARD") == "false" else "fsdp2"
 
 
 def check_shardable(optimizer: str, lora_rank: int) -> None:
     if optimizer != "adamw":
         raise InputError(
-            f"--optimizer {optimizer}: bitsandbytes cannot step weights in parts; use adamw, or"
-            " configs/ddp.yaml"
+            f"--optimizer {optimizer} cannot step weights in parts: use adamw, or configs/ddp.yaml"
         )
     if lora_rank:
-        raise InputError(
-            f"--lora_rank {lora_rank}: frozen weights need no parts; use configs/ddp.yaml"
-        )
+        where = "frozen weights need no parts; use configs/ddp.yaml"
+        raise InputError(f"--lora_rank {lora_rank}: {where}")
 
 
 def shard(model: nn.Module, sharding: str, processes: int) -> nn.Module:
-    """Cut `model` in place, layer by layer; an optimizer must be made behind this, of the parts."""
+    """Cut `model` in place, layer by layer; an optimizer must be made after this, of the parts."""
     device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (processes,))
     names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or []}
     for layer in [m for m in model.modules() if type(m).__name__ in names]:
         fully_shard(layer, mesh=mesh, reshard_after_forward=sharding == "fsdp2")
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    # The first forward pass decides which module is the root: it must not be a layer, in a rollout.
+    # The first forward pass decides which module is the root: in a rollout it would be a layer.
     with torch.no_grad():
         model(torch.zeros(1, 2, dtype=torch.long, device=device))
     cut(model)
@@ -94,26 +85,9 @@ def parts_of(model: nn.Module) -> list[FSDPModule]:
 
 
 def cut(model: nn.Module) -> None:
-    """Keep a part only: a forward pass without a backward pass leaves weights together."""
+    """Keep a part only: after a forward pass without backward, weights are left together."""
     for part in parts_of(model):
         part.reshard()
-
-
-@contextlib.contextmanager
-def whole(model: nn.Module, sharding: str):
-    """All weights together on every process inside, and no call between processes. Without parts
-    nothing happens.
-    """
-    parts = parts_of(model)
-    for part in parts:
-        part.unshard()
-        part.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        cut(model)
-        for part in parts:
-            part.set_reshard_after_forward(sharding == "fsdp2" and part is not model, recurse=False)
 
 
 # A checkpoint is of whole tensors. All processes must call these; in parts, only the main one gets
@@ -143,8 +117,7 @@ def load_moments(model: nn.Module, optimizer, state: dict) -> None:
     if parts != any(isinstance(name, str) for name in state["state"]):
         raise InputError(
             "--resume: Adam's moments were saved under ddp and are to be cut in parts, or the other"
-            " way round: use the former configuration, or start anew from the checkpoint with"
-            " --start_from"
+            " way round: use the former configuration, or start anew with --start_from"
         )
     if parts:
         set_optimizer_state_dict(model, optimizer, state, options=FULL)

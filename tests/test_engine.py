@@ -46,7 +46,10 @@ def play(policy, tokenizer, questions=(QA,), search=None, protocol=UR2, seed=0, 
     progress = settings.pop("progress", None)
     settings = Settings(**settings)
     environment = Environment(tokenizer, protocol, search or library(0), settings)
-    return rollout(policy, environment, questions, seed, PLAYS[settings.engine], progress)
+    rows = rollout(policy, environment, questions, seed, PLAYS[settings.engine], progress)
+    # so that no row outgrows its slot
+    assert all(len(row.ids) <= environment.longest(len(row.prompt_ids)) for row in rows)
+    return rows
 
 
 def random_policy(vocab_size: int, draw: random.Random) -> Policy:
@@ -188,25 +191,20 @@ def test_and_so_are_five_hundred_more(toy_tokenizer, capsys):
     assert seen["ties"] <= 3 and seen["3 searches"] > 50 and capsys.readouterr().err == ""
 
 
-def speaking_by_place(policy: Policy, script: dict[int, int]) -> Policy:
-    """At place p of any text, this token; elsewhere what the model likes."""
-
-    def speak(_model, _arguments, inputs, output):
-        for row, place in enumerate(inputs["position_ids"][:, -1].tolist()):
-            if place in script:
-                output.logits[row, -1, script[place]] += 1000.0
-        return output
-
-    policy.language_model.register_forward_hook(speak, with_kwargs=True)
-    return policy
-
-
 def asking_at_once(bpe, text: str, more: dict[int, int] | None = None) -> Policy:
     """Its first turn is `text`; `more`: tokens at later places of the response."""
     start = len(build_prompt("ur2", QA, bpe)) - 1
     script = dict(enumerate(encode(bpe, text))) | (more or {})
-    script = {start + place: token for place, token in script.items()}
-    return speaking_by_place(random_policy(len(bpe) + 5, random.Random(1)), script)
+    policy = random_policy(len(bpe) + 5, random.Random(1))
+
+    def speak(_model, _arguments, inputs, output):
+        for row, place in enumerate(inputs["position_ids"][:, -1].tolist()):
+            if place - start in script:
+                output.logits[row, -1, script[place - start]] += 1000.0
+        return output
+
+    policy.language_model.register_forward_hook(speak, with_kwargs=True)
+    return policy
 
 
 def test_a_tag_that_ends_inside_a_token_ends_the_turn_in_slots_too(bpe):
@@ -238,17 +236,6 @@ def test_recorded_log_probs_are_those_of_the_scoring_pass(request, bpe, family, 
         scored = policy(batch.tokens, temperature) * batch.response_mask
     assert batch.response_mask.sum() > 200
     assert torch.allclose(batch.old_logprobs, scored, atol=1e-4)
-
-
-def chi_square(counts: Counter, expected: dict) -> tuple[float, int]:
-    """(statistic, degrees of freedom); outcomes expected less than five times are one outcome."""
-    common = {outcome: e for outcome, e in expected.items() if e >= 5}
-    statistic = sum((counts[outcome] - e) ** 2 / e for outcome, e in common.items())
-    rest = sum(expected.values()) - sum(common.values())
-    others = sum(counts.values()) - sum(counts[outcome] for outcome in common)
-    if rest < 5:
-        return statistic, len(common) - 1
-    return statistic + (others - rest) ** 2 / rest, len(common)
 
 
 def two_tokens(policy, ids, temperature, top_p, eos) -> dict:
@@ -290,9 +277,10 @@ def test_samples_have_the_models_own_distribution(toy_tokenizer, temperature, to
     expected = two_tokens(policy, rows[0].prompt_ids, temperature, top_p, eos)
     counts = Counter(tuple(t.response_ids) for t in rows)
     assert all(expected[pair] > 0 for pair in counts)  # nothing outside the nucleus
-    statistic, freedom = chi_square(counts, {pair: count * p for pair, p in expected.items()})
-    # mean: freedom, variance: 2 freedom
-    assert freedom > 5 and abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
+    common = {pair: count * p for pair, p in expected.items() if count * p >= 5}
+    chi_square = sum((counts[pair] - e) ** 2 / e for pair, e in common.items())
+    freedom = len(common)  # the mean of χ²; its variance is twice that
+    assert freedom > 5 and abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
 
 
 def test_picking_takes_each_index_as_often_as_it_should_and_never_one_of_probability_zero():
@@ -410,63 +398,41 @@ def by_length(turn, room):
 FULL_TURNS = SimpleNamespace(watched=set(), reason=by_length)
 
 
+def run_queue(model, slots: int, turns, graphs: bool = False) -> tuple[ScriptedEnvironment, Engine]:
+    environment, engine = ScriptedEnvironment(turns), Engine(model, slots, 600, FULL_TURNS, 0.0)
+    engine.graphs = graphs
+    with torch.no_grad():
+        play_queue(engine, environment, deque(environment.rows))
+    return environment, engine
+
+
 def test_a_fast_asker_waits_until_as_many_wait_as_decode():
     # Row r asks after 2 (r + 1) tokens. Rows 0 and 1 are answered together when both wait.
-    environment = ScriptedEnvironment([[2, 3], [4, 3], [6, 3], [8, 3]])
     model = random_policy(40, random.Random(0)).language_model
-    engine = Engine(model, 4, 64, FULL_TURNS)
-    with torch.no_grad():
-        play_queue(engine, environment, deque(environment.rows), None)
-    assert environment.asked[0] == [0, 1]
-    assert sorted(itertools.chain(*environment.asked)) == [0, 1, 2, 3]
+    asked = run_queue(model, 4, [[2, 3], [4, 3], [6, 3], [8, 3]])[0].asked
+    assert asked[0] == [0, 1] and sorted(itertools.chain(*asked)) == [0, 1, 2, 3]
 
 
-def run_queue(model, graphs: bool, watch=lambda engine: None) -> tuple[list, Engine]:
-    """Seven rows in five slots, one of them past place 512: their sorted [(ids, turn)]."""
-    engine, done = Engine(model, 5, 600, FULL_TURNS, 0.0), []
-    engine.graphs = graphs
-    watch(engine)
-    one = [1, 2, 3, 4]
-    rows = [(one, 3), (one, 6), ([7, 8], 90), ([9], 5), ([5, 6, 7], 20), ([3], 530), ([4, 4], 9)]
-    with torch.no_grad():
-        while rows or engine.taken:
-            while rows and engine.vacant:
-                engine.add(None, *rows.pop(0))
-            for row in engine.decode():
-                done.append((row.ids, row.turn))
-                engine.release(row)
-    return sorted(done), engine
+LENGTHS = [[3], [6], [90], [5], [20], [530], [9]]  # seven rows, one of them past place 512
 
 
 def test_a_recorded_step_is_replayed_with_what_it_is_given_and_gives_the_same_rows(
     qwen2, monkeypatch
 ):
-    # No CUDA here: a recording that computes again, from the addresses, slots and width that were
-    # recorded and from no others.
-    shapes, caches = [], []
-
-    class Graph:
-        def __init__(self, step):
-            cache = caches[-1]
-            self.step, self.aim = step, (cache.write, cache.read, cache.width)
-            self.result = step().clone()
-            shapes.append((len(self.result), cache.width))
-
-        def pool(self):
-            return None
-
-        def replay(self):
-            cache = caches[-1]
-            cache.write, cache.read, cache.width = self.aim
-            self.result.copy_(self.step())
+    # No CUDA here: a recording that computes again, from the addresses and for the shape that were
+    # recorded.
+    shapes = []
 
     def record(step, pool):
-        graph = Graph(step)
-        return graph, graph.result
+        result = step().clone()
+        shapes.append((len(result), step.args[2]))
+        graph = SimpleNamespace(replay=lambda: result.copy_(step()), pool=lambda: None)
+        return graph, result
 
     monkeypatch.setattr("scale.engine.record", record)
-    model, watch = qwen2.language_model, lambda engine: caches.append(engine.cache)
-    assert run_queue(model, False, watch)[0] == run_queue(model, True, watch)[0]
+    model = qwen2.language_model
+    plain, recorded = (run_queue(model, 5, LENGTHS, graphs)[0] for graphs in (False, True))
+    assert [row.ids for row in plain.rows] == [row.ids for row in recorded.rows]
     # five rows, and as they end 4, 2, 1; the longest passes place 512
     assert sorted(shapes) == [(1, 512), (1, 608), (2, 512), (4, 512), (5, 512)]
 
@@ -475,11 +441,12 @@ def test_a_recorded_step_is_replayed_with_what_it_is_given_and_gives_the_same_ro
 def test_on_a_gpu_a_recorded_step_gives_the_plain_step_s_logits_and_rows():
     model = random_policy(40, random.Random(0)).language_model
     model = model.to("cuda")  # fp32: bf16 logits are often tied
-    (plain, one), (recorded, other) = run_queue(model, False), run_queue(model, True)
+    runs = [run_queue(model, 5, LENGTHS, graphs) for graphs in (False, True)]
+    plain, recorded = ([row.ids for row in environment.rows] for environment, _ in runs)
     assert plain == recorded
     last = torch.tensor([[5], [6]], device="cuda")
     with torch.no_grad(), attending_to_slots(model):
-        logits = [engine.logits(last, torch.zeros_like(last), 8).clone() for engine in (one, other)]
+        logits = [engine.logits(last, torch.zeros_like(last), 8).clone() for _, engine in runs]
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
@@ -492,14 +459,11 @@ def test_where_nothing_can_be_recorded_slots_decode_without_it_and_say_so_once(q
     assert line.startswith("warning: --engine graphs: nothing is recorded on a CPU")
 
 
-def test_no_questions_are_no_work(qwen2, bpe):
-    assert play(qwen2, bpe, []) == []
-
-
 def test_progress_hears_of_every_row_that_ends(qwen2, bpe):
     heard = []
     play(qwen2, bpe, group_size=7, rollout_batch_size=3, progress=heard.append)
     assert sum(heard) == 7 and all(heard)
+    assert play(qwen2, bpe, [], progress=heard.append) == [] and sum(heard) == 7
 
 
 def test_the_model_is_left_as_it_was_also_when_a_search_raises(bpe):
@@ -559,17 +523,16 @@ def test_a_family_nobody_named_is_tried_first(bpe, monkeypatch):
 def test_too_little_memory_means_fewer_slots_and_for_not_even_one_generate(
     qwen2, bpe, work, monkeypatch, capsys
 ):
-    # [2 layers, keys and values, 2 heads of 8] in fp32 = 256 bytes a place; 256 + 64 places are 80
-    # KiB, 2.5 of them 200 KiB
-    monkeypatch.setattr("scale.engine.free_memory", lambda device: 200 * 1024 / 0.8)
-    assert affordable(qwen2.language_model, 256) == 2
+    # [2 layers, keys and values, 2 heads of 8] in fp32 = 256 bytes a place; 256 + 64 places and 16
+    # bytes for each of 707 logits are 93,232 bytes
     settings = {"group_size": 4, "max_context": 256, "max_turn_tokens": 100}
-    play(qwen2, bpe, **settings)
+    for slots, bytes_free in ((2, 2.5 * 93_232 / 0.8), (0, 0.5 * 93_232 / 0.8)):
+        free = SimpleNamespace(available=bytes_free)
+        monkeypatch.setattr("scale.engine.psutil.virtual_memory", lambda free=free: free)
+        assert affordable(qwen2.language_model, 256) == slots
+        assert all(t.stop_reason for t in play(qwen2, bpe, **settings))
     assert [cache.slots for cache in work["caches"]] == [2] and max(work["steps"]) == 2
-    monkeypatch.setattr("scale.engine.free_memory", lambda device: 60 * 1024)
-    assert all(t.stop_reason for t in play(qwen2, bpe, **settings))
     assert "no memory for one row of 256 tokens" in capsys.readouterr().err
-    assert len(work["caches"]) == 1
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
@@ -584,14 +547,3 @@ def test_memory_is_taken_as_slots_are_filled(qwen2):
     with torch.no_grad():
         engine.decode()
     assert resident() - before < 200
-
-
-def test_longest_bounds_every_trajectory(toy_tokenizer):
-    for seed in range(2000, 2020):
-        policy, arguments = schedule(toy_tokenizer, seed)
-        questions, search = arguments.pop("questions"), arguments.pop("search")
-        protocol = arguments.pop("protocol")
-        settings = Settings(**{**arguments, "max_context": 2048})
-        environment = Environment(toy_tokenizer, protocol, search, settings)
-        for t in rollout(policy, environment, questions, 0, play_in_slots):
-            assert len(t.ids) <= environment.longest(len(t.prompt_ids))

@@ -103,7 +103,7 @@ def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
 
 def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     # cites 1, gold is 1 and 3: some overlap 0.5; set F1 2 · 1 / (1 + 2)
-    told = example("arena")
+    told = example("arena", searches=1)
     answer = {"em": 1, "f1": 1, "cem": 1, "format": 1}
     scores = {"relevance": 0.5, "exact_set": 0, "set_f1": pytest.approx(2 / 3)}
     assert grade(told) == answer | scores

@@ -16,15 +16,8 @@ MASK = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
 
 
 def choose(**changes):
-    chosen = {
-        "algorithm": "grpo",
-        "clip_low": 0.2,
-        "clip_high": 0.28,
-        "loss_aggregation": "sequence",
-        "kl_coef": 0.0,
-        "kl_estimator": "k3",
-    }
-    return SimpleNamespace(**(chosen | changes))
+    chosen = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "sequence", "kl_coef": 0.0}
+    return SimpleNamespace(**(chosen | {"kl_estimator": "k3"} | changes))
 
 
 IN_REWARD = {"kl_estimator": "k1"}  # k2 and k3 stand in the loss
@@ -65,10 +58,8 @@ def total_and_gradient(logprobs, batch, settings):
 def test_the_worked_group():
     # mean 0.88; squared distances 0.2704 + 0.2304 + 0.4624 + 2.3104 + 0.7744 = 4.048; std √(4.048 /
     # 4) = 1.00598
-    advantages = grpo.group_normalize(torch.tensor([1.4, 0.4, 0.2, 2.4, 0.0]), 5)
-    assert advantages.tolist() == pytest.approx(
-        [0.5169, -0.4771, -0.6760, 1.5110, -0.8748], abs=1e-4
-    )
+    advantages = grpo.group_normalize(torch.tensor([1.4, 0.4, 0.2, 2.4, 0.0]), 5).tolist()
+    assert advantages == pytest.approx([0.5169, -0.4771, -0.6760, 1.5110, -0.8748], abs=1e-4)
 
 
 def test_a_group_is_compared_with_itself_only():
@@ -84,28 +75,16 @@ def test_equal_rewards_give_exactly_zero(reward, size):
     assert grpo.group_normalize(torch.full((size,), reward), size).tolist() == [0.0] * size
 
 
-def test_equal_rewards_would_not_give_zero_by_the_formula_alone():
-    # Seven times fp32 0.7: the mean comes out one rounding, 6e-8, away from 0.7: 6e-8 / (6e-8 +
-    # 1e-6) = 0.056.
-    rewards = torch.full((7,), 0.7)
-    naive = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-    assert naive.abs().max() > 1e-2
-
-
 def test_rewards_that_differ_by_the_order_of_their_sum_are_equal():
     rewards = torch.tensor([0.1 + 0.2 + 0.3, 0.3 + 0.3, 0.6, 0.6 + 1e-16], dtype=torch.float64)
     assert len(set(rewards.tolist())) > 1
     assert grpo.group_normalize(rewards, 4).tolist() == [0.0] * 4
 
 
-def test_a_group_of_one_has_no_advantage():
+def test_a_group_of_one_has_no_advantage_and_rewards_may_be_integers():
     assert grpo.group_normalize(torch.tensor([3.0, -1.0]), 1).tolist() == [0.0, 0.0]
-
-
-def test_rewards_may_be_integers():
-    assert grpo.group_normalize(torch.tensor([1, 0]), 2).tolist() == pytest.approx(
-        [0.7071, -0.7071], abs=1e-4
-    )
+    advantages = grpo.group_normalize(torch.tensor([1, 0]), 2)
+    assert advantages.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
 
 
 def test_an_incomplete_group_is_refused():
@@ -165,16 +144,6 @@ def test_the_last_sampled_token_is_trained_on():
 # --------------------------------------------------------------------------------------------- loss
 
 
-def test_the_first_update_has_ratio_one_and_the_gradient_of_the_plain_policy_gradient():
-    batch, settings = make_batch(ref=False), choose()
-    prepare(batch, settings)
-    _, stats = grpo.compute_loss(batch.old_logprobs, batch, settings)
-    _, gradient = total_and_gradient(batch.old_logprobs, batch, settings)
-    assert torch.equal(stats["ratio"], torch.ones(4, 4))
-    assert stats["kl_old"].abs().max() == 0
-    torch.testing.assert_close(gradient, -batch.advantages * batch.token_weights)
-
-
 def test_a_group_of_equal_rewards_moves_nothing():
     batch, settings = make_batch((0.1, 0.1, 1.0, 0.0)), choose()
     prepare(batch, settings)
@@ -188,10 +157,8 @@ def test_kl_in_the_loss_is_added_with_its_coefficient(estimator):
     # One token, A = 0, π 0.5, π_old 0.4, ref 0.25, kl_coef 2. k2: 2 · 1.25 · 0.240227 = 0.600567,
     # gradient 2 · 1.25 · ln 2 = 1.732868. k3: 2 · 0.193147 = 0.386294, gradient 2 · (1 − 0.5) = 1.
     batch = make_batch((0.0, 0.0), torch.ones(2, 1))
-    batch.old_logprobs, batch.ref_logprobs = (
-        torch.full((2, 1), 0.4).log(),
-        torch.full((2, 1), 0.25).log(),
-    )
+    batch.old_logprobs = torch.full((2, 1), 0.4).log()
+    batch.ref_logprobs = torch.full((2, 1), 0.25).log()
     settings = choose(kl_coef=2.0, kl_estimator=estimator)
     prepare(batch, settings)
     total, gradient = total_and_gradient(torch.full((2, 1), 0.5).log(), batch, settings)
@@ -254,19 +221,6 @@ def test_a_trajectory_without_a_model_token_changes_nothing():
     torch.testing.assert_close(alone[1][:3], without[1])
 
 
-@pytest.mark.parametrize("aggregation", ["sequence", "token"])
-@pytest.mark.parametrize("cut", [1, 3])
-def test_micro_batches_add_up_to_the_batch(aggregation, cut):
-    settings = choose(loss_aggregation=aggregation, kl_coef=0.1, kl_estimator="k2")
-    batch = prepare(make_batch(), settings)
-    logprobs = batch.old_logprobs + torch.linspace(-0.4, 0.4, 4)
-    total, gradient = total_and_gradient(logprobs, batch, settings)
-    cuts = [slice(start, start + cut) for start in range(0, 4, cut)]
-    parts = [total_and_gradient(logprobs[r], rows_of(batch, r), settings) for r in cuts]
-    assert sum(part[0] for part in parts) == pytest.approx(total, rel=1e-5)
-    torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient)
-
-
 def test_every_estimator_is_logged_even_when_none_is_optimised():
     # π_old = π = e^-1 and ref = e^-2 on model tokens: d = 1: k1 1, k2 0.5, k3 e^-1 − 1 + 1 =
     # 0.367879, |d| 1
@@ -303,9 +257,3 @@ def test_the_batch_is_not_changed():
     for name, value in before.items():
         now = getattr(batch, name)
         assert torch.equal(value, now) if torch.is_tensor(value) else value == now
-
-
-def test_running_the_file_works_the_example(capsys):
-    grpo.main()
-    printed = capsys.readouterr().out
-    assert "1.5110" in printed and "frac_reward_zero_std of both: 0.5" in printed

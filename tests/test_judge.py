@@ -51,11 +51,7 @@ NEITHER += ["yesterday", "maybe", "yes/no", "<think>yes", "true"]
 NEITHER += ["the verdict is not verdict: yes"]
 
 
-@pytest.mark.parametrize(
-    ("replies", "verdict"),
-    [(YES, True), (NO, False), (NEITHER, None)],
-    ids=["yes", "no", "neither"],
-)
+@pytest.mark.parametrize("replies, verdict", [(YES, True), (NO, False), (NEITHER, None)])
 def test_a_last_line_of_one_word_is_a_verdict_in_any_dress_and_all_else_is_unreadable(
     replies, verdict
 ):
@@ -74,15 +70,10 @@ def test_grades_are_two_one_and_zero_and_yes_is_no_grade():
 def test_the_judge_reads_question_gold_answers_and_the_answer_and_the_instruction_is_apart():
     llm = Says(UK="yes")
     Judge(llm).verdicts([(ISLES, "UK")])
-    text = (
-        "Question: Where was Ana Bell born?\nAccepted answers: Great Britain | United"
-        " Kingdom\nGiven answer: UK"
-    )
+    golds = "Accepted answers: Great Britain | United Kingdom"
+    text = f"Question: Where was Ana Bell born?\n{golds}\nGiven answer: UK"
     assert llm.batches == [[(VERDICT_INSTRUCTION, text)]]
-
-
-def test_a_choice_question_comes_with_its_options():
-    assert "A. Norland\nB. Ostland\nAccepted answers: B" in pair_text(CHOICE, "B")
+    assert "A. Norland\nB. Ostland\nAccepted answers: B" in pair_text(CHOICE, "B")  # with options
 
 
 def test_an_answer_cannot_imitate_the_layout_and_has_a_limited_length():
@@ -97,14 +88,9 @@ def test_all_pairs_are_one_batch_and_empty_answers_are_wrong_without_asking():
     judge = Judge(llm)
     pairs = [(ISLES, "France"), (ISLES, None), (ISLES, "UK"), (ISLES, "  ")]
     assert judge.verdicts(pairs) == [False, False, True, False]
-    assert [len(batch) for batch in llm.batches] == [2]
-    assert (judge.asked, judge.unreadable) == (2, 0)
-
-
-def test_nothing_to_judge_asks_nobody():
-    judge = Judge(Says())
     assert judge.verdicts([]) == [] and judge.verdicts([(ISLES, None)]) == [False]
-    assert judge.llm.batches == [] and judge.silent == 0
+    assert [len(batch) for batch in llm.batches] == [2]
+    assert (judge.asked, judge.unreadable, judge.silent) == (2, 0, 0)
 
 
 def test_no_reply_and_a_reply_that_says_nothing_are_none_and_are_counted():
@@ -138,12 +124,9 @@ def test_right_is_the_judge_s_verdict_even_against_the_metric():
 
 def test_where_the_verdict_is_unreadable_cover_em_decides_and_the_count_says_so():
     judge = Judge(Says())
-    trajectories = [written(ISLES, "in Great Britain"), written(ISLES, "France")]
-    assert right(trajectories, judge) == [True, False] and judge.unreadable == 2
-
-
-def test_a_trajectory_without_answer_is_wrong_with_and_without_a_judge():
-    assert right([written(ISLES, None)]) == right([written(ISLES, None)], Judge(Says())) == [False]
+    answers = ("in Great Britain", "France", None)  # of the last nobody is asked
+    trajectories = [written(ISLES, answer) for answer in answers]
+    assert right(trajectories, judge) == [True, False, False] and judge.unreadable == 2
 
 
 def test_without_a_judge_math_is_compared_as_math_and_a_choice_by_its_letter():
@@ -167,9 +150,8 @@ def test_math_answers_that_are_not_plainly_equal_are_graded_in_one_batch_for_the
     trajectories = [written(HALF, answer) for answer in answers]
     no_math = written(ISLES, "France")
     grade = math_grader([*trajectories, no_math], Judge(llm))
-    assert [[text.rpartition(": ")[2] for _, text in batch] for batch in llm.batches] == [
-        ["one of two", "about a half"]
-    ]
+    (batch,) = llm.batches
+    assert [text.rpartition(": ")[2] for _, text in batch] == ["one of two", "about a half"]
     # equal by metric 2; partly 1; correct 2; partly 1; no answer 0
     paid = [ur2_stage2(t, judge=grade)["answer"] for t in trajectories]
     assert paid == [2.0, 1.0, 2.0, 1.0, 0.0]

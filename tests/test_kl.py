@@ -48,22 +48,10 @@ def test_estimators_of_a_token_of_probability_half_against_a_quarter():
     expected = {kl.k1: 0.693147, kl.k2: 0.240227, kl.k3: 0.193147, kl.k_abs: 0.693147}
     for estimator, value in expected.items():
         assert estimator(one(0.5), one(0.25)).item() == pytest.approx(value, abs=1e-6)
+    # The mirrored token, d = −ln 2: exp(ln 2) − 1 − ln 2 = 0.306853, and 0.193147 with k3's sign
+    # turned round.
     assert kl.k_abs(one(0.25), one(0.5)).item() == pytest.approx(0.693147, abs=1e-6)
-
-
-def test_k3_has_the_sign_that_the_samples_of_the_policy_ask_for():
-    # The mirrored token, d = −ln 2: exp(ln 2) − 1 − ln 2 = 0.306853. With the sign turned round it
-    # would be 0.193147.
     assert kl.k3(one(0.25), one(0.5)).item() == pytest.approx(0.306853, abs=1e-6)
-
-
-@pytest.mark.parametrize("epsilon", DISTANCES)
-def test_k1_and_k3_are_unbiased(epsilon):
-    logits, ref, probs = pair(epsilon)
-    logprobs = logits.log_softmax(-1).detach()
-    exact = torch.nn.functional.kl_div(ref, logprobs, log_target=True, reduction="sum")  # KL(π‖ref)
-    for estimator in (kl.k1, kl.k3):
-        assert (probs * estimator(logprobs, ref)).sum().item() == pytest.approx(exact.item(), 1e-9)
 
 
 def test_k3_keeps_its_digits_near_the_reference():
@@ -83,6 +71,8 @@ def test_k2_as_a_loss_has_the_gradient_of_the_kl_and_k3_that_of_the_other_direct
     forward, reverse = exact_gradients(logits, ref)
     close(gradient_as_a_loss(logits, probs, kl.k2, ref), forward)
     close(gradient_as_a_loss(logits, probs, kl.k3, ref), reverse)
+    close(kl.kl_gradient(logits, ref), forward)
+    close(kl.kl_gradient(logits, ref, reverse=True), reverse)
     assert (forward - reverse).norm() > 0.01 * max(forward.norm(), reverse.norm())
 
 
@@ -91,14 +81,6 @@ def test_k1_as_a_loss_has_no_expected_gradient_and_in_the_reward_the_right_one()
     assert gradient_as_a_loss(logits, probs, kl.k1, ref).abs().max().item() < 1e-14
     in_reward = lambda logprobs, ref: kl.k1(logprobs, ref).detach() * logprobs  # noqa: E731
     close(gradient_as_a_loss(logits, probs, in_reward, ref), exact_gradients(logits, ref)[0])
-
-
-@pytest.mark.parametrize("epsilon", DISTANCES)
-def test_the_tables_own_kl_gradient_is_the_closed_form(epsilon):
-    logits, ref, _ = pair(epsilon)
-    forward, reverse = exact_gradients(logits, ref)
-    close(kl.kl_gradient(logits, ref), forward)
-    close(kl.kl_gradient(logits, ref, reverse=True), reverse)
 
 
 def test_k3_explodes_on_a_token_that_the_policy_has_left_behind():
@@ -127,15 +109,6 @@ def test_the_ratio_of_off_policy_k2_is_a_weight_and_has_no_gradient():
     loss.sum().backward()
     assert loss.item() == pytest.approx(0.300283, abs=1e-5)
     assert logprobs.grad.item() == pytest.approx(0.866434, abs=1e-5)
-
-
-def test_sampling_and_scoring_at_two_temperatures_makes_k2_nine_percent_wrong():
-    logits, ref, probs = pair(0.5)
-    target = exact_gradients(logits, ref)[0]
-    cooled = (logits / 0.9).softmax(-1).detach()
-    for sampler, wrong in ((cooled, 0.09), (probs, 0.0)):
-        gradient = gradient_as_a_loss(logits, sampler, kl.k2, ref)
-        assert ((gradient - target).norm() / target.norm()).item() == pytest.approx(wrong, abs=5e-3)
 
 
 # --------------------------------------------------------------------------------- where they stand
@@ -231,12 +204,9 @@ def test_k2_varies_less_than_k3_far_from_the_reference_and_more_near_it():
     far2, far3 = (row(kl.categorical(4.0), name).std for name in ("k2", "k3"))
     assert (near2, near3) == (pytest.approx(0.121, abs=5e-4), pytest.approx(0.092, abs=5e-4))
     assert far2 < far3
-
-
-def test_far_from_the_reference_one_batch_of_k3_outweighs_the_others():
-    k2, k3 = (row(kl.categorical(4.0), name).spread for name in ("k2", "k3"))
-    assert 1.3 <= k2 <= 3.4
-    assert 49 <= k3 <= 196
+    # and one batch of k3 outweighs the others there
+    spread2, spread3 = (row(kl.categorical(4.0), name).spread for name in ("k2", "k3"))
+    assert 1.3 <= spread2 <= 3.4 and 49 <= spread3 <= 196
 
 
 def test_the_table_fits_one_screen(capsys):

@@ -24,8 +24,8 @@ from plumbing.files import checkpoints
 SAME_TEXTS = "--temperature 0.005 --algorithm reinforce_pp --questions_per_step 5 --kl_coef 0.05"
 
 
-def command_line(config: str, logs: Path, arguments: list[str]) -> None:
-    """What the script `accelerate` does, in a forked process: forking saves its imports."""
+def launch(config: str, logs: Path, arguments: list[str]) -> None:
+    """What the script `accelerate` does."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.chdir(ROOT)
     launch = f"--config_file configs/{config}.yaml --num_processes 2 --main_process_port 0"
@@ -33,9 +33,9 @@ def command_line(config: str, logs: Path, arguments: list[str]) -> None:
     accelerate_cli.main()
 
 
-def start(config: str, logs: Path, arguments: list[str]):
-    given = (config, logs, arguments)
-    process = multiprocessing.get_context("fork").Process(target=command_line, args=given)
+def start(*arguments):
+    """`launch` in a forked process: forking saves its imports."""
+    process = multiprocessing.get_context("fork").Process(target=launch, args=arguments)
     process.start()
     return process
 
@@ -113,7 +113,7 @@ def test_ctrl_c_ends_both_processes_and_resume_goes_on(config, model, tmp_path):
     "wrong, line",
     [
         ("--lrr 1", "error: train.py: unknown flag --lrr (did you mean --lr?); --help lists them"),
-        ("--recipe r_search --reader /nowhere", "no such directory; give a saved HF model"),
+        ("--recipe r_search --reader /nowhere", "error: /nowhere: no such directory; give a saved"),
     ],
 )
 def test_what_is_wrong_is_one_line_of_one_process(wrong, line, model, tmp_path):

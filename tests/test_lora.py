@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 import ppo
 from errors import InputError
 from policy import Policy, PolicySettings, load_policy, make_optimizer, save_policy
-from scale import lora
 from scale.lora import add_lora, has_lora, load_lora, lora_state, merged_state, without_lora
-from tests.conftest import model_of, small
+from tests.conftest import model_of, same, small
 
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="the extra peft is not installed"
 )
+pytestmark = needs_peft
 # hidden size, width of keys and values, of the feed-forward layer; rank. α / r = 16 / 4 = 4
 H, KV, FF, R = 32, 16, 48, 4
 LORA = PolicySettings(lora_rank=R)
@@ -50,11 +50,6 @@ def learn(policy: Policy, steps=3, optimizer=None) -> Policy:
     return policy
 
 
-def same(one, other) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-@needs_peft
 def test_the_first_step_is_at_the_frozen_model_and_only_a_and_b_are_trained():
     plain, policy = make_policy()(tokens()), with_lora(make_policy())
     assert torch.equal(policy(tokens()), plain)
@@ -67,7 +62,6 @@ def test_the_first_step_is_at_the_frozen_model_and_only_a_and_b_are_trained():
     assert sum(p.numel() for p in trained.values()) == expected == 3712
 
 
-@needs_peft
 def test_the_gradient_of_b_is_that_of_the_whole_matrix_seen_through_a():
     # h = W x + s B A x, so dL/dB = s (dL/dW) Aᵀ; B = 0 at the start, so dL/dA = 0. s = α / r = 4.
     whole, policy = make_policy(), with_lora(make_policy())
@@ -80,7 +74,6 @@ def test_the_gradient_of_b_is_that_of_the_whole_matrix_seen_through_a():
     assert a.grad.abs().max() == 0 and layer.base_layer.weight.grad is None
 
 
-@needs_peft
 def test_without_lora_is_the_frozen_model_whatever_was_learned_and_training_goes_on_behind_it():
     plain, policy = make_policy()(tokens()), learn(with_lora(make_policy()))
     assert (policy(tokens()) - plain).abs().max() > 0.1
@@ -91,7 +84,6 @@ def test_without_lora_is_the_frozen_model_whatever_was_learned_and_training_goes
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@needs_peft
 def test_the_merged_matrix_by_hand():
     policy = with_lora(make_policy())  # B is 0 but in one matrix
     layer = policy.language_model.model.layers[0].self_attn.q_proj
@@ -106,17 +98,14 @@ def test_the_merged_matrix_by_hand():
     assert change.count_nonzero() == 1 and all(m.eq(0).all() for m in moved.values())
 
 
-@needs_peft
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_checkpoint_is_a_plain_model_with_the_same_logprobs(tied, tmp_path, bpe):
     policy = make_policy(tied=tied)
     save_policy(policy, bpe, tmp_path / "plain")
-    learn(with_lora(policy))
-    save_policy(policy, bpe, tmp_path / "merged")
+    save_policy(learn(with_lora(policy)), bpe, tmp_path / "merged")
     plain, merged = (load_file(tmp_path / n / "model.safetensors") for n in ("plain", "merged"))
     assert plain.keys() == merged.keys()
     again = Policy(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
-    assert not has_lora(again)
     torch.testing.assert_close(again(tokens()), policy(tokens()), rtol=0, atol=1e-4)
 
 
@@ -129,21 +118,16 @@ def saved(bpe, tmp_path) -> str:
     return str(tmp_path / "saved")
 
 
-@needs_peft
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8])
-def test_a_and_b_are_fp32_beside_frozen_weights_of_any_kind(kind, saved):
-    if kind == torch.bfloat16:  # what a GPU gets
-        policy = with_lora(Policy(make_policy().language_model.to(kind)))
-    else:
-        policy, _ = load_policy(saved, settings=LORA, in_8bit=kind == torch.int8)
+def test_a_and_b_are_fp32_beside_bf16_weights_as_on_a_gpu():
+    policy = with_lora(Policy(make_policy().language_model.bfloat16()))
     assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
     layer = policy.language_model.model.layers[0].mlp.up_proj.base_layer
-    assert layer.weight.dtype == kind and not layer.weight.requires_grad
+    assert layer.weight.dtype == torch.bfloat16 and not layer.weight.requires_grad
 
 
-@needs_peft
 def test_over_int8_weights_lora_learns_and_its_checkpoint_is_fp32(saved, tmp_path):
     policy, tokenizer = load_policy(saved, settings=LORA, in_8bit=True)
+    assert policy.language_model.model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.int8
     save_policy(learn(policy), tokenizer, tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert again.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
@@ -155,7 +139,6 @@ def test_over_int8_weights_lora_learns_and_its_checkpoint_is_fp32(saved, tmp_pat
     assert (ours - theirs).abs().max() < 0.1 * (ours - untrained).abs().max()
 
 
-@needs_peft
 def test_going_on_from_a_and_b_and_their_moments_is_going_on(saved, tmp_path):
     straight, _ = load_policy(saved, settings=LORA, seed=5)
     learn(straight, 4)
@@ -173,7 +156,6 @@ def test_going_on_from_a_and_b_and_their_moments_is_going_on(saved, tmp_path):
     assert same(straight.parameters(), resumed.parameters())
 
 
-@needs_peft
 def test_a_next_stage_starts_from_the_merged_weights_with_new_matrices(saved, tmp_path):
     policy, tokenizer = load_policy(saved, settings=LORA)
     save_policy(learn(policy), tokenizer, tmp_path / "merged")
@@ -185,18 +167,17 @@ def test_a_next_stage_starts_from_the_merged_weights_with_new_matrices(saved, tm
     assert not has_lora(reference) and not any(p.requires_grad for p in reference.parameters())
 
 
-@needs_peft
 def test_ppo_s_critic_has_matrices_of_its_own():
     policy = with_lora(make_policy())
     critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
     trained = {name: p for name, p in critic.named_parameters() if p.requires_grad}
     plain = {name for name in trained if ".lora_" not in name}
     assert plain == {"head.weight", "head.bias"} and len(trained) > 2
-    theirs = {p.data_ptr() for p in policy.parameters()}
-    assert not theirs & {p.data_ptr() for p in trained.values()}
+    assert not {p.data_ptr() for p in policy.parameters()} & {
+        p.data_ptr() for p in trained.values()
+    }
 
 
-@needs_peft
 def test_a_and_b_of_another_rank_are_refused_in_one_line():
     theirs = make_policy()
     add_lora(theirs.language_model, 2)
@@ -205,7 +186,6 @@ def test_a_and_b_of_another_rank_are_refused_in_one_line():
             load_lora(with_lora(make_policy()), state)
 
 
-@needs_peft
 def test_a_is_drawn_from_the_seed_and_the_global_random_state_stays():
     torch.manual_seed(5)
     expected, states = torch.rand(1), []
@@ -217,13 +197,5 @@ def test_a_is_drawn_from_the_seed_and_the_global_random_state_stays():
     assert same(states[0], states[1]) and not same(states[0], states[2])
 
 
-def test_without_peft_it_is_one_line_that_names_the_extra(saved, monkeypatch):
-    monkeypatch.setattr(lora.importlib.util, "find_spec", lambda name: None)
-    for work in (lambda: lora.check_peft(8), lambda: add_lora(make_policy().language_model, 8)):
-        with pytest.raises(InputError, match="--lora_rank 8 needs peft: pip install peft"):
-            work()
-
-
-@needs_peft
 def test_two_processes_take_lora_s_step_of_one(start, tmp_path):
     steps_of_one_and_two("ddp", start, "policy", 4, tmp_path)

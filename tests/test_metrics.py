@@ -64,29 +64,19 @@ def test_the_docstring_examples_are_true():
 def test_the_two_normalisations_differ_at_punctuation():
     assert normalize_answer("Spider-Man") == "spider man"
     assert normalize_answer("Spider-Man", "delete") == "spiderman"
-    assert (
-        normalize_answer("O’Hara") == "o hara" and normalize_answer("O’Hara", "delete") == "o’hara"
-    )
-
-
-def test_an_unknown_normalisation_is_an_error():
+    assert normalize_answer("O’Hara") == "o hara"
+    assert normalize_answer("O’Hara", "delete") == "o’hara"
     with pytest.raises(ValueError, match="keep"):
         normalize_answer("x", "keep")
-
-
-def test_the_words_of_an_index_keep_articles_and_underscores():
+    # and a search index keeps articles and underscores
     assert tokenize("The Sao_1, x-y!") == ["the", "sao_1", "x", "y"]
 
 
 def test_an_answer_of_nothing_but_an_article_is_not_emptied():
     # emptied, "A" would equal "The" and "..." and be covered by everything
     assert exact_match("A", "A") == 1.0
-    assert (
-        exact_match("The", "A")
-        == exact_match("...", "A")
-        == cover_exact_match("Norland", "A")
-        == 0.0
-    )
+    assert exact_match("The", "A") == exact_match("...", "A") == 0.0
+    assert cover_exact_match("Norland", "A") == 0.0
 
 
 def test_true_and_false_are_verdicts_in_the_space_style_only():
@@ -98,11 +88,7 @@ def test_true_and_false_are_verdicts_in_the_space_style_only():
 @pytest.mark.parametrize("prediction", [None, "", "  \n"])
 @pytest.mark.parametrize("metric", METRICS.values())
 def test_no_answer_scores_zero(metric, prediction):
-    assert (
-        metric(prediction, ["Norland"]) == 0.0
-        and metric(prediction, "") == 0.0
-        and metric("Norland", []) == 0.0
-    )
+    assert metric(prediction, ["Norland"]) == metric(prediction, "") == metric("Norland", []) == 0.0
 
 
 def test_f1_by_hand():
@@ -141,18 +127,11 @@ def test_every_golden_row_holds_in_both_styles():
 
 
 @pytest.mark.parametrize(
-    ("name", "published"),
-    [
-        ("hotpotqa", (58.0, 65.4, 71.9)),
-        ("2wiki", (55.4, 63.6, 63.7)),
-        ("bamboogle", (45.6, 52.8, 57.7)),
-    ],
+    ("name", "published"), [("hotpotqa", (58.0, 65.4, 71.9)), ("2wiki", (55.4, 63.6, 63.7))]
 )
 def test_published_predictions_give_the_published_numbers(name, published):
-    rows = [
-        json.loads(line)
-        for line in shared(f"data/predictions/r1_searcher_{name}_qwen_scores.jsonl").splitlines()
-    ]
+    text = shared(f"data/predictions/r1_searcher_{name}_qwen_scores.jsonl")
+    rows = [json.loads(line) for line in text.splitlines()]
     means = []
     for metric in (exact_match, cover_exact_match, f1_score):
         scores = [metric(r["pred_ans"], r["answer"]) for r in rows]
@@ -166,9 +145,8 @@ def test_published_predictions_give_the_published_numbers(name, published):
 def test_the_last_box_is_read_with_balanced_braces():
     assert last_boxed(r"\boxed{1} then \boxed{\frac{1}{2}} done") == r"\frac{1}{2}"
     assert last_boxed(r"\boxed{1} then \boxed{2") == "1"  # the second never closes
-    assert (
-        last_boxed(r"\boxed{\left\{ 1, 2 \right.}") == r"\left\{ 1, 2 \right."
-    )  # an escaped brace is no brace
+    # an escaped brace is no brace
+    assert last_boxed(r"\boxed{\left\{ 1, 2 \right.}") == r"\left\{ 1, 2 \right."
     assert last_boxed("no box") is None and last_boxed(None) is None
 
 
@@ -193,34 +171,22 @@ def test_of_a_box_in_a_box_the_outer_one_is_the_answer_to_every_reader():
         # same words backwards: all words, no pair, and a subsequence of one word of 3
         ("c b a", "a b c", (1.0, 0.0, 1 / 3)),
         ("The U.S. Senate!", "the u s senate", (1.0, 1.0, 1.0)),
-        ("Kelmouth", "Norland", (0.0, 0.0, 0.0)),
         ("...", "Norland", (0.0, 0.0, 0.0)),
     ],
 )
 def test_rouge_by_hand(prediction, gold, expected):
     assert tuple(rouge(prediction, gold).values()) == pytest.approx(expected)
-    assert tuple(rouge(gold, prediction).values()) == pytest.approx(
-        expected
-    )  # F1 does not care which is which
+    # F1 does not care which is which
+    assert tuple(rouge(gold, prediction).values()) == pytest.approx(expected)
     assert mean_rouge(prediction, gold) == pytest.approx(sum(expected) / 3)
 
 
-def test_rouge_takes_the_best_gold_for_each_of_the_three():
+def test_rouge_takes_the_best_gold_for_each_of_the_three_and_nothing_scores_zero():
     scores = rouge("a b c d", ["a b x y", "d c b a"])
-    # first gold: words 2/4, pairs 1/3, subsequence 2/4; second: 4/4, 0, 1/4
-    assert scores == pytest.approx({"rouge1": 1.0, "rouge2": 1 / 3, "rougeL": 1 / 2})
-
-
-def test_rouge_without_a_summary_or_a_gold_is_zero():
     nothing = {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
     assert rouge(None, "gold") == rouge("", ["gold"]) == rouge("text", []) == nothing
-
-
-def test_repeating_the_gold_lowers_rouge():
-    # precision falls to 1/3 at recall 1: 2 · 4 / (12 + 4)
-    assert (
-        rouge("a b c d " * 3, "a b c d")["rouge1"] == 1 / 2 < rouge("a b c d", "a b c d")["rouge1"]
-    )
+    # first gold: words 2/4, pairs 1/3, subsequence 2/4; second: 4/4, 0, 1/4
+    assert scores == pytest.approx({"rouge1": 1.0, "rouge2": 1 / 3, "rougeL": 1 / 2})
 
 
 OPTIONS = ("Elm", "Oak", "Ash", "The elm tree")
@@ -230,12 +196,8 @@ OPTIONS = ("Elm", "Oak", "Ash", "The elm tree")
     ("text", "letter"),
     [
         ("B", "B"),
-        ("b", "B"),
         ("(B).", "B"),
         (r"\boxed{\text{B}}", "B"),
-        ("B. Oak", "B"),
-        ("B because it burns well", "B"),
-        ("The correct answer is: **B**", "B"),
         ("the correct answer is option B<|im_end|>", "B"),
         ("The correct answer is A.\nNo. The correct answer is C.", "C"),  # the last one
         (r"A looks right, but \boxed{C}", "C"),
@@ -246,7 +208,6 @@ OPTIONS = ("Elm", "Oak", "Ash", "The elm tree")
         ("A, B", None),
         ("A tree of the north", None),  # an article is no choice
         ("E", None),  # there are four options
-        ("", None),
         (None, None),
     ],
 )
@@ -285,16 +246,12 @@ def test_each_task_has_its_metric():
 
 OURS = [
     (r"\frac12", "0.5"),
-    (r"\dfrac{3}{4}", r"\tfrac34"),
     (r"-\frac{1}{2}", "-1/2"),
     ("0.333333", r"\frac{1}{3}"),
     ("3,250", "3250"),
     ("10{,}000", r"10\,000"),
     (r"\$1,000.00", "1000"),
-    ("18 dollars", "$18"),
     (r"50\%", "50"),
-    ("12.5%", "12.5"),
-    (r"\( 5 \)", "5.00"),
     (r"\text{Even}", "even"),
     (r"\boxed{05}.", "5"),
     ("−5", "-5"),
@@ -304,58 +261,42 @@ LIBRARY = [
     (r"-1\frac{1}{2}", "-1.5"),
     (r"50\%", "0.5"),
     (r"10\text{ cm}^2", "10"),
-    ("10 miles", "10"),
     ("x = 5", "5.00"),
-    (r"90^\circ", "90"),
-    (r"\text{(B)}", "B"),
-    (r"\sqrt{117}", r"3\sqrt{13}"),
     ("√2", r"\sqrt{2}"),
-    ("2**10", "1024"),
     (r"6.72\times 10^{-5}", ".0000672"),
     (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
-    ("-2, 1", r"1 \text{ and } -2"),
     (r"\{1,2\}", r"\{2, 1\}"),
     (r"1 \pm \sqrt{19}", r"1-\sqrt{19},1+\sqrt{19}"),
     (r"(-\infty,1)\cup(2,\infty)", r"(2,\infty) \cup (-\infty,1)"),
     (r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}", r"\begin{pmatrix}0.2\\-3.6\end{pmatrix}"),
     ("(x-1)(x+1)", "x^2-1"),
-    ("y+2x=3", "3 = 2x + y"),
-    ("3+4i", "4i+3"),
     (r"\sin(x)^2+\cos(x)^2", "1"),
 ]
 NOT_EQUAL = [
     ("50", "0.5"),  # no percent sign
-    ("50%", "0.5%"),
     ("1000000", "1000001"),  # within a relative tolerance, but integers
-    ("0.0000001", "0"),
     ("(1,200)", "1200"),  # a pair
     ("(1,2)", "(2,1)"),
-    ("1", "1,2"),
     ("5 or 6", "6"),
     (r"\boxed{5} \boxed{6}", "5"),
     ("answer: $3$ answer: $5$", "5"),
     (r"[2,\infty)", r"(2,\infty)"),
-    ("x=5", "y=5"),
     ("X", "x"),
     ("on", "no"),  # the same letters
-    ("5 million", "5"),
     (r"\begin{pmatrix}1 & 2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     ("1/0", "5"),
     ("(" * 2000, "(" * 1999),
     ("__import__('os')", "5"),
     ("\ud83d", "5"),  # half a character
-    ("$", "5"),
     ("", "5"),
     (None, "5"),
-    ("", ""),
 ]
 
 
 @pytest.mark.parametrize(("prediction", "gold"), OURS)
-def test_spellings_of_one_number_are_equal_without_the_library(
-    prediction, gold, without_math_verify
-):
-    assert math_equal(prediction, gold) and math_equal(gold, prediction)
+@pytest.mark.usefixtures("without_math_verify")
+def test_spellings_of_one_number_are_equal_without_the_library(prediction, gold):
+    assert math_equal(prediction, [gold, "x"]) and math_equal(gold, prediction)
 
 
 @pytest.mark.parametrize(("prediction", "gold"), LIBRARY)
@@ -371,10 +312,6 @@ def test_different_answers_are_not_equal_and_never_raise(prediction, gold, libra
     if not library:
         request.getfixturevalue("without_math_verify")
     assert not math_equal(prediction, gold)
-
-
-def test_math_takes_a_list_of_golds():
-    assert math_equal("2", ["1", "2"]) and not math_equal("3", ["1", "2"])
 
 
 def test_without_the_library_one_line_says_what_is_missing(without_math_verify, capsys):

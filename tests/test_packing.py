@@ -63,27 +63,15 @@ def test_recomputed_layers_still_know_the_groups():
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_computed_is_what_is_asked_for(monkeypatch):
-    (tokens, mask), policy, seen = batch(), make(), []
-    policy.language_model.base_model.register_forward_pre_hook(
-        lambda module, _, given: seen.append(given["input_ids"].shape), with_kwargs=True
-    )
-    policy(tokens, mask=mask)
-    monkeypatch.setattr(packing.pack, "__defaults__", (0,))
-    policy(tokens, mask=mask)
-    assert seen == [(1, PACKED), (1, sum(LENGTHS))]  # padded it would be 6 * 15 = 90
-
-
 def test_rows_are_grouped_by_length_and_read_up_to_the_last_place_that_is_asked_for():
     tokens = torch.arange(90).view(6, 15)
-    assert pack(tokens, LENGTHS, 4).groups == [(1, 14), (2, 9), (3, 3)]
-    assert pack(tokens, LENGTHS, 0).groups == [(1, 14), (1, 9), (1, 8), (2, 3), (1, 1)]
+    assert pack(tokens, LENGTHS, 4)[2] == [(1, 14), (2, 9), (3, 3)]
+    assert pack(tokens, LENGTHS, 0)[2] == [(1, 14), (1, 9), (1, 8), (2, 3), (1, 1)]
     wanted = torch.tensor([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
     assert lengths_of(wanted) == [4, 1, 1]
-    packed = pack(torch.arange(15).view(3, 5), [4, 1, 1], 0)
-    assert packed.ids.tolist() == [[0, 1, 2, 3, 5, 10]]
-    assert packed.positions.tolist() == [[0, 1, 2, 3, 0, 0]]
-    assert packed.groups == [(1, 4), (2, 1)] and packed.starts.tolist() == [0, 4, 5]
+    ids, positions, groups, starts = pack(torch.arange(15).view(3, 5), [4, 1, 1], 0)
+    assert ids.tolist() == [[0, 1, 2, 3, 5, 10]] and positions.tolist() == [[0, 1, 2, 3, 0, 0]]
+    assert groups == [(1, 4), (2, 1)] and starts.tolist() == [0, 4, 5]
 
 
 def test_nothing_of_one_text_reaches_another():
@@ -95,22 +83,21 @@ def test_nothing_of_one_text_reaches_another():
     assert same.tolist() == [True, False, True, True, True, True]
 
 
-ODD = {
-    "no known family": ("gpt2", {}),
-    "a window": ("mistral", {"sliding_window": 4}),
-    "a window in some layers": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-    ),
-    "another attention": ("qwen2", {"attn_implementation": "eager"}),
-}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_what_cannot_be_packed_goes_through_padded(name):
+@pytest.mark.parametrize(
+    "family, more",
+    [
+        ("gpt2", {}),  # no known family
+        ("mistral", {"sliding_window": 4}),
+        ("qwen2", WINDOW),  # in some layers
+        ("qwen2", {"attn_implementation": "eager"}),
+    ],
+)
+def test_what_cannot_be_packed_goes_through_padded(family, more):
     torch.manual_seed(0)
-    kind, more = ODD[name]
-    model, (tokens, mask) = model_of(kind, **SHAPE, **more).eval(), batch()
+    model, (tokens, mask) = model_of(family, **SHAPE, **more).eval(), batch()
     with torch.no_grad():
         logprobs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
         expected = logprobs.gather(2, tokens[:, 1:, None])[..., 0] * mask
@@ -131,19 +118,23 @@ def test_generate_and_a_saved_checkpoint_know_nothing_of_it(tmp_path):
     assert ours.tolist() == loaded.generate(input_ids=tokens, **how).tolist()
 
 
-def test_the_last_feed_forward_part_is_computed_where_asked_for_and_is_itself_again_behind_it():
+def test_what_is_computed_is_what_is_asked_for_and_the_model_is_itself_again_afterwards(
+    monkeypatch,
+):
     (tokens, mask), policy, seen = batch(), make(), []
     layers = policy.language_model.model.layers
     for layer in layers:
         layer.mlp.up_proj.register_forward_hook(
             lambda module, inputs, output: seen.append(output.shape[1])
         )
-    policy(tokens, mask=mask)
-    assert seen == [PACKED, mask.sum()]
+    policy(tokens, mask=mask)  # padded, it would be 6 * 15 = 90
+    assert seen == [PACKED, mask.sum()]  # of the last layer only the wanted places
     assert all("forward" not in vars(layer.mlp) for layer in layers)
-    seen.clear()
     policy.language_model(input_ids=tokens)
-    assert seen == [15, 15]  # whoever calls the model itself gets all of it
+    assert seen[2:] == [15, 15]  # whoever calls the model itself gets all of it
+    monkeypatch.setattr(packing.pack, "__defaults__", (0,))
+    policy(tokens, mask=mask)
+    assert seen[4:] == [sum(LENGTHS), mask.sum()]
 
 
 def test_places_that_nobody_asks_for_cost_nothing_and_break_nothing():

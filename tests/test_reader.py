@@ -25,9 +25,13 @@ class Says:
 
 
 def test_the_reader_gets_the_evidence_then_the_question_and_nothing_else():
-    llm = Says("Norland")
-    assert reader_answers(llm, [(WHERE, f"  {EVIDENCE}\n")]) == ["Norland"]
-    assert llm.batches == [[(INSTRUCTION, f"{EVIDENCE}\nIn which country was Ana Bell born?")]]
+    llm, choice = (
+        Says("B"),
+        Question("c", "Which?", ["B"], task="choice", options=("Norland", "East")),
+    )
+    assert reader_answers(llm, [(WHERE, f"  {EVIDENCE}\n"), (choice, "one")]) == ["B", "B"]
+    texts = (f"{EVIDENCE}\nIn which country was Ana Bell born?", "one\nWhich?\nA. Norland\nB. East")
+    assert llm.batches == [[(INSTRUCTION, text) for text in texts]]
 
 
 def test_all_pairs_are_one_batch_and_no_evidence_or_no_reply_is_an_empty_answer():
@@ -61,13 +65,6 @@ def test_a_reply_is_cut_to_its_answer(reply, answer):
     assert read_answer(reply) == answer
 
 
-def test_a_choice_question_is_asked_with_its_options():
-    llm = Says("B")
-    choice = Question("c", "Which?", ["B"], task="choice", options=("Norland", "Ostland"))
-    reader_answers(llm, [(choice, "one")])
-    assert llm.batches[0][0][1] == "one\nWhich?\nA. Norland\nB. Ostland"
-
-
 def test_the_built_in_world_s_tiny_model_reads_evidence_and_question(toy_policy, toy_tokenizer):
     llm = LocalLLM(toy_policy, toy_tokenizer, max_tokens=6)
     answers = reader_answers(llm, [(WHERE, "kelmouth lies in norland ."), (WHERE, None)])
@@ -82,21 +79,15 @@ def record(evidence, **more):
     return {**given, "evidence": evidence, "prediction": "Ostland", **more}
 
 
-def test_records_of_evidence_are_answered_and_scored_again():
+def test_records_of_evidence_are_answered_and_scored_again_and_stay_as_they_were():
     # "Norland country" against "Norland": P = 1/2, R = 1, F1 = 2/3
-    records = answer_from_evidence(
-        Says("Norland country", "Norland"), [record(EVIDENCE), record("x"), record(None)]
-    )
+    given = [record(EVIDENCE, metrics={"em": 1.0}), record("x"), record(None)]
+    records = answer_from_evidence(Says("Norland country", "Norland"), given)
     assert [r["metrics"]["f1"] for r in records] == [pytest.approx(2 / 3), 1.0, 0.0]
     assert [r["metrics"]["em"] for r in records] == [0.0, 1.0, 0.0]
     assert [r["prediction"] for r in records] == ["Norland country", "Norland", ""]
     assert records[0]["id"] == "q"
-
-
-def test_the_given_records_stay_as_they_were():
-    given = record(EVIDENCE, metrics={"em": 1.0})
-    answer_from_evidence(Says("Norland"), [given])
-    assert given["prediction"] == "Ostland" and given["metrics"] == {"em": 1.0}
+    assert given[0]["prediction"] == "Ostland" and given[0]["metrics"] == {"em": 1.0}
 
 
 def test_predictions_of_a_protocol_without_evidence_are_one_line():

@@ -7,23 +7,15 @@ import pytest
 import torch
 
 import grpo
-import ppo
 import reinforce_pp
-from errors import InputError
 
 NAN, INF = float("nan"), float("inf")
 
 
 def choose(algorithm="reinforce_pp", **changes):
-    chosen = {
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "loss_aggregation": "sequence",
-        "kl_coef": 0.0,
-        "kl_estimator": "k1",
-        "group_std": True,
-    }
-    return SimpleNamespace(algorithm=algorithm, **(chosen | changes))
+    chosen = {"clip_low": 0.2, "clip_high": 0.2, "loss_aggregation": "sequence", "kl_coef": 0.0}
+    chosen |= {"algorithm": algorithm, "kl_estimator": "k1", "group_std": True}
+    return SimpleNamespace(**(chosen | changes))
 
 
 BASELINE = "reinforce_pp_baseline"
@@ -101,10 +93,8 @@ def test_the_settings_choose_the_form_and_its_group_std():
 
 
 def test_the_baseline_form_takes_the_kl_of_the_whole_trajectory():
-    # kl_coef 0.1, k1 sums to 3 and 5 on model tokens: rewards 0.7, 0.5; group ±0.7071, batch std
-    # √(1 / 1) = 1 -> ±0.7071
-    old, ref = [[1.0, 2.0], [5.0, NAN]], [[0.0, 0.0], [0.0, 0.0]]
-    batch = make_batch([1.0, 1.0], [[1, 1], [1, 0]], old, ref)
+    # kl_coef 0.1, k1 sums to 3 and 5 on model tokens: rewards 0.7, 0.5; group ±0.7071, batch std 1
+    batch = make_batch([1.0, 1.0], [[1, 1], [1, 0]], [[1.0, 2.0], [5.0, NAN]], [[0.0, 0.0]] * 2)
     advantages = reinforce_pp.compute_advantages(batch, choose(BASELINE, kl_coef=0.1))
     assert advantages[0].tolist() == pytest.approx([0.70711, 0.70711], abs=1e-4)
     assert advantages[1].tolist() == pytest.approx([-0.70711, 0.0], abs=1e-4)
@@ -118,13 +108,6 @@ def test_returns_are_discounted_by_model_tokens_and_skip_documents():
     # not three; 9 is nobody's.
     rewards, mask = torch.tensor([[1.0, 9, 9, 2, 4]]), torch.tensor([[1, 0, 0, 1, 1]])
     assert reinforce_pp.returns_to_go(rewards, mask, 0.5).tolist() == [[3.0, 0.0, 0.0, 4.0, 4.0]]
-
-
-def test_with_gamma_one_a_final_reward_reaches_every_model_token():
-    rewards = torch.tensor([[0.0, 0, 0, 2, 0], [0, 0, 0, 0, 0]])
-    mask = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 0]])
-    returns = reinforce_pp.returns_to_go(rewards, mask)
-    assert returns.tolist() == [[2, 0, 2, 2, 0], [0, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
@@ -187,39 +170,26 @@ def test_a_trajectory_without_a_model_token_does_not_enter_the_statistics():
 
 
 @pytest.mark.parametrize(
-    "mask", [[[1, 1], [1, 0], [1, 1]], [[1, 1], [0, 0], [0, 0]], [[0, 0], [0, 0], [0, 0]]]
+    "mask",
+    [
+        [[1, 1], [1, 0], [1, 1]],
+        [[1, 1], [0, 0], [0, 0]],
+        [[0, 0], [0, 0], [0, 0]],
+        # 1 / length / 4 does not sum to 1 in fp32: the mean of 0.7 is a rounding error away
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]],
+    ],
 )
 def test_equal_rewards_or_a_single_trajectory_give_exactly_zero(mask):
-    batch = make_batch([0.7, 0.7, 0.7], mask, group_size=3)
+    batch = make_batch([0.7] * len(mask), mask, group_size=len(mask))
     assert reinforce_pp.compute_advantages(batch, choose()).abs().max() == 0
-
-
-def test_equal_rewards_of_unequal_answers_are_exactly_zero_too():
-    # The weights 1 / length / 4 do not sum to 1 in fp32: the mean of 0.7 is a rounding error away,
-    # and would be whitened.
-    mask = torch.tensor([[1] * n + [0] * (4 - n) for n in range(1, 5)])
-    returns = mask * 0.7
-    assert (ppo.sequence_weights(mask) * returns).sum() != returns[0, 0]
-    assert reinforce_pp.whiten(returns, mask).abs().max() == 0
-
-
-@pytest.mark.parametrize("bad", [NAN, INF])
-def test_what_stands_on_a_document_does_not_enter_the_statistics(bad):
-    # rewards 1 and 0: mean 0.5, std √0.5 -> ±0.70711
-    returns, mask = torch.tensor([[1.0, bad], [0.0, 0.0]]), torch.tensor([[1, 0], [1, 1]])
-    advantages = reinforce_pp.whiten(returns, mask)
-    assert advantages[0].tolist() == pytest.approx([0.70711, 0.0], abs=1e-4)
-    assert advantages[1].tolist() == pytest.approx([-0.70711, -0.70711], abs=1e-4)
 
 
 # ---------------------------------------------------------------------------------------- interface
 
 
 def test_loss_and_weights_are_those_of_grpo():
-    batch, settings = (
-        make_batch([1.0, 0.0], [[1, 0, 1], [1, 1, 1]]),
-        choose(loss_aggregation="token"),
-    )
+    batch = make_batch([1.0, 0.0], [[1, 0, 1], [1, 1, 1]])
+    settings = choose(loss_aggregation="token")
     batch.advantages = reinforce_pp.compute_advantages(batch, settings)
     weights = reinforce_pp.compute_token_weights(batch, settings)
     torch.testing.assert_close(weights, batch.response_mask / 5)
@@ -227,12 +197,6 @@ def test_loss_and_weights_are_those_of_grpo():
     loss, _ = reinforce_pp.compute_loss(torch.full((2, 3), 0.1), batch, settings)
     assert loss[0].tolist() == pytest.approx([-0.78147, 0.0, -0.78147], abs=1e-4)
     assert loss[1].tolist() == pytest.approx([0.78147] * 3, abs=1e-4)
-
-
-def test_a_missing_reference_is_refused():
-    batch = make_batch([1.0, 0.0], [[1], [1]])
-    with pytest.raises(InputError, match="ref_logprobs"):
-        reinforce_pp.compute_advantages(batch, choose(kl_coef=0.1))
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce_pp", BASELINE])
@@ -244,10 +208,3 @@ def test_the_batch_is_not_changed(algorithm):
     assert set(vars(batch)) == set(before)
     tensors = {name: value for name, value in before.items() if torch.is_tensor(value)}
     assert all(torch.equal(value, getattr(batch, name)) for name, value in tensors.items())
-
-
-def test_running_the_file_works_both_forms(capsys):
-    reinforce_pp.main()
-    printed = capsys.readouterr().out
-    assert "[ 1.2247, -1.2247,  0.0000,  0.0000]" in printed
-    assert "[-1.5000, -1.5000, -1.5000]" in printed

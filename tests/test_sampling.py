@@ -9,7 +9,7 @@ from test_lora import needs_peft
 
 from policy import Policy
 from scale.lora import add_lora, merged_state
-from scale.sampling import copy_of, sampling_copy, to_sample_with, wants_copy
+from scale.sampling import copy_of, to_sample_with, wants_copy
 from tests.conftest import model_of, small
 
 
@@ -22,7 +22,7 @@ def make_policy(tied=False) -> Policy:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_copy_has_the_rounded_weights_and_its_own_memory(tied):
     policy = make_policy(tied)
-    with sampling_copy(policy) as copy:
+    with to_sample_with(policy, True) as copy:
         theirs = dict(copy.named_parameters())
         assert theirs.keys() == dict(policy.named_parameters()).keys()
         for name, weight in policy.named_parameters():
@@ -39,9 +39,10 @@ def test_in_fp32_the_copy_is_the_policy_to_the_bit(tied):
     # Also what is no weight: rotary frequencies, which are made anew, and in bf16 would move every
     # position.
     policy, tokens = make_policy(tied).eval(), torch.randint(0, 60, (2, 30))
-    with torch.no_grad(), sampling_copy(policy, torch.float32) as copy:
+    copy = Policy(copy_of(policy.language_model, torch.float32)).eval()
+    with torch.no_grad():
         assert torch.equal(copy(tokens), policy(tokens))
-    with torch.no_grad(), sampling_copy(policy) as copy:
+    with torch.no_grad(), to_sample_with(policy, True) as copy:
         buffers = [b.dtype for b in copy.buffers() if b.is_floating_point()]
         gap = (copy(tokens) - policy(tokens)).abs()
     assert set(buffers) == {torch.float32}
@@ -49,7 +50,7 @@ def test_in_fp32_the_copy_is_the_policy_to_the_bit(tied):
 
 
 def test_the_copy_s_memory_is_free_behind_the_block():
-    with sampling_copy(make_policy()) as copy:
+    with to_sample_with(make_policy(), True) as copy:
         held = weakref.ref(copy)
     del copy
     gc.collect()
@@ -63,11 +64,11 @@ def test_under_lora_the_copy_is_merged():
     for name, parameter in policy.named_parameters():
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    own = copy_of(policy.language_model, torch.float32).state_dict()
-    torch.testing.assert_close(dict(own), merged_state(policy.language_model), atol=1e-6, rtol=0)
-    tokens = torch.randint(0, 60, (2, 12))
-    with torch.no_grad(), sampling_copy(policy, torch.float32) as copy:
-        torch.testing.assert_close(copy(tokens), policy(tokens), atol=1e-5, rtol=1e-5)
+    own = copy_of(policy.language_model, torch.float32)
+    merged = merged_state(policy.language_model)
+    torch.testing.assert_close(dict(own.state_dict()), merged, atol=1e-6, rtol=0)
+    copy, tokens = Policy(own), torch.randint(0, 60, (2, 12))
+    torch.testing.assert_close(copy(tokens), policy(tokens), atol=1e-5, rtol=1e-5)
 
 
 def test_a_rollout_samples_from_a_copy_or_from_the_policy_itself():

@@ -7,7 +7,7 @@ from errors import InputError
 from other_models.judge import Judge
 from plumbing import score
 from plumbing.score import Scorer, add_reader, add_verdicts, answer_scores, build_reader
-from rewards import STORIES, example, tell
+from rewards import example
 from settings import Settings, resolve
 from trajectory import trajectory_from_text
 
@@ -39,10 +39,9 @@ def scorer_of(name: str, documents=(), **changes) -> Scorer:
 def test_the_reader_is_asked_once_for_all_that_searched(monkeypatch):
     reader = Model(lambda text: "Norland" if "Norland" in text.split("\n")[0] else "Sudria")
     monkeypatch.setattr(score, "build_reader", lambda *_: reader)
-    scorer, told = scorer_of("r_search"), {story.name: tell(story, "r_search") for story in STORIES}
-    names = "good,no search,evidence without a search,a query that asks for no fact,wrong answer"
-    rows = [told[name] for name in names.split(",")]
-    components, correct = scorer(rows, 0)
+    scorer = scorer_of("r_search")
+    rows = [example("r_search", searches=n) for n in (2, 0, 0, 1)]
+    components, correct = scorer([*rows, example("r_search", "Sudria")], 0)
     # three of the five searched and have evidence; the evidence of all three names the country
     assert len(reader.batches) == 1 and len(reader.batches[0]) == 3
     assert all(text.endswith("In which country was Ana Bell born?") for text in reader.batches[0])

@@ -4,32 +4,26 @@ checkpoints.
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from conftest import in_two_processes
 from safetensors.torch import load_file
 
 import ppo
 from errors import InputError
-from policy import (
-    Batch,
-    Policy,
-    PolicySettings,
-    load_policy,
-    make_optimizer,
-    micro_batches,
-    save_policy,
-)
+from plumbing.build import spread_over
+from policy import Batch, Policy, PolicySettings, load_policy, save_policy
 from scale import shards
-from scale.sampling import sampling_copy, to_sample_with
-from scale.shards import asked_for, full, in_parts
-from tests.conftest import model_of, small
+from scale.sampling import to_sample_with
+from scale.shards import asked_for, check_shardable, full, in_parts
+from tests.conftest import ROOT, in_two_processes, model_of, same, small
+from update import Parts, descend, score
 
-ROOT = Path(__file__).parent.parent
-ASKED = {"zero2": "false", "fsdp2": "true"}
+RESHARD = {"zero2": "false", "fsdp2": "true"}
+SETTINGS = SimpleNamespace(tokens_per_micro_batch=10, temperature=1.0, optimizer="adamw")
 VOCABULARY = 810
 
 
@@ -46,11 +40,11 @@ def start(bpe, tmp_path_factory):
 def in_two(sharding: str, work, *arguments) -> None:
     """In two processes, with what the configuration file puts into the environment."""
     environment = {}
-    if sharding in ASKED:
+    if sharding != "ddp":
         environment = {
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_VERSION": "2",
-            "FSDP_RESHARD_AFTER_FORWARD": ASKED[sharding],
+            "FSDP_RESHARD_AFTER_FORWARD": RESHARD[sharding],
             "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
         }
     in_two_processes(work, *arguments, environment=environment)
@@ -68,49 +62,25 @@ def uneven_batch() -> Batch:
     return Batch(tokens, mask, mask, torch.zeros(8), 2, token_weights=weights)
 
 
-def parts_of_a_run(module) -> tuple[Accelerator, str, torch.nn.Module]:
-    """(accelerator, sharding, what an update calls), as a run is set up."""
+def parts_of_a_run(policy: Policy, critic=None) -> Parts:
+    """What an update of the policy works with, or one of the critic if there is one."""
     torch.set_num_threads(1)
     accelerator = Accelerator()
     sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
-    if sharding == "ddp":
-        return accelerator, sharding, accelerator.prepare_model(module)
-    return accelerator, sharding, shards.shard(module, sharding, accelerator.num_processes)
+    parts = Parts(SETTINGS, accelerator, policy, None, None, False, critic=critic)
+    parts.model, parts.optimizer = spread_over(parts, critic or policy, sharding, 1e-3)
+    return parts
 
 
-def dealt(batch: Batch, accelerator) -> list[torch.Tensor]:
-    processes, rank = accelerator.num_processes, accelerator.process_index
-    return micro_batches(batch.response_mask, 10, processes, rank)
-
-
-def output(module, part: Batch) -> torch.Tensor:
-    """[b, t]: log-probs, or of a critic its values."""
-    if isinstance(getattr(module, "module", module), ppo.Critic):
-        return module(part.tokens, part.response_mask)
-    return module(part.tokens, 1.0, part.response_mask)
-
-
-@torch.no_grad()
-def score(module, batch: Batch, accelerator) -> torch.Tensor:
-    scored = torch.zeros(batch.response_mask.shape)  # [B, T]
-    for rows in dealt(batch, accelerator):
-        result = output(module, batch.rows(rows))  # [b, t]
-        scored[rows, : result.shape[1]] = result
-    shards.cut(module)
-    return accelerator.reduce(scored, "sum") if accelerator.num_processes > 1 else scored
-
-
-def descend(model, optimizer, batch: Batch, accelerator) -> float:
+def step(parts: Parts, batch: Batch) -> float:
     """Down the gradient of Σ weight · output. Returns its norm."""
-    cuts = dealt(batch, accelerator)
-    for rows in cuts:
-        part = batch.rows(rows)
-        loss = (part.token_weights * output(model, part)).sum()
-        accelerator.backward(loss * accelerator.num_processes)
-    norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)).item()
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
+
+    def loss_of(micro: Batch) -> tuple[torch.Tensor, dict]:
+        how = () if parts.critic else (1.0,)  # the temperature
+        output = parts.model(micro.tokens, *how, micro.response_mask)  # [b, t]
+        return (micro.token_weights * output).sum(), {}
+
+    return descend(parts, parts.model, parts.optimizer, batch, loss_of)["grad_norm"]
 
 
 def whole_of(module) -> list[torch.Tensor]:
@@ -122,27 +92,26 @@ def take_step(start: str, kind: str, lora_rank: int, out: Path) -> None:
     and sample.
     """
     policy, _ = load_policy(start, settings=PolicySettings(lora_rank=lora_rank))
-    module = policy
-    if kind == "critic":
-        module = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
-        torch.nn.init.constant_(module.head.weight, 0.01)
+    critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
+    torch.nn.init.constant_(critic.head.weight, 0.01)
+    module = critic if kind == "critic" else policy
     before, batch = whole_of(module), uneven_batch()
-    accelerator, sharding, model = parts_of_a_run(module)
+    parts = parts_of_a_run(policy, critic if kind == "critic" else None)
     # Adam's division would blow rounding errors up.
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
-    scored, norms = score(module, batch, accelerator), []
-    for rows in ([0, 1, 2], [3, 4, 5], [6, 7], [7]):
-        norms.append(descend(model, optimizer, batch.rows(torch.tensor(rows)), accelerator))
+    parts.optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
+    scored, updates = score(parts, module, batch), ([0, 1, 2], [3, 4, 5], [6, 7], [7])
+    norms = [step(parts, batch.rows(torch.tensor(rows))) for rows in updates]
     moved = [a - b for a, b in zip(whole_of(module), before, strict=True)]
     if kind == "policy":
-        with to_sample_with(policy, False, sharding) as sampler, torch.no_grad():
-            sampler.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=4)
-        with sampling_copy(policy, torch.float32) as copied:  # put together weight by weight
-            for weight, theirs in zip(whole_of(copied), whole_of(policy), strict=False):
-                assert lora_rank or torch.equal(weight, theirs)
-    again = score(module, batch, accelerator)  # sampling left the parts as they were
+        for copies, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+            with to_sample_with(policy, copies) as sampler, torch.no_grad():
+                assert not in_parts(sampler)  # it waits for nobody, however much it samples
+                sampler.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=4)
+                rounded = [weight.to(dtype) for weight in whole_of(policy)]
+                assert lora_rank or same(whole_of(sampler), rounded)
+    again = score(parts, module, batch)  # sampling left the parts as they were
     held = sum(getattr(p, "_local_tensor", p).numel() for p in module.parameters())
-    if accelerator.is_main_process:
+    if parts.accelerator.is_main_process:
         torch.save((moved, [scored, again], norms, held, in_parts(module)), out)
 
 
@@ -159,50 +128,32 @@ def steps_of_one_and_two(sharding, start, kind, lora_rank, folder) -> list:
 
 
 @pytest.mark.parametrize(
-    "sharding, kind", [("zero2", "policy"), ("fsdp2", "policy"), ("fsdp2", "critic")]
+    "sharding, kind",
+    [("ddp", "policy"), ("zero2", "policy"), ("fsdp2", "policy"), ("fsdp2", "critic")],
 )
-def test_two_processes_with_half_of_the_weights_each_take_the_step_of_one(
+def test_two_processes_take_the_step_of_one_also_with_half_of_the_weights_each(
     sharding, kind, start, tmp_path
 ):
     one, two = steps_of_one_and_two(sharding, start, kind, 0, tmp_path)
-    assert (one[4], two[4]) == (False, True) and two[3] == pytest.approx(one[3] / 2, rel=1e-2)
-
-
-def test_two_processes_with_all_of_the_weights_take_the_step_of_one(start, tmp_path):
-    steps_of_one_and_two("ddp", start, "policy", 0, tmp_path)
-
-
-def sample_unevenly(start: str) -> None:
-    """Rank 0 generates once, rank 1 three times, as in a rollout with more turns."""
-    policy, _ = load_policy(start)
-    accelerator, sharding, _ = parts_of_a_run(policy)
-    with shards.whole(policy, sharding), pytest.MonkeyPatch.context() as patch:
-        # Calling it fails: a process that waits would end no test.
-        patch.setattr(torch.distributed, "all_reduce", None)
-        for _ in range(1 + 2 * accelerator.process_index):
-            policy.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=4)
-    accelerator.wait_for_everyone()
-
-
-def test_a_rollout_of_more_turns_than_the_other_s_waits_for_nobody(start):
-    in_two("zero2", sample_unevenly, start)
+    share = 1 if sharding == "ddp" else 1 / 2
+    assert two[3] == pytest.approx(share * one[3], rel=1e-2)
+    assert (one[4], two[4]) == (False, sharding != "ddp")
 
 
 def train(start: str, done: int, steps: int, out: Path) -> None:
     """`steps` steps of AdamW from a checkpoint of which `done` are done; leaves one behind."""
     policy, tokenizer = load_policy(start, settings=PolicySettings(gradient_checkpointing=True))
-    accelerator, _, model = parts_of_a_run(policy)
-    optimizer = make_optimizer(policy, "adamw", 1e-3)
+    parts = parts_of_a_run(policy)
     if done:
         state = torch.load(f"{start}/trainer.pt")
-        shards.load_moments(policy, optimizer, state["optimizer"])
+        shards.load_moments(policy, parts.optimizer, state["optimizer"])
     for _ in range(steps):
-        descend(model, optimizer, uneven_batch(), accelerator)
+        step(parts, uneven_batch())
     weights = shards.whole_weights(policy.language_model) if in_parts(policy) else None
-    state = {"optimizer": shards.whole_moments(policy, optimizer)}
-    if accelerator.is_main_process:
+    state = {"optimizer": shards.whole_moments(policy, parts.optimizer)}
+    if parts.accelerator.is_main_process:
         save_policy(policy, tokenizer, out, state, weights=weights)
-    accelerator.wait_for_everyone()
+    parts.accelerator.wait_for_everyone()
 
 
 def test_parts_leave_whole_checkpoints_and_go_on_from_them(start, tmp_path):
@@ -215,41 +166,35 @@ def test_parts_leave_whole_checkpoints_and_go_on_from_them(start, tmp_path):
     assert all(torch.equal(one[name], two[name]) for name in one)
     one, two = (torch.load(p / "trainer.pt")["optimizer"]["state"] for p in (straight, resumed))
     assert all(torch.equal(one[name]["exp_avg"], two[name]["exp_avg"]) for name in one)
-    ids = torch.arange(9)[None]
-    logprobs = load_policy(str(straight))[0](ids)  # a plain checkpoint
-    assert not torch.equal(logprobs, load_policy(start)[0](ids))
     train(start, 0, 3, tmp_path / "alone")
-    torch.testing.assert_close(
-        logprobs, load_policy(str(tmp_path / "alone"))[0](ids), atol=1e-3, rtol=0
+    ids = torch.arange(9)[None]
+    logprobs, alone, first = (
+        load_policy(str(path))[0](ids) for path in (straight, tmp_path / "alone", start)
     )
+    assert not torch.equal(logprobs, first)
+    torch.testing.assert_close(logprobs, alone, atol=1e-3, rtol=0)
     with pytest.raises(InputError, match="are to be cut in parts, or the other way round"):
         train(str(straight), 3, 1, tmp_path / "never")
 
 
+DEEPSPEED, FSDP_1 = {"ACCELERATE_USE_DEEPSPEED": "true"}, {"ACCELERATE_USE_FSDP": "true"}
+
+
 @pytest.mark.parametrize(
-    "environment, said",
+    "environment, optimizer, rank, said",
     [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "use configs/zero2.yaml"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "set fsdp_version: 2"),
+        (DEEPSPEED, "adamw", 0, "use configs/zero2.yaml"),
+        (FSDP_1, "adamw", 0, "set fsdp_version: 2"),
+        ({}, "adamw8bit", 0, "--optimizer adamw8bit cannot step weights in parts"),
+        ({}, "adamw", 8, "--lora_rank 8: frozen weights need no parts"),
     ],
 )
-def test_what_cannot_be_done_in_parts_is_one_line(environment, said, monkeypatch):
+def test_what_cannot_be_done_in_parts_is_one_line(environment, optimizer, rank, said, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=said):
         asked_for()
-
-
-@pytest.mark.parametrize(
-    "optimizer, rank, said",
-    [
-        ("adamw8bit", 0, "cannot step weights in parts"),
-        ("adamw", 8, "frozen weights need no parts"),
-    ],
-)
-def test_8_bit_moments_and_lora_stay_whole(optimizer, rank, said):
-    with pytest.raises(InputError, match=said):
-        shards.check_shardable(optimizer, rank)
+        check_shardable(optimizer, rank)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero2", "fsdp2"])
