@@ -71,7 +71,8 @@ def shard(model: nn.Module, sharding: str, processes: int) -> nn.Module:
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     # The first forward pass decides which module is the root: in a rollout it would be a layer.
     with torch.no_grad():
-        model(torch.zeros(1, 2, dtype=torch.long, device=device))
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+        model(tokens, mask=torch.ones(1, 1, device=device))
     cut(model)
     return model
 
