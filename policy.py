@@ -296,9 +296,10 @@ def without_dropout(config):
 
 def check_model_path(path: str) -> None:
     """What is there, or can only be a path, must be a saved model. Hub names pass."""
-    local = Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
+    there = Path(path).exists()
+    local = there or path.startswith((".", "/", "~")) or path.count("/") > 1
     if local and not Path(path, "config.json").exists():
-        wrong = "there is no config.json in it, or no such directory"
+        wrong = "there is no config.json in this directory" if there else "no such directory"
         raise InputError(f"--model {path}: {wrong}; give a saved HF model or a hub name")
 
 
