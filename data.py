@@ -198,13 +198,6 @@ def load_attempts(path: str | Path, skip_bad: bool = False) -> list[Attempts]:
     return found
 
 
-def save_questions(path: str | Path, questions: list[Question]) -> None:
-    """Our own JSONL: one line per question, the fields of `Question`."""
-    with open(path, "w", encoding="utf-8") as file:
-        for question in questions:
-            file.write(json.dumps(asdict(question), ensure_ascii=False) + "\n")
-
-
 BUCKETS = ("hard", "medium", "easy", "dropped")
 
 

@@ -42,8 +42,7 @@ class Paper:
     decoding: dict = field(default_factory=dict)
 
 
-# The tiny model has 0.48M weights, born at random: its learning rate is 150 times larger, its texts
-# are short.
+# The tiny model has 0.48M weights, born at random: a learning rate 150 times larger, short texts.
 TINY = {
     "lr": 3e-4,
     "group_size": 8,
@@ -73,21 +72,12 @@ TWO_FACTS = {
 }
 HALVES = {"one_hop": 0.5, "two_hop": 0.5}
 
-_ur2 = {  # appendix C.2 and C.3
-    "protocol": "ur2",
-    "algorithm": "reinforce_pp_baseline",
-    "group_size": 16,
-    "questions_per_step": 64,
-    "trajectories_per_update": 256,
-    "lr": 2e-6,
-    "clip_low": 0.2,
-    "clip_high": 0.2,
-    "kl_coef": 0.0,
-    "temperature": 1.0,
-    "max_searches": 4,
-    "max_turn_tokens": 512,
-    "documents_per_search": 10,
-}
+_ur2 = (  # appendix C.2 and C.3
+    {"protocol": "ur2", "algorithm": "reinforce_pp_baseline"}
+    | {"group_size": 16, "questions_per_step": 64, "trajectories_per_update": 256}
+    | {"lr": 2e-6, "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0}
+    | {"temperature": 1.0, "max_searches": 4, "max_turn_tokens": 512, "documents_per_search": 10}
+)
 UR2 = Paper(
     source="UR² app. C.2, C.3, C.7",
     protocols=("ur2", "ur2_search"),
@@ -101,11 +91,7 @@ UR2 = Paper(
     },
     good_format=lambda trajectory: not ur2_violations(trajectory),
     # search, read the summary (or the fallback), write \\boxed{...}
-    world=Tiny(
-        end="{asked} \\boxed{{ {answer}}}<eos>",
-        read=" \\boxed{{ {answer}}}",
-        summarised=True,
-    ),
+    world=Tiny("{asked} \\boxed{{ {answer}}}<eos>", read=" \\boxed{{ {answer}}}", summarised=True),
     decoding={"temperature": 0.3, "top_p": 0.5},  # appendix C.3
 )
 
@@ -117,20 +103,13 @@ VANILLA_RL = replace(
     tiny={1: EVERYTHING | {"steps": 72}},
 )
 
-_r1_searcher = {  # section 4.1 and its training script
-    "protocol": "r1_searcher",
-    "algorithm": "reinforce_pp",
-    "group_size": 16,
-    "questions_per_step": 64,
-    "trajectories_per_update": 256,
-    "lr": 2e-6,
-    "kl_coef": 0.0,  # of the Qwen base model; Llama: 1e-4
-    "kl_estimator": "k1",  # in the reward
-    "temperature": 1.0,
-    "max_searches": 8,
-    "max_turn_tokens": 512,
-    "documents_per_search": 5,  # 3 in its code
-}
+_r1_searcher = (  # section 4.1 and its training script
+    {"protocol": "r1_searcher", "algorithm": "reinforce_pp"}
+    | {"group_size": 16, "questions_per_step": 64, "trajectories_per_update": 256}
+    | {"lr": 2e-6, "kl_coef": 0.0, "kl_estimator": "k1"}  # in the reward; Llama: 1e-4
+    | {"temperature": 1.0, "max_searches": 8, "max_turn_tokens": 512}
+    | {"documents_per_search": 5}  # 3 in its code
+)
 R1_SEARCHER = Paper(
     source="R1-Searcher section 4.1, script",
     protocols=("r1_searcher",),
@@ -143,61 +122,34 @@ R1_SEARCHER = Paper(
     world=Tiny(end="{thought}</think>\n\n<answer> {answer}</answer>"),
 )
 
+_r_search = (  # section 4.1
+    {"protocol": "r_search", "algorithm": "grpo", "reward": "r_search", "steps": 195}
+    | {"group_size": 5, "questions_per_step": 256, "trajectories_per_update": 1280}
+    | {"lr": 1e-6, "lr_warmup": 185}  # 0.95 of 195 updates, as printed
+    | {"kl_coef": 1e-3, "kl_estimator": "k3", "temperature": 1.0}
+    | {"max_searches": 4, "max_turn_tokens": 500}
+    | {"documents_per_search": 3}  # 5 in evaluation
+)
 R_SEARCH = Paper(
     source="R-Search section 4.1, table",
     protocols=("r_search",),
-    stages={
-        1: {
-            "protocol": "r_search",
-            "algorithm": "grpo",
-            "group_size": 5,
-            "questions_per_step": 256,
-            "trajectories_per_update": 1280,
-            "lr": 1e-6,
-            "lr_warmup": 185,  # 0.95 of 195 updates, as printed
-            "kl_coef": 1e-3,
-            "kl_estimator": "k3",
-            "temperature": 1.0,
-            "max_searches": 4,
-            "max_turn_tokens": 500,
-            "documents_per_search": 3,  # 5 in evaluation
-            "reward": "r_search",
-            "steps": 195,
-        }
-    },
+    stages={1: _r_search},
     tiny={1: EVERYTHING | TWO_FACTS | {"lr_warmup": 0, "kl_coef": 0.0, "steps": 40}},
     good_format=r_search_format,
     # two passages a search; copy the one that counts as evidence, answer from it
-    world=Tiny(
-        end="{evidence}<answer> {answer}</answer>",
-        layout="facts",
-        kinds=HALVES,
-        steps=300,
-    ),
+    world=Tiny("{evidence}<answer> {answer}</answer>", layout="facts", kinds=HALVES, steps=300),
     punctuation="delete",
     decoding={"temperature": 0.1, "documents_per_search": 5},  # section 4.1
 )
 
-_when_to_search = {  # section 4 and its table; 500 steps in all, halved between the stages by us
-    "protocol": "when_to_search",
-    "algorithm": "dapo",
-    "group_size": 32,
-    "questions_per_step": 32,
-    "trajectories_per_update": 1024,
-    "lr": 1e-6,
-    "clip_low": 0.2,
-    "clip_high": 0.28,
-    "loss_aggregation": "token",
-    "kl_coef": 0.0,  # its text; its table: 1e-4
-    "temperature": 1.0,
-    "max_searches": 5,
-    "max_turn_tokens": 8192,
-    "documents_per_search": 5,
-    "beta": 0.3,
-    "steps": 250,
-}
-# By correctness, the groups that stage 2 is about (all right, with and without a search) would be
-# dropped.
+_when_to_search = (  # section 4 and its table; 500 steps in all, halved between the stages by us
+    {"protocol": "when_to_search", "algorithm": "dapo", "beta": 0.3, "steps": 250}
+    | {"group_size": 32, "questions_per_step": 32, "trajectories_per_update": 1024}
+    | {"lr": 1e-6, "clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token"}
+    | {"kl_coef": 0.0}  # its text; its table: 1e-4
+    | {"temperature": 1.0, "max_searches": 5, "max_turn_tokens": 8192, "documents_per_search": 5}
+)
+# Stage 2 is about groups that are all right, with and without a search: "correct" would drop them.
 _when_stage2 = _when_to_search | {"reward": "when_to_search_stage2", "filter_by": "answer"}
 WHEN_TO_SEARCH = Paper(
     source="When to Search section 4, table",
@@ -227,26 +179,17 @@ WHEN_TO_SEARCH_UNIFIED = replace(
     tiny={1: EVERYTHING | KNOWN_TOO | {"max_resample": 1, "steps": 45}},
 )
 
+_arena = (  # section 4.1
+    {"protocol": "arena", "algorithm": "grpo", "reward": "arena", "steps": 95}
+    | {"group_size": 7, "questions_per_step": 256, "trajectories_per_update": 1792}
+    | {"lr": 3e-6, "kl_estimator": "k2"}
+    | {"kl_coef": 0.04}  # its library's default: the paper's number is lost in our copy
+    | {"temperature": 0.9, "max_searches": 0, "max_turn_tokens": 256}
+)
 ARENA = Paper(
     source="ARENA section 4.1",
     protocols=("arena",),
-    stages={
-        1: {
-            "protocol": "arena",
-            "algorithm": "grpo",
-            "group_size": 7,
-            "questions_per_step": 256,
-            "trajectories_per_update": 1792,
-            "lr": 3e-6,
-            "kl_coef": 0.04,  # its library's default: the paper's number is lost in our copy
-            "kl_estimator": "k2",
-            "temperature": 0.9,
-            "max_searches": 0,
-            "max_turn_tokens": 256,
-            "reward": "arena",
-            "steps": 95,
-        }
-    },
+    stages={1: _arena},
     tiny={1: EVERYTHING | TWO_FACTS | {"max_searches": 0, "steps": 40}},
     good_format=arena_format,
     # four numbered references in the prompt; cite, analyse, answer
@@ -301,37 +244,25 @@ def check_stage(recipe: str, stage: int) -> None:
         raise InputError(f"--stage {stage}: {recipe} has stages {stages}")
 
 
-# ------------------------------------------------------------------------------------ on one screen
-
-
 def table() -> list[list[str]]:
     """A header, a row per paper and stage, a column per setting that any of them names."""
-    columns = []
-    for stages in RECIPES.values():
-        for settings in stages.values():
-            columns += [name for name in settings if name not in columns]
+    all_stages = [(name, stage) for name, stages in RECIPES.items() for stage in stages]
+    columns = dict.fromkeys(key for name, stage in all_stages for key in RECIPES[name][stage])
     rows = [["paper", "stage", *columns, "source"]]
-    for name, paper in PAPERS.items():
-        for stage, settings in paper.stages.items():
-            cells = [str(settings.get(column, "·")) for column in columns]
-            rows.append([name, str(stage), *cells, paper.source])
+    for name, stage in all_stages:
+        cells = [str(RECIPES[name][stage].get(column, "·")) for column in columns]
+        rows.append([name, str(stage), *cells, PAPERS[name].source])
     return rows
 
 
 def main() -> None:
-    """What each paper chose, a line per setting; --markdown prints the table of docs/papers.md."""
-    parser = FlagParser("papers.py", description="Print what each paper chose.")
-    parser.add_argument("--markdown", action="store_true", help="the table of docs/papers.md")
-    columns = list(zip(*table(), strict=True))
-    if parser.parse_args().markdown:
-        columns.insert(1, ("---",) * len(columns[0]))
-        print("\n".join("| " + " | ".join(column) + " |" for column in columns))
-        return
-    for first in range(1, len(columns[0]), 5):
-        for name, *cells in columns:
-            shown = [cell[:24] for cell in cells[first - 1 : first + 4]]
-            print(f"{name:24}" + "".join(f"{cell:26}" for cell in shown).rstrip())
-        print()
+    """Print the table of docs/papers.md: a line per setting."""
+    parser = FlagParser("papers.py", description="What each paper chose, as Markdown.")
+    parser.renamed = {"markdown": "leave it out, it is Markdown always"}
+    parser.parse_args()
+    lines = [" | ".join(column) for column in zip(*table(), strict=True)]
+    lines.insert(1, " | ".join(["---"] * len(table())))
+    print(*(f"| {line} |" for line in lines), sep="\n")
 
 
 if __name__ == "__main__":

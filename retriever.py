@@ -8,9 +8,8 @@ BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t 
     idf(t)      = ln((N − n_t + 0.5) / (n_t + 0.5)),   n_t documents hold t;
                   a negative idf (t in more than half of them) becomes epsilon · mean idf
 
-A term adds nothing to a document that lacks it, and nothing in its summand depends on the query. So
-the index holds the finished summand of every (term, document) pair, sorted by term: a query adds up
-a few slices instead of visiting N documents per word. The scores are the same numbers.
+No summand depends on the query. So the index holds the finished summand of every (term, document)
+pair, sorted by term: a query adds up a few slices instead of visiting N documents per word.
 
 Controls for experiments: `random`, `empty`, `oracle` (the question's own gold passages). Behind the
 door: retrievers/dense.py (an encoder) and retrievers/remote.py (another machine's retriever).
@@ -30,7 +29,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import itemgetter
 
 import numpy as np
 from tqdm import tqdm
@@ -43,15 +41,12 @@ SHOW_PROGRESS_FROM = 20_000  # documents: below this the index is built before a
 RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle")
 Array = np.ndarray
 Lists = list[list[Document]]  # one per query, best first
-Scored = list[tuple[Document, float]]
 
 
 @dataclass(frozen=True)
 class RetrieverSettings:
     retriever: str = setting(
-        "bm25",
-        "bm25, dense: of the corpus; http: elsewhere; the others are controls",
-        one_of=RETRIEVERS,
+        "bm25", "bm25, dense: of the corpus; http: elsewhere; others: controls", one_of=RETRIEVERS
     )
     retriever_url: str = setting("", "http: the server's address, http://host:port")
     encoder: str = setting("", "dense: an encoder such as intfloat/e5-base-v2, or its directory")
@@ -64,7 +59,7 @@ def make_retriever(
 ):
     """The retriever that the settings name, over these documents (http, empty, oracle need none).
 
-    timeout   http: seconds per try; device: dense: of the encoder and its search, "" is a free GPU
+    timeout   http: seconds per try; device: of dense, "" is a free GPU
     """
     name = settings.retriever
     if name == "bm25":
@@ -76,7 +71,7 @@ def make_retriever(
     if name == "oracle":
         return OracleRetriever()
     if name == "http":
-        from retrievers.remote import HttpRetriever  # a door: whoever has BM25 needs no network
+        from retrievers.remote import HttpRetriever  # a door: BM25 needs no network
 
         return HttpRetriever(settings.retriever_url, timeout)
     if name == "dense":
@@ -99,8 +94,6 @@ class BM25:
     `weights` their summands.
     """
 
-    needs_questions = False
-
     def __init__(
         self,
         documents: list[Document],
@@ -120,17 +113,16 @@ class BM25:
         document_counts = np.bincount(terms, minlength=len(self.vocabulary))  # [terms], n_t
         self.start = np.concatenate([[0], np.cumsum(document_counts)])
         self.idf = inverse_document_frequencies(document_counts, n, epsilon)
-        mean = max(lengths.mean(), 1e-12)  # the guard: a corpus without a single word
+        mean = max(lengths.mean(), 1e-12)  # a corpus may have no word at all
         norm = k1 * (1 - b + b * lengths / mean)  # [N]
-        # fp64: fp32 would differ from the reference in the seventh digit, and so order ties
-        # differently.
+        # fp64: in fp32 the seventh digit would differ from the reference, and so order ties.
         gain = frequencies * (k1 + 1) / (frequencies + norm[self.postings])  # [pairs]
         self.weights = self.idf[terms] * gain
 
     def scores(self, query: str) -> Array:
         """The score of every document.  # [N]"""
         scores = np.zeros(len(self.documents))
-        for word in tokenize(query):  # a word that is asked twice counts twice, as in the reference
+        for word in tokenize(query):  # a word that is asked twice counts twice
             term = self.vocabulary.get(word)
             if term is not None:
                 chosen = slice(self.start[term], self.start[term + 1])
@@ -142,15 +134,10 @@ class BM25:
         """min(k, N) documents each, best first. As in the reference, documents that share no word
         with the query (score 0) fill up the list.
         """
-        scored = self.search_scored(queries, k)
-        return [list(map(itemgetter(0), found)) for found in scored]
+        return [self.best(query, k) for query in queries]
 
-    def search_scored(self, queries: list[str], k: int) -> list[Scored]:
-        """`search`, each document with its score."""
-        return [self.best(self.scores(query), k) for query in queries]
-
-    def best(self, scores: Array, k: int) -> Scored:
-        return [(self.documents[i], float(scores[i])) for i in top(scores, k)]
+    def best(self, query: str, k: int) -> list[Document]:
+        return [self.documents[i] for i in top(self.scores(query), k)]
 
 
 def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:
@@ -162,7 +149,7 @@ def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:
         words = tokenize(text)
         tokens.extend([vocabulary[word] for word in words])
         lengths.append(len(words))
-    # A plain dict from here on: a query's unknown word must not become a new term.
+    # A plain dict: a query's unknown word must not become a new term.
     return dict(vocabulary), np.array(tokens, np.int64), np.array(lengths, np.int64)
 
 
@@ -177,8 +164,7 @@ def invert(tokens: Array, lengths: Array) -> tuple[Array, Array, Array]:
 
 def inverse_document_frequencies(document_counts: Array, n: int, epsilon: float) -> Array:
     idf = np.log(n - document_counts + 0.5) - np.log(document_counts + 0.5)  # [terms]
-    # The mean includes the negative ones; in a tiny corpus it is negative itself, and then so is
-    # the "floor".
+    # The mean counts the negative ones too; in a tiny corpus it is negative, and so is the "floor".
     if len(idf):
         idf[idf < 0] = epsilon * idf.mean()
     return idf
@@ -189,11 +175,9 @@ def top(scores: Array, k: int) -> Array:
     k = min(k, len(scores))
     if k <= 0:
         return np.zeros(0, np.int64)
-    # Trap: np.partition(scores, -k) takes 13 ms where nearly all of 100,000 scores are 0; from the
-    # other end it takes 1 ms.
+    # Trap: with most of 100,000 scores 0, np.partition(scores, -k) takes 13 ms; this end takes 1.
     threshold = -np.partition(-scores, k - 1)[k - 1]
-    # `argpartition` would keep any of the documents that tie at the threshold. Those above it are
-    # fewer than k, and sorted; of those at it the first fill up.
+    # `argpartition` would keep any of those that tie at the threshold; here the first fill up.
     above = np.flatnonzero(scores > threshold)
     ties = np.flatnonzero(scores == threshold)[: k - len(above)]
     return np.concatenate([above[np.argsort(-scores[above], kind="stable")], ties])
@@ -205,8 +189,6 @@ def top(scores: Array, k: int) -> Array:
 class RandomRetriever:
     """Documents that have nothing to do with the query: what is a search worth that finds noise?"""
 
-    needs_questions = False
-
     def __init__(self, documents: list[Document], seed: int = 0):
         if not documents:
             raise InputError("the corpus is empty: there is nothing to draw from")
@@ -216,24 +198,19 @@ class RandomRetriever:
         return [self.draw(query, min(k, len(self.documents))) for query in queries]
 
     def draw(self, query: str, k: int) -> list[Document]:
-        # Seeded by the text, not by hash(): Python's hash of a string is another one in every
-        # process.
+        # Seeded by the text, not by hash(), which differs between processes.
         return random.Random(f"{self.seed}\n{query}").sample(self.documents, k)
 
 
 class EmptyRetriever:
     """Finds nothing: what does the policy know by heart?"""
 
-    needs_questions = False
-
     def search(self, queries: list[str], k: int) -> Lists:
         return [[] for _ in queries]
 
 
 class OracleRetriever:
-    """The gold passages of the question, whatever the query: what would a perfect search be worth?
-    A question that names no gold passage gets none.
-    """
+    """The question's gold passages, if it names any: what would a perfect search be worth?"""
 
     needs_questions = True
 
@@ -264,26 +241,22 @@ def show_search(bm25: BM25, query: str, k: int) -> None:
     print(f"{passages:,} passages, {words_known:,} words, {postings:,} postings")
     if not words:
         print("no passage shares a word with the query")
-    for rank, (document, score) in enumerate(bm25.best(bm25.scores(query), k), 1):
+    scores = bm25.scores(query)
+    for rank, i in enumerate(top(scores, k), 1):
+        one = bm25.documents[i]
         # Not `score != 0`: the idf of a word that half of the passages hold is ln 1 = 0.
-        if words & {*tokenize(f"{document.title} {document.text}")}:
-            print(f"{rank}. {score:7.3f}  [{document.id}] {document.title}: {document.text}")
+        if words & {*tokenize(f"{one.title} {one.text}")}:
+            print(f"{rank}. {scores[i]:7.3f}  [{one.id}] {one.title}: {one.text}")
 
 
 def main() -> None:
-    command, rest = (sys.argv[1:2] or [""])[0], sys.argv[2:]
-    if command == "serve":
-        from retrievers.serve import serve_command  # a door: a search needs no server
+    if sys.argv[1:2] in (["serve"], ["check"]):
+        from retrievers.serve import command  # a door: a search needs no server
 
-        return serve_command(rest, RetrieverSettings, make_retriever)
-    if command == "check":
-        from retrievers.check import check_command  # a door, too
-
-        return check_command(rest, RetrieverSettings, make_retriever, INVENTED)
+        return command(sys.argv[1:], BM25)
     parser = FlagParser(
         description="Search a corpus with BM25.",
-        epilog="A first word `serve` or `check` is a command with a --help of its own; to look for"
-        " that very word, write Serve or Check.",
+        epilog="`serve` or `check` is a command with its own --help; Serve is a word to look for.",
     )
     parser.add_argument("query", nargs="?", default="where was Ana Bell born")
     parser.add_argument("--corpus", help="a corpus file; without it, six invented passages")

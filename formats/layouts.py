@@ -4,10 +4,8 @@
 
 A row holds a layout's fields and a function (record, its number in the file) -> our fields. The
 first row that recognises a record wins, by names that only this layout has: a record without its
-question is still told what it lacks. Whatever is wrong is one line with file, line and field.
+question is still told what it lacks.
 """
-
-from __future__ import annotations
 
 import ast
 import re
@@ -62,11 +60,6 @@ def paragraphs_of(record: dict, name: str, default=None, question_id: str = "") 
     return found
 
 
-def id_field(record: dict) -> str:
-    """The name under which this record keeps its id."""
-    return next((name for name in ID_FIELDS if name in record), "id")
-
-
 def id_of(record: dict, number: int | None = None) -> str:
     """`number`: its place in the file, where the records of a layout may have no id."""
     name = id_field(record)
@@ -74,9 +67,13 @@ def id_of(record: dict, number: int | None = None) -> str:
     return str(value) if type(value) is int else field({name: value}, name)
 
 
+def id_field(record: dict) -> str:
+    return next((name for name in ID_FIELDS if name in record), "id")
+
+
 def asked(record: dict, answer="answer", options=None, number=None, question="question") -> dict:
-    """The fields of almost every layout, `answer` and `question` being its names for those. With
-    `options` an answer is the letter of one; `number`: its records may have no id.
+    """The fields of almost every layout. `answer`, `question`: its names for those; with `options`
+    an answer is the letter of one; `number`: its records may have no id.
     """
     level = record.get("level")  # MATH's is 3, UR²'s is "hard"
     fields = {
@@ -109,9 +106,7 @@ def option_texts(record: dict) -> list[str]:
 
 
 def letter_of(gold: object, options: Sequence[str], name: str) -> str:
-    """The letter of a gold option. It may also be a number from 0 or the option's text; but a
-    letter is a letter, even where an option happens to read "B".
-    """
+    """A letter is a letter, even where an option reads "B"; else a number from 0, or the text."""
     letters = [chr(65 + i) for i in range(len(options))]
     if gold in letters:
         return gold
@@ -156,9 +151,7 @@ def from_rollouts(record: dict, number: int) -> dict:
 
 
 def from_plain(record: dict, number: int) -> dict:
-    """A table, where several answers may stand in one column as a list: ["Ana", "Ana Bell"]. And
-    R1-Searcher's and UR²'s files; UR²'s `source` says which questions are mathematics.
-    """
+    """A table (a column may hold a list of answers), R1-Searcher's files, and UR²'s."""
     fields = asked(record, number=number)
     if fields["question"].strip().isdigit():
         advice = "passages go where a corpus is asked for"
@@ -187,8 +180,7 @@ def from_hotpotqa(record: dict, number: int) -> dict:
         references.append({"id": f"{fields['id']}:{i}", "title": title, "text": text})
     titles = [reference["title"] for reference in references]
     gold = {title for title, _ in titled_pairs(record, "supporting_facts", "sent_id")}
-    # A title without a paragraph, as in the retrieved ones of HotpotQA's fullwiki files: no gold
-    # at all, for half of it would pass for all.
+    # Some gold titles have no paragraph (fullwiki): no gold, for half of it would pass for all.
     whole = gold <= set(titles)
     kind, source = field(record, "type", str, ""), "2wiki" if "evidences" in record else "hotpotqa"
     return fields | {
@@ -211,9 +203,7 @@ def titled_pairs(record: dict, name: str, second: str) -> list[Sequence]:
 
 
 def from_musique(record: dict, number: int) -> dict:
-    """Paragraphs are numbered by place, from 1 (`idx` is from 0); aliases count as right. Records
-    cut from such a file, with paragraphs of {title, text}, tell no gold paragraph.
-    """
+    """Gold paragraphs are numbered by place, from 1 (`idx` is from 0); aliases count as right."""
     fields = asked(record)
     if not field(record, "answerable", bool, True):
         raise InputError("the question has no answer: field 'answerable' is false")
@@ -221,11 +211,8 @@ def from_musique(record: dict, number: int) -> dict:
     if record.get("answer_aliases") is not None:
         answers += [alias for alias in items(record, "answer_aliases") if alias.strip()]
     references = paragraphs_of(record, "paragraphs", None, fields["id"])
-    gold = [
-        i
-        for i, item in enumerate(record["paragraphs"], 1)
-        if field(item, "is_supporting", bool, False)
-    ]
+    marks = [field(item, "is_supporting", bool, False) for item in record["paragraphs"]]
+    gold = [i for i, mark in enumerate(marks, 1) if mark]
     hops = re.match(r"\d+hop", fields["id"])
     return fields | {
         "answers": list(dict.fromkeys(answers)),
@@ -243,9 +230,7 @@ def from_choice(record: dict, number: int) -> dict:
 
 
 def from_math(record: dict, number: int) -> dict:
-    """MATH-500, Minerva and GSM8K: the answer stands in a field, behind the last "####" of a worked
-    one, or in the solution's last box.
-    """
+    """MATH-500, Minerva, GSM8K: a field, what is behind its last "####", or the solution's box."""
     question = "problem" if "problem" in record else "question"
     name, answer = "answer", field(record, "answer", str, "").rpartition("####")[2].strip()
     if not answer and "solution" in record:
@@ -255,8 +240,8 @@ def from_math(record: dict, number: int) -> dict:
 
 
 def from_verl(record: dict, number: int) -> dict:
-    """verl's training records (Search-R1 and others). The question ends the user's message, maybe
-    behind "Question:"; answers are a list, under "target", or joined by <|answer_split|>.
+    """verl's records (Search-R1's). The question ends the user's message, maybe behind "Question:";
+    answers are a list, under "target", or joined by <|answer_split|>.
     """
     index = field(record, "extra_info", dict, {}).get("index")
     index = id_of({"extra_info.index": number if index is None else index})
@@ -287,9 +272,7 @@ def document(record: dict, number: int, title: str, text: str) -> dict:
 
 
 def from_passage(record: dict, number: int, name: str = "passage", mark: str = "\t") -> dict:
-    """One string, whose title ends at `mark`: a line break in contents = '"Title"\\ntext'; in
-    R1-Searcher's abstracts, "Title: X Text:  Y", a word, and in its pages three blanks.
-    """
+    """One string. Its title ends at `mark`: a line break, R1-Searcher's " Text:", three blanks."""
     title, found, text = field(record, name).partition(mark)
     if not found:
         return document(record, number, "", title)
@@ -339,9 +322,7 @@ CORPUS_LAYOUTS = {  # a tab-separated line arrives as {"id", "passage"}
     "contents": Layout("!contents", partial(from_passage, name="contents", mark="\n")),
     "title_text": Layout("title !text", from_title_text),
     "tsv_abstract": Layout(
-        "id<TAB>Title: ... Text: ...",
-        ABSTRACT,
-        lambda r: str(r.get("passage")).startswith("Title:"),
+        "id<TAB>Title: ... Text: ...", ABSTRACT, lambda r: str(r.get("passage"))[:6] == "Title:"
     ),
     "tsv_chunk": Layout("id<TAB>title   text", CHUNK, lambda r: "   " in str(r.get("passage"))),
     "tsv": Layout("id<TAB>text", from_passage, lambda r: "passage" in r),

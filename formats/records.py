@@ -8,8 +8,6 @@ skipped and counted is the caller's choice. Traps: U+2028 ends no line of JSON; 
 no part of the first field's name. Left out: other compressions, CSV fields over several lines.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -26,7 +24,8 @@ PASSAGE_COLUMNS = ("id", "passage")  # of tab-separated lines without a header
 QUESTION_COLUMNS = ("question", "answer")
 COLUMNS = dict.fromkeys(("_id", "idx", "docid", "doc_id", "pid"), "id")  # what a header may say
 COLUMNS |= {"answers": "answer", "golden_answers": "answer"}
-HALF_ESCAPE = re.compile(r"\\u[dD]")  # maybe: half of a character that JSON escapes in two
+# Trap: JSON may escape half a character ("\ud83d"), which nobody can write or tokenize.
+HALF_ESCAPE = re.compile(r"\\u[dD]")
 
 
 def open_error(path: Path, error: OSError) -> InputError:
@@ -55,31 +54,29 @@ def first_line(path: Path) -> bytes:
     raise InputError(f"{path}: the file is empty: expected one JSON record per line, or a list")
 
 
+def decoded(data: bytes) -> str | InputError:
+    try:
+        return data.decode("utf-8-sig")  # without a byte-order mark
+    except UnicodeDecodeError as error:
+        return InputError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8")
+
+
 def decoded_lines(path: Path) -> Iterator[tuple[int, str | InputError]]:
     """(number, line), blank ones left out. Broken UTF-8 is the error of its line alone."""
     for number, line in enumerate(byte_lines(path), 1):
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            yield number, InputError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8")
-            continue
-        if text.strip():
-            yield number, text
+        if line.strip():
+            yield number, decoded(line.rstrip(b"\r\n"))
 
 
 def read_whole(path: Path) -> str:
-    data = b"".join(byte_lines(path))
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise InputError(f"{path}, line {line}: not UTF-8: save the file as UTF-8") from None
+    text = decoded(b"".join(byte_lines(path)))
+    if isinstance(text, InputError):
+        raise InputError(f"{path}: {text}")
+    return text
 
 
 def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[int, str, object]]:
-    """(number, "line 3" or "record 3", the record or its InputError). `columns`: the names of
-    tab-separated ones without a header; () where no table is expected.
-    """
+    """(number, "line 3" or "record 3", record or InputError); `columns`: without a header."""
     first = first_line(path)
     parquet = first.startswith(b"PAR1")
     if columns and not parquet and is_tsv(path):
@@ -89,15 +86,14 @@ def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[in
             yield number, f"record {number}", record
     else:
         for number, line in decoded_lines(path):
-            record = parse_json(line) if isinstance(line, str) else line
-            yield number, f"line {number}", record
+            yield number, f"line {number}", as_record(loads(line))
 
 
 def read_json(path: Path) -> list:
     value = loads(read_whole(path))
     if isinstance(value, InputError):
         raise InputError(f"{path}: {value}: correct the file")
-    return [as_record(item) for item in (value if isinstance(value, list) else [value])]
+    return list(map(as_record, value if isinstance(value, list) else [value]))
 
 
 def read_parquet(path: Path) -> list[dict]:
@@ -113,13 +109,10 @@ def read_parquet(path: Path) -> list[dict]:
         raise InputError(f"{path}: not a readable parquet file ({reason}): get it again") from None
 
 
-def parse_json(line: str) -> object:
-    """The object on a line, or the InputError that says what is wrong with it."""
-    return as_record(loads(line))
-
-
-def loads(text: str) -> object:
-    """Trap: JSON may escape half a character ("\\ud83d"), which nobody can write or tokenize."""
+def loads(text: str | InputError) -> object:
+    """The value, or the InputError that says what is wrong with the text."""
+    if isinstance(text, InputError):
+        return text
     try:
         value = json.loads(text)
         if HALF_ESCAPE.search(text):
@@ -144,10 +137,9 @@ def is_tsv(path: Path) -> bool:
 def tsv_records(lines: Iterable, columns: tuple[str, ...]) -> Iterator[tuple[int, str, object]]:
     """Each line as a record of the header's names, or of `columns` where there is no header."""
     names: list[str] = []
-    for number, line in lines:
-        record = line
-        if isinstance(line, str):
-            values = [unquote(column) for column in line.split("\t")]
+    for number, record in lines:
+        if isinstance(record, str):
+            values = [unquote(column) for column in record.split("\t")]
             if not names and (names := header(values)):
                 continue
             names = names or list(columns)
@@ -170,9 +162,7 @@ def header(values: list[str]) -> list[str]:
 
 
 def unquote(column: str) -> str:
-    """Undo CSV quoting, where every inner quote is doubled. `csv.reader` would not do: a passage
-    that merely begins with a quoted word would lose its quotes, or swallow the lines behind it.
-    """
+    """Undo CSV quoting. Trap: `csv.reader` takes the quotes of a merely quoted first word, too."""
     inner = column[1:-1]
     quoted = len(column) >= 2 and column[0] == column[-1] == '"'
     return inner.replace('""', '"') if quoted and '"' not in inner.replace('""', "") else column
@@ -185,7 +175,7 @@ def type_name(value: object) -> str:
 
 
 def short(value: object) -> str:
-    """A value for an error message: one line, not the whole passage; it may be nested deep."""
+    """A value for an error message, on one line; it may be long, or nested deep."""
     return reprlib.repr(value)[:60]
 
 
@@ -200,7 +190,7 @@ def finished_records(path: str | Path, cut: bool = True) -> list[dict]:
     """
     path = Path(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    records = [parse_json(line.decode(errors="replace")) for line in lines]
+    records = [as_record(loads(line.decode(errors="replace"))) for line in lines]
     if records and isinstance(records[-1], InputError) and not lines[-1].endswith(b"\n"):
         records.pop()
         if cut:
@@ -212,9 +202,7 @@ def finished_records(path: str | Path, cut: bool = True) -> list[dict]:
 
 
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
-    """Append a JSON line for each record; none only tells whether the file can be written. A line
-    that an interrupt cut short is closed first.
-    """
+    """A JSON line for each record, behind a closed line. No record: can the file be written?"""
     lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)

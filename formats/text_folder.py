@@ -3,14 +3,12 @@
     text -> paragraphs (also a list item, a table's row, a line of code) -> passages
 
 Greedy: a passage takes paragraphs until it has 100 words, or the next would make it more than 150.
-A heading begins a new one that has 50 words behind it, and is a line of its passage otherwise; so
-only a text's last passage is shorter. A paragraph of over 100 words is cut between its sentences.
+A heading begins a new one that has 50 words behind it, and is a line of its passage otherwise. A
+paragraph of over 100 words is cut between its sentences.
 Markdown: a title is "Guide > Install"; a link loses its target. Trap: "#" in a fence of code is no
 heading. Left out: front matter, headings underlined with === or ---, HTML, scripts without blanks
 between words, links to folders.
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -23,6 +21,7 @@ from errors import InputError
 from formats.records import first_line, is_tsv, open_error, read_whole, report_skipped
 
 LEAST, GOAL, MOST = 50, 100, 150  # words in a passage
+ENDINGS = (".txt", ".md")
 FRONT_MATTER = re.compile(r"---[ \t]*\n(?=[\w-]+:).*?\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
 FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
@@ -100,15 +99,14 @@ def stem(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).stem
 
 
-def text_ending(path: Path) -> str:
-    ending = Path(path.name.lower().removesuffix(".gz")).suffix
-    return ending if ending in (".txt", ".md") else ""
+def ending(path: Path) -> str:
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def is_text(path: Path) -> bool:
     """A folder, a Markdown file, or a .txt file that does not hold records all the same."""
-    if path.is_dir() or text_ending(path) != ".txt":
-        return path.is_dir() or text_ending(path) == ".md"
+    if path.is_dir() or ending(path) != ".txt":
+        return path.is_dir() or ending(path) == ".md"
     return not is_tsv(path) and not first_line(path).startswith((b"{", b"[{"))
 
 
@@ -122,7 +120,7 @@ def text_files(folder: Path) -> list[Path]:
     for root, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files = [Path(root, name) for name in names if not name.startswith(".")]
-        found += [file for file in files if text_ending(file) and not file.is_fifo()]
+        found += [file for file in files if ending(file) in ENDINGS and not file.is_fifo()]
     if not found:
         advice = "name a folder of texts, or a file"
         raise InputError(f"{folder}: no file in it ends in .txt or .md: {advice}")
@@ -143,7 +141,7 @@ def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
                 raise InputError(f"{error}, or leave it out with --skip_bad") from None
             problems.append(str(error))
             continue
-        packed = passages(text, stem(Path(name)), text_ending(file) == ".md")
+        packed = passages(text, stem(Path(name)), ending(file) == ".md")
         problems += [] if packed else [f"{file}: no words in it"]
         for number, (title, passage) in enumerate(packed, 1):
             found.append({"id": f"{name}#{number}", "title": title, "text": passage})

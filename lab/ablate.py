@@ -10,10 +10,10 @@ thing, over several worlds.
     claim    a number of one arm against the same number of another, paired by world; both have had
              the same number of steps
     effect   mean over worlds of (with − without), and its 95 % interval, mean ± t(n − 1) · s / √n
+    verdict  "shows" if the interval lies beyond 0 on the claimed side and the mean is at least as
+             large as what counts; "reversed" if the same holds on the other side; else "does not
+             show": with a model this small that is a finding too
 
-Verdict: "shows" if the interval lies beyond 0 on the claimed side and the mean is at least as large
-as what counts; "reversed" if the same holds on the other side; else "does not show". A claim that
-does not show is printed as such: with a model this small that is a finding too.
 Evaluation is on held-out entities at temperature 1, as in training. Interrupted, it goes on where
 it stopped: each finished arm of each world leaves a result.json. Left out: corrections for testing
 many claims; arms over the same world with other sampling seeds.
@@ -56,7 +56,7 @@ LONG = ("ppo",)  # run only if named: a critic of the policy's own size doubles 
 REWARD_QUESTIONS = 128
 EVALUATION = ["--questions", "50", "--temperature", "1"]  # of a kind; as in training
 
-# Two-sided 95 % points of Student's t for n − 1 = 1, 2, ... degrees of freedom.
+# Student's t, two-sided 95 %, for n − 1 = 1, 2, ... degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
@@ -65,9 +65,7 @@ T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 @dataclass(frozen=True)
 class Arm:
-    """One training run. `start`: the arm whose last checkpoint it goes on from; "" is the warmed-up
-    model.
-    """
+    """`start`: the arm whose last checkpoint it goes on from; "" is the warmed-up model."""
 
     recipe: str
     stage: int
@@ -77,6 +75,7 @@ class Arm:
 
 SHORT = {"steps": 30}
 UNSTEADY = {"steps": 12, "algorithm": "grpo", "lr": 2e-3, "kl_coef": 0.1}
+STAGE1_ON = SHORT | {"reward": "when_to_search_stage1"}
 EASY_TOO = {"mix": "one_hop=3,two_hop=4,unit=1,arithmetic=4"}
 ARMS: dict[str, Arm] = {
     "ur2_stage1": Arm("ur2", 1),
@@ -99,9 +98,7 @@ ARMS: dict[str, Arm] = {
     "r_search_ppo": Arm("r_search", 1, {"algorithm": "ppo", "critic_lr": 1e-3}),
     "when_stage1": Arm("when_to_search", 1),
     "when_stage2": Arm("when_to_search", 2, SHORT, "when_stage1"),
-    "when_stage1_on": Arm(
-        "when_to_search", 2, SHORT | {"reward": "when_to_search_stage1"}, "when_stage1"
-    ),
+    "when_stage1_on": Arm("when_to_search", 2, STAGE1_ON, "when_stage1"),
     "when_unified": Arm("when_to_search_unified", 1, {"steps": 35}),
     "arena": Arm("arena", 1),
     "arena_no_bonus": Arm("arena", 1, {"bonus": 0.0}),
@@ -114,35 +111,30 @@ ARMS: dict[str, Arm] = {
 
 @dataclass(frozen=True)
 class Number:
-    """What two arms are compared by, as the table names it.
-
-    counts   the smallest effect that does, in the number's own unit; less is noise or of no use
-    sign     1: expected larger in the first arm; −1: smaller
-    grant    added to the first arm: "no worse than by so much"
-    """
+    """What two arms are compared by, as the table names it."""
 
     name: str
     measure: Callable[[dict], float]
-    counts: float = 0.03
-    sign: int = 1
-    grant: float = 0.0
+    counts: float = 0.03  # the smallest effect that does, in the number's unit; less is noise
+    sign: int = 1  # expected larger in the first arm; −1: smaller
+    grant: float = 0.0  # added to the first arm: "no worse than by so much"
 
 
-def score(kind: str, name: str) -> Callable[[dict], float]:
-    """A number of the evaluation: kind "lookups" is the mean of one_hop and two_hop."""
-    kinds = ("one_hop", "two_hop") if kind == "lookups" else (kind,)
-    return lambda result: float(np.mean([result["eval"][k][name] for k in kinds]))
+def score(kinds: str, name: str) -> Callable[[dict], float]:
+    """The mean over some kinds of question of a number of the evaluation."""
+    return lambda result: float(np.mean([result["eval"][kind][name] for kind in kinds.split()]))
 
 
 def jump(result: dict) -> float:
     return math.log10(max(result["curve"]["grad_norm"]))
 
 
+LOOKUPS = "one_hop two_hop"
 NUMBERS = {
-    "EM": Number("look-up EM", score("lookups", "em")),
-    "NO_WORSE": Number("look-up EM + 0.03", score("lookups", "em"), counts=0.0, grant=0.03),
-    "READER": Number("reader's EM", score("lookups", "reader_em"), counts=0.05),
-    "CITED": Number("exact set", score("lookups", "exact_set"), counts=0.05),
+    "EM": Number("look-up EM", score(LOOKUPS, "em")),
+    "NO_WORSE": Number("look-up EM + 0.03", score(LOOKUPS, "em"), counts=0.0, grant=0.03),
+    "READER": Number("reader's EM", score(LOOKUPS, "reader_em"), counts=0.05),
+    "CITED": Number("exact set", score(LOOKUPS, "exact_set"), counts=0.05),
     "FORMAT": Number("strict format rate", score("all", "format")),
     "NEEDLESS": Number("arithmetic searches", score("arithmetic", "searches"), 0.1, sign=-1),
     "KNOWN": Number("searches, known facts", score("known", "searches"), 0.1, sign=-1),
@@ -152,16 +144,14 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class Claim:
-    """The arm `better` against the arm `worse`."""
-
     paper: str
     says: str
-    better: str
+    better: str  # an arm
     worse: str
     number: Number
 
 
-# Name, paper, claim, the arm that is claimed to be better, the other one, the number.
+# Name, paper, what it says, the better arm, the worse one, the number.
 _CLAIMS = """
 - stage1 | UR², R1-Searcher | a first stage that rewards searching helps | ur2 | ur2_no_stage1 | EM
 - mask | all | documents must be masked in the loss | ur2 | ur2_no_mask | EM
@@ -231,7 +221,7 @@ def verdict(number: Number, differences: list[float]) -> str:
     return "reversed" if high < 0 and -mean >= number.counts else "does not show"
 
 
-# ------------------------------------------------------------------------------------- one arm, run
+# ------------------------------------------------------------------------------------- what is run
 
 
 def result_path(runs: str, arm: str, seed: int) -> Path:
@@ -247,9 +237,7 @@ def settings_of(name: str, seed: int, runs: str) -> Settings:
 
 
 def run_arm(name: str, seed: int, runs: str) -> float:
-    """Train and evaluate one arm in one world. Its result.json is written last, and whole. Returns
-    the seconds of the training.
-    """
+    """Train and evaluate one arm in one world; returns the seconds of the training."""
     settings, path = settings_of(name, seed, runs), result_path(runs, name, seed)
     if ARMS[name].start:
         folder = stage_folder(settings_of(ARMS[name].start, seed, runs))
@@ -273,7 +261,7 @@ def run_arm(name: str, seed: int, runs: str) -> float:
         }
     aside = path.with_suffix(".partial")
     aside.write_text(json.dumps(result) + "\n")
-    aside.rename(path)
+    aside.rename(path)  # there is no result that is not whole
     return seconds
 
 
@@ -290,9 +278,7 @@ def measured(checkpoint: str) -> dict[str, dict[str, float]]:
 
 
 def held_out_reward(settings: Settings, checkpoint: str) -> float:
-    """The arm's own mean reward on held-out questions of its mix, at its temperature; checkpoint ""
-    is the warmed-up model.
-    """
+    """The arm's own mean reward on held-out questions of its mix; "" is the warmed-up model."""
     world = built_in_world(settings)
     pool = [q for kind in built_in_kinds(settings) for q in world.questions("test", kind)]
     dealt = replace(settings, seed=0, questions_per_step=REWARD_QUESTIONS)
@@ -301,9 +287,6 @@ def held_out_reward(settings: Settings, checkpoint: str) -> float:
     rows = rollout(parts.policy, parts.environment, questions, settings.seed, parts.play)
     components, _ = parts.scorer(rows, settings.steps)
     return float(np.mean([sum(terms.values()) for terms in components]))
-
-
-# -------------------------------------------------------------------------------------- all of them
 
 
 def wanted_arms(claims: Iterable[Claim]) -> list[str]:
@@ -339,9 +322,7 @@ def run_chain(names: list[str], seed: int, runs: str) -> None:
 
 
 def one_core() -> None:
-    """A worker's share of the cores, in `train` too: that of one process among as many as there
-    are.
-    """
+    """Of a worker, in `train` too: its share as one process of as many as there are cores."""
     os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count() or 1)
     torch.set_num_threads(1)
 
@@ -351,8 +332,6 @@ def run_all(arms: list[str], seeds: list[int], runs: str, workers: int) -> None:
     Ctrl-C.
     """
     todo, running = chains(arms, seeds, runs), set()
-    if not todo:
-        return
     context = multiprocessing.get_context("spawn")  # forked threads of torch hang
     with ProcessPoolExecutor(workers, context, one_core) as pool:
         while todo or running:
@@ -365,8 +344,7 @@ def run_all(arms: list[str], seeds: list[int], runs: str, workers: int) -> None:
 
 
 def read_results(runs: str, seeds: list[int]) -> Results:
-    pairs = itertools.product(ARMS, seeds)
-    paths = {(name, seed): result_path(runs, name, seed) for name, seed in pairs}
+    paths = {(name, s): result_path(runs, name, s) for name in ARMS for s in seeds}
     return {key: json.loads(path.read_text()) for key, path in paths.items() if path.exists()}
 
 
@@ -389,11 +367,11 @@ def rows(claims: list[Claim], results: Results, seeds: list[int]) -> list[list[s
 
 def reward_rows(results: Results) -> list[list[str]]:
     """Each arm's own reward on held-out questions, world by world: before -> after."""
+    arms = defaultdict(list)
+    for (name, _), result in results.items():
+        arms[name].append(result)
     lines = [["arm", "held-out reward, before -> after, by world", "rose in", "seconds"]]
-    for name in ARMS:
-        found = [result for (arm, _), result in results.items() if arm == name]
-        if not found:
-            continue
+    for name, found in arms.items():
         shown = "   ".join("{:.2f} -> {:.2f}".format(*result["reward"]) for result in found)
         rose = sum(result["reward"][1] > result["reward"][0] for result in found)
         seconds = np.mean([result["seconds"] for result in found])
@@ -409,6 +387,7 @@ def as_table(lines: list[list[str]]) -> str:
 
 
 COLOURS = {"shows": "tab:green", "does not show": "0.55", "reversed": "tab:red"}
+LEFT, RIGHT = -1.5, 2.5  # ends of the picture
 
 
 def draw(claims: list[Claim], results: Results, seeds: list[int], png: Path) -> None:
@@ -420,26 +399,22 @@ def draw(claims: list[Claim], results: Results, seeds: list[int], png: Path) -> 
         return
     pyplot.switch_backend("Agg")  # there may be no screen
     _, axis = pyplot.subplots(figsize=(11, 0.5 * len(claims) + 1.2), constrained_layout=True)
+    axis.axvline(0, color="0.4", linewidth=0.8)
     for y, claim in enumerate(reversed(claims)):
         differences = [one - other for one, other in values(claim, results, seeds)]
-        if not differences:
-            continue
-        style = {"color": COLOURS[verdict(claim.number, differences)]}
-        claimed = [claim.number.sign * d for d in differences]
-        mean, low, high = interval(claimed)
-        axis.plot([max(low, -1.5), min(high, 2.5)], [y, y], linewidth=2, **style)
-        axis.plot(claimed, [y] * len(claimed), "|", markersize=9, **style)
-        axis.plot([mean], [y], "o", **style)
-    axis.axvline(0, color="0.4", linewidth=0.8)
-    axis.set_xlim(-1.5, 2.5)
+        if differences:
+            claimed = [claim.number.sign * d for d in differences]
+            mean, low, high = interval(claimed)
+            style = {"color": COLOURS[verdict(claim.number, differences)]}
+            axis.plot([max(low, LEFT), min(high, RIGHT)], [y, y], linewidth=2, **style)
+            axis.plot(claimed, [y] * len(claimed), "|", markersize=9, **style)
+            axis.plot([mean], [y], "o", **style)
+    axis.set_xlim(LEFT, RIGHT)
     names = [f"{claim.says}\n({claim.number.name})" for claim in reversed(claims)]
     axis.set_yticks(range(len(claims)), names, fontsize=8)
     axis.set_xlabel("effect on the claimed side (each in its own unit), 95 % interval over worlds")
     pyplot.savefig(png, dpi=110)
     pyplot.close()
-
-
-# -------------------------------------------------------------------------------- the command line
 
 
 @dataclass(frozen=True)
@@ -455,18 +430,12 @@ class AblateSettings:
     rewards: bool = setting(False, "print each arm's own reward on held-out questions")
 
 
-def chosen(names: str) -> list[str]:
-    """The claims of --only; without it all."""
-    wanted = [name.strip() for name in names.split(",") if names]
-    for name in wanted:
-        check_value("only", name, {"one_of": CLAIMS})
-    return wanted or list(CLAIMS)
-
-
 def main(arguments: list[str] | None = None) -> None:
     options, _ = parse_flags("lab.ablate", AblateSettings, arguments)
-    names, runs = chosen(options.only), options.runs
-    claims = [CLAIMS[name] for name in names]
+    names = options.only.replace(" ", "").split(",") if options.only else list(CLAIMS)
+    for name in names:
+        check_value("only", name, {"one_of": CLAIMS})
+    claims, runs = [CLAIMS[name] for name in names], options.runs
     seeds = list(range(options.first_world, options.first_world + options.seeds))
     if not options.table:
         run = [CLAIMS[name] for name in names if options.only or name not in LONG]

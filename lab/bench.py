@@ -1,12 +1,10 @@
-"""How fast, and against what: each part of a training step beside a slow twin that does the same
-work in the same run.
+"""How fast, and against what: each part of a training step beside a slow twin.
 
-    python -m lab.bench rollout [--repeats 5]      six loops that sample
-    python -m lab.bench update                     one gradient, at V = 32,000 and 151,936
-    python -m lab.bench step                       rollout, advantages and update of a GRPO step
-    python -m lab.bench retrieval                  BM25, seconds per query
-    python -m lab.bench decode --model 7B --device cuda --dtype bfloat16     a step of the engine,
-                                                   against the memory's bandwidth
+    python -m lab.bench rollout      three loops that sample
+    python -m lab.bench update       one gradient, at V = 151,936
+    python -m lab.bench step         rollout, advantages and update of a GRPO step
+    python -m lab.bench retrieval    BM25, seconds per query
+    python -m lab.bench decode       a step of the engine, against the memory's bandwidth
 
 The work is written down first: how many tokens each turn of a row has, and what a search then
 inserts. So every loop samples as much at the same places, and every update sees the same rows.
@@ -24,7 +22,6 @@ Left out: searches (nothing waits here), several processes, sampling by a server
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -44,16 +41,15 @@ from accelerate import Accelerator
 from rank_bm25 import BM25Okapi
 from tokenizers import Tokenizer, models
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import grpo
 import rollout
 from data import Document, Question
-from errors import FlagParser, InputError, check_output, check_value, nearest, run_main, setting
+from errors import FlagParser, InputError, check_value, run_main, setting
 from lab.plan import config_of
 from metrics import tokenize
 from policy import (
-    Batch,
     Policy,
     PolicySettings,
     checkpoint_activations,
@@ -65,7 +61,7 @@ from policy import (
 from prompts import PROTOCOLS
 from retriever import BM25, top
 from scale.engine import Engine, EngineSettings, obstacle, place_bytes, play_in_slots
-from scale.lora import add_lora, check_peft
+from scale.lora import add_lora
 from scale.sampling import to_sample_with, wants_copy
 from settings import Settings, add_flags
 from train import Sampled, batch_of_update, prepare, shuffled_updates
@@ -75,7 +71,7 @@ from update import MAX_GRAD_NORM, Parts, update
 PROMPT, TURN, ANSWER, INSERTED = (100, 200), (20, 80), (20, 150), (100, 200)  # tokens
 SEARCHES = 3  # of a row, at most
 MICRO_BATCH = 4  # rows of the padded twin's
-VOCABS = (32_000, 151_936)  # of an update
+WARM, DECODED = 8, 64  # steps of `decode` before and under the clock
 SAME = {"cpu": 1e-5, "cuda": 2e-2}  # how far two gradients may be apart: fp32, and bf16 autocast
 
 
@@ -83,19 +79,16 @@ SAME = {"cpu": 1e-5, "cuda": 2e-2}  # how far two gradients may be apart: fp32, 
 class BenchSettings:
     repeats: int = setting(5, "runs of each variant", least=1)
     only: str = setting("", "names of variants, comma-separated, such as ours")
-    json: str = setting("", "file for the same numbers")
     model: str = setting("4M", "4M, 7B, 3B, ... or a directory: its shape, with random weights")
-    vocab: int = setting(0, "in place of the shape's own", least=0)
+    vocab: int = setting(0, "0: the shape's own, of an update 151,936", least=0)
     device: str = setting("cpu", "what computes", one_of=("cpu", "cuda"))
     threads: int = setting(1, "of a process, on a CPU", least=1)
-    seed: int = setting(0, "of scripts, weights and samples", least=0)
     questions_per_step: int = setting(0, "0: 8, of an update 2", least=0)
     trajectories_per_update: int = setting(0, "step: fewer than all are ours alone", least=0)
     tokens_per_micro_batch: int = setting(4096, "step: ours", least=1)
     shorter: int = setting(1, "all lengths are divided by this", least=1, most=20)
     batch: int = setting(64, "decode: rows", least=1)
     context: int = setting(512, "decode: tokens in front of what is timed", least=1)
-    decoded: int = setting(64, "decode: steps that are timed", least=1)
     dtype: str = setting("float32", "decode: of weights", one_of=("float32", "bfloat16"))
 
 
@@ -139,32 +132,33 @@ class Scripted:
     """What rollout.py's loops ask of an `Environment`, answered from scripts."""
 
     def __init__(self, scripts: list[Script], vocab: int, o: Bench):
-        self.settings, self.protocol = o, PROTOCOLS["ur2"]
+        self.settings, self.protocol, self.rows, self.size = o, PROTOCOLS["ur2"], [], 0
         # One word in 128 ends like a tag, so that there is something to look for tags in.
         words = {f"w{i}{'>' if i % 128 == 0 else ''}": i for i in range(vocab)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0>")
-        self.rows, self.left, self.size = [], {}, 0
-        for number, (prompt, turns) in enumerate(scripts):
-            self.rows.append(Trajectory(Question(str(number), "", []), self.protocol, prompt))
-            self.left[str(number)] = list(turns)
-            tokens = len(prompt) + sum(said + len(found) for said, found in turns)
-            self.size = max(self.size, tokens)
+        for prompt, turns in scripts:
+            row = Trajectory(Question("", "", []), self.protocol, prompt)
+            row.left = list(turns)  # turns to come
+            self.rows.append(row)
+            self.size = max(
+                self.size, len(prompt) + sum(said + len(found) for said, found in turns)
+            )
 
     def turn_room(self, row: Trajectory) -> int:
         """`naive` samples a token of rows that have ended too."""
-        return 1 if row.stop_reason else self.left[row.question.id][0][0]
+        return 1 if row.stop_reason else row.left[0][0]
 
     def longest(self, prompt: int) -> int:
         return self.size
 
     def end_turn(self, row: Trajectory, ids: list[int], logprobs: list[float], reason: str) -> None:
         row.append_model(ids, logprobs, "")
-        row.stop_reason = "" if len(self.left[row.question.id]) > 1 else "length"
+        row.stop_reason = "" if len(row.left) > 1 else "length"
 
     def answer(self, asking: list[Trajectory]) -> None:
         for row in asking:
-            _, found = self.left[row.question.id].pop(0)
+            _, found = row.left.pop(0)
             row.append_environment(found, "", "documents")
 
     def play(self, vocab: int) -> None:
@@ -185,13 +179,16 @@ def shape_of(o: Bench):
     return config
 
 
-def make_model(o: Bench, dtype: torch.dtype = torch.float32):
+def make_model(o: Bench, dtype: torch.dtype):
     # Asked in the child: who has asked CUDA cannot fork any more.
     if o.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no GPU here")
     torch.manual_seed(o.seed)
     with torch.device(o.device):
-        return AutoModelForCausalLM.from_config(shape_of(o), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(shape_of(o), dtype=dtype)
+    if problem := obstacle(model):
+        raise InputError(f"--model: {problem}; the engine cannot drive it")
+    return model
 
 
 def make_policy(o: Bench, twin: bool) -> Policy:
@@ -204,7 +201,7 @@ def make_policy(o: Bench, twin: bool) -> Policy:
     if twin:
         model.set_attn_implementation("sdpa")
     if o.lora_rank:
-        add_lora(policy.requires_grad_(False).language_model, o.lora_rank)
+        add_lora(model, o.lora_rank)
     if o.gradient_checkpointing:
         checkpoint_activations(model)
     return policy
@@ -221,9 +218,7 @@ def clock(device: str) -> float:
 
 
 def memory(device: str, reset: bool = False) -> float:
-    """Peak MiB since the last reset; with `reset` what is taken now (on a GPU 0: there the whole
-    peak is shown).
-    """
+    """Peak MiB since the last reset; with `reset` what is taken now (on a GPU 0)."""
     if device == "cuda":
         if reset:
             torch.cuda.reset_peak_memory_stats()
@@ -269,30 +264,23 @@ def in_turns(works: dict[str, Callable], o: Bench, runs: dict[str, list[dict]]) 
         runs.setdefault(name, []).append(numbers | {"apart": apart})
 
 
-def summarize(runs: dict[str, list[dict]], twins: dict[str, tuple[str, ...]]) -> dict[str, dict]:
-    """A row per variant: medians of its runs, and ratios against each twin, the fastest of some."""
-    rows = {}
+def summarize(runs: dict[str, list[dict]]) -> dict[str, dict]:
+    """A row per variant: medians of its runs, and its ratios against each variant above it."""
+    rows: dict[str, dict] = {}
     for name, found in runs.items():
         row = {key: statistics.median(run[key] for run in found) for key in found[0]}
         seconds = [run["seconds"] for run in found]
-        rows[name] = row | {"from": min(seconds), "to": max(seconds)}
+        row |= {"from": min(seconds), "to": max(seconds)}
         if "tokens" in row:
-            rows[name]["tokens_per_s"] = row["tokens"] / row["seconds"]
-    for heading, names in twins.items():
-        there = [rows[name] for name in names if name in rows]
-        twin = min(there, key=lambda row: row["seconds"], default=None)
-        for row in rows.values() if twin else ():
-            row[f"x {heading}"] = twin["seconds"] / row["seconds"]
-            row[f"mib of {heading}"] = row["mib"] / twin["mib"] if twin["mib"] else 0.0
+            row["tokens_per_s"] = row["tokens"] / row["seconds"]
+        for twin, slow in rows.items():
+            row[f"x {twin}"] = slow["seconds"] / row["seconds"]
+            row[f"mib of {twin}"] = row["mib"] / slow["mib"] if slow["mib"] else 0.0
+        rows[name] = row
     return rows
 
 
-def line_of(name: str, row: dict) -> str:
-    cells = [f"{key} {v:.3g}" if v < 1000 else f"{key} {v:.0f}" for key, v in row.items()]
-    return f"{name:24}" + "  ".join(cells)
-
-
-# -------------------------------------------------------------------------------------- the rollout
+# ---------------------------------------------------------------------------------- rollout, update
 
 
 def naive(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
@@ -305,68 +293,25 @@ def naive(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None
         environment.answer([row for row in rows if not row.stop_reason])
 
 
-def kept(policy: Policy, environment: Scripted, live: list[Trajectory]) -> None:
-    """`generate` on the active rows with one cache through all turns: columns that are no text of a
-    row are masked.
-    """
-    temperature = environment.settings.temperature
-    ids, mask = rollout.left_padded([row.ids for row in live], 0, policy.device)  # [B, L]
-    cache = DynamicCache(config=policy.config)
-    rule = rollout.StopRule(environment.tokenizer, environment.protocol.stop_tags, set())
-    how = {"do_sample": True, "top_k": 0} if temperature else {"do_sample": False}
-    while live:
-        room = torch.tensor([environment.turn_room(row) for row in live], device=policy.device)
-        watcher = rollout.TurnWatcher(rule, room.tolist(), temperature or 1.0)
-        how |= {"logits_processor": [watcher.process_logits], "max_new_tokens": int(room.max())}
-        how |= {"stopping_criteria": [watcher.check_stop], "past_key_values": cache}
-        with rollout.plain_generation(policy, set(), 0):
-            ids = policy.generate(input_ids=ids, attention_mask=mask, **how)
-        for row, new, logprobs in zip(live, watcher.ids, watcher.logprobs, strict=True):
-            environment.end_turn(row, new, logprobs, "length")
-        stay = [i for i, row in enumerate(live) if not row.stop_reason]
-        said = torch.arange(room.max(), device=room.device) < room[:, None]  # [B, room]
-        mask = torch.cat([mask, said.long()], 1)[stay]
-        live = [live[i] for i in stay]
-        if live:
-            before = [len(row.ids) for row in live]
-            environment.answer(live)
-            found = [row.ids[n:] for row, n in zip(live, before, strict=True)]
-            new, new_mask = rollout.left_padded(found, 0, policy.device)
-            ids, mask = torch.cat([ids[stay], new], 1), torch.cat([mask, new_mask], 1)
-            cache.batch_select_indices(torch.tensor(stay, device=ids.device))
-
-
 @torch.no_grad()
-def slots(policy: Policy, environment: Scripted, rows: list[Trajectory], share: int = 1) -> None:
-    """scale/engine.py, with a slot for every row or for one in `share`."""
-    check_engine(policy.language_model)
-    if share > 1:
-        size = max(1, len(rows) // share)
-        environment.settings = replace(environment.settings, rollout_batch_size=size)
+def slots(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
+    """scale/engine.py; --rollout_batch_size gives it fewer slots than rows."""
     play_in_slots(policy, environment, rows)
 
 
-def check_engine(model) -> None:
-    if problem := obstacle(model):
-        raise InputError(f"--model: {problem}; the engine cannot drive it")
-
-
-# --------------------------------------------------------------------------------------- the update
-
-
-def batch_of(rows: list[Trajectory], o: Bench) -> Batch:
-    """GRPO's, with rewards of 0 and 1 by turns."""
+def grpo_batch(rows: list[Trajectory], o: Bench):
+    """Rewards are 0 and 1 by turns."""
     batch = collate(rows, [float(i % 2) for i in range(len(rows))], o.group_size)
     batch.advantages = grpo.compute_advantages(batch, o)  # [B, T]
     batch.token_weights = grpo.compute_token_weights(batch, o)  # [B, T]
     return batch
 
 
-def padded_gradient(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
-    """Rows as they come, a few at a time, padded to the longest of all; all log-probs of every
-    position, of which one in V is taken.
+def padded(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
+    """The gradient of rows as they come, a few at a time, padded to the longest of all; all
+    log-probs of every position, of which one in V is taken.
     """
-    batch = batch_of(rows, environment.settings)
+    batch = grpo_batch(rows, environment.settings)
     weights = batch.token_weights * batch.advantages  # [B, T]
     lengths = torch.tensor([[len(row.ids)] for row in rows])  # [B, 1]
     seen = torch.arange(batch.tokens.shape[1]) < lengths  # [B, L]
@@ -379,11 +324,11 @@ def padded_gradient(policy: Policy, environment: Scripted, rows: list[Trajectory
         (-weights[some].to(policy.device) * logprobs).sum().backward()
 
 
-def our_gradient(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
-    """policy.py: the head only where the policy sampled, in chunks; rows of like length in one
-    micro-batch, unpadded; of as many tokens as the padded twin has at once.
+def packed(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
+    """The gradient as policy.py has it: the head only where the policy sampled, in chunks; rows of
+    like length in one micro-batch, unpadded, of as many tokens as the padded twin has at once.
     """
-    batch = batch_of(rows, environment.settings)
+    batch = grpo_batch(rows, environment.settings)
     for some in micro_batches(batch.response_mask, MICRO_BATCH * batch.tokens.shape[1]):
         part = batch.rows(some).to(policy.device)
         logprobs = policy(part.tokens, 1.0, part.response_mask)  # [b, t]
@@ -395,7 +340,7 @@ def our_gradient(policy: Policy, environment: Scripted, rows: list[Trajectory]) 
 
 def our_step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
     """As train.py: slots (on a GPU of a copy in bf16), advantages, a scoring pass for what is
-    updated second, updates. Returns the seconds of each.
+    updated second, updates. Returns the seconds of rollout and update.
     """
     o, start = environment.settings, clock(environment.settings.device)
     on_gpu = o.device == "cuda"  # in bf16 sampling and scoring round differently: recompute
@@ -406,13 +351,10 @@ def our_step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> d
         slots(sampler, environment, rows)
     rolled = clock(o.device)
     rewards = [{"reward": float(i % 2)} for i in range(len(rows))]
-    sampled = Sampled(rows, rewards, [False] * len(rows), list(range(len(rows))))
-    batch = prepare(parts, sampled, 0)
-    scored = clock(o.device)
+    batch = prepare(parts, Sampled(rows, rewards, [False] * len(rows), list(range(len(rows)))), 0)
     for number, index in enumerate(shuffled_updates(0, len(batch), o)):
         update(parts, batch_of_update(parts, batch, index, number))
-    updated = clock(o.device)
-    return {"rollout": rolled - start, "score": scored - rolled, "update": updated - scored}
+    return {"rollout": rolled - start, "update": clock(o.device) - rolled}
 
 
 def slow_step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
@@ -421,49 +363,45 @@ def slow_step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> 
     optimizer = make_optimizer(policy, o.optimizer, o.lr)
     naive(policy, environment, rows)
     rolled = clock(o.device)
-    padded_gradient(policy, environment, rows)
+    padded(policy, environment, rows)
     torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
     optimizer.step()
     optimizer.zero_grad()
-    return {"rollout": rolled - start, "score": 0.0, "update": clock(o.device) - rolled}
-
-
-# ------------------------------------------------------------------------------ each by its own run
-
-LOOPS = {
-    "naive": naive,
-    "HF active rows": rollout.play_by_turns,
-    "HF kept caches": kept,
-    "slots": slots,
-    "half slots": partial(slots, share=2),
-    "quarter slots": partial(slots, share=4),
-}
-UPDATES = {"padded": padded_gradient, "ours": our_gradient, "ours checkpointed": our_gradient}
-STEPS = {"slow twin": slow_step, "ours": our_step}
+    return {"rollout": rolled - start, "update": clock(o.device) - rolled}
 
 
 def run_scripted(work: Callable, name: str, o: Bench) -> tuple[dict, np.ndarray | list]:
     """(seconds and memory of one variant, what all variants must agree in)."""
-    o = replace(o, gradient_checkpointing=o.gradient_checkpointing or "checkpointed" in name)
-    policy = make_policy(o, twin="slots" not in name and "ours" not in name)
-    vocab, updates = policy.config.vocab_size, work in UPDATES.values()
+    policy = make_policy(o, twin=name not in ("slots", "ours"))
+    vocab, gradient = policy.config.vocab_size, work in (padded, packed)
     whole = write_scripts(o, vocab)
     warm = [(prompt[:20], [(2, prompt[:5]), (2, [])]) for prompt, _ in whole[: o.group_size]]
     for scripts in (warm, whole):
         environment = Scripted(scripts, vocab, o)
-        if updates:
+        if gradient:
             environment.play(vocab)
             policy.zero_grad(set_to_none=True)
         numbers, parts = measured(partial(work, policy, environment, environment.rows), o.device)
     sampled = sum(sum(row.response_mask) for row in environment.rows)
     numbers |= {"tokens": sampled, **(parts or {})}
-    if not updates:
+    if not gradient:
         return numbers, [sampled]
     gradients = [p.grad.flatten().float().cpu() for p in policy.parameters() if p.requires_grad]
     return numbers, torch.cat(gradients).numpy()
 
 
-def run_retrieval(work: Callable, name: str, o: Bench) -> tuple[dict, list]:
+# -------------------------------------------------------------------------------- retrieval, decode
+
+
+class Okapi(BM25Okapi):
+    def __init__(self, documents: list[Document]):
+        super().__init__([tokenize(document.text) for document in documents])
+
+    def scores(self, query: str) -> np.ndarray:
+        return self.get_scores(tokenize(query))
+
+
+def run_retrieval(work: type, name: str, o: Bench) -> tuple[dict, list]:
     """Passages of 90 words and queries of 12: a few words are in most texts and most in few."""
     draw = random.Random(o.seed)
 
@@ -472,18 +410,9 @@ def run_retrieval(work: Callable, name: str, o: Bench) -> tuple[dict, list]:
 
     documents = [Document(str(i), "", text(90)) for i in range(5_000 // o.shorter)]
     queries = [text(12) for _ in range(100 // o.shorter)]
-    scores = work(documents)  # of all documents, for a query
-    numbers, found = measured(lambda: [top(scores(q), 5).tolist() for q in queries], "cpu")
+    index = work(documents)
+    numbers, found = measured(lambda: [top(index.scores(q), 5).tolist() for q in queries], "cpu")
     return numbers | {"seconds": numbers["seconds"] / len(queries)}, found
-
-
-def okapi(documents: list[Document]) -> Callable:
-    index = BM25Okapi([tokenize(document.text) for document in documents])
-    return lambda query: index.get_scores(tokenize(query))
-
-
-def bm25(documents: list[Document]) -> Callable:
-    return BM25(documents).scores
 
 
 def bytes_per_step(model, rows: int, tokens: float) -> float:
@@ -507,94 +436,83 @@ def bandwidth(device: str) -> float:
 
 @torch.no_grad()
 def run_decode(work: type[Engine], name: str, o: Bench) -> tuple[dict, list]:
-    """`--decoded` steps of a full engine: rows of one prompt, whose keys and values are copied into
+    """DECODED steps of a full engine: rows of one prompt, whose keys and values are copied into
     every slot.
     """
-    model, warm = make_model(o, getattr(torch, o.dtype)).eval(), 8
-    check_engine(model)
+    model = make_model(o, getattr(torch, o.dtype)).eval()
     rule = rollout.StopRule(Scripted([], 1, o).tokenizer, [], set())
-    engine = work(model, o.batch, o.context + warm + o.decoded + 1, rule)
+    engine = work(model, o.batch, o.context + WARM + DECODED + 1, rule)
     engine.graphs = o.engine == "graphs"
     for number in range(o.batch):
-        engine.add(number, [i % 1000 + 1 for i in range(o.context)], warm)
+        engine.add(number, [i % 1000 + 1 for i in range(o.context)], WARM)
     for row in engine.decode():  # reads the prompt; records
-        engine.resume(row, row.ids, o.decoded)
+        engine.resume(row, row.ids, DECODED)
     numbers, rows = measured(engine.decode, o.device)
-    seconds, per_second = numbers["seconds"] / o.decoded, bandwidth(o.device)
+    seconds, per_second = numbers["seconds"] / DECODED, bandwidth(o.device)
     # 15.2 GB at 4.3 TB/s cannot take less than 3.53 ms: a step of 5 ms is at 71 % of the roofline.
-    floor = bytes_per_step(model, o.batch, o.context + warm + o.decoded / 2) / per_second
+    floor = bytes_per_step(model, o.batch, o.context + WARM + DECODED / 2) / per_second
     numbers |= {"seconds": seconds, "tokens": len(rows), "gb_per_s": per_second / 1e9}
     return numbers | {"floor": floor, "share of roofline": floor / seconds}, [len(rows)]
 
 
 # ----------------------------------------------------------------------------------------- commands
 
-BEST = ("HF active rows", "HF kept caches")
-PARTS: dict[str, tuple[Callable, dict, dict]] = {  # what runs it, its variants, their twins
-    "rollout": (run_scripted, LOOPS, {"naive": ("naive",), "best HF": BEST}),
-    "update": (run_scripted, UPDATES, {"padded": ("padded",)}),
-    "step": (run_scripted, STEPS, {"slow twin": ("slow twin",)}),
-    "retrieval": (run_retrieval, {"rank-bm25": okapi, "ours": bm25}, {"rank-bm25": ("rank-bm25",)}),
-    "decode": (run_decode, {"slots": Engine}, {}),
+# What runs it, and its variants: ours stands last and is compared with all above it.
+LOOPS = {"naive": naive, "HF active rows": rollout.play_by_turns, "slots": slots}
+PARTS: dict[str, tuple[Callable, dict]] = {
+    "rollout": (run_scripted, LOOPS),
+    "update": (run_scripted, {"padded": padded, "ours": packed}),
+    "step": (run_scripted, {"slow twin": slow_step, "ours": our_step}),
+    "retrieval": (run_retrieval, {"rank-bm25": Okapi, "ours": BM25}),
+    "decode": (run_decode, {"slots": Engine}),
 }
 
 
 def parse(arguments: list[str] | None = None) -> tuple[str, Bench]:
     """What cannot be is told of before anything runs."""
     parser = FlagParser("python -m lab.bench", description="How fast, against what.")
+    parser.renamed = {"json": "leave it out and redirect what is printed"}
     parser.add_argument("part", choices=PARTS)
     add_flags(parser, FLAGS, Bench(**DEFAULTS), "train")
     given = vars(parser.parse_args(arguments))
     part = given.pop("part")
     o = Bench(**DEFAULTS | given)
-    o = replace(o, questions_per_step=o.questions_per_step or (2 if part == "update" else 8))
     for f in fields(o):
         check_value(f.name, getattr(o, f.name), f.metadata)
+    questions, vocab = (2, 151_936) if part == "update" else (8, 0)
+    o = replace(o, questions_per_step=o.questions_per_step or questions, vocab=o.vocab or vocab)
     shape_of(o)
     if o.engine == "hf" or (o.engine == "graphs" and o.device != "cuda"):
         raise InputError(f"--engine {o.engine}: slots, or with --device cuda graphs")
-    if o.lora_rank:
-        check_peft(o.lora_rank)
-    if o.json:
-        check_output(o.json, "--json")
     if o.vocab == 1:
         raise InputError("--vocab 1: must be at least 2")
     if part == "retrieval" and o.device != "cpu":
         raise InputError("retrieval is a CPU's work: leave --device out")
-    variants(part, o)
     return part, o
 
 
 def variants(part: str, o: Bench) -> dict[str, Callable]:
     """Those that are asked for."""
-    run, works, _ = PARTS[part]
+    run, works = PARTS[part]
     if part == "step" and 0 < o.trajectories_per_update < o.questions_per_step * o.group_size:
         works = {"ours": our_step}  # the twin makes one update: its loss has no ratio
     only = o.only.split(",") if o.only else works
     for name in only:
-        if name not in works:
-            like = f"{nearest(name, works)}; there are {', '.join(works)}"
-            raise InputError(f"--only {name}: no such variant{like}")
+        check_value("only", name, {"one_of": works})
     return {name: partial(run, works[name], name, o) for name in works if name in only}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    part, given = parse(arguments)
+    part, o = parse(arguments)
+    works, runs = variants(part, o), {}
     torch.set_num_threads(1)  # a pool of threads would not survive the fork
-    machine = f"{os.cpu_count()} cores, {given.threads} used, torch {torch.__version__}"
-    written = {"what": part, "machine": machine, "rows": []}
-    for vocab in VOCABS if part == "update" and not given.vocab else [given.vocab]:
-        o, runs = replace(given, vocab=vocab), {}
-        what = f"{part}: {o.model}{f', V = {vocab:,}' * bool(vocab)}, {o.device}"
-        try:
-            in_turns(variants(part, o), o, runs)
-        finally:  # Ctrl-C keeps what there is
-            rows = summarize(runs, PARTS[part][2])
-            print(what, *(line_of(name, row) for name, row in rows.items()), "", sep="\n")
-            written["rows"] += [{"what": what, "name": name, **row} for name, row in rows.items()]
-            if o.json:
-                Path(o.json).write_text(json.dumps(written, indent=1) + "\n")
-    print(machine)
+    vocabulary = f", V = {o.vocab:,}" if o.vocab else ""
+    print(f"{part}: {o.model}{vocabulary}, {o.device}; {os.cpu_count()} cores, {o.threads} used")
+    try:
+        in_turns(works, o, runs)
+    finally:  # Ctrl-C keeps what there is
+        for name, row in summarize(runs).items():
+            print(f"{name:16}" + "  ".join(f"{key} {value:.4g}" for key, value in row.items()))
 
 
 if __name__ == "__main__":

@@ -6,17 +6,15 @@
     queries -> one product per shard -> torch.topk -> the k best of all shards
 
 The encoder is sentence-transformers' (extra `dense`); before a text stands what its family was
-trained with (PREFIXES), else what the model itself brings. On disk are fp16 numbers: 21M passages
-x 768 x 2 bytes = 32 GB, and a score of unit vectors is wrong by at most 2^-11; products are taken
-in fp32. A shard has its name only once it is whole, so an interrupted run goes on where it was.
-Left out: approximate search (but `serve --index_file` reads a FAISS index), training an encoder.
+trained with (PREFIXES), else what the model itself brings. Vectors are kept in fp16 and multiplied
+in fp32: 21M passages x 768 x 2 bytes = 32 GB, and a score of unit vectors is off by at most 2^-11.
+A shard has its name once it is whole: an interrupted run goes on. Left out: approximate search.
 """
-
-from __future__ import annotations
 
 import hashlib
 import os
 import re
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -29,19 +27,16 @@ from retrievers.net import shown
 
 VECTORS = Path("runs/vectors")
 SHARD = 16_384  # passages: what an interruption can cost, and the rows of one product
-QUERIES = 256  # of one product
-PREFIXES = (  # in the name, before a query, before a passage; the first row counts
-    ("e5", "query: ", "passage: "),
-    ("bge-m3", "", ""),
-    ("bge", "Represent this sentence for searching relevant passages: ", ""),
-)
+PREFIXES = {  # by a part of the name, the first that is in it: before a query, before a passage
+    "e5": ("query: ", "passage: "),
+    "bge-m3": ("", ""),
+    "bge": ("Represent this sentence for searching relevant passages: ", ""),
+}
 
 
 class Encoder:
-    """encode(texts, kind) -> [n, d] fp32, each of length 1.
-
-    name      a hub name or a directory; device "" is a free GPU, or else the CPU
-    version   names what a vector depends on: weights, tokenizer, layers, prefix
+    """encode(texts, kind) -> [n, d] fp32, each of length 1. `version` names what they depend on:
+    weights, tokenizer, layers, prefix.
     """
 
     def __init__(self, name: str, device: str = ""):
@@ -56,29 +51,25 @@ class Encoder:
             raise InputError(f"encoder {name}: {why}: give a directory or a hub name") from None
         # fp16 and not bf16, which has three bits less to tell vectors apart.
         self.model = model if model.device.type == "cpu" else model.half()
-        self.name, self.prefix = name, dict(zip(("query", "passage"), prefixes(name), strict=True))
-        self.version = fingerprint(model, self.prefix["passage"])
+        self.name, (query, passage) = name, prefixes(name)
+        self.prefix = {"query": query, "passage": passage}
+        self.version = fingerprint(model, passage)
 
     def __call__(self, texts: list[str], kind: str = "query") -> np.ndarray:
         encode = self.model.encode_query if kind == "query" else self.model.encode_document
-        # Half a surrogate pair stops a tokenizer. The prompt is None where the model has its own.
+        # Half a surrogate pair stops a tokenizer.
         texts = [text.encode(errors="replace").decode() for text in texts]
-        options = {"normalize_embeddings": True, "show_progress_bar": False}
-        vectors = encode(texts, prompt=self.prefix[kind], **options).astype(np.float32)
+        vectors = encode(texts, prompt=self.prefix[kind], normalize_embeddings=True).astype("f4")
         if not np.isfinite(vectors).all():
             raise InputError(f"encoder {self.name}: its vectors are not finite: damaged weights?")
         return vectors
 
 
 def prefixes(name: str) -> tuple[str | None, str | None]:
-    """(of a query, of a passage), by the last part of a name or path.
-
-    >>> prefixes("intfloat/e5-base-v2"), prefixes("test_e5/some-bert")
-    (['query: ', 'passage: '], (None, None))
-    """
+    """(of a query, of a passage), by the last part of a name or path; None: the model's own."""
     hub = re.search(r"models--([^/]+)/snapshots", name)  # its folders end in a hash
     family = (hub[1] if hub else Path(name).name).lower()
-    return next((both for part, *both in PREFIXES if part in family), (None, None))
+    return next((PREFIXES[part] for part in PREFIXES if part in family), (None, None))
 
 
 def fingerprint(model, prefix: str | None) -> str:
@@ -97,92 +88,69 @@ def passage_text(document: Document) -> str:
 
 
 class DenseRetriever:
-    """Exact dense retrieval over these documents.
-
-    encoder      a name for `Encoder`, or one that is there
-    index_file   a FAISS index whose row i is passage i, by the same encoder: none is encoded
+    """Exact retrieval by an `Encoder`, or the name of one. `index_file`: a flat FAISS index by the
+    same encoder, row i of passage i.
     """
 
-    needs_questions = False
-
-    def __init__(
-        self, documents: list[Document], encoder, device="", index_file="", folder=VECTORS
-    ):
+    def __init__(self, documents: list[Document], encoder, device="", index_file=""):
         if not documents:
             raise InputError("the corpus is empty: dense retrieval needs at least one passage")
         if not encoder:
             raise InputError("retriever dense needs --encoder: give a directory or a hub name")
         self.documents = documents
         self.encoder = Encoder(encoder, device) if isinstance(encoder, str) else encoder
-        self.index = read_index(index_file, len(documents), self.encoder) if index_file else None
-        self.shards = [] if index_file else passage_vectors(documents, self.encoder, Path(folder))
+        if index_file:
+            self.shards = read_index(index_file, len(documents), self.encoder([""]).shape[1])
+        else:
+            self.shards = passage_vectors(documents, self.encoder)
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         size = sum(shard.nbytes for shard in self.shards)
-        # On a GPU the matrix stays there if that leaves room for the models.
         if "cuda" in self.device and 2 * size < torch.cuda.mem_get_info(self.device)[0]:
-            self.shards = [shard.to(self.device) for shard in self.shards]
+            self.shards = [
+                shard.to(self.device) for shard in self.shards
+            ]  # room for models is left
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """min(k, N) documents each, best first."""
-        return [[document for document, _ in found] for found in self.search_scored(queries, k)]
-
-    def search_scored(self, queries: list[str], k: int) -> list[list[tuple[Document, float]]]:
-        """The same with each document's inner product, between -1 and 1."""
-        if not queries or k <= 0:
-            return [[] for _ in queries]
-        found = []
-        for start in range(0, len(queries), QUERIES):
-            vectors = self.encoder(queries[start : start + QUERIES], "query")  # [B, d]
-            if self.index:
-                scores, rows = self.index.search(vectors, min(k, len(self.documents)))
-            else:
-                scores, rows = nearest(self.shards, vectors, k, self.device)
-            for pairs in np.stack([rows, scores], axis=2).tolist():
-                # FAISS fills up with row -1 where it finds too few.
-                found.append([(self.documents[int(row)], s) for row, s in pairs if row >= 0])
-        return found
+        if not queries:
+            return []
+        rows = nearest(self.shards, self.encoder(queries, "query"), k, self.device)  # [B, k]
+        return [[self.documents[row] for row in best] for best in rows.tolist()]
 
 
 @torch.inference_mode()
-def nearest(
-    shards: list[torch.Tensor], queries: np.ndarray, k: int, device: str = "cpu"
-) -> tuple[np.ndarray, np.ndarray]:
-    """(scores, rows), both [B, k], of the k largest inner products of each query with the rows of
-    the shards [n, d]. Rows that tie come in order; which of them at the cut, is topk's choice.
+def nearest(shards: list[torch.Tensor], queries: np.ndarray, k: int, device="cpu") -> np.ndarray:
+    """The rows [B, k] of the shards [n, d] with the k largest inner products with each query. Rows
+    that tie come in order; which of them at the cut, is topk's choice.
 
     >>> rows = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.6, 0.8], [1.0, 0.0]])
-    >>> scores, found = nearest([rows[:3], rows[3:]], np.array([[1.0, 0.0]]), k=3)
-    >>> found.tolist(), scores.astype(float).round(4).tolist()
-    ([[1, 3, 2]], [[1.0, 1.0, 0.6]])
+    >>> nearest([rows[:3], rows[3:]], np.array([[1.0, 0.0]]), k=3).tolist()
+    [[1, 3, 2]]
     """
     asked = torch.as_tensor(queries, dtype=torch.float32, device=device)  # [B, d]
-    values, rows, first = [], [], 0
+    scores, rows, first = [], [], 0
     for shard in shards:
-        scores = asked @ shard.to(device).float().T  # [B, n]
-        best = scores.topk(min(k, len(shard)))
-        values.append(best.values.cpu().numpy())
+        best = (asked @ shard.to(device).float().T).topk(min(k, len(shard)))
+        scores.append(best.values.cpu().numpy())
         rows.append(best.indices.cpu().numpy() + first)
         first += len(shard)
-    values, rows = np.concatenate(values, axis=1), np.concatenate(rows, axis=1)
-    order = np.lexsort((rows, -values))[:, :k]  # by score, then by row
-    return np.take_along_axis(values, order, 1), np.take_along_axis(rows, order, 1)
+    scores, rows = np.concatenate(scores, axis=1), np.concatenate(rows, axis=1)
+    order = np.lexsort((rows, -scores))[:, :k]  # by score, then by row
+    return np.take_along_axis(rows, order, axis=1)
 
 
-def passage_vectors(documents: list[Document], encoder, folder: Path) -> list[torch.Tensor]:
+def passage_vectors(documents: list[Document], encoder) -> list[torch.Tensor]:
     """[n, d] fp16 per shard, mapped from files; those that are not there yet are encoded now."""
     digest = hashlib.sha256(encoder.version.encode())
     for document in documents:
         digest.update(repr(passage_text(document)).encode())  # quotes: "ab", "c" is not "a", "bc"
-    folder = folder / f"{Path(encoder.name).name}-{digest.hexdigest()[:20]}"
+    folder = VECTORS / f"{Path(encoder.name).name}-{digest.hexdigest()[:20]}"
     paths = [folder / f"{i:05}.npy" for i in range(-(-len(documents) // SHARD))]
-    # The processes of a run share the work: each begins elsewhere, and leaves out what is there.
-    first = len(paths) * int(os.environ.get("RANK", 0)) // int(os.environ.get("WORLD_SIZE", 1))
-    order, shards = [*range(first, len(paths)), *range(first)], []
-    for i in tqdm(order, "vectors", unit=" shards", disable=len(paths) < 2):
-        if not paths[i].exists():
+    shards = []
+    for i, path in enumerate(tqdm(paths, "vectors", unit=" shards", disable=len(paths) < 2)):
+        if not path.exists():
             texts = [passage_text(document) for document in documents[i * SHARD :][:SHARD]]
-            save(paths[i], encoder(texts, "passage").astype(np.float16))
-    for path in paths:
+            save(path, encoder(texts, "passage").astype(np.float16))
         try:
             # "c": the file is never written to, and torch takes only what it could write to.
             shards.append(torch.from_numpy(np.load(path, mmap_mode="c")))
@@ -202,17 +170,15 @@ def save(path: Path, vectors: np.ndarray) -> None:
         raise InputError(f"{path}: vectors cannot be kept there ({why}): make room") from None
 
 
-def read_index(path: str, n: int, encoder):
+def read_index(path: str, n: int, d: int) -> list[torch.Tensor]:
+    """[rows, d] fp16 per shard. The file holds kind, d, n, ... (45 bytes), and then fp32 rows."""
     try:
-        import faiss  # optional extra
-
-        index = faiss.read_index(path)
-    except ImportError:
-        raise InputError("--index_file: faiss is not installed: pip install faiss-cpu") from None
-    except RuntimeError:
-        raise InputError(f"--index_file {path}: not a file that faiss.write_index wrote") from None
-    have, need = (index.ntotal, index.d), (n, encoder([""]).shape[1])
-    if have != need or index.metric_type != faiss.METRIC_INNER_PRODUCT:
-        why = f"it holds {have} numbers, not {need} of METRIC_INNER_PRODUCT"
-        raise InputError(f"--index_file {path}: {why}: build it of this corpus and encoder")
-    return index
+        with open(path, "rb") as file:
+            if file.read(16) != struct.pack("<4siq", b"IxFI", d, n):
+                raise ValueError
+        vectors = np.memmap(path, np.float32, "r", 45, (n, d))
+    except (OSError, ValueError):
+        why = f"no flat FAISS index (IndexFlatIP) of {n:,} passages with {d} numbers each"
+        raise InputError(f"--index_file {path}: {why}: build it of this corpus") from None
+    rows = range(0, n, SHARD)
+    return [torch.from_numpy(vectors[i : i + SHARD].astype(np.float16)) for i in rows]

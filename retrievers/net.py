@@ -3,13 +3,10 @@
     reply  = fetch_json(url, payload, timeout)      or a `Fault`
     result = retrying(lambda: ..., retries=2)       again while a Fault says it may help
 
-The time limit holds for the whole exchange, headers and redirects too: a socket's own limit holds
-for one wait, and a server that sends a byte now and then never reaches it. (Only the look-up of a
-name has the system's own limit, often 10 to 30 s.) A redirect to another server is a fault: the
-request may carry a key. Left out: proxies, cookies, connections that are kept open.
+The time limit holds for the whole exchange: a socket's own limit holds for one wait, and a server
+that sends a byte now and then never reaches it. (Only the look-up of a name has the system's own
+limit, often 10 to 30 s.) A redirect is a fault: the request may carry a key. Left out: proxies.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -19,13 +16,12 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, urlsplit
 
 from errors import InputError
 
 MAX_BYTES = 64 * 2**20
 MAX_BACKOFF = 8.0  # seconds between two tries
-REDIRECTS = 4
 PORTS = {"http": 80, "https": 443}
 REQUEST_AT_FAULT = (400, 413, 414, 422)  # HTTP: not this request; the server itself is well
 TRY_AGAIN = (408, 425, 429)
@@ -46,18 +42,9 @@ class Fault(Exception):
 def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> object:
     """The reply to one GET, or to a POST of `payload`. Raises Fault, and nothing else."""
     data = None if payload is None else json.dumps(payload).encode()
-    kind = {} if data is None else {"Content-Type": "application/json"}
-
-    def admit(onward: str) -> tuple[str, int]:
-        if urlsplit(onward)[:2] != urlsplit(url)[:2]:
-            text = f"it leads on to {shown(onward)}: give that address if it is the right one"
-            raise Fault(text, retry=False)
-        parts = urlsplit(onward)
-        return host_of(onward), parts.port or PORTS[parts.scheme]
-
+    headers = {"Content-Type": "application/json"} | (headers or {})
     try:
-        deadline = time.monotonic() + timeout
-        with opened(url, deadline, admit, data, kind | (headers or {})) as response:
+        with exchange(url, time.monotonic() + timeout, data, headers) as response:
             body = response.read(MAX_BYTES + 1)
     except TimeoutError:
         raise Fault(f"nothing within {timeout:g} s") from None
@@ -66,53 +53,38 @@ def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> o
         raise Fault(told or f"{type(error).__name__}: {shown(str(error))}") from None
     if len(body) > MAX_BYTES:
         raise Fault(f"more than {MAX_BYTES:,} bytes", retry=False, down=False)
-    # Trap: a connection that broke off ends the body too, and half of it looks whole.
-    if response.length:
-        raise Fault(f"half an answer: {response.length:,} bytes are missing")
-    if (code := response.status) >= 300:
-        said = f"HTTP {code} {shown(body.decode(errors='replace'))}".strip()
-        raise Fault(said, code in TRY_AGAIN or code >= 500, code not in REQUEST_AT_FAULT)
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        said = shown(body.decode(errors="replace"))
-        raise Fault(f"a reply that is not JSON, or half of one: {said}") from None
+    code, text = response.status, body.decode(errors="replace")
+    if code < 300:
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError):
+            raise Fault(f"a reply that is not JSON, or half of one: {shown(text)}") from None
+    onward = shown(response.headers.get("Location", ""))
+    said = f"it leads on to {onward}: give that address if it is right" if onward else shown(text)
+    again, down = code in TRY_AGAIN or code >= 500, code not in REQUEST_AT_FAULT
+    raise Fault(f"HTTP {code} {said}".strip(), again, down)
 
 
 @contextlib.contextmanager
-def opened(
-    url: str, deadline: float, admit: Callable, data=None, headers=None
-) -> Iterator[http.client.HTTPResponse]:
-    """The response at the end of the redirects. `admit(url)` raises, or says where to connect."""
-    for _ in range(REDIRECTS + 1):
-        with contextlib.closing(connect(url, admit(url), deadline)) as connection:
-            parts = urlsplit(url)
-            path = parts.path or "/"
-            if parts.query:
-                path += f"?{parts.query}"
-            method = "GET" if data is None else "POST"
-            path = quote(path, safe="%/:=&?~+!$,;'@()*[]")
-            connection.request(method, path, data, {"Connection": "close"} | (headers or {}))
-            response = connection.getresponse()
-            onward = response.headers.get("Location")
-            if response.status not in (301, 302, 303, 307, 308) or not onward:
-                yield response
-                return
-        url = urljoin(url, onward)
-    raise Fault("too many redirects", retry=False)
-
-
-def connect(url: str, address: tuple[str, int], deadline: float) -> http.client.HTTPConnection:
-    """A connection to `address`. `Host` and the certificate are those of the url's name."""
+def exchange(url: str, deadline: float, data=None, headers=None, address=None) -> Iterator:
+    """The response to one request, from the socket `address` if one is given; `Host` and the
+    certificate are those of the url's name all the same.
+    """
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname, parts.port or PORTS[parts.scheme])
-    connection.response_class = functools.partial(TimedResponse, deadline=deadline)
-    connection.sock = socket.create_connection(address, left(deadline))
-    connection.sock.settimeout(left(deadline))
-    if parts.scheme == "https":
-        connection.default_port = 443
-        connection.sock = tls().wrap_socket(connection.sock, server_hostname=parts.hostname)
-    return connection
+    port = parts.port or PORTS[parts.scheme]
+    with contextlib.closing(http.client.HTTPConnection(parts.hostname, port)) as connection:
+        connection.response_class = functools.partial(TimedResponse, deadline=deadline)
+        where = address or (parts.hostname, port)
+        connection.sock = socket.create_connection(where, left(deadline))
+        connection.sock.settimeout(left(deadline))
+        if parts.scheme == "https":
+            connection.default_port = 443
+            connection.sock = tls().wrap_socket(connection.sock, server_hostname=parts.hostname)
+        path = f"{parts.path or '/'}?{parts.query}".removesuffix("?")
+        path = quote(path, safe="%/:=&?~+!$,;'@()*[]")
+        method, close = "GET" if data is None else "POST", {"Connection": "close"}
+        connection.request(method, path, data, close | (headers or {}))
+        yield connection.getresponse()
 
 
 tls = functools.cache(ssl.create_default_context)
@@ -121,9 +93,7 @@ tls = functools.cache(ssl.create_default_context)
 class TimedResponse(http.client.HTTPResponse):
     """A response that ends at `deadline`: before every wait the socket gets what is left of it."""
 
-    def __init__(
-        self, sock: socket.socket, debuglevel=0, method=None, url=None, *, deadline: float
-    ):
+    def __init__(self, sock, debuglevel=0, method=None, url=None, *, deadline: float):
         super().__init__(sock, debuglevel, method, url)
         receive = self.fp.raw.readinto
 
@@ -148,13 +118,12 @@ def host_of(url: str, example: str = "http://host:port") -> str:
         parts = urlsplit(url)
         if parts.scheme in PORTS and parts.hostname and parts.port != 0:
             return parts.hostname
-    raise InputError(f"{url}: not an address: give {example}")
+    raise InputError(f"{url!r}: not an address: give {example}")
 
 
 def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable = time.sleep):
-    """`call()`, tried `retries` more times while its Fault says that may help. `backoff` seconds
-    before the second try, twice that before the third, at most MAX_BACKOFF. `wait` may return True
-    to give up.
+    """`call()`, tried `retries` more times while its Fault says that may help, after `backoff`
+    seconds, twice that, ..., at most MAX_BACKOFF. `wait` may return True to give up.
     """
     for attempt in range(retries):
         try:

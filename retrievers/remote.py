@@ -11,8 +11,6 @@ double a list: paired by position, all that follow would get another query's pas
 is checked. Left out: encryption, passwords, connections that stay open.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -30,17 +28,12 @@ BACKOFF = 0.5  # seconds
 
 
 class HttpRetriever:
-    """The retriever behind `url`: http://host:port, or that with /retrieve.
-
-    timeout   seconds per try of a batch, and for all of its queries one by one
+    """The retriever behind `url`: http://host:port, or that with /retrieve. `timeout`: seconds per
+    try of a batch, and for all of its queries one by one.
     """
 
-    needs_questions = False
-
     def __init__(self, url: str, timeout: float = 60.0):
-        if not url:
-            raise InputError("retriever http needs a server: give --retriever_url http://host:port")
-        host_of(url)
+        host_of(url, "--retriever_url (of a check, --url) http://host:port")
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
         self.timeout = timeout
         try:
@@ -62,13 +55,12 @@ class HttpRetriever:
         for start in range(0, len(distinct), BATCH):
             batch = distinct[start : start + BATCH]
             try:
-                found |= retrying(partial(self.ask, batch, k, self.timeout), RETRIES, BACKOFF)
+                answered = retrying(partial(self.ask, batch, k, self.timeout), RETRIES, BACKOFF)
             except Fault as error:
-                fault = error
-                alone = self.ask_one_by_one(batch, k) if len(batch) > 1 else {}
-                found |= alone
-                if not alone:  # the next batch would fare no better
-                    break
+                fault, answered = error, self.ask_one_by_one(batch, k)
+            if not answered:  # the next batch would fare no better
+                break
+            found |= answered
         if fault and not found:
             raise fault
         return [found.get(query) for query in queries]
@@ -77,27 +69,22 @@ class HttpRetriever:
         """`timeout` seconds for all, of which one query that hangs takes a quarter at most."""
         found, deadline = {}, time.monotonic() + self.timeout
         with contextlib.suppress(TimeoutError):
-            for query in batch:
-                seconds = min(left(deadline), self.timeout / 4)
+            for query in batch if len(batch) > 1 else ():
                 with contextlib.suppress(Fault):
-                    found |= self.ask([query], k, seconds)
+                    found |= self.ask([query], k, min(left(deadline), self.timeout / 4))
         return found
 
     def ask(self, queries: list[str], k: int, timeout: float) -> dict[str, list[Document]]:
-        """One try of one batch."""
+        """One try of one batch. A reply of another shape is a Fault that may be tried again."""
         payload = {"queries": queries, "topk": k, "return_scores": True}
-        lists = read_reply(fetch_json(self.url, payload, timeout), len(queries))
-        return {query: one[:k] for query, one in zip(queries, lists, strict=True)}
-
-
-def read_reply(reply: object, count: int) -> list[list[Document]]:
-    """The lists of a reply, one per query. Any other shape is a Fault that may be tried again."""
-    lists = reply.get("result") if isinstance(reply, dict) else None
-    if not isinstance(lists, list) or not all(isinstance(items, list) for items in lists):
-        raise Fault(f"wrong shape: no list of lists under 'result': {shown(json.dumps(reply))}")
-    if len(lists) != count:
-        raise Fault(f"wrong shape: {len(lists)} lists for {count} queries")
-    return [list(filter(None, map(read_document, items))) for items in lists]
+        reply = fetch_json(self.url, payload, timeout)
+        lists = reply.get("result") if isinstance(reply, dict) else None
+        if not isinstance(lists, list) or not all(isinstance(items, list) for items in lists):
+            raise Fault(f"wrong shape: no list of lists under 'result': {shown(json.dumps(reply))}")
+        if len(lists) != len(queries):
+            raise Fault(f"wrong shape: {len(lists)} lists for {len(queries)} queries")
+        documents = [list(filter(None, map(read_document, items)))[:k] for items in lists]
+        return dict(zip(queries, documents, strict=True))
 
 
 def read_document(item: object) -> Document | None:
@@ -106,7 +93,7 @@ def read_document(item: object) -> Document | None:
     >>> read_document({"document": {"id": 7, "contents": '"Varen"\\nBy the Ost.'}, "score": 1.5})
     Document(id='7', title='Varen', text='By the Ost.')
     """
-    record = item["document"] if isinstance(item, dict) and "document" in item else item
+    record = item.get("document", item) if isinstance(item, dict) else item
     if record is None:
         return None
     names = ["contents", "title", "text"]
@@ -120,9 +107,8 @@ def read_document(item: object) -> Document | None:
         title, text = (title, text) if newline else ("", contents)
         quoted = re.fullmatch(r'\s*"(.*)"\s*', title)  # a title may hold quotes itself
         title = quoted[1] if quoted else title
-    title, text, own = title.strip(), text.strip(), record.get("id")
-    if not title and not text:
-        return None
-    if own in (None, ""):  # by the text: the same passage has the same id in every search
-        own = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
-    return Document(str(own), title, text)
+    title, text = title.strip(), text.strip()
+    # Without an id by the text: the same passage has the same id in every search.
+    own = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
+    found = own if record.get("id") in (None, "") else str(record["id"])
+    return Document(found, title, text) if title or text else None

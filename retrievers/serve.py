@@ -1,29 +1,28 @@
-"""Offer a retriever to other machines, in the first protocol of remote.py.
+"""Offer a retriever to other machines, in the protocol of remote.py; and check one.
 
-    python retriever.py serve --corpus FILE [--retriever dense --encoder NAME]
-    python retriever.py serve --retriever web --retriever_url 'http://host/search?q={query}'
+    python retriever.py serve --corpus FILE, or --retriever web --retriever_url URL
+    python retriever.py check --corpus FILE, or --url URL       exit code 1 if something is wrong
 
 A request that cannot be served gets {"error": {"message": ...}} with 400, 404, 413 or 500, and the
 server lives on. Left out: encryption and passwords (put a proxy in front), several processes.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
 import re
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from data import Document, load_corpus
-from errors import FlagParser, InputError, check_value
+from errors import FlagParser, InputError
 from retrievers.net import shown
+from retrievers.remote import HttpRetriever
 
 MAX_BODY = 16 * 2**20  # bytes of one request
 MAX_QUERIES, MAX_K, DEFAULT_K = 10_000, 1000, 5
+ODD_QUERIES = ["zxqvkj", "", "?!", "\n", "kelmouth " * 1000]  # an unknown word, none, too many
+COMMON_WORDS = "history city film born river music science war company language".split()
 
 
 class Refused(Exception):
@@ -49,18 +48,12 @@ class RetrievalServer(ThreadingHTTPServer):
         queries, k = read_request(body)
         try:
             with self.lock:
-                lists = self.search_scored(queries, k)
+                found = self.retriever.search(queries, k)
+            return {"result": [list(map(written, one)) for one in found]}
         except Exception as error:  # whatever a retriever raises: the next request may go well
             line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
             print(line, file=sys.stderr, flush=True)
             raise Refused(500, line) from None
-        return {"result": [[written(*pair) for pair in found] for found in lists]}
-
-    def search_scored(self, queries: list[str], k: int) -> list[list[tuple[Document, object]]]:
-        """With scores if the retriever has them, else None and not 0, which would be a score."""
-        if hasattr(self.retriever, "search_scored"):
-            return self.retriever.search_scored(queries, k)
-        return [[(one, None) for one in found] for found in self.retriever.search(queries, k)]
 
     def handle_error(self, request, client_address):
         if not isinstance(sys.exception(), OSError):  # a client that went away is no error
@@ -76,7 +69,10 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if self.path.rstrip("/") != "/retrieve":
                 raise Refused(404, f"no POST {shown(self.path)} here, but POST /retrieve")
-            status, reply = 200, self.server.answer(self.read_body())
+            length = self.headers.get("Content-Length", "")
+            if not re.fullmatch("[0-9]{1,15}", length) or int(length) > MAX_BODY:
+                raise Refused(413, f"send at most {MAX_BODY:,} bytes, and their Content-Length")
+            status, reply = 200, self.server.answer(self.rfile.read(int(length)))
         except Refused as refused:
             status, reply = refused.args[0], {"error": {"message": refused.args[1]}}
         body = json.dumps(reply).encode()
@@ -86,92 +82,112 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def read_body(self) -> bytes:
-        length = self.headers.get("Content-Length", "")
-        if not re.fullmatch("[0-9]{1,15}", length) or int(length) > MAX_BODY:
-            raise Refused(413, f"send at most {MAX_BODY:,} bytes, and their Content-Length")
-        return self.rfile.read(int(length))
-
     def log_message(self, *_):
         pass  # a line per request would be all that a terminal shows
 
 
 def read_request(body: bytes) -> tuple[list[str], int]:
-    """(queries, k) of a request; Refused if it is not in order. An empty query is in order: it must
-    not cost the others their passages.
-    """
+    """(queries, k). An empty query is in order: it must not cost the others their passages."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is no JSON ({shown(str(error))})") from None
     queries = request.get("queries") if isinstance(request, dict) else None
-    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        raise Refused(400, "'queries' must be a list of strings")
-    if len(queries) > MAX_QUERIES:
-        raise Refused(400, f"{len(queries):,} queries: send at most {MAX_QUERIES:,} at once")
+    texts = isinstance(queries, list) and all(isinstance(query, str) for query in queries)
+    if not texts or len(queries) > MAX_QUERIES:
+        raise Refused(400, f"'queries' must be a list of at most {MAX_QUERIES:,} strings")
     k = request.get("topk", DEFAULT_K)
     if type(k) is not int or not 1 <= k <= MAX_K:  # type(): True is an int
         raise Refused(400, f"'topk' must be a whole number from 1 to {MAX_K}")
     return queries, k
 
 
-def written(document: Document, score: float | None) -> dict:
+def written(document: Document) -> dict:
     """One passage of a reply. A title of two lines would be cut at the first."""
     contents = f'"{" ".join(document.title.split())}"\n{document.text}'
-    return {"document": {"id": document.id, "contents": contents}, "score": score}
+    return {"document": {"id": document.id, "contents": contents}, "score": None}
 
 
-def serve_command(arguments: list[str], record: type, make_retriever: Callable) -> None:
-    """`record` is retriever.RetrieverSettings: its fields are the flags."""
-    parser = FlagParser("retriever.py serve", description="Offer a corpus to other machines.")
-    parser.add_argument("--corpus", default="", help="a corpus file; the web needs none")
-    add_settings(parser, record, ["bm25", "dense", "web"])
-    parser.add_argument("--retriever_url", default="", help="web: the search API")
-    parser.add_argument("--index_file", default="", help="dense: FAISS, row i is passage i")
-    parser.add_argument("--page", choices=["whole", "window"], default="window", help="web")
-    parser.add_argument("--allow_private", action="store_true", help="web: read this network too")
-    parser.add_argument("--web_rate", type=float, default=5.0, help="web: API calls a second")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets everybody in")
-    parser.add_argument("--port", type=int, default=8000)
+def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, str]]:
+    """[(is it well?, what was seen)] of a retriever that should have these passages. In training
+    nobody sees an index of another corpus, or lists in another order than the queries.
+    """
+    if not passages:
+        raise InputError("nothing is found for common words: give --corpus, or another address")
+    some = passages[:: max(1, len(passages) // 20)]
+    queries = list(dict.fromkeys(map(query_for, some)))  # two of one title are one query
+    try:
+        alone = [retriever.search([query], k)[0] or [] for query in queries]
+        together = retriever.search(queries, k)
+        odd = retriever.search(ODD_QUERIES, k)
+    except Exception as error:  # a retriever may raise anything, and to say so is what this is for
+        return [(False, f"it failed: {type(error).__name__}: {error}")]
+    n = len(queries)
+    hits = sum(query in map(query_for, found) for query, found in zip(queries, alone, strict=True))
+    same = sum(one == other for one, other in zip(alone, together, strict=False))
+    return [
+        (hits >= 0.9 * n, f"{hits} of {n} passages are among the {k} for their title or beginning"),
+        (same >= 0.9 * n, f"{same} of {n} queries find the same when they are asked at once"),
+        (None not in odd, "answers to queries of no word, of an unknown one, of a thousand"),
+    ]
+
+
+def query_for(passage: Document) -> str:
+    """The title, since any passage of a page will do, and another server may have other ids."""
+    return " ".join((passage.title or passage.text).lower().split()[:12])
+
+
+# ------------------------------------------------------------------------------------- the commands
+
+
+def command(arguments: list[str], bm25: type) -> None:
+    """`serve` or `check` and their flags; `bm25` is retriever.BM25."""
+    parser = FlagParser("retriever.py", description="Offer a retriever to others, or check one.")
+    flag = parser.add_argument
+    flag("command", choices=["serve", "check"])
+    flag("--corpus", default="", help="a corpus file; the web and --url need none")
+    flag("--skip_bad", action="store_true", help="leave out malformed records")
+    flag("--retriever", choices=["bm25", "dense", "web"], default="bm25")
+    flag("--title_boost", type=int, choices=range(10), default=1, help="bm25: of a passage")
+    flag("--encoder", default="", help="dense: a hub name or a directory")
+    flag("--index_file", default="", help="dense: a flat FAISS index, row i is passage i")
+    flag("--device", default="", help="dense: cpu, cuda:0, ...; default: a free GPU")
+    flag("--retriever_url", default="", help="web: the search API")
+    flag("--page", choices=["whole", "window"], default="window", help="web")
+    flag("--allow_private", action="store_true", help="web: read this network too")
+    flag("--web_rate", type=float, default=5.0, help="web: API calls a second")
+    flag("--host", default="127.0.0.1", help="serve: 0.0.0.0 lets everybody in")
+    flag("--port", type=int, default=8000, help="serve")
+    flag("--url", default="", help="check: a server's address; --corpus is what it should know")
+    flag("-k", type=int, default=5, help="check: how many passages")
     args = parser.parse_args(arguments)
-    retriever = served_retriever(args, record, make_retriever)
-    with RetrievalServer(retriever, args.host, args.port) as server:
-        where = f"http://{args.host}:{server.server_port}"
-        print(f"{args.retriever} {args.corpus or 'search'} at {where}; Ctrl-C ends it", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
-        print("\nended", flush=True)
+    documents = load_corpus(args.corpus, args.skip_bad) if args.corpus else []
+    retriever = retriever_of(args, documents, bm25)
+    if args.command == "serve":
+        with RetrievalServer(retriever, args.host, args.port) as server:
+            where = f"at http://{args.host}:{server.server_port}; Ctrl-C ends it"
+            print(args.retriever, args.corpus or "search", where, flush=True)
+            with contextlib.suppress(KeyboardInterrupt):
+                server.serve_forever()
+            return print("\nended", flush=True)
+    if not documents:  # the server's corpus is not at hand: what it finds for common words
+        found = retriever.search(COMMON_WORDS, 5)
+        documents = list(dict.fromkeys(document for one in found for document in one or ()))
+    findings = check(retriever, documents, args.k)
+    for well, text in findings:
+        print("ok   " if well else "WRONG", text)
+    sys.exit(0 if all(well for well, _ in findings) else 1)
 
 
-def served_retriever(args, record: type, make_retriever: Callable):
-    if args.retriever == "web":
-        from retrievers.web import WebRetriever  # a door: only here is the web searched
-
-        whole = args.page == "whole"
-        return WebRetriever(args.retriever_url, args.allow_private, args.web_rate, whole)
-    if not args.corpus:
-        raise InputError("retriever.py serve: give a --corpus FILE")
-    documents = load_corpus(args.corpus, args.skip_bad)
-    if args.index_file:
+def retriever_of(args, documents: list[Document], bm25: type):
+    if args.url:
+        return HttpRetriever(args.url)
+    if args.retriever == "bm25":
+        return bm25(documents, title_boost=args.title_boost)
+    if args.retriever == "dense":
         from retrievers.dense import DenseRetriever  # a door: BM25 loads no torch
 
         return DenseRetriever(documents, args.encoder, args.device, args.index_file)
-    return make_retriever(documents, read_settings(args, record), device=args.device)
+    from retrievers.web import WebRetriever  # a door: only here is the web searched
 
-
-def add_settings(parser: FlagParser, record: type, retrievers: list[str]) -> None:
-    """Flags that `serve` and `check` share: the fields of the settings record, and two more."""
-    parser.add_argument("--retriever", choices=retrievers, default=retrievers[0])
-    for f in fields(record):
-        if f.name not in ("retriever", "retriever_url", "documents_per_search"):
-            kind, help = type(f.default), f.metadata["help"]
-            parser.add_argument(f"--{f.name}", type=kind, default=f.default, help=help)
-    parser.add_argument("--device", default="", help="dense: cpu, cuda:0, ...; default: a free GPU")
-    parser.add_argument("--skip_bad", action="store_true", help="leave out malformed records")
-
-
-def read_settings(args, record: type):
-    given = {f.name: getattr(args, f.name, f.default) for f in fields(record)}
-    for f in fields(record):
-        check_value(f.name, given[f.name], f.metadata)
-    return record(**given)
+    return WebRetriever(args.retriever_url, args.allow_private, args.web_rate, args.page == "whole")

@@ -1,22 +1,18 @@
 """Query -> web pages -> passages: UR² appendix C.4, behind the address of a search API. Only
 `python retriever.py serve --retriever web` comes here: the trainer asks that server.
 
-    query -> search API (one GET) -> up to 3k addresses, in the API's order
-          -> the first k pages that can be read: HTML -> text
+    query -> search API (one GET) -> addresses, in the API's order
+          -> pages: HTML -> text; where one cannot be read, the API's own snippet
           -> the window of ~150 words that holds most of the query's words, or the whole page
           -> Document(id = address, title in the API's reply, text)
 
-Where fewer than k pages can be read, the API's own snippets fill up.
-
-A search leads to addresses that a stranger chose, from inside your network. So: http and https
+A stranger chose these addresses, and they are visited from inside your network. So: http and https
 only, on their usual ports; every address a host has must be a public one, unless `allow_private`.
-The name is looked up once, and the connection goes to the very address that was checked: a name
-that is public when it is checked and private when it is connected to (DNS rebinding) gains nothing.
-Each redirect is checked the same way, and no proxy is used: it would look the name up itself.
+The name is looked up once, and the connection goes to the very address that was checked (else it
+could be public for the check and private afterwards: DNS rebinding). Redirects are checked the same
+way, and no proxy is used: it would look the name up itself.
 Left out: JavaScript, PDF, cookies, robots.txt, compressed pages, a second page of results.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ipaddress
@@ -25,132 +21,83 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache
 from html.parser import HTMLParser
 from http.client import HTTPException, HTTPResponse
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 from data import Document
 from errors import InputError
 from metrics import tokenize
-from retrievers.net import PORTS, Fault, fetch_json, host_of, opened
+from retrievers.net import PORTS, Fault, exchange, fetch_json, host_of
 
 CANDIDATES = 3  # addresses for each page that is wanted
-THREADS = 32
+THREADS, REDIRECTS = 32, 4
 API_SECONDS, QUERY_SECONDS, PAGE_SECONDS, PARSE_SECONDS = 8.0, 15.0, 5.0, 1.0
 MAX_PAGE, MAX_TEXT = 2**20, 100_000  # bytes of a page that are read, characters that are kept
 MAX_QUERY = 400  # characters that the API gets: many refuse more, and a policy may write anything
-WORDS = 150  # of a window
+# Trap: Python also knows codecs that no page is written in, some of them very slow.
+CHARSETS = "iso-8859-1 windows-1251 windows-1252 shift_jis euc-jp euc-kr gbk gb18030 big5".split()
+SILENT = {*"title script style noscript svg template iframe select nav header footer aside".split()}
 EXAMPLE = "http://host/search?format=json&q={query}"
 HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; search-rl/0.1)"}
 
 
 class WebRetriever:
-    """Search the web through a search API, one call at a time (the server sees to that).
+    """Search the web through a search API.
 
     template   its address, with {query} and perhaps {count}
     rate       requests per second to the search API; 0: no limit
     whole      the whole text of a page, not the window with most of the query's words
     """
 
-    needs_questions = False
-
     def __init__(self, template: str, allow_private=False, rate=5.0, whole=False):
         # The policy must not choose the host.
         if "{query}" not in template or "{" in host_of(template, EXAMPLE):
-            why = "no place for the query"
-            raise InputError(f"--retriever_url {template!r}: {why}: give {EXAMPLE}")
-        if not rate >= 0:
-            raise InputError(f"--web_rate {rate:g}: API calls a second: give 0 (no limit) or more")
+            raise InputError(
+                f"--retriever_url {template!r}: no place for the query: give {EXAMPLE}"
+            )
         self.template, self.allow_private, self.whole = template, allow_private, whole
-        self.pause, self.lock = 1 / rate if rate else 0.0, threading.Lock()
+        self.pause, self.lock = 1 / rate if rate > 0 else 0.0, threading.Lock()
         key = os.environ.get("SEARCH_API_KEY", "").strip()
         keys = {"Authorization": f"Bearer {key}", "X-API-KEY": key} if key else {}
         self.headers = HEADERS | keys
-        self.found = {}  # (query, k) -> documents: where one query fails, the client asks all again
+        # Kept, since where one query fails, the client asks for its whole batch again.
+        self.answer = lru_cache(4096)(self.answer)
         try:
             self.ask("encyclopedia", 1)
         except Fault as fault:  # the part behind the ? may hold a key
-            raise InputError(
-                f"{template.partition('?')[0]}: no search results ({fault}): start the search API,"
-                f" correct the address ({EXAMPLE}), or set SEARCH_API_KEY"
-            ) from None
+            said = f"{template.partition('?')[0]}: no search results ({fault})"
+            how = "start the search API, correct the address, or set SEARCH_API_KEY"
+            raise InputError(f"{said}: {how}") from None
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """At most k documents each; a Fault if the API fails a query."""
-        if len(self.found) > 10_000:
-            self.found.clear()
-        # What found nothing is asked again: it may have been the API's bad day.
-        missing = {query for query in queries if query.strip() and not self.found.get((query, k))}
         with ThreadPoolExecutor(THREADS) as pool:  # leaving it waits for all
-            tasks = [pool.submit(self.answer, query, k) for query in missing]
-        for task in tasks:
-            task.result()  # raises what the task raised
-        return [self.found.get((query, k), []) for query in queries]
+            return list(pool.map(lambda query: self.answer(query, k), queries))
 
-    def answer(self, query: str, k: int) -> None:
-        """Into `found`: the first k pages that can be read in time, then snippets."""
-        hits, until = self.ask(query, k), time.monotonic() + QUERY_SECONDS
-        read, told = [], []
-        for hit in hits:
+    def answer(self, query: str, k: int) -> list[Document]:
+        """The first k pages; of one that cannot be read in time, the API's snippet."""
+        found, until = [], time.monotonic() + QUERY_SECONDS
+        for hit in self.ask(query, k) if query.strip() else []:
             text = ""
-            if len(read) < k and time.monotonic() < until:
-                with contextlib.suppress(OSError, ValueError, HTTPException, Fault):
+            if time.monotonic() < until:
+                with contextlib.suppress(OSError, ValueError, HTTPException):
                     text = fetch_page(hit.id, self.allow_private)
-            if text:
-                passage = text if self.whole else window(text, query)
-                read.append(Document(hit.id, hit.title, passage))
-            elif hit.text:
-                told.append(hit)
-        self.found[query, k] = (read + told)[:k]
+            text = text if self.whole else window(text, query)
+            if text or hit.text:
+                found.append(Document(hit.id, hit.title, text or hit.text))
+            if len(found) == k:
+                break
+        return found
 
     def ask(self, query: str, k: int) -> list[Document]:
         """One request to the search API: addresses, titles and snippets."""
         with self.lock:
             time.sleep(self.pause)
-        count = CANDIDATES * k
         query = quote(one_line(query)[:MAX_QUERY], safe="", errors="replace")
-        url = self.template.replace("{count}", str(count)).replace("{query}", query)
-        return hits_of(fetch_json(url, None, API_SECONDS, self.headers))[:count]
-
-
-def is_public(address: str) -> bool:
-    """May a page lie there?
-
-    >>> [is_public(a) for a in ("93.184.216.34", "10.0.0.1", "169.254.169.254", "2606:4700::1111")]
-    [True, False, False, True]
-    """
-    ip = ipaddress.ip_address(address.partition("%")[0])  # behind the %: the network card
-    if ip.version == 6:
-        if ip.sixtofour or ip.is_site_local:  # 6to4 wraps an IPv4 address
-            return False
-        ip = ip.ipv4_mapped or ip
-    # Older Pythons do not count all of the protocol assignments among the private ones.
-    reserved = ip.is_reserved or ip.is_private or ip in ipaddress.ip_network("192.0.0.0/24")
-    return ip.is_global and not (ip.is_multicast or reserved)
-
-
-def fetch_page(url: str, allow_private: bool) -> str:
-    """The text of a page; Fault, ValueError or what the network raises if it cannot be had."""
-    admit, deadline = partial(checked, allow_private=allow_private), time.monotonic() + PAGE_SECONDS
-    with opened(url, deadline, admit, headers=HEADERS) as response:
-        return text_of(response)
-
-
-def checked(url: str, allow_private: bool) -> tuple[str, int]:
-    """The socket address of a page that may be visited; else ValueError."""
-    parts = urlsplit(url)
-    port = parts.port or PORTS.get(parts.scheme, 0)
-    usual = port in (80, 443) or allow_private  # what runs on this network seldom has port 80
-    if parts.scheme not in PORTS or not parts.hostname or not usual:
-        raise ValueError("refused")
-    # The system also takes 2130706433 and 0x7f.1 for 127.0.0.1: so it is never the name that is
-    # judged, always what it stands for.
-    found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-    # All of them: a name with a public and a private address is somebody's trick.
-    if not allow_private and not all(is_public(address[0]) for *_, address in found):
-        raise ValueError("refused")
-    return found[0][-1][:2]
+        url = self.template.replace("{count}", str(CANDIDATES * k)).replace("{query}", query)
+        return hits_of(fetch_json(url, None, API_SECONDS, self.headers))[: CANDIDATES * k]
 
 
 def hits_of(reply: object) -> list[Document]:
@@ -162,22 +109,53 @@ def hits_of(reply: object) -> list[Document]:
     if not isinstance(results, list):
         raise Fault("a reply without results")
     hits = {}
-    for result in results:
-        url, title = field(result, "url", "link").partition("#")[0], field(result, "title")
-        snippet = field(result, "content", "snippet")
-        hits.setdefault(url, Document(url, title[:200], snippet[:1000]))
+    for result in (result for result in results if isinstance(result, dict)):
+        given = [result.get(name) for name in ("url", "link", "title", "content", "snippet")]
+        url, link, title, *texts = (one_line(str(value or "")) for value in given)
+        url = (url or link).partition("#")[0]
+        hits.setdefault(url, Document(url, title[:200], "".join(texts)[:1000]))
     hits.pop("", None)
     return list(hits.values())
 
 
-def field(result: object, *names: str) -> str:
-    """The first of these fields that holds a text, on one line."""
-    given = [result.get(name) for name in names] if isinstance(result, dict) else []
-    return one_line(next((value for value in given if isinstance(value, str)), ""))
+def is_public(address: str) -> bool:
+    """May a page lie at this IP address?"""
+    ip = ipaddress.ip_address(address.partition("%")[0])  # behind the %: the network card
+    if ip.version == 6:
+        if ip.sixtofour or ip.is_site_local:  # 6to4 wraps an IPv4 address
+            return False
+        ip = ip.ipv4_mapped or ip
+    # Older Pythons do not count all of the protocol assignments among the private ones.
+    reserved = ip.is_reserved or ip.is_private or ip in ipaddress.ip_network("192.0.0.0/24")
+    return ip.is_global and not (ip.is_multicast or reserved)
 
 
-# Trap: Python also knows codecs that no page is written in, some of them very slow.
-CHARSETS = "iso-8859-1 windows-1251 windows-1252 shift_jis euc-jp euc-kr gbk gb18030 big5".split()
+def checked(url: str, allow_private: bool) -> tuple[str, int]:
+    """The socket address of a page that may be visited; else ValueError."""
+    parts = urlsplit(url)
+    port = parts.port or PORTS.get(parts.scheme, 0)
+    usual = port in (80, 443) or allow_private  # what runs on this network seldom has port 80
+    if parts.scheme not in PORTS or not parts.hostname or not usual:
+        raise ValueError("refused")
+    # Never the name is judged: the system also takes 2130706433 and 0x7f.1 for 127.0.0.1.
+    found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    # All of them: a name with a public and a private address is somebody's trick.
+    if not allow_private and not all(is_public(address[0]) for *_, address in found):
+        raise ValueError("refused")
+    return found[0][-1][:2]
+
+
+def fetch_page(url: str, allow_private: bool) -> str:
+    """The text of a page; ValueError or what the network raises if it cannot be had."""
+    deadline = time.monotonic() + PAGE_SECONDS
+    for _ in range(REDIRECTS + 1):
+        address = checked(url, allow_private)
+        with exchange(url, deadline, None, HEADERS, address) as response:
+            onward = response.headers.get("Location")
+            if response.status // 100 != 3 or not onward:
+                return text_of(response)
+        url = urljoin(url, onward)
+    raise ValueError("too many redirects")
 
 
 def text_of(response: HTTPResponse) -> str:
@@ -187,69 +165,50 @@ def text_of(response: HTTPResponse) -> str:
     if response.status != 200 or kind not in ("text/html", "text/plain") or packed:
         raise ValueError("no page of text")
     charset = response.headers.get_content_charset()
-    charset = charset if charset in CHARSETS else "utf-8"
-    text = response.read(MAX_PAGE).decode(charset, errors="replace")
+    text = response.read(MAX_PAGE).decode(charset if charset in CHARSETS else "utf-8", "replace")
     return html_to_text(text) if kind == "text/html" else text[:MAX_TEXT].strip()
 
 
-SILENT = {*"title script style noscript svg template iframe select nav header footer aside".split()}
-INLINE = {*"a b i em strong span sup sub small code u".split()}
-
-
 class Reader(HTMLParser):
-    """The text outside of scripts and menus; a tag not INLINE ends a line."""
+    """The text outside of scripts and menus, in pieces."""
 
     def __init__(self):
         super().__init__()
-        self.pieces, self.silent = [], ""
-        self.until = time.thread_time() + PARSE_SECONDS
+        self.pieces, self.silent, self.until = [], "", time.thread_time() + PARSE_SECONDS
 
     def handle_starttag(self, tag, attrs):
         self.silent = self.silent or (tag if tag in SILENT else "")
-        self.pieces.append("" if tag in INLINE else "\n")
+        self.pieces.append(" ")
 
     def handle_endtag(self, tag):
         self.silent = "" if tag == self.silent else self.silent
-        self.pieces.append("" if tag in INLINE else "\n")
 
     def handle_data(self, data):
-        if not self.silent:
-            self.pieces.append(data)
+        self.pieces.append("" if self.silent else data)
         # Trap: "<a <a <a ..." makes html.parser quadratic; each of its steps passes here.
         if time.thread_time() > self.until:
             raise ValueError("enough")
 
 
 def html_to_text(page: str) -> str:
-    """By `trafilatura` where it is installed. Never raises.
-
-    >>> html_to_text("<title>Ana</title><nav>menu</nav><p>Ana &amp; Bo<p>left <b>Kel</b>mouth")
-    'Ana & Bo\\nleft Kelmouth'
-    """
+    """On one line, by `trafilatura` where it is installed. Never raises."""
     text, reader = "", Reader()
     with contextlib.suppress(Exception):  # not installed; or a page that it stumbles over
         import trafilatura  # optional extra
 
         text = trafilatura.extract(page, include_comments=False)
-    if not text:
-        with contextlib.suppress(AssertionError, ValueError):  # it asserts things
-            reader.feed(page)
-            reader.close()
-        text = "".join(reader.pieces)
-    lines = map(one_line, text[:MAX_TEXT].splitlines())
-    return "\n".join(filter(None, lines))
+    with contextlib.suppress(AssertionError, ValueError):  # it asserts things
+        reader.feed("" if text else page)
+        reader.close()
+    return one_line(text or "".join(reader.pieces))[:MAX_TEXT]
 
 
 def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def window(text: str, query: str, words: int = WORDS) -> str:
-    """The window of `words` words with most distinct words of the query, the first of several.
-
-    >>> window("a b c d e Ana Bell was born here x y z", "where was Ana Bell born", words=5)
-    'e Ana Bell was born'
-    """
+def window(text: str, query: str, words: int = 150) -> str:
+    """The window of `words` words with most distinct words of the query, the first of several."""
     found, wanted, step = text.split(), {*tokenize(query)}, max(words // 5, 1)
     windows = [found[start : start + words] for start in range(0, len(found), step)]
     best = max(windows, key=lambda some: len(wanted & {*tokenize(" ".join(some))}), default=[])

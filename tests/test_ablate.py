@@ -10,23 +10,7 @@ import pytest
 
 from errors import InputError
 from lab import ablate
-from lab.ablate import (
-    ARMS,
-    CLAIMS,
-    NUMBERS,
-    Claim,
-    as_table,
-    chains,
-    chosen,
-    interval,
-    reward_rows,
-    rows,
-    run_all,
-    settings_of,
-    values,
-    verdict,
-    wanted_arms,
-)
+from lab.ablate import ARMS, CLAIMS, NUMBERS, Claim, interval, settings_of, values, verdict
 
 EM, NEEDLESS = NUMBERS["EM"], NUMBERS["NEEDLESS"]
 UP = Claim("a paper", "more is more", "with", "without", EM)
@@ -101,20 +85,14 @@ def test_the_table_has_a_line_per_claim_also_for_those_that_were_not_run():
     results = {("with", s): result(0.80 + s / 100) for s in (1, 2, 3)}
     results |= {("without", s): result(0.50) for s in (1, 2, 3)}
     absent = Claim("p", "never run", "no", "nobody", EM)
-    header, one, two = rows([UP, absent], results, [1, 2, 3])
+    header, one, two = ablate.rows([UP, absent], results, [1, 2, 3])
     assert header[-1] == "verdict" and len(header) == len(one) == len(two)
     # 0.31, 0.32, 0.33: 0.32 ± 4.303 · 0.01 / √3 = 0.32 ± 0.0248
     assert one[3:] == ["0.82", "0.50", "+0.32 [+0.30, +0.34]", "3", "shows"]
     assert two[3:] == ["-", "-", "-", "0", "not run"]
-    table = as_table([header, one, two]).splitlines()
+    table = ablate.as_table([header, one, two]).splitlines()
     assert len(table) == 4 and len(set(map(len, table))) == 1 and set(table[1]) == set("| -")
     assert all(line.count("|") == len(header) + 1 for line in table)
-
-
-def test_the_arms_own_rewards_are_told_before_and_after_world_by_world():
-    one, two = {"reward": [1.0, 2.5], "seconds": 30}, {"reward": [1.5, 1.25], "seconds": 50}
-    _, line = reward_rows({("arena", 20): one, ("arena", 21): two})
-    assert line == ["arena", "1.00 -> 2.50   1.50 -> 1.25", "1 of 2", "40"]
 
 
 def test_the_k2_claim_looks_at_the_largest_gradient():
@@ -142,19 +120,18 @@ def steps_of(name: str) -> int:
     return settings_of(name, 20, "r").steps + (steps_of(start) if start else 0)
 
 
-@pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
-def test_the_arms_of_a_claim_differ_and_have_had_the_same_number_of_steps(claim):
-    assert ARMS[claim.better] != ARMS[claim.worse]
-    assert claim.number.sign in (1, -1) and claim.number.counts >= 0
-    one, other = (settings_of(name, 20, "r") for name in (claim.better, claim.worse))
-    assert one.protocol == other.protocol
-    assert steps_of(claim.better) == steps_of(claim.worse)
+def test_the_arms_of_a_claim_differ_and_have_had_the_same_number_of_steps():
+    for claim in CLAIMS.values():
+        assert ARMS[claim.better] != ARMS[claim.worse]
+        assert claim.number.sign in (1, -1) and claim.number.counts >= 0
+        one, other = (settings_of(name, 20, "r") for name in (claim.better, claim.worse))
+        assert one.protocol == other.protocol
+        assert steps_of(claim.better) == steps_of(claim.worse)
 
 
 def test_every_arm_is_wanted_by_a_claim_and_brings_the_one_that_it_starts_from():
-    assert wanted_arms(CLAIMS.values()) == list(ARMS)
-    assert wanted_arms([CLAIMS["mask"]]) == ["ur2_stage1", "ur2", "ur2_no_mask"]
-    assert chosen("") == list(CLAIMS) and chosen("mask, bonus") == ["mask", "bonus"]
+    assert ablate.wanted_arms(CLAIMS.values()) == list(ARMS)
+    assert ablate.wanted_arms([CLAIMS["mask"]]) == ["ur2_stage1", "ur2", "ur2_no_mask"]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +155,7 @@ def test_a_bad_command_line_is_one_line_and_runs_nothing(arguments, said, monkey
 
 def test_the_arms_of_a_protocol_run_in_turn_world_by_world(tmp_path):
     arms = ["ur2_stage1", "ur2", "vanilla_rl", "arena"]
-    assert chains(arms, [20, 21], tmp_path) == [
+    assert ablate.chains(arms, [20, 21], tmp_path) == [
         (["ur2_stage1", "ur2", "vanilla_rl"], 20),
         (["arena"], 20),
         (["ur2_stage1", "ur2", "vanilla_rl"], 21),
@@ -186,15 +163,14 @@ def test_the_arms_of_a_protocol_run_in_turn_world_by_world(tmp_path):
     ]
 
 
-def test_what_has_its_result_is_not_run_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(ablate, "ProcessPoolExecutor", lambda *_: pytest.fail("a pool was made"))
+def test_what_has_its_result_is_not_run_again(tmp_path):
     write_result(tmp_path, "ur2_stage1", 20)
-    assert chains(["ur2_stage1", "ur2"], [20], tmp_path) == [(["ur2"], 20)]
+    assert ablate.chains(["ur2_stage1", "ur2"], [20], tmp_path) == [(["ur2"], 20)]
     write_result(tmp_path, "ur2", 20)
-    run_all(["ur2_stage1", "ur2"], [20], tmp_path, 2)
+    assert ablate.chains(["ur2_stage1", "ur2"], [20], tmp_path) == []
     # a result that was being written when the power went is none
     ablate.result_path(tmp_path, "ur2", 20).rename(tmp_path / "ur2-world20" / "result.partial")
-    assert chains(["ur2_stage1", "ur2"], [20], tmp_path) == [(["ur2"], 20)]
+    assert ablate.chains(["ur2_stage1", "ur2"], [20], tmp_path) == [(["ur2"], 20)]
 
 
 @pytest.fixture
@@ -208,28 +184,24 @@ def ran(monkeypatch):
         ended.append((name, seed))
         return 1.0
 
-    monkeypatch.setattr(
-        ablate, "ProcessPoolExecutor", lambda workers, *_: ThreadPoolExecutor(workers)
-    )
+    threads = lambda workers, *_: ThreadPoolExecutor(workers)  # noqa: E731
+    monkeypatch.setattr(ablate, "ProcessPoolExecutor", threads)
     monkeypatch.setattr(ablate, "run_arm", run)
     return ended
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_failed_arm_takes_along_only_what_starts_from_it(workers, ran, tmp_path, capsys):
-    run_all(["ur2_stage1", "ur2", "ur2_no_stage1", "arena"], [20, 21], tmp_path, workers)
+    ablate.run_all(["ur2_stage1", "ur2", "ur2_no_stage1", "arena"], [20, 21], tmp_path, workers)
     every = {(name, 21) for name in ("ur2_stage1", "ur2", "ur2_no_stage1", "arena")}
     assert set(ran) == every | {("ur2_no_stage1", 20), ("arena", 20)}
     assert ran.index(("ur2_stage1", 21)) < ran.index(("ur2", 21))
+    if workers == 1:  # the first world is finished before the second
+        assert [seed for _, seed in ran] == [20] * 2 + [21] * 4
     said = capsys.readouterr().out
     assert "ur2_stage1 in world 20: failed: no luck (see its log.txt)" in said
     assert "ur2 in world 20: failed: ur2_stage1 is not there" in said
     assert "arena in world 21: 1 s" in said
-
-
-def test_one_worker_finishes_the_first_world_before_the_second(ran, tmp_path):
-    run_all(["ur2_no_stage1", "arena"], [21, 22], tmp_path, 1)
-    assert [seed for _, seed in ran] == [21, 21, 22, 22]
 
 
 def test_a_worker_that_dies_is_one_line(ran, monkeypatch, tmp_path):
@@ -238,7 +210,7 @@ def test_a_worker_that_dies_is_one_line(ran, monkeypatch, tmp_path):
 
     monkeypatch.setattr(ablate, "run_chain", die)
     with pytest.raises(InputError, match="killed: fewer --workers need less memory"):
-        run_all(["arena"], [20], tmp_path, 1)
+        ablate.run_all(["arena"], [20], tmp_path, 1)
 
 
 def test_the_table_of_what_is_there_runs_nothing(monkeypatch, tmp_path, capsys):
@@ -247,10 +219,16 @@ def test_the_table_of_what_is_there_runs_nothing(monkeypatch, tmp_path, capsys):
         for arm, less in (("arena", 0.0), ("arena_no_bonus", 0.5)):
             scores = {"em": 1.0, "exact_set": exact - less}
             kinds = dict.fromkeys(("one_hop", "two_hop"), scores)
-            write_result(tmp_path, arm, seed, {"eval": kinds, "reward": [1, 2], "seconds": 3})
+            reward = [1, 2] if seed == 20 else [1, 0]
+            write_result(tmp_path, arm, seed, {"eval": kinds, "reward": reward, "seconds": 3})
     ablate.main(["--table", "--only", "bonus,relevance", "--runs", str(tmp_path), "--rewards"])
     lines = capsys.readouterr().out.splitlines()
     # the difference is 0.5 in both worlds: s = 0
     assert "0.85" in lines[2] and "+0.50 [+0.50, +0.50]" in lines[2] and "shows" in lines[2]
     assert "not run" in lines[3]
-    assert any(line.startswith("| arena_no_bonus") and "2 of 2" in line for line in lines)
+    (own,) = [line for line in lines if line.startswith("| arena_no_bonus")]
+    assert [cell.strip() for cell in own.split("|")[2:5]] == [
+        "1.00 -> 2.00   1.00 -> 0.00",
+        "1 of 2",
+        "3",
+    ]

@@ -1,14 +1,15 @@
 """lab/distil.py: the examples that the baselines and the small summariser are made of."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from data import Document, Question, SearchRequest, load_questions, save_questions
+from data import Document, Question, SearchRequest, load_questions
 from errors import InputError
+from formats.records import append_jsonl
 from lab import distil
 from lab.distil import (
     METHODS,
@@ -352,7 +353,7 @@ def files(tmp_path, write):
     bare = Question("q2", "where ?", ["kelmouth"], references=found)
     asked = "which country was ana bell born in ?"
     question = Question("q1", asked, ["corsia"], references=found, supporting=(1, 2))
-    save_questions(tmp_path / "questions.jsonl", [question, bare])
+    append_jsonl(tmp_path / "questions.jsonl", map(asdict, [question, bare]))
     block = frame_documents(UR2, "ana bell")
     transcript = f" ana{QUERY} birthplace of ana bell{END}{block}</think> <answer> a </answer>"
     return {

@@ -102,7 +102,7 @@ def test_the_settings_are_those_of_the_papers():
     columns = list(zip(*papers.table(), strict=True))
     wanted = ["| " + " | ".join(column) + " |" for column in columns]
     assert [line for line in lines if not line.startswith("| ---")] == wanted, (
-        "run `python papers.py --markdown` and put the table into docs/papers.md"
+        "run `python papers.py` and put the table into docs/papers.md"
     )
 
 

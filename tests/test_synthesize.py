@@ -1,13 +1,15 @@
 """lab/synthesize.py: drafts in the exact form, votes no habit wins, and a file that goes on."""
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from conftest import chat_server
 
-from data import Question, load_questions, save_questions
+from data import Question, load_questions
 from errors import InputError
+from formats.records import append_jsonl
 from lab import synthesize as module
 from lab.synthesize import (
     ANSWER,
@@ -333,7 +335,7 @@ def test_a_full_file_asks_nobody(make):
 
 
 def test_a_file_of_other_questions_is_not_appended_to(make, tmp_path):
-    save_questions(tmp_path / "out.jsonl", [Question("q1", "Who?", ["Ana"])])
+    append_jsonl(tmp_path / "out.jsonl", [asdict(Question("q1", "Who?", ["Ana"]))])
     assert "holds other questions" in message(make, Model(), 2)
 
 
@@ -343,7 +345,7 @@ def test_a_file_of_other_questions_is_not_appended_to(make, tmp_path):
 @pytest.fixture
 def flags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # replies are kept in runs/llm_cache
-    save_questions(tmp_path / "given.jsonl", GIVEN)
+    append_jsonl(tmp_path / "given.jsonl", map(asdict, GIVEN))
     return ["--llm", "http://127.0.0.1:9/v1#m", "--data", "given.jsonl", "--out", "out.jsonl"]
 
 

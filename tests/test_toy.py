@@ -2,7 +2,6 @@
 reader of evidence.
 """
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -17,20 +16,9 @@ from prompts import PROTOCOLS
 from retriever import BM25
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
 from summarizer import extract, make_search
-from trajectory import Search, Segment, Trajectory, trajectory_from_text
-from world.toy import (
-    READER,
-    Tasks,
-    Tiny,
-    TraceWriter,
-    encode_traces,
-    look_back,
-    make_model,
-    make_tokenizer,
-    reader_example,
-    train_reader,
-    warm_up,
-)
+from trajectory import Search, Segment, Trajectory
+from world import toy
+from world.toy import TraceWriter, encode_traces, make_model, make_tokenizer
 from world.world import REFERENCES, RELATIONS, World
 
 ALL = ("ur2", "r1_searcher", "r_search", "when_to_search", "arena")
@@ -67,18 +55,14 @@ def writer_of(name: str, seed: int = 0, **changes) -> TraceWriter:
 def lived(name: str, question: Question, pieces) -> Trajectory:
     """A trace as the rollout would have logged it."""
     protocol = PROTOCOLS[name]
-    trajectory = Trajectory(question, protocol, stop_reason="answer")
+    trajectory, said = Trajectory(question, protocol, stop_reason="answer"), ""
     for text, kind in pieces:
         if kind == "given":
-            query = (
-                trajectory.segments[-1]
-                .text.rpartition(protocol.query_tags[0])[2]
-                .removesuffix(protocol.query_tags[1])
-            )
-            trajectory.searches.append(Search(query.strip(), [], text))
-        trajectory.segments.append(
-            Segment("documents" if kind == "given" else "model", text.replace("<eos>", ""))
-        )
+            query = said.rpartition(protocol.query_tags[0])[2]
+            query = query.removesuffix(protocol.query_tags[1]).strip()
+            trajectory.searches.append(Search(query, [], text))
+        who, said = "documents" if kind == "given" else "model", text.replace("<eos>", "")
+        trajectory.segments.append(Segment(who, said))
     return trajectory
 
 
@@ -96,32 +80,22 @@ def test_a_name_never_seen_is_at_most_two_tokens_that_other_names_share(world, t
 
 @pytest.mark.parametrize("name", ALL)
 def test_tags_and_notices_are_one_token_each(tokenizer, name):
-    protocol = PROTOCOLS[name]
-    for text in (
-        *protocol.tags,
-        protocol.fallback_notice,
-        protocol.limit_notice,
-        protocol.malformed_notice,
-    ):
+    p = PROTOCOLS[name]
+    for text in (*p.tags, p.fallback_notice, p.limit_notice, p.malformed_notice):
         assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == 1
 
 
 def test_a_number_in_a_citation_is_one_token_wherever_it_stands(tokenizer):
-    first, *_ = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("[4]",))
-    second = tokenizer("[1, 4]", add_special_tokens=False)["input_ids"]
+    first, second = tokenizer(["[4]", "[1, 4]"], add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(second) == "[1, 4]" and len(second) == 5  # [ 1 , 4 ]
     assert first[1] == second[3]
 
 
 def test_the_tokenizer_survives_saving_with_the_model(tmp_path, tokenizer):
-    # the family's own tokenizer class would split the same text differently: policy.load_tokenizer
-    # must not take it
+    # the family's own tokenizer class would split the same text differently
     save_policy(Policy(make_model(len(tokenizer))), tokenizer, tmp_path / "model")
     _, loaded = load_policy(str(tmp_path / "model"))
-    text = (
-        " where was ana bell born ? answer :<|begin_of_query|> birthplace of ana"
-        " bell<|end_of_query|>[1, 2]"
-    )
+    text = " where was ana bell born ? answer :<|begin_of_query|> birthplace<|end_of_query|>[1, 2]"
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
@@ -129,14 +103,11 @@ def test_the_tokenizer_survives_saving_with_the_model(tmp_path, tokenizer):
 
 
 def test_the_model_has_about_half_a_million_parameters(tokenizer):
-    # tied embeddings, two layers of attention 4 · 128² + 3 biases of 128 and MLP 3 · 128 · 384,
-    # norms
+    # tied embeddings; two layers: attention 4 · 128² and 3 biases of 128, MLP 3 · 128 · 384, norms
     embeddings = len(tokenizer) * 128
     layer = 4 * 128**2 + 3 * 128 + 3 * 128 * 384 + 2 * 128
-    assert (
-        sum(p.numel() for p in make_model(len(tokenizer)).parameters())
-        == embeddings + 2 * layer + 128
-    )
+    found = sum(p.numel() for p in make_model(len(tokenizer)).parameters())
+    assert found == embeddings + 2 * layer + 128
 
 
 def test_the_first_heads_are_born_looking_one_and_two_places_back(tokenizer):
@@ -145,18 +116,15 @@ def test_the_first_heads_are_born_looking_one_and_two_places_back(tokenizer):
     ids = torch.randint(3, len(tokenizer), (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         attention = model(input_ids=ids, output_attentions=True).attentions[0][0]  # [heads, 40, 40]
-    for head, offset in enumerate((1, 1, 2, 2)):
-        back = attention[head].diagonal(-offset)[
-            5:
-        ]  # the weight on the token `offset` places back, of tokens 5 + offset on
-        assert back.min() > 0.9
+    for head, offset in enumerate((1, 1, 2, 2)):  # the weight on the token so many places back
+        assert attention[head].diagonal(-offset)[5:].min() > 0.9
     assert attention[4].diagonal(-1)[5:].mean() < 0.3  # a head that was left alone
 
 
 def test_look_back_changes_the_first_layer_only(tokenizer):
     before = make_model(len(tokenizer), seed=2)
     kept = {name: p.detach().clone() for name, p in before.named_parameters()}
-    look_back(before, (3,))
+    toy.look_back(before, (3,))
     changed = {name for name, p in before.named_parameters() if not torch.equal(p, kept[name])}
     assert changed and all(name.startswith("model.layers.0.self_attn.") for name in changed)
 
@@ -174,10 +142,8 @@ def test_traces_are_of_known_tokens_and_carry_no_loss_on_what_the_environment_wr
     inserted.add(tokenizer.convert_tokens_to_ids(protocol.fallback_notice))
     for example in encode_traces([writer.write() for _ in range(200)], protocol, tokenizer):
         assert tokenizer.unk_token_id not in example.ids
-        assert all(
-            not mask for i, mask in zip(example.ids, example.mask, strict=True) if i in inserted
-        )
-        assert any(example.mask)
+        learned = {i for i, mask in zip(example.ids, example.mask, strict=True) if mask}
+        assert learned and not learned & inserted
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -185,44 +151,33 @@ def test_a_trace_without_flaws_earns_all_that_its_paper_pays_for_its_form(name):
     writer = writer_of(name, kinds=LOOKUPS, **FLAWLESS)
     for _ in range(30):
         question, pieces = writer.write()
-        trajectory = lived(name, question, pieces)
+        t = lived(name, question, pieces)
         if name == "ur2":
-            assert ur2_stage1(trajectory)["format"] == 1.0
+            assert ur2_stage1(t)["format"] == 1.0
         elif name == "r1_searcher":
-            assert r1_searcher_stage1(trajectory) == {"retrieval": 0.5, "format": 0.5}
+            assert r1_searcher_stage1(t) == {"retrieval": 0.5, "format": 0.5}
         elif name == "r_search":
-            assert r_search(trajectory)["format"] == 0.4  # 0.2 for the evidence, 0.2 for the answer
+            assert r_search(t)["format"] == 0.4  # 0.2 for the evidence, 0.2 for the answer
         elif name == "when_to_search":
-            reward = when_to_search_stage1(trajectory, correct=True)
-            assert reward["format"] == 1.0 and (
-                len(trajectory.searches) > 1 or reward["retrieval"] == 0.0
-            )
-        else:
-            gold = tuple(
-                i
-                for i, d in enumerate(question.references, 1)
-                if d.text.split()[0] in pieces[0][0].split()
-            )
-            asked = replace(trajectory.question, supporting=gold, answers=[trajectory.answer])
-            assert arena(replace(trajectory, question=asked)) == {
-                "format": 1,
-                "answer": 1,
-                "relevance": 1,
-                "bonus": 10,
-            }
+            reward = when_to_search_stage1(t, correct=True)
+            assert reward["format"] == 1.0
+            assert len(t.searches) > 1 or reward["retrieval"] == 0.0
+        else:  # the cited relations stand in the analysis
+            words, shown = pieces[0][0].split(), enumerate(question.references, 1)
+            gold = tuple(i for i, document in shown if document.text.split()[0] in words)
+            asked = replace(t.question, supporting=gold, answers=[t.answer])
+            full = {"format": 1, "answer": 1, "relevance": 1, "bonus": 10}
+            assert arena(replace(t, question=asked)) == full
 
 
 def test_nearly_all_search_traces_of_lookups_leave_the_choice_to_search_out_of_the_loss():
     writer = writer_of("ur2", practice=0.0, kinds={"one_hop": 1.0})
     first = [pieces[0] for _, pieces in (writer.write() for _ in range(2000))]
     searched = [kind for text, kind in first if "<|begin_of_query|>" in text]
-    # 80 % of one-hop traces search (guess_at_once 0.2), 96 % of them without loss on the choice: ±4
-    # standard errors
-    assert abs(len(searched) / 2000 - 0.8) < 4 * (0.8 * 0.2 / 2000) ** 0.5
-    assert (
-        abs(searched.count("choice") / len(searched) - 0.96)
-        < 4 * (0.96 * 0.04 / len(searched)) ** 0.5
-    )
+    # 80 % of one-hop traces search (guess_at_once 0.2), 96 % of them without loss on the choice
+    assert len(searched) / 2000 == pytest.approx(0.8, abs=4 * (0.8 * 0.2 / 2000) ** 0.5)
+    share = searched.count("choice") / len(searched)
+    assert share == pytest.approx(0.96, abs=4 * (0.96 * 0.04 / len(searched)) ** 0.5)
 
 
 def test_when_to_search_thinks_the_same_whether_it_then_searches_or_not():
@@ -233,9 +188,8 @@ def test_when_to_search_thinks_the_same_whether_it_then_searches_or_not():
         kind = "arithmetic" if "+" in question.question else "known"
         searched = any("<search>" in text for text, _ in pieces)
         thoughts[searched].add((kind, pieces[0][0]))
-    assert (
-        thoughts[True] == thoughts[False] and len(thoughts[True]) == 3
-    )  # " how many", " birthplace", " employer"
+    # " how many", " birthplace", " employer"
+    assert thoughts[True] == thoughts[False] and len(thoughts[True]) == 3
 
 
 def test_facts_of_traces_are_thrown_away_but_known_people_keep_theirs(world):
@@ -251,13 +205,10 @@ def test_citations_are_right_as_often_as_the_options_say_and_wrong_otherwise():
     writer = writer_of("arena", practice=0.0)
     for numbers in ([2], [1, 4]):
         draws = [writer.cited(numbers) for _ in range(2000)]
-        assert abs(draws.count(numbers) / 2000 - 0.35) < 4 * math.sqrt(
-            0.35 * 0.65 / 2000
-        )  # right_citation
-        assert all(
-            draw == sorted(set(draw)) and set(draw) <= set(range(1, REFERENCES + 1))
-            for draw in draws
-        )
+        share = draws.count(numbers) / 2000  # right_citation
+        assert share == pytest.approx(0.35, abs=4 * (0.35 * 0.65 / 2000) ** 0.5)
+        assert all(draw == sorted(set(draw)) for draw in draws)
+        assert set().union(*draws) == set(range(1, REFERENCES + 1))
 
 
 def test_the_right_queries_find_the_right_passages_and_arithmetic_falls_back(world):
@@ -284,54 +235,28 @@ def test_with_a_passage_per_fact_two_results_hold_the_fact_that_was_asked_for():
 def test_a_short_warm_up_lowers_the_loss_and_is_repeatable(tokenizer):
     tiny = replace(paper_of("ur2").world, steps=6, batch_size=16, lr_warmup=2)
     runs = [
-        warm_up(Policy(make_model(len(tokenizer))), tokenizer, PROTOCOLS["ur2"], tiny)
+        toy.warm_up(Policy(make_model(len(tokenizer))), tokenizer, PROTOCOLS["ur2"], tiny)
         for _ in range(2)
     ]
     assert runs[0] == runs[1]
     assert runs[0][-1] < runs[0][0]
 
 
-def test_a_sixth_paper_is_a_record_and_nothing_else(tokenizer):
-    # Search-R1: <think>, <search>, <information>, <answer>; the passages as they are
-    think = (("<think>", "</think>"),)
-    protocol = replace(PROTOCOLS["when_to_search"], name="search_r1", other_tags=think)
-    tiny = Tiny(
-        opening="<think>{asked}</think>",
-        between="<think>{note}</think>",
-        no_note=" none",
-        end="<think>{thought}</think><answer> {answer}</answer>",
-        end_at_once="<answer> {answer}</answer>",
-    )
-    writer, searches = TraceWriter(protocol, replace(tiny, practice=0.0), 0), []
-    for question, pieces in (writer.write() for _ in range(100)):
-        (example,) = encode_traces([(question, pieces)], protocol, tokenizer)
-        assert tokenizer.unk_token_id not in example.ids
-        written = trajectory_from_text(question, "".join(text for text, _ in pieces), protocol)
-        assert written.answer and written.text.startswith("<think> ")
-        assert written.text.count("<think>") >= len(written.searches)
-        searches.append(len(written.searches))
-    assert set(searches) >= {0, 1, 2}
-
-
 # --------------------------------------------------------------------------------------- the reader
 
 
 def test_the_reader_is_trained_on_the_very_prompt_that_it_is_asked_with(tokenizer):
-    example = reader_example(Tasks(World(0, layout="facts"), 5), tokenizer)
+    example = toy.reader_example(toy.Tasks(World(0, layout="facts"), 5), tokenizer)
     prompt = [i for i, mask in zip(example.ids, example.mask, strict=True) if not mask]
     text = tokenizer.decode(prompt).strip().removesuffix("answer :").strip()
     evidence, question = text.split("\n")
     asked = LocalLLM(Policy(make_model(len(tokenizer))), tokenizer, max_tokens=8)
-    assert (
-        asked.prompt(
-            (INSTRUCTION, reader_text(Question("", question.strip(), []), evidence.strip()))
-        )
-        == prompt
-    )
+    text = reader_text(Question("", question.strip(), []), evidence.strip())
+    assert asked.prompt((INSTRUCTION, text)) == prompt
 
 
 def test_the_reader_is_of_another_family_and_shape_and_learns_within_a_few_steps(tokenizer):
-    reader = train_reader(tokenizer, 0, replace(READER, steps=3))
+    reader = toy.train_reader(tokenizer, 0, replace(toy.READER, steps=3))
     policy = make_model(len(tokenizer))
     assert reader.config.model_type == "llama" != policy.config.model_type
-    assert reader.config.hidden_size != policy.config.hidden_size and READER.steps >= 100
+    assert reader.config.hidden_size != policy.config.hidden_size and toy.READER.steps >= 100

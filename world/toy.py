@@ -1,19 +1,18 @@
 """The tiny model of the built-in world: its tokenizer, its weights, and the supervised warm-up that
 it starts RL from.
 
-The warm-up (`sft.py`) teaches the skills: to read a passage, or the one of several that counts, to
+The warm-up (sft.py) teaches the skills: to read a passage, or the one of several that counts, to
 copy a name, to keep the format, to add. It does not teach when to use them: nearly all of its
 search traces carry no loss on the token that decides between searching and answering, and many are
-flawed on purpose. RL finds the rest.
+flawed on purpose. RL finds the rest. What a trace looks like is a paper's own: `Tiny` is all that
+this file knows of one.
 
-What a trace looks like is a paper's own: `Tiny` is all that this file knows of one.
-
-The facts of a trace are drawn anew for each trace, so reading pays and remembering does not; only
-the twelve known people keep theirs (and have last names of their own, so that what is known can be
-told from what is not). All 81 sums of two digits are practised: arithmetic measures the habit of
+The facts of a trace are drawn anew for each, so reading pays and remembering does not; only the
+twelve known people keep theirs (and have last names of their own, so that what is known can be told
+from what is not). All 81 sums of two digits are practised: arithmetic measures the habit of
 searching, not whether addition generalises. The reader of evidence (`load_reader`) is a second
-model of another family, shape and seed, which sees evidence and question only. Left out:
-misspellings, prose, protocols that were trained on each other's traces.
+model of another family, shape and seed, which sees evidence and question only.
+Left out: misspellings, prose, protocols that were trained on each other's traces.
 """
 
 from __future__ import annotations
@@ -82,14 +81,12 @@ class Tiny:
     summarised: bool = False  # a search shows one text, or the fallback; else numbered passages
     kinds: dict[str, float] = field(default_factory=MIX.copy)
     practice: float = 0.3  # traces that only read: nonsense facts, each asked for
-    # look-ups of one and of two hops answered without a search
-    guess_at_once: tuple[float, float] = (0.2, 0.5)
+    guess_at_once: tuple[float, float] = (0.2, 0.5)  # look-ups of one and of two hops, unsearched
     choice_without_loss: float = 0.96  # of those that search: no loss on the token that decides to
     bad_query: float = 0.2
     stop_after_first_hop: float = 0.2  # at 0.35 a world was seen whose templates lost a hop
     ignore_document: float = 0.1
-    # what is known or reckoned: practised, so that a needless search costs no right answer
-    needless_search: float = 0.3
+    needless_search: float = 0.3  # for what is known or reckoned: it must cost no right answer
     no_evidence: float = 0.3  # traces that answer without it
     wrong_evidence: float = 0.3  # of the others: the answer's fact is another
     right_citation: float = 0.35  # traces that cite the right set; the others another one
@@ -128,8 +125,7 @@ def signs() -> list[str]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Word pieces that carry their leading space, so that decoding gives back the text to the
-    letter.
+    """Word pieces that carry their leading space, so that decoding gives back the text.
 
     A known word is one token; names are head + tail (cities, companies) or first + last (people).
     Signs are one token each, as the tiny model reads them. (Real tokenizers split a tag into
@@ -147,8 +143,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
-    # The tiny model knows its protocol from the warm-up; the instruction (the system message) is
-    # not shown to it.
+    # The tiny model knows its protocol from the warm-up: the system message is not shown to it.
     fast.chat_template = "{{ ' ' + messages[-1]['content'].strip() + ' answer :' }}"
     return fast
 
@@ -178,23 +173,20 @@ def make_model(vocab_size: int, seed: int = 0) -> torch.nn.Module:
     return born(Qwen2Config(**shape(vocab_size, 128, 8, 384)), seed)
 
 
-LOOK_BACK_GAIN = 6.0
-
-
 @torch.no_grad()
 def look_back(model: torch.nn.Module, offsets: tuple[int, ...]) -> torch.nn.Module:
     """Head h of the first layer begins by attending to the token `offsets[h]` places back. Training
     may change it.
 
-    Reading is matching a word with the one before it. A model this small finds out by itself to
-    look one place back, in about 400 steps; born with it, it reads after 200. Only where the heads
-    look is given, not what they do with it.
+    Reading is matching a word with the one before it. By itself a model this small learns to look
+    one place back in about 400 steps; born with it, it reads after 200. Only where the heads look
+    is given, not what they do with it.
 
         logit(Δ) = Σ_i q_i · R(Δ θ_i) k_i,   k_i = (g, 0),   q_i = g (cos o θ_i, −sin o θ_i)
         is largest at Δ = o
     """
     config = model.config
-    size = config.hidden_size // config.num_attention_heads
+    size, gain = config.hidden_size // config.num_attention_heads, 6.0
     base = config.rope_parameters["rope_theta"]
     theta = base ** (-torch.arange(size // 2) * 2 / size)  # [size / 2]  rotary frequencies
     attention = model.model.layers[0].self_attn
@@ -204,8 +196,8 @@ def look_back(model: torch.nn.Module, offsets: tuple[int, ...]) -> torch.nn.Modu
         query = torch.cat([torch.cos(theta * offset), -torch.sin(theta * offset)])  # [size]
         attention.q_proj.weight[rows] *= 0.1  # the place decides, not the word
         attention.k_proj.weight[rows] *= 0.1
-        attention.q_proj.bias[rows] = LOOK_BACK_GAIN * query
-        attention.k_proj.bias[rows] = LOOK_BACK_GAIN * key
+        attention.q_proj.bias[rows] = gain * query
+        attention.k_proj.bias[rows] = gain * key
     return model
 
 
@@ -225,9 +217,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Task:
-    """A question with the way to its answer. `relation`: the one that the answer is the value of,
-    where it is read.
-    """
+    """A question with the way to its answer, the value of `relation` where it is read."""
 
     question: str
     hops: tuple[Hop, ...]
@@ -300,9 +290,7 @@ class Tasks:
         return self.passage(self.name(kind), facts, self.rng.choice(list(facts)))
 
     def nonsense(self, count: int) -> tuple[dict[str, str], list[Passage]]:
-        """Any relation has any value here, so that no guess by kind pays, and countries and
-        products are copied as names are.
-        """
+        """Any relation has any value here: no guess by kind pays, all values are copied alike."""
         kinds, facts = [*ENTITIES, "country", "product"], {}
         for relation in self.rng.sample(list(RELATIONS), count):
             facts[relation] = self.value(self.rng.choice(kinds))
@@ -322,9 +310,7 @@ class Tasks:
         return shown, sorted(shown.index(passage) + 1 for passage in gold)
 
     def with_neighbour(self, found: Passage) -> list[Passage]:
-        """What a search shows. With a passage per fact the entity's other fact comes along, before
-        it or behind it.
-        """
+        """What a search shows: of a fact the entity's other one too, before it or behind it."""
         relation, name = found[1].split()[0], found[1].partition(" of ")[2].removesuffix(" .")
         if not self.single or relation not in RELATIONS:
             return [found]
@@ -350,7 +336,7 @@ Pieces = list[tuple[str, str]]
 
 
 class TraceWriter:
-    """Writes warm-up traces in a paper's own grammar: (question, pieces)."""
+    """Writes warm-up traces in a paper's own grammar."""
 
     def __init__(self, protocol: Protocol, tiny: Tiny, world_seed: int):
         self.protocol, self.tiny = protocol, tiny
@@ -366,7 +352,10 @@ class TraceWriter:
         if self.protocol.references_in_prompt:
             return self.cite(task)
         pieces = self.needless(task) if kind in ("arithmetic", "known") else self.look_up(task)
-        return Question("", task.question, []), self.opening(task) + pieces
+        # The same whether the trace then searches or not.
+        opening = self.tiny.opening.format(asked=f" {task.relation or 'how many'}")
+        pieces = [(opening, "model"), *pieces] if opening else pieces
+        return Question("", task.question, []), pieces
 
     def practice(self) -> tuple[Question, Pieces]:
         """Reading alone: nonsense facts, and the word of each relation to write the value of."""
@@ -381,9 +370,7 @@ class TraceWriter:
         return question, pieces
 
     def look_up(self, task: Task) -> Pieces:
-        """Search along the hops, with the flaws of `tiny`, to the right end; or end at once in a
-        guess.
-        """
+        """Search along the hops, with the flaws of `tiny`; or end at once in a guess."""
         rng, tiny = self.rng, self.tiny
         if rng.random() < tiny.guess_at_once[len(task.hops) - 1]:
             return self.end(task, task.guess)
@@ -407,9 +394,8 @@ class TraceWriter:
     def needless(self, task: Task) -> Pieces:
         """What is known or can be reckoned: answered at once, or searched for first without need.
 
-        Recalled without the thought: a fact that is read follows its relation's word, one that is
-        known does not, and so knowing twelve people's birthplaces does not get in the way of
-        reading another's.
+        At once without the thought: a fact that is read follows its relation's word, one that is
+        known does not. So knowing twelve birthplaces does not get in the way of reading others.
         """
         if self.rng.random() >= self.tiny.needless_search:
             return self.end(replace(task, relation=""), task.answer)
@@ -424,14 +410,9 @@ class TraceWriter:
             pieces[0] = (pieces[0][0], "choice")
         return pieces
 
-    def opening(self, task: Task) -> Pieces:
-        """The same whether the trace then searches or not."""
-        asked = f" {task.relation}" if task.relation else " how many"
-        return [(self.tiny.opening.format(asked=asked), "model")] if self.tiny.opening else []
-
     def search(self, query: str, found: Passage | None, note: str | None = None) -> Pieces:
-        """A query and what comes back; found=None: nothing to the point does. note: what is written
-        down of the search before, None where there was none.
+        """A query and what comes back: `found`, or, if None, nothing to the point. `note`: what is
+        written of the search before; None where there was none.
         """
         before = "" if note is None else self.tiny.between.format(note=note or self.tiny.no_note)
         if found is None and not self.tiny.summarised:
@@ -465,9 +446,7 @@ class TraceWriter:
         return [(template.format(**fields), "model")]
 
     def evidence(self, task: Task, found: Sequence[Hop]) -> str:
-        """The sentences that were found, flawed as `tiny` says: the answer's fact is invented, or
-        the other passage's.
-        """
+        """The sentences that were found; in some the answer's fact is replaced."""
         rng, tags = self.rng, self.protocol.evidence_tags
         if not tags or not found or rng.random() < self.tiny.no_evidence:
             return ""
@@ -480,9 +459,7 @@ class TraceWriter:
         return f"{tags[0]}{''.join(lines)}{tags[1]}"
 
     def cite(self, task: Task) -> tuple[Question, Pieces]:
-        """The references of a task with distractors, the citation mostly flawed, the answer mostly
-        right.
-        """
+        """The task's references among distractors; mostly a wrong citation and the right answer."""
         rng, tiny = self.rng, self.tiny
         shown, numbers = self.tasks.with_distractors([hop.found for hop in task.hops])
         answer = task.guess if rng.random() < tiny.ignore_document else task.answer
@@ -494,8 +471,8 @@ class TraceWriter:
         return Question("", task.question, [], references=as_documents(shown)), [(text, "model")]
 
     def practise_citing(self) -> tuple[Question, Pieces]:
-        """Only the right numbers, to a question that begins with "which ?": the skill, but not the
-        habit. In a trace without that word most citations are wrong.
+        """Only the right numbers, to a question that begins with "which ?": the skill, not the
+        habit. Without that word most citations are wrong.
         """
         task = self.tasks.one_hop() if self.rng.random() < 0.5 else self.tasks.two_hop()
         shown, numbers = self.tasks.with_distractors([hop.found for hop in task.hops])
@@ -526,9 +503,7 @@ def as_documents(passages: list[Passage]) -> tuple[Document, ...]:
 def encode_traces(
     traces: list[tuple[Question, Pieces]], protocol: Protocol, tokenizer
 ) -> list[Example]:
-    """Traces -> ids and masks. Every piece is encoded by itself, as the rollout does; all in one
-    call, since many small ones take as long again.
-    """
+    """Traces -> ids and masks. Each piece is encoded by itself, as in a rollout; in one call."""
     texts = []
     for question, pieces in traces:
         texts += [prompt_text(protocol, question, tokenizer), *(text for text, _ in pieces)]
@@ -565,9 +540,7 @@ READER = SFTSettings(steps=300, lr=4e-3, lr_warmup=50, decay_from=0.5)
 
 
 def reader_example(tasks: Tasks, tokenizer) -> Example:
-    """Evidence and question -> the answer. Without the sentence that states it: "none", so that
-    evidence is worth what it says and no more.
-    """
+    """Evidence and question -> the answer, or "none" without the sentence that states it."""
     task = tasks.one_hop() if tasks.rng.random() < 0.5 else tasks.two_hop()
     lines, answer = [hop.found[1] for hop in task.hops], task.answer
     if tasks.rng.random() < 0.3:
@@ -581,9 +554,7 @@ def reader_example(tasks: Tasks, tokenizer) -> Example:
 
 
 def train_reader(tokenizer, world_seed: int, settings: SFTSettings = READER) -> Policy:
-    """A Llama of 0.2M parameters for a world that has a passage per fact: another family than the
-    policy, another shape and seed.
-    """
+    """A Llama of 0.2M parameters, for a world with a passage per fact."""
     seed = 1_000 + world_seed
     config = LlamaConfig(**shape(len(tokenizer), 96, 6, 256), attention_bias=True)
     reader = Policy(born(config, seed))

@@ -1,5 +1,4 @@
-"""The built-in world: small enough to learn to search in on a laptop. Its tiny model is in
-`toy.py`.
+"""The built-in world: small enough to learn to search in on a laptop. Its tiny model is in toy.py.
 
 A world has people, cities and companies with invented names, the passages that state their facts,
 and twelve unit conversions. It is drawn from a seed: the names, the facts, and who belongs to which
@@ -18,7 +17,7 @@ can be copied token by token, but its facts cannot be known.
 
 The distractors among the four are facts of other entities, of relations that the question does not
 ask for. So the right passage is found by what it states, not by whom it is about: a model of this
-size learns that in a minute. Matching names between passages takes it several (see the README).
+size learns that in a minute, where matching names between passages takes it several.
 Left out: misspellings, facts that change, a year or a number as an answer.
 """
 
@@ -80,8 +79,7 @@ KINDS = ("one_hop", "two_hop", "unit", "arithmetic", "known")
 MAX_NUMBER = 100
 REFERENCES = 4  # passages that a question of the layout "facts" comes with
 
-# relation -> (what it is about, what it leads to). Passages and queries name it by this word,
-# questions do not.
+# relation -> (what it is about, what it leads to); the word stands in passages and queries alone.
 RELATIONS = {
     "birthplace": ("person", "city"),
     "employer": ("person", "company"),
@@ -119,8 +117,7 @@ class World:
     seed        draws the names and the splits, and the facts too unless fact_seed is given
     fact_seed   other facts for the same names: a model that reads answers as well as before, one
                 that recalls fails
-    layout      "pages": a passage per entity; "facts": a passage per fact, and REFERENCES numbered
-                ones per question
+    layout      "pages": a passage per entity; "facts": a passage per fact
     """
 
     def __init__(self, seed: int = 0, fact_seed: int | None = None, layout: str = "pages"):
@@ -161,11 +158,9 @@ class World:
         """Facts of one entity. They stay inside the split, so that both hops of a held-out question
         are held out.
         """
-        values, facts = self.values(split), {}
-        for relation, (about, leads_to) in RELATIONS.items():
-            if about == kind:
-                facts[relation] = rng.choice(values[leads_to])
-        return facts
+        values = self.values(split)
+        relations = [(r, to) for r, (about, to) in RELATIONS.items() if about == kind]
+        return {relation: rng.choice(values[leads_to]) for relation, leads_to in relations}
 
     def write_passages(self, rng: random.Random) -> Iterator[tuple[tuple[str, str], Document]]:
         """Each passage behind what it is about: (name, relation); of a page and of a unit the
@@ -184,28 +179,20 @@ class World:
 
     @property
     def documents(self) -> list[Document]:
-        """676 pages, or 1340 facts, unit conversions included. A page's title is the entity's name,
-        a fact has none.
-        """
+        """676 pages, or 1340 facts, unit conversions included."""
         return list(self.passages.values())
 
     def questions(
         self, split: str, kind: str, count: int | None = None, seed: int = 0
     ) -> list[Question]:
-        """Questions of one kind over one split's entities, in an order drawn from `seed`;
-        `count=None` gives all.
-        """
-        asked = "known" if kind == "known" else split
-        questions = []
-        for text, answer, *hops in self.plain_questions(asked, kind):
-            identity = f"{split}/{kind}/{text}"
-            shown, numbers = self.references(identity, hops, asked)
-            questions.append(
-                Question(
-                    identity, text, [answer], references=shown, supporting=numbers, source=kind
-                )
-            )
-        return shuffled(random.Random(f"questions {self.seed} {seed}"), questions)[:count]
+        """Of one kind, over one split's entities, in an order drawn from `seed`; None gives all."""
+        split_asked, found = "known" if kind == "known" else split, []
+        for text, answer, *hops in self.plain_questions(split_asked, kind):
+            name = f"{split}/{kind}/{text}"
+            shown, numbers = self.references(name, hops, split_asked)
+            passages = {"references": shown, "supporting": numbers}
+            found.append(Question(name, text, [answer], source=kind, **passages))
+        return shuffled(random.Random(f"questions {self.seed} {seed}"), found)[:count]
 
     def plain_questions(self, split: str, kind: str) -> Iterator[tuple]:
         """(question, answer, hop, ...); a hop is the key of a passage: (name, relation)."""
@@ -233,8 +220,8 @@ class World:
     ) -> tuple[tuple[Document, ...], tuple[int, ...]]:
         """(the passages that a question comes with, numbers of those that support the answer).
 
-        They are those of its hops; in the layout "facts" distractors too: facts of other relations
-        than the asked ones, each of another relation.
+        Those of its hops; in the layout "facts" also distractors, each of another relation that is
+        not asked for.
         """
         pages = self.layout == "pages"
         gold = [self.passages[name, "" if pages else relation] for name, relation in hops]
@@ -255,16 +242,14 @@ def other_relations(rng: random.Random, asked: set[str]) -> list[str]:
 
 
 def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, str]:
-    """(title, text) of an entity: its facts in a random order, so that where a fact stands says
-    nothing about which it is.
-    """
+    """(title, text) of an entity; the order of its facts says nothing about which they are."""
     stated = [f"{relation} {value}" for relation, value in shuffled(rng, list(facts.items()))]
     return name, f"{name} has {' and '.join(stated)} ."
 
 
 def fact_passage(name: str, relation: str, value: str) -> tuple[str, str]:
-    """A fact has no title: its relation stands right behind its number, and the value right behind
-    the relation. What stands side by side is what a model of two layers can match.
+    """Without a title: the relation stands right behind the passage's number, and the value right
+    behind the relation. A model of two layers can match what stands side by side.
     """
     return "", f"{relation} {value} of {name} ."
 
