@@ -1,8 +1,8 @@
 """Which questions come next, and which of them may search (UR² section 3.3, appendix C.2).
 
 A stream deals questions in fixed shares per kind (`mix`) or per difficulty (`buckets`), each in its
-own shuffled order, epoch after epoch. Step s of seed S always deals the same questions, whatever
-happened before: a resumed run sees what the unbroken one would have seen.
+own shuffled order, epoch after epoch. What step s of seed S deals depends on nothing else, so a
+resumed run sees what the unbroken one would have seen.
 
     counts_k = largest remainder of n · weight_k / Σ weights     16 at 3 : 4 : 1 -> 6, 8, 2
 
@@ -11,11 +11,11 @@ Difficulty is measured once, with the model as it is before training: s = mean s
 
     easy 0.8 ≤ s ≤ 1    medium 0.5 ≤ s < 0.8    hard 0.2 ≤ s < 0.5    dropped below
 
-A step then holds hard : medium : easy = 7 : 2 : 1. Of dropped questions all rollouts of a group
-fail, so they teach nothing for long. They are dealt only where `buckets` names them: UR²'s stage 1
-for math trains on exactly those ("dropped=1").
+A step then holds hard : medium : easy = 7 : 2 : 1. Dropped questions are dealt only where `buckets`
+names them, since groups that fail as a whole teach nothing; UR²'s stage 1 for math trains on
+exactly those ("dropped=1").
 Task mixing: open questions may always search, math only if hard, of multiple choice as many hard
-ones as make half of what is dealt. Which ones depends on the seed and the question's id alone.
+ones as make half of what is dealt, drawn by seed and question id.
 Left out: buckets that are measured again while training.
 """
 
@@ -29,12 +29,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data import BUCKETS, Question, load_difficulty
+from data import Question, load_difficulty
 from errors import InputError, run_main, setting
 
 Questions = list[Question]
-Difficulty = dict[str, str]  # question id -> bucket
-Weights = dict[str, float]  # name -> share; or question id -> how often a step deals it
+Weights = dict[str, float]  # of kinds or buckets, by name
 Counts = dict[str, int]
 
 
@@ -65,34 +64,57 @@ def bucket(score: float) -> str:
     score = round(score, 9)  # eight times 0.1 add up to 0.7999999999999999, and that is 0.8
     if not 0 <= score <= 1:
         raise InputError(f"a mean score of {score}: scores must be from 0 to 1")
-    return next((name for name, edge in EDGES.items() if score >= edge), "dropped")
+    for name, edge in EDGES.items():
+        if score >= edge:
+            return name
+    return "dropped"
 
 
 def bucket_of_mean(scores: Sequence[float]) -> str:
     return bucket(sum(scores) / len(scores))
 
 
-def read_difficulty(path: str | Path, questions: Questions) -> Difficulty:
+def read_difficulty(path: str | Path, questions: Questions) -> dict[str, str]:
     """id -> bucket, from a difficulty file; "level" takes the level that the records bring."""
+    known = {}
     if str(path) == "level":
-        known = {q.id: LEVELS[q.level] for q in questions if q.level in LEVELS}
+        for question in questions:
+            if question.level in LEVELS:
+                known[question.id] = LEVELS[question.level]
     elif not Path(path).exists():
         raise InputError(
             f"--difficulty {path}: no such file: `python -m lab.difficulty --out {path}` makes it"
         )
     else:
-        known = {}
         for record in load_difficulty(path):
             name = record.get("bucket")
             known[record["id"]] = name or bucket_of_mean(record["scores"])
     missing = [question.id for question in questions if question.id not in known]
     if missing:
-        count = f"{len(missing)} of {len(questions)} questions"
         raise InputError(
-            f"--difficulty {path}: {count} have none, the first is {missing[0]}: measure the same "
-            "--data to its end"
+            f"--difficulty {path}: {len(missing)} questions have none, the first is {missing[0]}: "
+            "measure the same --data to its end"
         )
-    return {question.id: known[question.id] for question in questions}
+    return known
+
+
+def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
+    """Each with its bucket as `level`; without those in the bucket dropped, unless `dropped`."""
+    difficulty = read_difficulty(path, questions)
+    found = [replace(question, level=difficulty[question.id]) for question in questions]
+    kept = [question for question in found if dropped or question.level != "dropped"]
+    if not kept:
+        raise InputError(
+            "--difficulty: every question is in the bucket dropped: train on them with "
+            "--buckets dropped=1"
+        )
+    if left := len(found) - len(kept):
+        say(f"{left} of {len(found)} questions are in the bucket dropped and left out")
+    return kept
+
+
+def say(note: str) -> None:
+    print(f"curriculum: {note}", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------------ shares
@@ -104,115 +126,98 @@ def exact_counts(total: int, weights: Weights) -> Counts:
     >>> exact_counts(16, {"a": 3, "b": 4, "c": 1})
     {'a': 6, 'b': 8, 'c': 2}
     """
-    whole = sum(weights.values())
-    shares = {name: total * weight / whole for name, weight in weights.items()}
-    counts = {name: int(share) for name, share in shares.items()}
+    shares, counts, whole = {}, {}, sum(weights.values())
+    for name, weight in weights.items():
+        shares[name] = total * weight / whole
+        counts[name] = int(shares[name])
     by_remainder = sorted(shares, key=lambda name: counts[name] - shares[name])
     for name in by_remainder[: total - sum(counts.values())]:
         counts[name] += 1
     return counts
 
 
-def counts_within(total: int, weights: Weights, available: Counts) -> Counts:
-    """`exact_counts`, but of no bucket more than it has: it would deal a question twice in a step.
-    What a short bucket leaves open goes to the others in their ratio.
-
-    >>> plenty = {"hard": 4, "medium": 90, "easy": 90}
-    >>> counts_within(10, {"hard": 7, "medium": 2, "easy": 1}, plenty)  # the other 6 at 2 : 1
-    {'hard': 4, 'medium': 4, 'easy': 2}
-    """
-    counts = dict.fromkeys(weights, 0)
-    rest = {name: weight for name, weight in weights.items() if weight}
-    while rest:
-        asked = exact_counts(total - sum(counts.values()), rest)
-        short = [name for name in rest if asked[name] > available.get(name, 0)]
-        if not short:
-            return counts | asked
-        for name in short:
-            counts[name] = available.get(name, 0)
-            del rest[name]
-    named = ", ".join(name for name in weights if weights[name])
-    raise InputError(
-        f"--buckets: {sum(counts.values())} questions are in {named}, fewer than the {total} of a "
-        "step: lower --questions_per_step, or name more buckets"
-    )
-
-
-def parse_shares(text: str, flag: str, known: Sequence[str] = ()) -> Weights:
+def parse_shares(text: str, flag: str) -> Weights:
     """ "one_hop=3,two_hop=4" -> {"one_hop": 3.0, "two_hop": 4.0}"""
     weights = {}
-    for part in text.split(","):
+    for part in filter(str.strip, text.split(",")):
         name, _, weight = part.partition("=")
-        if part.strip():
-            weights[name.strip()] = _weight(weight, f"{flag} {text!r}")
-    if weights and not sum(weights.values()):
-        raise InputError(f"{flag} {text!r}: one weight must be above 0")
-    unknown = [name for name in weights if known and name not in known]
-    if unknown:
-        names = ", ".join(known)
-        raise InputError(f"{flag} {text!r}: nothing is called {unknown[0]}; there are {names}")
+        try:
+            weights[name.strip()] = float(weight)
+        except ValueError:
+            raise InputError(f"{flag} {text!r}: write it as name=weight,name=weight") from None
+    values = weights.values()
+    if weights and not (min(values) >= 0 and 0 < sum(values) < math.inf):
+        raise InputError(f"{flag} {text!r}: weights are numbers from 0 on, one of them above 0")
     return weights
 
 
-def _weight(text: str, place: str) -> float:
-    try:
-        weight = float(text)
-    except ValueError:
-        raise InputError(f"{place}: write it as name=weight,name=weight") from None
-    if not (math.isfinite(weight) and weight >= 0):
-        raise InputError(f"{place}: weights must be numbers from 0 on")
-    return weight
+def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, flag: str) -> None:
+    """Each kind must be there; of a bucket a step takes one question or more, and none twice."""
+    known = ", ".join(pools)
+    for name, weight in shares.items():
+        count = counts[name]
+        size = len(pools.get(name, ()))
+        fits = size if flag == "--mix" else 0 < count <= size
+        if weight and not fits:
+            raise InputError(
+                f"{flag}: a step takes {count} questions of {name}, and the data has {size} (there "
+                f"are {known}): change the shares or --questions_per_step"
+            )
 
 
 # ------------------------------------------------------------------------------------- task mixing
 
 
-def may_search(question: Question, name: str, drawn: frozenset[str]) -> bool:
-    """Open questions always; math in the bucket hard (or harder); multiple choice if drawn."""
+def may_search(question: Question, drawn: frozenset[str]) -> bool:
+    """Open questions always; math in the bucket hard (or harder); multiple choice if drawn. The
+    question's bucket is its `level`.
+    """
     if question.task == "math":
-        return name in HARD
+        return question.level in HARD
     return question.task != "choice" or question.id in drawn
 
 
-def dealt_per_step(questions: Questions, difficulty: Difficulty, counts: Counts) -> Weights:
-    """id -> how often a step deals it on average: counts_b / n_b. Without counts all are alike."""
-    if not counts:
-        return {question.id: 1.0 for question in questions}
-    names = [difficulty[question.id] for question in questions]
-    sizes = Counter(names)
-    shares = [counts.get(name, 0) / sizes[name] for name in names]
-    return dict(zip((question.id for question in questions), shares, strict=True))
-
-
-def share_of_hard_choices(questions: Questions, difficulty: Difficulty, dealt: Weights) -> float:
+def share_of_hard_choices(questions: Questions, counts: Counts) -> float:
     """The share of the hard multiple-choice questions that must search for half of all to do so.
 
-    With D multiple-choice questions dealt a step, H of them hard: D / 2H. Above 1 too few are hard.
+    counts: of each bucket in a step; {}: all questions are dealt alike. With D multiple-choice
+    questions a step, H of them hard, the share is D / 2H; above 1 too few are hard.
     """
-    d = h = 0.0
+    sizes, choices = Counter(), Counter()
     for question in questions:
-        if question.task == "choice":
-            d += dealt[question.id]
-            h += dealt[question.id] * (difficulty[question.id] in HARD)
-    return d / 2 / h if h else math.inf
+        sizes[question.level] += 1
+        choices[question.level] += question.task == "choice"
+    d = h = 0.0
+    for name, size in sizes.items():
+        per_step = counts.get(name, 0) if counts else size
+        dealt = per_step * choices[name] / size
+        d += dealt
+        h += dealt * (name in HARD)
+    return d / 2 / max(h, 1e-9)
 
 
-def draw_choices(
-    questions: Questions, difficulty: Difficulty, share: float, seed: int
-) -> frozenset[str]:
+def draw_choices(questions: Questions, share: float, seed: int) -> frozenset[str]:
     """Ids of the hard multiple-choice questions that may search: exactly this share, by lot.
 
     Worked: 20 hard and 10 easy ones, dealt at 8 : 2, so D = 10 and H = 8: the share is 5/8, and
     12.5 of 20, so 13, may search. The lot depends on seed and id, not on the order of reading.
     """
-    hard = [q for q in questions if q.task == "choice" and difficulty[q.id] in HARD]
 
-    def lot(question: Question) -> float:
-        return random.Random(f"{seed} search {question.id}").random()
+    def lot(name: str) -> float:
+        return random.Random(f"{seed} search {name}").random()
 
-    by_lot = sorted(hard, key=lot)
+    hard = [q.id for q in questions if q.task == "choice" and q.level in HARD]
     count = int(min(1.0, share) * len(hard) + 0.5 + 1e-9)
-    return frozenset(question.id for question in by_lot[:count])
+    return frozenset(sorted(hard, key=lot)[:count])
+
+
+def mix_tasks(questions: Questions, counts: Counts, seed: int) -> Questions:
+    """The same questions, with `may_search` as task mixing has it."""
+    share = share_of_hard_choices(questions, counts)
+    if share > 1:
+        say("multiple choice: too few are hard for half of them to search; all hard ones may")
+    drawn = draw_choices(questions, share, seed)
+    return [replace(q, may_search=q.may_search and may_search(q, drawn)) for q in questions]
 
 
 # -------------------------------------------------------------------------------------- the stream
@@ -222,128 +227,63 @@ class QuestionStream:
     """`take(step)` deals the questions of one step, mixed by kind or by bucket.
 
     attempts   how often a step may draw: DAPO draws again for groups that teach nothing. Attempt a
-               of step s has the numbers (s · attempts + a) · count + i, its own in every epoch,
-               whether or not those before it were made
-    What could not be had as asked is said in `notes`, a line each, and on stderr.
+               of step s has the numbers (s · attempts + a) · count + i, whether or not those before
+               it were made
     """
 
     def __init__(self, questions: Questions, settings, attempts: int = 1):
+        buckets, mix = settings.buckets, settings.mix
         if not questions:
             raise InputError("there are no questions to train on")
-        buckets, mix = settings.buckets, settings.mix
-        if not settings.difficulty and (buckets or settings.task_mixing):
-            flag = "buckets" if buckets else "task_mixing"
-            raise InputError(f"--{flag} needs --difficulty FILE")
         if mix and buckets:
             raise InputError("--mix and --buckets both share out a step: give one of them")
-        self.seed, self.attempts, self.notes = settings.seed, attempts, []
-        self.orders: dict[str, tuple[int, list[int]]] = {}  # kind -> (epoch, its order)
-        self.pools: dict[str, Questions] = defaultdict(list)
-        self.searching: frozenset[str] | None = None  # ids; None: all
-        self.shares = parse_shares(mix, "--mix")
-        if buckets:
-            self.shares = parse_shares(buckets, "--buckets", BUCKETS)
-        count, difficulty = settings.questions_per_step, {}
+        if (buckets or settings.task_mixing) and not settings.difficulty:
+            raise InputError("--buckets and --task_mixing need --difficulty FILE")
+        flag = "--buckets" if buckets else "--mix"
+        shares = parse_shares(buckets or mix, flag)
+        self.counts = exact_counts(settings.questions_per_step, shares or {"": 1.0})
         if settings.difficulty:
-            difficulty = read_difficulty(settings.difficulty, questions)
-            questions = self._without_dropped(questions, difficulty)
-        if buckets:
-            self._share_by_bucket(questions, difficulty, count)
-        else:
-            self._share_by_kind(questions, count)
+            questions = with_buckets(questions, settings.difficulty, "dropped" in shares)
         if settings.task_mixing:
-            self._mix_tasks(questions, difficulty, self.counts if buckets else {})
-        for note in self.notes:
-            print(f"curriculum: {note}", file=sys.stderr)
-
-    def _share_by_kind(self, questions: Questions, count: int) -> None:
+            questions = mix_tasks(questions, self.counts if buckets else {}, settings.seed)
+        self.pools = defaultdict(list)
         for question in questions:
-            self.pools[question.kind if self.shares else ""].append(question)
-        self.counts = exact_counts(count, self.shares or {"": 1.0})
-        for kind, weight in self.shares.items():
-            if weight and kind not in self.pools:
-                kinds = ", ".join(self.pools)
-                raise InputError(f"--mix: the data has no question of kind {kind}; it has {kinds}")
-
-    def _without_dropped(self, questions: Questions, difficulty: Difficulty) -> Questions:
-        if self.shares.get("dropped"):
-            return questions
-        kept = [question for question in questions if difficulty[question.id] != "dropped"]
-        if len(kept) < len(questions):
-            count = f"{len(questions) - len(kept)} of {len(questions)} questions"
-            self.notes.append(f"{count} score below {EDGES['hard']} and are left out")
-        if not kept:
-            raise InputError(
-                "--difficulty: every question is in the bucket dropped: train on them with "
-                "--buckets dropped=1"
-            )
-        return kept
-
-    def _share_by_bucket(self, questions: Questions, difficulty: Difficulty, count: int) -> None:
-        for question in questions:
-            self.pools[difficulty[question.id]].append(question)
-        available = {name: len(self.pools.get(name, [])) for name in self.shares}
-        self.counts = counts_within(count, self.shares, available)
-        for name, asked in exact_counts(count, self.shares).items():
-            if available[name] < asked:
-                self.notes.append(
-                    f"bucket {name} runs short: {available[name]} of the {asked} questions that "
-                    "its share of a step asks for; the others fill up in their ratio"
-                )
-            elif self.shares[name] and not self.counts[name]:
-                self.notes.append(
-                    f"bucket {name}: its share of {count} questions a step is less than one, so "
-                    "none is dealt; raise --questions_per_step"
-                )
-
-    def _mix_tasks(self, questions: Questions, difficulty: Difficulty, counts: Counts) -> None:
-        dealt = dealt_per_step(questions, difficulty, counts)
-        share = share_of_hard_choices(questions, difficulty, dealt)
-        drawn = draw_choices(questions, difficulty, share, self.seed)
-        allowed = [q.id for q in questions if may_search(q, difficulty[q.id], drawn)]
-        self.searching = frozenset(allowed)
-        dealt_choices = [q for q in questions if q.task == "choice" and dealt[q.id]]
-        if share > 1 and dealt_choices:
-            self.notes.append(
-                "multiple choice: too few are hard for half of them to search; all hard ones may"
-            )
+            name = question.level if buckets else question.kind
+            self.pools[name if shares else ""].append(question)
+        check_pools(self.pools, shares, self.counts, flag)
+        self.seed = settings.seed
+        self.attempts = attempts
+        self.orders = {}  # pool -> (epoch, the order of its questions)
 
     def take(self, step: int, attempt: int = 0) -> Questions:
-        """The questions of one attempt of a step; `may_search` is as task mixing has it."""
-        if not 0 <= attempt < self.attempts:  # it would deal another step's questions
-            raise InputError(f"attempt {attempt} of a step, but the stream has {self.attempts}")
+        """The questions of one attempt of a step."""
         turn, dealt = step * self.attempts + attempt, []
-        for kind, count in self.counts.items():
+        for name, count in self.counts.items():
             first = turn * count
-            dealt += [self._deal(kind, first + i) for i in range(count)]
-        if self.searching is None:
-            return dealt
-        return [replace(q, may_search=q.may_search and q.id in self.searching) for q in dealt]
+            dealt += [self._deal(name, first + i) for i in range(count)]
+        return dealt
 
-    def _deal(self, kind: str, number: int) -> Question:
-        """The question with this number in the endless list of its kind, shuffled every epoch."""
-        pool = self.pools[kind]
+    def _deal(self, name: str, number: int) -> Question:
+        """The question with this number in the endless list of its pool, shuffled every epoch."""
+        pool = self.pools[name]
         epoch, place = divmod(number, len(pool))
-        if self.orders.get(kind, (None,))[0] != epoch:
-            lot, size = random.Random(f"{self.seed} {kind} {epoch}"), len(pool)
-            self.orders[kind] = epoch, lot.sample(range(size), size)
-        return pool[self.orders[kind][1][place]]
+        if self.orders.get(name, (None,))[0] != epoch:
+            size = len(pool)
+            lot = random.Random(f"{self.seed} {name} {epoch}")
+            self.orders[name] = epoch, lot.sample(range(size), size)
+        return pool[self.orders[name][1][place]]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Buckets of a few questions, and how a step is shared out."""
-    if sys.argv[1:] if arguments is None else arguments:
-        raise InputError("curriculum.py shows an example; to measure: python -m lab.difficulty")
     print("mean score of 20 rollouts -> bucket; may a math question of it search?")
     scores = [0.95, 0.8, 0.75, 0.5, 0.45, 0.35, 0.1]
     for score in scores:
-        name, question = bucket(score), Question("q", "?", ["!"], "math")
-        allowed = "yes" if may_search(question, name, frozenset()) else "no: asked directly"
-        print(f"  {score:.2f}   {name:10} {allowed}")
+        question = Question("q", "?", ["!"], "math", level=bucket(score))
+        allowed = "yes" if may_search(question, frozenset()) else "no: asked directly"
+        print(f"  {score:.2f}   {question.level:10} {allowed}")
     weights = {"hard": 7, "medium": 2, "easy": 1}
-    print("\nten questions at 7 : 2 : 1  ", exact_counts(10, weights))
-    short = Counter(map(bucket, scores))
-    print("five, from those above      ", counts_within(5, weights, short))
+    print("\n64 questions at 7 : 2 : 1  ", exact_counts(64, weights))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
     log π_θ(y_t | y_<t) = z_t[y_t] / τ − logsumexp(z_t / τ),   z_t = W h_t,   τ: the temperature
 
 The head is the expensive part: [B, T, V] in fp32 is 9.9 GB at B = 8, T = 2048, V = 151k. So
-log-probs are computed only where the policy itself sampled, and in chunks whose logits are thrown
-away and computed again in the backward pass.
+log-probs are computed only where the policy sampled, in chunks whose logits are thrown away and
+computed again in the backward pass.
 
-Trained weights are fp32, and the arithmetic on GPUs is bf16 autocast. With bf16 weights a step of
-1e-6 rounds away: after 20 AdamW steps 98 % of the weights have not moved. 8 bits are for Adam's
-moments and for weights that nobody trains; those are bf16 on a GPU otherwise.
+Trained weights are fp32; on GPUs the arithmetic is bf16. Weights in bf16 would round a step of 1e-6
+away: after 20 AdamW steps 98 % of them have not moved. Weights that nobody trains may be bf16 or
+int8, and Adam's moments 8 bits.
 """
 
 from __future__ import annotations
@@ -27,13 +27,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedTokenizerFast,
-)
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import PreTrainedTokenizerFast as PlainTokenizer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
@@ -46,10 +42,9 @@ disable_progress_bar()  # a bar for every checkpoint would tear the run's own ba
 torch.backends.cuda.enable_cudnn_sdp(False)
 # Sums of bf16 products are fp32, also across the blocks that a GPU cuts a matrix into.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-# Logits held at once, in fp32: 64 MB, 512 MB. Each chunk reads the whole head.
+# Logits held at once, 64 and 512 MB in fp32. Each chunk reads the whole head.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
 OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
-BETAS = (0.9, 0.999)  # AdamW's own; there is no weight decay
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -67,21 +62,17 @@ class PolicySettings:
     )
 
 
-DEFAULTS = PolicySettings()
-
-
 # -------------------------------------------------------------------------------------- log-probs
 
 
 def token_logprobs(
     hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """log softmax(head(hidden) / τ) at `targets`: hidden [N, H], targets [N] -> [N]. In chunks if
-    the head is a plain matrix, as in all families named here.
+    """log softmax(head(hidden) / τ) at `targets`: hidden [N, H], targets [N] -> [N].
 
-    Worked number: logits (0, ln 3), target 1, τ = 1 -> ln 3 − ln 4 = −0.2877.
+    Worked: logits (0, ln 3), target 1, τ = 1 -> ln 3 − ln 4 = −0.2877.
     """
-    if type(head) is nn.Linear and head.bias is None:
+    if type(head) is nn.Linear and head.bias is None:  # as in Qwen, Llama and Mistral
         kind = hidden.device.type
         autocast = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
@@ -96,13 +87,13 @@ class ChunkedLogprobs(torch.autograd.Function):
         ∂ log p_y / ∂z_v = 1[v = y] − p_v
         G = gradient · (onehot − p) / τ  [n, V],   ∂h = G W  [n, H],   ∂W = Σ_chunks Gᵀ h  [V, H]
 
-    One buffer serves all chunks. Trap: autograd would keep four tensors of [n, V], and under
-    autocast sum the chunks' ∂W in bf16: 1 % off after 64 chunks. Here that sum is fp32.
+    One buffer serves all chunks. Trap: autograd would keep four tensors [n, V], and under autocast
+    sum ∂W over the chunks in bf16, 1 % off after 64 of them. Here the sum is fp32.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, dtype):
-        """hidden [N, H], weight [V, H], targets [N] -> [N]; products are computed in `dtype`."""
+        """hidden [N, H], weight [V, H], targets [N] -> [N]; matrix products in `dtype`."""
         ctx.temperature, ctx.dtype = temperature, dtype
         chosen = hidden.new_empty(len(targets), dtype=torch.float32)  # [N]  z_y
         sums = torch.empty_like(chosen)  # [N]  ln Σ exp z
@@ -135,7 +126,7 @@ def chunk_rows(vocab: int, device: str) -> int:
 
 
 def chunks_of_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float):
-    """(slice, logits / τ [n, V] in fp32) chunk by chunk; the next one overwrites the one before."""
+    """(slice, logits / τ [n, V] in fp32) of each chunk, which overwrites the one before."""
     rows = chunk_rows(len(weight), hidden.device.type)
     buffer = hidden.new_empty(min(rows, len(hidden)), len(weight), dtype=torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -147,7 +138,7 @@ def chunks_of_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: fl
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a b; in place where all are of one kind, while a bf16 product is summed in fp32."""
+    """total += a b. A bf16 product is added to an fp32 total."""
     total.addmm_(a, b) if total.dtype == a.dtype == b.dtype else total.add_(a @ b)
 
 
@@ -156,7 +147,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module):
-    """Evaluation mode inside (no dropout), the former mode after."""
+    """Evaluation mode inside, the former mode after."""
     training = module.training
     module.eval()
     try:
@@ -166,10 +157,8 @@ def evaluating(module: nn.Module):
 
 
 class Policy(nn.Module):
-    """A causal LM whose forward pass is log-probs, so that wrappers (DDP) see every gradient.
-
-    Trap: calling the backbone and the head by hand on a wrapped model goes round the wrapper's
-    forward, and the gradients of several processes are then not averaged, silently.
+    """A causal LM whose forward pass is log-probs. Trap: computed outside of `forward` they would
+    go round a wrapper (DDP), which would then silently average no gradients.
     """
 
     def __init__(self, language_model: nn.Module):
@@ -177,7 +166,7 @@ class Policy(nn.Module):
         self.language_model = language_model
         _check_head(language_model)
         allow_packing(language_model)
-        self.train()  # only gradient checkpointing asks for it: `load_policy` takes dropout out
+        self.train()  # for gradient checkpointing; there is no dropout
 
     @property
     def device(self) -> torch.device:
@@ -188,9 +177,7 @@ class Policy(nn.Module):
         return self.language_model.config
 
     def autocast(self, keep: bool = True):
-        """bf16 arithmetic on GPUs, for weights in fp32. keep: hold their copies until the block
-        ends, which pays where they are used again, as in a rollout.
-        """
+        """bf16 on GPUs, for fp32 weights. keep: hold their bf16 copies, to be used again."""
         mixed = self.device.type != "cpu"
         mixed = mixed and any(p.dtype == torch.float32 for p in self.parameters())
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed, cache_enabled=keep)
@@ -198,11 +185,9 @@ class Policy(nn.Module):
     def forward(
         self, tokens: torch.Tensor, temperature: float = 1.0, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """tokens [B, L], right-padded -> logprobs [B, T] in fp32; column t is of tokens[:, t + 1].
-        Where mask [B, T] is 0 they are not computed, but 0; padding is not computed either.
-        """
-        # Are inserted tokens really masked? They are read, so they shape what follows. But no head
-        # is computed for them: their log-prob is the constant 0, which has no gradient.
+        """Right-padded tokens [B, L] -> logprobs [B, T] of tokens[:, 1:], fp32; 0 where mask is."""
+        # Are inserted tokens really masked? They are read, so they shape what follows. But their
+        # log-prob is not computed: it is the constant 0, which has no gradient.
         targets = tokens[:, 1:]  # [B, T]
         wanted = torch.ones_like(targets).bool() if mask is None else mask.bool()  # [B, T]
         with self.autocast(keep=False):
@@ -214,31 +199,24 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def generate(self, **arguments):
-        """HF `generate` in evaluation mode (dropout would make samples and scores disagree).
-
-        synced_gpus: with weights in parts it would wait at each token for the other processes, also
-        for one that is done. Here all weights are together (scale/shards.py).
-        """
+        """HF `generate`. All weights are together by now, so it waits for no other process."""
         with evaluating(self.language_model), self.autocast():
             return self.language_model.generate(**arguments, synced_gpus=False)
 
 
 def _check_head(model: nn.Module) -> None:
-    """Refuse models that scale or cap their logits: the log-probs above are head(hidden state).
-
-    A cap hardly touches small logits, as of an untrained model: the config's word counts too.
-    """
-    with torch.no_grad(), evaluating(model):  # dropout would make any two passes differ
+    """Refuse a model that scales or caps its logits: ours are head(hidden state)."""
+    with torch.no_grad(), evaluating(model):
         ids = torch.arange(3, device=model.device)[None]
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         ours = model.get_output_embeddings()(hidden)
         theirs = model(input_ids=ids, use_cache=False).logits
     differs = (ours - theirs).abs().max() > 1e-2 * theirs.abs().max()
+    # A cap hardly touches the small logits of an untrained model.
     if differs or getattr(model.config, "final_logit_softcapping", None):
         raise InputError(
             f"{type(model).__name__} changes its logits after the output head (soft cap or scale):"
-            " its log-probs cannot be computed in chunks here. Use a model without that, such as"
-            " Qwen2, Qwen3 or Llama"
+            " use a model without that, such as Qwen2, Qwen3 or Llama"
         )
 
 
@@ -250,23 +228,18 @@ def best_device() -> str:
 
 
 def load_policy(
-    path: str,
-    device: torch.device | str = "cpu",
-    settings: PolicySettings = DEFAULTS,
-    frozen: bool = False,
-    in_8bit: bool = False,
-    seed: int = 0,
+    path: str, device="cpu", settings=PolicySettings(), frozen=False, in_8bit=False, seed=0
 ) -> tuple[Policy, object]:
-    """(policy, tokenizer) from a folder or a hub name; trained weights are fp32 whatever it holds.
+    """(policy, tokenizer) from a folder or a hub name; weights that are trained become fp32.
 
-    frozen    nobody trains it, as a reference: settings.lora_rank means nothing then
-    in_8bit   int8 weights, which nobody can train: of a frozen model, or beside LoRA's matrices
+    frozen    nothing is trained, whatever lora_rank says: a reference
+    in_8bit   int8 weights: of a frozen model, or under LoRA's matrices
     seed      of LoRA's matrices
     """
-    lora_rank = 0 if frozen else settings.lora_rank
-    still = frozen or in_8bit or lora_rank > 0
     tokenizer = load_tokenizer(path)
-    options = frozen_options(device, in_8bit) if still else {"dtype": torch.float32}
+    lora_rank = 0 if frozen else settings.lora_rank
+    trained = not (frozen or in_8bit or lora_rank)
+    options = {"dtype": torch.float32} if trained else frozen_options(device, in_8bit)
     if torch.device(device).type != "cpu":
         options["device_map"] = {"": device}  # eight processes would put eight copies into RAM
     try:
@@ -275,35 +248,41 @@ def load_policy(
     except Exception as error:  # a broken weight file raises whatever its format's reader does
         said = f"no causal LM could be loaded from there: {first_line(error)}"
         raise InputError(f"--model {path}: {said}") from None
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        raise InputError(
-            f"--model {path}: the tokenizer has {len(tokenizer)} tokens, the model only {rows}: not"
-            " of one model"
-        )
+    count, rows = len(tokenizer), model.get_input_embeddings().num_embeddings
+    if count > rows:
+        said = f"the tokenizer has {count} tokens, the model only {rows}"
+        raise InputError(f"--model {path}: {said}: they are not of one model")
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(model if in_8bit else model.to(device)).requires_grad_(not still)
+        checkpoint_activations(model)
+    policy = Policy(model if in_8bit else model.to(device)).requires_grad_(trained)
     if lora_rank:
         add_lora(policy.language_model, lora_rank, seed)
     return policy, tokenizer
 
 
+def checkpoint_activations(model: nn.Module) -> None:
+    """Compute the layers' activations again in the backward pass."""
+    # transformers 5.17 has only the second name; 5.23 warns of it.
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
 def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
-    """How `from_pretrained` loads weights that nobody trains: bf16 on a GPU, fp32 on a CPU, or int8
-    with a scale per row.
-    """
+    """How weights that nobody trains are loaded: bf16 on a GPU, fp32 on a CPU, or int8."""
     options = {"dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16}
-    if not in_8bit:
-        return options
+    if in_8bit:
+        check_bitsandbytes("8-bit weights")
+        # It would write a line for every product.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+        options["device_map"] = {"": device}
+    return options
+
+
+def check_bitsandbytes(what: str) -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError(
-            "8-bit weights need bitsandbytes: pip install bitsandbytes, or leave the flag out"
-        )
-    # it would write a line for every product
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    config = BitsAndBytesConfig(load_in_8bit=True)
-    return options | {"quantization_config": config, "device_map": {"": device}}
+        how = "pip install bitsandbytes, or leave the flag out"
+        raise InputError(f"{what} need bitsandbytes: {how}")
 
 
 def without_dropout(config):
@@ -316,26 +295,22 @@ def without_dropout(config):
 
 
 def check_model_path(path: str) -> None:
-    """A folder must hold a model; a name that only a path can have must exist. Hub names pass."""
-    if Path(path).exists() and not Path(path, "config.json").exists():
-        raise InputError(
-            f"--model {path}: there is no config.json in this directory; give a saved HF model or a"
-            " hub name"
-        )
-    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise InputError(
-            f"--model {path}: no such directory; give a saved HF model or a hub name (owner/model)"
-        )
+    """What is there, or can only be a path, must be a saved model. Hub names pass."""
+    there = Path(path).exists()
+    local = there or path.startswith((".", "/", "~")) or path.count("/") > 1
+    if local and not Path(path, "config.json").exists():
+        wrong = "there is no config.json in this directory" if there else "no such directory"
+        raise InputError(f"--model {path}: {wrong}; give a saved HF model or a hub name")
 
 
 def load_tokenizer(path: str):
     check_model_path(path)
     try:
-        # Trap: for some families (qwen2) AutoTokenizer silently takes the family's own class, which
-        # splits a text otherwise, in place of the plain one that the files declare.
+        # Trap: AutoTokenizer may take the family's own class (qwen2), which splits a text otherwise
+        # than the plain one that the files declare.
         declared = get_tokenizer_config(path).get("tokenizer_class")
         plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
-        return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path)
+        return (PlainTokenizer if plain else AutoTokenizer).from_pretrained(path)
     except Exception as error:
         said = f"no tokenizer could be loaded from there: {first_line(error)}"
         raise InputError(f"--model {path}: {said}") from None
@@ -346,32 +321,24 @@ def first_line(error: Exception) -> str:
 
 
 def weights_version(path: str, model=None) -> str:
-    """Which weights these are. Trap: a directory keeps its name when a run writes other weights
-    into it, and a cache by name would then give the old model's replies.
-    """
+    """Which weights these are: a directory keeps its name when a run writes others into it."""
     if not Path(path).is_dir():
         return str(getattr(getattr(model, "config", None), "_commit_hash", None) or "main")[:12]
     files = [(f.name, f.stat()) for f in sorted(Path(path).iterdir()) if f.is_file()]
-    stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    stamps = [(name, its.st_size, its.st_mtime_ns) for name, its in files]
     return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:12]
 
 
 def save_policy(
-    policy: Policy,
-    tokenizer,
-    path: Path | str,
-    trainer: dict | None = None,
-    settings: str = "",
-    weights: dict[str, torch.Tensor] | None = None,
+    policy: Policy, tokenizer, path: Path | str, trainer=None, settings: str = "", weights=None
 ) -> None:
-    """A folder that `from_pretrained` loads, with what a run needs to go on from it.
-
-    weights   in place of the policy's own, where those are in parts
-    Written aside and renamed: an interrupt never leaves half a checkpoint.
+    """A folder that `from_pretrained` loads, and what a run needs to go on: trainer.pt and
+    settings.json. weights: whole ones by name, if the policy's own are in parts.
     """
+    # Written aside and renamed: an interrupt never leaves half a checkpoint.
     path = Path(path)
     aside = path.with_name(path.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)  # what an interrupt may have left
+    shutil.rmtree(aside, ignore_errors=True)
     save_weights(policy.language_model, aside, weights)
     tokenizer.save_pretrained(aside)
     if trainer is not None:
@@ -382,14 +349,14 @@ def save_policy(
 
 
 def save_weights(model: nn.Module, path: Path, weights: dict | None = None) -> None:
-    """With LoRA the merged weights, as if there had been none; int8 weights become fp32 again."""
+    """LoRA is merged into the weights, int8 becomes fp32: a plain model."""
     if weights is None and not has_lora(model):
         model.save_pretrained(path)
         return
+    weights = weights or merged_state(model)
     with torch.device("meta"):
         plain = type(model)(plain_config(model))  # no memory: it lends its class and its config
     plain.config.dtype, plain.generation_config = torch.float32, model.generation_config
-    weights = merged_state(model) if weights is None else weights
     once = {name for name, _ in plain.named_parameters()}  # of two that are tied, the first
     twice = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - once
     state = {name: weight for name, weight in weights.items() if name not in twice}
@@ -397,7 +364,7 @@ def save_weights(model: nn.Module, path: Path, weights: dict | None = None) -> N
 
 
 def plain_config(model: nn.Module):
-    """A copy of its config that says nothing of 8 bits."""
+    """A copy of the model's config, without 8 bits."""
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
     config = type(model.config).from_dict(settings)
@@ -410,10 +377,10 @@ def plain_config(model: nn.Module):
 
 @dataclass
 class Batch:
-    """Trajectories as tensors. B rows, question by question, `group_size` rows each; T = L − 1.
+    """Trajectories as tensors: B rows, `group_size` per question; T = L − 1.
 
-    Column t of a [B, T] tensor is about the token tokens[:, t + 1]. response_mask is 1 where the
-    policy sampled it, and 0 on the prompt, on what the environment wrote, and on padding.
+    Column t of a [B, T] tensor is about tokens[:, t + 1]. response_mask is 1 where the policy
+    sampled that token, and 0 on the prompt, on what the environment wrote, and on padding.
     """
 
     tokens: torch.Tensor  # [B, L]
@@ -424,33 +391,29 @@ class Batch:
     ref_logprobs: torch.Tensor | None = None  # [B, T]
     advantages: torch.Tensor | None = None  # [B, T]
     token_weights: torch.Tensor | None = None  # [B, T]
-    correct: torch.Tensor | None = None  # [B] bool: the final answer is right
     overlong: torch.Tensor | None = None  # [B] bool: cut off by length without an answer
     values: torch.Tensor | None = None  # [B, T]  the critic's, of the state before tokens[:, t + 1]
     returns: torch.Tensor | None = None  # [B, T]  what the critic shall learn
-    sampled_logprobs: torch.Tensor | None = None  # [B, T]  by weights that are still in place
+    sampled_logprobs: torch.Tensor | None = None  # [B, T]  None once the weights have moved
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Batch(**{k: change(v) if torch.is_tensor(v) else v for k, v in values.items()})
+        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        return dataclasses.replace(self, **{name: change(x) for name, x in tensors.items()})
 
     def to(self, device) -> Batch:
         return self.map(lambda value: value.to(device))
 
     def rows(self, index: torch.Tensor) -> Batch:
-        """The rows `index` [n], cut to the longest of them: padding costs as much as text.
-
-        Of no rows: row 0 with mask and weight 0, a pass that adds nothing (`deal_micro_batches`).
+        """The rows `index` [n], cut to the longest of them: padding costs as much as text. Of none:
+        a row of zeros, which adds nothing to any sum.
         """
-        chosen = index if len(index) else torch.zeros(1, dtype=torch.long)
-        part = self.map(lambda value: value[chosen.to(value.device)])
-        if not len(index):
-            part.response_mask.zero_()
-            if part.token_weights is not None:
-                part.token_weights.zero_()
+        if len(index):
+            part = self.map(lambda value: value[index.to(value.device)])
+        else:
+            part = self.map(lambda value: torch.zeros_like(value[:1]))
         width = last_column(part.response_mask)
         tokens = part.tokens[:, : width + 1]
         part = part.map(lambda value: value[:, :width] if value.ndim == 2 else value)
@@ -458,68 +421,52 @@ class Batch:
 
 
 def last_column(mask: torch.Tensor) -> int:
-    """Columns needed of [n, T]: up to the last sampled token. What follows cannot influence it."""
+    """How many columns of [n, T] are read: up to the last sampled token."""
     return max(lengths_of(mask.bool()), default=1)
 
 
 def collate(
     trajectories: Sequence, rewards: Sequence[float], group_size: int, pad_id: int = 0
 ) -> Batch:
-    """Trajectories -> Batch, right-padded; masks and log-probs are those born with the tokens.
-
-    The pad id never decides anything: pad may be EOS, and a sampled EOS is trained on.
+    """Trajectories -> Batch, right-padded; masks and log-probs are those born with the tokens. The
+    pad id decides nothing: pad may be EOS, and a sampled EOS is trained on.
     """
     if not all(t.prompt_ids for t in trajectories):
-        raise InputError(
-            "a trajectory without token ids, such as a written transcript, can be scored but not"
-            " trained on"
-        )
-    width = max(len(t.ids) for t in trajectories)
-    tokens = torch.full((len(trajectories), width), pad_id, dtype=torch.long)  # [B, L]
-    mask = torch.zeros(len(trajectories), width - 1)  # [B, T]
-    old_logprobs = torch.zeros_like(mask)  # [B, T]
-    for row, t in enumerate(trajectories):
-        tokens[row, : len(t.ids)] = torch.tensor(t.ids)
-        start = len(t.prompt_ids) - 1  # column of the first response token
-        response = slice(start, start + len(t.response_mask))
-        mask[row, response] = torch.tensor(t.response_mask, dtype=torch.float)
-        old_logprobs[row, response] = torch.tensor(t.logprobs, dtype=torch.float)
-    rewards = torch.tensor(rewards, dtype=torch.float)  # [B]
-    sampled = old_logprobs.clone()
+        raise InputError("a transcript without token ids can be scored, but not trained on")
+
+    def padded(rows: list[list], dtype: torch.dtype, value: int = 0) -> torch.Tensor:
+        rows = [torch.tensor(row, dtype=dtype) for row in rows]
+        return pad_sequence(rows, batch_first=True, padding_value=value)
+
+    tokens = padded([t.ids for t in trajectories], torch.long, pad_id)  # [B, L]
+    masks, logprobs = [], []
+    for t in trajectories:
+        prompt = [0.0] * (len(t.prompt_ids) - 1)  # nobody chooses its first token
+        masks.append(prompt + t.response_mask)
+        logprobs.append(prompt + t.logprobs)
+    mask, old_logprobs = padded(masks, torch.float), padded(logprobs, torch.float)  # [B, T]
+    rewards, sampled = torch.tensor(rewards, dtype=torch.float), old_logprobs.clone()
     return Batch(tokens, mask, old_logprobs, rewards, group_size, sampled_logprobs=sampled)
 
 
-def micro_batches(mask: torch.Tensor, tokens_per_micro_batch: int) -> list[torch.Tensor]:
-    """Row numbers cut into micro-batches of at most so many padded tokens; rows of like length
-    stand together.
-
-    mask [B, T]. How the batch is cut changes no gradient: the weights of the loss are fixed before.
-    """
-    lengths = lengths_of(mask.cpu().bool())  # B of them
-
-    def fits(group: list[int], row: int) -> bool:
-        longest = lengths[group[0]]
-        return (len(group) + 1) * longest <= tokens_per_micro_batch
-
-    return [torch.tensor(group) for group in grouped(lengths, fits)]
-
-
-def deal_micro_batches(
+def micro_batches(
     mask: torch.Tensor, tokens_per_micro_batch: int, processes: int = 1, rank: int = 0
 ) -> list[torch.Tensor]:
-    """Process `rank`'s rows of the global batch, whose mask [B, T] all know, in as many passes as
-    any process makes: weights in parts would wait for ever for one that is left out.
+    """Process `rank`'s rows of mask [B, T] in micro-batches of at most so many padded tokens, rows
+    of like length together. Row b belongs to process b % processes.
 
-    Row b is of process b % processes. Whoever has fewer micro-batches halves its largest. Half of a
-    single row is no row, of which `Batch.rows` makes a pass that adds nothing.
-    Worked number: 5 rows, each a micro-batch, 2 processes: [0], [2], [4] and [1], [], [3].
+    All processes have the same number of them: they wait for each other's passes. Whoever has fewer
+    halves its largest; half of a single row is no row (`Batch.rows`).
+    Worked: 5 rows, each a micro-batch, 2 processes: [0], [2], [4] and [1], [], [3].
     """
-    shares = []
+    dealt = []
     for process in range(processes):
-        rows = torch.arange(len(mask))[process::processes]
-        shares.append([rows[cut] for cut in micro_batches(mask[rows], tokens_per_micro_batch)])
-    mine = shares[rank] or [torch.zeros(0, dtype=torch.long)]
-    for _ in range(max(map(len, shares)) - len(mine)):
+        lengths = lengths_of(mask[process::processes].cpu().bool())
+        most = [tokens_per_micro_batch // length for length in lengths]  # rows as long as this one
+        groups = grouped(lengths, lambda group, _, most=most: len(group) < most[group[0]])
+        dealt.append([process + processes * torch.tensor(group) for group in groups])
+    mine = dealt[rank] or [torch.zeros(0, dtype=torch.long)]
+    for _ in range(max(map(len, dealt)) - len(mine)):
         largest = max(range(len(mine)), key=lambda i: len(mine[i]))
         mine[largest : largest + 1] = mine[largest].tensor_split(2)
     return mine
@@ -528,31 +475,22 @@ def deal_micro_batches(
 # ------------------------------------------------------------------------------------ the optimizer
 
 
-def make_optimizer(module: nn.Module, name: str, lr: float, betas: tuple[float, float] = BETAS):
-    """AdamW, or bitsandbytes' with moments of 8 bits (blocks of under 4096 values keep 32). paged:
-    they move to the CPU's memory while the GPU's is short, and back.
-    """
+def make_optimizer(module: nn.Module, name: str, lr: float):
+    """AdamW, or bitsandbytes' with 8-bit moments (32 bits in matrices of under 4096 weights)."""
     parameters = [p for p in module.parameters() if p.requires_grad]
-    settings = {"lr": lr, "betas": betas, "weight_decay": 0.0}
     if name == "adamw":
         # fused: on a GPU the default holds a second copy of all weights during the step
-        return torch.optim.AdamW(parameters, fused=True, **settings)
-    if name not in OPTIMIZERS:
-        raise InputError(f"unknown optimizer {name!r}: {', '.join(OPTIMIZERS)}")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError(
-            f"--optimizer {name} needs bitsandbytes: pip install bitsandbytes, or --optimizer adamw"
-        )
+        return torch.optim.AdamW(parameters, lr, weight_decay=0.0, fused=True)
+    check_bitsandbytes("8-bit moments")
     from bitsandbytes import optim  # slow to import, and only needed here
 
-    kind = optim.PagedAdamW8bit if name == "paged_adamw8bit" else optim.AdamW8bit
-    return kind(parameters, **settings)
+    kind = {"adamw8bit": optim.AdamW8bit, "paged_adamw8bit": optim.PagedAdamW8bit}[name]
+    return kind(parameters, lr, weight_decay=0.0)
 
 
 def lr_factor(step: int, steps: int, warmup: int, schedule: str) -> float:
     """Factor of the learning rate in step 0, 1, ...: linear warm-up, then what `schedule` says.
-
-    lr_factor(0, 10, 2, "linear") = 0.5; lr_factor(6, 10, 2, "linear") = 0.5.
+    Worked: lr_factor(0, 10, 2, "linear") = 0.5; lr_factor(6, 10, 2, "linear") = 0.5.
     """
     if step < warmup:
         return (step + 1) / warmup

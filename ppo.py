@@ -9,14 +9,12 @@
     value loss = ½ max((V − returns)², (V_old + clip(V − V_old, −c, c) − returns)²)    per token
 
     total = Σ weight · loss,    Σ weight = 1 over the global batch
-    "sequence": weight = 1 / (model tokens of the trajectory) / (trajectories that have any)
-                GRPO, UR² eq. 3
-    "token":    weight = 1 / (model tokens of the whole batch)
-                DAPO; the critic, always
+    "sequence" (GRPO, UR² eq. 3)    1 / (model tokens of the trajectory) / (trajectories with any)
+    "token" (DAPO; the critic)      1 / (model tokens of the whole batch)
 
 Source: Schulman et al. 2017 eq. 7 (one ε), 2015 for GAE eq. 16; DAPO (two, "clip-higher"); Ye et
-al. 2020 (dual clip). GRPO, DAPO and REINFORCE++ share surrogate, weights and loss. Documents are no
-steps: GAE goes from model token to model token. They are part of the states that the critic reads.
+al. 2020 (dual clip). GRPO, DAPO and REINFORCE++ share surrogate, weights and loss. GAE steps from
+model token to model token; the critic reads the documents between them.
 Left out: a body shared with the critic, an entropy bonus, a second epoch, early stops, scaling.
 """
 
@@ -33,7 +31,7 @@ from scale.packing import hidden_states
 
 Stats = dict[str, Tensor]  # name -> [B, T]
 EPSILON = 1e-6
-VALUE_CLIP = 0.2  # what a value may move from its old one before it is held, as the policy's ratio
+VALUE_CLIP = 0.2  # as far may a value move from its old one, as the policy's ratio from 1
 
 
 @dataclass(frozen=True)
@@ -53,35 +51,33 @@ def clipped_surrogate(
     advantages: Tensor,
     clip_low: float,
     clip_high: float,
-    dual_clip: float | None = None,
+    dual_clip: float = 0.0,
 ) -> tuple[Tensor, Stats]:
-    """(loss [B, T], stats). All inputs [B, T] and finite; dual_clip None or 0 is off.
+    """(loss [B, T], stats) of finite inputs [B, T]; dual_clip 0 is off.
 
     Worked, ε 0.2 / 0.3: ratio 1.25, A 1 -> −1.25; ratio 1.35, A 1 -> −1.30;
     ratio 0.75, A −1 -> 0.8; ratio 4, A −1 -> 4.0, and with dual clip 3 -> 3.0.
     """
-    # Why is the ratio always 1? In the first update after a rollout π is still π_old. The value
-    # then says nothing, but its gradient is ∇log π, so the loss is the plain policy gradient; only
-    # later updates on the same rollout leave 1.
+    # Why is the ratio always 1? In the first update after a rollout π is still π_old, and the
+    # gradient ∇log π: the plain policy gradient. Only later updates on the rollout leave 1.
     ratio = torch.exp(logprobs - old_logprobs)  # [B, T]
     free = ratio * advantages  # [B, T]
     held = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages  # [B, T]
     loss = -torch.minimum(free, held)  # [B, T]
-    clipped = held < free  # [B, T]  the minimum took the clipped branch: this token has no gradient
+    clipped = held < free  # [B, T]  the minimum is the clipped branch: no gradient
     if dual_clip:
         # For A < 0 the minimum does not bound a growing ratio: one token could carry the batch.
         bound = dual_clip * advantages.abs()  # [B, T]
-        over = loss > bound  # [B, T]  so A < 0: only then is the loss positive
+        over = loss > bound  # [B, T]  only for A < 0 is the loss positive
         loss = torch.where(over, bound, loss)  # [B, T]
         clipped = clipped | over  # [B, T]
     return loss, {"ratio": ratio.detach(), "clipped": clipped}
 
 
 # -------------------------------------------------------------------------------------- aggregation
-# Token mean or sequence mean? --loss_aggregation says which: in a sequence mean a long trajectory's
-# tokens count less each, in a token mean a long trajectory counts more as a whole. Either way the
-# weights come from the whole update before it is cut: averaging the means of unequal micro-batches
-# is a third, accidental, loss.
+# Token mean or sequence mean? --loss_aggregation says: in a sequence mean the tokens of a long
+# trajectory count less each, in a token mean it counts more as a whole. Both weigh the update
+# before it is cut: a mean of unequal micro-batches' means is a third, accidental, loss.
 
 
 def sequence_weights(response_mask: Tensor) -> Tensor:
@@ -97,25 +93,20 @@ def sequence_weights(response_mask: Tensor) -> Tensor:
 
 
 def token_weights(response_mask: Tensor) -> Tensor:
-    """The same weight for each model token.
-
-    Worked: mask [[1, 1, 0], [1, 0, 0], [0, 0, 0]] -> 1/3 on three tokens, else 0.
-    """
+    """1 / model tokens on each. Worked: mask [[1, 1, 0], [1, 0, 0]] -> 1/3 on three tokens."""
     mask = response_mask.float()  # [B, T]
     return mask / mask.sum().clamp(min=1)  # [B, T]
 
 
 def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
-    """Σ weight · loss. With rows of the global weights, sums and gradients of the micro-batches add
-    up to the batch's. Worked: loss [[1, 2, 9]], weights [[1/4, 1/4, 0]] -> 0.75.
-    """
+    """Σ weight · loss. Worked: loss [[1, 2, 9]], weights [[1/4, 1/4, 0]] -> 0.75."""
     return (model_only(loss, weights) * weights).sum()
 
 
 def model_only(values: Tensor, response_mask: Tensor) -> Tensor:
-    """values where the mask is not 0, else 0. Worked: values [2, inf], mask [1, 0] -> [2, 0]."""
-    # Are inserted tokens really masked? Here, before any exp: selected by `where`, because 0 · inf
-    # is NaN both forward and backward.
+    """values, or 0 where the mask is. Worked: values [2, inf], mask [1, 0] -> [2, 0]."""
+    # Are inserted tokens really masked? Here, before any exp, and by `where`: 0 · inf is NaN,
+    # forward and backward.
     return torch.where(response_mask.bool(), values, 0)
 
 
@@ -123,7 +114,7 @@ def model_only(values: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def token_rewards(batch, settings) -> Tensor:
-    """[B, T]: the reward on the last model token; a KL in the reward, −kl_coef · k1, on each.
+    """[B, T]: the reward on the last model token; −kl_coef · k1, a KL in the reward, on each.
 
     Worked: mask [1, 0, 1, 0], reward 2, kl_coef 0.1, k1 0.5 everywhere -> [−0.05, 0, 1.95, 0].
     """
@@ -134,20 +125,14 @@ def token_rewards(batch, settings) -> Tensor:
 
 
 def last_model_token(response_mask: Tensor) -> Tensor:
-    """[B, T] bool, one True per row that has a model token: what follows may be padding, or a
-    document cut short. Worked: [1, 0, 1, 0] -> [0, 0, 1, 0].
-    """
+    """[B, T] bool, one True per row with a model token. Worked: [1, 0, 1, 0] -> [0, 0, 1, 0]."""
     mask = response_mask.bool()  # [B, T]
     from_here_on = mask.flip(1).long().cumsum(1).flip(1)  # [B, T]  model tokens, this one included
     return mask & (from_here_on == 1)  # [B, T]
 
 
 def gae(
-    token_rewards: Tensor,
-    values: Tensor,
-    response_mask: Tensor,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    token_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma=1.0, lam=1.0
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns), [B, T], 0 on masked tokens. λ 1: returns are rewards to go, for any V.
 
@@ -159,7 +144,7 @@ def gae(
     advantages = torch.zeros_like(values)  # [B, T]
     next_value = next_advantage = values.new_zeros(len(values))  # [B]
     for t in reversed(range(values.shape[1])):
-        # A document is no step: a step reaches over it to the next model token, undiscounted.
+        # A document is no step: the step before it reaches the next model token, undiscounted.
         delta = token_rewards[:, t] + gamma * next_value - values[:, t]  # [B]
         advantage = delta + gamma * lam * next_advantage  # [B]
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)  # [B]
@@ -178,7 +163,7 @@ def whiten(advantages: Tensor, response_mask: Tensor) -> Tensor:
     """
     mask = response_mask.bool()  # [B, T]
     steps = advantages[mask]  # [N]
-    # Nothing to compare is 0, and not rounding errors blown up.
+    # Nothing to compare: 0, and no rounding errors blown up.
     if len(steps) < 2 or steps.max() - steps.min() <= EPSILON:
         return torch.zeros_like(advantages)  # [B, T]
     centered = advantages - steps.mean()  # [B, T]
@@ -189,8 +174,8 @@ def whiten(advantages: Tensor, response_mask: Tensor) -> Tensor:
 class Critic(nn.Module):
     """V(s_t). Column t is the state before tokens[:, t + 1] is chosen.
 
-    Give it a copy of the policy's body, without its vocabulary head: a shared one would be pulled
-    by two losses. The output starts at 0, so the first step is REINFORCE on whitened returns.
+    Its body is a copy of the policy's: a shared one would be pulled by two losses. The output
+    starts at 0, so the first step is REINFORCE on whitened returns.
     """
 
     def __init__(self, backbone: nn.Module):
@@ -201,11 +186,9 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """tokens [B, L], right-padded -> values [B, L − 1] in fp32; 0 where the mask is."""
-        if mask is None:
-            mask = torch.ones_like(tokens[:, 1:])  # [B, T]
-        # On GPUs the body computes in bf16, as the policy's does; for a value that is too coarse.
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """tokens [B, L], right-padded -> values [B, T] in fp32; 0 where mask [B, T] is."""
+        # On GPUs the body computes in bf16, as the policy's does; the head in fp32.
         kind = tokens.device.type
         with torch.autocast(kind, torch.bfloat16, enabled=kind != "cpu"):
             hidden = hidden_states(self.backbone, tokens, mask.bool())  # [N, H]
@@ -214,36 +197,31 @@ class Critic(nn.Module):
         return values.masked_scatter(mask.bool(), found)  # [B, T]
 
 
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, clip: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """(loss, clipped), [B, T]: ½ of the larger squared error, of V and of V held within `clip` of
-    V_old. clip 0 is off.
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float = VALUE_CLIP):
+    """(loss, clipped), [B, T]: ½ of the larger squared error, of V and of V held near V_old.
 
     Worked, clip 0.2, returns 1, V_old 0.5: V 0.6 -> ½ · 0.4² = 0.08; V 0.9 is held at 0.7, without
     a gradient -> ½ · 0.3² = 0.045; V 0.1: its own error is above that of 0.3 -> ½ · 0.9² = 0.405.
     """
     free = (values - returns).square() / 2  # [B, T]
-    if not clip:
-        return free, torch.zeros_like(free, dtype=torch.bool)
     near_old = old_values + (values - old_values).clamp(-clip, clip)  # [B, T]
     held = (near_old - returns).square() / 2  # [B, T]
     return torch.maximum(free, held), held > free  # [B, T], [B, T]
 
 
 def compute_value_loss(values: Tensor, batch) -> tuple[Tensor, Stats]:
-    """(loss [B, T], stats) of a micro-batch, 0 on masked tokens; weigh it with `token_weights`."""
+    """(loss [B, T], stats) of a micro-batch, 0 on masked tokens."""
     mask = batch.response_mask  # [B, T]
     old_values = model_only(batch.values, mask)  # [B, T]
     returns = model_only(batch.returns, mask)  # [B, T]
     values = model_only(values, mask)  # [B, T]
-    loss, clipped = value_loss(values, old_values, returns, VALUE_CLIP)  # [B, T], [B, T]
+    loss, clipped = value_loss(values, old_values, returns)  # [B, T], [B, T]
     return loss, {"clipped": clipped}
 
 
 def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> float:
-    """1 − Var(returns − V) / Var(returns) over model tokens: 1 foresees all, a constant 0. Equal
-    returns: 0. Worked: returns 0, 2, V 0, 1: errors 0, 1: 1 − 0.25 / 1 = 0.75.
+    """1 − Var(returns − V) / Var(returns) over model tokens: 1 foresees all; 0: a constant V, or
+    equal returns. Worked: returns 0, 2, V 0, 1: errors 0, 1: 1 − 0.25 / 1 = 0.75.
     """
     mask = response_mask.bool()  # [B, T]
     if not mask.any():
@@ -256,11 +234,11 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
 
 
 # ------------------------------------------------------------------------------------ the interface
-# The three functions of every algorithm (see grpo.py); the critic has an optimizer of its own too.
+# The three functions of every algorithm (see grpo.py).
 
 
 def compute_advantages(batch, settings) -> Tensor:
-    """[B, T], once, on the whole rollout batch. Writes batch.returns, which the critic learns."""
+    """[B, T], once, of the whole rollout. Writes batch.returns, which the critic learns."""
     if batch.values is None:
         raise InputError("PPO needs batch.values, the critic's, before its advantages")
     rewards, mask = token_rewards(batch, settings), batch.response_mask  # [B, T], [B, T]
@@ -276,7 +254,6 @@ def compute_token_weights(batch, settings) -> Tensor:
 
 def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
     """(loss [B, T], stats of [B, T]) of a micro-batch, 0 on masked tokens."""
-    # Whatever stands on a document's tokens, inf and NaN too, stops here.
     mask = batch.response_mask  # [B, T]
     logprobs = model_only(logprobs, mask)  # [B, T]
     old_logprobs = model_only(batch.old_logprobs, mask)  # [B, T]
@@ -284,22 +261,17 @@ def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
     loss, stats = clipped_surrogate(
         logprobs, old_logprobs, advantages, settings.clip_low, settings.clip_high
     )
-    # How far this update has gone from the sampler:
-    stats["kl_old"] = kl.k3(old_logprobs, logprobs.detach())  # [B, T]
+    stats["kl_old"] = kl.k3(old_logprobs, logprobs.detach())  # [B, T]  the way from the sampler
     # Where is the KL? Here, for k2 and k3; k1 is in the reward; with kl_coef 0 it is nowhere.
-    if coefficient := kl.coefficient(settings, "loss"):
+    coefficient = kl.coefficient(settings, "loss")
+    if coefficient or batch.ref_logprobs is not None:
         ref_logprobs = model_only(kl.required(batch.ref_logprobs), mask)  # [B, T]
-        penalty = kl.kl_in_loss(logprobs, ref_logprobs, old_logprobs, settings.kl_estimator)
-        loss = loss + coefficient * penalty  # [B, T]
-    return loss, stats | reference_stats(logprobs.detach(), batch)
-
-
-def reference_stats(logprobs: Tensor, batch) -> dict[str, Tensor]:
-    """Every estimator, whenever the batch has the reference: k1 and k3 measure, |d| shows drift."""
-    if batch.ref_logprobs is None:
-        return {}
-    ref_logprobs = model_only(batch.ref_logprobs, batch.response_mask)  # [B, T]
-    return {name: k(logprobs, ref_logprobs) for name, k in kl.ESTIMATORS.items()}
+        now = logprobs.detach()  # [B, T]
+        stats |= {name: k(now, ref_logprobs) for name, k in kl.ESTIMATORS.items()}  # to be logged
+        if coefficient:
+            penalty = kl.kl_in_loss(logprobs, ref_logprobs, old_logprobs, settings.kl_estimator)
+            loss = loss + coefficient * penalty  # [B, T]
+    return loss, stats
 
 
 def main() -> None:

@@ -7,9 +7,9 @@
     questions -> rollout -> rewards [B] -> advantages [B, T] -> for each update: token weights
     (Σ = 1) -> micro-batches: Σ weight · loss, backward -> clip -> one optimizer step
 
-DAPO draws more questions for groups that teach nothing; PPO has a critic beside the policy, with an
-update of its own. Each process samples its own share of the questions; then all know all
-trajectories, so that group and batch statistics are of the global batch.
+DAPO draws more questions for groups that teach nothing; PPO's critic has updates of its own. Each
+process samples its share of the questions; then all know all trajectories, so that statistics are
+of the global batch.
 
 Files of a run, under runs/NAME/stageN: settings.json, metrics.jsonl (a line per step), samples.txt,
 checkpoint-NNNNNN. Ctrl-C is safe at any moment.
@@ -34,20 +34,11 @@ from plumbing import checkpoint
 from plumbing.build import build_parts, make_accelerator
 from plumbing.files import Run, checkpoints, stage_folder
 from plumbing.score import answer_scores
-from policy import Batch, collate, evaluating
+from policy import Batch, collate, evaluating, lr_factor
 from rollout import rollout
 from settings import Settings, parse, shown_settings
 from trajectory import Trajectory
-from update import (
-    Parts,
-    mean_of,
-    score_policy,
-    score_reference,
-    score_values,
-    set_lr,
-    shuffled_updates,
-    update,
-)
+from update import ALGORITHMS, Parts, Record, merged, score, score_reference, update, updates_of
 
 
 @dataclass
@@ -55,7 +46,7 @@ class Sampled:
     """What one step sampled, and the rows of it that are trained on."""
 
     trajectories: list[Trajectory] = field(default_factory=list)  # N, group by group
-    components: list[dict[str, float]] = field(default_factory=list)  # of each reward
+    components: list[Record] = field(default_factory=list)  # of each reward
     correct: list[bool] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)  # rows; groups stay whole
     draws: int = 0
@@ -82,11 +73,11 @@ def train(settings: Settings) -> Path:
             for number, rows in enumerate(shuffled_updates(step, len(batch), settings)):
                 lr = set_lr(parts, step, number)
                 part = batch_of_update(parts, batch, rows, number)
-                results.append(update(parts, part) | {"lr": lr})  # the critic's too
-                seen = sampled.of(rows)
-                run.check_finite(results[-1], step, part, seen)
-            record |= mean_of(results) | foresight(batch)
-        record |= {"update_seconds": time.perf_counter() - start}
+                result = update(parts, part) | {"lr": lr}  # the critic's too
+                run.check_finite(result, step, part, sampled.of(rows))
+                results.append(result)
+            record |= merged(results, mean) | foresight(batch)
+        record["update_seconds"] = time.perf_counter() - start
         run.log(record, sampled)
         if run.saves(step):
             checkpoint.save(run, parts, step + 1)
@@ -99,12 +90,10 @@ def train(settings: Settings) -> Path:
 
 def collect(parts: Parts, step: int) -> Sampled:
     """The step's trajectories and their rewards. DAPO's departure 2: it draws until there are
-    enough informative groups, or no draw is left.
-
-    What is drawn depends on (seed, step, draw) alone: a resumed run draws what the unbroken one
-    did.
+    enough informative groups, or no draw is left. What is drawn depends on seed, step and draw.
     """
-    settings, sampled, start = parts.settings, Sampled(), time.perf_counter()
+    start = time.perf_counter()
+    settings, sampled = parts.settings, Sampled()
     wanted = settings.questions_per_step * settings.group_size
     for _ in range(parts.stream.attempts):
         trajectories = roll_out(parts, step, sampled.draws)
@@ -113,8 +102,7 @@ def collect(parts: Parts, step: int) -> Sampled:
         sampled.components += components
         sampled.correct += correct
         keep = informative(sampled, settings)  # [N]
-        # The first ones: a surplus is cut the same way every time.
-        sampled.kept = keep.nonzero()[:wanted, 0].tolist()
+        sampled.kept = keep.nonzero()[:wanted, 0].tolist()  # the first ones
         sampled.draws += 1
         if len(sampled.kept) >= wanted:
             break
@@ -133,34 +121,32 @@ def roll_out(parts: Parts, step: int, draw: int) -> list[Trajectory]:
     with evaluating(parts.policy), parts.sampler() as policy:
         mine = questions[first:end]
         sampled = rollout(policy, parts.environment, mine, seed, parts.play)
-    return gather_object(sampled) if world > 1 else sampled
+    return gather_object(sampled)
 
 
-def judged(parts: Parts, trajectories: list[Trajectory], step: int) -> tuple[list, list[bool]]:
-    """Reward components and correctness. One process scores for all: a model that judges may answer
-    another process otherwise, and then the processes would go on with different rows.
+def judged(parts: Parts, trajectories: list[Trajectory], step: int) -> tuple[list, list]:
+    """Reward components and correctness. One process scores for all: a model that judges might
+    answer each differently, and they would go on with different rows.
     """
     found = [None, None]
     if parts.scorer is not None:
         found = list(parts.scorer(trajectories, step))
-    if parts.accelerator.num_processes > 1:
-        found = broadcast_object_list(found)
-    return found[0], found[1]
+    components, correct = broadcast_object_list(found)
+    return components, correct
 
 
 def informative(sampled: Sampled, settings: Settings) -> torch.Tensor:
     """[N] bool: which rows are trained on. Only DAPO drops groups.
 
-    Trap: by correctness, a question that all trajectories answer right is dropped, and with it
-    every comparison of a right answer with a search and one without. When to Search's stage 2
-    filters by the answer term.
+    Trap: by correctness a question that all answer right is dropped, and with it the comparison of
+    right answers with and without a search. When to Search's stage 2 filters by the answer term.
     """
     if settings.algorithm != "dapo":
         return torch.ones(len(sampled.correct), dtype=torch.bool)  # [N]
-    if settings.filter_by == "correct":
-        return dapo.informative_groups(torch.tensor(sampled.correct), settings.group_size)
-    answers = [terms["answer"] for terms in sampled.components]
-    return dapo.informative_groups(torch.tensor(answers), settings.group_size)
+    found = sampled.correct
+    if settings.filter_by == "answer":
+        found = [terms["answer"] for terms in sampled.components]
+    return dapo.informative_groups(torch.tensor(found), settings.group_size)
 
 
 # ----------------------------------------------------------------------------------------- prepare
@@ -172,11 +158,11 @@ def prepare(parts: Parts, sampled: Sampled, step: int) -> Batch:
     """
     settings, rows = parts.settings, sampled.kept
     rewards = [sum(sampled.components[row].values()) for row in rows]
-    trajectories = sampled.of(torch.arange(len(rows)))
+    trajectories = [sampled.trajectories[row] for row in rows]
     pad_id = parts.environment.tokenizer.pad_token_id or 0
     batch = collate(trajectories, rewards, settings.group_size, pad_id)
-    batch.correct = torch.tensor([sampled.correct[row] for row in rows])  # [B]
-    batch.overlong = torch.tensor([is_overlong(t) for t in trajectories])  # [B]
+    overlong = [t.stop_reason == "length" and t.answer is None for t in trajectories]
+    batch.overlong = torch.tensor(overlong)  # [B]  cut off before it answered
     if not settings.mask_documents:
         unmask_documents(batch, trajectories)
     if parts.recompute:
@@ -184,14 +170,10 @@ def prepare(parts: Parts, sampled: Sampled, step: int) -> Batch:
     if settings.kl_coef:
         batch.ref_logprobs = score_reference(parts, batch)  # [B, T]
     if parts.critic is not None:  # once: advantages, returns and clips all start from these
-        batch.values = score_values(parts, batch)  # [B, T]
-    batch.advantages = parts.algorithm.compute_advantages(batch, settings)  # [B, T]
+        batch.values = score(parts, parts.critic, batch)  # [B, T]
+    algorithm = ALGORITHMS[settings.algorithm]
+    batch.advantages = algorithm.compute_advantages(batch, settings)  # [B, T]
     return batch
-
-
-def is_overlong(trajectory: Trajectory) -> bool:
-    """Cut off before it answered: DAPO does not train on it."""
-    return trajectory.stop_reason == "length" and trajectory.answer is None
 
 
 def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
@@ -200,29 +182,52 @@ def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
     for row, t in enumerate(trajectories):
         first = len(t.prompt_ids) - 1  # the column of the first response token
         batch.response_mask[row, first : len(t.ids) - 1] = 1.0
-    batch.sampled_logprobs = None  # of documents there are none
+    batch.sampled_logprobs = None  # documents have none
 
 
 def old_logprobs(parts: Parts, batch: Batch, step: int) -> torch.Tensor:
     """π_old's log-probs [B, T], scored again: under bf16 sampling and scoring round differently.
 
-    The first update takes them from its own forward pass (`batch_of_update`), so only the later
-    ones' rows cost a scoring pass. A KL in the reward needs them all.
+    The first update takes them from its own forward pass (`batch_of_update`): only the later ones'
+    rows cost a scoring pass. A KL in the reward needs them all.
     """
     if parts.settings.kl_coef and parts.settings.kl_estimator == "k1":
-        return score_policy(parts, parts.policy, batch)  # [B, T]
+        return score(parts, parts.policy, batch)  # [B, T]
     _, *later = shuffled_updates(step, len(batch), parts.settings)
     scored = batch.old_logprobs.clone()  # [B, T]
     if later:
         rows = torch.cat(later)  # [n]
-        found = score_policy(parts, parts.policy, batch.rows(rows))  # [n, t]
+        found = score(parts, parts.policy, batch.rows(rows))  # [n, t]
         scored[rows, : found.shape[1]] = found
     return scored
 
 
+def shuffled_updates(step: int, count: int, settings: Settings) -> tuple[torch.Tensor, ...]:
+    """The rows of each of a step's updates. Where DAPO keeps fewer rows there are fewer updates,
+    and not smaller ones.
+    """
+    generator = torch.Generator().manual_seed(settings.seed * 7_919 + step)
+    order = torch.randperm(count, generator=generator)
+    return order.tensor_split(updates_of(count, settings))
+
+
+def set_lr(parts: Parts, step: int, number: int) -> float:
+    """The policy's, for update `number` of the step. The critic's stays at critic_lr: a long
+    warm-up of the policy is the critic's time to learn.
+    """
+    settings = parts.settings
+    updates = updates_of(settings.questions_per_step * settings.group_size, settings)
+    done = step * updates + number
+    total = settings.steps * updates
+    lr = settings.lr * lr_factor(done, total, settings.lr_warmup, settings.lr_schedule)
+    for group in parts.optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
 def batch_of_update(parts: Parts, batch: Batch, rows: torch.Tensor, number: int) -> Batch:
-    """The rows of one update. Until the first of a step π_old is π: what was sampled with can be
-    compared, and log-probs that are scored again come from the update's own forward pass.
+    """The rows of one update. In a step's first one π is still π_old: sampling can be compared with
+    scoring, and what is scored again comes from the update's own forward pass.
     """
     part = batch.rows(rows)
     if number:
@@ -241,26 +246,25 @@ def mean(values: Iterable[float]) -> float:
     return sum(values) / max(1, len(values))
 
 
-def measure(parts: Parts, sampled: Sampled) -> dict[str, float]:
-    """The numbers of one step's rollout, also of what DAPO then drops. The README says what each
-    means.
-    """
+def measure(parts: Parts, sampled: Sampled) -> Record:
+    """The numbers of a step's rollout, also of what DAPO then drops; the README explains each."""
     trajectories, settings = sampled.trajectories, parts.settings
     rewards = [sum(terms.values()) for terms in sampled.components]
+    numbers = [numbers_of(t) for t in trajectories]
     record = {"reward": mean(rewards), "rollout_seconds": sampled.seconds}
     for name in sampled.components[0]:
         record[f"reward/{name}"] = mean(terms[name] for terms in sampled.components)
-    em = [answer_scores(t)["em"] for t in trajectories]
     kinds = [t.question.kind for t in trajectories]
     for kind in sorted(set(kinds)):
-        rows = [row for row, its in enumerate(kinds) if its == kind]
-        record[f"em/{kind}"] = mean(em[row] for row in rows)
-        searches = [len(trajectories[row].searches) for row in rows]
-        record[f"searched/{kind}"] = mean(map(bool, searches))
-        record[f"searches/{kind}"] = mean(searches)
-    record |= {"em": mean(em)} | searching(trajectories)
-    group_rewards = torch.tensor(rewards)
-    zero_std = grpo.frac_reward_zero_std(group_rewards, settings.group_size)
+        own = [row for row, its in zip(numbers, kinds, strict=True) if its == kind]
+        for name in ("em", "searched", "searches"):
+            record[f"{name}/{kind}"] = mean(row[name] for row in own)
+    record |= merged(numbers, mean)
+    record["inserted_tokens"] = record.pop("tokens") - record["model_tokens"]
+    searches = [search for t in trajectories for search in t.searches]
+    record["fallbacks"] = mean(search.fallback for search in searches)
+    record["search_errors"] = mean(search.error is not None for search in searches)
+    zero_std = grpo.frac_reward_zero_std(torch.tensor(rewards), settings.group_size)
     record["frac_reward_zero_std"] = zero_std
     if parts.scorer is not None:  # the main process; it is the one that logs
         record |= parts.scorer.stats()
@@ -272,26 +276,21 @@ def measure(parts: Parts, sampled: Sampled) -> dict[str, float]:
     return record
 
 
-def searching(trajectories: list[Trajectory]) -> dict[str, float]:
-    """How the trajectories searched and ended, per trajectory or per search."""
-    searches = [search for t in trajectories for search in t.searches]
-    counts = [len(t.searches) for t in trajectories]
-    model_tokens = mean(sum(t.response_mask) for t in trajectories)
-    tokens = mean(len(t.response_mask) for t in trajectories)
+def numbers_of(t: Trajectory) -> Record:
+    """How one trajectory searched and ended."""
     return {
-        "searched": mean(map(bool, counts)),
-        "searches": mean(counts),
-        "fallbacks": mean(search.fallback for search in searches),
-        "search_errors": mean(search.error is not None for search in searches),
-        "refused": mean(len(t.refusals) for t in trajectories),
-        "answered": mean(t.answer is not None for t in trajectories),
-        "cut_off": mean(t.stop_reason in ("length", "refused") for t in trajectories),
-        "model_tokens": model_tokens,
-        "inserted_tokens": tokens - model_tokens,
+        "em": answer_scores(t)["em"],
+        "searched": bool(t.searches),
+        "searches": len(t.searches),
+        "refused": len(t.refusals),
+        "answered": t.answer is not None,
+        "cut_off": t.stop_reason in ("length", "refused"),
+        "model_tokens": sum(t.response_mask),
+        "tokens": len(t.response_mask),
     }
 
 
-def foresight(batch: Batch) -> dict[str, float]:
+def foresight(batch: Batch) -> Record:
     """PPO: how much of the returns the critic foresaw."""
     if batch.values is None:
         return {}

@@ -49,16 +49,24 @@ from data import Document, Question
 from errors import FlagParser, InputError, check_value, run_main, setting
 from lab.plan import config_of
 from metrics import tokenize
-from policy import Policy, PolicySettings, collate, make_optimizer, micro_batches, without_dropout
+from policy import (
+    Policy,
+    PolicySettings,
+    checkpoint_activations,
+    collate,
+    make_optimizer,
+    micro_batches,
+    without_dropout,
+)
 from prompts import PROTOCOLS
 from retriever import BM25, top
 from scale.engine import Engine, EngineSettings, obstacle, place_bytes, play_in_slots
 from scale.lora import add_lora
 from scale.sampling import to_sample_with, wants_copy
 from settings import Settings, add_flags
-from train import Sampled, batch_of_update, prepare
+from train import Sampled, batch_of_update, prepare, shuffled_updates
 from trajectory import Trajectory
-from update import MAX_GRAD_NORM, Parts, shuffled_updates, update
+from update import MAX_GRAD_NORM, Parts, update
 
 PROMPT, TURN, ANSWER, INSERTED = (100, 200), (20, 80), (20, 150), (100, 200)  # tokens
 SEARCHES = 3  # of a row, at most
@@ -195,7 +203,7 @@ def make_policy(o: Bench, twin: bool) -> Policy:
     if o.lora_rank:
         add_lora(model, o.lora_rank)
     if o.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     return policy
 
 

@@ -31,7 +31,7 @@ from scale.sampling import to_sample_with, wants_copy
 from scale.shards import asked_for, check_shardable, shard
 from settings import Settings
 from summarizer import SUMMARY_LOG, WITHOUT_MODEL, make_search, make_summarizer
-from update import Parts, rows_per_update
+from update import Parts, updates_of
 from world.toy import load_toy
 from world.world import World
 
@@ -205,9 +205,9 @@ def build_parts(settings: Settings) -> Parts:
 def check_shares(settings: Settings, processes: int) -> None:
     """Every process needs a row of each update."""
     per_step = settings.questions_per_step * settings.group_size
-    updates = -(-per_step // rows_per_update(settings))
-    if per_step // updates < processes:
-        said = f"{per_step // updates} trajectories per update cannot be shared by {processes}"
+    least = per_step // updates_of(per_step, settings)
+    if least < processes:
+        said = f"{least} trajectories per update cannot be shared by {processes}"
         raise InputError(f"{said} processes: raise --trajectories_per_update")
 
 

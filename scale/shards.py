@@ -7,7 +7,7 @@
 Both are PyTorch's `fully_shard`, which puts weights together inside `forward`, by a call in which
 all processes take part:
   * a process that makes one forward pass more than the others waits for ever:
-    `policy.deal_micro_batches` gives all the same number;
+    `policy.micro_batches` gives all the same number;
   * texts end where they end, so sampling has a whole copy (sampling.py);
   * a part has no meaning alone: checkpoints are of whole tensors.
 Left out: DeepSpeed, weights kept on the CPU, 8-bit moments and LoRA in parts (a LoRA run has next
@@ -71,7 +71,8 @@ def shard(model: nn.Module, sharding: str, processes: int) -> nn.Module:
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     # The first forward pass decides which module is the root: in a rollout it would be a layer.
     with torch.no_grad():
-        model(torch.zeros(1, 2, dtype=torch.long, device=device))
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+        model(tokens, mask=torch.ones(1, 1, device=device))
     cut(model)
     return model
 

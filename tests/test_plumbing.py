@@ -211,7 +211,7 @@ def test_what_is_quick_to_find_wrong_comes_before_a_large_corpus(
     for path, more, said in (
         (tmp_path / "no-model", "", "no such directory"),
         (tmp_path, "", "no config.json"),
-        (model, "--mix nothing=1", "no question of kind nothing"),
+        (model, "--mix nothing=1", "questions of nothing, and the data has 0"),
         (model, "--resume", "no checkpoint in"),
     ):
         assert said in command_line(train.main, flags(path, tmp_path, more), capsys)

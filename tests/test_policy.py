@@ -1,6 +1,4 @@
-"""policy.py: log-probs without [B, T, V], fp32 weights, batches that keep their masks, checkpoints
-that load.
-"""
+"""policy.py: log-probs without [B, T, V], fp32 weights, batches, checkpoints that load."""
 
 import copy
 import json
@@ -20,7 +18,6 @@ from policy import (
     PolicySettings,
     check_model_path,
     collate,
-    deal_micro_batches,
     evaluating,
     load_policy,
     load_tokenizer,
@@ -82,19 +79,14 @@ def test_chunked_logprobs_and_their_gradients_are_those_of_the_full_softmax(
 def test_logprobs_by_hand_and_at_another_temperature():
     # logits (0, ln 3): p = (1/4, 3/4). At τ = 0.5 the logits double: (0, ln 9): p = (1/10, 9/10).
     head = torch.nn.Linear(1, 2)
-    with torch.no_grad():
-        head.weight.zero_()
-        head.bias.copy_(torch.tensor([0.0, math.log(3)]))
+    head.bias.data = torch.tensor([0.0, math.log(3)])
     hidden, targets = torch.zeros(2, 1), torch.tensor([0, 1])
     assert token_logprobs(hidden, head, targets).exp().tolist() == pytest.approx([0.25, 0.75])
     assert token_logprobs(hidden, head, targets, 0.5).exp().tolist() == pytest.approx([0.1, 0.9])
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 4])
-def test_no_more_than_a_chunk_of_logits_exists_at_once_and_masked_positions_have_none(
-    chunk_rows, monkeypatch
-):
-    monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", chunk_rows * VOCABULARY)
+def test_a_chunk_of_logits_exists_at_once_and_masked_positions_have_none(monkeypatch):
+    monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 4 * VOCABULARY)
     policy, tokens = make_policy(), make_tokens()
     mask = torch.zeros(3, 8)
     mask[0, 2:7] = mask[2, 7] = 1  # 6 of 24 positions
@@ -107,12 +99,9 @@ def test_no_more_than_a_chunk_of_logits_exists_at_once_and_masked_positions_have
 
     monkeypatch.setattr(policy_file, "chunks_of_logits", watched)
     logprobs = policy(tokens, mask=mask)
-    assert all(size[0] <= chunk_rows and size[1] == VOCABULARY for size in sizes)
-    assert sum(size[0] for size in sizes) == 6
-    sizes.clear()
+    assert sizes == [(4, VOCABULARY), (2, VOCABULARY)]
     logprobs.sum().backward()
-    # the backward pass makes each chunk's logits again, and no others
-    assert sum(size[0] for size in sizes) == 6
+    assert sizes[2:] == sizes[:2]  # the backward pass makes the same ones again
 
 
 @pytest.mark.parametrize("chunks", [1, 64])
@@ -138,8 +127,7 @@ def test_the_gradients_of_a_log_prob_by_hand():
     for temperature, slope in ((1.0, 0.25), (0.5, 0.2)):
         head = torch.nn.Linear(2, 2, bias=False)
         hidden = torch.tensor([[1.0, 2.0]], requires_grad=True)
-        with torch.no_grad():
-            head.weight.copy_(torch.tensor([[0.0, 0.0], [math.log(3), 0.0]]))
+        head.weight.data = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
         token_logprobs(hidden, head, torch.tensor([1]), temperature).sum().backward()
         expected = [-slope, -2 * slope, slope, 2 * slope]
         assert head.weight.grad.flatten().tolist() == pytest.approx(expected)
@@ -160,26 +148,10 @@ def test_masked_positions_are_zero_and_move_nothing():
     masked, plain = policy(tokens, mask=mask), full_logprobs(policy, tokens)
     assert torch.allclose(masked[:, 3:5], plain[:, 3:5], atol=1e-5)
     assert masked[:, :3].eq(0).all() and masked[:, 5:].eq(0).all()
-    # Whatever weight the prompt's and the documents' columns are given, the gradient is that of the
-    # sampled ones.
+    # Whatever the other columns weigh, the gradient is that of the sampled ones.
     loud = gradients(policy, (masked * torch.where(mask.bool(), 1.0, 1e6)).sum())
     plain = gradients(policy, (full_logprobs(policy, tokens) * mask).sum())
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(loud, plain, strict=True))
-
-
-def test_an_all_masked_batch_gives_zeros_and_a_zero_gradient():
-    policy = make_policy()
-    logprobs = policy(make_tokens(), mask=torch.zeros(3, 8))
-    assert logprobs.eq(0).all()
-    assert all(g.eq(0).all() for g in gradients(policy, logprobs.sum()))
-
-
-@pytest.mark.parametrize("family", ["qwen2, tied", "llama, untied"])
-def test_right_padding_needs_no_attention_mask(family):
-    policy, tokens = make_policy(family), make_tokens(rows=1)
-    alone = policy(tokens[:, :6])  # [1, 5]
-    padded = policy(tokens)  # whatever stands behind the sixth token
-    assert torch.allclose(padded[:, :5], alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["soft cap", "scaled logits"])
@@ -240,21 +212,19 @@ def test_gradient_checkpointing_changes_memory_and_no_gradient(saved):
     for flag in (False, True):
         policy, _ = load_policy(str(saved), settings=PolicySettings(gradient_checkpointing=flag))
         model = policy.language_model
-        assert model.is_gradient_checkpointing == flag and model.training
+        assert model.model.layers[0].gradient_checkpointing == flag and model.training
         grads.append(gradients(policy, policy(tokens).sum()))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*grads, strict=True))
 
 
 def test_a_missing_model_is_one_line(tmp_path):
-    for path in (tmp_path / "nothing", "./nothing", "a/b/nothing"):
-        with pytest.raises(InputError, match="no such directory"):
+    for path in (tmp_path, tmp_path / "nothing", "./nothing", "a/b/nothing"):
+        said = (
+            r"there is no config\.json" if path == tmp_path else "no such directory; give a saved"
+        )
+        with pytest.raises(InputError, match=said):
             load_policy(str(path))
     check_model_path("Qwen/Qwen2.5-3B")  # a hub name may well not be here yet
-
-
-def test_a_directory_without_a_model_says_what_is_missing(tmp_path):
-    with pytest.raises(InputError, match=r"no config\.json"):
-        load_policy(str(tmp_path))
 
 
 def test_broken_files_are_one_line_too(saved, tmp_path, bpe):
@@ -280,8 +250,7 @@ def test_a_tokenizer_of_another_model_is_refused_before_an_index_error_on_step_3
 def test_the_tokenizer_that_the_files_declare_is_loaded_and_not_the_familys_own(
     tmp_path, toy_tokenizer
 ):
-    # AutoTokenizer sees model_type qwen2 and puts Qwen's byte-level splitting in place of the saved
-    # word pieces.
+    # AutoTokenizer sees qwen2 and splits as Qwen does, and not into the saved word pieces.
     model_of("qwen2", **{**SIZES, "vocab_size": len(toy_tokenizer)}).save_pretrained(tmp_path)
     toy_tokenizer.save_pretrained(tmp_path)
     text = " where was ada abel born ? answer :"
@@ -306,9 +275,7 @@ def test_a_saved_policy_reloads_with_automodel_and_equal_logits(tmp_path, saved)
     assert torch.load(tmp_path / "a" / "trainer.pt") == {"step": 3}
 
 
-def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it(
-    tmp_path, monkeypatch
-):
+def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it(tmp_path):
     policy = make_policy()
 
     def interrupted(path):
@@ -325,19 +292,15 @@ def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it
 # ---------------------------------------------------------------------------------------- the batch
 
 
-def written(prompt, response, mask, logprobs=None):
+def written(prompt, response, mask):
     """A trajectory as `collate` sees it."""
-    return SimpleNamespace(
-        prompt_ids=prompt,
-        response_mask=mask,
-        ids=prompt + response,
-        logprobs=logprobs or [-float(i + 1) * m for i, m in enumerate(mask)],
-    )
+    logprobs = [-float(i + 1) * m for i, m in enumerate(mask)]
+    ids = {"prompt_ids": prompt, "ids": prompt + response}
+    return SimpleNamespace(**ids, response_mask=mask, logprobs=logprobs)
 
 
 EOS = 2
-# prompt 2 + response 4 with a document in the middle; prompt 1 + response 2 that ends in EOS; all
-# masked
+# a document in the middle; a response that ends in EOS; all masked
 ROWS = [
     written([5, 6], [7, 8, 9, EOS], [1, 0, 0, 1]),
     written([5], [7, EOS], [1, 1]),
@@ -353,6 +316,7 @@ def test_collate_puts_mask_and_logprobs_in_the_column_before_their_token():
     assert batch.response_mask.tolist() == [[0, 1, 0, 0, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
     assert batch.old_logprobs.tolist() == [[0, -1, 0, 0, -4], [-1, -2, 0, 0, 0], [0, 0, 0, 0, 0]]
     assert batch.rewards.tolist() == [1.0, 0.0, 0.5]
+    assert {batch.tokens.dtype, batch.response_mask.dtype} == {torch.long, torch.float}
 
 
 @pytest.mark.parametrize("pad_id", [0, EOS])
@@ -360,14 +324,6 @@ def test_a_sampled_eos_is_trained_and_padding_is_not_even_if_they_are_one_token(
     batch = collate(ROWS, [0.0] * 3, 3, pad_id)
     trained = batch.tokens[:, 1:][batch.response_mask.bool()].tolist()
     assert trained == [7, EOS, 7, EOS]
-
-
-def test_collate_changes_no_trajectory():
-    before = copy.deepcopy(ROWS)
-    batch = collate(ROWS, [0.0] * 3, 3)
-    batch.response_mask.fill_(9)
-    batch.tokens.fill_(9)
-    assert before == ROWS
 
 
 def test_a_written_transcript_cannot_be_trained_on():
@@ -385,33 +341,16 @@ def test_rows_are_cut_to_what_they_need_and_score_the_same():
     assert part.rewards.tolist() == [0.0]
 
 
-def test_rows_keep_their_order_their_optional_tensors_and_leave_the_batch_alone():
+def test_rows_take_every_tensor_cut_to_the_longest_and_leave_the_batch_alone():
     batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
-    batch.advantages = torch.arange(15.0).view(3, 5)
+    batch.overlong = torch.tensor([True, False, True])
+    batch.values = torch.arange(15.0).view(3, 5)
     before = copy.deepcopy(batch)
-    part = batch.rows(torch.tensor([2, 0]))
-    assert part.advantages[:, 0].tolist() == [10, 0]
-    assert part.ref_logprobs is None and part.group_size == 3
-    part.advantages.zero_()
-    part.tokens.zero_()
-    assert torch.equal(batch.advantages, before.advantages)
-    assert torch.equal(batch.tokens, before.tokens)
-
-
-def test_rows_cut_what_is_per_token_to_the_width_and_take_what_is_per_trajectory_by_row():
-    batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
-    batch.correct = torch.tensor([True, False, True])
-    batch.overlong = torch.tensor([False, True, False])
-    batch.values, batch.returns = torch.arange(15.0).view(3, 5), -torch.arange(15.0).view(3, 5)
     part = batch.rows(torch.tensor([2, 1]))  # the longest of them needs two columns
-    assert part.correct.tolist() == [True, False] and part.overlong.tolist() == [False, True]
-    assert part.values.tolist() == [[10, 11], [5, 6]]
-    assert part.returns.tolist() == [[-10, -11], [-5, -6]]
-
-
-def test_rows_without_a_sampled_token_keep_one_column():
-    part = collate(ROWS, [0.0] * 3, 3).rows(torch.tensor([2]))
-    assert part.tokens.shape == (1, 2) and part.response_mask.tolist() == [[0]]
+    assert part.values.tolist() == [[10, 11], [5, 6]] and part.overlong.tolist() == [True, False]
+    assert part.ref_logprobs is None and part.group_size == 3
+    part.map(torch.Tensor.zero_)
+    torch.testing.assert_close(vars(batch), vars(before))
 
 
 def test_no_rows_are_a_pass_that_adds_nothing():
@@ -419,24 +358,13 @@ def test_no_rows_are_a_pass_that_adds_nothing():
     batch.token_weights = torch.ones(3, 5)
     part = batch.rows(torch.zeros(0, dtype=torch.long))
     assert len(part) == 1 and part.token_weights.tolist() == part.response_mask.tolist() == [[0]]
-    assert batch.response_mask.sum() == 4 and batch.token_weights.sum() == 15
+    masked = batch.rows(torch.tensor([2]))
+    assert masked.tokens.shape == part.tokens.shape == (1, 2)
     logprobs = policy(part.tokens, mask=part.response_mask)
     assert all(g.eq(0).all() for g in gradients(policy, (part.token_weights * logprobs).sum()))
     scored = torch.ones(3, 5)
     scored[torch.zeros(0, dtype=torch.long), :1] = logprobs.detach()  # nor to what is gathered
     assert scored.eq(1).all()
-
-
-@pytest.mark.parametrize("budget", [1, 7, 12, 20, 1000])
-def test_micro_batches_cover_every_row_once_within_the_budget(budget):
-    lengths = [3, 9, 1, 4, 4, 0, 7, 2]
-    mask = torch.tensor([[1.0] * n + [0.0] * (9 - n) for n in lengths])
-    cuts = micro_batches(mask, budget)
-    assert sorted(torch.cat(cuts).tolist()) == list(range(8))
-    for rows in cuts:
-        longest = max(max(lengths[row], 1) for row in rows.tolist())
-        assert len(rows) == 1 or len(rows) * longest <= budget
-    assert len(cuts) == {1: 8, 1000: 1}.get(budget, len(cuts))
 
 
 def test_micro_batches_put_rows_of_like_length_together():
@@ -446,35 +374,33 @@ def test_micro_batches_put_rows_of_like_length_together():
     assert [rows.tolist() for rows in micro_batches(mask, 8)] == [[0, 2], [1, 3]]
 
 
-@pytest.mark.parametrize("budget", [1, 7, 12, 1000])
+@pytest.mark.parametrize("budget", [1, 7, 12, 20, 1000])
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])
 def test_all_processes_are_dealt_the_same_number_of_micro_batches(processes, budget):
     lengths = [3, 9, 1, 4, 4, 0, 7, 2]
     mask = torch.tensor([[1.0] * n + [0.0] * (9 - n) for n in lengths])
     for count in range(1, 9):  # with 5 processes some get no row
-        shares, counts = [], []
-        for rank in range(processes):
-            cuts = deal_micro_batches(mask[:count], budget, processes, rank)
-            rows = torch.cat(cuts).tolist()
-            assert all(row % processes == rank for row in rows)
-            longest = [max(max(lengths[row], 1) for row in cut) for cut in cuts if len(cut)]
-            sizes = [len(cut) for cut in cuts if len(cut)]
-            assert all(n == 1 or n * m <= budget for n, m in zip(sizes, longest, strict=True))
-            shares += rows
-            counts.append(len(cuts))
-        assert len(set(counts)) == 1 and sorted(shares) == list(range(count))
+        dealt = [micro_batches(mask[:count], budget, processes, rank) for rank in range(processes)]
+        assert len(set(map(len, dealt))) == 1
+        if processes == 1 and budget in (1, 1000):
+            assert len(dealt[0]) == (count if budget == 1 else 1)
+        rows = [row for cuts in dealt for row in torch.cat(cuts).tolist()]
+        assert sorted(rows) == list(range(count))
+        for rank, cuts in enumerate(dealt):
+            for cut in filter(len, cuts):
+                longest = max(max(lengths[row], 1) for row in cut.tolist())
+                assert len(cut) == 1 or len(cut) * longest <= budget
+                assert all(row % processes == rank for row in cut.tolist())
 
 
-def test_what_is_dealt_by_hand_and_to_one_process_as_it_is_cut():
+def test_what_is_dealt_by_hand():
     mask = torch.ones(5, 4)
-    dealt = [[cut.tolist() for cut in deal_micro_batches(mask, 4, 2, rank)] for rank in (0, 1)]
+    dealt = [[cut.tolist() for cut in micro_batches(mask, 4, 2, rank)] for rank in (0, 1)]
     assert dealt == [[[0], [2], [4]], [[1], [], [3]]]
     # rows 0, 2, 4 of length 4 and 1, 3 of length 1: two micro-batches, and one that is halved
     mask[1::2, 1:] = 0
-    dealt = [[cut.tolist() for cut in deal_micro_batches(mask, 8, 2, rank)] for rank in (0, 1)]
+    dealt = [[cut.tolist() for cut in micro_batches(mask, 8, 2, rank)] for rank in (0, 1)]
     assert dealt == [[[0, 2], [4]], [[1], [3]]]
-    alone, cuts = deal_micro_batches(mask, 8), micro_batches(mask, 8)
-    assert [cut.tolist() for cut in alone] == [cut.tolist() for cut in cuts]
 
 
 # ------------------------------------------------------------------------------------ the optimizer
@@ -484,7 +410,7 @@ def test_what_is_dealt_by_hand_and_to_one_process_as_it_is_cut():
     "step, schedule, expected",
     [
         (0, "constant", 0.5),
-        (1, "constant", 1.0),
+        (1, "cosine", 1.0),
         (9, "constant", 1.0),  # two steps of warm-up: 1/2, 2/2
         (2, "linear", 1.0),
         (6, "linear", 0.5),
@@ -495,15 +421,6 @@ def test_what_is_dealt_by_hand_and_to_one_process_as_it_is_cut():
 )
 def test_the_learning_rate_by_hand(step, schedule, expected):
     assert lr_factor(step, 10, 2, schedule) == pytest.approx(expected)
-
-
-def test_a_run_without_warm_up_begins_at_the_full_rate():
-    assert all(lr_factor(0, 1, 0, schedule) == 1 for schedule in ("constant", "linear", "cosine"))
-
-
-def test_an_unknown_optimizer_is_an_input_error():
-    with pytest.raises(InputError, match="adamw, adamw8bit, paged_adamw8bit"):
-        make_optimizer(make_policy(), "adam", 1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -527,9 +444,7 @@ def test_adamw8bit_takes_the_step_of_adamw_to_a_few_percent_on_a_cpu(name):
 def test_without_bitsandbytes_8_bit_moments_are_one_line_that_names_it(monkeypatch):
     monkeypatch.setattr(policy_file.importlib.util, "find_spec", lambda name: None)
     for name in ("adamw8bit", "paged_adamw8bit"):
-        with pytest.raises(
-            InputError, match=f"--optimizer {name} needs bitsandbytes: pip install bitsandbytes"
-        ):
+        with pytest.raises(InputError, match="moments need bitsandbytes: pip install bitsandbytes"):
             make_optimizer(make_policy(), name, 1e-3)
     make_optimizer(make_policy(), "adamw", 1e-3)
 
@@ -547,9 +462,8 @@ def test_a_frozen_policy_has_no_gradient_and_int8_keeps_a_quarter_of_each_matrix
 
 
 def test_bf16_weights_do_not_move_at_a_learning_rate_of_1e_6_and_fp32_weights_do():
-    # 20 steps of AdamW move a weight by about 2e-5. bf16 keeps 8 bits: next to 0.02 its numbers are
-    # 6e-5 to 1.2e-4 apart, and each single step of 1e-6 rounds away. fp32 numbers near 0.02 are
-    # 2e-9 apart.
+    # Next to 0.02 the numbers of bf16 are 6e-5 to 1.2e-4 apart: each step of 1e-6 rounds away.
+    # Those of fp32 are 2e-9 apart.
     def share_that_moved(dtype):
         torch.manual_seed(0)
         layer = torch.nn.Linear(64, 64, bias=False)
@@ -564,11 +478,3 @@ def test_bf16_weights_do_not_move_at_a_learning_rate_of_1e_6_and_fp32_weights_do
 
     assert share_that_moved(torch.bfloat16) < 0.1
     assert share_that_moved(torch.float32) > 0.9
-
-
-def test_a_batch_knows_its_length_and_moves_as_a_whole():
-    batch = collate(ROWS, [0.0] * 3, 3)
-    moved = batch.to("meta")
-    assert len(batch) == 3 and isinstance(moved, Batch)
-    assert moved.tokens.is_meta and moved.rewards.is_meta
-    assert moved.group_size == 3 and moved.advantages is None

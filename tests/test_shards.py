@@ -20,7 +20,7 @@ from scale import shards
 from scale.sampling import to_sample_with
 from scale.shards import asked_for, check_shardable, full, in_parts
 from tests.conftest import ROOT, in_two_processes, model_of, same, small
-from update import Parts, descend, score_policy, score_values
+from update import Parts, descend, score
 
 RESHARD = {"zero2": "false", "fsdp2": "true"}
 SETTINGS = SimpleNamespace(tokens_per_micro_batch=10, temperature=1.0, optimizer="adamw")
@@ -72,18 +72,13 @@ def parts_of_a_run(policy: Policy, critic=None) -> Parts:
     return parts
 
 
-def score(parts: Parts, batch: Batch) -> torch.Tensor:
-    if parts.critic:
-        return score_values(parts, batch)
-    return score_policy(parts, parts.policy, batch)
-
-
 def step(parts: Parts, batch: Batch) -> float:
     """Down the gradient of Σ weight · output. Returns its norm."""
 
-    def loss_of(micro: Batch, _totals: dict) -> torch.Tensor:
+    def loss_of(micro: Batch) -> tuple[torch.Tensor, dict]:
         how = () if parts.critic else (1.0,)  # the temperature
-        return (micro.token_weights * parts.model(micro.tokens, *how, micro.response_mask)).sum()
+        output = parts.model(micro.tokens, *how, micro.response_mask)  # [b, t]
+        return (micro.token_weights * output).sum(), {}
 
     return descend(parts, parts.model, parts.optimizer, batch, loss_of)["grad_norm"]
 
@@ -104,7 +99,7 @@ def take_step(start: str, kind: str, lora_rank: int, out: Path) -> None:
     parts = parts_of_a_run(policy, critic if kind == "critic" else None)
     # Adam's division would blow rounding errors up.
     parts.optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
-    scored, updates = score(parts, batch), ([0, 1, 2], [3, 4, 5], [6, 7], [7])
+    scored, updates = score(parts, module, batch), ([0, 1, 2], [3, 4, 5], [6, 7], [7])
     norms = [step(parts, batch.rows(torch.tensor(rows))) for rows in updates]
     moved = [a - b for a, b in zip(whole_of(module), before, strict=True)]
     if kind == "policy":
@@ -114,7 +109,7 @@ def take_step(start: str, kind: str, lora_rank: int, out: Path) -> None:
                 sampler.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=4)
                 rounded = [weight.to(dtype) for weight in whole_of(policy)]
                 assert lora_rank or same(whole_of(sampler), rounded)
-    again = score(parts, batch)  # sampling left the parts as they were
+    again = score(parts, module, batch)  # sampling left the parts as they were
     held = sum(getattr(p, "_local_tensor", p).numel() for p in module.parameters())
     if parts.accelerator.is_main_process:
         torch.save((moved, [scored, again], norms, held, in_parts(module)), out)

@@ -1,11 +1,8 @@
-"""update.py: one gradient however the batch is cut, nothing learned from documents, and the sums
-that are logged.
-"""
+"""update.py: one gradient however the batch is cut, nothing learned from documents."""
 
 import copy
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +16,11 @@ import update as update_file
 from data import Question
 from policy import Batch, Policy, collate, micro_batches
 from prompts import PROTOCOLS
-from scale.lora import add_lora
+from scale.lora import add_lora, lora_state
 from settings import Settings
+from train import mean, set_lr, shuffled_updates
 from trajectory import Trajectory
-from update import Parts, mean_of, score_policy, score_values, update, update_critic
+from update import ALGORITHMS, Parts, merged, score, score_reference, update, update_critic
 
 with torch.random.fork_rng(devices=[]):
     torch.manual_seed(3)
@@ -40,17 +38,11 @@ def trajectory(generator, length, document=None, vocabulary=40) -> Trajectory:
     return t
 
 
-class Recorder:
-    """An optimizer that keeps the gradient instead of taking the step."""
-
-    def __init__(self, module):
-        self.module, self.gradients, self.param_groups = module, None, [{}]
+class Recorder(torch.optim.SGD):
+    """Keeps the gradient instead of taking the step."""
 
     def step(self):
-        self.gradients = [p.grad.clone() for p in self.module.parameters()]
-
-    def zero_grad(self):
-        self.module.zero_grad()
+        self.gradients = [p.grad.clone() for p in self.param_groups[0]["params"]]
 
 
 def make_parts(settings: Settings) -> Parts:
@@ -58,30 +50,30 @@ def make_parts(settings: Settings) -> Parts:
     policy, critic = Policy(copy.deepcopy(TINY)), ppo.Critic(copy.deepcopy(TINY.base_model))
     # Not 0, so that a gradient reaches every layer.
     torch.nn.init.normal_(critic.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
-    parts = Parts(settings, Accelerator(), policy, policy, Recorder(policy), recompute=False)
+    parts = Parts(
+        settings, Accelerator(), policy, policy, Recorder(policy.parameters()), recompute=False
+    )
     if settings.algorithm == "ppo":
         parts.critic = parts.critic_model = critic
-        parts.critic_optimizer = Recorder(critic)
+        parts.critic_optimizer = Recorder(critic.parameters())
     return parts
 
 
 def unequal_batch(settings: Settings) -> Batch:
-    """Eight trajectories of 1 to 20 tokens, some with documents, one all masked; π_old and π_ref a
-    little off π.
-    """
+    """Eight trajectories of 1 to 20 tokens, one all masked; π_old and π_ref a little off π."""
     draw = torch.Generator().manual_seed(0)
     shapes = [(20, (3, 12)), (2, None), (9, None), (14, (1, 13))]
     shapes += [(1, None), (5, (0, 5)), (17, None), (4, (1, 2))]
     rewards = [1.0, 0.0, 0.5, 2.0, -1.0, 1.0, 0.3, 0.3]
     batch = collate([trajectory(draw, *shape) for shape in shapes], rewards, 2)
     parts = make_parts(settings)
-    logprobs = score_policy(parts, parts.policy, batch)  # [B, T]
+    logprobs = score(parts, parts.policy, batch)  # [B, T]
     batch.old_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=draw)
     batch.ref_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=draw)
     batch.values = torch.randn(logprobs.shape, generator=draw)
     batch.sampled_logprobs = None
     batch.overlong = torch.arange(8) == 3  # only DAPO looks at it
-    batch.advantages = parts.algorithm.compute_advantages(batch, settings)
+    batch.advantages = ALGORITHMS[settings.algorithm].compute_advantages(batch, settings)
     return batch
 
 
@@ -135,8 +127,7 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(settings, unclipped):
 
 @pytest.mark.parametrize("settings, step", [(GRPO, update), (PPO, update_critic)])
 def test_documents_and_prompts_weigh_nothing(settings, step):
-    # What a document says changes what the model reads, but whatever log-probs, advantages, values
-    # and KL terms stand on its columns changes nothing at all.
+    # A document is read; whatever log-probs, advantages and values stand on it change nothing.
     batch, loud = unequal_batch(settings), unequal_batch(settings)
     for name in ("old_logprobs", "ref_logprobs", "advantages", "values", "returns"):
         if (tensor := getattr(loud, name)) is not None:
@@ -178,14 +169,11 @@ def test_the_loss_is_the_sum_of_weight_times_loss_token_by_token(aggregation):
 def test_scoring_and_updating_change_nothing_in_the_batch():
     batch = unequal_batch(GRPO)
     before, parts = copy.deepcopy(batch), make_parts(GRPO)
-    score_policy(parts, parts.policy, batch)
+    score(parts, parts.policy, batch)
     update(parts, batch)
-    for field in dataclasses.fields(Batch):
-        old, new = getattr(before, field.name), getattr(batch, field.name)
-        if field.name == "token_weights":  # the one thing an update adds
-            assert new.sum().item() == pytest.approx(1.0)
-        else:
-            assert torch.equal(old, new) if torch.is_tensor(old) else old == new, field.name
+    assert batch.token_weights.sum().item() == pytest.approx(1.0)  # the one thing an update adds
+    batch.token_weights = None
+    torch.testing.assert_close(vars(batch), vars(before), rtol=0, atol=0)
 
 
 def test_a_large_gradient_is_clipped_to_norm_1_and_logged_as_it_was():
@@ -197,13 +185,12 @@ def test_a_large_gradient_is_clipped_to_norm_1_and_logged_as_it_was():
     assert norm.item() == pytest.approx(1.0, abs=1e-4)
 
 
-def test_the_critics_loss_is_the_mean_over_all_model_tokens_and_no_other(monkeypatch):
-    monkeypatch.setattr(ppo, "VALUE_CLIP", 0.0)
+def test_the_critics_loss_is_the_mean_over_all_model_tokens_and_no_other():
     batch = unequal_batch(PPO)
     mask = batch.response_mask.bool()
     with torch.no_grad():
-        values = make_parts(PPO).critic(batch.tokens)
-    expected = (values - batch.returns)[mask].square().mean() / 2
+        batch.values = make_parts(PPO).critic(batch.tokens, mask)  # so that none is held
+    expected = (batch.values - batch.returns)[mask].square().mean() / 2
     _, totals = gradient_of(batch, PPO, update_critic)
     assert totals["value_loss"] == pytest.approx(expected.item(), rel=1e-4)
 
@@ -214,22 +201,21 @@ def test_scoring_in_micro_batches_is_scoring_the_whole_batch(budget):
     parts, batch = make_parts(settings), unequal_batch(PPO)
     with torch.no_grad():
         logprobs = parts.policy(batch.tokens, 0.7, batch.response_mask)
-        values = torch.where(batch.response_mask.bool(), parts.critic(batch.tokens), 0)
+        values = parts.critic(batch.tokens, batch.response_mask)
     near = {"atol": 1e-5, "rtol": 1e-5}
-    torch.testing.assert_close(score_policy(parts, parts.policy, batch), logprobs, **near)
-    torch.testing.assert_close(score_values(parts, batch), values, **near)
+    torch.testing.assert_close(score(parts, parts.policy, batch), logprobs, **near)
+    torch.testing.assert_close(score(parts, parts.critic, batch), values, **near)
 
 
 @needs_peft
 def test_with_lora_the_reference_is_the_policy_without_what_was_learned():
     parts, batch = make_parts(GRPO), unequal_batch(GRPO)
-    plain = score_policy(parts, parts.policy, batch)
+    plain = score(parts, parts.policy, batch)
     add_lora(parts.policy.language_model, 4)
-    for name, parameter in parts.policy.named_parameters():
-        if ".lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    assert torch.equal(update_file.score_reference(parts, batch), plain)
-    assert not torch.allclose(score_policy(parts, parts.policy, batch), plain, atol=0.1)
+    for learned in lora_state(parts.policy).values():
+        torch.nn.init.normal_(learned)
+    assert torch.equal(score_reference(parts, batch), plain)
+    assert not torch.allclose(score(parts, parts.policy, batch), plain, atol=0.1)
 
 
 # ------------------------------------------------------------------------ which rows, at which rate
@@ -240,10 +226,10 @@ def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
     settings = Settings(**sizes, lr=1.2e-5, lr_schedule="linear")
     parts, rates = make_parts(settings), []
     for step, (rows, updates) in enumerate([(8, [3, 3, 2]), (2, [2]), (4, [2, 2])]):
-        dealt = update_file.shuffled_updates(step, rows, settings)
+        dealt = shuffled_updates(step, rows, settings)
         assert [len(one) for one in dealt] == updates
         assert sorted(torch.cat(dealt).tolist()) == list(range(rows))
-        rates += [update_file.set_lr(parts, step, number) for number in range(len(dealt))]
+        rates += [set_lr(parts, step, number) for number in range(len(dealt))]
         assert parts.optimizer.param_groups[0]["lr"] == rates[-1]
     # 4 steps of 3 updates: numbers 0, 1, 2; 3; 6, 7 of 12, and 1e-6 less each
     assert rates == pytest.approx([1.2e-5, 1.1e-5, 1e-5, 9e-6, 6e-6, 5e-6])
@@ -254,23 +240,17 @@ def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
 
 def test_the_gap_to_the_sampler_is_a_mean_over_the_update_s_tokens():
     parts, batch = make_parts(GRPO), unequal_batch(GRPO)
-    batch.sampled_logprobs = score_policy(parts, parts.policy, batch) - 0.5
+    assert "logprob_gap" not in update(parts, batch)
+    batch.sampled_logprobs = score(parts, parts.policy, batch) - 0.5
     batch.sampled_logprobs[2] -= 1.0  # 9 of the 45 tokens are off by 1.5: (36 · 0.5 + 9 · 1.5) / 45
     totals = update(parts, batch)
     assert totals["logprob_gap"] == pytest.approx(0.7, abs=1e-4)
     assert totals["logprob_gap_max"] == pytest.approx(1.5, abs=1e-4)
-    assert "logprob_gap" not in update(parts, unequal_batch(GRPO))
 
 
-def test_totals_of_several_processes_add_up_and_extremes_stay_extremes(monkeypatch):
-    one, two = {"loss": 0.25, "ratio_min": 0.5}, {"loss": -1.0, "ratio_min": 0.75}
-    one["ratio_max"], two["ratio_max"] = 1.5, 2.0
-    monkeypatch.setattr(update_file, "gather_object", lambda mine: [one, two])
-    both = update_file.over_processes(one, SimpleNamespace(num_processes=2))
-    assert both == {"loss": -0.75, "ratio_min": 0.5, "ratio_max": 2.0}
-
-
-def test_a_step_s_updates_are_averaged_and_the_gap_is_of_those_that_have_it():
-    one = {"loss": 1.0, "grad_norm": 3.0, "ratio_min": 0.9, "logprob_gap": 0.5}
-    two = {"loss": 2.0, "grad_norm": 1.0, "ratio_min": 0.8}
-    assert mean_of([one, two]) == one | {"loss": 1.5, "ratio_min": 0.8}
+def test_records_become_one_and_extremes_stay_extremes():
+    one = {"loss": 0.25, "grad_norm": 3.0, "ratio_min": 0.5, "ratio_max": 1.5, "logprob_gap": 0.5}
+    two = {"loss": -1.0, "grad_norm": 1.0, "ratio_min": 0.75, "ratio_max": 2.0}
+    expected = one | {"ratio_max": 2.0}  # a step's first update alone has the gap
+    assert merged([one, two], sum) == expected | {"loss": -0.75}
+    assert merged([one, two], mean) == expected | {"loss": -0.375}
