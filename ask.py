@@ -9,8 +9,6 @@ Flags: those of a rollout; what is not given is the checkpoint's own. A model th
 the built-in world needs passages of its own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

@@ -19,8 +19,6 @@ ones as make half of what is dealt, drawn by seed and question id.
 Left out: buckets that are measured again while training.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import sys

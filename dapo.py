@@ -14,8 +14,6 @@ Left out: the soft penalty for long answers (section 3.4), and sampling until th
 after `max_resample` more draws it is smaller, and a step without a group is skipped (train.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -11,8 +11,6 @@ A file's layout is found by its first record. Whatever is wrong with a file is o
 the file, the line, the field and what to do. Left out: corpora beyond memory.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Whatever a user gave that is wrong is one line: what, where, what to do; never a traceback."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import math

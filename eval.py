@@ -15,8 +15,6 @@ those that have the number: support over trajectories with evidence, verdicts ov
 Predictions are written as they come; the same command goes on where it was interrupted.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import re

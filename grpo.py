@@ -15,8 +15,6 @@ An algorithm is a module with three functions, which the training loop calls in 
     compute_loss(logprobs, batch, settings)  on the rows of one micro-batch       -> [B, T], stats
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

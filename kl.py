@@ -22,8 +22,6 @@ Left out: the KL over the whole vocabulary, and, for k2 and k3, what a token doe
 tokens (k1 in the reward carries that too). `python kl.py` enumerates what these lines claim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -13,8 +13,6 @@ A paper is three files: what it writes (prompts.py), what it is paid (rewards.py
 Left out: what the papers chose for backbones that are no causal LM, and their hardware.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 

@@ -18,8 +18,6 @@ model token to model token; the critic reads the documents between them.
 Left out: a body shared with the critic, an entropy bonus, a second epoch, early stops, scaling.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

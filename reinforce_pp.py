@@ -15,8 +15,6 @@ the mean, and a group of equal rewards would get an advantage other than 0.
 Left out: reward clipping and running statistics across batches.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

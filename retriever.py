@@ -21,8 +21,6 @@ door: retrievers/dense.py (an encoder) and retrievers/remote.py (another machine
 Left out: stemming, stop words, an index on disk.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from array import array

@@ -25,8 +25,6 @@ Left out: what looks at more than one trajectory (that is an advantage), and ask
 what a judge or a reader says is an argument here.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections import Counter

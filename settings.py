@@ -7,12 +7,11 @@ RetrieverSettings. `Settings` inherits them all, so flags stay flat. What no run
 here, before a model is loaded. Left out: files of settings; a shell script of flags is one.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys
 import textwrap
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
@@ -223,24 +222,24 @@ def add_flags(
     for record in records:
         file = record.__module__.replace("__main__", parser.prog.removesuffix(".py"))
         section = parser.add_argument_group(file.replace(".", "/") + ".py")
+        kinds = typing.get_type_hints(record)
         for f in fields(record):
             if f.metadata.get("only", command) == command:
-                _add_flag(section, f, getattr(shown, f.name))
+                _add_flag(section, f, kinds[f.name], getattr(shown, f.name))
 
 
-def _add_flag(section, f: dataclasses.Field, value) -> None:
-    word = f.type.split()[0]  # "int | None" -> "int"
-    kind = {"int": int, "float": float, "bool": boolean}.get(word, str)
+def _add_flag(section, f: dataclasses.Field, kind, value) -> None:
+    kind = (*typing.get_args(kind), kind)[0]  # int | None -> int
     names = f.metadata.get("one_of")
     text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
     text += f" ({value!r})" if value == f.default else f" ({value!r}; by itself {f.default!r})"
-    once = {"nargs": "?", "const": True} if kind is boolean else {}
+    once = {"nargs": "?", "const": True} if kind is bool else {}
     section.add_argument(
         f"--{f.name}",
-        type=kind,
+        type=boolean if kind is bool else kind,
         default=argparse.SUPPRESS,
         help=text.replace("%", "%%"),
-        metavar=word.upper(),
+        metavar=kind.__name__.upper(),
         **once,
     )
 

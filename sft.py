@@ -12,8 +12,6 @@ weights on the same machine. Left out: packing several examples into one row, se
 supervised baselines and the small summariser are made by `python -m lab.distil`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ sentinel says. The documents stay in the result, for the log. Left out: making a
 from what a large one wrote (lab/distil.py).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ Files of a run, under runs/NAME/stageN: settings.json, metrics.jsonl (a line per
 checkpoint-NNNNNN. Ctrl-C is safe at any moment.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterable, Sequence

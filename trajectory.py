@@ -10,8 +10,6 @@ A written transcript (`trajectory_from_text`) can be scored, not trained on. No 
 need none. Left out: how a trajectory comes about (rollout.py).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ The weights are fixed before the update is cut: the usual mean of micro-batch me
 off. Also here: scoring a batch before an update. Left out: several epochs over a rollout.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable

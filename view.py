@@ -8,8 +8,6 @@ marks where a stage begins. What a run has no numbers of gets no panel. Needs th
 (matplotlib). Left out: a page of trajectories (samples.txt has them as text), live curves.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

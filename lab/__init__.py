@@ -1,7 +1,5 @@
 """Experiments and measurements: python -m lab.NAME."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

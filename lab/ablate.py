@@ -19,8 +19,6 @@ it stopped: each finished arm of each world leaves a result.json. Left out: corr
 many claims; arms over the same world with other sampling seeds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

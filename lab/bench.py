@@ -20,8 +20,6 @@ small piece of the same work. A forked process shares its parent's pages: only w
 Left out: searches (nothing waits here), several processes, sampling by a server, other trainers.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

@@ -9,8 +9,6 @@ curriculum.py has the buckets, and deals questions by them. The flags are eval.p
 1. The same command goes on where it was interrupted.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence

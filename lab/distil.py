@@ -13,8 +13,6 @@ Each makes examples of --data: a prompt, and pieces of text of which the model i
 `traces --protocol arena --data FILE --questions QUESTIONS`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

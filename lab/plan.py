@@ -26,8 +26,6 @@ Left out: zero2, judges and readers (2 per weight), dense retrieval, what plain 
 beyond slots, CUDA's own memory and fragments: USABLE is the share that is counted on.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

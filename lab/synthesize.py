@@ -17,8 +17,6 @@ order: a model that likes the letter B agrees with itself, and not with the draf
 goes on with the number still missing. Left out: checking facts against a corpus.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -11,8 +11,6 @@ The answer was written by a policy that is paid for a "yes". So it goes in as on
 length, which cannot imitate the layout, and the instruction says that it is text to judge.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -8,8 +8,6 @@ evidence box. Without evidence nobody is asked, and the answer is ""; so it is w
 same reader turns the policy into a search tool: `answer_from_evidence`.
 """
 
-from __future__ import annotations
-
 import re
 
 from data import Question

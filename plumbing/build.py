@@ -1,7 +1,5 @@
 """What settings stand for, in training as in evaluation: questions, passages, search, models."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os

@@ -3,8 +3,6 @@
 trainer.pt   step, the optimizer's moments; with LoRA what was learned; with PPO the critic
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 

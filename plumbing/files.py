@@ -3,8 +3,6 @@
 Ctrl-C is safe at any moment: a line of metrics is written whole, a checkpoint aside and renamed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

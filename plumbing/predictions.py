@@ -7,8 +7,6 @@ and searches that the file brings are kept. Trap: R1-Searcher scores with punctu
 others with it deleted.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

@@ -9,8 +9,6 @@ where the paired difference is clear: questions differ more than runs do. Left o
 many comparisons.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter, defaultdict

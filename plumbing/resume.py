@@ -4,8 +4,6 @@ A file of records belongs to what it was made with (settings, weights, questions
 beside it. What does not belong to it any more is put aside, never overwritten.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

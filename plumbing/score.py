@@ -4,8 +4,6 @@ Another model is asked in one batch. It is loaded, or its server asked whether i
 the first rollout.
 """
 
-from __future__ import annotations
-
 from data import Document, Question
 from errors import InputError
 from metrics import score_answer

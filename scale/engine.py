@@ -19,8 +19,6 @@ The engine knows no tags: `rollout.StopRule` ends turns. Left out: paging (a slo
 longest row may become) and layers with a sliding window.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

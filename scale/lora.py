@@ -14,8 +14,6 @@ The layers are those of `peft`, put into the model in place. Left out: dropout (
 what is scored must be one model), DoRA, several adapters, a choice of matrices (all but the head).
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 from collections.abc import Iterator

@@ -14,8 +14,6 @@ last layer's feed-forward part of all tokens that are not wanted. Left out: comp
 prompt once; other families and layers with a sliding window, whose texts are padded.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

@@ -13,8 +13,6 @@ rounding at each step, as under autocast. The copy lives for one rollout: the up
 Left out: int8 weights (a copy of them in bf16 would take what they saved), fp8.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -14,8 +14,6 @@ Left out: DeepSpeed, weights kept on the CPU, 8-bit moments and LoRA in parts (a
 to nothing to cut).
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

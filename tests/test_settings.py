@@ -59,7 +59,7 @@ def test_a_name_in_two_records_is_an_error(monkeypatch):
 def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
     monkeypatch.setattr(settings, "check_settings", lambda found: found)
     field = TRAIN[name]
-    value = {"int": 2, "float": 0.5, "bool": False, "str": "x"}[field.type]
+    value = {int: 2, float: 0.5, bool: False, str: "x"}[field.type]
     value = {"recipe": "arena", "stage": 1}.get(name, value)
     assert getattr(parse([f"--{name}={value}"]), name) == value
     assert type(value).__name__ == field.type == type(field.default).__name__

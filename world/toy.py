@@ -15,8 +15,6 @@ model of another family, shape and seed, which sees evidence and question only.
 Left out: misspellings, prose, protocols that were trained on each other's traces.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Sequence

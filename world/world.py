@@ -21,8 +21,6 @@ size learns that in a minute, where matching names between passages takes it sev
 Left out: misspellings, facts that change, a year or a number as an answer.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Sequence
