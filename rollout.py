@@ -343,13 +343,15 @@ class Environment:
         results = call_search(self.search, requests, self.settings.timeout)
         seconds = (time.perf_counter() - start) / len(accepted)
         for (row, query), result in zip(accepted, results, strict=True):
-            found, text = list(result.documents), self.write(row, result)
+            found = list(result.documents)
+            text = self.write(row, result)
             search = Search(query, found, text, result.fallback, result.error, seconds)
             row.searches.append(search)
 
     def accepted_query(self, row: Trajectory) -> str | None:
         """None where it may not be run: then the row has been told why, or is ended."""
-        query, protocol = parse_query(self.protocol, row.segments[-1].text), self.protocol
+        protocol = self.protocol
+        query = parse_query(protocol, row.segments[-1].text)
         if not query:
             reason = "malformed" if query is None else "empty"
             self.refuse(row, Refusal(reason, ""), protocol.malformed_notice)
@@ -454,8 +456,9 @@ def main() -> None:
     begin = 0
     for segment in row.segments:
         end = begin + len(encode(letters, segment.text))
-        ids, masks = row.response_ids[begin:end], row.response_mask[begin:end]
-        print(f"\n{segment.writer}: {segment.text!r}\n  ids: {ids}\n  their mask: {set(masks)}")
+        print(f"\n{segment.writer}: {segment.text!r}")
+        print("  ids:", row.response_ids[begin:end])
+        print("  mask:", set(row.response_mask[begin:end]))
         begin = end
 
 

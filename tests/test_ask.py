@@ -125,11 +125,12 @@ def test_bad_input_is_one_line(words, said, refused):
 def test_rollout_itself_shows_a_scripted_trajectory_and_its_mask(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["rollout.py"])
     show_script()
-    text, table = capsys.readouterr().out.split("\n\n")
+    text, asked, found, answered = capsys.readouterr().out.split("\n\n")
     assert "1 searches; answer 'Norland'; ended by answer" in text
-    asked, found, answered = table.splitlines()[1:]
-    assert asked.startswith("   1      62  'Her") and answered.startswith("   1 ")
-    assert found.startswith("   0 ") and "<information>" in found
+    assert asked.startswith("model: 'Her") and asked.endswith("mask: {1}")
+    assert "ids: [75, 104, 117, " in asked  # H, e, r: the byte and three
+    assert found.startswith("documents:") and found.endswith("mask: {0}")
+    assert answered.startswith("model: 'So it is") and answered.endswith("mask: {1}\n")
     monkeypatch.setattr(sys, "argv", ["rollout.py", "a question"])
     with pytest.raises(InputError, match="to ask: python"):
         show_script()

@@ -4,6 +4,7 @@ records from the first to the last command.
 
 import dataclasses
 import json
+import re
 import runpy
 import shutil
 import subprocess
@@ -505,7 +506,7 @@ def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained,
         assert f"temperature {temperature}, retriever bm25" in table
         lines = table.splitlines()
         assert [line.split()[0] for line in lines[1:8]] == ["kind", *KINDS, "all"]
-        path = Path(lines[8].removeprefix("predictions: "))
+        path = Path(re.search("predictions: (.*)", table)[1])
         assert path.parent == runs / "predictions" and len(records_in(path)) == 10
     run(f"--runs {runs} --questions 2 --stage 0")
     assert capsys.readouterr().out.startswith("the built-in model, before RL: 10 questions")

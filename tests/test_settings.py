@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import typing
 
 import pytest
 
@@ -58,11 +59,11 @@ def test_a_name_in_two_records_is_an_error(monkeypatch):
 @pytest.mark.parametrize("name", TRAIN)
 def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
     monkeypatch.setattr(settings, "check_settings", lambda found: found)
-    field = TRAIN[name]
-    value = {int: 2, float: 0.5, bool: False, str: "x"}[field.type]
+    kind = typing.get_type_hints(Settings)[name]
+    value = {int: 2, float: 0.5, bool: False, str: "x"}[kind]
     value = {"recipe": "arena", "stage": 1}.get(name, value)
     assert getattr(parse([f"--{name}={value}"]), name) == value
-    assert type(value).__name__ == field.type == type(field.default).__name__
+    assert type(value) is kind is type(TRAIN[name].default)
 
 
 def test_a_flag_of_evaluation_alone_is_none_of_train():
@@ -99,7 +100,7 @@ def test_every_setting_has_a_limit_or_is_free_on_purpose():
     # A new number without a limit would be checked by nobody.
     free = {"stage", "world_seed"}
     limited = {n for n, f in FIELDS.items() if set(f.metadata) & {"least", "above", "one_of"}}
-    numbers = {n for n, f in FIELDS.items() if f.type in ("int", "float")}
+    numbers = {n for n, kind in typing.get_type_hints(Settings).items() if kind in (int, float)}
     assert numbers - limited == free
 
 
