@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from policy import Policy
+from policy import Policy, checkpoint_activations
 from scale import packing
 from scale.packing import hidden_states, lengths_of, pack, packs
 from tests.conftest import model_of, small
@@ -57,8 +57,7 @@ def test_recomputed_layers_still_know_the_groups():
     # The backward pass of gradient checkpointing calls attention again, behind the forward pass and
     # out of its context.
     (tokens, mask), plain, again = batch(), make(), make()
-    how = {"use_reentrant": False}
-    again.language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    checkpoint_activations(again.language_model)
     found = [with_gradients(policy, tokens, mask, mask)[1] for policy in (plain, again)]
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
