@@ -20,6 +20,7 @@ Left out: buckets that are measured again while training.
 """
 
 import math
+import os
 import random
 import sys
 from collections import Counter, defaultdict
@@ -112,7 +113,8 @@ def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
 
 
 def say(note: str) -> None:
-    print(f"curriculum: {note}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # one process speaks for all
+        print(f"curriculum: {note}", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------------ shares
