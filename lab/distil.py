@@ -7,10 +7,9 @@
 
     python -m lab.distil direct --model DIR --data QUESTIONS --out DIR
 
-Each makes examples of --data: a prompt, and pieces of text of which the model imitates some
-(sft.py). Nothing is cut: an example that ends early would teach to stop without an answer.
-`reasoning` quotes gold references. A teacher's own words: eval.py --recipe arena --out FILE, then
-`traces --protocol arena --data FILE --questions QUESTIONS`.
+An example is a prompt and pieces of text, of which the model imitates some (sft.py). None is cut: it
+would teach to stop without an answer. `reasoning` quotes gold references; a teacher's own words are
+`traces --protocol arena --data FILE --questions QUESTIONS`, FILE from eval.py --recipe arena.
 """
 
 import itertools
@@ -18,10 +17,10 @@ import math
 import random
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from data import Document, Question, load_questions
 from errors import InputError, run_main, setting
@@ -53,7 +52,6 @@ class DistilSettings:
     out: str = setting("", "directory to save the model in", needed=True)
     protocol: str = setting("", "of the prompt; by itself arena, for traces r1_searcher")
     questions: str = setting("", "traces: the question file, for options and references")
-    per_question: int = setting(1, "traces: at most so many of one question", least=1)
     epochs: float = setting(2.0, "passes over the examples", above=0)
     batch_size: int = setting(32, "examples per update", least=1)
     lr: float = setting(1e-5, "learning rate; falls linearly to 0", above=0)
@@ -62,6 +60,7 @@ class DistilSettings:
     gradient_checkpointing: bool = setting(False, "compute activations again: less memory")
     skip_bad: bool = setting(False, "leave unusable records out")
     seed: int = setting(0, "of the order of the examples")
+    renamed: ClassVar[dict] = {"per_question": "the first right one of each question now"}
 
 
 # ----------------------------------------------------------------------------- direct and reasoning
@@ -157,13 +156,13 @@ def without_notices(text: str, protocol: Protocol) -> list[tuple[str, bool]]:
 
 
 def read_traces(
-    path: str, protocol: Protocol, per_question: int = 1, given: list[Question] | None = None
+    path: str, protocol: Protocol, given: list[Question] | None = None
 ) -> list[Trajectory]:
-    """The right trajectories of a predictions file (format 1, em 1), the first few of a question.
+    """Each question's first right trajectory (format 1, em 1) in a predictions file.
 
     given   the questions it was made from: a record has neither options nor references
     """
-    known, kept, traces = {question.id: question for question in given or []}, Counter(), []
+    known, traces = {question.id: question for question in given or []}, {}
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError):
             raise InputError(f"{path}, {place}: {record}: correct it")
@@ -175,22 +174,17 @@ def read_traces(
         if given is not None and name not in known:
             why = "is not in --questions: give the file it was made from"
             raise InputError(f"{path}, {place}: question {name} {why}")
-        right = metrics.get("format") == metrics.get("em") == 1
-        if right and kept[name] < per_question:
-            kept[name] += 1
+        if name not in traces and metrics.get("format") == metrics.get("em") == 1:
             question = known.get(name) or Question(name, asked, record.get("golds") or [])
-            traces.append(trajectory_from_text(question, transcript, protocol))
-    return traces
+            traces[name] = trajectory_from_text(question, transcript, protocol)
+    return list(traces.values())
 
 
 # ----------------------------------------------------------------------------------- the summariser
 
 
 def read_summary_log(path: str | Path) -> dict[tuple, str]:
-    """(query, its documents) -> the reply when it was last asked.
-
-    A line that an interrupt cut short is no JSON: it is left out, with a warning.
-    """
+    """(query, its documents) -> the last reply. What an interrupt cut short is told and left out."""
     replies = {}
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError):
@@ -225,9 +219,9 @@ def examples_of(
         replies = read_summary_log(settings.data)
         return [summary_example(asked, reply, tokenizer) for asked, reply in replies.items()]
     if method == "traces":
-        asked, skip_bad = settings.questions, settings.skip_bad
-        given = load_questions(asked, skip_bad) if asked else None
-        traces = read_traces(settings.data, protocol, settings.per_question, given)
+        asked = settings.questions
+        given = load_questions(asked, settings.skip_bad) if asked else None
+        traces = read_traces(settings.data, protocol, given)
         return [trace_example(trajectory, tokenizer) for trajectory in traces]
     questions = load_questions(settings.data, settings.skip_bad)
     if method == "direct":

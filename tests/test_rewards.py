@@ -189,8 +189,9 @@ def test_the_choice_bonus_ends_with_its_steps():
         return ur2_choice(ur2(search() * n + "The correct answer is: B", CHOICE), step, *variant)
 
     assert [choice(n, 9)["retrieval"] for n in range(4)] == [0.0, 0.5, 1.0, 1.0]
-    assert total(choice(2, 9)) == 4 and total(choice(2, 10)) == 3  # 2 + 1 + 1, and without the 1
-    assert total(choice(2, 14, "qwen_3b")) == 4 and total(choice(2, 15, "qwen_3b")) == 3
+    for variant, steps in {"qwen_7b": 10, "qwen_3b": 15, "llama_8b": 10}.items():
+        assert total(choice(2, steps - 1, variant)) == 4  # 2 + 1 + 1, and without the last 1
+        assert total(choice(2, steps, variant)) == 3
 
 
 LOOSE = {"format_check": "loose"}
@@ -236,6 +237,7 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
         ("<|begin_of_query|> where " + BOX, QA, ["unpaired_query_tags"]),
         ("<|begin_of_query|> " * 2 + "<|end_of_query|> " + BOX, QA, ["unpaired_query_tags"]),
         (search(LONG) + search(LONG) + BOX, QA, ["long_query", "long_query"]),
+        (search() * 4 + BOX, QA, []),
         (search() * 5 + BOX, QA, ["too_many_queries"]),
         ("x\nuser\nagain " + BOX, QA, ["illegal user"]),
         ("x\nusers like it, the user asks " + BOX, QA, []),
