@@ -5,14 +5,14 @@
     python -m lab.difficulty --model DIR --data FILE --corpus FILE --out difficulty.jsonl
     python -m lab.difficulty --from_rollouts FILE --out difficulty.jsonl     published answers
 
-curriculum.py has the buckets, and deals questions by them. The flags are eval.py's, at temperature
-1. The same command goes on where it was interrupted.
+curriculum.py has the buckets. The flags are eval.py's, at temperature 1. The same command goes on
+where it was interrupted.
 """
 
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -71,38 +71,36 @@ def measure(
 ) -> dict[str, str]:
     """id -> bucket. Each batch is written as it comes; `answer` gives its questions' scores."""
     out, found = Path(options.out), SCHEMES[options.scheme][0]
+    made_with = made_with | {"metric": options.metric, "scheme": options.scheme}
     ids = [question.id for question in questions]
     records = resume.go_on(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
-    with tqdm(total=len(questions), initial=len(records), desc="difficulty") as bar:
-        for start in range(len(records), len(questions), AT_ONCE):
-            some = questions[start : start + AT_ONCE]
-            for question, scores in zip(some, answer(some), strict=True):
-                record = {"id": question.id, "scores": scores, "score": sum(scores) / len(scores)}
-                records.append(record | {"bucket": found(scores)})
-            append_jsonl(out, records[start:])
-            bar.update(len(some))
+    for start in tqdm(range(len(records), len(questions), AT_ONCE), f"batches of {AT_ONCE}"):
+        some = questions[start : start + AT_ONCE]
+        for question, scores in zip(some, answer(some), strict=True):
+            record = {"id": question.id, "scores": scores, "score": sum(scores) / len(scores)}
+            records.append(record | {"bucket": found(scores)})
+        append_jsonl(out, records[start:])
     return {record["id"]: record["bucket"] for record in records}
 
 
-def measure_published(given: dict, options: DifficultySettings, metric: str) -> dict[str, str]:
+def measure_published(given: dict, options: DifficultySettings) -> dict[str, str]:
     attempts = load_attempts(options.from_rollouts, given.get("skip_bad", False))
     attempts = attempts[: options.questions or None]
-    few = min(len(attempt.predictions) for attempt in attempts)
+    predictions = {attempt.question.id: attempt.predictions for attempt in attempts}
+    few = min(map(len, predictions.values()))
     if options.scheme == "r1_searcher" and few < 20:
         print(f"note: some questions have only {few} rollouts; without a success they are hard")
-    predictions = {attempt.question.id: attempt.predictions for attempt in attempts}
 
     def scores(q: Question) -> list[float]:
         how = (q.answers, q.task, q.options)
-        return [score_answer(text, *how)[metric] for text in predictions[q.id]]
+        return [score_answer(text, *how)[options.metric] for text in predictions[q.id]]
 
-    content = zlib.crc32(repr(attempts).encode())
-    made_with = {"answers": content, "metric": metric, "scheme": options.scheme}
+    made_with = {"answers": zlib.crc32(repr(attempts).encode())}
     questions = [attempt.question for attempt in attempts]
     return measure(questions, lambda some: list(map(scores, some)), made_with, options)
 
 
-def measure_model(given: dict, options: DifficultySettings, metric: str) -> dict[str, str]:
+def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
     settings = check_settings(settings_of({"temperature": 1.0} | given), training=False)
     if settings.temperature == 0 and options.samples > 1:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
@@ -116,12 +114,11 @@ def measure_model(given: dict, options: DifficultySettings, metric: str) -> dict
     def answer(some: list[Question]) -> list[list[float]]:
         seed, k = zlib.crc32(f"{settings.seed} {some[0].id}".encode()), options.samples
         rows = rollout(policy, environment, some, seed, play_of(settings))
-        scores = [answer_scores(row)[metric] for row in rows]
+        scores = [answer_scores(row)[options.metric] for row in rows]
         return [scores[start : start + k] for start in range(0, len(rows), k)]
 
     version = weights_version(settings.model, policy) if settings.model else "built-in"
-    made_with = whole.made_with(version) | {"metric": metric, "scheme": options.scheme}
-    return measure(whole.questions, answer, made_with, options)
+    return measure(whole.questions, answer, whole.made_with(version), options)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -130,10 +127,10 @@ def main(arguments: list[str] | None = None) -> None:
     if options.scheme == "r1_searcher" and options.samples < 20 and not options.from_rollouts:
         why = "r1_searcher tells medium from hard at 20 rollouts: give at least --samples 20"
         raise InputError(f"--samples {options.samples}: {why}")
-    metric = options.metric or SCHEMES[options.scheme][1]
+    options = replace(options, metric=options.metric or SCHEMES[options.scheme][1])
     how = measure_published if options.from_rollouts else measure_model
     with interruptible(f"what was measured is in {options.out}: the same command goes on"):
-        counts = Counter(how(given, options, metric).values())
+        counts = Counter(how(given, options).values())
     shares = ", ".join(f"{name} {counts[name]}" for name in BUCKETS)
     print(f"{sum(counts.values())} questions: {shares}")
     print(f"use: python train.py --difficulty {options.out} --buckets hard=7,medium=2,easy=1")

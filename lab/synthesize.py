@@ -6,15 +6,14 @@ appendix C.5).
           +----- of --out, those found hard: examples of the next round <---- JSONL -----+
 
     format       one question, options A, B, ... each once and all different, one answer letter
-    votes        the writer answers its own draft, three times, and must mean the option it named
+    votes        the writer answers its own draft three times, and always as it said
     difficulty   the mean score of K answers of another model (or the same), in the buckets of
                  curriculum.py; below 0.2 it is dropped: its answer is as likely wrong as it is hard
 
     python -m lab.synthesize --llm http://host:port/v1#model --data FILE --out FILE --count 500
 
-A model here is greedy: the same request has the same reply. So each vote has the options in another
-order: a model that likes the letter B agrees with itself, and not with the draft. The same command
-goes on with the number still missing. Left out: checking facts against a corpus.
+Models are greedy here: each vote has the options in another order, or all three would be one. The
+same command goes on with the number still missing. Left out: checking facts against a corpus.
 """
 
 import random
@@ -39,6 +38,7 @@ from prompts import question_text
 
 QUESTION_WORDS, OPTION_WORDS, OPTIONS = range(4, 201), range(1, 41), range(3, 11)  # how many
 SHOTS = 3  # examples in a request
+VOTES = 3  # all must agree with the draft
 AT_ONCE = 8  # drafts of a round
 ATTEMPTS = 10  # drafts for each question at most: a writer that cannot keep the form must end
 WRITE = (
@@ -59,13 +59,12 @@ class SynthesizeSettings:
     out: str = setting("", "JSONL to append to", needed=True)
     count: int = setting(100, "questions the file shall hold", least=1)
     options: int = setting(0, "per question; 0 = 3 to 10, as the writer likes", least=0)
-    votes: int = setting(3, "of the writer on its own question", least=1)
-    agree: str = setting("all", "votes that must be right", one_of=("all", "majority"))
     k: int = setting(10, "answers that set the difficulty", least=1)
     max_tokens: int = setting(512, "of a reply", least=1)
     seed: int = setting(0, "of the examples and the orders")
     timeout: float = setting(60.0, "seconds until a request has failed", above=0)
     in_8bit: ClassVar[str] = ""  # load_llm asks
+    renamed: ClassVar[dict] = dict.fromkeys(("votes", "agree"), "3 votes, and all must agree")
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -99,10 +98,7 @@ _FORM = re.compile(
 
 
 def parse_draft(reply: str | None, options: int = 0, asked: Container = ()) -> Question | str:
-    """The question of a reply in the exact form, or why it is dropped.
-
-    options   how many; 0 = 3 to 10
-    asked     the normalised texts of questions that there are
+    """The question of a reply in the exact form, or why it is dropped. `asked`: normalised texts.
 
     >>> parse_draft("Question: Which of these is red?\\nA. blood\\nB. ten\\nAnswer: A")
     'option letters'
@@ -190,8 +186,8 @@ def synthesize(given: list[Question], llm, answerer, settings: SynthesizeSetting
                 asked.add(normalize_answer(draft.question))  # what fails the votes would fail again
                 drafts.append(replace(draft, id=f"synthetic-{settings.seed}-{attempt}"))
             fresh = check_drafts(drafts, llm, answerer, result, settings)
-            fresh = fresh[: settings.count - len(made)]
-            append_jsonl(path, [asdict(question) for question in fresh])
+            del fresh[settings.count - len(made) :]
+            append_jsonl(path, map(asdict, fresh))
             made += fresh
             result.update(made=len(fresh), attempts=len(attempts))
             bar.update(len(fresh))
@@ -202,20 +198,17 @@ def check_drafts(
     drafts: list[Question], llm, answerer, result: Counter, settings: SynthesizeSettings
 ) -> list[Question]:
     """The drafts that pass the votes and are not too hard, with their level."""
-    votes, k, seed, checked = settings.votes, settings.k, settings.seed, []
-    needed = votes if settings.agree == "all" else votes // 2 + 1
-    agreeing = grade_drafts(llm, drafts, range(votes), seed, result)
-    elected = [draft for draft, n in zip(drafts, agreeing, strict=True) if n >= needed]
+    votes = grade_drafts(llm, drafts, range(VOTES), settings.seed, result)
+    elected = [draft for draft, n in zip(drafts, votes, strict=True) if n == VOTES]
     result["votes"] += len(drafts) - len(elected)
     # Other orders than the votes': of a writer that answers too, these would be the same requests.
-    right = grade_drafts(answerer, elected, range(votes, votes + k), seed, result)
-    for draft, n in zip(elected, right, strict=True):
-        level = bucket(n / k)
-        if level == "dropped":
-            result["too hard"] += 1
-        else:
-            checked.append(replace(reordered(draft, 0, seed), level=level))
-    return checked
+    turns = range(VOTES, VOTES + settings.k)
+    right = grade_drafts(answerer, elected, turns, settings.seed, result)
+    levels = [bucket(n / settings.k) for n in right]
+    result["too hard"] += levels.count("dropped")
+    shown = [reordered(draft, 0, settings.seed) for draft in elected]
+    pairs = zip(shown, levels, strict=True)
+    return [replace(draft, level=level) for draft, level in pairs if level != "dropped"]
 
 
 def examples_among(given: list[Question]) -> list[Question]:
@@ -237,10 +230,6 @@ def earlier(path: Path, seed: int) -> tuple[list[Question], int]:
     return made, max((int(n[2]) + 1 for n in numbers if int(n[1]) == seed), default=0)
 
 
-def told(counts: Counter) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items())
-
-
 # --------------------------------------------------------------------------------- the command line
 
 
@@ -256,8 +245,9 @@ def main(arguments: list[str] | None = None) -> None:
         other = load_llm(settings.answerer, settings, **how) if settings.answerer else llm
         result = synthesize(given, llm, other, settings)
     levels = Counter(question.level for question in earlier(out, settings.seed)[0])
-    print(f"{out}: {levels.total()} of {settings.count} questions: {told(levels) or 'none'}")
-    print(f"this run: {told(result)}")
+    there = f"{out}: {levels.total()} of {settings.count} questions"
+    for what, counts in ((there, levels), ("this run", result)):
+        print(f"{what}: {', '.join(f'{name} {n}' for name, n in counts.items()) or 'none'}")
 
 
 if __name__ == "__main__":
