@@ -7,9 +7,9 @@
 
     python -m lab.distil direct --model DIR --data QUESTIONS --out DIR
 
-An example is a prompt and pieces of text, of which the model imitates some (sft.py). None is cut: it
-would teach to stop without an answer. `reasoning` quotes gold references; a teacher's own words are
-`traces --protocol arena --data FILE --questions QUESTIONS`, FILE from eval.py --recipe arena.
+An example is a prompt and pieces of text, of which the model imitates some (sft.py). None is cut:
+that would teach to stop without an answer. `reasoning` quotes gold references; for a teacher's own
+words: `traces --protocol arena --data FILE --questions QUESTIONS`, FILE of eval.py --recipe arena.
 """
 
 import itertools
@@ -75,9 +75,7 @@ def final_answer(protocol: Protocol, answer: str) -> str:
 
 
 def direct_protocol(protocol: Protocol) -> Protocol:
-    """The protocol with an instruction that asks for the answer alone: a model that is trained to
-    ignore its instruction is no baseline.
-    """
+    """It asks for the answer alone: a model trained to ignore its instruction is no baseline."""
     source = " from the numbered references that follow it" if protocol.references_in_prompt else ""
     box = final_answer(replace(protocol, prompt_suffix=""), "the answer in a few words")
     text = f"Answer the question{source}. Write nothing but {box}"
@@ -184,7 +182,7 @@ def read_traces(
 
 
 def read_summary_log(path: str | Path) -> dict[tuple, str]:
-    """(query, its documents) -> the last reply. What an interrupt cut short is told and left out."""
+    """(query, its documents) -> the last reply. A line that an interrupt cut short is left out."""
     replies = {}
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError):
@@ -221,13 +219,12 @@ def examples_of(
     if method == "traces":
         asked = settings.questions
         given = load_questions(asked, settings.skip_bad) if asked else None
-        traces = read_traces(settings.data, protocol, given)
-        return [trace_example(trajectory, tokenizer) for trajectory in traces]
+        return [trace_example(t, tokenizer) for t in read_traces(settings.data, protocol, given)]
     questions = load_questions(settings.data, settings.skip_bad)
     if method == "direct":
-        return [direct_example(question, protocol, tokenizer) for question in questions]
+        return [direct_example(q, protocol, tokenizer) for q in questions]
     usable = [q for q in questions if q.supporting or not settings.skip_bad]
-    return [reasoning_example(question, protocol, tokenizer) for question in usable]
+    return [reasoning_example(q, protocol, tokenizer) for q in usable]
 
 
 def that_fit(examples: list[Example], longest: int) -> list[Example]:

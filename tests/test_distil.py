@@ -198,11 +198,10 @@ def write(tmp_path):
     return write
 
 
-def test_only_right_and_well_formed_trajectories_are_kept_and_so_many_of_each_question(write):
-    right = [record(sample=i) for i in range(2, 6)]
-    path = write(record(sample=0, em=0), record(sample=1, form=0), *right, record("q2"))
-    kept = [(t.question.id, t.text[0]) for t in read_traces(path, R1, per_question=2)]
-    assert kept == [("q1", "2"), ("q1", "3"), ("q2", "0")]
+def test_the_first_right_and_well_formed_trajectory_of_each_question_is_kept(write):
+    path = write(*[record(sample=i, em=i > 0, form=i > 1) for i in range(4)], record("q2"))
+    kept = [(t.question.id, t.text[0]) for t in read_traces(path, R1)]
+    assert kept == [("q1", "2"), ("q2", "0")]
 
 
 def test_options_and_references_come_from_the_question_file(write, bpe):
@@ -377,6 +376,7 @@ def test_a_model_that_burst_is_not_saved(tmp_path, model, files, monkeypatch):
         ("direct --model m --data x --out y --batch_size 0", "--batch_size 0"),
         ("direct --model m --data x --out y --protocol ur3", "unknown protocol 'ur3'"),
         ("direct --model m --data x --out y --lrr 1", "unknown flag --lrr"),
+        ("traces --per_question 2", "the first right one of each question now"),
         ("direct --model /nowhere --data x --out y", "--model /nowhere"),
     ],
 )
