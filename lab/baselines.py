@@ -9,23 +9,24 @@
     rat           draft, then revise paragraph by paragraph                Wang 2024     up to 8
     search_o1     search inside the reasoning, insert digested notes       Li 2025      up to 10
 
-A method is a Python generator: it yields what it wants next, a `Write` (the model writes on) or a
-query (a search), is handed the reply at that place, and returns its answer. `run_method` drives
-many questions in lockstep: all their queries are one search call, all their texts one batch.
+A method is a Python generator: it yields a `Write` (the model writes on) or a query (a search), is
+sent the reply, and returns its answer. `run_method` drives many questions in lockstep: all their
+queries are one search call, all their texts one batch.
 
     python -m lab.baselines                        all, on the built-in world with its tiny model
     python -m lab.baselines --method rag,ircot --model SPEC --data FILE --corpus FILE
                                                    SPEC: a HF model, or http://host:port/v1#model
 
 The prompts are ours, for chat models, asked greedily. A page cannot steer a method: tags and labels
-are taken out of it. A question without a reply is left out, and the same command asks it again.
+are taken out of it; nor can a page or a reply open a turn of a model in this process: all special
+tokens are. A question without a reply is left out, and the same command asks it again.
 Left out: the papers' few-shot examples, searching inside a reasoning model's <think>.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import ClassVar
@@ -49,15 +50,13 @@ from prompts import (
     question_text,
     strip_tags,
     tag_pair,
-    without_thinking,
 )
 from rollout import Environment, context_of, encode
 from settings import RECORDS, Settings, check_settings, resolve
 from summarizer import SearchFunction
 from trajectory import Trajectory
 
-TAGS = tag_pair("search"), tag_pair("information"), tag_pair("answer")
-BASELINE = Protocol("baseline", *TAGS, instruction="", direct_instruction="")
+BASELINE = Protocol("baseline", *map(tag_pair, ("search", "information", "answer")), "", "")
 LABELS = FOLLOW_UP, TOLD, FINAL = "Follow up:", "Intermediate answer:", "So the final answer is:"
 NO_REPLY = "no reply"  # why a trajectory ended whose model could not be reached
 
@@ -67,18 +66,13 @@ NO_REPLY = "no reply"  # why a trajectory ended whose model could not be reached
 
 @dataclass(frozen=True)
 class Write:
-    """The model reads passages, question and notes, in this order, and goes on behind `so_far`.
-
-    found    lines of passages, the latest search's first; a short context drops the last ones
-    notes    more to read; where even that does not fit, cut from the front
-    so_far   the beginning of the model's own reply
-    """
+    """The model reads passages, question and notes, in this order, and goes on behind `so_far`."""
 
     instruction: str
     question: str
-    found: Sequence[str] = ()
-    notes: str = ""
-    so_far: str = ""
+    found: Sequence[str] = ()  # lines, the latest search's first; a short context drops the last
+    notes: str = ""  # more to read; where even that does not fit, cut from the front
+    so_far: str = ""  # the beginning of the model's own reply
 
 
 # Handed to a method: for a `Write` the text, for a query the lines that a policy would read.
@@ -230,8 +224,8 @@ def search_o1(question: Question, limit: int = 10) -> Steps:
     return (yield from conclude(request, reply))
 
 
-_ALL = (direct, cot, rag, ircot, iter_retgen, self_ask, rat, search_o1)
-METHODS: dict[str, Callable[..., Steps]] = {method.__name__: method for method in _ALL}
+ALL = (direct, cot, rag, ircot, iter_retgen, self_ask, rat, search_o1)
+METHODS: dict[str, Callable[..., Steps]] = {method.__name__: method for method in ALL}
 
 
 # -------------------------------------------------------------------------------- what a reply says
@@ -272,11 +266,7 @@ _END = re.compile(r"(?<!\b[A-Z\d])(?<!\b[DMS]r)(?<!\bSt)(?<!\bMrs)(?<!\bvs)[.!?]
 
 
 def first_sentence(text: str) -> str:
-    """The text up to the end of its first sentence, or of its first line.
-
-    >>> first_sentence("Dr. J. Bell was born in Kelmouth. It is a town.")
-    'Dr. J. Bell was born in Kelmouth.'
-    """
+    """The text up to the end of its first sentence, or of its first line."""
     line = text.strip().partition("\n")[0]
     end = _END.search(line)
     return line[: end.end()] if end else line.strip()
@@ -315,9 +305,7 @@ class Row:
 def run_method(
     name: str, questions: list[Question], writer: Writer, search: SearchFunction, settings: Settings
 ) -> list[Trajectory]:
-    """A trajectory of one method for each question, without token ids. max_searches 0: the paper's
-    own bound.
-    """
+    """A trajectory for each question, without token ids. max_searches 0: the paper's own bound."""
     limit = [settings.max_searches] if settings.max_searches else []
     # This environment writes a log and no context; one search takes at most half a prompt.
     most = min(settings.document_tokens, writer.room // 2)
@@ -357,8 +345,7 @@ def write_all(rows: list[Row], writer: Writer) -> None:
             continue
         reply = _TURN.match(reply).group()
         # In a transcript tags mean a search that was made, or the answer.
-        text = strip_tags(reply, BASELINE.tags).strip()
-        row.trajectory.append_model([], [], f"{text}\n\n")
+        row.trajectory.append_model([], [], f"{strip_tags(reply, BASELINE.tags).strip()}\n\n")
         row.hand(reply)
 
 
@@ -420,16 +407,15 @@ class Tiny(LocalLLM):
     def prompt(self, request: Request) -> list[int]:
         return encode(self.tokenizer, "".join(request))
 
-    def ask(self, requests: list[Request]) -> list[str]:
-        replies = dict(self.replies(requests))
-        # It goes on behind </answer>, perhaps to another </think>: first of all its turn ends.
-        turns = [request[1] + _TURN.match(replies[request]).group() for request in requests]
-        return list(map(without_thinking, turns))
+    def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str]]:
+        # It goes on behind </answer>, perhaps to another </think>: its turn ends before that.
+        for request, reply in super().replies(requests):
+            yield request, request[1] + _TURN.match(reply).group()
 
 
 def tiny_request(write: Write, tokenizer, protocol: Protocol) -> Request:
-    """What the warm-up had: the bare question, passages in their frame, no instruction. Left alone
-    it would search: to answer at once, its answer is opened for it.
+    """As in its warm-up: the bare question, framed passages. To answer without a search, its answer
+    is opened for it.
     """
     prompt = prompt_text(protocol, Question("", write.question, []), tokenizer)
     if write.found:
@@ -450,8 +436,7 @@ def load_writer(settings: Settings) -> Writer:
         request_of = partial(tiny_request, tokenizer=tokenizer, protocol=protocol)
     context = settings.max_context or 4096  # a server's is not known
     if isinstance(llm, LocalLLM):
-        positions = context_of(llm.policy)
-        context = min(settings.max_context or positions, positions)
+        context = min(settings.max_context or 2**31, context_of(llm.policy))
         llm.batch_size = settings.rollout_batch_size or llm.batch_size
     return Writer(llm, context - most, request_of)
 
@@ -475,8 +460,8 @@ class BaselineSettings:
 
 
 def parse(arguments: list[str] | None) -> tuple[list[str], Settings, BaselineSettings]:
-    """(methods, settings, options). The recipe names the tiny model and gives the limits; a method
-    has its own bound on searches, unless told otherwise.
+    """(methods, settings, options). The recipe names the tiny model and gives all limits but that
+    on searches.
     """
     records = [record for record in RECORDS if record.__module__ in FILES]
     options, given = parse_flags("lab.baselines", BaselineSettings, arguments, records)
