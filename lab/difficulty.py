@@ -33,7 +33,6 @@ from rollout import check_prompts, rollout
 from settings import ASKING, check_settings
 
 AT_ONCE = 16  # questions that share a seed
-Answer = Callable[[list[Question]], list[list[float]]]  # the scores of each question's rollouts
 
 
 def bucket_of_first_success(scores: Sequence[float]) -> str:
@@ -67,9 +66,9 @@ class DifficultySettings:
 
 
 def measure(
-    questions: list[Question], answer: Answer, made_with: dict, options: DifficultySettings
+    questions: list[Question], answer: Callable, made_with: dict, options: DifficultySettings
 ) -> dict[str, str]:
-    """id -> bucket. Each batch is written as it comes; `answer` gives its questions' scores."""
+    """id -> bucket. Each batch is written as it comes; answer(batch) has each question's scores."""
     out, found = Path(options.out), SCHEMES[options.scheme][0]
     made_with = made_with | {"metric": options.metric, "scheme": options.scheme}
     ids = [question.id for question in questions]

@@ -26,7 +26,7 @@ from transformers import (
 
 import train
 from data import Question
-from errors import run_main
+from errors import InputError, run_main
 from plumbing import build
 from policy import Policy, save_policy
 from prompts import PROTOCOLS, as_protocol, build_prompt, frame_documents
@@ -225,6 +225,14 @@ def rows_of(folder) -> list[dict]:
 
 def same(one, other) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def message(call, *arguments, **named) -> str:
+    """What an InputError says, in one line."""
+    with pytest.raises(InputError) as error:
+        call(*arguments, **named)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def command_line(main, arguments, capsys) -> str:

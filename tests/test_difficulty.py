@@ -4,6 +4,7 @@ import json
 from collections import Counter
 
 import pytest
+from conftest import message
 
 from curriculum import read_difficulty
 from data import Question
@@ -37,13 +38,6 @@ def out(tmp_path):
 def measured(out, rollouts=None, questions=MANY, made_with=None, **given):
     options = DifficultySettings(out=str(out), samples=10, **given)
     return measure(questions, rollouts or Rollouts(), made_with or {"model": "a"}, options)
-
-
-def message(call, *args):
-    with pytest.raises(InputError) as error:
-        call(*args)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def test_each_question_gets_its_scores_its_mean_and_its_bucket(out):

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from conftest import message
 from transformers import AutoModelForCausalLM
 
 from data import Document, Question, SearchRequest, load_questions
@@ -49,13 +50,6 @@ QUESTION = replace(PLAIN, references=REFERENCES, supporting=(1, 3))
 def imitated(example, tokenizer, mask=1):
     pairs = zip(example.ids, example.mask, strict=True)
     return decode(tokenizer, [token for token, kept in pairs if kept == mask])
-
-
-def message(call, *args, **kwargs):
-    with pytest.raises(InputError) as error:
-        call(*args, **kwargs)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(

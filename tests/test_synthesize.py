@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from conftest import chat_server
+from conftest import chat_server, message
 
 from data import Question, load_questions
 from errors import InputError
@@ -80,13 +80,6 @@ def make(tmp_path, monkeypatch):
         return result, load_questions(how.out) if Path(how.out).read_text() else []
 
     return make
-
-
-def message(call, *args):
-    with pytest.raises(InputError) as error:
-        call(*args)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 # ----------------------------------------------------------------------------------------- the form
