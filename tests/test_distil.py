@@ -127,35 +127,16 @@ def lived(tokenizer, protocol, pieces) -> Trajectory:
 
 SEARCH = ("model", f"First.{QUERY} Ana Bell {END}")
 FIVE = ("model", "So \\boxed{5}.<|im_end|>")
+BLOCK, NOTHING = ("documents", FOUND), ("documents", frame_documents(UR2, "None"))
+FALLBACK, REFUSED = ("notice", UR2.fallback_notice), ("notice", UR2.malformed_notice)
+LIMIT, BOX = ("notice", UR2.limit_notice), ("model", "</think> <answer> Norland </answer>")
+EMPTY, OWN = ("model", f"{QUERY} {END}\n\n"), ("model", f"{QUERY} Ana {END}\n\n")
 LIVES = {
-    "a search": (UR2, [SEARCH, ("documents", FOUND), FIVE]),
-    "a turn that ends in newlines of its own": (
-        UR2,
-        [("model", f"{QUERY} Ana {END}\n\n"), ("documents", FOUND), ("model", "\n\\boxed{5}")],
-    ),
-    "a fallback and its notice": (
-        UR2,
-        [
-            SEARCH,
-            ("documents", frame_documents(UR2, "None")),
-            ("notice", UR2.fallback_notice),
-            FIVE,
-        ],
-    ),
-    "a refused query": (
-        UR2,
-        [("model", f"{QUERY} {END}\n\n"), ("notice", UR2.malformed_notice), FIVE],
-    ),
-    "the limit": (
-        R1,
-        [
-            SEARCH,
-            ("documents", FOUND),
-            ("model", f"{QUERY} Kelmouth {END}"),
-            ("notice", UR2.limit_notice),
-            ("model", "</think> <answer> Norland </answer>"),
-        ],
-    ),
+    "a search": (UR2, [SEARCH, BLOCK, FIVE]),
+    "a turn that ends in newlines of its own": (UR2, [OWN, BLOCK, ("model", "\n\\boxed{5}")]),
+    "a fallback and its notice": (UR2, [SEARCH, NOTHING, FALLBACK, FIVE]),
+    "a refused query": (UR2, [EMPTY, REFUSED, FIVE]),
+    "the limit": (R1, [SEARCH, BLOCK, SEARCH, LIMIT, BOX]),
 }
 
 
