@@ -17,7 +17,7 @@ import math
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -153,14 +153,12 @@ def without_notices(text: str, protocol: Protocol) -> list[tuple[str, bool]]:
     return [(part, part not in notices) for part in parts]
 
 
-def read_traces(
-    path: str, protocol: Protocol, given: list[Question] | None = None
-) -> list[Trajectory]:
+def read_traces(path: str, protocol: Protocol, given: Sequence[Question] = ()) -> list[Trajectory]:
     """Each question's first right trajectory (format 1, em 1) in a predictions file.
 
     given   the questions it was made from: a record has neither options nor references
     """
-    known, traces = {question.id: question for question in given or []}, {}
+    known, traces = {question.id: question for question in given}, {}
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError):
             raise InputError(f"{path}, {place}: {record}: correct it")
@@ -169,7 +167,7 @@ def read_traces(
             how = "with id, question, transcript and metrics: evaluate with --out FILE"
             raise InputError(f"{path}, {place}: expected a line of eval.py {how}")
         name, asked, transcript, metrics = fields
-        if given is not None and name not in known:
+        if known and name not in known:
             why = "is not in --questions: give the file it was made from"
             raise InputError(f"{path}, {place}: question {name} {why}")
         if name not in traces and metrics.get("format") == metrics.get("em") == 1:
@@ -210,15 +208,13 @@ def summary_example(asked: tuple, reply: str, tokenizer) -> Example:
 METHODS = ("direct", "reasoning", "traces", "summarizer")
 
 
-def examples_of(
-    method: str, settings: DistilSettings, protocol: Protocol, tokenizer
-) -> list[Example]:
+def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> list[Example]:
     if method == "summarizer":
         replies = read_summary_log(settings.data)
         return [summary_example(asked, reply, tokenizer) for asked, reply in replies.items()]
     if method == "traces":
         asked = settings.questions
-        given = load_questions(asked, settings.skip_bad) if asked else None
+        given = load_questions(asked, settings.skip_bad) if asked else ()
         return [trace_example(t, tokenizer) for t in read_traces(settings.data, protocol, given)]
     questions = load_questions(settings.data, settings.skip_bad)
     if method == "direct":
@@ -249,8 +245,7 @@ def distil(method: str, settings: DistilSettings) -> None:
     protocol = as_protocol(settings.protocol or default)
     how = PolicySettings(gradient_checkpointing=settings.gradient_checkpointing)
     policy, tokenizer = load_policy(settings.model, best_device(), how)  # fp32: it is trained
-    positions = context_of(policy)
-    longest = min(settings.max_context or positions, positions)
+    longest = min(settings.max_context or 2**31, context_of(policy))
     examples = that_fit(examples_of(method, settings, protocol, tokenizer), longest)
     size = min(settings.batch_size, len(examples))
     steps = math.ceil(settings.epochs * len(examples) / size)
@@ -263,7 +258,6 @@ def distil(method: str, settings: DistilSettings) -> None:
     if not all(map(math.isfinite, losses)):
         why = f"nothing was saved; lower --lr {settings.lr:g}"
         raise InputError(f"the loss became {losses[-1]}: {why}")
-    Path(settings.out).parent.mkdir(parents=True, exist_ok=True)
     save_policy(policy, tokenizer, settings.out)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved: {settings.out}")
     if method == "direct":  # its instruction is not the protocol's: evaluation needs it too

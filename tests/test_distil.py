@@ -306,11 +306,11 @@ def run(method, model, data, out, *flags):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_and_saves_a_model_that_loads(tmp_path, model, files, method, capsys):
     flags = ["--skip_bad"] if method == "reasoning" else []
-    weights = run(method, model, files[method], tmp_path / "out", *flags)
+    weights = run(method, model, files[method], tmp_path / "new" / "out", *flags)
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert any(not weights[name].equal(before[name]) for name in before)
     assert "saved:" in capsys.readouterr().out
-    assert (tmp_path / "out" / "prompt.txt").exists() == (method == "direct")
+    assert (tmp_path / "new" / "out" / "prompt.txt").exists() == (method == "direct")
 
 
 def test_equal_seeds_give_equal_weights_and_others_do_not(tmp_path, model, files):
