@@ -137,9 +137,8 @@ def test_a_passage_that_two_searches_found_stands_in_the_prompt_once():
 
 
 def test_iter_retgen_searches_the_question_with_the_last_answer_and_reads_only_what_that_found():
-    trajectory, requests, library = go(
-        "iter_retgen", ["Born in Kelmouth. <answer> Kelmouth </answer>", NORLAND]
-    )
+    replies = ["Born in Kelmouth. <answer> Kelmouth </answer>", NORLAND]
+    trajectory, requests, library = go("iter_retgen", replies)
     # T = 2, without tags
     assert library.queries == [ANA.question, f"{ANA.question} Born in Kelmouth. Kelmouth"]
     assert trajectory.answer == "Norland" and [len(request.found) for request in requests] == [2, 2]
@@ -147,16 +146,14 @@ def test_iter_retgen_searches_the_question_with_the_last_answer_and_reads_only_w
 
 
 def test_self_ask_asks_its_follow_ups_one_by_one_and_reads_each_answer_out_of_the_passages():
-    trajectory, requests, library = go(
-        "self_ask",
-        [
-            "Follow up: Where was Ana Bell born?\nIntermediate answer: Varen",
-            "<answer> Kelmouth </answer>",
-            "Follow up: Which country is Kelmouth in?",
-            "Norland",
-            "So the final answer is: Norland.",
-        ],
-    )
+    replies = [
+        "Follow up: Where was Ana Bell born?\nIntermediate answer: Varen",
+        "<answer> Kelmouth </answer>",
+        "Follow up: Which country is Kelmouth in?",
+        "Norland",
+        "So the final answer is: Norland.",
+    ]
+    trajectory, requests, library = go("self_ask", replies)
     assert library.queries == ["Where was Ana Bell born?", "Which country is Kelmouth in?"]
     # and not what the model made up: Varen
     first = "Follow up: Where was Ana Bell born?\nIntermediate answer: Kelmouth\n"
@@ -179,18 +176,16 @@ def test_self_ask_stops_at_ten_follow_ups():
 
 def test_rat_revises_each_paragraph_with_its_own_query_and_with_the_revised_ones_before_it():
     final = "So the final answer is: Sudria."
-    trajectory, requests, library = go(
-        "rat",
-        [
-            f" Ana was born in Varen.\n\nVaren is in Sudria. \n \n\n{final}\n",
-            '"Ana Bell birthplace"\nbecause',
-            "Ana was born in Kelmouth.",
-            "Kelmouth country",
-            "Kelmouth is in Norland.",
-            "",
-            "So the final answer is: Norland.",
-        ],
-    )
+    replies = [
+        f" Ana was born in Varen.\n\nVaren is in Sudria. \n \n\n{final}\n",
+        '"Ana Bell birthplace"\nbecause',
+        "Ana was born in Kelmouth.",
+        "Kelmouth country",
+        "Kelmouth is in Norland.",
+        "",
+        "So the final answer is: Norland.",
+    ]
+    trajectory, requests, library = go("rat", replies)
     # the query is one line without quotes; where none comes the paragraph itself is looked up
     assert library.queries == ["Ana Bell birthplace", "Kelmouth country", final]
     born = "Ana was born in Kelmouth."
@@ -210,16 +205,14 @@ def test_rat_leaves_paragraphs_behind_its_limit_as_they_were():
 
 def test_search_o1_inserts_the_models_own_notes_and_not_the_pages():
     reasoning = "I need it. <search> Ana Bell born </search>"
-    trajectory, requests, library = go(
-        "search_o1",
-        [
-            f"{reasoning} <information> made up",
-            "She was born in Kelmouth.",
-            "So. <search> Kelmouth country </search>",
-            "In Norland.",
-            f"Thus {NORLAND}",
-        ],
-    )
+    replies = [
+        f"{reasoning} <information> made up",
+        "She was born in Kelmouth.",
+        "So. <search> Kelmouth country </search>",
+        "In Norland.",
+        f"Thus {NORLAND}",
+    ]
+    trajectory, requests, library = go("search_o1", replies)
     assert library.queries == ["Ana Bell born", "Kelmouth country"]
     assert trajectory.answer == "Norland"
     # what stood behind the query was never seen by anybody
