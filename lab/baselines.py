@@ -17,9 +17,9 @@ queries are one search call, all their texts one batch.
     python -m lab.baselines --method rag,ircot --model SPEC --data FILE --corpus FILE
                                                    SPEC: a HF model, or http://host:port/v1#model
 
-The prompts are ours, for chat models, asked greedily. A page cannot steer a method: tags and labels
-are taken out of it; nor can a page or a reply open a turn of a model in this process: all special
-tokens are. A question without a reply is left out, and the same command asks it again.
+The prompts are ours, for chat models, asked greedily. Pages come without tags and labels, so that
+none steers a method; a model in this process reads no special token of a page or a reply, so that
+neither opens a turn. A question without a reply is left out, and the same command asks it again.
 Left out: the papers' few-shot examples, searching inside a reasoning model's <think>.
 """
 

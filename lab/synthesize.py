@@ -204,11 +204,12 @@ def check_drafts(
     # Other orders than the votes': of a writer that answers too, these would be the same requests.
     turns = range(VOTES, VOTES + settings.k)
     right = grade_drafts(answerer, elected, turns, settings.seed, result)
-    levels = [bucket(n / settings.k) for n in right]
-    result["too hard"] += levels.count("dropped")
-    shown = [reordered(draft, 0, settings.seed) for draft in elected]
-    pairs = zip(shown, levels, strict=True)
-    return [replace(draft, level=level) for draft, level in pairs if level != "dropped"]
+    graded = []
+    for draft, n in zip(elected, right, strict=True):
+        graded.append(replace(reordered(draft, 0, settings.seed), level=bucket(n / settings.k)))
+    kept = [draft for draft in graded if draft.level != "dropped"]
+    result["too hard"] += len(graded) - len(kept)
+    return kept
 
 
 def examples_among(given: list[Question]) -> list[Question]:
