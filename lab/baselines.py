@@ -29,11 +29,10 @@ import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import ClassVar
 
 from data import Question
 from errors import InputError, check_output, check_value, run_main, setting
-from eval import Evaluation
+from eval import Evaluation, Options
 from lab import interruptible, parse_flags
 from metrics import last_boxed
 from other_models.llm import LocalLLM, Request, load_llm
@@ -448,15 +447,12 @@ FILES = ("settings", "data", "rollout", "retriever", "summarizer")  # whose flag
 
 @dataclass(frozen=True)
 class BaselineSettings:
-    """The methods that papers compare with; an `Evaluation` reads this too."""
+    """The methods that papers compare with."""
 
     method: str = setting("all", f"all, or some of {','.join(METHODS)}")
     split: str = setting("test", "of the built-in world", one_of=("train", "dev", "test"))
     questions: int = setting(100, "per kind in the built-in world; of a file, 0 = all", least=0)
     out: str = setting("", "folder of METHOD.jsonl, the predictions; else in runs/predictions")
-    samples: ClassVar[int] = 1
-    fresh: ClassVar[bool] = False
-    fact_seed: ClassVar[None] = None
 
 
 def parse(arguments: list[str] | None) -> tuple[list[str], Settings, BaselineSettings]:
@@ -485,7 +481,7 @@ def parse(arguments: list[str] | None) -> tuple[list[str], Settings, BaselineSet
 
 def main(arguments: list[str] | None = None) -> None:
     methods, settings, options = parse(arguments)
-    whole, rows = Evaluation(settings, options), {}
+    whole = Evaluation(settings, Options(options.split, options.questions, out=options.out))
     folder = whole.out if options.out else whole.out.with_suffix("")
     version = weights_version(settings.model) if settings.model else "built-in"
 
@@ -499,6 +495,7 @@ def main(arguments: list[str] | None = None) -> None:
         return [trajectory for trajectory in found if trajectory.stop_reason != NO_REPLY]
 
     with interruptible(f"what was finished is in {folder}: the same command goes on"):
+        rows = {}
         for name in methods:
             out, count = folder / f"{name}.jsonl", len(whole.questions)
             records = whole.collect(out, version, partial(rows_of, name), name)

@@ -14,14 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 from tqdm import tqdm
 
 from curriculum import bucket_of_mean
 from data import BUCKETS, Question, load_attempts
 from errors import InputError, check_output, run_main, setting
-from eval import Evaluation, settings_of
+from eval import Evaluation, Options, settings_of
 from formats.records import append_jsonl
 from lab import interruptible, parse_flags
 from metrics import score_answer
@@ -53,7 +52,7 @@ SCHEMES = {"ur2": (bucket_of_mean, "f1"), "r1_searcher": (bucket_of_first_succes
 
 @dataclass(frozen=True)
 class DifficultySettings:
-    """How hard each question is; an `Evaluation` reads it too."""
+    """How hard each question is."""
 
     out: str = setting("", "JSONL to write", needed=True)
     samples: int = setting(20, "rollouts per question, K", least=1)
@@ -61,8 +60,6 @@ class DifficultySettings:
     metric: str = setting("", 'of open answers; "": the scheme\'s', one_of=("", "em", "f1", "cem"))
     from_rollouts: str = setting("", "take the answers (pred_anses) of this file, not a model's")
     questions: int = setting(0, "of each kind in the built-in world, or in all; 0 = all", least=0)
-    split: ClassVar[str] = "train"
-    fact_seed: ClassVar[None] = None
 
 
 def measure(
@@ -103,7 +100,9 @@ def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
     settings = check_settings(settings_of({"temperature": 1.0} | given), training=False)
     if settings.temperature == 0 and options.samples > 1:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
-    whole = Evaluation(settings, options)
+    whole = Evaluation(
+        settings, Options("train", options.questions, options.samples, out=options.out)
+    )
     settings, device = whole.settings, best_device()  # they have the group size now
     search = build_search(settings, whole.documents, device)
     policy, tokenizer = load_model(settings, settings.model, device, frozen=True)
