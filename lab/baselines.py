@@ -456,9 +456,7 @@ class BaselineSettings:
 
 
 def parse(arguments: list[str] | None) -> tuple[list[str], Settings, BaselineSettings]:
-    """(methods, settings, options). The recipe names the tiny model and gives all limits but that
-    on searches.
-    """
+    """(methods, settings, options). The recipe gives the tiny model and all limits but searches."""
     records = [record for record in RECORDS if record.__module__ in FILES]
     options, given = parse_flags("lab.baselines", BaselineSettings, arguments, records)
     named = options.method.replace(" ", "")
@@ -482,6 +480,7 @@ def parse(arguments: list[str] | None) -> tuple[list[str], Settings, BaselineSet
 def main(arguments: list[str] | None = None) -> None:
     methods, settings, options = parse(arguments)
     whole = Evaluation(settings, Options(options.split, options.questions, out=options.out))
+    rows: dict[str, dict] = {}  # method -> its means
     folder = whole.out if options.out else whole.out.with_suffix("")
     version = weights_version(settings.model) if settings.model else "built-in"
 
@@ -495,7 +494,6 @@ def main(arguments: list[str] | None = None) -> None:
         return [trajectory for trajectory in found if trajectory.stop_reason != NO_REPLY]
 
     with interruptible(f"what was finished is in {folder}: the same command goes on"):
-        rows = {}
         for name in methods:
             out, count = folder / f"{name}.jsonl", len(whole.questions)
             records = whole.collect(out, version, partial(rows_of, name), name)
