@@ -1,22 +1,20 @@
-"""How fast, and against what: each part of a training step beside a slow twin.
+"""How fast, and against what: the parts of a training step, each beside a slow twin.
 
     python -m lab.bench rollout      three loops that sample
     python -m lab.bench update       one gradient, at V = 151,936
-    python -m lab.bench step         rollout, advantages and update of a GRPO step
+    python -m lab.bench step         a whole GRPO step: how much of it each part takes
     python -m lab.bench retrieval    BM25, seconds per query
     python -m lab.bench decode       a step of the engine, against the memory's bandwidth
 
-The work is written down first: how many tokens each turn of a row has, and what a search then
-inserts. So every loop samples as much at the same places, and every update sees the same rows.
-Variants take turns, each run in a process of its own: what else the machine does meets all of them.
+The work is written down first: how many tokens each turn has, and what a search then inserts. So
+every variant does the same. They take turns, each run in a process of its own that first does a
+small piece of the work: what else the machine does meets all of them.
 
     seconds   of CPU (on a GPU: of the clock, after a synchronisation), median of all runs
     mib       peak, less what the process held before: no weights, but gradients and moments (on a
               GPU the whole peak)
-    x TWIN    the twin's seconds / ours: above 1 is faster; behind it ours / the twin's mib
+    x TWIN    the twin's seconds / ours: above 1 is faster
 
-Traps: the first call of anything imports, compiles and allocates, so each process first does a
-small piece of the same work. A forked process shares its parent's pages: only what grows counts.
 Left out: searches (nothing waits here), several processes, sampling by a server, other trainers.
 """
 
@@ -29,7 +27,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -61,10 +59,10 @@ from retriever import BM25, top
 from scale.engine import Engine, EngineSettings, obstacle, place_bytes, play_in_slots
 from scale.lora import add_lora
 from scale.sampling import to_sample_with, wants_copy
-from settings import Settings, add_flags
+from settings import Settings, add_flags, check_limits
 from train import Sampled, batch_of_update, prepare, shuffled_updates
 from trajectory import Trajectory
-from update import MAX_GRAD_NORM, Parts, update
+from update import Parts, update
 
 PROMPT, TURN, ANSWER, INSERTED = (100, 200), (20, 80), (20, 150), (100, 200)  # tokens
 SEARCHES = 3  # of a row, at most
@@ -78,12 +76,12 @@ class BenchSettings:
     repeats: int = setting(5, "runs of each variant", least=1)
     only: str = setting("", "names of variants, comma-separated, such as ours")
     model: str = setting("4M", "4M, 7B, 3B, ... or a directory: its shape, with random weights")
-    vocab: int = setting(0, "0: the shape's own, of an update 151,936", least=0)
+    vocab: int = setting(0, "0: the shape's own; of an update 151,936", least=0)
     device: str = setting("cpu", "what computes", one_of=("cpu", "cuda"))
     threads: int = setting(1, "of a process, on a CPU", least=1)
-    questions_per_step: int = setting(0, "0: 8, of an update 2", least=0)
-    trajectories_per_update: int = setting(0, "step: fewer than all are ours alone", least=0)
-    tokens_per_micro_batch: int = setting(4096, "step: ours", least=1)
+    questions_per_step: int = setting(8, "of an update 2", least=1)
+    trajectories_per_update: int = setting(0, "step: 0 makes one update of all", least=0)
+    tokens_per_micro_batch: int = setting(4096, "step: padding counted", least=1)
     shorter: int = setting(1, "all lengths are divided by this", least=1, most=20)
     batch: int = setting(64, "decode: rows", least=1)
     context: int = setting(512, "decode: tokens in front of what is timed", least=1)
@@ -92,6 +90,7 @@ class BenchSettings:
 
 FLAGS = (BenchSettings, rollout.RolloutSettings, EngineSettings, PolicySettings)
 DEFAULTS = {"algorithm": "grpo", "kl_coef": 0.0, "group_size": 8, "lr": 1e-6}
+OF_UPDATE = {"questions_per_step": 2, "vocab": 151_936}
 
 
 @dataclass(frozen=True)
@@ -102,53 +101,45 @@ class Bench(BenchSettings, Settings):
 # ------------------------------------------------------------------------------------ the same work
 
 
-# A prompt, and of each turn (tokens, what is inserted behind them: behind the last nothing).
-Script = tuple[list[int], list[tuple[int, list[int]]]]
-
-
-def write_scripts(o: Bench, vocab: int) -> list[Script]:
-    """Question by question, `group_size` rows each."""
-    draw, scripts = random.Random(o.seed), []
-
-    def length(bounds: tuple[int, int]) -> int:
-        return draw.randint(bounds[0] // o.shorter, bounds[1] // o.shorter)
-
-    def text(bounds: tuple[int, int]) -> list[int]:
-        return [draw.randrange(1, vocab) for _ in range(length(bounds))]
-
-    for _ in range(o.questions_per_step):
-        prompt = text(PROMPT)
-        for _ in range(o.group_size):
-            searches = draw.randint(0, SEARCHES)
-            said = [length(TURN) for _ in range(searches)] + [length(ANSWER)]
-            found = [text(INSERTED) for _ in range(searches)] + [[]]
-            scripts.append((prompt, list(zip(said, found, strict=True))))
-    return scripts
-
-
 class Scripted:
-    """What rollout.py's loops ask of an `Environment`, answered from scripts."""
+    """What rollout.py's loops ask of an `Environment`, written down before: of each row's turns how
+    many tokens they have, and what is inserted behind them; behind the last nothing.
+    """
 
-    def __init__(self, scripts: list[Script], vocab: int, o: Bench):
-        self.settings, self.protocol, self.rows, self.size = o, PROTOCOLS["ur2"], [], 0
+    def __init__(self, vocab: int, o: Bench):
+        self.settings, self.protocol, self.rows = o, PROTOCOLS["ur2"], []
         # One word in 128 ends like a tag, so that there is something to look for tags in.
         words = {f"w{i}{'>' if i % 128 == 0 else ''}": i for i in range(vocab)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0>")
-        for prompt, turns in scripts:
-            row = Trajectory(Question("", "", []), self.protocol, prompt)
-            row.left = list(turns)  # turns to come
-            self.rows.append(row)
-            self.size = max(
-                self.size, len(prompt) + sum(said + len(found) for said, found in turns)
-            )
+        draw = random.Random(o.seed)
+
+        def length(bounds: tuple[int, int]) -> int:
+            return draw.randint(bounds[0] // o.shorter, bounds[1] // o.shorter)
+
+        def text(bounds: tuple[int, int]) -> list[int]:
+            return [draw.randrange(1, vocab) for _ in range(length(bounds))]
+
+        for _ in range(o.questions_per_step):
+            prompt = text(PROMPT)
+            for _ in range(o.group_size):
+                searches = draw.randint(0, SEARCHES)
+                said = [length(TURN) for _ in range(searches)] + [length(ANSWER)]
+                found = [text(INSERTED) for _ in range(searches)] + [[]]
+                row = Trajectory(Question("", "", []), self.protocol, prompt)
+                row.left = list(zip(said, found, strict=True))  # turns to come
+                self.rows.append(row)
+
+    def longest(self, prompt: int) -> int:
+        """Of rows that have not begun."""
+        return max(
+            len(row.prompt_ids) + sum(said + len(found) for said, found in row.left)
+            for row in self.rows
+        )
 
     def turn_room(self, row: Trajectory) -> int:
         """`naive` samples a token of rows that have ended too."""
         return 1 if row.stop_reason else row.left[0][0]
-
-    def longest(self, prompt: int) -> int:
-        return self.size
 
     def end_turn(self, row: Trajectory, ids: list[int], logprobs: list[float], reason: str) -> None:
         row.append_model(ids, logprobs, "")
@@ -163,10 +154,10 @@ class Scripted:
         """As if a policy had sampled: random tokens, log-probs 0."""
         draw = random.Random(0)
         for row in self.rows:
-            while not row.stop_reason:
-                ids = [draw.randrange(1, vocab) for _ in range(self.turn_room(row))]
-                self.end_turn(row, ids, [0.0] * len(ids), "length")
-                self.answer([] if row.stop_reason else [row])
+            for said, found in row.left:
+                row.append_model([draw.randrange(1, vocab) for _ in range(said)], [0.0] * said, "")
+                row.append_environment(found, "", "documents")
+            row.stop_reason = "length"
 
 
 def shape_of(o: Bench):
@@ -195,13 +186,12 @@ def make_policy(o: Bench, twin: bool) -> Policy:
     """
     frozen = o.lora_rank and o.device == "cuda"
     policy = Policy(make_model(o, torch.bfloat16 if frozen else torch.float32))
-    model = policy.language_model
     if twin:
-        model.set_attn_implementation("sdpa")
+        policy.language_model.set_attn_implementation("sdpa")
     if o.lora_rank:
-        add_lora(model, o.lora_rank)
+        add_lora(policy.language_model, o.lora_rank)
     if o.gradient_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(policy.language_model)
     return policy
 
 
@@ -215,25 +205,23 @@ def clock(device: str) -> float:
     return time.process_time()
 
 
-def memory(device: str, reset: bool = False) -> float:
-    """Peak MiB since the last reset; with `reset` what is taken now (on a GPU 0)."""
+def peak_mib(device: str, anew: bool) -> float:
+    """Since it was last measured `anew`; on a GPU, and not anew, the process's."""
     if device == "cuda":
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-        return 0.0 if reset else torch.cuda.max_memory_allocated() / 2**20
+        return 0.0 if anew else torch.cuda.max_memory_allocated() / 2**20
     if not Path("/proc/self/clear_refs").exists():
         return 0.0  # no Linux: not counted
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    if anew:
+        Path("/proc/self/clear_refs").write_text("5")
     return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
 
 def measured(work: Callable[[], object], device: str) -> tuple[dict, object]:
     """({seconds, mib}, what work() returns)."""
-    before, start = memory(device, reset=True), clock(device)
+    before, start = peak_mib(device, anew=True), clock(device)
     result = work()
     seconds = clock(device) - start
-    return {"seconds": seconds, "mib": memory(device) - before}, result
+    return {"seconds": seconds, "mib": peak_mib(device, anew=False) - before}, result
 
 
 def alone(work: Callable[[], tuple[dict, list]], threads: int) -> tuple[dict, list]:
@@ -262,23 +250,21 @@ def in_turns(works: dict[str, Callable], o: Bench, runs: dict[str, list[dict]]) 
         runs.setdefault(name, []).append(numbers | {"apart": apart})
 
 
-def summarize(runs: dict[str, list[dict]]) -> dict[str, dict]:
-    """A row per variant: medians of its runs, and its ratios against each variant above it."""
-    rows: dict[str, dict] = {}
+def show(runs: dict[str, list[dict]]) -> None:
+    """A line per variant: medians of its runs, and its speed against each variant above it."""
+    medians: dict[str, dict] = {}
     for name, found in runs.items():
         row = {key: statistics.median(run[key] for run in found) for key in found[0]}
         seconds = [run["seconds"] for run in found]
         row |= {"from": min(seconds), "to": max(seconds)}
         if "tokens" in row:
             row["tokens_per_s"] = row["tokens"] / row["seconds"]
-        for twin, slow in rows.items():
-            row[f"x {twin}"] = slow["seconds"] / row["seconds"]
-            row[f"mib of {twin}"] = row["mib"] / slow["mib"] if slow["mib"] else 0.0
-        rows[name] = row
-    return rows
+        row |= {f"x {twin}": slow["seconds"] / row["seconds"] for twin, slow in medians.items()}
+        medians[name] = row
+        print(f"{name:16}" + "  ".join(f"{key} {value:.4g}" for key, value in row.items()))
 
 
-# ---------------------------------------------------------------------------------- rollout, update
+# ----------------------------------------------------------------------------------------- variants
 
 
 def naive(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
@@ -291,10 +277,7 @@ def naive(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None
         environment.answer([row for row in rows if not row.stop_reason])
 
 
-@torch.no_grad()
-def slots(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
-    """scale/engine.py; --rollout_batch_size gives it fewer slots than rows."""
-    play_in_slots(policy, environment, rows)
+slots = torch.no_grad()(play_in_slots)  # --rollout_batch_size gives it fewer slots than rows
 
 
 def grpo_batch(rows: list[Trajectory], o: Bench):
@@ -333,49 +316,36 @@ def packed(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> Non
         (-part.token_weights * part.advantages * logprobs).sum().backward()
 
 
-# ------------------------------------------------------------------------------------- a whole step
-
-
-def our_step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
-    """As train.py: slots (on a GPU of a copy in bf16), advantages, a scoring pass for what is
-    updated second, updates. Returns the seconds of rollout and update.
+def step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
+    """As train.py: slots (on a GPU of a copy in bf16), log-probs and advantages, updates. Returns
+    what share of the time each took.
     """
-    o, start = environment.settings, clock(environment.settings.device)
+    o = environment.settings
     on_gpu = o.device == "cuda"  # in bf16 sampling and scoring round differently: recompute
     optimizer = make_optimizer(policy, o.optimizer, o.lr)
-    parts = Parts(o, Accelerator(cpu=not on_gpu), policy, policy, optimizer, on_gpu)
-    parts.environment = environment
+    accelerator = Accelerator(cpu=not on_gpu)
+    parts = Parts(o, accelerator, policy, policy, optimizer, on_gpu, environment=environment)
+    times = [clock(o.device)]
     with to_sample_with(policy, wants_copy(o.sampling_copy, policy.device, False)) as sampler:
         slots(sampler, environment, rows)
-    rolled = clock(o.device)
+    times.append(clock(o.device))
     rewards = [{"reward": float(i % 2)} for i in range(len(rows))]
-    batch = prepare(parts, Sampled(rows, rewards, [False] * len(rows), list(range(len(rows)))), 0)
+    batch = prepare(parts, Sampled(rows, rewards, [], range(len(rows))), 0)
+    times.append(clock(o.device))
     for number, index in enumerate(shuffled_updates(0, len(batch), o)):
         update(parts, batch_of_update(parts, batch, index, number))
-    return {"rollout": rolled - start, "update": clock(o.device) - rolled}
-
-
-def slow_step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
-    """The naive loop, and the padded update with the full softmax."""
-    o, start = environment.settings, clock(environment.settings.device)
-    optimizer = make_optimizer(policy, o.optimizer, o.lr)
-    naive(policy, environment, rows)
-    rolled = clock(o.device)
-    padded(policy, environment, rows)
-    torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
-    optimizer.step()
-    optimizer.zero_grad()
-    return {"rollout": rolled - start, "update": clock(o.device) - rolled}
+    times.append(clock(o.device))
+    shares = np.diff(times) / (times[-1] - times[0])
+    return dict(zip(("rollout", "score", "update"), shares, strict=True))
 
 
 def run_scripted(work: Callable, name: str, o: Bench) -> tuple[dict, np.ndarray | list]:
     """(seconds and memory of one variant, what all variants must agree in)."""
     policy = make_policy(o, twin=name not in ("slots", "ours"))
     vocab, gradient = policy.config.vocab_size, work in (padded, packed)
-    whole = write_scripts(o, vocab)
-    warm = [(prompt[:20], [(2, prompt[:5]), (2, [])]) for prompt, _ in whole[: o.group_size]]
-    for scripts in (warm, whole):
-        environment = Scripted(scripts, vocab, o)
+    warm = replace(o, questions_per_step=1, shorter=20)  # imports, compiles, allocates
+    for settings in (warm, o):
+        environment = Scripted(vocab, settings)
         if gradient:
             environment.play(vocab)
             policy.zero_grad(set_to_none=True)
@@ -388,18 +358,12 @@ def run_scripted(work: Callable, name: str, o: Bench) -> tuple[dict, np.ndarray 
     return numbers, torch.cat(gradients).numpy()
 
 
-# -------------------------------------------------------------------------------- retrieval, decode
+def okapi(documents: list[Document]) -> Callable[[str], np.ndarray]:
+    index = BM25Okapi([tokenize(document.text) for document in documents])
+    return lambda query: index.get_scores(tokenize(query))
 
 
-class Okapi(BM25Okapi):
-    def __init__(self, documents: list[Document]):
-        super().__init__([tokenize(document.text) for document in documents])
-
-    def scores(self, query: str) -> np.ndarray:
-        return self.get_scores(tokenize(query))
-
-
-def run_retrieval(work: type, name: str, o: Bench) -> tuple[dict, list]:
+def run_retrieval(work: Callable, name: str, o: Bench) -> tuple[dict, list]:
     """Passages of 90 words and queries of 12: a few words are in most texts and most in few."""
     draw = random.Random(o.seed)
 
@@ -408,8 +372,8 @@ def run_retrieval(work: type, name: str, o: Bench) -> tuple[dict, list]:
 
     documents = [Document(str(i), "", text(90)) for i in range(5_000 // o.shorter)]
     queries = [text(12) for _ in range(100 // o.shorter)]
-    index = work(documents)
-    numbers, found = measured(lambda: [top(index.scores(q), 5).tolist() for q in queries], "cpu")
+    scores = BM25(documents).scores if work is BM25 else okapi(documents)
+    numbers, found = measured(lambda: [top(scores(q), 5).tolist() for q in queries], "cpu")
     return numbers | {"seconds": numbers["seconds"] / len(queries)}, found
 
 
@@ -438,7 +402,7 @@ def run_decode(work: type[Engine], name: str, o: Bench) -> tuple[dict, list]:
     every slot.
     """
     model = make_model(o, getattr(torch, o.dtype)).eval()
-    rule = rollout.StopRule(Scripted([], 1, o).tokenizer, [], set())
+    rule = rollout.StopRule(Scripted(2, o).tokenizer, [], set())
     engine = work(model, o.batch, o.context + WARM + DECODED + 1, rule)
     engine.graphs = o.engine == "graphs"
     for number in range(o.batch):
@@ -460,8 +424,8 @@ LOOPS = {"naive": naive, "HF active rows": rollout.play_by_turns, "slots": slots
 PARTS: dict[str, tuple[Callable, dict]] = {
     "rollout": (run_scripted, LOOPS),
     "update": (run_scripted, {"padded": padded, "ours": packed}),
-    "step": (run_scripted, {"slow twin": slow_step, "ours": our_step}),
-    "retrieval": (run_retrieval, {"rank-bm25": Okapi, "ours": BM25}),
+    "step": (run_scripted, {"ours": step}),
+    "retrieval": (run_retrieval, {"rank-bm25": okapi, "ours": BM25}),
     "decode": (run_decode, {"slots": Engine}),
 }
 
@@ -469,16 +433,12 @@ PARTS: dict[str, tuple[Callable, dict]] = {
 def parse(arguments: list[str] | None = None) -> tuple[str, Bench]:
     """What cannot be is told of before anything runs."""
     parser = FlagParser("python -m lab.bench", description="How fast, against what.")
-    parser.renamed = {"json": "leave it out and redirect what is printed"}
     parser.add_argument("part", choices=PARTS)
     add_flags(parser, FLAGS, Bench(**DEFAULTS), "train")
     given = vars(parser.parse_args(arguments))
     part = given.pop("part")
-    o = Bench(**DEFAULTS | given)
-    for f in fields(o):
-        check_value(f.name, getattr(o, f.name), f.metadata)
-    questions, vocab = (2, 151_936) if part == "update" else (8, 0)
-    o = replace(o, questions_per_step=o.questions_per_step or questions, vocab=o.vocab or vocab)
+    o = Bench(**DEFAULTS | (OF_UPDATE if part == "update" else {}) | given)
+    check_limits(o)
     shape_of(o)
     if o.engine == "hf" or (o.engine == "graphs" and o.device != "cuda"):
         raise InputError(f"--engine {o.engine}: slots, or with --device cuda graphs")
@@ -492,8 +452,6 @@ def parse(arguments: list[str] | None = None) -> tuple[str, Bench]:
 def variants(part: str, o: Bench) -> dict[str, Callable]:
     """Those that are asked for."""
     run, works = PARTS[part]
-    if part == "step" and 0 < o.trajectories_per_update < o.questions_per_step * o.group_size:
-        works = {"ours": our_step}  # the twin makes one update: its loss has no ratio
     only = o.only.split(",") if o.only else works
     for name in only:
         check_value("only", name, {"one_of": works})
@@ -509,8 +467,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         in_turns(works, o, runs)
     finally:  # Ctrl-C keeps what there is
-        for name, row in summarize(runs).items():
-            print(f"{name:16}" + "  ".join(f"{key} {value:.4g}" for key, value in row.items()))
+        show(runs)
 
 
 if __name__ == "__main__":
