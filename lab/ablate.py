@@ -2,21 +2,19 @@
 thing, over several worlds.
 
     python -m lab.ablate               two worlds, all claims but PPO's: half an hour on two cores
-    python -m lab.ablate --seeds 5     five worlds
-    python -m lab.ablate --only evidence,mask
+    python -m lab.ablate --only evidence,mask --seeds 5
     python -m lab.ablate --table       the table of what is there; runs nothing
 
     arm      a training run: recipe, stage, what it sets otherwise, the arm that it starts from
-    claim    a number of one arm against the same number of another, paired by world; both have had
-             the same number of steps
+    claim    a number of one arm against the same number of another, paired by world, after the
+             same number of steps
     effect   mean over worlds of (with − without), and its 95 % interval, mean ± t(n − 1) · s / √n
-    verdict  "shows" if the interval lies beyond 0 on the claimed side and the mean is at least as
-             large as what counts; "reversed" if the same holds on the other side; else "does not
-             show": with a model this small that is a finding too
+    verdict  "shows": the interval lies beyond 0 on the claimed side, and the mean is at least what
+             counts; "reversed": so on the other side; else "does not show", a finding too
 
-Evaluation is on held-out entities at temperature 1, as in training. Interrupted, it goes on where
-it stopped: each finished arm of each world leaves a result.json. Left out: corrections for testing
-many claims; arms over the same world with other sampling seeds.
+Evaluation is on held-out entities at temperature 1, as in training. Each finished arm of each world
+leaves a result.json: interrupted, it goes on from there. Left out: corrections for testing many
+claims; arms over the same world with other sampling seeds.
 """
 
 import contextlib
@@ -44,6 +42,7 @@ from lab import interruptible, parse_flags
 from plumbing.build import build_parts, built_in_kinds, built_in_world
 from plumbing.files import checkpoints, stage_folder
 from plumbing.report import summarise
+from plumbing.resume import write_records
 from plumbing.score import add_reader, build_reader
 from prompts import PROTOCOLS
 from rollout import rollout
@@ -56,9 +55,6 @@ EVALUATION = ["--questions", "50", "--temperature", "1"]  # of a kind; as in tra
 
 # Student's t, two-sided 95 %, for n − 1 = 1, 2, ... degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
-
-# ----------------------------------------------------------------------------------------- the arms
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ class Number:
 
 
 def score(kinds: str, name: str) -> Callable[[dict], float]:
-    """The mean over some kinds of question of a number of the evaluation."""
+    """A number of the evaluation, meaned over kinds of question."""
     return lambda result: float(np.mean([result["eval"][kind][name] for kind in kinds.split()]))
 
 
@@ -149,35 +145,31 @@ class Claim:
     number: Number
 
 
-# Name, paper, what it says, the better arm, the worse one, the number.
+# Name; paper; what it says; the better arm; the worse one; the number.
 _CLAIMS = """
-- stage1 | UR², R1-Searcher | a first stage that rewards searching helps | ur2 | ur2_no_stage1 | EM
-- mask | all | documents must be masked in the loss | ur2 | ur2_no_mask | EM
-- penalty | UR² | the fallback penalty stops needless searches | ur2 | ur2_no_penalty | NEEDLESS
-- curriculum | UR² | easy questions teach needless searches |
-  ur2_stage1 | ur2_stage1_easy | NEEDLESS
-- summary | UR² | summaries read better than the passages themselves | ur2 | ur2_no_summary | EM
-- fallback | UR² | the summary's fallback stops needless searches | ur2 | ur2_no_summary | NEEDLESS
-- vanilla | UR² | UR² beats RL without stage 1 and summaries | ur2 | vanilla_rl | EM
-- f1 | R1-Searcher | an F1 reward beats an exact-match reward | r1 | r1_em | EM
-- reinforce | R1-Searcher, UR² | REINFORCE++ beats GRPO | ur2 | ur2_grpo | EM
-- k2 | ARENA | k2 trains more stably than k3 (lr 2e-3, KL 0.1) | ur2_k2 | ur2_k3 | JUMP
-- ppo | R-Search | GRPO beats PPO | r_search | r_search_ppo | EM
-- evidence | R-Search | paid evidence lets another model answer | r_search | r_search_plain | READER
-- evidence_answer | R-Search | the evidence reward improves the answers too |
-  r_search | r_search_plain | EM
-- stage2 | When to Search | stage 2 stops needless searches | when_stage2 | when_stage1_on | KNOWN
-- stage2_accuracy | When to Search | stage 2 costs no accuracy |
-  when_stage2 | when_stage1_on | NO_WORSE
-- unified | When to Search | two stages beat stage 2 alone | when_stage2 | when_unified | EM
-- bonus | ARENA | a bonus for all three brings exact citations | arena | arena_no_bonus | CITED
-- relevance | ARENA | rewarding relevance brings exact citations |
-  arena | arena_no_relevance | CITED
-- hacked | UR² (format check) | a loose format check is hacked | ur2 | ur2_loose | FORMAT
+stage1; UR², R1-Searcher; a first stage that rewards searching helps; ur2; ur2_no_stage1; EM
+mask; all; documents must be masked in the loss; ur2; ur2_no_mask; EM
+penalty; UR²; the fallback penalty stops needless searches; ur2; ur2_no_penalty; NEEDLESS
+curriculum; UR²; easy questions teach needless searches; ur2_stage1; ur2_stage1_easy; NEEDLESS
+summary; UR²; summaries read better than the passages themselves; ur2; ur2_no_summary; EM
+fallback; UR²; the summary's fallback stops needless searches; ur2; ur2_no_summary; NEEDLESS
+vanilla; UR²; UR² beats RL without stage 1 and summaries; ur2; vanilla_rl; EM
+f1; R1-Searcher; an F1 reward beats an exact-match reward; r1; r1_em; EM
+reinforce; R1-Searcher, UR²; REINFORCE++ beats GRPO; ur2; ur2_grpo; EM
+k2; ARENA; k2 trains more stably than k3 (lr 2e-3, KL 0.1); ur2_k2; ur2_k3; JUMP
+ppo; R-Search; GRPO beats PPO; r_search; r_search_ppo; EM
+evidence; R-Search; paid evidence lets another model answer; r_search; r_search_plain; READER
+evidence_answer; R-Search; paid evidence improves the answers too; r_search; r_search_plain; EM
+stage2; When to Search; stage 2 stops needless searches; when_stage2; when_stage1_on; KNOWN
+stage2_accuracy; When to Search; stage 2 costs no accuracy; when_stage2; when_stage1_on; NO_WORSE
+unified; When to Search; two stages beat stage 2 alone; when_stage2; when_unified; EM
+bonus; ARENA; a bonus for all three brings exact citations; arena; arena_no_bonus; CITED
+relevance; ARENA; rewarding relevance brings exact citations; arena; arena_no_relevance; CITED
+hacked; UR² (format check); a loose format check is hacked; ur2; ur2_loose; FORMAT
 """
 CLAIMS: dict[str, Claim] = {}
-for _line in _CLAIMS.split("\n- ")[1:]:
-    _name, *_cells, _number = " ".join(_line.split()).split(" | ")
+for _line in _CLAIMS.strip().splitlines():
+    _name, *_cells, _number = _line.split("; ")
     CLAIMS[_name] = Claim(*_cells, NUMBERS[_number])
 
 Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
@@ -257,9 +249,7 @@ def run_arm(name: str, seed: int, runs: str) -> float:
             "curve": {"grad_norm": [line.get("grad_norm", 0.0) for line in lines]},
             "seconds": seconds,
         }
-    aside = path.with_suffix(".partial")
-    aside.write_text(json.dumps(result) + "\n")
-    aside.rename(path)  # there is no result that is not whole
+    write_records(path, [result])  # there is no result that is not whole
     return seconds
 
 
@@ -326,9 +316,7 @@ def one_core() -> None:
 
 
 def run_all(arms: list[str], seeds: list[int], runs: str, workers: int) -> None:
-    """World by world, `workers` chains at a time: one that waited in the pool would outlive a
-    Ctrl-C.
-    """
+    """World by world; no chain waits in the pool, where it would outlive a Ctrl-C."""
     todo, running = chains(arms, seeds, runs), set()
     context = multiprocessing.get_context("spawn")  # forked threads of torch hang
     with ProcessPoolExecutor(workers, context, one_core) as pool:
@@ -352,8 +340,8 @@ def read_results(runs: str, seeds: list[int]) -> Results:
 def rows(claims: list[Claim], results: Results, seeds: list[int]) -> list[list[str]]:
     lines = [["claim", "paper", "number", "with", "without", "effect [95 %]", "worlds", "verdict"]]
     for claim in claims:
-        pairs = values(claim, results, seeds)
-        differences, cells = [one - other for one, other in pairs], ["-", "-", "-"]
+        pairs, cells = values(claim, results, seeds), ["-", "-", "-"]
+        differences = [one - other for one, other in pairs]
         if pairs:
             mean, low, high = interval(differences)
             one, other = np.mean(pairs, axis=0)
@@ -365,15 +353,13 @@ def rows(claims: list[Claim], results: Results, seeds: list[int]) -> list[list[s
 
 def reward_rows(results: Results) -> list[list[str]]:
     """Each arm's own reward on held-out questions, world by world: before -> after."""
-    arms = defaultdict(list)
-    for (name, _), result in results.items():
-        arms[name].append(result)
     lines = [["arm", "held-out reward, before -> after, by world", "rose in", "seconds"]]
-    for name, found in arms.items():
+    for arm, group in itertools.groupby(results, key=lambda key: key[0]):
+        found = [results[key] for key in group]
         shown = "   ".join("{:.2f} -> {:.2f}".format(*result["reward"]) for result in found)
         rose = sum(result["reward"][1] > result["reward"][0] for result in found)
         seconds = np.mean([result["seconds"] for result in found])
-        lines.append([name, shown, f"{rose} of {len(found)}", f"{seconds:.0f}"])
+        lines.append([arm, shown, f"{rose} of {len(found)}", f"{seconds:.0f}"])
     return lines
 
 
@@ -399,20 +385,18 @@ def draw(claims: list[Claim], results: Results, seeds: list[int], png: Path) -> 
     _, axis = pyplot.subplots(figsize=(11, 0.5 * len(claims) + 1.2), constrained_layout=True)
     axis.axvline(0, color="0.4", linewidth=0.8)
     for y, claim in enumerate(reversed(claims)):
-        differences = [one - other for one, other in values(claim, results, seeds)]
-        if differences:
+        if differences := [one - other for one, other in values(claim, results, seeds)]:
             claimed = [claim.number.sign * d for d in differences]
             mean, low, high = interval(claimed)
-            style = {"color": COLOURS[verdict(claim.number, differences)]}
-            axis.plot([max(low, LEFT), min(high, RIGHT)], [y, y], linewidth=2, **style)
-            axis.plot(claimed, [y] * len(claimed), "|", markersize=9, **style)
-            axis.plot([mean], [y], "o", **style)
+            colour = COLOURS[verdict(claim.number, differences)]
+            axis.hlines(y, max(low, LEFT), min(high, RIGHT), colour, linewidth=2)
+            axis.plot(claimed, [y] * len(claimed), "|", color=colour, markersize=9)
+            axis.plot(mean, y, "o", color=colour)
     axis.set_xlim(LEFT, RIGHT)
     names = [f"{claim.says}\n({claim.number.name})" for claim in reversed(claims)]
     axis.set_yticks(range(len(claims)), names, fontsize=8)
     axis.set_xlabel("effect on the claimed side (each in its own unit), 95 % interval over worlds")
     pyplot.savefig(png, dpi=110)
-    pyplot.close()
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,12 @@
 
     peak = standing + max(rollout, update)
 
-P weights, X of them trained; H hidden size, F of the feed-forward layer; Q, K widths of queries and
-keys. Weights are trained in fp32; all else is computed in bf16. Worked for 7B, in GiB:
+P weights, K the width of keys. Weights are trained in fp32; all else is computed in bf16. For 7B in
+GiB:
 
-    standing   weights 4 P; LoRA 2 P frozen (int8: 1 per weight of a matrix) + 4 X  28.4; 14.3, 8.3
-               moments 8 X; in 8 bits 2 X and two scales per 256; paged 0           56.7; 14.4; 0
-               reference 2 P with --kl_coef, int8 half of it; under LoRA none       14.2; 8.1; 0
-    rollout    a bf16 copy of the weights 2 P                                       14.2
-               keys and values 4 K per layer and token of a slot           56 KiB per token
-               logits of a step 16 per slot and word
-    update     gradients 4 X                                                        28.4
-               bf16 weights, 2 per weight of a matrix; with checkpointing none      13.2
-               activations per layer and token: `activation_bytes`         255 KiB
-               with --gradient_checkpointing 4 H, and one layer whole      14 KiB
-               head: 10 per logit of a chunk, 6 per weight for its gradient         4.3
+    standing   weights 4 P 28.4, moments 8 P 56.7, reference 2 P 14.2; under LoRA weights 14.3 only
+    rollout    bf16 copy of the weights 2 P 14.2; keys and values 4 K per layer and token
+    update     gradients 4 P 28.4, bf16 weights 13.2, head 4.3; activations 255 KiB per layer, token
 
 On several GPUs fsdp2 cuts weights, moments and gradients in parts, and puts a layer's weights
 together to compute it. LoRA and 8-bit moments cannot be cut: there, and under ddp, a GPU is as one.
@@ -33,7 +25,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from errors import FlagParser, InputError, run_main
 from other_models.llm import frozen_in_8bit
@@ -46,38 +38,32 @@ USABLE = 0.92  # of a GPU's memory
 PROMPT = 1024  # tokens that a prompt is taken to have
 FEW = 8  # slots: with fewer a rollout would crawl
 MOMENTS = {"adamw": 8, "adamw8bit": 2 + 8 / 256, "paged_adamw8bit": 0}  # bytes per trained weight
-
-# ---------------------------------------------------------------------------------------- the model
-
 FIELDS = (
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
     " vocab_size max_position_embeddings tie_word_embeddings"
 ).split()
-SHAPES = {
-    "Qwen2-4M": (256, 4, 8, 2, 688, 4096, 4096, True),  # lab.bench's
-    "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 151936, 32768, True),
-    "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 151936, 32768, True),
-    "Qwen2.5-3B": (2048, 36, 16, 2, 11008, 151936, 32768, True),
-    "Qwen2.5-7B": (3584, 28, 28, 4, 18944, 152064, 32768, False),
-    "Llama-3-8B": (4096, 32, 32, 8, 14336, 128256, 8192, False),
+SHAPES = {  # of Qwen2
+    "4M": (256, 4, 8, 2, 688, 4096, 4096, True),  # lab.bench's
+    "0.5B": (896, 24, 14, 2, 4864, 151936, 32768, True),
+    "3B": (2048, 36, 16, 2, 11008, 151936, 32768, True),
+    "7B": (3584, 28, 28, 4, 18944, 152064, 32768, False),
 }
 
 
 def config_of(model: str):
-    """Of a size in the table ("7B"), of a hub name that contains one of its names, of a directory,
+    """Of a size in the table ("7B"), of a hub name that has it ("Qwen/Qwen2.5-7B"), of a directory,
     or of a hub name that is in the cache: nothing is downloaded.
     """
-    for name, shape in SHAPES.items():
-        named = name.lower() in model.lower() and not Path(model).exists()
-        if named or model.upper() == name.split("-")[-1]:
-            kind = Qwen2Config if name.startswith("Qwen") else LlamaConfig
-            return kind(**dict(zip(FIELDS, shape, strict=True)))
+    if not Path(model).exists():
+        for size, shape in SHAPES.items():
+            if model.upper() == size or f"qwen2.5-{size}".lower() in model.lower():
+                return Qwen2Config(**dict(zip(FIELDS, shape, strict=True)))
     try:
         return AutoConfig.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError):
         raise InputError(
-            f"--model {model}: neither {', '.join(SHAPES)} nor a model on this disk: give the one"
-            " most like it, or a directory with its config.json"
+            f"--model {model}: neither a Qwen2.5 of {', '.join(SHAPES)} nor a model on this disk:"
+            " give the one most like it, or a directory with its config.json"
         ) from None
 
 
@@ -107,7 +93,7 @@ class Shape:
 
 
 class Case:
-    """A run on so many GPUs; `share`: among how many its weights and moments are cut."""
+    """A run; `share`: among how many GPUs its weights and moments are cut."""
 
     def __init__(self, shape: Shape, s: Settings, gpus: int = 1):
         self.shape, self.settings, self.gpus = shape, s, gpus
@@ -179,8 +165,8 @@ def update_parts(case: Case) -> dict[str, float]:
     if case.share > 1:  # two layers' weights; the largest gradient, whole for a moment
         gathered, gradients = 4 * (shape.ends + 2 * layer), gradients + 4 * max(shape.ends, layer)
     copy = 0 if lora else 2 * (shape.in_layers + shape.embedding)  # autocast's
-    logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab
-    head = logits + (0 if lora else 6 * shape.embedding)
+    logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # of a chunk
+    head = logits + (0 if lora else 6 * shape.embedding)  # and of its weights' gradient
     kept = act * shape.layers
     if case.settings.gradient_checkpointing:
         kept, copy = (2 if lora else 4) * shape.hidden * shape.layers, 0
@@ -221,17 +207,14 @@ ADVICE = [  # by what it costs
 def report(case: Case, memory: float) -> Iterator[str]:
     """A line per part, whether it fits, and if not what would make it smaller."""
     (parts, slots), s, shape = plan(case, memory), case.settings, case.shape
-    yield (
-        f"{s.model}: {shape.weights / 1e9:.2f}e9 weights, {case.trained / 1e9:.3g}e9 trained;"
-        f" {s.recipe} stage {s.stage}; per GPU {case.rows} rows of up to {case.row_tokens} tokens,"
-        f" {case.tokens} in a micro-batch"
-    )
+    billions, trained = shape.weights / 1e9, case.trained / 1e9
+    rows = f"{case.rows} rows of up to {case.row_tokens} tokens, {case.tokens} in a micro-batch"
+    yield f"{s.model}: {billions:.2f}e9 weights, {trained:.3g}e9 trained; per GPU {rows}"
     cut = f", weights in {case.share} parts (configs/fsdp2.yaml)" if case.share > 1 else ""
     yield f"GiB on each of {case.gpus}{cut}:"
     yield from (f"  {name:42}{size / GIB:8.1f}" for name, size in parts.items() if size)
     fits = "fits" if parts["peak"] <= memory else "does not fit"
-    rows = f"{slots} of {case.rows} rows sampled at once"
-    yield f"{fits} in {memory / GIB:.1f} GiB ({USABLE:.0%} of a GPU); {rows}"
+    yield f"{fits} in {memory / GIB:.1f} GiB ({USABLE:.0%} of a GPU); {slots} rows sampled at once"
     if parts["peak"] <= memory:
         return
     yield f"the least peak, with {FEW} slots, with each of these and all above it:"
