@@ -102,8 +102,8 @@ class Bench(BenchSettings, Settings):
 
 
 class Scripted:
-    """What rollout.py's loops ask of an `Environment`, written down before: of each row's turns how
-    many tokens they have, and what is inserted behind them; behind the last nothing.
+    """What rollout.py's loops ask of an `Environment`. Each row knows of its turns how many tokens
+    they have, and what is inserted behind them: behind the last nothing.
     """
 
     def __init__(self, vocab: int, o: Bench):
@@ -138,8 +138,7 @@ class Scripted:
         )
 
     def turn_room(self, row: Trajectory) -> int:
-        """`naive` samples a token of rows that have ended too."""
-        return 1 if row.stop_reason else row.left[0][0]
+        return 1 if row.stop_reason else row.left[0][0]  # `naive` samples of ended rows too
 
     def end_turn(self, row: Trajectory, ids: list[int], logprobs: list[float], reason: str) -> None:
         row.append_model(ids, logprobs, "")
@@ -206,7 +205,7 @@ def clock(device: str) -> float:
 
 
 def peak_mib(device: str, anew: bool) -> float:
-    """Since it was last measured `anew`; on a GPU, and not anew, the process's."""
+    """Since the last call with `anew`; on a GPU since the process began."""
     if device == "cuda":
         return 0.0 if anew else torch.cuda.max_memory_allocated() / 2**20
     if not Path("/proc/self/clear_refs").exists():
@@ -317,8 +316,8 @@ def packed(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> Non
 
 
 def step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
-    """As train.py: slots (on a GPU of a copy in bf16), log-probs and advantages, updates. Returns
-    what share of the time each took.
+    """As train.py has it. Returns what share of the time each part took; "score" is the log-probs
+    that are computed before the updates (on a GPU), and the advantages.
     """
     o = environment.settings
     on_gpu = o.device == "cuda"  # in bf16 sampling and scoring round differently: recompute
@@ -398,9 +397,7 @@ def bandwidth(device: str) -> float:
 
 @torch.no_grad()
 def run_decode(work: type[Engine], name: str, o: Bench) -> tuple[dict, list]:
-    """DECODED steps of a full engine: rows of one prompt, whose keys and values are copied into
-    every slot.
-    """
+    """DECODED steps of a full engine: rows of one prompt, computed once and copied."""
     model = make_model(o, getattr(torch, o.dtype)).eval()
     rule = rollout.StopRule(Scripted(2, o).tokenizer, [], set())
     engine = work(model, o.batch, o.context + WARM + DECODED + 1, rule)

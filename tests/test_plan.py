@@ -18,9 +18,6 @@ SEVEN = Shape(config_of("7B"))
 PLAIN = Settings(tokens_per_micro_batch=1032, max_context=129, kl_coef=0.0, algorithm="grpo")
 
 
-# ------------------------------------------------------------------------------------------ by hand
-
-
 def test_the_weights_of_the_known_models_are_counted_to_the_last():
     """As their model cards and files have it."""
     weights = [Shape(config_of(name)).weights for name in plan.SHAPES]
@@ -48,17 +45,16 @@ def test_the_worked_numbers_of_7b():
 
 def test_lora_s_weights_by_hand():
     """r · (in + out): q and o 2 · 7168, k and v 2 · 4096, three of 22528; 28 layers, r = 16."""
-    lora = replace(PLAIN, lora_rank=16)
-    assert Case(SEVEN, lora).trained == 28 * 16 * (2 * 7168 + 2 * 4096 + 3 * 22528) == 40_370_176
-    assert gib(plan.standing(Case(SEVEN, lora))["weights"]) == 14.3
-    assert gib(plan.standing(Case(SEVEN, replace(lora, in_8bit="base")))["weights"]) == 8.3
+    thin, eight = (Case(SEVEN, replace(PLAIN, lora_rank=16, in_8bit=of)) for of in ("", "base"))
+    assert thin.trained == 28 * 16 * (2 * 7168 + 2 * 4096 + 3 * 22528) == 40_370_176
+    assert [gib(plan.standing(case)["weights"]) for case in (thin, eight)] == [14.3, 8.3]
 
 
 def test_several_gpus_share_weights_moments_and_gradients_by_hand():
     weights = 4 * SEVEN.weights
     case = Case(SEVEN, PLAIN, 8)
-    assert plan.standing(case) == {"weights": weights / 8, "moments": weights / 4}
     update = plan.update_parts(case)
+    assert plan.standing(case) == {"weights": weights / 8, "moments": weights / 4}
     # a part of all gradients, and for a moment the whole ones of embedding and head
     assert update["update: gradients"] == weights / 8 + 2 * 4 * 152064 * 3584
     gathered = 4 * (2 * 152064 * 3584 + 2 * SEVEN.in_layers / 28)
@@ -123,7 +119,7 @@ def measured(model, settings: Settings) -> tuple[float, float]:
     shape = Shape(model.config)
     case = Case(shape, settings)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy_file.checkpoint_activations(model)
     policy = Policy(model)  # under the autocast of a GPU
     policy.autocast = lambda keep: torch.autocast("cpu", torch.bfloat16, cache_enabled=keep)
     if settings.lora_rank:
@@ -190,9 +186,6 @@ def test_an_int8_model_and_its_keys_and_values_are_what_is_loaded(tmp_path):
     assert held == plan.rollout_parts(case, 3)["rollout: keys and values"]
 
 
-# ------------------------------------------------------------------------------------- what it says
-
-
 def test_a_shape_is_found_by_size_by_hub_name_and_from_a_directory(tmp_path):
     assert config_of("7b").hidden_size == config_of("Qwen/Qwen2.5-7B-Instruct").hidden_size == 3584
     model = small(LlamaConfig, max_position_embeddings=77, head_dim=32)
@@ -203,7 +196,7 @@ def test_a_shape_is_found_by_size_by_hub_name_and_from_a_directory(tmp_path):
 
 
 def test_what_is_not_on_this_disk_is_not_downloaded(monkeypatch):
-    def load(name: str, local_files_only: bool = False):
+    def load(name: str, local_files_only: bool):
         assert local_files_only
         raise OSError("many lines\nof advice")
 
