@@ -240,10 +240,9 @@ def in_turns(works: dict[str, Callable], o: Bench, runs: dict[str, list[dict]]) 
     first = None
     for name in tqdm([*works] * o.repeats, leave=False, dynamic_ncols=True):
         numbers, did = alone(works[name], o.threads)
+        did = torch.as_tensor(did, dtype=torch.float64)
         first = did if first is None else first
-        # Not np.linalg.norm: its pool of threads would not survive the fork.
-        squares = np.square(np.subtract(did, first)).sum() / np.square(first).sum()
-        apart = float(squares) ** 0.5
+        apart = float((did - first).norm() / first.norm())
         if not apart <= SAME[o.device]:
             raise InputError(f"{name}: {apart:.1e} from the first variant: not the same work")
         runs.setdefault(name, []).append(numbers | {"apart": apart})

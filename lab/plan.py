@@ -89,9 +89,6 @@ class Shape:
         self.ends = self.embedding * (1 if tied else 2)
 
 
-# ---------------------------------------------------------------------------------------- its bytes
-
-
 class Case:
     """A run; `share`: among how many GPUs its weights and moments are cut."""
 
@@ -178,9 +175,6 @@ def update_parts(case: Case) -> dict[str, float]:
         "update: activations": (kept + 12 * shape.hidden) * tokens,
         "update: head, or one layer again": head,
     }
-
-
-# -------------------------------------------------------------------------------------- does it fit
 
 
 def plan(case: Case, memory: float) -> tuple[dict[str, float], int]:
