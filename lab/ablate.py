@@ -157,7 +157,7 @@ reinforce; R1-Searcher, UR²; REINFORCE++ beats GRPO; ur2; ur2_grpo; EM
 k2; ARENA; k2 trains more stably than k3 (lr 2e-3, KL 0.1); ur2_k2; ur2_k3; JUMP
 ppo; R-Search; GRPO beats PPO; r_search; r_search_ppo; EM
 evidence; R-Search; paid evidence lets another model answer; r_search; r_search_plain; READER
-evidence_answer; R-Search; paid evidence improves the answers too; r_search; r_search_plain; EM
+evidence_answer; R-Search; the evidence reward improves answers too; r_search; r_search_plain; EM
 stage2; When to Search; stage 2 stops needless searches; when_stage2; when_stage1_on; KNOWN
 stage2_accuracy; When to Search; stage 2 costs no accuracy; when_stage2; when_stage1_on; NO_WORSE
 unified; When to Search; two stages beat stage 2 alone; when_stage2; when_unified; EM
