@@ -155,7 +155,6 @@ def command(arguments: list[str], bm25: type) -> None:
     flag("--retriever_url", default="", help="web: the search API")
     flag("--page", choices=["whole", "window"], default="window", help="web")
     flag("--allow_private", action="store_true", help="web: read this network too")
-    flag("--web_rate", type=float, default=5.0, help="web: API calls a second")
     flag("--host", default="127.0.0.1", help="serve: 0.0.0.0 lets everybody in")
     flag("--port", type=int, default=8000, help="serve")
     flag("--url", default="", help="check: a server's address; --corpus is what it should know")
@@ -190,4 +189,4 @@ def retriever_of(args, documents: list[Document], bm25: type):
         return DenseRetriever(documents, args.encoder, args.device, args.index_file)
     from retrievers.web import WebRetriever  # a door: only here is the web searched
 
-    return WebRetriever(args.retriever_url, args.allow_private, args.web_rate, args.page == "whole")
+    return WebRetriever(args.retriever_url, args.allow_private, args.page == "whole")
