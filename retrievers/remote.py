@@ -14,12 +14,12 @@ is checked. Left out: encryption, passwords, connections that stay open.
 import contextlib
 import hashlib
 import json
-import re
 import time
 from functools import partial
 
 from data import Document
 from errors import InputError
+from formats.layouts import titled
 from retrievers.net import MAX_BACKOFF, Fault, fetch_json, host_of, left, retrying, shown
 
 BATCH = 256  # queries per request
@@ -102,11 +102,7 @@ def read_document(item: object) -> Document | None:
         raise Fault(f"wrong shape: no passage: {shown(json.dumps(item))}")
     # A lone surrogate is legal in JSON, and no tokenizer takes it.
     contents, title, text = (value.encode(errors="replace").decode() for value in fields)
-    if contents:
-        title, newline, text = contents.partition("\n")
-        title, text = (title, text) if newline else ("", contents)
-        quoted = re.fullmatch(r'\s*"(.*)"\s*', title)  # a title may hold quotes itself
-        title = quoted[1] if quoted else title
+    title, text = titled(contents) if contents else (title, text)
     title, text = title.strip(), text.strip()
     # Without an id by the text: the same passage has the same id in every search.
     own = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
