@@ -4,7 +4,8 @@
     python retriever.py check --corpus FILE, or --url URL       exit code 1 if something is wrong
 
 A request that cannot be served gets {"error": {"message": ...}} with 400, 404, 413 or 500, and the
-server lives on. Left out: encryption and passwords (put a proxy in front), several processes.
+server lives on. `check` finds what nobody sees in training: an index of another corpus, or lists in
+another order than the queries. Left out: encryption and passwords (put a proxy in front).
 """
 
 import contextlib
@@ -109,9 +110,7 @@ def written(document: Document) -> dict:
 
 
 def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, str]]:
-    """[(is it well?, what was seen)] of a retriever that should have these passages. In training
-    nobody sees an index of another corpus, or lists in another order than the queries.
-    """
+    """[(is it well?, what was seen)] of a retriever that should have these passages."""
     if not passages:
         raise InputError("nothing is found for common words: give --corpus, or another address")
     some = passages[:: max(1, len(passages) // 20)]
@@ -133,7 +132,7 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
 
 
 def query_for(passage: Document) -> str:
-    """The title, since any passage of a page will do, and another server may have other ids."""
+    """The title: any passage of a page will do, and another server may have other ids."""
     return " ".join((passage.title or passage.text).lower().split()[:12])
 
 

@@ -131,13 +131,15 @@ def schedule(tokenizer, seed: int) -> tuple[Policy, dict]:
 
 
 def is_tie(policy, trajectory, other) -> bool:
-    """Where the two part, did the policy like both tokens the same up to rounding?"""
+    """Where the two part, did the policy like both tokens the same? Logits are below 64, where
+    neighbours in fp32 are 4e-6 apart; a tie is five of these.
+    """
     pairs = zip(trajectory.ids, other.ids, strict=False)
     place = next(i for i, (a, b) in enumerate(pairs) if a != b)
     ids, positions = torch.tensor([trajectory.ids[:place]]), torch.arange(place)[None]
     with torch.no_grad():
         logits = policy.language_model(input_ids=ids, position_ids=positions).logits[0, -1]
-    return bool((logits[trajectory.ids[place]] - logits[other.ids[place]]).abs() < 1e-4)
+    return bool((logits[trajectory.ids[place]] - logits[other.ids[place]]).abs() < 2e-5)
 
 
 def assert_same(policy, ours, theirs) -> int:
@@ -165,6 +167,7 @@ def play_schedules(tokenizer, seeds) -> Counter:
         ours, theirs = (
             play(policy, tokenizer, engine=engine, **settings) for engine in ("slots", "hf")
         )
+        seen["rows"] += len(ours)
         seen["ties"] += assert_same(policy, ours, theirs)
         seen["fewer slots"] += 0 < settings["rollout_batch_size"] < len(ours)
         for t in ours:
@@ -188,7 +191,10 @@ def test_greedy_rollouts_in_slots_are_those_of_generate_token_for_token(toy_toke
 @pytest.mark.slow
 def test_and_so_are_five_hundred_more(toy_tokenizer, capsys):
     seen = play_schedules(toy_tokenizer, range(1000, 1500))
-    assert seen["ties"] <= 3 and seen["3 searches"] > 50 and capsys.readouterr().err == ""
+    # One tie parts all greedy rows of its group, and how many there are is the machine's rounding.
+    # A difference that is none already failed; but behind a tie nothing is compared.
+    assert seen["ties"] < 0.01 * seen["rows"]
+    assert seen["3 searches"] > 50 and capsys.readouterr().err == ""
 
 
 def asking_at_once(bpe, text: str, more: dict[int, int] | None = None) -> Policy:
