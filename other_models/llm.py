@@ -78,8 +78,8 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_F
 
 
 class Cache:
-    """Replies by request, appended to a JSONL file of `folder`; "" keeps none. A line that cannot be
-    read is skipped: half a JSON object with anything behind it is never a whole one.
+    """Replies by request, appended to a JSONL file of `folder`; "" keeps none. What cannot be read
+    is skipped: half a JSON object with anything behind it is never a whole one.
     """
 
     def __init__(self, folder: str | Path, name: str, max_tokens: int):
