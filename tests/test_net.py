@@ -30,16 +30,11 @@ class Raw(RawServer):
 
 
 @pytest.fixture
-def serve():
-    servers = []
-
+def serve(started):
     def start(script):
-        servers.append(Raw(script if callable(script) else lambda sock, head: sock.sendall(script)))
-        return servers[-1]
+        return started(Raw(script if callable(script) else lambda sock, head: sock.sendall(script)))
 
-    yield start
-    for server in servers:
-        server.stop()
+    return start
 
 
 def reply(body: bytes, status: str = "200 OK", length: int | None = None) -> bytes:

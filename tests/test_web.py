@@ -83,10 +83,8 @@ class Site(RawServer):
 
 
 @pytest.fixture
-def site():
-    server = Site()
-    yield server
-    server.stop()
+def site(started):
+    return started(Site())
 
 
 @pytest.fixture(autouse=True)
