@@ -410,9 +410,6 @@ def test_a_prompt_beyond_the_context_is_none_and_is_not_cut(qwen2, bpe):
     assert model.failures == 1 and model.fault.endswith("; 504 fit")
     for _ in range(3):  # and a model in memory is never "down"
         assert model.ask(requests("word " * 600)) == [None]
-
-
-def test_more_new_tokens_than_the_context_holds_are_refused_at_once(qwen2, bpe):
     refused("512 new tokens do not fit its 512 positions", LocalLLM, qwen2, bpe, 512)
 
 
