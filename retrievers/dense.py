@@ -127,7 +127,7 @@ def nearest(shards: list[torch.Tensor], queries: np.ndarray, k: int, device="cpu
         rows.append(best.indices.cpu().numpy() + first)
         first += len(shard)
     scores, rows = np.concatenate(scores, axis=1), np.concatenate(rows, axis=1)
-    order = np.lexsort((rows, -scores))[:, :k]  # by score, then by row; at the cut topk chose
+    order = np.lexsort((rows, -scores))[:, :k]  # by score, then by row
     return np.take_along_axis(rows, order, axis=1)
 
 
