@@ -74,7 +74,20 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_F
     if not spec or (":" in spec and not Path(spec).exists()):
         known = f"{ADDRESS}, a HF directory or a hub name"
         raise InputError(f"{spec!r} names no language model: give {known}")
-    return load_local(spec, max_tokens, "others" in frozen_in_8bit(settings), device, cache)
+    in_8bit = "others" in frozen_in_8bit(settings)
+    try:
+        tokenizer = load_tokenizer(spec)
+        # Not by `load_policy`, which refuses families that cannot be trained here.
+        load, options = AutoModelForCausalLM.from_pretrained, frozen_options(device, in_8bit)
+        model = load(spec, **options).eval().requires_grad_(False)
+        model = model if in_8bit else model.to(device)
+    except InputError as error:
+        raise InputError(str(error).removeprefix("--model ")) from None  # another model's flag
+    except Exception as error:  # a broken weight file raises whatever its format's reader does
+        said = f"no causal LM could be loaded from there: {first_line(error)}"
+        raise InputError(f"{spec}: {said}") from None
+    name = f"{spec}@{weights_version(spec, model)}{'-8bit' * in_8bit}"
+    return LocalLLM(model, tokenizer, max_tokens, name=name, cache=cache)
 
 
 class Cache:
@@ -256,19 +269,3 @@ class LocalLLM(LLM):
         how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         texts = self.tokenizer.batch_decode(out[:, tokens.shape[1] :], **how)
         return [text.strip() for text in texts]
-
-
-def load_local(path: str, max_tokens: int, in_8bit: bool, device, cache: str | Path) -> LocalLLM:
-    """A frozen model. Not by `load_policy`, which refuses families that cannot be trained here."""
-    options = frozen_options(device, in_8bit)
-    try:
-        tokenizer = load_tokenizer(path)
-        model = AutoModelForCausalLM.from_pretrained(path, **options).eval().requires_grad_(False)
-        model = model if in_8bit else model.to(device)
-    except InputError as error:
-        raise InputError(str(error).removeprefix("--model ")) from None  # another model's flag
-    except Exception as error:  # a broken weight file raises whatever its format's reader does
-        said = f"no causal LM could be loaded from there: {first_line(error)}"
-        raise InputError(f"{path}: {said}") from None
-    name = f"{path}@{weights_version(path, model)}{'-8bit' * in_8bit}"
-    return LocalLLM(model, tokenizer, max_tokens, name=name, cache=cache)

@@ -265,13 +265,17 @@ def as_rank(rank: int, port: int, environment: dict, work, *arguments) -> None:
     torch.distributed.destroy_process_group()
 
 
-def in_two_processes(work, *arguments, environment: dict | None = None) -> None:
-    """work(*arguments) in two processes at once; both must end well."""
+def free_port() -> int:
+    """Nobody listens there."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def in_two_processes(work, *arguments, environment: dict | None = None) -> None:
+    """work(*arguments) in two processes at once; both must end well."""
     context = multiprocessing.get_context("fork")
-    given = (port, environment or {}, work, *arguments)
+    given = (free_port(), environment or {}, work, *arguments)
     ranks = [context.Process(target=as_rank, args=(rank, *given), daemon=True) for rank in (0, 1)]
     for process in ranks:
         process.start()

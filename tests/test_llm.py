@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ScriptedServer, said
+from conftest import ScriptedServer, free_port, said
 from transformers import GenerationConfig
 
 from errors import InputError
@@ -129,8 +129,7 @@ def test_sixteen_requests_are_under_way_at_once(serve, one_try):
 
 
 def test_a_refused_connection_is_one_line_at_load_time():
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        spec = f"http://127.0.0.1:{closed.getsockname()[1]}/v1#m"
+    spec = f"http://127.0.0.1:{free_port()}/v1#m"
     match = rf"{spec}: no answer \(Connection refused\): start the server"
     refused(match, load_llm, spec, given(), cache="")
 

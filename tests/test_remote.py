@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ScriptedServer
+from conftest import ScriptedServer, free_port
 
 from data import Document
 from errors import InputError
@@ -85,9 +85,7 @@ def test_the_address_may_be_the_base_or_the_whole_and_scores_are_always_asked_fo
 
 
 def test_nobody_there_or_somebody_else_is_one_line(start):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(InputError) as error:
         HttpRetriever(url)
     refused = "no retriever answers (Connection refused): start it, or correct the address"

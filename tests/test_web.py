@@ -10,7 +10,7 @@ import urllib.parse
 from collections import Counter
 
 import pytest
-from conftest import RawServer
+from conftest import RawServer, free_port
 
 from data import Document
 from errors import InputError
@@ -115,12 +115,6 @@ def texts(found):
     return [[document.text for document in documents] for documents in found]
 
 
-def closed_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def drip(sock, head, first=b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n"):
     sock.sendall(first)
     for _ in range(100):
@@ -210,7 +204,7 @@ def test_a_template_without_a_place_for_the_query_or_with_one_in_the_host_is_one
 
 def test_an_api_that_is_not_there_is_one_line_at_construction_that_shows_no_key():
     with pytest.raises(InputError, match=r"/find: no search results .Connection refused") as caught:
-        WebRetriever(f"http://127.0.0.1:{closed_port()}/find?key=secret&q={{query}}")
+        WebRetriever(f"http://127.0.0.1:{free_port()}/find?key=secret&q={{query}}")
     assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -273,7 +267,7 @@ def test_a_page_that_fails_is_left_out(site, page):
 
 
 def test_a_refused_connection_an_unknown_name_and_no_certificate_are_left_out(site):
-    closed, tls = f"http://127.0.0.1:{closed_port()}/", f"https://127.0.0.1:{site.port}/page"
+    closed, tls = f"http://127.0.0.1:{free_port()}/", f"https://127.0.0.1:{site.port}/page"
     urls = [closed, "http://no-such-host.invalid/", tls]
     site.results = lambda query: [{"url": url} for url in urls]
     assert searcher(site).search(["q"], 3) == [[]]
