@@ -129,10 +129,9 @@ def from_own(record: dict, number: int) -> dict:
     supporting = field(record, "supporting", list, [])
     if not all(number in range(1, len(references) + 1) for number in supporting):
         raise wrong("supporting", f"expected numbers from 1 to {len(references)}, the references")
-    may_search = field(record, "may_search", bool, True)
     fields = asked(record, "answers", options if chosen else None)
-    fields |= {"task": task, "may_search": may_search, "options": options}
-    return fields | {"references": references, "supporting": supporting}
+    fields |= {"task": task, "may_search": field(record, "may_search", bool, True)}
+    return fields | {"options": options, "references": references, "supporting": supporting}
 
 
 def from_flashrag(record: dict, number: int) -> dict:

@@ -309,8 +309,7 @@ class Engine:
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         """[n, 1] tokens at [n, 1] positions of the first n slots -> logits [n, V]."""
-        step = self.replay if self.graphs else self.step
-        return step(tokens, positions, width)
+        return (self.replay if self.graphs else self.step)(tokens, positions, width)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         n = len(tokens)
