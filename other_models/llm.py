@@ -56,7 +56,7 @@ class ModelSettings:
     judge: str = setting("", 'of "right" in When to Search: URL#model or a HF model; "" = cover-EM')
     reader: str = setting("", "R-Search's reader of evidence: URL#model or a HF model")
     embedder: str = setting("tfidf", "of queries: tfidf, or a HF encoder", only="train")
-    in_8bit: str = setting("", "frozen weights in 8 bits, of base (LoRA's), reference, others")
+    in_8bit: str = setting("", "frozen weights in 8 bits: some of base (LoRA's),reference,others")
 
 
 def frozen_in_8bit(settings: ModelSettings) -> set[str]:
