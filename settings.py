@@ -206,7 +206,7 @@ RENAMED = {  # flags of earlier versions -> what to write now
     "top_p": "a flag of eval.py only: below 1 the samples are not what is scored",
     "value_clip": "a constant of ppo.py now",
     "vectors": "always runs/vectors now",
-    "web_rate": "a flag of `python retriever.py serve --retriever web` now",
+    "web_rate": "a constant of retrievers/web.py now",
     "weight_decay": "a constant of policy.py now",
 }
 

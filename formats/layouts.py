@@ -3,8 +3,7 @@
     file -> records -> layout (named by the first record) -> the fields of a Question or a Document
 
 A row holds a layout's fields and a function (record, its number in the file) -> our fields. The
-first row that recognises a record wins, by names that only this layout has: a record without its
-question is still told what it lacks.
+first row that recognises a record wins, by names that only this layout has.
 """
 
 import ast
@@ -51,7 +50,7 @@ def items(record: dict, name: str, kind: type = str, default=None) -> list:
 
 
 def paragraphs_of(record: dict, name: str, default=None, question_id: str = "") -> list[dict]:
-    """The passages that come with a question, numbered by the question where it says so."""
+    """The passages that come with a question."""
     found = []
     for number, item in enumerate(items(record, name, dict, default), 1):
         text = field(item, "paragraph_text" if "paragraph_text" in item else "text")
@@ -72,8 +71,8 @@ def id_field(record: dict) -> str:
 
 
 def asked(record: dict, answer="answer", options=None, number=None, question="question") -> dict:
-    """The fields of almost every layout. `answer`, `question`: its names for those; with `options`
-    an answer is the letter of one; `number`: its records may have no id.
+    """The fields of almost every layout, with its names for question and answer. With `options` an
+    answer is the letter of one; with `number` records may have no id.
     """
     level = record.get("level")  # MATH's is 3, UR²'s is "hard"
     fields = {
@@ -130,10 +129,9 @@ def from_own(record: dict, number: int) -> dict:
     supporting = field(record, "supporting", list, [])
     if not all(number in range(1, len(references) + 1) for number in supporting):
         raise wrong("supporting", f"expected numbers from 1 to {len(references)}, the references")
-    may_search = field(record, "may_search", bool, True)
     fields = asked(record, "answers", options if chosen else None)
-    fields |= {"task": task, "may_search": may_search, "options": options}
-    return fields | {"references": references, "supporting": supporting}
+    fields |= {"task": task, "may_search": field(record, "may_search", bool, True)}
+    return fields | {"options": options, "references": references, "supporting": supporting}
 
 
 def from_flashrag(record: dict, number: int) -> dict:
@@ -240,15 +238,13 @@ def from_math(record: dict, number: int) -> dict:
 
 
 def from_verl(record: dict, number: int) -> dict:
-    """verl's records (Search-R1's). The question ends the user's message, maybe behind "Question:";
-    answers are a list, under "target", or joined by <|answer_split|>.
-    """
+    """verl's (Search-R1's). Answers are a list, under "target", or joined by <|answer_split|>."""
     index = field(record, "extra_info", dict, {}).get("index")
     index = id_of({"extra_info.index": number if index is None else index})
     messages = items(record, "prompt", dict)
     said = [message.get("content") for message in messages if message.get("role") == "user"]
     question = field({"prompt": said[-1] if said else ""}, "prompt").rpartition("Question:")[2]
-    golds, name = field(record, "reward_model", dict), "reward_model.ground_truth"
+    name, golds = "reward_model.ground_truth", field(record, "reward_model", dict)
     golds = golds.get("ground_truth")
     golds = golds.get("target") if isinstance(golds, dict) else golds
     golds = golds.split("<|answer_split|>") if isinstance(golds, str) else golds
@@ -264,26 +260,27 @@ def from_verl(record: dict, number: int) -> dict:
 # -------------------------------------------------------------------------- layouts of corpus files
 
 
-def document(record: dict, number: int, title: str, text: str) -> dict:
-    """The fields of a passage; one without id has the number of its line."""
-    if not title.strip() and not text.strip():
+def from_title_text(record: dict, number: int) -> dict:
+    """A passage; one without id has the number of its line."""
+    title, text = (field(record, name, str, "").strip() for name in ("title", "text"))
+    if not title and not text:
         raise InputError(f"field {'contents' if 'contents' in record else 'text'!r} is empty")
-    return {"id": id_of(record, number), "title": title.strip(), "text": text.strip()}
+    return {"id": id_of(record, number), "title": title, "text": text}
 
 
 def from_passage(record: dict, number: int, name: str = "passage", mark: str = "\t") -> dict:
     """One string. Its title ends at `mark`: a line break, R1-Searcher's " Text:", three blanks."""
-    title, found, text = field(record, name).partition(mark)
-    if not found:
-        return document(record, number, "", title)
-    title = title.strip().removeprefix("Title:")
+    title, text = titled(field(record, name), mark)
+    title = title.removeprefix("Title:")
+    return from_title_text(record | {"title": title, "text": text}, number)
+
+
+def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
+    """(title, text): '"Ana"\\nborn' -> ("Ana", "born"); all is text where there is no mark."""
+    title, found, text = passage.partition(mark)
+    title = title.strip() if found else ""
     quoted = len(title) >= 2 and title[0] == title[-1] == '"'  # it may hold quotes itself
-    return document(record, number, title[1:-1] if quoted else title, text)
-
-
-def from_title_text(record: dict, number: int) -> dict:
-    title, text = field(record, "title", str, ""), field(record, "text", str, "")
-    return document(record, number, title, text)
+    return title[1:-1] if quoted else title, text if found else passage
 
 
 # --------------------------------------------------------------------------------------- the tables
@@ -305,12 +302,10 @@ PLAIN_FIELDS = set("id _id question_id question answer source level type categor
 LAYOUTS = {
     "own": Layout("id question !answers", from_own),
     "flashrag": Layout("id question !golden_answers", from_flashrag),
-    "2wiki": Layout("question answer !supporting_facts|_id !context !evidences", from_hotpotqa),
     "hotpotqa": Layout("question answer !supporting_facts|_id !context", from_hotpotqa),
     "musique": Layout("id question answer !paragraphs", from_musique),
     "verl": Layout("data_source prompt !reward_model", from_verl),
-    "medqa": Layout("question answer !options !answer_idx", from_choice),
-    "mmlu_pro": Layout("question answer !options !answer_index|question_id", from_choice),
+    "choice": Layout("question answer !options !answer_idx|answer_index|question_id", from_choice),
     "math": Layout("problem !solution", from_math),
     "gsm8k": Layout("question !answer", from_math, lambda record: "####" in str(record["answer"])),
     "r1_searcher": Layout("!idx !question|answer", from_plain),

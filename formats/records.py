@@ -3,19 +3,18 @@
     bytes -> lines -> records   JSON lines, a JSON list, tab-separated lines, the same gzipped,
                                 parquet (with pyarrow)
 
-A record that cannot be read is yielded as its InputError, not raised: whether it ends the run or is
-skipped and counted is the caller's choice. Traps: U+2028 ends no line of JSON; a byte-order mark is
-no part of the first field's name. Left out: other compressions, CSV fields over several lines.
+A record that cannot be read is yielded as its InputError: the caller raises or counts it.
+Traps: U+2028 ends no line of JSON; a byte-order mark is no part of the first field's name. Left
+out: other compressions, CSV fields over several lines.
 """
 
 import gzip
 import json
 import os
-import re
 import reprlib
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from errors import InputError
@@ -24,8 +23,6 @@ PASSAGE_COLUMNS = ("id", "passage")  # of tab-separated lines without a header
 QUESTION_COLUMNS = ("question", "answer")
 COLUMNS = dict.fromkeys(("_id", "idx", "docid", "doc_id", "pid"), "id")  # what a header may say
 COLUMNS |= {"answers": "answer", "golden_answers": "answer"}
-# Trap: JSON may escape half a character ("\ud83d"), which nobody can write or tokenize.
-HALF_ESCAPE = re.compile(r"\\u[dD]")
 
 
 def open_error(path: Path, error: OSError) -> InputError:
@@ -80,10 +77,10 @@ def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[in
     first = first_line(path)
     parquet = first.startswith(b"PAR1")
     if columns and not parquet and is_tsv(path):
-        yield from tsv_records(decoded_lines(path), columns)
+        yield from tsv_records(path, columns)
     elif parquet or first.startswith(b"[") or first == b"{":  # "{": a record over several lines
         for number, record in enumerate(read_parquet(path) if parquet else read_json(path), 1):
-            yield number, f"record {number}", record
+            yield number, f"record {number}", as_record(record)
     else:
         for number, line in decoded_lines(path):
             yield number, f"line {number}", as_record(loads(line))
@@ -93,7 +90,7 @@ def read_json(path: Path) -> list:
     value = loads(read_whole(path))
     if isinstance(value, InputError):
         raise InputError(f"{path}: {value}: correct the file")
-    return list(map(as_record, value if isinstance(value, list) else [value]))
+    return value if isinstance(value, list) else [value]
 
 
 def read_parquet(path: Path) -> list[dict]:
@@ -115,11 +112,12 @@ def loads(text: str | InputError) -> object:
         return text
     try:
         value = json.loads(text)
-        if HALF_ESCAPE.search(text):
+        # Trap: JSON may escape half a character ("\ud83d"), which nobody can write or tokenize.
+        if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as error:
         return InputError(f"not valid JSON ({str(error).replace('line 1 ', '')})")
-    return value
 
 
 def as_record(value: object) -> object:
@@ -134,15 +132,15 @@ def is_tsv(path: Path) -> bool:
     return named or (b"\t" in line and not line.startswith((b"{", b"[")))
 
 
-def tsv_records(lines: Iterable, columns: tuple[str, ...]) -> Iterator[tuple[int, str, object]]:
+def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, object]]:
     """Each line as a record of the header's names, or of `columns` where there is no header."""
-    names: list[str] = []
-    for number, record in lines:
+    names: Sequence[str] = ()
+    for number, record in decoded_lines(path):
         if isinstance(record, str):
             values = [unquote(column) for column in record.split("\t")]
             if not names and (names := header(values)):
                 continue
-            names = names or list(columns)
+            names = names or columns
             record = dict(zip(names, values, strict=False))
             if len(values) != len(names):
                 known = f"expected {len(names)} ({', '.join(names)})"
@@ -150,15 +148,13 @@ def tsv_records(lines: Iterable, columns: tuple[str, ...]) -> Iterator[tuple[int
         yield number, f"line {number}", record
 
 
-def header(values: list[str]) -> list[str]:
-    """Its names, [] for no header. One begins with a name for ids or has a column "question"."""
+def header(values: list[str]) -> Sequence[str]:
+    """Its names, () for no header. One begins with a name for ids or has a column "question"."""
     lower = [value.strip().lower() for value in values]
     names = [COLUMNS.get(name, name) for name in lower]
-    if "question" in names:
-        return names
-    if names[0] != "id":
-        return []
-    return list(PASSAGE_COLUMNS) if len(names) == 2 else names
+    if "question" in names or names[0] != "id":
+        return names if "question" in names else ()
+    return PASSAGE_COLUMNS if len(names) == 2 else names
 
 
 def unquote(column: str) -> str:
@@ -183,10 +179,8 @@ def short(value: object) -> str:
 
 
 def finished_records(path: str | Path, cut: bool = True) -> list[dict]:
-    """The records of a JSONL file that a run appends to; none where there is no file yet.
-
-    A half-written last line, as an interrupt leaves it, is no record and is cut off: what is
-    appended next would stand behind it. cut=False: a reader's, the run may still be at it.
+    """The records of a JSONL file that a run appends to; none where there is no file yet. What an
+    interrupt left of a last line is cut off; cut=False: only ignored, the run may still be at it.
     """
     path = Path(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []

@@ -3,11 +3,9 @@
     text -> paragraphs (also a list item, a table's row, a line of code) -> passages
 
 Greedy: a passage takes paragraphs until it has 100 words, or the next would make it more than 150.
-A heading begins a new one that has 50 words behind it, and is a line of its passage otherwise. A
-paragraph of over 100 words is cut between its sentences.
-Markdown: a title is "Guide > Install"; a link loses its target. Trap: "#" in a fence of code is no
-heading. Left out: front matter, headings underlined with === or ---, HTML, scripts without blanks
-between words, links to folders.
+A heading ends one of 50 words and more, else it is a line of it. A paragraph of over 100 words is
+cut between its sentences. Markdown: a title is "Guide > Install"; a link loses its target. Left
+out: front matter, underlined headings, HTML, scripts without blanks, links to folders.
 """
 
 import os
@@ -21,7 +19,6 @@ from errors import InputError
 from formats.records import first_line, is_tsv, open_error, read_whole, report_skipped
 
 LEAST, GOAL, MOST = 50, 100, 150  # words in a passage
-ENDINGS = (".txt", ".md")
 FRONT_MATTER = re.compile(r"---[ \t]*\n(?=[\w-]+:).*?\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
 FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
@@ -59,7 +56,7 @@ def paragraphs(text: str, markdown: bool) -> Iterator[tuple[tuple[str, ...], str
     lines, fence = [], ""  # of this paragraph; the mark that ends the code
     matter = FRONT_MATTER.match(text) if markdown else None
     for line in [*text[matter.end() if matter else 0 :].split("\n"), ""]:
-        if fence:
+        if fence:  # where "#" begins no heading
             closed = line.strip().startswith(fence) and not line.strip(f" \t{fence[0]}")
             if line.strip() and not closed:
                 yield tuple(headings.values()), line.rstrip()
@@ -120,7 +117,7 @@ def text_files(folder: Path) -> list[Path]:
     for root, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files = [Path(root, name) for name in names if not name.startswith(".")]
-        found += [file for file in files if ending(file) in ENDINGS and not file.is_fifo()]
+        found += [f for f in files if ending(f) in (".txt", ".md") and not f.is_fifo()]
     if not found:
         advice = "name a folder of texts, or a file"
         raise InputError(f"{folder}: no file in it ends in .txt or .md: {advice}")

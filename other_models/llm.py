@@ -2,9 +2,9 @@
 
     request = (instruction, text)        ask(requests) -> a reply each, None where no answer came
 
-`load_llm` makes two kinds: "http://host:port/v1#model" is an OpenAI-compatible server, all else a
-HF causal LM in this process. Both are greedy, so a reply is kept on disk for ever, and equal
-requests are asked once. What a model thinks aloud in <think> ... </think> is no part of its reply.
+"http://host:port/v1#model" is an OpenAI-compatible server, all else a HF causal LM in this process.
+Both are greedy, so a reply is kept on disk for ever, and equal requests are asked once. What a
+model thinks aloud in <think> ... </think> is no part of its reply.
 
     the server is down at the start   InputError (`probe`)
     a request fails                   RETRIES more tries with backoff; then None, in `failures`
@@ -56,9 +56,7 @@ class ModelSettings:
     judge: str = setting("", 'of "right" in When to Search: URL#model or a HF model; "" = cover-EM')
     reader: str = setting("", "R-Search's reader of evidence: URL#model or a HF model")
     embedder: str = setting("tfidf", "of queries: tfidf, or a HF encoder", only="train")
-    in_8bit: str = setting(
-        "", "frozen weights in 8 bits: base (LoRA's), reference, others (judge, ...); a comma list"
-    )
+    in_8bit: str = setting("", "frozen weights in 8 bits: some of base (LoRA's),reference,others")
 
 
 def frozen_in_8bit(settings: ModelSettings) -> set[str]:
@@ -70,22 +68,31 @@ def frozen_in_8bit(settings: ModelSettings) -> set[str]:
 
 
 def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_FOLDER) -> LLM:
-    """The model that `spec` names. `settings.timeout` is in seconds, for one try of a server;
-    `cache` is a folder, "" keeps no reply.
-    """
+    """The model that `spec` names; a try of a server may take `settings.timeout` seconds."""
     if spec.startswith(("http://", "https://")):
         return ServerLLM(spec, max_tokens, settings.timeout, cache)
     if not spec or (":" in spec and not Path(spec).exists()):
         known = f"{ADDRESS}, a HF directory or a hub name"
         raise InputError(f"{spec!r} names no language model: give {known}")
-    return load_local(spec, max_tokens, "others" in frozen_in_8bit(settings), device, cache)
+    in_8bit = "others" in frozen_in_8bit(settings)
+    try:
+        tokenizer = load_tokenizer(spec)
+        # Not by `load_policy`, which refuses families that cannot be trained here.
+        load, options = AutoModelForCausalLM.from_pretrained, frozen_options(device, in_8bit)
+        model = load(spec, **options).eval().requires_grad_(False)
+        model = model if in_8bit else model.to(device)
+    except InputError as error:
+        raise InputError(str(error).removeprefix("--model ")) from None  # another model's flag
+    except Exception as error:  # a broken weight file raises whatever its format's reader does
+        said = f"no causal LM could be loaded from there: {first_line(error)}"
+        raise InputError(f"{spec}: {said}") from None
+    name = f"{spec}@{weights_version(spec, model)}{'-8bit' * in_8bit}"
+    return LocalLLM(model, tokenizer, max_tokens, name=name, cache=cache)
 
 
 class Cache:
-    """Replies by request, appended to a JSONL file of `folder`; folder "" keeps nothing.
-
-    A line that cannot be read is skipped. Half a JSON object with anything behind it is never a
-    whole one, so a torn line cannot be taken for another reply.
+    """Replies by request, appended to a JSONL file of `folder`; "" keeps none. What cannot be read
+    is skipped: half a JSON object with anything behind it is never a whole one.
     """
 
     def __init__(self, folder: str | Path, name: str, max_tokens: int):
@@ -109,9 +116,8 @@ class Cache:
 
     def put(self, request: Request, reply: str) -> None:
         if self.path:
-            key = self.key(request)
-            self.replies[key] = reply
-            append_jsonl(self.path, [{"key": key, "reply": reply}])
+            self.replies[self.key(request)] = reply
+            append_jsonl(self.path, [{"key": self.key(request), "reply": reply}])
 
 
 class LLM:
@@ -134,17 +140,15 @@ class LLM:
             if missing := [request for request, reply in replies.items() if reply is None]:
                 self.ask_missing(missing, replies)
         found = (replies[request] for request in requests)
-        return [None if reply is None else without_thinking(reply) for reply in found]
+        return [reply and without_thinking(reply) for reply in found]
 
     def ask_missing(self, missing: list[Request], replies: dict[Request, str | None]) -> None:
-        title = f"asking {self.name[-40:]}"
-        bar = tqdm(total=len(missing), desc=title, delay=3, leave=False, disable=None)
-        with bar, contextlib.closing(self.replies(missing)) as fresh:
-            for request, reply in fresh:
+        with contextlib.closing(self.replies(missing)) as fresh:
+            how = {"desc": f"asking {self.name[-40:]}", "delay": 3, "leave": False, "disable": None}
+            for request, reply in tqdm(fresh, total=len(missing), **how):
                 if reply is not None:
                     self.cache.put(request, reply)  # at once: an interrupt loses none that came
                 replies[request] = reply
-                bar.update()
         self.asked += len(missing)
         self.failures += sum(replies[request] is None for request in missing)
         self.dead_batches = self.dead_batches + 1 if self.down else 0
@@ -155,7 +159,6 @@ class LLM:
 
 class ServerLLM(LLM):
     """An OpenAI-compatible server, asked by a few threads at once; without "#model" its first one.
-
     The environment's OPENAI_API_KEY is sent if it is set.
     """
 
@@ -237,9 +240,8 @@ class LocalLLM(LLM):
         positions = getattr(policy.config, "max_position_embeddings", None) or 4096
         self.longest_prompt = positions - max_tokens
         if self.longest_prompt < 1:
-            raise InputError(
-                f"{name}: {max_tokens} new tokens do not fit its {positions} positions"
-            )
+            why = f"{max_tokens} new tokens do not fit its {positions} positions"
+            raise InputError(f"{name}: {why}")
 
     def prompt(self, request: Request) -> list[int]:
         # A text may come from a page, or from the policy that is judged: it must open no turn.
@@ -267,19 +269,3 @@ class LocalLLM(LLM):
         how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         texts = self.tokenizer.batch_decode(out[:, tokens.shape[1] :], **how)
         return [text.strip() for text in texts]
-
-
-def load_local(path: str, max_tokens: int, in_8bit: bool, device, cache: str | Path) -> LocalLLM:
-    """A frozen model. Not by `load_policy`, which refuses families that cannot be trained here."""
-    options = frozen_options(device, in_8bit)
-    try:
-        tokenizer = load_tokenizer(path)
-        model = AutoModelForCausalLM.from_pretrained(path, **options).eval().requires_grad_(False)
-        model = model if in_8bit else model.to(device)
-    except InputError as error:
-        raise InputError(str(error).removeprefix("--model ")) from None  # another model's flag
-    except Exception as error:  # a broken weight file raises whatever its format's reader does
-        said = f"no causal LM could be loaded from there: {first_line(error)}"
-        raise InputError(f"{path}: {said}") from None
-    name = f"{path}@{weights_version(path, model)}{'-8bit' * in_8bit}"
-    return LocalLLM(model, tokenizer, max_tokens, name=name, cache=cache)

@@ -3,9 +3,9 @@
     reader's answer = reader(question, evidence)
 
 R-Search eq. 5 pays its F1: evidence is good if a model that did not write it can answer from it.
-The reader is of another family, frozen and greedy, and reads nothing of the trajectory but the
-evidence box. Without evidence nobody is asked, and the answer is ""; so it is without a reply. The
-same reader turns the policy into a search tool: `answer_from_evidence`.
+The reader is of another family, frozen and greedy, and reads the evidence box alone. Without
+evidence nobody is asked; then, and without a reply, the answer is "". The same reader turns the
+policy into a search tool: `answer_from_evidence`.
 """
 
 import re
@@ -55,10 +55,9 @@ def answer_from_evidence(llm, records: list[dict]) -> list[dict]:
     and f1 (punctuation deleted, as R-Search scores) as `metrics`. Without evidence they are 0.
     """
     for number, record in enumerate(records, 1):
-        for field in ("question", "golds", "evidence"):
-            if field not in record:
-                advice = "give predictions of a protocol with an evidence box"
-                raise InputError(f"record {number} has no {field!r}: {advice}")
+        if missing := {"question", "golds", "evidence"} - set(record):
+            advice = "give predictions of a protocol with an evidence box"
+            raise InputError(f"record {number} has no {min(missing)!r}: {advice}")
     pairs = [(Question("", r["question"], r["golds"]), r["evidence"]) for r in records]
     told = []
     for record, answer in zip(records, reader_answers(llm, pairs), strict=True):

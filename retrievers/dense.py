@@ -6,9 +6,9 @@
     queries -> one product per shard -> torch.topk -> the k best of all shards
 
 The encoder is sentence-transformers' (extra `dense`); before a text stands what its family was
-trained with (PREFIXES), else what the model itself brings. Vectors are kept in fp16 and multiplied
-in fp32: 21M passages x 768 x 2 bytes = 32 GB, and a score of unit vectors is off by at most 2^-11.
-A shard has its name once it is whole: an interrupted run goes on. Left out: approximate search.
+trained with (PREFIXES), else what the model itself brings. Vectors are kept in fp16 (21M of 768:
+32 GB) and multiplied in fp32: a score of unit vectors is off by at most 2^-11. An interrupted run
+goes on: a shard has its name once it is whole. Left out: approximate search.
 """
 
 import hashlib
@@ -35,9 +35,7 @@ PREFIXES = {  # by a part of the name, the first that is in it: before a query, 
 
 
 class Encoder:
-    """encode(texts, kind) -> [n, d] fp32, each of length 1. `version` names what they depend on:
-    weights, tokenizer, layers, prefix.
-    """
+    """(texts, kind) -> [n, d] fp32, each of length 1; `version` names all that they depend on."""
 
     def __init__(self, name: str, device: str = ""):
         try:
@@ -83,14 +81,11 @@ def fingerprint(model, prefix: str | None) -> str:
 
 
 def passage_text(document: Document) -> str:
-    """What the encoder reads: title, then text, as E5 was trained on passages."""
     return f"{document.title} {document.text}".strip()
 
 
 class DenseRetriever:
-    """Exact retrieval by an `Encoder`, or the name of one. `index_file`: a flat FAISS index by the
-    same encoder, row i of passage i.
-    """
+    """By an `Encoder`, or the name of one. `index_file`: a flat FAISS index, row i of passage i."""
 
     def __init__(self, documents: list[Document], encoder, device="", index_file=""):
         if not documents:
@@ -118,8 +113,7 @@ class DenseRetriever:
 
 @torch.inference_mode()
 def nearest(shards: list[torch.Tensor], queries: np.ndarray, k: int, device="cpu") -> np.ndarray:
-    """The rows [B, k] of the shards [n, d] with the k largest inner products with each query. Rows
-    that tie come in order; which of them at the cut, is topk's choice.
+    """The rows [B, k] of the shards [n, d] with the k largest inner products with each query.
 
     >>> rows = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.6, 0.8], [1.0, 0.0]])
     >>> nearest([rows[:3], rows[3:]], np.array([[1.0, 0.0]]), k=3).tolist()

@@ -3,9 +3,9 @@
     reply  = fetch_json(url, payload, timeout)      or a `Fault`
     result = retrying(lambda: ..., retries=2)       again while a Fault says it may help
 
-The time limit holds for the whole exchange: a socket's own limit holds for one wait, and a server
-that sends a byte now and then never reaches it. (Only the look-up of a name has the system's own
-limit, often 10 to 30 s.) A redirect is a fault: the request may carry a key. Left out: proxies.
+The time limit holds for the whole exchange: a socket's own holds for one wait, and a server that
+sends a byte now and then never reaches it. (The look-up of a name alone has the system's limit.)
+A redirect is a fault: the request may carry a key. Left out: proxies.
 """
 
 import contextlib
@@ -24,14 +24,11 @@ MAX_BYTES = 64 * 2**20
 MAX_BACKOFF = 8.0  # seconds between two tries
 PORTS = {"http": 80, "https": 443}
 REQUEST_AT_FAULT = (400, 413, 414, 422)  # HTTP: not this request; the server itself is well
-TRY_AGAIN = (408, 425, 429)
 
 
 class Fault(Exception):
-    """Why one try failed.
-
-    retry   may the same request go well the next time? (not after a 404, which stays one)
-    down    is the server itself not well? (not after a 400, which is this request's fault)
+    """Why one try failed. `retry`: may the same request go well the next time? (not after a 404)
+    `down`: is the server itself not well? (not after a 400, which is this request's fault)
     """
 
     def __init__(self, text: str, retry: bool = True, down: bool = True):
@@ -61,7 +58,7 @@ def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> o
             raise Fault(f"a reply that is not JSON, or half of one: {shown(text)}") from None
     onward = shown(response.headers.get("Location", ""))
     said = f"it leads on to {onward}: give that address if it is right" if onward else shown(text)
-    again, down = code in TRY_AGAIN or code >= 500, code not in REQUEST_AT_FAULT
+    again, down = code in (408, 425, 429) or code >= 500, code not in REQUEST_AT_FAULT
     raise Fault(f"HTTP {code} {said}".strip(), again, down)
 
 
@@ -122,8 +119,8 @@ def host_of(url: str, example: str = "http://host:port") -> str:
 
 
 def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable = time.sleep):
-    """`call()`, tried `retries` more times while its Fault says that may help, after `backoff`
-    seconds, twice that, ..., at most MAX_BACKOFF. `wait` may return True to give up.
+    """`call()`, tried `retries` more times while its Fault says that may help. Before the first it
+    waits `backoff` seconds, then twice that, ...; `wait` may return True to give up.
     """
     for attempt in range(retries):
         try:

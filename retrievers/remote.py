@@ -6,20 +6,19 @@
                                  ...], ...]}
 
 Traps. One query that a server cannot take fails its whole batch: then each is asked alone, once. A
-common server fails where "return_scores" is false, so it is always asked for. A server may drop or
-double a list: paired by position, all that follow would get another query's passages, so the count
-is checked. Left out: encryption, passwords, connections that stay open.
+common server fails where "return_scores" is false. One that drops a list would give all queries
+behind it another's passages: lists are counted. Left out: encryption, passwords.
 """
 
 import contextlib
 import hashlib
 import json
-import re
 import time
 from functools import partial
 
 from data import Document
 from errors import InputError
+from formats.layouts import titled
 from retrievers.net import MAX_BACKOFF, Fault, fetch_json, host_of, left, retrying, shown
 
 BATCH = 256  # queries per request
@@ -28,9 +27,7 @@ BACKOFF = 0.5  # seconds
 
 
 class HttpRetriever:
-    """The retriever behind `url`: http://host:port, or that with /retrieve. `timeout`: seconds per
-    try of a batch, and for all of its queries one by one.
-    """
+    """`timeout`: seconds per try of a batch, and for all of its queries one by one."""
 
     def __init__(self, url: str, timeout: float = 60.0):
         host_of(url, "--retriever_url (of a check, --url) http://host:port")
@@ -48,8 +45,8 @@ class HttpRetriever:
         return batches * ((RETRIES + 2) * self.timeout + RETRIES * MAX_BACKOFF)
 
     def search(self, queries: list[str], k: int) -> list[list[Document] | None]:
-        """At most k documents for each query, as the server ranks them; None for one that failed in
-        a batch and alone; a Fault if all failed.
+        """At most k documents for each query; None for one that failed in a batch and alone; a
+        Fault if all failed.
         """
         found, fault, distinct = {}, None, list(dict.fromkeys(queries))
         for start in range(0, len(distinct), BATCH):
@@ -102,11 +99,7 @@ def read_document(item: object) -> Document | None:
         raise Fault(f"wrong shape: no passage: {shown(json.dumps(item))}")
     # A lone surrogate is legal in JSON, and no tokenizer takes it.
     contents, title, text = (value.encode(errors="replace").decode() for value in fields)
-    if contents:
-        title, newline, text = contents.partition("\n")
-        title, text = (title, text) if newline else ("", contents)
-        quoted = re.fullmatch(r'\s*"(.*)"\s*', title)  # a title may hold quotes itself
-        title = quoted[1] if quoted else title
+    title, text = titled(contents) if contents else (title, text)
     title, text = title.strip(), text.strip()
     # Without an id by the text: the same passage has the same id in every search.
     own = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]

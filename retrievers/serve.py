@@ -4,7 +4,8 @@
     python retriever.py check --corpus FILE, or --url URL       exit code 1 if something is wrong
 
 A request that cannot be served gets {"error": {"message": ...}} with 400, 404, 413 or 500, and the
-server lives on. Left out: encryption and passwords (put a proxy in front), several processes.
+server lives on. `check` finds what nobody sees in training: an index of another corpus, or lists in
+another order than the queries. Left out: encryption and passwords (put a proxy in front).
 """
 
 import contextlib
@@ -109,9 +110,7 @@ def written(document: Document) -> dict:
 
 
 def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, str]]:
-    """[(is it well?, what was seen)] of a retriever that should have these passages. In training
-    nobody sees an index of another corpus, or lists in another order than the queries.
-    """
+    """[(is it well?, what was seen)] of a retriever that should have these passages."""
     if not passages:
         raise InputError("nothing is found for common words: give --corpus, or another address")
     some = passages[:: max(1, len(passages) // 20)]
@@ -133,7 +132,7 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
 
 
 def query_for(passage: Document) -> str:
-    """The title, since any passage of a page will do, and another server may have other ids."""
+    """The title: any passage of a page will do, and another server may have other ids."""
     return " ".join((passage.title or passage.text).lower().split()[:12])
 
 
@@ -155,7 +154,6 @@ def command(arguments: list[str], bm25: type) -> None:
     flag("--retriever_url", default="", help="web: the search API")
     flag("--page", choices=["whole", "window"], default="window", help="web")
     flag("--allow_private", action="store_true", help="web: read this network too")
-    flag("--web_rate", type=float, default=5.0, help="web: API calls a second")
     flag("--host", default="127.0.0.1", help="serve: 0.0.0.0 lets everybody in")
     flag("--port", type=int, default=8000, help="serve")
     flag("--url", default="", help="check: a server's address; --corpus is what it should know")
@@ -190,4 +188,4 @@ def retriever_of(args, documents: list[Document], bm25: type):
         return DenseRetriever(documents, args.encoder, args.device, args.index_file)
     from retrievers.web import WebRetriever  # a door: only here is the web searched
 
-    return WebRetriever(args.retriever_url, args.allow_private, args.web_rate, args.page == "whole")
+    return WebRetriever(args.retriever_url, args.allow_private, args.page == "whole")

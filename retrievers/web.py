@@ -7,10 +7,9 @@
           -> Document(id = address, title in the API's reply, text)
 
 A stranger chose these addresses, and they are visited from inside your network. So: http and https
-only, on their usual ports; every address a host has must be a public one, unless `allow_private`.
-The name is looked up once, and the connection goes to the very address that was checked (else it
-could be public for the check and private afterwards: DNS rebinding). Redirects are checked the same
-way, and no proxy is used: it would look the name up itself.
+only, on their usual ports; every address of a host must be public, unless `allow_private`. A name
+is looked up once, and the connection goes to the very address that was checked, since the next
+answer may be private (DNS rebinding). So with redirects. No proxy, which would look it up itself.
 Left out: JavaScript, PDF, cookies, robots.txt, compressed pages, a second page of results.
 """
 
@@ -33,6 +32,7 @@ from retrievers.net import PORTS, Fault, exchange, fetch_json, host_of
 
 CANDIDATES = 3  # addresses for each page that is wanted
 THREADS, REDIRECTS = 32, 4
+PAUSE = 0.2  # seconds between two calls of the API: faster, many refuse
 API_SECONDS, QUERY_SECONDS, PAGE_SECONDS, PARSE_SECONDS = 8.0, 15.0, 5.0, 1.0
 MAX_PAGE, MAX_TEXT = 2**20, 100_000  # bytes of a page that are read, characters that are kept
 MAX_QUERY = 400  # characters that the API gets: many refuse more, and a policy may write anything
@@ -44,24 +44,19 @@ HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; search-rl/0.1)"}
 
 
 class WebRetriever:
-    """Search the web through a search API.
-
-    template   its address, with {query} and perhaps {count}
-    rate       requests per second to the search API; 0: no limit
-    whole      the whole text of a page, not the window with most of the query's words
+    """Search through the API at `template`, an address with {query} and perhaps {count}. `whole`:
+    the text of a page, not the window with most of the query's words.
     """
 
-    def __init__(self, template: str, allow_private=False, rate=5.0, whole=False):
+    def __init__(self, template: str, allow_private=False, whole=False):
         # The policy must not choose the host.
         if "{query}" not in template or "{" in host_of(template, EXAMPLE):
-            raise InputError(
-                f"--retriever_url {template!r}: no place for the query: give {EXAMPLE}"
-            )
+            why = "no place for the query"
+            raise InputError(f"--retriever_url {template!r}: {why}: give {EXAMPLE}")
         self.template, self.allow_private, self.whole = template, allow_private, whole
-        self.pause, self.lock = 1 / rate if rate > 0 else 0.0, threading.Lock()
+        self.lock = threading.Lock()
         key = os.environ.get("SEARCH_API_KEY", "").strip()
-        keys = {"Authorization": f"Bearer {key}", "X-API-KEY": key} if key else {}
-        self.headers = HEADERS | keys
+        self.headers = HEADERS | ({"Authorization": f"Bearer {key}"} if key else {})
         # Kept, since where one query fails, the client asks for its whole batch again.
         self.answer = lru_cache(4096)(self.answer)
         try:
@@ -94,26 +89,25 @@ class WebRetriever:
     def ask(self, query: str, k: int) -> list[Document]:
         """One request to the search API: addresses, titles and snippets."""
         with self.lock:
-            time.sleep(self.pause)
+            time.sleep(PAUSE)
         query = quote(one_line(query)[:MAX_QUERY], safe="", errors="replace")
         url = self.template.replace("{count}", str(CANDIDATES * k)).replace("{query}", query)
         return hits_of(fetch_json(url, None, API_SECONDS, self.headers))[: CANDIDATES * k]
 
 
 def hits_of(reply: object) -> list[Document]:
-    """The results in an API's reply, each address once: SearXNG {"results": [{"url", "title",
-    "content"}, ...]}, Serper {"organic": [{"link", "title", "snippet"}, ...]}.
+    """The results in a reply of SearXNG's form, {"results": [{"url", "title", "content"}, ...]},
+    each address once.
     """
-    known = reply if isinstance(reply, dict) else {}
-    results = known.get("results", known.get("organic"))
+    results = reply.get("results") if isinstance(reply, dict) else None
     if not isinstance(results, list):
         raise Fault("a reply without results")
     hits = {}
     for result in (result for result in results if isinstance(result, dict)):
-        given = [result.get(name) for name in ("url", "link", "title", "content", "snippet")]
-        url, link, title, *texts = (one_line(str(value or "")) for value in given)
-        url = (url or link).partition("#")[0]
-        hits.setdefault(url, Document(url, title[:200], "".join(texts)[:1000]))
+        given = [result.get(name) for name in ("url", "title", "content")]
+        url, title, text = (one_line(str(value or "")) for value in given)
+        url = url.partition("#")[0]
+        hits.setdefault(url, Document(url, title[:200], text[:1000]))
     hits.pop("", None)
     return list(hits.values())
 
@@ -121,10 +115,9 @@ def hits_of(reply: object) -> list[Document]:
 def is_public(address: str) -> bool:
     """May a page lie at this IP address?"""
     ip = ipaddress.ip_address(address.partition("%")[0])  # behind the %: the network card
-    if ip.version == 6:
-        if ip.sixtofour or ip.is_site_local:  # 6to4 wraps an IPv4 address
-            return False
-        ip = ip.ipv4_mapped or ip
+    if ip.version == 6 and (ip.sixtofour or ip.is_site_local):  # 6to4 wraps an IPv4 address
+        return False
+    ip = getattr(ip, "ipv4_mapped", None) or ip
     # Older Pythons do not count all of the protocol assignments among the private ones.
     reserved = ip.is_reserved or ip.is_private or ip in ipaddress.ip_network("192.0.0.0/24")
     return ip.is_global and not (ip.is_multicast or reserved)
@@ -170,7 +163,7 @@ def text_of(response: HTTPResponse) -> str:
 
 
 class Reader(HTMLParser):
-    """The text outside of scripts and menus, in pieces."""
+    """Its `pieces` are the text outside of scripts and menus."""
 
     def __init__(self):
         super().__init__()

@@ -9,14 +9,11 @@
                computed in one forward pass
     decode     last tokens [n, 1] -> logits [n, V] -> one token per row, until a turn may be over
 
-HF `generate` keeps all rows at one place: it pads, waits for the slowest row, and computes every
-row again at each turn. Here each row has its own length. Token i of a row has position i, stands at
-place i of its slot and sees the places j <= i. So nothing is ever erased: what an earlier row left
-behind a row's end is masked, and overwritten when the row gets there. A causal LM needs no change
-for this, since its forward takes position ids, a 4D mask and a `Cache`.
-
-The engine knows no tags: `rollout.StopRule` ends turns. Left out: paging (a slot is as long as the
-longest row may become) and layers with a sliding window.
+HF `generate` pads, waits for the slowest row, and computes every row again at each turn. Here each
+row has its own length: token i has position i, stands at place i of its slot and sees the places
+j <= i. So nothing is erased: what an earlier row left behind a row's end is masked, and overwritten
+when the row gets there. A causal LM needs no change: its forward takes position ids, a 4D mask and
+a `Cache`. Left out: paging (a slot is as long as the longest row may become), sliding windows.
 """
 
 import contextlib
@@ -65,8 +62,8 @@ class EngineSettings:
 
 
 class SlotCache(Cache):
-    """Keys and values of fixed slots, [slots, size + 1, heads, D] per layer; the last place takes
-    padding. Before each forward pass the engine sets
+    """Keys and values, [slots, size + 1, heads, D] per layer; the last place takes padding. Before
+    each forward pass the engine sets
 
     write   (slots [n, 1], positions [n, C]): where new keys go
     read    the same slots; a slice gives a view where an index would copy
@@ -133,7 +130,6 @@ AttentionInterface.register("slots", grouped_attention)
 
 @contextlib.contextmanager
 def attending_to_slots(model):
-    """Inside, the model computes with the attention above."""
     kept = model.config._attn_implementation
     model.config._attn_implementation = "slots"
     try:
@@ -169,10 +165,8 @@ class Row:
 
 
 class Engine:
-    """Add rows while slots are vacant; `decode`; resume or free each row whose turn is over.
-
-    rule     ends turns: `watched` token ids may, and `reason(turn, room)` says whether one did
-    graphs   decoding steps are recorded as CUDA graphs
+    """Add rows while slots are vacant; `decode`; resume or free each row whose turn is over. `rule`
+    is a `rollout.StopRule`. `graphs`: decoding steps are recorded as CUDA graphs.
     """
 
     def __init__(
@@ -245,8 +239,7 @@ class Engine:
             chunks = [row.ids[row.cached : -1][:longest] for row in batch]
             padded = [chunk + [0] * (longest - len(chunk)) for chunk in chunks]
             tokens = torch.tensor(padded, device=self.device)  # [n, C]
-            # Padding goes behind the row's end, where it is masked and overwritten later; beyond
-            # the slot's end it goes to the last place.
+            # Padding goes behind the row's end; beyond the slot's, to the last place.
             starts = torch.tensor([[row.cached] for row in batch], device=self.device)  # [n, 1]
             positions = (starts + self.places[:longest]).clamp(max=self.cache.size)  # [n, C]
             slots = torch.tensor([self.rows.index(row) for row in batch], device=self.device)
@@ -257,7 +250,7 @@ class Engine:
 
     def decode(self) -> list[Row]:
         """Live rows sample until at least one turn is over. Returns those rows: they wait now."""
-        over: list[Row] = []
+        over = []
         while not over and (live := self.in_state("live")):
             self.arrange(len(live))
             with attending_to_slots(self.model):
@@ -280,9 +273,7 @@ class Engine:
             self.rows[a], self.rows[b] = row, out
 
     def sample(self, rows: list[Row]) -> list[Row]:
-        """Steps up to the first watched token or full turn. Returns the rows whose turn is over. On
-        a GPU, looking at `alarm` is the only wait.
-        """
+        """Steps up to the first watched token or full turn. Returns the rows whose turn is over."""
         tokens = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)  # [n, 1]
         positions = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
         deepest, drawn = max(row.cached for row in rows), []
@@ -290,7 +281,7 @@ class Engine:
             tokens, logprobs = self.draw(self.logits(tokens, positions, deepest + step + 1))
             drawn.append((tokens, logprobs))
             positions = positions + 1
-            if self.alarm[tokens].any():
+            if self.alarm[tokens].any():  # on a GPU the only wait
                 break
         ids, logprobs = (torch.cat(columns, 1).tolist() for columns in zip(*drawn, strict=True))
         return [row for row, i, p in zip(rows, ids, logprobs, strict=True) if self.take(row, i, p)]
@@ -318,8 +309,7 @@ class Engine:
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         """[n, 1] tokens at [n, 1] positions of the first n slots -> logits [n, V]."""
-        step = self.replay if self.graphs else self.step
-        return step(tokens, positions, width)
+        return (self.replay if self.graphs else self.step)(tokens, positions, width)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         n = len(tokens)
@@ -346,11 +336,9 @@ class Engine:
         return min(-(-width // block) * block, self.cache.size)
 
     def replay(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """`step` as a CUDA graph. A step is a few hundred kernels, and Python needs longer to ask
-        for them than the GPU to run them; a graph starts them all at once.
-
-        A graph has one shape: n is rounded up to a power of two, and the slots too many compute at
-        their last place, which nobody reads. It knows addresses: new inputs are copied to them.
+        """`step` as a CUDA graph, which starts its few hundred kernels at once: to ask for them
+        takes Python longer than the GPU to run them. A graph has one shape: n is rounded up to a
+        power of two, and the slots too many compute at their last place, which nobody reads.
         """
         count = len(tokens)
         n = min(1 << (count - 1).bit_length(), self.cache.slots)
@@ -363,7 +351,7 @@ class Engine:
             self.recordings[n, width] = graph, *held, logits
             self.pool = graph.pool()  # all share the memory of the first: they never run at once
         graph, held_tokens, held_positions, logits = self.recordings[n, width]
-        held_tokens.copy_(tokens)
+        held_tokens.copy_(tokens)  # a graph knows addresses
         held_positions.copy_(positions)
         graph.replay()
         return logits[:count]
@@ -372,8 +360,7 @@ class Engine:
 def pick(probabilities: torch.Tensor) -> torch.Tensor:
     """[n, V] -> one index per row, [n, 1]: the first whose running sum exceeds a uniform number.
 
-    2 to 10 times faster on a CPU than multinomial, which draws V numbers per row. (On a GPU running
-    sums differ from run to run, so a seed would not repeat.)
+    2 to 10 times faster on a CPU than multinomial; on a GPU a seed would not repeat.
     """
     if probabilities.is_cuda:
         return torch.multinomial(probabilities, 1)
@@ -391,8 +378,7 @@ def record(step: Callable[[], torch.Tensor], pool) -> tuple[torch.cuda.CUDAGraph
     aside, main = recording.capture_stream, torch.cuda.current_stream()
     aside.wait_stream(main)
     with torch.cuda.stream(aside):
-        # Trap: libraries allocate memory at their first call on a stream, and a recording must not
-        # see that. So the step runs before; it writes the same keys to the same places.
+        # Trap: libraries allocate memory at their first call on a stream: not in a recording.
         for _ in range(2):
             step()
     main.wait_stream(aside)
@@ -431,8 +417,8 @@ def play_in_slots(
 def play_queue(
     engine: Engine, environment: Environment, queue: deque[Trajectory], progress=None
 ) -> None:
-    """Each row that ends gives its slot to the next of the queue. Searches are batched: wait until
-    at least half of the running rows want one.
+    """Each row that ends gives its slot to the next of the queue. Searches wait until at least half
+    of the running rows want one.
     """
     while queue or len(engine.vacant) < len(engine.rows):
         while queue and engine.vacant:
@@ -455,7 +441,6 @@ def play_queue(
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """A training run says it at its first step, not at every one."""
     print(f"warning: {message}", file=sys.stderr)
 
 

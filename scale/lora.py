@@ -3,8 +3,7 @@
     h = W x + (α / r) · B A x
     W [out, in] frozen;  A [r, in] random;  B [out, r] zero, so the first step is at π_0
 
-At 7B and r = 16 that is 40M trained weights in place of 7.6 billion; gradients and Adam's moments
-shrink with them.
+At 7B and r = 16 that is 40M trained weights in place of 7.6 billion.
   * W may be bf16 or int8, since no small step has to survive in it; A and B are fp32.
   * π_ref is the policy with B A left out (`without_lora`): no second model is loaded.
   * A checkpoint holds W + (α / r) B A, a plain HF model. A run that goes on needs A and B
@@ -30,9 +29,8 @@ MARK = ".lora_"  # stands in the name of every A and B
 
 def check_peft(rank: int) -> None:
     if importlib.util.find_spec("peft") is None:
-        raise InputError(
-            f"--lora_rank {rank} needs peft: pip install peft, or --lora_rank 0: all weights"
-        )
+        how = "pip install peft, or --lora_rank 0: all weights"
+        raise InputError(f"--lora_rank {rank} needs peft: {how}")
 
 
 def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:

@@ -6,12 +6,10 @@
 
 Both are PyTorch's `fully_shard`, which puts weights together inside `forward`, by a call in which
 all processes take part:
-  * a process that makes one forward pass more than the others waits for ever:
-    `policy.micro_batches` gives all the same number;
+  * a process with one pass more waits for ever: `policy.micro_batches` gives all as many;
   * texts end where they end, so sampling has a whole copy (sampling.py);
   * a part has no meaning alone: checkpoints are of whole tensors.
-Left out: DeepSpeed, weights kept on the CPU, 8-bit moments and LoRA in parts (a LoRA run has next
-to nothing to cut).
+Left out: DeepSpeed, weights kept on the CPU, 8-bit moments and LoRA in parts.
 """
 
 import os
@@ -37,9 +35,7 @@ def asked_for() -> str:
     """Which of the three, by what `accelerate launch --config_file` put into the environment."""
     said = {name: value.lower() for name, value in os.environ.items()}
     if said.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        raise InputError(
-            "DeepSpeed makes its own optimizer steps in the backward pass: use configs/zero2.yaml"
-        )
+        raise InputError("DeepSpeed makes its own optimizer steps: use configs/zero2.yaml")
     if said.get("ACCELERATE_USE_FSDP") != "true":
         return "ddp"
     if said.get("FSDP_VERSION") != "2":
@@ -51,9 +47,8 @@ def asked_for() -> str:
 
 def check_shardable(optimizer: str, lora_rank: int) -> None:
     if optimizer != "adamw":
-        raise InputError(
-            f"--optimizer {optimizer} cannot step weights in parts: use adamw, or configs/ddp.yaml"
-        )
+        why = "cannot step weights in parts: use adamw, or configs/ddp.yaml"
+        raise InputError(f"--optimizer {optimizer} {why}")
     if lora_rank:
         where = "frozen weights need no parts; use configs/ddp.yaml"
         raise InputError(f"--lora_rank {lora_rank}: {where}")

@@ -265,13 +265,17 @@ def as_rank(rank: int, port: int, environment: dict, work, *arguments) -> None:
     torch.distributed.destroy_process_group()
 
 
-def in_two_processes(work, *arguments, environment: dict | None = None) -> None:
-    """work(*arguments) in two processes at once; both must end well."""
+def free_port() -> int:
+    """Nobody listens there."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def in_two_processes(work, *arguments, environment: dict | None = None) -> None:
+    """work(*arguments) in two processes at once; both must end well."""
     context = multiprocessing.get_context("fork")
-    given = (port, environment or {}, work, *arguments)
+    given = (free_port(), environment or {}, work, *arguments)
     ranks = [context.Process(target=as_rank, args=(rank, *given), daemon=True) for rank in (0, 1)]
     for process in ranks:
         process.start()
@@ -307,6 +311,64 @@ class RawServer:
         self.listener.close()
 
 
+class ScriptedServer(ThreadingHTTPServer):
+    """`script(path, payload)` -> (status, body), or bytes to be sent raw, or None to say nothing; a
+    GET has the payload None. `posts`: (path, payload) of each POST; `headers`: its headers.
+    """
+
+    request_queue_size = 128  # with the library's 5, sixteen at once wait, or are refused
+
+    def __init__(self, script):
+        super().__init__(("127.0.0.1", 0), ScriptedHandler)
+        self.script, self.posts, self.headers, self.released = script, [], [], threading.Event()
+        self.base = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self):
+        self.released.set()
+        self.shutdown()
+        self.server_close()
+
+
+class ScriptedHandler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(self.server.script(self.path, None))
+
+    def do_POST(self):
+        payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.posts.append((self.path, payload))
+        self.server.headers.append(self.headers)
+        self.answer(self.server.script(self.path, payload))
+
+    def answer(self, reply):
+        if reply is None:  # slow beyond every limit
+            self.server.released.wait(5)
+            return
+        raw = reply if isinstance(reply, bytes) else b"HTTP/1.0 %d X\r\n\r\n%b" % reply
+        with contextlib.suppress(OSError):
+            self.wfile.write(raw)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def started():
+    """started(server) -> the server, which is stopped at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def started(server):
+            stack.callback(server.stop)
+            return server
+
+        yield started
+
+
+def said(content) -> bytes:
+    """A reply of an OpenAI-compatible server."""
+    return json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+
+
 @contextlib.contextmanager
 def chat_server(answer):
     """The address of an OpenAI-compatible server that replies answer(instruction, text); None is an
@@ -314,22 +376,11 @@ def chat_server(answer):
     """
     lock = threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                reply = answer(*(message["content"] for message in payload["messages"]))
-            body = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
-            self.send_response(400 if reply is None else 200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def script(path, payload):
+        with lock:
+            reply = answer(*(message["content"] for message in payload["messages"]))
+        return 400 if reply is None else 200, said(reply)
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1#m"
-    server.shutdown()
-    server.server_close()
+    server = ScriptedServer(script)
+    yield f"{server.base}/v1#m"
+    server.stop()

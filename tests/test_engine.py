@@ -131,13 +131,13 @@ def schedule(tokenizer, seed: int) -> tuple[Policy, dict]:
 
 
 def is_tie(policy, trajectory, other) -> bool:
-    """Where the two part, did the policy like both tokens the same up to rounding?"""
+    """Where the two part, are both logits the same? (Below 64, fp32 has steps of 4e-6.)"""
     pairs = zip(trajectory.ids, other.ids, strict=False)
     place = next(i for i, (a, b) in enumerate(pairs) if a != b)
     ids, positions = torch.tensor([trajectory.ids[:place]]), torch.arange(place)[None]
     with torch.no_grad():
         logits = policy.language_model(input_ids=ids, position_ids=positions).logits[0, -1]
-    return bool((logits[trajectory.ids[place]] - logits[other.ids[place]]).abs() < 1e-4)
+    return bool((logits[trajectory.ids[place]] - logits[other.ids[place]]).abs() < 2e-5)
 
 
 def assert_same(policy, ours, theirs) -> int:
@@ -165,6 +165,7 @@ def play_schedules(tokenizer, seeds) -> Counter:
         ours, theirs = (
             play(policy, tokenizer, engine=engine, **settings) for engine in ("slots", "hf")
         )
+        seen["rows"] += len(ours)
         seen["ties"] += assert_same(policy, ours, theirs)
         seen["fewer slots"] += 0 < settings["rollout_batch_size"] < len(ours)
         for t in ours:
@@ -188,7 +189,10 @@ def test_greedy_rollouts_in_slots_are_those_of_generate_token_for_token(toy_toke
 @pytest.mark.slow
 def test_and_so_are_five_hundred_more(toy_tokenizer, capsys):
     seen = play_schedules(toy_tokenizer, range(1000, 1500))
-    assert seen["ties"] <= 3 and seen["3 searches"] > 50 and capsys.readouterr().err == ""
+    # How many ties there are is the machine's rounding: what is no tie has failed already. But
+    # behind one nothing is compared, so there must be few.
+    assert seen["ties"] < 0.01 * seen["rows"]
+    assert seen["3 searches"] > 50 and capsys.readouterr().err == ""
 
 
 def asking_at_once(bpe, text: str, more: dict[int, int] | None = None) -> Policy:
@@ -262,17 +266,10 @@ def test_samples_have_the_models_own_distribution(toy_tokenizer, temperature, to
     policy, count = random_policy(len(toy_tokenizer), random.Random(3)), 3000
     with torch.no_grad():  # a flatter head: more pairs have a chance
         policy.language_model.get_output_embeddings().weight *= 0.5
-    rows = play(
-        policy,
-        toy_tokenizer,
-        [dataclasses.replace(QA, references=(Document("a", "Ana Bell", "born in Kelmouth"),))],
-        protocol=PROTOCOLS["arena"],
-        group_size=count,
-        max_turn_tokens=2,
-        temperature=temperature,
-        top_p=top_p,
-        rollout_batch_size=500,
-    )
+    question = dataclasses.replace(QA, references=(Document("a", "Ana Bell", "born in Kelmouth"),))
+    settings = {"protocol": PROTOCOLS["arena"], "group_size": count, "rollout_batch_size": 500}
+    settings |= {"max_turn_tokens": 2, "temperature": temperature, "top_p": top_p}
+    rows = play(policy, toy_tokenizer, [question], **settings)
     eos = toy_tokenizer.eos_token_id
     expected = two_tokens(policy, rows[0].prompt_ids, temperature, top_p, eos)
     counts = Counter(tuple(t.response_ids) for t in rows)
@@ -281,14 +278,6 @@ def test_samples_have_the_models_own_distribution(toy_tokenizer, temperature, to
     chi_square = sum((counts[pair] - e) ** 2 / e for pair, e in common.items())
     freedom = len(common)  # the mean of χ²; its variance is twice that
     assert freedom > 5 and abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
-
-
-def test_picking_takes_each_index_as_often_as_it_should_and_never_one_of_probability_zero():
-    probabilities = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).repeat(10_000, 1)
-    torch.manual_seed(0)
-    picked = pick(probabilities)[:, 0].bincount(minlength=5).tolist()
-    assert picked[0] == picked[2] == picked[4] == 0
-    assert picked[1] == pytest.approx(2500, abs=217)  # five deviations of sqrt(10000 · 3/16) = 43.3
 
 
 @pytest.mark.parametrize("point, picked", [(0.0, 1), (1 - 2**-53, 2)])

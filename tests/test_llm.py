@@ -2,18 +2,17 @@
 its slow twin.
 """
 
-import contextlib
 import importlib.util
 import json
 import shutil
 import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ScriptedServer, free_port, said
 from transformers import GenerationConfig
 
 from errors import InputError
@@ -24,77 +23,31 @@ from prompts import chat_text
 from rollout import encode
 
 
-def said(content) -> bytes:
-    return json.dumps({"choices": [{"message": {"content": content}}]}).encode()
-
-
-class Server(ThreadingHTTPServer):
-    """A server on localhost. `script(text)` -> a reply, or (status, body), or bytes to be sent raw,
-    or None to say nothing; the probe, the first request, gets `probe`. `models`: what it lists.
+class Server(ScriptedServer):
+    """`script(text)` -> a reply, or what a ScriptedServer sends. The probe, the first request, gets
+    `probe`. `models`: what it lists.
     """
 
-    # with the library's 5, sixteen connections at once wait for a second, or are refused
-    request_queue_size = 128
-
     def __init__(self, script=str.upper, models=None, probe="yes"):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.script, self.models, self.probe = script, models, probe
-        self.posts, self.headers, self.released = [], [], threading.Event()
-        self.base = f"http://127.0.0.1:{self.server_port}/v1"
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        super().__init__(self.chat)
+        self.say, self.models, self.probe = script, models, probe
+        self.base += "/v1"
+
+    def chat(self, path, payload):
+        if payload is None:
+            return 200 if path == "/v1/models" else 404, json.dumps(self.models).encode()
+        text = payload["messages"][-1]["content"]
+        reply = self.probe if text == llm.PROBE[1] else self.say(text)
+        return (200, said(reply)) if isinstance(reply, str) else reply
 
     def texts(self):
         """What was asked behind the probe."""
-        return [payload["messages"][-1]["content"] for payload in self.posts[1:]]
-
-    def stop(self):
-        self.released.set()
-        self.shutdown()
-        self.server_close()
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        models = json.dumps(self.server.models).encode()
-        self.answer(200 if self.path == "/v1/models" else 404, models)
-
-    def do_POST(self):
-        server, size = self.server, int(self.headers["Content-Length"])
-        payload = json.loads(self.rfile.read(size))
-        server.posts.append(payload)
-        server.headers.append(self.headers)
-        text = payload["messages"][-1]["content"]
-        reply = server.probe if text == llm.PROBE[1] else server.script(text)
-        if reply is None:  # slow beyond every limit
-            server.released.wait(5)
-        elif isinstance(reply, bytes):
-            self.wfile.write(reply)
-        elif isinstance(reply, str):
-            self.answer(200, said(reply))
-        else:
-            self.answer(*reply)
-
-    def answer(self, status, body):
-        with contextlib.suppress(OSError):
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+        return [payload["messages"][-1]["content"] for _, payload in self.posts[1:]]
 
 
 @pytest.fixture
-def serve():
-    with contextlib.ExitStack() as stack:
-
-        def start(*arguments, **options):
-            server = Server(*arguments, **options)
-            stack.callback(server.stop)
-            return server
-
-        yield start
+def serve(started):
+    return lambda *given, **options: started(Server(*given, **options))
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +101,7 @@ def test_what_is_sent_is_greedy_with_the_environment_s_key_if_there_is_one(serve
         asker(server, max_tokens=7).ask([("Judge.", "who?")])
     messages = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "who?"}]
     options = {"model": "m", "temperature": 0, "max_tokens": 7}
-    assert server.posts[1] == options | {"messages": messages}
+    assert server.posts[1][1] == options | {"messages": messages}
     sent = [headers["Authorization"] for headers in server.headers]
     assert sent == [None, None, "Bearer abc", "Bearer abc"]
 
@@ -176,8 +129,7 @@ def test_sixteen_requests_are_under_way_at_once(serve, one_try):
 
 
 def test_a_refused_connection_is_one_line_at_load_time():
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        spec = f"http://127.0.0.1:{closed.getsockname()[1]}/v1#m"
+    spec = f"http://127.0.0.1:{free_port()}/v1#m"
     match = rf"{spec}: no answer \(Connection refused\): start the server"
     refused(match, load_llm, spec, given(), cache="")
 
@@ -186,7 +138,7 @@ def test_an_address_without_a_model_means_the_server_s_first_one_and_none_is_one
     server = serve(models={"data": [{"id": "first"}, {"id": "second"}]})
     model = load_llm(server.base, given(), cache="")
     assert model.ask(requests("a")) == ["A"] and model.name == f"{server.base}#first"
-    assert [payload["model"] for payload in server.posts] == ["first", "first"]
+    assert [payload["model"] for _, payload in server.posts] == ["first", "first"]
     for models in (None, [], {"data": []}):
         match = r"no answer \(it lists no model\): start the server, .*http://host:port/v1#model"
         refused(match, load_llm, serve(models=models).base, given())
@@ -457,9 +409,6 @@ def test_a_prompt_beyond_the_context_is_none_and_is_not_cut(qwen2, bpe):
     assert model.failures == 1 and model.fault.endswith("; 504 fit")
     for _ in range(3):  # and a model in memory is never "down"
         assert model.ask(requests("word " * 600)) == [None]
-
-
-def test_more_new_tokens_than_the_context_holds_are_refused_at_once(qwen2, bpe):
     refused("512 new tokens do not fit its 512 positions", LocalLLM, qwen2, bpe, 512)
 
 

@@ -5,7 +5,7 @@ import socket
 import time
 
 import pytest
-from conftest import RawServer
+from conftest import RawServer, free_port
 
 from errors import InputError
 from retrievers import net
@@ -30,16 +30,11 @@ class Raw(RawServer):
 
 
 @pytest.fixture
-def serve():
-    servers = []
-
+def serve(started):
     def start(script):
-        servers.append(Raw(script if callable(script) else lambda sock, head: sock.sendall(script)))
-        return servers[-1]
+        return started(Raw(script if callable(script) else lambda sock, head: sock.sendall(script)))
 
-    yield start
-    for server in servers:
-        server.stop()
+    return start
 
 
 def reply(body: bytes, status: str = "200 OK", length: int | None = None) -> bytes:
@@ -158,10 +153,7 @@ def test_a_code_says_whether_to_try_again_and_whether_the_server_is_down(serve, 
 
 
 def test_a_refused_connection_and_a_name_that_does_not_exist_may_be_tried_again():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/"
-    fault = fault_of(url)
+    fault = fault_of(f"http://127.0.0.1:{free_port()}/")
     assert (str(fault), fault.retry, fault.down) == ("Connection refused", True, True)
     assert fault_of("http://no-such-host.invalid/").down
 

@@ -8,9 +8,9 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from conftest import ScriptedServer, free_port
 
 from data import Document
 from errors import InputError
@@ -37,66 +37,27 @@ def listed(payload):
     ]
 
 
-def well(path, payload, number):
+def well(path, payload):
     return 200, json.dumps({"result": listed(payload)}).encode()
 
 
-class Server:
-    """`script(path, payload, number)` -> (status, body), or bytes to be sent raw, or None to say
-    nothing. number counts from 0, the probe at construction included.
-    """
-
-    def __init__(self, script=well):
-        self.posts, self.released, outer = [], threading.Event(), self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.posts.append((self.path, payload))
-                reply = script(self.path, payload, len(outer.posts) - 1)
-                if reply is None:
-                    return outer.released.wait(5)
-                if not isinstance(reply, bytes):
-                    reply = b"HTTP/1.0 %d X\r\n\r\n" % reply[0] + reply[1]
-                self.wfile.write(reply)
-
-            def log_message(self, *_):
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-
-    def close(self):
-        self.released.set()
-        self.http.shutdown()
-        self.http.server_close()
-
+class Server(ScriptedServer):
     def queries(self):
         """Of every request but the probe."""
         return [payload["queries"] for _, payload in self.posts[1:]]
 
 
 @pytest.fixture
-def start():
-    """start(script) -> a Server that is shut down at the end."""
-    servers = []
-
-    def start(script=well):
-        servers.append(Server(script))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
+def start(started):
+    return lambda script=well: started(Server(script))
 
 
 def after_probe(script):
     """`script`, but the probe is answered well."""
 
-    def answer(path, payload, number):
-        return (script if number else well)(path, payload, number)
+    def answer(path, payload):
+        probe = payload["queries"] == ["Is anybody there?"]
+        return (well if probe else script)(path, payload)
 
     return answer
 
@@ -117,25 +78,23 @@ def titles(found):
 
 def test_the_address_may_be_the_base_or_the_whole_and_scores_are_always_asked_for(start):
     server = start()
-    for url in (server.url, server.url + "/", server.url + "/retrieve", server.url + "/retrieve/"):
-        assert len(HttpRetriever(url).search(["ana"], 3)[0]) == 3
+    for path in ("", "/", "/retrieve", "/retrieve/"):
+        assert len(HttpRetriever(server.base + path).search(["ana"], 3)[0]) == 3
     sent = {"queries": ["ana"], "topk": 3, "return_scores": True}
     assert server.posts[-1] == ("/retrieve", sent)
 
 
 def test_nobody_there_or_somebody_else_is_one_line(start):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(InputError) as error:
         HttpRetriever(url)
     refused = "no retriever answers (Connection refused): start it, or correct the address"
     assert str(error.value) == f"{url}/retrieve: {refused}"
     other = start(lambda *_: (200, b"<html>\nWelcome\n</html>"))
     with pytest.raises(InputError, match=r"no retriever answers \(a reply that is not JSON"):
-        HttpRetriever(other.url)
+        HttpRetriever(other.base)
     with pytest.raises(InputError, match=r"/retrieve: no .* \(nothing within 0\.1 s"):
-        HttpRetriever(start(lambda *_: None).url, timeout=0.1)
+        HttpRetriever(start(lambda *_: None).base, timeout=0.1)
     for address in ("127.0.0.1:8000", ""):
         with pytest.raises(InputError, match=r"not an address: give --retriever_url .*http://host"):
             HttpRetriever(address)
@@ -181,7 +140,7 @@ def test_too_many_are_cut_too_few_are_kept_and_so_are_duplicates(start):
     one = {"contents": "same"}
     reply = {"result": [[None, one, one, {"contents": "b"}, {"contents": "c"}]]}
     server = start(lambda *_: (200, json.dumps(reply).encode()))
-    retriever = HttpRetriever(server.url)
+    retriever = HttpRetriever(server.base)
     assert [d.text for d in retriever.search(["a"], 3)[0]] == ["same", "same", "b"]
     assert len(retriever.search(["a"], 9)[0]) == 4
 
@@ -193,14 +152,14 @@ def test_too_many_are_cut_too_few_are_kept_and_so_are_duplicates(start):
 def test_a_reply_of_another_shape_is_a_fault(start, reply):
     server = start(after_probe(lambda *_: (200, json.dumps(reply).encode())))
     with pytest.raises(Fault, match="wrong shape: "):
-        HttpRetriever(server.url).search(["a"], 3)
+        HttpRetriever(server.base).search(["a"], 3)
     assert len(server.queries()) == 1
 
 
 def test_each_distinct_query_is_sent_once_in_batches_and_answered_in_order(start, monkeypatch):
     server = start()
     monkeypatch.setattr(remote, "BATCH", 2)
-    retriever = HttpRetriever(server.url)
+    retriever = HttpRetriever(server.base)
     found = titles(retriever.search(["c", "a", "c", "b", "a"], 1))
     assert found == [["c 0"], ["a 0"], ["c 0"], ["b 0"], ["a 0"]]
     assert server.queries() == [["c", "a"], ["b"]]
@@ -221,14 +180,12 @@ def test_a_fault_is_raised_after_all_tries_that_may_help(start, monkeypatch, rep
     monkeypatch.setattr(remote, "RETRIES", 2)
     server = start(after_probe(lambda *_: reply))
     with pytest.raises(Fault, match=said):
-        HttpRetriever(server.url).search(["a"], 3)
+        HttpRetriever(server.base).search(["a"], 3)
     assert len(server.queries()) == tries
 
 
 def poisoned(*bad, reply=(500, b"")):
-    return lambda path, payload, number: (
-        reply if {*bad} & {*payload["queries"]} else well(path, payload, number)
-    )
+    return lambda path, payload: reply if {*bad} & {*payload["queries"]} else well(path, payload)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +193,7 @@ def poisoned(*bad, reply=(500, b"")):
 )
 def test_one_bad_query_costs_no_other_its_passages(start, reply):
     server, names = start(poisoned("poison", reply=reply)), ["ana", "poison", "bo"]
-    retriever = HttpRetriever(server.url)
+    retriever = HttpRetriever(server.base)
     ana, poison, bo = retriever.search(names, 1)
     assert titles([ana, bo]) == [["ana 0"], ["bo 0"]] and poison is None
     assert server.queries() == [names, *([name] for name in names)]
@@ -248,7 +205,7 @@ def test_bad_queries_among_many_are_found_and_retries_are_for_whole_batches(star
     monkeypatch.setattr(remote, "RETRIES", 1)
     names = [f"q{i}" for i in range(100)]
     server = start(poisoned("q0", "q41", "q42", "q99"))
-    found = HttpRetriever(server.url).search(names, 1)
+    found = HttpRetriever(server.base).search(names, 1)
     bad = [name for name, one in zip(names, found, strict=True) if one is None]
     assert bad == ["q0", "q41", "q42", "q99"]
     assert [len(queries) for queries in server.queries()] == [100, 100] + [1] * 100
@@ -257,14 +214,14 @@ def test_bad_queries_among_many_are_found_and_retries_are_for_whole_batches(star
 def test_a_query_that_hangs_leaves_time_for_the_others(start):
     # The whole batch hangs for 1 s; then one second is for all, of which [hangs] takes a quarter.
     server = start(poisoned("hangs", reply=None))
-    found = HttpRetriever(server.url, timeout=1).search(["hangs", "a", "b", "c"], 1)
+    found = HttpRetriever(server.base, timeout=1).search(["hangs", "a", "b", "c"], 1)
     assert found[0] is None and titles(found[1:]) == [["a 0"], ["b 0"], ["c 0"]]
 
 
 def test_a_batch_that_meets_nobody_leaves_the_rows_of_the_batches_before_it(start, monkeypatch):
     monkeypatch.setattr(remote, "BATCH", 2)
-    server = start(lambda *given: well(*given) if given[2] < 2 else b"")
-    found = HttpRetriever(server.url).search(list("abcdef"), 1)
+    server = start(poisoned(*"cdef", reply=b""))
+    found = HttpRetriever(server.base).search(list("abcdef"), 1)
     assert titles(found[:2]) == [["a 0"], ["b 0"]] and found[2:] == [None] * 4
     assert server.queries() == [["a", "b"], ["c", "d"], ["c"], ["d"]]  # not the batch behind it
 
@@ -273,7 +230,7 @@ def test_a_call_ends_within_the_seconds_it_names(start, monkeypatch):
     monkeypatch.setattr(remote, "BATCH", 4)
     server = start(after_probe(lambda *_: None))
     monkeypatch.setattr(remote, "RETRIES", 1)
-    retriever = HttpRetriever(server.url, timeout=0.2)
+    retriever = HttpRetriever(server.base, timeout=0.2)
     # three batches of two tries, one wait, and their queries one by one
     assert retriever.seconds(9, 5) == pytest.approx(3 * (3 * 0.2 + MAX_BACKOFF))
     assert retriever.seconds(0, 5) == 0
