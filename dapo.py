@@ -70,7 +70,8 @@ def main() -> None:
     print(f"  ε 0.2: {0.01 * 1.2:.4f}   ε_high 0.28: {0.01 * 1.28:.4f}")
     correct = torch.tensor([1, 0, 0, 1, 1, 1, 0, 0, 0])  # [B], G = 3
     print("departure 2, dynamic sampling: three questions, three answers each (1 = right)")
-    print("  correct", correct.tolist(), "\n  kept   ", informative_groups(correct, 3).tolist())
+    print("  correct", correct.tolist())
+    print("  kept   ", informative_groups(correct, 3).tolist())
     torch.set_printoptions(precision=3)
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]])
     print("departure 3, token mean: what one token weighs in trajectories of 4, 1 and 3 tokens")

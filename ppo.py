@@ -239,7 +239,8 @@ def compute_advantages(batch, settings) -> Tensor:
     """[B, T], once, of the whole rollout. Writes batch.returns, which the critic learns."""
     if batch.values is None:
         raise InputError("PPO needs batch.values, the critic's, before its advantages")
-    rewards, mask = token_rewards(batch, settings), batch.response_mask  # [B, T], [B, T]
+    rewards = token_rewards(batch, settings)  # [B, T]
+    mask = batch.response_mask  # [B, T]
     advantages, batch.returns = gae(rewards, batch.values, mask, lam=settings.gae_lambda)
     return whiten(advantages, mask)  # [B, T]
 

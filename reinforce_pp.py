@@ -106,7 +106,8 @@ def main() -> None:
     print("                      group_std off ", baseline_advantages(rewards, 2, False))
     mask = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0]])
     returns = returns_to_go(rewards[:, None] * last_model_token(mask), mask)  # [4, 3]
-    print("plain, mask\n", mask, "\nwhitened over the batch\n", whiten(returns, mask))
+    print("plain, mask\n", mask)
+    print("whitened over the batch\n", whiten(returns, mask))
 
 
 if __name__ == "__main__":

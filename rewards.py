@@ -108,7 +108,8 @@ def scripts(text: str) -> set[str]:
 
 def is_garbled(trajectory: Trajectory) -> bool:
     """U+FFFD, private use, or a script that is in no text shown and is neither Latin nor Greek."""
-    question, text = trajectory.question, trajectory.model_text
+    question = trajectory.question
+    text = trajectory.model_text
     if "\ufffd" in text or "Co" in map(unicodedata.category, text):
         return True
     shown = [question.question, *question.options]

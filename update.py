@@ -96,7 +96,8 @@ def shares(parts: Parts, batch: Batch) -> list[torch.Tensor]:
 
 def update(parts: Parts, batch: Batch) -> Record:
     """One optimizer step of the policy on these rows, and with PPO one of the critic."""
-    settings, algorithm = parts.settings, ALGORITHMS[parts.settings.algorithm]
+    settings = parts.settings
+    algorithm = ALGORITHMS[settings.algorithm]
     batch.token_weights = algorithm.compute_token_weights(batch, settings)  # [B, T]
 
     def loss_of(micro: Batch):
