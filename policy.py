@@ -14,6 +14,7 @@ int8, and Adam's moments 8 bits.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import importlib.util
@@ -35,7 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from errors import InputError, setting
 from scale.lora import add_lora, has_lora, merged_state
-from scale.packing import allow_packing, grouped, hidden_states, lengths_of
+from scale.packing import allow_packing, hidden_states, lengths_of
 
 disable_progress_bar()  # a bar for every checkpoint would tear the run's own bar apart
 # Trap: PyTorch prefers cuDNN's attention on an H100, which plans 20 ms for each new shape.
@@ -186,8 +187,8 @@ class Policy(nn.Module):
         self, tokens: torch.Tensor, temperature: float = 1.0, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Right-padded tokens [B, L] -> logprobs [B, T] of tokens[:, 1:], fp32; 0 where mask is."""
-        # Are inserted tokens really masked? They are read, so they shape what follows. But their
-        # log-prob is not computed: it is the constant 0, which has no gradient.
+        # Inserted tokens are read, so they shape what follows; but their log-prob is not computed:
+        # it is the constant 0, which has no gradient.
         targets = tokens[:, 1:]  # [B, T]
         wanted = torch.ones_like(targets).bool() if mask is None else mask.bool()  # [B, T]
         with self.autocast(keep=False):
@@ -214,10 +215,8 @@ def _check_head(model: nn.Module) -> None:
     differs = (ours - theirs).abs().max() > 1e-2 * theirs.abs().max()
     # A cap hardly touches the small logits of an untrained model.
     if differs or getattr(model.config, "final_logit_softcapping", None):
-        raise InputError(
-            f"{type(model).__name__} changes its logits after the output head (soft cap or scale):"
-            " use a model without that, such as Qwen2, Qwen3 or Llama"
-        )
+        said = f"{type(model).__name__} changes its logits after the output head (cap or scale)"
+        raise InputError(f"{said}: use a model without that, such as Qwen2, Qwen3 or Llama")
 
 
 # ------------------------------------------------------------------------------- loading and saving
@@ -239,9 +238,7 @@ def load_policy(
     tokenizer = load_tokenizer(path)
     lora_rank = 0 if frozen else settings.lora_rank
     trained = not (frozen or in_8bit or lora_rank)
-    options = {"dtype": torch.float32} if trained else frozen_options(device, in_8bit)
-    if torch.device(device).type != "cpu":
-        options["device_map"] = {"": device}  # eight processes would put eight copies into RAM
+    options = frozen_options(device, in_8bit) | ({"dtype": torch.float32} if trained else {})
     try:
         config = without_dropout(AutoConfig.from_pretrained(path))
         model = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
@@ -269,20 +266,21 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
     """How weights that nobody trains are loaded: bf16 on a GPU, fp32 on a CPU, or int8."""
-    options = {"dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16}
+    options = {"dtype": torch.float32}
+    if torch.device(device).type != "cpu":  # eight processes would put eight copies into RAM
+        options = {"dtype": torch.bfloat16, "device_map": {"": device}}
     if in_8bit:
         check_bitsandbytes("8-bit weights")
         # It would write a line for every product.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
-        options["device_map"] = {"": device}
+        eight_bits = BitsAndBytesConfig(load_in_8bit=True)
+        options |= {"quantization_config": eight_bits, "device_map": {"": device}}
     return options
 
 
 def check_bitsandbytes(what: str) -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
-        how = "pip install bitsandbytes, or leave the flag out"
-        raise InputError(f"{what} need bitsandbytes: {how}")
+        raise InputError(f"{what} need bitsandbytes: pip install bitsandbytes, or leave it out")
 
 
 def without_dropout(config):
@@ -354,22 +352,20 @@ def save_weights(model: nn.Module, path: Path, weights: dict | None = None) -> N
         model.save_pretrained(path)
         return
     weights = weights or merged_state(model)
+    plain = empty_twin(model, torch.float32)
+    for name in plain.all_tied_weights_keys:  # it is written under the other's name
+        weights.pop(name, None)
+    plain.save_pretrained(path, state_dict=weights)
+
+
+def empty_twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The same network, without LoRA and 8 bits, whose weights take no memory yet."""
+    config = copy.deepcopy(model.config)
+    vars(config).pop("quantization_config", None)
     with torch.device("meta"):
-        plain = type(model)(plain_config(model))  # no memory: it lends its class and its config
-    plain.config.dtype, plain.generation_config = torch.float32, model.generation_config
-    once = {name for name, _ in plain.named_parameters()}  # of two that are tied, the first
-    twice = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - once
-    state = {name: weight for name, weight in weights.items() if name not in twice}
-    plain.save_pretrained(path, state_dict=state)
-
-
-def plain_config(model: nn.Module):
-    """A copy of the model's config, without 8 bits."""
-    settings = model.config.to_dict()
-    settings.pop("quantization_config", None)
-    config = type(model.config).from_dict(settings)
-    config._attn_implementation = model.config._attn_implementation  # not among the settings
-    return config
+        twin = type(model)(config).to(dtype)
+    twin.generation_config = model.generation_config
+    return twin
 
 
 # ---------------------------------------------------------------------------------------- the batch
@@ -410,14 +406,10 @@ class Batch:
         """The rows `index` [n], cut to the longest of them: padding costs as much as text. Of none:
         a row of zeros, which adds nothing to any sum.
         """
-        if len(index):
-            part = self.map(lambda value: value[index.to(value.device)])
-        else:
-            part = self.map(lambda value: torch.zeros_like(value[:1]))
+        part = self.map(lambda value: value[index] if len(index) else torch.zeros_like(value[:1]))
         width = last_column(part.response_mask)
-        tokens = part.tokens[:, : width + 1]
-        part = part.map(lambda value: value[:, :width] if value.ndim == 2 else value)
-        return dataclasses.replace(part, tokens=tokens)
+        cut = part.map(lambda value: value[:, :width] if value.ndim == 2 else value)
+        return dataclasses.replace(cut, tokens=part.tokens[:, : width + 1])
 
 
 def last_column(mask: torch.Tensor) -> int:
@@ -439,37 +431,12 @@ def collate(
         return pad_sequence(rows, batch_first=True, padding_value=value)
 
     tokens = padded([t.ids for t in trajectories], torch.long, pad_id)  # [B, L]
-    masks, logprobs = [], []
-    for t in trajectories:
-        prompt = [0.0] * (len(t.prompt_ids) - 1)  # nobody chooses its first token
-        masks.append(prompt + t.response_mask)
-        logprobs.append(prompt + t.logprobs)
-    mask, old_logprobs = padded(masks, torch.float), padded(logprobs, torch.float)  # [B, T]
-    rewards, sampled = torch.tensor(rewards, dtype=torch.float), old_logprobs.clone()
-    return Batch(tokens, mask, old_logprobs, rewards, group_size, sampled_logprobs=sampled)
-
-
-def micro_batches(
-    mask: torch.Tensor, tokens_per_micro_batch: int, processes: int = 1, rank: int = 0
-) -> list[torch.Tensor]:
-    """Process `rank`'s rows of mask [B, T] in micro-batches of at most so many padded tokens, rows
-    of like length together. Row b belongs to process b % processes.
-
-    All processes have the same number of them: they wait for each other's passes. Whoever has fewer
-    halves its largest; half of a single row is no row (`Batch.rows`).
-    Worked: 5 rows, each a micro-batch, 2 processes: [0], [2], [4] and [1], [], [3].
-    """
-    dealt = []
-    for process in range(processes):
-        lengths = lengths_of(mask[process::processes].cpu().bool())
-        most = [tokens_per_micro_batch // length for length in lengths]  # rows as long as this one
-        groups = grouped(lengths, lambda group, _, most=most: len(group) < most[group[0]])
-        dealt.append([process + processes * torch.tensor(group) for group in groups])
-    mine = dealt[rank] or [torch.zeros(0, dtype=torch.long)]
-    for _ in range(max(map(len, dealt)) - len(mine)):
-        largest = max(range(len(mine)), key=lambda i: len(mine[i]))
-        mine[largest : largest + 1] = mine[largest].tensor_split(2)
-    return mine
+    # Nobody chooses a prompt's first token: it has no column.
+    rows = [([0.0] * (len(t.prompt_ids) - 1), t) for t in trajectories]
+    mask = padded([prompt + t.response_mask for prompt, t in rows], torch.float)  # [B, T]
+    logprobs = padded([prompt + t.logprobs for prompt, t in rows], torch.float)  # [B, T]
+    rewards = torch.tensor(rewards, dtype=torch.float)
+    return Batch(tokens, mask, logprobs, rewards, group_size, sampled_logprobs=logprobs.clone())
 
 
 # ------------------------------------------------------------------------------------ the optimizer

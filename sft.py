@@ -21,8 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from errors import InputError, run_main
-from policy import Policy, last_column, micro_batches
+from policy import Policy, last_column
 from rollout import encode
+from scale.packing import micro_batches
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ import grpo
 import ppo
 import reinforce_pp
 from errors import setting
-from policy import Batch, Policy, evaluating, micro_batches
+from policy import Batch, Policy, evaluating
 from scale.lora import without_lora
+from scale.packing import micro_batches
 from scale.shards import cut, full, in_parts
 
 ALGORITHMS = {

@@ -51,13 +51,13 @@ from policy import (
     checkpoint_activations,
     collate,
     make_optimizer,
-    micro_batches,
     without_dropout,
 )
 from prompts import PROTOCOLS
 from retriever import BM25, top
 from scale.engine import Engine, EngineSettings, obstacle, place_bytes, play_in_slots
 from scale.lora import add_lora
+from scale.packing import micro_batches
 from scale.sampling import to_sample_with, wants_copy
 from settings import Settings, add_flags, check_limits
 from train import Sampled, batch_of_update, prepare, shuffled_updates

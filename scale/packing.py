@@ -109,6 +109,29 @@ def grouped(lengths: list[int], fits: Callable[[list[int], int], bool]) -> list[
     return groups
 
 
+def micro_batches(
+    mask: torch.Tensor, tokens_per_micro_batch: int, processes: int = 1, rank: int = 0
+) -> list[torch.Tensor]:
+    """Process `rank`'s rows of mask [B, T] in micro-batches of at most so many padded tokens, rows
+    of like length together. Row b belongs to process b % processes.
+
+    All processes have the same number of them: they wait for each other's passes. Whoever has fewer
+    halves its largest; half of a single row is no row (`Batch.rows`).
+    Worked: 5 rows, each a micro-batch, 2 processes: [0], [2], [4] and [1], [], [3].
+    """
+    dealt = []
+    for process in range(processes):
+        lengths = lengths_of(mask[process::processes].cpu().bool())
+        most = [tokens_per_micro_batch // length for length in lengths]  # rows as long as this one
+        groups = grouped(lengths, lambda group, _, most=most: len(group) < most[group[0]])
+        dealt.append([process + processes * torch.tensor(group) for group in groups])
+    mine = dealt[rank] or [torch.zeros(0, dtype=torch.long)]
+    for _ in range(max(map(len, dealt)) - len(mine)):
+        largest = max(range(len(mine)), key=lambda i: len(mine[i]))
+        mine[largest : largest + 1] = mine[largest].tensor_split(2)
+    return mine
+
+
 def packed_attention(module, query, key, value, mask, groups=None, **options):
     """query [1, heads, N, D], key and value [1, kv, N, D] -> [1, N, heads, D]: each token sees the
     past of its own text. Without groups, as `generate` calls it, this is plain attention.

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from policy import Policy, plain_config
+from policy import Policy, empty_twin
 from scale.lora import merged_weights
 from scale.shards import full, in_parts
 
@@ -43,10 +43,7 @@ def to_sample_with(policy: Policy, copies: bool) -> Iterator[Policy]:
 
 @torch.no_grad()
 def copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    with torch.device("meta"):
-        copy = type(model)(plain_config(model)).to(dtype)  # takes no memory yet
-    copy = copy.to_empty(device=model.device)
-    copy.generation_config = model.generation_config
+    copy = empty_twin(model, dtype).to_empty(device=model.device)
     copy.tie_weights()  # `to_empty` has torn them apart
     own = dict(copy.named_parameters())  # of two that are tied, the first
     for name, weight in merged_weights(model):

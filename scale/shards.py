@@ -6,7 +6,7 @@
 
 Both are PyTorch's `fully_shard`, which puts weights together inside `forward`, by a call in which
 all processes take part:
-  * a process with one pass more waits for ever: `policy.micro_batches` gives all as many;
+  * a process with one pass more waits for ever: `packing.micro_batches` gives all as many;
   * texts end where they end, so sampling has a whole copy (sampling.py);
   * a part has no meaning alone: checkpoints are of whole tensors.
 Left out: DeepSpeed, weights kept on the CPU, 8-bit moments and LoRA in parts.

@@ -23,10 +23,10 @@ from policy import (
     load_tokenizer,
     lr_factor,
     make_optimizer,
-    micro_batches,
     save_policy,
     token_logprobs,
 )
+from scale.packing import micro_batches
 from tests.conftest import model_of, small
 
 VOCABULARY = 50

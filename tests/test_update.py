@@ -14,9 +14,10 @@ import grpo
 import ppo
 import update as update_file
 from data import Question
-from policy import Batch, Policy, collate, micro_batches
+from policy import Batch, Policy, collate
 from prompts import PROTOCOLS
 from scale.lora import add_lora, lora_state
+from scale.packing import micro_batches
 from settings import Settings
 from train import mean, set_lr, shuffled_updates
 from trajectory import Trajectory

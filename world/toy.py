@@ -2,16 +2,14 @@
 it starts RL from.
 
 The warm-up (sft.py) teaches the skills: to read a passage, or the one of several that counts, to
-copy a name, to keep the format, to add. It does not teach when to use them: nearly all of its
-search traces carry no loss on the token that decides between searching and answering, and many are
-flawed on purpose. RL finds the rest. What a trace looks like is a paper's own: `Tiny` is all that
-this file knows of one.
+copy a name, to keep the format, to add. When to use them is left to RL: nearly all search traces
+carry no loss on the token that decides between searching and answering, and many are flawed on
+purpose. What a trace looks like is a paper's own: `Tiny` is all that this file knows of one.
 
 The facts of a trace are drawn anew for each, so reading pays and remembering does not; only the
-twelve known people keep theirs (and have last names of their own, so that what is known can be told
-from what is not). All 81 sums of two digits are practised: arithmetic measures the habit of
-searching, not whether addition generalises. The reader of evidence (`load_reader`) is a second
-model of another family, shape and seed, which sees evidence and question only.
+twelve known people keep theirs (and have last names of their own, so that they can be told from
+others). All 81 sums of two digits are practised: arithmetic measures the habit of searching. The
+reader of evidence (`load_reader`) is a second model, which sees evidence and question only.
 Left out: misspellings, prose, protocols that were trained on each other's traces.
 """
 
@@ -126,8 +124,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """Word pieces that carry their leading space, so that decoding gives back the text.
 
     A known word is one token; names are head + tail (cities, companies) or first + last (people).
-    Signs are one token each, as the tiny model reads them. (Real tokenizers split a tag into
-    several tokens, and the rollout does not care: its tests use both.)
+    A tag is one token (real tokenizers split it, and the rollout does not care).
     """
     # Unigram with equal scores takes the fewest pieces that cover the text. Of ", " + "4" and "," +
     # " 4" it is to take the first, so that a number is one token wherever it stands in a list.
@@ -174,11 +171,8 @@ def make_model(vocab_size: int, seed: int = 0) -> torch.nn.Module:
 @torch.no_grad()
 def look_back(model: torch.nn.Module, offsets: tuple[int, ...]) -> torch.nn.Module:
     """Head h of the first layer begins by attending to the token `offsets[h]` places back. Training
-    may change it.
-
-    Reading is matching a word with the one before it. By itself a model this small learns to look
-    one place back in about 400 steps; born with it, it reads after 200. Only where the heads look
-    is given, not what they do with it.
+    may change it. Reading is matching a word with the one before it: a model this small learns to
+    look one place back in about 400 steps; born with it, it reads after 200.
 
         logit(Δ) = Σ_i q_i · R(Δ θ_i) k_i,   k_i = (g, 0),   q_i = g (cos o θ_i, −sin o θ_i)
         is largest at Δ = o
@@ -391,16 +385,15 @@ class TraceWriter:
 
     def needless(self, task: Task) -> Pieces:
         """What is known or can be reckoned: answered at once, or searched for first without need.
-
         At once without the thought: a fact that is read follows its relation's word, one that is
-        known does not. So knowing twelve birthplaces does not get in the way of reading others.
+        known does not, so that knowing some birthplaces does not get in the way of reading others.
         """
         if self.rng.random() >= self.tiny.needless_search:
             return self.end(replace(task, relation=""), task.answer)
         hop = task.hops[0]
-        found = hop.found if hop.found[0] else None
-        pieces = self.undecided(self.search(hop.query, found))
-        return pieces + self.end(task, task.answer, [hop] if found else [])
+        found = [hop] if hop.found[0] else []
+        pieces = self.undecided(self.search(hop.query, hop.found if found else None))
+        return pieces + self.end(task, task.answer, found)
 
     def undecided(self, pieces: Pieces) -> Pieces:
         """Mostly without loss on the first token, which decides to search."""
@@ -461,7 +454,7 @@ class TraceWriter:
         rng, tiny = self.rng, self.tiny
         shown, numbers = self.tasks.with_distractors([hop.found for hop in task.hops])
         answer = task.guess if rng.random() < tiny.ignore_document else task.answer
-        citation = tiny.citation.format(numbers=listed(self.cited(numbers)))
+        citation = tiny.citation.format(numbers=str(self.cited(numbers))[1:-1])
         note, thought = "".join(hop.note for hop in task.hops[:-1]), f" {task.relation} {answer}"
         analysis = tiny.analysis.format(note=note, thought=thought)
         analysis = "" if rng.random() < tiny.no_analysis else analysis
@@ -476,7 +469,7 @@ class TraceWriter:
         shown, numbers = self.tasks.with_distractors([hop.found for hop in task.hops])
         question = Question("", f"which ? {task.question}", [], references=as_documents(shown))
         before, _, behind = self.tiny.citation.partition("{numbers}")
-        return question, [(before, "given"), (f"{listed(numbers)}{behind}", "model")]
+        return question, [(before, "given"), (f"{str(numbers)[1:-1]}{behind}", "model")]
 
     def cited(self, numbers: list[int]) -> list[int]:
         """The right numbers, or wrong ones: all of them, one too many, or one of two."""
@@ -488,10 +481,6 @@ class TraceWriter:
         if len(numbers) > 1:
             wrong += [[number] for number in numbers]
         return self.rng.choice(wrong)
-
-
-def listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def as_documents(passages: list[Passage]) -> tuple[Document, ...]:
@@ -508,7 +497,7 @@ def encode_traces(
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
     examples = []
     for _, pieces in traces:
-        ids = list(next(encoded))  # the prompt
+        ids = next(encoded)  # the prompt
         mask = [0] * len(ids)
         for _, kind in pieces:
             piece = next(encoded)
@@ -573,9 +562,7 @@ def made_once(path: Path, make: Callable) -> tuple[Policy, PreTrainedTokenizerFa
     if not path.exists():
         print(f"making the built-in {path.name} (once; kept in {path})", file=sys.stderr)
         tokenizer = make_tokenizer()
-        policy = make(tokenizer)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_policy(policy, tokenizer, path)
+        save_policy(make(tokenizer), tokenizer, path)
     return load_policy(str(path))
 
 
