@@ -6,8 +6,8 @@
     logprobs               · · · ·  0 0 0 0 0 0  · · ·      as they were sampled
 
 The mask is born with the token: nobody looks for tags in a text later to find out who wrote it.
-A written transcript (`trajectory_from_text`) can be scored, not trained on. No torch here: rewards
-need none. Left out: how a trajectory comes about (rollout.py).
+A written transcript (`trajectory_from_text`) can be scored, not trained on. No torch here.
+Left out: how a trajectory comes about (rollout.py).
 """
 
 import re
@@ -82,8 +82,8 @@ class Trajectory:
 
     @property
     def answers(self) -> list[str]:
-        spans = find_answers(self.protocol, self.model_text, self.question.task)
-        return [span.content for span in spans]
+        found = find_answers(self.protocol, self.model_text, self.question.task)
+        return [answer.content for answer in found]
 
     @property
     def answer(self) -> str | None:
@@ -125,8 +125,8 @@ def trajectory_from_text(
         position = block.start(1)
         model = text[start:position]
         if query := parse_query(protocol, model):
-            is_fallback = len(trajectory.searches) in fallbacks
-            trajectory.searches.append(Search(query, [], block[2].strip(), is_fallback))
+            fallback = len(trajectory.searches) in fallbacks
+            trajectory.searches.append(Search(query, [], block[2].strip(), fallback))
             trajectory.segments += [Segment("model", model), Segment("documents", block[1])]
             start = position = block.end()
     trajectory.segments.append(Segment("model", text[start:]))

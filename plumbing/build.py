@@ -178,20 +178,11 @@ def build_parts(settings: Settings) -> Parts:
     environment = build_environment(settings, tokenizer, search)
     check_prompts(questions, environment, policy)
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
-    parts = Parts(
-        settings=settings,
-        accelerator=accelerator,
-        policy=policy,
-        model=policy,
-        optimizer=None,
-        recompute=device.type != "cpu" or copies or not settings.mask_documents,
-        reference=load_reference(settings, device),
-        stream=stream,
-        environment=environment,
-        play=play_of(settings),
-        sampler=lambda: to_sample_with(policy, copies),
-        scorer=scorer,
-    )
+    recompute = device.type != "cpu" or copies or not settings.mask_documents
+    parts = Parts(settings, accelerator, policy, policy, None, recompute)
+    parts.reference = load_reference(settings, device)
+    parts.stream, parts.environment, parts.scorer = stream, environment, scorer
+    parts.play, parts.sampler = play_of(settings), lambda: to_sample_with(policy, copies)
     if settings.algorithm == "ppo":  # also in stage 2 a new one: another reward has other values
         parts.critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
         spread = spread_over(parts, parts.critic, sharding, settings.critic_lr)

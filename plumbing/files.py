@@ -73,7 +73,7 @@ class Run:
     def __init__(self, settings: Settings, accelerator):
         self.folder, self.settings = stage_folder(settings), settings
         self.accelerator, self.main = accelerator, accelerator.is_main_process
-        self.hints = Hints(settings)
+        self.streaks, self.told = {}, set()  # of hints
 
     def open(self, first_step: int) -> None:
         """Make the folder. An earlier run is moved aside; --resume cuts it to its checkpoint."""
@@ -104,7 +104,7 @@ class Run:
             return
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
         self._append("metrics.jsonl", json.dumps(rounded) + "\n")
-        self.progress.write("\n".join([console_line(record), *self.hints.after(record)]))
+        self.progress.write("\n".join([console_line(record), *self.hints(record)]))
         step = record["step"]
         if step % SHOW_EVERY == 0 or step + 1 == self.settings.steps:
             row = (step * 37) % len(sampled.trajectories)
@@ -115,6 +115,14 @@ class Run:
     def _append(self, name: str, text: str) -> None:
         with open(self.folder / name, "a") as file:  # opened each time: what is written stays whole
             file.write(text)
+
+    def hints(self, record: dict) -> list[str]:
+        """After PATIENCE steps of one cause a line that says where to look; each cause once."""
+        found = causes(record, self.settings)
+        self.streaks = {cause: self.streaks.get(cause, 0) + 1 for cause in found}
+        due = [c for c, steps in self.streaks.items() if steps >= PATIENCE and c not in self.told]
+        self.told.update(due)
+        return [f"hint: for {PATIENCE} steps {cause} (samples.txt shows some)" for cause in due]
 
     def saves(self, step: int) -> bool:
         return step + 1 == self.settings.steps or (step + 1) % self.settings.save_every == 0
@@ -161,19 +169,6 @@ def causes(r: dict, s: Settings) -> Iterator[str]:
         yield "sampled and scored log-probs differ by 0.1: try --engine hf, --sampling_copy none"
     if r["search_errors"] >= 0.1:
         yield "a tenth of the searches failed: is the retriever down, or slower than --timeout?"
-
-
-class Hints:
-    """After PATIENCE steps of one cause a line that says where to look; each cause once."""
-
-    def __init__(self, settings: Settings):
-        self.settings, self.streaks, self.told = settings, {}, set()
-
-    def after(self, record: dict) -> list[str]:
-        self.streaks = {c: self.streaks.get(c, 0) + 1 for c in causes(record, self.settings)}
-        due = [c for c, steps in self.streaks.items() if steps >= PATIENCE and c not in self.told]
-        self.told.update(due)
-        return [f"hint: for {PATIENCE} steps {cause} (samples.txt shows some)" for cause in due]
 
 
 def console_line(record: dict) -> str:

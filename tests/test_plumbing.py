@@ -5,6 +5,7 @@ is refused before a model is loaded.
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import train
 from errors import InputError
 from plumbing import build
 from plumbing.build import build_parts, check_processes, set_threads
-from plumbing.files import Hints, checkpoints, console_line, saved_settings
+from plumbing.files import Run, checkpoints, console_line, saved_settings
 from policy import load_policy
 from settings import Settings
 
@@ -44,11 +45,10 @@ NEVER = {"searched": 0.0, "searches": 0.0}
     ],
 )
 def test_three_steps_of_one_cause_give_one_hint_and_never_again(changes, settings, said):
-    hints, seen, better = Hints(Settings(**settings)), QUIET | changes, QUIET
+    run, seen = Run(Settings(**settings), SimpleNamespace(is_main_process=True)), QUIET | changes
     # a single better step starts the count anew
-    lines = [
-        hints.after(r) for r in (seen, seen, better, seen, seen, seen, seen, better, *[seen] * 3)
-    ]
+    steps = [seen, seen, QUIET, seen, seen, seen, seen, QUIET, seen, seen, seen]
+    lines = [run.hints(record) for record in steps]
     assert [len(some) for some in lines] == [0, 0, 0, 0, 0, bool(said), 0, 0, 0, 0, 0]
     assert not said or said in lines[5][0]
 

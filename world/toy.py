@@ -454,7 +454,7 @@ class TraceWriter:
         rng, tiny = self.rng, self.tiny
         shown, numbers = self.tasks.with_distractors([hop.found for hop in task.hops])
         answer = task.guess if rng.random() < tiny.ignore_document else task.answer
-        citation = tiny.citation.format(numbers=str(self.cited(numbers))[1:-1])
+        citation = tiny.citation.format(numbers=str(self.cited(numbers))[1:-1])  # as in "1, 4"
         note, thought = "".join(hop.note for hop in task.hops[:-1]), f" {task.relation} {answer}"
         analysis = tiny.analysis.format(note=note, thought=thought)
         analysis = "" if rng.random() < tiny.no_analysis else analysis

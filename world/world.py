@@ -15,13 +15,11 @@ can be copied token by token, but its facts cannot be known.
     layout "facts"   one passage per fact, and four numbered ones with every question: what a paper
                      needs that copies its evidence (R-Search) or cites it (ARENA)
 
-The distractors among the four are facts of other entities, of relations that the question does not
-ask for. So the right passage is found by what it states, not by whom it is about: a model of this
-size learns that in a minute, where matching names between passages takes it several.
+The distractors among the four are of relations that the question does not ask for. So the right
+passage is found by what it states, not by whom it is about: the tiny model learns that in a minute.
 Left out: misspellings, facts that change, a year or a number as an answer.
 """
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 
@@ -131,7 +129,9 @@ class World:
         words = shuffled(random.Random(f"units {seed}"), UNITS)
         for split, count in UNIT_SPLITS.items():
             self.units[split] = [(*take(words, 2), rng.randint(2, 9)) for _ in range(count)]
-        self.passages = dict(self.write_passages(random.Random(f"passages {seed}")))
+        self.passages: dict[tuple[str, str], Document] = {}  # (name, relation) -> passage
+        for key, text in self.write_passages(random.Random(f"passages {seed}")):
+            self.passages[key] = Document(str(len(self.passages)), *text)
 
     def name_entities(self, rng: random.Random) -> None:
         people = shuffled(rng, [f"{f} {s}" for f in FIRST for s in LAST])
@@ -153,27 +153,21 @@ class World:
         return {**self.entities[split], "country": COUNTRIES, "product": PRODUCTS}
 
     def draw_facts(self, rng: random.Random, kind: str, split: str) -> dict[str, str]:
-        """Facts of one entity. They stay inside the split, so that both hops of a held-out question
-        are held out.
-        """
+        """Facts of one entity, inside its split: both hops of a held-out question are held out."""
         values = self.values(split)
         relations = [(r, to) for r, (about, to) in RELATIONS.items() if about == kind]
         return {relation: rng.choice(values[leads_to]) for relation, leads_to in relations}
 
-    def write_passages(self, rng: random.Random) -> Iterator[tuple[tuple[str, str], Document]]:
-        """Each passage behind what it is about: (name, relation); of a page and of a unit the
-        relation is "".
-        """
-        numbers = map(str, itertools.count())
-        for name in (name for split in SPLITS for name in self.names(split)):
+    def write_passages(self, rng: random.Random) -> Iterator[tuple[tuple, tuple]]:
+        """Each passage behind its (name, relation); of a page and of a unit the relation is ""."""
+        for name, facts in self.facts.items():
             if self.layout == "pages":
-                yield (name, ""), Document(next(numbers), *passage(rng, name, self.facts[name]))
+                yield (name, ""), passage(rng, name, facts)
                 continue
-            for relation, value in shuffled(rng, list(self.facts[name].items())):
-                text = fact_passage(name, relation, value)
-                yield (name, relation), Document(next(numbers), *text)
+            for relation, value in shuffled(rng, list(facts.items())):
+                yield (name, relation), fact_passage(name, relation, value)
         for big, small, factor in (unit for units in self.units.values() for unit in units):
-            yield (big, ""), Document(next(numbers), *unit_passage(big, small, factor))
+            yield (big, ""), unit_passage(big, small, factor)
 
     @property
     def documents(self) -> list[Document]:
@@ -216,10 +210,8 @@ class World:
     def references(
         self, identity: str, hops: Sequence[tuple[str, str]], split: str
     ) -> tuple[tuple[Document, ...], tuple[int, ...]]:
-        """(the passages that a question comes with, numbers of those that support the answer).
-
-        Those of its hops; in the layout "facts" also distractors, each of another relation that is
-        not asked for.
+        """(the passages that a question comes with, numbers of those that support the answer):
+        those of its hops; in the layout "facts" also distractors, each of another relation.
         """
         pages = self.layout == "pages"
         gold = [self.passages[name, "" if pages else relation] for name, relation in hops]
@@ -235,8 +227,8 @@ class World:
 
 def other_relations(rng: random.Random, asked: set[str]) -> list[str]:
     """Of the distractors among the references of a question."""
-    relations = [relation for relation in RELATIONS if relation not in asked]
-    return rng.sample(relations, REFERENCES - len(asked))
+    others = [relation for relation in RELATIONS if relation not in asked]
+    return rng.sample(others, REFERENCES - len(asked))
 
 
 def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, str]:
@@ -246,9 +238,7 @@ def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, 
 
 
 def fact_passage(name: str, relation: str, value: str) -> tuple[str, str]:
-    """Without a title: the relation stands right behind the passage's number, and the value right
-    behind the relation. A model of two layers can match what stands side by side.
-    """
+    """Without a title: a model of two layers can match what stands side by side."""
     return "", f"{relation} {value} of {name} ."
 
 
