@@ -14,7 +14,6 @@ int8, and Adam's moments 8 bits.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import importlib.util
@@ -35,7 +34,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 from errors import InputError, setting
-from scale.lora import add_lora, has_lora, merged_state
+from scale.lora import add_lora, save_merged
 from scale.packing import allow_packing, hidden_states, lengths_of
 
 disable_progress_bar()  # a bar for every checkpoint would tear the run's own bar apart
@@ -232,8 +231,7 @@ def load_policy(
     """(policy, tokenizer) from a folder or a hub name; weights that are trained become fp32.
 
     frozen    nothing is trained, whatever lora_rank says: a reference
-    in_8bit   int8 weights: of a frozen model, or under LoRA's matrices
-    seed      of LoRA's matrices
+    in_8bit   int8 weights: of a frozen model, or under LoRA's matrices, which `seed` draws
     """
     tokenizer = load_tokenizer(path)
     lora_rank = 0 if frozen else settings.lora_rank
@@ -251,7 +249,7 @@ def load_policy(
         raise InputError(f"--model {path}: {said}: they are not of one model")
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
-    policy = Policy(model if in_8bit else model.to(device)).requires_grad_(trained)
+    policy = Policy(model).requires_grad_(trained)
     if lora_rank:
         add_lora(policy.language_model, lora_rank, seed)
     return policy, tokenizer
@@ -266,15 +264,13 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
     """How weights that nobody trains are loaded: bf16 on a GPU, fp32 on a CPU, or int8."""
-    options = {"dtype": torch.float32}
-    if torch.device(device).type != "cpu":  # eight processes would put eight copies into RAM
-        options = {"dtype": torch.bfloat16, "device_map": {"": device}}
+    options = {"dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16}
+    options["device_map"] = {"": device}  # else eight processes put eight copies into RAM
     if in_8bit:
         check_bitsandbytes("8-bit weights")
         # It would write a line for every product.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-        eight_bits = BitsAndBytesConfig(load_in_8bit=True)
-        options |= {"quantization_config": eight_bits, "device_map": {"": device}}
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
     return options
 
 
@@ -337,35 +333,13 @@ def save_policy(
     path = Path(path)
     aside = path.with_name(path.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
-    save_weights(policy.language_model, aside, weights)
+    save_merged(policy.language_model, aside, weights)
     tokenizer.save_pretrained(aside)
     if trainer is not None:
         torch.save(trainer, aside / "trainer.pt")
     if settings:
         (aside / "settings.json").write_text(settings, encoding="utf-8")
     aside.rename(path)
-
-
-def save_weights(model: nn.Module, path: Path, weights: dict | None = None) -> None:
-    """LoRA is merged into the weights, int8 becomes fp32: a plain model."""
-    if weights is None and not has_lora(model):
-        model.save_pretrained(path)
-        return
-    weights = weights or merged_state(model)
-    plain = empty_twin(model, torch.float32)
-    for name in plain.all_tied_weights_keys:  # it is written under the other's name
-        weights.pop(name, None)
-    plain.save_pretrained(path, state_dict=weights)
-
-
-def empty_twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same network, without LoRA and 8 bits, whose weights take no memory yet."""
-    config = copy.deepcopy(model.config)
-    vars(config).pop("quantization_config", None)
-    with torch.device("meta"):
-        twin = type(model)(config).to(dtype)
-    twin.generation_config = model.generation_config
-    return twin
 
 
 # ---------------------------------------------------------------------------------------- the batch

@@ -14,8 +14,10 @@ what is scored must be one model), DoRA, several adapters, a choice of matrices 
 """
 
 import contextlib
+import copy
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -103,3 +105,24 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The merged weights in fp32 on the CPU."""
     return {name: weight.float().cpu() for name, weight in merged_weights(model)}
+
+
+def save_merged(model: nn.Module, path: Path, weights: dict | None = None) -> None:
+    """A plain model in the folder `path`. weights: whole ones, if the model's are in parts."""
+    if weights is None and not has_lora(model):
+        model.save_pretrained(path)
+        return
+    weights, plain = weights or merged_state(model), empty_twin(model, torch.float32)
+    for name in plain.all_tied_weights_keys:  # it is written under the other's name
+        weights.pop(name, None)
+    plain.save_pretrained(path, state_dict=weights)
+
+
+def empty_twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The same network, without LoRA and 8 bits, whose weights take no memory yet."""
+    config = copy.deepcopy(model.config)
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        twin = type(model)(config).to(dtype)
+    twin.generation_config = model.generation_config
+    return twin

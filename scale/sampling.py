@@ -19,8 +19,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from policy import Policy, empty_twin
-from scale.lora import merged_weights
+from policy import Policy
+from scale.lora import empty_twin, merged_weights
 from scale.shards import full, in_parts
 
 

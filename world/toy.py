@@ -126,8 +126,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     A known word is one token; names are head + tail (cities, companies) or first + last (people).
     A tag is one token (real tokenizers split it, and the rollout does not care).
     """
-    # Unigram with equal scores takes the fewest pieces that cover the text. Of ", " + "4" and "," +
-    # " 4" it is to take the first, so that a number is one token wherever it stands in a list.
+    # Unigram with equal scores takes the fewest pieces that cover the text. In a list a number is
+    # one token wherever it stands: ", " + "4", and not "," + " 4".
     scored = [(piece, -0.5 if piece == ", " else -1.0) for piece in word_pieces()]
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=2, byte_fallback=False))
     # A word at the start of a line gets the leading space that its piece has everywhere else.
@@ -385,8 +385,7 @@ class TraceWriter:
 
     def needless(self, task: Task) -> Pieces:
         """What is known or can be reckoned: answered at once, or searched for first without need.
-        At once without the thought: a fact that is read follows its relation's word, one that is
-        known does not, so that knowing some birthplaces does not get in the way of reading others.
+        At once without the thought: only a fact that is read follows its relation's word.
         """
         if self.rng.random() >= self.tiny.needless_search:
             return self.end(replace(task, relation=""), task.answer)
@@ -462,9 +461,7 @@ class TraceWriter:
         return Question("", task.question, [], references=as_documents(shown)), [(text, "model")]
 
     def practise_citing(self) -> tuple[Question, Pieces]:
-        """Only the right numbers, to a question that begins with "which ?": the skill, not the
-        habit. Without that word most citations are wrong.
-        """
+        """Only the right numbers, to a question with "which ?": the skill, not the habit."""
         task = self.tasks.one_hop() if self.rng.random() < 0.5 else self.tasks.two_hop()
         shown, numbers = self.tasks.with_distractors([hop.found for hop in task.hops])
         question = Question("", f"which ? {task.question}", [], references=as_documents(shown))
@@ -552,9 +549,6 @@ def train_reader(tokenizer, world_seed: int, settings: SFTSettings = READER) -> 
 
     train_sft(reader, next_examples, settings, "the reader of evidence")
     return reader
-
-
-# ---------------------------------------------------------------------------------------- made once
 
 
 def made_once(path: Path, make: Callable) -> tuple[Policy, PreTrainedTokenizerFast]:
