@@ -79,7 +79,7 @@ FULL, NONE, ALL = (1, 0), (0, 0), (1, 1)  # a group of two: informative, all wro
 @pytest.fixture
 def scripted(monkeypatch):
     """scripted(rights, ...) -> parts without a model. Each draw's groups are right as written, such
-    as (1, 0); question ids say which draw they are of.
+    as (1, 0); a question's id says its draw and its number.
     """
 
     def make(rights: list[list[tuple[int, ...]]], algorithm="dapo", **named) -> Parts:
@@ -95,7 +95,7 @@ def scripted(monkeypatch):
         rows = [trajectory(generator, 4 + i, vocabulary=30) for i in range(2 * len(groups))]
         for i, t in enumerate(rows):
             end = "right" if groups[i // 2][i % 2] else "wrong"
-            t.question = Question(f"draw{draw} question{i // 2} {end}", "?", ["!"])
+            t.question = Question(f"{draw} {i // 2} {end}", "?", ["!"])
         return rows
 
     def mark(trajectories):
@@ -105,34 +105,24 @@ def scripted(monkeypatch):
     return make
 
 
-def groups_of(sampled: Sampled) -> list[str]:
-    """Draw and question of each kept group."""
-    return [sampled.trajectories[i].question.id.rsplit(" ", 1)[0] for i in sampled.kept[::2]]
-
-
 @pytest.mark.parametrize(
-    "rights, draws, kept",
+    "algorithm, rights, draws, kept",  # kept: "draw question" of each group
     [
-        # Enough at once: no further draw.
-        ([[FULL, FULL], []], 1, ["draw0 question0", "draw0 question1"]),
-        ([[ALL, FULL], [NONE, FULL], []], 2, ["draw0 question1", "draw1 question1"]),
-        # The surplus is cut from behind.
-        ([[ALL, FULL], [FULL, FULL]], 2, ["draw0 question1", "draw1 question0"]),
-        # No draw is left: fewer than asked.
-        ([[ALL, NONE], [NONE, NONE], [ALL, FULL]], 3, ["draw2 question1"]),
-        ([[ALL, NONE], [NONE, ALL], [ALL, ALL]], 3, []),
-        ([[ALL, FULL]], 1, ["draw0 question1"]),
+        ("dapo", [[FULL, FULL], []], 1, ["0 0", "0 1"]),  # enough at once: no further draw
+        ("dapo", [[ALL, FULL], [NONE, FULL], []], 2, ["0 1", "1 1"]),
+        ("dapo", [[ALL, FULL], [FULL, FULL]], 2, ["0 1", "1 0"]),  # the surplus is cut from behind
+        ("dapo", [[ALL, NONE], [NONE, NONE], [ALL, FULL]], 3, ["2 1"]),  # no draw is left
+        ("dapo", [[ALL, NONE], [NONE, ALL], [ALL, ALL]], 3, []),
+        ("grpo", [[ALL, NONE], [FULL, FULL]], 1, ["0 0", "0 1"]),  # others keep every group
     ],
 )
-def test_groups_that_teach_nothing_are_replaced_while_draws_are_left(rights, draws, kept, scripted):
-    sampled = collect(scripted(rights), 0)
-    assert sampled.draws == draws and groups_of(sampled) == kept
+def test_groups_that_teach_nothing_are_replaced_while_draws_are_left(
+    algorithm, rights, draws, kept, scripted
+):
+    sampled = collect(scripted(rights, algorithm), 0)
+    firsts = [sampled.trajectories[row].question.id for row in sampled.kept[::2]]
+    assert sampled.draws == draws and [name.rpartition(" ")[0] for name in firsts] == kept
     assert len(sampled.trajectories) == len(sampled.components) == 4 * draws
-
-
-def test_other_algorithms_keep_every_group(scripted):
-    sampled = collect(scripted([[ALL, NONE], [FULL, FULL]], "grpo"), 0)
-    assert sampled.kept == [0, 1, 2, 3] and sampled.draws == 1
 
 
 def test_the_numbers_of_a_step_are_of_all_that_was_sampled_and_the_batch_of_what_was_kept(scripted):
@@ -145,7 +135,7 @@ def test_the_numbers_of_a_step_are_of_all_that_was_sampled_and_the_batch_of_what
     assert record["frac_reward_zero_std"] == pytest.approx(4 / 6)
     batch = prepare(parts, sampled, 0)
     ends = [t.question.id for t in sampled.of(torch.arange(4))]
-    assert ends == [f"draw{d} question1 {end}" for d in (1, 2) for end in ("right", "wrong")]
+    assert ends == ["1 1 right", "1 1 wrong", "2 1 right", "2 1 wrong"]
     assert batch.rewards.tolist() == [1, 0, 1, 0]
     assert torch.equal(batch.tokens[1], torch.tensor(sampled.trajectories[7].ids))
 
@@ -153,7 +143,7 @@ def test_the_numbers_of_a_step_are_of_all_that_was_sampled_and_the_batch_of_what
 def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(built, tmp_path, run, capsys):
     parts = built("--algorithm dapo --max_resample 1")
     before = weights_of(parts.policy)
-    parts.scorer = marks(lambda ts: ([{"answer": 1.0}] * len(ts), [True] * len(ts)))
+    pay(parts, [1.0] * 4)
     rows = run(parts)
     assert [row["skipped"] for row in rows] == [1, 1] and "loss" not in rows[0]
     assert len(checkpoints(tmp_path / "t" / "stage1")) == 1
@@ -162,12 +152,10 @@ def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(built, tmp_p
 
 
 def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right(scripted):
-    # When to Search's stage 2: right without a search earns 1, right after one 0.7. The first group
-    # differs in this way, the second not at all.
-    components = [{"format": 1.0, "answer": answer} for answer in (1.0, 0.7, 1.0, 1.0)]
+    # When to Search's stage 2: right without a search earns 1, right after one 0.7.
     for by, kept in (("correct", []), ("answer", [0, 1])):
         parts = scripted([[ALL, ALL]], filter_by=by)
-        parts.scorer = marks(lambda _: (components, [True] * 4))
+        parts.scorer = marks(lambda _: ([{"answer": r} for r in (1.0, 0.7, 1.0, 1.0)], [True] * 4))
         assert collect(parts, 0).kept == kept
 
 
@@ -237,7 +225,7 @@ def test_what_is_trained_is_what_was_sampled_with_the_log_probs_of_a_scoring_pas
 
 
 def test_only_later_updates_are_scored_again_and_the_first_takes_its_own_forward_pass(built):
-    # 4 rows in 2 updates: π_old of the second one's must be known before the first moves anything.
+    # 4 rows in 2 updates: π_old of the second's must be known before the first moves anything.
     parts = built("--trajectories_per_update 2")
     parts.recompute = True
     sampled = collect(parts, 0)
@@ -254,8 +242,8 @@ def test_only_later_updates_are_scored_again_and_the_first_takes_its_own_forward
 
 
 def test_a_kl_in_the_reward_uses_recomputed_logprobs_where_the_rollout_has_none(built):
-    # Documents that are trained on (the ablation) have no log-prob from the rollout. In step 0 the
-    # reference is the policy: every k1 is 0; with zeros from the rollout it would be −log π_ref.
+    # Documents that are trained on have no log-prob from the rollout. In step 0 the reference is
+    # the policy: every k1 is 0; with zeros from the rollout it would be −log π_ref.
     parts = built("--mask_documents false --kl_coef 0.1 --kl_estimator k1 --algorithm reinforce_pp")
     batch = prepare(parts, collect(parts, 0), 0)
     assert (batch.old_logprobs - batch.ref_logprobs).abs().max() < 1e-4
@@ -285,6 +273,7 @@ def test_a_ppo_step_starts_from_what_the_critic_said_before_it(built):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute, built, run):
+    ratios = []
     for rows in (0, 2):
         # At temperature 2 two samples of a group are never the same text, which a better and a
         # worse reward would not move.
@@ -292,11 +281,9 @@ def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute
         parts.recompute = recompute
         pay(parts, [1.0, 0.0, 0.0, 1.0])
         (record,) = run(parts)
-        ratios = [record["ratio_min"], record["ratio_max"]]
-        if rows == 0:
-            assert ratios == ([1, 1] if recompute else pytest.approx([1, 1], abs=1e-4))
-        else:
-            assert ratios[0] < 0.999 or ratios[1] > 1.001
+        ratios += [record["ratio_min"], record["ratio_max"]]
+    assert ratios[:2] == ([1, 1] if recompute else pytest.approx([1, 1], abs=1e-4))
+    assert ratios[2] < 0.999 or ratios[3] > 1.001
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp_baseline"])
@@ -338,11 +325,9 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_questions_and_the_bat
 
 
 def test_a_run_that_samples_from_a_copy_scores_again_and_reports_the_gap(built, run):
-    more = "--trajectories_per_update 2"
-    for row in run(built(more)):
-        assert row["logprob_gap"] <= row["logprob_gap_max"] < 1e-4
-    for row in run(built(f"{more} --sampling_copy bf16")):
-        assert 1e-4 < row["logprob_gap"] <= row["logprob_gap_max"] < 0.2
+    for copy, least, most in (("none", 0, 1e-4), ("bf16", 1e-4, 0.2)):
+        for row in run(built(f"--trajectories_per_update 2 --sampling_copy {copy}")):
+            assert least <= row["logprob_gap"] <= row["logprob_gap_max"] < most
 
 
 def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample(model, tmp_path, capsys):
