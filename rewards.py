@@ -21,8 +21,7 @@ Training exploits a reward that breaks one of these rules:
   2. searches are counted in the environment's log: a tag can be written without a search;
   3. the last answer is scored; two answers are a fault.
 
-Left out: what looks at more than one trajectory (that is an advantage), and asking other models:
-what a judge or a reader says is an argument here.
+Left out: what looks at several trajectories (an advantage); asking others (their word is given).
 """
 
 import re
@@ -171,8 +170,7 @@ def ur2_violations(
     """The names of all format violations; v is their number (UR² appendix C.7).
 
     Long queries count each; an illegal token once for its kind, or a loop would cost without end.
-    `search_required`: "missing retrieval" counts (stage 1). format_check="loose", an ablation,
-    asks only whether the text ends in an answer.
+    `search_required`: stage 1. format_check="loose": does the text end in an answer? (ablation)
     >>> ur2_violations(example("ur2", answer="a b c d e f g h i j k"))     # 11 words
     ['long_answer']
     """
@@ -508,7 +506,7 @@ def is_concise(query: str) -> bool:
 def mean_similarity(queries: list[str], embed: Embedder) -> float:
     """The mean cosine over the unordered pairs of queries. ana bell, ana bell, ana town: 2/3.
     Two zero vectors are alike (1), or a misspelled query could be repeated; a zero vector is like
-    nothing else (0). Eq. 8 as printed is half of this: it divides by N(N−1).
+    nothing else (0). Eq. 8 as printed divides by N(N−1): half of this.
     """
     vectors = embed(queries)  # [n, d]
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)  # [n, 1]
@@ -723,16 +721,15 @@ def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2
 
 def main() -> None:
     print(f"{_QUESTION.question} Gold: Norland, from references 1 and 3.")
-    print("An answer after 0, 1 and 2 searches, the second of which comes back as the fallback.\n")
-    columns = list(product(("Norland", "Sudria"), range(3)))
-    print(" " * 24, *[f"{answer:>9}, {searches}" for answer, searches in columns])
+    print("Norland after 0, 1 and 2 searches, the second a fallback; then Sudria after as many.\n")
+    extras = Extras(reader_answer="Norland")
     for name, protocol in product(REWARDS, PROTOCOLS):
         if name.startswith(protocol):
             print(f"{name:24}", end="")
-            for column in columns:
-                extras = Extras(reader_answer="Norland")
-                terms = REWARDS[name](example(protocol, *column), RewardSettings(), 0, extras)
-                print(f"{sum(terms.values()):>+13.2f}", end="")
+            for answer, searches in product(("Norland", "Sudria"), range(3)):
+                trajectory = example(protocol, answer, searches)
+                terms = REWARDS[name](trajectory, RewardSettings(), 0, extras)
+                print(f"{sum(terms.values()):>+8.2f}", end="")
             print()
 
 

@@ -20,16 +20,14 @@ from world.toy import load_reader
 
 def answer_scores(trajectory: Trajectory) -> dict[str, float]:
     """em, f1 and cem of the final answer, punctuation as the paper's own scorer has it."""
-    question = trajectory.question
+    answer, q = trajectory.answer, trajectory.question
     punctuation = paper_of(trajectory.protocol.name).punctuation
-    answer, golds = trajectory.answer, question.answers
-    return score_answer(answer, golds, question.task, question.options, punctuation)
+    return score_answer(answer, q.answers, q.task, q.options, punctuation)
 
 
 class Scorer:
     def __init__(self, settings: Settings, documents: list[Document], device):
-        self.settings = settings
-        needed = needs(settings)
+        self.settings, needed = settings, needs(settings)
         self.judge: Judge | None = build_judge(settings, device)
         # DAPO's filter asks for "right" too.
         self.asks = "verdict" in needed or settings.algorithm == "dapo"
@@ -104,8 +102,8 @@ def add_reader(records: list[dict], reader: LLM) -> list[dict]:
     told = []
     for record, other in zip(records, answer_from_evidence(reader, records), strict=True):
         scores = {f"reader_{name}": score for name, score in other["metrics"].items()}
-        answer = {"reader_prediction": other["prediction"]}
-        told.append(record | answer | {"metrics": record["metrics"] | scores})
+        numbers = {"metrics": record["metrics"] | scores}
+        told.append(record | numbers | {"reader_prediction": other["prediction"]})
     return told
 
 
