@@ -60,13 +60,8 @@ def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol
     # Two searches, the second one a fallback; "Kelmouth, Norland" for "Norland": F1 2/3, cover-EM 1
     numbers = grade(example(protocol, "Kelmouth, Norland"))
     assert numbers == dict(zip(COLUMNS, (0, pytest.approx(2 / 3), 1, 1, 2, 1, 1), strict=True))
-    broken = "x " * 11 if protocol == "r1_searcher" else " ".join("abcdefghijklmnopqrstuvwxyz")
-    assert grade(example(protocol, broken))["format"] == 0
-
-
-def test_every_protocol_has_a_format_of_its_own():
-    for name in PROTOCOLS:
-        assert grade(example(name))["format"] == 1, name
+    assert grade(example(protocol, "x " * 11))["format"] == 0
+    assert all(grade(example(name))["format"] == 1 for name in PROTOCOLS)
 
 
 WHERE = "where does Ana Bell live ?"
@@ -103,10 +98,8 @@ def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
 
 def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     # cites 1, gold is 1 and 3: some overlap 0.5; set F1 2 · 1 / (1 + 2)
-    told = example("arena", searches=1)
-    answer = {"em": 1, "f1": 1, "cem": 1, "format": 1}
-    scores = {"relevance": 0.5, "exact_set": 0, "set_f1": pytest.approx(2 / 3)}
-    assert grade(told) == answer | scores
+    told, answer = example("arena", searches=1), {"em": 1, "f1": 1, "cem": 1, "format": 1}
+    assert grade(told) == answer | {"relevance": 0.5, "exact_set": 0, "set_f1": 2 / 3}
     # without gold numbers relevance is left out, and not 0
     question = dataclasses.replace(told.question, supporting=())
     assert grade(trajectory_from_text(question, told.text, "arena")) == answer
@@ -116,7 +109,6 @@ def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
 
 
 # ---------------------------------------------------------------------------------- asked of others
-
 
 WITH_EVIDENCE = SEARCHED + BOX.format("Ana Bell was born in Norland.") + ANSWER.format("Sudria")
 
@@ -139,10 +131,6 @@ def written(tmp_path, monkeypatch):
     for name, patch in patches.items():
         monkeypatch.setattr(evaluation, name, patch)
     return tmp_path / "p.jsonl"
-
-
-def interrupted(*_, **__):
-    raise KeyboardInterrupt
 
 
 def others(monkeypatch, **known):
@@ -175,6 +163,9 @@ def test_reader_and_judge_are_asked_after_all_predictions_are_written(
 def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_asked_again(
     written, monkeypatch, capsys
 ):
+    def interrupted(text):
+        raise KeyboardInterrupt
+
     asked = Model(lambda text: "Norland")
     others(monkeypatch, R=Model(interrupted), S=asked, J=asked)
     with pytest.raises(SystemExit) as end:
@@ -487,7 +478,6 @@ def test_a_line_that_was_lost_or_doubled_and_a_half_finished_batch_are_noticed(f
 
 
 def test_failed_searches_are_told_of_and_made_again(few, monkeypatch, capsys):
-    """A score of trajectories that could not search is not the model's."""
     out = few("p.jsonl")
     healthy = out.read_bytes()
     with monkeypatch.context() as patch:
@@ -516,10 +506,9 @@ def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained,
 
 
 def save_real_model(path, questions, family):
-    """A random model with a tokenizer trained on the records and a chat template, shown a few
-    traces for a moment: random weights alone would hardly ever write a query. One query and one
-    answer for all questions, and for each a trace without the search: it searches about every other
-    time, so the rewards of a group differ.
+    """A random model with a tokenizer trained on the records, shown a few traces for a moment: one
+    query and one answer for all questions, and for each a trace without the search. So it searches
+    about every other time, and the rewards of a group differ.
     """
     protocol, both = PROTOCOLS["ur2"], []
     texts = [protocol.instruction, *protocol.tags * 3] * 20

@@ -219,9 +219,7 @@ def test_gradient_checkpointing_changes_memory_and_no_gradient(saved):
 
 def test_a_missing_model_is_one_line(tmp_path):
     for path in (tmp_path, tmp_path / "nothing", "./nothing", "a/b/nothing"):
-        said = (
-            r"there is no config\.json" if path == tmp_path else "no such directory; give a saved"
-        )
+        said = "there is no config.json" if path == tmp_path else "no such directory; give a saved"
         with pytest.raises(InputError, match=said):
             load_policy(str(path))
     check_model_path("Qwen/Qwen2.5-3B")  # a hub name may well not be here yet
