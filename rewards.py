@@ -21,7 +21,8 @@ Training exploits a reward that breaks one of these rules:
   2. searches are counted in the environment's log: a tag can be written without a search;
   3. the last answer is scored; two answers are a fault.
 
-Left out: what looks at several trajectories (an advantage); asking others (their word is given).
+Left out: what looks at several trajectories (an advantage), and asking a judge or a reader: what
+they say is an argument here.
 """
 
 import re
