@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import model_of, roll, small
-from transformers import GenerationConfig
+from transformers import ByT5Tokenizer, GenerationConfig
 from transformers.utils import logging as hf_logging
 
 from data import Document, Question, SearchRequest, SearchResult
@@ -539,6 +539,13 @@ def test_a_prompt_longer_than_the_context_is_an_input_error_that_names_the_quest
     check_prompts([QA, question], surroundings(bpe, length + 32), policy)
     with pytest.raises(InputError, match="--max_context 2049: the model has only 2048 positions"):
         check_prompts([], surroundings(bpe, 2049), policy)
+    check_prompts([], surroundings(bpe, 2048), policy)
+
+
+def test_what_the_environment_writes_begins_no_text_of_its_own():
+    llama = ByT5Tokenizer()  # which closes what it encodes with </s>, as Llama's opens it with <s>
+    assert llama("Norland")["input_ids"][-1] == llama.eos_token_id
+    assert llama.eos_token_id not in encode(llama, "Norland")
 
 
 def test_without_a_given_context_the_models_own_limit_holds(bpe):
