@@ -1,17 +1,13 @@
-"""The tiny model of the built-in world: its tokenizer, its weights, and the supervised warm-up that
-it starts RL from.
+"""The tiny model of the built-in world: tokenizer, weights, the supervised warm-up before RL.
 
-The warm-up (sft.py) teaches the skills: to read a passage, or the one of several that counts, to
-copy a name, to keep the format, to add. It does not teach when to use them: nearly all of its
-search traces carry no loss on the token that decides between searching and answering, and many are
-flawed on purpose. RL finds the rest. What a trace looks like is a paper's own: `Tiny` is all that
-this file knows of one.
+The warm-up (sft.py) teaches the skills: to read the passage that counts, to copy a name, to keep
+the format, to add. When to use them is left to RL: nearly all search traces carry no loss on the
+token that decides to search, and many are flawed on purpose. `Tiny` has what is a paper's own.
 
-The facts of a trace are drawn anew for each, so reading pays and remembering does not; only the
-twelve known people keep theirs (and have last names of their own, so that what is known can be told
-from what is not). All 81 sums of two digits are practised: arithmetic measures the habit of
-searching, not whether addition generalises. The reader of evidence (`load_reader`) is a second
-model of another family, shape and seed, which sees evidence and question only.
+Each trace draws its facts anew, so reading pays and remembering does not; only the twelve known
+people, told by their last names, keep theirs. All 81 sums of two digits are practised: arithmetic
+measures the habit of searching, not whether addition generalises. The reader of evidence
+(`load_reader`) is of another family, shape and seed, and sees evidence and question only.
 Left out: misspellings, prose, protocols that were trained on each other's traces.
 """
 
@@ -61,9 +57,8 @@ class Tiny:
     """What the tiny world has to know of a paper: the grammar of a trace, what is read and asked,
     the flaws (they leave RL something to find; more of them hide the skill itself), the training.
 
-    A template is text with gaps: {answer}; {asked}, the relation that is asked for, " birthplace",
-    or "" where none is read; {thought}, both. In a passage the value stands right behind that word:
-    this is how the tiny model finds it.
+    A template has gaps: {answer}; {asked}, the relation, " birthplace", or "" where none is read;
+    {thought}, both. In a passage the value stands right behind that word, and is found there.
     """
 
     end: str  # how a trace comes to its answer; {evidence} found, or the thought; {citation}
@@ -126,8 +121,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """Word pieces that carry their leading space, so that decoding gives back the text.
 
     A known word is one token; names are head + tail (cities, companies) or first + last (people).
-    Signs are one token each, as the tiny model reads them. (Real tokenizers split a tag into
-    several tokens, and the rollout does not care: its tests use both.)
+    Signs are one token each. (Real tokenizers split a tag; the rollout is tested with both.)
     """
     # Unigram with equal scores takes the fewest pieces that cover the text. Of ", " + "4" and "," +
     # " 4" it is to take the first, so that a number is one token wherever it stands in a list.
@@ -173,12 +167,10 @@ def make_model(vocab_size: int, seed: int = 0) -> torch.nn.Module:
 
 @torch.no_grad()
 def look_back(model: torch.nn.Module, offsets: tuple[int, ...]) -> torch.nn.Module:
-    """Head h of the first layer begins by attending to the token `offsets[h]` places back. Training
-    may change it.
+    """Head h of the first layer looks `offsets[h]` tokens back at first. Training may change it.
 
-    Reading is matching a word with the one before it. By itself a model this small learns to look
-    one place back in about 400 steps; born with it, it reads after 200. Only where the heads look
-    is given, not what they do with it.
+    Reading is matching a word with the one before it. By itself so small a model learns to look
+    back in about 400 steps; born with it, it reads after 200. Only where to look is given.
 
         logit(Δ) = Σ_i q_i · R(Δ θ_i) k_i,   k_i = (g, 0),   q_i = g (cos o θ_i, −sin o θ_i)
         is largest at Δ = o
@@ -392,8 +384,7 @@ class TraceWriter:
     def needless(self, task: Task) -> Pieces:
         """What is known or can be reckoned: answered at once, or searched for first without need.
 
-        At once without the thought: a fact that is read follows its relation's word, one that is
-        known does not. So knowing twelve birthplaces does not get in the way of reading others.
+        At once without the thought: knowing twelve must not get in the way of reading others.
         """
         if self.rng.random() >= self.tiny.needless_search:
             return self.end(replace(task, relation=""), task.answer)
@@ -409,9 +400,7 @@ class TraceWriter:
         return pieces
 
     def search(self, query: str, found: Passage | None, note: str | None = None) -> Pieces:
-        """A query and what comes back: `found`, or, if None, nothing to the point. `note`: what is
-        written of the search before; None where there was none.
-        """
+        """A query, then `found` (None: nothing to the point). `note`: on the search before."""
         before = "" if note is None else self.tiny.between.format(note=note or self.tiny.no_note)
         if found is None and not self.tiny.summarised:
             found = self.tasks.other_passage()
@@ -461,7 +450,7 @@ class TraceWriter:
         rng, tiny = self.rng, self.tiny
         shown, numbers = self.tasks.with_distractors([hop.found for hop in task.hops])
         answer = task.guess if rng.random() < tiny.ignore_document else task.answer
-        citation = tiny.citation.format(numbers=listed(self.cited(numbers)))
+        citation = tiny.citation.format(numbers=", ".join(map(str, self.cited(numbers))))
         note, thought = "".join(hop.note for hop in task.hops[:-1]), f" {task.relation} {answer}"
         analysis = tiny.analysis.format(note=note, thought=thought)
         analysis = "" if rng.random() < tiny.no_analysis else analysis
@@ -469,14 +458,12 @@ class TraceWriter:
         return Question("", task.question, [], references=as_documents(shown)), [(text, "model")]
 
     def practise_citing(self) -> tuple[Question, Pieces]:
-        """Only the right numbers, to a question that begins with "which ?": the skill, not the
-        habit. Without that word most citations are wrong.
-        """
+        """Right numbers only, to questions that begin with "which ?": the skill, not the habit."""
         task = self.tasks.one_hop() if self.rng.random() < 0.5 else self.tasks.two_hop()
         shown, numbers = self.tasks.with_distractors([hop.found for hop in task.hops])
         question = Question("", f"which ? {task.question}", [], references=as_documents(shown))
         before, _, behind = self.tiny.citation.partition("{numbers}")
-        return question, [(before, "given"), (f"{listed(numbers)}{behind}", "model")]
+        return question, [(before, "given"), (", ".join(map(str, numbers)) + behind, "model")]
 
     def cited(self, numbers: list[int]) -> list[int]:
         """The right numbers, or wrong ones: all of them, one too many, or one of two."""
@@ -484,14 +471,8 @@ class TraceWriter:
             return numbers
         everything = list(range(1, REFERENCES + 1))
         another = self.rng.choice([number for number in everything if number not in numbers])
-        wrong = [everything, sorted([*numbers, another])]
-        if len(numbers) > 1:
-            wrong += [[number] for number in numbers]
-        return self.rng.choice(wrong)
-
-
-def listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
+        single = [[number] for number in numbers] if len(numbers) > 1 else []
+        return self.rng.choice([everything, sorted([*numbers, another]), *single])
 
 
 def as_documents(passages: list[Passage]) -> tuple[Document, ...]:
@@ -525,8 +506,7 @@ def warm_up(
     writer = TraceWriter(protocol, tiny, world_seed)
 
     def next_examples(_step: int) -> list[Example]:
-        traces = [writer.write() for _ in range(tiny.batch_size)]
-        return encode_traces(traces, protocol, tokenizer)
+        return encode_traces([writer.write() for _ in range(tiny.batch_size)], protocol, tokenizer)
 
     settings = SFTSettings(tiny.steps, tiny.lr, tiny.lr_warmup, tiny.decay_from)
     return train_sft(policy, next_examples, settings, f"warm-up ({protocol.name})")

@@ -1,9 +1,8 @@
 """The built-in world: small enough to learn to search in on a laptop. Its tiny model is in toy.py.
 
-A world has people, cities and companies with invented names, the passages that state their facts,
-and twelve unit conversions. It is drawn from a seed: the names, the facts, and who belongs to which
-split. Names are combinations of pieces that all splits share, so an entity the model has never seen
-can be copied token by token, but its facts cannot be known.
+A world, drawn from a seed, has people, cities and companies with invented names, the passages that
+state their facts, and twelve unit conversions. All splits share the pieces of names, so an entity
+that the model has never seen can be copied token by token, but its facts cannot be known.
 
     one_hop      where was ana bell born ?                                one search
     two_hop      who is the mayor of the city where ana bell was born ?   two searches
@@ -15,9 +14,8 @@ can be copied token by token, but its facts cannot be known.
     layout "facts"   one passage per fact, and four numbered ones with every question: what a paper
                      needs that copies its evidence (R-Search) or cites it (ARENA)
 
-The distractors among the four are facts of other entities, of relations that the question does not
-ask for. So the right passage is found by what it states, not by whom it is about: a model of this
-size learns that in a minute, where matching names between passages takes it several.
+Distractors are facts of other entities, of relations that are not asked for. So the right passage
+is found by what it states: learnt in a minute, where matching names takes so small a model several.
 Left out: misspellings, facts that change, a year or a number as an answer.
 """
 
@@ -29,8 +27,6 @@ from data import Document, Question
 from errors import run_main
 from prompts import number_documents
 
-# ------------------------------------------------------------------------------ the pieces of names
-
 FIRST = """
 ada alma ana arno bela bruno cara celia dario dora edda elio emil enna falk fina gero hanna ida ivo
 jana jaro kira lena levi luca mara milo nela nico orla otto
@@ -40,9 +36,7 @@ abel barth bell brandt coll dorn ebner falke finch grau hahn hill ives jung kane
 marsh moll nord ober penn quint reed roth sand stein thorn ulm vogel wolf
 """.split()
 # last names of the people the model knows by heart, and of nobody else
-FAMOUS = """
-amsel bogner cramer daimler eiche fuchs gross huber imhof jasper kaiser luther
-""".split()
+FAMOUS = "amsel bogner cramer daimler eiche fuchs gross huber imhof jasper kaiser luther".split()
 CITY_HEADS = """
 al bar bel cor dar dun el fen gar hol in jas kel kor lor lun mar mel nor os pel rav ros sal sol tal
 tor ur vas ver wal zan
@@ -69,8 +63,7 @@ bim bolt borg cran dram ell fip gan hep jot kip lok mim nab oka pim quo rin sep 
 """.split()
 NAME_STARTS = [*FIRST, *LAST, *FAMOUS, *CITY_HEADS, *COMPANY_HEADS, *COUNTRIES, *PRODUCTS, *UNITS]
 NAME_ENDS = [*CITY_TAILS, *COMPANY_TAILS]
-# people of a split; half as many cities and companies
-SPLITS = {"known": len(FAMOUS), "train": 200, "dev": 60, "test": 60}
+SPLITS = {"known": len(FAMOUS), "train": 200, "dev": 60, "test": 60}  # people; else half as many
 UNIT_SPLITS = {"train": 8, "dev": 2, "test": 2}
 ENTITIES = ("person", "city", "company")
 KINDS = ("one_hop", "two_hop", "unit", "arithmetic", "known")
@@ -106,16 +99,11 @@ KNOWN_RELATIONS = ("birthplace", "employer")
 SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]  # of every split
 
 
-# ---------------------------------------------------------------------------------------- the world
-
-
 class World:
     """Entities by split and kind, their facts, and the passages that state them.
 
     seed        draws the names and the splits, and the facts too unless fact_seed is given
-    fact_seed   other facts for the same names: a model that reads answers as well as before, one
-                that recalls fails
-    layout      "pages": a passage per entity; "facts": a passage per fact
+    fact_seed   other facts for the same names: a model that recalls fails, one that reads does not
     """
 
     def __init__(self, seed: int = 0, fact_seed: int | None = None, layout: str = "pages"):
@@ -153,17 +141,13 @@ class World:
         return {**self.entities[split], "country": COUNTRIES, "product": PRODUCTS}
 
     def draw_facts(self, rng: random.Random, kind: str, split: str) -> dict[str, str]:
-        """Facts of one entity. They stay inside the split, so that both hops of a held-out question
-        are held out.
-        """
+        """Of one entity, inside the split: both hops of a held-out question are held out."""
         values = self.values(split)
         relations = [(r, to) for r, (about, to) in RELATIONS.items() if about == kind]
         return {relation: rng.choice(values[leads_to]) for relation, leads_to in relations}
 
     def write_passages(self, rng: random.Random) -> Iterator[tuple[tuple[str, str], Document]]:
-        """Each passage behind what it is about: (name, relation); of a page and of a unit the
-        relation is "".
-        """
+        """((name, relation), passage) of each; pages and units have the relation ""."""
         numbers = map(str, itertools.count())
         for name in (name for split in SPLITS for name in self.names(split)):
             if self.layout == "pages":
@@ -216,11 +200,7 @@ class World:
     def references(
         self, identity: str, hops: Sequence[tuple[str, str]], split: str
     ) -> tuple[tuple[Document, ...], tuple[int, ...]]:
-        """(the passages that a question comes with, numbers of those that support the answer).
-
-        Those of its hops; in the layout "facts" also distractors, each of another relation that is
-        not asked for.
-        """
+        """(passages of a question, in layout "facts" with distractors; numbers of its hops')."""
         pages = self.layout == "pages"
         gold = [self.passages[name, "" if pages else relation] for name, relation in hops]
         if pages or not gold:
@@ -246,9 +226,7 @@ def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, 
 
 
 def fact_passage(name: str, relation: str, value: str) -> tuple[str, str]:
-    """Without a title: the relation stands right behind the passage's number, and the value right
-    behind the relation. A model of two layers can match what stands side by side.
-    """
+    """Number, relation and value stand side by side: two layers can match them."""
     return "", f"{relation} {value} of {name} ."
 
 
