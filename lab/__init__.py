@@ -12,10 +12,8 @@ from settings import RENAMED, add_flags, named_in
 def parse_flags(
     command: str, record: type, arguments: list[str] | None, others=(), methods=()
 ) -> tuple[object, dict]:
-    """(the `record` of a command line, each flag within its limits; what else was given).
-
-    others    records whose flags count too
-    methods   names of which one stands before all flags
+    """(the `record` of a command line, each flag within its limits; what else was given). Flags of
+    `others`, records, count too; one of `methods` stands before all flags.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = FlagParser(command, description=record.__doc__)

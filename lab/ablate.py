@@ -1,13 +1,12 @@
-"""Which of the papers' claims hold in the built-in world? A claim is two arms that differ in one
-thing, over several worlds.
+"""Which of the papers' claims hold in the built-in world?
 
     python -m lab.ablate               two worlds, all claims but PPO's: half an hour on two cores
     python -m lab.ablate --only evidence,mask --seeds 5
     python -m lab.ablate --table       the table of what is there; runs nothing
 
     arm      a training run: recipe, stage, what it sets otherwise, the arm that it starts from
-    claim    a number of one arm against the same number of another, paired by world, after the
-             same number of steps
+    claim    a number of one arm against that of another which differs in one thing, paired by
+             world, after the same number of steps
     effect   mean over worlds of (with − without), and its 95 % interval, mean ± t(n − 1) · s / √n
     verdict  "shows": the interval lies beyond 0 on the claimed side, and the mean is at least what
              counts; "reversed": so on the other side; else "does not show", a finding too
@@ -267,8 +266,7 @@ def held_out_reward(settings: Settings, checkpoint: str) -> float:
     """The arm's own mean reward on held-out questions of its mix; "" is the warmed-up model."""
     world = built_in_world(settings)
     pool = [q for kind in built_in_kinds(settings) for q in world.questions("test", kind)]
-    dealt = replace(settings, seed=0, questions_per_step=128)
-    questions = QuestionStream(pool, dealt).take(0)
+    questions = QuestionStream(pool, replace(settings, seed=0, questions_per_step=128)).take(0)
     parts = build_parts(replace(settings, start_from=checkpoint, group_size=1))
     rows = rollout(parts.policy, parts.environment, questions, settings.seed, parts.play)
     components, _ = parts.scorer(rows, settings.steps)
@@ -283,9 +281,7 @@ def wanted_arms(claims: Iterable[Claim]) -> list[str]:
 
 
 def chains(arms: list[str], seeds: list[int], runs: str) -> list[tuple[list[str], int]]:
-    """(arms, world): what is left to run. One process runs the arms of one protocol in turn: they
-    share a warmed-up model, and some go on from others.
-    """
+    """(arms, world) of each process to come: arms of one protocol share a warmed-up model."""
     todo = defaultdict(list)
     for seed, name in itertools.product(seeds, arms):
         if not result_path(runs, name, seed).exists():

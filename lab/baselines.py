@@ -9,17 +9,15 @@
     rat           draft, then revise paragraph by paragraph                Wang 2024     up to 8
     search_o1     search inside the reasoning, insert digested notes       Li 2025      up to 10
 
-A method is a Python generator: it yields a `Write` (the model writes on) or a query (a search), is
-sent the reply, and returns its answer. `run_method` drives many questions in lockstep: all their
-queries are one search call, all their texts one batch.
+A method is a generator: it yields a `Write` (the model writes on) or a query, is sent the reply,
+and returns its answer. `run_method` drives many questions: one search call, one batch for all.
 
     python -m lab.baselines                        all, on the built-in world with its tiny model
     python -m lab.baselines --method rag,ircot --model SPEC --data FILE --corpus FILE
                                                    SPEC: a HF model, or http://host:port/v1#model
 
-The prompts are ours, for chat models, asked greedily. Pages come without tags and labels, so that
-none steers a method; a model in this process reads no special token of a page or a reply, so that
-neither opens a turn. A question without a reply is left out, and the same command asks it again.
+The prompts are ours, for chat models, asked greedily. Pages come without tags and labels, for a
+model in this process without special tokens too. The same command asks again where no reply came.
 Left out: the papers' few-shot examples, searching inside a reasoning model's <think>.
 """
 
@@ -134,10 +132,7 @@ def rag(question: Question, limit: int = 1) -> Steps:
 
 
 def ircot(question: Question, limit: int = 8) -> Steps:
-    """IRCoT (Trivedi 2023): retrieval and reasoning take turns; a sentence is the next query.
-
-    Passages pile up. Where the paper then lets a reader answer from them, the chain is completed.
-    """
+    """IRCoT (Trivedi 2023): each new sentence is the next query, and passages pile up."""
     found, chain, query = [], "", question.question
     for _ in range(limit):
         found = (yield query) + found
@@ -152,10 +147,7 @@ def ircot(question: Question, limit: int = 8) -> Steps:
 
 
 def iter_retgen(question: Question, limit: int = 2) -> Steps:
-    """Iter-RetGen (Shao 2023): y_t = answer(question, passages for question + y_{t−1}).
-
-    The whole last reply is in the query: it often names what the question does not.
-    """
+    """Iter-RetGen (Shao 2023): y_t = answer(question, passages for question + y_{t−1})."""
     reply = ""
     for _ in range(limit):
         found = yield f"{question.question} {reply}"
@@ -165,16 +157,12 @@ def iter_retgen(question: Question, limit: int = 2) -> Steps:
 
 
 def self_ask(question: Question, limit: int = 10) -> Steps:
-    """Self-Ask (Press 2023): the model asks itself simpler questions, and a search answers each.
-
-    The paper's search engine gives answers, ours passages: the model reads the answer out of them.
-    """
+    """Self-Ask (Press 2023): the answer to a simpler question is read out of passages."""
     chain = ""
     for _ in range(limit):
         request = Write(SELF_ASK, question_text(question), so_far=chain)
         reply = yield request
-        follow_up = next_question(reply)
-        if not follow_up:
+        if not (follow_up := next_question(reply)):
             break
         found = yield follow_up
         read = any_answer((yield Write(READ, follow_up, found)))
@@ -185,10 +173,7 @@ def self_ask(question: Question, limit: int = 10) -> Steps:
 
 
 def rat(question: Question, limit: int = 8) -> Steps:
-    """RAT (Wang 2024): a chain of thought is drafted, then each paragraph looked up and revised.
-
-    The model sees the paragraphs before it as revised. Those behind the first `limit` are kept.
-    """
+    """RAT (Wang 2024): the draft's first `limit` paragraphs are looked up and revised in turn."""
     text = question_text(question)
     draft = [p.strip() for p in re.split(r"\n\s*\n", (yield Write(DRAFT, text))) if p.strip()]
     revised: list[str] = []
@@ -204,10 +189,7 @@ def rat(question: Question, limit: int = 8) -> Steps:
 
 
 def search_o1(question: Question, limit: int = 10) -> Steps:
-    """Search-o1 (Li 2025): the model searches in the midst of its reasoning.
-
-    Pages would tear it apart: another call of the model reads them, and only its notes go in.
-    """
+    """Search-o1 (Li 2025): another call of the model reads the pages; only its notes go in."""
     text, chain = question_text(question), ""
     for searches in range(limit + 1):
         request = Write(SEARCH_INSIDE, text, so_far=chain)
@@ -413,9 +395,7 @@ class Tiny(LocalLLM):
 
 
 def tiny_request(write: Write, tokenizer, protocol: Protocol) -> Request:
-    """As in its warm-up: the bare question, framed passages. To answer without a search, its answer
-    is opened for it.
-    """
+    """As in its warm-up. To answer without a search, its answer is opened for it."""
     prompt = prompt_text(protocol, Question("", write.question, []), tokenizer)
     if write.found:
         prompt += frame_documents(protocol, "\n".join(write.found))

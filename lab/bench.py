@@ -6,9 +6,8 @@
     python -m lab.bench retrieval    BM25, seconds per query
     python -m lab.bench decode       a step of the engine, against the memory's bandwidth
 
-The work is written down first: how many tokens each turn has, and what a search then inserts. So
-every variant does the same. They take turns, each run in a process of its own that first does a
-small piece of the work: what else the machine does meets all of them.
+The work is written down first: how many tokens each turn has, and what a search then inserts. The
+variants take turns, each run in a process of its own that first does a small piece of the work.
 
     seconds   of CPU (on a GPU: of the clock, after a synchronisation), median of all runs
     mib       peak, less what the process held before: no weights, but gradients and moments (on a
@@ -102,9 +101,7 @@ class Bench(BenchSettings, Settings):
 
 
 class Scripted:
-    """What rollout.py's loops ask of an `Environment`. Each row knows of its turns how many tokens
-    they have, and what is inserted behind them: behind the last nothing.
-    """
+    """An `Environment` whose rows know the length of each turn, and what is inserted behind it."""
 
     def __init__(self, vocab: int, o: Bench):
         self.settings, self.protocol, self.rows = o, PROTOCOLS["ur2"], []
@@ -132,10 +129,8 @@ class Scripted:
 
     def longest(self, prompt: int) -> int:
         """Of rows that have not begun."""
-        return max(
-            len(row.prompt_ids) + sum(said + len(found) for said, found in row.left)
-            for row in self.rows
-        )
+        turns = [sum(said + len(found) for said, found in row.left) for row in self.rows]
+        return max(len(row.prompt_ids) + n for row, n in zip(self.rows, turns, strict=True))
 
     def turn_room(self, row: Trajectory) -> int:
         return 1 if row.stop_reason else row.left[0][0]  # `naive` samples of ended rows too
@@ -180,9 +175,7 @@ def make_model(o: Bench, dtype: torch.dtype):
 
 
 def make_policy(o: Bench, twin: bool) -> Policy:
-    """All weights trained, in fp32; or frozen (bf16 on a GPU) with thin matrices. A twin has the
-    attention that transformers would give it.
-    """
+    """All weights trained, in fp32; or LoRA, the rest frozen (bf16 on a GPU). A twin has sdpa."""
     frozen = o.lora_rank and o.device == "cuda"
     policy = Policy(make_model(o, torch.bfloat16 if frozen else torch.float32))
     if twin:
@@ -234,9 +227,7 @@ def alone(work: Callable[[], tuple[dict, list]], threads: int) -> tuple[dict, li
 
 
 def in_turns(works: dict[str, Callable], o: Bench, runs: dict[str, list[dict]]) -> None:
-    """Every variant is run, then every one again: fills `runs`. What a run did must be what the
-    first one did: |a − b| / |b| of the numbers that they return is SAME at most.
-    """
+    """Fills `runs`, each variant in turn. |a − b| / |b| to the first run is SAME at most."""
     first = None
     for name in tqdm([*works] * o.repeats, leave=False, dynamic_ncols=True):
         numbers, did = alone(works[name], o.threads)
@@ -287,9 +278,7 @@ def grpo_batch(rows: list[Trajectory], o: Bench):
 
 
 def padded(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
-    """The gradient of rows as they come, a few at a time, padded to the longest of all; all
-    log-probs of every position, of which one in V is taken.
-    """
+    """The gradient of a few rows at a time, padded to the longest of all, from every log-prob."""
     batch = grpo_batch(rows, environment.settings)
     weights = batch.token_weights * batch.advantages  # [B, T]
     lengths = torch.tensor([[len(row.ids)] for row in rows])  # [B, 1]
@@ -304,9 +293,7 @@ def padded(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> Non
 
 
 def packed(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
-    """The gradient as policy.py has it: the head only where the policy sampled, in chunks; rows of
-    like length in one micro-batch, unpadded, of as many tokens as the padded twin has at once.
-    """
+    """The gradient as policy.py has it, of as many tokens at once as the padded twin has."""
     batch = grpo_batch(rows, environment.settings)
     for some in micro_batches(batch.response_mask, MICRO_BATCH * batch.tokens.shape[1]):
         part = batch.rows(some).to(policy.device)
@@ -315,9 +302,7 @@ def packed(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> Non
 
 
 def step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
-    """As train.py has it. Returns what share of the time each part took; "score" is the log-probs
-    that are computed before the updates (on a GPU), and the advantages.
-    """
+    """Each part's share of the time; "score": log-probs before updates (on a GPU), advantages."""
     o = environment.settings
     on_gpu = o.device == "cuda"  # in bf16 sampling and scoring round differently: recompute
     optimizer = make_optimizer(policy, o.optimizer, o.lr)
@@ -376,9 +361,7 @@ def run_retrieval(work: Callable, name: str, o: Bench) -> tuple[dict, list]:
 
 
 def bytes_per_step(model, rows: int, tokens: float) -> float:
-    """What a decoding step must read: every weight once, but of an embedding that is not the head
-    only a few rows; and the keys and values of `rows` texts of `tokens` tokens.
-    """
+    """What a step must read: weights, less an embedding that is no head; keys and values."""
     embedding = model.get_input_embeddings().weight
     weights = sum(p.numel() for p in model.parameters())
     weights -= 0 if model.config.tie_word_embeddings else embedding.numel()

@@ -5,8 +5,7 @@
     python -m lab.difficulty --model DIR --data FILE --corpus FILE --out difficulty.jsonl
     python -m lab.difficulty --from_rollouts FILE --out difficulty.jsonl     published answers
 
-curriculum.py has the buckets. The flags are eval.py's, at temperature 1. The same command goes on
-where it was interrupted.
+curriculum.py has the buckets, eval.py the flags (temperature 1). The same command goes on.
 """
 
 import zlib
@@ -100,9 +99,8 @@ def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
     settings = check_settings(settings_of({"temperature": 1.0} | given), training=False)
     if settings.temperature == 0 and options.samples > 1:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
-    whole = Evaluation(
-        settings, Options("train", options.questions, options.samples, out=options.out)
-    )
+    asked = Options("train", options.questions, options.samples, out=options.out)
+    whole = Evaluation(settings, asked)
     settings, device = whole.settings, best_device()  # they have the group size now
     search = build_search(settings, whole.documents, device)
     policy, tokenizer = load_model(settings, settings.model, device, frozen=True)

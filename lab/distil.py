@@ -63,9 +63,6 @@ class DistilSettings:
     renamed: ClassVar[dict] = {"per_question": "the first right one of each question now"}
 
 
-# ----------------------------------------------------------------------------- direct and reasoning
-
-
 def final_answer(protocol: Protocol, answer: str) -> str:
     """The answer in its box. Where the prompt ends inside <think>, the thinking is closed first."""
     if protocol.answer_tags is None:
@@ -114,9 +111,6 @@ def analysis_of(question: Question) -> str:
     return " ".join([*quoted, f"So the answer is {question.answers[0]}."])
 
 
-# ------------------------------------------------------------------------------------------- traces
-
-
 def trace_example(trajectory: Trajectory, tokenizer) -> Example:
     """A transcript as it stood in the context: documents and notices are read, not imitated."""
     prompt = build_prompt(trajectory.protocol, trajectory.question, tokenizer)
@@ -154,10 +148,7 @@ def without_notices(text: str, protocol: Protocol) -> list[tuple[str, bool]]:
 
 
 def read_traces(path: str, protocol: Protocol, given: Sequence[Question] = ()) -> list[Trajectory]:
-    """Each question's first right trajectory (format 1, em 1) in a predictions file.
-
-    given   the questions it was made from: a record has neither options nor references
-    """
+    """Each question's first right trajectory (format 1, em 1). `given` adds options, references."""
     known, traces = {question.id: question for question in given}, {}
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError):
@@ -174,9 +165,6 @@ def read_traces(path: str, protocol: Protocol, given: Sequence[Question] = ()) -
             question = known.get(name) or Question(name, asked, record.get("golds") or [])
             traces[name] = trajectory_from_text(question, transcript, protocol)
     return list(traces.values())
-
-
-# ----------------------------------------------------------------------------------- the summariser
 
 
 def read_summary_log(path: str | Path) -> dict[tuple, str]:
@@ -203,8 +191,6 @@ def summary_example(asked: tuple, reply: str, tokenizer) -> Example:
     return example_of(encode(tokenizer, prompt), [(reply, True)], tokenizer)
 
 
-# --------------------------------------------------------------------------------- the command line
-
 METHODS = ("direct", "reasoning", "traces", "summarizer")
 
 
@@ -213,8 +199,7 @@ def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> l
         replies = read_summary_log(settings.data)
         return [summary_example(asked, reply, tokenizer) for asked, reply in replies.items()]
     if method == "traces":
-        asked = settings.questions
-        given = load_questions(asked, settings.skip_bad) if asked else ()
+        given = load_questions(settings.questions, settings.skip_bad) if settings.questions else ()
         return [trace_example(t, tokenizer) for t in read_traces(settings.data, protocol, given)]
     questions = load_questions(settings.data, settings.skip_bad)
     if method == "direct":
@@ -241,8 +226,7 @@ def shuffled(examples: list[Example], seed: int) -> Iterator[Example]:
 
 def distil(method: str, settings: DistilSettings) -> None:
     """Load, encode, train, save."""
-    default = "r1_searcher" if method == "traces" else "arena"
-    protocol = as_protocol(settings.protocol or default)
+    protocol = as_protocol(settings.protocol or ("r1_searcher" if method == "traces" else "arena"))
     how = PolicySettings(gradient_checkpointing=settings.gradient_checkpointing)
     policy, tokenizer = load_policy(settings.model, best_device(), how)  # fp32: it is trained
     longest = min(settings.max_context or 2**31, context_of(policy))

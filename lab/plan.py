@@ -51,9 +51,7 @@ SHAPES = {  # of Qwen2
 
 
 def config_of(model: str):
-    """Of a size in the table ("7B"), of a hub name that has it ("Qwen/Qwen2.5-7B"), of a directory,
-    or of a hub name that is in the cache: nothing is downloaded.
-    """
+    """Of a size ("7B"), a hub name with that size, a directory, or a hub name in the cache."""
     if not Path(model).exists():
         for size, shape in SHAPES.items():
             if model.upper() == size or f"qwen2.5-{size}".lower() in model.lower():
@@ -115,9 +113,7 @@ def frozen_bytes(shape: Shape, in_8bit: bool) -> int:
 
 
 def activation_bytes(shape: Shape, lora_rank: int = 0) -> int:
-    """What one layer keeps of a token for the backward pass. 7B: 26 · 3584 + 4 · (3584 + 512
-    + 2 · 18944) + 8 + 4 · 28 = 261,240.
-    """
+    """A token's, per layer. 7B: 26 · 3584 + 4 · (3584 + 512 + 2 · 18944) + 8 + 4 · 28 = 261,240."""
     kept = 26 * shape.hidden + 4 * (shape.q + shape.kv + 2 * shape.wide) + 8 + 4 * shape.heads
     if lora_rank:  # frozen norms keep less; a copy of attention's output, A x of seven matrices
         kept += 2 * shape.q + 14 * lora_rank - 8 * shape.hidden

@@ -1,5 +1,4 @@
-"""Multiple-choice questions written by a language model, checked and sorted by difficulty (UR²
-appendix C.5).
+"""Multiple-choice questions of a language model, checked and sorted by difficulty (UR² C.5).
 
     questions of --data -> few-shot prompt -> a draft -> strict format? -> votes? -> difficulty
           ^                                                                              |
@@ -67,9 +66,6 @@ class SynthesizeSettings:
     renamed: ClassVar[dict] = dict.fromkeys(("votes", "agree"), "3 votes, and all must agree")
 
 
-# ------------------------------------------------------------------------------------------ writing
-
-
 def write_request(examples: list[Question]) -> tuple[str, str]:
     """(instruction, text): examples, one under the other, in the form that a draft must have."""
     shown = []
@@ -82,9 +78,7 @@ def write_request(examples: list[Question]) -> tuple[str, str]:
 def pick_examples(
     given: list[Question], hard: list[Question], seed: int, attempt: int
 ) -> list[Question]:
-    """Hard questions of earlier rounds first, but always one of those given: the field and the form
-    must not drift away.
-    """
+    """Hard ones of earlier rounds, and at least one of those given: the form must not drift."""
     rng = random.Random(f"{seed} examples {attempt}")
     chosen = rng.sample(hard, min(len(hard), SHOTS - 1))
     chosen += rng.sample(given, min(len(given), SHOTS - len(chosen)))
@@ -126,9 +120,6 @@ def parse_draft(reply: str | None, options: int = 0, asked: Container = ()) -> Q
     return Question("", question, [match["letter"]], "choice", texts, source="synthetic")
 
 
-# ---------------------------------------------------------------------------------------- answering
-
-
 def reordered(draft: Question, turn: int, seed: int) -> Question:
     """The draft with its options in the order of this turn; the right one moves on by a letter.
 
@@ -146,9 +137,7 @@ def reordered(draft: Question, turn: int, seed: int) -> Question:
 def grade_drafts(
     llm, drafts: list[Question], turns: range, seed: int, result: Counter
 ) -> list[int]:
-    """For each draft: in how many turns did the model mean the right option? A reply that names no
-    option is wrong too, and is counted as unreadable.
-    """
+    """Of each draft: in how many turns the model meant the right option. Unreadable is wrong."""
     questions = [reordered(draft, turn, seed) for draft in drafts for turn in turns]
     replies, right = llm.ask([(ANSWER, question_text(question)) for question in questions]), []
     for reply, question in zip(replies, questions, strict=True):
@@ -158,13 +147,8 @@ def grade_drafts(
     return [sum(right[i : i + len(turns)]) for i in range(0, len(right), len(turns))]
 
 
-# --------------------------------------------------------------------------------------- the rounds
-
-
 def synthesize(given: list[Question], llm, answerer, settings: SynthesizeSettings) -> Counter:
-    """Questions are appended to --out until it holds --count, or ATTEMPTS drafts for each were
-    asked for. What is counted: "made", "attempts", each reason to drop one, "unreadable" answers.
-    """
+    """Fills --out. Counts "made", "attempts", each reason to drop one, "unreadable" answers."""
     path, result = Path(settings.out), Counter(made=0, attempts=0)
     made, first = earlier(path, settings.seed)
     asked = {normalize_answer(question.question) for question in [*given, *made]}
@@ -202,8 +186,7 @@ def check_drafts(
     elected = [draft for draft, n in zip(drafts, votes, strict=True) if n == VOTES]
     result["votes"] += len(drafts) - len(elected)
     # Other orders than the votes': of a writer that answers too, these would be the same requests.
-    turns = range(VOTES, VOTES + settings.k)
-    right = grade_drafts(answerer, elected, turns, settings.seed, result)
+    right = grade_drafts(answerer, elected, range(VOTES, VOTES + settings.k), settings.seed, result)
     graded = []
     for draft, n in zip(elected, right, strict=True):
         graded.append(replace(reordered(draft, 0, settings.seed), level=bucket(n / settings.k)))
@@ -229,9 +212,6 @@ def earlier(path: Path, seed: int) -> tuple[list[Question], int]:
     if not all(numbers):
         raise InputError(f"{path} holds other questions than this file writes: name another file")
     return made, max((int(n[2]) + 1 for n in numbers if int(n[1]) == seed), default=0)
-
-
-# --------------------------------------------------------------------------------- the command line
 
 
 def main(arguments: list[str] | None = None) -> None:

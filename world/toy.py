@@ -1,5 +1,4 @@
-"""The tiny model of the built-in world: its tokenizer, its weights, and the supervised warm-up that
-it starts RL from.
+"""The tiny model of the built-in world: tokenizer, weights, the supervised warm-up before RL.
 
 The warm-up (sft.py) teaches the skills: to read a passage, or the one of several that counts, to
 copy a name, to keep the format, to add. When to use them is left to RL: nearly all search traces
@@ -59,9 +58,8 @@ class Tiny:
     """What the tiny world has to know of a paper: the grammar of a trace, what is read and asked,
     the flaws (they leave RL something to find; more of them hide the skill itself), the training.
 
-    A template is text with gaps: {answer}; {asked}, the relation that is asked for, " birthplace",
-    or "" where none is read; {thought}, both. In a passage the value stands right behind that word:
-    this is how the tiny model finds it.
+    A template has gaps: {answer}; {asked}, the relation, " birthplace", or "" where none is read;
+    {thought}, both. In a passage the value stands right behind that word, and is found there.
     """
 
     end: str  # how a trace comes to its answer; {evidence} found, or the thought; {citation}
@@ -401,9 +399,7 @@ class TraceWriter:
         return pieces
 
     def search(self, query: str, found: Passage | None, note: str | None = None) -> Pieces:
-        """A query and what comes back: `found`, or, if None, nothing to the point. `note`: what is
-        written of the search before; None where there was none.
-        """
+        """A query, then `found` (None: nothing to the point). `note`: on the search before."""
         before = "" if note is None else self.tiny.between.format(note=note or self.tiny.no_note)
         if found is None and not self.tiny.summarised:
             found = self.tasks.other_passage()
@@ -511,8 +507,7 @@ def warm_up(
     writer = TraceWriter(protocol, tiny, world_seed)
 
     def next_examples(_step: int) -> list[Example]:
-        traces = [writer.write() for _ in range(tiny.batch_size)]
-        return encode_traces(traces, protocol, tokenizer)
+        return encode_traces([writer.write() for _ in range(tiny.batch_size)], protocol, tokenizer)
 
     settings = SFTSettings(tiny.steps, tiny.lr, tiny.lr_warmup, tiny.decay_from)
     return train_sft(policy, next_examples, settings, f"warm-up ({protocol.name})")

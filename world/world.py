@@ -1,9 +1,8 @@
 """The built-in world: small enough to learn to search in on a laptop. Its tiny model is in toy.py.
 
-A world has people, cities and companies with invented names, the passages that state their facts,
-and twelve unit conversions. It is drawn from a seed: the names, the facts, and who belongs to which
-split. Names are combinations of pieces that all splits share, so an entity the model has never seen
-can be copied token by token, but its facts cannot be known.
+A world, drawn from a seed, has people, cities and companies with invented names, the passages that
+state their facts, and twelve unit conversions. All splits share the pieces of names, so an entity
+that the model has never seen can be copied token by token, but its facts cannot be known.
 
     one_hop      where was ana bell born ?                                one search
     two_hop      who is the mayor of the city where ana bell was born ?   two searches
@@ -27,8 +26,6 @@ from data import Document, Question
 from errors import run_main
 from prompts import number_documents
 
-# ------------------------------------------------------------------------------ the pieces of names
-
 FIRST = """
 ada alma ana arno bela bruno cara celia dario dora edda elio emil enna falk fina gero hanna ida ivo
 jana jaro kira lena levi luca mara milo nela nico orla otto
@@ -38,9 +35,7 @@ abel barth bell brandt coll dorn ebner falke finch grau hahn hill ives jung kane
 marsh moll nord ober penn quint reed roth sand stein thorn ulm vogel wolf
 """.split()
 # last names of the people the model knows by heart, and of nobody else
-FAMOUS = """
-amsel bogner cramer daimler eiche fuchs gross huber imhof jasper kaiser luther
-""".split()
+FAMOUS = "amsel bogner cramer daimler eiche fuchs gross huber imhof jasper kaiser luther".split()
 CITY_HEADS = """
 al bar bel cor dar dun el fen gar hol in jas kel kor lor lun mar mel nor os pel rav ros sal sol tal
 tor ur vas ver wal zan
@@ -67,8 +62,7 @@ bim bolt borg cran dram ell fip gan hep jot kip lok mim nab oka pim quo rin sep 
 """.split()
 NAME_STARTS = [*FIRST, *LAST, *FAMOUS, *CITY_HEADS, *COMPANY_HEADS, *COUNTRIES, *PRODUCTS, *UNITS]
 NAME_ENDS = [*CITY_TAILS, *COMPANY_TAILS]
-# people of a split; half as many cities and companies
-SPLITS = {"known": len(FAMOUS), "train": 200, "dev": 60, "test": 60}
+SPLITS = {"known": len(FAMOUS), "train": 200, "dev": 60, "test": 60}  # people; else half as many
 UNIT_SPLITS = {"train": 8, "dev": 2, "test": 2}
 ENTITIES = ("person", "city", "company")
 KINDS = ("one_hop", "two_hop", "unit", "arithmetic", "known")
@@ -104,16 +98,11 @@ KNOWN_RELATIONS = ("birthplace", "employer")
 SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]  # of every split
 
 
-# ---------------------------------------------------------------------------------------- the world
-
-
 class World:
     """Entities by split and kind, their facts, and the passages that state them.
 
     seed        draws the names and the splits, and the facts too unless fact_seed is given
-    fact_seed   other facts for the same names: a model that reads answers as well as before, one
-                that recalls fails
-    layout      "pages": a passage per entity; "facts": a passage per fact
+    fact_seed   other facts for the same names: a model that recalls fails, one that reads does not
     """
 
     def __init__(self, seed: int = 0, fact_seed: int | None = None, layout: str = "pages"):
