@@ -32,8 +32,6 @@ from formats.text_folder import is_text, read_texts, stem
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Where the questions and the passages are."""
-
     data: str = setting("", 'question files, comma-separated; "" = the built-in world')
     corpus: str = setting(
         "", 'passages: a file, a folder of texts, or "from-data": the records\' own'
@@ -108,9 +106,6 @@ class Attempts:
     predictions: list[str]
 
 
-# ---------------------------------------------------------------------------------------- questions
-
-
 def question_of(fields: dict) -> Question:
     """The Question that a layout's fields make; references are {id, title, text}."""
     fields = fields | {name: tuple(fields.get(name, ())) for name in ("options", "supporting")}
@@ -119,18 +114,15 @@ def question_of(fields: dict) -> Question:
 
 
 def load_questions(path: str | Path | list, skip_bad: bool = False) -> list[Question]:
-    """Questions of one file or of several (a list, or names with commas between them), with ids
-    that are unique over all. `skip_bad`: malformed records are counted on stderr.
-    """
+    """Of one file or of several (a list, or names with commas between them), with unique ids."""
     datasets = load_datasets(path, skip_bad).values()
     return [question for questions in datasets for question in questions]
 
 
 def load_datasets(path: str | Path | list, skip_bad: bool = False) -> dict[str, list[Question]]:
-    """`load_questions` by file: {name: its questions}, in the order given.
-
-    An id that several files use gets the file's name in front, in each of them: two data sets both
-    count from 1, and questions that share an id would share a group.
+    """`load_questions` by file: {name: its questions}, in the order given. An id that several
+    files use gets the file's name in front: two data sets may both count from 1, and questions that
+    share an id would share a group.
     """
     files = named_files(path)
     loaded = [load_file(file, skip_bad) for file in files]
@@ -150,8 +142,7 @@ def load_datasets(path: str | Path | list, skip_bad: bool = False) -> dict[str, 
 
 
 def load_file(path: Path, skip_bad: bool) -> list[Question]:
-    found = read_fields(path, LAYOUTS, QUESTION_COLUMNS, skip_bad)
-    questions = [question_of(fields) for fields in found]
+    questions = [question_of(f) for f in read_fields(path, LAYOUTS, QUESTION_COLUMNS, skip_bad)]
     gold = [bool(question.supporting) for question in questions if question.references]
     if any(gold) and not all(gold):  # seldom meant
         count = f"of {len(gold)} questions with paragraphs, {gold.count(False)} have no gold"
@@ -171,9 +162,7 @@ def named_files(path: str | Path | list) -> list[Path]:
 
 
 def dataset_names(files: list[Path]) -> list[str]:
-    """For each file the shortest of stem, folder/stem and whole path that no other file shares:
-    "nq/test" and "hotpotqa/test".
-    """
+    """For each the shortest of stem, folder/stem and whole path that no other shares: "nq/test"."""
     choices = []
     for file in files:
         folder = file.absolute().parent.name
@@ -214,14 +203,8 @@ def load_difficulty(path: str | Path) -> list[dict]:
     return records
 
 
-# ------------------------------------------------------------------------------------------ corpora
-
-
 def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
-    """Passages of one file: JSONL, a JSON list, tab-separated lines or parquet, where a record
-    without id gets its line's number; or of a text or a folder of texts (.txt, .md), cut into
-    pieces of about 100 words.
-    """
+    """Passages of a file of records, or of a text or a folder of texts (formats/text_folder.py)."""
     path = Path(path)
     if is_text(path):
         return [Document(**fields) for fields in read_texts(path, skip_bad)]
@@ -244,9 +227,6 @@ def corpus_from_questions(questions: list[Question]) -> list[Document]:
         advice = "name a corpus file instead of from-data"
         raise InputError(f"these questions bring no paragraphs: {advice}")
     return list(documents.values())
-
-
-# ----------------------------------------------------------------------------------- python data.py
 
 
 def first_layout(path: Path) -> tuple[bool, str]:

@@ -80,9 +80,8 @@ def exact_match(prediction: str | None, golds: Golds, punctuation="space") -> fl
 
 
 def f1_score(prediction: str | None, golds: Golds, punctuation="space") -> float:
-    """F1 of the two bags of tokens. A verdict is all or nothing: "yes it is" against "yes" is 0.
-
-    f1_score("Paris, France", "Paris") is 0.6667: P = 1/2, R = 1.
+    """F1 of the two bags of tokens: f1_score("Paris, France", "Paris") is 0.6667 (P = 1/2, R = 1).
+    A verdict is all or nothing: "yes it is" against "yes" is 0.
     """
     return _best(_f1, prediction, golds, punctuation)
 
@@ -95,7 +94,6 @@ def _f1(prediction: str, gold: str) -> float:
 
 def _bag_f1(predicted: list, gold: list) -> float:
     common = (Counter(predicted) & Counter(gold)).total()
-    # 2PR / (P + R) with P = common / |predicted| and R = common / |gold|
     return 2 * common / max(1, len(predicted) + len(gold))
 
 
@@ -108,7 +106,6 @@ def cover_exact_match(prediction: str | None, golds: Golds, punctuation="space")
 
 def rouge(prediction: str | None, golds: Golds) -> dict[str, float]:
     """ROUGE-1, ROUGE-2, ROUGE-L as F1, each against its best gold. No stemming, articles kept.
-
     "the cat sat down" against "the cat lay down": 3 words of 4 and 4 (0.75), the pair "the cat"
     of 3 and 3 (0.3333), and the subsequence "the cat down" of 4 and 4 (0.75).
     """
@@ -130,8 +127,7 @@ def mean_rouge(prediction: str | None, golds: Golds) -> float:
 def _rouge(prediction: str, gold: str) -> tuple[float, float, float]:
     predicted, gold = (re.findall(r"[^\W_]+", text.lower()) for text in (prediction, gold))
     pairs, gold_pairs = list(pairwise(predicted)), list(pairwise(gold))
-    common = _common_subsequence(predicted, gold)
-    longest = 2 * common / max(1, len(predicted) + len(gold))
+    longest = 2 * _common_subsequence(predicted, gold) / max(1, len(predicted) + len(gold))
     return _bag_f1(predicted, gold), _bag_f1(pairs, gold_pairs), longest
 
 
@@ -188,7 +184,6 @@ _WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[{}$*\"'`]")
 
 def choice_letter(text: str | None, options=()) -> str | None:
     r"""What a text chooses: the last "the correct answer is X", else \boxed{X}, else itself.
-
     X is a letter ("B", "(B)", "B. Oak") or the whole text of exactly one option, else None:
     choice_letter("The correct answer is: oak.", ["elm", "Oak"]) is "B".
     """

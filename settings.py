@@ -98,8 +98,6 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     return Settings(**chosen)
 
 
-# ------------------------------------------------------------------------------- what is refused
-
 NEEDS = {"dense": "encoder", "http": "retriever_url"}  # retriever -> the flag that it alone reads
 
 
@@ -110,10 +108,7 @@ def check_limits(record) -> None:
 
 
 def check_settings(settings: Settings, training: bool = True) -> Settings:
-    """The settings themselves, or an InputError for what no run can mean.
-
-    training   False asks only what an evaluation needs
-    """
+    """The settings, or an InputError for what no run (not `training`: no evaluation) can mean."""
     if settings.retriever == "web":
         how = "serve it (python retriever.py serve --retriever web), and give --retriever http"
         raise InputError(f"--retriever web: {how} --retriever_url http://host:port")
@@ -169,8 +164,6 @@ def _check_8bit(settings: Settings) -> None:
         raise InputError("--in_8bit is for models from --model: the built-in one stays in fp32")
 
 
-# -------------------------------------------------------------------------------- the command line
-
 RENAMED = {  # flags of earlier versions -> what to write now
     "allow_private": "a flag of `python retriever.py serve --retriever web` now",
     "base_in_8bit": "write --in_8bit base",
@@ -214,10 +207,8 @@ RENAMED = {  # flags of earlier versions -> what to write now
 def add_flags(
     parser: argparse.ArgumentParser, records: Iterable[type], shown: Settings, command: str
 ) -> None:
-    """A --flag for every field of the records, a section of --help for each record's file.
-
-    shown     whose values --help names; no flag has a default, so that only what is given overrides
-    command   "train" or "eval": a field with `only` is a flag of that command alone
+    """A --flag for every field of the records; --help has a section for each record's file, and
+    names the values of `shown`. No flag has a default, so that only what is given overrides.
     """
     for record in records:
         file = record.__module__.replace("__main__", parser.prog.removesuffix(".py"))

@@ -8,8 +8,7 @@ be masked too, because it would teach a habit: the built-in world masks the choi
 and answering, so that reading is practised while searching stays rare.
 
 Every example ends in EOS: the model learns to stop. Equal examples in equal order give equal
-weights on the same machine. Left out: packing several examples into one row, several processes. The
-supervised baselines and the small summariser are made by `python -m lab.distil`.
+weights on the same machine. Left out: packing several examples into one row, several processes.
 """
 
 import sys
@@ -28,12 +27,10 @@ from scale.packing import micro_batches
 
 @dataclass(frozen=True)
 class SFTSettings:
-    """How long and how fast. decay_from: the share of the run after which the rate falls to 0."""
-
     steps: int
     lr: float
     lr_warmup: int = 0
-    decay_from: float = 0.0
+    decay_from: float = 0.0  # share of the run after which the rate falls to 0
     betas: tuple[float, float] = (0.9, 0.98)
     tokens_per_micro_batch: int = 16384  # padding counted
 
@@ -47,10 +44,8 @@ class Example:
 
 
 def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer) -> Example:
-    """A prompt and the pieces behind it, (text, imitate); EOS ends the text.
-
-    Each piece is encoded by itself, as the rollout does: encoded as one text, a token could span a
-    turn's end and the block behind it, and such a token stands in no trajectory.
+    """A prompt and the pieces behind it, (text, imitate); EOS ends the text. Each is encoded
+    by itself, as in the rollout: else a token could span a turn's end and the block behind it.
     """
     ids, mask = list(prompt), [0] * len(prompt)
     for text, imitate in pieces:
@@ -79,9 +74,8 @@ def sft_loss(policy: Policy, tokens: torch.Tensor, mask: torch.Tensor) -> torch.
 
 
 def sft_lr_factor(step: int, settings: SFTSettings) -> float:
-    """Linear warm-up, flat, then linear to 0.
-
-    Worked: 10 steps, lr_warmup 2, decay_from 0.6: 1/2 1 1 1 1 1, then 1 3/4 1/2 1/4.
+    """Linear warm-up, flat, then linear to 0. Of 10 steps, lr_warmup 2, decay_from 0.6:
+    1/2 1 1 1 1 1, then 1 3/4 1/2 1/4.
     """
     if step < settings.lr_warmup:
         return (step + 1) / settings.lr_warmup
@@ -95,11 +89,9 @@ def train_sft(
     settings: SFTSettings,
     description: str = "supervised",
 ) -> list[float]:
-    """`settings.steps` updates; `next_examples(step)` gives each step's batch. Returns the losses.
-
-    fused: what PyTorch takes on a GPU otherwise holds a second copy of all weights in the step.
-    """
+    """`settings.steps` updates, on the batch of `next_examples(step)` each. Returns the losses."""
     trained = [p for p in policy.parameters() if p.requires_grad]
+    # fused: what PyTorch takes on a GPU otherwise holds a second copy of all weights in the step.
     optimizer = torch.optim.AdamW(
         trained, lr=settings.lr, betas=settings.betas, weight_decay=0.0, fused=True
     )
@@ -134,7 +126,6 @@ def backward(policy: Policy, examples: Sequence[Example], tokens_per_micro_batch
 
 
 def main() -> None:
-    """The commands that this file had are the lab's."""
     arguments = " ".join(sys.argv[1:]) or "METHOD --model DIR --data FILE --out DIR"
     raise InputError(f"sft.py trains for others: python -m lab.distil {arguments}")
 

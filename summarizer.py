@@ -63,8 +63,6 @@ def names(query: str, title: str) -> bool:
     return bool(words) and re.search(rf"(?<!\w){words}(?!\w)", query, re.IGNORECASE) is not None
 
 
-# --------------------------------------------------------------------------------- a language model
-
 NO_FACT = "NO FACT"
 SUMMARY_LOG = "runs/summaries.jsonl"  # pairs that a small summariser can be distilled from
 MAX_SUMMARY = 2000  # characters; the rollout then cuts to its budget of tokens
@@ -80,9 +78,7 @@ INSTRUCTION = (
 
 
 class LLMSummarizer:
-    """A model of other_models/llm.py writes the notes, or says that the query asks for no fact
-    (`NO_FACT`, the whole reply). log: JSONL to which every new pair is appended; "" logs nothing.
-    """
+    """A model of other_models/llm.py writes notes, or NO_FACT. `log`: JSONL of every new pair."""
 
     def __init__(self, llm, log: str | Path = ""):
         self.llm, self.log = llm, log
@@ -148,16 +144,12 @@ def make_summarizer(settings: SummarizerSettings, llm=None, log: str | Path = ""
     return LLMSummarizer(llm, log)
 
 
-# -------------------------------------------------------------------------- the search of a rollout
-
 SEARCH_FAILED = "search failed"  # of one query, while others of its call were answered
 
 
 def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> SearchFunction:
-    """What the rollout is given: retrieve for all requests in one call, then summarise for all. A
-    request whose search failed by itself is an error in its own result.
-
-    search.seconds(queries)   a retriever that asks elsewhere says how long so many may take
+    """What the rollout is given: retrieve for all requests in one call, then summarise for all.
+    search.seconds(queries): how long a retriever that asks elsewhere may take for so many.
     """
 
     def search(requests: list[SearchRequest]) -> list[SearchResult]:

@@ -1,7 +1,6 @@
 """See a run: its curves as one picture.
 
-    python view.py --png runs/ur2-world0-seed0      all stages of a run, one after the other ->
-                                                    curves.png in that folder
+    python view.py --png runs/ur2-world0-seed0      all its stages -> curves.png in that folder
 
 The values as measured are pale, in front of them a running mean over five steps; a dashed line
 marks where a stage begins. What a run has no numbers of gets no panel. Needs the extra `plot`

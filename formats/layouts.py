@@ -71,9 +71,7 @@ def id_field(record: dict) -> str:
 
 
 def asked(record: dict, answer="answer", options=None, number=None, question="question") -> dict:
-    """The fields of almost every layout, with its names for question and answer. With `options` an
-    answer is the letter of one; with `number` records may have no id.
-    """
+    """The fields of almost every layout. `options`: an answer is a letter; `number`: as `id_of`."""
     level = record.get("level")  # MATH's is 3, UR²'s is "hard"
     fields = {
         "id": id_of(record, number),

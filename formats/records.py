@@ -175,9 +175,6 @@ def short(value: object) -> str:
     return reprlib.repr(value)[:60]
 
 
-# ---------------------------------------------------------------------- files that a run appends to
-
-
 def finished_records(path: str | Path, cut: bool = True) -> list[dict]:
     """The records of a JSONL file that a run appends to; none where there is no file yet. What an
     interrupt left of a last line is cut off; cut=False: only ignored, the run may still be at it.

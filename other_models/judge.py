@@ -44,22 +44,20 @@ _LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*
 
 
 def ask_given(llm, instruction: str, texts: list[str | None]) -> list[str | None]:
-    """The replies in one batch. A text of None asks nobody, and has None for a reply."""
+    """The replies in one batch. A text of None asks nobody and gets None."""
     requests = [(instruction, text) for text in texts if text]
     replies = iter(llm.ask(requests) if requests else [])
     return [next(replies) if text else None for text in texts]
 
 
 class Judge:
-    """Counts: `asked` pairs went to the model, `unreadable` of them got no verdict that can be
-    read, and `silent` of these no reply at all: asked again, the model may be there.
-    """
+    """Counts `asked` pairs, `unreadable` verdicts, and of these the `silent`: no reply at all."""
 
     def __init__(self, llm):
         self.llm, self.asked, self.unreadable, self.silent = llm, 0, 0, 0
 
     def verdicts(self, pairs: list[Pair]) -> list[bool | None]:
-        """Right or not. An empty answer is wrong without asking."""
+        """An empty answer is wrong without asking."""
         return self._ask(pairs, VERDICT_INSTRUCTION, VERDICTS, False)
 
     def grades(self, pairs: list[Pair]) -> list[float | None]:
@@ -104,8 +102,8 @@ def right(trajectories: list[Trajectory], judge: Judge | None = None) -> list[bo
 
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
-    """The `judge` of `rewards.ur2_stage2`. All math answers that are not plainly equal are graded
-    here, in one batch; an unreadable grade is 0.
+    """The `judge` of `rewards.ur2_stage2`; asks at once about all math answers not plainly equal.
+    An unreadable grade is 0.
     """
     asked = {}
     for t in trajectories:

@@ -51,8 +51,6 @@ PARTS = ("base", "reference", "others")
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The models beside the policy."""
-
     judge: str = setting("", 'of "right" in When to Search: URL#model or a HF model; "" = cover-EM')
     reader: str = setting("", "R-Search's reader of evidence: URL#model or a HF model")
     embedder: str = setting("tfidf", "of queries: tfidf, or a HF encoder", only="train")
@@ -91,9 +89,7 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_F
 
 
 class Cache:
-    """Replies by request, appended to a JSONL file of `folder`; "" keeps none. What cannot be read
-    is skipped: half a JSON object with anything behind it is never a whole one.
-    """
+    """Replies by request, in a JSONL file of `folder`; "" keeps none. A broken line is skipped."""
 
     def __init__(self, folder: str | Path, name: str, max_tokens: int):
         self.name, self.max_tokens = name, max_tokens
@@ -139,8 +135,7 @@ class LLM:
             replies = {request: self.cache.get(request) for request in requests}
             if missing := [request for request, reply in replies.items() if reply is None]:
                 self.ask_missing(missing, replies)
-        found = (replies[request] for request in requests)
-        return [reply and without_thinking(reply) for reply in found]
+        return [reply and without_thinking(reply) for reply in map(replies.get, requests)]
 
     def ask_missing(self, missing: list[Request], replies: dict[Request, str | None]) -> None:
         with contextlib.closing(self.replies(missing)) as fresh:
@@ -158,9 +153,7 @@ class LLM:
 
 
 class ServerLLM(LLM):
-    """An OpenAI-compatible server, asked by a few threads at once; without "#model" its first one.
-    The environment's OPENAI_API_KEY is sent if it is set.
-    """
+    """An OpenAI-compatible server; without "#model" its first. OPENAI_API_KEY is sent if set."""
 
     def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
         base, _, self.model = spec.partition("#")

@@ -4,8 +4,7 @@
 
 R-Search eq. 5 pays its F1: evidence is good if a model that did not write it can answer from it.
 The reader is of another family, frozen and greedy, and reads the evidence box alone. Without
-evidence nobody is asked; then, and without a reply, the answer is "". The same reader turns the
-policy into a search tool: `answer_from_evidence`.
+evidence nobody is asked; then, and without a reply, the answer is "".
 """
 
 import re
@@ -45,7 +44,7 @@ def read_answer(reply: str | None) -> str:
 
 
 def reader_answers(llm, pairs: list[tuple[Question, str | None]]) -> list[str]:
-    """(question, evidence) -> the reader's answer, for all in one batch; "" without evidence."""
+    """(question, evidence) -> the reader's answer, for all in one batch."""
     texts = [reader_text(*pair) if (pair[1] or "").strip() else None for pair in pairs]
     return [read_answer(reply) for reply in ask_given(llm, INSTRUCTION, texts)]
 

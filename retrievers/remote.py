@@ -22,8 +22,7 @@ from formats.layouts import titled
 from retrievers.net import MAX_BACKOFF, Fault, fetch_json, host_of, left, retrying, shown
 
 BATCH = 256  # queries per request
-RETRIES = 1  # of a batch
-BACKOFF = 0.5  # seconds
+RETRIES, BACKOFF = 1, 0.5  # of a batch; seconds
 
 
 class HttpRetriever:
@@ -45,9 +44,7 @@ class HttpRetriever:
         return batches * ((RETRIES + 2) * self.timeout + RETRIES * MAX_BACKOFF)
 
     def search(self, queries: list[str], k: int) -> list[list[Document] | None]:
-        """At most k documents for each query; None for one that failed in a batch and alone; a
-        Fault if all failed.
-        """
+        """At most k documents each; None for one that failed, also alone; a Fault if all failed."""
         found, fault, distinct = {}, None, list(dict.fromkeys(queries))
         for start in range(0, len(distinct), BATCH):
             batch = distinct[start : start + BATCH]

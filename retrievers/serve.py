@@ -4,7 +4,7 @@
     python retriever.py check --corpus FILE, or --url URL       exit code 1 if something is wrong
 
 A request that cannot be served gets {"error": {"message": ...}} with 400, 404, 413 or 500, and the
-server lives on. `check` finds what nobody sees in training: an index of another corpus, or lists in
+server lives on. `check` finds what nobody sees in training: an index of another corpus, lists in
 another order than the queries. Left out: encryption and passwords (put a proxy in front).
 """
 
@@ -134,9 +134,6 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
 def query_for(passage: Document) -> str:
     """The title: any passage of a page will do, and another server may have other ids."""
     return " ".join((passage.title or passage.text).lower().split()[:12])
-
-
-# ------------------------------------------------------------------------------------- the commands
 
 
 def command(arguments: list[str], bm25: type) -> None:

@@ -44,9 +44,7 @@ HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; search-rl/0.1)"}
 
 
 class WebRetriever:
-    """Search through the API at `template`, an address with {query} and perhaps {count}. `whole`:
-    the text of a page, not the window with most of the query's words.
-    """
+    """`template`: the API's address with {query}, perhaps {count}; `whole`: pages, no windows."""
 
     def __init__(self, template: str, allow_private=False, whole=False):
         # The policy must not choose the host.
@@ -96,9 +94,7 @@ class WebRetriever:
 
 
 def hits_of(reply: object) -> list[Document]:
-    """The results in a reply of SearXNG's form, {"results": [{"url", "title", "content"}, ...]},
-    each address once.
-    """
+    """Of SearXNG's {"results": [{"url", "title", "content"}, ...]}, each address once."""
     results = reply.get("results") if isinstance(reply, dict) else None
     if not isinstance(results, list):
         raise Fault("a reply without results")

@@ -88,7 +88,7 @@ class SlotCache(Cache):
         return held[self.read, : self.width].transpose(1, 2)  # [n, heads, width, D]
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Zeros, because weight 0 of a masked place times NaN is NaN."""
+        """Zeros: weight 0 of a masked place times NaN is NaN."""
         kind, dtype = like.device.type, like.dtype
         if torch.is_autocast_enabled(kind):
             # Rotated keys are fp32 here, and attention would round all of them at every step.
@@ -165,13 +165,9 @@ class Row:
 
 
 class Engine:
-    """Add rows while slots are vacant; `decode`; resume or free each row whose turn is over. `rule`
-    is a `rollout.StopRule`. `graphs`: decoding steps are recorded as CUDA graphs.
-    """
+    """Add rows while slots are vacant; `decode`; resume or free each row whose turn is over."""
 
-    def __init__(
-        self, model, slots: int, size: int, rule, temperature: float = 1.0, top_p: float = 1.0
-    ):
+    def __init__(self, model, slots: int, size: int, rule: StopRule, temperature=1.0, top_p=1.0):
         self.model, self.device, self.rule, self.graphs = model, model.device, rule, False
         self.temperature, self.top_p = temperature, top_p
         self.block = BLOCK.get(self.device.type, 64)
@@ -336,9 +332,8 @@ class Engine:
         return min(-(-width // block) * block, self.cache.size)
 
     def replay(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """`step` as a CUDA graph, which starts its few hundred kernels at once: to ask for them
-        takes Python longer than the GPU to run them. A graph has one shape: n is rounded up to a
-        power of two, and the slots too many compute at their last place, which nobody reads.
+        """`step` as a CUDA graph: to start its kernels one by one takes longer than to run them. A
+        graph has one shape: n is rounded up to a power of two; what is too many nobody reads.
         """
         count = len(tokens)
         n = min(1 << (count - 1).bit_length(), self.cache.slots)
@@ -359,8 +354,7 @@ class Engine:
 
 def pick(probabilities: torch.Tensor) -> torch.Tensor:
     """[n, V] -> one index per row, [n, 1]: the first whose running sum exceeds a uniform number.
-
-    2 to 10 times faster on a CPU than multinomial; on a GPU a seed would not repeat.
+    On a CPU 2 to 10 times faster than multinomial; on a GPU a seed would not repeat.
     """
     if probabilities.is_cuda:
         return torch.multinomial(probabilities, 1)
@@ -417,9 +411,7 @@ def play_in_slots(
 def play_queue(
     engine: Engine, environment: Environment, queue: deque[Trajectory], progress=None
 ) -> None:
-    """Each row that ends gives its slot to the next of the queue. Searches wait until at least half
-    of the running rows want one.
-    """
+    """A row that ends gives its slot on. Searches wait until half of the running rows want one."""
     while queue or len(engine.vacant) < len(engine.rows):
         while queue and engine.vacant:
             trajectory = queue.popleft()

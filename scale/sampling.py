@@ -31,9 +31,7 @@ def wants_copy(choice: str, device: torch.device, in_8bit: bool) -> bool:
 
 @contextlib.contextmanager
 def to_sample_with(policy: Policy, copies: bool) -> Iterator[Policy]:
-    """A bf16 copy of the policy, or the policy itself; of weights in parts, a whole copy in fp32.
-    All processes must enter it at once.
-    """
+    """A copy of the policy (of weights in parts a whole one), or itself. All must enter at once."""
     if copies or in_parts(policy):
         dtype = torch.bfloat16 if copies else torch.float32
         yield Policy(copy_of(policy.language_model, dtype)).eval().requires_grad_(False)

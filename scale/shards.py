@@ -84,11 +84,8 @@ def cut(model: nn.Module) -> None:
         part.reshard()
 
 
-# A checkpoint is of whole tensors. All processes must call these; in parts, only the main one gets
-# something, the others {}.
-
-
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All must call this and the three below; in parts only the main process gets more than {}."""
     return get_model_state_dict(model, options=FULL) if parts_of(model) else model.state_dict()
 
 
