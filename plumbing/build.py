@@ -79,9 +79,6 @@ def build_protocol(settings: Settings) -> Protocol:
     return dataclasses.replace(protocol, instruction=instruction)
 
 
-# ------------------------------------------------------------------------------ search and models
-
-
 def build_search(
     settings: Settings, documents: list[Document], device="cpu", log: str = ""
 ) -> SearchFunction:
@@ -119,9 +116,6 @@ def build_environment(settings: Settings, tokenizer, search: SearchFunction) -> 
 def play_of(settings: Settings):
     """Slots, or plain `generate`: the page to read, and the twin to compare with."""
     return play_by_turns if settings.engine == "hf" else play_in_slots
-
-
-# -------------------------------------------------------------------------------- a training run
 
 
 def make_accelerator(settings: Settings) -> Accelerator:

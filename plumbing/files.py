@@ -147,8 +147,6 @@ class Run:
         self.accelerator.wait_for_everyone()
 
 
-# ------------------------------------------------------------------------- why is my curve flat?
-
 PATIENCE = 3  # steps in a row
 SHOWN = "reward em searched searches fallbacks model_tokens frac_reward_zero_std grad_norm".split()
 
@@ -179,9 +177,6 @@ def console_line(record: dict) -> str:
     if record.get("skipped"):
         line += f"  no update: no group's answers differ, in {1 + record['resampled']} draws"
     return line
-
-
-# ------------------------------------------------------------------------- settings of a checkpoint
 
 
 def saved_settings(model: str) -> Settings | None:

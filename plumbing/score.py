@@ -79,9 +79,6 @@ def build_reader(settings: Settings, device="cpu") -> LLM:
     return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
 
 
-# --------------------------------------------------------------------- what others say of an answer
-
-
 def ask_others(records: list[dict], reader: LLM | None, judge: Judge | None) -> list[dict]:
     """Records with the reader's answers and the judge's verdicts; says what did not come."""
     if reader:
