@@ -63,8 +63,6 @@ class PolicySettings:
 
 
 # -------------------------------------------------------------------------------------- log-probs
-
-
 def token_logprobs(
     hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
@@ -143,8 +141,6 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 # -------------------------------------------------------------------------------------- the network
-
-
 @contextlib.contextmanager
 def evaluating(module: nn.Module):
     """Evaluation mode inside, the former mode after."""
@@ -219,8 +215,6 @@ def _check_head(model: nn.Module) -> None:
 
 
 # ------------------------------------------------------------------------------- loading and saving
-
-
 def best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -343,8 +337,6 @@ def save_policy(
 
 
 # ---------------------------------------------------------------------------------------- the batch
-
-
 @dataclass
 class Batch:
     """Trajectories as tensors: B rows, `group_size` per question; T = L − 1.
@@ -414,8 +406,6 @@ def collate(
 
 
 # ------------------------------------------------------------------------------------ the optimizer
-
-
 def make_optimizer(module: nn.Module, name: str, lr: float):
     """AdamW, or bitsandbytes' with 8-bit moments (32 bits in matrices of under 4096 weights)."""
     parameters = [p for p in module.parameters() if p.requires_grad]

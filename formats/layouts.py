@@ -114,8 +114,6 @@ def letter_of(gold: object, options: Sequence[str], name: str) -> str:
 
 
 # ------------------------------------------------------------------------ layouts of question files
-
-
 def from_own(record: dict, number: int) -> dict:
     """The fields of `data.Question`; only id, question and answers must be there."""
     task = field(record, "task", str, "qa")
@@ -256,8 +254,6 @@ def from_verl(record: dict, number: int) -> dict:
 
 
 # -------------------------------------------------------------------------- layouts of corpus files
-
-
 def from_title_text(record: dict, number: int) -> dict:
     """A passage; one without id has the number of its line."""
     title, text = (field(record, name, str, "").strip() for name in ("title", "text"))
@@ -282,8 +278,6 @@ def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
 
 
 # --------------------------------------------------------------------------------------- the tables
-
-
 class Layout(NamedTuple):
     """fields: those with "!" tell the layout from others (of "!a|b" one is enough), with `also`."""
 

@@ -98,8 +98,6 @@ ARMS: dict[str, Arm] = {
 
 
 # --------------------------------------------------------------------------------------- the claims
-
-
 @dataclass(frozen=True)
 class Number:
     """What two arms are compared by, as the table names it."""
@@ -209,8 +207,6 @@ def verdict(number: Number, differences: list[float]) -> str:
 
 
 # ------------------------------------------------------------------------------------- what is run
-
-
 def result_path(runs: str, arm: str, seed: int) -> Path:
     return Path(runs) / f"{arm}-world{seed}" / "result.json"
 
@@ -329,8 +325,6 @@ def read_results(runs: str, seeds: list[int]) -> Results:
 
 
 # ---------------------------------------------------------------------------------------- the table
-
-
 def rows(claims: list[Claim], results: Results, seeds: list[int]) -> list[list[str]]:
     lines = [["claim", "paper", "number", "with", "without", "effect [95 %]", "worlds", "verdict"]]
     for claim in claims:

@@ -59,8 +59,6 @@ NO_REPLY = "no reply"  # why a trajectory ended whose model could not be reached
 
 
 # --------------------------------------------------------------------------- what a method may want
-
-
 @dataclass(frozen=True)
 class Write:
     """The model reads passages, question and notes, in this order, and goes on behind `so_far`."""
@@ -210,8 +208,6 @@ METHODS: dict[str, Callable[..., Steps]] = {method.__name__: method for method i
 
 
 # -------------------------------------------------------------------------------- what a reply says
-
-
 def conclude(request: Write, reply: str) -> Steps:
     """The answer that the reply says; where it says none, the model has to complete FINAL."""
     if answer := said_answer(reply):
@@ -263,8 +259,6 @@ def next_question(reply: str) -> str:
 
 
 # ----------------------------------------------------------------------- many questions in lockstep
-
-
 class Row:
     """One question under way: its method, halted at `request` (None: ended), and its trajectory."""
 
@@ -345,8 +339,6 @@ def fitted(request: Write, writer: Writer) -> Write:
 
 
 # --------------------------------------------------------------------------------------- who writes
-
-
 def chat_request(write: Write) -> Request:
     """(instruction, text): passages, each once and without its number; question, notes, reply."""
     lines = dict.fromkeys(re.sub(r"^\(\d+\) ", "", line) for line in write.found)
@@ -421,7 +413,6 @@ def load_writer(settings: Settings) -> Writer:
 
 
 # --------------------------------------------------------------------------------- the command line
-
 FILES = ("settings", "data", "rollout", "retriever", "summarizer")  # whose flags count
 
 

@@ -98,8 +98,6 @@ class Bench(BenchSettings, Settings):
 
 
 # ------------------------------------------------------------------------------------ the same work
-
-
 class Scripted:
     """An `Environment` whose rows know the length of each turn, and what is inserted behind it."""
 
@@ -188,8 +186,6 @@ def make_policy(o: Bench, twin: bool) -> Policy:
 
 
 # ------------------------------------------------------------------------------- seconds and memory
-
-
 def clock(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -254,8 +250,6 @@ def show(runs: dict[str, list[dict]]) -> None:
 
 
 # ----------------------------------------------------------------------------------------- variants
-
-
 def naive(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
     """`generate` for the whole batch at every turn, all computed again."""
     while not all(row.stop_reason for row in rows):
@@ -397,7 +391,6 @@ def run_decode(work: type[Engine], name: str, o: Bench) -> tuple[dict, list]:
 
 
 # ----------------------------------------------------------------------------------------- commands
-
 # What runs it, and its variants: ours stands last and is compared with all above it.
 LOOPS = {"naive": naive, "HF active rows": rollout.play_by_turns, "slots": slots}
 PARTS: dict[str, tuple[Callable, dict]] = {

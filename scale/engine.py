@@ -59,8 +59,6 @@ class EngineSettings:
 
 
 # ---------------------------------------------------------------------------------------- the cache
-
-
 class SlotCache(Cache):
     """Keys and values, [slots, size + 1, heads, D] per layer; the last place takes padding. Before
     each forward pass the engine sets
@@ -139,8 +137,6 @@ def attending_to_slots(model):
 
 
 # --------------------------------------------------------------------------------------- the engine
-
-
 @dataclass(eq=False)
 class Row:
     """A text that grows in a slot, where the first `cached` of its `ids` have keys.
@@ -382,8 +378,6 @@ def record(step: Callable[[], torch.Tensor], pool) -> tuple[torch.cuda.CUDAGraph
 
 
 # -------------------------------------------------------------------------------------- the rollout
-
-
 def play_in_slots(
     policy: Policy, environment: Environment, trajectories: list[Trajectory], progress=None
 ) -> None:
@@ -437,8 +431,6 @@ def warn_once(message: str) -> None:
 
 
 # ------------------------------------------------------------------------ what the engine can drive
-
-
 def obstacle(model) -> str:
     """Why this model cannot be driven in slots; "" if it can."""
     config = model.config

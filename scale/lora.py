@@ -88,8 +88,8 @@ def without_lora(model: nn.Module):
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, W + (α / r) B A) one by one, under the names that a model without LoRA has. Other
-    weights, and all of a model without LoRA, come as they are; int8 becomes fp32.
+    """(name, W + (α / r) B A), under the plain model's names. Other weights come as they are, int8
+    as fp32.
     """
     state, layers = model.state_dict(), lora_layers(model)
     for name, weight in state.items():

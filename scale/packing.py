@@ -5,13 +5,11 @@
                c c c c . . . .        groups     1 row of 8 | 2 rows of 4 | 1 row of 2
                d d . . . . . .
 
-Everything in a transformer but attention treats each token by itself, given the token's position in
-its own text. Attention is computed group by group: the rows of a group are equally long to within
-SLACK tokens, so a group is a view of the packed tensor. Nothing is copied, masked or built for it.
-
-Three things are not computed: padding; what stands behind the last wanted token of a text; and the
-last layer's feed-forward part of all tokens that are not wanted. Left out: computing a common
-prompt once; other families and layers with a sliding window, whose texts are padded.
+All of a transformer but attention treats each token by itself, given its position in its own text.
+Attention goes group by group: the rows of a group are equally long to within SLACK tokens, so that
+a group is a view of the packed tensor. Also not computed: what stands behind the last wanted token
+of a text, and the last layer's feed-forward part of tokens that are not wanted. Left out: computing
+a common prompt once; other families and layers with a sliding window, whose texts are padded.
 """
 
 import contextlib
@@ -52,9 +50,7 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
 
 @contextlib.contextmanager
 def last_layer_at(backbone, places: torch.Tensor):
-    """The last layer's feed-forward part is computed at `places` [n] only: after its attention no
-    token reads another. Not with gradient checkpointing, which computes the layer again later.
-    """
+    """The last layer's feed-forward part at `places` [n] only: behind it no token reads another."""
     layer = backbone.layers[-1]
     own, whole = vars(layer.mlp), layer.mlp.forward
     kept = dict(own)  # it may have a forward of its own already
@@ -63,7 +59,7 @@ def last_layer_at(backbone, places: torch.Tensor):
         asked = whole(hidden.index_select(1, places))  # [1, n, H]
         return torch.zeros_like(hidden).index_copy(1, places, asked)  # [1, N, H]
 
-    if not getattr(layer, "gradient_checkpointing", False):
+    if not getattr(layer, "gradient_checkpointing", False):  # that computes the layer again later
         layer.mlp.forward = at_places
     try:
         yield
@@ -157,9 +153,7 @@ AttentionMaskInterface.register("packed", sdpa_mask)
 
 
 def allow_packing(model) -> None:
-    """Give a model the attention above, if its family hands `groups` on to it. For good, not for a
-    call: gradient checkpointing computes layers again in the backward pass.
-    """
+    """Give a model this attention, if its family hands `groups` on. For good, not for a call."""
     config = model.config
     plain = config.model_type in FAMILIES and config._attn_implementation == "sdpa"
     if plain and not windowed(config):

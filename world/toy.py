@@ -93,7 +93,6 @@ class Tiny:
 
 
 # ------------------------------------------------------------------------------------ the tokenizer
-
 WORDS = """
 a an and answer are as based birthplace born city country does employer employs for has how in is it
 make many mayor none of one product seat the was what where which who
@@ -142,8 +141,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 # ---------------------------------------------------------------------------------------- the model
-
-
 def shape(vocab_size: int, width: int, heads: int, inner: int) -> dict:
     """The fields of a config; texts have 100 tokens."""
     sizes = {"vocab_size": vocab_size, "hidden_size": width, "intermediate_size": inner}
@@ -192,7 +189,6 @@ def look_back(model: torch.nn.Module, offsets: tuple[int, ...]) -> torch.nn.Modu
 
 
 # ------------------------------------------------------------------------------------ what is asked
-
 Passage = tuple[str, str]  # (title, text)
 
 
@@ -320,7 +316,6 @@ class Tasks:
 
 
 # --------------------------------------------------------------------------------------- the traces
-
 # (text, kind): "model" is imitated, "choice" but for its first token, "given" not at all
 Pieces = list[tuple[str, str]]
 
@@ -514,7 +509,6 @@ def warm_up(
 
 
 # ------------------------------------------------------------------- the frozen reader of evidence
-
 READER = SFTSettings(steps=300, lr=4e-3, lr_warmup=50, decay_from=0.5)
 
 
