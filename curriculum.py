@@ -48,7 +48,6 @@ class CurriculumSettings:
 
 
 # -------------------------------------------------------------------------------------- difficulty
-
 EDGES = {"easy": 0.8, "medium": 0.5, "hard": 0.2}  # a bucket begins at this mean score
 LEVELS = {"easy": "easy", "medium": "medium", "hard": "hard", "very_hard": "dropped"}  # UR²'s files
 HARD = ("hard", "dropped")
@@ -118,8 +117,6 @@ def say(note: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------ shares
-
-
 def exact_counts(total: int, weights: Weights) -> Counts:
     """Integers that add up to `total` in the ratio of the weights (largest remainder first).
 
@@ -166,8 +163,6 @@ def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, fl
 
 
 # ------------------------------------------------------------------------------------- task mixing
-
-
 def may_search(question: Question, drawn: frozenset[str]) -> bool:
     """Open questions always; math in the bucket hard (or harder); multiple choice if drawn. The
     question's bucket is its `level`.
@@ -221,8 +216,6 @@ def mix_tasks(questions: Questions, counts: Counts, seed: int) -> Questions:
 
 
 # -------------------------------------------------------------------------------------- the stream
-
-
 class QuestionStream:
     """`take(step)` deals the questions of one step, mixed by kind or by bucket.
 

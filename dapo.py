@@ -49,7 +49,6 @@ def trained_mask(batch) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------ the interface
-
 compute_advantages = grpo.compute_advantages
 
 

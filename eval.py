@@ -93,8 +93,6 @@ class Options:
 
 
 # ----------------------------------------------------------------------------------- one trajectory
-
-
 def grade(trajectory: Trajectory) -> dict[str, float]:
     """The numbers of one trajectory. What does not apply to it has no entry, not a 0."""
     protocol, question, searches = trajectory.protocol, trajectory.question, trajectory.searches
@@ -144,8 +142,6 @@ def prediction_record(trajectory: Trajectory, sample: int) -> dict:
 
 
 # ------------------------------------------------------------------------------------ many of them
-
-
 class Evaluation:
     """Questions, passages, a model and where the predictions go."""
 
@@ -259,8 +255,6 @@ def material(settings: Settings, options: Options) -> tuple[dict[str, list[Quest
 
 
 # ---------------------------------------------------------------------------------- whose settings?
-
-
 def settings_of(given: dict) -> Settings:
     """The checkpoint's own settings, made greedy, without the judge of its reward; the command line
     comes last. Stage 0 is the model before RL.
@@ -302,8 +296,6 @@ def last_checkpoint(given: dict) -> str:
 
 
 # -------------------------------------------------------------------------------- the command line
-
-
 def parse(arguments: list[str]) -> tuple[Settings, Options]:
     said = "Score a checkpoint. Of a file, without a model: see --predictions FILE --help."
     parser = FlagParser("eval.py", description=said)

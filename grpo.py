@@ -89,8 +89,6 @@ def on_tokens(advantages: Tensor, response_mask: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------ the interface
-
-
 def compute_advantages(batch, settings) -> Tensor:
     """Once, on the whole rollout batch."""
     rewards = trajectory_rewards(batch, settings)  # [B]

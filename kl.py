@@ -83,8 +83,6 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k_abs": k_abs}
 
 
 # --------------------------------------------------------------------------------- where they stand
-
-
 def coefficient(settings, place: str) -> float:
     """kl_coef if the estimator stands at `place` ("loss" or "reward"), else 0."""
     return settings.kl_coef if PLACES[settings.kl_estimator] == place else 0.0
@@ -121,7 +119,6 @@ def required(ref_logprobs: Tensor | None) -> Tensor:
 
 
 # -------------------------------------------------------- the table: enumeration over a categorical
-
 Loss = Callable[[Tensor], Tensor]  # log-probs [V] -> [V]
 VOCABULARY = 16
 

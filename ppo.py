@@ -109,8 +109,6 @@ def model_only(values: Tensor, response_mask: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------- rewards, advantages, returns
-
-
 def token_rewards(batch, settings) -> Tensor:
     """[B, T]: the reward on the last model token; −kl_coef · k1, a KL in the reward, on each.
 

@@ -86,7 +86,6 @@ def tag_pair(name: str) -> Tags:
 
 
 # --------------------------------------------------------------------------------------- the papers
-
 _UR2_TAGS = (
     ("<|begin_of_query|>", "<|end_of_query|>"),
     ("<|begin_of_documents|>", "<|end_of_documents|>"),
@@ -177,8 +176,6 @@ PROTOCOLS["arena"] = Protocol(
 
 
 # --------------------------------------------------------------------------------------- the prompt
-
-
 def question_text(question: Question) -> str:
     """The question, and lettered options where it has them."""
     letters = [f"{chr(65 + i)}. {option}" for i, option in enumerate(question.options)]
@@ -227,8 +224,6 @@ def build_prompt(protocol: Protocol | str, question: Question, tokenizer) -> lis
 
 
 # ----------------------------------------------------------------------------- what the model wrote
-
-
 def find_blocks(text: str, begin: str, end: str) -> list[Span]:
     """Every `begin ... end` pair, left to right; a second `begin` before `end` starts anew."""
     begin, end = re.escape(begin), re.escape(end)
@@ -286,8 +281,6 @@ def without_thinking(reply: str) -> str:
 
 
 # ---------------------------------------------------------------------- what the environment writes
-
-
 def number_documents(documents: Sequence[Document]) -> list[str]:
     """Documents as the policy reads them when nobody summarises: "(1) Title: text"."""
     titled = [f"{d.title}: {d.text}" if d.title else d.text for d in documents]

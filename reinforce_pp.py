@@ -80,8 +80,6 @@ def whiten(returns: Tensor, response_mask: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------ the interface
-
-
 def compute_advantages(batch, settings) -> Tensor:
     """Once, on the whole rollout batch (of all processes: they share the statistics)."""
     mask = batch.response_mask  # [B, T]

@@ -85,8 +85,6 @@ def make_retriever(
 
 
 # --------------------------------------------------------------------------------------------- BM25
-
-
 class BM25:
     """An inverted index: `postings[start[t] : start[t + 1]]` are the documents of term t,
     `weights` their summands.
@@ -182,8 +180,6 @@ def top(scores: Array, k: int) -> Array:
 
 
 # ----------------------------------------------------------------------------------------- controls
-
-
 class RandomRetriever:
     """Documents that have nothing to do with the query: what is a search worth that finds noise?"""
 
@@ -222,7 +218,6 @@ def gold_passages(question: Question) -> list[Document]:
 
 
 # ------------------------------------------------------------------------------ python retriever.py
-
 INVENTED = [
     Document("1", "Ana Bell", "Ana Bell was born in Kelmouth and draws maps of the coast."),
     Document("2", "Kelmouth", "Kelmouth is a harbour city in the north of Norland."),

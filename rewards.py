@@ -73,7 +73,6 @@ class Extras:
 
 
 # --------------------------------------------------------------------------- what all formats share
-
 MAX_QUERY_WORDS = 20
 MAX_ANSWER_WORDS = 10
 MAX_QUERIES = 4
@@ -158,7 +157,6 @@ def own_format_faults(trajectory: Trajectory) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------- UR²
-
 UR2_CHOICE_STEPS = {"qwen_7b": 10, "qwen_3b": 15, "llama_8b": 10}  # steps 0 .. 9 (14) pay it
 
 # Not <|im_end|> or <|eot_id|>: a response that ends well ends in this EOS token.
@@ -287,8 +285,6 @@ def ur2_choice(
 
 
 # -------------------------------------------------------------------------------------- R1-Searcher
-
-
 def r1_searcher_format(trajectory: Trajectory) -> list[str]:
     """The names of all format faults (R1-Searcher section 3.2). Good is: thinking and searches, one
     </think>, <answer> at most 10 words </answer>. The <think> before them stands in the prompt.
@@ -345,7 +341,6 @@ def _r1_answer(trajectory: Trajectory, answer_metric: str) -> float:
 
 
 # ----------------------------------------------------------------------------------------- R-Search
-
 GAMMA_EVIDENCE, GAMMA_ANSWER = 0.2, 0.2  # γ_e and γ_α
 
 
@@ -392,7 +387,6 @@ def evidence_support(trajectory: Trajectory) -> float:
 
 
 # ----------------------------------------------------------------------------------- When to Search
-
 _OPENERS = """
     who whom whose what which when where why how am is are was were be been being do does did has
     have had can could will would shall should may might must
@@ -546,8 +540,6 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
 
 
 # -------------------------------------------------------------------------------------------- ARENA
-
-
 def arena(trajectory: Trajectory, bonus: float = 10.0, relevance_reward: bool = True) -> Terms:
     """R = format + answer + relevance, and 10 more if all three are 1 (ARENA section 3.3).
 
@@ -609,7 +601,6 @@ def arena_scores(trajectory: Trajectory) -> Terms:
 
 
 # ------------------------------------------------------------------------------------------ by name
-
 REWARDS |= {
     "ur2_stage1": lambda t, s, step, e: ur2_stage1(
         t, s.reward_variant, s.fallback_penalty, s.format_check
@@ -689,7 +680,6 @@ def check_questions(questions: list[Question], settings) -> list[Question]:
 
 
 # ------------------------------------------------------------------------------------------- a look
-
 _QUESTION = Question("demo", "In which country was Ana Bell born?", ["Norland"], supporting=(1, 3))
 _BORN = "Ana Bell was born in Kelmouth."
 _TOWN = "Kelmouth is a town in Norland."

@@ -67,8 +67,6 @@ class RolloutSettings:
 
 
 # ---------------------------------------------------------------------------------------- the loop
-
-
 def play_by_turns(
     policy, environment: Environment, live: list[Trajectory], progress: Progress = None
 ) -> None:
@@ -149,8 +147,6 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
 
 
 # ----------------------------------------------------------------------------------- sample a turn
-
-
 @dataclass
 class Turn:
     """What a row samples: at most `room` tokens, until there is a `reason` to stop."""
@@ -285,8 +281,6 @@ def encode(tokenizer, text: str) -> list[int]:
 
 
 # ------------------------------------------------------------------------------ answer the queries
-
-
 class Environment:
     """What stands around the policy: it ends turns, searches, and writes what was found."""
 
@@ -431,8 +425,6 @@ def call_search(search: SearchFunction, requests: list, timeout: float) -> list[
 
 
 # ---------------------------------------------------------------------------------- on one screen
-
-
 def main() -> None:
     """A scripted trajectory: each stretch's text, ids and mask."""
     if len(sys.argv) > 1:

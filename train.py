@@ -84,8 +84,6 @@ def train(settings: Settings) -> Path:
 
 
 # ------------------------------------------------------------------------------------------ sample
-
-
 def collect(parts: Parts, step: int) -> Sampled:
     """The step's trajectories and their rewards. DAPO's departure 2: it draws until there are
     enough informative groups, or no draw is left. What is drawn depends on seed, step and draw.
@@ -148,8 +146,6 @@ def informative(sampled: Sampled, settings: Settings) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------------- prepare
-
-
 def prepare(parts: Parts, sampled: Sampled, step: int) -> Batch:
     """The global batch: rewards [B]; old, reference and critic's log-probs and values [B, T];
     advantages [B, T].
@@ -236,8 +232,6 @@ def batch_of_update(parts: Parts, batch: Batch, rows: torch.Tensor, number: int)
 
 
 # ---------------------------------------------------------------------------------- what is logged
-
-
 def mean(values: Iterable[float]) -> float:
     """0 of nothing."""
     values = list(values)
