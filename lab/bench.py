@@ -10,8 +10,7 @@ The work is written down first: how many tokens each turn has, and what a search
 variants take turns, each run in a process of its own that first does a small piece of the work.
 
     seconds   of CPU (on a GPU: of the clock, after a synchronisation), median of all runs
-    mib       peak, less what the process held before: no weights, but gradients and moments (on a
-              GPU the whole peak)
+    mib       peak, less what the process held before, its weights (on a GPU the whole peak)
     x TWIN    the twin's seconds / ours: above 1 is faster
 
 Left out: searches (nothing waits here), several processes, sampling by a server, other trainers.
@@ -260,7 +259,9 @@ def naive(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None
         environment.answer([row for row in rows if not row.stop_reason])
 
 
-slots = torch.no_grad()(play_in_slots)  # --rollout_batch_size gives it fewer slots than rows
+@torch.no_grad()
+def slots(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
+    play_in_slots(policy, environment, rows)  # --rollout_batch_size: fewer slots than rows
 
 
 def grpo_batch(rows: list[Trajectory], o: Bench):
@@ -375,7 +376,7 @@ def bandwidth(device: str) -> float:
 def run_decode(work: type[Engine], name: str, o: Bench) -> tuple[dict, list]:
     """DECODED steps of a full engine: rows of one prompt, computed once and copied."""
     model = make_model(o, getattr(torch, o.dtype)).eval()
-    rule = rollout.StopRule(Scripted(2, o).tokenizer, [], set())
+    rule = rollout.StopRule(Scripted(2, o).tokenizer, {}, set())
     engine = work(model, o.batch, o.context + WARM + DECODED + 1, rule)
     engine.graphs = o.engine == "graphs"
     for number in range(o.batch):

@@ -13,7 +13,6 @@ GiB:
 
 On several GPUs fsdp2 cuts weights, moments and gradients in parts, and puts a layer's weights
 together to compute it. LoRA and 8-bit moments cannot be cut: there, and under ddp, a GPU is as one.
-tests/test_plan.py holds the update against what small models take, within a tenth.
 Left out: zero2, judges and readers (2 per weight), dense retrieval, what plain `generate` takes
 beyond slots, CUDA's own memory and fragments: USABLE is the share that is counted on.
 """

@@ -3,6 +3,7 @@ asserted.
 """
 
 import copy
+import pickle
 from dataclasses import replace
 from functools import partial
 
@@ -74,6 +75,10 @@ def test_a_played_row_has_mask_1_on_turns_and_0_on_documents():
 
 
 # --------------------------------------------------------------------- the twins do the same work
+
+
+def test_what_is_measured_can_go_to_a_process_of_its_own():
+    assert pickle.loads(pickle.dumps((LOOPS, PARTS))) == (LOOPS, PARTS)
 
 
 @pytest.mark.parametrize("name", LOOPS)
