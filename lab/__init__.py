@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 
-from errors import FlagParser, InputError, check_value
-from settings import RENAMED, add_flags, named_in
+from errors import FlagParser, InputError
+from settings import RENAMED, add_flags, check_limits, named_in
 
 
 def parse_flags(
@@ -25,10 +25,9 @@ def parse_flags(
     given = vars(parser.parse_args(arguments))
     options = record(**{f.name: given.pop(f.name) for f in fields(record) if f.name in given})
     for f in fields(record):
-        value = getattr(options, f.name)
-        if f.metadata.get("needed") and not value:
+        if f.metadata.get("needed") and not getattr(options, f.name):
             raise InputError(f"{command}: --{f.name} is missing")
-        check_value(f.name, value, f.metadata)
+    check_limits(options)
     return options, given
 
 

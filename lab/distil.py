@@ -26,18 +26,17 @@ from data import Document, Question, load_questions
 from errors import InputError, run_main, setting
 from formats.records import read_records
 from lab import interruptible, parse_flags
+from other_models.llm import prompt_ids
 from policy import PolicySettings, best_device, load_policy, save_policy
 from prompts import (
     Protocol,
     as_protocol,
     build_prompt,
-    chat_text,
     forbidden_texts,
     number_documents,
-    special_texts,
     strip_tags,
 )
-from rollout import context_of, encode
+from rollout import context_of
 from sft import Example, SFTSettings, example_of, train_sft
 from summarizer import NO_FACT, SUMMARY_LOG, summary_request
 from trajectory import Trajectory, trajectory_from_text
@@ -186,9 +185,7 @@ def read_summary_log(path: str | Path) -> dict[tuple, str]:
 
 def summary_example(asked: tuple, reply: str, tokenizer) -> Example:
     """The very prompt that other_models/llm.py asks a local model with -> the reply."""
-    instruction, text = summary_request(*asked)
-    prompt = chat_text(tokenizer, instruction, strip_tags(text, special_texts(tokenizer)))
-    return example_of(encode(tokenizer, prompt), [(reply, True)], tokenizer)
+    return example_of(prompt_ids(tokenizer, summary_request(*asked)), [(reply, True)], tokenizer)
 
 
 METHODS = ("direct", "reasoning", "traces", "summarizer")

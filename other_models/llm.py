@@ -78,7 +78,6 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_F
         # Not by `load_policy`, which refuses families that cannot be trained here.
         load, options = AutoModelForCausalLM.from_pretrained, frozen_options(device, in_8bit)
         model = load(spec, **options).eval().requires_grad_(False)
-        model = model if in_8bit else model.to(device)
     except InputError as error:
         raise InputError(str(error).removeprefix("--model ")) from None  # another model's flag
     except Exception as error:  # a broken weight file raises whatever its format's reader does
@@ -222,6 +221,13 @@ class ServerLLM(LLM):
             stop.set()
 
 
+def prompt_ids(tokenizer, request: Request) -> list[int]:
+    """How a model in this process is asked."""
+    # A text may come from a page, or from the policy that is judged: it must open no turn.
+    text = strip_tags(request[1], special_texts(tokenizer))
+    return encode(tokenizer, chat_text(tokenizer, request[0], text))
+
+
 class LocalLLM(LLM):
     """A causal LM in this process, a `Policy` or a plain HF model: greedy, `batch_size` at once.
     `cache` only with a `name` that stands for these very weights.
@@ -237,9 +243,7 @@ class LocalLLM(LLM):
             raise InputError(f"{name}: {why}")
 
     def prompt(self, request: Request) -> list[int]:
-        # A text may come from a page, or from the policy that is judged: it must open no turn.
-        text = strip_tags(request[1], special_texts(self.tokenizer))
-        return encode(self.tokenizer, chat_text(self.tokenizer, request[0], text))
+        return prompt_ids(self.tokenizer, request)
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         prompts = {request: self.prompt(request) for request in requests}

@@ -231,8 +231,9 @@ def message(call, *arguments, **named) -> str:
     """What an InputError says, in one line."""
     with pytest.raises(InputError) as error:
         call(*arguments, **named)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    text = str(error.value)
+    assert text and "\n" not in text
+    return text
 
 
 def command_line(main, arguments, capsys) -> str:

@@ -19,6 +19,7 @@ from data import Question
 from errors import InputError
 from lab.difficulty import bucket_of_first_success
 from settings import Settings
+from tests.conftest import message
 
 SEVEN_TWO_ONE = "hard=7,medium=2,easy=1"
 
@@ -61,13 +62,6 @@ def buckets_of(questions):
 def epoch_of(dealer, steps):
     """What some steps deal: id -> may it search?"""
     return {q.id: q.may_search for step in range(steps) for q in dealer.take(step)}
-
-
-def message(call, *args, **given):
-    with pytest.raises(InputError) as error:
-        call(*args, **given)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 # ------------------------------------------------------------------------------------------- shares

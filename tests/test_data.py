@@ -22,6 +22,7 @@ from data import (
 from errors import InputError
 from formats.layouts import ATTEMPT_LAYOUTS, CORPUS_LAYOUTS, ID_FIELDS, LAYOUTS, detect
 from formats.records import append_jsonl, finished_records
+from tests.conftest import message
 
 ROOT = Path(__file__).resolve().parents[1]
 SLICES = ROOT.parent / "shared" / "data"
@@ -108,15 +109,6 @@ def real(name):
     if not path.exists():
         pytest.skip(f"the real slice {path} is not here")
     return path
-
-
-def message(call, *args, **kwargs) -> str:
-    """The InputError's text, which must be one line."""
-    with pytest.raises(InputError) as caught:
-        call(*args, **kwargs)
-    text = str(caught.value)
-    assert text and "\n" not in text
-    return text
 
 
 # ------------------------------------------------------------------------------------------ layouts
