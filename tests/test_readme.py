@@ -96,16 +96,6 @@ def test_every_command_has_only_flags_that_its_file_knows(name):
         assert asked <= known, f"{name} {subcommand}: {', '.join(sorted(asked - known))}"
 
 
-def test_the_settings_are_those_of_the_papers():
-    shown = PAPERS.split("<!-- papers -->")[1].split("<!-- /papers -->")[0].strip()
-    lines = [line for line in shown.splitlines() if line.startswith("|")]
-    columns = list(zip(*papers.table(), strict=True))
-    wanted = ["| " + " | ".join(column) + " |" for column in columns]
-    assert [line for line in lines if not line.startswith("| ---")] == wanted, (
-        "run `python papers.py` and put the table into docs/papers.md"
-    )
-
-
 def test_every_file_is_in_the_reading_order():
     order = README.split("## Reading order")[1].split("## Notation")[0]
     listed = set(re.findall(r"\b(\w+\.py)\b", order.split("```")[1]))
