@@ -78,10 +78,13 @@ class Question:
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """One query of one row. The question rides along for the oracle control and for summarisers."""
+    """One query of one row. The question rides along for the oracle control, and for summarisers
+    what the row holds before the query.
+    """
 
     question: Question
     query: str
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from data import Question, load_datasets
 from formats.records import append_jsonl
 from metrics import summary_scores
-from papers import PAPERS, paper_of
+from papers import paper_of, record_of
 from plumbing import resume
 from plumbing.build import (
     as_asked,
@@ -268,8 +268,9 @@ def settings_of(given: dict) -> Settings:
         check_model_path(model)
     settings = saved_settings(model)
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
-        name = given.get("recipe", "ur2")
-        settings = resolve(name, given.get("stage", max(PAPERS[name].stages)), not model)
+        name, variant = given.get("recipe", "ur2"), given.get("variant", "")
+        stage = given.get("stage", max(record_of(name, variant).stages))
+        settings = resolve(name, stage, not model, {"variant": variant})
     own = {"temperature": 0.0, "top_p": 1.0, "judge": "", "reader": ""}
     if "data" in given and settings.corpus != "from-data":
         own["corpus"] = ""  # the old file's
@@ -285,7 +286,8 @@ def last_checkpoint(given: dict) -> str:
     name = given.get("recipe", "ur2")
     rest = {key: value for key, value in given.items() if key not in ("recipe", "stage")}
     run = resolve(name, given.get("stage", 1), True, rest)
-    stages = [given["stage"]] if "stage" in given else sorted(PAPERS[name].stages, reverse=True)
+    known = record_of(name, run.variant).stages
+    stages = [given["stage"]] if "stage" in given else sorted(known, reverse=True)
     for stage in stages:
         if found := checkpoints(stage_folder(run, stage)):
             return str(found[-1])
@@ -308,7 +310,7 @@ def parse(arguments: list[str]) -> tuple[Settings, Options]:
     check_options(options, given)
     settings = settings_of(given)
     if options.decoding == "paper":  # of the checkpoint's recipe
-        settings = settings_of(PAPERS[settings.recipe].decoding | given)
+        settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
     check_settings(settings, training=False)
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
         why = f"which protocol {settings.protocol} does not have: leave it out"

@@ -7,6 +7,7 @@
     good_format  is a trajectory in the paper's format? (evaluations report the share)
     punctuation  in answers it becomes a blank ("space") or nothing ("delete"), as its scorer has it
     decoding     how it samples when it evaluates; {} is greedy
+    variants     its other backbones and ablations, by name: each is a record of its own (--variant)
 
 A paper is three files: what it writes (prompts.py), what it is paid (rewards.py) and what it chose
 (here). Whoever adds one writes these three, and every command knows it.
@@ -38,6 +39,12 @@ class Paper:
     world: Tiny
     punctuation: str = "space"
     decoding: dict = field(default_factory=dict)
+    variants: dict[str, "Paper"] = field(default_factory=dict)
+
+
+def varied(paper: Paper, **changes) -> Paper:
+    """The paper with these settings in each of its stages."""
+    return replace(paper, stages={n: stage | changes for n, stage in paper.stages.items()})
 
 
 # The tiny model has 0.48M weights, born at random: a learning rate 150 times larger, short texts.
@@ -169,13 +176,13 @@ WHEN_TO_SEARCH = Paper(
     punctuation="delete",
 )
 
-# Its ablation: stage 2's reward alone, from the start.
-WHEN_TO_SEARCH_UNIFIED = replace(
+# Its ablation (Table 4): stage 2's reward alone, from the start.
+_when_without_stage_one = replace(
     WHEN_TO_SEARCH,
-    source="When to Search, ablation",
     stages={1: _when_stage2 | {"steps": 500}},
     tiny={1: EVERYTHING | KNOWN_TOO | {"max_resample": 1, "steps": 45}},
 )
+WHEN_TO_SEARCH.variants.update({"without_stage_one": _when_without_stage_one})
 
 _arena = (  # section 4.1
     {"protocol": "arena", "algorithm": "grpo", "reward": "arena", "steps": 95}
@@ -209,7 +216,6 @@ PAPERS: dict[str, Paper] = {
     "r1_searcher": R1_SEARCHER,
     "r_search": R_SEARCH,
     "when_to_search": WHEN_TO_SEARCH,
-    "when_to_search_unified": WHEN_TO_SEARCH_UNIFIED,
     "arena": ARENA,
 }
 RECIPES: dict[str, dict[int, dict]] = {name: paper.stages for name, paper in PAPERS.items()}
@@ -233,13 +239,20 @@ def paper_of(protocol: str) -> Paper:
     return paper
 
 
-def check_stage(recipe: str, stage: int) -> None:
+def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper:
+    """The record of a recipe or of its variant, which must have the stage."""
     if recipe not in PAPERS:
         known = f"{', '.join(PAPERS)}{nearest(recipe, PAPERS)}"
         raise InputError(f"--recipe {recipe}: unknown; one of {known}")
-    if stage not in PAPERS[recipe].stages:
-        stages = ", ".join(map(str, PAPERS[recipe].stages))
-        raise InputError(f"--stage {stage}: {recipe} has stages {stages}")
+    paper, known = PAPERS[recipe], PAPERS[recipe].variants
+    if variant and variant not in known:
+        names = f"one of {', '.join(known)}{nearest(variant, known)}" if known else "it has none"
+        raise InputError(f"--variant {variant}: not of --recipe {recipe}: {names}")
+    paper = known[variant] if variant else paper
+    if stage is not None and stage not in paper.stages:
+        stages, named = ", ".join(map(str, paper.stages)), " ".join([recipe, variant]).strip()
+        raise InputError(f"--stage {stage}: {named} has stages {stages}")
+    return paper
 
 
 def table() -> list[list[str]]:

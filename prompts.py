@@ -52,6 +52,7 @@ class Protocol:
     fallback_notice: str = "This query asks for no fact. Ask for a fact or reason on.\n\n"
     malformed_notice: str = "\n\nNo search was run: write the query between its two tags.\n\n"
     limit_notice: str = "\n\nNo searches are left. Answer with what you know.\n\n"
+    direct_notice: str = "\n\nThere is no searching here. Answer with what you know.\n\n"
     error_text: str = "Search is unavailable."
     empty_text: str = "None"
 
@@ -59,6 +60,10 @@ class Protocol:
     def tags(self) -> tuple[str, ...]:
         pairs = [self.query_tags, self.documents_tags, self.evidence_tags, self.answer_tags]
         return tuple(tag for pair in [*pairs, *self.other_tags] if pair for tag in pair)
+
+    @property
+    def refusal_notices(self) -> tuple[str, str, str]:
+        return self.malformed_notice, self.limit_notice, self.direct_notice
 
     @property
     def stop_tags(self) -> dict[str, str]:

@@ -52,7 +52,7 @@ UR2_RETRIEVAL = {"qwen_7b": (0, 3, 4), "qwen_3b": (0, 5, 7), "llama_8b": (0, 3, 
 @dataclass(frozen=True)
 class RewardSettings:
     reward: str = setting("ur2_stage1", "_code and _llama: as released", one_of=REWARDS)
-    reward_variant: str = setting("qwen_7b", "of UR²'s reward: the backbone", one_of=UR2_RETRIEVAL)
+    reward_variant: str = setting("qwen_7b", "UR²'s", one_of=UR2_RETRIEVAL, only="papers")
     answer_metric: str = setting("f1", "of the answer reward", one_of=("f1", "em", "cem"))
     fallback_penalty: float = setting(0.5, "UR²: per search answered by the fallback", least=0)
     format_check: str = setting("strict", "UR²: loose asks for the end", one_of=("strict", "loose"))

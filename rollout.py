@@ -20,6 +20,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import re
 import sys
 import threading
 import time
@@ -60,6 +61,7 @@ class RolloutSettings:
     top_p: float = setting(1.0, "below 1 it is not what is scored", above=0, most=1, only="eval")
     max_searches: int = setting(4, "per trajectory", least=0)
     max_turn_tokens: int = setting(512, "new tokens per turn", least=1)
+    turn_tokens: str = setting("", "of tasks with another limit: task=tokens,...", only="papers")
     max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
     document_tokens: int = setting(1024, "tokens of documents per search at most", least=1)
     rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
@@ -287,6 +289,8 @@ class Environment:
     def __init__(self, tokenizer, protocol: Protocol, search, settings: RolloutSettings):
         self.tokenizer, self.protocol, self.search = tokenizer, protocol, search
         self.settings, self.max_context = settings, settings.max_context
+        limits = re.findall(r"(\w+)=(\d+)", settings.turn_tokens)
+        self.turn_tokens = {task: int(tokens) for task, tokens in limits}
         self.forbidden = forbidden_texts(protocol, tokenizer)
         # Tokens around documents; without tags nobody will ask.
         halves = frame_documents(protocol, "\x00").split("\x00") if protocol.documents_tags else []
@@ -302,7 +306,8 @@ class Environment:
 
     def turn_room(self, row: Trajectory) -> int:
         """Tokens that the next turn may sample."""
-        return min(self.settings.max_turn_tokens, self.room(row))
+        task = row.question.task
+        return min(self.turn_tokens.get(task, self.settings.max_turn_tokens), self.room(row))
 
     def budget(self, row: Trajectory) -> int:
         """Tokens of documents that the next search may add; a fallback has a notice behind them."""
@@ -314,9 +319,10 @@ class Environment:
         settings, protocol = self.settings, self.protocol
         searches = settings.max_searches if protocol.query_tags else 0
         # A turn ends in a search, in a refusal (the last of which ends all), or for good.
-        sampled = (searches + MAX_REFUSALS) * settings.max_turn_tokens
+        per_turn = max([settings.max_turn_tokens, *self.turn_tokens.values()])
+        sampled = (searches + MAX_REFUSALS) * per_turn
         found = searches * (settings.document_tokens + self.frame + self.notice)
-        told = max(map(self.tokens_of, (protocol.malformed_notice, protocol.limit_notice)))
+        told = max(map(self.tokens_of, protocol.refusal_notices))
         return min(prompt + sampled + found + (MAX_REFUSALS - 1) * told, self.max_context)
 
     def end_turn(self, row: Trajectory, ids: list[int], logprobs: list[float], reason: str) -> None:
@@ -333,7 +339,10 @@ class Environment:
     def execute(self, accepted: list[tuple[Trajectory, str]]) -> None:
         """The queries of all rows in one call."""
         start = time.perf_counter()
-        requests = [SearchRequest(row.question, query) for row, query in accepted]
+        requests = []
+        for row, query in accepted:
+            reasoning = row.text.rpartition(self.protocol.query_tags[0])[0]
+            requests.append(SearchRequest(row.question, query, reasoning))
         results = call_search(self.search, requests, self.settings.timeout)
         seconds = (time.perf_counter() - start) / len(accepted)
         for (row, query), result in zip(accepted, results, strict=True):
@@ -349,6 +358,8 @@ class Environment:
         if not query:
             reason = "malformed" if query is None else "empty"
             self.refuse(row, Refusal(reason, ""), protocol.malformed_notice)
+        elif not row.question.may_search:
+            self.refuse(row, Refusal("direct", query), protocol.direct_notice)
         elif len(row.searches) >= self.settings.max_searches:
             self.refuse(row, Refusal("limit", query), protocol.limit_notice)
         elif self.budget(row) < min(self.settings.document_tokens, MIN_DOCUMENT_TOKENS):

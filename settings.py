@@ -21,7 +21,7 @@ from data import DataSettings
 from errors import FlagParser, InputError, boolean, check_value, nearest, setting
 from kl import KLSettings
 from other_models.llm import ModelSettings, frozen_in_8bit
-from papers import PAPERS, check_stage
+from papers import PAPERS, record_of
 from policy import PolicySettings
 from ppo import PPOSettings
 from prompts import PROTOCOLS, PromptSettings
@@ -37,6 +37,7 @@ from update import UpdateSettings
 @dataclass(frozen=True)
 class RunSettings:
     recipe: str = setting("ur2", "the paper", one_of=PAPERS)
+    variant: str = setting("", "of the recipe: another backbone, or an ablation")
     stage: int = setting(1, "1: learn to search; 2: learn to answer (goes on from stage 1)")
     model: str = setting("", 'HF causal LM, a directory or a hub name; "" = the tiny built-in one')
     start_from: str = setting("", "checkpoint; else stage 1's last, else --model", only="train")
@@ -91,11 +92,12 @@ _check_names()
 
 def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> Settings:
     """The settings of one run: defaults, the paper's stage, the tiny world's, then `given`."""
-    check_stage(recipe, stage)
-    paper = PAPERS[recipe]
+    given = given or {}
+    paper = record_of(recipe, given.get("variant", ""), stage)
     small = paper.tiny[stage] if tiny else {}
-    chosen = {"recipe": recipe, "stage": stage} | paper.stages[stage] | small | (given or {})
-    return Settings(**chosen)
+    if "max_turn_tokens" in given:  # for every task
+        given = {"turn_tokens": ""} | given
+    return Settings(**{"recipe": recipe, "stage": stage} | paper.stages[stage] | small | given)
 
 
 NEEDS = {"dense": "encoder", "http": "retriever_url"}  # retriever -> the flag that it alone reads
@@ -188,6 +190,7 @@ RENAMED = {  # flags of earlier versions -> what to write now
     "plan": "write `python -m lab.plan`",
     "pooling": "what the encoder itself says now",
     "reference_in_8bit": "write --in_8bit reference",
+    "reward_variant": "write --variant",
     "search_retries": "what asks over the network tries again by itself",
     "search_timeout": "write --timeout",
     "show_every": "a constant of train.py now",
@@ -241,8 +244,10 @@ def named_in(arguments: list[str]) -> Settings:
     known.add_argument("--recipe", default="ur2")
     known.add_argument("--stage", type=int, default=1)
     known.add_argument("--model", default="")
+    known.add_argument("--variant", default="")
     found, _ = known.parse_known_args(arguments)
-    return resolve(found.recipe, found.stage or 1, not found.model)
+    stage, variant = found.stage or 1, {"variant": found.variant}
+    return resolve(found.recipe, stage, not found.model, variant)
 
 
 def parse(arguments: list[str] | None = None) -> Settings:

@@ -41,7 +41,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A query that was not run: reason "malformed", "empty" or "limit"."""
+    """A query that was not run: reason "malformed", "empty", "direct" or "limit"."""
 
     reason: str
     query: str

@@ -90,7 +90,7 @@ ARMS: dict[str, Arm] = {
     "when_stage1": Arm("when_to_search", 1),
     "when_stage2": Arm("when_to_search", 2, SHORT, "when_stage1"),
     "when_stage1_on": Arm("when_to_search", 2, STAGE1_ON, "when_stage1"),
-    "when_unified": Arm("when_to_search_unified", 1, {"steps": 35}),
+    "when_unified": Arm("when_to_search", 1, {"variant": "without_stage_one", "steps": 35}),
     "arena": Arm("arena", 1),
     "arena_no_bonus": Arm("arena", 1, {"bonus": 0.0}),
     "arena_no_relevance": Arm("arena", 1, {"relevance_reward": False}),

@@ -28,7 +28,8 @@ def stage_folder(settings: Settings, stage: int | None = None) -> Path:
     data = f"world{settings.world_seed}"
     if settings.data:
         data = Path(settings.data.split(",")[0]).stem
-    name = settings.name or f"{settings.recipe}-{data}-seed{settings.seed}"
+    recipe = "-".join(filter(None, [settings.recipe, settings.variant]))
+    name = settings.name or f"{recipe}-{data}-seed{settings.seed}"
     return Path(settings.runs) / name / f"stage{stage or settings.stage}"
 
 

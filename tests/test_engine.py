@@ -242,8 +242,8 @@ def test_recorded_log_probs_are_those_of_the_scoring_pass(request, bpe, family, 
     assert torch.allclose(batch.old_logprobs, scored, atol=1e-4)
 
 
-def two_tokens(policy, ids, temperature, top_p, eos) -> dict:
-    """Probability of every pair that can follow `ids`, by enumeration; EOS has no successor."""
+def two_tokens(policy, ids, temperature, top_p, ends) -> dict:
+    """Probability of every pair that can follow `ids`, by enumeration; `ends` have no successor."""
 
     def after(texts):
         with torch.no_grad():
@@ -254,9 +254,9 @@ def two_tokens(policy, ids, temperature, top_p, eos) -> dict:
 
     first = after([ids])[0]
     second = after([[*ids, token] for token in range(len(first))])
-    pairs = {(eos,): float(first[eos])}
+    pairs = {(end,): float(first[end]) for end in ends}
     for a in first.nonzero()[:, 0].tolist():
-        if a != eos:
+        if a not in ends:
             pairs |= {(a, b): float(first[a] * p) for b, p in enumerate(second[a])}
     return pairs
 
@@ -270,8 +270,8 @@ def test_samples_have_the_models_own_distribution(toy_tokenizer, temperature, to
     settings = {"protocol": PROTOCOLS["arena"], "group_size": count, "rollout_batch_size": 500}
     settings |= {"max_turn_tokens": 2, "temperature": temperature, "top_p": top_p}
     rows = play(policy, toy_tokenizer, [question], **settings)
-    eos = toy_tokenizer.eos_token_id
-    expected = two_tokens(policy, rows[0].prompt_ids, temperature, top_p, eos)
+    ends = {toy_tokenizer.eos_token_id, toy_tokenizer.convert_tokens_to_ids("</answer>")}
+    expected = two_tokens(policy, rows[0].prompt_ids, temperature, top_p, ends)
     counts = Counter(tuple(t.response_ids) for t in rows)
     assert all(expected[pair] > 0 for pair in counts)  # nothing outside the nucleus
     common = {pair: count * p for pair, p in expected.items() if count * p >= 5}

@@ -34,7 +34,7 @@ import pytest
 import settings
 
 TODAY = {
-    "house lines": 13357,
+    "house lines": 13807,
 }
 
 
@@ -45,15 +45,15 @@ def budgets(text: str) -> dict[str, int]:
 
 # Lines of each file of the reading path, of the ground that it stands on, and of each wing.
 PATH = budgets("""
-    prompts 330  trajectory 160  rollout 440  retriever 280  summarizer 200  rewards 720  kl 220
-    ppo 290  grpo 120  reinforce_pp 115  dapo 85  curriculum 290  update 160  train 330  eval 400
+    prompts 350  trajectory 165  rollout 460  retriever 280  summarizer 235  rewards 780  kl 220
+    ppo 290  grpo 120  reinforce_pp 115  dapo 90  curriculum 310  update 160  train 335  eval 415
 """)
 GROUND = budgets("""
-    papers 260  settings 280  policy 400  metrics 380  data 330  sft 150  errors 90  ask 120
+    papers 360  settings 300  policy 400  metrics 380  data 330  sft 150  errors 90  ask 120
     view 130
 """)
 WINGS = budgets("""
-    formats 680  retrievers 780  other_models 430  scale 960  world 850  plumbing 1150  lab 2200
+    formats 680  retrievers 800  other_models 460  scale 960  world 870  plumbing 1170  lab 2220
 """)
 # Lowest first: nothing imports a higher one, also not inside a function. A wing is all its files.
 FLOORS = """
@@ -356,14 +356,14 @@ def budget_limits() -> list[Limit]:
     strange = [f for f in files if f.path.parts[0] not in rooms or f not in known]
     return [
         *limits,
-        size("path lines", 4_200, on_path()),
-        Limit("path words", 24_000, sum(len(file.text.split()) for file in on_path()), []),
-        size("house lines", 13_000, files),
-        size("test lines", 17_000, own_tests()),
+        size("path lines", 4_350, on_path()),
+        Limit("path words", 24_900, sum(len(file.text.split()) for file in on_path()), []),
+        size("house lines", 13_450, files),
+        size("test lines", 18_500, own_tests()),
         counted("files at the top", 25, [str(file.path) for file in top]),
         counted("files not in the plan", 0, [str(file.path) for file in strange]),
         counted("files of the plan missing", 0, [n for n in planned if n not in product()]),
-        counted("flags of train.py", 70, flags()),
+        counted("flags of train.py", 74, flags()),
     ]
 
 

@@ -56,7 +56,6 @@ NUMBERS["vanilla_rl", 1] = NUMBERS["ur2", 2].replace("search 10", "search 5") + 
 # one epoch: ceil(8148 / 64) steps
 NUMBERS["r1_searcher", 2] = NUMBERS["r1_searcher", 1].replace("steps 6", "steps 128")
 NUMBERS["when_to_search", 2] = NUMBERS["when_to_search", 1]
-NUMBERS["when_to_search_unified", 1] = NUMBERS["when_to_search", 1] + "   steps 500"
 
 
 def same(value, text: str) -> bool:

@@ -113,7 +113,7 @@ def signs() -> list[str]:
     tags, notices = set(), set()
     for protocol in PROTOCOLS.values():
         tags |= set(protocol.tags)
-        notices |= {protocol.fallback_notice, protocol.malformed_notice, protocol.limit_notice}
+        notices |= {protocol.fallback_notice, *protocol.refusal_notices}
     return sorted(tags) + sorted(notices)
 
 
