@@ -3,6 +3,7 @@
     UR²             <|begin_of_query|>, <|begin_of_documents|>, \\boxed{answer}
     R1-Searcher     the same two, while it thinks; then </think> <answer>
     R-Search        <search>, <observation>; then <original_evidence> <answer>
+    Search-R1       <think> <search> <information> <answer>
     When to Search  <think> <search> <information> <reflect> <answer>
     ARENA           searches nothing, reads numbered references; <relevance> <analysis> <answer>
 
@@ -132,18 +133,39 @@ PROTOCOLS["r1_searcher"] = Protocol(
     other_tags=(tag_pair("think"),),
 )
 
-PROTOCOLS["r_search"] = Protocol(
-    "r_search",
-    *map(tag_pair, ("search", "observation", "answer")),
-    "Answer the question, reasoning step by step. Whenever a fact is missing, write a search query"
-    " as <search> your query </search> and stop; what is found is given back between <observation>"
-    " and </observation>. Search again for as long as facts are missing. If you searched, then copy"
-    " the sentences that decide the question from what was found, once, as <original_evidence> the"
-    " sentences </original_evidence>: a reader who sees only these must be able to answer. End with"
-    " the answer in a few words as <answer> your answer </answer>.",
-    "Answer the question, reasoning step by step. End with the answer in a few words as <answer>"
-    " your answer </answer>.",
-    evidence_tags=tag_pair("original_evidence"),
+
+def _r_search(name: str, evidence_tags: Tags | None) -> Protocol:
+    begin = "Answer the question, reasoning step by step."
+    search = (
+        " Whenever a fact is missing, write a search query as <search> your query </search> and"
+        " stop; what is found is given back between <observation> and </observation>. Search again"
+        " for as long as facts are missing."
+    )
+    evidence = (
+        " If you searched, then copy the sentences that decide the question from what was found,"
+        " once, as <original_evidence> the sentences </original_evidence>: a reader who sees only"
+        " these must be able to answer."
+    )
+    finish = " End with the answer in a few words as <answer> your answer </answer>."
+    tags = map(tag_pair, ("search", "observation", "answer"))
+    said = begin + search + (evidence if evidence_tags else "") + finish
+    return Protocol(name, *tags, said, begin + finish, evidence_tags=evidence_tags)
+
+
+PROTOCOLS["r_search"] = _r_search("r_search", tag_pair("original_evidence"))
+# R-Search's ablation without evidence.
+PROTOCOLS["r_search_plain"] = _r_search("r_search_plain", None)
+
+PROTOCOLS["search_r1"] = Protocol(
+    "search_r1",
+    *map(tag_pair, ("search", "information", "answer")),
+    "Answer the question. Reason between <think> and </think> first, and anew when something was"
+    " found. If a fact is missing then, write <search> your query </search> and stop; what is found"
+    " is given back between <information> and </information>. Once nothing is missing, give the"
+    " answer alone as <answer> your answer </answer>.",
+    "Answer the question. Reason between <think> and </think>, then give the answer alone as"
+    " <answer> your answer </answer>.",
+    other_tags=(tag_pair("think"),),
 )
 
 PROTOCOLS["when_to_search"] = Protocol(
