@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from errors import FlagParser, InputError, nearest, run_main
 from rewards import (
     arena_format,
-    has_one_box,
     r1_searcher_format,
     r_search_format,
     ur2_violations,
@@ -232,9 +231,9 @@ SEARCH_R1 = Paper(
     protocols=("search_r1",),
     stages={1: _search_r1},
     tiny={1: EVERYTHING | {"lr_warmup": 0.0, "critic_lr": 1e-3, "kl_coef": 0.0, "steps": 40}},
-    good_format=lambda trajectory: has_one_box(trajectory, "answer"),
+    good_format=r_search_format,  # one answer box
     world=Tiny(
-        between="<think>{note}</think>", end="<think>{thought}</think><answer> {answer}</answer>"
+        "<think>{thought}</think><answer> {answer}</answer>", between="<think>{note}</think>"
     ),
     punctuation="delete",
 )

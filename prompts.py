@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from data import Document, Question
 from errors import InputError, run_main, setting
@@ -133,37 +133,35 @@ PROTOCOLS["r1_searcher"] = Protocol(
     other_tags=(tag_pair("think"),),
 )
 
-
-def _r_search(name: str, evidence_tags: Tags | None) -> Protocol:
-    begin = "Answer the question, reasoning step by step."
-    search = (
-        " Whenever a fact is missing, write a search query as <search> your query </search> and"
-        " stop; what is found is given back between <observation> and </observation>. Search again"
-        " for as long as facts are missing."
-    )
-    evidence = (
-        " If you searched, then copy the sentences that decide the question from what was found,"
-        " once, as <original_evidence> the sentences </original_evidence>: a reader who sees only"
-        " these must be able to answer."
-    )
-    finish = " End with the answer in a few words as <answer> your answer </answer>."
-    tags = map(tag_pair, ("search", "observation", "answer"))
-    said = begin + search + (evidence if evidence_tags else "") + finish
-    return Protocol(name, *tags, said, begin + finish, evidence_tags=evidence_tags)
-
-
-PROTOCOLS["r_search"] = _r_search("r_search", tag_pair("original_evidence"))
-# R-Search's ablation without evidence.
-PROTOCOLS["r_search_plain"] = _r_search("r_search_plain", None)
+PROTOCOLS["r_search"] = Protocol(
+    "r_search",
+    *map(tag_pair, ("search", "observation", "answer")),
+    "Answer the question, reasoning step by step. Whenever a fact is missing, write a search query"
+    " as <search> your query </search> and stop; what is found is given back between <observation>"
+    " and </observation>. Search again for as long as facts are missing. If you searched, then copy"
+    " the sentences that decide the question from what was found, once, as <original_evidence> the"
+    " sentences </original_evidence>: a reader who sees only these must be able to answer. End with"
+    " the answer in a few words as <answer> your answer </answer>.",
+    "Answer the question, reasoning step by step. End with the answer in a few words as <answer>"
+    " your answer </answer>.",
+    evidence_tags=tag_pair("original_evidence"),
+)
+# Its ablation: no evidence box, and no word of one.
+PROTOCOLS["r_search_plain"] = replace(
+    PROTOCOLS["r_search"],
+    name="r_search_plain",
+    instruction=re.sub(" If you searched.*(?= End)", "", PROTOCOLS["r_search"].instruction),
+    evidence_tags=None,
+)
 
 PROTOCOLS["search_r1"] = Protocol(
     "search_r1",
     *map(tag_pair, ("search", "information", "answer")),
-    "Answer the question. Reason between <think> and </think> first, and anew when something was"
-    " found. If a fact is missing then, write <search> your query </search> and stop; what is found"
-    " is given back between <information> and </information>. Once nothing is missing, give the"
-    " answer alone as <answer> your answer </answer>.",
-    "Answer the question. Reason between <think> and </think>, then give the answer alone as"
+    "Reason between <think> and </think> first, and anew whenever something was found. If a fact is"
+    " missing, write <search> your query </search> and stop; what is found is given back between"
+    " <information> and </information>. Once nothing is missing, answer the question with a few"
+    " words as <answer> your answer </answer>.",
+    "Reason between <think> and </think> first. Then answer the question with a few words as"
     " <answer> your answer </answer>.",
     other_tags=(tag_pair("think"),),
 )

@@ -343,7 +343,7 @@ def _r1_answer(trajectory: Trajectory, answer_metric: str) -> float:
     return score if answer_metric == "f1" else 2.0 * score - 1.0
 
 
-# ----------------------------------------------------------------------------------------- R-Search
+# ------------------------------------------------------------------------------ R-Search, Search-R1
 GAMMA_EVIDENCE, GAMMA_ANSWER = 0.2, 0.2  # γ_e and γ_α
 
 
@@ -391,6 +391,14 @@ def evidence_support(trajectory: Trajectory) -> float:
     read = normalize_answer(documents, "delete").split()
     words = normalize_answer(trajectory.evidence or "", "delete").split()
     return sum(word in read for word in words) / max(1, len(words))
+
+
+def search_r1(trajectory: Trajectory) -> Terms:
+    """R = EM(answer, gold), nothing for format or searches (Search-R1, arXiv 2503.09516, eq. 4).
+    >>> search_r1(example("search_r1", answer="Kelmouth, Norland"))
+    {'answer': 0.0}
+    """
+    return {"answer": exact_match(trajectory.answer, trajectory.question.answers, "delete")}
 
 
 # ----------------------------------------------------------------------------------- When to Search
@@ -605,15 +613,6 @@ def arena_scores(trajectory: Trajectory) -> Terms:
     relevance = _relevance(numbers, gold)
     f1 = 2 * len(numbers & gold) / max(1, len(numbers) + len(gold))
     return {"relevance": relevance, "exact_set": float(relevance == 1.0), "set_f1": f1}
-
-
-# ---------------------------------------------------------------------------------------- Search-R1
-def search_r1(trajectory: Trajectory) -> Terms:
-    """R = EM(answer, gold), nothing for format or searches (Search-R1, arXiv 2503.09516, eq. 4).
-    >>> search_r1(example("search_r1", answer="Kelmouth, Norland"))
-    {'answer': 0.0}
-    """
-    return {"answer": exact_match(trajectory.answer, trajectory.question.answers, "delete")}
 
 
 # ------------------------------------------------------------------------------------------ by name
