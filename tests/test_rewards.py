@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import rewards
-from data import Document, Question
+from data import Document, Question, load_questions
 from errors import InputError
 from metrics import f1_score
 from prompts import PROTOCOLS, Protocol
@@ -1070,3 +1070,27 @@ def test_published_transcripts_of_the_trained_model_hold_its_format(name):
         assert rewards.r1_searcher_format(trajectory) == []
         # a bag: one date is published in another order
         assert f1_score(trajectory.answer, record["pred_ans"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    "name, long", [("train/r1_searcher_stage2_100", 2), ("qa_eval/musique_500", 5)]
+)
+def test_every_gold_of_r1_searchers_data_earns_all_when_it_is_the_answer(name, long):
+    path = SHARED / f"data/{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"no {path}")
+    golds = [(q, answer) for q in load_questions(path) for answer in q.answers]
+    assert sum(len(answer.split()) > rewards.MAX_ANSWER_WORDS for _, answer in golds) == long
+    for question, answer in golds:  # F1 = 1, and no fault
+        row = r1(CLOSE.replace("Norland", answer), question)
+        assert total(r1_searcher_stage2(row)) == 1.0
+
+
+def test_a_published_transcript_of_search_r1_is_read_and_paid():
+    path = SHARED / "data/predictions/search_r1_case.txt"
+    if not path.exists():
+        pytest.skip(f"no {path}")
+    text = path.read_text(encoding="utf-8").rpartition("<|im_start|>assistant\n")[2]
+    row = told(text, Question("1", "?", ["SA node", "Sinoatrial SA Node"]), "search_r1")
+    assert [search.query for search in row.searches] == ["origin of heart's electrical impulses"]
+    assert search_r1(row) == {"answer": 1.0}  # "sinoatrial (SA) node", brackets deleted
