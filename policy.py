@@ -424,7 +424,7 @@ def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
     Worked: lr_factor(0, 10, 2, "linear") = 0.5; lr_factor(6, 10, 2, "linear") = 0.5;
     a share of 40 updates: 0.95 · 40 = 38 of them, lr_factor(18, 40, 0.95, "constant") = 19/38.
     """
-    warmup = int(warmup * steps if warmup < 1 else warmup)
+    warmup = round(warmup * steps if warmup < 1 else warmup)
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
