@@ -108,7 +108,7 @@ VANILLA_RL = replace(
     tiny={1: EVERYTHING | {"steps": 72}},
 )
 
-_r1_searcher = (  # section 3.3; --encoder BAAI/bge-large-en-v1.5; GPT-4o-mini judges evaluations
+_r1_searcher = (  # section 3.3; --encoder BAAI/bge-large-en-v1.5; it is judged by GPT-4o-mini (3.1)
     {"protocol": "r1_searcher", "algorithm": "reinforce_pp"}
     | {"group_size": 16, "questions_per_step": 64, "trajectories_per_update": 256}
     | {"lr": 2e-6, "kl_coef": 0.0, "kl_estimator": "k1"}  # in the reward
