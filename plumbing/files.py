@@ -16,7 +16,9 @@ from errors import InputError
 from formats.records import finished_records
 from plumbing.resume import free_name, write_records
 from policy import Batch, check_model_path
+from prompts import prompt_files
 from settings import Settings
+from summarizer import WITHOUT_MODEL
 from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
@@ -62,6 +64,27 @@ def starting_model(settings: Settings) -> tuple[str, str]:
     if stage > 1:
         said += f": there is no stage {stage - 1} checkpoint in {before}"
     return settings.model, said
+
+
+def instruction_of(settings: Settings, name: str) -> str:
+    """What --prompt_file has for the policy, the judge, ...; "" where it names no such file."""
+    file = prompt_files(settings.prompt_file).get(name)
+    try:
+        text = "" if file is None else Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompt_file {file}: {error}") from None
+    if file is not None and not text:
+        raise InputError(f"--prompt_file {file}: it is empty")
+    return text
+
+
+def check_instructions(settings: Settings) -> None:
+    """Is each file of --prompt_file there, and a model that is told it?"""
+    for name in prompt_files(settings.prompt_file):
+        instruction_of(settings, name)
+        if getattr(settings, name, name) in ("", "built-in", *WITHOUT_MODEL):
+            why = "no such model is asked here: leave it out"
+            raise InputError(f"--prompt_file {name}=FILE needs --{name} MODEL: {why}")
 
 
 def settings_text(settings: Settings) -> str:

@@ -9,7 +9,7 @@ import pytest
 from data import Document, Question, SearchRequest
 from errors import InputError
 from papers import RECIPES
-from plumbing import build
+from plumbing import build, score
 from plumbing.files import checkpoints, stage_folder, starting_model
 from prompts import PROTOCOLS
 from rewards import check_questions
@@ -81,7 +81,7 @@ def test_a_protocol_that_asks_nothing_builds_no_retriever(monkeypatch):
 def test_a_model_that_summarises_has_its_time_and_its_log(monkeypatch, tmp_path):
     """A search waits for all tries of its model too: three requests of --timeout each."""
     model = SimpleNamespace(ask=lambda requests: ["Notes."])
-    monkeypatch.setattr(build, "load_llm", lambda *_, **__: model)
+    monkeypatch.setattr(score, "load_llm", lambda *_, **__: model)
     settings, log = Settings(retriever="oracle", timeout=5.0), tmp_path / "log.jsonl"
     assert not hasattr(build.build_search(settings, []), "seconds")
     settings = dataclasses.replace(settings, summarizer="m")
