@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from conftest import message
 
 from data import Document, Question, SearchRequest
 from errors import InputError
@@ -41,6 +42,38 @@ def test_a_prompt_file_replaces_the_instruction_and_nothing_else(tmp_path):
     (tmp_path / "p.txt").write_text("  Be brief.\n")
     ours = build.build_protocol(Settings(prompt_file=str(tmp_path / "p.txt")))
     assert ours == dataclasses.replace(PROTOCOLS["ur2"], instruction="Be brief.")
+
+
+def test_a_prompt_file_may_be_another_models(tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text("Be brief.")
+    names = ("policy", "judge", "reader", "summarizer")
+    files = ",".join(f"{name}={tmp_path}/p.txt" for name in names)
+    settings = Settings(prompt_file=files, judge="m", reader="m", summarizer="m", retriever="empty")
+    llm = SimpleNamespace()
+    monkeypatch.setattr(score, "load_llm", lambda *_, **__: llm)
+    build.check_instructions(settings)
+    assert build.build_protocol(settings).instruction == "Be brief."
+    for ask in (score.build_judge, score.build_reader, lambda its: build.build_search(its, [])):
+        llm.instruction = ""
+        ask(settings)
+        assert llm.instruction == "Be brief."
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("judge={}/none.txt", "none.txt"),
+        ("judge={}/empty.txt", "empty.txt: it is empty"),
+        ("policy={}/p.txt,juge={}/p.txt", "juge: unknown; give FILE, or NAME=FILE of some of"),
+        ("summarizer={}/p.txt", "needs --summarizer MODEL"),
+        ("reader={}/p.txt", "needs --reader MODEL"),
+    ],
+)
+def test_a_prompt_file_that_cannot_be_used_is_one_line(given, said, tmp_path):
+    (tmp_path / "p.txt").write_text("Be brief.")
+    (tmp_path / "empty.txt").write_text(" \n")
+    settings = Settings(prompt_file=given.replace("{}", str(tmp_path)), judge="m")
+    assert said in message(build.check_instructions, settings)
 
 
 @pytest.mark.parametrize(
