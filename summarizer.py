@@ -71,7 +71,7 @@ NO_FACT = "NO FACT"
 SUMMARY_LOG = "runs/summaries.jsonl"  # pairs that a small summariser can be distilled from
 MAX_REASONING = 4000  # characters: the end of what the row held before its query
 GREEDY = (0.0, 1.0, 1024)  # temperature, top_p, tokens of the notes at most
-TASKS = {  # who gets the notes, and what they should hold
+TASKS = {
     "math": ("solves a mathematical problem", "the definitions, formulas, theorems and values"),
     "other": ("works on a larger problem", "the facts"),
 }

@@ -19,8 +19,7 @@ and returns its answer. `run_method` drives many questions: one search call, one
 
 The prompts are ours, for chat models, asked greedily. Pages come without tags and labels, for a
 model in this process without special tokens too. The same command asks again where no reply came.
-A search of --data finds 5 passages: UR² app. C.4 has 5 for Qwen and Llama, 10 for GPT; its section
-4.3 has 10 for rag, its section 4.4 for all (--documents_per_search 10).
+A search of --data finds 5 passages, as in UR² app. C.4 for Qwen and Llama; its 4.3 and 4.4 have 10.
 Left out: the papers' few-shot examples, searching inside a reasoning model's <think>.
 """
 
@@ -145,10 +144,8 @@ def rag(question: Question, limit: int = 1) -> Steps:
 
 
 def sure(question: Question, limit: int = 1) -> Steps:
-    """SuRe (Kim 2024): each of two answers has a summary of the passages that speaks for it.
-
-    score = 1 if its summary holds + ½ for each comparison won. Worked: both hold, and the second
-    wins in both orders: 1 and 2. A tie goes to the answer that was named first.
+    """SuRe (Kim 2024): two answers, each with a summary of the passages in its favour. An answer's
+    score is 1 if its summary holds + ½ for each comparison won; of two equal ones the first wins.
     """
     found, text = (yield question.question), question_text(question)
     candidates = two_answers((yield Write(CANDIDATES, text, found)))
@@ -157,8 +154,8 @@ def sure(question: Question, limit: int = 1) -> Steps:
     scores, summaries = [], []
     for candidate in candidates:
         suggested = f"Suggested answer: {candidate}"
-        summary = strip_tags((yield Write(SUPPORT, text, found, suggested)), BASELINE.tags)
-        summaries.append(f"{suggested}\nSummary: {summary.strip()}")
+        summary = yield Write(SUPPORT, text, found, suggested)
+        summaries.append(f"{suggested}\nSummary: {strip_tags(summary, BASELINE.tags).strip()}")
         holds = yield Write(HOLDS, text, notes=summaries[-1])
         scores.append(float(re.match(r"\W*yes\b", holds, re.IGNORECASE) is not None))
     for order in ((0, 1), (1, 0)):  # a model may like what it reads first

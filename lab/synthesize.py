@@ -4,18 +4,17 @@
           ^                                                                             |
           +---- of --out, those found hard: examples of the next round <---- JSONL <----+
 
-    drafts       one question, options A, B, ... each once and all different, one answer letter
-    made harder  a second request: more options (4 to 10 in all) and more steps to the answer
-    votes        --verifier, another model, answers three times, and always as the writer said
+    drafts       one question, 4 to 10 options A, B, ... all different, one answer letter
+    made harder  more options and steps, and a name for its sub-domain (`source`); examples are
+                 drawn from all sub-domains in turn
+    votes        another model, --verifier, answers three times, and always as the writer said
     difficulty   the mean score of 20 answers of a third, in the buckets of curriculum.py; below
                  0.2 it is dropped: its answer is as likely wrong as it is hard
-    sub-domain   named by the writer (`source`); examples are drawn from all of them in turn
 
     python -m lab.synthesize --llm URL#model --verifier URL#other --data FILE --out FILE --count 500
 
 Models are greedy here: each vote has the options in another order, or all three would be one. The
-same command goes on with the number still missing. UR²'s verifier is asked whether a question is
-correct; ours answers it, which can be checked. Left out: checking facts against a corpus.
+same command goes on with the number still missing. Left out: checking facts against a corpus.
 """
 
 import random
@@ -42,22 +41,18 @@ QUESTION_WORDS, OPTION_WORDS, OPTIONS = range(4, 201), range(1, 41), range(4, 11
 SHOTS, DRAFTS = 5, 10  # examples in a request, questions in its reply
 VOTES = 3  # all must agree with the draft
 AT_ONCE = 4  # requests of a round; a run has one for each question: it must end
-_FORM_AND_NO_MORE = (
-    f" It has {OPTIONS[0]} to {OPTIONS[-1]} options. Exactly one may be right, the others must be"
-    ' plausible. Keep to the form, from "Question:" to "Answer: LETTER"; write no more.'
+FORM = (
+    " Of 4 to 10 options exactly one may be right, the others must be plausible. Keep to the form,"
+    ' from "Question:" to "Answer: LETTER"'
 )
 WRITE = (
     f"You write exam questions. Write {DRAFTS} new multiple-choice questions of the same field as"
-    " these, at least as hard, each about another fact or problem, one below the other."
-    + _FORM_AND_NO_MORE.replace("It has", "Each has")
+    f" these, at least as hard, each about another fact or problem.{FORM}; write no more."
 )
 HARDEN = (
     "You edit exam questions. Make this one harder: add options, and let it take more steps to"
-    " find the right one." + _FORM_AND_NO_MORE
-)
-CLASSIFY = (
-    "Name the part of its field that this exam question belongs to, in one to three words. If one"
-    " of the known parts fits, use its name. Reply with the name only."
+    f' find the right one.{FORM}; then write one more line, "Part: " and the part of its field that'
+    " it belongs to, in one to three words."
 )
 ANSWER = "Answer the question. Reply with this one line only: The correct answer is: LETTER"
 
@@ -77,10 +72,8 @@ class SynthesizeSettings:
     seed: int = setting(0, "of the examples and the orders")
     timeout: float = setting(60.0, "seconds until a request has failed", above=0)
     in_8bit: ClassVar[str] = ""  # load_llm asks
-    renamed: ClassVar[dict] = {
-        **dict.fromkeys(("votes", "agree"), "3 votes, and all must agree"),
-        "options": "4 to 10, as the writer likes",
-    }
+    renamed: ClassVar[dict] = dict.fromkeys(("votes", "agree"), "3 votes, and all must agree")
+    renamed |= {"options": "4 to 10, as the writer likes"}
 
 
 def shown(question: Question) -> str:
@@ -106,7 +99,8 @@ def pick_examples(
 
 
 _FORM = re.compile(
-    r"Question:\s*(?P<question>.+?)\n(?P<options>(?:[A-Z]\. [^\n]+\n)+)Answer: (?P<letter>[A-Z])",
+    r"Question:\s*(?P<question>.+?)\n(?P<options>(?:[A-Z]\. [^\n]+\n)+)Answer: (?P<letter>[A-Z])"
+    r"(?:\nPart: *(?P<part>[^\n]{1,40}))?",
     re.DOTALL,
 )
 
@@ -136,7 +130,8 @@ def parse_draft(reply: str | None, asked: Container = ()) -> Question | str:
         return "length"
     if normalize_answer(question) in asked:
         return "asked before"
-    return Question("", question, [match["letter"]], "choice", texts, source="synthetic")
+    part = (match["part"] or "synthetic").strip(" .").lower()
+    return Question("", question, [match["letter"]], "choice", texts, source=part)
 
 
 def reordered(draft: Question, turn: int, seed: int) -> Question:
@@ -212,23 +207,12 @@ def synthesize(
             # What fails the votes would fail again.
             asked |= {normalize_answer(draft.question) for draft in drafts}
             fresh = check_drafts(drafts, verifier, answerer, result, settings)
-            fresh = with_parts(fresh[: settings.count - len(made)], made, llm)
+            del fresh[settings.count - len(made) :]
             append_jsonl(path, map(asdict, fresh))
             made += fresh
             result.update(made=len(fresh), requests=len(numbers))
             bar.update(len(fresh))
     return result
-
-
-def with_parts(fresh: list[Question], made: list[Question], llm) -> list[Question]:
-    """Each with its sub-domain as `source`; without a reply of a few words it is "synthetic"."""
-    known = ", ".join(sorted({question.source for question in made})) or "none yet"
-    texts = [f"Known parts: {known}\n{question_text(question)}" for question in fresh]
-    parts = []
-    for reply in llm.ask([(CLASSIFY, text) for text in texts]):
-        words = (reply or "").strip(" .\"'*").lower().split()
-        parts.append(" ".join(words) if len(words) in range(1, 5) else "synthetic")
-    return [replace(q, source=part) for q, part in zip(fresh, parts, strict=True)]
 
 
 def check_drafts(

@@ -13,7 +13,6 @@ from formats.records import append_jsonl
 from lab import synthesize as module
 from lab.synthesize import (
     ANSWER,
-    CLASSIFY,
     DRAFTS,
     HARDEN,
     SHOTS,
@@ -76,8 +75,6 @@ class Model:
             return self.write(self.written - 1)
         if instruction == HARDEN:
             return self.harden(text)
-        if instruction == CLASSIFY:
-            return "Things." if self.answered % 2 else None
         assert instruction == ANSWER
         self.answered += 1
         if self.vote:
@@ -170,14 +167,10 @@ def test_each_draft_is_made_harder_by_a_second_request_and_dropped_if_that_fails
     assert result["another form"] == 1
 
 
-def test_each_question_has_its_sub_domain_and_no_reply_is_none(make):
-    model = Model()
-    _, questions = make(model, 2, Model(), at_once=2, verifier=Model())
-    assert [question.source for question in questions] == ["synthetic"] * 2
-    model.answered = 1
-    _, questions = make(model, 4, Model(), at_once=2, verifier=Model())
-    assert [question.source for question in questions[2:]] == ["things"] * 2
-    assert model.batches[-1][0][1].startswith("Known parts: synthetic\nWhich odd thing")
+def test_the_second_request_names_the_sub_domain_too(make):
+    model = Model(harden=lambda text: harder(text) + "\n\nPart: Micro economics." * ("0?" in text))
+    _, questions = make(model, 2)
+    assert [question.source for question in questions] == ["micro economics", "synthetic"]
 
 
 # ---------------------------------------------------------------------------------------- the votes
@@ -237,7 +230,7 @@ def test_what_hardly_anybody_answers_so_is_dropped_as_too_hard(make):
 def test_the_answers_that_set_the_difficulty_are_no_requests_of_the_votes(make):
     model = Model()  # writer and answerer in one
     make(model, 1, at_once=1, k=3)
-    _, _, votes, answers, _ = model.batches
+    _, _, votes, answers = model.batches
     texts = [text for _, text in votes + answers]
     assert len(votes) == len(answers) == 3 and len({text.split("\n")[0] for text in texts}) == 1
     assert len(set(texts)) > 3  # the six requests hold more orders than the votes' three
@@ -360,8 +353,8 @@ def test_the_command_line_makes_a_file_over_a_real_server_and_goes_on_with_it(fl
     model = Model()
 
     def answer(instruction, text):
-        known = (WRITE, HARDEN, CLASSIFY, ANSWER)
-        return model.reply(instruction, text) if instruction in known else "yes"
+        known = instruction in (WRITE, HARDEN, ANSWER)
+        return model.reply(instruction, text) if known else "yes"
 
     def run(count):
         others = ["--verifier", server, "--answerer", server]
