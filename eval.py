@@ -51,7 +51,7 @@ from plumbing.build import (
 from plumbing.files import (
     check_instructions,
     checkpoints,
-    instruction_of,
+    instructions,
     saved_settings,
     stage_folder,
 )
@@ -224,7 +224,7 @@ class Evaluation:
             del made[name]
         # --prompt_file names a file, not its words.
         told = [build_protocol(self.settings).instruction]
-        told.append(instruction_of(self.settings, "summarizer"))
+        told.append(instructions(self.settings).get("summarizer", ""))
         content = hashlib.sha256()
         for item in [*told, *self.questions, *self.documents]:
             content.update(repr(item).encode())

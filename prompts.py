@@ -40,20 +40,6 @@ class PromptSettings:
     retrieval: bool = setting(True, "False: UR²'s prompt without retrieval")
 
 
-def prompt_files(given: str) -> dict[str, str]:
-    """Whose instruction stands in which file; a file alone is the policy's.
-
-    >>> prompt_files("p.txt"), prompt_files("judge=j.txt, reader=r.txt")
-    ({'policy': 'p.txt'}, {'judge': 'j.txt', 'reader': 'r.txt'})
-    """
-    named = given if "=" in given or not given else f"policy={given}"
-    files = dict(part.strip().partition("=")[::2] for part in named.split(",") if part)
-    if unknown := sorted(files.keys() - {*PROMPTED}):
-        known = f"FILE, or NAME=FILE of some of {', '.join(PROMPTED)}"
-        raise InputError(f"--prompt_file {unknown[0]}: unknown; give {known}")
-    return files
-
-
 @dataclass(frozen=True)
 class Protocol:
     """Tags and texts of one paper; it has no tags that are None."""

@@ -126,12 +126,8 @@ class LLMSummarizer:
             notes = without_thinking(reply or "")
             results[i] = as_result(documents[i], instruction, notes)
             if notes:
-                pairs[prompt] = {
-                    "instruction": instruction,
-                    "text": text,
-                    "summary": notes,
-                    "fallback": results[i].fallback,
-                }
+                pair = {"instruction": instruction, "text": text, "summary": notes}
+                pairs[prompt] = pair | {"fallback": results[i].fallback}
         self.append(list(pairs.values()))
         return results
 

@@ -278,9 +278,8 @@ class LocalLLM(LLM):
                 texts = self.generate([prompts[r] for r in some], *sampling)
                 yield from zip(some, texts, strict=True)
 
-    def generate(
-        self, prompts: Sequence[list[int]], temperature=0.0, top_p=1.0, max_tokens=0
-    ) -> list[str]:
+    def generate(self, prompts: Sequence[list[int]], temperature=0.0, top_p=1.0, max_tokens=0):
+        """The replies, all sampled in one way."""
         ends = end_ids(self.policy, self.tokenizer)
         pad = min(ends, default=0)  # so that what stands behind an end is no text
         tokens, attention = left_padded(prompts, pad, self.policy.device)  # [B, L] each

@@ -15,7 +15,7 @@ from data import Document, Question, corpus_from_questions, load_corpus, load_qu
 from errors import InputError
 from other_models.llm import RETRIES, frozen_in_8bit
 from papers import paper_of
-from plumbing.files import check_instructions, instruction_of, starting_model
+from plumbing.files import check_instructions, instructions, starting_model
 from plumbing.score import Scorer, load_other
 from policy import Policy, load_policy, make_optimizer
 from prompts import PROTOCOLS, Protocol
@@ -69,7 +69,7 @@ def passages(settings: Settings, questions: list[Question]) -> list[Document]:
 
 def build_protocol(settings: Settings) -> Protocol:
     protocol = PROTOCOLS[settings.protocol]
-    instruction = instruction_of(settings, "policy") or protocol.instruction
+    instruction = instructions(settings).get("policy", protocol.instruction)
     return dataclasses.replace(protocol, instruction=instruction)
 
 

@@ -11,7 +11,7 @@ from other_models.judge import Judge, math_grader, right
 from other_models.llm import LLM, LocalLLM, load_llm
 from other_models.reader import answer_from_evidence, reader_answers
 from papers import paper_of
-from plumbing.files import instruction_of
+from plumbing.files import instructions
 from retrievers.dense import Encoder
 from rewards import REWARDS, Extras, needs, tfidf_embedder
 from settings import Settings
@@ -66,9 +66,7 @@ class Scorer:
 
 def load_other(settings: Settings, name: str, device="cpu") -> LLM:
     """The model of --judge, --reader or --summarizer, told what --prompt_file has for it."""
-    instruction = instruction_of(
-        settings, name
-    )  # is the file there? asked before a model is loaded
+    instruction = instructions(settings).get(name, "")  # before a model is loaded
     llm = load_llm(getattr(settings, name), settings, device=device)
     llm.instruction = instruction
     return llm

@@ -66,8 +66,8 @@ def test_a_prompt_file_may_be_another_models(tmp_path, monkeypatch):
     "given, said",
     [
         ("judge={}/none.txt", "none.txt"),
-        ("judge={}/empty.txt", "empty.txt: it is empty"),
-        ("policy={}/p.txt,juge={}/p.txt", "juge: unknown; give FILE, or NAME=FILE of some of"),
+        ("judge={}/empty.txt", "empty.txt: the file is empty"),
+        ("policy={}/p.txt, juge={}/none.txt", "none.txt: it is one of policy, judge, reader"),
         ("summarizer={}/p.txt", "needs --summarizer MODEL"),
         ("reader={}/p.txt", "needs --reader MODEL"),
     ],
