@@ -97,7 +97,9 @@ UR2 = Paper(
     good_format=lambda trajectory: not ur2_violations(trajectory),
     # search, read the summary (or the fallback), write \\boxed{...}
     world=Tiny("{asked} \\boxed{{ {answer}}}<eos>", read=" \\boxed{{ {answer}}}", summarised=True),
-    decoding={"temperature": 0.3, "top_p": 0.5},  # appendix C.3
+    # appendix C.4, as the summariser's: temperature, top_p, tokens
+    decoding={"temperature": 0.3, "top_p": 0.5}
+    | {"summary_sampling": "math=0.3/0.7/8192,other=0.3/0.5/2048"},
 )
 
 # UR²'s baseline: the answer reward from the start, the passages as they are, 5 of them.

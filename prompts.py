@@ -9,7 +9,8 @@
 
 One `Protocol` serves training, evaluation and the demo: a prompt that differs between them is the
 commonest silent fault of public code. The last answer is scored; braces are balanced, so
-\\boxed{\\frac{1}{2}} is read whole. The wording is ours; --prompt_file puts another in its place.
+\\boxed{\\frac{1}{2}} is read whole. The wording is ours; --prompt_file puts another in its place,
+and in that of what the judge, the reader and the summariser are told.
 Left out: system prompts per model family (the chat template has them), few-shot examples.
 """
 
@@ -28,10 +29,15 @@ Tags = tuple[str, str]  # begin, end
 PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; each paper adds its own below
 
 
+PROMPTED = ("policy", "judge", "reader", "summarizer")  # whose instruction a file may replace
+
+
 @dataclass(frozen=True)
 class PromptSettings:
     protocol: str = setting("ur2", "tags and prompt", one_of=PROTOCOLS)
-    prompt_file: str = setting("", "a text file whose content replaces the protocol's instruction")
+    prompt_file: str = setting(
+        "", f"a file in place of the instruction; or NAME=FILE,... of {', '.join(PROMPTED)}"
+    )
     retrieval: bool = setting(True, "False: UR²'s prompt without retrieval")
 
 
