@@ -23,12 +23,15 @@ import grpo
 import ppo
 from errors import run_main, setting
 
+# What --algorithm dapo sets where a recipe has another algorithm.
+OWN = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coef": 0.0}
+
 
 @dataclass(frozen=True)
 class DapoSettings:
     max_resample: int = setting(3, "DAPO: extra draws of questions per step, at most", least=0)
     filter_by: str = setting(
-        "correct", "DAPO keeps groups that differ in this", one_of=("correct", "answer")
+        "correct", "DAPO keeps groups that differ in this", one_of=("correct", "answer", "total")
     )
 
 
@@ -53,8 +56,8 @@ compute_advantages = grpo.compute_advantages
 
 
 def compute_token_weights(batch, settings) -> Tensor:
-    """On the global batch of one update: sum 1, or 0 if all are overlong. --loss_aggregation is
-    not asked: a mean per trajectory first would not be DAPO.
+    """On the global batch of one update: sum 1, or 0 if all are overlong. A mean per trajectory
+    first would not be DAPO.
     """
     return ppo.token_weights(trained_mask(batch))  # [B, T]  departure 3
 

@@ -40,6 +40,7 @@ from prompts import (
     forbidden_texts,
     frame_documents,
     number_documents,
+    opened_tag,
     parse_query,
     strip_tags,
 )
@@ -107,8 +108,9 @@ def rollout(
     for question in questions:
         prompt = build_prompt(environment.protocol, question, environment.tokenizer)
         check_prompt(question, prompt, environment.max_context)
+        opened = opened_tag(decode(environment.tokenizer, prompt[-16:]))
         for _ in range(environment.settings.group_size):
-            rows.append(Trajectory(question, environment.protocol, prompt))
+            rows.append(Trajectory(question, environment.protocol, prompt, opened=opened))
     with seeded(seed, policy.device):
         play(policy, environment, rows, progress)
     return rows
@@ -142,7 +144,9 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
     positions = context_of(policy)
     context = environment.max_context or positions
     if context > positions:
-        raise InputError(f"--max_context {context}: the model has only {positions} positions")
+        raise InputError(
+            f"--max_context {context}: the model has only {positions} positions, 0 is all"
+        )
     for question in questions:
         prompt = build_prompt(environment.protocol, question, environment.tokenizer)
         check_prompt(question, prompt, context)

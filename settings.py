@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from curriculum import CurriculumSettings
+from dapo import OWN as DAPO_OWN
 from dapo import DapoSettings
 from data import DataSettings
 from errors import FlagParser, InputError, boolean, check_value, nearest, setting
@@ -27,7 +28,7 @@ from ppo import PPOSettings
 from prompts import PROTOCOLS, PromptSettings
 from reinforce_pp import ReinforceSettings
 from retriever import RetrieverSettings
-from rewards import RewardSettings, check_reward
+from rewards import RewardSettings, check_reward, needs, what_it_reads
 from rollout import RolloutSettings
 from scale.engine import EngineSettings
 from summarizer import WITHOUT_MODEL, SummarizerSettings
@@ -97,10 +98,46 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     small = paper.tiny[stage] if tiny else {}
     if "max_turn_tokens" in given:  # for every task
         given = {"turn_tokens": ""} | given
-    return Settings(**{"recipe": recipe, "stage": stage} | paper.stages[stage] | small | given)
+    chosen = paper.stages[stage] | small
+    if given.get("algorithm") == "dapo" != chosen["algorithm"]:
+        chosen |= DAPO_OWN
+    chosen |= given
+    return Settings(**{"recipe": recipe, "stage": stage} | chosen)
 
 
 NEEDS = {"dense": "encoder", "http": "retriever_url"}  # retriever -> the flag that it alone reads
+SEARCHING = """
+retriever retriever_url encoder documents_per_search document_tokens max_searches summarizer corpus
+retrieval task_mixing mask_documents
+""".split()  # what has no meaning where nothing is searched
+MODELS = {"verdict": "judge", "grade": "judge", "reader": "reader", "embedder": "embedder"}
+ALONE = {"dapo": ("max_resample", "filter_by"), "ppo": ("gae_lambda", "critic_lr")}  # its settings
+
+
+def check_given(settings: Settings, given: Iterable[str], training: bool = True) -> None:
+    """A flag on the command line that this run does not read is an InputError with the reason."""
+    unread = unread_in_training(settings) if training else {}
+    if PROTOCOLS[settings.protocol].query_tags is None:
+        unread |= dict.fromkeys(SEARCHING, f"--protocol {settings.protocol} searches nothing")
+    for name in given:
+        if name in unread:
+            raise InputError(f"--{name}: {unread[name]}: leave it out")
+
+
+def unread_in_training(settings: Settings) -> dict[str, str]:
+    """Setting -> why a training run does not read it."""
+    unread, asked = {}, needs(settings)
+    for algorithm, names in ALONE.items():
+        if settings.algorithm != algorithm:
+            unread |= dict.fromkeys(names, f"only --algorithm {algorithm} reads it")
+    if not settings.kl_coef:
+        unread["kl_estimator"] = "with --kl_coef 0 there is no KL"
+    if settings.algorithm == "dapo":
+        asked = asked | {"verdict"}  # which its filter asks for
+    read, _ = what_it_reads(settings)
+    read |= {"reward"} | {flag for need, flag in MODELS.items() if need in asked}
+    names = {f.name for f in fields(RewardSettings)} | set(MODELS.values())
+    return unread | dict.fromkeys(names - read, f"--reward {settings.reward} does not read it")
 
 
 def check_limits(record) -> None:
@@ -146,6 +183,17 @@ def _check_training(settings: Settings) -> None:
         raise InputError(f"--group_size 1: {settings.algorithm} {why}")
     _check_8bit(settings)
     check_reward(settings)
+    if settings.algorithm == "dapo":
+        _check_dapo(settings)
+
+
+def _check_dapo(settings: Settings) -> None:
+    if settings.loss_aggregation != "token":
+        why = "dapo weighs every token alike: token, or another --algorithm"
+        raise InputError(f"--loss_aggregation {settings.loss_aggregation}: {why}")
+    if settings.filter_by == "answer" and "answer" not in what_it_reads(settings)[1]:
+        why = f"--reward {settings.reward} has no answer term: correct, or total"
+        raise InputError(f"--filter_by answer: {why}")
 
 
 def _check_8bit(settings: Settings) -> None:
@@ -259,7 +307,9 @@ def parse(arguments: list[str] | None = None) -> Settings:
     add_flags(parser, RECORDS, named_in(arguments), "train")
     given = vars(parser.parse_args(arguments))
     recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
-    return check_settings(resolve(recipe, stage, not given.get("model"), given))
+    settings = check_settings(resolve(recipe, stage, not given.get("model"), given))
+    check_given(settings, given)
+    return settings
 
 
 def shown_settings(settings: Settings) -> str:

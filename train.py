@@ -134,14 +134,16 @@ def judged(parts: Parts, trajectories: list[Trajectory], step: int) -> tuple[lis
 def informative(sampled: Sampled, settings: Settings) -> torch.Tensor:
     """[N] bool: which rows are trained on. Only DAPO drops groups.
 
-    Trap: by correctness a question that all answer right is dropped, and with it the comparison of
-    right answers with and without a search. When to Search's stage 2 filters by the answer term.
+    Trap: by correctness a question that all answer right, or all wrong, is dropped, and with it the
+    comparison of answers with and without a search. When to Search filters by the answer term.
     """
     if settings.algorithm != "dapo":
         return torch.ones(len(sampled.correct), dtype=torch.bool)  # [N]
     found = sampled.correct
     if settings.filter_by == "answer":
         found = [terms["answer"] for terms in sampled.components]
+    elif settings.filter_by == "total":
+        found = [sum(terms.values()) for terms in sampled.components]
     return dapo.informative_groups(torch.tensor(found), settings.group_size)
 
 

@@ -34,8 +34,11 @@ class Scorer:
         self.reader = build_reader(settings, device) if "reader" in needed else None
         self.embed = None  # queries -> vectors, for When to Search's similarity
         if "embedder" in needed:
-            tfidf, where = settings.embedder == "tfidf", str(device)
-            self.embed = tfidf_embedder(documents) if tfidf else Encoder(settings.embedder, where)
+            self.embed = tfidf_embedder(documents)
+            if settings.embedder != "tfidf":
+                self.embed = Encoder(settings.embedder, str(device))
+        # Over http the passages are not here: the words that count are those of each step.
+        self.learns = "embedder" in needed and settings.embedder == "tfidf" and not documents
 
     def __call__(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict], list[bool]]:
         """(components of each reward, whether each answer is right)."""
@@ -48,8 +51,9 @@ class Scorer:
         graded = self.judge and "grade" in needs(self.settings)
         grade = math_grader(trajectories, self.judge) if graded else None
         reward, components = REWARDS[self.settings.reward], []
+        embed = tfidf_embedder(asked_and_found(trajectories)) if self.learns else self.embed
         for t, is_right, answer in zip(trajectories, correct, read, strict=True):
-            extras = Extras(is_right, answer, self.embed, grade)
+            extras = Extras(is_right, answer, embed, grade)
             components.append(reward(t, self.settings, step, extras))
         return components, correct
 
@@ -63,8 +67,18 @@ class Scorer:
         return stats
 
 
+def asked_and_found(trajectories: list[Trajectory]) -> list[Document]:
+    """A step's questions, and what its queries found. A word that stands in none was invented."""
+    texts = {t.question.question for t in trajectories}
+    texts |= {search.text for t in trajectories for search in t.searches}
+    return [Document("", "", text) for text in texts]
+
+
 def build_judge(settings: Settings, device="cpu") -> Judge | None:
-    return Judge(load_llm(settings.judge, settings, device=device)) if settings.judge else None
+    if not settings.judge:
+        return None
+    blind = paper_of(settings.protocol).blind_judge
+    return Judge(load_llm(settings.judge, settings, device=device), blind)
 
 
 def build_reader(settings: Settings, device="cpu") -> LLM:

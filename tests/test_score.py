@@ -134,7 +134,7 @@ def test_similar_queries_are_measured_over_the_corpus_of_the_run():
 def test_answers_are_scored_by_their_task(text, question, em, f1, cem):
     trajectory = trajectory_from_text(Question("q", "?", **question), text, "ur2")
     assert answer_scores(trajectory) == pytest.approx({"em": em, "f1": f1, "cem": cem})
-    assert scorer_of("ur2")([trajectory], 0)[1] == [bool(cem)]
+    assert scorer_of("ur2")([trajectory], 0)[1] == [bool(em)]
 
 
 @pytest.mark.parametrize("protocol, same", [("r_search", "AnaBell"), ("arena", "Ana Bell")])

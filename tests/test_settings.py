@@ -59,6 +59,7 @@ def test_a_name_in_two_records_is_an_error(monkeypatch):
 @pytest.mark.parametrize("name", TRAIN)
 def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
     monkeypatch.setattr(settings, "check_settings", lambda found: found)
+    monkeypatch.setattr(settings, "check_given", lambda *_: None)
     kind = typing.get_type_hints(Settings)[name]
     value = {int: 2, float: 0.5, bool: False, str: "x"}[kind]
     value = {"recipe": "arena", "stage": 1, "variant": ""}.get(name, value)
@@ -67,7 +68,7 @@ def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
 
 
 def test_a_flag_of_evaluation_alone_is_none_of_train():
-    never = {"title_boost", "group_std", "turn_tokens", "reward_variant"}
+    never = {"title_boost", "group_std", "turn_tokens", "reward_variant", "left_out"}
     assert set(FIELDS) - set(TRAIN) == never | {"top_p"}
     with pytest.raises(InputError, match=r"--top_p: a flag of eval\.py"):
         parse(["--top_p", "0.5"])
@@ -230,11 +231,11 @@ def test_a_bad_value_is_one_clear_line_before_anything_is_loaded(line, monkeypat
     "words",
     [
         "--recipe when_to_search --beta 0.4 --max_searches 4",  # 0.4 · 4 = 1.6: below 2
-        "--beta 1",  # no other reward has the price
+        "--recipe when_to_search --variant unified --max_searches 7",  # its own price is another
         "--group_size 1 --algorithm reinforce_pp",
         "--in_8bit base --model m --lora_rank 4",
         "--in_8bit base --start_from m --lora_rank 4",
-        "--in_8bit others --judge m",  # also in the built-in world
+        "--stage 2 --in_8bit others --judge m",  # also in the built-in world
         "--in_8bit reference,others --model m --kl_coef 0.1",
         "--data q --model m --retriever oracle",  # nothing of ours is searched: no corpus
         "--data q --model m --retriever http --retriever_url http://x",
