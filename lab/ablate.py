@@ -169,7 +169,7 @@ evidence_answer; R-Search; the evidence reward improves answers too; r_search; r
 stage2; When to Search; stage 2 stops needless searches; when_stage2; when_stage1_on; KNOWN
 stage2_accuracy; When to Search; stage 2 costs no accuracy; when_stage2; when_stage1_on; NO_WORSE
 stage_one; When to Search; two stages beat stage 2 alone; when_stage2; when_no_stage1; EM
-unified; When to Search; two stages search more than a unified reward; when_stage2; when_unified; MORE
+unified; When to Search; a unified reward searches too little; when_stage2; when_unified; MORE
 r_s; When to Search; the query reward r_s saves searches; when_stage2; when_no_r_s; FEWER
 r_a; When to Search; without the answer reward r_a answers are worse; when_stage2; when_no_r_a; EM
 bonus; ARENA; a bonus for all three brings exact citations; arena; arena_no_bonus; CITED
