@@ -629,8 +629,10 @@ def _less_left_out(reward: Callable) -> Callable:
     """By the settings, without the term of Table 4's "w/o r_s" or "w/o r_a"."""
 
     def paid(trajectory: Trajectory, settings, step: int, extras: Extras) -> Terms:
-        terms = reward(trajectory, extras.correct, extras.embed, settings.beta)
-        return {name: term for name, term in terms.items() if name != settings.left_out}
+        left_out = settings.left_out
+        price = [] if left_out == "answer" else [settings.beta]
+        terms = reward(trajectory, extras.correct, extras.embed, *price)
+        return {name: term for name, term in terms.items() if name != left_out}
 
     return paid
 
