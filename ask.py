@@ -20,7 +20,7 @@ from plumbing.files import saved_settings
 from policy import best_device
 from prompts import PROTOCOLS, build_prompt
 from rollout import check_prompts, rollout
-from settings import ASKING, RENAMED, Settings, add_flags, check_given, check_settings, named_in
+from settings import ASKING, RENAMED, Settings, add_flags, check_settings, named_in
 from trajectory import Trajectory, show
 
 NO_CORPUS = ("http", "empty", "oracle")  # retrievers that read none
@@ -36,8 +36,7 @@ def parse(arguments: list[str]) -> tuple[Settings, str]:
     if unused := {"judge", "reader"} & given.keys():
         raise InputError(f"ask.py: --{min(unused)} has no meaning here: eval.py asks other models")
     settings = dataclasses.replace(settings_of(given), group_size=1)
-    check_settings(settings, training=False)
-    check_given(settings, given, training=False)
+    check_settings(settings, False, given)
     if reads_a_corpus(settings) and not (settings.corpus or in_built_in_world(settings)):
         raise InputError(
             f"{settings.model} did not begin as the built-in model: say what it shall search, "

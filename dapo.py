@@ -24,7 +24,12 @@ import ppo
 from errors import run_main, setting
 
 # What --algorithm dapo sets where a recipe has another algorithm.
-OWN = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coef": 0.0}
+OWN = {
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "loss_aggregation": "token",
+    "kl_coef": 0.0,
+}
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,6 @@ from settings import (
     RENAMED,
     Settings,
     add_flags,
-    check_given,
     check_limits,
     check_settings,
     named_in,
@@ -315,8 +314,7 @@ def parse(arguments: list[str]) -> tuple[Settings, Options]:
     settings = settings_of(given)
     if options.decoding == "paper":  # of the checkpoint's recipe
         settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
-    check_settings(settings, training=False)
-    check_given(settings, given, training=False)
+    check_settings(settings, False, given)
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
         why = f"which protocol {settings.protocol} does not have: leave it out"
         raise InputError(f"--reader answers from evidence boxes, {why}")

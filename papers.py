@@ -157,12 +157,11 @@ _when_to_search = (  # Table 5; 500 steps in all, halved between the stages by u
     | {"temperature": 1.0, "documents_per_search": 5, "document_tokens": 4096}
     | {"max_searches": 5, "max_turn_tokens": 8192}  # its five are turns
     | {"max_context": 18432}  # prompt 2048, response 16384
-    # Eq. 10 compares groups that are all wrong, eq. 11 those that are all right: "correct" would
-    # drop them. What its filter asks for, the paper does not say.
-    | {"filter_by": "answer"}
+    | {"filter_by": "answer"}  # eq. 10 compares all wrong answers, eq. 11 all right: kept
 )
 _when_stage1 = _when_to_search | {"reward": "when_to_search_stage1"}
 _when_stage2 = _when_to_search | {"reward": "when_to_search_stage2"}
+_when_plain = {1: _when_stage1 | {"beta": 0.0}, 2: _when_stage2}  # stage one with ±1
 WHEN_TINY = KNOWN_TOO | {"max_resample": 1, "max_context": 0}
 WHEN_TO_SEARCH = Paper(
     source="When to Search section 4, table",
@@ -192,10 +191,7 @@ WHEN_TO_SEARCH.variants.update(
     {
         "unified": _one_reward("when_to_search_unified"),  # Table 2
         "without_stage_one": _one_reward("when_to_search_stage2"),  # Table 4, as the others
-        # The same row by the words of section 4.5: stage one with ±1.
-        "plain_stage_one": replace(
-            WHEN_TO_SEARCH, stages={1: _when_stage1 | {"beta": 0.0}, 2: _when_stage2}
-        ),
+        "plain_stage_one": replace(WHEN_TO_SEARCH, stages=_when_plain),  # the same row, by 4.5
         "without_stage_two": _one_reward("when_to_search_stage1"),
         "without_r_s": varied(WHEN_TO_SEARCH, left_out="retrieval"),
         "without_r_a": varied(WHEN_TO_SEARCH, left_out="answer", filter_by="total"),

@@ -206,15 +206,8 @@ def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:
     instruction = protocol.instruction if question.may_search else protocol.direct_instruction
     user = user_text(protocol, question, tokenizer)
     text = chat_text(tokenizer, instruction, user, "Question: {}\nAnswer:")
-    # Not twice, where the template has opened it.
+    # Some templates open the turn with "<think>\n" themselves: not twice.
     return text if text.rstrip().endswith(protocol.prompt_suffix) else text + protocol.prompt_suffix
-
-
-def opened_tag(prompt: str) -> str:
-    """The tag that the end of a prompt leaves open: templates of thinking models have "<think>\\n"
-    there, and what the model writes behind it begins with no tag.
-    """
-    return "<think>" if prompt.rstrip().endswith("<think>") else ""
 
 
 def chat_text(tokenizer, instruction: str, text: str, plain: str = "{}\n\nAnswer:") -> str:

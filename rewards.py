@@ -390,9 +390,7 @@ def evidence_support(trajectory: Trajectory) -> float:
 
 
 # ----------------------------------------------------------------------------------- When to Search
-# True lets pass a query of the paper's Table 7 that begins with "when did", against its own rule
-# (section 3.3) and prompt.
-QUESTION_WORDS_IN_FRONT = False
+QUESTION_WORDS_IN_FRONT = False  # True: as a query of Table 7, against section 3.3 and the prompt
 _OPENERS = """
     who whom whose what which when where why how am is are was were be been being do does did has
     have had can could will would shall should may might must
@@ -441,20 +439,13 @@ def when_to_search_stage2(
     return _when_to_search(trajectory, embed) | {"answer": answer}
 
 
-def when_to_search_unified(
-    trajectory: Trajectory,
-    correct: bool | None = None,
-    embed: Embedder | None = None,
-    beta: float = 0.3,
-) -> Terms:
-    """Both stages at once (Table 2, told in words): right 1 − β RC, wrong −1 + β RC. Our reading;
-    by it a wrong answer beats a right one from RC 4 on (β = 0.3).
+def when_to_search_unified(trajectory: Trajectory, correct: bool | None = None, *more) -> Terms:
+    """Right as stage 2, wrong as stage 1: our reading of Table 2. From RC 4 wrong beats right.
     >>> when_to_search_unified(example("when_to_search", answer="Sudria"))     # −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
     """
     right = is_right(trajectory, correct)
-    stage = when_to_search_stage2 if right else when_to_search_stage1
-    return stage(trajectory, right, embed, beta)
+    return (when_to_search_stage2 if right else when_to_search_stage1)(trajectory, right, *more)
 
 
 def _when_to_search(trajectory: Trajectory, embed: Embedder | None) -> Terms:
@@ -468,9 +459,8 @@ def _when_to_search(trajectory: Trajectory, embed: Embedder | None) -> Terms:
 
 
 def when_to_search_format(trajectory: Trajectory) -> bool:
-    """Think reflect answer, or think (search information reflect) once or more answer? A think may
-    stand before each search (section 3.3, Table 9). Information is what the environment wrote: a
-    search that was not run has none. A <think> that the prompt has opened counts.
+    """Think reflect answer, or think, searches and answer? A search is: search information reflect;
+    a think may be between two (section 3.3, Table 9). Information is what the environment wrote.
     """
     protocol, order, opened = trajectory.protocol, "", trajectory.opened
     tags = {
@@ -497,16 +487,14 @@ def is_right(trajectory: Trajectory, correct: bool | None) -> bool:
 
 
 def matches(question: Question, answer: str | None) -> bool:
-    """Math equality, the letter, or exact match with punctuation deleted. Not cover-EM: "yes no",
-    both names of the question and ten guesses cover a gold, too.
-    """
+    """Math equality, the letter, or exact match. Not cover-EM: "yes no" covers a gold, too."""
     scores = score_answer(answer, question.answers, question.task, question.options, "delete")
     return scores["em"] == 1.0
 
 
 def is_concise(query: str) -> bool:
     """Key words, as "Ana Bell birthplace": at most 12 words and 40 % stopwords, no "?", no question
-    word or auxiliary in front. Our rule: the paper says what it avoids, and gives no rule.
+    word or auxiliary in front. Our rule: the paper gives none.
     """
     words = re.findall(r"\w+", query)
     if not words or len(query.split()) > 12 or re.search("[?？]", query):
@@ -597,7 +585,7 @@ def arena_format(trajectory: Trajectory) -> bool:
         "3": _tags(protocol, "answer"),
     }
     text = without_eos(trajectory.model_text)
-    if trajectory.opened:  # thinking that the chat template began is nobody's fault
+    if trajectory.opened:  # the chat template's own thinking goes before
         text = text.partition("</think>")[2]
     return section_letters(text, tags) == "123"
 
@@ -628,11 +616,10 @@ def arena_scores(trajectory: Trajectory) -> Terms:
 def _less_left_out(reward: Callable) -> Callable:
     """By the settings, without the term of Table 4's "w/o r_s" or "w/o r_a"."""
 
-    def paid(trajectory: Trajectory, settings, step: int, extras: Extras) -> Terms:
-        left_out = settings.left_out
-        price = [] if left_out == "answer" else [settings.beta]
-        terms = reward(trajectory, extras.correct, extras.embed, *price)
-        return {name: term for name, term in terms.items() if name != left_out}
+    def paid(t: Trajectory, s, step: int, e: Extras) -> Terms:
+        price = [] if s.left_out == "answer" else [s.beta]
+        terms = reward(t, e.correct, e.embed, *price)
+        return {name: term for name, term in terms.items() if name != s.left_out}
 
     return paid
 

@@ -40,7 +40,6 @@ from prompts import (
     forbidden_texts,
     frame_documents,
     number_documents,
-    opened_tag,
     parse_query,
     strip_tags,
 )
@@ -108,7 +107,8 @@ def rollout(
     for question in questions:
         prompt = build_prompt(environment.protocol, question, environment.tokenizer)
         check_prompt(question, prompt, environment.max_context)
-        opened = opened_tag(decode(environment.tokenizer, prompt[-16:]))
+        end = decode(environment.tokenizer, prompt[-16:]).rstrip()
+        opened = "<think>" if end.endswith("<think>") else ""  # as thinking models' templates do
         for _ in range(environment.settings.group_size):
             rows.append(Trajectory(question, environment.protocol, prompt, opened=opened))
     with seeded(seed, policy.device):

@@ -12,7 +12,6 @@ Search's judge sees no question, and normalised answers (appendix B.4): `blind`.
 
 import re
 from collections.abc import Callable
-from functools import partial
 
 from data import Question
 from metrics import normalize_answer
@@ -58,8 +57,7 @@ class Judge:
     """Counts `asked` pairs, `unreadable` verdicts, and of these the `silent`: no reply at all."""
 
     def __init__(self, llm, blind: bool = False):
-        self.llm, self.blind = llm, blind
-        self.asked, self.unreadable, self.silent = 0, 0, 0
+        self.llm, self.blind, self.asked, self.unreadable, self.silent = llm, blind, 0, 0, 0
 
     def verdicts(self, pairs: list[Pair]) -> list[bool | None]:
         """An empty answer is wrong without asking."""
@@ -70,10 +68,8 @@ class Judge:
         return self._ask(pairs, GRADE_INSTRUCTION, GRADES, 0.0)
 
     def _ask(self, pairs: list[Pair], instruction: str, words: dict, empty) -> list:
-        texts = []
-        for question, answer in pairs:
-            given = (answer or "").strip()
-            texts.append(pair_text(question, given, self.blind) if given else None)
+        blind = self.blind
+        texts = [pair_text(*pair, blind) if (pair[1] or "").strip() else None for pair in pairs]
         replies = ask_given(self.llm, instruction, texts)
         read = [read_verdict(reply, words) for reply in replies]
         found = [verdict if text else empty for text, verdict in zip(texts, read, strict=True)]
@@ -84,14 +80,15 @@ class Judge:
 
 
 def pair_text(question: Question, answer: str, blind: bool = False) -> str:
-    """What the judge reads: the answers on one line each. `blind`: of an open question only these,
-    normalised.
+    """What the judge reads: the answers on one line each. `blind`: these alone, normalised, where
+    the question is an open one.
     """
-    blind = blind and question.task == "qa"
-    clean = partial(normalize_answer, punctuation="delete") if blind else str
-    accepted = " ".join(" | ".join(map(clean, question.answers)).split())
-    given = " ".join(clean(answer).split())[:MAX_ANSWER]
-    asked = "" if blind else f"Question: {question_text(question)}\n"
+    golds, asked = question.answers, f"Question: {question_text(question)}\n"
+    if blind and question.task == "qa":
+        *golds, answer = (normalize_answer(text, "delete") for text in [*golds, answer])
+        asked = ""
+    accepted = " ".join(" | ".join(golds).split())
+    given = " ".join(answer.split())[:MAX_ANSWER]
     return f"{asked}Accepted answers: {accepted}\nGiven answer: {given}"
 
 

@@ -32,13 +32,11 @@ class Scorer:
         # DAPO's filter asks for "right" too.
         self.asks = "verdict" in needed or settings.algorithm == "dapo"
         self.reader = build_reader(settings, device) if "reader" in needed else None
-        self.embed = None  # queries -> vectors, for When to Search's similarity
+        self.embed, self.learns = None, False  # queries -> vectors, for When to Search's similarity
         if "embedder" in needed:
-            self.embed = tfidf_embedder(documents)
-            if settings.embedder != "tfidf":
-                self.embed = Encoder(settings.embedder, str(device))
-        # Over http the passages are not here: the words that count are those of each step.
-        self.learns = "embedder" in needed and settings.embedder == "tfidf" and not documents
+            tfidf, where = settings.embedder == "tfidf", str(device)
+            self.embed = tfidf_embedder(documents) if tfidf else Encoder(settings.embedder, where)
+            self.learns = tfidf and not documents  # over http: from the words of each step
 
     def __call__(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict], list[bool]]:
         """(components of each reward, whether each answer is right)."""
@@ -75,10 +73,9 @@ def asked_and_found(trajectories: list[Trajectory]) -> list[Document]:
 
 
 def build_judge(settings: Settings, device="cpu") -> Judge | None:
-    if not settings.judge:
-        return None
     blind = paper_of(settings.protocol).blind_judge
-    return Judge(load_llm(settings.judge, settings, device=device), blind)
+    llm = settings.judge and load_llm(settings.judge, settings, device=device)
+    return Judge(llm, blind) if llm else None
 
 
 def build_reader(settings: Settings, device="cpu") -> LLM:
