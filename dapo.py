@@ -10,8 +10,9 @@ GRPO's advantage, A_i = (r_i − mean_group) / (std_group + 1e-6), and four depa
 Departure 2 looks at correctness: a reward of several components is almost never equal in a group.
 Overlong trajectories count as wrong in it, and in the mean and std of their group. A KL stands
 where GRPO's does. Source: Yu et al. 2025, sections 3.1 to 3.4, in this order.
-Left out: the soft penalty for long answers (section 3.4), and sampling until the batch is full:
-after `max_resample` more draws it is smaller, and a step without a group is skipped (train.py).
+Left out: the soft penalty for long answers (section 3.4; no paper here names it), and sampling
+until the batch is full: after `max_resample` more draws it is smaller, and a step without a group
+is skipped (train.py).
 """
 
 from dataclasses import dataclass

@@ -66,6 +66,7 @@ class Arm:
 
 SHORT = {"steps": 30}
 UNSTEADY = {"steps": 12, "algorithm": "grpo", "lr": 2e-3, "kl_coef": 0.1}
+NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
 STAGE1_ON = SHORT | {"reward": "when_to_search_stage1"}
 EASY_TOO = {"mix": "one_hop=3,two_hop=4,unit=1,arithmetic=4"}
 ARMS: dict[str, Arm] = {
@@ -92,14 +93,10 @@ ARMS: dict[str, Arm] = {
     "when_stage1_on": Arm("when_to_search", 2, STAGE1_ON, "when_stage1"),
     "when_no_stage1": Arm("when_to_search", 1, {"variant": "without_stage_one", "steps": 35}),
     "when_unified": Arm("when_to_search", 1, {"variant": "unified", "steps": 35}),
-    "when_no_r_s_stage1": Arm("when_to_search", 1, {"variant": "without_r_s"}),
-    "when_no_r_s": Arm(
-        "when_to_search", 2, SHORT | {"variant": "without_r_s"}, "when_no_r_s_stage1"
-    ),
-    "when_no_r_a_stage1": Arm("when_to_search", 1, {"variant": "without_r_a"}),
-    "when_no_r_a": Arm(
-        "when_to_search", 2, SHORT | {"variant": "without_r_a"}, "when_no_r_a_stage1"
-    ),
+    "when_no_r_s_stage1": Arm("when_to_search", 1, NO_R_S),
+    "when_no_r_s": Arm("when_to_search", 2, SHORT | NO_R_S, "when_no_r_s_stage1"),
+    "when_no_r_a_stage1": Arm("when_to_search", 1, NO_R_A),
+    "when_no_r_a": Arm("when_to_search", 2, SHORT | NO_R_A, "when_no_r_a_stage1"),
     "arena": Arm("arena", 1),
     "arena_no_bonus": Arm("arena", 1, {"bonus": 0.0}),
     "arena_no_relevance": Arm("arena", 1, {"relevance_reward": False}),

@@ -152,10 +152,12 @@ def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(built, tmp_p
 
 
 def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right(scripted):
-    # When to Search's stage 2: right without a search earns 1, right after one 0.7.
-    for by, kept in (("correct", []), ("answer", [0, 1])):
+    # When to Search's stage 2: right without a search earns 1, right after one 0.7. In the whole
+    # reward the second group differs, too, by its format.
+    terms = [{"answer": a, "format": f} for a, f in ((1.0, 1.0), (0.7, 1.0), (1.0, 1.0), (1.0, -1))]
+    for by, kept in (("correct", []), ("answer", [0, 1]), ("total", [0, 1, 2, 3])):
         parts = scripted([[ALL, ALL]], filter_by=by)
-        parts.scorer = marks(lambda _: ([{"answer": r} for r in (1.0, 0.7, 1.0, 1.0)], [True] * 4))
+        parts.scorer = marks(lambda _: (terms, [True] * 4))
         assert collect(parts, 0).kept == kept
 
 
