@@ -36,7 +36,7 @@ def parse(arguments: list[str]) -> tuple[Settings, str]:
     if unused := {"judge", "reader"} & given.keys():
         raise InputError(f"ask.py: --{min(unused)} has no meaning here: eval.py asks other models")
     settings = dataclasses.replace(settings_of(given), group_size=1)
-    check_settings(settings, training=False)
+    check_settings(settings, False, given)
     if reads_a_corpus(settings) and not (settings.corpus or in_built_in_world(settings)):
         raise InputError(
             f"{settings.model} did not begin as the built-in model: say what it shall search, "

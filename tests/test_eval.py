@@ -284,6 +284,19 @@ def test_what_only_training_asks_for_is_not_asked_of_an_evaluation(tmp_path):
         settings_of({"model": model})
 
 
+def test_the_judge_of_right_and_wrong_is_the_same_in_training_and_evaluation(tmp_path):
+    # When to Search section 4.1; UR²'s judge grades mathematics in its reward alone
+    model = save_settings(tmp_path, reward="when_to_search_stage2", judge="http://j:1/v1#m")
+    assert settings_of({"model": model}).judge == "http://j:1/v1#m"
+    assert settings_of({"model": model, "judge": "other"}).judge == "other"
+    assert settings_of({"model": model, "judge": ""}).judge == ""
+
+
+def test_a_flag_of_searching_is_refused_where_nothing_is_searched():
+    with pytest.raises(InputError, match="--retriever: --protocol arena searches nothing"):
+        evaluation.parse("--recipe arena --retriever oracle".split())
+
+
 def test_a_model_of_another_recipe_is_evaluated_under_the_one_that_is_named(tmp_path):
     model = save_settings(tmp_path, recipe="ur2")
     settings = settings_of({"model": model, "recipe": "r1_searcher"})

@@ -46,11 +46,12 @@ NUMBERS = {
         lr 1e-6   critic_lr 1e-5   lr_warmup 0.285   kl_coef 1e-3   clip_low 0.2   clip_high 0.2
         gae_lambda 1   temperature 1   max_searches 4   max_turn_tokens 500   document_tokens 500
         documents_per_search 3   steps 500""",
-    # 32 · 32 trajectories; DAPO's own two clips
+    # 32 · 32 trajectories; DAPO's own two clips; 2048 + 16384 tokens
     ("when_to_search", 1): """
         algorithm dapo   group_size 32   questions_per_step 32   trajectories_per_update 1024
         lr 1e-6   kl_coef 0   temperature 1   top_p 1   max_searches 5   max_turn_tokens 8192
-        documents_per_search 5   beta 0.3   clip_low 0.2   clip_high 0.28""",
+        documents_per_search 5   document_tokens 4096   max_context 18432
+        beta 0.3   clip_low 0.2   clip_high 0.28   loss_aggregation token""",
     # 7 · 256 trajectories
     ("arena", 1): """
         algorithm grpo   kl_estimator k2   group_size 7   questions_per_step 256
@@ -85,9 +86,33 @@ def test_the_two_stages_of_when_to_search_are_its_500_steps():
     one, two = (resolve("when_to_search", stage, tiny=False) for stage in (1, 2))
     assert one.steps + two.steps == 500
     assert (one.reward, two.reward) == ("when_to_search_stage1", "when_to_search_stage2")
-    # by right and wrong, a group that is right with and without a search would be dropped: stage 2
-    # is about these
-    assert (one.filter_by, two.filter_by) == ("correct", "answer")
+    # by right and wrong, groups that are wrong (stage 1) or right (stage 2) with and without a
+    # search would be dropped: eq. 10 and 11 are about these
+    assert (one.filter_by, two.filter_by) == ("answer", "answer")
+
+
+def test_the_ablations_of_when_to_search_by_name():
+    def of(variant, stage=1):
+        found = check_settings(resolve("when_to_search", stage, False, {"variant": variant}))
+        return found.reward.rpartition("_")[2], found.beta, found.left_out, found.filter_by
+
+    # Table 2 and the three first of Table 4 are one run of 500 steps
+    for variant, reward in (
+        ("unified", "unified"),
+        ("without_stage_one", "stage2"),
+        ("without_stage_two", "stage1"),
+    ):
+        assert of(variant) == (reward, 0.3, "", "answer")
+        assert set(PAPERS["when_to_search"].variants[variant].stages) == {1}
+        assert resolve("when_to_search", 1, False, {"variant": variant}).steps == 500
+    # wrong −1 + 0 · RC in stage 1 alone
+    assert (of("plain_stage_one"), of("plain_stage_one", 2)[1]) == (
+        ("stage1", 0, "", "answer"),
+        0.3,
+    )
+    for stage in (1, 2):
+        assert of("without_r_s", stage) == (f"stage{stage}", 0.3, "retrieval", "answer")
+        assert of("without_r_a", stage) == (f"stage{stage}", 0.3, "answer", "total")
 
 
 @pytest.mark.parametrize(

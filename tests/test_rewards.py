@@ -36,6 +36,7 @@ from rewards import (
     ur2_violations,
     when_to_search_stage1,
     when_to_search_stage2,
+    when_to_search_unified,
 )
 from trajectory import Refusal, Segment, trajectory_from_text
 
@@ -464,9 +465,11 @@ def test_evidence_support_is_the_share_of_its_words_that_were_read():
     ("text", "good"),
     [
         (THINK + REFLECT + ANSWER, True),
-        (THINK + ANSWER, True),  # reflect? : our reading of the rule
-        (THINK + asked() + asked() + ANSWER, True),
-        (THINK + asked() + THINK + asked() + THINK + ANSWER, True),  # a further think
+        (THINK + asked() + asked() + ANSWER, True),  # Table 9
+        (THINK + asked() + THINK + asked() + ANSWER, True),  # a further think
+        (THINK + ANSWER, False),  # without retrieval: think, reflect, answer
+        (THINK + asked() + THINK + ANSWER, False),
+        (THINK + asked() + REFLECT + ANSWER, False),
         (THINK + asked() + ANSWER + "<|im_end|>", True),
         (THINK + "1 < 2".join(["<reflect> ", " </reflect>"]) + ANSWER, True),
         (ANSWER, False),
@@ -503,13 +506,51 @@ def test_a_notice_is_nobodys_section_and_a_refused_search_costs_nothing():
 @pytest.mark.parametrize("n", range(5))
 def test_what_a_search_costs_and_softens(n):
     # β = 0.3: stage 1 right 1, wrong −1 + 0.3 n; stage 2 right 1 − 0.3 n, wrong −1
-    text = THINK + "".join(map(asked, QUERIES[:n])) + REFLECT
+    text = THINK + "".join(map(asked, QUERIES[:n])) + ("" if n else REFLECT)
     right, wrong = when(text + ANSWER), when(text + WRONG)
     assert when_to_search_stage1(right) == {"format": 1.0, "retrieval": 0.0, "answer": 1.0}
     assert when_to_search_stage1(wrong)["answer"] == pytest.approx(-1 + 0.3 * n)
     assert when_to_search_stage2(right)["answer"] == pytest.approx(1 - 0.3 * n)
     assert when_to_search_stage2(wrong)["answer"] == -1.0
     assert when_to_search_stage2(right, beta=0.1)["answer"] == pytest.approx(1 - 0.1 * n)
+    # Table 2: both signs; RC 4: right −0.2, wrong 0.2
+    unified = when_to_search_unified(right)["answer"], when_to_search_unified(wrong)["answer"]
+    assert unified == pytest.approx((1 - 0.3 * n, -1 + 0.3 * n))
+    assert (unified[0] < unified[1]) is (n == 4)
+    # Table 4, w/o r_s and w/o r_a: eq. 12 with two terms
+    for name, left in (("retrieval", {"format", "answer"}), ("answer", {"format", "retrieval"})):
+        for stage in ("stage1", "stage2", "unified"):
+            assert score(right, f"when_to_search_{stage}", left_out=name).keys() == left
+
+
+def test_eq_12_adds_the_three_terms_up():
+    # two queries with one word of three in common: cosine 1/3. Stage 1, wrong: 1 − 1/3 − 1 + 0.6;
+    # stage 2, right: 1 − 1/3 + 1 − 0.6
+    text = THINK + asked("ana bell birthplace") + asked("ana town seat")
+    assert value(when_to_search_stage1(when(text + WRONG))) == pytest.approx(1 - 1 / 3 - 1 + 0.6)
+    assert value(when_to_search_stage2(when(text + ANSWER))) == pytest.approx(1 - 1 / 3 + 1 - 0.6)
+    # out of order: the format alone changes, by 2 (eq. 6)
+    out = THINK + REFLECT + asked("ana bell birthplace") + asked("ana town seat") + ANSWER
+    assert value(when_to_search_stage2(when(out))) == pytest.approx(-1 - 1 / 3 + 1 - 0.6)
+
+
+def test_what_the_formula_itself_pays_four_different_junk_queries():
+    # stage 1, wrong: format 1, avg_sim 0, −1 + 0.3 · 4
+    text = THINK + "".join(map(asked, ("zab", "zac", "zad", "zae"))) + WRONG
+    assert value(when_to_search_stage1(when(text))) == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("tags", [when, ar])
+def test_thinking_that_the_template_opened_is_a_section_of_its_own(tags):
+    text = "Where was she born? </think>\n" + (REFLECT + ANSWER if tags is when else sections())
+    good = rewards.when_to_search_format if tags is when else rewards.arena_format
+    trajectory = tags(text)
+    assert not good(trajectory)
+    trajectory.opened = "<think>"
+    assert good(trajectory)
+    again, endless = tags("<think>" + text), tags(text.replace("</think>", ""))
+    again.opened = endless.opened = "<think>"
+    assert not good(endless) and good(again) is (tags is ar)  # ARENA reads what is behind it
 
 
 def retrieval(*queries, embed=None):
@@ -539,6 +580,7 @@ def test_one_search_must_be_concise_and_several_must_differ():
         ("Norland？", False),
         ("Which country Ana Bell", False),
         ("Will Smith birthplace", True),  # a name
+        ("when did Ana Bell's father die", False),  # as in the paper's Table 7
         ("will Norland win", False),
         (" ".join(["word"] * 12), True),
         (" ".join(["word"] * 13), False),
@@ -549,19 +591,39 @@ def test_what_a_concise_query_is(query, concise):
     assert rewards.is_concise(query) is concise
 
 
-def test_right_is_the_judges_verdict_and_without_one_cover_em_of_a_short_answer():
-    covered = when(THINK + REFLECT + "<answer> in Norland, I think </answer>")
-    assert when_to_search_stage1(covered)["answer"] == 1.0
-    assert when_to_search_stage1(covered, correct=False)["answer"] == -1.0
+def test_a_constant_lets_the_papers_own_query_pass(monkeypatch):
+    monkeypatch.setattr(rewards, "QUESTION_WORDS_IN_FRONT", True)
+    # did, s and when: 3 of 7 are over 40 %; Table 7's has 3 of 8
+    assert rewards.is_concise("when did Lavinia Norcross Dickinson's father die")
+    assert not rewards.is_concise("when did Ana Bell's father die")
+
+
+def test_right_is_the_judges_verdict_and_without_one_exact_match():
+    exact = when(THINK + REFLECT + "<answer> The Norland! </answer>")
+    assert when_to_search_stage1(exact)["answer"] == 1.0
+    assert when_to_search_stage1(exact, correct=False)["answer"] == -1.0
     assert when_to_search_stage2(when(THINK + WRONG), correct=True)["answer"] == 1.0
     # no answer is right by no verdict
     assert when_to_search_stage1(when(THINK), correct=True)["answer"] == -1.0
-    # ten words may cover the gold, eleven list everything, unless the gold is as long
-    ten = "Sudria Ostland Westland Kaldor Belmark Corsia Dravia Ellenia Fioria Norland"
-    listed = [when(THINK + f"<answer> {words} </answer>") for words in (ten, f"Gradia {ten}")]
-    assert [when_to_search_stage1(t)["answer"] for t in listed] == [1.0, -1.0]
-    listed[1].question = Question("1", "?", [f"Gradia {ten}"])
-    assert when_to_search_stage1(listed[1])["answer"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("golds", "hack"),
+    [
+        (["yes"], "yes no"),
+        (["no"], "no, yes"),
+        (["Ana Bell"], "Ana Bell and Bo Cole"),  # who of the two?
+        (
+            ["Norland"],
+            "Sudria Ostland Westland Kaldor Belmark Corsia Dravia Ellenia Fioria Norland",
+        ),
+        (["Norland"], "Sudria/Ostland/Norland"),
+    ],
+)
+def test_answers_that_only_hold_the_gold_earn_nothing(golds, hack):
+    trajectory = when(THINK + f"<answer> {hack} </answer>", Question("1", "?", golds))
+    assert when_to_search_stage1(trajectory)["answer"] == -1.0
+    assert not rewards.is_right(trajectory, None)  # by which DAPO filters
 
 
 # ----------------------------------------------------------------------------------- TF-IDF by hand
@@ -842,9 +904,9 @@ def test_right_beats_wrong_at_every_number_of_searches(n):
     looked = "".join(map(observed, QUERIES[:n])) + (EVIDENCE if n else "")
     assert value(r_search(rs(looked + ANSWER))) > value(r_search(rs(looked + WRONG)))
     # When to Search: than wrong after any other number of searches too
-    right = when(THINK + "".join(map(asked, QUERIES[:n])) + ANSWER)
+    right = when(THINK + ("".join(map(asked, QUERIES[:n])) or REFLECT) + ANSWER)
     for m in range(5):
-        wrong = when(THINK + "".join(map(asked, QUERIES[:m])) + WRONG)
+        wrong = when(THINK + ("".join(map(asked, QUERIES[:m])) or REFLECT) + WRONG)
         assert value(when_to_search_stage1(right)) > value(when_to_search_stage1(wrong))
         assert value(when_to_search_stage2(right)) > value(when_to_search_stage2(wrong))
 

@@ -1,5 +1,6 @@
 """plumbing/score.py: whom a step's rewards ask, what is right, and what others say."""
 
+import numpy as np
 import pytest
 
 from data import Document, Question
@@ -117,6 +118,19 @@ def test_similar_queries_are_measured_over_the_corpus_of_the_run():
     assert components[0]["retrieval"] == pytest.approx(-1)
 
 
+def test_without_a_corpus_a_word_counts_that_the_step_asked_for_or_found():
+    found = "</search><information>ana bell of kelmouth</information><reflect>b</reflect>"
+    for second, cosine in (("ana bell zzz", 1), ("ana kelmouth", 1 / 2)):
+        text = f"<think>t</think><search>ana bell{found}<search>{second}{found}<answer>e</answer>"
+        asked = Question("q", "Where was Ana born?", ["e"])
+        trajectory = trajectory_from_text(asked, text, "when_to_search")
+        components, _ = scorer_of("when_to_search")([trajectory], 0)
+        # of the two texts both have ana (idf 1), one each bell and kelmouth (ln(3 / 2) + 1)
+        idf = np.log(3 / 2) + 1
+        cosine = cosine if cosine == 1 else 1 / (1 + idf**2)
+        assert components[0]["retrieval"] == pytest.approx(-cosine)
+
+
 # ----------------------------------------------------------------------------------- what is right
 
 
@@ -134,7 +148,7 @@ def test_similar_queries_are_measured_over_the_corpus_of_the_run():
 def test_answers_are_scored_by_their_task(text, question, em, f1, cem):
     trajectory = trajectory_from_text(Question("q", "?", **question), text, "ur2")
     assert answer_scores(trajectory) == pytest.approx({"em": em, "f1": f1, "cem": cem})
-    assert scorer_of("ur2")([trajectory], 0)[1] == [bool(cem)]
+    assert scorer_of("ur2")([trajectory], 0)[1] == [bool(em)]
 
 
 @pytest.mark.parametrize("protocol, same", [("r_search", "AnaBell"), ("arena", "Ana Bell")])
