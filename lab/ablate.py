@@ -93,6 +93,8 @@ ARMS: dict[str, Arm] = {
     "when_unified": Arm("when_to_search", 1, {"variant": "without_stage_one", "steps": 35}),
     "arena": Arm("arena", 1),
     "arena_no_bonus": Arm("arena", 1, {"bonus": 0.0}),
+    "arena_naive": Arm("arena", 1, {"variant": "naive_grpo"}),
+    "arena_f1": Arm("arena", 1, {"variant": "f1"}),
     "arena_no_relevance": Arm("arena", 1, {"relevance_reward": False}),
 }
 

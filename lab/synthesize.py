@@ -218,7 +218,8 @@ def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.synthesize", SynthesizeSettings, arguments)
     if settings.options and settings.options not in OPTIONS:
         raise InputError(f"--options {settings.options}: must be from 3 to 10, or 0")
-    given, out = examples_among(load_questions(settings.data)), Path(settings.out)
+    given = examples_among(load_questions(settings.data, seed=settings.seed))
+    out = Path(settings.out)
     earlier(out, settings.seed)  # a file to go on with? asked before a model is loaded
     how = {"max_tokens": settings.max_tokens, "device": best_device()}
     with interruptible(f"what was made is in {out}: the same command goes on"):

@@ -104,7 +104,8 @@ def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     question = dataclasses.replace(told.question, supporting=())
     assert grade(trajectory_from_text(question, told.text, "arena")) == answer
     question = Question("q", "sum it up", ["the cat lay down"], task="summary")
-    numbers = grade(trajectory_from_text(question, ANSWER.format("The cat sat down."), "arena"))
+    summary = "<summary> The cat sat down. </summary>"
+    numbers = grade(trajectory_from_text(question, summary, "arena_summary"))
     assert set(numbers) == {"rouge1", "rouge2", "rougeL", "rouge", "format"}
 
 
