@@ -343,8 +343,9 @@ def default_out(settings: Settings, options: Options) -> Path:
 
 def run(settings: Settings, options: Options) -> None:
     # Files of others may have their gold answers in --data.
-    how = {"punctuation": options.punctuation, "seed": settings.seed}
-    others = score_files(options.against, settings.data, settings.skip_bad, **how)
+    others = score_files(
+        options.against, settings.data, settings.skip_bad, options.punctuation, seed=settings.seed
+    )
     # Before the work: are they there at all?
     reader = build_reader(settings, best_device()) if settings.reader else None
     judge = build_judge(settings, best_device())

@@ -93,9 +93,10 @@ ARMS: dict[str, Arm] = {
     "when_unified": Arm("when_to_search", 1, {"variant": "without_stage_one", "steps": 35}),
     "arena": Arm("arena", 1),
     "arena_no_bonus": Arm("arena", 1, {"bonus": 0.0}),
+    "arena_no_relevance": Arm("arena", 1, {"relevance_reward": False}),
     "arena_naive": Arm("arena", 1, {"variant": "naive_grpo"}),
     "arena_f1": Arm("arena", 1, {"variant": "f1"}),
-    "arena_no_relevance": Arm("arena", 1, {"relevance_reward": False}),
+    "arena_k3": Arm("arena", 1, {"variant": "k3"}),
 }
 
 
@@ -154,6 +155,7 @@ vanilla; UR²; UR² beats RL without stage 1 and summaries; ur2; vanilla_rl; EM
 f1; R1-Searcher; an F1 reward beats an exact-match reward; r1; r1_em; EM
 reinforce; R1-Searcher, UR²; REINFORCE++ beats GRPO; ur2; ur2_grpo; EM
 k2; ARENA; k2 trains more stably than k3 (lr 2e-3, KL 0.1); ur2_k2; ur2_k3; JUMP
+k2_arena; ARENA; k2 trains more stably than k3 (its own recipe); arena; arena_k3; JUMP
 ppo; R-Search; GRPO beats PPO; r_search; r_search_ppo; EM
 evidence; R-Search; paid evidence lets another model answer; r_search; r_search_plain; READER
 evidence_answer; R-Search; the evidence reward improves answers too; r_search; r_search_plain; EM
@@ -161,6 +163,8 @@ stage2; When to Search; stage 2 stops needless searches; when_stage2; when_stage
 stage2_accuracy; When to Search; stage 2 costs no accuracy; when_stage2; when_stage1_on; NO_WORSE
 unified; When to Search; two stages beat stage 2 alone; when_stage2; when_unified; EM
 bonus; ARENA; a bonus for all three brings exact citations; arena; arena_no_bonus; CITED
+naive; ARENA; its reward beats format and accuracy alone; arena; arena_naive; EM
+em; ARENA; an exact-match reward beats an F1 reward; arena; arena_f1; EM
 relevance; ARENA; rewarding relevance brings exact citations; arena; arena_no_relevance; CITED
 hacked; UR² (format check); a loose format check is hacked; ur2; ur2_loose; FORMAT
 """
