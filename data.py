@@ -33,9 +33,7 @@ from formats.text_folder import is_text, read_texts, stem
 
 @dataclass(frozen=True)
 class DataSettings:
-    data: str = setting(
-        "", 'question files, comma-separated; FILE:N draws N of it by seed; "" = the built-in world'
-    )
+    data: str = setting("", 'question files, comma-separated, FILE:N draws N; "" = built-in world')
     corpus: str = setting(
         "", 'passages: a file, a folder of texts, or "from-data": the records\' own'
     )
@@ -119,21 +117,17 @@ def question_of(fields: dict) -> Question:
     return Question(**fields | {"references": tuple(references)})
 
 
-def load_questions(
-    path: str | Path | list, skip_bad: bool = False, seed: int = 0
-) -> list[Question]:
+def load_questions(path: str | Path | list, skip_bad: bool = False, seed=0) -> list[Question]:
     """Of one file or of several (a list, or names with commas between them), with unique ids."""
     datasets = load_datasets(path, skip_bad, seed).values()
     return [question for questions in datasets for question in questions]
 
 
-def load_datasets(
-    path: str | Path | list, skip_bad: bool = False, seed: int = 0
-) -> dict[str, list[Question]]:
+def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list[Question]]:
     """`load_questions` by file: {name: its questions}, in the order given. An id that several
     files use gets the file's name in front: two data sets may both count from 1, and questions that
-    share an id would share a group. "FILE:N" draws N of its questions (ARENA appendix C: 10,000 of
-    HotpotQA, 10,000 of 2Wiki, 5,000 of MuSiQue).
+    share an id would share a group. "FILE:N" draws N of its questions by the seed, as ARENA
+    (appendix C) takes 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
     """
     files, counts = zip(*map(with_count, named_files(path)), strict=True)
     loaded = [load_file(file, skip_bad) for file in files]

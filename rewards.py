@@ -540,8 +540,8 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
 
 
 # -------------------------------------------------------------------------------------------- ARENA
-# The mean ROUGE from which a summary is right enough for the bonus: its paper's own trained model
-# has 0.196 (table 9). Appendix H.2 names no answer term and no bonus: both are our reading.
+# Mean ROUGE from which a summary earns the bonus: what ARENA's own model has (table 9: 19.6). Its
+# appendix H.2 names no answer term for summaries and no bonus: both are our reading.
 GOOD_SUMMARY = 0.2
 
 

@@ -132,10 +132,6 @@ def test_arena_is_told_that_the_brackets_are_literal_and_a_summary_has_its_own_t
         assert "<relevance>[2, 5]</relevance>" in told and f"</{tag}>" in told
         assert PROTOCOLS[name].stop_tags == {f"</{tag}>": "answer"}
         assert ("<answer>" in told) is (tag == "answer")
-    for name, task in (("arena", "summary"), ("arena_summary", "qa")):
-        said = f"question 3 is of task {task}: summaries are for --protocol arena_summary"
-        with pytest.raises(InputError, match=said):
-            build_prompt(name, dataclasses.replace(READ, task=task), bpe)
 
 
 def test_a_question_without_references_cannot_be_asked_under_arena(bpe):

@@ -384,13 +384,8 @@ def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_unders
     assert when_to_search_stage1(when(THINK + answer, spider))["answer"] == 1.0
     for answer, paper, code in (("spider man", 0, 1), ("spiderman", 1, 0), ("Spider_Man", 0, 1)):
         told = ar(sections(answer=answer), gold="Spider-Man")
-        assert (score(told, "arena")["answer"], score(told, "arena_code")["answer"]) == (
-            paper,
-            code,
-        )
-    # D.1 knows no verdicts, its code has True for yes
-    told = ar(sections(answer="True"), gold="yes")
-    assert (score(told, "arena")["answer"], score(told, "arena_code")["answer"]) == (0, 1)
+        found = [score(told, reward)["answer"] for reward in ("arena", "arena_code")]
+        assert found == [paper, code]
 
 
 def test_evidence_support_is_the_share_of_its_words_that_were_read():
@@ -554,9 +549,6 @@ def test_invented_words_do_not_make_a_repeated_query_another_one():
 def test_arena_pays_three_terms_and_a_bonus_for_all():
     assert arena(ar(sections())) == {"format": 1.0, "answer": 1.0, "relevance": 1.0, "bonus": 10.0}
     assert total(arena(ar(sections()), bonus=0.0)) == 3
-    assert total(arena(ar(sections("[4]")))) == 2.5
-    assert total(arena(ar(sections("[4]", answer="1873")))) == 1.5
-    assert total(arena(ar(sections("[2]", answer="1873")))) == 1
     assert total(arena(ar("June 16, 1874"))) == 0
     # Naive-GRPO (4.3): format and accuracy, no bonus
     assert total(arena(ar(sections("[2]")), bonus=0.0, relevance_reward=False)) == 2
@@ -582,10 +574,9 @@ def test_every_sum_of_arenas_terms_by_hand(answer, cited, in_format, number, met
     terms = [in_format, ANSWERS[answer][number], CITATIONS[cited]]
     expected = sum(terms) + 10 * (terms == [1, 1, 1])
     assert total(score(told, "arena", answer_metric=metric)) == expected
-    # a judge's verdict goes before the metric
-    for verdict in (True, False):
-        expected = in_format + verdict + CITATIONS[cited]
-        expected += 10 * (in_format and verdict and CITATIONS[cited] == 1)
+    for verdict in (True, False):  # a judge's goes before the metric
+        terms[1] = verdict
+        expected = sum(terms) + 10 * (terms == [1, 1, 1])
         assert total(score(told, "arena", extras=Extras(correct=verdict))) == expected
 
 

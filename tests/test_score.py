@@ -162,9 +162,9 @@ def test_punctuation_is_deleted_where_the_paper_s_scorer_deletes_it(protocol, sa
     for gold in ("AnaBell AnaBell", "Ana Bell Ana Bell", "AnaBell Ana Bell"):
         question = Question("q", "?", [gold])
         told = "<answer> Ana-Bell Ana_Bell </answer>"
-        assert answer_scores(trajectory_from_text(question, told, protocol))["em"] == (gold == same)
+        trajectory = trajectory_from_text(question, told, protocol)
+        assert answer_scores(trajectory)["em"] == (gold == same)
         if protocol == "arena":  # the reward and the evaluation agree
-            trajectory = trajectory_from_text(question, told, protocol)
             assert scorer_of("arena")([trajectory], 0)[0][0]["answer"] == (gold == same)
 
 
