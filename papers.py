@@ -5,7 +5,7 @@
     tiny         stage -> what the tiny model on the built-in world needs in their place
     world        how the tiny model is warmed up: sizes, and the grammar of the traces it reads
     good_format  is a trajectory in the paper's format? (evaluations report the share)
-    punctuation  in answers becomes a blank ("space") or nothing ("delete"), as its scorer has it
+    punctuation  what becomes of it in answers, as its scorer has it: a style of metrics.PUNCTUATION
     decoding     how it samples when it evaluates; {} is greedy
     variants     its other backbones and ablations, by name: each is a record of its own (--variant)
 
