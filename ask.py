@@ -61,7 +61,7 @@ def question_for(settings: Settings, text: str) -> tuple[Question, list[Question
     """(the question with this text, whose answers are then known, or a new one; all there are)."""
     questions = []
     if settings.data:
-        questions = load_questions(settings.data, skip_bad=settings.skip_bad)
+        questions = load_questions(settings.data, settings.skip_bad, settings.seed)
     elif in_built_in_world(settings):
         world = build.built_in_world(settings)
         for kind in build.built_in_kinds(settings):

@@ -250,7 +250,7 @@ def material(settings: Settings, options: Options) -> tuple[dict[str, list[Quest
     """(questions by data set, passages)."""
     count = options.questions or None
     if settings.data:
-        datasets = load_datasets(settings.data, skip_bad=settings.skip_bad)
+        datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
         documents = passages(settings, [q for some in datasets.values() for q in some])
         datasets = {name: some[:count] for name, some in datasets.items()}
     else:
@@ -356,7 +356,9 @@ def default_out(settings: Settings, options: Options) -> Path:
 
 def run(settings: Settings, options: Options) -> None:
     # Files of others may have their gold answers in --data.
-    others = score_files(options.against, settings.data, settings.skip_bad, options.punctuation)
+    others = score_files(
+        options.against, settings.data, settings.skip_bad, options.punctuation, seed=settings.seed
+    )
     # Before the work: are they there at all?
     reader = build_reader(settings, best_device()) if settings.reader else None
     judge = build_judge(settings, best_device())

@@ -38,7 +38,7 @@ import numpy as np
 
 from data import Document, Question
 from errors import InputError, run_main, setting
-from metrics import exact_match, f1_score, mean_rouge, normalize_answer, score_answer, tokenize
+from metrics import exact_match, f1_score, normalize_answer, score_answer, tokenize
 from prompts import PROTOCOLS, Protocol, Tags, as_protocol, find_answers, find_blocks
 from trajectory import Trajectory, trajectory_from_text
 
@@ -564,25 +564,39 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
 
 
 # -------------------------------------------------------------------------------------------- ARENA
-def arena(trajectory: Trajectory, bonus: float = 10.0, relevance_reward: bool = True) -> Terms:
+# Mean ROUGE from which a summary earns the bonus: what ARENA's own model has (table 9: 19.6). Its
+# appendix H.2 names no answer term for summaries and no bonus: both are our reading.
+GOOD_SUMMARY = 0.2
+
+
+def arena(
+    trajectory: Trajectory,
+    answer_metric: str = "em",
+    correct: bool | None = None,
+    bonus: float = 10.0,
+    relevance_reward: bool = True,
+    punctuation: str = "underscore",
+) -> Terms:
     """R = format + answer + relevance, and 10 more if all three are 1 (ARENA section 3.3).
 
         format      1 if the text is <relevance> <analysis> <answer>, each once and not empty
-        answer      exact match, in any format; a summary: its mean ROUGE (our reading)
+        answer      exact match, in any format; its ablations (5.3): F1, or a judge's verdict
+                    `correct`; a summary: its mean ROUGE, which is enough from 0.2 on
         relevance   the cited numbers and the gold ones: the same set 1, some in common 0.5, else 0
     So R is 0, 0.5, ..., 3, or 13. Without `relevance_reward` the bonus asks for the other two.
     >>> arena(example("arena", searches=1))     # cites 1 of the gold numbers 1 and 3: 1 + 1 + 0.5
     {'format': 1.0, 'answer': 1.0, 'relevance': 0.5, 'bonus': 0.0}
     """
-    question = trajectory.question
-    metric = mean_rouge if question.task == "summary" else exact_match
+    answer, q = trajectory.answer, trajectory.question
+    scores = score_answer(answer, q.answers, q.task, q.options, punctuation)
     terms = {
         "format": float(arena_format(trajectory)),
-        "answer": metric(trajectory.answer, question.answers),
+        "answer": scores[answer_metric] if correct is None else float(correct),
     }
     if relevance_reward:
-        terms["relevance"] = _relevance(cited(trajectory), set(question.supporting))
-    perfect = set(terms.values()) == {1.0}
+        terms["relevance"] = _relevance(cited(trajectory), set(q.supporting))
+    enough = {"answer": GOOD_SUMMARY} if q.task == "summary" else {}
+    perfect = all(value >= enough.get(name, 1.0) for name, value in terms.items())
     return terms | {"bonus": bonus if perfect else 0.0}
 
 
@@ -658,7 +672,12 @@ REWARDS |= {
     "when_to_search_stage1": _less_left_out(when_to_search_stage1),
     "when_to_search_stage2": _less_left_out(when_to_search_stage2),
     "when_to_search_unified": _less_left_out(when_to_search_unified),
-    "arena": lambda t, s, step, e: arena(t, s.bonus, s.relevance_reward),
+    "arena": lambda t, s, step, e: arena(
+        t, s.answer_metric, e.correct, s.bonus, s.relevance_reward
+    ),
+    "arena_code": lambda t, s, step, e: arena(
+        t, s.answer_metric, e.correct, s.bonus, s.relevance_reward, "space"
+    ),
 }
 # Of other models: a judge's grade or verdict, a reader, an embedder. Of questions: options,
 # supporting references, open answers. Of settings: a price of a search that is not too high.
@@ -670,7 +689,8 @@ NEEDS = {
     "when_to_search_stage1": {"verdict", "embedder", "open", "price"},
     "when_to_search_stage2": {"verdict", "embedder", "open", "price"},
     "when_to_search_unified": {"verdict", "embedder", "open"},
-    "arena": {"supporting"},
+    "arena": {"verdict", "supporting"},
+    "arena_code": {"verdict", "supporting"},
 }
 
 
@@ -714,12 +734,10 @@ def check_reward(settings) -> None:
 
 def check_questions(questions: list[Question], settings) -> list[Question]:
     """The questions, or an InputError that names the first one without what is read of it."""
-    needed, protocol = needs(settings), as_protocol(settings.protocol)
+    needed = needs(settings)
     for question in questions:
         lacks = ""
-        if protocol.references_in_prompt and not question.references:
-            lacks = "has no references, which the prompt of the --protocol shows"
-        elif "supporting" in needed and not question.supporting:
+        if "supporting" in needed and not question.supporting:
             lacks = "names no supporting reference: add `supporting`, or --relevance_reward false"
         elif "options" in needed and not question.options:
             lacks = "has no options, which the --reward is for: use --reward ur2_stage2"

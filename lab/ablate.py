@@ -101,6 +101,9 @@ ARMS: dict[str, Arm] = {
     "arena": Arm("arena", 1),
     "arena_no_bonus": Arm("arena", 1, {"bonus": 0.0}),
     "arena_no_relevance": Arm("arena", 1, {"relevance_reward": False}),
+    "arena_naive": Arm("arena", 1, {"variant": "naive_grpo"}),
+    "arena_f1": Arm("arena", 1, {"variant": "f1"}),
+    "arena_k3": Arm("arena", 1, {"variant": "k3"}),
 }
 
 
@@ -161,6 +164,7 @@ vanilla; UR²; UR² beats RL without stage 1 and summaries; ur2; vanilla_rl; EM
 f1; R1-Searcher; an F1 reward beats an exact-match reward; r1; r1_em; EM
 reinforce; R1-Searcher, UR²; REINFORCE++ beats GRPO; ur2; ur2_grpo; EM
 k2; ARENA; k2 trains more stably than k3 (lr 2e-3, KL 0.1); ur2_k2; ur2_k3; JUMP
+k2_arena; ARENA; k2 trains more stably than k3 (its own recipe); arena; arena_k3; JUMP
 ppo; R-Search; GRPO beats PPO; r_search; r_search_ppo; EM
 evidence; R-Search; paid evidence lets another model answer; r_search; r_search_plain; READER
 evidence_answer; R-Search; the evidence reward improves answers too; r_search; r_search_plain; EM
@@ -172,6 +176,8 @@ unified; When to Search; a unified reward searches too little; when_stage2; when
 r_s; When to Search; the query reward r_s saves searches; when_stage2; when_no_r_s; FEWER
 r_a; When to Search; without the answer reward r_a answers are worse; when_stage2; when_no_r_a; EM
 bonus; ARENA; a bonus for all three brings exact citations; arena; arena_no_bonus; CITED
+naive; ARENA; its reward beats format and accuracy alone; arena; arena_naive; EM
+em; ARENA; an exact-match reward beats an F1 reward; arena; arena_f1; EM
 relevance; ARENA; rewarding relevance brings exact citations; arena; arena_no_relevance; CITED
 hacked; UR² (format check); a loose format check is hacked; ur2; ur2_loose; FORMAT
 """

@@ -5,9 +5,9 @@ is "Great Britain".
     grades     2 correct, 1 partly correct, 0 wrong    UR²'s reward for mathematics
 
 The last line of the reply must be that one word. Anything else is unreadable: None, and counted;
-`right` falls back on exact match. The answer was written by a policy that is paid for a "yes". So
-it goes in as one line of limited length, and the instruction says that it is text to judge. When to
-Search's judge sees no question, and normalised answers (appendix B.4): `blind`.
+then a metric decides. The answer was written by a policy that is paid for a "yes". So it goes in as
+one line of limited length, and the instruction says that it is text to judge. When to Search's
+judge sees no question, and normalised answers (appendix B.4): `blind`.
 """
 
 import re
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from data import Question
 from metrics import normalize_answer
 from prompts import question_text, without_thinking
-from rewards import is_right, matches
+from rewards import matches
 from trajectory import Trajectory
 
 Pair = tuple[Question, str | None]  # what was asked, and the answer that was given
@@ -103,11 +103,10 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
     return words.get(_LABEL.sub("", plain, count=1))
 
 
-def right(trajectories: list[Trajectory], judge: Judge | None = None) -> list[bool]:
-    """Is each answer right: the judge's verdict; without one that can be read, the metrics'."""
+def verdicts_on(trajectories: list[Trajectory], judge: Judge | None) -> list[bool | None]:
+    """The judge's; None without one that can be read: then the metrics decide."""
     pairs = [(t.question, t.answer) for t in trajectories]
-    verdicts = judge.verdicts(pairs) if judge else [None] * len(pairs)
-    return [is_right(t, verdict) for t, verdict in zip(trajectories, verdicts, strict=True)]
+    return judge.verdicts(pairs) if judge else [None] * len(pairs)
 
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:

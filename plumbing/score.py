@@ -7,13 +7,13 @@ the first rollout.
 from data import Document, Question
 from errors import InputError
 from metrics import score_answer
-from other_models.judge import Judge, math_grader, right
+from other_models.judge import Judge, math_grader, verdicts_on
 from other_models.llm import LLM, LocalLLM, load_llm
 from other_models.reader import answer_from_evidence, reader_answers
 from papers import paper_of
 from plumbing.files import instructions
 from retrievers.dense import Encoder
-from rewards import REWARDS, Extras, needs, tfidf_embedder
+from rewards import REWARDS, Extras, is_right, needs, tfidf_embedder
 from settings import Settings
 from trajectory import Trajectory
 from world.toy import load_reader
@@ -41,7 +41,8 @@ class Scorer:
 
     def __call__(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict], list[bool]]:
         """(components of each reward, whether each answer is right)."""
-        correct = right(trajectories, self.judge if self.asks else None)
+        verdicts = verdicts_on(trajectories, self.judge if self.asks else None)
+        correct = [is_right(t, said) for t, said in zip(trajectories, verdicts, strict=True)]
         read = [""] * len(trajectories)
         if self.reader:
             # Evidence without a search was made up: nobody is asked about it.
@@ -51,8 +52,8 @@ class Scorer:
         grade = math_grader(trajectories, self.judge) if graded else None
         reward, components = REWARDS[self.settings.reward], []
         embed = tfidf_embedder(asked_and_found(trajectories)) if self.learns else self.embed
-        for t, is_right, answer in zip(trajectories, correct, read, strict=True):
-            extras = Extras(is_right, answer, embed, grade)
+        for t, said, answer in zip(trajectories, verdicts, read, strict=True):
+            extras = Extras(said, answer, embed, grade)
             components.append(reward(t, self.settings, step, extras))
         return components, correct
 

@@ -12,9 +12,9 @@ from other_models.judge import (
     math_grader,
     pair_text,
     read_verdict,
-    right,
+    verdicts_on,
 )
-from rewards import matches, ur2_stage2
+from rewards import is_right, matches, ur2_stage2
 from trajectory import trajectory_from_text
 
 ISLES = Question("q", "Where was Ana Bell born?", ["Great Britain", "United Kingdom"])
@@ -112,6 +112,11 @@ def test_a_grade_asks_for_another_verdict_and_no_answer_is_worth_nothing():
 
 
 # ----------------------------------------------------------------------------------- right or wrong
+
+
+def right(trajectories, judge=None) -> list[bool]:
+    verdicts = verdicts_on(trajectories, judge)
+    return [is_right(t, said) for t, said in zip(trajectories, verdicts, strict=True)]
 
 
 def test_right_is_the_judge_s_verdict_even_against_the_metric():

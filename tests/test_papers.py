@@ -12,6 +12,7 @@ import pytest
 
 import papers
 from errors import InputError
+from metrics import PUNCTUATION
 from papers import PAPERS, RECIPES, paper_of
 from prompts import PROTOCOLS
 from rewards import example
@@ -56,7 +57,8 @@ NUMBERS = {
     ("arena", 1): """
         algorithm grpo   kl_estimator k2   group_size 7   questions_per_step 256
         trajectories_per_update 1792   lr 3e-6   kl_coef 0.04   temperature 0.9   max_searches 0
-        max_turn_tokens 256   steps 95   bonus 10""",
+        max_turn_tokens 256   steps 95   bonus 10   answer_metric em   clip_low 0.2
+        clip_high 0.2""",
 }
 NUMBERS["ur2", 2] = NUMBERS["ur2", 1].removesuffix("steps 10")  # two epochs at most
 NUMBERS["vanilla_rl", 1] = NUMBERS["ur2", 2].replace("search 10", "search 5") + " reward ur2_stage2"
@@ -80,6 +82,23 @@ def test_the_papers_numbers_stand_in_their_records_and_in_the_table(name, stage)
         assert same(value, number), setting
         cell = shown.get(setting, "·")  # "·", or a column that is not there: the default
         assert same(value, str(getattr(Settings(), setting)) if cell == "·" else cell), setting
+
+
+ARENA = {  # variant -> what it sets otherwise: section 5.3, figure 3; appendices D.3 and H.2
+    "naive_grpo": {"relevance_reward": False, "bonus": 0, "kl_estimator": "k3"},
+    "k3": {"kl_estimator": "k3"},
+    "no_bonus": {"bonus": 0},
+    "f1": {"answer_metric": "f1"},
+    "judge": {"judge": "https://api.openai.com/v1#gpt-4o-2024-11-20"},
+    "summaries": {"protocol": "arena_summary", "steps": 20},  # ceil(5000 / 256)
+}
+
+
+def test_arenas_variants_differ_from_it_in_what_the_paper_says_and_in_nothing_else():
+    assert set(PAPERS["arena"].variants) == set(ARENA)
+    for name, changes in ARENA.items():
+        found = resolve("arena", 1, tiny=False, given={"variant": name})
+        assert found == dataclasses.replace(resolve("arena", 1, False), variant=name, **changes)
 
 
 def test_the_two_stages_of_when_to_search_are_its_500_steps():
@@ -142,7 +161,7 @@ def test_a_variant_differs_from_its_paper_in_what_it_is_named_for(name, variant,
 def test_a_record_is_whole(name):
     paper, fields = PAPERS[name], {f.name for f in dataclasses.fields(Settings)}
     assert set(paper.tiny) == set(paper.stages) and paper.source
-    assert set(paper.decoding) <= fields and paper.punctuation in ("space", "delete")
+    assert set(paper.decoding) <= fields and paper.punctuation in PUNCTUATION
     assert set(paper.world.kinds) <= set(KINDS)
     for stage in paper.stages:
         small = resolve(name, stage, tiny=True)
@@ -189,7 +208,7 @@ PROTOCOLS["librarian"] = Protocol(
 PAID = '''
 def librarian(trajectory: Trajectory) -> dict[str, float]:
     """R = EM(answer, gold) (an invented paper)."""
-    return {"answer": exact_match(trajectory.answer, trajectory.question.answers)}
+    return {"answer": score_answer(trajectory.answer, trajectory.question.answers)["em"]}
 
 
 '''

@@ -61,7 +61,8 @@ def ur2(text, question=QA, fallbacks=(), may_search=True):
 
 def ar(text, supporting=(1, 4), gold="June 16, 1874", **fields):
     question = Question("1", "When?", [gold], supporting=supporting, **fields)
-    return trajectory_from_text(question, text, "arena")
+    protocol = "arena_summary" if question.task == "summary" else "arena"
+    return trajectory_from_text(question, text, protocol)
 
 
 def search(query="Ana Bell birthplace", found="Ana Bell was born in Kelmouth, Norland."):
@@ -436,15 +437,17 @@ def test_search_r1_pays_exact_match_and_nothing_else():
     assert search_r1(example("search_r1", searches=0)) == search_r1(example("search_r1"))
 
 
-def test_r_search_and_when_to_search_remove_punctuation_and_arena_makes_it_a_blank():
+def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_underscores():
     # "Spider-Man" is "spiderman" where it is removed and "spider man" where it becomes a blank
     spider, answer = Question("1", "?", ["Spider-Man"]), "<answer> spiderman </answer>"
     found = r_search(rs(observed() + EVIDENCE + answer, spider), "SpiderMan")
     assert (found["answer"], found["evidence"]) == (1.0, 1.0)
     assert r_search(rs("<answer> spider man </answer>", spider))["answer"] == 0.0
     assert when_to_search_stage1(when(THINK + answer, spider))["answer"] == 1.0
-    assert arena(ar(sections(answer="spider man"), gold="Spider-Man"))["answer"] == 1.0
-    assert arena(ar(sections(answer="spiderman"), gold="Spider-Man"))["answer"] == 0.0
+    for answer, paper, code in (("spider man", 0, 1), ("spiderman", 1, 0), ("Spider_Man", 0, 1)):
+        told = ar(sections(answer=answer), gold="Spider-Man")
+        found = [score(told, reward)["answer"] for reward in ("arena", "arena_code")]
+        assert found == [paper, code]
 
 
 def test_evidence_support_is_the_share_of_its_words_that_were_read():
@@ -669,14 +672,35 @@ def test_invented_words_do_not_make_a_repeated_query_another_one():
 def test_arena_pays_three_terms_and_a_bonus_for_all():
     assert arena(ar(sections())) == {"format": 1.0, "answer": 1.0, "relevance": 1.0, "bonus": 10.0}
     assert total(arena(ar(sections()), bonus=0.0)) == 3
-    assert total(arena(ar(sections("[4]")))) == 2.5
-    assert total(arena(ar(sections("[4]", answer="1873")))) == 1.5
-    assert total(arena(ar(sections("[2]", answer="1873")))) == 1
     assert total(arena(ar("June 16, 1874"))) == 0
+    # Naive-GRPO (4.3): format and accuracy, no bonus
+    assert total(arena(ar(sections("[2]")), bonus=0.0, relevance_reward=False)) == 2
     # without the relevance term the bonus asks for the other two
     rest = {"format": 1.0, "answer": 1.0, "bonus": 10.0}
     assert arena(ar(sections("[2]")), relevance_reward=False) == rest
     assert total(arena(ar(sections("[1, 4]", answer="1873")), relevance_reward=False)) == 1
+
+
+# The gold numbers are 1 and 4: all of them 1, some 0.5, none 0.
+CITATIONS = {"[2]": 0, "[1, 2, 3, 4]": 0.5, "[4, 1]": 1}
+# "June 16": 2 of 3 words, P = 1 and R = 2/3, F1 = 0.8; cover-EM asks for all three
+ANSWERS = {"June 16": (0, 0.8, 0), "June 16, 1874": (1, 1, 1), "on June 16, 1874": (0, 6 / 7, 1)}
+
+
+@pytest.mark.parametrize("number, metric", enumerate(("em", "f1", "cem")))
+@pytest.mark.parametrize("in_format", [True, False])
+@pytest.mark.parametrize("cited", CITATIONS)
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_every_sum_of_arenas_terms_by_hand(answer, cited, in_format, number, metric):
+    # R = R_format + R_accuracy + R_relevance + R_bonus (3.3): 13 only if the three are 1
+    told = ar(sections(cited, answer=answer) + ("" if in_format else " done"))
+    terms = [in_format, ANSWERS[answer][number], CITATIONS[cited]]
+    expected = sum(terms) + 10 * (terms == [1, 1, 1])
+    assert total(score(told, "arena", answer_metric=metric)) == expected
+    for verdict in (True, False):  # a judge's goes before the metric
+        terms[1] = verdict
+        expected = sum(terms) + 10 * (terms == [1, 1, 1])
+        assert total(score(told, "arena", extras=Extras(correct=verdict))) == expected
 
 
 @pytest.mark.parametrize(
@@ -736,13 +760,17 @@ def test_arena_scores_show_how_exact_the_cited_set_is():
     assert scores("none") == scores("none", supporting=()) == [0.0, 0.0, 0.0]
 
 
-def test_a_summary_earns_its_mean_rouge():
-    summary = sections(answer="The cat sat down.")
-    # words 3/4, pairs 1/3, subsequence 3/4: (0.75 + 0.3333 + 0.75) / 3 = 0.6111; no bonus below 1
-    trajectory = ar(summary, gold="the cat lay down", task="summary")
-    expected = {"format": 1.0, "answer": 11 / 18, "relevance": 1.0, "bonus": 0.0}
-    assert arena(trajectory) == pytest.approx(expected)
-    assert total(arena(ar(summary, gold="The cat sat down", task="summary"))) == 13
+def test_a_summary_earns_its_mean_rouge_and_from_a_fifth_on_the_bonus():
+    def paid(text, **cited):
+        told = sections(**cited, answer=text).replace("answer>", "summary>")
+        return list(arena(ar(told, gold="the cat lay down", task="summary")).values())
+
+    # words 3/4, pairs 1/3, subsequence 3/4: (0.75 + 0.3333 + 0.75) / 3 = 0.6111
+    assert paid("The cat sat down.") == pytest.approx([1, 11 / 18, 1, 10])
+    # one word of 5 and 4: 2/9, no pair, 2/9: 0.1481, less than a fifth
+    assert paid("A fox ran the mile.") == pytest.approx([1, 4 / 27, 1, 0])
+    assert paid("The cat sat down.", ids="[1]") == pytest.approx([1, 11 / 18, 0.5, 0])
+    assert value(arena(ar(sections(), task="summary"))) == 1  # <answer> is not its tag
 
 
 # ------------------------------------------------------------------------------------------ by name
@@ -812,7 +840,8 @@ def test_what_a_reward_needs_can_be_switched_off():
     assert {"verdict", "embedder"} <= needs(given(reward="when_to_search_stage1"))
     assert "reader" in needs(given(reward="r_search"))
     assert "reader" not in needs(given(reward="r_search", evidence_reward=False))
-    assert needs(given(reward="arena", relevance_reward=False)) == set()
+    assert needs(given(reward="arena")) == {"supporting", "verdict"}
+    assert needs(given(reward="arena", relevance_reward=False)) == {"verdict"}
 
 
 @pytest.mark.parametrize(
@@ -861,8 +890,8 @@ LETTERED = {"task": "choice", "options": ("elm", "oak")}
 @pytest.mark.parametrize(
     ("reward", "question", "said"),
     [
-        ("arena", {}, "has no references"),
         ("arena", {"references": REFERENCES}, "names no supporting reference.*`supporting`"),
+        ("arena_code", {}, "names no supporting reference.*--relevance_reward false"),
         ("ur2_choice", {}, "has no options"),
         ("ur2_choice", {"task": "choice"}, "has no options"),
         ("r_search", LETTERED, "is multiple choice"),
@@ -1096,7 +1125,7 @@ def golden(index, row):
         question = Question(str(index), settings["question"], golds)
         return r_search(rs(text, question), settings["cross_model_answer"])
     if row["system"] == "arena":
-        return arena(ar(text, tuple(settings["supporting"]), golds[0]))
+        return arena(ar(text, tuple(settings["supporting"]), golds[0]), punctuation="space")
     trajectory = r1(text, Question(str(index), "?", [golds]))
     if settings["stage"] == "llama1":
         return r1_searcher_stage1(trajectory, answer_metric="cem")

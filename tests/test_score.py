@@ -95,6 +95,19 @@ def test_the_judge_is_asked_only_where_right_and_wrong_are_asked_for(monkeypatch
     assert components[0]["answer"] == 0  # but UR²'s reward has its own metric
 
 
+@pytest.mark.parametrize(
+    "reply, answers", [("yes", [1, 1]), ("no", [0, 0]), ("I cannot say", [1, 2 / 3])]
+)
+def test_arena_s_accuracy_is_the_verdict_of_a_judge_and_without_one_the_metric(
+    reply, answers, monkeypatch
+):
+    # unreadable: the metric, here F1; "Norland, Kelmouth" for "Norland": P = 1/2, R = 1
+    rows = [example("arena"), example("arena", "Norland, Kelmouth")]
+    components, _, batches = judged(monkeypatch, reply, rows, "arena", answer_metric="f1")
+    assert [c["answer"] for c in components] == pytest.approx(answers) and len(batches[0]) == 2
+    assert [c["bonus"] for c in components] == [10 * (answer == 1) for answer in answers]
+
+
 def test_the_share_of_unreadable_verdicts_is_told(monkeypatch):
     replies = iter(["yes", "perhaps", "no", "perhaps"])
     judge = Model(lambda text: next(replies))
@@ -151,12 +164,22 @@ def test_answers_are_scored_by_their_task(text, question, em, f1, cem):
     assert scorer_of("ur2")([trajectory], 0)[1] == [bool(em)]
 
 
-@pytest.mark.parametrize("protocol, same", [("r_search", "AnaBell"), ("arena", "Ana Bell")])
+@pytest.mark.parametrize(
+    "protocol, same",
+    [
+        ("r_search", "AnaBell AnaBell"),  # "-" and "_" go
+        ("r1_searcher", "Ana Bell Ana Bell"),  # both are a blank
+        ("arena", "AnaBell Ana Bell"),  # "-" goes, "_" is a blank
+    ],
+)
 def test_punctuation_is_deleted_where_the_paper_s_scorer_deletes_it(protocol, same):
-    for gold in ("AnaBell", "Ana Bell"):
+    for gold in ("AnaBell AnaBell", "Ana Bell Ana Bell", "AnaBell Ana Bell"):
         question = Question("q", "?", [gold])
-        trajectory = trajectory_from_text(question, "<answer> Ana-Bell </answer>", protocol)
+        told = "<answer> Ana-Bell Ana_Bell </answer>"
+        trajectory = trajectory_from_text(question, told, protocol)
         assert answer_scores(trajectory)["em"] == (gold == same)
+        if protocol == "arena":  # the reward and the evaluation agree
+            assert scorer_of("arena")([trajectory], 0)[0][0]["answer"] == (gold == same)
 
 
 # --------------------------------------------------------------------- records of an evaluation
