@@ -9,7 +9,14 @@ import shutil
 import torch
 
 from errors import InputError
-from plumbing.files import Run, checkpoints, saved_settings, settings_text, starting_model
+from plumbing.files import (
+    Run,
+    best_checkpoint,
+    checkpoints,
+    saved_settings,
+    settings_text,
+    starting_model,
+)
 from policy import save_policy
 from scale.lora import load_lora, lora_state
 from scale.shards import in_parts, load_moments, load_weights, whole_moments, whole_weights
@@ -31,9 +38,10 @@ def save(run: Run, parts: Parts, step: int) -> None:
         return
     text, tokenizer = settings_text(run.settings), parts.environment.tokenizer
     save_policy(parts.policy, tokenizer, path, state, text, weights)
-    keep = run.settings.keep_checkpoints
+    keep, best = run.settings.keep_checkpoints, best_checkpoint(run.folder)
     for old in checkpoints(run.folder)[:-keep] if keep else []:
-        shutil.rmtree(old)
+        if old != best:
+            shutil.rmtree(old)
 
 
 def resume(run: Run, parts: Parts) -> int:

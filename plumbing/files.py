@@ -38,6 +38,14 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("checkpoint-*[0-9]"))
 
 
+def best_checkpoint(folder: Path) -> Path:
+    """The first with the best held-out answers, which is kept; without --eval_every the last."""
+    rows = finished_records(folder / "metrics.jsonl", cut=False)
+    last = checkpoints(folder)[-1]
+    scores = {row["step"] + 1: row["eval/em"] for row in rows if "eval/em" in row}
+    return folder / f"checkpoint-{max(scores, key=scores.get):06d}" if scores else last
+
+
 def starting_model(settings: Settings) -> tuple[str, str]:
     """(where the weights come from, what to say about it): with --resume the run's last
     checkpoint; else --start_from; in stage 2 stage 1's last; --model; "" is the built-in model.
@@ -126,7 +134,8 @@ class Run:
         return [f"hint: for {PATIENCE} steps {cause} (samples.txt shows some)" for cause in due]
 
     def saves(self, step: int) -> bool:
-        return step + 1 == self.settings.steps or (step + 1) % self.settings.save_every == 0
+        done, s = step + 1, self.settings
+        return 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
 
     def check_finite(
         self, result: dict, step: int, part: Batch, trajectories: list[Trajectory]
@@ -149,7 +158,9 @@ class Run:
 
 
 PATIENCE = 3  # steps in a row
-SHOWN = "reward em searched searches fallbacks model_tokens frac_reward_zero_std grad_norm".split()
+SHOWN = """
+reward em eval/em searched searches fallbacks model_tokens frac_reward_zero_std grad_norm
+""".split()
 
 
 def causes(r: dict, s: Settings) -> Iterator[str]:

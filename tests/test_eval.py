@@ -33,7 +33,10 @@ from trajectory import trajectory_from_text
 from world.world import KINDS, World
 
 HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"
-COLUMNS = ("em", "f1", "cem", "searched", "searches", "fallbacks", "format")  # of all that search
+ANSWER_SCORES = ("em", "f1", "cem")
+# of all that search
+COLUMNS = (*ANSWER_SCORES, "searched", "searches", "successful", "repeated", "queries", "refused")
+COLUMNS += ("fallbacks", "format")
 OPTIONS = evaluation.Options(questions=3)
 
 
