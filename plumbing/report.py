@@ -167,7 +167,7 @@ def report(records: list[dict], others: list[dict], as_markdown: bool, json_file
         whole["right"] = {row: ways[row][column] for row in ways if column in ways[row]}
         lines = [[f"{column} is 1", *row] for row in whole["right"].values()][:1]
         lines += [[row, *map(str, found.values())] for row, found in whole["right"].items()]
-        print("\n" + written(lines, as_markdown, 5) if lines else "")
+        print("\n" + written(lines, as_markdown, 1) if lines else "")
     if json_file:
         Path(json_file).parent.mkdir(parents=True, exist_ok=True)
         Path(json_file).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
