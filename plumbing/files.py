@@ -6,6 +6,7 @@ Ctrl-C is safe at any moment: a line of metrics is written whole, a checkpoint a
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,11 +40,20 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def best_checkpoint(folder: Path) -> Path:
-    """The first with the best held-out answers, which is kept; without --eval_every the last."""
+    """The first with the best held-out answers; without --eval_every the last."""
     rows = finished_records(folder / "metrics.jsonl", cut=False)
-    last = checkpoints(folder)[-1]
     scores = {row["step"] + 1: row["eval/em"] for row in rows if "eval/em" in row}
-    return folder / f"checkpoint-{max(scores, key=scores.get):06d}" if scores else last
+    if not scores:
+        return checkpoints(folder)[-1]
+    return folder / f"checkpoint-{max(scores, key=scores.get):06d}"
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Only the last ones stay, and the best; 0 keeps all."""
+    best = best_checkpoint(folder)
+    for old in checkpoints(folder)[:-keep] if keep else []:
+        if old != best:
+            shutil.rmtree(old)
 
 
 def starting_model(settings: Settings) -> tuple[str, str]:

@@ -54,7 +54,9 @@ def token_numbers(t: Trajectory, tokenizer) -> dict[str, float]:
     in their place, and the mean of the ratios: of 10 to 5 and 90 to 10 (2 + 9) / 2 = 5.5. The ratio
     of their means is 100 / 15 = 6.67 (UR² appendix B.6: 11,346 / 761 = 14.91).
     """
-    numbers, ratios = {"written": float(sum(t.response_mask)), "retrieved": 0.0, "shown": 0.0}, []
+    numbers, ratios = {"written": float(sum(t.response_mask))}, []
+    if t.protocol.query_tags:
+        numbers |= {"retrieved": 0.0, "shown": 0.0}
     for search in successful(t):
         found = len(encode(tokenizer, "\n".join(number_documents(search.documents))))
         shown = len(encode(tokenizer, search.text))
