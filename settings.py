@@ -146,11 +146,9 @@ def _check_training(settings: Settings) -> None:
     if settings.group_size == 1 and settings.algorithm not in ("reinforce_pp", "ppo"):
         why = "compares the trajectories of one question; it needs at least 2"
         raise InputError(f"--group_size 1: {settings.algorithm} {why}")
-    if settings.eval_every > settings.steps:
-        raise InputError(
-            f"--eval_every {settings.eval_every}: of {settings.steps} steps: give less"
-        )
-    if settings.eval_questions != RunSettings.eval_questions and not settings.eval_every:
+    if (every := settings.eval_every) > settings.steps:
+        raise InputError(f"--eval_every {every}: the run has {settings.steps} steps: give fewer")
+    if settings.eval_questions != RunSettings.eval_questions and not every:
         raise InputError("--eval_questions are held out for --eval_every N: give both, or none")
     _check_8bit(settings)
     check_reward(settings)

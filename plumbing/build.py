@@ -76,7 +76,7 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
     if not protocol.references_in_prompt:
         raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
     retriever = make_retriever(documents, settings, settings.seed, settings.timeout)
-    given = [questions] if hasattr(retriever, "needs_questions") else []  # the oracle
+    given = [questions] if getattr(retriever, "needs_questions", False) else []  # the oracle
     asked, k = [question.question for question in questions], settings.documents_per_search
     for question, found in zip(questions, retriever.search(asked, k, *given), strict=True):
         if found is None:
