@@ -32,6 +32,7 @@ class PromptSettings:
     protocol: str = setting("ur2", "tags and prompt", one_of=PROTOCOLS)
     prompt_file: str = setting("", "a text file whose content replaces the protocol's instruction")
     retrieval: bool = setting(True, "False: UR²'s prompt without retrieval")
+    direct_tasks: str = setting("", "these are asked with it, as math,choice", only="papers")
 
 
 @dataclass(frozen=True)
