@@ -684,8 +684,10 @@ def check_questions(questions: list[Question], settings) -> list[Question]:
     needed, protocol = needs(settings), as_protocol(settings.protocol)
     searching = [question for question in questions if question.may_search]
     if "searching" in needed and not searching:
-        why = "it pays for searches, and no question may search: use stage 2"
-        raise InputError(f"--reward {settings.reward}: {why}")
+        raise InputError(
+            f"--reward {settings.reward} pays for searches, and no question may search: take other"
+            " --data, or stage 2"
+        )
     for question in questions:
         lacks = ""
         if protocol.references_in_prompt and not question.references:
