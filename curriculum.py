@@ -54,6 +54,7 @@ class CurriculumSettings:
 # -------------------------------------------------------------------------------------- difficulty
 EDGES = {"easy": 0.8, "medium": 0.5, "hard": 0.2}  # a bucket begins at this mean score
 LEVELS = {"easy": "easy", "medium": "medium", "hard": "hard", "very_hard": "dropped"}  # UR²'s files
+TASKS = {"", "qa", "math", "choice", "summary"}
 HARDEST_FIRST = {"hard": 0, "dropped": 0, "medium": 1, "easy": 2}
 
 
@@ -127,12 +128,14 @@ def exact_counts(total: int, weights: Weights) -> Counts:
     >>> exact_counts(16, {"a": 3, "b": 4, "c": 1})
     {'a': 6, 'b': 8, 'c': 2}
     """
-    shares, counts, whole = {}, {}, sum(weights.values())
+    shares, counts = {}, {}
+    whole = sum(weights.values()) or 1.0
     for name, weight in weights.items():
         shares[name] = round(total * weight / whole, 9)
         counts[name] = int(shares[name])
     by_remainder = sorted(shares, key=lambda name: counts[name] - shares[name])
-    for name in by_remainder[: total - sum(counts.values())]:
+    left = total - sum(counts.values())
+    for name in by_remainder[:left]:
         counts[name] += 1
     return counts
 
@@ -163,6 +166,9 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
     for name, share in (buckets or {"": 1.0}).items():
         scope, _, level = name.rpartition(":")
         scopes[scope][level] = share
+    kinds = {question.kind for question in questions}
+    for scope in scopes.keys() - kinds - TASKS:
+        raise InputError(f"--buckets {scope}: no task, and no kind of the data")
     pools = defaultdict(list)
     sizes = Counter()  # of groups: kinds, or what has buckets of its own
     splits = {kind: {"": 1.0} for kind in mix}  # group -> bucket -> share
@@ -183,7 +189,7 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
         whole = (mix or sizes).get(group, 0.0)
         for level, share in split.items():
             name = f"{group}:{level}".strip(":")
-            part = share / sum(split.values())
+            part = share / max(sum(split.values()), 1e-9)
             weights[name] = whole * part
     return pools, weights
 
