@@ -1,8 +1,8 @@
 """Which questions come next, and which of them may search (UR² section 3.3, appendix C.2).
 
-A stream deals questions in fixed shares per kind (`mix`) or per difficulty (`buckets`), each in its
-own shuffled order, epoch after epoch. What step s of seed S deals depends on nothing else, so a
-resumed run sees what the unbroken one would have seen.
+A stream deals questions in fixed shares per kind (`mix`), per difficulty (`buckets`) or per both,
+each in its own shuffled order, epoch after epoch. What step s of seed S deals depends on nothing
+else, so a resumed run sees what the unbroken one would have seen.
 
     counts_k = largest remainder of n · weight_k / Σ weights     16 at 3 : 4 : 1 -> 6, 8, 2
 
@@ -11,11 +11,12 @@ Difficulty is measured once, with the model as it is before training: s = mean s
 
     easy 0.8 ≤ s ≤ 1    medium 0.5 ≤ s < 0.8    hard 0.2 ≤ s < 0.5    dropped below
 
-A step then holds hard : medium : easy = 7 : 2 : 1. Dropped questions are dealt only where `buckets`
-names them, since groups that fail as a whole teach nothing; UR²'s stage 1 for math trains on
-exactly those ("dropped=1").
-Task mixing: open questions may always search, math only if hard, of multiple choice as many hard
-ones as make half of what is dealt, drawn by seed and question id.
+A step then holds hard : medium : easy = 7 : 2 : 1. A task or kind may have shares of its own, as
+math has 1 : 1 : 1 in UR² (C.5): "math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1".
+Dropped questions are dealt only where `buckets` names them, since groups that fail as a whole teach
+nothing; UR²'s stage 1 trains on exactly those of math ("math:dropped=1", C.7).
+Task mixing: open questions may always search, math only if hard, of multiple choice half of what is
+dealt, the hard ones first (UR² section 3.3, C.2), drawn by seed and question id.
 Left out: buckets that are measured again while training.
 """
 
@@ -43,14 +44,18 @@ class CurriculumSettings:
         "", 'shares of the kinds in every step, "kind=weight,..."; "" = as they come'
     )
     difficulty: str = setting("", 'JSONL of lab.difficulty, or "level": the records\' own levels')
-    buckets: str = setting("", 'with --difficulty: shares, as "hard=7,medium=2,easy=1"')
-    task_mixing: bool = setting(False, "math searches only if hard, choice by half (--difficulty)")
+    buckets: str = setting(
+        "", 'with --difficulty: shares, as "hard=7,easy=1"; of a task or kind: "math:hard=1,..."'
+    )
+    task_mixing: bool = setting(False, "math searches only if hard (--difficulty), choice by half")
+    math_searches: str = setting("hard,dropped", "task mixing: these buckets", only="papers")
 
 
 # -------------------------------------------------------------------------------------- difficulty
 EDGES = {"easy": 0.8, "medium": 0.5, "hard": 0.2}  # a bucket begins at this mean score
 LEVELS = {"easy": "easy", "medium": "medium", "hard": "hard", "very_hard": "dropped"}  # UR²'s files
-HARD = ("hard", "dropped")
+TASKS = {"", "qa", "math", "choice", "summary"}
+HARDEST_FIRST = {"hard": 0, "dropped": 0, "medium": 1, "easy": 2}
 
 
 def bucket(score: float) -> str:
@@ -123,12 +128,14 @@ def exact_counts(total: int, weights: Weights) -> Counts:
     >>> exact_counts(16, {"a": 3, "b": 4, "c": 1})
     {'a': 6, 'b': 8, 'c': 2}
     """
-    shares, counts, whole = {}, {}, sum(weights.values())
+    shares, counts = {}, {}
+    whole = sum(weights.values()) or 1.0
     for name, weight in weights.items():
-        shares[name] = total * weight / whole
+        shares[name] = round(total * weight / whole, 9)
         counts[name] = int(shares[name])
     by_remainder = sorted(shares, key=lambda name: counts[name] - shares[name])
-    for name in by_remainder[: total - sum(counts.values())]:
+    left = total - sum(counts.values())
+    for name in by_remainder[:left]:
         counts[name] += 1
     return counts
 
@@ -148,9 +155,50 @@ def parse_shares(text: str, flag: str) -> Weights:
     return weights
 
 
+def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dict, Weights]:
+    """(the questions by pool, such as "one_hop", "hard" or "math:hard", what each pool weighs).
+
+    Kinds weigh what `mix` says. Without it a task or kind with buckets of its own weighs as many
+    questions as it has, and so do all others together. Worked: 30 of math, 60 others, the module's
+    shares: math:hard, :medium, :easy 10 each; of the 60 by 7 : 2 : 1 hard 42, medium 12, easy 6.
+    """
+    scopes = defaultdict(dict)  # task or kind -> bucket -> share
+    for name, share in (buckets or {"": 1.0}).items():
+        scope, _, level = name.rpartition(":")
+        scopes[scope][level] = share
+    kinds = {question.kind for question in questions}
+    for scope in scopes.keys() - kinds - TASKS:
+        raise InputError(f"--buckets {scope}: no task, and no kind of the data")
+    pools = defaultdict(list)
+    sizes = Counter()  # of groups: kinds, or what has buckets of its own
+    splits = {kind: {"": 1.0} for kind in mix}  # group -> bucket -> share
+    for question in questions:
+        scope = question.kind
+        if scope not in scopes:
+            scope = question.task
+        if scope not in scopes:
+            scope = ""
+        group = question.kind if mix else scope
+        sizes[group] += 1
+        if scopes[scope]:
+            splits[group] = scopes[scope]
+        level = question.level if buckets else ""
+        pools[f"{group}:{level}".strip(":")].append(question)
+    weights = {}
+    for group, split in splits.items():
+        whole = (mix or sizes).get(group, 0.0)
+        for level, share in split.items():
+            name = f"{group}:{level}".strip(":")
+            part = share / max(sum(split.values()), 1e-9)
+            weights[name] = whole * part
+    return pools, weights
+
+
 def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, flag: str) -> None:
     """Each kind must be there; of a bucket a step takes one question or more, and none twice."""
     known = ", ".join(pools)
+    if not any(shares.values()):
+        raise InputError(f"{flag}: none of these shares is of what the data has: {known}")
     for name, weight in shares.items():
         count = counts[name]
         size = len(pools.get(name, ()))
@@ -163,61 +211,53 @@ def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, fl
 
 
 # ------------------------------------------------------------------------------------- task mixing
-def may_search(question: Question, drawn: frozenset[str]) -> bool:
-    """Open questions always; math in the bucket hard (or harder); multiple choice if drawn. The
-    question's bucket is its `level`.
+def may_search(question: Question, drawn: frozenset[str], of_math: str = "hard,dropped") -> bool:
+    """Open questions always; math in these buckets (UR² gave Llama easy questions in place of hard
+    ones, appendix C.5); multiple choice if drawn. The question's bucket is its `level`.
     """
     if question.task == "math":
-        return question.level in HARD
+        return question.level in of_math.split(",")
     return question.task != "choice" or question.id in drawn
 
 
-def share_of_hard_choices(questions: Questions, counts: Counts) -> float:
-    """The share of the hard multiple-choice questions that must search for half of all to do so.
+def draw_choices(pools: dict[str, Questions], counts: Counts, seed: int) -> frozenset[str]:
+    """Ids of the multiple-choice questions that may search: half of those dealt, hard ones first.
 
-    counts: of each bucket in a step; {}: all questions are dealt alike. With D multiple-choice
-    questions a step, H of them hard, the share is D / 2H; above 1 too few are hard.
+    Worked: 20 hard and 10 easy ones, dealt at 8 : 2. Each hard one comes 8/20 times a step; half of
+    10 is 5, so 12.5 of the 20, so 13, may search. The lot depends on seed and id, not on the order
+    of reading.
     """
-    sizes, choices = Counter(), Counter()
-    for question in questions:
-        sizes[question.level] += 1
-        choices[question.level] += question.task == "choice"
-    d = h = 0.0
-    for name, size in sizes.items():
-        per_step = counts.get(name, 0) if counts else size
-        dealt = per_step * choices[name] / size
-        d += dealt
-        h += dealt * (name in HARD)
-    return d / 2 / max(h, 1e-9)
+    dealt = []  # of each: how hard, its lot, how often a step deals it, its id
+    for name, pool in pools.items():
+        rate = counts.get(name, 0) / len(pool)
+        for question in pool:
+            if question.task == "choice":
+                hard = HARDEST_FIRST.get(question.level, 0)
+                lot = random.Random(f"{seed} search {question.id}").random()
+                dealt.append((hard, lot, rate, question.id))
+    drawn = set()
+    left = sum(rate for _, _, rate, _ in dealt) / 2
+    for _, _, rate, name in sorted(dealt):
+        if left + 1e-9 >= rate / 2:
+            drawn.add(name)
+        left -= rate
+    return frozenset(drawn)
 
 
-def draw_choices(questions: Questions, share: float, seed: int) -> frozenset[str]:
-    """Ids of the hard multiple-choice questions that may search: exactly this share, by lot.
-
-    Worked: 20 hard and 10 easy ones, dealt at 8 : 2, so D = 10 and H = 8: the share is 5/8, and
-    12.5 of 20, so 13, may search. The lot depends on seed and id, not on the order of reading.
-    """
-
-    def lot(name: str) -> float:
-        return random.Random(f"{seed} search {name}").random()
-
-    hard = [q.id for q in questions if q.task == "choice" and q.level in HARD]
-    count = int(min(1.0, share) * len(hard) + 0.5 + 1e-9)
-    return frozenset(sorted(hard, key=lot)[:count])
-
-
-def mix_tasks(questions: Questions, counts: Counts, seed: int) -> Questions:
-    """The same questions, with `may_search` as task mixing has it."""
-    share = share_of_hard_choices(questions, counts)
-    if share > 1:
-        say("multiple choice: too few are hard for half of them to search; all hard ones may")
-    drawn = draw_choices(questions, share, seed)
-    return [replace(q, may_search=q.may_search and may_search(q, drawn)) for q in questions]
+def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
+    """Sets `may_search` in the pools, as task mixing has it."""
+    drawn = draw_choices(pools, counts, settings.seed)
+    if drawn and not settings.difficulty:
+        say("no --difficulty: half of the multiple choice may search, drawn by lot")
+    for name, pool in pools.items():
+        for place, q in enumerate(pool):
+            allowed = q.may_search and may_search(q, drawn, settings.math_searches)
+            pools[name][place] = replace(q, may_search=allowed)
 
 
 # -------------------------------------------------------------------------------------- the stream
 class QuestionStream:
-    """`take(step)` deals the questions of one step, mixed by kind or by bucket.
+    """`take(step)` deals the questions of one step, mixed by kind, by bucket or by both.
 
     attempts   how often a step may draw: DAPO draws again for groups that teach nothing. Attempt a
                of step s has the numbers (s · attempts + a) · count + i, whether or not those before
@@ -225,32 +265,31 @@ class QuestionStream:
     """
 
     def __init__(self, questions: Questions, settings, attempts: int = 1):
-        buckets, mix = settings.buckets, settings.mix
+        mix = parse_shares(settings.mix, "--mix")
+        buckets = parse_shares(settings.buckets, "--buckets")
         if not questions:
             raise InputError("there are no questions to train on")
-        if mix and buckets:
-            raise InputError("--mix and --buckets both share out a step: give one of them")
-        if (buckets or settings.task_mixing) and not settings.difficulty:
-            raise InputError("--buckets and --task_mixing need --difficulty FILE")
-        flag = "--buckets" if buckets else "--mix"
-        shares = parse_shares(buckets or mix, flag)
-        self.counts = exact_counts(settings.questions_per_step, shares or {"": 1.0})
+        math_mixed = settings.task_mixing and any(q.task == "math" for q in questions)
+        if (buckets or math_mixed) and not settings.difficulty:
+            why = "--buckets, and --task_mixing of math, need --difficulty FILE"
+            raise InputError(f"{why} (--task_mixing false: all may search)")
         if settings.difficulty:
-            questions = with_buckets(questions, settings.difficulty, "dropped" in shares)
-        if settings.task_mixing:
-            questions = mix_tasks(questions, self.counts if buckets else {}, settings.seed)
-        self.pools = defaultdict(list)
-        for question in questions:
-            name = question.level if buckets else question.kind
-            self.pools[name if shares else ""].append(question)
+            dropped = any(name.endswith("dropped") for name in buckets)
+            questions = with_buckets(questions, settings.difficulty, dropped)
+        self.pools, shares = share_out(questions, mix, buckets)
+        self.counts = exact_counts(settings.questions_per_step, shares)
+        flag = "--buckets" if buckets else "--mix"
         check_pools(self.pools, shares, self.counts, flag)
+        if settings.task_mixing:
+            mix_tasks(self.pools, self.counts, settings)
         self.seed = settings.seed
         self.attempts = attempts
         self.orders = {}  # pool -> (epoch, the order of its questions)
 
     def take(self, step: int, attempt: int = 0) -> Questions:
         """The questions of one attempt of a step."""
-        turn, dealt = step * self.attempts + attempt, []
+        turn = step * self.attempts + attempt
+        dealt = []
         for name, count in self.counts.items():
             first = turn * count
             dealt += [self._deal(name, first + i) for i in range(count)]

@@ -56,6 +56,7 @@ TINY = {
     "questions_per_step": 16,
     "trajectories_per_update": 64,
     "max_turn_tokens": 24,
+    "turn_tokens": "",
     "max_searches": 4,
     "documents_per_search": 1,
     "document_tokens": 48,
@@ -79,23 +80,25 @@ TWO_FACTS = {
 }
 HALVES = {"one_hop": 0.5, "two_hop": 0.5}
 
-_ur2 = (  # appendix C.2 and C.3
+_ur2 = (  # section 4.4, appendix C.2 and C.4
     {"protocol": "ur2", "algorithm": "reinforce_pp_baseline"}
     | {"group_size": 16, "questions_per_step": 64, "trajectories_per_update": 256}
     | {"lr": 2e-6, "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0}
-    | {"temperature": 1.0, "max_searches": 4, "max_turn_tokens": 512, "documents_per_search": 10}
+    | {"temperature": 1.0, "max_searches": 4}  # not its top_p 0.9: that is not what is scored
+    | {"max_turn_tokens": 512, "turn_tokens": "math=3072,choice=1536"}
+    | {"documents_per_search": 10, "document_tokens": 1536}  # ten have 1,291 tokens (B.6)
+    # Read with --difficulty alone. Math 1 : 1 : 1 (C.5), else 7 : 2 : 1 (3.3).
+    | {"buckets": "math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1"}
 )
+_summarised = {"summarizer": "extractive", "buckets": "", "task_mixing": False}
 UR2 = Paper(
-    source="UR² app. C.2, C.3, C.7",
+    source="UR² section 4.4, app. C",
     protocols=("ur2", "ur2_search"),
-    stages={
-        1: _ur2 | {"reward": "ur2_stage1", "steps": 10},  # 15 for the 3B model
-        2: _ur2 | {"reward": "ur2_stage2", "steps": 100},  # at most two epochs
+    stages={  # stage 1: math that was discarded, below 0.2 (C.7)
+        1: _ur2 | {"reward": "ur2_stage1", "steps": 10, "buckets": "math:dropped=1"},
+        2: _ur2 | {"reward": "ur2_stage2", "steps": 40, "task_mixing": True},
     },
-    tiny={
-        1: LOOK_UPS | {"summarizer": "extractive"},
-        2: EVERYTHING | {"summarizer": "extractive"},
-    },
+    tiny={1: LOOK_UPS | _summarised, 2: EVERYTHING | _summarised},
     good_format=lambda trajectory: not ur2_violations(trajectory),
     # search, read the summary (or the fallback), write \\boxed{...}
     world=Tiny("{asked} \\boxed{{ {answer}}}<eos>", read=" \\boxed{{ {answer}}}", summarised=True),
@@ -103,14 +106,52 @@ UR2 = Paper(
     decoding={"temperature": 0.3, "top_p": 0.5}
     | {"summary_sampling": "math=0.3/0.7/8192,other=0.3/0.5/2048"},
 )
-
-# UR²'s baseline: the answer reward from the start, the passages as they are, 5 of them.
+# A bonus in its first steps is its stage 1 (C.7). The built-in world has no options: of any task.
+UR2_CHOICE = replace(
+    UR2,
+    stages={1: _ur2 | {"reward": "ur2_choice", "steps": 100, "task_mixing": True}},
+    tiny={1: EVERYTHING | _summarised | {"reward": "ur2_weak"}},
+    variants={},
+)
+# UR²'s baseline, a run per task: eq. 2 (our reading), and only open questions search (C.3).
 VANILLA_RL = replace(
     UR2,
-    source="UR² section 4, baselines",
-    stages={1: _ur2 | {"reward": "ur2_stage2", "steps": 110, "documents_per_search": 5}},
-    tiny={1: EVERYTHING | {"steps": 72}},
+    source="UR² section 4.3, app. C.3",
+    stages={1: _ur2 | {"reward": "ur2_stage2", "steps": 25, "direct_tasks": "math,choice"}},
+    tiny={1: EVERYTHING | _summarised | {"steps": 72}},
+    variants={},
 )
+
+# Table 15: each run's steps, to the checkpoint that was best on the test set (C.2).
+_runs, *_rows = """
+           ur2  ur2_choice  math  qa  mmlu_pro  medqa  choice
+qwen_7b    40   100         40    25  94        47     60
+qwen_3b    47   85          15    40  47        40     40
+llama_8b   30   30          30    47  60        30
+""".strip().splitlines()
+_doubled = {"questions_per_step": 128, "trajectories_per_update": 512}  # section 4.4
+for _name, *_numbers in map(str.split, _rows):
+    _own = {"reward_variant": _name} | (_doubled if _name == "qwen_3b" else {})
+    for _run, _steps in zip(_runs.split(), _numbers, strict=False):
+        _paper = {"ur2": UR2, "ur2_choice": UR2_CHOICE}.get(_run, VANILLA_RL)
+        _variant = varied(_paper, **_own)
+        _variant.stages[max(_variant.stages)]["steps"] = int(_steps)
+        _paper.variants[f"{_name}_{_run}" if _paper is VANILLA_RL else _name] = _variant
+# Easy math in place of hard (C.5), and with the prompt that searches (our reading).
+_easier = {"buckets": "math:medium=1,math:easy=2,hard=7,medium=2,easy=1", "math_searches": "easy"}
+UR2.variants["llama_8b"].stages[2].update(_easier)
+UR2.variants["weak_stage1"] = varied(UR2_CHOICE, reward="ur2_weak", steps=80)  # Table 6
+UR2.variants["judge_partly"] = varied(UR2, partly=1.0)  # as its code
+# Table 3; without stage 1 there is no bonus, and the tags are others (C.2).
+_no_bonus = replace(UR2_CHOICE, tiny={1: EVERYTHING | _summarised})
+UR2_CHOICE.variants.update(
+    without_stage1=varied(_no_bonus, reward="ur2_stage2", protocol="ur2_search", steps=110),
+    without_penalty=varied(UR2_CHOICE, fallback_penalty=0.0, steps=110),
+    without_task_mixing=varied(UR2_CHOICE, task_mixing=False, steps=120),
+)
+# Tables 6 and 7, and their five passages from Table 10.
+_passages = replace(VANILLA_RL, tiny={1: EVERYTHING | {"steps": 72, "buckets": ""}})
+VANILLA_RL.variants["without_summary"] = varied(_passages, documents_per_search=5, steps=60)
 
 _r1_searcher = (  # section 3.3; --encoder BAAI/bge-large-en-v1.5; it is judged by GPT-4o-mini (3.1)
     {"protocol": "r1_searcher", "algorithm": "reinforce_pp"}
@@ -270,6 +311,7 @@ SEARCH_R1.variants.update(grpo=varied(SEARCH_R1, algorithm="grpo", group_size=5,
 
 PAPERS: dict[str, Paper] = {
     "ur2": UR2,
+    "ur2_choice": UR2_CHOICE,
     "vanilla_rl": VANILLA_RL,
     "r1_searcher": R1_SEARCHER,
     "r_search": R_SEARCH,

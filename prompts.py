@@ -40,6 +40,7 @@ class PromptSettings:
         "", f"a file in place of the instruction; or NAME=FILE,... of {', '.join(PROMPTED)}"
     )
     retrieval: bool = setting(True, "False: UR²'s prompt without retrieval")
+    direct_tasks: str = setting("", "these are asked with it, as math,choice", only="papers")
 
 
 @dataclass(frozen=True)

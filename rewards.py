@@ -1,7 +1,7 @@
 r"""What a trajectory is worth: one function per reward formula. Each returns named components, and
 the reward is their sum.
 
-    n   valid searches: executed by the environment, for a query of at most 20 words
+    n   valid searches: executed by the environment, for a query of 1 to 20 words
     f   searches that came back as the fallback ("this query asks for no fact")
     v   format violations
 
@@ -58,6 +58,7 @@ class RewardSettings:
     reward_variant: str = setting("qwen_7b", "UR²'s", one_of=UR2_RETRIEVAL, only="papers")
     answer_metric: str = setting("f1", "of the answer reward", one_of=("f1", "em", "cem"))
     fallback_penalty: float = setting(0.5, "UR²: per search answered by the fallback", least=0)
+    partly: float = setting(0.0, "UR²: of math judged partly right", least=0, only="papers")
     format_check: str = setting("strict", "UR²: loose asks for the end", one_of=("strict", "loose"))
     evidence_reward: bool = setting(True, "R-Search: False pays the answer and the format only")
     beta: float = setting(0.3, "When to Search: price of a search", least=0)
@@ -79,7 +80,8 @@ class Extras:
 # --------------------------------------------------------------------------- what all formats share
 MAX_QUERY_WORDS = 20
 MAX_ANSWER_WORDS = 10
-MAX_QUERIES = 4
+has_word = re.compile(r"\w").search  # a full stop is no query
+MAX_QUERIES = 4  # UR² section 4.4; its prompt for open questions (D.2) allows five
 
 
 def _tags(protocol: Protocol, name: str) -> Tags:
@@ -90,8 +92,9 @@ def _tags(protocol: Protocol, name: str) -> Tags:
 
 
 def count_valid_searches(trajectory: Trajectory) -> int:
-    """n. The environment runs a longer query too; only short ones earn anything."""
-    return sum(len(search.query.split()) <= MAX_QUERY_WORDS for search in trajectory.searches)
+    """n. The environment runs any query; only one with a word in it, and not too many, earns."""
+    queries = [search.query for search in trajectory.searches if has_word(search.query)]
+    return sum(len(query.split()) <= MAX_QUERY_WORDS for query in queries)
 
 
 def is_long(question: Question, answer: str) -> bool:
@@ -170,22 +173,27 @@ _ILLEGAL = r"(?m)^user\b|^assistant\b|<\|im_start\|>|<tool_call>|<\|(?:start|end
 def ur2_violations(
     trajectory: Trajectory, search_required: bool = False, format_check: str = "strict"
 ) -> list[str]:
-    """The names of all format violations; v is their number (UR² appendix C.7).
+    """The names of all format violations; v is their number (UR² eq. 1, appendix C.7).
 
-    Long queries count each; an illegal token once for its kind, or a loop would cost without end.
-    `search_required`: stage 1. format_check="loose": does the text end in an answer? (ablation)
+    Queries count each: too long, without a word, or on a question that may not search. An illegal
+    token counts once for its kind, or a loop would cost without end. `search_required`: stage 1.
+    format_check="loose": does the text end in an answer? (ablation)
     >>> ur2_violations(example("ur2", answer="a b c d e f g h i j k"))     # 11 words
     ['long_answer']
     """
     if format_check == "loose":
         text = without_eos(trajectory.model_text)
         answers = find_answers(trajectory.protocol, text, trajectory.question.task)
-        ends = answers and not re.search(r"\w", text[answers[-1].end :])
+        ends = answers and not has_word(text[answers[-1].end :])
         return [] if ends else ["no_answer_at_end"]
     asked = [search.query for search in trajectory.searches]
-    asked += [refusal.query for refusal in trajectory.refusals if refusal.reason == "limit"]
-    faults = _ur2_answer_faults(trajectory) + own_format_faults(trajectory)
+    asked += [refusal.query for refusal in trajectory.refusals if refusal.reason != "malformed"]
+    faults = _ur2_answer_faults(trajectory)
+    faults += own_format_faults(trajectory)
     faults += ["long_query" for query in asked if len(query.split()) > MAX_QUERY_WORDS]
+    faults += ["wordless_query" for query in asked if not has_word(query)]
+    if not trajectory.question.may_search:
+        faults += ["searched_directly"] * len(asked)
     if len(asked) > MAX_QUERIES:
         faults.append("too_many_queries")
     # A turn of the model begins a line: the newline before it is the environment's.
@@ -219,18 +227,16 @@ def ur2_stage1(
 ) -> Terms:
     """R = format + retrieval − fallback: learn to search (UR² eq. 1, appendix C.7).
 
-        format      +1 if v = 0, else −v
+        format      +1 if v = 0, else −v; no search is a violation where there may be one
         retrieval   0, 3, 4 for n = 0, 1, ≥ 2 (3B: 0, 5, 7; Llama: 0, 3, 3)
         fallback    −0.5 f; f is the summariser's own flag, not the wording of a message
-    A question that may not search pays the format alone: +1 or 0.
+    A question that may not search pays the format alone: +1, or −2 for two queries written there.
     >>> ur2_stage1(example("ur2"))     # v = 0, n = 2, f = 1: 1 + 4 − 0.5 = 4.5
     {'format': 1.0, 'retrieval': 4.0, 'fallback': -0.5}
     """
     may_search = trajectory.question.may_search
     v = len(ur2_violations(trajectory, may_search, format_check))
-    if not may_search:
-        return {"format": float(v == 0), "retrieval": 0.0, "fallback": 0.0}
-    n = count_valid_searches(trajectory)
+    n = count_valid_searches(trajectory) if may_search else 0
     return {
         "format": -float(v) if v else 1.0,
         "retrieval": float(UR2_RETRIEVAL[variant][min(n, 2)]),
@@ -244,27 +250,31 @@ def ur2_stage2(
     judge: Judge | None = None,
     fallback_penalty: float = 0.5,
     format_check: str = "strict",
+    partly: float = 0.0,
 ) -> Terms:
-    """R = 2 · score(answer) + [v = 0] − 0.5 f: learn to be right (UR² eq. 2, appendix C.7).
+    """R = 2 · score(answer) + [v = 0] − 0.5 f: learn to be right (UR² eq. 2, section 3.4).
 
     score: the letter (choice), math equality (math), `answer_metric` (open QA: the paper names
-    none, its code pays F1). `judge` grades a math answer that is not plainly equal: 2, 1 or 0.
+    none, its code pays F1). `judge` grades a math answer that is not plainly equal: 2, 1 or 0. A 1,
+    partly right, earns `partly`: nothing by eq. 2, 1 in its code.
     >>> ur2_stage2(example("ur2", answer="Kelmouth, Norland"))     # F1 = 2/3, v = 0, f = 1
     {'answer': 1.3333333333333333, 'format': 1.0, 'fallback': -0.5}
     """
     return {
-        "answer": _ur2_answer(trajectory, answer_metric, judge),
+        "answer": _ur2_answer(trajectory, answer_metric, judge, partly),
         "format": float(not ur2_violations(trajectory, format_check=format_check)),
         "fallback": _ur2_fallback(trajectory, fallback_penalty),
     }
 
 
-def _ur2_answer(trajectory: Trajectory, answer_metric: str, judge: Judge | None) -> float:
+def _ur2_answer(trajectory: Trajectory, metric: str, judge: Judge | None, partly: float) -> float:
     question, answer = trajectory.question, trajectory.answer
     scores = score_answer(answer, question.answers, question.task, question.options)
-    if judge and answer and question.task == "math" and not scores["em"]:
-        return float(judge(question, answer))
-    return 2.0 * scores[answer_metric]
+    unequal = question.task == "math" and not scores["em"]
+    if judge and answer and unequal:
+        grade = judge(question, answer)
+        return partly if grade == 1 else float(grade)
+    return 2.0 * scores[metric]
 
 
 def _ur2_fallback(trajectory: Trajectory, penalty: float) -> float:
@@ -272,20 +282,24 @@ def _ur2_fallback(trajectory: Trajectory, penalty: float) -> float:
 
 
 def ur2_choice(
-    trajectory: Trajectory,
-    step: int,
-    variant: str = "qwen_7b",
-    fallback_penalty: float = 0.5,
-    format_check: str = "strict",
+    trajectory: Trajectory, step: int, variant: str = "qwen_7b", terms: Terms | None = None
 ) -> Terms:
     """Stage 2 and a search bonus that ends: 0.5 for n = 1, 1 for n ≥ 2, in steps 0 to 9 (3B: 14).
-    The "weak" stage 1 of multiple choice, where the model mostly knows (UR² appendix C.7).
+    The "weak" stage 1 of multiple choice, where the model mostly knows (UR² appendix C.7); with
+    reward ur2_weak, of any task. `terms`: stage 2's, if not its defaults. The 3B model's format is
+    −1 in these steps if it never searched, whatever else is wrong: the paper's "non-accumulative".
     >>> ur2_choice(example("ur2"), step=0)     # right, v = 0, f = 1, n = 2: 2 + 1 − 0.5 + 1 = 3.5
     {'answer': 2.0, 'format': 1.0, 'fallback': -0.5, 'retrieval': 1.0}
     """
-    n, paid = count_valid_searches(trajectory), step < UR2_CHOICE_STEPS[variant]
-    terms = ur2_stage2(trajectory, "f1", None, fallback_penalty, format_check)
-    return terms | {"retrieval": (0.0, 0.5, 1.0)[min(n, 2)] if paid else 0.0}
+    terms = terms or ur2_stage2(trajectory)
+    if step >= UR2_CHOICE_STEPS[variant] or not trajectory.question.may_search:
+        return terms | {"retrieval": 0.0}
+    searched = [search for search in trajectory.searches if has_word(search.query)]
+    if variant == "qwen_3b" and not searched:
+        terms = terms | {"format": -1.0}
+    n = count_valid_searches(trajectory)
+    bonus = (0.0, 0.5, 1.0)[min(n, 2)]
+    return terms | {"retrieval": bonus}
 
 
 # -------------------------------------------------------------------------------------- R1-Searcher
@@ -658,10 +672,10 @@ REWARDS |= {
         t, s.reward_variant, s.fallback_penalty, s.format_check
     ),
     "ur2_stage2": lambda t, s, step, e: ur2_stage2(
-        t, s.answer_metric, e.grade, s.fallback_penalty, s.format_check
+        t, s.answer_metric, e.grade, s.fallback_penalty, s.format_check, s.partly
     ),
     "ur2_choice": lambda t, s, step, e: ur2_choice(
-        t, step, s.reward_variant, s.fallback_penalty, s.format_check
+        t, step, s.reward_variant, REWARDS["ur2_stage2"](t, s, step, e)
     ),
     "r1_searcher_stage1": lambda t, s, step, e: r1_searcher_stage1(t),
     "r1_searcher_stage2": lambda t, s, step, e: r1_searcher_stage2(t, s.answer_metric),
@@ -679,11 +693,15 @@ REWARDS |= {
         t, s.answer_metric, e.correct, s.bonus, s.relevance_reward, "space"
     ),
 }
+REWARDS["ur2_weak"] = REWARDS["ur2_choice"]  # of any task
 # Of other models: a judge's grade or verdict, a reader, an embedder. Of questions: options,
-# supporting references, open answers. Of settings: a price of a search that is not too high.
+# supporting references, open answers, that one may search. Of settings: a price of a search that is
+# not too high.
 NEEDS = {
+    "ur2_stage1": {"searching"},
     "ur2_stage2": {"grade"},
     "ur2_choice": {"options"},
+    "ur2_weak": {"grade"},
     "r_search": {"reader", "open"},
     "search_r1": {"open"},
     "when_to_search_stage1": {"verdict", "embedder", "open", "price"},
@@ -735,12 +753,18 @@ def check_reward(settings) -> None:
 def check_questions(questions: list[Question], settings) -> list[Question]:
     """The questions, or an InputError that names the first one without what is read of it."""
     needed = needs(settings)
+    searching = [question for question in questions if question.may_search]
+    if "searching" in needed and not searching:
+        raise InputError(
+            f"--reward {settings.reward} pays for searches, and no question may search: take other"
+            " --data, or stage 2"
+        )
     for question in questions:
         lacks = ""
         if "supporting" in needed and not question.supporting:
             lacks = "names no supporting reference: add `supporting`, or --relevance_reward false"
         elif "options" in needed and not question.options:
-            lacks = "has no options, which the --reward is for: use --reward ur2_stage2"
+            lacks = "has no options, which the --reward is for: use --reward ur2_weak"
         elif "open" in needed and question.task == "choice":
             lacks = "is multiple choice, and the --reward compares texts"
         if lacks:

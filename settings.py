@@ -96,12 +96,15 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     """The settings of one run: defaults, the paper's stage, the tiny world's, then `given`."""
     given = given or {}
     paper = record_of(recipe, given.get("variant", ""), stage)
-    small = paper.tiny[stage] if tiny else {}
+    chosen = paper.stages[stage] | (paper.tiny[stage] if tiny else {})
+    if not given.get("difficulty"):  # the paper's buckets are of questions that were measured
+        chosen = chosen | {"buckets": ""}
+    if given.get("buckets"):  # they share out a step, in place of the tiny world's kinds
+        chosen = chosen | {"mix": ""}
     if "max_turn_tokens" in given:  # for every task
         given = {"turn_tokens": ""} | given
-    chosen = paper.stages[stage] | small
     if given.get("algorithm") == "dapo" != chosen["algorithm"]:
-        chosen |= dapo.OWN
+        chosen = chosen | dapo.OWN
     return Settings(**{"recipe": recipe, "stage": stage} | chosen | given)
 
 

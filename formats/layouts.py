@@ -145,7 +145,8 @@ def from_rollouts(record: dict, number: int) -> dict:
 
 
 def from_plain(record: dict, number: int) -> dict:
-    """A table (a column may hold a list of answers), R1-Searcher's files, and UR²'s."""
+    """A table (a column may hold a list of answers), R1-Searcher's files, and UR²'s, whose `source`
+    is "math" or "rag"."""
     fields = asked(record, number=number)
     if fields["question"].strip().isdigit():
         advice = "passages go where a corpus is asked for"
@@ -300,6 +301,7 @@ LAYOUTS = {
     "choice": Layout("question answer !options !answer_idx|answer_index|question_id", from_choice),
     "math": Layout("problem !solution", from_math),
     "gsm8k": Layout("question !answer", from_math, lambda record: "####" in str(record["answer"])),
+    "ur2": Layout("!idx question answer !source !level subject", from_plain),
     "r1_searcher": Layout("!idx !question|answer", from_plain),
     "plain": Layout("!question !answer", from_plain, lambda record: set(record) <= PLAIN_FIELDS),
 }

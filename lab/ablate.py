@@ -81,6 +81,8 @@ ARMS: dict[str, Arm] = {
     "ur2_loose": Arm("ur2", 2, SHORT | {"format_check": "loose"}, "ur2_stage1"),
     "ur2_k2": Arm("ur2", 2, UNSTEADY, "ur2_stage1"),
     "ur2_k3": Arm("ur2", 2, UNSTEADY | {"kl_estimator": "k3"}, "ur2_stage1"),
+    "ur2_choice": Arm("ur2_choice", 1, {"steps": 40}),
+    "ur2_choice_plain": Arm("ur2_choice", 1, {"variant": "without_stage1", "steps": 44}),
     "vanilla_rl": Arm("vanilla_rl", 1, {"steps": 42}),
     "r1_stage1": Arm("r1_searcher", 1),
     "r1": Arm("r1_searcher", 2, SHORT, "r1_stage1"),
@@ -160,7 +162,8 @@ penalty; UR²; the fallback penalty stops needless searches; ur2; ur2_no_penalty
 curriculum; UR²; easy questions teach needless searches; ur2_stage1; ur2_stage1_easy; NEEDLESS
 summary; UR²; summaries read better than the passages themselves; ur2; ur2_no_summary; EM
 fallback; UR²; the summary's fallback stops needless searches; ur2; ur2_no_summary; NEEDLESS
-vanilla; UR²; UR² beats RL without stage 1 and summaries; ur2; vanilla_rl; EM
+weak; UR² (Table 3); a bonus for first searches and its tags help; ur2_choice; ur2_choice_plain; EM
+vanilla; UR²; UR² beats RL without stage 1 on the same summaries; ur2; vanilla_rl; EM
 f1; R1-Searcher; an F1 reward beats an exact-match reward; r1; r1_em; EM
 reinforce; R1-Searcher, UR²; REINFORCE++ beats GRPO; ur2; ur2_grpo; EM
 k2; ARENA; k2 trains more stably than k3 (lr 2e-3, KL 0.1); ur2_k2; ur2_k3; JUMP

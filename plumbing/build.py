@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import os
 import random
+import sys
 from datetime import timedelta
 
 import torch
@@ -86,12 +87,13 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
 
 
 def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
-    """--retrieval false: every question is asked with the prompt without retrieval."""
+    """--retrieval false and UR²'s `direct_tasks` are asked with the prompt without retrieval."""
+    protocol, direct, asked = PROTOCOLS[settings.protocol], settings.direct_tasks.split(","), []
     for question in questions:
-        check_references(PROTOCOLS[settings.protocol], question)
-    if settings.retrieval:
-        return questions
-    return [dataclasses.replace(question, may_search=False) for question in questions]
+        check_references(protocol, question)
+        may = question.may_search and settings.retrieval and question.task not in direct
+        asked.append(dataclasses.replace(question, may_search=may))
+    return asked
 
 
 def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
@@ -211,6 +213,8 @@ def build_parts(settings: Settings) -> Parts:
         scorer = Scorer(settings, documents, device) if accelerator.is_main_process else None
     environment = build_environment(settings, tokenizer, search)
     check_prompts([*trained_on, *held_out], environment, policy)
+    if accelerator.is_main_process:
+        hint_at_summaries(settings)
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or not settings.mask_documents
     parts = Parts(settings, accelerator, policy, policy, None, recompute)
@@ -224,6 +228,15 @@ def build_parts(settings: Settings) -> Parts:
         parts.critic_model, parts.critic_optimizer = spread
     parts.model, parts.optimizer = spread_over(parts, policy, sharding, settings.lr)
     return parts
+
+
+def hint_at_summaries(settings: Settings) -> None:
+    """UR² on own data, where nobody summarises: its Table 6 and section 6.1."""
+    if settings.data and settings.reward.startswith("ur2") and settings.summarizer == "none":
+        said = "no search can come back as a fallback; in UR² open questions lost up to 2 points of"
+        print(
+            f"--summarizer none: {said} F1, and multiple choice stopped searching", file=sys.stderr
+        )
 
 
 def check_shares(settings: Settings, processes: int) -> None:

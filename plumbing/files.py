@@ -206,7 +206,8 @@ def causes(r: dict, s: Settings) -> Iterator[str]:
         yield "all rewards of every group were equal: too hard or easy? Raise --group_size"
     if r.get("skipped", 0) == 1:
         yield "no group had answers that differ: raise --group_size or --max_resample"
-    if r["searched"] + r["refused"] == 0 and s.retrieval and s.max_searches > 0:
+    may_search = s.retrieval and not s.direct_tasks and s.max_searches > 0
+    if may_search and r["searched"] + r["refused"] == 0:
         yield "no trajectory searched: does the model know the query tags? Stage 1 teaches them"
     if r["refused"] > 0 and r["searched"] == 0:
         yield "queries were written but none was run: they are empty or lack the begin tag"

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -18,10 +19,11 @@ from curriculum import (
 from data import Question
 from errors import InputError
 from lab.difficulty import bucket_of_first_success
-from settings import Settings
+from settings import Settings, resolve
 from tests.conftest import message
 
 SEVEN_TWO_ONE = "hard=7,medium=2,easy=1"
+MEDIUM = ("medium0", "medium1", "medium2")
 
 
 def pool(**counts):
@@ -231,9 +233,13 @@ def test_dropped_questions_are_left_out_and_counted_unless_they_are_asked_for(ca
         ({"buckets": "hard=9,easy=1"}, "9 questions of hard, and the data has 5"),
         ({"buckets": "hard=1,easy=99"}, "a step takes 0 questions of hard"),
         ({"buckets": "hard"}, "--buckets 'hard'"),
-        ({"buckets": "hard=1", "difficulty": ""}, "--task_mixing need --difficulty"),
-        ({"task_mixing": True, "difficulty": ""}, "--task_mixing need --difficulty"),
-        ({"buckets": "hard=1", "mix": "qa=1"}, "give one of them"),
+        ({"buckets": "hard=1", "difficulty": ""}, "--task_mixing of math, need --difficulty"),
+        ({"buckets": "math:hard=1"}, "none of these shares is of what the data has: hard, easy"),
+        ({"buckets": "maths:hard=1,hard=1"}, "--buckets maths: no task, and no kind of the data"),
+        ({"buckets": "qa:hard=0,math:easy=1"}, "none of these shares is of what the data has"),
+        ({"buckets": "hard=1", "mix": "qa=1"}, "questions of qa:hard, and the data has 5"),
+        ({"buckets": "hard=1", "mix": "math=1"}, "of math, and the data has 0 (there are qa:hard"),
+        ({"buckets": "math:hard=1", "mix": "qa=1"}, "of qa, and the data has 0 (there are qa:hard"),
     ],
 )
 def test_buckets_that_cannot_be_are_one_line(given, said):
@@ -241,11 +247,67 @@ def test_buckets_that_cannot_be_are_one_line(given, said):
     assert said in message(stream, levelled(hard=5, easy=20), 10, **given)
 
 
+def counts_of(questions, count, **given):
+    return by_level(questions, count, **given).counts
+
+
+def test_a_task_with_buckets_of_its_own_weighs_as_many_questions_as_it_has():
+    # a third of 90 is math's, by 1 : 1 : 1 (appendix C.5); 60 are the others', by 7 : 2 : 1
+    shares = resolve("ur2", 2, False, {"difficulty": "level"}).buckets
+    math = levelled("math", hard=10, medium=10, easy=10)
+    others = levelled(hard=42, medium=12) + levelled("choice", easy=6)
+    thirds = {"math:hard": 10, "math:medium": 10, "math:easy": 10}
+    rest = {"hard": 42, "medium": 12, "easy": 6}
+    assert counts_of(math + others, 90, buckets=shares) == thirds | rest
+    # of one task alone: what is of the others is left out
+    assert counts_of(math, 30, buckets=shares) == thirds
+    assert counts_of(others, 60, buckets=shares) == rest
+    # 64 questions of 3,000 and 3,000: 32 / 3 = 10.67 twice up; 22.4, 6.4 and 3.2 down
+    halves = levelled("math", hard=20, medium=20, easy=20) + levelled(hard=40, medium=15, easy=5)
+    assert list(counts_of(halves, 64, buckets=shares).values()) == [11, 11, 11, 22, 6, 3]
+
+
+def test_the_discarded_math_questions_are_stage_1_s_and_no_others():
+    # appendix C.7: math below 0.2; open questions below it are dealt by nobody
+    data = levelled("math", dropped=6, easy=4) + levelled(dropped=9, hard=9)
+    buckets = resolve("ur2", 1, False, {"difficulty": "level"}).buckets
+    dealt = by_level(data, 6, buckets=buckets).take(0)
+    assert {q.task for q in dealt} == {"math"} and buckets_of(dealt) == {"dropped": 6}
+
+
+def test_kinds_and_buckets_share_out_a_step_at_once():
+    # R1-Searcher's Table 1: 4,561 of HotpotQA as 2,561 : 2,000, and 3,587 of 2Wiki as 1,087 : 2,500
+    data = [
+        replace(question, source=kind, id=f"{kind} {question.id}")
+        for kind in ("hotpotqa", "2wiki")
+        for question in levelled(medium=99, hard=99)
+    ]
+    shares = "hotpotqa:medium=2561,hotpotqa:hard=2000,2wiki:medium=1087,2wiki:hard=2500"
+    given = {"mix": "hotpotqa=4561,2wiki=3587", "buckets": shares}
+    # of 100: 4561 / 8148 = 55.98, of it 31.43 and 24.55; 44.02 is 13.34 and 30.68
+    expected = {"hotpotqa:medium": 31, "hotpotqa:hard": 25, "2wiki:medium": 13, "2wiki:hard": 31}
+    dealer = by_level(data, 100, **given)
+    assert dealer.counts == expected
+    assert Counter(f"{q.kind}:{q.level}" for q in dealer.take(3)) == expected
+    # one split for all kinds: 1 : 3 of each half of 16
+    one = by_level(data, 16, mix="hotpotqa=1,2wiki=1", buckets="medium=1,hard=3").counts
+    assert one == {"hotpotqa:medium": 2, "hotpotqa:hard": 6, "2wiki:medium": 2, "2wiki:hard": 6}
+
+
+def test_the_papers_buckets_want_a_difficulty_and_the_user_s_replace_the_tiny_mix():
+    assert resolve("ur2", 2, False).buckets == "" != resolve("r_search", 1, True).mix
+    assert resolve("ur2", 2, True, {"difficulty": "d", "buckets": "hard=1"}).mix == ""
+    assert resolve("ur2", 2, True, {"buckets": "hard=1", "mix": "unit=1"}).mix == "unit=1"
+
+
 def test_dropped_questions_alone_are_an_error_that_says_how_to_train_on_them():
     assert "--buckets dropped=1" in message(by_level, levelled(dropped=5), 2)
 
 
 # -------------------------------------------------------------------------------------- task mixing
+
+
+EASY_MATH = ("math", "easy")
 
 
 @pytest.mark.parametrize(
@@ -263,6 +325,8 @@ def test_open_questions_always_search_and_math_only_if_hard(task, name, expected
     question = Question("1", "?", ["!"], task, level=name)
     assert may_search(question, frozenset()) == expected
     assert may_search(question, frozenset({"1"})) == (expected or task == "choice")
+    # Llama had easy math in place of hard, and of it the prompt that searches (appendix C.5)
+    assert may_search(question, frozenset(), "easy") == (task == "qa" or (task, name) == EASY_MATH)
 
 
 def test_of_hard_choices_alone_exactly_half_may_search():
@@ -279,18 +343,51 @@ def test_half_of_the_choices_that_are_dealt_may_search_and_all_of_those_are_hard
     assert all("hard" in name for name, may in allowed.items() if may)
 
 
-def test_too_few_hard_choices_all_search_and_that_is_told(capsys):
-    allowed = epoch_of(by_level(levelled("choice", hard=2, easy=8), 5, task_mixing=True), 2)
-    assert {name for name, may in allowed.items() if may} == {"choice hard0", "choice hard1"}
-    assert "too few are hard" in capsys.readouterr().err
+def test_at_seven_two_one_five_of_seven_hard_choices_search_and_no_other():
+    # appendix C.2: most of the hard ones, and half of all: 5 of a step's 10, of its 7 hard ones
+    questions = levelled("choice", hard=70, medium=20, easy=10)
+    allowed = epoch_of(by_level(questions, 10, buckets=SEVEN_TWO_ONE, task_mixing=True), 10)
+    searching = [name for name, may in allowed.items() if may]
+    assert len(searching) == 50 and all("hard" in name for name in searching)
+
+
+def test_too_few_hard_choices_all_search_and_then_the_next_hardest_up_to_half():
+    questions = levelled("choice", hard=2, easy=5, medium=3)
+    allowed = epoch_of(by_level(questions, 5, task_mixing=True), 2)
+    names = {name for name, may in allowed.items() if may}
+    assert names == {f"choice {name}" for name in ("hard0", "hard1", *MEDIUM)}
+
+
+def test_without_difficulties_half_of_the_choices_search_by_lot_and_math_is_refused(capsys):
+    choices = pool(choice=10, qa=4)
+    choices = [replace(q, task="choice" if q.kind == "choice" else "qa") for q in choices]
+    allowed = epoch_of(stream(choices, 7, task_mixing=True), 2)
+    assert Counter(may for name, may in allowed.items() if "choice" in name) == {True: 5, False: 5}
+    assert all(may for name, may in allowed.items() if "qa" in name)
+    assert "no --difficulty: half of the multiple choice" in capsys.readouterr().err
+    said = message(stream, levelled("math", hard=4), 2, task_mixing=True)
+    assert "--task_mixing of math, need --difficulty FILE (--task_mixing false: all may" in said
+
+
+def test_half_of_the_choices_are_counted_as_often_as_a_step_deals_them():
+    # A step takes 3 of a's 10 and 1 of b's 10: half of 4 is 2. 6 and 2 of them, or any others that
+    # come to 2 a step: an a counts 0.3, a b 0.1
+    both = [replace(q, task="choice") for q in pool(a=10, b=10)]
+    allowed = epoch_of(stream(both, 4, "a=3,b=1", task_mixing=True), 10)
+    searching = Counter(name[0] for name, may in allowed.items() if may)
+    assert 0.3 * searching["a"] + 0.1 * searching["b"] == pytest.approx(2, abs=0.15)
 
 
 def test_who_may_search_is_drawn_per_question_and_not_by_the_order_of_reading():
     questions = levelled("choice", hard=31)
-    drawn = draw_choices(questions[:30], 0.5, seed=1)
-    assert draw_choices(questions[29::-1], 0.5, seed=1) == drawn and len(drawn) == 15
-    assert draw_choices(questions[:30], 0.5, seed=2) != drawn != set(ids(questions[:15]))
-    assert drawn <= draw_choices(questions, 0.5, seed=1)  # 15.5 rounds up: one more, no other
+
+    def drawn(some, seed):
+        return draw_choices({"": some}, {"": 5}, seed)
+
+    half = drawn(questions[:30], 1)
+    assert drawn(questions[29::-1], 1) == half and len(half) == 15
+    assert drawn(questions[:30], 2) != half != set(ids(questions[:15]))
+    assert half <= drawn(questions, 1)  # 15.5 rounds up: one more, no other
 
 
 def test_without_task_mixing_all_may_search_but_those_that_may_not_by_themselves():

@@ -29,6 +29,7 @@ SLICES = ROOT.parent / "shared" / "data"
 
 OWN = {"id": "q1", "question": "Who?", "answers": ["Ana"]}
 R1 = {"idx": 7, "question": "Who?", "answer": "Ana"}
+UR2 = {**R1, "source": "rag", "level": "hard"}
 FLASHRAG = {"id": "test_0", "question": "Who?", "golden_answers": ["Ana", "Ana Bell"]}
 HOTPOT = {
     "_id": "h1",
@@ -116,7 +117,8 @@ def real(name):
 
 EXAMPLES = {
     "own": [OWN, {**OWN, "solution": "so"}],
-    "r1_searcher": [R1, ROLLOUTS, {**R1, "source": "math", "level": "hard", "subject": "Algebra"}],
+    "r1_searcher": [R1, ROLLOUTS],
+    "ur2": [UR2, {**UR2, "source": "math", "subject": "Algebra"}],
     "flashrag": [FLASHRAG],
     "hotpotqa": [HOTPOT, HUB, {**HOTPOT, "evidences": [["A", "x", "B"]]}],
     "musique": [MUSIQUE],
@@ -427,10 +429,8 @@ FIELDS = {
         {"id": ID, "task": OPTIONAL, "supporting": f"{OPTIONAL} [] [1]", **SOURCE}
         | {"may_search": f"{OPTIONAL} true", "answers": "[1]"},
     ),
-    "r1_searcher": (
-        {**R1, "source": "rag", "level": "hard", "subject": "x"},
-        {"idx": ID_OR_LINE, "subject": IGNORED, **SOURCE},
-    ),
+    "r1_searcher": ({**R1, "source": "rag"}, {"idx": ID_OR_LINE, "source": OPTIONAL}),
+    "ur2": ({**UR2, "subject": "x"}, {"idx": ID_OR_LINE, "subject": IGNORED, **SOURCE}),
     "flashrag": (RICH_FLASHRAG, {"id": ID, "golden_answers": "[1]", "metadata": IGNORED}),
     "hotpotqa": (HOTPOT, {"_id": ID, **FACTS}),
     "2wiki": ({**HUB, "evidences": []}, {"id": ID, **FACTS, "evidences": IGNORED}),
@@ -753,6 +753,8 @@ KINDS = "hotpotqa_bridge hotpotqa_comparison"
 )
 def test_real_question_files_load_whole(name, count, sources, tasks):
     questions = load_questions(real(name))
+    named = {"train/r1": "r1_searcher", "train/ur": "ur2"}  # whose they are, as data.py says it
+    assert first_layout(real(name))[1] == named.get(name[:8], first_layout(real(name))[1])
     assert len(questions) == count == len({q.id for q in questions})
     assert {q.source for q in questions} == set(sources.split() or [""])
     assert {q.task for q in questions} == set(tasks.split())

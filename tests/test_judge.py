@@ -168,8 +168,10 @@ def test_math_answers_that_are_not_plainly_equal_are_graded_in_one_batch_for_the
     grade = math_grader([*trajectories, no_math], Judge(llm))
     (batch,) = llm.batches
     assert [text.rpartition(": ")[2] for _, text in batch] == ["one of two", "about a half"]
-    # equal by metric 2; partly 1; correct 2; partly 1; no answer 0
+    # equal by metric 2; partly 0 by eq. 2, 1 by its code; correct 2; no answer 0
     paid = [ur2_stage2(t, judge=grade)["answer"] for t in trajectories]
+    assert paid == [2.0, 0.0, 2.0, 0.0, 0.0]
+    paid = [ur2_stage2(t, judge=grade, partly=1.0)["answer"] for t in trajectories]
     assert paid == [2.0, 1.0, 2.0, 1.0, 0.0]
 
 

@@ -30,7 +30,8 @@ NUMBERS = {
     ("ur2", 1): """
         algorithm reinforce_pp_baseline   clip_low 0.2   clip_high 0.2   group_size 16
         questions_per_step 64   trajectories_per_update 256   lr 2e-6   kl_coef 0   temperature 1
-        max_searches 4   max_turn_tokens 512   documents_per_search 10   steps 10""",
+        max_searches 4   max_turn_tokens 512   turn_tokens math=3072,choice=1536
+        documents_per_search 10   document_tokens 1536   steps 10""",
     # one epoch: ceil(350 / 64) steps
     ("r1_searcher", 1): """
         algorithm reinforce_pp   group_size 16   questions_per_step 64   trajectories_per_update 256
@@ -60,8 +61,11 @@ NUMBERS = {
         max_turn_tokens 256   steps 95   bonus 10   answer_metric em   clip_low 0.2
         clip_high 0.2""",
 }
-NUMBERS["ur2", 2] = NUMBERS["ur2", 1].removesuffix("steps 10")  # two epochs at most
-NUMBERS["vanilla_rl", 1] = NUMBERS["ur2", 2].replace("search 10", "search 5") + " reward ur2_stage2"
+# Table 15's checkpoints
+NUMBERS["ur2", 2] = NUMBERS["ur2", 1].replace("steps 10", "steps 40")
+NUMBERS["ur2_choice", 1] = NUMBERS["ur2", 2].replace("steps 40", "steps 100 reward ur2_choice")
+NUMBERS["vanilla_rl", 1] = NUMBERS["ur2", 2].replace("steps 40", "steps 25 reward ur2_stage2")
+NUMBERS["vanilla_rl", 1] += " direct_tasks math,choice"
 # one epoch: ceil(8148 / 64) steps
 NUMBERS["r1_searcher", 2] = NUMBERS["r1_searcher", 1].replace("steps 6", "steps 128")
 NUMBERS["when_to_search", 2] = NUMBERS["when_to_search", 1]
@@ -99,6 +103,52 @@ def test_arenas_variants_differ_from_it_in_what_the_paper_says_and_in_nothing_el
     for name, changes in ARENA.items():
         found = resolve("arena", 1, tiny=False, given={"variant": name})
         assert found == dataclasses.replace(resolve("arena", 1, False), variant=name, **changes)
+
+
+# Table 15, a row per backbone: UR² on math & QA, on choice, then Vanilla RL on math, QA, MMLU-Pro,
+# MedQA and both of these; 3B: twice the batches (section 4.4) and 5, 7 for searches (C.7)
+TABLE_15 = {
+    "qwen_7b": (40, 100, 40, 25, 94, 47, 60),
+    "qwen_3b": (47, 85, 15, 40, 47, 40, 40),
+    "llama_8b": (30, 30, 30, 47, 60, 30),
+}
+RUNS = ("math", "qa", "mmlu_pro", "medqa", "choice")
+
+
+@pytest.mark.parametrize("backbone", TABLE_15)
+def test_ur2_s_backbones_have_the_papers_steps_batches_and_rewards(backbone):
+    steps = TABLE_15[backbone]
+    runs = [("ur2", backbone), ("ur2_choice", backbone)]
+    runs += [("vanilla_rl", f"{backbone}_{run}") for run in RUNS]
+    for (name, variant), number in zip(runs, steps, strict=False):
+        last = max(PAPERS[name].stages)
+        found = resolve(name, last, False, {"variant": variant})
+        batches = (128, 512) if backbone == "qwen_3b" else (64, 256)
+        assert (found.questions_per_step, found.trajectories_per_update) == batches
+        assert (found.steps, found.reward_variant) == (number, backbone)
+    assert ("llama_8b_choice" in PAPERS["vanilla_rl"].variants) is False
+    assert resolve("ur2_choice", 1, False).task_mixing > resolve("vanilla_rl", 1, False).task_mixing
+    one = resolve("ur2", 1, False, {"variant": backbone, "difficulty": "level"})
+    assert (one.steps, one.reward_variant, one.buckets) == (10, backbone, "math:dropped=1")
+
+
+def test_ur2_s_ablations_are_variants():
+    def chosen(recipe, variant, *names):
+        found = resolve(recipe, 1, False, {"variant": variant, "difficulty": "level"})
+        return tuple(getattr(found, name) for name in names)
+
+    # Table 6; Table 3, where other tags go with the missing stage 1 (C.2); Tables 6, 7 and 10
+    assert chosen("ur2", "weak_stage1", "reward", "steps") == ("ur2_weak", 80)
+    without = chosen("ur2_choice", "without_stage1", "reward", "protocol", "steps")
+    assert without == ("ur2_stage2", "ur2_search", 110)
+    assert chosen("ur2_choice", "without_penalty", "fallback_penalty", "steps") == (0, 110)
+    assert chosen("ur2_choice", "without_task_mixing", "task_mixing", "steps") == (False, 120)
+    passages = chosen("vanilla_rl", "without_summary", "documents_per_search", "steps")
+    assert passages == (5, 60)
+    assert resolve("ur2", 2, False, {"variant": "judge_partly"}).partly == 1.0
+    # Llama: easy math in place of hard (C.5), searching
+    llama = resolve("ur2", 2, False, {"variant": "llama_8b", "difficulty": "level"})
+    assert llama.math_searches == "easy" and llama.buckets.startswith("math:medium=1,math:easy=2,")
 
 
 def test_the_two_stages_of_when_to_search_are_its_500_steps():

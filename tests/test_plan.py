@@ -72,11 +72,11 @@ def test_ppo_has_a_critic_with_moments_and_a_kl_a_reference():
 
 
 def test_a_recipe_s_rows_and_tokens():
-    """A prompt of 1024, five turns of 512, four blocks of documents of 1024; 64 · 16 rows on two
+    """A prompt of 1024, five turns of 512, four blocks of documents of 1536; 64 · 16 rows on two
     GPUs, 100 at once.
     """
     case = Case(SEVEN, resolve("ur2", 1, False, {"rollout_batch_size": 100}), 2)
-    assert (case.row_tokens, case.rows, case.tokens) == (1024 + 5 * 512 + 4 * 1024, 100, 16384)
+    assert (case.row_tokens, case.rows, case.tokens) == (1024 + 5 * 512 + 4 * 1536, 100, 16384)
     long = Case(SEVEN, resolve("when_to_search", 1, False))
     # the model's positions; one row is a micro-batch of its own
     assert long.row_tokens == long.tokens == 32768

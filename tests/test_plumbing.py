@@ -5,20 +5,22 @@ is refused before a model is loaded.
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import command_line, flags, rows_of, same, settings_for
+from conftest import command_line, flags, random_policy, rows_of, same, settings_for, small
 from test_lora import needs_peft
 from test_train import quick
+from transformers import Qwen2Config
 
 import train
 from errors import InputError
 from plumbing import build
 from plumbing.build import build_parts, check_processes, set_threads
 from plumbing.files import Run, checkpoints, console_line, saved_settings
-from policy import load_policy
+from policy import load_policy, save_policy
 from settings import Settings
 
 # ------------------------------------------------------------------------------------------- hints
@@ -241,3 +243,60 @@ def test_the_cores_of_a_machine_are_shared_by_its_processes(monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         set_threads()
         assert torch.get_num_threads() == threads
+
+
+# --------------------------------------------------------------------- UR²'s recipes, real records
+
+SLICES = Path(__file__).parents[2] / "shared" / "data"
+BOTH = "mcq/medqa_5options_50.jsonl,mcq/mmlupro_80.jsonl"
+MATH, STAGE1, STAGE2 = "math/math500_60.jsonl", *(f"train/ur2_stage{n}_150.jsonl" for n in (1, 2))
+LEVELS = "--difficulty level --stage"
+
+
+@pytest.fixture(scope="module")
+def random_model(bpe, tmp_path_factory):
+    path = tmp_path_factory.mktemp("random") / "model"
+    config = Qwen2Config(vocab_size=len(bpe), **small(max_position_embeddings=8192))
+    save_policy(random_policy(config, seed=0), bpe, path)
+    return path
+
+
+def ur2_flags(random_model, runs, data, more):
+    files = [SLICES / name for name in data.split(",")]
+    corpus = SLICES / "corpus" / "flashrag_wiki_sample_500.jsonl"
+    if not all(path.exists() for path in [*files, corpus]):
+        pytest.skip(f"the real slices {data} are not here")
+    return flags(random_model, runs, f"--data {','.join(map(str, files))} --corpus {corpus} {more}")
+
+
+@pytest.mark.parametrize(
+    "data, more, said",
+    [
+        (BOTH, "--recipe ur2_choice", "half of the multiple choice may search, drawn by lot"),
+        (STAGE1, f"{LEVELS} 1", "--summarizer none: no search can"),
+        (STAGE2, f"{LEVELS} 2 --questions_per_step 13", "--summarizer none: no search can"),
+        (MATH, "--recipe vanilla_rl --variant qwen_7b_math", "--summarizer none: no search can"),
+    ],
+)
+def test_ur2_s_recipes_train_two_steps(data, more, said, random_model, tmp_path, capsys):
+    train.main(ur2_flags(random_model, tmp_path, data, more))
+    assert said in capsys.readouterr().err
+    (metrics,) = tmp_path.rglob("metrics.jsonl")
+    assert len(metrics.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "data, more, said",
+    [
+        (MATH, "--recipe ur2_choice", "has no options, which the --reward is for"),
+        (MATH, "--retrieval false", "no question may search: take other --data, or stage 2"),
+        (MATH, "--stage 2", "--task_mixing of math, need --difficulty FILE"),
+        (STAGE2, f"{LEVELS} 1", "of math:dropped, and the data has 0 (there are hard, math:hard"),
+        (STAGE2, f"{LEVELS} 2", "a step takes 0 questions of medium, and the data has 13"),
+    ],
+)
+def test_what_ur2_cannot_train_on_is_one_line_before_the_model(
+    data, more, said, random_model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    assert said in command_line(train.main, ur2_flags(random_model, tmp_path, data, more), capsys)

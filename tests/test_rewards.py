@@ -38,7 +38,7 @@ from rewards import (
     when_to_search_stage2,
     when_to_search_unified,
 )
-from trajectory import Refusal, Segment, trajectory_from_text
+from trajectory import Refusal, Search, Segment, trajectory_from_text
 
 SHARED = Path(__file__).parents[2] / "shared"
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
@@ -145,11 +145,35 @@ def test_ur2_stage1_counts_each_violation():
 
 
 def test_a_prompt_without_retrieval_pays_the_format_only():
-    # no missing retrieval there, no −v, and a search earns nothing: 1, 1 and 0
-    for text, reward in ((BOX, 1), (search() * 2 + BOX, 1), ("no box <|im_start|>", 0)):
+    # no missing retrieval there: 1; two queries, each a violation: −2; no answer and an illegal
+    # token: −2. Eq. 1 is −1 per violation.
+    for text, reward in ((BOX, 1), (search() * 2 + BOX, -2), ("no box <|im_start|>", -2)):
         assert reward == total(ur2_stage1(ur2(text, may_search=False)))
+    # eq. 2: the answer's 2, without the format's 1
+    assert total(ur2_stage2(ur2(search() + BOX, may_search=False))) == 2
+    assert ur2_choice(ur2(search() * 2 + BOX, may_search=False), 0)["retrieval"] == 0
     # nor does a protocol without queries have tags that could lack their pair
     assert "unpaired_query_tags" not in ur2_violations(ar(sections()))
+
+
+def test_a_query_that_the_environment_refuses_on_a_direct_question_is_a_violation_each():
+    trajectory = ur2(BOX, may_search=False)
+    trajectory.refusals += [Refusal("direct", "Ana Bell birthplace"), Refusal("direct", LONG)]
+    assert ur2_violations(trajectory) == ["long_query"] + ["searched_directly"] * 2
+    assert total(ur2_stage1(trajectory)) == -3 and total(ur2_stage2(trajectory)) == 2
+    trajectory.refusals[:] = [Refusal("malformed", "")]  # the tags that lack their pair are it
+    assert ur2_violations(trajectory) == []
+
+
+@pytest.mark.parametrize("junk", [".", "?!", "…", "- -"])
+def test_a_query_without_a_word_earns_nothing_and_is_a_violation(junk):
+    # twice: −2, where "." twice was 1 + 4
+    trajectory = ur2(BOX)
+    trajectory.searches += [Search(junk, [], "None")] * 2
+    assert ur2_violations(trajectory, True) == ["wordless_query"] * 2
+    assert total(ur2_stage1(trajectory)) == -2 and count_valid_searches(trajectory) == 0
+    assert total(ur2_choice(trajectory, 0)) == 2  # no bonus, no format; a right answer
+    assert r1_searcher_stage1(r1(search(junk) + CLOSE))["retrieval"] == 0
 
 
 def test_ur2_stage2_pays_twice_the_score_of_each_task():
@@ -170,19 +194,22 @@ def test_a_math_judge_grades_what_is_not_plainly_equal():
         asked.append(answer)
         return 1
 
-    # partly 1 + format 1
-    assert total(ur2_stage2(ur2("\\boxed{about a half}", MATH), judge=judge)) == 2
+    # eq. 2 knows right and wrong: format 1; a judge's "partly" is 1 by another variant
+    about = ur2("\\boxed{about a half}", MATH)
+    assert total(ur2_stage2(about, judge=judge)) == 1
+    assert total(ur2_stage2(about, judge=judge, partly=1.0)) == 2
+    assert total(ur2_stage2(about, judge=lambda question, answer: 2)) == 3
     assert total(ur2_stage2(ur2("\\boxed{1/2}", MATH), judge=judge)) == 3  # equal: nobody is asked
     assert total(ur2_stage2(ur2("no box", MATH), judge=judge)) == 0  # no answer: nobody is asked
     assert total(ur2_stage2(ur2("\\boxed{Sudria}"), judge=judge)) == 1  # nor where it is no math
-    assert asked == ["about a half"]
+    assert asked == ["about a half"] * 2
 
 
 def test_each_fallback_costs_half_in_every_stage_and_is_known_by_its_flag():
     trajectory = ur2(search() * 3 + BOX, fallbacks=[0, 2])
-    for reward in (ur2_stage1, ur2_stage2, partial(ur2_choice, step=0)):
-        assert reward(trajectory)["fallback"] == -1.0
-        assert reward(trajectory, fallback_penalty=0.25)["fallback"] == -0.5
+    for reward in ("ur2_stage1", "ur2_stage2", "ur2_choice", "ur2_weak"):
+        assert score(trajectory, reward)["fallback"] == -1.0
+        assert score(trajectory, reward, fallback_penalty=0.25)["fallback"] == -0.5
     quoted = search(found=PROTOCOLS["ur2"].fallback_notice) + PROTOCOLS["ur2"].fallback_notice
     assert ur2_stage1(ur2(quoted + BOX))["fallback"] == 0  # whatever the words
 
@@ -195,6 +222,30 @@ def test_the_choice_bonus_ends_with_its_steps():
     for variant, steps in {"qwen_7b": 10, "qwen_3b": 15, "llama_8b": 10}.items():
         assert total(choice(2, steps - 1, variant)) == 4  # 2 + 1 + 1, and without the last 1
         assert total(choice(2, steps, variant)) == 3
+
+
+def test_the_3b_models_choice_runs_lose_a_point_of_format_without_a_search():
+    # appendix C.7, "non-accumulative": exactly −1, right (2 − 1) or with three faults (0 − 1)
+    right, worst = "The correct answer is: B", "北 <|im_start|> I do not know"
+    for text, reward in ((right, 1), (worst, -1), (search() + right, 3.5), (search() + worst, 0.5)):
+        assert total(ur2_choice(ur2(text, CHOICE), 14, "qwen_3b")) == reward
+    assert total(ur2_choice(ur2(search(LONG) + right, CHOICE), 14, "qwen_3b")) == 2  # it did search
+    assert total(ur2_choice(ur2(search(".") + right, CHOICE), 14, "qwen_3b")) == 1  # this is none
+    # eq. 2's format from step 15 on, for the others, and on a prompt without retrieval
+    assert total(ur2_choice(ur2(right, CHOICE), 15, "qwen_3b")) == 3
+    assert total(ur2_choice(ur2(right, CHOICE), 0, "qwen_7b")) == 3
+    assert total(ur2_choice(ur2(right, CHOICE, may_search=False), 0, "qwen_3b")) == 3
+
+
+def test_the_weak_first_stage_is_of_any_task():
+    # one search: a half. Math by its judge, open questions by F1: "Kelmouth, Norland" is 2/3
+    judged = Extras(grade=lambda question, answer: 2.0)
+    half = score(ur2(search() + "\\boxed{about a half}", MATH), "ur2_weak", extras=judged)
+    assert half == {"answer": 2.0, "format": 1.0, "fallback": 0.0, "retrieval": 0.5}
+    partly = ur2(search() * 2 + "\\boxed{Kelmouth, Norland}")
+    assert value(score(partly, "ur2_weak")) == pytest.approx(4 / 3 + 1 + 1)
+    assert value(score(partly, "ur2_weak", 10)) == pytest.approx(4 / 3 + 1)
+    assert value(score(partly, "ur2_weak", answer_metric="em")) == 2
 
 
 LOOSE = {"format_check": "loose"}
@@ -215,7 +266,7 @@ def test_the_loose_format_check_looks_at_the_end_only(text, question, kept):
     assert ur2_violations(trajectory, **LOOSE) == faults
     assert ur2_stage1(trajectory, **LOOSE)["format"] == 1 - 2 * len(faults)  # without a search too
     assert ur2_stage2(trajectory, **LOOSE)["format"] == kept
-    assert ur2_choice(trajectory, 0, **LOOSE)["format"] == kept
+    assert score(trajectory, "ur2_choice", **LOOSE)["format"] == kept
 
 
 def test_what_the_strict_check_refuses_pays_under_the_loose_one():
@@ -809,8 +860,9 @@ def test_the_settings_and_the_extras_reach_the_reward():
     assert score(trajectory, "ur2_stage1", reward_variant="qwen_3b")["retrieval"] == 7
     assert score(trajectory, "ur2_choice", 9)["retrieval"] == 1
     assert score(trajectory, "ur2_choice", 10)["retrieval"] == 0
-    halves = Extras(grade=lambda question, answer: 1.0)
-    assert score(ur2("\\boxed{about a half}", MATH), "ur2_stage2", extras=halves)["answer"] == 1
+    halves, about = Extras(grade=lambda question, answer: 1.0), ur2("\\boxed{about a half}", MATH)
+    assert score(about, "ur2_stage2", extras=halves)["answer"] == 0
+    assert score(about, "ur2_stage2", extras=halves, partly=1.0)["answer"] == 1
     for reward in ("ur2_stage1", "ur2_stage2", "ur2_choice"):
         assert score(ur2("北 " + BOX), reward, **LOOSE)["format"] == 1
         assert score(trajectory, reward, fallback_penalty=0.25)["fallback"] == -0.25
@@ -835,8 +887,8 @@ def test_the_settings_and_the_extras_reach_the_reward():
 
 def test_what_a_reward_needs_can_be_switched_off():
     needs = rewards.needs
-    assert needs(given(reward="ur2_stage1")) == set()
-    assert needs(given(reward="ur2_stage2")) == {"grade"}
+    assert needs(given(reward="ur2_stage1")) == {"searching"}
+    assert needs(given(reward="ur2_stage2")) == needs(given(reward="ur2_weak")) == {"grade"}
     assert {"verdict", "embedder"} <= needs(given(reward="when_to_search_stage1"))
     assert "reader" in needs(given(reward="r_search"))
     assert "reader" not in needs(given(reward="r_search", evidence_reward=False))
@@ -1075,11 +1127,14 @@ ON_PURPOSE = {
     8: (-2.0, "a query over 20 words is no valid search: −2 for two, and no retrieval reward"),
     9: (4.0, LATIN_ONLY),
     12: (2.0, "two answers on one line are two answers; the code's pattern sees one"),
-    13: (1.0, "a prompt without retrieval pays the format only"),
+    13: (-1.0, "a prompt without retrieval pays the format only, and a query there breaks it"),
+    14: (-1.0, "eq. 1 takes 1 for each violation, whatever the prompt; the code pays 0"),
     31: (3.0, "the code does not normalise a curly apostrophe, its own evaluation does"),
     32: (3.0, "the code's pattern reads to the last brace of the line; we balance braces"),
     38: (0.0, "UR² answers in a box; the code also reads the other paper's tag"),
+    35: (1.0, "eq. 2 pays correct answers; the code pays 1 for a partly correct one"),
     44: (0.5, '"both of them" is no letter; the code reads the b'),
+    49: (2.0, "eq. 2 with a query on a prompt without retrieval: no format, no bonus"),
     57: (1.0, "no search was run; the code pays a half for the document tags or for the format"),
     58: (2.0, DOCUMENTS),
     59: (1.5, "garbled text breaks the format in every stage; the code tests it in stage 2"),
