@@ -1,0 +1,143 @@
+"""The product of recipes, variants, stages and algorithms: each runs two steps with a tiny random
+model, on the built-in world and on real records, or is refused in one line that says why.
+"""
+
+import math
+from itertools import product
+from pathlib import Path
+
+import pytest
+from conftest import model_of, random_policy, rows_of, small, traces, train_bpe
+from transformers import Qwen2Config
+
+import train
+from errors import InputError
+from papers import PAPERS, record_of
+from plumbing import build
+from policy import Policy, save_policy
+from prompts import PROTOCOLS
+from rewards import needs
+from settings import parse, resolve
+from sft import SFTSettings, train_sft
+from update import ALGORITHMS
+from world.toy import make_tokenizer, shape
+from world.world import World
+
+STAGES = [  # (recipe, variant, stage) of every record
+    (recipe, variant, stage)
+    for recipe, paper in PAPERS.items()
+    for variant in ("", *paper.variants)
+    for stage in record_of(recipe, variant).stages
+]
+FEW = "--steps 2 --questions_per_step 2 --group_size 2 --trajectories_per_update 4 --save_every 9"
+
+
+def marked(cases: list[tuple], quick: set[tuple]) -> list:
+    """`make test` takes the quick ones."""
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+
+
+def two_steps(case: tuple, more: str, capsys) -> list[dict]:
+    """The metrics of a run of two steps; [] if it is refused, which takes a flag and one line."""
+    recipe, variant, stage = case
+    arguments = f"--recipe {recipe} --stage {stage} --name t --max_resample 1 {FEW} {more}".split()
+    try:
+        folder = train.train(parse([*arguments, *(["--variant", variant] if variant else [])]))
+    except InputError as error:
+        said = str(error)
+        assert "--" in said and "\n" not in said and len(said) < 400, said
+        return []
+    rows = rows_of(folder)
+    capsys.readouterr()
+    assert [row["step"] for row in rows] == [0, 1]
+    numbers = [value for row in rows for value in row.values() if isinstance(value, (int, float))]
+    assert all(map(math.isfinite, numbers))
+    return rows
+
+
+@pytest.fixture(autouse=True)
+def one_core(monkeypatch):
+    monkeypatch.setattr(build, "set_threads", lambda: None)
+
+
+# ------------------------------------------------------------------------------ the built-in world
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder of runs whose built-in models are tiny: a moment of each protocol's traces."""
+    runs, tokenizer = tmp_path_factory.mktemp("product"), make_tokenizer()
+    questions = World(0).questions("train", "one_hop")[:6]
+    for name, protocol in PROTOCOLS.items():
+        policy = Policy(model_of("qwen2", **shape(len(tokenizer), 32, 4, 64)))
+        if protocol.query_tags:
+            examples = traces(tokenizer, questions, protocol)
+            train_sft(policy, lambda step, its=examples: its, SFTSettings(30, 2e-2))
+        save_policy(policy, tokenizer, runs / "toy" / f"{name}-world0")
+    save_policy(policy, tokenizer, runs / "toy" / "reader-world0")
+    return runs
+
+
+PRODUCT = [(*case, algorithm) for case, algorithm in product(STAGES, ALGORITHMS)]
+# A recipe each with another algorithm, so that all of both occur.
+ONE_EACH = {
+    next(case for case in PRODUCT if case[0] == recipe and case[3] == algorithm)
+    for recipe, algorithm in zip(PAPERS, [*ALGORITHMS] * len(PAPERS), strict=False)
+}
+
+
+@pytest.mark.parametrize("recipe, variant, stage, algorithm", marked(PRODUCT, ONE_EACH))
+def test_every_record_runs_with_every_algorithm_or_says_why_not(
+    recipe, variant, stage, algorithm, world, tmp_path, capsys
+):
+    (tmp_path / "toy").symlink_to(world / "toy")
+    more = f"--algorithm {algorithm} --max_turn_tokens 12 --mix= --runs {tmp_path}"
+    rows = two_steps((recipe, variant, stage), more, capsys)
+    settings = resolve(recipe, stage, True, {"variant": variant})
+    if rows and settings.max_searches and settings.retrieval:
+        assert sum(row["searches"] for row in rows)
+
+
+# ------------------------------------------------------------------------------------ real records
+DATA = Path(__file__).parents[2] / "shared" / "data"
+PAGES = "corpus/hipporag_2wiki_1200.jsonl"
+REAL = {  # recipe -> questions, and what is searched; other recipes take the first
+    "": "hotpotqa/official_train_distractor_20.json from-data",
+    "ur2": f"train/ur2_stage2_150.jsonl {PAGES}",
+    "ur2_choice": f"mcq/medqa_5options_50.jsonl,mcq/mmlupro_80.jsonl {PAGES}",
+    "vanilla_rl": f"math/math500_60.jsonl,qa_eval/2wiki_500.jsonl {PAGES}",
+    "r1_searcher": f"train/r1_searcher_stage1_80.jsonl {PAGES}",
+    "r_search": f"qa_eval/2wiki_500.jsonl {PAGES}",
+    "search_r1": "qa_eval/flashrag_nq_16.jsonl corpus/flashrag_wiki_sample_500.jsonl",
+}
+
+
+@pytest.fixture(scope="module")
+def real_model(tmp_path_factory) -> str:
+    """A random Qwen2 of two layers, with room for ten paragraphs and tokens from them."""
+    first = DATA / REAL[""].split()[0]
+    if not first.exists():
+        pytest.skip(f"the real slices are not in {DATA}")
+    path, tokenizer = (
+        tmp_path_factory.mktemp("real") / "model",
+        train_bpe([first.read_text()], 8000),
+    )
+    sizes = small(max_position_embeddings=8192, vocab_size=len(tokenizer))
+    save_policy(random_policy(Qwen2Config(**sizes), seed=0), tokenizer, path)
+    return str(path)
+
+
+FIRST = {next(case for case in STAGES if case[0] == recipe) for recipe in PAPERS}
+
+
+@pytest.mark.parametrize("recipe, variant, stage", marked(STAGES, FIRST))
+def test_every_record_takes_two_steps_on_real_records(
+    recipe, variant, stage, real_model, tmp_path, capsys
+):
+    questions, corpus = REAL.get(recipe, REAL[""]).split()
+    files = [DATA / name for name in questions.split(",")]
+    found = corpus if corpus == "from-data" else DATA / corpus
+    more = f"--model {real_model} --data {','.join(map(str, files))} --corpus {found}"
+    if "reader" in needs(resolve(recipe, stage, False, {"variant": variant})):
+        more += f" --reader {real_model}"
+    assert two_steps(
+        (recipe, variant, stage), f"{more} --max_turn_tokens 6 --runs {tmp_path}", capsys
+    )
