@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from papers import PAPERS, Paper, record_of
-from settings import resolve
+from settings import Settings
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
@@ -56,7 +56,7 @@ def value_of(recipe: str, variant: str, stage: int, name: str, key: str):
     if name in Paper.__dataclass_fields__:
         found = getattr(record, name)
         return found[key] if key else found
-    return getattr(resolve(recipe, stage, False, {"variant": variant or ""}), name)
+    return record.stages[stage].get(name, getattr(Settings(), name))
 
 
 @pytest.mark.parametrize("name", NAMED)
