@@ -3,10 +3,11 @@ model, on the built-in world and on real records, or is refused in one line that
 """
 
 import math
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import model_of, random_policy, rows_of, small, traces, train_bpe
 from transformers import Qwen2Config
 
@@ -17,7 +18,7 @@ from plumbing import build
 from policy import Policy, save_policy
 from prompts import PROTOCOLS
 from rewards import needs
-from settings import parse, resolve
+from settings import Settings, parse, resolve
 from sft import SFTSettings, train_sft
 from update import ALGORITHMS
 from world.toy import make_tokenizer, shape
@@ -32,14 +33,20 @@ STAGES = [  # (recipe, variant, stage) of every record
 FEW = "--steps 2 --questions_per_step 2 --group_size 2 --trajectories_per_update 4 --save_every 9"
 
 
-def marked(cases: list[tuple], quick: set[tuple]) -> list:
+def settings_of(case: tuple, tiny: bool) -> Settings:
+    recipe, variant, stage = case
+    return resolve(recipe, stage, tiny, {"variant": variant})
+
+
+def marked(cases: list[tuple], quick: list[tuple]) -> list:
     """`make test` takes the quick ones."""
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
-def two_steps(case: tuple, more: str, capsys) -> list[dict] | str:
+def two_steps(case: tuple, more: str, capsys, monkeypatch) -> list[dict] | str:
     """The metrics of a run of two steps, or why it is refused: one line that names a flag."""
     recipe, variant, stage = case
+    monkeypatch.setattr(build, "set_threads", lambda: None)
     arguments = f"--recipe {recipe} --stage {stage} --name t {FEW} {more}".split()
     try:
         folder = train.train(parse([*arguments, *(["--variant", variant] if variant else [])]))
@@ -55,48 +62,52 @@ def two_steps(case: tuple, more: str, capsys) -> list[dict] | str:
     return rows
 
 
-@pytest.fixture(autouse=True)
-def one_core(monkeypatch):
-    monkeypatch.setattr(build, "set_threads", lambda: None)
-
-
 # ------------------------------------------------------------------------------ the built-in world
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A folder of runs whose built-in models are tiny: a moment of each protocol's traces."""
     runs, tokenizer = tmp_path_factory.mktemp("product"), make_tokenizer()
     questions = World(0).questions("train", "one_hop")[:6]
-    for name, protocol in PROTOCOLS.items():
-        policy = Policy(model_of("qwen2", **shape(len(tokenizer), 32, 4, 64)))
-        if protocol.query_tags:
-            examples = traces(tokenizer, questions, protocol)
-            train_sft(policy, lambda step, its=examples: its, SFTSettings(30, 2e-2))
-        save_policy(policy, tokenizer, runs / "toy" / f"{name}-world0")
     sizes = shape(len(tokenizer), 32, 4, 64) | {"max_position_embeddings": 2048}
-    save_policy(Policy(model_of("qwen2", **sizes)), tokenizer, runs / "toy" / "reader-world0")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for name in ("reader", *PROTOCOLS):
+            policy, protocol = Policy(model_of("qwen2", **sizes)), PROTOCOLS.get(name)
+            if protocol and protocol.query_tags:
+                examples = traces(tokenizer, questions, protocol)
+                train_sft(policy, lambda step, its=examples: its, SFTSettings(30, 2e-2))
+            save_policy(policy, tokenizer, runs / "toy" / f"{name}-world0")
     return runs
 
 
-PRODUCT = [(*case, algorithm) for case, algorithm in product(STAGES, ALGORITHMS)]
-# A recipe each with another algorithm, so that all of both occur.
-ONE_EACH = {
-    next(case for case in PRODUCT if case[0] == recipe and case[3] == algorithm)
-    for recipe, algorithm in zip(PAPERS, [*ALGORITHMS] * len(PAPERS), strict=False)
-}
+def product_of(stages: list[tuple]) -> list[tuple]:
+    """With every algorithm; of records that differ in names and steps alone, the first."""
+    seen = {}
+    for case, algorithm in product(stages, ALGORITHMS):
+        its = vars(settings_of(case, True)) | dict.fromkeys(("recipe", "variant", "stage", "steps"))
+        seen.setdefault((algorithm, *its.values()), (*case, algorithm))
+    return list(seen.values())
+
+
+PRODUCT = product_of(STAGES)
+ONE_EACH = [  # a recipe each with another algorithm, so that all of both occur
+    (*next(case for case in STAGES if case[0] == recipe), algorithm)
+    for recipe, algorithm in zip(PAPERS, cycle(ALGORITHMS), strict=False)
+]
 
 
 @pytest.mark.parametrize("recipe, variant, stage, algorithm", marked(PRODUCT, ONE_EACH))
 def test_every_record_runs_with_every_algorithm_or_says_why_not(
-    recipe, variant, stage, algorithm, world, tmp_path, capsys
+    recipe, variant, stage, algorithm, world, tmp_path, capsys, monkeypatch
 ):
     (tmp_path / "toy").symlink_to(world / "toy")
-    settings = resolve(recipe, stage, True, {"variant": variant})
+    settings = settings_of((recipe, variant, stage), True)
     more = f"--algorithm {algorithm} --max_turn_tokens 12 --mix= --runs {tmp_path}"
     if algorithm == "dapo":
         more += " --max_resample 1"
     if settings.judge:  # not the server that the paper asked
         more += f" --judge {world}/toy/reader-world0"
-    found = two_steps((recipe, variant, stage), more, capsys)
+    found = two_steps((recipe, variant, stage), more, capsys, monkeypatch)
     if isinstance(found, str):  # by its own algorithm only for what the world's questions lack
         assert algorithm != settings.algorithm or found.startswith("question "), found
     elif settings.max_searches and settings.retrieval:
@@ -108,7 +119,7 @@ DATA = Path(__file__).parents[2] / "shared" / "data"
 PAGES = "corpus/hipporag_2wiki_1200.jsonl"
 REAL = {  # recipe -> questions, and what is searched; other recipes take the first
     "": "hotpotqa/official_train_distractor_20.json from-data",
-    "ur2": f"train/ur2_stage2_150.jsonl {PAGES}",
+    "ur2": f"train/ur2_stage1_150.jsonl,train/ur2_stage2_150.jsonl {PAGES} --difficulty level",
     "ur2_choice": f"mcq/medqa_5options_50.jsonl,mcq/mmlupro_80.jsonl {PAGES}",
     "vanilla_rl": f"math/math500_60.jsonl,qa_eval/2wiki_500.jsonl {PAGES}",
     "r1_searcher": f"train/r1_searcher_stage1_80.jsonl {PAGES}",
@@ -123,32 +134,27 @@ def real_model(tmp_path_factory) -> str:
     first = DATA / REAL[""].split()[0]
     if not first.exists():
         pytest.skip(f"the real slices are not in {DATA}")
-    path, tokenizer = (
-        tmp_path_factory.mktemp("real") / "model",
-        train_bpe([first.read_text()], 8000),
-    )
+    path = tmp_path_factory.mktemp("real") / "model"
+    tokenizer = train_bpe([first.read_text()], 8000)
     sizes = small(max_position_embeddings=32768, vocab_size=len(tokenizer))
     save_policy(random_policy(Qwen2Config(**sizes), seed=0), tokenizer, path)
     return str(path)
 
 
-FIRST = {next(case for case in STAGES if case[0] == recipe) for recipe in PAPERS}
+FIRST = [next(case for case in STAGES if case[0] == recipe) for recipe in PAPERS]
 
 
 @pytest.mark.parametrize("recipe, variant, stage", marked(STAGES, FIRST))
 def test_every_record_takes_two_steps_on_real_records(
-    recipe, variant, stage, real_model, tmp_path, capsys
+    recipe, variant, stage, real_model, tmp_path, capsys, monkeypatch
 ):
-    questions, corpus = REAL.get(recipe, REAL[""]).split()
-    files = [DATA / name for name in questions.split(",")]
-    settings = resolve(recipe, stage, False, {"variant": variant})
-    more = f"--model {real_model} --data {','.join(map(str, files))}"
+    questions, corpus, *rest = REAL.get(recipe, REAL[""]).split()
+    settings = settings_of((recipe, variant, stage), False)
+    more = f"--model {real_model} --max_turn_tokens 6 --runs {tmp_path} {' '.join(rest)}"
+    more += " --data " + ",".join(str(DATA / name) for name in questions.split(","))
     if PROTOCOLS[settings.protocol].query_tags:
         more += f" --corpus {corpus if corpus == 'from-data' else DATA / corpus}"
-    if "reader" in needs(settings):
-        more += f" --reader {real_model}"
-    if settings.judge:
-        more += f" --judge {real_model}"
-    assert two_steps(
-        (recipe, variant, stage), f"{more} --max_turn_tokens 6 --runs {tmp_path}", capsys
-    )
+    more += f" --reader {real_model}" * ("reader" in needs(settings))
+    more += f" --judge {real_model}" * bool(settings.judge)
+    found = two_steps((recipe, variant, stage), more, capsys, monkeypatch)
+    assert not isinstance(found, str), found
