@@ -119,7 +119,8 @@ DATA = Path(__file__).parents[2] / "shared" / "data"
 PAGES = "corpus/hipporag_2wiki_1200.jsonl"
 REAL = {  # recipe -> questions, and what is searched; other recipes take the first
     "": "hotpotqa/official_train_distractor_20.json from-data",
-    "ur2": f"train/ur2_stage1_150.jsonl,train/ur2_stage2_150.jsonl {PAGES} --difficulty level",
+    "ur2": f"train/ur2_stage1_150.jsonl,train/ur2_stage2_150.jsonl {PAGES} --difficulty level"
+    " --questions_per_step 24 --trajectories_per_update 48",  # one of each bucket
     "ur2_choice": f"mcq/medqa_5options_50.jsonl,mcq/mmlupro_80.jsonl {PAGES}",
     "vanilla_rl": f"math/math500_60.jsonl,qa_eval/2wiki_500.jsonl {PAGES}",
     "r1_searcher": f"train/r1_searcher_stage1_80.jsonl {PAGES}",
