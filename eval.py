@@ -48,7 +48,13 @@ from plumbing.build import (
     passages,
     play_of,
 )
-from plumbing.files import checkpoints, saved_settings, stage_folder
+from plumbing.files import (
+    check_instructions,
+    checkpoints,
+    instructions,
+    saved_settings,
+    stage_folder,
+)
 from plumbing.score import answer_scores, ask_others, build_judge, build_reader
 from policy import best_device, check_model_path, weights_version
 from prompts import PROTOCOLS
@@ -217,8 +223,10 @@ class Evaluation:
         for name in ("name", "runs", "judge", "reader", "timeout"):  # they change no prediction
             del made[name]
         # --prompt_file names a file, not its words.
-        content = hashlib.sha256(build_protocol(self.settings).instruction.encode())
-        for item in [*self.questions, *self.documents]:
+        told = [build_protocol(self.settings).instruction]
+        told.append(instructions(self.settings).get("summarizer", ""))
+        content = hashlib.sha256()
+        for item in [*told, *self.questions, *self.documents]:
             content.update(repr(item).encode())
         return made | {"weights": version, "material": content.hexdigest()[:16]}
 
@@ -312,6 +320,8 @@ def parse(arguments: list[str]) -> tuple[Settings, Options]:
     if options.decoding == "paper":  # of the checkpoint's recipe
         settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
     check_settings(settings, training=False)
+    if "prompt_file" in given:  # a checkpoint's may name what only training asks
+        check_instructions(settings)
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
         why = f"which protocol {settings.protocol} does not have: leave it out"
         raise InputError(f"--reader answers from evidence boxes, {why}")

@@ -79,17 +79,19 @@ def exact_match(prediction: str | None, golds: Golds, punctuation="space") -> fl
     return _best(lambda p, g: float(p == g), prediction, golds, punctuation)
 
 
-def f1_score(prediction: str | None, golds: Golds, punctuation="space") -> float:
+def f1_score(
+    prediction: str | None, golds: Golds, punctuation="space", verdicts: bool = False
+) -> float:
     """F1 of the two bags of tokens: f1_score("Paris, France", "Paris") is 0.6667 (P = 1/2, R = 1).
-    A verdict is all or nothing: "yes it is" against "yes" is 0.
+    `verdicts`: HotpotQA's scorer, which none of the papers has: "yes it is" for "yes" is 0, not 0.5
     """
-    return _best(_f1, prediction, golds, punctuation)
 
+    def score(predicted: str, gold: str) -> float:
+        if verdicts and predicted != gold and {predicted, gold} & _VERDICTS:
+            return 0.0
+        return _bag_f1(predicted.split(), gold.split())
 
-def _f1(prediction: str, gold: str) -> float:
-    if prediction != gold and (prediction in _VERDICTS or gold in _VERDICTS):
-        return 0.0
-    return _bag_f1(prediction.split(), gold.split())
+    return _best(score, prediction, golds, punctuation)
 
 
 def _bag_f1(predicted: list, gold: list) -> float:

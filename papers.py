@@ -97,7 +97,9 @@ UR2 = Paper(
     good_format=lambda trajectory: not ur2_violations(trajectory),
     # search, read the summary (or the fallback), write \\boxed{...}
     world=Tiny("{asked} \\boxed{{ {answer}}}<eos>", read=" \\boxed{{ {answer}}}", summarised=True),
-    decoding={"temperature": 0.3, "top_p": 0.5},  # appendix C.3
+    # appendix C.4, as the summariser's: temperature, top_p, tokens
+    decoding={"temperature": 0.3, "top_p": 0.5}
+    | {"summary_sampling": "math=0.3/0.7/8192,other=0.3/0.5/2048"},
 )
 
 # UR²'s baseline: the answer reward from the start, the passages as they are, 5 of them.
@@ -108,15 +110,15 @@ VANILLA_RL = replace(
     tiny={1: EVERYTHING | {"steps": 72}},
 )
 
-_r1_searcher = (  # section 4.1 and its training script
+_r1_searcher = (  # section 3.3; --encoder BAAI/bge-large-en-v1.5; it is judged by GPT-4o-mini (3.1)
     {"protocol": "r1_searcher", "algorithm": "reinforce_pp"}
     | {"group_size": 16, "questions_per_step": 64, "trajectories_per_update": 256}
-    | {"lr": 2e-6, "kl_coef": 0.0, "kl_estimator": "k1"}  # in the reward; Llama: 1e-4
+    | {"lr": 2e-6, "kl_coef": 0.0, "kl_estimator": "k1"}  # in the reward
     | {"temperature": 1.0, "max_searches": 8, "max_turn_tokens": 512}
-    | {"documents_per_search": 5}  # 3 in its code
+    | {"documents_per_search": 5}  # not given there; 3 in its code
 )
 R1_SEARCHER = Paper(
-    source="R1-Searcher section 4.1, script",
+    source="R1-Searcher section 3.3",
     protocols=("r1_searcher",),
     stages={
         1: _r1_searcher | {"reward": "r1_searcher_stage1", "steps": 6},  # one epoch of 350
@@ -126,25 +128,34 @@ R1_SEARCHER = Paper(
     good_format=lambda trajectory: not r1_searcher_format(trajectory),
     world=Tiny(end="{thought}</think>\n\n<answer> {answer}</answer>"),
 )
+R1_SEARCHER.variants.update(
+    llama_8b=varied(R1_SEARCHER, kl_coef=1e-4),  # section 3.3
+    grpo=varied(R1_SEARCHER, algorithm="grpo", kl_coef=1e-4, kl_estimator="k3"),  # table 3: Llama's
+    em=varied(R1_SEARCHER, answer_metric="em"),  # eq. 5, table 5
+    cem=varied(R1_SEARCHER, answer_metric="cem"),
+)
 
-_r_search = (  # section 4.1
+_r_search = (  # section 4.3
     {"protocol": "r_search", "algorithm": "grpo", "reward": "r_search", "steps": 195}
     | {"group_size": 5, "questions_per_step": 256, "trajectories_per_update": 1280}
-    | {"lr": 1e-6, "lr_warmup": 185}  # 0.95 of 195 updates, as printed
+    | {"lr": 1e-6, "lr_warmup": 0.95}
     | {"kl_coef": 1e-3, "kl_estimator": "k3", "temperature": 1.0}
     | {"max_searches": 4, "max_turn_tokens": 500}
     | {"documents_per_search": 3}  # 5 in evaluation
 )
 R_SEARCH = Paper(
-    source="R-Search section 4.1, table",
-    protocols=("r_search",),
+    source="R-Search section 4.3",
+    protocols=("r_search", "r_search_plain"),
     stages={1: _r_search},
-    tiny={1: EVERYTHING | TWO_FACTS | {"lr_warmup": 0, "kl_coef": 0.0, "steps": 40}},
+    tiny={1: EVERYTHING | TWO_FACTS | {"lr_warmup": 0.0, "kl_coef": 0.0, "steps": 40}},
     good_format=r_search_format,
     # two passages a search; copy the one that counts as evidence, answer from it
     world=Tiny("{evidence}<answer> {answer}</answer>", layout="facts", kinds=HALVES, steps=300),
     punctuation="delete",
-    decoding={"temperature": 0.1, "documents_per_search": 5},  # section 4.1
+    decoding={"temperature": 0.1, "documents_per_search": 5},  # appendix A.3, section 4.3
+)
+R_SEARCH.variants.update(  # table 3
+    without_evidence=varied(R_SEARCH, protocol="r_search_plain", evidence_reward=False)
 )
 
 _when_to_search = (  # section 4 and its table; 500 steps in all, halved between the stages by us
@@ -210,11 +221,32 @@ ARENA = Paper(
     ),
 )
 
+_search_r1 = (  # appendix B of arXiv 2503.09516
+    {"protocol": "search_r1", "algorithm": "ppo", "reward": "search_r1", "steps": 500}
+    | {"group_size": 1, "questions_per_step": 512, "trajectories_per_update": 256}
+    | {"lr": 1e-6, "lr_warmup": 0.285, "critic_lr": 1e-5}  # its critic warms up too, for 7 steps
+    | {"kl_coef": 1e-3, "kl_estimator": "k1", "temperature": 1.0}
+    | {"max_searches": 4, "max_turn_tokens": 500, "documents_per_search": 3, "document_tokens": 500}
+)
+SEARCH_R1 = Paper(
+    source="Search-R1 app. B",
+    protocols=("search_r1",),
+    stages={1: _search_r1},
+    tiny={1: EVERYTHING | {"lr_warmup": 0.0, "critic_lr": 1e-3, "kl_coef": 0.0, "steps": 40}},
+    good_format=r_search_format,  # one answer box
+    world=Tiny(
+        "<think>{thought}</think><answer> {answer}</answer>", between="<think>{note}</think>"
+    ),
+    punctuation="delete",
+)
+SEARCH_R1.variants.update(grpo=varied(SEARCH_R1, algorithm="grpo", group_size=5, kl_estimator="k3"))
+
 PAPERS: dict[str, Paper] = {
     "ur2": UR2,
     "vanilla_rl": VANILLA_RL,
     "r1_searcher": R1_SEARCHER,
     "r_search": R_SEARCH,
+    "search_r1": SEARCH_R1,
     "when_to_search": WHEN_TO_SEARCH,
     "arena": ARENA,
 }

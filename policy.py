@@ -54,7 +54,7 @@ class PolicySettings:
         "adamw", "8 bits are for Adam's moments; paged: on the CPU when need be", one_of=OPTIMIZERS
     )
     lr: float = setting(2e-6, "learning rate", above=0)
-    lr_warmup: int = setting(0, "updates of linear warm-up", least=0)
+    lr_warmup: float = setting(0.0, "linear warm-up: updates, or below 1 a share of all", least=0)
     lr_schedule: str = setting("constant", "after the warm-up; two end at 0", one_of=SCHEDULES)
     gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass")
     lora_rank: int = setting(
@@ -419,10 +419,12 @@ def make_optimizer(module: nn.Module, name: str, lr: float):
     return kind(parameters, lr, weight_decay=0.0)
 
 
-def lr_factor(step: int, steps: int, warmup: int, schedule: str) -> float:
+def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
     """Factor of the learning rate in step 0, 1, ...: linear warm-up, then what `schedule` says.
-    Worked: lr_factor(0, 10, 2, "linear") = 0.5; lr_factor(6, 10, 2, "linear") = 0.5.
+    Worked: lr_factor(0, 10, 2, "linear") = 0.5; lr_factor(6, 10, 2, "linear") = 0.5;
+    a share of 40 updates: 0.95 · 40 = 38 of them, lr_factor(18, 40, 0.95, "constant") = 19/38.
     """
+    warmup = round(warmup * steps if warmup < 1 else warmup)
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)

@@ -3,12 +3,14 @@
     UR²             <|begin_of_query|>, <|begin_of_documents|>, \\boxed{answer}
     R1-Searcher     the same two, while it thinks; then </think> <answer>
     R-Search        <search>, <observation>; then <original_evidence> <answer>
+    Search-R1       <think> <search> <information> <answer>
     When to Search  <think> <search> <information> <reflect> <answer>
     ARENA           searches nothing, reads numbered references; <relevance> <analysis> <answer>
 
 One `Protocol` serves training, evaluation and the demo: a prompt that differs between them is the
 commonest silent fault of public code. The last answer is scored; braces are balanced, so
-\\boxed{\\frac{1}{2}} is read whole. The wording is ours; --prompt_file puts another in its place.
+\\boxed{\\frac{1}{2}} is read whole. The wording is ours; --prompt_file puts another in its place,
+and in that of what the judge, the reader and the summariser are told.
 Left out: system prompts per model family (the chat template has them), few-shot examples.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from data import Document, Question
 from errors import InputError, run_main, setting
@@ -27,10 +29,15 @@ Tags = tuple[str, str]  # begin, end
 PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; each paper adds its own below
 
 
+PROMPTED = ("policy", "judge", "reader", "summarizer")  # whose instruction a file may replace
+
+
 @dataclass(frozen=True)
 class PromptSettings:
     protocol: str = setting("ur2", "tags and prompt", one_of=PROTOCOLS)
-    prompt_file: str = setting("", "a text file whose content replaces the protocol's instruction")
+    prompt_file: str = setting(
+        "", f"a file in place of the instruction; or NAME=FILE,... of {', '.join(PROMPTED)}"
+    )
     retrieval: bool = setting(True, "False: UR²'s prompt without retrieval")
 
 
@@ -144,6 +151,25 @@ PROTOCOLS["r_search"] = Protocol(
     "Answer the question, reasoning step by step. End with the answer in a few words as <answer>"
     " your answer </answer>.",
     evidence_tags=tag_pair("original_evidence"),
+)
+# Its ablation: no evidence box, and no word of one.
+PROTOCOLS["r_search_plain"] = replace(
+    PROTOCOLS["r_search"],
+    name="r_search_plain",
+    instruction=re.sub(" If you searched.*(?= End)", "", PROTOCOLS["r_search"].instruction),
+    evidence_tags=None,
+)
+
+PROTOCOLS["search_r1"] = Protocol(
+    "search_r1",
+    *map(tag_pair, ("search", "information", "answer")),
+    "Reason between <think> and </think> first, and anew whenever something was found. If a fact is"
+    " missing, write <search> your query </search> and stop; what is found is given back between"
+    " <information> and </information>. Once nothing is missing, answer the question with a few"
+    " words as <answer> your answer </answer>.",
+    "Reason between <think> and </think> first. Then answer the question with a few words as"
+    " <answer> your answer </answer>.",
+    other_tags=(tag_pair("think"),),
 )
 
 PROTOCOLS["when_to_search"] = Protocol(

@@ -11,6 +11,7 @@ the reward is their sum.
     R1-Searcher     stage 1   R = 0.5 [n ≥ 1] + 0.5 [format]
                     stage 2   R = F1(answer) + (0 if format else −2)
     R-Search                  R = F1(answer) + F1(a reader's, from the evidence) + 0.2 [E] + 0.2 [A]
+    Search-R1                 R = EM(answer)
     When to Search            R = (format ±1) − similarity of the queries + answer        β = 0.3
                     stage 1   answer = 1 if right else −1 + β · searches
                     stage 2   answer = 1 − β · searches if right else −1
@@ -91,9 +92,9 @@ def count_valid_searches(trajectory: Trajectory) -> int:
 
 
 def is_long(question: Question, answer: str) -> bool:
-    """Over 10 words, and longer than every gold."""
-    golds = [len(gold.split()) for gold in question.answers]
-    return len(answer.split()) > max([MAX_ANSWER_WORDS, *golds])
+    """Over 10 words, and longer than every gold. Guesses joined by "/" or "_" are words each."""
+    golds = [len(tokenize(gold.replace("_", " "))) for gold in question.answers]
+    return len(tokenize(answer.replace("_", " "))) > max([MAX_ANSWER_WORDS, *golds])
 
 
 def scripts(text: str) -> set[str]:
@@ -286,8 +287,9 @@ def ur2_choice(
 
 # -------------------------------------------------------------------------------------- R1-Searcher
 def r1_searcher_format(trajectory: Trajectory) -> list[str]:
-    """The names of all format faults (R1-Searcher section 3.2). Good is: thinking and searches, one
-    </think>, <answer> at most 10 words </answer>. The <think> before them stands in the prompt.
+    """The names of all format faults (R1-Searcher section 2.2.1). Good is: thinking and searches,
+    one </think>, <answer> a short answer </answer>: of 10 words (ours), or as long as a gold. The
+    <think> before them stands in the prompt.
     >>> r1_searcher_format(example("r1_searcher", answer="Norland </answer> <answer> Norland"))
     ['several_answers']
     """
@@ -305,21 +307,22 @@ def r1_searcher_format(trajectory: Trajectory) -> list[str]:
         faults.append("no_answer")
     elif section_letters(without_eos(rest), {"A": tags}) != "A":
         faults.append("text_beside_answer")
-    if answers and len(answers[-1].split()) > MAX_ANSWER_WORDS:
+    if answers and is_long(trajectory.question, answers[-1]):
         faults.append("long_answer")
     return faults
 
 
 def r1_searcher_stage1(trajectory: Trajectory, answer_metric: str = "none") -> Terms:
     """R = 0.5 [n ≥ 1] + 0.5 [format]: learn to search, whatever the answer (R1-Searcher eq. 1, 2).
-    answer_metric="cem" is the released code: it adds +1 or −1 by cover-EM.
+    answer_metric="cem" is the released code: it adds +1 or −1 by cover-EM; a list covers nothing.
     >>> r1_searcher_stage1(example("r1_searcher", answer="Sudria"), answer_metric="cem")
     {'retrieval': 0.5, 'format': 0.5, 'answer': -1.0}
     """
     searched = count_valid_searches(trajectory) >= 1
     terms = {"retrieval": 0.5 * searched, "format": 0.5 * (not r1_searcher_format(trajectory))}
     if answer_metric != "none":
-        terms["answer"] = _r1_answer(trajectory, answer_metric)
+        listed = is_long(trajectory.question, trajectory.answer or "")
+        terms["answer"] = -1.0 if listed else _r1_answer(trajectory, answer_metric)
     return terms
 
 
@@ -327,7 +330,7 @@ def r1_searcher_stage2(
     trajectory: Trajectory, answer_metric: str = "f1", format_penalty: float = 2.0
 ) -> Terms:
     """R = F1(answer, gold) + (0 if format else −2): learn to be right (R1-Searcher eq. 3, 4).
-    answer_metric="em" or "cem" pays +1 or −1 (its table 5); format_penalty=1: its Llama code.
+    answer_metric="em" or "cem" pays +1 or −1 (eq. 5, table 5); format_penalty=1: its Llama code.
     >>> r1_searcher_stage2(example("r1_searcher", answer="<think> Norland"))     # F1 = 2/3, less 2
     {'answer': 0.6666666666666666, 'format': -2.0}
     """
@@ -340,7 +343,7 @@ def _r1_answer(trajectory: Trajectory, answer_metric: str) -> float:
     return score if answer_metric == "f1" else 2.0 * score - 1.0
 
 
-# ----------------------------------------------------------------------------------------- R-Search
+# ------------------------------------------------------------------------------ R-Search, Search-R1
 GAMMA_EVIDENCE, GAMMA_ANSWER = 0.2, 0.2  # γ_e and γ_α
 
 
@@ -353,17 +356,20 @@ def r_search(
         format     r_f = 0.2 + 0.2 A without a search;   0.2 E + 0.2 A with one
         evidence   F1 of what the reader, a frozen model of another family, answers from question
                    and evidence alone; 0 without a search, without evidence, or switched off
+    Switched off in a protocol without an evidence box: r_f = 0.2 A (its section 5.2, table 3).
     >>> r_search(example("r_search", answer="Kelmouth, Norland"), "Norland")     # 2/3 + 1 + 0.4
     {'answer': 0.6666666666666666, 'evidence': 1.0, 'format': 0.4}
     """
-    e = has_one_box(trajectory, "evidence")
-    a = has_one_box(trajectory, "answer")
     golds, searched = trajectory.question.answers, trajectory.searches
+    form = GAMMA_ANSWER * has_one_box(trajectory, "answer")
+    if evidence_reward or trajectory.protocol.evidence_tags:
+        e = has_one_box(trajectory, "evidence")
+        form += GAMMA_EVIDENCE * (e if searched else 1)
     paid = evidence_reward and searched and trajectory.evidence
     return {
         "answer": f1_score(trajectory.answer, golds, "delete"),
         "evidence": f1_score(reader_answer, golds, "delete") if paid else 0.0,
-        "format": GAMMA_EVIDENCE * (e if searched else 1) + GAMMA_ANSWER * a,
+        "format": form,
     }
 
 
@@ -374,8 +380,9 @@ def has_one_box(trajectory: Trajectory, name: str) -> bool:
 
 
 def r_search_format(trajectory: Trajectory) -> bool:
-    """All that r_f pays for: one answer box and, if it searched, one evidence box."""
-    return r_search(trajectory)["format"] == GAMMA_EVIDENCE + GAMMA_ANSWER
+    """All that r_f pays for: one answer box and, if it searched, one of the protocol's evidence."""
+    boxed = trajectory.searches and trajectory.protocol.evidence_tags
+    return has_one_box(trajectory, "answer") and (not boxed or has_one_box(trajectory, "evidence"))
 
 
 def evidence_support(trajectory: Trajectory) -> float:
@@ -384,6 +391,14 @@ def evidence_support(trajectory: Trajectory) -> float:
     read = normalize_answer(documents, "delete").split()
     words = normalize_answer(trajectory.evidence or "", "delete").split()
     return sum(word in read for word in words) / max(1, len(words))
+
+
+def search_r1(trajectory: Trajectory) -> Terms:
+    """R = EM(answer, gold), nothing for format or searches (Search-R1, arXiv 2503.09516, eq. 4).
+    >>> search_r1(example("search_r1", answer="Kelmouth, Norland"))
+    {'answer': 0.0}
+    """
+    return {"answer": exact_match(trajectory.answer, trajectory.question.answers, "delete")}
 
 
 # ----------------------------------------------------------------------------------- When to Search
@@ -616,6 +631,7 @@ REWARDS |= {
     "r1_searcher_stage1_code": lambda t, s, step, e: r1_searcher_stage1(t, "cem"),
     "r1_searcher_stage2_llama": lambda t, s, step, e: r1_searcher_stage2(t, s.answer_metric, 1.0),
     "r_search": lambda t, s, step, e: r_search(t, e.reader_answer, s.evidence_reward),
+    "search_r1": lambda t, s, step, e: search_r1(t),
     "when_to_search_stage1": lambda t, s, step, e: when_to_search_stage1(
         t, e.correct, e.embed, s.beta
     ),
@@ -630,6 +646,7 @@ NEEDS = {
     "ur2_stage2": {"grade"},
     "ur2_choice": {"options"},
     "r_search": {"reader", "open"},
+    "search_r1": {"open"},
     "when_to_search_stage1": {"verdict", "embedder", "open", "price"},
     "when_to_search_stage2": {"verdict", "embedder", "open", "price"},
     "arena": {"supporting"},

@@ -346,9 +346,10 @@ class Environment:
         results = call_search(self.search, requests, self.settings.timeout)
         seconds = (time.perf_counter() - start) / len(accepted)
         for (row, query), result in zip(accepted, results, strict=True):
-            found = list(result.documents)
-            text = self.write(row, result)
-            search = Search(query, found, text, result.fallback, result.error, seconds)
+            text, cut = self.write(row, result)
+            search = Search(query, result.documents, text, result.fallback, result.error)
+            search.seconds = seconds
+            search.cut = cut
             row.searches.append(search)
 
     def accepted_query(self, row: Trajectory) -> str | None:
@@ -379,19 +380,21 @@ class Environment:
         else:
             row.append_environment(ids, notice, "notice")
 
-    def write(self, row: Trajectory, result: SearchResult) -> str:
-        """Append what was found, cut to the row's room; returns it as the policy reads it."""
+    def write(self, row: Trajectory, result: SearchResult) -> tuple[str, bool]:
+        """Append what was found; (what the policy reads of it, was it cut to the row's room?)."""
         protocol = self.protocol
         pieces = number_documents(result.documents)
-        if shown := protocol.error_text if result.error else result.text:
+        shown = protocol.error_text if result.error else result.text
+        if shown:
             pieces = [shown]
         pieces = [strip_tags(piece, self.forbidden) for piece in pieces] or [protocol.empty_text]
+        whole = "\n".join(pieces)
         body = self.fit(pieces, self.frame + self.budget(row))
         row.append_environment(self.block(body), frame_documents(protocol, body), "documents")
         if result.fallback:
             notice = protocol.fallback_notice
             row.append_environment(encode(self.tokenizer, notice), notice, "notice")
-        return body
+        return body, body != whole
 
     def fit(self, pieces: list[str], budget: int) -> str:
         """As many documents as fit with their frame. Only a first one too long by itself is cut."""

@@ -119,6 +119,9 @@ def check_settings(settings: Settings, training: bool = True) -> Settings:
     notes, like = settings.summarizer, nearest(settings.summarizer, WITHOUT_MODEL)
     if notes not in WITHOUT_MODEL and (like or notes == "llm"):  # else a hub is asked, for minutes
         raise InputError(f"--summarizer {notes}: none, extractive, or the model itself{like}")
+    if settings.fallback and notes in WITHOUT_MODEL:
+        why = "never turns one away" if notes == "none" else "always does"
+        raise InputError(f"--fallback asks a model of --summarizer; {notes} {why}: leave it out")
     if settings.data and not settings.model:
         raise InputError("--data needs --model: the built-in model can read only its own world")
     searches = PROTOCOLS[settings.protocol].query_tags is not None

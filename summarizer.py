@@ -2,11 +2,11 @@
 
     summarize(requests, documents) -> list[SearchResult], one per request, in order
 
-A summariser makes one short text of five passages, and decides whether the query asks for a fact at
-all. If not, the result is a fallback: the policy is told to ask for a fact, and the reward charges
-the search. Only the flag `SearchResult.fallback` says so: a passage may happen to say what a
-sentinel says. The documents stay in the result, for the log. Left out: making a small summariser
-from what a large one wrote (lab/distil.py).
+A summariser makes one short text of ten passages; in training it also decides whether the query
+asks for a fact at all. If not, the result is a fallback: the policy is told to ask for a fact, and
+the reward charges the search. Only the flag `SearchResult.fallback` says so: a passage may happen
+to say what a sentinel says. The documents stay in the result, for the log. Left out: making a small
+summariser from what a large one wrote (lab/distil.py).
 """
 
 import re
@@ -35,6 +35,10 @@ class SummarizerSettings:
         "none: the passages; extractive: the best one, or the fallback; or a model that writes"
         " notes: http://host:port/v1#model, a HF directory or a hub name",
     )
+    fallback: bool = setting(
+        False, "a model that writes notes turns queries away, as in training", only="eval"
+    )
+    summary_sampling: str = setting("", "task=temperature/top_p/tokens,...", only="papers")
 
 
 def show_all(requests: list[SearchRequest], documents: list[list[Document]]) -> list[SearchResult]:
@@ -65,23 +69,47 @@ def names(query: str, title: str) -> bool:
 
 NO_FACT = "NO FACT"
 SUMMARY_LOG = "runs/summaries.jsonl"  # pairs that a small summariser can be distilled from
-MAX_SUMMARY = 2000  # characters; the rollout then cuts to its budget of tokens
-INSTRUCTION = (
-    "You prepare what a search engine found for somebody who works on a larger problem. You get"
-    " one search query and the numbered passages that were found for it. If the query asks for a"
-    " fact that could be looked up, write short notes: the facts from the passages that answer it,"
-    " with full names, numbers and dates, and nothing that is not in the passages; if they do not"
-    " answer it, say in one sentence what is missing. If the query asks for no fact at all, but"
-    " for a calculation, a piece of reasoning or an opinion, or if it cannot be understood without"
-    f" more context, reply with this single line and nothing else: {NO_FACT}"
+MAX_REASONING = 4000  # characters: the end of what the row held before its query
+GREEDY = (0.0, 1.0, 1024)  # temperature, top_p, tokens of the notes at most
+TASKS = {
+    "math": ("solves a mathematical problem", "the definitions, formulas, theorems and values"),
+    "other": ("works on a larger problem", "the facts"),
+}
+_GIVEN = (
+    "You prepare what a search engine found for somebody who {0}. You get their reasoning so far,"
+    " one search query, and the numbered passages that were found for it. "
+)
+_TURN_AWAY = (
+    "First decide what the query asks for. If it is no fact that could be looked up, but a"
+    " calculation, a proof, a piece of reasoning, a choice between options or an opinion, reply"
+    f" with this single line and nothing else: {NO_FACT}\nElse"
+)
+_NOTES = (
+    " write short notes: {1} from the passages that answer the query, with full names, numbers and"
+    " dates, and nothing that is not in the passages; if they do not answer it, say in one sentence"
+    " what is missing. The reasoning tells what the query means. It may be wrong: neither correct"
+    " it nor go on with it."
 )
 
 
-class LLMSummarizer:
-    """A model of other_models/llm.py writes notes, or NO_FACT. `log`: JSONL of every new pair."""
+def instruction_for(task: str, turns_away: bool) -> str:
+    """UR² D.3 has four: for mathematics or another task; with or without queries turned away."""
+    text = _GIVEN + (_TURN_AWAY if turns_away else "Please") + _NOTES
+    return text.format(*TASKS[task])
 
-    def __init__(self, llm, log: str | Path = ""):
+
+class LLMSummarizer:
+    """A model of other_models/llm.py writes notes, or NO_FACT where its instruction asks for that.
+
+    Training keeps a `log`, JSONL of every new pair, and turns queries away. Without a log it is an
+    evaluation, which does so only with --fallback, or where pages of the web were found: their ids
+    are addresses (UR² D.3, C.4). Its notes are sampled if the settings say how.
+    """
+
+    def __init__(self, llm, settings: SummarizerSettings, log: str | Path = ""):
         self.llm, self.log = llm, log
+        self.turns_away = bool(log) or settings.fallback
+        self.sampling = {} if log else sampling_by_task(settings.summary_sampling)
         self.append([])  # is it writable? better known before the first search
 
     def __call__(
@@ -90,42 +118,55 @@ class LLMSummarizer:
         results = [SearchResult(found) for found in documents]
         # Where nothing was found nobody is asked: a model would make facts up.
         asked = [i for i, found in enumerate(documents) if found]
-        prompts = [summary_request(requests[i].query, documents[i]) for i in asked]
+        prompts = [self.prompt(requests[i], documents[i]) for i in asked]
         replies = self.llm.ask(prompts) if asked else []
-        pairs = {}  # rows of one group often ask the same: once in the log
+        pairs = {}  # rows of one group may ask the same: once in the log
         for i, prompt, reply in zip(asked, prompts, replies, strict=True):
-            notes = cut(without_thinking(reply or ""))
-            results[i] = as_result(documents[i], notes)
+            instruction, text = prompt[:2]
+            notes = without_thinking(reply or "")
+            results[i] = as_result(documents[i], instruction, notes)
             if notes:
-                pairs[prompt] = {
-                    "query": requests[i].query,
-                    "documents": list(map(vars, documents[i])),
-                    "summary": notes,
-                    "fallback": results[i].fallback,
-                }
+                pair = {"instruction": instruction, "text": text, "summary": notes}
+                pairs[prompt] = pair | {"fallback": results[i].fallback}
         self.append(list(pairs.values()))
         return results
+
+    def prompt(self, request: SearchRequest, documents: list[Document]) -> tuple:
+        """What `ask` takes: instruction, text, and how the reply is sampled."""
+        task = "math" if request.question.task == "math" else "other"
+        online = documents[0].id.startswith(("http://", "https://"))
+        own = instruction_for(task, self.turns_away or online)
+        how = self.sampling.get(task, GREEDY)
+        return self.llm.instruction or own, summary_text(request, documents), *how
 
     def append(self, pairs: list[dict]) -> None:
         if self.log:
             append_jsonl(self.log, pairs)
 
 
-def summary_request(query: str, documents: list[Document]) -> tuple[str, str]:
-    """(instruction, text): the same when a summariser is asked and when one is trained."""
-    return INSTRUCTION, "\n".join([f"Query: {query}", *number_documents(documents)])
+def summary_text(request: SearchRequest, documents: list[Document]) -> str:
+    """Reasoning, query, passages: the same query after another reasoning is another request."""
+    reasoning = request.reasoning.strip()[-MAX_REASONING:]
+    lines = [f"Reasoning so far: {reasoning}", f"Query: {request.query}", "Passages:"]
+    return "\n".join([*lines, *number_documents(documents)])
 
 
-def cut(summary: str) -> str:
-    """At most MAX_SUMMARY characters, whole words."""
-    whole = len(summary) <= MAX_SUMMARY
-    return summary if whole else re.sub(r"\s+\S*$", "", summary[:MAX_SUMMARY])
+def sampling_by_task(text: str) -> dict[str, tuple[float, float, int]]:
+    """What `summary_sampling` says, by task: "math=0.3/0.7/8192" is (0.3, 0.7, 8192)."""
+    found = {}
+    for task, temperature, top_p, most in re.findall(r"(\w+)=([\d.]+)/([\d.]+)/(\d+)", text):
+        found[task] = (float(temperature), float(top_p), int(most))
+    return found
 
 
-def as_result(documents: list[Document], notes: str) -> SearchResult:
+# Signs around it, and no word more: notes that mention it are notes.
+_REFUSED = re.compile(rf"[\W_]*{NO_FACT}[\W_]*", re.IGNORECASE)
+
+
+def as_result(documents: list[Document], instruction: str, notes: str) -> SearchResult:
     if not notes:  # an empty text would show the documents themselves
         return SearchResult(documents, error="summariser gave no answer")
-    if notes == NO_FACT:  # strictly: notes that mention it are notes
+    if NO_FACT in instruction and _REFUSED.fullmatch(notes):
         return SearchResult(documents, FALLBACK_TEXT, fallback=True)
     return SearchResult(documents, notes)
 
@@ -141,7 +182,7 @@ def make_summarizer(settings: SummarizerSettings, llm=None, log: str | Path = ""
     if llm is None:
         like = nearest(name, WITHOUT_MODEL)
         raise InputError(f"--summarizer {name}: unknown; none, extractive, or a model{like}")
-    return LLMSummarizer(llm, log)
+    return LLMSummarizer(llm, settings, log)
 
 
 SEARCH_FAILED = "search failed"  # of one query, while others of its call were answered

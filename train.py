@@ -256,6 +256,8 @@ def measure(parts: Parts, sampled: Sampled) -> Record:
     searches = [search for t in trajectories for search in t.searches]
     record["fallbacks"] = mean(search.fallback for search in searches)
     record["search_errors"] = mean(search.error is not None for search in searches)
+    cut = [search.cut for search in searches]
+    record["documents_cut"] = mean(cut)
     zero_std = grpo.frac_reward_zero_std(torch.tensor(rewards), settings.group_size)
     record["frac_reward_zero_std"] = zero_std
     if parts.scorer is not None:  # the main process; it is the one that logs

@@ -29,7 +29,9 @@ class Segment:
 
 @dataclass
 class Search:
-    """One search that the environment ran. `text` is what the policy read between the tags."""
+    """One search that the environment ran. `text` is what the policy read between the tags, `cut`
+    if there was more, which its budget of tokens did not hold.
+    """
 
     query: str
     documents: list[Document]
@@ -37,6 +39,7 @@ class Search:
     fallback: bool = False
     error: str | None = None
     seconds: float = 0.0
+    cut: bool = False
 
 
 @dataclass(frozen=True)

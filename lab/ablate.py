@@ -83,9 +83,10 @@ ARMS: dict[str, Arm] = {
     "vanilla_rl": Arm("vanilla_rl", 1, {"steps": 42}),
     "r1_stage1": Arm("r1_searcher", 1),
     "r1": Arm("r1_searcher", 2, SHORT, "r1_stage1"),
-    "r1_em": Arm("r1_searcher", 2, SHORT | {"answer_metric": "em"}, "r1_stage1"),
+    "r1_em": Arm("r1_searcher", 2, SHORT | {"variant": "em"}, "r1_stage1"),
     "r_search": Arm("r_search", 1),
     "r_search_plain": Arm("r_search", 1, {"evidence_reward": False}),
+    "r_search_without": Arm("r_search", 1, {"variant": "without_evidence"}),
     "r_search_ppo": Arm("r_search", 1, {"algorithm": "ppo", "critic_lr": 1e-3}),
     "when_stage1": Arm("when_to_search", 1),
     "when_stage2": Arm("when_to_search", 2, SHORT, "when_stage1"),
@@ -155,6 +156,7 @@ k2; ARENA; k2 trains more stably than k3 (lr 2e-3, KL 0.1); ur2_k2; ur2_k3; JUMP
 ppo; R-Search; GRPO beats PPO; r_search; r_search_ppo; EM
 evidence; R-Search; paid evidence lets another model answer; r_search; r_search_plain; READER
 evidence_answer; R-Search; the evidence reward improves answers too; r_search; r_search_plain; EM
+without; R-Search; evidence on the way to the answer improves it; r_search; r_search_without; EM
 stage2; When to Search; stage 2 stops needless searches; when_stage2; when_stage1_on; KNOWN
 stage2_accuracy; When to Search; stage 2 costs no accuracy; when_stage2; when_stage1_on; NO_WORSE
 unified; When to Search; two stages beat stage 2 alone; when_stage2; when_unified; EM

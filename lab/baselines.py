@@ -3,9 +3,10 @@
     direct        answer                                                               no search
     cot           think, answer                                            Wei 2022    no search
     rag           search the question, read, answer                        Lewis 2020          1
+    sure          search, sum up for each of two answers, compare          Kim 2024            1
     ircot         search, one sentence, search that sentence, ...          Trivedi 2023  up to 8
     iter_retgen   search question + last answer, answer anew, T times      Shao 2023       T = 2
-    self_ask      follow-up question, its answer by search, ...            Press 2023   up to 10
+    self_ask      follow-up question, its answer by search, ... or rag     Press 2023   up to 10
     rat           draft, then revise paragraph by paragraph                Wang 2024     up to 8
     search_o1     search inside the reasoning, insert digested notes       Li 2025      up to 10
 
@@ -18,6 +19,7 @@ and returns its answer. `run_method` drives many questions: one search call, one
 
 The prompts are ours, for chat models, asked greedily. Pages come without tags and labels, for a
 model in this process without special tokens too. The same command asks again where no reply came.
+A search of --data finds 5 passages, as in UR² app. C.4 for Qwen and Llama; its 4.3 and 4.4 have 10.
 Left out: the papers' few-shot examples, searching inside a reasoning model's <think>.
 """
 
@@ -83,6 +85,18 @@ ONE_SENTENCE = (
     "Work towards the answer. Write the next sentence only: one fact from the passages, with full"
     " names. Once nothing is missing, write: So the answer is: the answer, in a few words."
 )
+CANDIDATES = (
+    "Read the passages. Write the two likeliest answers to the question, the likelier first, each"
+    f" {SHORT}. Reply with two lines, an answer on each, and nothing else."
+)
+SUPPORT = (
+    "Sum up in a few sentences what the passages say in favour of the suggested answer, and nothing"
+    " that is not in them. Where they say nothing in its favour, say that."
+)
+HOLDS = (
+    "Does the summary show that the suggested answer is right? Reply with one word only: yes or no."
+)
+BETTER = "Which summary answers the question better? Reply with its letter only: A or B."
 SELF_ASK = (
     f'Split the question into simpler ones. While a fact is missing, write "{FOLLOW_UP}" and one'
     f' question that can be understood by itself, and stop; "{TOLD}" then tells its answer. When'
@@ -129,6 +143,29 @@ def rag(question: Question, limit: int = 1) -> Steps:
     return any_answer((yield Write(READ, question_text(question), found)))
 
 
+def sure(question: Question, limit: int = 1) -> Steps:
+    """SuRe (Kim 2024): two answers, each with a summary of the passages in its favour. An answer's
+    score is 1 if its summary holds + ½ for each comparison won; of two equal ones the first wins.
+    """
+    found, text = (yield question.question), question_text(question)
+    candidates = two_answers((yield Write(CANDIDATES, text, found)))
+    if len(candidates) < 2:
+        return any_answer("".join(candidates))
+    scores, summaries = [], []
+    for candidate in candidates:
+        suggested = f"Suggested answer: {candidate}"
+        summary = yield Write(SUPPORT, text, found, suggested)
+        summaries.append(f"{suggested}\nSummary: {strip_tags(summary, BASELINE.tags).strip()}")
+        holds = yield Write(HOLDS, text, notes=summaries[-1])
+        scores.append(float(re.match(r"\W*yes\b", holds, re.IGNORECASE) is not None))
+    for order in ((0, 1), (1, 0)):  # a model may like what it reads first
+        a, b = (summaries[i] for i in order)
+        better = yield Write(BETTER, text, notes=f"A. {a}\n\nB. {b}")
+        if letter := re.search(r"\b[AB]\b", better):
+            scores[order["AB".index(letter.group())]] += 0.5
+    return candidates[scores.index(max(scores))]
+
+
 def ircot(question: Question, limit: int = 8) -> Steps:
     """IRCoT (Trivedi 2023): each new sentence is the next query, and passages pile up."""
     found, chain, query = [], "", question.question
@@ -155,19 +192,18 @@ def iter_retgen(question: Question, limit: int = 2) -> Steps:
 
 
 def self_ask(question: Question, limit: int = 10) -> Steps:
-    """Self-Ask (Press 2023): the answer to a simpler question is read out of passages."""
+    """Self-Ask (Press 2023): the answer to a simpler question is read out of passages. It is RAG
+    (UR² app. C.4) if it asks no question and says no answer, or asks `limit` of them in vain.
+    """
     chain = ""
     for _ in range(limit):
-        request = Write(SELF_ASK, question_text(question), so_far=chain)
-        reply = yield request
+        reply = yield Write(SELF_ASK, question_text(question), so_far=chain)
         if not (follow_up := next_question(reply)):
             break
         found = yield follow_up
         read = any_answer((yield Write(READ, follow_up, found)))
         chain += f"{FOLLOW_UP} {follow_up}\n{TOLD} {read or 'unknown'}\n"
-    else:
-        request, reply = replace(request, so_far=chain), ""
-    return (yield from conclude(request, reply))
+    return said_answer(reply) or (yield from rag(question))
 
 
 def rat(question: Question, limit: int = 8) -> Steps:
@@ -203,7 +239,7 @@ def search_o1(question: Question, limit: int = 10) -> Steps:
     return (yield from conclude(request, reply))
 
 
-ALL = (direct, cot, rag, ircot, iter_retgen, self_ask, rat, search_o1)
+ALL = (direct, cot, rag, sure, ircot, iter_retgen, self_ask, rat, search_o1)
 METHODS: dict[str, Callable[..., Steps]] = {method.__name__: method for method in ALL}
 
 
@@ -215,6 +251,13 @@ def conclude(request: Write, reply: str) -> Steps:
     parts = [request.so_far, strip_tags(reply, BASELINE.tags), FINAL]
     so_far = "\n".join(part.strip() for part in parts if part.strip())
     return any_answer((yield replace(request, so_far=so_far)))
+
+
+def two_answers(reply: str) -> list[str]:
+    """The first two different lines, without numbers in front: "1. a", "2. b" -> a, b."""
+    lines = strip_tags(reply, BASELINE.tags).splitlines()
+    plain = [re.sub(r"^\s*(?:\d[.):]|[-*])\s+", "", line).strip() for line in lines]
+    return list(dict.fromkeys(filter(None, plain)))[:2]
 
 
 # Possessive `\s*+`: blanks without end behind "is" must not cost the square of their number.
@@ -378,7 +421,7 @@ class Tiny(LocalLLM):
     """The built-in world's model. It is asked with (prompt, opening of the reply)."""
 
     def prompt(self, request: Request) -> list[int]:
-        return encode(self.tokenizer, "".join(request))
+        return encode(self.tokenizer, "".join(request[:2]))
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str]]:
         # It goes on behind </answer>, perhaps to another </think>: its turn ends before that.
@@ -441,6 +484,8 @@ def parse(arguments: list[str] | None) -> tuple[list[str], Settings, BaselineSet
     if given.get("temperature"):
         raise InputError("--temperature: a baseline is asked greedily; leave it out")
     name, own = given.get("recipe", "ur2"), {"temperature": 0.0, "max_searches": 0}
+    if given.get("data"):
+        own["documents_per_search"] = 5
     settings = resolve(name, given.get("stage", 1), not given.get("data"), own | given)
     if build_protocol(settings).query_tags is None:
         why = "never searches, so its model and retriever cannot be compared: choose another"

@@ -3,7 +3,7 @@
     direct      ARENA's first baseline: the answer alone
     reasoning   ARENA's second: the references it needs, an analysis, the answer
     traces      R1-Searcher's: right trajectories, from a predictions file of eval.py
-    summarizer  instruction, query and passages -> the notes; from what training logged
+    summarizer  instruction, reasoning, query and passages -> the notes; from what training logged
 
     python -m lab.distil direct --model DIR --data QUESTIONS --out DIR
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from data import Document, Question, load_questions
+from data import Question, load_questions
 from errors import InputError, run_main, setting
 from formats.records import read_records
 from lab import interruptible, parse_flags
@@ -38,7 +38,7 @@ from prompts import (
 )
 from rollout import context_of
 from sft import Example, SFTSettings, example_of, train_sft
-from summarizer import NO_FACT, SUMMARY_LOG, summary_request
+from summarizer import NO_FACT, SUMMARY_LOG
 from trajectory import Trajectory, trajectory_from_text
 
 
@@ -166,26 +166,25 @@ def read_traces(path: str, protocol: Protocol, given: Sequence[Question] = ()) -
     return list(traces.values())
 
 
-def read_summary_log(path: str | Path) -> dict[tuple, str]:
-    """(query, its documents) -> the last reply. A line that an interrupt cut short is left out."""
+def read_summary_log(path: str | Path) -> dict[tuple[str, str], str]:
+    """(instruction, text) -> the last reply. A line that an interrupt cut short is left out."""
     replies = {}
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError):
             print(f"warning: {path}, {place}: {record}: left out", file=sys.stderr)
             continue
         try:
-            documents = tuple(Document(**document) for document in record["documents"])
             reply = NO_FACT if record["fallback"] else record["summary"]
-            replies[record["query"], documents] = reply
+            replies[record["instruction"], record["text"]] = reply
         except (TypeError, KeyError) as error:
             why = f"no summary record ({error!r}): give a log as {SUMMARY_LOG}"
             raise InputError(f"{path}, {place}: {why}") from None
     return replies
 
 
-def summary_example(asked: tuple, reply: str, tokenizer) -> Example:
+def summary_example(asked: tuple[str, str], reply: str, tokenizer) -> Example:
     """The very prompt that other_models/llm.py asks a local model with -> the reply."""
-    return example_of(prompt_ids(tokenizer, summary_request(*asked)), [(reply, True)], tokenizer)
+    return example_of(prompt_ids(tokenizer, asked), [(reply, True)], tokenizer)
 
 
 METHODS = ("direct", "reasoning", "traces", "summarizer")

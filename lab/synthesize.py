@@ -1,15 +1,17 @@
 """Multiple-choice questions of a language model, checked and sorted by difficulty (UR² C.5).
 
-    questions of --data -> few-shot prompt -> a draft -> strict format? -> votes? -> difficulty
-          ^                                                                              |
-          +----- of --out, those found hard: examples of the next round <---- JSONL -----+
+    questions of --data -> 5 examples -> 10 drafts -> each made harder -> votes? -> difficulty
+          ^                                                                             |
+          +---- of --out, those found hard: examples of the next round <---- JSONL <----+
 
-    format       one question, options A, B, ... each once and all different, one answer letter
-    votes        the writer answers its own draft three times, and always as it said
-    difficulty   the mean score of K answers of another model (or the same), in the buckets of
-                 curriculum.py; below 0.2 it is dropped: its answer is as likely wrong as it is hard
+    drafts       one question, 4 to 10 options A, B, ... all different, one answer letter
+    made harder  more options and steps, and a name for its sub-domain (`source`); examples are
+                 drawn from all sub-domains in turn
+    votes        another model, --verifier, answers three times, and always as the writer said
+    difficulty   the mean score of 20 answers of a third, in the buckets of curriculum.py; below
+                 0.2 it is dropped: its answer is as likely wrong as it is hard
 
-    python -m lab.synthesize --llm http://host:port/v1#model --data FILE --out FILE --count 500
+    python -m lab.synthesize --llm URL#model --verifier URL#other --data FILE --out FILE --count 500
 
 Models are greedy here: each vote has the options in another order, or all three would be one. The
 same command goes on with the number still missing. Left out: checking facts against a corpus.
@@ -35,15 +37,22 @@ from other_models.llm import load_llm
 from policy import best_device
 from prompts import question_text
 
-QUESTION_WORDS, OPTION_WORDS, OPTIONS = range(4, 201), range(1, 41), range(3, 11)  # how many
-SHOTS = 3  # examples in a request
+QUESTION_WORDS, OPTION_WORDS, OPTIONS = range(4, 201), range(1, 41), range(4, 11)  # how many
+SHOTS, DRAFTS = 5, 10  # examples in a request, questions in its reply
 VOTES = 3  # all must agree with the draft
-AT_ONCE = 8  # drafts of a round
-ATTEMPTS = 10  # drafts for each question at most: a writer that cannot keep the form must end
+AT_ONCE = 4  # requests of a round; a run has one for each question: it must end
+FORM = (
+    " Of 4 to 10 options exactly one may be right, the others must be plausible. Keep to the form,"
+    ' from "Question:" to "Answer: LETTER"'
+)
 WRITE = (
-    "You write exam questions. Write one new multiple-choice question of the same field as these,"
-    " at least as hard, about another fact or problem. Exactly one option may be right, the others"
-    ' must be plausible. Keep to their form, from "Question:" to "Answer: LETTER"; write no more.'
+    f"You write exam questions. Write {DRAFTS} new multiple-choice questions of the same field as"
+    f" these, at least as hard, each about another fact or problem.{FORM}; write no more."
+)
+HARDEN = (
+    "You edit exam questions. Make this one harder: add options, and let it take more steps to"
+    f' find the right one.{FORM}; then write one more line, "Part: " and the part of its field that'
+    " it belongs to, in one to three words."
 )
 ANSWER = "Answer the question. Reply with this one line only: The correct answer is: LETTER"
 
@@ -52,46 +61,51 @@ ANSWER = "Answer the question. Reply with this one line only: The correct answer
 class SynthesizeSettings:
     """Questions written by a language model."""
 
-    llm: str = setting("", "writes, votes: http://host:port/v1#model, or a HF model", needed=True)
+    llm: str = setting("", "writes: http://host:port/v1#model, or a HF model", needed=True)
+    verifier: str = setting("", "votes; by itself --llm, though it should be another")
     answerer: str = setting("", "sets the difficulty; by itself --llm")
     data: str = setting("", "multiple-choice questions to write after", needed=True)
     out: str = setting("", "JSONL to append to", needed=True)
     count: int = setting(100, "questions the file shall hold", least=1)
-    options: int = setting(0, "per question; 0 = 3 to 10, as the writer likes", least=0)
-    k: int = setting(10, "answers that set the difficulty", least=1)
-    max_tokens: int = setting(512, "of a reply", least=1)
+    k: int = setting(20, "answers that set the difficulty", least=1)
+    max_tokens: int = setting(4096, "of a reply", least=1)
     seed: int = setting(0, "of the examples and the orders")
     timeout: float = setting(60.0, "seconds until a request has failed", above=0)
     in_8bit: ClassVar[str] = ""  # load_llm asks
     renamed: ClassVar[dict] = dict.fromkeys(("votes", "agree"), "3 votes, and all must agree")
+    renamed |= {"options": "4 to 10, as the writer likes"}
 
 
-def write_request(examples: list[Question]) -> tuple[str, str]:
-    """(instruction, text): examples, one under the other, in the form that a draft must have."""
-    shown = []
-    for question in examples:
-        letter = choice_letter(question.answers[0], question.options)
-        shown.append(f"Question: {question_text(question)}\nAnswer: {letter}")
-    return WRITE, "\n\n".join(shown)
+def shown(question: Question) -> str:
+    """In the form that a draft must have."""
+    letter = choice_letter(question.answers[0], question.options)
+    return f"Question: {question_text(question)}\nAnswer: {letter}"
 
 
 def pick_examples(
     given: list[Question], hard: list[Question], seed: int, attempt: int
 ) -> list[Question]:
-    """Hard ones of earlier rounds, and at least one of those given: the form must not drift."""
+    """Hard ones of earlier rounds, one of each sub-domain before a second of any; and at least one
+    of those given: the form must not drift.
+    """
     rng = random.Random(f"{seed} examples {attempt}")
-    chosen = rng.sample(hard, min(len(hard), SHOTS - 1))
+    order, turn, seen = rng.sample(hard, len(hard)), {}, Counter()
+    for question in order:
+        turn[question.id] = seen[question.source]
+        seen[question.source] += 1
+    chosen = sorted(order, key=lambda question: turn[question.id])[: SHOTS - 1]
     chosen += rng.sample(given, min(len(given), SHOTS - len(chosen)))
     return rng.sample(chosen, len(chosen))
 
 
 _FORM = re.compile(
-    r"Question:\s*(?P<question>.+?)\n(?P<options>(?:[A-Z]\. [^\n]+\n)+)Answer: (?P<letter>[A-Z])",
+    r"Question:\s*(?P<question>.+?)\n(?P<options>(?:[A-Z]\. [^\n]+\n)+)Answer: (?P<letter>[A-Z])"
+    r"(?:\nPart: *(?P<part>[^\n]{1,40}))?",
     re.DOTALL,
 )
 
 
-def parse_draft(reply: str | None, options: int = 0, asked: Container = ()) -> Question | str:
+def parse_draft(reply: str | None, asked: Container = ()) -> Question | str:
     """The question of a reply in the exact form, or why it is dropped. `asked`: normalised texts.
 
     >>> parse_draft("Question: Which of these is red?\\nA. blood\\nB. ten\\nAnswer: A")
@@ -105,8 +119,7 @@ def parse_draft(reply: str | None, options: int = 0, asked: Container = ()) -> Q
         return "another form"
     question, lines = match["question"].replace("\n", " "), match["options"].splitlines()
     letters, texts = "".join(line[0] for line in lines), tuple(line[3:].strip() for line in lines)
-    counts = [options] if options else OPTIONS
-    if not "ABCDEFGHIJ".startswith(letters) or len(letters) not in counts:
+    if not "ABCDEFGHIJ".startswith(letters) or len(letters) not in OPTIONS:
         return "option letters"
     if match["letter"] not in letters:
         return "answer letter"
@@ -117,7 +130,8 @@ def parse_draft(reply: str | None, options: int = 0, asked: Container = ()) -> Q
         return "length"
     if normalize_answer(question) in asked:
         return "asked before"
-    return Question("", question, [match["letter"]], "choice", texts, source="synthetic")
+    part = (match["part"] or "synthetic").strip(" .").lower()
+    return Question("", question, [match["letter"]], "choice", texts, source=part)
 
 
 def reordered(draft: Question, turn: int, seed: int) -> Question:
@@ -147,45 +161,68 @@ def grade_drafts(
     return [sum(right[i : i + len(turns)]) for i in range(0, len(right), len(turns))]
 
 
-def synthesize(given: list[Question], llm, answerer, settings: SynthesizeSettings) -> Counter:
-    """Fills --out. Counts "made", "attempts", each reason to drop one, "unreadable" answers."""
-    path, result = Path(settings.out), Counter(made=0, attempts=0)
+def drafts_in(reply: str | None) -> list[str | None]:
+    """The drafts of one reply, each from its "Question:" on; without that word it is one draft."""
+    parts = re.split(r"^(?=Question:)", reply or "", flags=re.MULTILINE)
+    return [part for part in parts if part.startswith("Question:")][:DRAFTS] or [reply]
+
+
+def in_form(texts: dict[str, str | None], asked: set[str], result: Counter) -> list[Question]:
+    """The drafts (id -> text) that keep the form and ask something new; the rest is counted."""
+    drafts, seen = [], set(asked)
+    for name, text in texts.items():
+        draft = parse_draft(text, seen)
+        if isinstance(draft, str):
+            result[draft] += 1
+            continue
+        seen.add(normalize_answer(draft.question))
+        drafts.append(replace(draft, id=name))
+    return drafts
+
+
+def synthesize(
+    given: list[Question], llm, verifier, answerer, settings: SynthesizeSettings
+) -> Counter:
+    """Fills --out. Counts "made", "requests", each reason to drop one, "unreadable" answers."""
+    path, result = Path(settings.out), Counter(made=0, requests=0)
     made, first = earlier(path, settings.seed)
     asked = {normalize_answer(question.question) for question in [*given, *made]}
-    last = first + ATTEMPTS * settings.count
+    last = first + settings.count
     with tqdm(total=settings.count, initial=min(len(made), settings.count), desc="made") as bar:
         for start in range(first, last, AT_ONCE):
             if len(made) >= settings.count:
                 break
             hard = [question for question in made if question.level == "hard"]
-            attempts = range(start, min(start + AT_ONCE, last))
-            shown = [pick_examples(given, hard, settings.seed, attempt) for attempt in attempts]
-            replies = llm.ask([write_request(examples) for examples in shown])
-            drafts = []
-            for attempt, reply in zip(attempts, replies, strict=True):
-                draft = parse_draft(reply, settings.options, asked)
-                if isinstance(draft, str):
-                    result[draft] += 1
-                    continue
-                asked.add(normalize_answer(draft.question))  # what fails the votes would fail again
-                drafts.append(replace(draft, id=f"synthetic-{settings.seed}-{attempt}"))
-            fresh = check_drafts(drafts, llm, answerer, result, settings)
+            numbers = range(start, min(start + AT_ONCE, last))
+            examples = [pick_examples(given, hard, settings.seed, number) for number in numbers]
+            requests = [(WRITE, "\n\n".join(map(shown, some))) for some in examples]
+            texts = {}
+            for number, reply in zip(numbers, llm.ask(requests), strict=True):
+                for i, text in enumerate(drafts_in(reply), number * DRAFTS):
+                    texts[f"synthetic-{settings.seed}-{i}"] = text
+            drafts = in_form(texts, asked, result)
+            harder = llm.ask([(HARDEN, shown(draft)) for draft in drafts])
+            texts = {draft.id: text for draft, text in zip(drafts, harder, strict=True)}
+            drafts = in_form(texts, asked, result)
+            # What fails the votes would fail again.
+            asked |= {normalize_answer(draft.question) for draft in drafts}
+            fresh = check_drafts(drafts, verifier, answerer, result, settings)
             del fresh[settings.count - len(made) :]
             append_jsonl(path, map(asdict, fresh))
             made += fresh
-            result.update(made=len(fresh), attempts=len(attempts))
+            result.update(made=len(fresh), requests=len(numbers))
             bar.update(len(fresh))
     return result
 
 
 def check_drafts(
-    drafts: list[Question], llm, answerer, result: Counter, settings: SynthesizeSettings
+    drafts: list[Question], verifier, answerer, result: Counter, settings: SynthesizeSettings
 ) -> list[Question]:
     """The drafts that pass the votes and are not too hard, with their level."""
-    votes = grade_drafts(llm, drafts, range(VOTES), settings.seed, result)
+    votes = grade_drafts(verifier, drafts, range(VOTES), settings.seed, result)
     elected = [draft for draft, n in zip(drafts, votes, strict=True) if n == VOTES]
     result["votes"] += len(drafts) - len(elected)
-    # Other orders than the votes': of a writer that answers too, these would be the same requests.
+    # Other orders than the votes': of one model for both, these would be the same requests.
     right = grade_drafts(answerer, elected, range(VOTES, VOTES + settings.k), settings.seed, result)
     graded = []
     for draft, n in zip(elected, right, strict=True):
@@ -206,25 +243,24 @@ def examples_among(given: list[Question]) -> list[Question]:
 
 
 def earlier(path: Path, seed: int) -> tuple[list[Question], int]:
-    """(questions that the file holds already, the number of the first attempt that is new)."""
+    """(questions that the file holds already, the number of the first request that is new)."""
     made = load_questions(path) if finished_records(path) else []
     numbers = [re.fullmatch(r"synthetic-(-?\d+)-(\d+)", question.id) for question in made]
     if not all(numbers):
         raise InputError(f"{path} holds other questions than this file writes: name another file")
-    return made, max((int(n[2]) + 1 for n in numbers if int(n[1]) == seed), default=0)
+    return made, max((int(n[2]) // DRAFTS + 1 for n in numbers if int(n[1]) == seed), default=0)
 
 
 def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.synthesize", SynthesizeSettings, arguments)
-    if settings.options and settings.options not in OPTIONS:
-        raise InputError(f"--options {settings.options}: must be from 3 to 10, or 0")
     given, out = examples_among(load_questions(settings.data)), Path(settings.out)
     earlier(out, settings.seed)  # a file to go on with? asked before a model is loaded
     how = {"max_tokens": settings.max_tokens, "device": best_device()}
     with interruptible(f"what was made is in {out}: the same command goes on"):
         llm = load_llm(settings.llm, settings, **how)
-        other = load_llm(settings.answerer, settings, **how) if settings.answerer else llm
-        result = synthesize(given, llm, other, settings)
+        specs = settings.verifier, settings.answerer
+        others = [load_llm(spec, settings, **how) if spec else llm for spec in specs]
+        result = synthesize(given, llm, *others, settings)
     levels = Counter(question.level for question in earlier(out, settings.seed)[0])
     there = f"{out}: {levels.total()} of {settings.count} questions"
     for what, counts in ((there, levels), ("this run", result)):

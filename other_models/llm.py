@@ -3,15 +3,16 @@
     request = (instruction, text)        ask(requests) -> a reply each, None where no answer came
 
 "http://host:port/v1#model" is an OpenAI-compatible server, all else a HF causal LM in this process.
-Both are greedy, so a reply is kept on disk for ever, and equal requests are asked once. What a
-model thinks aloud in <think> ... </think> is no part of its reply.
+Both are greedy; a longer request says how its reply is sampled (`Request`). A reply is kept on disk
+for ever, a sampled one too: the same command reads the same text again, and equal requests are
+asked once. What a model thinks aloud in <think> ... </think> is no part of its reply.
 
     the server is down at the start   InputError (`probe`)
     a request fails                   RETRIES more tries with backoff; then None, in `failures`
     GIVE_UP failures in a row         the rest of the batch is not asked
     DEAD_BATCHES batches in a row     without an answer: InputError, which ends a training run
 
-Left out: streaming, sampling, servers that want `max_completion_tokens`.
+Left out: streaming, servers that want `max_completion_tokens`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
@@ -36,9 +38,8 @@ from formats.records import append_jsonl, byte_lines
 from policy import evaluating, first_line, frozen_options, load_tokenizer, weights_version
 from prompts import chat_text, special_texts, strip_tags, without_thinking
 from retrievers.net import Fault, fetch_json, host_of, retrying, shown
-from rollout import encode, end_ids, left_padded, plain_generation
+from rollout import encode, end_ids, left_padded, plain_generation, seeded
 
-Request = tuple[str, str]  # (instruction, text)
 CACHE_FOLDER = "runs/llm_cache"  # shared by all runs: a reply does not depend on who asked
 ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests under way at once
@@ -47,6 +48,16 @@ GIVE_UP = 16  # failures in a row, each after all its tries
 DEAD_BATCHES = 3
 PROBE = ("You are asked once whether you are there.", "Reply with the word yes.")
 PARTS = ("base", "reference", "others")
+
+
+class Request(NamedTuple):
+    """What a model is asked, and how it answers. A tuple that ends earlier will do: greedy."""
+
+    instruction: str
+    text: str
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = 0  # of the reply; 0: the model's own limit
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,9 @@ class Cache:
                     self.replies[record["key"]] = record["reply"]
 
     def key(self, request: Request) -> str:
-        fields = [self.name, *request, self.max_tokens]
+        instruction, text, *sampling, most = Request(*request)
+        fields = [self.name, instruction, text, most or self.max_tokens]
+        fields += sampling if sampling[0] else []
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
     def get(self, request: Request) -> str | None:
@@ -122,6 +135,8 @@ class LLM:
     fault, down       what went wrong last; was the model out of reach for the whole last batch?
     """
 
+    instruction = ""  # of --prompt_file: asked in place of each request's own
+
     def __init__(self, name: str, max_tokens: int, cache: str | Path = ""):
         self.name, self.max_tokens, self.cache = name, max_tokens, Cache(cache, name, max_tokens)
         self.asked = self.failures = self.dead_batches = 0
@@ -130,6 +145,7 @@ class LLM:
 
     def ask(self, requests: list[Request]) -> list[str | None]:
         """One reply per request, in order; None where no answer came."""
+        requests = [Request(self.instruction or asked, *rest) for asked, *rest in requests]
         with self.lock:
             replies = {request: self.cache.get(request) for request in requests}
             if missing := [request for request, reply in replies.items() if reply is None]:
@@ -168,7 +184,7 @@ class ServerLLM(LLM):
         """One request, tried once: is there a server, and does it take what it will be asked?"""
         try:
             self.model = self.model or self.fetch("models")["data"][0]["id"]
-            self.complete(PROBE)
+            self.complete(Request(*PROBE))
         except (Fault, LookupError, TypeError) as error:
             why = error if isinstance(error, Fault) else "it lists no model"
             advice = f"start the server, or correct the address and the model ({ADDRESS})"
@@ -179,8 +195,11 @@ class ServerLLM(LLM):
 
     def complete(self, request: Request) -> str | None:
         """One try. None is an answer without text: the tokens ran out while the model thought."""
-        payload = {"model": self.model, "temperature": 0, "max_tokens": self.max_tokens}
-        roles = zip(("system", "user"), request, strict=True)
+        payload = {"model": self.model, "temperature": request.temperature}
+        payload["max_tokens"] = request.max_tokens or self.max_tokens
+        if request.temperature:
+            payload["top_p"] = request.top_p
+        roles = zip(("system", "user"), request[:2], strict=True)
         payload["messages"] = [{"role": role, "content": text} for role, text in roles]
         reply = self.fetch("chat/completions", payload)
         try:
@@ -229,7 +248,7 @@ def prompt_ids(tokenizer, request: Request) -> list[int]:
 
 
 class LocalLLM(LLM):
-    """A causal LM in this process, a `Policy` or a plain HF model: greedy, `batch_size` at once.
+    """A causal LM in this process, a `Policy` or a plain HF model, `batch_size` at once.
     `cache` only with a `name` that stands for these very weights.
     """
 
@@ -237,7 +256,7 @@ class LocalLLM(LLM):
         super().__init__(name, max_tokens, cache)
         self.policy, self.tokenizer, self.batch_size = policy, tokenizer, batch_size
         positions = getattr(policy.config, "max_position_embeddings", None) or 4096
-        self.longest_prompt = positions - max_tokens
+        self.positions, self.longest_prompt = positions, positions - max_tokens
         if self.longest_prompt < 1:
             why = f"{max_tokens} new tokens do not fit its {positions} positions"
             raise InputError(f"{name}: {why}")
@@ -252,17 +271,26 @@ class LocalLLM(LLM):
         while fit and (size := len(prompts[fit[0]])) > self.longest_prompt:
             self.fault = f"a prompt of {size} tokens; {self.longest_prompt} fit"
             yield fit.pop(0), None  # cut, it would be another question
-        for start in range(0, len(fit), self.batch_size):
-            some = fit[start : start + self.batch_size]
-            yield from zip(some, self.generate([prompts[r] for r in some]), strict=True)
+        for sampling in dict.fromkeys(request[2:] for request in fit):
+            rows = [request for request in fit if request[2:] == sampling]
+            for start in range(0, len(rows), self.batch_size):
+                some = rows[start : start + self.batch_size]
+                texts = self.generate([prompts[r] for r in some], *sampling)
+                yield from zip(some, texts, strict=True)
 
-    def generate(self, prompts: Sequence[list[int]]) -> list[str]:
+    def generate(self, prompts: Sequence[list[int]], temperature=0.0, top_p=1.0, max_tokens=0):
+        """The replies, all sampled in one way."""
         ends = end_ids(self.policy, self.tokenizer)
         pad = min(ends, default=0)  # so that what stands behind an end is no text
         tokens, attention = left_padded(prompts, pad, self.policy.device)  # [B, L] each
-        limits = {"max_new_tokens": self.max_tokens, "do_sample": False}
-        with evaluating(self.policy), plain_generation(self.policy, ends, pad):
-            out = self.policy.generate(input_ids=tokens, attention_mask=attention, **limits)
+        most = min(max_tokens or self.max_tokens, self.positions - tokens.shape[1])
+        how = {"max_new_tokens": most, "do_sample": temperature > 0}
+        if temperature:
+            how |= {"temperature": temperature, "top_p": top_p, "top_k": 0}
+        # Seeded: a reply on disk is not drawn again, and must not move what the policy samples.
+        randomness = seeded(0, self.policy.device)
+        with randomness, evaluating(self.policy), plain_generation(self.policy, ends, pad):
+            out = self.policy.generate(input_ids=tokens, attention_mask=attention, **how)
         how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         texts = self.tokenizer.batch_decode(out[:, tokens.shape[1] :], **how)
         return [text.strip() for text in texts]

@@ -2,7 +2,7 @@
 
     reader's answer = reader(question, evidence)
 
-R-Search eq. 5 pays its F1: evidence is good if a model that did not write it can answer from it.
+R-Search eq. 4 pays its F1: evidence is good if a model that did not write it can answer from it.
 The reader is of another family, frozen and greedy, and reads the evidence box alone. Without
 evidence nobody is asked; then, and without a reply, the answer is "".
 """
@@ -20,7 +20,7 @@ INSTRUCTION = (
     " few words: a name, a date, a number, or yes or no. Reply with the answer only, without an"
     " explanation."
 )
-_LABEL = re.compile(r"^(?:the )?(?:final )?answer(?: is)?\s*:\s*", re.IGNORECASE)
+_LABEL = re.compile(r"^[\s*]*(?:the )?(?:final )?answer(?: is)?[\s*]*:[\s*]*", re.IGNORECASE)
 
 
 def reader_text(question: Question, evidence: str) -> str:
@@ -29,9 +29,9 @@ def reader_text(question: Question, evidence: str) -> str:
 
 
 def read_answer(reply: str | None) -> str:
-    """The last <answer> box, the last \\boxed{...}, or the first line. No reply is "".
+    """The last <answer> box, the last \\boxed{...}, or the first line behind a label; else "".
 
-    >>> read_answer("Norland\\nbecause it lies there"), read_answer("<answer> Norland </answer>!")
+    >>> read_answer("**Answer:**\\nNorland\\nas told"), read_answer("<answer> Norland </answer>!")
     ('Norland', 'Norland')
     """
     reply = without_thinking(reply or "")
@@ -39,8 +39,8 @@ def read_answer(reply: str | None) -> str:
         return boxes[-1].content
     if (boxed := last_boxed(reply)) is not None:
         return boxed
-    first = reply.split("\n")[0].removeprefix("<answer>")  # which the token limit left open
-    return _LABEL.sub("", first.strip(), count=1)
+    reply = _LABEL.sub("", reply.rpartition("<answer>")[2])  # which the token limit left open
+    return reply.strip().partition("\n")[0].strip()
 
 
 def reader_answers(llm, pairs: list[tuple[Question, str | None]]) -> list[str]:

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import os
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -14,10 +13,10 @@ import ppo
 from curriculum import QuestionStream
 from data import Document, Question, corpus_from_questions, load_corpus, load_questions
 from errors import InputError
-from other_models.llm import RETRIES, frozen_in_8bit, load_llm
+from other_models.llm import RETRIES, frozen_in_8bit
 from papers import paper_of
-from plumbing.files import starting_model
-from plumbing.score import Scorer
+from plumbing.files import check_instructions, instructions, starting_model
+from plumbing.score import Scorer, load_other
 from policy import Policy, load_policy, make_optimizer
 from prompts import PROTOCOLS, Protocol
 from retriever import make_retriever
@@ -70,24 +69,19 @@ def passages(settings: Settings, questions: list[Question]) -> list[Document]:
 
 def build_protocol(settings: Settings) -> Protocol:
     protocol = PROTOCOLS[settings.protocol]
-    if not settings.prompt_file:
-        return protocol
-    try:
-        instruction = Path(settings.prompt_file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompt_file {settings.prompt_file}: {error}") from None
+    instruction = instructions(settings).get("policy", protocol.instruction)
     return dataclasses.replace(protocol, instruction=instruction)
 
 
 def build_search(
     settings: Settings, documents: list[Document], device="cpu", log: str = ""
 ) -> SearchFunction:
-    """Retriever and summariser. log: where the notes of a model that summarises are kept."""
+    """Retriever and summariser. log: in training, where a model's notes are kept."""
     if PROTOCOLS[settings.protocol].query_tags is None:  # the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
     retriever = make_retriever(documents, settings, settings.seed, settings.timeout, str(device))
     asked = settings.summarizer not in WITHOUT_MODEL
-    llm = load_llm(settings.summarizer, settings, device=device) if asked else None
+    llm = load_other(settings, "summarizer", device) if asked else None
     summarizer = make_summarizer(settings, llm, log)
     search = make_search(retriever, summarizer, settings.documents_per_search)
     if asked:  # its model is allowed all its tries, too
@@ -152,7 +146,7 @@ def build_parts(settings: Settings) -> Parts:
         check_shardable(settings.optimizer, settings.lora_rank)
     set_threads()
     start, said = starting_model(settings)
-    build_protocol(settings)  # is there a --prompt_file?
+    check_instructions(settings)
     if settings.lora_rank:
         check_peft(settings.lora_rank)
     questions = check_questions(training_questions(settings), settings)

@@ -16,7 +16,9 @@ from errors import InputError
 from formats.records import finished_records
 from plumbing.resume import free_name, write_records
 from policy import Batch, check_model_path
+from prompts import PROMPTED
 from settings import Settings
+from summarizer import WITHOUT_MODEL
 from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
@@ -62,6 +64,31 @@ def starting_model(settings: Settings) -> tuple[str, str]:
     if stage > 1:
         said += f": there is no stage {stage - 1} checkpoint in {before}"
     return settings.model, said
+
+
+def instructions(settings: Settings) -> dict[str, str]:
+    """Of --prompt_file: whose instruction -> its text. "FILE" alone is the policy's."""
+    given, texts = settings.prompt_file, {}
+    owned = given if "=" in given else f"policy={given}"
+    for part in owned.split(",") if given else ():
+        name, _, file = part.strip().partition("=")
+        if name not in PROMPTED:
+            raise InputError(f"--prompt_file {part}: it is one of {', '.join(PROMPTED)}")
+        try:
+            texts[name] = Path(file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--prompt_file {part}: {error}") from None
+        if not texts[name]:
+            raise InputError(f"--prompt_file {part}: the file is empty")
+    return texts
+
+
+def check_instructions(settings: Settings) -> None:
+    """Is there a model for each file of --prompt_file?"""
+    for name in instructions(settings):
+        if getattr(settings, name, name) in ("", "built-in", *WITHOUT_MODEL):
+            why = "no such model is asked here: leave it out"
+            raise InputError(f"--prompt_file {name}=FILE needs --{name} MODEL: {why}")
 
 
 def settings_text(settings: Settings) -> str:

@@ -81,6 +81,7 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
     both = {}
     for left, right in pairs.items():
         a, b = here[left], there[right]
+        b = {f"reader_{c}": b[c] for c in b} | b  # a reader is compared with its own RAG
         both[left] = {column: (a[column], b[column]) for column in a if column in b}
     summary = cells([record for record in records if record["id"] in both], both, paired)
     left_out = {"only_here": len(here) - len(pairs), "only_there": len(there) - len(pairs)}

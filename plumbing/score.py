@@ -11,6 +11,7 @@ from other_models.judge import Judge, math_grader, right
 from other_models.llm import LLM, LocalLLM, load_llm
 from other_models.reader import answer_from_evidence, reader_answers
 from papers import paper_of
+from plumbing.files import instructions
 from retrievers.dense import Encoder
 from rewards import REWARDS, Extras, needs, tfidf_embedder
 from settings import Settings
@@ -63,14 +64,22 @@ class Scorer:
         return stats
 
 
+def load_other(settings: Settings, name: str, device="cpu") -> LLM:
+    """The model of --judge, --reader or --summarizer, told what --prompt_file has for it."""
+    instruction = instructions(settings).get(name, "")  # before a model is loaded
+    llm = load_llm(getattr(settings, name), settings, device=device)
+    llm.instruction = instruction
+    return llm
+
+
 def build_judge(settings: Settings, device="cpu") -> Judge | None:
-    return Judge(load_llm(settings.judge, settings, device=device)) if settings.judge else None
+    return Judge(load_other(settings, "judge", device)) if settings.judge else None
 
 
 def build_reader(settings: Settings, device="cpu") -> LLM:
     """R-Search's frozen reader: --reader, or the built-in world's second tiny model."""
     if settings.reader and settings.reader != "built-in":
-        return load_llm(settings.reader, settings, device=device)
+        return load_other(settings, "reader", device)
     if settings.data:
         how = "give --reader http://host:port/v1#model or a HF model, or --evidence_reward false"
         raise InputError(f"--data: the built-in reader of evidence knows only its own world: {how}")

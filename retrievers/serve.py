@@ -183,6 +183,7 @@ def retriever_of(args, documents: list[Document], bm25: type):
         from retrievers.dense import DenseRetriever  # a door: BM25 loads no torch
 
         return DenseRetriever(documents, args.encoder, args.device, args.index_file)
-    from retrievers.web import WebRetriever  # a door: only here is the web searched
+    from retrievers.web import WHOLE, WINDOW, WebRetriever  # a door: only here is the web searched
 
-    return WebRetriever(args.retriever_url, args.allow_private, args.page == "whole")
+    words = WHOLE if args.page == "whole" else WINDOW
+    return WebRetriever(args.retriever_url, args.allow_private, words)

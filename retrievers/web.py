@@ -3,7 +3,8 @@
 
     query -> search API (one GET) -> addresses, in the API's order
           -> pages: HTML -> text; where one cannot be read, the API's own snippet
-          -> the window of ~150 words that holds most of the query's words, or the whole page
+          -> the window of ~150 words that holds most of the query's words; or, for a model that
+             summarises, the whole page (of a long one the best 2,000 words)
           -> Document(id = address, title in the API's reply, text)
 
 A stranger chose these addresses, and they are visited from inside your network. So: http and https
@@ -35,6 +36,7 @@ THREADS, REDIRECTS = 32, 4
 PAUSE = 0.2  # seconds between two calls of the API: faster, many refuse
 API_SECONDS, QUERY_SECONDS, PAGE_SECONDS, PARSE_SECONDS = 8.0, 15.0, 5.0, 1.0
 MAX_PAGE, MAX_TEXT = 2**20, 100_000  # bytes of a page that are read, characters that are kept
+WINDOW, WHOLE = 150, 2000  # words of a page; 10 whole pages are about 27,000 tokens at most
 MAX_QUERY = 400  # characters that the API gets: many refuse more, and a policy may write anything
 # Trap: Python also knows codecs that no page is written in, some of them very slow.
 CHARSETS = "iso-8859-1 windows-1251 windows-1252 shift_jis euc-jp euc-kr gbk gb18030 big5".split()
@@ -44,14 +46,14 @@ HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; search-rl/0.1)"}
 
 
 class WebRetriever:
-    """`template`: the API's address with {query}, perhaps {count}; `whole`: pages, no windows."""
+    """`template`: the API's address with {query}, perhaps {count}; `words`: of a page, at most."""
 
-    def __init__(self, template: str, allow_private=False, whole=False):
+    def __init__(self, template: str, allow_private=False, words=WINDOW):
         # The policy must not choose the host.
         if "{query}" not in template or "{" in host_of(template, EXAMPLE):
             why = "no place for the query"
             raise InputError(f"--retriever_url {template!r}: {why}: give {EXAMPLE}")
-        self.template, self.allow_private, self.whole = template, allow_private, whole
+        self.template, self.allow_private, self.words = template, allow_private, words
         self.lock = threading.Lock()
         key = os.environ.get("SEARCH_API_KEY", "").strip()
         self.headers = HEADERS | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -77,7 +79,7 @@ class WebRetriever:
             if time.monotonic() < until:
                 with contextlib.suppress(OSError, ValueError, HTTPException):
                     text = fetch_page(hit.id, self.allow_private)
-            text = text if self.whole else window(text, query)
+            text = window(text, query, self.words)
             if text or hit.text:
                 found.append(Document(hit.id, hit.title, text or hit.text))
             if len(found) == k:
@@ -196,7 +198,7 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def window(text: str, query: str, words: int = 150) -> str:
+def window(text: str, query: str, words: int = WINDOW) -> str:
     """The window of `words` words with most distinct words of the query, the first of several."""
     found, wanted, step = text.split(), {*tokenize(query)}, max(words // 5, 1)
     windows = [found[start : start + words] for start in range(0, len(found), step)]

@@ -10,6 +10,7 @@ import pytest
 from errors import InputError
 from lab import ablate
 from lab.ablate import ARMS, CLAIMS, NUMBERS, Claim, interval, settings_of, values, verdict
+from papers import paper_of
 from plumbing.resume import write_records
 
 EM, NEEDLESS = NUMBERS["EM"], NUMBERS["NEEDLESS"]
@@ -115,7 +116,7 @@ def test_the_arms_of_a_claim_differ_and_have_had_the_same_number_of_steps():
         assert ARMS[claim.better] != ARMS[claim.worse]
         assert claim.number.sign in (1, -1) and claim.number.counts >= 0
         one, other = (settings_of(name, 20, "r") for name in (claim.better, claim.worse))
-        assert one.protocol == other.protocol
+        assert paper_of(one.protocol) is paper_of(other.protocol)
         assert steps_of(claim.better) == steps_of(claim.worse)
 
 

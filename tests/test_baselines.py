@@ -165,13 +165,57 @@ def test_self_ask_asks_its_follow_ups_one_by_one_and_reads_each_answer_out_of_th
     assert trajectory.answer == "Norland"
 
 
-def test_self_ask_stops_at_ten_follow_ups():
+def test_self_ask_falls_back_on_rag_after_ten_follow_ups_or_without_question_and_answer():
     replies = itertools.cycle(["Follow up: Who was Ana Bell?", "a painter"])
     _, requests, library = go("self_ask", replies)
-    assert library.queries == ["Who was Ana Bell?"] * 10
-    # ten follow-ups and ten readings, then the chain with all ten answers is completed
-    assert len(requests) == 21 and requests[-1].so_far.count("Intermediate answer: a painter") == 10
-    assert requests[-1].so_far.endswith(f"\n{FINAL}")
+    # ten follow-ups and ten readings, then RAG reads what the question itself finds
+    assert library.queries == ["Who was Ana Bell?"] * 10 + [ANA.question]
+    assert len(requests) == 21 and requests[-2].so_far == "" and requests[-1].instruction == READ
+    assert requests[18].so_far.count("Intermediate answer: a painter") == 9
+    trajectory, requests, library = go("self_ask", [NEVER, NORLAND])
+    assert library.queries == [ANA.question] and trajectory.answer == "Norland"
+    assert go("self_ask", ["So the final answer is: Norland."])[2].queries == []
+
+
+def compared(*replies):
+    """What SuRe answers after "1. Sudria", "2. Norland" and a summary and a yes or no for each."""
+    trajectory, requests, _ = go("sure", ["1. Sudria\n2. Norland\n3. Ost", *replies])
+    return trajectory.answer, requests
+
+
+def test_sure_sums_up_the_passages_for_each_of_two_answers_and_takes_the_better_one():
+    answer, requests = compared("For Sudria.", "No.", "For Norland.", "Yes, it does.", "B", "A")
+    assert answer == "Norland"
+    assert [(bool(request.found), request.notes) for request in requests] == [
+        (True, ""),
+        (True, "Suggested answer: Sudria"),
+        (False, sudria := "Suggested answer: Sudria\nSummary: For Sudria."),
+        (True, "Suggested answer: Norland"),
+        (False, norland := "Suggested answer: Norland\nSummary: For Norland."),
+        (False, f"A. {sudria}\n\nB. {norland}"),
+        (False, f"A. {norland}\n\nB. {sudria}"),  # the other way round
+    ]
+
+
+@pytest.mark.parametrize(
+    "holds, better, answer",
+    [
+        # scores of Sudria and Norland: (1 or 0) + ½ per comparison won
+        (("yes", "no"), ("B", "A"), "Sudria"),  # 1 and 1: the first
+        (("no", "**Yes**"), ("A", "A"), "Norland"),  # ½ and 1½
+        (("yes", "yes"), ("B.", "A."), "Norland"),  # 1 and 2
+        (("yes", "yes"), ("neither", ""), "Sudria"),  # 1 and 1
+    ],
+)
+def test_sure_adds_validity_and_comparisons(holds, better, answer):
+    assert compared("s", holds[0], "n", holds[1], *better)[0] == answer
+
+
+def test_sure_with_one_answer_to_choose_from_takes_it():
+    for reply in ("Norland", "- Norland\n\n- Norland", NORLAND):
+        trajectory, requests, library = go("sure", [reply])
+        assert trajectory.answer == "Norland" and len(requests) == 1
+        assert library.queries == [ANA.question]
 
 
 def test_rat_revises_each_paragraph_with_its_own_query_and_with_the_revised_ones_before_it():
@@ -261,7 +305,7 @@ def test_a_model_that_never_comes_to_the_point_ends_in_bounded_time(name):
 def test_a_model_that_answers_at_once_is_believed(name):
     trajectory, _, _ = go(name, itertools.repeat("So the final answer is: Norland."))
     assert trajectory.answer == "Norland" and grade(trajectory)["em"] == 1
-    searches = {"rag": 1, "ircot": 1, "iter_retgen": 2, "rat": 1}
+    searches = {"rag": 1, "sure": 1, "ircot": 1, "iter_retgen": 2, "rat": 1}
     assert len(trajectory.searches) == searches.get(name, 0)
 
 
@@ -479,7 +523,7 @@ class Parrot:
         self.says, self.texts = iter(says), []
 
     def ask(self, requests):
-        self.texts += [text for _, text in requests]
+        self.texts += [text for _, text, *_ in requests]
         return [next(self.says) for _ in requests]
 
 
@@ -500,7 +544,7 @@ def test_all_methods_run_on_a_random_chat_model(bpe, tmp_path, capsys, monkeypat
     given = {"model": "model", "data": written(tmp_path / "five.jsonl"), "corpus": "from-data"}
     given |= {"questions": 2, "max_turn_tokens": 8, "max_searches": 2, "out": "out"}
     main([f"--{name}={value}" for name, value in given.items()])
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:9]] == ["2"] * 8
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:10]] == ["2"] * 9
     for record in finished_records(tmp_path / "out" / "rag.jsonl"):
         assert len(record["searches"]) == 1 and "<information>" in record["transcript"]
 
@@ -522,7 +566,7 @@ def test_the_tiny_model_is_asked_in_the_frames_of_its_warm_up(toy_tokenizer):
 
 def test_the_tiny_models_turn_ends_before_its_thinking_is_taken_off(toy_policy, toy_tokenizer):
     tiny = baselines.Tiny(toy_policy, toy_tokenizer, 8)
-    tiny.generate = lambda prompts: ["norland </answer> x </think> y" for _ in prompts]
+    tiny.generate = lambda prompts, *_: ["norland </answer> x </think> y" for _ in prompts]
     assert tiny.ask([("where ?", "</think>\n\n<answer> ")]) == ["<answer> norland </answer>"]
 
 
@@ -536,7 +580,7 @@ def test_all_methods_run_on_the_built_in_world_and_its_table_has_a_row_for_each(
     main(["--questions", "2", "--runs", str(tmp_path), "--max_context", "999"])  # it has 256
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0][:5] == ["method", "n", "em", "f1", "cem"]
-    assert [line[:2] for line in lines[1:9]] == [[name, "10"] for name in METHODS]
+    assert [line[:2] for line in lines[1:10]] == [[name, "10"] for name in METHODS]
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -569,6 +613,14 @@ def line(tmp_path, monkeypatch):
         return [request.question for request in model.requests]
 
     return run, out
+
+
+def test_a_search_finds_five_passages_of_a_users_data_unless_told_otherwise():
+    """UR² app. C.4: 5 for Qwen and Llama."""
+    data = ["--data", "q.jsonl", "--model", "m", "--corpus", "from-data"]
+    for more, k in (([], 5), (["--documents_per_search", "10"], 10)):
+        assert baselines.parse([*data, *more])[1].documents_per_search == k
+    assert baselines.parse([])[1].documents_per_search == 1  # the built-in world's
 
 
 def test_a_finished_method_is_not_run_again_and_a_broken_batch_is(line, capsys):

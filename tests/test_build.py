@@ -2,18 +2,22 @@
 
 import dataclasses
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
+from conftest import chat_server, message
 
 from data import Document, Question, SearchRequest
 from errors import InputError
 from papers import RECIPES
-from plumbing import build
+from plumbing import build, score
 from plumbing.files import checkpoints, stage_folder, starting_model
 from prompts import PROTOCOLS
+from retrievers.serve import RetrievalServer
 from rewards import check_questions
 from settings import Settings, parse, resolve
+from summarizer import FALLBACK_TEXT, instruction_for
 
 EVERYWHERE = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
 
@@ -41,6 +45,38 @@ def test_a_prompt_file_replaces_the_instruction_and_nothing_else(tmp_path):
     (tmp_path / "p.txt").write_text("  Be brief.\n")
     ours = build.build_protocol(Settings(prompt_file=str(tmp_path / "p.txt")))
     assert ours == dataclasses.replace(PROTOCOLS["ur2"], instruction="Be brief.")
+
+
+def test_a_prompt_file_may_be_another_models(tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text("Be brief.")
+    names = ("policy", "judge", "reader", "summarizer")
+    files = ",".join(f"{name}={tmp_path}/p.txt" for name in names)
+    settings = Settings(prompt_file=files, judge="m", reader="m", summarizer="m", retriever="empty")
+    llm = SimpleNamespace()
+    monkeypatch.setattr(score, "load_llm", lambda *_, **__: llm)
+    build.check_instructions(settings)
+    assert build.build_protocol(settings).instruction == "Be brief."
+    for ask in (score.build_judge, score.build_reader, lambda its: build.build_search(its, [])):
+        llm.instruction = ""
+        ask(settings)
+        assert llm.instruction == "Be brief."
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("judge={}/none.txt", "none.txt"),
+        ("judge={}/empty.txt", "empty.txt: the file is empty"),
+        ("policy={}/p.txt, juge={}/none.txt", "none.txt: it is one of policy, judge, reader"),
+        ("summarizer={}/p.txt", "needs --summarizer MODEL"),
+        ("reader={}/p.txt", "needs --reader MODEL"),
+    ],
+)
+def test_a_prompt_file_that_cannot_be_used_is_one_line(given, said, tmp_path):
+    (tmp_path / "p.txt").write_text("Be brief.")
+    (tmp_path / "empty.txt").write_text(" \n")
+    settings = Settings(prompt_file=given.replace("{}", str(tmp_path)), judge="m")
+    assert said in message(build.check_instructions, settings)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +117,7 @@ def test_a_protocol_that_asks_nothing_builds_no_retriever(monkeypatch):
 def test_a_model_that_summarises_has_its_time_and_its_log(monkeypatch, tmp_path):
     """A search waits for all tries of its model too: three requests of --timeout each."""
     model = SimpleNamespace(ask=lambda requests: ["Notes."])
-    monkeypatch.setattr(build, "load_llm", lambda *_, **__: model)
+    monkeypatch.setattr(score, "load_llm", lambda *_, **__: model)
     settings, log = Settings(retriever="oracle", timeout=5.0), tmp_path / "log.jsonl"
     assert not hasattr(build.build_search(settings, []), "seconds")
     settings = dataclasses.replace(settings, summarizer="m")
@@ -93,6 +129,35 @@ def test_a_model_that_summarises_has_its_time_and_its_log(monkeypatch, tmp_path)
     question = Question("q", "?", [], references=references, supporting=(1,))
     assert search([SearchRequest(question, "Ana")])[0].text == "Notes."
     assert json.loads(log.read_text())["summary"] == "Notes."
+
+
+def test_pages_of_the_web_go_whole_to_the_summariser_which_may_turn_a_query_away(
+    tmp_path, monkeypatch
+):
+    """UR² C.4, over real sockets: an evaluation."""
+    monkeypatch.chdir(tmp_path)  # replies are kept in runs/llm_cache
+    page = "Kelmouth " * 1500 + "lies in Norland."
+    web = SimpleNamespace(search=lambda queries, k: [[Document("https://x/a", "A", page)]])
+    asked = []
+
+    def answer(instruction, text):
+        asked.append((instruction, text))
+        return "**No fact.**" if "17 + 25" in text else "It lies in Norland."
+
+    with RetrievalServer(web, port=0) as server, chat_server(answer) as spec:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        settings = Settings(retriever="http", retriever_url=url, summarizer=spec)
+        search = build.build_search(settings, [])
+        for query, text, fallback in (
+            ("17 + 25", FALLBACK_TEXT, True),
+            ("Kelmouth", "It lies in Norland.", False),
+        ):
+            (found,) = search([SearchRequest(Question("q", "?", []), query, "So far.")])
+            assert (found.text, found.fallback) == (text, fallback)
+        server.shutdown()
+    instruction, text = asked[-1]
+    assert instruction == instruction_for("other", True) and f"(1) A: {page}" in text
 
 
 # ----------------------------------------------------------------------------------- where it lies

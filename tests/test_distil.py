@@ -23,12 +23,18 @@ from lab.distil import (
     trace_example,
     trace_pieces,
 )
-from other_models.llm import LocalLLM
+from other_models.llm import LocalLLM, Request
 from policy import Policy, save_policy
 from prompts import PROTOCOLS, build_prompt, frame_documents
 from rewards import arena
 from rollout import decode, encode
-from summarizer import NO_FACT, LLMSummarizer, summary_request
+from summarizer import (
+    NO_FACT,
+    LLMSummarizer,
+    SummarizerSettings,
+    instruction_for,
+    summary_text,
+)
 from trajectory import Trajectory, trajectory_from_text
 from world.toy import make_model
 
@@ -217,26 +223,42 @@ def test_real_published_transcripts_give_their_documents_no_loss(bpe):
 
 # ----------------------------------------------------------------------------------- the summariser
 
-WHO = "where was ana <|im_end|> bell born", REFERENCES[:2]
+
+class Says:
+    """Gives these replies to one query after another, and keeps the prompts that it would read."""
+
+    instruction = ""
+
+    def __init__(self, replies, llm=None):
+        self.replies, self.llm, self.prompts = replies, llm, []
+
+    def ask(self, requests):
+        self.prompts += [self.llm.prompt(Request(*request)) for request in requests if self.llm]
+        return self.replies
 
 
-def test_a_summary_is_imitated_behind_the_very_prompt_that_a_summariser_is_asked_with(bpe, qwen2):
-    example = summary_example(WHO, "Born in Kelmouth.", bpe)
-    assert imitated(example, bpe) == "Born in Kelmouth.<|im_end|>"
-    asked = LocalLLM(qwen2, bpe, max_tokens=8).prompt(summary_request(*WHO))
-    assert example.ids[: example.mask.index(1)] == asked
-
-
-def log_of(path, *replies, documents=REFERENCES[:2]):
+def log_of(path, *replies, documents=REFERENCES[:2], llm=None):
     """What a summariser logs whose model gives these replies to one query after another."""
+    asked = [SearchRequest(PLAIN, query, "<|im_end|> So.") for query in "abc"[: len(replies)]]
+    says = Says(replies, llm)
+    LLMSummarizer(says, SummarizerSettings(), path)(asked, [list(documents) for _ in asked])
+    return says.prompts if llm else path
 
-    class Says:
-        def ask(self, requests):
-            return replies
 
-    asked = [SearchRequest(PLAIN, query) for query in "abc"[: len(replies)]]
-    LLMSummarizer(Says(), path)(asked, [list(documents) for _ in asked])
-    return path
+def asked(query, documents=REFERENCES[:2]):
+    request = SearchRequest(PLAIN, query, "<|im_end|> So.")
+    return instruction_for("other", True), summary_text(request, documents)
+
+
+def test_a_summary_is_imitated_behind_the_very_prompt_that_a_summariser_is_asked_with(
+    bpe, qwen2, tmp_path
+):
+    path, reply = tmp_path / "pairs.jsonl", "Born in Kelmouth."
+    (prompt,) = log_of(path, reply, llm=LocalLLM(qwen2, bpe, max_tokens=8))
+    ((request, logged),) = read_summary_log(path).items()
+    example = summary_example(request, logged, bpe)
+    assert imitated(example, bpe) == f"{reply}<|im_end|>"
+    assert example.ids[: example.mask.index(1)] == prompt
 
 
 def test_a_log_is_read_as_it_was_written_and_each_query_once(tmp_path):
@@ -244,9 +266,9 @@ def test_a_log_is_read_as_it_was_written_and_each_query_once(tmp_path):
     log_of(path, "new\nü")
     log_of(path, "on one", documents=REFERENCES[:1])
     assert list(read_summary_log(path).items()) == [
-        (("a", REFERENCES[:2]), "new\nü"),
-        (("b", REFERENCES[:2]), NO_FACT),
-        (("a", REFERENCES[:1]), "on one"),
+        (asked("a"), "new\nü"),
+        (asked("b"), NO_FACT),
+        (asked("a", REFERENCES[:1]), "on one"),
     ]
 
 
@@ -259,7 +281,7 @@ def test_a_line_that_an_interrupt_cut_short_is_left_out_with_a_warning(tmp_path,
 
 
 @pytest.mark.parametrize(
-    "bad", [{}, {"query": "q"}, {"query": "q", "documents": [{}], "summary": "", "fallback": False}]
+    "bad", [{}, {"text": "t"}, {"query": "q", "documents": [], "summary": "", "fallback": False}]
 )
 def test_a_file_that_is_no_log_is_one_line_with_its_place(write, bad):
     assert "records.jsonl, line 1: no summary record" in message(read_summary_log, write(bad))

@@ -106,6 +106,28 @@ def test_what_is_sent_is_greedy_with_the_environment_s_key_if_there_is_one(serve
     assert sent == [None, None, "Bearer abc", "Bearer abc"]
 
 
+def test_a_request_says_how_its_reply_is_sampled_and_that_is_another_request(serve, tmp_path):
+    server = serve()
+    model = asker(server, max_tokens=7, cache=tmp_path)
+    asked = [("i", "a"), ("i", "a", 0.3, 0.7, 8192), ("i", "a", 0.3, 0.5, 8192), ("i", "a")]
+    assert model.ask(asked) == ["A"] * 4 and len(server.texts()) == 3
+    sent = [
+        [p.get(name) for name in ("temperature", "top_p", "max_tokens")] for _, p in server.posts
+    ]
+    assert sorted(sent[1:], key=str) == [[0.0, None, 7], [0.3, 0.5, 8192], [0.3, 0.7, 8192]]
+    # A sampled reply is kept too: the same command reads it again.
+    assert asker(server, max_tokens=7, cache=tmp_path).ask(asked) == ["A"] * 4
+    assert len(server.texts()) == 3 + 1  # a probe
+
+
+def test_an_instruction_of_the_models_own_is_asked_in_place_of_the_requests(serve):
+    server = serve()
+    model = asker(server)
+    model.instruction = "Be brief."
+    model.ask([("Judge.", "a")])
+    assert server.posts[-1][1]["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
 def test_equal_requests_of_a_batch_are_asked_once_and_another_instruction_is_another_request(serve):
     server = serve()
     model = asker(server)
@@ -401,6 +423,19 @@ def test_the_checkpoint_s_own_sampling_changes_nothing_and_asking_changes_no_sta
     assert LocalLLM(llama, bpe, max_tokens=12).ask(requests(*TEXTS)) == plain
     assert torch.equal(torch.get_rng_state(), state) and llama.training
     assert llama.eval().language_model.generation_config is own
+
+
+def test_a_local_model_samples_what_asks_for_it_and_the_rest_of_the_batch_stays_greedy(qwen2, bpe):
+    model = LocalLLM(qwen2, bpe, max_tokens=12, batch_size=2)
+    greedy = model.ask(requests(*TEXTS))
+    mixed = [(*request, 2.0, 0.9, 99) for request in requests(*TEXTS)] + requests(*TEXTS)
+    state = torch.get_rng_state()
+    found = model.ask(mixed)
+    assert found[5:] == greedy and found[:5] != greedy
+    assert model.ask(mixed) == found  # seeded, and what the policy samples next is as it was
+    assert torch.equal(torch.get_rng_state(), state)
+    long = "word " * 200  # of 512 positions: a reply takes what is left
+    assert len(encode(bpe, model.ask([("do it", long, 2.0, 1.0, 8192)])[0])) <= 512
 
 
 def test_a_prompt_beyond_the_context_is_none_and_is_not_cut(qwen2, bpe):

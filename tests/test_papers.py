@@ -1,4 +1,4 @@
-"""papers.py: the papers' own numbers, and a sixth paper that is three insertions, nothing else."""
+"""papers.py: the papers' own numbers, and a new paper that is three insertions, nothing else."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from errors import InputError
 from papers import PAPERS, RECIPES, paper_of
 from prompts import PROTOCOLS
 from rewards import example
-from settings import Settings, resolve
+from settings import Settings, check_settings, resolve
 from world.world import KINDS
 
 ROOT = Path(__file__).parents[1]
@@ -35,11 +35,17 @@ NUMBERS = {
         algorithm reinforce_pp   group_size 16   questions_per_step 64   trajectories_per_update 256
         lr 2e-6   kl_coef 0   kl_estimator k1   temperature 1   max_searches 8   max_turn_tokens 512
         documents_per_search 5   steps 6""",
-    # 5 · 256 trajectories; 0.95 · 195 = 185.25
+    # 5 · 256 trajectories
     ("r_search", 1): """
         algorithm grpo   group_size 5   questions_per_step 256   trajectories_per_update 1280
-        lr 1e-6   lr_warmup 185   kl_coef 1e-3   temperature 1   max_searches 4
+        lr 1e-6   lr_warmup 0.95  kl_coef 1e-3   temperature 1   max_searches 4
         max_turn_tokens 500   documents_per_search 3   steps 195""",
+    # of arXiv 2503.09516, appendix B: batches of 512, cut in two
+    ("search_r1", 1): """
+        algorithm ppo   group_size 1   questions_per_step 512   trajectories_per_update 256
+        lr 1e-6   critic_lr 1e-5   lr_warmup 0.285   kl_coef 1e-3   clip_low 0.2   clip_high 0.2
+        gae_lambda 1   temperature 1   max_searches 4   max_turn_tokens 500   document_tokens 500
+        documents_per_search 3   steps 500""",
     # 32 · 32 trajectories; DAPO's own two clips
     ("when_to_search", 1): """
         algorithm dapo   group_size 32   questions_per_step 32   trajectories_per_update 1024
@@ -84,6 +90,29 @@ def test_the_two_stages_of_when_to_search_are_its_500_steps():
     assert (one.filter_by, two.filter_by) == ("correct", "answer")
 
 
+@pytest.mark.parametrize(
+    "name, variant, changed",  # what it sets otherwise than its paper
+    [
+        ("r1_searcher", "llama_8b", "kl_coef 1e-4"),  # section 3.3
+        ("r1_searcher", "grpo", "algorithm grpo kl_coef 1e-4 kl_estimator k3"),  # table 3
+        ("r1_searcher", "em", "answer_metric em"),  # table 5
+        ("r1_searcher", "cem", "answer_metric cem"),
+        ("r_search", "without_evidence", "protocol r_search_plain evidence_reward 0"),  # table 3
+        ("search_r1", "grpo", "algorithm grpo group_size 5 kl_estimator k3"),  # appendix B
+    ],
+)
+def test_a_variant_differs_from_its_paper_in_what_it_is_named_for(name, variant, changed):
+    words = changed.split()
+    for stage in PAPERS[name].stages:
+        one, other = (resolve(name, stage, False, {"variant": v}) for v in ("", variant))
+        differs = {k for k, v in vars(one).items() if v != getattr(other, k)} - {"variant"}
+        assert differs == set(words[::2])
+        for setting, number in zip(words[::2], words[1::2], strict=True):
+            assert same(getattr(other, setting), number)
+        small = check_settings(resolve(name, stage, True, {"variant": variant}))
+        assert paper_of(small.protocol) is PAPERS[name]
+
+
 @pytest.mark.parametrize("name", PAPERS)
 def test_a_record_is_whole(name):
     paper, fields = PAPERS[name], {f.name for f in dataclasses.fields(Settings)}
@@ -118,8 +147,8 @@ def test_python_papers_prints_the_table_of_the_docs(capsys, monkeypatch):
 # ----------------------------------------------------------------------------------- a sixth paper
 
 WRITES = """
-PROTOCOLS["search_r1"] = Protocol(
-    "search_r1",
+PROTOCOLS["librarian"] = Protocol(
+    "librarian",
     tag_pair("search"),
     tag_pair("information"),
     tag_pair("answer"),
@@ -133,21 +162,21 @@ PROTOCOLS["search_r1"] = Protocol(
 
 """
 PAID = '''
-def search_r1(trajectory: Trajectory) -> dict[str, float]:
-    """R = EM(answer, gold) (Search-R1 eq. 4)."""
+def librarian(trajectory: Trajectory) -> dict[str, float]:
+    """R = EM(answer, gold) (an invented paper)."""
     return {"answer": exact_match(trajectory.answer, trajectory.question.answers)}
 
 
 '''
 CHOSE = """
-SEARCH_R1 = Paper(
-    source="Search-R1 section 5",
-    protocols=("search_r1",),
+LIBRARIAN = Paper(
+    source="A Librarian's Notes",
+    protocols=("librarian",),
     stages={
         1: {
-            "protocol": "search_r1",
+            "protocol": "librarian",
             "algorithm": "ppo",
-            "reward": "search_r1",
+            "reward": "librarian",
             "questions_per_step": 512,
             "group_size": 1,
             "lr": 1e-6,
@@ -170,9 +199,9 @@ SIXTH = {  # file -> what is inserted before which line, and which row into the 
     "rewards.py": (
         PAID,
         "REWARDS |= {\n",
-        '    "search_r1": lambda t, s, step, e: search_r1(t),\n',
+        '    "librarian": lambda t, s, step, e: librarian(t),\n',
     ),
-    "papers.py": (CHOSE, "PAPERS: dict[str, Paper] = {\n", '    "search_r1": SEARCH_R1,\n'),
+    "papers.py": (CHOSE, "PAPERS: dict[str, Paper] = {\n", '    "librarian": LIBRARIAN,\n'),
 }
 SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("configs/*")]
 
@@ -223,14 +252,14 @@ from lab import ablate
 sys.argv = ["papers.py"]
 papers.main()
 few = "--questions_per_step 4 --group_size 2 --trajectories_per_update 4".split()
-train.main(["--recipe", "search_r1", "--steps", "2", *few])
-train.main(["--recipe", "search_r1", "--steps", "3", "--resume", *few])
-eval.main("--recipe search_r1 --questions 3".split())
-checkpoint = "runs/search_r1-world0-seed0/stage1/checkpoint-000003"
+train.main(["--recipe", "librarian", "--steps", "2", *few])
+train.main(["--recipe", "librarian", "--steps", "3", "--resume", *few])
+eval.main("--recipe librarian --questions 3".split())
+checkpoint = "runs/librarian-world0-seed0/stage1/checkpoint-000003"
 eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
-ask.main(["--recipe", "search_r1"])
+ask.main(["--recipe", "librarian"])
 ablate.main(["--table", "--runs", "nowhere"])
-ablate.ARMS["sixth"] = ablate.Arm("search_r1", 1, {"steps": 1})
+ablate.ARMS["sixth"] = ablate.Arm("librarian", 1, {"steps": 1})
 ablate.run_arm("sixth", 0, "runs")
 """
 
@@ -239,15 +268,15 @@ def test_a_sixth_paper_is_three_insertions_and_every_command_knows_it(tmp_path):
     copy_with_a_sixth_paper(tmp_path, warm_up=3)
     said = python(tmp_path, "-c", EVERY_COMMAND)
     assert changed(tmp_path) == set(SIXTH)
-    assert "Search-R1 section 5" in said  # papers
-    folder = tmp_path / "runs" / "search_r1-world0-seed0" / "stage1"
+    assert "A Librarian's Notes" in said  # papers
+    folder = tmp_path / "runs" / "librarian-world0-seed0" / "stage1"
     assert [record["step"] for record in records_of(folder / "metrics.jsonl")] == [0, 1, 2]
     settings = json.loads((folder / "settings.json").read_text())
-    assert (settings["protocol"], settings["algorithm"]) == ("search_r1", "ppo")
+    assert (settings["protocol"], settings["algorithm"]) == ("librarian", "ppo")
     assert said.count(f"{folder.relative_to(tmp_path)}/checkpoint-000003") >= 2  # both evaluations
-    (predictions,) = (tmp_path / "runs" / "predictions").glob("search_r1-*t0-bm25.jsonl")
+    (predictions,) = (tmp_path / "runs" / "predictions").glob("librarian-*t0-bm25.jsonl")
     assert {record["kind"] for record in records_of(predictions)} == set(KINDS)
-    assert "model: runs/search_r1-world0-seed0" in said  # ask
+    assert "model: runs/librarian-world0-seed0" in said  # ask
     assert "not run" in said  # lab.ablate's table
     arm = json.loads((tmp_path / "runs" / "sixth-world0" / "result.json").read_text())
     assert len(arm["reward"]) == 2 and set(KINDS) < set(arm["eval"])
@@ -256,8 +285,8 @@ def test_a_sixth_paper_is_three_insertions_and_every_command_knows_it(tmp_path):
 @pytest.mark.slow
 def test_the_sixth_paper_s_own_reward_rises_on_the_tiny_world(tmp_path):
     copy_with_a_sixth_paper(tmp_path, warm_up=450)
-    python(tmp_path, "train.py", "--recipe", "search_r1")
-    metrics = tmp_path / "runs" / "search_r1-world0-seed0" / "stage1" / "metrics.jsonl"
+    python(tmp_path, "train.py", "--recipe", "librarian")
+    metrics = tmp_path / "runs" / "librarian-world0-seed0" / "stage1" / "metrics.jsonl"
     rewards = [record["reward/answer"] for record in records_of(metrics)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
     assert changed(tmp_path) == set(SIXTH)

@@ -155,9 +155,18 @@ def test_both_tag_pairs_of_ur2_share_everything_but_the_tags():
     assert search.stop_tags == {"</search>": "query"}
 
 
+def test_r_search_without_evidence_asks_for_all_but_the_evidence():
+    whole, plain = PROTOCOLS["r_search"], PROTOCOLS["r_search_plain"]
+    assert "evidence" in whole.instruction and "evidence" not in plain.instruction
+    before, _, behind = whole.instruction.partition(" If you searched")
+    assert plain.instruction == before + behind[behind.index(" End with") :]
+    assert plain.direct_instruction == whole.direct_instruction
+    assert set(whole.tags) - set(plain.tags) == {"<original_evidence>", "</original_evidence>"}
+
+
 def test_turns_stop_at_the_query_and_only_tagged_answers_stop_too():
     assert UR2.stop_tags == {"<|end_of_query|>": "query"}
-    for name in ("r_search", "when_to_search"):
+    for name in ("r_search", "r_search_plain", "search_r1", "when_to_search"):
         assert PROTOCOLS[name].stop_tags == {"</search>": "query", "</answer>": "answer"}
     assert R1.stop_tags == {"<|end_of_query|>": "query", "</answer>": "answer"}
     assert PROTOCOLS["arena"].stop_tags == {"</answer>": "answer"}
@@ -174,7 +183,9 @@ def test_a_protocol_lists_all_its_tags_and_finds_a_section_by_name():
 
 def test_a_protocol_is_found_by_name_or_given_and_a_typo_lists_the_names():
     assert as_protocol("ur2") is UR2 and as_protocol(UR2) is UR2
-    names = "ur2, ur2_search, r1_searcher, r_search, when_to_search, arena"
+    names = (
+        "ur2, ur2_search, r1_searcher, r_search, r_search_plain, search_r1, when_to_search, arena"
+    )
     with pytest.raises(InputError, match=f"unknown protocol 'ur3': one of {names}"):
         as_protocol("ur3")
 

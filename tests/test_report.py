@@ -88,6 +88,14 @@ def test_the_paired_difference_by_hand():
     assert found["difference"][0] == pytest.approx(0.2)
 
 
+def test_the_reader_of_evidence_is_compared_with_what_it_answered_in_a_run_of_its_own():
+    here = [record("q", em=1.0, reader_em=0.5)]
+    both = compare(here, [record("q", em=0.25)])["all"]
+    assert {c: both[c]["other"] for c in ("em", "reader_em")} == {"em": 0.25, "reader_em": 0.25}
+    both = compare(here, [record("q", em=0.25, reader_em=0.75)])["all"]
+    assert both["reader_em"]["other"] == 0.75
+
+
 def test_the_p_value_is_the_share_of_sign_flips_that_are_as_far_from_zero():
     # 5 differences of +1: of 32 signings two (all +, all -) give a sum of 5: 2/32 = 0.0625
     p = report.sign_flip_p

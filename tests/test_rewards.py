@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import rewards
-from data import Document, Question
+from data import Document, Question, load_questions
 from errors import InputError
 from metrics import f1_score
 from prompts import PROTOCOLS, Protocol
@@ -28,6 +28,7 @@ from rewards import (
     r1_searcher_stage1,
     r1_searcher_stage2,
     r_search,
+    search_r1,
     tfidf_embedder,
     ur2_choice,
     ur2_stage1,
@@ -309,6 +310,15 @@ def test_r1_searcher_variants_are_named_switches():
     assert total(r1_searcher_stage2(r1("so Norland"), format_penalty=1.0)) == -1.0
 
 
+def test_a_long_gold_may_be_answered_in_r1_searcher_and_nothing_longer():
+    words = "one two three four five six seven eight nine ten eleven twelve".split()
+    gold = Question("1", "?", [" ".join(words[:11])])
+    exact, longer = (r1(CLOSE.replace("Norland", " ".join(words[:n])), gold) for n in (11, 12))
+    assert total(r1_searcher_stage2(exact)) == 1.0  # all of eq. 3 and 4, where it was −1
+    assert total(r1_searcher_stage2(longer)) == 22 / 23 - 2  # F1 = 2 · 11 / (12 + 11)
+    assert total(r1_searcher_stage2(exact, "em")) == 1.0
+
+
 @pytest.mark.parametrize(
     ("text", "faults"),
     [
@@ -372,6 +382,57 @@ def test_r_search_pays_answer_evidence_and_format():
 def test_r_searchs_format_by_hand(text, reward):
     assert r_search(rs(text))["format"] == pytest.approx(reward)
     assert rewards.r_search_format(rs(text)) == (reward == 0.4)  # all that there is
+
+
+def test_r_search_without_evidence_pays_the_answer_and_its_box_alone():
+    """Section 5.2: the evidence reward and its share of r_f are off, and the box is not asked for:
+    r = r_α + γ_α · A, with a search and without.
+    """
+    plain = partial(told, protocol="r_search_plain")
+    partly = ANSWER.replace("Norland", "Kelmouth, Norland")  # F1 = 2/3
+    for text in (observed() + partly, partly):
+        found = r_search(plain(text), "Norland", evidence_reward=False)
+        assert found == pytest.approx({"answer": 2 / 3, "evidence": 0.0, "format": 0.2})
+        assert rewards.r_search_format(plain(text))
+    assert total(r_search(plain("Norland"), evidence_reward=False)) == 0.0  # γ_e is no gift
+    assert not rewards.r_search_format(plain(ANSWER * 2))
+    # The box kept and its reader alone switched off is another thing: γ_e · E stays.
+    kept = r_search(rs(observed() + EVIDENCE + ANSWER), evidence_reward=False)
+    assert kept == pytest.approx({"answer": 1.0, "evidence": 0.0, "format": 0.4})
+
+
+def test_r_searchs_equations_with_numbers():
+    # eq. 3: "Ana Maria Bell" for "Ana Bell": 2 · 2 / (3 + 2) = 0.8; eq. 4, the reader says "Bell":
+    # 2 · 1 / (1 + 2) = 2/3; eq. 5, searched, E = 1, A = 1: 0.4; eq. 6: their sum
+    who, answer = Question("1", "Who?", ["Ana Bell"]), "<answer> Ana Maria Bell </answer>"
+    found = r_search(rs(observed() + EVIDENCE + answer, who), "Bell")
+    assert found == pytest.approx({"answer": 0.8, "evidence": 2 / 3, "format": 0.4})
+    assert total(found) == 0.8 + 2 / 3 + 0.4
+    # no yes/no rule in eq. 3: "yes they are" for "yes" is 2 · 1 / (3 + 1)
+    yes = rs("<answer> yes they are </answer>", Question("1", "?", ["yes"]))
+    assert r_search(yes)["answer"] == 0.5
+
+
+def test_r1_searchers_equations_with_numbers():
+    # eq. 1 and 2, n = 0, 1, 2: 0.5 [n ≥ 1] + 0.5, and a broken format takes its half
+    assert [value(r1_searcher_stage1(r1(search() * n + CLOSE))) for n in range(3)] == [0.5, 1, 1]
+    assert value(r1_searcher_stage1(r1(search() * 2 + "Norland"))) == 0.5
+    # eq. 3 and 4: IN = 1, PN = 3, RN = 1: 2 · 1 / (3 + 1) = 0.5, with no rule for verdicts
+    yes, text = Question("1", "?", ["yes"]), CLOSE.replace("Norland", "yes they are")
+    assert total(r1_searcher_stage2(r1(text, yes))) == 0.5
+    assert total(r1_searcher_stage2(r1(text + " Sure.", yes))) == 0.5 - 2
+    # eq. 5: no EM −1, cover-EM +1
+    assert total(r1_searcher_stage2(r1(text, yes), "em")) == -1
+    assert total(r1_searcher_stage2(r1(text, yes), "cem")) == 1
+
+
+def test_search_r1_pays_exact_match_and_nothing_else():
+    answers = ["norland.", "Nor-land", "Kelmouth, Norland", "Norland </answer><answer> Sudria"]
+    made = [told(ANSWER.replace("Norland", answer), protocol="search_r1") for answer in answers]
+    # punctuation is deleted: "norland" twice; then too much; then the last of two
+    assert [search_r1(t)["answer"] for t in made] == [1.0, 1.0, 0.0, 0.0]
+    assert set(search_r1(told(THINK + asked(reflect=False), protocol="search_r1"))) == {"answer"}
+    assert search_r1(example("search_r1", searches=0)) == search_r1(example("search_r1"))
 
 
 def test_r_search_and_when_to_search_remove_punctuation_and_arena_makes_it_a_blank():
@@ -632,7 +693,7 @@ def given(**changes):
 
 
 def protocol_of(reward):
-    names = ("r1_searcher", "r_search", "when_to_search", "arena", "ur2")
+    names = ("r1_searcher", "r_search", "search_r1", "when_to_search", "arena", "ur2")
     return next(name for name in names if reward.startswith(name))
 
 
@@ -698,6 +759,7 @@ def test_what_a_reward_needs_can_be_switched_off():
         ("r1_searcher_stage1", "ur2"),
         ("r_search", "ur2"),
         ("r_search", "when_to_search"),
+        ("r_search", "r_search_plain"),
         ("when_to_search_stage1", "r_search"),
         ("when_to_search_stage2", "r1_searcher"),
         ("arena", "ur2"),
@@ -864,6 +926,34 @@ def test_what_a_document_says_costs_nothing():
     assert when_to_search_stage2(loud) == when_to_search_stage2(calm)
 
 
+@pytest.mark.parametrize("joint", ["/", "_", ", ", " or ", "—", "·"])
+def test_a_list_of_guesses_is_as_many_words_however_it_is_joined(joint):
+    names = [f"guess{i}" for i in range(500)]
+    for listed in (joint.join([*names, "Norland"]), joint.join([*names, "Norland", ""])):
+        guesses = CLOSE.replace("Norland", listed)
+        assert "long_answer" in rewards.r1_searcher_format(r1(guesses))
+        # not more than a plain wrong answer earns, by F1, by cover-EM, and in the released stage 1
+        for metric in ("f1", "cem"):
+            wrong = value(r1_searcher_stage2(r1(WRONG_CLOSE), metric))
+            assert value(r1_searcher_stage2(r1(guesses), metric)) <= wrong
+        wrong = value(r1_searcher_stage1(r1(search() + WRONG_CLOSE), "cem"))
+        assert value(r1_searcher_stage1(r1(search() + guesses), "cem")) < wrong
+        boxed = ur2(f"\\boxed{{{listed}}}")
+        assert rewards.ur2_violations(boxed) == ["long_answer"]
+
+
+def test_what_the_papers_formulas_pay_themselves():
+    # R1-Searcher eq. 5: ten guesses cover the gold; longer ones lose 2 (section 4.2 saw them)
+    ten = "Sudria Ostland Westland Kaldor Belmark Corsia Dravia Ellenia Fioria Norland"
+    listed = r1(CLOSE.replace("Norland", ten))
+    assert value(r1_searcher_stage2(listed, "cem")) == 1
+    assert value(r1_searcher_stage2(listed, "f1")) == pytest.approx(2 / 11)
+    # R-Search eq. 4: what the reader makes of evidence that stands nowhere; `support` shows it
+    made_up = "<original_evidence> Zed lies in Norland. </original_evidence>"
+    row = rs(observed(found="nothing") + made_up + ANSWER)
+    assert r_search(row, "Norland")["evidence"] == 1.0 and rewards.evidence_support(row) == 0.0
+
+
 def test_every_answer_cannot_be_tried():
     # the last is scored and the format is lost: 0 and 2 instead of 3
     assert total(ur2_stage2(ur2("\\boxed{Norland} \\boxed{Sudria}"))) == 0
@@ -902,7 +992,7 @@ ON_PURPOSE = {
     57: (1.0, "no search was run; the code pays a half for the document tags or for the format"),
     58: (2.0, DOCUMENTS),
     59: (1.5, "garbled text breaks the format in every stage; the code tests it in stage 2"),
-    62: (1.5, LONG_ANSWER),
+    62: (-0.5, f"{LONG_ANSWER}, and a list covers nothing: 0.5 + 0 − 1"),
     71: (1.0, DOCUMENTS),
     75: (4 / 13 - 1, LONG_ANSWER),
     84: (1.0, DOCUMENTS),
@@ -980,3 +1070,27 @@ def test_published_transcripts_of_the_trained_model_hold_its_format(name):
         assert rewards.r1_searcher_format(trajectory) == []
         # a bag: one date is published in another order
         assert f1_score(trajectory.answer, record["pred_ans"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    "name, long", [("train/r1_searcher_stage2_100", 2), ("qa_eval/musique_500", 5)]
+)
+def test_every_gold_of_r1_searchers_data_earns_all_when_it_is_the_answer(name, long):
+    path = SHARED / f"data/{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"no {path}")
+    golds = [(q, answer) for q in load_questions(path) for answer in q.answers]
+    assert sum(len(answer.split()) > rewards.MAX_ANSWER_WORDS for _, answer in golds) == long
+    for question, answer in golds:  # F1 = 1, and no fault
+        row = r1(CLOSE.replace("Norland", answer), question)
+        assert total(r1_searcher_stage2(row)) == 1.0
+
+
+def test_a_published_transcript_of_search_r1_is_read_and_paid():
+    path = SHARED / "data/predictions/search_r1_case.txt"
+    if not path.exists():
+        pytest.skip(f"no {path}")
+    text = path.read_text(encoding="utf-8").rpartition("<|im_start|>assistant\n")[2]
+    row = told(text, Question("1", "?", ["SA node", "Sinoatrial SA Node"]), "search_r1")
+    assert [search.query for search in row.searches] == ["origin of heart's electrical impulses"]
+    assert search_r1(row) == {"answer": 1.0}  # "sinoatrial (SA) node", brackets deleted

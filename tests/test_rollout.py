@@ -382,6 +382,7 @@ def test_documents_are_cut_at_a_documents_end_and_the_closing_tag_survives(bpe, 
         assert t.segments[1].text == block(body) and t.searches[0].text == body
         assert masked(t, 0) == block_ids(bpe, body)
         assert len(t.searches[0].documents) == 3  # the log keeps what was found
+        assert t.searches[0].cut == (kept < 3)
     if kept > 1:  # one token too few costs the whole last document
         t, _ = play_one(bpe, [ASK, ANSWER], search=found(*DOCUMENTS), document_tokens=fits - 1)
         assert t.segments[1].text == block("\n".join(NUMBERED[: kept - 1]))
@@ -391,6 +392,7 @@ def test_a_first_document_that_alone_is_too_long_is_cut_inside_and_still_framed(
     long = "Kelmouth is a town. " * 50
     t, _ = play_one(bpe, [ASK, ANSWER], search=found(long, "never read"), document_tokens=20)
     body = t.searches[0].text
+    assert t.searches[0].cut
     assert body and f"(1) {long}".startswith(body) and t.segments[1].text == block(body)
     # no character less than there is room for
     one_more = block_ids(bpe, f"(1) {long}"[: len(body) + 1])

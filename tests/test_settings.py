@@ -67,8 +67,8 @@ def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
 
 
 def test_a_flag_of_evaluation_alone_is_none_of_train():
-    never = {"title_boost", "group_std", "turn_tokens", "reward_variant"}
-    assert set(FIELDS) - set(TRAIN) == never | {"top_p"}
+    never = {"title_boost", "group_std", "turn_tokens", "reward_variant", "summary_sampling"}
+    assert set(FIELDS) - set(TRAIN) == never | {"top_p", "fallback"}
     with pytest.raises(InputError, match=r"--top_p: a flag of eval\.py"):
         parse(["--top_p", "0.5"])
 
@@ -248,6 +248,13 @@ def test_what_is_near_a_refusal_is_fine(words):
 
 def test_evaluation_may_be_greedy_and_alone():
     check_settings(Settings(temperature=0.0, group_size=1), training=False)
+
+
+def test_only_a_model_that_writes_notes_can_be_asked_to_turn_queries_away():
+    check_settings(Settings(summarizer="some/model", fallback=True), training=False)
+    for name in ("none", "extractive"):
+        with pytest.raises(InputError, match=f"--fallback asks a model of --summarizer; {name}"):
+            check_settings(Settings(summarizer=name, fallback=True), training=False)
     with pytest.raises(InputError, match="--retriever"):
         check_settings(Settings(retriever="x"), training=False)
     for top_p, said in ((0.0, "above 0"), (1.5, "at most 1")):

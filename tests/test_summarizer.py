@@ -7,20 +7,22 @@ import pytest
 import summarizer
 from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError
+from papers import PAPERS
 from retriever import OracleRetriever
 from summarizer import (
     FALLBACK_TEXT,
-    INSTRUCTION,
-    MAX_SUMMARY,
+    GREEDY,
+    MAX_REASONING,
     NO_FACT,
     LLMSummarizer,
     SummarizerSettings,
-    cut,
     extract,
+    instruction_for,
     is_lookup,
     make_search,
     make_summarizer,
     show_all,
+    summary_text,
 )
 
 ANA = Document("3", "ana bell", "ana bell was born in kelmouth .")
@@ -96,27 +98,88 @@ def test_a_fallback_keeps_the_documents_for_the_log_but_the_policy_does_not_read
 class Says:
     """Replies by the query; keeps the batches."""
 
+    instruction = ""
+
     def __init__(self, **replies):
         self.replies, self.batches = replies, []
 
     def ask(self, requests):
         self.batches.append(requests)
-        queries = [text.split("\n")[0].removeprefix("Query: ") for _, text in requests]
+        queries = [text.split("Query: ")[1].split("\n")[0] for _, text, *_ in requests]
         return [self.replies.get(query) for query in queries]
 
 
-def notes(llm, *queries, documents=(ANA, KELMOUTH), **options):
-    return LLMSummarizer(llm, **options)(requests(*queries), [list(documents) for _ in queries])
+def notes(llm, *queries, documents=(ANA, KELMOUTH), log="", question=QUESTION, **given):
+    """Without a log: of an evaluation."""
+    asked = [SearchRequest(question, query, "She is a painter.") for query in queries]
+    summarize = LLMSummarizer(llm, SummarizerSettings(**given), log)
+    return summarize(asked, [list(documents) for _ in queries])
 
 
-def test_the_model_reads_the_query_and_the_numbered_documents():
+def test_the_model_reads_the_reasoning_the_query_and_the_numbered_documents():
     llm = Says(who="notes")
     notes(llm, "who")
     text = (
-        "Query: who\n(1) ana bell: ana bell was born in kelmouth .\n(2) kelmouth: kelmouth lies in"
-        " norland ."
+        "Reasoning so far: She is a painter.\nQuery: who\nPassages:\n(1) ana bell: ana bell was"
+        " born in kelmouth .\n(2) kelmouth: kelmouth lies in norland ."
     )
-    assert llm.batches == [[(INSTRUCTION, text)]]
+    assert llm.batches == [[(instruction_for("other", False), text, *GREEDY)]]
+
+
+def test_of_a_long_reasoning_the_end_is_read_and_another_reasoning_is_another_request():
+    text = summary_text(SearchRequest(QUESTION, "who", "x" * 9999 + "the end\n"), [ANA])
+    shown = text.split("\n")[0].removeprefix("Reasoning so far: ")
+    assert len(shown) == MAX_REASONING == 4000 and shown.endswith("xthe end")
+    assert summary_text(SearchRequest(QUESTION, "who"), [ANA]) != text
+
+
+@pytest.mark.parametrize("task, kind", [("math", "math"), ("qa", "other"), ("choice", "other")])
+def test_mathematics_and_other_tasks_training_and_evaluation_are_four_prompts(task, kind, tmp_path):
+    """UR² D.3; only the two of training (a log is kept) may turn a query away."""
+    question = Question("q", "?", ["5"], task)
+    for log in ("", tmp_path / "log.jsonl"):
+        llm = Says(who="notes")
+        notes(llm, "who", log=log, question=question)
+        instruction = llm.batches[0][0][0]
+        assert instruction == instruction_for(kind, bool(log))
+        assert (NO_FACT in instruction) == bool(log)
+        assert ("mathematical" in instruction) == (task == "math")
+    four = {instruction_for(kind, away) for kind in ("math", "other") for away in (False, True)}
+    assert len(four) == 4 and not any("{" in text for text in four)
+
+
+def test_an_evaluation_turns_no_query_away_but_of_web_pages_or_when_it_is_asked_to():
+    page = Document("https://host/ana", "Ana", "Ana Bell was born in Kelmouth.")
+    found = [
+        notes(Says(sum=NO_FACT), "sum")[0],
+        notes(Says(sum=NO_FACT), "sum", documents=[page])[0],
+        notes(Says(sum=NO_FACT), "sum", fallback=True)[0],
+    ]
+    assert [result.fallback for result in found] == [False, True, True]
+    assert found[0].text == NO_FACT  # whatever it means by that, these are its notes
+
+
+def test_notes_are_greedy_in_training_and_sampled_in_an_evaluation_by_the_task(tmp_path):
+    """UR² C.4: mathematics 0.3, 0.7 and 8192 tokens, all else 0.3, 0.5 and 2048."""
+    papers = PAPERS["ur2"].decoding["summary_sampling"]
+    for task, log, sampling in (
+        ("math", "", (0.3, 0.7, 8192)),
+        ("qa", "", (0.3, 0.5, 2048)),
+        ("qa", tmp_path / "log.jsonl", (0.0, 1.0, 1024)),  # the paper is silent
+    ):
+        llm = Says(who="notes")
+        question = Question("q", "?", ["5"], task)
+        notes(llm, "who", log=log, question=question, summary_sampling=papers)
+        assert llm.batches[0][0][2:] == sampling
+
+
+def test_an_instruction_of_the_users_own_stands_in_place_of_all_four(tmp_path):
+    llm = Says(who=NO_FACT)
+    llm.instruction = "Be brief."
+    assert not notes(llm, "who", log=tmp_path / "log.jsonl")[
+        0
+    ].fallback  # which it does not ask for
+    assert llm.batches[0][0][0] == "Be brief."
 
 
 def test_all_queries_are_one_batch_and_the_documents_stay_beside_the_notes():
@@ -126,17 +189,30 @@ def test_all_queries_are_one_batch_and_the_documents_stay_beside_the_notes():
     assert results == [SearchResult([ANA, KELMOUTH], "on a"), SearchResult([ANA, KELMOUTH], "on b")]
 
 
-@pytest.mark.parametrize("reply", [NO_FACT, f"  {NO_FACT}\n", f"<think>a sum</think>\n{NO_FACT}"])
-def test_the_sentinel_alone_is_a_fallback(reply):
-    result = notes(Says(sum=reply), "sum")[0]
+@pytest.mark.parametrize(
+    "reply",
+    [
+        NO_FACT,
+        f"  {NO_FACT}\n",
+        f"<think>a sum</think>\n{NO_FACT}",
+        "NO FACT.",
+        "**no fact**",
+        "“No fact.”",
+        "\n`'NO FACT!'` \n",
+        "__NO FACT__",
+    ],
+)
+def test_the_sentinel_in_any_dress_is_a_fallback(reply):
+    result = notes(Says(sum=reply), "sum", fallback=True)[0]
     assert result == SearchResult([ANA, KELMOUTH], FALLBACK_TEXT, fallback=True)
 
 
 @pytest.mark.parametrize(
-    "reply", [f"{NO_FACT} was found", f"He said: {NO_FACT}", f"{NO_FACT}\nbut Norland", "no fact"]
+    "reply",
+    [f"{NO_FACT} was found", f"He said: {NO_FACT}", f"{NO_FACT}\nbut Norland", "NO FACTS", "fact"],
 )
 def test_notes_that_only_mention_the_sentinel_are_notes(reply):
-    result = notes(Says(who=reply), "who")[0]
+    result = notes(Says(who=reply), "who", fallback=True)[0]
     assert result.text == reply and not result.fallback
 
 
@@ -152,32 +228,24 @@ def test_where_nothing_was_found_nobody_is_asked_and_it_is_no_fallback():
     assert notes(llm, "who", documents=[]) == [SearchResult()] and llm.batches == []
 
 
-def test_notes_without_end_are_cut_at_a_word():
-    long = "norland " * 1000
-    text = notes(Says(who=long), "who")[0].text
-    # 2,000 characters are 250 times "norland ": the blank behind the last one goes
-    assert text == ("norland " * 250).strip() and len(text) == 1999
-    assert cut("short") == "short" and len(cut("x" * 9999)) == MAX_SUMMARY
-
-
 # -------------------------------------------------------------------- the log: pairs to distil from
 
 
-def test_the_log_has_each_new_pair_once(tmp_path):
+def test_the_log_has_each_new_pair_once_as_it_was_asked(tmp_path):
     path = tmp_path / "folder" / "pairs.jsonl"
     llm = Says(who="on who\nü", sum=NO_FACT, none=None)
     notes(llm, "who", "who", "sum", "none", log=path)
-    found = {"documents": [vars(ANA), vars(KELMOUTH)]}
-    assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == [
-        {"query": "who", **found, "summary": "on who\nü", "fallback": False},
-        {"query": "sum", **found, "summary": NO_FACT, "fallback": True},
-    ]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    asked = [(line["instruction"], line["text"], *GREEDY) for line in lines]
+    assert asked == llm.batches[0][1:3] and len(lines) == 2
+    assert [line["summary"] for line in lines] == ["on who\nü", NO_FACT]
+    assert [line["fallback"] for line in lines] == [False, True]
 
 
 def test_a_log_that_cannot_be_written_is_one_line_before_the_first_search(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"pairs\.jsonl: cannot be written"):
-        LLMSummarizer(Says(), log=tmp_path / "file" / "pairs.jsonl")
+        LLMSummarizer(Says(), SummarizerSettings(), tmp_path / "file" / "pairs.jsonl")
 
 
 # -------------------------------------------------------------------------------------- make_search
@@ -196,7 +264,7 @@ def test_a_second_call_searches_again_and_no_request_is_no_call():
     recorder, llm = Recorder(), Says()
     search = make_search(recorder)
     search(requests("a")), search(requests("a"))
-    assert search([]) == LLMSummarizer(llm)([], []) == [] and llm.batches == []
+    assert search([]) == notes(llm) == [] and llm.batches == []
     assert recorder.calls == [(["a"], 5), (["a"], 5)]
 
 
@@ -254,7 +322,8 @@ def test_a_summariser_is_none_extractive_or_the_model_that_the_caller_has_loaded
     assert show_all(requests("1 + 1"), [[ANA]]) == [SearchResult([ANA])]
     assert make_summarizer(SummarizerSettings("extractive")) is extract
     llm = Says(a="on a", b=NO_FACT)
-    search = make_search(Recorder(), make_summarizer(SummarizerSettings("http://x/v1#m"), llm), 2)
+    settings = SummarizerSettings("http://x/v1#m", fallback=True)
+    search = make_search(Recorder(), make_summarizer(settings, llm), 2)
     found = [(result.text, result.fallback) for result in search(requests("a", "b"))]
     assert found == [("on a", False), (FALLBACK_TEXT, True)]
     with pytest.raises(InputError, match=r"unknown; none, extractive, .*did you mean extractive"):

@@ -172,7 +172,7 @@ def ended(reason="eos", text="\\boxed{elm}", **question) -> Trajectory:
 
 def test_a_step_is_measured_over_all_its_trajectories(scripted):
     one = ended(text="\\boxed{0.5}", answers=["\\frac12"], task="math")
-    one.searches = [Search("x", [Document("1", "t", "x")], "x")]
+    one.searches = [Search("x", [Document("1", "t", "x")], "x", cut=True)]
     two = ended(text="The correct answer is: B.", answers=["B"], task="choice", options=("a", "b"))
     two.searches = [Search("y", [], "y", fallback=True), Search("z", [], "z", error="down")]
     two.append_environment([7] * 6, "documents", "documents")
@@ -188,6 +188,7 @@ def test_a_step_is_measured_over_all_its_trajectories(scripted):
     expected |= {"em": 0.5, "searched": 0.5, "searches": 0.75, "refused": 0.5}
     expected |= {"fallbacks": 1 / 3, "search_errors": 1 / 3, "answered": 0.5, "cut_off": 0.5}
     expected |= {"model_tokens": 4, "inserted_tokens": 1.5, "rollout_seconds": 3.0}
+    expected |= {"documents_cut": 1 / 3}
     assert measure(scripted([], "grpo"), sampled) == pytest.approx(expected)
 
 

@@ -19,6 +19,7 @@ from retrievers.net import Fault
 from retrievers.web import (
     MAX_QUERY,
     MAX_TEXT,
+    WHOLE,
     WebRetriever,
     checked,
     fetch_page,
@@ -177,7 +178,10 @@ def test_where_a_page_cannot_be_read_the_snippet_stands(site):
 def test_a_page_is_given_by_its_window_or_whole(site):
     text = " ".join(["filler"] * 400 + "Ana Bell was born".split() + ["filler"] * 400)
     assert len(one(site, reply(text, "text/plain"))[0].text.split()) == 150
-    assert one(site, reply(text, "text/plain"), whole=True)[0].text == text
+    assert one(site, reply(text, "text/plain"), words=WHOLE)[0].text == text
+    long = " ".join(["filler"] * 5000 + "Ana Bell was born".split() + ["filler"] * 5000)
+    whole = one(site, reply(long, "text/plain"), words=WHOLE)[0].text.split()
+    assert len(whole) == WHOLE == 2000 and "Bell" in whole
 
 
 def test_odd_results_are_left_out_and_a_reply_without_results_is_a_fault():
