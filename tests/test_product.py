@@ -30,6 +30,7 @@ STAGES = [  # (recipe, variant, stage) of every record
     for variant in ("", *paper.variants)
     for stage in record_of(recipe, variant).stages
 ]
+FIRST = [next(case for case in STAGES if case[0] == recipe) for recipe in PAPERS]
 FEW = "--steps 2 --questions_per_step 2 --group_size 2 --trajectories_per_update 4 --save_every 9"
 
 
@@ -38,7 +39,7 @@ def settings_of(case: tuple, tiny: bool) -> Settings:
     return resolve(recipe, stage, tiny, {"variant": variant})
 
 
-def marked(cases: list[tuple], quick: list[tuple]) -> list:
+def marked(cases, quick: list[tuple]) -> list:
     """`make test` takes the quick ones."""
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
@@ -80,23 +81,15 @@ def world(tmp_path_factory):
     return runs
 
 
-def product_of(stages: list[tuple]) -> list[tuple]:
-    """With every algorithm; of records that differ in names and steps alone, the first."""
-    seen = {}
-    for case, algorithm in product(stages, ALGORITHMS):
-        its = vars(settings_of(case, True)) | dict.fromkeys(("recipe", "variant", "stage", "steps"))
-        seen.setdefault((algorithm, *its.values()), (*case, algorithm))
-    return list(seen.values())
+PRODUCT = {}  # with every algorithm; of records that differ in names and steps alone, the first
+for case, algorithm in product(STAGES, ALGORITHMS):
+    its = vars(settings_of(case, True)) | dict.fromkeys(("recipe", "variant", "stage", "steps"))
+    PRODUCT.setdefault((algorithm, *its.values()), (*case, algorithm))
+# A recipe each with another algorithm, so that all of both occur.
+ONE_EACH = [(*case, algorithm) for case, algorithm in zip(FIRST, cycle(ALGORITHMS), strict=False)]
 
 
-PRODUCT = product_of(STAGES)
-ONE_EACH = [  # a recipe each with another algorithm, so that all of both occur
-    (*next(case for case in STAGES if case[0] == recipe), algorithm)
-    for recipe, algorithm in zip(PAPERS, cycle(ALGORITHMS), strict=False)
-]
-
-
-@pytest.mark.parametrize("recipe, variant, stage, algorithm", marked(PRODUCT, ONE_EACH))
+@pytest.mark.parametrize("recipe, variant, stage, algorithm", marked(PRODUCT.values(), ONE_EACH))
 def test_every_record_runs_with_every_algorithm_or_says_why_not(
     recipe, variant, stage, algorithm, world, tmp_path, capsys, monkeypatch
 ):
@@ -140,9 +133,6 @@ def real_model(tmp_path_factory) -> str:
     sizes = small(max_position_embeddings=32768, vocab_size=len(tokenizer))
     save_policy(random_policy(Qwen2Config(**sizes), seed=0), tokenizer, path)
     return str(path)
-
-
-FIRST = [next(case for case in STAGES if case[0] == recipe) for recipe in PAPERS]
 
 
 @pytest.mark.parametrize("recipe, variant, stage", marked(STAGES, FIRST))
