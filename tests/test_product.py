@@ -2,7 +2,9 @@
 model, on the built-in world and on real records, or is refused in one line that says why.
 """
 
+import json
 import math
+from dataclasses import asdict
 from itertools import cycle, product
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from conftest import model_of, random_policy, rows_of, small, traces, train_bpe
 from transformers import Qwen2Config
 
 import train
+from data import load_questions
 from errors import InputError
 from papers import PAPERS, record_of
 from plumbing import build
@@ -142,7 +145,12 @@ def test_every_record_takes_two_steps_on_real_records(
     questions, corpus, *rest = REAL.get(recipe, REAL[""]).split()
     settings = settings_of((recipe, variant, stage), False)
     more = f"--model {real_model} --max_turn_tokens 6 --runs {tmp_path} {' '.join(rest)}"
-    more += " --data " + ",".join(str(DATA / name) for name in questions.split(","))
+    files = [DATA / name for name in questions.split(",")]
+    if settings.protocol == "arena_summary":  # no slice has any: the same records as summaries
+        records = [asdict(question) | {"task": "summary"} for question in load_questions(files)]
+        files = [tmp_path / "summaries.jsonl"]
+        files[0].write_text("\n".join(map(json.dumps, records)))
+    more += f" --data {','.join(map(str, files))}"
     if PROTOCOLS[settings.protocol].query_tags:
         more += f" --corpus {corpus if corpus == 'from-data' else DATA / corpus}"
     more += f" --reader {real_model}" * ("reader" in needs(settings))
