@@ -36,7 +36,7 @@ def parse(arguments: list[str]) -> tuple[Settings, str]:
     if unused := {"judge", "reader"} & given.keys():
         raise InputError(f"ask.py: --{min(unused)} has no meaning here: eval.py asks other models")
     settings = dataclasses.replace(settings_of(given), group_size=1)
-    check_settings(settings, training=False)
+    check_settings(settings, False, given)
     if reads_a_corpus(settings) and not (settings.corpus or in_built_in_world(settings)):
         raise InputError(
             f"{settings.model} did not begin as the built-in model: say what it shall search, "
@@ -61,7 +61,7 @@ def question_for(settings: Settings, text: str) -> tuple[Question, list[Question
     """(the question with this text, whose answers are then known, or a new one; all there are)."""
     questions = []
     if settings.data:
-        questions = load_questions(settings.data, skip_bad=settings.skip_bad)
+        questions = load_questions(settings.data, settings.skip_bad, settings.seed)
     elif in_built_in_world(settings):
         world = build.built_in_world(settings)
         for kind in build.built_in_kinds(settings):

@@ -10,8 +10,9 @@ GRPO's advantage, A_i = (r_i − mean_group) / (std_group + 1e-6), and four depa
 Departure 2 looks at correctness: a reward of several components is almost never equal in a group.
 Overlong trajectories count as wrong in it, and in the mean and std of their group. A KL stands
 where GRPO's does. Source: Yu et al. 2025, sections 3.1 to 3.4, in this order.
-Left out: the soft penalty for long answers (section 3.4), and sampling until the batch is full:
-after `max_resample` more draws it is smaller, and a step without a group is skipped (train.py).
+Left out: the soft penalty for long answers (section 3.4; no paper here names it), and sampling
+until the batch is full: after `max_resample` more draws it is smaller, and a step without a group
+is skipped (train.py).
 """
 
 from dataclasses import dataclass
@@ -23,12 +24,20 @@ import grpo
 import ppo
 from errors import run_main, setting
 
+# What --algorithm dapo sets where a recipe has another algorithm.
+OWN = {
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "loss_aggregation": "token",
+    "kl_coef": 0.0,
+}
+
 
 @dataclass(frozen=True)
 class DapoSettings:
     max_resample: int = setting(3, "DAPO: extra draws of questions per step, at most", least=0)
     filter_by: str = setting(
-        "correct", "DAPO keeps groups that differ in this", one_of=("correct", "answer")
+        "correct", "DAPO keeps groups that differ in this", one_of=("correct", "answer", "total")
     )
 
 
@@ -53,8 +62,8 @@ compute_advantages = grpo.compute_advantages
 
 
 def compute_token_weights(batch, settings) -> Tensor:
-    """On the global batch of one update: sum 1, or 0 if all are overlong. --loss_aggregation is
-    not asked: a mean per trajectory first would not be DAPO.
+    """On the global batch of one update: sum 1, or 0 if all are overlong. A mean per trajectory
+    first would not be DAPO.
     """
     return ppo.token_weights(trained_mask(batch))  # [B, T]  departure 3
 

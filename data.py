@@ -12,6 +12,7 @@ the file, the line, the field and what to do. Left out: corpora beyond memory.
 """
 
 import json
+import random
 import sys
 import textwrap
 from collections import Counter
@@ -32,7 +33,7 @@ from formats.text_folder import is_text, read_texts, stem
 
 @dataclass(frozen=True)
 class DataSettings:
-    data: str = setting("", 'question files, comma-separated; "" = the built-in world')
+    data: str = setting("", 'question files, comma-separated, FILE:N draws N; "" = built-in world')
     corpus: str = setting(
         "", 'passages: a file, a folder of texts, or "from-data": the records\' own'
     )
@@ -116,22 +117,23 @@ def question_of(fields: dict) -> Question:
     return Question(**fields | {"references": tuple(references)})
 
 
-def load_questions(path: str | Path | list, skip_bad: bool = False) -> list[Question]:
+def load_questions(path: str | Path | list, skip_bad: bool = False, seed=0) -> list[Question]:
     """Of one file or of several (a list, or names with commas between them), with unique ids."""
-    datasets = load_datasets(path, skip_bad).values()
+    datasets = load_datasets(path, skip_bad, seed).values()
     return [question for questions in datasets for question in questions]
 
 
-def load_datasets(path: str | Path | list, skip_bad: bool = False) -> dict[str, list[Question]]:
+def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list[Question]]:
     """`load_questions` by file: {name: its questions}, in the order given. An id that several
     files use gets the file's name in front: two data sets may both count from 1, and questions that
-    share an id would share a group.
+    share an id would share a group. "FILE:N" draws N of its questions by the seed, as ARENA
+    (appendix C) takes 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
     """
-    files = named_files(path)
+    files, counts = zip(*map(with_count, named_files(path)), strict=True)
     loaded = [load_file(file, skip_bad) for file in files]
     uses = Counter(question.id for questions in loaded for question in questions)
     named, seen = {}, set()
-    for name, questions in zip(dataset_names(files), loaded, strict=True):
+    for name, questions, count in zip(dataset_names(files), loaded, counts, strict=True):
         named[name] = []
         for question in questions:
             if uses[question.id] > 1:
@@ -141,7 +143,25 @@ def load_datasets(path: str | Path | list, skip_bad: bool = False) -> dict[str, 
                 raise InputError(f"question id {question.id!r} comes from two files: {advice}")
             seen.add(question.id)
             named[name].append(question)
+        named[name] = draw_some(name, named[name], count, seed)
     return named
+
+
+def with_count(file: Path) -> tuple[Path, int | None]:
+    """ "a.json:500" is 500 of a.json, unless there is a file of just that name."""
+    name, _, count = str(file).rpartition(":")
+    drawn = name and count.isdecimal() and not file.exists()
+    return (Path(name), int(count)) if drawn else (file, None)
+
+
+def draw_some(name: str, questions: list[Question], count: int | None, seed: int) -> list[Question]:
+    """`count` of them by lot, in the order of the file; None takes all. Ids are those of all."""
+    if count is None:
+        return questions
+    if not 0 < count <= len(questions):
+        raise InputError(f"--data {name}:{count}: it has {len(questions)} questions to draw from")
+    places = random.Random(f"{seed} {name}").sample(range(len(questions)), count)
+    return [questions[place] for place in sorted(places)]
 
 
 def load_file(path: Path, skip_bad: bool) -> list[Question]:
@@ -156,7 +176,7 @@ def load_file(path: Path, skip_bad: bool) -> list[Question]:
 def named_files(path: str | Path | list) -> list[Path]:
     if isinstance(path, list | tuple):
         return [file for item in path for file in named_files(item)]
-    if path and Path(path).exists():  # a name may hold a comma; "" would be this folder
+    if path and with_count(Path(path))[0].exists():  # a name may hold a comma; "" is this folder
         return [Path(path)]
     names = [name.strip() for name in str(path).split(",") if name.strip()]
     if not names:

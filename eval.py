@@ -58,7 +58,7 @@ from plumbing.files import (
 from plumbing.score import answer_scores, ask_others, build_judge, build_reader
 from policy import best_device, check_model_path, weights_version
 from prompts import PROTOCOLS
-from rewards import arena_scores, evidence_support
+from rewards import arena_scores, evidence_support, needs
 from rollout import check_prompts, rollout
 from settings import (
     ASKING,
@@ -250,7 +250,7 @@ def material(settings: Settings, options: Options) -> tuple[dict[str, list[Quest
     """(questions by data set, passages)."""
     count = options.questions or None
     if settings.data:
-        datasets = load_datasets(settings.data, skip_bad=settings.skip_bad)
+        datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
         documents = passages(settings, [q for some in datasets.values() for q in some])
         datasets = {name: some[:count] for name, some in datasets.items()}
     else:
@@ -264,8 +264,9 @@ def material(settings: Settings, options: Options) -> tuple[dict[str, list[Quest
 
 # ---------------------------------------------------------------------------------- whose settings?
 def settings_of(given: dict) -> Settings:
-    """The checkpoint's own settings, made greedy, without the judge of its reward; the command line
-    comes last. Stage 0 is the model before RL.
+    """The checkpoint's own settings, made greedy. Of the models that its reward asks only the judge
+    of "right" is kept (When to Search: the same in training and evaluation, section 4.1). The
+    command line comes last. Stage 0 is the model before RL.
     """
     given, model = dict(given), given.get("model", "")
     if given.get("stage") == 0:
@@ -279,7 +280,9 @@ def settings_of(given: dict) -> Settings:
         name, variant = given.get("recipe", "ur2"), given.get("variant", "")
         stage = given.get("stage", max(record_of(name, variant).stages))
         settings = resolve(name, stage, not model, {"variant": variant})
-    own = {"temperature": 0.0, "top_p": 1.0, "judge": "", "reader": ""}
+    own = {"temperature": 0.0, "top_p": 1.0, "reader": ""}
+    if "verdict" not in needs(settings):
+        own["judge"] = ""
     if "data" in given and settings.corpus != "from-data":
         own["corpus"] = ""  # the old file's
     if settings.engine == "graphs":  # of the GPU that it was trained on
@@ -319,7 +322,7 @@ def parse(arguments: list[str]) -> tuple[Settings, Options]:
     settings = settings_of(given)
     if options.decoding == "paper":  # of the checkpoint's recipe
         settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
-    check_settings(settings, training=False)
+    check_settings(settings, False, given)
     if "prompt_file" in given:  # a checkpoint's may name what only training asks
         check_instructions(settings)
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
@@ -353,7 +356,9 @@ def default_out(settings: Settings, options: Options) -> Path:
 
 def run(settings: Settings, options: Options) -> None:
     # Files of others may have their gold answers in --data.
-    others = score_files(options.against, settings.data, settings.skip_bad, options.punctuation)
+    others = score_files(
+        options.against, settings.data, settings.skip_bad, options.punctuation, seed=settings.seed
+    )
     # Before the work: are they there at all?
     reader = build_reader(settings, best_device()) if settings.reader else None
     judge = build_judge(settings, best_device())

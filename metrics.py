@@ -9,9 +9,10 @@ r"""Does this answer match? One function per answer metric, and nothing of the p
     score_answer        em, f1 and cem of an answer under the metric of its task
 
 `golds` is one gold or a list; the best one counts. A missing answer (None or "") scores 0.
-Two normalisations are in use, and numbers under one cannot be compared with those of the other:
-    "space"    punctuation becomes a blank: "Spider-Man" is "spider man" (R1-Searcher, UR², ARENA)
-    "delete"   punctuation is removed: "Spider-Man" is "spiderman" (R-Search, When to Search)
+Three normalisations are in use, and numbers under one cannot be compared with those of another:
+    "space"        punctuation becomes a blank: "Spider-Man" is "spider man" (R1-Searcher, UR²)
+    "delete"       punctuation is removed: "Spider-Man" is "spiderman" (R-Search, When to Search)
+    "underscore"   the same, but "_" becomes a blank: "a_b-c" is "a bc" (ARENA appendix D.1)
 Left out: model judges, and algebra of our own (that is math-verify's, the extra `math`).
 """
 
@@ -33,8 +34,11 @@ from pathlib import Path
 from errors import InputError
 
 # ---------------------------------------------------------------------------------- open answers
-_TO_SPACE = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))  # "_" is one too
-_TO_NOTHING = str.maketrans("", "", string.punctuation)  # ASCII only: O’Hara is not O'Hara here
+PUNCTUATION = {  # style -> what becomes of it
+    "space": str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " ")),  # "_" is one too
+    "delete": str.maketrans("", "", string.punctuation),  # ASCII only: O’Hara is not O'Hara here
+    "underscore": str.maketrans("_", " ", string.punctuation.replace("_", "")),
+}
 _VERDICTS = {"yes", "no", "noanswer"}
 Golds = str | list[str]
 
@@ -45,12 +49,12 @@ def normalize_answer(text: str, punctuation: str = "space") -> str:
     >>> normalize_answer("The A.B. Smith"), normalize_answer("The A.B. Smith", "delete")
     ('b smith', 'ab smith')
     """
-    if punctuation not in ("space", "delete"):
-        raise ValueError(f"punctuation is 'space' or 'delete', not {punctuation!r}")
+    if punctuation not in PUNCTUATION:
+        raise ValueError(f"punctuation is one of {', '.join(PUNCTUATION)}, not {punctuation!r}")
     lowered = text.lower()
     if punctuation == "space":  # the whole text: with " False " as no a published 58.0 is 58.2
         lowered = {"true": "yes", "false": "no"}.get(lowered, lowered)
-    plain = lowered.translate(_TO_SPACE if punctuation == "space" else _TO_NOTHING)
+    plain = lowered.translate(PUNCTUATION[punctuation])
     words = re.sub(r"\b(a|an|the)\b", " ", plain).split()
     # Trap: "A" would become "", which equals "." and is covered by everything. It stays "a".
     return " ".join(words) or lowered.strip()

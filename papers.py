@@ -5,8 +5,9 @@
     tiny         stage -> what the tiny model on the built-in world needs in their place
     world        how the tiny model is warmed up: sizes, and the grammar of the traces it reads
     good_format  is a trajectory in the paper's format? (evaluations report the share)
-    punctuation  in answers it becomes a blank ("space") or nothing ("delete"), as its scorer has it
+    punctuation  what becomes of it in answers, as its scorer has it: a style of metrics.PUNCTUATION
     decoding     how it samples when it evaluates; {} is greedy
+    blind_judge  its judge of "right" sees normalised answers, and no question
     variants     its other backbones and ablations, by name: each is a record of its own (--variant)
 
 A paper is three files: what it writes (prompts.py), what it is paid (rewards.py) and what it chose
@@ -39,6 +40,7 @@ class Paper:
     world: Tiny
     punctuation: str = "space"
     decoding: dict = field(default_factory=dict)
+    blind_judge: bool = False
     variants: dict[str, "Paper"] = field(default_factory=dict)
 
 
@@ -158,53 +160,69 @@ R_SEARCH.variants.update(  # table 3
     without_evidence=varied(R_SEARCH, protocol="r_search_plain", evidence_reward=False)
 )
 
-_when_to_search = (  # section 4 and its table; 500 steps in all, halved between the stages by us
+_when_to_search = (  # Table 5; 500 steps in all, halved between the stages by us
     {"protocol": "when_to_search", "algorithm": "dapo", "beta": 0.3, "steps": 250}
     | {"group_size": 32, "questions_per_step": 32, "trajectories_per_update": 1024}
-    | {"lr": 1e-6, "clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token"}
-    | {"kl_coef": 0.0}  # its text; its table: 1e-4
-    | {"temperature": 1.0, "max_searches": 5, "max_turn_tokens": 8192, "documents_per_search": 5}
+    | {"lr": 1e-6, "clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token"}  # DAPO's own
+    | {"kl_coef": 0.0}  # section 3.2; Table 5: 1e-4
+    | {"temperature": 1.0, "documents_per_search": 5, "document_tokens": 4096}
+    | {"max_searches": 5, "max_turn_tokens": 8192}  # its five are turns
+    | {"max_context": 18432}  # prompt 2048, response 16384
+    | {"filter_by": "answer"}  # eq. 10 compares all wrong answers, eq. 11 all right: kept
 )
-# Stage 2 is about groups that are all right, with and without a search: "correct" would drop them.
-_when_stage2 = _when_to_search | {"reward": "when_to_search_stage2", "filter_by": "answer"}
+_when_stage1 = _when_to_search | {"reward": "when_to_search_stage1"}
+_when_stage2 = _when_to_search | {"reward": "when_to_search_stage2"}
+_when_plain = {1: _when_stage1 | {"beta": 0.0}, 2: _when_stage2}  # stage one with ±1
+WHEN_TINY = KNOWN_TOO | {"max_resample": 1, "max_context": 0}
 WHEN_TO_SEARCH = Paper(
     source="When to Search section 4, table",
     protocols=("when_to_search",),
-    stages={1: _when_to_search | {"reward": "when_to_search_stage1"}, 2: _when_stage2},
-    tiny={
-        1: TINY | KNOWN_TOO | {"max_resample": 1, "steps": 5},
-        2: EVERYTHING | KNOWN_TOO | {"max_resample": 1, "steps": 40},
-    },
+    stages={1: _when_stage1, 2: _when_stage2},
+    tiny={1: TINY | WHEN_TINY | {"steps": 5}, 2: EVERYTHING | WHEN_TINY | {"steps": 40}},
     good_format=when_to_search_format,
-    # think, search, reflect, answer
+    # think, search, reflect, answer; or think, reflect, answer
     world=Tiny(
         opening="<think>{asked}</think>",
         between="<reflect>{note}</reflect>",
         no_note=" none",
         end="<reflect>{asked} {answer}</reflect><answer> {answer}</answer>",
-        end_at_once="<answer> {answer}</answer>",
     ),
     punctuation="delete",
+    blind_judge=True,
 )
 
-# Its ablation (Table 4): stage 2's reward alone, from the start.
-_when_without_stage_one = replace(
-    WHEN_TO_SEARCH,
-    stages={1: _when_stage2 | {"steps": 500}},
-    tiny={1: EVERYTHING | KNOWN_TOO | {"max_resample": 1, "steps": 45}},
-)
-WHEN_TO_SEARCH.variants.update({"without_stage_one": _when_without_stage_one})
 
-_arena = (  # section 4.1
-    {"protocol": "arena", "algorithm": "grpo", "reward": "arena", "steps": 95}
+def _one_reward(reward: str) -> Paper:
+    """One reward throughout."""
+    stages = {1: _when_to_search | {"reward": reward, "steps": 500}}
+    return replace(WHEN_TO_SEARCH, stages=stages, tiny={1: EVERYTHING | WHEN_TINY | {"steps": 45}})
+
+
+WHEN_TO_SEARCH.variants.update(
+    {
+        "unified": _one_reward("when_to_search_unified"),  # Table 2
+        "without_stage_one": _one_reward("when_to_search_stage2"),  # Table 4, as the others
+        "plain_stage_one": replace(WHEN_TO_SEARCH, stages=_when_plain),  # the same row, by 4.5
+        "without_stage_two": _one_reward("when_to_search_stage1"),
+        "without_r_s": varied(WHEN_TO_SEARCH, left_out="retrieval"),
+        "without_r_a": varied(WHEN_TO_SEARCH, left_out="answer", filter_by="total"),
+    }
+)
+
+# Section 4.4, appendix F. Our copy of the text has lost its KL weight, updates per batch and clip
+# range there, and in 3.2 the names of its two estimators: what 3.2 and appendix B prove of them
+# holds for k3 (GRPO's own) and k2. The three numbers are the defaults of its library.
+_arena = (
+    {"protocol": "arena", "algorithm": "grpo", "reward": "arena", "answer_metric": "em"}
     | {"group_size": 7, "questions_per_step": 256, "trajectories_per_update": 1792}
-    | {"lr": 3e-6, "kl_estimator": "k2"}
-    | {"kl_coef": 0.04}  # its library's default: the paper's number is lost in our copy
-    | {"temperature": 0.9, "max_searches": 0, "max_turn_tokens": 256}
+    | {"lr": 3e-6, "kl_estimator": "k2", "kl_coef": 0.04, "clip_low": 0.2, "clip_high": 0.2}
+    | {"temperature": 0.9, "max_searches": 0}
+    | {"max_turn_tokens": 256}  # its library's default
+    | {"steps": 95}  # table 10: one epoch of the 25,000
 )
 ARENA = Paper(
-    source="ARENA section 4.1",
-    protocols=("arena",),
+    source="ARENA section 4.4, app. F",
+    protocols=("arena", "arena_summary"),
     stages={1: _arena},
     tiny={1: EVERYTHING | TWO_FACTS | {"max_searches": 0, "steps": 40}},
     good_format=arena_format,
@@ -219,6 +237,15 @@ ARENA = Paper(
         steps=900,
         decay_from=0.75,
     ),
+    punctuation="underscore",  # appendix D.1; its code: --punctuation space, --reward arena_code
+)
+ARENA.variants.update(  # section 5.3, figure 3
+    naive_grpo=varied(ARENA, relevance_reward=False, bonus=0.0, kl_estimator="k3"),  # and 4.3
+    k3=varied(ARENA, kl_estimator="k3"),  # appendix G
+    no_bonus=varied(ARENA, bonus=0.0),  # appendix I
+    f1=varied(ARENA, answer_metric="f1"),
+    judge=varied(ARENA, judge="https://api.openai.com/v1#gpt-4o-2024-11-20"),  # appendix D.3
+    summaries=varied(ARENA, protocol="arena_summary", steps=20),  # H.2: one epoch of 5,000
 )
 
 _search_r1 = (  # appendix B of arXiv 2503.09516

@@ -5,7 +5,8 @@
     R-Search        <search>, <observation>; then <original_evidence> <answer>
     Search-R1       <think> <search> <information> <answer>
     When to Search  <think> <search> <information> <reflect> <answer>
-    ARENA           searches nothing, reads numbered references; <relevance> <analysis> <answer>
+    ARENA           searches nothing, reads numbered references; <relevance> <analysis> <answer>,
+                    for summaries <summary>
 
 One `Protocol` serves training, evaluation and the demo: a prompt that differs between them is the
 commonest silent fault of public code. The last answer is scored; braces are balanced, so
@@ -189,10 +190,12 @@ PROTOCOLS["when_to_search"] = Protocol(
 )
 
 _ARENA = (
-    "Answer the question from the numbered references that follow it. Only some of them matter."
-    " Write three sections and nothing else: <relevance>[the numbers of the references that the"
-    " answer needs, such as 2, 5]</relevance>, then <analysis> how the answer follows from these"
-    " references </analysis>, then <answer> the answer, as short as the question allows </answer>."
+    "Answer the question from the numbered references that follow. Only some of them matter. Write"
+    " three sections and nothing else: <relevance> the numbers of the references that the answer"
+    " needs, as a list in square brackets </relevance>, then <analysis> how the answer follows from"
+    " these references </analysis>, then <answer> the answer, as short as the question allows"
+    " </answer>. The brackets are part of the list: to cite references 2 and 5, write"
+    " <relevance>[2, 5]</relevance>; a bare 2, 5 cites none."
 )
 PROTOCOLS["arena"] = Protocol(
     "arena",
@@ -204,6 +207,9 @@ PROTOCOLS["arena"] = Protocol(
     other_tags=(tag_pair("relevance"), tag_pair("analysis")),
     references_in_prompt=True,
 )
+_told = dict.fromkeys(("instruction", "direct_instruction"), _ARENA.replace("answer", "summary"))
+_summary = replace(PROTOCOLS["arena"], answer_tags=tag_pair("summary"), **_told)  # appendix H.2
+PROTOCOLS["arena_summary"] = replace(_summary, name="arena_summary")
 
 
 # --------------------------------------------------------------------------------------- the prompt
@@ -217,14 +223,23 @@ def user_text(protocol: Protocol, question: Question, tokenizer) -> str:
     """What the user says: ARENA has the references too, numbered from 1, a line each."""
     if not protocol.references_in_prompt:
         return question_text(question)
-    if not question.references:
+    check_references(protocol, question)
+    forbidden = forbidden_texts(protocol, tokenizer)
+    lines = [strip_tags(line, forbidden) for line in number_documents(question.references)]
+    return "\n".join([question_text(question), "", *lines])
+
+
+def check_references(protocol: Protocol, question: Question) -> None:
+    """If they stand in the prompt: are there any, and is a summary asked for by its own tag?"""
+    if protocol.references_in_prompt and not question.references:
         raise InputError(
             f"question {question.id} has no references, which protocol {protocol.name} answers"
             " from: give the record a `references` list, or choose a protocol that searches"
         )
-    forbidden = forbidden_texts(protocol, tokenizer)
-    lines = [strip_tags(line, forbidden) for line in number_documents(question.references)]
-    return "\n".join([question_text(question), "", *lines])
+    asks, wants = protocol.answer_tags == tag_pair("summary"), question.task == "summary"
+    if protocol.references_in_prompt and asks != wants:
+        advice = "summaries are for --protocol arena_summary, and nothing else is"
+        raise InputError(f"question {question.id} is of task {question.task}: {advice}")
 
 
 def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:

@@ -15,6 +15,7 @@ the reward is their sum.
     When to Search            R = (format ±1) − similarity of the queries + answer        β = 0.3
                     stage 1   answer = 1 if right else −1 + β · searches
                     stage 2   answer = 1 − β · searches if right else −1
+                    unified   answer = 1 − β · searches if right else −1 + β · searches
     ARENA                     R = format + answer + relevance (1, 0.5, 0) + 10 if all three are 1
 
 Training exploits a reward that breaks one of these rules:
@@ -37,7 +38,7 @@ import numpy as np
 
 from data import Document, Question
 from errors import InputError, run_main, setting
-from metrics import exact_match, f1_score, mean_rouge, normalize_answer, score_answer, tokenize
+from metrics import exact_match, f1_score, normalize_answer, score_answer, tokenize
 from prompts import PROTOCOLS, Protocol, Tags, as_protocol, find_answers, find_blocks
 from trajectory import Trajectory, trajectory_from_text
 
@@ -48,6 +49,7 @@ Judge = Callable[[Question, str], float]
 REWARDS: dict[str, Callable] = {}  # name -> (trajectory, settings, step, extras) -> Terms; below
 # UR²'s backbone -> what n = 0, 1, ≥ 2 searches earn in stage 1
 UR2_RETRIEVAL = {"qwen_7b": (0, 3, 4), "qwen_3b": (0, 5, 7), "llama_8b": (0, 3, 3)}
+LEFT_OUT = ("", "retrieval", "answer")  # When to Search's Table 4: w/o r_s, w/o r_a
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class RewardSettings:
     format_check: str = setting("strict", "UR²: loose asks for the end", one_of=("strict", "loose"))
     evidence_reward: bool = setting(True, "R-Search: False pays the answer and the format only")
     beta: float = setting(0.3, "When to Search: price of a search", least=0)
+    left_out: str = setting("", "When to Search: a term", one_of=LEFT_OUT, only="papers")
     relevance_reward: bool = setting(True, "ARENA: False leaves the relevance term out")
     bonus: float = setting(10.0, "ARENA: for a trajectory that is right in all three", least=0)
 
@@ -402,6 +405,7 @@ def search_r1(trajectory: Trajectory) -> Terms:
 
 
 # ----------------------------------------------------------------------------------- When to Search
+QUESTION_WORDS_IN_FRONT = False  # True: as a query of Table 7, against section 3.3 and the prompt
 _OPENERS = """
     who whom whose what which when where why how am is are was were be been being do does did has
     have had can could will would shall should may might must
@@ -426,7 +430,7 @@ def when_to_search_stage1(
         retrieval   RC ≤ 1: 0 if the query is concise, else −1
                     RC > 1: −avg_sim, the queries' mean cosine by pairs
         answer      right 1, wrong −1 + β RC;   RC: all executed searches, long queries too
-    `correct` is a judge's verdict; None asks cover-EM.
+    `correct` is a judge's verdict; None asks exact match.
     >>> when_to_search_stage1(example("when_to_search", answer="Sudria"))     # RC = 2: −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
     """
@@ -450,6 +454,15 @@ def when_to_search_stage2(
     return _when_to_search(trajectory, embed) | {"answer": answer}
 
 
+def when_to_search_unified(trajectory: Trajectory, correct: bool | None = None, *more) -> Terms:
+    """Right as stage 2, wrong as stage 1: our reading of Table 2. From RC 4 wrong beats right.
+    >>> when_to_search_unified(example("when_to_search", answer="Sudria"))     # −1 + 0.6
+    {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
+    """
+    right = is_right(trajectory, correct)
+    return (when_to_search_stage2 if right else when_to_search_stage1)(trajectory, right, *more)
+
+
 def _when_to_search(trajectory: Trajectory, embed: Embedder | None) -> Terms:
     """r_f and r_s, the same in both stages."""
     queries = [search.query for search in trajectory.searches]
@@ -461,10 +474,10 @@ def _when_to_search(trajectory: Trajectory, embed: Embedder | None) -> Terms:
 
 
 def when_to_search_format(trajectory: Trajectory) -> bool:
-    """Think (search information reflect [think])* [reflect] answer, and nothing else? Information
-    is what the environment wrote: a search that was not run has none.
+    """Think reflect answer, or think, searches and answer? A search is: search information reflect;
+    a think may be between two (section 3.3, Table 9). Information is what the environment wrote.
     """
-    protocol, order = trajectory.protocol, ""
+    protocol, order, opened = trajectory.protocol, "", trajectory.opened
     tags = {
         "T": protocol.section_tags("think"),
         "S": _tags(protocol, "query"),
@@ -476,26 +489,22 @@ def when_to_search_format(trajectory: Trajectory) -> bool:
         if segment.writer == "documents":
             order += "I"
         elif segment.writer == "model":
-            order += section_letters(without_eos(segment.text), tags)
-    return bool(re.fullmatch("T(SIRT?)*R?A", order))
+            order += section_letters(opened + without_eos(segment.text), tags)
+            opened = ""
+    return bool(re.fullmatch("T(R|SIR(T?SIR)*)A", order))
 
 
 def is_right(trajectory: Trajectory, correct: bool | None) -> bool:
-    """The judge's verdict, else `matches`; not of a long answer, which could list everything."""
-    question, answer = trajectory.question, trajectory.answer
-    if not answer:
+    """The judge's verdict, else `matches`; no answer is right by no verdict."""
+    if not trajectory.answer:
         return False
-    if correct is not None:
-        return correct
-    if question.task not in ("math", "choice") and is_long(question, answer):
-        return False
-    return matches(question, answer)
+    return matches(trajectory.question, trajectory.answer) if correct is None else correct
 
 
 def matches(question: Question, answer: str | None) -> bool:
-    """Math equality, the letter, or cover-EM with punctuation deleted, as the paper's scorer."""
+    """Math equality, the letter, or exact match. Not cover-EM: "yes no" covers a gold, too."""
     scores = score_answer(answer, question.answers, question.task, question.options, "delete")
-    return scores["cem"] == 1.0
+    return scores["em"] == 1.0
 
 
 def is_concise(query: str) -> bool:
@@ -507,7 +516,7 @@ def is_concise(query: str) -> bool:
         return False
     # Will Smith asks nothing.
     named = words[0] in ("Will", "May") and "".join(words[1:2]).istitle()
-    if words[0].lower() in _OPENERS and not named:
+    if words[0].lower() in _OPENERS and not named and not QUESTION_WORDS_IN_FRONT:
         return False
     stopwords = [word for word in words if word.lower() in _STOPWORDS + _OPENERS]
     return len(stopwords) <= 0.4 * len(words)
@@ -555,25 +564,39 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
 
 
 # -------------------------------------------------------------------------------------------- ARENA
-def arena(trajectory: Trajectory, bonus: float = 10.0, relevance_reward: bool = True) -> Terms:
+# Mean ROUGE from which a summary earns the bonus: what ARENA's own model has (table 9: 19.6). Its
+# appendix H.2 names no answer term for summaries and no bonus: both are our reading.
+GOOD_SUMMARY = 0.2
+
+
+def arena(
+    trajectory: Trajectory,
+    answer_metric: str = "em",
+    correct: bool | None = None,
+    bonus: float = 10.0,
+    relevance_reward: bool = True,
+    punctuation: str = "underscore",
+) -> Terms:
     """R = format + answer + relevance, and 10 more if all three are 1 (ARENA section 3.3).
 
         format      1 if the text is <relevance> <analysis> <answer>, each once and not empty
-        answer      exact match, in any format; a summary: its mean ROUGE (our reading)
+        answer      exact match, in any format; its ablations (5.3): F1, or a judge's verdict
+                    `correct`; a summary: its mean ROUGE, which is enough from 0.2 on
         relevance   the cited numbers and the gold ones: the same set 1, some in common 0.5, else 0
     So R is 0, 0.5, ..., 3, or 13. Without `relevance_reward` the bonus asks for the other two.
     >>> arena(example("arena", searches=1))     # cites 1 of the gold numbers 1 and 3: 1 + 1 + 0.5
     {'format': 1.0, 'answer': 1.0, 'relevance': 0.5, 'bonus': 0.0}
     """
-    question = trajectory.question
-    metric = mean_rouge if question.task == "summary" else exact_match
+    answer, q = trajectory.answer, trajectory.question
+    scores = score_answer(answer, q.answers, q.task, q.options, punctuation)
     terms = {
         "format": float(arena_format(trajectory)),
-        "answer": metric(trajectory.answer, question.answers),
+        "answer": scores[answer_metric] if correct is None else float(correct),
     }
     if relevance_reward:
-        terms["relevance"] = _relevance(cited(trajectory), set(question.supporting))
-    perfect = set(terms.values()) == {1.0}
+        terms["relevance"] = _relevance(cited(trajectory), set(q.supporting))
+    enough = {"answer": GOOD_SUMMARY} if q.task == "summary" else {}
+    perfect = all(value >= enough.get(name, 1.0) for name, value in terms.items())
     return terms | {"bonus": bonus if perfect else 0.0}
 
 
@@ -590,7 +613,10 @@ def arena_format(trajectory: Trajectory) -> bool:
         "2": protocol.section_tags("analysis"),
         "3": _tags(protocol, "answer"),
     }
-    return section_letters(without_eos(trajectory.model_text), tags) == "123"
+    text = without_eos(trajectory.model_text)
+    if trajectory.opened:  # the chat template's own thinking goes before
+        text = text.partition("</think>")[2]
+    return section_letters(text, tags) == "123"
 
 
 def cited(trajectory: Trajectory) -> set[int]:
@@ -616,6 +642,17 @@ def arena_scores(trajectory: Trajectory) -> Terms:
 
 
 # ------------------------------------------------------------------------------------------ by name
+def _less_left_out(reward: Callable) -> Callable:
+    """By the settings, without the term of Table 4's "w/o r_s" or "w/o r_a"."""
+
+    def paid(t: Trajectory, s, step: int, e: Extras) -> Terms:
+        price = [] if s.left_out == "answer" else [s.beta]
+        terms = reward(t, e.correct, e.embed, *price)
+        return {name: term for name, term in terms.items() if name != s.left_out}
+
+    return paid
+
+
 REWARDS |= {
     "ur2_stage1": lambda t, s, step, e: ur2_stage1(
         t, s.reward_variant, s.fallback_penalty, s.format_check
@@ -632,13 +669,15 @@ REWARDS |= {
     "r1_searcher_stage2_llama": lambda t, s, step, e: r1_searcher_stage2(t, s.answer_metric, 1.0),
     "r_search": lambda t, s, step, e: r_search(t, e.reader_answer, s.evidence_reward),
     "search_r1": lambda t, s, step, e: search_r1(t),
-    "when_to_search_stage1": lambda t, s, step, e: when_to_search_stage1(
-        t, e.correct, e.embed, s.beta
+    "when_to_search_stage1": _less_left_out(when_to_search_stage1),
+    "when_to_search_stage2": _less_left_out(when_to_search_stage2),
+    "when_to_search_unified": _less_left_out(when_to_search_unified),
+    "arena": lambda t, s, step, e: arena(
+        t, s.answer_metric, e.correct, s.bonus, s.relevance_reward
     ),
-    "when_to_search_stage2": lambda t, s, step, e: when_to_search_stage2(
-        t, e.correct, e.embed, s.beta
+    "arena_code": lambda t, s, step, e: arena(
+        t, s.answer_metric, e.correct, s.bonus, s.relevance_reward, "space"
     ),
-    "arena": lambda t, s, step, e: arena(t, s.bonus, s.relevance_reward),
 }
 # Of other models: a judge's grade or verdict, a reader, an embedder. Of questions: options,
 # supporting references, open answers. Of settings: a price of a search that is not too high.
@@ -649,7 +688,9 @@ NEEDS = {
     "search_r1": {"open"},
     "when_to_search_stage1": {"verdict", "embedder", "open", "price"},
     "when_to_search_stage2": {"verdict", "embedder", "open", "price"},
-    "arena": {"supporting"},
+    "when_to_search_unified": {"verdict", "embedder", "open"},
+    "arena": {"verdict", "supporting"},
+    "arena_code": {"verdict", "supporting"},
 }
 
 
@@ -663,6 +704,19 @@ def needs(settings) -> set[str]:
     return needed
 
 
+def what_it_reads(settings) -> tuple[set[str], Terms]:
+    """(the settings that the reward asks for, the terms it pays), of an example."""
+    asked = set()
+
+    class Noting:
+        def __getattr__(self, name: str):
+            asked.add(name)
+            return getattr(settings, name)
+
+    terms = REWARDS[settings.reward](example(settings.protocol), Noting(), 0, Extras())
+    return asked, terms
+
+
 def check_reward(settings) -> None:
     """Does the reward find in the protocol what it reads, and can its terms keep their order?"""
     price = settings.beta * settings.max_searches
@@ -672,7 +726,7 @@ def check_reward(settings) -> None:
             " must stay below 2, or a wrong answer after many searches outranks a right one"
         )
     try:
-        REWARDS[settings.reward](example(settings.protocol), settings, 0, Extras())
+        what_it_reads(settings)
     except InputError as error:
         pair = f"--reward {settings.reward} and --protocol {settings.protocol}"
         raise InputError(f"{pair} do not go together: {error}") from None
@@ -680,12 +734,10 @@ def check_reward(settings) -> None:
 
 def check_questions(questions: list[Question], settings) -> list[Question]:
     """The questions, or an InputError that names the first one without what is read of it."""
-    needed, protocol = needs(settings), as_protocol(settings.protocol)
+    needed = needs(settings)
     for question in questions:
         lacks = ""
-        if protocol.references_in_prompt and not question.references:
-            lacks = "has no references, which the prompt of the --protocol shows"
-        elif "supporting" in needed and not question.supporting:
+        if "supporting" in needed and not question.supporting:
             lacks = "names no supporting reference: add `supporting`, or --relevance_reward false"
         elif "options" in needed and not question.options:
             lacks = "has no options, which the --reward is for: use --reward ur2_stage2"
@@ -719,6 +771,8 @@ def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2
     pieces = [("relevance", [1, 3][:searches]), ("analysis", why), ("think", why)]
     for query, found in (("Ana Bell birthplace", _BORN), ("Kelmouth country", _TOWN))[:searches]:
         pieces += [("query", query), ("documents", found), ("reflect", "It helps.")]
+    if not searches:
+        pieces.append(("reflect", "It is known."))
     pieces += [("evidence", f"{_BORN} {_TOWN}"), ("answer", answer)]
     text = ""
     for name, content in pieces:

@@ -107,8 +107,10 @@ def rollout(
     for question in questions:
         prompt = build_prompt(environment.protocol, question, environment.tokenizer)
         check_prompt(question, prompt, environment.max_context)
+        end = decode(environment.tokenizer, prompt[-16:]).rstrip()
+        opened = "<think>" if end.endswith("<think>") else ""  # as thinking models' templates do
         for _ in range(environment.settings.group_size):
-            rows.append(Trajectory(question, environment.protocol, prompt))
+            rows.append(Trajectory(question, environment.protocol, prompt, opened=opened))
     with seeded(seed, policy.device):
         play(policy, environment, rows, progress)
     return rows
@@ -142,7 +144,9 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
     positions = context_of(policy)
     context = environment.max_context or positions
     if context > positions:
-        raise InputError(f"--max_context {context}: the model has only {positions} positions")
+        raise InputError(
+            f"--max_context {context}: the model has only {positions} positions, 0 is all"
+        )
     for question in questions:
         prompt = build_prompt(environment.protocol, question, environment.tokenizer)
         check_prompt(question, prompt, context)

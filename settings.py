@@ -15,8 +15,8 @@ import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
+import dapo
 from curriculum import CurriculumSettings
-from dapo import DapoSettings
 from data import DataSettings
 from errors import FlagParser, InputError, boolean, check_value, nearest, setting
 from kl import KLSettings
@@ -27,7 +27,7 @@ from ppo import PPOSettings
 from prompts import PROTOCOLS, PromptSettings
 from reinforce_pp import ReinforceSettings
 from retriever import RetrieverSettings
-from rewards import RewardSettings, check_reward
+from rewards import RewardSettings, check_reward, needs, what_it_reads
 from rollout import RolloutSettings
 from scale.engine import EngineSettings
 from summarizer import WITHOUT_MODEL, SummarizerSettings
@@ -68,7 +68,7 @@ RECORDS = (
     PPOSettings,
     KLSettings,
     ReinforceSettings,
-    DapoSettings,
+    dapo.DapoSettings,
     PolicySettings,
 )
 
@@ -97,10 +97,39 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     small = paper.tiny[stage] if tiny else {}
     if "max_turn_tokens" in given:  # for every task
         given = {"turn_tokens": ""} | given
-    return Settings(**{"recipe": recipe, "stage": stage} | paper.stages[stage] | small | given)
+    chosen = paper.stages[stage] | small
+    if given.get("algorithm") == "dapo" != chosen["algorithm"]:
+        chosen |= dapo.OWN
+    return Settings(**{"recipe": recipe, "stage": stage} | chosen | given)
 
 
 NEEDS = {"dense": "encoder", "http": "retriever_url"}  # retriever -> the flag that it alone reads
+SEARCHING = """
+retriever retriever_url encoder documents_per_search document_tokens max_searches summarizer corpus
+retrieval task_mixing mask_documents
+""".split()  # what has no meaning where nothing is searched
+MODELS = {"verdict": "judge", "grade": "judge", "reader": "reader", "embedder": "embedder"}
+ALONE = {"dapo": ("max_resample", "filter_by"), "ppo": ("gae_lambda", "critic_lr")}  # its settings
+
+
+def unread(settings: Settings, training: bool) -> dict[str, str]:
+    """Flag -> why this run would not read it. A recipe's own values may stand there unread."""
+    found = {}
+    if PROTOCOLS[settings.protocol].query_tags is None:
+        found = dict.fromkeys(SEARCHING, f"--protocol {settings.protocol} searches nothing")
+    if not training:
+        return found
+    for algorithm, names in ALONE.items():
+        if settings.algorithm != algorithm:
+            found |= dict.fromkeys(names, f"only --algorithm {algorithm} reads it")
+    if settings.algorithm == "dapo" and settings.loss_aggregation != "token":
+        found["loss_aggregation"] = "dapo weighs every token alike"
+    if not settings.kl_coef:
+        found["kl_estimator"] = "with --kl_coef 0 there is no KL"
+    asked = needs(settings) | ({"verdict"} if settings.algorithm == "dapo" else set())
+    read = what_it_reads(settings)[0] | {MODELS[need] for need in asked & MODELS.keys()}
+    names = {*MODELS.values(), *(f.name for f in fields(RewardSettings))} - {"reward"}
+    return found | dict.fromkeys(names - read, f"--reward {settings.reward} does not read it")
 
 
 def check_limits(record) -> None:
@@ -109,8 +138,10 @@ def check_limits(record) -> None:
         check_value(f.name, getattr(record, f.name), f.metadata)
 
 
-def check_settings(settings: Settings, training: bool = True) -> Settings:
-    """The settings, or an InputError for what no run (not `training`: no evaluation) can mean."""
+def check_settings(settings: Settings, training=True, given: Iterable[str] = ()) -> Settings:
+    """The settings, or an InputError for what no run (not `training`: no evaluation) can mean, or
+    for a flag `given` that this one does not read.
+    """
     if settings.retriever == "web":
         how = "serve it (python retriever.py serve --retriever web), and give --retriever http"
         raise InputError(f"--retriever web: {how} --retriever_url http://host:port")
@@ -130,13 +161,16 @@ def check_settings(settings: Settings, training: bool = True) -> Settings:
         own = "--corpus from-data to search the records' own paragraphs"
         raise InputError(f"--data needs --corpus FILE, or {own}")
     for retriever, flag in NEEDS.items():
-        given, chosen = bool(getattr(settings, flag)), settings.retriever == retriever
-        if chosen and searches and not given:
+        named, chosen = bool(getattr(settings, flag)), settings.retriever == retriever
+        if chosen and searches and not named:
             raise InputError(f"--retriever {retriever} needs --{flag}")
-        if given and not chosen:
+        if named and not chosen:
             raise InputError(f"--{flag}: only --retriever {retriever} reads it: give both, or none")
     if training:
         _check_training(settings)
+    why = unread(settings, training)
+    for flag in [name for name in given if name in why]:
+        raise InputError(f"--{flag}: {why[flag]}: leave it out")
     return settings
 
 
@@ -149,6 +183,10 @@ def _check_training(settings: Settings) -> None:
         raise InputError(f"--group_size 1: {settings.algorithm} {why}")
     _check_8bit(settings)
     check_reward(settings)
+    asks = settings.algorithm == "dapo" and settings.filter_by == "answer"
+    if asks and "answer" not in what_it_reads(settings)[1]:
+        why = f"--reward {settings.reward} has no answer term: correct, or total"
+        raise InputError(f"--filter_by answer: {why}")
 
 
 def _check_8bit(settings: Settings) -> None:
@@ -262,7 +300,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
     add_flags(parser, RECORDS, named_in(arguments), "train")
     given = vars(parser.parse_args(arguments))
     recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
-    return check_settings(resolve(recipe, stage, not given.get("model"), given))
+    return check_settings(resolve(recipe, stage, not given.get("model"), given), True, given)
 
 
 def shown_settings(settings: Settings) -> str:

@@ -50,6 +50,10 @@ class Sampled:
     draws: int = 0
     seconds: float = 0.0
 
+    @property
+    def rewards(self) -> list[float]:
+        return [sum(terms.values()) for terms in self.components]
+
     def of(self, rows: torch.Tensor) -> list[Trajectory]:
         """The trajectories behind these rows of the batch."""
         return [self.trajectories[self.kept[row]] for row in rows.tolist()]
@@ -132,16 +136,19 @@ def judged(parts: Parts, trajectories: list[Trajectory], step: int) -> tuple[lis
 
 
 def informative(sampled: Sampled, settings: Settings) -> torch.Tensor:
-    """[N] bool: which rows are trained on. Only DAPO drops groups.
+    """[N] bool: which rows are trained on. Only DAPO drops groups: those in which all are right or
+    wrong, all answer terms are equal, or all rewards.
 
-    Trap: by correctness a question that all answer right is dropped, and with it the comparison of
-    right answers with and without a search. When to Search's stage 2 filters by the answer term.
+    Trap: by correctness a question that all answer right, or all wrong, is dropped, and with it the
+    comparison of answers with and without a search. When to Search filters by the answer term.
     """
     if settings.algorithm != "dapo":
         return torch.ones(len(sampled.correct), dtype=torch.bool)  # [N]
     found = sampled.correct
     if settings.filter_by == "answer":
         found = [terms["answer"] for terms in sampled.components]
+    elif settings.filter_by == "total":
+        found = sampled.rewards
     return dapo.informative_groups(torch.tensor(found), settings.group_size)
 
 
@@ -241,7 +248,7 @@ def mean(values: Iterable[float]) -> float:
 def measure(parts: Parts, sampled: Sampled) -> Record:
     """The numbers of a step's rollout, also of what DAPO then drops; the README explains each."""
     trajectories, settings = sampled.trajectories, parts.settings
-    rewards = [sum(terms.values()) for terms in sampled.components]
+    rewards = sampled.rewards
     numbers = [numbers_of(t) for t in trajectories]
     record = {"reward": mean(rewards), "rollout_seconds": sampled.seconds}
     for name in sampled.components[0]:

@@ -68,6 +68,7 @@ class Trajectory:
     stop_reason: str = ""
     logprobs: list[float] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
+    opened: str = ""  # the tag that the prompt ends in: some chat templates open <think>
 
     @property
     def ids(self) -> list[int]:

@@ -22,6 +22,7 @@ PANELS = (
     ("searches per question, fallbacks per search", ("searches", "fallbacks", "refused")),
     ("tokens per trajectory", ("model_tokens", "inserted_tokens")),
     ("can it learn?", LEARNING),
+    ("KL to the reference, by estimator", ("k1", "k2", "k3", "k_abs")),
     ("does the critic foresee the reward?", ("explained_variance", "value_loss")),
 )
 COLUMNS = 3

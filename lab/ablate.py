@@ -66,6 +66,7 @@ class Arm:
 
 SHORT = {"steps": 30}
 UNSTEADY = {"steps": 12, "algorithm": "grpo", "lr": 2e-3, "kl_coef": 0.1}
+NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
 STAGE1_ON = SHORT | {"reward": "when_to_search_stage1"}
 EASY_TOO = {"mix": "one_hop=3,two_hop=4,unit=1,arithmetic=4"}
 ARMS: dict[str, Arm] = {
@@ -91,10 +92,18 @@ ARMS: dict[str, Arm] = {
     "when_stage1": Arm("when_to_search", 1),
     "when_stage2": Arm("when_to_search", 2, SHORT, "when_stage1"),
     "when_stage1_on": Arm("when_to_search", 2, STAGE1_ON, "when_stage1"),
-    "when_unified": Arm("when_to_search", 1, {"variant": "without_stage_one", "steps": 35}),
+    "when_no_stage1": Arm("when_to_search", 1, {"variant": "without_stage_one", "steps": 35}),
+    "when_unified": Arm("when_to_search", 1, {"variant": "unified", "steps": 35}),
+    "when_no_r_s_stage1": Arm("when_to_search", 1, NO_R_S),
+    "when_no_r_s": Arm("when_to_search", 2, SHORT | NO_R_S, "when_no_r_s_stage1"),
+    "when_no_r_a_stage1": Arm("when_to_search", 1, NO_R_A),
+    "when_no_r_a": Arm("when_to_search", 2, SHORT | NO_R_A, "when_no_r_a_stage1"),
     "arena": Arm("arena", 1),
     "arena_no_bonus": Arm("arena", 1, {"bonus": 0.0}),
     "arena_no_relevance": Arm("arena", 1, {"relevance_reward": False}),
+    "arena_naive": Arm("arena", 1, {"variant": "naive_grpo"}),
+    "arena_f1": Arm("arena", 1, {"variant": "f1"}),
+    "arena_k3": Arm("arena", 1, {"variant": "k3"}),
 }
 
 
@@ -127,6 +136,8 @@ NUMBERS = {
     "CITED": Number("exact set", score(LOOKUPS, "exact_set"), counts=0.05),
     "FORMAT": Number("strict format rate", score("all", "format")),
     "NEEDLESS": Number("arithmetic searches", score("arithmetic", "searches"), 0.1, sign=-1),
+    "MORE": Number("look-up searches", score(LOOKUPS, "searches"), 0.1),
+    "FEWER": Number("look-up searches", score(LOOKUPS, "searches"), 0.1, sign=-1),
     "KNOWN": Number("searches, known facts", score("known", "searches"), 0.1, sign=-1),
     "JUMP": Number("log10 of the largest gradient", jump, 0.1, sign=-1),
 }
@@ -153,14 +164,20 @@ vanilla; UR²; UR² beats RL without stage 1 and summaries; ur2; vanilla_rl; EM
 f1; R1-Searcher; an F1 reward beats an exact-match reward; r1; r1_em; EM
 reinforce; R1-Searcher, UR²; REINFORCE++ beats GRPO; ur2; ur2_grpo; EM
 k2; ARENA; k2 trains more stably than k3 (lr 2e-3, KL 0.1); ur2_k2; ur2_k3; JUMP
+k2_arena; ARENA; k2 trains more stably than k3 (its own recipe); arena; arena_k3; JUMP
 ppo; R-Search; GRPO beats PPO; r_search; r_search_ppo; EM
 evidence; R-Search; paid evidence lets another model answer; r_search; r_search_plain; READER
 evidence_answer; R-Search; the evidence reward improves answers too; r_search; r_search_plain; EM
 without; R-Search; evidence on the way to the answer improves it; r_search; r_search_without; EM
 stage2; When to Search; stage 2 stops needless searches; when_stage2; when_stage1_on; KNOWN
 stage2_accuracy; When to Search; stage 2 costs no accuracy; when_stage2; when_stage1_on; NO_WORSE
-unified; When to Search; two stages beat stage 2 alone; when_stage2; when_unified; EM
+stage_one; When to Search; two stages beat stage 2 alone; when_stage2; when_no_stage1; EM
+unified; When to Search; a unified reward searches too little; when_stage2; when_unified; MORE
+r_s; When to Search; the query reward r_s saves searches; when_stage2; when_no_r_s; FEWER
+r_a; When to Search; without the answer reward r_a answers are worse; when_stage2; when_no_r_a; EM
 bonus; ARENA; a bonus for all three brings exact citations; arena; arena_no_bonus; CITED
+naive; ARENA; its reward beats format and accuracy alone; arena; arena_naive; EM
+em; ARENA; an exact-match reward beats an F1 reward; arena; arena_f1; EM
 relevance; ARENA; rewarding relevance brings exact citations; arena; arena_no_relevance; CITED
 hacked; UR² (format check); a loose format check is hacked; ur2; ur2_loose; FORMAT
 """

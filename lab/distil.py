@@ -197,7 +197,7 @@ def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> l
     if method == "traces":
         given = load_questions(settings.questions, settings.skip_bad) if settings.questions else ()
         return [trace_example(t, tokenizer) for t in read_traces(settings.data, protocol, given)]
-    questions = load_questions(settings.data, settings.skip_bad)
+    questions = load_questions(settings.data, settings.skip_bad, settings.seed)
     if method == "direct":
         return [direct_example(q, protocol, tokenizer) for q in questions]
     usable = [q for q in questions if q.supporting or not settings.skip_bad]

@@ -253,7 +253,8 @@ def earlier(path: Path, seed: int) -> tuple[list[Question], int]:
 
 def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.synthesize", SynthesizeSettings, arguments)
-    given, out = examples_among(load_questions(settings.data)), Path(settings.out)
+    given = examples_among(load_questions(settings.data, seed=settings.seed))
+    out = Path(settings.out)
     earlier(out, settings.seed)  # a file to go on with? asked before a model is loaded
     how = {"max_tokens": settings.max_tokens, "device": best_device()}
     with interruptible(f"what was made is in {out}: the same command goes on"):

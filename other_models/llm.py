@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSettings:
-    judge: str = setting("", 'of "right" in When to Search: URL#model or a HF model; "" = cover-EM')
+    judge: str = setting("", "of right and wrong: URL#model or a HF model; by itself a metric")
     reader: str = setting("", "R-Search's reader of evidence: URL#model or a HF model")
     embedder: str = setting("tfidf", "of queries: tfidf, or a HF encoder", only="train")
     in_8bit: str = setting("", "frozen weights in 8 bits: some of base (LoRA's),reference,others")

@@ -18,7 +18,7 @@ from papers import paper_of
 from plumbing.files import check_instructions, instructions, starting_model
 from plumbing.score import Scorer, load_other
 from policy import Policy, load_policy, make_optimizer
-from prompts import PROTOCOLS, Protocol
+from prompts import PROTOCOLS, Protocol, check_references
 from retriever import make_retriever
 from rewards import check_questions
 from rollout import Environment, SearchFunction, check_prompts, play_by_turns
@@ -35,7 +35,7 @@ from world.world import World
 
 def training_questions(settings: Settings) -> list[Question]:
     if settings.data:
-        questions = load_questions(settings.data, skip_bad=settings.skip_bad)
+        questions = load_questions(settings.data, settings.skip_bad, settings.seed)
     else:
         world = built_in_world(settings)
         questions = [q for kind in built_in_kinds(settings) for q in world.questions("train", kind)]
@@ -44,6 +44,8 @@ def training_questions(settings: Settings) -> list[Question]:
 
 def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
     """--retrieval false: every question is asked with the prompt without retrieval."""
+    for question in questions:
+        check_references(PROTOCOLS[settings.protocol], question)
     if settings.retrieval:
         return questions
     return [dataclasses.replace(question, may_search=False) for question in questions]

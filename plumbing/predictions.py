@@ -17,12 +17,11 @@ from data import dataset_names, load_datasets, named_files
 from errors import FlagParser, InputError, check_output
 from formats.layouts import TASKS, field, option_texts, wrong
 from formats.records import byte_lines, read_records, report_skipped, short, type_name
-from metrics import score_answer, summary_scores
+from metrics import PUNCTUATION, score_answer, summary_scores
 from plumbing.report import report
 from plumbing.resume import write_records
 from prompts import PROTOCOLS
 
-PUNCTUATION = ("space", "delete")
 TEXT_FIELDS = ("prediction", "pred", "pred_ans", "predicted_answer", "output", "response")
 GOLD_FIELDS = ("golds", "golden_answers", "answers", "answer", "ground_truth")
 ID_FIELDS = ("id", "_id", "idx", "question_id", "qid")
@@ -173,14 +172,16 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
     return found + unanswered * count_missing
 
 
-def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=False) -> list[dict]:
+def score_files(
+    paths, data="", skip_bad=False, punctuation="", count_missing=False, seed=0
+) -> list[dict]:
     """Prediction records with metrics, of the questions in `data` or of all that have gold answers.
     Each file is a data set of its own, unless `data` names several. Without `punctuation` eval.py's
     records stay as they were scored; elsewhere it becomes a blank.
     """
     if not paths:
         return []
-    datasets = load_datasets(data, skip_bad) if data else {}
+    datasets = load_datasets(data, skip_bad, seed) if data else {}
     files, scores, uses = named_files(paths), [], Counter()
     for path, name in zip(files, dataset_names(files), strict=True):
         records = read_predictions(path, skip_bad)

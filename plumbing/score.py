@@ -7,13 +7,13 @@ the first rollout.
 from data import Document, Question
 from errors import InputError
 from metrics import score_answer
-from other_models.judge import Judge, math_grader, right
+from other_models.judge import Judge, math_grader, verdicts_on
 from other_models.llm import LLM, LocalLLM, load_llm
 from other_models.reader import answer_from_evidence, reader_answers
 from papers import paper_of
 from plumbing.files import instructions
 from retrievers.dense import Encoder
-from rewards import REWARDS, Extras, needs, tfidf_embedder
+from rewards import REWARDS, Extras, is_right, needs, tfidf_embedder
 from settings import Settings
 from trajectory import Trajectory
 from world.toy import load_reader
@@ -33,14 +33,16 @@ class Scorer:
         # DAPO's filter asks for "right" too.
         self.asks = "verdict" in needed or settings.algorithm == "dapo"
         self.reader = build_reader(settings, device) if "reader" in needed else None
-        self.embed = None  # queries -> vectors, for When to Search's similarity
+        self.embed, self.learns = None, False  # queries -> vectors, for When to Search's similarity
         if "embedder" in needed:
             tfidf, where = settings.embedder == "tfidf", str(device)
             self.embed = tfidf_embedder(documents) if tfidf else Encoder(settings.embedder, where)
+            self.learns = tfidf and not documents  # over http: from the words of each step
 
     def __call__(self, trajectories: list[Trajectory], step: int) -> tuple[list[dict], list[bool]]:
         """(components of each reward, whether each answer is right)."""
-        correct = right(trajectories, self.judge if self.asks else None)
+        verdicts = verdicts_on(trajectories, self.judge if self.asks else None)
+        correct = [is_right(t, said) for t, said in zip(trajectories, verdicts, strict=True)]
         read = [""] * len(trajectories)
         if self.reader:
             # Evidence without a search was made up: nobody is asked about it.
@@ -49,8 +51,9 @@ class Scorer:
         graded = self.judge and "grade" in needs(self.settings)
         grade = math_grader(trajectories, self.judge) if graded else None
         reward, components = REWARDS[self.settings.reward], []
-        for t, is_right, answer in zip(trajectories, correct, read, strict=True):
-            extras = Extras(is_right, answer, self.embed, grade)
+        embed = tfidf_embedder(asked_and_found(trajectories)) if self.learns else self.embed
+        for t, said, answer in zip(trajectories, verdicts, read, strict=True):
+            extras = Extras(said, answer, embed, grade)
             components.append(reward(t, self.settings, step, extras))
         return components, correct
 
@@ -72,8 +75,16 @@ def load_other(settings: Settings, name: str, device="cpu") -> LLM:
     return llm
 
 
+def asked_and_found(trajectories: list[Trajectory]) -> list[Document]:
+    """A step's questions, and what its queries found. A word that stands in none was invented."""
+    texts = {t.question.question for t in trajectories}
+    texts |= {search.text for t in trajectories for search in t.searches}
+    return [Document("", "", text) for text in texts]
+
+
 def build_judge(settings: Settings, device="cpu") -> Judge | None:
-    return Judge(load_other(settings, "judge", device)) if settings.judge else None
+    blind = paper_of(settings.protocol).blind_judge
+    return Judge(load_other(settings, "judge", device), blind) if settings.judge else None
 
 
 def build_reader(settings: Settings, device="cpu") -> LLM:

@@ -5,10 +5,11 @@
     passages -> vectors, once, shard by shard -> runs/vectors/<name-hash>/00000.npy, ...
     queries -> one product per shard -> torch.topk -> the k best of all shards
 
-The encoder is sentence-transformers' (extra `dense`); before a text stands what its family was
-trained with (PREFIXES), else what the model itself brings. Vectors are kept in fp16 (21M of 768:
-32 GB) and multiplied in fp32: a score of unit vectors is off by at most 2^-11. An interrupted run
-goes on: a shard has its name once it is whole. Left out: approximate search.
+The encoder is sentence-transformers' (extra `dense`), pooled as its own files say; without them a
+causal model (Qwen3-Embedding) by its last token, any other by the mean. Before a text stands what
+its family was trained with (PREFIXES), else what the model itself brings. Vectors are kept in fp16
+(21M of 768: 32 GB) and multiplied in fp32: a score of unit vectors is off by at most 2^-11. An
+interrupted run goes on: a shard has its name once it is whole. Left out: approximate search.
 """
 
 import hashlib

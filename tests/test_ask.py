@@ -104,7 +104,8 @@ def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, 
     gold = " | ".join(questions[2].answers)
     given = (questions[2].question, *given, "--corpus", "from-data")
     assert f"question: {questions[2].question}   gold: {gold}" in asked(*given)
-    assert asked(*given, "--recipe", "arena")[1].endswith("its passages come with the question")
+    given = (questions[2].question, "--model", model, "--data", data, "--recipe", "arena")
+    assert asked(*given)[1].endswith("its passages come with the question")
 
 
 @pytest.mark.parametrize(

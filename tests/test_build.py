@@ -20,6 +20,7 @@ from settings import Settings, parse, resolve
 from summarizer import FALLBACK_TEXT, instruction_for
 
 EVERYWHERE = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
+READ = (Document("1", "Ana", "Born in Kelmouth."),)
 
 
 # ------------------------------------------------------------------------- questions and passages
@@ -39,6 +40,21 @@ def test_without_retrieval_no_question_may_search_and_of_a_file_alone_nothing_is
     assert build.as_asked(questions, Settings()) == questions
     assert not build.as_asked(questions, Settings(retrieval=False))[0].may_search
     assert build.passages(Settings(data="q"), questions) == []
+
+
+@pytest.mark.parametrize(
+    "protocol, question, said",
+    [
+        ("arena", {}, "has no references"),
+        ("arena", {"references": READ, "task": "summary"}, "summaries are for .* arena_summary"),
+        ("arena_summary", {"references": READ}, "is of task qa"),
+    ],
+)
+def test_what_arena_s_prompt_lacks_is_one_line_before_a_model_is_loaded(protocol, question, said):
+    with pytest.raises(InputError, match=f"question q .*{said}") as error:
+        build.as_asked([Question("q", "?", ["a"], **question)], Settings(protocol=protocol))
+    assert "\n" not in str(error.value)
+    assert build.as_asked([Question("q", "?", ["a"])], Settings())  # the others read none
 
 
 def test_a_prompt_file_replaces_the_instruction_and_nothing_else(tmp_path):
@@ -125,8 +141,7 @@ def test_a_model_that_summarises_has_its_time_and_its_log(monkeypatch, tmp_path)
     assert search.seconds(7) == 15
     monkeypatch.setattr(build, "make_retriever", lambda *_: SimpleNamespace(seconds=lambda n, k: n))
     assert build.build_search(settings, []).seconds(7) == 22
-    references = (Document("1", "Ana", "Born in Kelmouth."),)
-    question = Question("q", "?", [], references=references, supporting=(1,))
+    question = Question("q", "?", [], references=READ, supporting=(1,))
     assert search([SearchRequest(question, "Ana")])[0].text == "Notes."
     assert json.loads(log.read_text())["summary"] == "Notes."
 

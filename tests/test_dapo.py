@@ -50,6 +50,14 @@ def test_a_group_of_one_never_teaches_and_half_a_group_is_an_input_error():
         dapo.informative_groups(torch.tensor([True, False, True]), 2)
 
 
+def test_groups_that_are_all_wrong_teach_where_eq_10_compares_their_searches():
+    # When to Search stage 1: wrong after 0, 1, 2 searches earns −1, −0.7, −0.4: mean −0.7, std 0.3
+    earned = torch.tensor([-1.0, -0.7, -0.4])
+    assert not dapo.informative_groups(torch.zeros(3), 3).any()  # by correctness
+    assert dapo.informative_groups(earned, 3).all()  # by the answer term
+    assert grpo.group_normalize(earned, 3).tolist() == pytest.approx([-1, 0, 1], abs=1e-4)
+
+
 # ----------------------------------------------------------------------------- weights and overlong
 
 

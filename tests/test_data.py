@@ -687,6 +687,43 @@ def test_references_with_one_id_but_different_texts_get_different_ids(write):
     assert "no paragraphs" in message(corpus_from_questions, load_questions(write(OWN)))
 
 
+def numbered(write, name, count):
+    return write(*[{**R1, "idx": f"{name} {i}"} for i in range(count)], name=f"{name}.jsonl")
+
+
+def test_a_mixture_draws_so_many_of_each_file_with_the_seed(write):
+    # as ARENA's 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue, a thousandth of it
+    files = [numbered(write, name, size) for name, size in (("a", 90), ("b", 30), ("c", 5))]
+    spec = "{}:10,{}:10,{}:5".format(*files)
+    drawn = load_datasets(spec, seed=7)
+    assert [len(questions) for questions in drawn.values()] == [10, 10, 5]
+    assert list(drawn) == ["a", "b", "c"]
+    whole = load_datasets(files)
+    for name, questions in drawn.items():  # some of its own, each once, in the order of the file
+        assert [q for q in whole[name] if q in questions] == questions
+    assert load_questions(spec, seed=7) == [q for some in drawn.values() for q in some]
+    assert ids(load_questions(spec, seed=8)) != ids(load_questions(spec, seed=7))
+    assert drawn["c"] == whole["c"]  # all five
+    # what is drawn of one file does not change what is drawn of another; files without :N are whole
+    assert load_datasets(f"{files[1]},{files[0]}:10", seed=7)["a"] == drawn["a"]
+    assert load_datasets(f"{files[1]},{files[0]}:10")["b"] == whole["b"]
+    # an id that both files have is named so whatever is drawn
+    one, two = (write(R1, {**R1, "idx": "x"}, name=f"{name}.jsonl") for name in "pq")
+    assert all(name[1] == ":" for name in ids(load_questions(f"{one}:1,{two}:1")))
+
+
+def test_a_name_with_a_colon_is_a_file_and_more_than_a_file_has_is_one_line(write):
+    path = numbered(write, "a,b", 4)
+    assert len(load_questions(f"{path}:1")) == 1  # a name may hold a comma, too
+    colon = path.rename(path.with_name("data:2"))
+    assert len(load_questions(str(colon))) == 4  # not 2 of "data"
+    assert len(load_questions(f"{colon}:3")) == 3
+    for count in (0, 5):
+        said = message(load_questions, f"{colon}:{count}")
+        assert f"--data data:2:{count}: it has 4 questions to draw from" in said
+    assert "none.json" in message(load_questions, "none.json:3")
+
+
 # -------------------------------------------------------------------------------------- real slices
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import model_of, small
 
 from data import Document
 from errors import InputError
@@ -314,6 +315,16 @@ def test_a_plain_directory_is_pooled_by_the_mean_at_length_one(make):
     for text, vector in zip(TEXTS, vectors, strict=True):
         mean = states_of(encoder, text).mean(0)
         assert np.allclose(vector, (mean / mean.norm()).numpy(), atol=1e-5)
+
+
+def test_a_causal_encoder_is_pooled_by_its_last_token(make):
+    path = make("qwen3-embedding")
+    sizes = small(head_dim=8, max_position_embeddings=64)
+    model_of("qwen3", vocab_size=200, **sizes).save_pretrained(path)
+    encoder = Encoder(path, "cpu")
+    for text, vector in zip(TEXTS, encoder(TEXTS, "passage"), strict=True):  # of several lengths
+        last = states_of(encoder, text)[-1]
+        assert np.allclose(vector, (last / last.norm()).numpy(), atol=1e-5)
 
 
 def test_the_name_decides_what_stands_before_the_text():

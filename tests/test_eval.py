@@ -3,6 +3,7 @@ records from the first to the last command.
 """
 
 import dataclasses
+import itertools
 import json
 import re
 import runpy
@@ -13,7 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, command_line, model_of, small, traces, train_bpe
+from conftest import (
+    ENVIRONMENT,
+    ROOT,
+    chat_server,
+    command_line,
+    message,
+    model_of,
+    small,
+    traces,
+    train_bpe,
+)
 from test_score import Model
 
 import eval as evaluation
@@ -21,14 +32,15 @@ import train
 from data import Document, Question, load_questions
 from errors import InputError
 from eval import Evaluation, grade, last_checkpoint, material, prediction_record, settings_of
+from papers import PAPERS
 from plumbing import build, score
 from plumbing.files import stage_folder
 from plumbing.predictions import score_command
 from policy import Policy, save_policy
-from prompts import PROTOCOLS
+from prompts import PROTOCOLS, build_prompt
 from rewards import example
 from settings import Settings, check_settings
-from sft import SFTSettings, train_sft
+from sft import SFTSettings, example_of, train_sft
 from trajectory import trajectory_from_text
 from world.world import KINDS, World
 
@@ -104,7 +116,8 @@ def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     question = dataclasses.replace(told.question, supporting=())
     assert grade(trajectory_from_text(question, told.text, "arena")) == answer
     question = Question("q", "sum it up", ["the cat lay down"], task="summary")
-    numbers = grade(trajectory_from_text(question, ANSWER.format("The cat sat down."), "arena"))
+    summary = "<summary> The cat sat down. </summary>"
+    numbers = grade(trajectory_from_text(question, summary, "arena_summary"))
     assert set(numbers) == {"rouge1", "rouge2", "rougeL", "rouge", "format"}
 
 
@@ -282,6 +295,19 @@ def test_what_only_training_asks_for_is_not_asked_of_an_evaluation(tmp_path):
     path.write_text("3")
     with pytest.raises(InputError, match="not a settings file"):
         settings_of({"model": model})
+
+
+def test_the_judge_of_right_and_wrong_is_the_same_in_training_and_evaluation(tmp_path):
+    # When to Search section 4.1; UR²'s judge grades mathematics in its reward alone
+    model = save_settings(tmp_path, reward="when_to_search_stage2", judge="http://j:1/v1#m")
+    assert settings_of({"model": model}).judge == "http://j:1/v1#m"
+    assert settings_of({"model": model, "judge": "other"}).judge == "other"
+    assert settings_of({"model": model, "judge": ""}).judge == ""
+
+
+def test_a_flag_of_searching_is_refused_where_nothing_is_searched():
+    with pytest.raises(InputError, match="--retriever: --protocol arena searches nothing"):
+        evaluation.parse("--recipe arena --retriever oracle".split())
 
 
 def test_a_model_of_another_recipe_is_evaluated_under_the_one_that_is_named(tmp_path):
@@ -502,6 +528,15 @@ def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained,
     assert capsys.readouterr().out.startswith("the built-in model, before RL: 10 questions")
 
 
+def test_an_evaluation_draws_the_questions_that_a_training_draws(tmp_path):
+    records = [{"id": str(i), "question": f"q{i} ?", "answers": ["a"]} for i in range(40)]
+    path = write(tmp_path / "q.jsonl", records)
+    for seed in (0, 3):
+        settings = Settings(model="m", data=f"{path}:7", seed=seed)
+        datasets, _ = material(settings, evaluation.Options(questions=0))
+        assert datasets == {"q": build.training_questions(settings)} and len(datasets["q"]) == 7
+
+
 # ------------------------------------------------------------------------------------ real records
 
 
@@ -564,3 +599,63 @@ def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
     assert f"3 questions of {data.stem} (the first 3 of each" in said
     predictions = records_in(said.splitlines()[-1].removeprefix("predictions: "))
     assert len(predictions) == 3 and any(record["searches"] for record in predictions)
+
+
+CITING = """--recipe arena --questions_per_step 2 --group_size 4 --steps 2 --max_turn_tokens 40
+    --trajectories_per_update 4 --lr 1e-3 --tokens_per_micro_batch 4000 --save_every 2"""
+
+
+@pytest.fixture(scope="module")
+def short_records(tmp_path_factory):
+    """Three records of the slice, of each of their ten paragraphs the first sentence."""
+    path = HOTPOTQA / "official_train_distractor_20.json"
+    if not path.exists():
+        pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
+    records = json.loads(path.read_text())[:3]
+    for record in records:
+        record["context"] = [[title, sentences[:1]] for title, sentences in record["context"]]
+    return write(tmp_path_factory.mktemp("hotpotqa") / "short.jsonl", records)
+
+
+@pytest.fixture(scope="module")
+def citing_model(tmp_path_factory, short_records):
+    """A random model, shown the sections for a moment, with other citations and a fault now and
+    then: so the rewards of a group differ.
+    """
+    path, arena = tmp_path_factory.mktemp("citing") / "model", PROTOCOLS["arena"]
+    texts = [*arena.tags * 60, arena.instruction, Path(short_records).read_text()]
+    tokenizer, written = train_bpe(texts, vocab_size=2000), []
+    for number, question in itertools.product(range(1, 11), load_questions(short_records)):
+        prompt = build_prompt(arena, question, tokenizer)
+        analysis = "<analysis>it</analysis>" if number % 3 else ""  # a fault of format
+        told = f"<relevance>[{number}]</relevance>{analysis}<answer>{question.answers[0]}</answer>"
+        written.append(example_of(prompt, [(told, True)], tokenizer))
+    sizes = small(hidden_size=64, intermediate_size=128, max_position_embeddings=4096)
+    sizes |= {"tie_word_embeddings": True, "initializer_range": 0.1}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    policy = Policy(model_of("qwen2", **sizes | ends | {"vocab_size": len(tokenizer)}))
+    train_sft(policy, lambda step: written[step % 5 :: 5], SFTSettings(50, 5e-3))
+    save_policy(policy, tokenizer, path)
+    return path
+
+
+@pytest.mark.parametrize("variant", ["", *PAPERS["arena"].variants])
+def test_arena_and_each_of_its_variants_take_two_steps_on_real_records(
+    variant, citing_model, short_records, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(build, "set_threads", lambda: None)
+    start = f"--model {citing_model} --runs {tmp_path} --name t {CITING}".split()
+    start, data = [*start, "--variant", variant], short_records
+    if variant == "summaries":
+        said = message(train.main, [*start, "--data", data])
+        assert "is of task qa: summaries are for --protocol arena_summary" in said
+        asked = [dataclasses.replace(q, task="summary") for q in load_questions(data)]
+        data = write(tmp_path / "summaries.jsonl", map(dataclasses.asdict, asked))
+    with chat_server(lambda *_: "yes") as judge:
+        judged = ["--judge", judge] if variant == "judge" else []
+        train.main([*start, *judged, "--data", f"{data}:2"])
+    rows = records_in(tmp_path / "t" / "stage1" / "metrics.jsonl")
+    assert len(rows) == 2 and rows[1]["k2"] > 0 and rows[1]["k3"] > 0
+    assert ("reward/relevance" in rows[0]) is (variant != "naive_grpo")
+    assert all(row["grad_norm"] > 0 for row in rows)

@@ -12,9 +12,9 @@ from other_models.judge import (
     math_grader,
     pair_text,
     read_verdict,
-    right,
+    verdicts_on,
 )
-from rewards import matches, ur2_stage2
+from rewards import is_right, matches, ur2_stage2
 from trajectory import trajectory_from_text
 
 ISLES = Question("q", "Where was Ana Bell born?", ["Great Britain", "United Kingdom"])
@@ -114,17 +114,22 @@ def test_a_grade_asks_for_another_verdict_and_no_answer_is_worth_nothing():
 # ----------------------------------------------------------------------------------- right or wrong
 
 
+def right(trajectories, judge=None) -> list[bool]:
+    verdicts = verdicts_on(trajectories, judge)
+    return [is_right(t, said) for t, said in zip(trajectories, verdicts, strict=True)]
+
+
 def test_right_is_the_judge_s_verdict_even_against_the_metric():
-    # cover-EM: "UK" covers neither gold; "not Great Britain" covers the first
-    llm = Says(**{"UK": "yes", "not Great Britain": "no"})
-    trajectories = [written(ISLES, "UK"), written(ISLES, "not Great Britain")]
+    # exact match: "UK" is neither gold, "The Great Britain!" is the first
+    llm = Says(**{"UK": "yes", "The Great Britain!": "no"})
+    trajectories = [written(ISLES, "UK"), written(ISLES, "The Great Britain!")]
     assert right(trajectories) == [False, True]
     assert right(trajectories, Judge(llm)) == [True, False]
 
 
-def test_where_the_verdict_is_unreadable_cover_em_decides_and_the_count_says_so():
+def test_where_the_verdict_is_unreadable_exact_match_decides_and_the_count_says_so():
     judge = Judge(Says())
-    answers = ("in Great Britain", "France", None)  # of the last nobody is asked
+    answers = ("great Britain.", "in Great Britain", None)  # of the last nobody is asked
     trajectories = [written(ISLES, answer) for answer in answers]
     assert right(trajectories, judge) == [True, False, False] and judge.unreadable == 2
 
@@ -136,9 +141,20 @@ def test_without_a_judge_math_is_compared_as_math_and_a_choice_by_its_letter():
 
 
 def test_when_to_search_s_scorer_deletes_punctuation():
-    # "delete": spiderman covers spiderman; "space" would make the gold two words, which "Spiderman"
-    # does not hold
+    # "delete": spiderman is spiderman; "space" would make the gold two words
     assert matches(Question("q", "Who?", ["Spider-Man"]), "Spiderman")
+
+
+def test_when_to_search_s_judge_sees_normalised_answers_and_no_question():
+    llm = Says(**{"uk": "yes"})
+    assert Judge(llm, blind=True).verdicts([(ISLES, "The U.K.\nIt is!"), (ISLES, "the UK")]) == [
+        None,
+        True,
+    ]
+    golds = "Accepted answers: great britain | united kingdom"
+    texts = [f"{golds}\nGiven answer: {given}" for given in ("uk it is", "uk")]
+    assert llm.batches == [[(VERDICT_INSTRUCTION, text) for text in texts]]
+    assert pair_text(CHOICE, "B", blind=True) == pair_text(CHOICE, "B")  # a letter says nothing
 
 
 # -------------------------------------------------------------------------- the math reward's judge

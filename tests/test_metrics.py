@@ -62,11 +62,14 @@ def test_the_docstring_examples_are_true():
 # -------------------------------------------------------------------------------- open answers
 
 
-def test_the_two_normalisations_differ_at_punctuation():
+def test_the_three_normalisations_differ_at_punctuation():
     assert normalize_answer("Spider-Man") == "spider man"
     assert normalize_answer("Spider-Man", "delete") == "spiderman"
     assert normalize_answer("O’Hara") == "o hara"
     assert normalize_answer("O’Hara", "delete") == "o’hara"
+    # ARENA: "_" is a blank, all else goes, and no True is a yes (its appendix D.1)
+    assert normalize_answer("The Sao_1  Spider-Man's", "underscore") == "sao 1 spidermans"
+    assert normalize_answer("True", "underscore") == "true"
     with pytest.raises(ValueError, match="keep"):
         normalize_answer("x", "keep")
     # and a search index keeps articles and underscores

@@ -12,6 +12,7 @@ import pytest
 
 import papers
 from errors import InputError
+from metrics import PUNCTUATION
 from papers import PAPERS, RECIPES, paper_of
 from prompts import PROTOCOLS
 from rewards import example
@@ -46,16 +47,18 @@ NUMBERS = {
         lr 1e-6   critic_lr 1e-5   lr_warmup 0.285   kl_coef 1e-3   clip_low 0.2   clip_high 0.2
         gae_lambda 1   temperature 1   max_searches 4   max_turn_tokens 500   document_tokens 500
         documents_per_search 3   steps 500""",
-    # 32 · 32 trajectories; DAPO's own two clips
+    # 32 · 32 trajectories; DAPO's own two clips; 2048 + 16384 tokens
     ("when_to_search", 1): """
         algorithm dapo   group_size 32   questions_per_step 32   trajectories_per_update 1024
         lr 1e-6   kl_coef 0   temperature 1   top_p 1   max_searches 5   max_turn_tokens 8192
-        documents_per_search 5   beta 0.3   clip_low 0.2   clip_high 0.28""",
+        documents_per_search 5   document_tokens 4096   max_context 18432
+        beta 0.3   clip_low 0.2   clip_high 0.28   loss_aggregation token""",
     # 7 · 256 trajectories
     ("arena", 1): """
         algorithm grpo   kl_estimator k2   group_size 7   questions_per_step 256
         trajectories_per_update 1792   lr 3e-6   kl_coef 0.04   temperature 0.9   max_searches 0
-        max_turn_tokens 256   steps 95   bonus 10""",
+        max_turn_tokens 256   steps 95   bonus 10   answer_metric em   clip_low 0.2
+        clip_high 0.2""",
 }
 NUMBERS["ur2", 2] = NUMBERS["ur2", 1].removesuffix("steps 10")  # two epochs at most
 NUMBERS["vanilla_rl", 1] = NUMBERS["ur2", 2].replace("search 10", "search 5") + " reward ur2_stage2"
@@ -81,13 +84,54 @@ def test_the_papers_numbers_stand_in_their_records_and_in_the_table(name, stage)
         assert same(value, str(getattr(Settings(), setting)) if cell == "·" else cell), setting
 
 
+ARENA = {  # variant -> what it sets otherwise: section 5.3, figure 3; appendices D.3 and H.2
+    "naive_grpo": {"relevance_reward": False, "bonus": 0, "kl_estimator": "k3"},
+    "k3": {"kl_estimator": "k3"},
+    "no_bonus": {"bonus": 0},
+    "f1": {"answer_metric": "f1"},
+    "judge": {"judge": "https://api.openai.com/v1#gpt-4o-2024-11-20"},
+    "summaries": {"protocol": "arena_summary", "steps": 20},  # ceil(5000 / 256)
+}
+
+
+def test_arenas_variants_differ_from_it_in_what_the_paper_says_and_in_nothing_else():
+    assert set(PAPERS["arena"].variants) == set(ARENA)
+    for name, changes in ARENA.items():
+        found = resolve("arena", 1, tiny=False, given={"variant": name})
+        assert found == dataclasses.replace(resolve("arena", 1, False), variant=name, **changes)
+
+
 def test_the_two_stages_of_when_to_search_are_its_500_steps():
     one, two = (resolve("when_to_search", stage, tiny=False) for stage in (1, 2))
     assert one.steps + two.steps == 500
     assert (one.reward, two.reward) == ("when_to_search_stage1", "when_to_search_stage2")
-    # by right and wrong, a group that is right with and without a search would be dropped: stage 2
-    # is about these
-    assert (one.filter_by, two.filter_by) == ("correct", "answer")
+    # by right and wrong, groups that are wrong (stage 1) or right (stage 2) with and without a
+    # search would be dropped: eq. 10 and 11 are about these
+    assert (one.filter_by, two.filter_by) == ("answer", "answer")
+
+
+def test_the_ablations_of_when_to_search_by_name():
+    def of(variant, stage=1):
+        found = check_settings(resolve("when_to_search", stage, False, {"variant": variant}))
+        return found.reward.rpartition("_")[2], found.beta, found.left_out, found.filter_by
+
+    # Table 2 and the three first of Table 4 are one run of 500 steps
+    for variant, reward in (
+        ("unified", "unified"),
+        ("without_stage_one", "stage2"),
+        ("without_stage_two", "stage1"),
+    ):
+        assert of(variant) == (reward, 0.3, "", "answer")
+        assert set(PAPERS["when_to_search"].variants[variant].stages) == {1}
+        assert resolve("when_to_search", 1, False, {"variant": variant}).steps == 500
+    # wrong −1 + 0 · RC in stage 1 alone
+    assert (of("plain_stage_one"), of("plain_stage_one", 2)[1]) == (
+        ("stage1", 0, "", "answer"),
+        0.3,
+    )
+    for stage in (1, 2):
+        assert of("without_r_s", stage) == (f"stage{stage}", 0.3, "retrieval", "answer")
+        assert of("without_r_a", stage) == (f"stage{stage}", 0.3, "answer", "total")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +161,7 @@ def test_a_variant_differs_from_its_paper_in_what_it_is_named_for(name, variant,
 def test_a_record_is_whole(name):
     paper, fields = PAPERS[name], {f.name for f in dataclasses.fields(Settings)}
     assert set(paper.tiny) == set(paper.stages) and paper.source
-    assert set(paper.decoding) <= fields and paper.punctuation in ("space", "delete")
+    assert set(paper.decoding) <= fields and paper.punctuation in PUNCTUATION
     assert set(paper.world.kinds) <= set(KINDS)
     for stage in paper.stages:
         small = resolve(name, stage, tiny=True)
@@ -164,7 +208,7 @@ PROTOCOLS["librarian"] = Protocol(
 PAID = '''
 def librarian(trajectory: Trajectory) -> dict[str, float]:
     """R = EM(answer, gold) (an invented paper)."""
-    return {"answer": exact_match(trajectory.answer, trajectory.question.answers)}
+    return {"answer": score_answer(trajectory.answer, trajectory.question.answers)["em"]}
 
 
 '''

@@ -125,6 +125,15 @@ def test_a_reference_cannot_open_a_section_or_a_turn(bpe):
     assert end + rest == "<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_arena_is_told_that_the_brackets_are_literal_and_a_summary_has_its_own_tag(bpe):
+    for name, tag in (("arena", "answer"), ("arena_summary", "summary")):
+        task = "summary" if tag == "summary" else "qa"
+        told = prompt_text(name, dataclasses.replace(READ, task=task), bpe)
+        assert "<relevance>[2, 5]</relevance>" in told and f"</{tag}>" in told
+        assert PROTOCOLS[name].stop_tags == {f"</{tag}>": "answer"}
+        assert ("<answer>" in told) is (tag == "answer")
+
+
 def test_a_question_without_references_cannot_be_asked_under_arena(bpe):
     said = r"question 1 has no references, .* arena .*: give the record a `references` list"
     with pytest.raises(InputError, match=said):
@@ -183,9 +192,8 @@ def test_a_protocol_lists_all_its_tags_and_finds_a_section_by_name():
 
 def test_a_protocol_is_found_by_name_or_given_and_a_typo_lists_the_names():
     assert as_protocol("ur2") is UR2 and as_protocol(UR2) is UR2
-    names = (
-        "ur2, ur2_search, r1_searcher, r_search, r_search_plain, search_r1, when_to_search, arena"
-    )
+    names = "ur2, ur2_search, r1_searcher, r_search, r_search_plain, search_r1, when_to_search"
+    names += ", arena, arena_summary"
     with pytest.raises(InputError, match=f"unknown protocol 'ur3': one of {names}"):
         as_protocol("ur3")
 

@@ -36,6 +36,7 @@ from rewards import (
     ur2_violations,
     when_to_search_stage1,
     when_to_search_stage2,
+    when_to_search_unified,
 )
 from trajectory import Refusal, Segment, trajectory_from_text
 
@@ -60,7 +61,8 @@ def ur2(text, question=QA, fallbacks=(), may_search=True):
 
 def ar(text, supporting=(1, 4), gold="June 16, 1874", **fields):
     question = Question("1", "When?", [gold], supporting=supporting, **fields)
-    return trajectory_from_text(question, text, "arena")
+    protocol = "arena_summary" if question.task == "summary" else "arena"
+    return trajectory_from_text(question, text, protocol)
 
 
 def search(query="Ana Bell birthplace", found="Ana Bell was born in Kelmouth, Norland."):
@@ -435,15 +437,17 @@ def test_search_r1_pays_exact_match_and_nothing_else():
     assert search_r1(example("search_r1", searches=0)) == search_r1(example("search_r1"))
 
 
-def test_r_search_and_when_to_search_remove_punctuation_and_arena_makes_it_a_blank():
+def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_underscores():
     # "Spider-Man" is "spiderman" where it is removed and "spider man" where it becomes a blank
     spider, answer = Question("1", "?", ["Spider-Man"]), "<answer> spiderman </answer>"
     found = r_search(rs(observed() + EVIDENCE + answer, spider), "SpiderMan")
     assert (found["answer"], found["evidence"]) == (1.0, 1.0)
     assert r_search(rs("<answer> spider man </answer>", spider))["answer"] == 0.0
     assert when_to_search_stage1(when(THINK + answer, spider))["answer"] == 1.0
-    assert arena(ar(sections(answer="spider man"), gold="Spider-Man"))["answer"] == 1.0
-    assert arena(ar(sections(answer="spiderman"), gold="Spider-Man"))["answer"] == 0.0
+    for answer, paper, code in (("spider man", 0, 1), ("spiderman", 1, 0), ("Spider_Man", 0, 1)):
+        told = ar(sections(answer=answer), gold="Spider-Man")
+        found = [score(told, reward)["answer"] for reward in ("arena", "arena_code")]
+        assert found == [paper, code]
 
 
 def test_evidence_support_is_the_share_of_its_words_that_were_read():
@@ -464,9 +468,11 @@ def test_evidence_support_is_the_share_of_its_words_that_were_read():
     ("text", "good"),
     [
         (THINK + REFLECT + ANSWER, True),
-        (THINK + ANSWER, True),  # reflect? : our reading of the rule
-        (THINK + asked() + asked() + ANSWER, True),
-        (THINK + asked() + THINK + asked() + THINK + ANSWER, True),  # a further think
+        (THINK + asked() + asked() + ANSWER, True),  # Table 9
+        (THINK + asked() + THINK + asked() + ANSWER, True),  # a further think
+        (THINK + ANSWER, False),  # without retrieval: think, reflect, answer
+        (THINK + asked() + THINK + ANSWER, False),
+        (THINK + asked() + REFLECT + ANSWER, False),
         (THINK + asked() + ANSWER + "<|im_end|>", True),
         (THINK + "1 < 2".join(["<reflect> ", " </reflect>"]) + ANSWER, True),
         (ANSWER, False),
@@ -503,13 +509,51 @@ def test_a_notice_is_nobodys_section_and_a_refused_search_costs_nothing():
 @pytest.mark.parametrize("n", range(5))
 def test_what_a_search_costs_and_softens(n):
     # β = 0.3: stage 1 right 1, wrong −1 + 0.3 n; stage 2 right 1 − 0.3 n, wrong −1
-    text = THINK + "".join(map(asked, QUERIES[:n])) + REFLECT
+    text = THINK + "".join(map(asked, QUERIES[:n])) + ("" if n else REFLECT)
     right, wrong = when(text + ANSWER), when(text + WRONG)
     assert when_to_search_stage1(right) == {"format": 1.0, "retrieval": 0.0, "answer": 1.0}
     assert when_to_search_stage1(wrong)["answer"] == pytest.approx(-1 + 0.3 * n)
     assert when_to_search_stage2(right)["answer"] == pytest.approx(1 - 0.3 * n)
     assert when_to_search_stage2(wrong)["answer"] == -1.0
     assert when_to_search_stage2(right, beta=0.1)["answer"] == pytest.approx(1 - 0.1 * n)
+    # Table 2: both signs; RC 4: right −0.2, wrong 0.2
+    unified = when_to_search_unified(right)["answer"], when_to_search_unified(wrong)["answer"]
+    assert unified == pytest.approx((1 - 0.3 * n, -1 + 0.3 * n))
+    assert (unified[0] < unified[1]) is (n == 4)
+    # Table 4, w/o r_s and w/o r_a: eq. 12 with two terms
+    for name, left in (("retrieval", {"format", "answer"}), ("answer", {"format", "retrieval"})):
+        for stage in ("stage1", "stage2", "unified"):
+            assert score(right, f"when_to_search_{stage}", left_out=name).keys() == left
+
+
+def test_eq_12_adds_the_three_terms_up():
+    # two queries with one word of three in common: cosine 1/3. Stage 1, wrong: 1 − 1/3 − 1 + 0.6;
+    # stage 2, right: 1 − 1/3 + 1 − 0.6
+    text = THINK + asked("ana bell birthplace") + asked("ana town seat")
+    assert value(when_to_search_stage1(when(text + WRONG))) == pytest.approx(1 - 1 / 3 - 1 + 0.6)
+    assert value(when_to_search_stage2(when(text + ANSWER))) == pytest.approx(1 - 1 / 3 + 1 - 0.6)
+    # out of order: the format alone changes, by 2 (eq. 6)
+    out = THINK + REFLECT + asked("ana bell birthplace") + asked("ana town seat") + ANSWER
+    assert value(when_to_search_stage2(when(out))) == pytest.approx(-1 - 1 / 3 + 1 - 0.6)
+
+
+def test_what_the_formula_itself_pays_four_different_junk_queries():
+    # stage 1, wrong: format 1, avg_sim 0, −1 + 0.3 · 4
+    text = THINK + "".join(map(asked, ("zab", "zac", "zad", "zae"))) + WRONG
+    assert value(when_to_search_stage1(when(text))) == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("tags", [when, ar])
+def test_thinking_that_the_template_opened_is_a_section_of_its_own(tags):
+    text = "Where was she born? </think>\n" + (REFLECT + ANSWER if tags is when else sections())
+    good = rewards.when_to_search_format if tags is when else rewards.arena_format
+    trajectory = tags(text)
+    assert not good(trajectory)
+    trajectory.opened = "<think>"
+    assert good(trajectory)
+    again, endless = tags("<think>" + text), tags(text.replace("</think>", ""))
+    again.opened = endless.opened = "<think>"
+    assert not good(endless) and good(again) is (tags is ar)  # ARENA reads what is behind it
 
 
 def retrieval(*queries, embed=None):
@@ -539,6 +583,7 @@ def test_one_search_must_be_concise_and_several_must_differ():
         ("Norland？", False),
         ("Which country Ana Bell", False),
         ("Will Smith birthplace", True),  # a name
+        ("when did Ana Bell's father die", False),  # as in the paper's Table 7
         ("will Norland win", False),
         (" ".join(["word"] * 12), True),
         (" ".join(["word"] * 13), False),
@@ -549,19 +594,39 @@ def test_what_a_concise_query_is(query, concise):
     assert rewards.is_concise(query) is concise
 
 
-def test_right_is_the_judges_verdict_and_without_one_cover_em_of_a_short_answer():
-    covered = when(THINK + REFLECT + "<answer> in Norland, I think </answer>")
-    assert when_to_search_stage1(covered)["answer"] == 1.0
-    assert when_to_search_stage1(covered, correct=False)["answer"] == -1.0
+def test_a_constant_lets_the_papers_own_query_pass(monkeypatch):
+    monkeypatch.setattr(rewards, "QUESTION_WORDS_IN_FRONT", True)
+    # did, s and when: 3 of 7 are over 40 %; Table 7's has 3 of 8
+    assert rewards.is_concise("when did Lavinia Norcross Dickinson's father die")
+    assert not rewards.is_concise("when did Ana Bell's father die")
+
+
+def test_right_is_the_judges_verdict_and_without_one_exact_match():
+    exact = when(THINK + REFLECT + "<answer> The Norland! </answer>")
+    assert when_to_search_stage1(exact)["answer"] == 1.0
+    assert when_to_search_stage1(exact, correct=False)["answer"] == -1.0
     assert when_to_search_stage2(when(THINK + WRONG), correct=True)["answer"] == 1.0
     # no answer is right by no verdict
     assert when_to_search_stage1(when(THINK), correct=True)["answer"] == -1.0
-    # ten words may cover the gold, eleven list everything, unless the gold is as long
-    ten = "Sudria Ostland Westland Kaldor Belmark Corsia Dravia Ellenia Fioria Norland"
-    listed = [when(THINK + f"<answer> {words} </answer>") for words in (ten, f"Gradia {ten}")]
-    assert [when_to_search_stage1(t)["answer"] for t in listed] == [1.0, -1.0]
-    listed[1].question = Question("1", "?", [f"Gradia {ten}"])
-    assert when_to_search_stage1(listed[1])["answer"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("golds", "hack"),
+    [
+        (["yes"], "yes no"),
+        (["no"], "no, yes"),
+        (["Ana Bell"], "Ana Bell and Bo Cole"),  # who of the two?
+        (
+            ["Norland"],
+            "Sudria Ostland Westland Kaldor Belmark Corsia Dravia Ellenia Fioria Norland",
+        ),
+        (["Norland"], "Sudria/Ostland/Norland"),
+    ],
+)
+def test_answers_that_only_hold_the_gold_earn_nothing(golds, hack):
+    trajectory = when(THINK + f"<answer> {hack} </answer>", Question("1", "?", golds))
+    assert when_to_search_stage1(trajectory)["answer"] == -1.0
+    assert not rewards.is_right(trajectory, None)  # by which DAPO filters
 
 
 # ----------------------------------------------------------------------------------- TF-IDF by hand
@@ -607,14 +672,35 @@ def test_invented_words_do_not_make_a_repeated_query_another_one():
 def test_arena_pays_three_terms_and_a_bonus_for_all():
     assert arena(ar(sections())) == {"format": 1.0, "answer": 1.0, "relevance": 1.0, "bonus": 10.0}
     assert total(arena(ar(sections()), bonus=0.0)) == 3
-    assert total(arena(ar(sections("[4]")))) == 2.5
-    assert total(arena(ar(sections("[4]", answer="1873")))) == 1.5
-    assert total(arena(ar(sections("[2]", answer="1873")))) == 1
     assert total(arena(ar("June 16, 1874"))) == 0
+    # Naive-GRPO (4.3): format and accuracy, no bonus
+    assert total(arena(ar(sections("[2]")), bonus=0.0, relevance_reward=False)) == 2
     # without the relevance term the bonus asks for the other two
     rest = {"format": 1.0, "answer": 1.0, "bonus": 10.0}
     assert arena(ar(sections("[2]")), relevance_reward=False) == rest
     assert total(arena(ar(sections("[1, 4]", answer="1873")), relevance_reward=False)) == 1
+
+
+# The gold numbers are 1 and 4: all of them 1, some 0.5, none 0.
+CITATIONS = {"[2]": 0, "[1, 2, 3, 4]": 0.5, "[4, 1]": 1}
+# "June 16": 2 of 3 words, P = 1 and R = 2/3, F1 = 0.8; cover-EM asks for all three
+ANSWERS = {"June 16": (0, 0.8, 0), "June 16, 1874": (1, 1, 1), "on June 16, 1874": (0, 6 / 7, 1)}
+
+
+@pytest.mark.parametrize("number, metric", enumerate(("em", "f1", "cem")))
+@pytest.mark.parametrize("in_format", [True, False])
+@pytest.mark.parametrize("cited", CITATIONS)
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_every_sum_of_arenas_terms_by_hand(answer, cited, in_format, number, metric):
+    # R = R_format + R_accuracy + R_relevance + R_bonus (3.3): 13 only if the three are 1
+    told = ar(sections(cited, answer=answer) + ("" if in_format else " done"))
+    terms = [in_format, ANSWERS[answer][number], CITATIONS[cited]]
+    expected = sum(terms) + 10 * (terms == [1, 1, 1])
+    assert total(score(told, "arena", answer_metric=metric)) == expected
+    for verdict in (True, False):  # a judge's goes before the metric
+        terms[1] = verdict
+        expected = sum(terms) + 10 * (terms == [1, 1, 1])
+        assert total(score(told, "arena", extras=Extras(correct=verdict))) == expected
 
 
 @pytest.mark.parametrize(
@@ -674,13 +760,17 @@ def test_arena_scores_show_how_exact_the_cited_set_is():
     assert scores("none") == scores("none", supporting=()) == [0.0, 0.0, 0.0]
 
 
-def test_a_summary_earns_its_mean_rouge():
-    summary = sections(answer="The cat sat down.")
-    # words 3/4, pairs 1/3, subsequence 3/4: (0.75 + 0.3333 + 0.75) / 3 = 0.6111; no bonus below 1
-    trajectory = ar(summary, gold="the cat lay down", task="summary")
-    expected = {"format": 1.0, "answer": 11 / 18, "relevance": 1.0, "bonus": 0.0}
-    assert arena(trajectory) == pytest.approx(expected)
-    assert total(arena(ar(summary, gold="The cat sat down", task="summary"))) == 13
+def test_a_summary_earns_its_mean_rouge_and_from_a_fifth_on_the_bonus():
+    def paid(text, **cited):
+        told = sections(**cited, answer=text).replace("answer>", "summary>")
+        return list(arena(ar(told, gold="the cat lay down", task="summary")).values())
+
+    # words 3/4, pairs 1/3, subsequence 3/4: (0.75 + 0.3333 + 0.75) / 3 = 0.6111
+    assert paid("The cat sat down.") == pytest.approx([1, 11 / 18, 1, 10])
+    # one word of 5 and 4: 2/9, no pair, 2/9: 0.1481, less than a fifth
+    assert paid("A fox ran the mile.") == pytest.approx([1, 4 / 27, 1, 0])
+    assert paid("The cat sat down.", ids="[1]") == pytest.approx([1, 11 / 18, 0.5, 0])
+    assert value(arena(ar(sections(), task="summary"))) == 1  # <answer> is not its tag
 
 
 # ------------------------------------------------------------------------------------------ by name
@@ -750,7 +840,8 @@ def test_what_a_reward_needs_can_be_switched_off():
     assert {"verdict", "embedder"} <= needs(given(reward="when_to_search_stage1"))
     assert "reader" in needs(given(reward="r_search"))
     assert "reader" not in needs(given(reward="r_search", evidence_reward=False))
-    assert needs(given(reward="arena", relevance_reward=False)) == set()
+    assert needs(given(reward="arena")) == {"supporting", "verdict"}
+    assert needs(given(reward="arena", relevance_reward=False)) == {"verdict"}
 
 
 @pytest.mark.parametrize(
@@ -799,8 +890,8 @@ LETTERED = {"task": "choice", "options": ("elm", "oak")}
 @pytest.mark.parametrize(
     ("reward", "question", "said"),
     [
-        ("arena", {}, "has no references"),
         ("arena", {"references": REFERENCES}, "names no supporting reference.*`supporting`"),
+        ("arena_code", {}, "names no supporting reference.*--relevance_reward false"),
         ("ur2_choice", {}, "has no options"),
         ("ur2_choice", {"task": "choice"}, "has no options"),
         ("r_search", LETTERED, "is multiple choice"),
@@ -842,9 +933,9 @@ def test_right_beats_wrong_at_every_number_of_searches(n):
     looked = "".join(map(observed, QUERIES[:n])) + (EVIDENCE if n else "")
     assert value(r_search(rs(looked + ANSWER))) > value(r_search(rs(looked + WRONG)))
     # When to Search: than wrong after any other number of searches too
-    right = when(THINK + "".join(map(asked, QUERIES[:n])) + ANSWER)
+    right = when(THINK + ("".join(map(asked, QUERIES[:n])) or REFLECT) + ANSWER)
     for m in range(5):
-        wrong = when(THINK + "".join(map(asked, QUERIES[:m])) + WRONG)
+        wrong = when(THINK + ("".join(map(asked, QUERIES[:m])) or REFLECT) + WRONG)
         assert value(when_to_search_stage1(right)) > value(when_to_search_stage1(wrong))
         assert value(when_to_search_stage2(right)) > value(when_to_search_stage2(wrong))
 
@@ -1034,7 +1125,7 @@ def golden(index, row):
         question = Question(str(index), settings["question"], golds)
         return r_search(rs(text, question), settings["cross_model_answer"])
     if row["system"] == "arena":
-        return arena(ar(text, tuple(settings["supporting"]), golds[0]))
+        return arena(ar(text, tuple(settings["supporting"]), golds[0]), punctuation="space")
     trajectory = r1(text, Question(str(index), "?", [golds]))
     if settings["stage"] == "llama1":
         return r1_searcher_stage1(trajectory, answer_metric="cem")

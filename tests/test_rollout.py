@@ -25,6 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError
+from papers import paper_of
 from policy import Policy, collate
 from prompts import PROTOCOLS, build_prompt, frame_documents
 from rollout import MIN_DOCUMENT_TOKENS, Environment, call_search, check_prompts, decode, encode
@@ -40,6 +41,7 @@ QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
 REFERENCES = Document("a", "Ana Bell", "born in Kelmouth"), Document("b", "Kelmouth", "in Norland")
 READ = dataclasses.replace(QA, references=REFERENCES)
 ASK = f"I look it up. {BEGIN} Ana Bell {END}"
+NORLAND = "<answer> Norland </answer>"
 ANSWER = "So it is \\boxed{Norland}."
 P_SCRIPT = 0.9  # the probability that the scripted token has
 
@@ -227,6 +229,30 @@ def test_the_closing_tag_of_an_answer_is_sampled_and_ends_the_trajectory(bpe):
     assert t.response_ids == encode(bpe, said) and t.response_mask == [1] * len(t.response_ids)
     assert (t.stop_reason, t.answer, search.calls) == ("answer", "Norland", [])
     assert decode(bpe, t.prompt_ids).endswith("<think>") and policy.heard[0][0] == t.prompt_ids
+
+
+@pytest.mark.parametrize(
+    "name, rest",
+    [
+        ("when_to_search", "<reflect> I know it. </reflect><answer> Norland </answer>"),
+        ("arena", "<relevance>[1]</relevance><analysis> It says so. </analysis>" + NORLAND),
+        ("r1_searcher", NORLAND),
+    ],
+)
+def test_a_template_that_opens_the_thinking_costs_no_format(name, rest, bpe):
+    thinks = copy.deepcopy(bpe)
+    thinks.chat_template = bpe.chat_template.replace(
+        "assistant\n{% endif", "assistant\n<think>\n{% endif"
+    )
+    asked = [dataclasses.replace(QA, references=(Document("1", "Ana", "of Norland"),))]
+    for tokenizer, opened in (
+        (thinks, "<think>"),
+        (bpe, "<think>" if name == "r1_searcher" else ""),
+    ):
+        script = [f"Who? </think>\n\n{rest}"]
+        (t,), _, _ = play(tokenizer, script, protocol=name, questions=asked)
+        assert decode(tokenizer, t.prompt_ids).count("assistant\n<think>") == bool(opened)
+        assert (t.opened, paper_of(name).good_format(t)) == (opened, bool(opened))
 
 
 def test_a_fallback_is_a_flag_with_a_notice_behind_the_documents(bpe):

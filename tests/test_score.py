@@ -1,5 +1,6 @@
 """plumbing/score.py: whom a step's rewards ask, what is right, and what others say."""
 
+import numpy as np
 import pytest
 
 from data import Document, Question
@@ -94,6 +95,19 @@ def test_the_judge_is_asked_only_where_right_and_wrong_are_asked_for(monkeypatch
     assert components[0]["answer"] == 0  # but UR²'s reward has its own metric
 
 
+@pytest.mark.parametrize(
+    "reply, answers", [("yes", [1, 1]), ("no", [0, 0]), ("I cannot say", [1, 2 / 3])]
+)
+def test_arena_s_accuracy_is_the_verdict_of_a_judge_and_without_one_the_metric(
+    reply, answers, monkeypatch
+):
+    # unreadable: the metric, here F1; "Norland, Kelmouth" for "Norland": P = 1/2, R = 1
+    rows = [example("arena"), example("arena", "Norland, Kelmouth")]
+    components, _, batches = judged(monkeypatch, reply, rows, "arena", answer_metric="f1")
+    assert [c["answer"] for c in components] == pytest.approx(answers) and len(batches[0]) == 2
+    assert [c["bonus"] for c in components] == [10 * (answer == 1) for answer in answers]
+
+
 def test_the_share_of_unreadable_verdicts_is_told(monkeypatch):
     replies = iter(["yes", "perhaps", "no", "perhaps"])
     judge = Model(lambda text: next(replies))
@@ -117,6 +131,19 @@ def test_similar_queries_are_measured_over_the_corpus_of_the_run():
     assert components[0]["retrieval"] == pytest.approx(-1)
 
 
+def test_without_a_corpus_a_word_counts_that_the_step_asked_for_or_found():
+    found = "</search><information>ana bell of kelmouth</information><reflect>b</reflect>"
+    for second, cosine in (("ana bell zzz", 1), ("ana kelmouth", 1 / 2)):
+        text = f"<think>t</think><search>ana bell{found}<search>{second}{found}<answer>e</answer>"
+        asked = Question("q", "Where was Ana born?", ["e"])
+        trajectory = trajectory_from_text(asked, text, "when_to_search")
+        components, _ = scorer_of("when_to_search")([trajectory], 0)
+        # of the two texts both have ana (idf 1), one each bell and kelmouth (ln(3 / 2) + 1)
+        idf = np.log(3 / 2) + 1
+        cosine = cosine if cosine == 1 else 1 / (1 + idf**2)
+        assert components[0]["retrieval"] == pytest.approx(-cosine)
+
+
 # ----------------------------------------------------------------------------------- what is right
 
 
@@ -134,15 +161,25 @@ def test_similar_queries_are_measured_over_the_corpus_of_the_run():
 def test_answers_are_scored_by_their_task(text, question, em, f1, cem):
     trajectory = trajectory_from_text(Question("q", "?", **question), text, "ur2")
     assert answer_scores(trajectory) == pytest.approx({"em": em, "f1": f1, "cem": cem})
-    assert scorer_of("ur2")([trajectory], 0)[1] == [bool(cem)]
+    assert scorer_of("ur2")([trajectory], 0)[1] == [bool(em)]
 
 
-@pytest.mark.parametrize("protocol, same", [("r_search", "AnaBell"), ("arena", "Ana Bell")])
+@pytest.mark.parametrize(
+    "protocol, same",
+    [
+        ("r_search", "AnaBell AnaBell"),  # "-" and "_" go
+        ("r1_searcher", "Ana Bell Ana Bell"),  # both are a blank
+        ("arena", "AnaBell Ana Bell"),  # "-" goes, "_" is a blank
+    ],
+)
 def test_punctuation_is_deleted_where_the_paper_s_scorer_deletes_it(protocol, same):
-    for gold in ("AnaBell", "Ana Bell"):
+    for gold in ("AnaBell AnaBell", "Ana Bell Ana Bell", "AnaBell Ana Bell"):
         question = Question("q", "?", [gold])
-        trajectory = trajectory_from_text(question, "<answer> Ana-Bell </answer>", protocol)
+        told = "<answer> Ana-Bell Ana_Bell </answer>"
+        trajectory = trajectory_from_text(question, told, protocol)
         assert answer_scores(trajectory)["em"] == (gold == same)
+        if protocol == "arena":  # the reward and the evaluation agree
+            assert scorer_of("arena")([trajectory], 0)[0][0]["answer"] == (gold == same)
 
 
 # --------------------------------------------------------------------- records of an evaluation

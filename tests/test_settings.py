@@ -1,6 +1,7 @@
 """settings.py: what wins over what, every field a flag, and what is refused."""
 
 import dataclasses
+import itertools
 import re
 import typing
 
@@ -9,7 +10,10 @@ import pytest
 import settings
 import train
 from errors import InputError
-from papers import PAPERS, RECIPES
+from lab.ablate import ARMS
+from lab.ablate import settings_of as arm_settings
+from papers import PAPERS, RECIPES, record_of
+from rewards import REWARDS, Extras, example
 from settings import RECORDS, RENAMED, Settings, check_settings, parse, resolve
 
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
@@ -58,7 +62,7 @@ def test_a_name_in_two_records_is_an_error(monkeypatch):
 
 @pytest.mark.parametrize("name", TRAIN)
 def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
-    monkeypatch.setattr(settings, "check_settings", lambda found: found)
+    monkeypatch.setattr(settings, "check_settings", lambda found, *_: found)
     kind = typing.get_type_hints(Settings)[name]
     value = {int: 2, float: 0.5, bool: False, str: "x"}[kind]
     value = {"recipe": "arena", "stage": 1, "variant": ""}.get(name, value)
@@ -67,7 +71,8 @@ def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
 
 
 def test_a_flag_of_evaluation_alone_is_none_of_train():
-    never = {"title_boost", "group_std", "turn_tokens", "reward_variant", "summary_sampling"}
+    never = {"title_boost", "group_std", "turn_tokens", "reward_variant"}
+    never |= {"summary_sampling", "left_out"}
     assert set(FIELDS) - set(TRAIN) == never | {"top_p", "fallback"}
     with pytest.raises(InputError, match=r"--top_p: a flag of eval\.py"):
         parse(["--top_p", "0.5"])
@@ -103,6 +108,74 @@ def test_every_setting_has_a_limit_or_is_free_on_purpose():
     limited = {n for n, f in FIELDS.items() if set(f.metadata) & {"least", "above", "one_of"}}
     numbers = {n for n, kind in typing.get_type_hints(Settings).items() if kind in (int, float)}
     assert numbers - limited == free
+
+
+# --------------------------------------------------------------------------- no flag is ignored
+
+OTHERWISE = {"answer_metric": "em", "fallback_penalty": 0.25, "format_check": "loose", "beta": 0.1}
+OTHERWISE |= {"evidence_reward": False, "relevance_reward": False, "bonus": 3.0}
+NAMED = [
+    (r, v, s) for r in PAPERS for v in ("", *PAPERS[r].variants) for s in record_of(r, v).stages
+]
+
+
+def paid(found, answer, searches):
+    extras = Extras(reader_answer="Norland")
+    return REWARDS[found.reward](example(found.protocol, answer, searches), found, 0, extras)
+
+
+def refused(found, flag):
+    return flag in settings.unread(found, True)
+
+
+@pytest.mark.parametrize("recipe, variant, stage", NAMED)
+def test_every_flag_of_a_reward_is_read_or_refused(recipe, variant, stage):
+    answers = ("Norland", "Kelmouth, Norland", "Sudria", "a b c d e f g h i j k")  # long: 11 words
+    one = resolve(recipe, stage, True, {"variant": variant})
+    for flag, value in OTHERWISE.items():
+        other = resolve(recipe, stage, True, {"variant": variant, flag: value})
+        cases = itertools.product(answers, range(3))
+        reads = any(paid(one, *case) != paid(other, *case) for case in cases)
+        assert refused(other, flag) is not reads, flag
+
+
+READ_BY = {  # flag -> the recipes that read it, in some stage
+    "judge": {"ur2", "vanilla_rl", "when_to_search"},
+    "reader": {"r_search"},
+    "embedder": {"when_to_search"},
+    "max_resample filter_by": {"when_to_search"},
+    "gae_lambda critic_lr": set(),
+    "kl_estimator": {"r_search", "arena"},
+    "loss_aggregation group_size lr mask_documents": None,  # all that search
+    "retriever documents_per_search document_tokens max_searches summarizer corpus": None,
+    "retrieval task_mixing": None,
+}
+
+
+@pytest.mark.parametrize("flags", READ_BY)
+def test_a_flag_of_an_algorithm_or_another_model_is_read_or_refused(flags):
+    for flag in flags.split():
+        reads = {r for r, v, s in NAMED if not v and not refused(resolve(r, s, False), flag)}
+        reads -= {"arena"} if flag in ("loss_aggregation", "group_size", "lr") else set()
+        assert reads == (set(PAPERS) - {"arena"} if READ_BY[flags] is None else READ_BY[flags])
+    for algorithm, own in settings.ALONE.items():
+        found = resolve("ur2", 2, True, {"algorithm": algorithm})
+        assert not any(refused(found, flag) for flag in [*own, "judge"])
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_no_arm_of_the_lab_sets_what_its_run_does_not_read(name):
+    check_settings(arm_settings(name, 0, "r"), True, ARMS[name].changes)
+
+
+@pytest.mark.parametrize("recipe, variant, stage", NAMED)
+def test_dapo_means_dapo_whatever_the_recipe(recipe, variant, stage):
+    found = resolve(recipe, stage, False, {"variant": variant, "algorithm": "dapo"})
+    own = (found.clip_low, found.clip_high, found.loss_aggregation, found.kl_coef)
+    assert own == (0.2, 0.28, "token", 0.0)
+    given = {"algorithm": "dapo", "clip_high": 0.3, "kl_coef": 0.01}
+    found = resolve("r_search", 1, False, given)
+    assert (found.clip_high, found.kl_coef, found.clip_low) == (0.3, 0.01, 0.2)
 
 
 # ----------------------------------------------------------------------- flags of earlier versions
@@ -206,6 +279,13 @@ BAD += """
 --data q --model m --retriever dense --encoder e5  --data needs --corpus
 --reward r1_searcher_stage1      --reward r1_searcher_stage1 and --protocol ur2 do not go together
 --recipe when_to_search --max_searches 7  --beta 0.3 times --max_searches 7 is 2.1: it must stay
+--recipe arena --retriever dense --encoder e  --retriever: --protocol arena searches nothing
+--recipe r_search --answer_metric em  --answer_metric: --reward r_search does not read it
+--recipe r_search --max_resample 2  --max_resample: only --algorithm dapo reads it
+--recipe ur2 --kl_estimator k3   --kl_estimator: with --kl_coef 0 there is no KL
+--algorithm dapo --loss_aggregation sequence  --loss_aggregation: dapo weighs every token alike
+--algorithm dapo --filter_by answer  --reward ur2_stage1 has no answer term: correct, or total
+--recipe when_to_search --variant without_r_a --filter_by answer  has no answer term
 --in_8bit all                    --in_8bit
 --in_8bit base --lora_rank 4     --in_8bit is for models from --model
 --summarizer extractiv           the model itself (did you mean extractive?)
@@ -230,11 +310,11 @@ def test_a_bad_value_is_one_clear_line_before_anything_is_loaded(line, monkeypat
     "words",
     [
         "--recipe when_to_search --beta 0.4 --max_searches 4",  # 0.4 · 4 = 1.6: below 2
-        "--beta 1",  # no other reward has the price
+        "--recipe when_to_search --variant unified --max_searches 7",  # its own price is another
         "--group_size 1 --algorithm reinforce_pp",
         "--in_8bit base --model m --lora_rank 4",
         "--in_8bit base --start_from m --lora_rank 4",
-        "--in_8bit others --judge m",  # also in the built-in world
+        "--stage 2 --in_8bit others --judge m",  # also in the built-in world
         "--in_8bit reference,others --model m --kl_coef 0.1",
         "--data q --model m --retriever oracle",  # nothing of ours is searched: no corpus
         "--data q --model m --retriever http --retriever_url http://x",

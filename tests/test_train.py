@@ -152,10 +152,12 @@ def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(built, tmp_p
 
 
 def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right(scripted):
-    # When to Search's stage 2: right without a search earns 1, right after one 0.7.
-    for by, kept in (("correct", []), ("answer", [0, 1])):
+    # When to Search's stage 2: right without a search earns 1, right after one 0.7. In the whole
+    # reward the second group differs, too, by its format.
+    terms = [{"answer": a, "format": f} for a, f in ((1.0, 1.0), (0.7, 1.0), (1.0, 1.0), (1.0, -1))]
+    for by, kept in (("correct", []), ("answer", [0, 1]), ("total", [0, 1, 2, 3])):
         parts = scripted([[ALL, ALL]], filter_by=by)
-        parts.scorer = marks(lambda _: ([{"answer": r} for r in (1.0, 0.7, 1.0, 1.0)], [True] * 4))
+        parts.scorer = marks(lambda _: (terms, [True] * 4))
         assert collect(parts, 0).kept == kept
 
 
@@ -443,7 +445,8 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypa
     # Uneven: 8 trajectories in updates of 3, 3 and 2; then one of a single row.
     monkeypatch.setattr(update_file, "MAX_GRAD_NORM", 1e9)
     more = "--tokens_per_micro_batch 10 --trajectories_per_update 3 --questions_per_step 4"
-    settings = settings_for(model, tmp_path, f"{more} --max_resample 1 --algorithm {algorithm}")
+    more += " --max_resample 1" if algorithm == "dapo" else ""
+    settings = settings_for(model, tmp_path, f"{more} --algorithm {algorithm}")
     batch = unequal_batch(settings)
     take_step(settings, batch, tmp_path / "one.pt")
     in_two_processes(take_step, settings, batch, tmp_path / "two.pt")

@@ -57,6 +57,11 @@ def test_the_running_mean_is_over_the_last_values_only():
     assert view.smooth([0, 1, 2], 2) == [0, 0.5, 1.5]  # 0; (0 + 1) / 2; (1 + 2) / 2
 
 
+def test_a_run_with_a_reference_has_a_panel_of_the_kl_by_each_estimator():
+    (kl,) = view.filled_panels([{"x": 0, "k2": 0.2, "k3": 0.3}]).values()
+    assert kl == {"k2": ([0], [0.2]), "k3": ([0], [0.3])}
+
+
 def test_a_panel_without_numbers_is_not_drawn():
     plain = [{"x": 0, "reward": 1.0, "grad_norm": 0.5}]
     assert list(view.filled_panels(plain)) == ["reward", "can it learn?"]

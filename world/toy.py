@@ -63,7 +63,6 @@ class Tiny:
     """
 
     end: str  # how a trace comes to its answer; {evidence} found, or the thought; {citation}
-    end_at_once: str = ""  # where nothing was searched for; "" = as ever
     opening: str = ""  # before the first search; {asked} is " how many" where no relation is
     between: str = "{note}"  # before every other search: the thought about the one before
     no_note: str = ""  # {note} where nothing to the point was found
@@ -421,10 +420,9 @@ class TraceWriter:
         """The end of a trace; found=None: nothing was searched for."""
         asked = f" {task.relation}" if task.relation else ""
         thought = f"{asked} {answer}" if asked else ""
-        template = (self.tiny.end_at_once if found is None else "") or self.tiny.end
         evidence = self.evidence(task, found or []) or thought
         fields = {"answer": answer, "asked": asked, "thought": thought, "evidence": evidence}
-        return [(template.format(**fields), "model")]
+        return [(self.tiny.end.format(**fields), "model")]
 
     def evidence(self, task: Task, found: Sequence[Hop]) -> str:
         """The sentences that were found; in some the answer's fact is replaced."""
