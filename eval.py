@@ -36,7 +36,7 @@ from data import Question, load_datasets
 from formats.records import append_jsonl
 from metrics import summary_scores
 from papers import paper_of, record_of
-from plumbing import resume
+from plumbing import resume, score
 from plumbing.build import (
     as_asked,
     build_environment,
@@ -44,9 +44,11 @@ from plumbing.build import (
     build_search,
     built_in_kinds,
     built_in_world,
+    drawn,
     load_model,
     passages,
     play_of,
+    with_retrieved,
 )
 from plumbing.files import (
     check_instructions,
@@ -55,7 +57,6 @@ from plumbing.files import (
     saved_settings,
     stage_folder,
 )
-from plumbing.score import answer_scores, ask_others, build_judge, build_reader
 from policy import best_device, check_model_path, weights_version
 from prompts import PROTOCOLS
 from rewards import arena_scores, evidence_support, needs
@@ -82,8 +83,10 @@ class Options:
     """What an evaluation is asked beside the settings of a run."""
 
     split: str = setting("test", "of the built-in world", one_of=("train", "dev", "test"))
-    questions: int = setting(100, "per kind in the built-in world; of a file, 0 = all", least=0)
+    questions: int = setting(100, "per kind, or drawn with the seed from a file; 0 = all", least=0)
     samples: int = setting(1, "trajectories per question", least=1)
+    first: bool = setting(False, "of a file the first --questions, not drawn ones")
+    references: str = setting("given", "where ARENA's come from", one_of=("given", "retrieved"))
     fact_seed: int | None = setting(None, "redraw every fact of the built-in world")
     decoding: str = setting(
         "greedy",
@@ -105,10 +108,9 @@ def grade(trajectory: Trajectory) -> dict[str, float]:
     if question.task == "summary":
         numbers = summary_scores(trajectory.answer, question.answers)
     else:
-        numbers = answer_scores(trajectory)
+        numbers = score.answer_scores(trajectory)
     if protocol.query_tags:
-        numbers["searched"] = float(bool(searches))
-        numbers["searches"] = float(len(searches))
+        numbers |= score.search_numbers(trajectory)
         numbers["fallbacks"] = float(sum(search.fallback for search in searches))
     numbers["format"] = float(paper_of(protocol.name).good_format(trajectory))
     if protocol.evidence_tags:
@@ -117,6 +119,8 @@ def grade(trajectory: Trajectory) -> dict[str, float]:
             numbers["support"] = evidence_support(trajectory)
     if protocol.references_in_prompt and question.supporting:
         numbers |= arena_scores(trajectory)
+        if "em" in numbers:  # ARENA Table 13
+            numbers["all_correct"] = numbers["em"] * numbers["exact_set"]
     return numbers
 
 
@@ -142,6 +146,8 @@ def prediction_record(trajectory: Trajectory, sample: int) -> dict:
     }
     if question.options:
         record["options"] = list(question.options)
+    if question.supporting:
+        record["hops"] = len(question.supporting)
     if protocol.evidence_tags:
         record["evidence"] = trajectory.evidence
     return record
@@ -157,13 +163,14 @@ class Evaluation:
         self.datasets, self.documents = material(settings, options)
         self.questions = [q for questions in self.datasets.values() for q in questions]
         self.dataset_of = {q.id: name for name, some in self.datasets.items() for q in some}
+        self.tokenizer = None  # until the policy is loaded
 
     def run(self) -> list[dict]:
         """Prediction records of the model's rollouts."""
         settings, device = self.settings, best_device()
         search = build_search(settings, self.documents, device)
-        policy, tokenizer = load_model(settings, settings.model, device, frozen=True)
-        environment = build_environment(settings, tokenizer, search)
+        policy, self.tokenizer = load_model(settings, settings.model, device, frozen=True)
+        environment = build_environment(settings, self.tokenizer, search)
         check_prompts(self.questions, environment, policy)
         self.say_what()
 
@@ -202,20 +209,23 @@ class Evaluation:
 
     def record(self, trajectory: Trajectory, row: int) -> dict:
         record = prediction_record(trajectory, row % self.options.samples)
+        if self.tokenizer:
+            record["metrics"] |= score.token_numbers(trajectory, self.tokenizer)
         if len(self.datasets) > 1:
             record["dataset"] = self.dataset_of[record["id"]]
         return record
 
     def say_what(self) -> None:
         settings, options = self.settings, self.options
-        model, names = settings.model or "the built-in model, before RL", ", ".join(self.datasets)
-        first, searching = "", ""
+        model = settings.model or "the built-in model, before RL"
+        names, some, searching = ", ".join(self.datasets), "", ""
         if settings.data and options.questions:
-            first = f" (the first {options.questions} of each: --questions 0 takes all)"
+            some = "the first" if options.first else f"drawn with seed {settings.seed},"
+            some = f" ({some} {options.questions} of each: --questions 0 takes all)"
         if PROTOCOLS[settings.protocol].query_tags:
             searching = f", retriever {settings.retriever}"
         how = f"{options.samples} sample(s) each, temperature {settings.temperature:g}"
-        print(f"{model}: {len(self.questions)} questions of {names}{first}, {how}{searching}")
+        print(f"{model}: {len(self.questions)} questions of {names}{some}, {how}{searching}")
 
     def made_with(self, version: str) -> dict:
         """What the predictions hang on: settings, weights, questions and passages."""
@@ -248,18 +258,23 @@ def search_faults(records: list[dict]) -> list[str]:
 
 def material(settings: Settings, options: Options) -> tuple[dict[str, list[Question]], list]:
     """(questions by data set, passages)."""
-    count = options.questions or None
+    count = options.questions
     if settings.data:
         datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
         documents = passages(settings, [q for some in datasets.values() for q in some])
-        datasets = {name: some[:count] for name, some in datasets.items()}
+        for name, some in datasets.items():
+            datasets[name] = some[:count] if options.first else drawn(some, count, settings.seed)
     else:
         world = built_in_world(settings, options.fact_seed)
         kinds = built_in_kinds(settings)
-        some = [q for kind in kinds for q in world.questions(options.split, kind, count)]
+        some = [q for kind in kinds for q in world.questions(options.split, kind, count or None)]
         documents = passages(settings, some) if settings.corpus else world.documents
         datasets = {"the built-in world": some}
-    return {name: as_asked(some, settings) for name, some in datasets.items()}, documents
+    for name, some in datasets.items():
+        if options.references == "retrieved":
+            some = with_retrieved(some, documents, settings)
+        datasets[name] = as_asked(some, settings)
+    return datasets, documents
 
 
 # ---------------------------------------------------------------------------------- whose settings?
@@ -328,6 +343,8 @@ def parse(arguments: list[str]) -> tuple[Settings, Options]:
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
         why = f"which protocol {settings.protocol} does not have: leave it out"
         raise InputError(f"--reader answers from evidence boxes, {why}")
+    if options.first and not (settings.data and options.questions):
+        raise InputError("--first takes the first --questions of --data: leave it out")
     return settings, options
 
 
@@ -360,8 +377,8 @@ def run(settings: Settings, options: Options) -> None:
         options.against, settings.data, settings.skip_bad, options.punctuation, seed=settings.seed
     )
     # Before the work: are they there at all?
-    reader = build_reader(settings, best_device()) if settings.reader else None
-    judge = build_judge(settings, best_device())
+    reader = score.build_reader(settings, best_device()) if settings.reader else None
+    judge = score.build_judge(settings, best_device())
     evaluation = Evaluation(settings, options)
     out = evaluation.out
     try:
@@ -370,7 +387,7 @@ def run(settings: Settings, options: Options) -> None:
             records = [scored(record, options.punctuation) for record in records]
         if reader or judge:
             print(f"all predictions are there: --predictions {out} asks again about them")
-            records = ask_others(records, reader, judge)
+            records = score.ask_others(records, reader, judge)
             resume.write_records(out, records)
     except KeyboardInterrupt:
         kept = f"what was finished is in {out}; the same command goes on"

@@ -46,6 +46,8 @@ class RunSettings:
     resume: bool = setting(False, "go on from this run's last checkpoint", only="train")
     save_every: int = setting(10, "steps; the last one always saves", least=1, only="train")
     keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0, only="train")
+    eval_every: int = setting(0, "steps between greedy evaluations; 0: none", least=0, only="train")
+    eval_questions: int = setting(100, "held out of --data, or per kind", least=1, only="train")
     seed: int = setting(0, "of questions and sampling", least=0, most=2**31 - 1)
     world_seed: int = setting(0, "of the built-in world and its models")
 
@@ -181,6 +183,10 @@ def _check_training(settings: Settings) -> None:
     if settings.group_size == 1 and settings.algorithm not in ("reinforce_pp", "ppo"):
         why = "compares the trajectories of one question; it needs at least 2"
         raise InputError(f"--group_size 1: {settings.algorithm} {why}")
+    if (every := settings.eval_every) > settings.steps:
+        raise InputError(f"--eval_every {every}: the run has {settings.steps} steps: give fewer")
+    if settings.eval_questions != RunSettings.eval_questions and not every:
+        raise InputError("--eval_questions are held out for --eval_every N: give both, or none")
     _check_8bit(settings)
     check_reward(settings)
     asks = settings.algorithm == "dapo" and settings.filter_by == "answer"

@@ -15,10 +15,11 @@ Files of a run, under runs/NAME/stageN: settings.json, metrics.jsonl (a line per
 checkpoint-NNNNNN. Ctrl-C is safe at any moment.
 """
 
+import copy
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -30,8 +31,8 @@ import ppo
 from errors import run_main
 from plumbing import checkpoint
 from plumbing.build import build_parts, make_accelerator
-from plumbing.files import Run, checkpoints, stage_folder
-from plumbing.score import answer_scores
+from plumbing.files import Run, best_checkpoint, checkpoints, stage_folder
+from plumbing.score import answer_scores, search_numbers
 from policy import Batch, collate, evaluating, lr_factor
 from rollout import rollout
 from settings import Settings, parse, shown_settings
@@ -80,6 +81,7 @@ def train(settings: Settings) -> Path:
                 results.append(result)
             record |= merged(results, mean) | foresight(batch)
         record["update_seconds"] = time.perf_counter() - start
+        record |= evaluate(parts, step)
         run.log(record, sampled)
         if run.saves(step):
             checkpoint.save(run, parts, step + 1)
@@ -111,17 +113,37 @@ def collect(parts: Parts, step: int) -> Sampled:
 
 
 def roll_out(parts: Parts, step: int, draw: int) -> list[Trajectory]:
-    """This process samples its share of the questions; all get all trajectories, group by group."""
-    rank, world = parts.accelerator.process_index, parts.accelerator.num_processes
+    """The trajectories of a draw, group by group."""
     questions = parts.stream.take(step, draw)
+    seed = parts.settings.seed * 1_000_003 + parts.accelerator.process_index
+    seed += (step * parts.stream.attempts + draw) * 1_009
+    return shared_rollout(parts, parts.environment, questions, seed)
+
+
+def shared_rollout(parts: Parts, environment, questions: list, seed: int) -> list[Trajectory]:
+    """This process samples its share of the questions; all get all trajectories."""
+    rank = parts.accelerator.process_index
+    world = parts.accelerator.num_processes
     first = len(questions) * rank // world
     end = len(questions) * (rank + 1) // world
-    seed = parts.settings.seed * 1_000_003 + rank
-    seed += (step * parts.stream.attempts + draw) * 1_009
     with evaluating(parts.policy), parts.sampler() as policy:
-        mine = questions[first:end]
-        sampled = rollout(policy, parts.environment, mine, seed, parts.play)
+        sampled = rollout(policy, environment, questions[first:end], seed, parts.play)
     return gather_object(sampled)
+
+
+def evaluate(parts: Parts, step: int) -> Record:
+    """Every --eval_every steps: greedy answers to the held-out questions. Their checkpoint is saved
+    (When to Search, training details), and the best one kept. Training draws what it would have
+    drawn.
+    """
+    every = parts.settings.eval_every
+    if not every or (step + 1) % every:
+        return {}
+    greedy = copy.copy(parts.environment)
+    greedy.settings = replace(parts.settings, temperature=0.0, group_size=1)
+    trajectories = shared_rollout(parts, greedy, parts.held_out, 0)
+    found = merged([numbers_of(t) for t in trajectories], mean)
+    return {f"eval/{name}": number for name, number in found.items()}
 
 
 def judged(parts: Parts, trajectories: list[Trajectory], step: int) -> tuple[list, list]:
@@ -280,10 +302,8 @@ def measure(parts: Parts, sampled: Sampled) -> Record:
 def numbers_of(t: Trajectory) -> Record:
     """How one trajectory searched and ended."""
     return {
-        "em": answer_scores(t)["em"],
-        "searched": bool(t.searches),
-        "searches": len(t.searches),
-        "refused": len(t.refusals),
+        **answer_scores(t),
+        **search_numbers(t),
         "answered": t.answer is not None,
         "cut_off": t.stop_reason in ("length", "refused"),
         "model_tokens": sum(t.response_mask),
@@ -311,8 +331,8 @@ def main(arguments: list[str] | None = None) -> None:
         last = f"last checkpoint: {found[-1]} (go on with --resume)" if found else "no checkpoint"
         say(f"\ninterrupted; {last}")
         sys.exit(130)
-    last = checkpoints(folder)[-1]
-    say(f"done: {folder} (python eval.py --model {last})")
+    best = best_checkpoint(folder)
+    say(f"done: {folder} (python eval.py --model {best})")
 
 
 if __name__ == "__main__":

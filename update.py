@@ -62,6 +62,7 @@ class Parts:
     critic_model: torch.nn.Module | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
     stream: Any = None  # a QuestionStream
+    held_out: Any = ()  # questions that are evaluated while training
     environment: Any = None
     play: Any = None  # what a rollout plays with: slots, or turns of `generate`
     sampler: Any = None  # a context in which the policy is ready to sample
@@ -97,8 +98,7 @@ def shares(parts: Parts, batch: Batch) -> list[torch.Tensor]:
 
 def update(parts: Parts, batch: Batch) -> Record:
     """One optimizer step of the policy on these rows, and with PPO one of the critic."""
-    settings = parts.settings
-    algorithm = ALGORITHMS[settings.algorithm]
+    settings, algorithm = parts.settings, ALGORITHMS[parts.settings.algorithm]
     batch.token_weights = algorithm.compute_token_weights(batch, settings)  # [B, T]
 
     def loss_of(micro: Batch):

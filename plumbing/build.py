@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import os
+import random
 from datetime import timedelta
 
 import torch
@@ -40,6 +41,48 @@ def training_questions(settings: Settings) -> list[Question]:
         world = built_in_world(settings)
         questions = [q for kind in built_in_kinds(settings) for q in world.questions("train", kind)]
     return as_asked(questions, settings)
+
+
+def drawn(questions: list[Question], count: int, seed: int) -> list[Question]:
+    """So many of them by lot, in their order; 0, or more than there are: all."""
+    if not 0 < count < len(questions):
+        return questions
+    lot = random.Random(f"{count} questions {seed}")
+    return [questions[i] for i in sorted(lot.sample(range(len(questions)), count))]
+
+
+def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]:
+    """(questions to train on, those of --eval_every): of --data by lot, else of another split."""
+    if not settings.eval_every:
+        return questions, []
+    count, kinds = settings.eval_questions, built_in_kinds(settings)
+    if not settings.data:
+        world = built_in_world(settings)
+        held_out = [q for kind in kinds for q in world.questions("dev", kind, count)]
+        return questions, as_asked(held_out, settings)
+    if count >= len(questions):
+        raise InputError(f"--eval_questions {count}: of {len(questions)} in --data: give less")
+    held_out = drawn(questions, count, settings.seed)
+    ids = {question.id for question in held_out}
+    return [question for question in questions if question.id not in ids], held_out
+
+
+def with_retrieved(questions: list, documents: list[Document], settings: Settings) -> list:
+    """Each with what a search for it finds in place of its own references (ARENA Figure 2); which
+    of them are gold is not known.
+    """
+    protocol, told = PROTOCOLS[settings.protocol], []
+    if not protocol.references_in_prompt:
+        raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
+    retriever = make_retriever(documents, settings, settings.seed, settings.timeout)
+    given = [questions] if getattr(retriever, "needs_questions", False) else []  # the oracle
+    asked, k = [question.question for question in questions], settings.documents_per_search
+    for question, found in zip(questions, retriever.search(asked, k, *given), strict=True):
+        if found is None:
+            raise InputError("--references retrieved: a search failed: try the same command again")
+        own = tuple(found) or (Document("", "", protocol.empty_text),)
+        told.append(dataclasses.replace(question, references=own, supporting=()))
+    return told
 
 
 def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
@@ -154,7 +197,8 @@ def build_parts(settings: Settings) -> Parts:
     questions = check_questions(training_questions(settings), settings)
     check_shares(settings, accelerator.num_processes)
     draws = 1 + settings.max_resample if settings.algorithm == "dapo" else 1
-    stream = QuestionStream(questions, settings, draws)
+    trained_on, held_out = hold_out(questions, settings)
+    stream = QuestionStream(trained_on, settings, draws)
     documents, device = passages(settings, questions), accelerator.device
     accelerator.print(said)
     # Not under the barrier below: vectors of a large corpus take hours.
@@ -166,12 +210,13 @@ def build_parts(settings: Settings) -> Parts:
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
         scorer = Scorer(settings, documents, device) if accelerator.is_main_process else None
     environment = build_environment(settings, tokenizer, search)
-    check_prompts(questions, environment, policy)
+    check_prompts([*trained_on, *held_out], environment, policy)
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or not settings.mask_documents
     parts = Parts(settings, accelerator, policy, policy, None, recompute)
     parts.reference = load_reference(settings, device)
     parts.stream, parts.environment, parts.scorer = stream, environment, scorer
+    parts.held_out = held_out
     parts.play, parts.sampler = play_of(settings), lambda: to_sample_with(policy, copies)
     if settings.algorithm == "ppo":  # also in stage 2 a new one: another reward has other values
         parts.critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))

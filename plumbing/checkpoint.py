@@ -4,12 +4,11 @@ trainer.pt   step, the optimizer's moments; with LoRA what was learned; with PPO
 """
 
 import dataclasses
-import shutil
 
 import torch
 
 from errors import InputError
-from plumbing.files import Run, checkpoints, saved_settings, settings_text, starting_model
+from plumbing.files import Run, prune, saved_settings, settings_text, starting_model
 from policy import save_policy
 from scale.lora import load_lora, lora_state
 from scale.shards import in_parts, load_moments, load_weights, whole_moments, whole_weights
@@ -31,9 +30,7 @@ def save(run: Run, parts: Parts, step: int) -> None:
         return
     text, tokenizer = settings_text(run.settings), parts.environment.tokenizer
     save_policy(parts.policy, tokenizer, path, state, text, weights)
-    keep = run.settings.keep_checkpoints
-    for old in checkpoints(run.folder)[:-keep] if keep else []:
-        shutil.rmtree(old)
+    prune(run.folder, run.settings.keep_checkpoints)
 
 
 def resume(run: Run, parts: Parts) -> int:

@@ -6,6 +6,7 @@ Ctrl-C is safe at any moment: a line of metrics is written whole, a checkpoint a
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,23 @@ def stage_folder(settings: Settings, stage: int | None = None) -> Path:
 def checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first. Half-written ones end in .partial."""
     return sorted(folder.glob("checkpoint-*[0-9]"))
+
+
+def best_checkpoint(folder: Path) -> Path:
+    """The first with the best held-out answers; without --eval_every the last."""
+    rows = finished_records(folder / "metrics.jsonl", cut=False)
+    scores = {row["step"] + 1: row["eval/em"] for row in rows if "eval/em" in row}
+    if not scores:
+        return checkpoints(folder)[-1]
+    return folder / f"checkpoint-{max(scores, key=scores.get):06d}"
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Only the last ones stay, and the best; 0 keeps all."""
+    best = best_checkpoint(folder)
+    for old in checkpoints(folder)[:-keep] if keep else []:
+        if old != best:
+            shutil.rmtree(old)
 
 
 def starting_model(settings: Settings) -> tuple[str, str]:
@@ -153,7 +171,8 @@ class Run:
         return [f"hint: for {PATIENCE} steps {cause} (samples.txt shows some)" for cause in due]
 
     def saves(self, step: int) -> bool:
-        return step + 1 == self.settings.steps or (step + 1) % self.settings.save_every == 0
+        done, s = step + 1, self.settings
+        return 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
 
     def check_finite(
         self, result: dict, step: int, part: Batch, trajectories: list[Trajectory]
@@ -176,7 +195,9 @@ class Run:
 
 
 PATIENCE = 3  # steps in a row
-SHOWN = "reward em searched searches fallbacks model_tokens frac_reward_zero_std grad_norm".split()
+SHOWN = """
+reward em eval/em searched searches fallbacks model_tokens frac_reward_zero_std grad_norm
+""".split()
 
 
 def causes(r: dict, s: Settings) -> Iterator[str]:

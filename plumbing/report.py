@@ -21,8 +21,9 @@ from errors import InputError
 from world.world import KINDS
 
 COLUMNS = """
-em f1 cem rouge1 rouge2 rougeL rouge judged reader_em reader_f1 searched searches fallbacks format
-evidence support relevance exact_set set_f1
+em f1 cem rouge1 rouge2 rougeL rouge judged reader_em reader_f1 searched searches successful queries
+refused repeated fallbacks format evidence support relevance exact_set set_f1 all_correct written
+retrieved shown compression
 """.split()
 DRAWS, FLIPS = 1000, 10_000
 MEAN_OF_DATASETS = "mean of datasets"  # each counts the same; in "all" each question does
@@ -73,8 +74,17 @@ def summarise(records: list[dict]) -> Summary:
     return cells(records, question_means(records), interval)
 
 
-def compare(records: list[dict], others: list[dict]) -> Summary:
-    """The same rows over the questions of both runs; a cell is what `paired` gives."""
+def four_ways(groups: list[np.ndarray]) -> dict:
+    """Two runs: how many questions are right in both, in one of them, in none (When to Search
+    Figure 4: with and without retrieval). A question is right if half of its samples are.
+    """
+    here, there = np.concatenate(groups).T >= 0.5  # [questions] each
+    ways = {"both": here & there, "only this": here & ~there, "only other": there & ~here}
+    return {name: int(way.sum()) for name, way in (ways | {"neither": ~here & ~there}).items()}
+
+
+def compare(records: list[dict], others: list[dict], cell: Callable = paired) -> Summary:
+    """The same rows over the questions of both runs; a cell is what `cell` gives."""
     here, there, pairs = question_means(records), question_means(others), matched(records, others)
     if not pairs:
         raise InputError("the two runs have no question in common: there is nothing to compare")
@@ -83,7 +93,7 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
         a, b = here[left], there[right]
         b = {f"reader_{c}": b[c] for c in b} | b  # a reader is compared with its own RAG
         both[left] = {column: (a[column], b[column]) for column in a if column in b}
-    summary = cells([record for record in records if record["id"] in both], both, paired)
+    summary = cells([record for record in records if record["id"] in both], both, cell)
     left_out = {"only_here": len(here) - len(pairs), "only_there": len(there) - len(pairs)}
     return summary | {"all": summary["all"] | left_out}
 
@@ -121,7 +131,7 @@ def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summ
     rows = defaultdict(dict)
     for record in records:
         row = record.get("dataset" if several else "kind") or "-"
-        if row in ("all", MEAN_OF_DATASETS, "comparison"):
+        if row in ("all", MEAN_OF_DATASETS, "comparison", "right", "hops"):
             row += " (file)"  # all.jsonl would be taken for the total
         rows[row][record["id"]] = numbers[record["id"]]
     order = sorted(rows, key=lambda row: (KINDS.index(row) if row in KINDS else 99, row))
@@ -142,14 +152,36 @@ def report(records: list[dict], others: list[dict], as_markdown: bool, json_file
     """The table of one run, and of two their comparison; also as JSON."""
     whole = summarise(records)
     print(table(whole, as_markdown))
+    if ratios := whole["all"].get("compression"):
+        means = whole["all"]["retrieved"][0] / whole["all"]["shown"][0]
+        print(f"compression: {means:.2f} as ratio of means, {ratios[0]:.2f} as mean of ratios")
+    if rows := by_hops(records):
+        whole["hops"] = summarise(rows)
+        print("\n" + table(whole["hops"], as_markdown, "hops"))
     if unread := sum(record["metrics"].get("judged", 0) is None for record in records):
         print(f"{unread} of {len(records)} verdicts are unreadable: `judged` is without them")
     if others:
         whole["comparison"] = compare(records, others)
         print("\n" + comparison_table(whole["comparison"], as_markdown))
+        ways = compare(records, others, four_ways)
+        column = "judged" if "judged" in ways["all"] else "em"
+        whole["right"] = {row: ways[row][column] for row in ways if column in ways[row]}
+        lines = [[f"{column} is 1", *row] for row in whole["right"].values()][:1]
+        lines += [[row, *map(str, found.values())] for row, found in whole["right"].items()]
+        print("\n" + written(lines, as_markdown, 1) if lines else "")
     if json_file:
         Path(json_file).parent.mkdir(parents=True, exist_ok=True)
         Path(json_file).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def by_hops(records: list[dict]) -> list[dict]:
+    """In rows by data set and number of gold references, as ARENA's Table 13."""
+    found = []
+    for record in records:
+        if "all_correct" in record["metrics"] and "hops" in record:
+            row = f"{record.get('dataset', '')} {record['hops']} hops".strip()
+            found.append(record | {"kind": row, "dataset": ""})
+    return found
 
 
 def table(summary: Summary, as_markdown: bool = False, head: str = "kind") -> str:

@@ -6,16 +6,18 @@ the first rollout.
 
 from data import Document, Question
 from errors import InputError
-from metrics import score_answer
+from metrics import score_answer, tokenize
 from other_models.judge import Judge, math_grader, verdicts_on
 from other_models.llm import LLM, LocalLLM, load_llm
 from other_models.reader import answer_from_evidence, reader_answers
 from papers import paper_of
 from plumbing.files import instructions
+from prompts import number_documents
 from retrievers.dense import Encoder
 from rewards import REWARDS, Extras, is_right, needs, tfidf_embedder
+from rollout import encode
 from settings import Settings
-from trajectory import Trajectory
+from trajectory import Search, Trajectory
 from world.toy import load_reader
 
 
@@ -24,6 +26,45 @@ def answer_scores(trajectory: Trajectory) -> dict[str, float]:
     answer, q = trajectory.answer, trajectory.question
     punctuation = paper_of(trajectory.protocol.name).punctuation
     return score_answer(answer, q.answers, q.task, q.options, punctuation)
+
+
+def search_numbers(t: Trajectory) -> dict[str, float]:
+    """`queries` that it wrote, also `refused` ones; `searches` that were run; those of them that
+    were `successful` (UR² Table 10), and `repeated`: in the words of an earlier one.
+    """
+    tags, asked = t.protocol.query_tags, [tokenize(search.query) for search in t.searches]
+    numbers = {
+        "searched": bool(asked),
+        "searches": len(asked),
+        "successful": len(successful(t)),
+        "repeated": sum(words in asked[:number] for number, words in enumerate(asked)),
+        "queries": t.model_text.count(tags[1]) if tags else 0,
+        "refused": len(t.refusals),
+    }
+    return {name: float(number) for name, number in numbers.items()}
+
+
+def successful(t: Trajectory) -> list[Search]:
+    """Those without an error or a fallback that found something."""
+    nothing = ("", t.protocol.empty_text)
+    return [s for s in t.searches if not (s.error or s.fallback or s.text in nothing)]
+
+
+def token_numbers(t: Trajectory, tokenizer) -> dict[str, float]:
+    """Tokens that it wrote; of its successful searches those of the documents, those that it read
+    in their place, and the mean of the ratios: of 10 to 5 and 90 to 10 (2 + 9) / 2 = 5.5. The ratio
+    of their means is 100 / 15 = 6.67 (UR² appendix B.6: 11,346 / 761 = 14.91).
+    """
+    numbers, ratios = {"written": float(sum(t.response_mask))}, []
+    if t.protocol.query_tags:
+        numbers |= {"retrieved": 0.0, "shown": 0.0}
+    for search in successful(t):
+        found = len(encode(tokenizer, "\n".join(number_documents(search.documents))))
+        shown = len(encode(tokenizer, search.text))
+        numbers["retrieved"] += found
+        numbers["shown"] += shown
+        ratios.append(found / shown)
+    return numbers | ({"compression": sum(ratios) / len(ratios)} if ratios else {})
 
 
 class Scorer:
@@ -124,18 +165,26 @@ def add_reader(records: list[dict], reader: LLM) -> list[dict]:
     return told
 
 
+PARTLY = 0.5  # UR² does not say: its Table 1 has odd tenths of per cents, of 500 questions
+
+
 def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
-    """The column `judged`: 1 or 0; None where the verdict could not be read, which is neither.
-    Where no reply came, what the record says already is kept.
+    """The column `judged`: 1 or 0, of mathematics also ½ (UR² appendix D.1); None where the verdict
+    could not be read. Where no reply came, what the record says already is kept.
     """
-    pairs, told = [], []
+    pairs, told, said = [], [], {}
     for r in records:
         options = tuple(r.get("options", ()))
         question = Question(r["id"], r["question"], r["golds"], r.get("task", "qa"), options)
         pairs.append((question, r["prediction"]))
-    for record, said in zip(records, judge.verdicts(pairs), strict=True):
-        judged = None if said is None else float(said)
-        if said is None and judge.silent:
+    for math, ask in ((True, judge.grades), (False, judge.verdicts)):
+        own = [i for i, (question, _) in enumerate(pairs) if (question.task == "math") == math]
+        said |= zip(own, ask([pairs[i] for i in own]), strict=True)
+    for i, record in enumerate(records):
+        judged = said[i]
+        if judged is None and judge.silent:
             judged = record["metrics"].get("judged")
+        elif judged is not None:  # `grades` says 1 for partly, and 2 for right
+            judged = PARTLY if judged == 1 and pairs[i][0].task == "math" else float(judged > 0)
         told.append(record | {"metrics": record["metrics"] | {"judged": judged}})
     return told

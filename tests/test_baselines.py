@@ -703,7 +703,7 @@ def test_a_server_is_asked_and_a_question_without_a_reply_is_left_out_and_asked_
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)  # replies are kept in runs/llm_cache
-    monkeypatch.setenv("COLUMNS", "200")  # the table is one block
+    monkeypatch.setenv("COLUMNS", "400")  # the table is one block
     data, asked = written(tmp_path / "five.jsonl"), []
 
     def answer(instruction, text):  # but to the first question about town 3 not at all

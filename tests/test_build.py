@@ -57,6 +57,23 @@ def test_what_arena_s_prompt_lacks_is_one_line_before_a_model_is_loaded(protocol
     assert build.as_asked([Question("q", "?", ["a"])], Settings())  # the others read none
 
 
+def test_held_out_questions_are_drawn_with_the_seed_and_not_trained_on():
+    questions = [Question(str(i), "?", ["a"]) for i in range(50)]
+    own = Settings(data="q", model="m", eval_every=2, eval_questions=10)
+    trained_on, held_out = build.hold_out(questions, own)
+    assert (trained_on, held_out) == build.hold_out(questions, own)
+    assert len(held_out) == 10 and {*map(id, trained_on + held_out)} == {*map(id, questions)}
+    assert build.hold_out(questions, dataclasses.replace(own, seed=1))[1] != held_out
+    assert build.hold_out(questions, dataclasses.replace(own, eval_every=0)) == (questions, [])
+    with pytest.raises(InputError, match="--eval_questions 10: of 10 in --data: give less"):
+        build.hold_out(questions[:10], own)
+    # the built-in world has a split for it; they are asked as the others are
+    world = dataclasses.replace(own, data="", retrieval=False)
+    trained_on, held_out = build.hold_out(questions, world)
+    assert trained_on == questions and len(held_out) == 50
+    assert not any(q.may_search or not q.id.startswith("dev/") for q in held_out)
+
+
 def test_a_prompt_file_replaces_the_instruction_and_nothing_else(tmp_path):
     (tmp_path / "p.txt").write_text("  Be brief.\n")
     ours = build.build_protocol(Settings(prompt_file=str(tmp_path / "p.txt")))

@@ -45,7 +45,10 @@ from trajectory import trajectory_from_text
 from world.world import KINDS, World
 
 HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"
-COLUMNS = ("em", "f1", "cem", "searched", "searches", "fallbacks", "format")  # of all that search
+ANSWER_SCORES = ("em", "f1", "cem")
+# of all that search
+COLUMNS = (*ANSWER_SCORES, "searched", "searches", "successful", "repeated", "queries", "refused")
+COLUMNS += ("fallbacks", "format")
 OPTIONS = evaluation.Options(questions=3)
 
 
@@ -71,7 +74,8 @@ def write(path, records) -> str:
 def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol):
     # Two searches, the second one a fallback; "Kelmouth, Norland" for "Norland": F1 2/3, cover-EM 1
     numbers = grade(example(protocol, "Kelmouth, Norland"))
-    assert numbers == dict(zip(COLUMNS, (0, pytest.approx(2 / 3), 1, 1, 2, 1, 1), strict=True))
+    scores = (0, pytest.approx(2 / 3), 1)
+    assert numbers == dict(zip(COLUMNS, (*scores, 1, 2, 1, 0, 2, 0, 1, 1), strict=True))
     assert grade(example(protocol, "x " * 11))["format"] == 0
     assert all(grade(example(name))["format"] == 1 for name in PROTOCOLS)
 
@@ -89,7 +93,7 @@ def r_search(body, question=None):
 
 def test_r_search_is_graded_by_its_evidence_too():
     evidence, answer = BOX.format("Ana Bell lives in Norland."), ANSWER.format("Norland")
-    expected = dict(zip(COLUMNS, (1, 1, 1, 1, 1, 0, 1), strict=True))
+    expected = dict(zip(COLUMNS, (1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 1), strict=True))
     # 5 words of evidence, of which "lives" stands in no document: 4/5
     whole = grade(r_search(SEARCHED + evidence + answer))
     assert whole == expected | {"evidence": 1, "support": 0.8}
@@ -106,12 +110,18 @@ def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
     for text, form in ((told, 1), (told + " sure", 0)):
         numbers = grade(trajectory_from_text(Question("q", "?", ["a"]), text, "when_to_search"))
         assert (numbers["format"], numbers["searches"], tuple(numbers)) == (form, 9, COLUMNS)
+        assert numbers["repeated"] == 8  # all but the first ask for "a"
 
 
 def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     # cites 1, gold is 1 and 3: some overlap 0.5; set F1 2 · 1 / (1 + 2)
     told, answer = example("arena", searches=1), {"em": 1, "f1": 1, "cem": 1, "format": 1}
-    assert grade(told) == answer | {"relevance": 0.5, "exact_set": 0, "set_f1": 2 / 3}
+    half = answer | {"relevance": 0.5, "exact_set": 0, "set_f1": 2 / 3, "all_correct": 0}
+    assert grade(told) == half
+    # All correct (Table 13): the whole set, and the answer too
+    for text, right in (("Norland", 1), ("Sudria", 0)):
+        numbers = grade(example("arena", text))
+        assert (numbers["exact_set"], numbers["all_correct"]) == (1, right)
     # without gold numbers relevance is left out, and not 0
     question = dataclasses.replace(told.question, supporting=())
     assert grade(trajectory_from_text(question, told.text, "arena")) == answer
@@ -352,6 +362,10 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path):
         ("--model m --json {runs}/file/x", "--json {runs}/file/x: cannot be written there"),
         ("--decoding both --out p.jsonl", "--out is for one"),
         ("--decoding both --temperature 1", "leave --temperature out"),
+        ("--first", "the first --questions of --data: leave it out"),
+        ("--stage 0 --references retrieved", "the prompt of ur2 has no references"),
+        ("--references both", "one of given, retrieved"),
+        ("--recipe arena --references retrieved --model m --data {runs}/q", "the corpus is empty"),
     ],
 )
 def test_bad_input_is_one_line_before_a_model_is_loaded(words, said, tmp_path, capsys, monkeypatch):
@@ -359,6 +373,9 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(words, said, tmp_path, c
     monkeypatch.setattr(evaluation, "build_search", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
+    question_file(tmp_path / "q")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
     arguments = words.format(runs=tmp_path).split()  # in an empty folder: nothing was trained
     assert said.format(runs=tmp_path) in command_line(evaluation.main, arguments, capsys)
 
@@ -401,12 +418,51 @@ def question_file(path, count=5) -> str:
     return write(path, [{"id": str(i), "question": f"{i} ?"} | found for i in range(count)])
 
 
-def test_of_a_file_the_first_questions_are_taken_and_zero_takes_all(tmp_path):
-    files = [question_file(tmp_path / name) for name in ("q.jsonl", "r.jsonl")]
-    settings = Settings(data=",".join(files), model="m", retriever="empty")
-    for count, there in ((2, 2), (0, 5)):
-        datasets, _ = material(settings, dataclasses.replace(OPTIONS, questions=count))
-        assert [q.id for q in datasets["q"]] == [f"q:{i}" for i in range(there)]
+def test_of_a_file_questions_are_drawn_with_the_seed_or_the_first_and_zero_takes_all(tmp_path):
+    files = [question_file(tmp_path / name, 50) for name in ("q.jsonl", "r.jsonl")]
+
+    def ids(seed=0, **changes):
+        settings = Settings(data=",".join(files), model="m", retriever="empty", seed=seed)
+        datasets, _ = material(settings, dataclasses.replace(OPTIONS, **changes))
+        return [int(q.id.removeprefix("q:")) for q in datasets["q"]]
+
+    drawn = ids(questions=20)
+    assert drawn == ids(questions=20) == sorted(set(drawn)) != list(range(20))
+    assert len(drawn) == 20 and ids(1, questions=20) != drawn
+    assert ids(questions=20, first=True) == list(range(20))
+    assert ids(questions=0) == ids(questions=60) == list(range(50))
+
+
+@pytest.mark.parametrize(
+    "retriever, text", [("bm25", "a city"), ("empty", "None"), ("oracle", "x")]
+)
+def test_retrieved_references_stand_in_the_place_of_the_given_ones(retriever, text, tmp_path):
+    given = {"supporting": [1], "references": [{"id": "1", "title": "t", "text": "x"}]}
+    asked = {"id": "0", "question": "ana bell", "answers": ["a"]}
+    corpus = [{"id": str(i), "title": "t", "text": "y"} for i in range(3)]
+    corpus.append({"id": "9", "title": "Ana Bell", "text": "a city"})
+    files = {"data": write(tmp_path / "q.jsonl", [asked | given])}
+    files["corpus"] = write(tmp_path / "c.jsonl", corpus)
+    settings = Settings(protocol="arena", documents_per_search=1, retriever=retriever, **files)
+    options = dataclasses.replace(OPTIONS, references="retrieved")
+    (found,) = material(settings, options)[0]["q"]
+    assert [document.text for document in found.references] == [text]
+    # which of them are gold is not known
+    assert found.supporting == () and {"relevance", "all_correct"}.isdisjoint(grade(arena(found)))
+    other = Evaluation(settings, options).made_with("v")
+    assert other != Evaluation(settings, OPTIONS).made_with("v")
+
+
+def test_a_search_for_references_that_fails_is_one_line(monkeypatch):
+    monkeypatch.setattr("retriever.EmptyRetriever.search", lambda self, queries, k: [None])
+    settings = Settings(protocol="arena", retriever="empty")
+    with pytest.raises(InputError, match="a search failed: try the same command again"):
+        build.with_retrieved([Question("q", "?", ["a"])], [], settings)
+
+
+def arena(question):
+    text = "<relevance>[1]</relevance><analysis> a </analysis>" + ANSWER.format("a")
+    return trajectory_from_text(question, text, "arena")
 
 
 def test_other_settings_weights_questions_passages_or_words_are_another_evaluation(tmp_path):
@@ -596,9 +652,14 @@ def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
     run(f"--runs {runs} --name real --questions 3 --retriever {retriever}")
     said = capsys.readouterr().out
     assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in said
-    assert f"3 questions of {data.stem} (the first 3 of each" in said
+    assert f"3 questions of {data.stem} (drawn with seed 0, 3 of each" in said
     predictions = records_in(said.splitlines()[-1].removeprefix("predictions: "))
     assert len(predictions) == 3 and any(record["searches"] for record in predictions)
+    found = [record["metrics"] for record in predictions]
+    assert all(numbers["written"] > 0 for numbers in found)
+    shown = [numbers for numbers in found if numbers["successful"]]  # at most 60 tokens of them
+    assert shown and all(0 < numbers["shown"] <= 60 < numbers["retrieved"] for numbers in shown)
+    assert {record["hops"] for record in predictions} == {2} and "compression: " in said
 
 
 CITING = """--recipe arena --questions_per_step 2 --group_size 4 --steps 2 --max_turn_tokens 40

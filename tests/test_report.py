@@ -189,7 +189,7 @@ def test_a_number_that_a_kind_does_not_have_is_a_dash(table):
 
 @pytest.mark.parametrize(
     "width, blocks",
-    [(400, [19]), (156, [7, 7, 5]), (118, [5, 5, 5, 4]), (80, [3] * 6 + [1]), (10, [1] * 19)],
+    [(600, [28]), (156, [7] * 4), (118, [5] * 5 + [3]), (80, [3] * 9 + [1]), (10, [1] * 28)],
 )
 def test_the_table_never_is_wider_than_the_screen(width, blocks, table):
     # kind and n take 7 characters, a column 20: 156 hold 7, 118 hold 5, 80 hold 3; one is always
@@ -223,6 +223,47 @@ def test_of_several_kinds_only_all_shows_what_does_not_differ():
     same, other = record("1", "a", em=1.0), [record("2", "b", em=em) for em in (1.0, 0.0)]
     lines = report.comparison_table(compare([same, other[0]], [same, other[1]])).splitlines()
     assert [line.split()[0] for line in lines[3:]] == ["b", "all"]
+
+
+def test_what_two_runs_got_right_is_in_one_of_four_categories(monkeypatch, capsys, tmp_path):
+    # Both, this one, this one, the other, neither. Of question 0 half of the samples are right.
+    monkeypatch.setenv("COLUMNS", "160")
+    marks = {"a0": (1, 1), "a1": (1, 0), "b2": (1, 0), "b3": (0, 1), "b4": (0, 0)}
+    here = [record(name[1], name[0], em=float(em)) for name, (em, _) in marks.items()]
+    there = [record(name[1], name[0], em=float(em)) for name, (_, em) in marks.items()]
+    here.append(record("0", em=0.0))
+    report.report(here, there, False, str(tmp_path / "t.json"))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[-4] == "em is 1 both only this only other neither".split()
+    assert lines[-3:] == [["a", *"1100"], ["b", *"0111"], ["all", *"1211"]]
+    ways = {"both": 1, "only this": 2, "only other": 1, "neither": 1}
+    assert json.loads((tmp_path / "t.json").read_text())["right"]["all"] == ways
+    for one in here + there:  # a judge of both goes before the metric
+        one["metrics"]["judged"] = 1.0
+    report.report(here, there, False, "")
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["all", *"5000"]
+
+
+def test_compression_is_told_as_ratio_of_means_and_as_mean_of_ratios(capsys):
+    # 10 tokens to 5 and 90 to 10: 100 / 15 = 6.67 and (2 + 9) / 2 = 5.5
+    some = [record("1", retrieved=10.0, shown=5.0, compression=2.0)]
+    some.append(record("2", retrieved=90.0, shown=10.0, compression=9.0))
+    report.report([*some, record("3", retrieved=0.0, shown=0.0)], [], False, "")
+    said = "compression: 6.67 as ratio of means, 5.50 as mean of ratios"
+    assert said in capsys.readouterr().out.splitlines()
+
+
+def test_citations_have_rows_by_data_set_and_hops(capsys, tmp_path):
+    found = []
+    for dataset, hops, right in (("2wiki", 2, 1), ("2wiki", 2, 0), ("2wiki", 4, 0), ("nq", 0, 1)):
+        one = record(f"{len(found)}", em=1.0, all_correct=float(right))
+        found.append(one | {"dataset": dataset} | ({"hops": hops} if hops else {}))
+    report.report(found, [], False, str(tmp_path / "t.json"))
+    rows = json.loads((tmp_path / "t.json").read_text())["hops"]
+    assert list(rows) == ["2wiki 2 hops", "2wiki 4 hops", "all"]
+    assert [row["all_correct"][0] for row in rows.values()] == [0.5, 0, pytest.approx(1 / 3)]
+    report.report([record("1", em=1.0) | {"hops": 2}], [], False, "")  # no citations, no rows
+    assert capsys.readouterr().out.count("2 hops") == 1
 
 
 def test_a_report_tells_of_unreadable_verdicts_and_writes_its_numbers(tmp_path, capsys):

@@ -7,10 +7,18 @@ from data import Document, Question
 from errors import InputError
 from other_models.judge import Judge
 from plumbing import score
-from plumbing.score import Scorer, add_reader, add_verdicts, answer_scores, build_reader
+from plumbing.score import (
+    Scorer,
+    add_reader,
+    add_verdicts,
+    answer_scores,
+    build_reader,
+    search_numbers,
+    token_numbers,
+)
 from rewards import example
 from settings import Settings, resolve
-from trajectory import trajectory_from_text
+from trajectory import Refusal, Search, trajectory_from_text
 
 OPTIONS = {"task": "choice", "options": ("elm", "oak")}
 
@@ -213,6 +221,36 @@ def test_an_unreadable_verdict_is_neither_right_nor_wrong_and_none_leaves_what_i
     assert (judge.asked, judge.unreadable, judge.silent) == (4, 2, 1)
     gone = Judge(Model(lambda text: None))
     assert add_verdicts(records, gone) == records and gone.silent == 4
+
+
+def test_math_has_three_verdicts_of_which_partly_is_worth_a_half():
+    words = {"1": "correct", "2": "Partially correct", "3": "wrong", "4": "yes", "5": "yes"}
+    judge = Judge(Model(lambda text: words[text.rpartition("answer: ")[2]]))
+    records = [record(name, task="math") for name in "1234"] + [record("5")]
+    judged = [r["metrics"]["judged"] for r in add_verdicts(records, judge)]
+    # "yes" is no grade; an open question has two verdicts
+    assert judged == [1, 0.5, 0, None, 1] and judge.unreadable == 1
+
+
+def test_searches_and_their_tokens_are_counted():
+    def words(text, **_):
+        return {"input_ids": text.split()}
+
+    t = example("ur2", searches=0)
+    t.append_model([7] * 4, [0.0] * 4, "<|begin_of_query|> x <|end_of_query|>")
+    t.append_environment([8] * 9, "None", "documents")
+    t.refusals = [Refusal("direct", "x")]
+    # "(1) t: w w ...": 10 words and 90, of which 5 and 10 are shown
+    found = [[Document("1", "t", "w " * count)] for count in (8, 88)]
+    t.searches = [Search("Ana Bell", found[0], "w " * 5), Search("Roth", found[1], "w " * 10)]
+    t.searches += [Search("ana bell?", found[0], "None", fallback=True), Search("z", [], "None")]
+    t.searches += [Search("x", [], "Search is unavailable.", error="down")]
+    expected = {"searched": 1, "searches": 5, "successful": 2, "repeated": 1}
+    assert search_numbers(t) == expected | {"queries": 1, "refused": 1}
+    counts = {"written": 4, "retrieved": 100, "shown": 15, "compression": 5.5}
+    assert token_numbers(t, words) == counts
+    t.searches = []
+    assert token_numbers(t, words) == {"written": 4, "retrieved": 0, "shown": 0}
 
 
 def test_a_stored_choice_question_is_judged_with_its_options():

@@ -187,7 +187,8 @@ def test_a_step_is_measured_over_all_its_trajectories(scripted):
         for name, value in zip(("em", "searched", "searches"), scores, strict=True):
             expected[f"{name}/{kind}"] = value
     # 4 trajectories of 4 sampled tokens, one with 6 inserted ones; 3 searches in 2 of them
-    expected |= {"em": 0.5, "searched": 0.5, "searches": 0.75, "refused": 0.5}
+    expected |= {"em": 0.5, "searched": 0.5, "searches": 0.75, "refused": 0.5, "repeated": 0}
+    expected |= {"f1": 0.5, "cem": 0.5, "successful": 0.25, "queries": 0}
     expected |= {"fallbacks": 1 / 3, "search_errors": 1 / 3, "answered": 0.5, "cut_off": 0.5}
     expected |= {"model_tokens": 4, "inserted_tokens": 1.5, "rollout_seconds": 3.0}
     expected |= {"documents_cut": 1 / 3}
@@ -349,7 +350,7 @@ def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample(model, tmp_p
 # ------------------------------------------------------------------------------ an interrupted run
 
 RUNS = {  # with a KL to the stage's first model, also in a run that is resumed
-    "grpo": "--algorithm grpo --kl_coef 0.05 --in_8bit reference",
+    "grpo": "--algorithm grpo --kl_coef 0.05 --in_8bit reference --eval_every 1 --eval_questions 1",
     "reinforce_pp": "--algorithm reinforce_pp --kl_coef 0.05 --kl_estimator k1 --lr_warmup 3",
     "reinforce_pp_baseline": "--optimizer adamw8bit --sampling_copy bf16",
     "dapo": "--algorithm dapo --max_resample 1 --clip_high 0.28",
@@ -377,11 +378,34 @@ def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
     assert same(*(load_file(path / "model.safetensors").values() for path in last))
     one, two = (torch.load(path / "trainer.pt") for path in last)
     torch.testing.assert_close(one, two, rtol=0, atol=0)
+    assert ("eval/em" in rows[2]) == ("eval_every" in RUNS[name])
     assert "kl_coef" not in RUNS[name] or rows[2]["k_abs"] > rows[0]["k_abs"]
     if name == "dapo":
         assert any(row["resampled"] for row in rows) and not all(row["skipped"] for row in rows)
     if name == "lora":  # one model: the reference is the same without what was learned
         assert loaded == [model, model] and all(".lora_" in key for key in one["lora"])
+
+
+def test_a_held_out_evaluation_changes_nothing_in_training(model, tmp_path):
+    rows, more = [], "--steps 2 --save_every 2 --eval_questions 1"
+    for name, every in (("a", "--eval_every 1"), ("b", "--eval_every 2")):
+        folder = train.train(settings_for(model, tmp_path / name, f"{more} {every}"))
+        rows.append(rows_of(folder))
+        assert len(checkpoints(folder)) == (2 if name == "a" else 1)  # each evaluated one is there
+    assert [["eval/em" in row for row in some] for some in rows] == [[True, True], [False, True]]
+    assert rows[0][1] == rows[1][1]
+    # greedy: the numbers are those of eval.py
+    assert {"eval/em", "eval/f1", "eval/searches", "eval/answered"} < set(rows[0][0])
+
+
+def test_the_best_checkpoint_is_kept_and_named(model, tmp_path, monkeypatch, capsys):
+    scores = [0.2, 0.6, 0.4, 0.6]
+    monkeypatch.setattr(train, "evaluate", lambda _, step: {"eval/em": scores[step]})
+    more = "--steps 4 --save_every 4 --eval_every 1 --keep_checkpoints 1"
+    train.main(flags(model, tmp_path, more))
+    folder = tmp_path / "t" / "stage1"
+    assert [path.name[-1] for path in checkpoints(folder)] == ["2", "4"]  # of equals the first
+    assert f"--model {folder}/checkpoint-000002" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("step", [0, 2])
@@ -428,10 +452,11 @@ def take_step(settings: Settings, batch: Batch, out: Path) -> None:
         parts.scorer = marks(by_place)
     sampled = collect(parts, 0)
     asked = [t.question.id for t in sampled.trajectories]
+    found = train.evaluate(parts, 0)
     parts.accelerator.wait_for_everyone()
     if parts.accelerator.is_main_process:
         kept, count = [asked[row] for row in sampled.kept], parts.accelerator.num_processes
-        torch.save((steps, scored, totals, kept, asked, count), out)
+        torch.save((steps, scored, totals, kept, asked, found, count), out)
 
 
 def by_place(trajectories):
@@ -445,14 +470,15 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypa
     # Uneven: 8 trajectories in updates of 3, 3 and 2; then one of a single row.
     monkeypatch.setattr(update_file, "MAX_GRAD_NORM", 1e9)
     more = "--tokens_per_micro_batch 10 --trajectories_per_update 3 --questions_per_step 4"
+    more += " --eval_every 1 --eval_questions 1"
     more += " --max_resample 1" if algorithm == "dapo" else ""
     settings = settings_for(model, tmp_path, f"{more} --algorithm {algorithm}")
     batch = unequal_batch(settings)
     take_step(settings, batch, tmp_path / "one.pt")
     in_two_processes(take_step, settings, batch, tmp_path / "two.pt")
     one, two = (torch.load(tmp_path / name) for name in ("one.pt", "two.pt"))
-    steps, scored, totals, kept, asked, _ = one
-    assert two[3:] == (kept, asked, 2)
+    steps, scored, totals, kept, asked, found, _ = one
+    assert two[3:] == (kept, asked, found, 2) and found["eval/queries"] > 0
     assert len(asked) > len(kept) if algorithm == "dapo" else len(asked) == len(kept) == 8
     assert max(step.abs().max() for step in steps) > 1e-3
     torch.testing.assert_close(two[0], steps, atol=1e-6, rtol=0)
