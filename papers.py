@@ -367,14 +367,27 @@ def table() -> list[list[str]]:
     return rows
 
 
+def changes() -> list[list[str]]:
+    """A row per variant and stage: the settings that its recipe has otherwise."""
+    rows = [["variant", "stage", "otherwise than its recipe"], ["---"] * 3]
+    for name, paper in PAPERS.items():
+        for variant, own in paper.variants.items():
+            for stage, its in own.stages.items():
+                usual = paper.stages.get(stage, {})
+                said = [f"{k} {its.get(k, '·')}" for k in usual | its if its.get(k) != usual.get(k)]
+                rows.append([f"{name} {variant}", str(stage), ", ".join(said) or "·"])
+    return rows
+
+
 def main() -> None:
-    """Print the table of docs/papers.md: a line per setting."""
+    """Print the tables of docs/papers.md: a line per setting, then one per variant."""
     parser = FlagParser("papers.py", description="What each paper chose, as Markdown.")
     parser.renamed = {"markdown": "leave it out, it is Markdown always"}
     parser.parse_args()
     lines = [" | ".join(column) for column in zip(*table(), strict=True)]
     lines.insert(1, " | ".join(["---"] * len(table())))
-    print(*(f"| {line} |" for line in lines), sep="\n")
+    print(*(f"| {line} |" for line in lines), "", sep="\n")
+    print(*(f"| {' | '.join(row)} |" for row in changes()), sep="\n")
 
 
 if __name__ == "__main__":

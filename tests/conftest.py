@@ -162,11 +162,12 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"], search=True) -> list[Example]:
     """Search for the first paragraph's title, read it, answer: who never saw it never searches."""
     begin, end = protocol.query_tags
+    opens, closes = protocol.answer_tags or ("\\boxed{", "}")
     examples = []
     for question in questions:
         title, text = question.references[0].title, question.references[0].text[:40]
         found = [(f"{begin} {title}{end}", True), (frame_documents(protocol, text), False)]
-        answer = (f"\\boxed{{ {question.answers[0]}}}", True)
+        answer = (f"{opens} {question.answers[0]}{closes}", True)
         prompt = build_prompt(protocol, question, tokenizer)
         pieces = [*found, answer] if search else [answer]
         examples.append(example_of(prompt, pieces, tokenizer))

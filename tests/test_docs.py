@@ -1,0 +1,80 @@
+"""docs/papers.md: every element of each paper, held against the code.
+
+A row is | element | place in the paper | here | as the paper, differs: why, or left out: why |.
+What stands between backticks under "here" is one of
+
+    file.function              exists; with " = value" it is a constant of this value
+    recipe/stage name = value  what papers.py sets, else the setting's default
+    recipe:variant/stage ...   the same of a variant
+    --flag ...                 some command has it; also in "python -m lab.file --flag"
+"""
+
+import re
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+
+from papers import PAPERS, Paper, record_of
+from settings import Settings
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+HEADER = "| element | in the paper | here | so? |"
+SECTIONS = {  # paper -> its rows; "Reward hacks" has a table of its own
+    block.splitlines()[0]: [
+        [cell.strip() for cell in line.strip("| ").split(" | ")]
+        for line in block.partition(HEADER)[2].partition("\n\n")[0].splitlines()[2:]
+    ]
+    for block in re.split(r"^## ", TEXT, flags=re.MULTILINE)
+    if HEADER in block
+}
+ROWS = [row for rows in SECTIONS.values() for row in rows]
+NAMED = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row[2])})
+SETTING = re.compile(r"(\w+)(?::(\w+))?/(\d+) (\w+)(?:\.(\w+))? = (.*)")
+SOURCES = "\n".join(p.read_text() for p in [*ROOT.glob("*.py"), *ROOT.glob("[!t]*/*.py")])
+
+
+def part(path: str):
+    """What "file.name" or "folder.file.Class.name" names; a field may have no value."""
+    owner, _, name = path.rpartition(".")
+    owner = resolve_name(owner)
+    return None if name in getattr(owner, "__dataclass_fields__", ()) else getattr(owner, name)
+
+
+def value_of(recipe: str, variant: str, stage: int, name: str, key: str):
+    """Of a setting, or of a field of the paper: ("decoding", "top_p"), ("punctuation", None)."""
+    record = record_of(recipe, variant or "", stage)
+    if name in Paper.__dataclass_fields__:
+        return getattr(record, name)[key] if key else getattr(record, name)
+    return record.stages[stage].get(name, getattr(Settings(), name))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_a_row_names_is_there_and_has_the_value_it_says(name):
+    if found := SETTING.fullmatch(name):
+        recipe, variant, stage, *names, shown = found.groups()
+        assert str(value_of(recipe, variant, int(stage), *names)) == shown
+    elif name.startswith(("--", "python ")):
+        for flag in re.findall(r"--(\w+)", name):
+            assert re.search(rf'"(--)?{flag}"|\n    {flag}: ', SOURCES)
+    else:
+        path, equals, shown = name.partition(" = ")
+        found = part(path)
+        assert not equals or str(found) == shown
+
+
+def test_every_row_is_whole_and_says_whether_it_is_as_the_paper_has_it():
+    assert set(SECTIONS) >= {"UR²", "R1-Searcher", "R-Search", "Learning When to Search", "ARENA"}
+    for row in ROWS:
+        assert len(row) == 4 and all(row), row
+        assert re.match(r"(as the paper|differs: |left out: )", row[3]), row
+        assert "`" in row[2] or not row[3].startswith("as the paper"), row
+    assert len(ROWS) >= 237  # so many elements the papers have
+
+
+def test_every_recipe_and_variant_has_a_row():
+    shown = " ".join(NAMED)
+    for recipe, paper in PAPERS.items():
+        for name in (recipe, *(f"{recipe}:{variant}" for variant in paper.variants)):
+            assert f"{name}/" in shown, f"no row of docs/papers.md names {name}/STAGE SETTING = ..."
