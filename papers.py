@@ -54,6 +54,7 @@ TINY = {
     "questions_per_step": 16,
     "trajectories_per_update": 64,
     "max_turn_tokens": 24,
+    "turn_tokens": "",
     "max_searches": 4,
     "documents_per_search": 1,
     "document_tokens": 48,
@@ -92,7 +93,10 @@ UR2 = Paper(
     },
     tiny={
         1: LOOK_UPS | {"summarizer": "extractive"},
-        2: EVERYTHING | {"summarizer": "extractive"},
+        # Four in twenty are asked without retrieval: where all may search the sign is unlearned.
+        2: EVERYTHING
+        | {"summarizer": "extractive", "questions_per_step": 20}
+        | {"mix": "one_hop=5,two_hop=5,unit=1,arithmetic=3,known=2,direct=4"},
     },
     good_format=lambda trajectory: not ur2_violations(trajectory),
     # search, read the summary (or the fallback), write \\boxed{...}
@@ -142,7 +146,7 @@ R_SEARCH = Paper(
     tiny={1: EVERYTHING | TWO_FACTS | {"lr_warmup": 0, "kl_coef": 0.0, "steps": 40}},
     good_format=r_search_format,
     # two passages a search; copy the one that counts as evidence, answer from it
-    world=Tiny("{evidence}<answer> {answer}</answer>", layout="facts", kinds=HALVES, steps=300),
+    world=Tiny("{evidence}<answer> {answer}</answer>", layout="facts", kinds=HALVES, steps=350),
     punctuation="delete",
     decoding={"temperature": 0.1, "documents_per_search": 5},  # section 4.1
 )
