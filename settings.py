@@ -97,7 +97,7 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     small = paper.tiny[stage] if tiny else {}
     if "max_turn_tokens" in given:  # for every task
         given = {"turn_tokens": ""} | given
-    if tiny and given.get("difficulty"):  # which deals by bucket, or as the questions come
+    if given.get("buckets"):  # they share out a step, in place of the tiny world's kinds
         given = {"mix": ""} | given
     return Settings(**{"recipe": recipe, "stage": stage} | paper.stages[stage] | small | given)
 

@@ -53,18 +53,14 @@ def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
     return World(settings.world_seed, fact_seed, paper_of(settings.protocol).world.layout)
 
 
-SOME = 24  # as many as there are known facts
-
-
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
-    """All of a split. If --mix names the kind "direct": some of each, also without retrieval."""
-    world, kinds = built_in_world(settings), built_in_kinds(settings)
-    questions = [q for kind in kinds for q in world.questions(split, kind)]
-    if "direct" in parse_shares(settings.mix, "--mix"):
-        some = [q for kind in kinds for q in world.questions(split, kind, SOME)]
-        direct = {"source": "direct", "may_search": False}
-        questions += [dataclasses.replace(question, **direct) for question in some]
-    return questions
+    """All of a split. Where --mix names the kind "direct" they are there without retrieval too."""
+    world = built_in_world(settings)
+    questions = [q for kind in built_in_kinds(settings) for q in world.questions(split, kind)]
+    if "direct" not in parse_shares(settings.mix, "--mix"):
+        return questions
+    direct = {"source": "direct", "may_search": False}
+    return questions + [dataclasses.replace(question, **direct) for question in questions]
 
 
 def built_in_kinds(settings: Settings) -> tuple[str, ...]:

@@ -78,6 +78,7 @@ class Tiny:
     kinds: dict[str, float] = field(default_factory=MIX.copy)
     practice: float = 0.3  # traces that only read: nonsense facts, each asked for
     direct: float = 0.2  # of the others: with the sign of the prompt without retrieval
+    refused: float = 0.2  # of these: behind a query that was refused, which no loss teaches
     guess_at_once: tuple[float, float] = (0.2, 0.5)  # look-ups of one and of two hops, unsearched
     choice_without_loss: float = 0.96  # of those that search: no loss on the token that decides to
     bad_query: float = 0.2
@@ -344,7 +345,7 @@ class TraceWriter:
             return self.cite(task)
         direct = self.rng.random() < self.tiny.direct
         if direct:
-            pieces = self.at_once(task)
+            pieces = self.refusal(task) + self.at_once(task)
         else:
             pieces = self.look_up(task) if task.guess else self.needless(task)
         # The same whether the trace then searches or not.
@@ -402,6 +403,14 @@ class TraceWriter:
         if task.guess:
             return self.end(task, task.guess)
         return self.end(replace(task, relation=""), task.answer)
+
+    def refusal(self, task: Task) -> Pieces:
+        """A query to which the environment says that there is no searching here, or nothing."""
+        if self.rng.random() >= self.tiny.refused:
+            return []
+        begin, end = self.protocol.query_tags
+        query = f"{begin} {task.hops[0].query}{end}"
+        return [(query, "given"), (self.protocol.direct_notice, "given")]
 
     def undecided(self, pieces: Pieces) -> Pieces:
         """Mostly without loss on the first token, which decides to search."""
