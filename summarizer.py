@@ -27,10 +27,8 @@ FALLBACK_TEXT = "None"  # not "", which shows the documents
 OPERATORS = "+-−*/×÷="  # also a hyphen: no name of the built-in world has one
 MAX_QUERY_WORDS = 12
 # A name stands where the built-in world's queries have one: "mayor of kelmouth", "one borg in fip".
-_OF_A_NAME = re.compile(
-    r"\b(?:of|one)\s+(?!(?:an?|the|he|she|it|they|him|her|his|its|them|their|this|that)\b)[^\W\d]",
-    re.IGNORECASE,
-)
+_NAMELESS = "a an the he him his she her it its they them their this that".replace(" ", "|")
+_OF_A_NAME = re.compile(rf"\b(?:of|one)\s+(?!(?:{_NAMELESS})\b)[^\W\d]", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,14 @@ def show_all(requests: list[SearchRequest], documents: list[list[Document]]) -> 
 
 def extract(requests: list[SearchRequest], documents: list[list[Document]]) -> list[SearchResult]:
     """The built-in world's: its passages are a sentence or two, and the best is the summary if the
-    query names it. Else "None"; a fallback is only what asks for no fact.
+    query names it; else "None", and a fallback if it asks for no fact.
     """
     results = []
     for request, found in zip(requests, documents, strict=True):
-        query, title = request.query, found[0].title if found else ""
-        lookup = is_lookup(query, title)
-        text = found[0].text if lookup and names(query, title) else FALLBACK_TEXT
-        results.append(SearchResult(found, text, not lookup))
+        title = found[0].title if found else ""
+        lookup = is_lookup(request.query, title)
+        named = lookup and names(request.query, title)
+        results.append(SearchResult(found, found[0].text if named else FALLBACK_TEXT, not lookup))
     return results
 
 
