@@ -93,10 +93,10 @@ UR2 = Paper(
     },
     tiny={
         1: LOOK_UPS | {"summarizer": "extractive"},
-        # Six of 22 are asked without retrieval: where all may search, the sign is unlearned.
+        # Eight of 24 are asked without retrieval: where all may search, the sign is unlearned.
         2: EVERYTHING
-        | {"summarizer": "extractive", "questions_per_step": 22}
-        | {"mix": "one_hop=5,two_hop=5,unit=1,arithmetic=3,known=2,direct=6"},
+        | {"summarizer": "extractive", "questions_per_step": 24}
+        | {"mix": "one_hop=5,two_hop=5,unit=1,arithmetic=3,known=2,direct=8"},
     },
     good_format=lambda trajectory: not ur2_violations(trajectory),
     # search, read the summary (or the fallback), write \\boxed{...}

@@ -54,13 +54,14 @@ def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
 
 
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
-    """All of a split. Where --mix names the kind "direct" they are there without retrieval too."""
-    world = built_in_world(settings)
-    questions = [q for kind in built_in_kinds(settings) for q in world.questions(split, kind)]
+    """All of a split. If --mix names the kind "direct": 24 of each, also without retrieval."""
+    world, kinds = built_in_world(settings), built_in_kinds(settings)
+    questions = [q for kind in kinds for q in world.questions(split, kind)]
     if "direct" not in parse_shares(settings.mix, "--mix"):
         return questions
+    some = [q for kind in kinds for q in world.questions(split, kind, 24)]  # all known facts
     direct = {"source": "direct", "may_search": False}
-    return questions + [dataclasses.replace(question, **direct) for question in questions]
+    return questions + [dataclasses.replace(question, **direct) for question in some]
 
 
 def built_in_kinds(settings: Settings) -> tuple[str, ...]:
