@@ -364,7 +364,7 @@ RUNS = {  # with a KL to the stage's first model, also in a run that is resumed
 )
 def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
     # The tiny model is hardly ever right: here every answer of an odd number of tokens is.
-    monkeypatch.setattr(scoring, "right", lambda ts, _: [len(t.response_ids) % 2 == 1 for t in ts])
+    monkeypatch.setattr(scoring, "is_right", lambda t, _: len(t.response_ids) % 2 == 1)
     loaded, load = [], build.load_model
     monkeypatch.setattr(build, "load_model", lambda *a, **b: loaded.append(a[1]) or load(*a, **b))
     more = f"--steps 3 --save_every 2 --trajectories_per_update 2 {RUNS[name]}"
