@@ -98,7 +98,14 @@ UR2 = Paper(
         1: _ur2 | {"reward": "ur2_stage1", "steps": 10, "buckets": "math:dropped=1"},
         2: _ur2 | {"reward": "ur2_stage2", "steps": 40, "task_mixing": True},
     },
-    tiny={1: LOOK_UPS | _summarised, 2: EVERYTHING | _summarised},
+    # Eight of 24 are asked without retrieval: where all may search, the sign is unlearned.
+    tiny={
+        1: LOOK_UPS | _summarised,
+        2: EVERYTHING
+        | _summarised
+        | {"questions_per_step": 24}
+        | {"mix": "one_hop=5,two_hop=5,unit=1,arithmetic=3,known=2,direct=8"},
+    },
     good_format=lambda trajectory: not ur2_violations(trajectory),
     # search, read the summary (or the fallback), write \\boxed{...}
     world=Tiny("{asked} \\boxed{{ {answer}}}<eos>", read=" \\boxed{{ {answer}}}", summarised=True),
@@ -193,7 +200,7 @@ R_SEARCH = Paper(
     tiny={1: EVERYTHING | TWO_FACTS | {"lr_warmup": 0.0, "kl_coef": 0.0, "steps": 40}},
     good_format=r_search_format,
     # two passages a search; copy the one that counts as evidence, answer from it
-    world=Tiny("{evidence}<answer> {answer}</answer>", layout="facts", kinds=HALVES, steps=300),
+    world=Tiny("{evidence}<answer> {answer}</answer>", layout="facts", kinds=HALVES, steps=350),
     punctuation="delete",
     decoding={"temperature": 0.1, "documents_per_search": 5},  # appendix A.3, section 4.3
 )

@@ -26,6 +26,9 @@ SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 FALLBACK_TEXT = "None"  # not "", which shows the documents
 OPERATORS = "+-−*/×÷="  # also a hyphen: no name of the built-in world has one
 MAX_QUERY_WORDS = 12
+# A name stands where the built-in world's queries have one: "mayor of kelmouth", "one borg in fip".
+_NAMELESS = "a an the he him his she her it its they them their this that".replace(" ", "|")
+_OF_A_NAME = re.compile(rf"\b(?:of|one)\s+(?!(?:{_NAMELESS})\b)[^\W\d]", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -47,18 +50,28 @@ def show_all(requests: list[SearchRequest], documents: list[list[Document]]) -> 
 
 
 def extract(requests: list[SearchRequest], documents: list[list[Document]]) -> list[SearchResult]:
-    """The built-in world's: its passages are a sentence or two, and the best is the summary."""
+    """The built-in world's: its passages are a sentence or two, and the best is the summary if the
+    query names it; else "None", and a fallback if it asks for no fact.
+    """
     results = []
     for request, found in zip(requests, documents, strict=True):
-        lookup = bool(found) and is_lookup(request.query, found[0].title)
-        results.append(SearchResult(found, found[0].text if lookup else FALLBACK_TEXT, not lookup))
+        title = found[0].title if found else ""
+        lookup = is_lookup(request.query, title)
+        named = lookup and names(request.query, title)
+        results.append(SearchResult(found, found[0].text if named else FALLBACK_TEXT, not lookup))
     return results
 
 
-def is_lookup(query: str, title: str) -> bool:
-    """Does it ask for a fact about `title`: no arithmetic, not long, the title named?"""
+def is_lookup(query: str, title: str = "") -> bool:
+    """Does it ask for a fact: no arithmetic, not long, `title` or somebody else named?
+
+    >>> is_lookup("country of alma lind"), is_lookup("in which country was she born")
+    (True, False)
+    """
     arithmetic = any(operator in query for operator in OPERATORS)
-    return not arithmetic and len(query.split()) <= MAX_QUERY_WORDS and names(query, title)
+    if arithmetic or len(query.split()) > MAX_QUERY_WORDS:
+        return False
+    return names(query, title) or _OF_A_NAME.search(query) is not None
 
 
 def names(query: str, title: str) -> bool:
@@ -225,7 +238,8 @@ def main() -> None:
     passages = [Document("1", "ana bell", "ana bell was born in kelmouth .")]
     question = Question("demo", "in which country was ana bell born ?", ["norland"])
     print(f"{'query':32}{'the policy reads':34}fallback")
-    for query in ("where was ana bell born", "17 + 25", "in which country was she born"):
+    born = ("where was ana bell born", "country of alma lind", "in which country was she born")
+    for query in (*born, "17 + 25"):
         (result,) = extract([SearchRequest(question, query)], [passages])
         print(f"{query:32}{result.text:34}{result.fallback}")
 

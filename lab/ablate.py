@@ -38,7 +38,7 @@ from errors import InputError, check_value, run_main, setting
 from eval import Evaluation
 from eval import parse as parse_evaluation
 from lab import interruptible, parse_flags
-from plumbing.build import build_parts, built_in_kinds, built_in_world
+from plumbing.build import build_parts, built_in_questions
 from plumbing.files import checkpoints, stage_folder
 from plumbing.report import summarise
 from plumbing.resume import write_records
@@ -282,8 +282,7 @@ def measured(checkpoint: str) -> dict[str, dict[str, float]]:
 
 def held_out_reward(settings: Settings, checkpoint: str) -> float:
     """The arm's own mean reward on held-out questions of its mix; "" is the warmed-up model."""
-    world = built_in_world(settings)
-    pool = [q for kind in built_in_kinds(settings) for q in world.questions("test", kind)]
+    pool = built_in_questions(settings, "test")
     questions = QuestionStream(pool, replace(settings, seed=0, questions_per_step=128)).take(0)
     parts = build_parts(replace(settings, start_from=checkpoint, group_size=1))
     rows = rollout(parts.policy, parts.environment, questions, settings.seed, parts.play)

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
 import ppo
-from curriculum import QuestionStream
+from curriculum import QuestionStream, parse_shares
 from data import Document, Question, corpus_from_questions, load_corpus, load_questions
 from errors import InputError
 from other_models.llm import RETRIES, frozen_in_8bit
@@ -39,8 +39,7 @@ def training_questions(settings: Settings) -> list[Question]:
     if settings.data:
         questions = load_questions(settings.data, settings.skip_bad, settings.seed)
     else:
-        world = built_in_world(settings)
-        questions = [q for kind in built_in_kinds(settings) for q in world.questions("train", kind)]
+        questions = built_in_questions(settings, "train")
     return as_asked(questions, settings)
 
 
@@ -98,6 +97,17 @@ def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
 
 def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
     return World(settings.world_seed, fact_seed, paper_of(settings.protocol).world.layout)
+
+
+def built_in_questions(settings: Settings, split: str) -> list[Question]:
+    """All of a split. If --mix names the kind "direct": 24 of each, also without retrieval."""
+    world, kinds = built_in_world(settings), built_in_kinds(settings)
+    questions = [q for kind in kinds for q in world.questions(split, kind)]
+    if "direct" not in parse_shares(settings.mix, "--mix"):
+        return questions
+    some = [q for kind in kinds for q in world.questions(split, kind, 24)]  # all known facts
+    direct = {"source": "direct", "may_search": False}
+    return questions + [dataclasses.replace(question, **direct) for question in some]
 
 
 def built_in_kinds(settings: Settings) -> tuple[str, ...]:

@@ -134,8 +134,8 @@ def llama(bpe) -> Policy:
 
 @pytest.fixture(scope="session")
 def toy_tokenizer() -> PreTrainedTokenizerFast:
-    """Word pieces; a tag is one token, and the prompt is the bare question."""
-    return make_tokenizer()
+    """Word pieces; a tag of any protocol is one token; the prompt is the question and a sign."""
+    return make_tokenizer(*PROTOCOLS.values())
 
 
 @pytest.fixture(scope="session")
@@ -176,7 +176,7 @@ def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"], search=True) -> list
 
 def save_searching_model(path, seed=0) -> str:
     """A tiny model that has seen a few traces for a moment: it searches, and is often wrong."""
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(PROTOCOLS["ur2"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = Policy(model_of("qwen2", **shape(len(tokenizer), 32, 4, 64)))

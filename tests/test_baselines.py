@@ -557,11 +557,13 @@ def test_the_tiny_model_is_asked_in_the_frames_of_its_warm_up(toy_tokenizer):
         return baselines.tiny_request(request, toy_tokenizer, PROTOCOLS[name])
 
     sum_of_two = Write(DIRECT, "what is 2 + 7 ?")
-    assert asked(sum_of_two, "ur2") == (" what is 2 + 7 ? answer :", " \\boxed{")
+    prompt = " what is 2 + 7 ? answer :<may_search>"
+    assert asked(sum_of_two, "ur2") == (prompt, " \\boxed{")
     assert asked(sum_of_two, "r1_searcher")[1] == "</think>\n\n<answer>"
     body = "ana bell has birthplace kelmouth ."
     framed = frame_documents(PROTOCOLS["ur2"], body)
-    assert asked(Write(READ, "where ?", [body]), "ur2") == (f" where ? answer :{framed}", "")
+    prompt = f" where ? answer :<may_search>{framed}"
+    assert asked(Write(READ, "where ?", [body]), "ur2") == (prompt, "")
 
 
 def test_the_tiny_models_turn_ends_before_its_thinking_is_taken_off(toy_policy, toy_tokenizer):

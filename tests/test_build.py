@@ -30,7 +30,9 @@ READ = (Document("1", "Ana", "Born in Kelmouth."),)
 def test_the_built_in_questions_of_every_stage_have_what_its_reward_reads(name, stage):
     settings = resolve(name, stage, tiny=True)
     questions = check_questions(build.training_questions(settings), settings)
-    assert {question.kind for question in questions} == set(build.built_in_kinds(settings))
+    direct = {"direct"} if "direct" in settings.mix else set()
+    assert {q.kind for q in questions} == {*build.built_in_kinds(settings), *direct}
+    assert all(q.may_search == (q.kind != "direct") for q in questions)
     assert all(question.id.startswith("train/") for question in questions)
     assert len(build.passages(settings, [])) > 100
 

@@ -5,31 +5,48 @@ Bounds are those of the project's figures, held on 40 questions a kind: looser w
 needs it.
 """
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
+from conftest import rows_of
 
 import eval as evaluation
 import train
+from curriculum import exact_counts
+from formats.records import finished_records
+from lab import difficulty
+from plumbing.build import build_parts
+from plumbing.files import checkpoints
 from plumbing.report import summarise
+from settings import parse
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def scores(tmp_path_factory):
-    """(stage, temperature, kind) -> column -> mean, on held-out entities."""
-    runs = tmp_path_factory.mktemp("runs")
-    common = f"--runs {runs} --name learned --world_seed 7 --seed 7"
-    table = {}
+def common(tmp_path_factory):
+    return f"--runs {tmp_path_factory.mktemp('runs')} --name learned --world_seed 7 --seed 7"
+
+
+@pytest.fixture(scope="module")
+def scores(common, tmp_path_factory):
+    """(stage, temperature, kind) -> column -> mean, on held-out entities. Temperature "direct": 1,
+    with the prompt without retrieval; "queries" are those that the model wrote.
+    """
+    out, table = tmp_path_factory.mktemp("out"), {}
     for stage in (0, 1, 2):
         if stage:
             train.main(f"--stage {stage} {common}".split())
-        for temperature in (0.0, 1.0):
-            asked = f"--questions 40 --split dev --temperature {temperature}"
-            more = f"{asked} --stage {stage} --out {runs}/{stage}-{temperature}.jsonl"
+        for name in (0.0, 1.0, "direct"):
+            asked = f"--temperature {name}" if name != "direct" else "--temperature 1 --retrieval=0"
+            more = f"{asked} --questions 40 --split dev --stage {stage} --out {out}/{stage}-{name}"
             records = evaluation.Evaluation(*evaluation.parse(f"{common} {more}".split())).run()
             columns = ("em", "searched", "searches")
             for kind, row in summarise(records).items():
-                table[stage, temperature, kind] = {name: row[name][0] for name in columns}
+                texts = [r["transcript"] for r in records if kind in (r["kind"], "all")]
+                queries = "".join(texts).count("<|end_of_query|>") / len(texts)
+                table[stage, name, kind] = {c: row[c][0] for c in columns} | {"queries": queries}
     return table
 
 
@@ -54,3 +71,37 @@ def test_stage_2_teaches_to_answer_and_to_leave_useless_searches(scores):
     assert scores[2, 1.0, "one_hop"]["em"] > scores[1, 1.0, "one_hop"]["em"]
     sums = scores[2, 1.0, "arithmetic"]
     assert sums["searches"] <= 0.05 and sums["em"] >= 0.75
+
+
+def test_where_it_may_not_search_it_hardly_tries_and_reckons_as_before(scores):
+    for kind in ("one_hop", "two_hop", "unit", "arithmetic", "known"):
+        assert scores[2, "direct", kind]["searches"] == 0.0
+        assert scores[2, "direct", kind]["queries"] <= 0.1
+        assert kind in ("arithmetic", "known") or scores[2, "direct", kind]["em"] <= 0.3
+    assert scores[2, "direct", "all"]["queries"] <= 0.03
+    for kind in ("arithmetic", "known"):
+        assert scores[2, "direct", kind]["em"] >= scores[0, "direct", kind]["em"] - 0.1
+
+
+def test_difficulty_decides_which_questions_may_search_from_start_to_end(scores, common, tmp_path):
+    """Measured after stage 1: before RL hardly a look-up is ever right, and nearly all are
+    dropped.
+    """
+    runs, out = Path(common.split()[1]), tmp_path / "difficulty.jsonl"
+    difficulty.main(f"{common} --stage 1 --samples 4 --out {out}".split())
+    buckets = Counter(record["bucket"] for record in finished_records(out))
+    assert sum(buckets.values()) == 1969 and min(buckets.values()) > 50 and len(buckets) == 4
+    start = checkpoints(runs / "learned" / "stage1")[-1]
+    given = f"{common} --stage 2 --name mixed --start_from {start} --steps 3 --task_mixing"
+    given = [*given.split(), "--difficulty", str(out), "--buckets", "hard=7,medium=2,easy=1"]
+    train.main(given)
+    assert len(rows_of(runs / "mixed" / "stage2")) == 3
+    settings = parse(given)
+    stream = build_parts(settings).stream
+    shares = {"hard": 7, "medium": 2, "easy": 1}
+    dealt = Counter(question.level for question in stream.take(0))
+    assert dealt == exact_counts(settings.questions_per_step, shares)
+    pool = [question for questions in stream.pools.values() for question in questions]
+    sums = [question for question in pool if question.kind == "arithmetic"]
+    assert {q.level for q in sums if not q.may_search} <= {"medium", "easy"}
+    assert 0 < sum(not q.may_search for q in pool) == sum(q.level != "hard" for q in sums)

@@ -216,7 +216,8 @@ def test_a_record_is_whole(name):
     for stage in paper.stages:
         small = resolve(name, stage, tiny=True)
         assert small.protocol == paper.protocols[0]
-        assert {part.split("=")[0] for part in small.mix.split(",")} <= set(paper.world.kinds)
+        kinds = {part.split("=")[0] for part in small.mix.split(",")}
+        assert kinds <= {*paper.world.kinds, "direct"}
     assert {paper.good_format(example(protocol)) for protocol in paper.protocols} <= {True, False}
 
 

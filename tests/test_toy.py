@@ -2,7 +2,9 @@
 reader of evidence.
 """
 
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,14 +14,14 @@ from other_models.llm import LocalLLM
 from other_models.reader import INSTRUCTION, reader_text
 from papers import paper_of
 from policy import Policy, load_policy, save_policy
-from prompts import PROTOCOLS
+from prompts import PROTOCOLS, build_prompt
 from retriever import BM25
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
 from summarizer import extract, make_search
 from trajectory import Search, Segment, Trajectory
 from world import toy
-from world.toy import TraceWriter, encode_traces, make_model, make_tokenizer
-from world.world import REFERENCES, RELATIONS, World
+from world.toy import TraceWriter, encode_traces, make_model, make_tokenizer, word_pieces
+from world.world import REFERENCES, RELATIONS, SUMS, World
 
 ALL = ("ur2", "r1_searcher", "r_search", "when_to_search", "arena")
 
@@ -31,11 +33,12 @@ def world():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return make_tokenizer()
+    return make_tokenizer(*PROTOCOLS.values())
 
 
 FLAWLESS = {
     "practice": 0.0,
+    "direct": 0.0,
     "guess_at_once": (0.0, 0.0),
     "bad_query": 0.0,
     "stop_after_first_hop": 0.0,
@@ -79,10 +82,41 @@ def test_a_name_never_seen_is_at_most_two_tokens_that_other_names_share(world, t
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_tags_and_notices_are_one_token_each(tokenizer, name):
+def test_tags_and_notices_are_one_token_each(name):
     p = PROTOCOLS[name]
-    for text in (*p.tags, p.fallback_notice, p.limit_notice, p.malformed_notice):
-        assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == 1
+    for text in (*p.tags, p.fallback_notice, *p.refusal_notices):
+        assert len(make_tokenizer(p)(text, add_special_tokens=False)["input_ids"]) == 1
+
+
+def test_a_new_protocol_moves_no_id_of_another_and_other_names_of_tags_none_at_all(monkeypatch):
+    before = {name: make_tokenizer(PROTOCOLS[name]).get_vocab() for name in ALL}
+    new = replace(PROTOCOLS["ur2"], name="new", query_tags=("<ask>", "</ask>"))
+    monkeypatch.setitem(PROTOCOLS, "new", new)
+    after = {name: make_tokenizer(PROTOCOLS[name]).get_vocab() for name in ALL}
+    assert after == before and not any("<ask>" in ids for ids in before.values())
+    renamed = make_tokenizer(PROTOCOLS["ur2_search"])  # the ablation of the tags: the same run
+    ids = [before["ur2"][tag] for tag in PROTOCOLS["ur2"].tags]
+    assert renamed.convert_tokens_to_ids(PROTOCOLS["ur2_search"].tags) == ids
+    assert "<may_search>" not in before["arena"] and len(make_tokenizer()) == len(word_pieces())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_one_token_at_the_prompt_s_end_says_whether_it_may_search(name):
+    protocol, tokenizer = PROTOCOLS[name], make_tokenizer(PROTOCOLS[name])
+    question = World(0, layout="facts").questions("test", "one_hop", 1)[0]
+    may, direct, own = (
+        build_prompt(p, replace(question, may_search=allowed), tokenizer)
+        for p, allowed in (
+            (protocol, True),
+            (protocol, False),
+            (replace(protocol, instruction="mine"), True),  # --prompt_file
+        )
+    )
+    signs = [s for s in ("<may_search>", "<direct>") if protocol.query_tags]
+    place = -2 if protocol.prompt_suffix else -1
+    ends = [tokenizer.convert_ids_to_tokens(ids[place]) for ids in (may, direct)]
+    assert ends == (signs or [" :", " :"]) and own == may
+    assert [a == b for a, b in zip(may, direct, strict=True)].count(False) == len(signs) / 2
 
 
 def test_a_number_in_a_citation_is_one_token_wherever_it_stands(tokenizer):
@@ -171,7 +205,7 @@ def test_a_trace_without_flaws_earns_all_that_its_paper_pays_for_its_form(name):
 
 
 def test_nearly_all_search_traces_of_lookups_leave_the_choice_to_search_out_of_the_loss():
-    writer = writer_of("ur2", practice=0.0, kinds={"one_hop": 1.0})
+    writer = writer_of("ur2", practice=0.0, direct=0.0, kinds={"one_hop": 1.0})
     first = [pieces[0] for _, pieces in (writer.write() for _ in range(2000))]
     searched = [kind for text, kind in first if "<|begin_of_query|>" in text]
     # 80 % of one-hop traces search (guess_at_once 0.2), 96 % of them without loss on the choice
@@ -182,7 +216,7 @@ def test_nearly_all_search_traces_of_lookups_leave_the_choice_to_search_out_of_t
 
 def test_when_to_search_thinks_the_same_whether_it_then_searches_or_not():
     kinds = {"arithmetic": 0.5, "known": 0.5}
-    writer = writer_of("when_to_search", practice=0.0, kinds=kinds, needless_search=0.5)
+    writer = writer_of("when_to_search", practice=0.0, direct=0.0, kinds=kinds, needless_search=0.5)
     thoughts = {True: set(), False: set()}
     for question, pieces in (writer.write() for _ in range(300)):
         kind = "arithmetic" if "+" in question.question else "known"
@@ -201,6 +235,39 @@ def test_facts_of_traces_are_thrown_away_but_known_people_keep_theirs(world):
         assert f"{{ {answers[question.question]}}}" in pieces[-1][0]
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_with_the_sign_for_a_direct_answer_a_trace_never_searches(world, name):
+    writer = writer_of(name, practice=0.0)
+    traces = [writer.write() for _ in range(2000)]
+    direct = [(q.question, pieces) for q, pieces in traces if not q.may_search]
+    share = 0.2 if PROTOCOLS[name].query_tags else 0.0  # Tiny.direct
+    assert len(direct) / 2000 == pytest.approx(share, abs=4 * (0.2 * 0.8 / 2000) ** 0.5)
+    right = {q.question: q.answers[0] for q in world.questions("train", "known")}
+    right |= {f"what is {a} + {b} ?": str(a + b) for a, b in SUMS}
+    for question, pieces in direct:
+        learned = "".join(text for text, kind in pieces if kind != "given")
+        assert PROTOCOLS[name].query_tags[0] not in learned
+        assert question not in right or f" {right[question]}" in pieces[-1][0]
+
+
+def test_what_a_trace_of_a_spoiled_query_shows_is_what_the_environment_shows(world):
+    found = make_search(BM25(world.documents, title_boost=4), extract, 1)
+    writer, shown = writer_of("ur2", practice=0.0, bad_query=0.5), Counter()
+    protocol = PROTOCOLS["ur2"]
+    for question, pieces in (writer.write() for _ in range(600)):
+        for (text, _), (given, kind) in pairwise(pieces):
+            if kind == "given" and f"\n{protocol.empty_text}\n" in given:
+                query = text.partition(protocol.query_tags[0])[2].partition("<|end")[0].strip()
+                if query.partition(" of ")[2] in world.facts:  # a name that chance made whole
+                    continue
+                (result,) = found([SearchRequest(question, query)])
+                assert result.text == "None"
+                assert given.endswith(protocol.fallback_notice) == result.fallback
+                shown[result.fallback, "+" in query] += 1
+    # a sum; a word alone; nobody of that name, which is no fault
+    assert len(shown) == 3 and min(shown.values()) > 20
+
+
 def test_citations_are_right_as_often_as_the_options_say_and_wrong_otherwise():
     writer = writer_of("arena", practice=0.0)
     for numbers in ([2], [1, 4]):
@@ -216,11 +283,11 @@ def test_the_right_queries_find_the_right_passages_and_arithmetic_falls_back(wor
     question = world.questions("test", "one_hop")[0]
     name = question.references[0].title
     relation = next(r for r in RELATIONS if r in question.references[0].text)
-    found, fallback, nobody = search(
-        [SearchRequest(question, q) for q in (f"{relation} of {name}", "3 + 4", f"{relation} of")]
-    )
+    asked = (f"{relation} of {name}", "3 + 4", f"{relation} of", f"{relation} of alma vogel")
+    found, *faults, nobody = search([SearchRequest(question, q) for q in asked])
     assert found.text == question.references[0].text and not found.fallback
-    assert fallback.fallback and nobody.fallback
+    assert all(fault.fallback for fault in faults)
+    assert "alma vogel" not in world.facts and (nobody.text, nobody.fallback) == ("None", False)
 
 
 def test_with_a_passage_per_fact_two_results_hold_the_fact_that_was_asked_for():
@@ -245,7 +312,8 @@ def test_a_short_warm_up_lowers_the_loss_and_is_repeatable(tokenizer):
 # --------------------------------------------------------------------------------------- the reader
 
 
-def test_the_reader_is_trained_on_the_very_prompt_that_it_is_asked_with(tokenizer):
+def test_the_reader_is_trained_on_the_very_prompt_that_it_is_asked_with():
+    tokenizer = make_tokenizer()  # it knows no tags, and no signs
     example = toy.reader_example(toy.Tasks(World(0, layout="facts"), 5), tokenizer)
     prompt = [i for i, mask in zip(example.ids, example.mask, strict=True) if not mask]
     text = tokenizer.decode(prompt).strip().removesuffix("answer :").strip()

@@ -4,7 +4,9 @@ promise.
 
 import pytest
 
+from metrics import score_answer
 from prompts import PROTOCOLS, build_prompt
+from world.toy import make_tokenizer
 from world.world import (
     CITY_HEADS,
     CITY_TAILS,
@@ -139,6 +141,9 @@ def test_a_question_s_pages_state_its_hops_and_all_of_them_support_it(world):
     for question in world.questions("test", "arithmetic"):
         a, b = (int(word) for word in question.question.split() if word.isdigit())
         assert question.answers == [str(a + b)] and question.references == question.supporting == ()
+        assert (
+            question.task == "math" and score_answer(f"{a + b}.0", [str(a + b)], "math")["f1"] == 1
+        )
 
 
 def test_where_a_fact_stands_on_a_page_says_nothing_about_which_it_is(world):
@@ -207,7 +212,7 @@ def test_every_text_of_the_world_is_made_of_known_tokens_and_decodes_back(layout
             for question in world.questions(split, kind, 40):
                 ids = build_prompt("ur2", question, toy_tokenizer)
                 assert toy_tokenizer.unk_token_id not in ids
-                assert toy_tokenizer.decode(ids) == f" {question.question} answer :"
+                assert toy_tokenizer.decode(ids) == f" {question.question} answer :<may_search>"
     for document in world.documents:
         ids = toy_tokenizer(f" {document.text}")["input_ids"]
         assert (
@@ -217,9 +222,8 @@ def test_every_text_of_the_world_is_made_of_known_tokens_and_decodes_back(layout
 
 
 @pytest.mark.parametrize("kind", ["one_hop", "two_hop"])
-def test_arena_s_prompt_is_the_question_and_four_numbered_lines_of_known_tokens(
-    facts, kind, toy_tokenizer
-):
+def test_arena_s_prompt_is_the_question_and_four_numbered_lines_of_known_tokens(facts, kind):
+    toy_tokenizer = make_tokenizer(PROTOCOLS["arena"])
     numbers = {number: toy_tokenizer(f" ({number})")["input_ids"] for number in (1, 2, 3, 4)}
     assert all(len(ids) == 1 for ids in numbers.values())
     for question in facts.questions("test", kind, 40):

@@ -7,7 +7,8 @@ purpose. What a trace looks like is a paper's own: `Tiny` is all that this file 
 
 The facts of a trace are drawn anew for each, so reading pays and remembering does not; only the
 twelve known people keep theirs (and have last names of their own, so that they can be told from
-others). All 81 sums of two digits are practised: arithmetic measures the habit of searching. The
+others). All 81 sums of two digits are practised: arithmetic measures the habit of searching. Under
+the sign for a direct answer nothing is searched for: what is not known is guessed at once. The
 reader of evidence (`load_reader`) is a second model, which sees evidence and question only.
 Left out: misspellings, prose, protocols that were trained on each other's traces.
 """
@@ -26,8 +27,9 @@ from data import Document, Question
 from other_models.reader import INSTRUCTION as READER_INSTRUCTION
 from other_models.reader import reader_text
 from policy import Policy, load_policy, save_policy
-from prompts import PROTOCOLS, Protocol, chat_text, frame_documents, number_documents, prompt_text
+from prompts import Protocol, chat_text, frame_documents, number_documents, prompt_text
 from sft import Example, SFTSettings, train_sft
+from summarizer import is_lookup
 from world.world import (
     ENTITIES,
     KNOWN_RELATIONS,
@@ -74,6 +76,8 @@ class Tiny:
     summarised: bool = False  # a search shows one text, or the fallback; else numbered passages
     kinds: dict[str, float] = field(default_factory=MIX.copy)
     practice: float = 0.3  # traces that only read: nonsense facts, each asked for
+    direct: float = 0.2  # of the others: with the sign of the prompt without retrieval
+    refused: float = 0.2  # of these: behind a query that was refused, which no loss teaches
     guess_at_once: tuple[float, float] = (0.2, 0.5)  # look-ups of one and of two hops, unsearched
     choice_without_loss: float = 0.96  # of those that search: no loss on the token that decides to
     bad_query: float = 0.2
@@ -84,7 +88,7 @@ class Tiny:
     wrong_evidence: float = 0.3  # of the others: the answer's fact is another
     right_citation: float = 0.35  # traces that cite the right set; the others another one
     no_analysis: float = 0.15
-    steps: int = 450
+    steps: int = 550
     batch_size: int = 64
     lr: float = 4e-3
     lr_warmup: int = 50
@@ -107,20 +111,16 @@ def word_pieces() -> list[str]:
     return list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *[f" {word}" for word in words], *bare]))
 
 
-def signs() -> list[str]:
-    """The tags of all protocols, then the environment's notices."""
-    tags, notices = set(), set()
-    for protocol in PROTOCOLS.values():
-        tags |= set(protocol.tags)
-        notices |= {protocol.fallback_notice, *protocol.refusal_notices}
-    return sorted(tags) + sorted(notices)
+# Whether it may search, as the tiny model is told: one of these tokens ends its prompt.
+MAY_SEARCH, DIRECT = "<may_search>", "<direct>"
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     """Word pieces that carry their leading space, so that decoding gives back the text.
 
     A known word is one token; names are head + tail (cities, companies) or first + last (people).
-    A tag is one token (real tokenizers split it, and the rollout does not care).
+    A tag or notice of `protocols` is one token (real tokenizers split it, and the rollout does not
+    care). A paper's own has no other's: what is added to one leaves the rest their ids and numbers.
     """
     # Unigram with equal scores takes the fewest pieces that cover the text. In a list a number is
     # one token wherever it stands: ", " + "4", and not "," + " 4".
@@ -130,12 +130,19 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     line_start = normalizers.Replace(Regex(r"(?<=\n)(?=[a-z0-9(])"), " ")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), line_start])
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_tokens([AddedToken(sign, normalized=False, special=False) for sign in signs()])
+    signs, direct = [], [p.direct_instruction for p in protocols if p.query_tags]
+    for p in protocols:
+        signs += [*p.tags, p.fallback_notice, *p.refusal_notices]
+    signs = list(dict.fromkeys([*signs, *([MAY_SEARCH, DIRECT] if direct else [])]))
+    tokenizer.add_tokens([AddedToken(sign, normalized=False, special=False) for sign in signs])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
-    # The tiny model knows its protocol from the warm-up: the system message is not shown to it.
-    fast.chat_template = "{{ ' ' + messages[-1]['content'].strip() + ' answer :' }}"
+    # The tiny model knows its protocol from the warm-up. Of the system message it is shown only
+    # whether that is the prompt without retrieval; with --prompt_file it may search.
+    sign = f" + ('{DIRECT}' if messages[0]['content'] in {direct} else '{MAY_SEARCH}')"
+    user = "' ' + messages[-1]['content'].strip() + ' answer :'"
+    fast.chat_template = f"{{{{ {user}{sign if direct else ''} }}}}"
     return fast
 
 
@@ -335,11 +342,15 @@ class TraceWriter:
         task = getattr(self.tasks, kind)()
         if self.protocol.references_in_prompt:
             return self.cite(task)
-        pieces = self.needless(task) if kind in ("arithmetic", "known") else self.look_up(task)
+        direct = self.rng.random() < self.tiny.direct
+        if direct:
+            pieces = self.refusal(task) + self.at_once(task)
+        else:
+            pieces = self.look_up(task) if task.guess else self.needless(task)
         # The same whether the trace then searches or not.
         opening = self.tiny.opening.format(asked=f" {task.relation or 'how many'}")
         pieces = [(opening, "model"), *pieces] if opening else pieces
-        return Question("", task.question, []), pieces
+        return Question("", task.question, [], may_search=not direct), pieces
 
     def practice(self) -> tuple[Question, Pieces]:
         """Reading alone: nonsense facts, and the word of each relation to write the value of."""
@@ -357,7 +368,7 @@ class TraceWriter:
         """Search along the hops, with the flaws of `tiny`; or end at once in a guess."""
         rng, tiny = self.rng, self.tiny
         if rng.random() < tiny.guess_at_once[len(task.hops) - 1]:
-            return self.end(task, task.guess)
+            return self.at_once(task)
         pieces, found, note, answer = [], [], None, task.answer
         for number, hop in enumerate(task.hops):
             if number and rng.random() < tiny.stop_after_first_hop:
@@ -376,15 +387,29 @@ class TraceWriter:
         return self.undecided(pieces) + self.end(task, answer, found)
 
     def needless(self, task: Task) -> Pieces:
-        """What is known or can be reckoned: answered at once, or searched for first without need.
-        At once without the thought: only a fact that is read follows its relation's word.
-        """
+        """What is known or can be reckoned: answered at once, or after a search without need."""
         if self.rng.random() >= self.tiny.needless_search:
-            return self.end(replace(task, relation=""), task.answer)
+            return self.at_once(task)
         hop = task.hops[0]
         found = [hop] if hop.found[0] else []
         pieces = self.undecided(self.search(hop.query, hop.found if found else None))
         return pieces + self.end(task, task.answer, found)
+
+    def at_once(self, task: Task) -> Pieces:
+        """A guess; or what is known, without the thought: only a fact that is read follows its
+        relation's word.
+        """
+        if task.guess:
+            return self.end(task, task.guess)
+        return self.end(replace(task, relation=""), task.answer)
+
+    def refusal(self, task: Task) -> Pieces:
+        """A query to which the environment says that there is no searching here, or nothing."""
+        if self.rng.random() >= self.tiny.refused:
+            return []
+        begin, end = self.protocol.query_tags
+        query = f"{begin} {task.hops[0].query}{end}"
+        return [(query, "given"), (self.protocol.direct_notice, "given")]
 
     def undecided(self, pieces: Pieces) -> Pieces:
         """Mostly without loss on the first token, which decides to search."""
@@ -399,7 +424,7 @@ class TraceWriter:
             found = self.tasks.other_passage()
         if found is None:
             given = frame_documents(self.protocol, self.protocol.empty_text)
-            given += self.protocol.fallback_notice
+            given += "" if is_lookup(query) else self.protocol.fallback_notice
         else:
             given = self.frame(self.tasks.with_neighbour(found))
         begin, end = self.protocol.query_tags
@@ -410,10 +435,12 @@ class TraceWriter:
         return frame_documents(self.protocol, found[0][1] if self.tiny.summarised else numbered)
 
     def spoil(self, query: str) -> str:
-        """A query that names nobody: the entity is left out, or one of its pieces is another's."""
+        """A query that asks for nothing, since the entity is left out; or for somebody that there
+        is not, since one of the name's pieces is another's.
+        """
         words = query.split()
-        if self.rng.random() < 0.5:
-            return " ".join(words[: words.index("of")]) if "of" in words else words[0]
+        if "of" not in words or self.rng.random() < 0.5:
+            return words[0]
         return " ".join([*words[:-1], self.rng.choice(LAST)])
 
     def end(self, task: Task, answer: str, found: Sequence[Hop] | None = None) -> Pieces:
@@ -538,11 +565,11 @@ def train_reader(tokenizer, world_seed: int, settings: SFTSettings = READER) -> 
     return reader
 
 
-def made_once(path: Path, make: Callable) -> tuple[Policy, PreTrainedTokenizerFast]:
+def made_once(path: Path, make: Callable, *protocols) -> tuple[Policy, PreTrainedTokenizerFast]:
     """The model at `path`; made on first use and kept there."""
     if not path.exists():
         print(f"making the built-in {path.name} (once; kept in {path})", file=sys.stderr)
-        tokenizer = make_tokenizer()
+        tokenizer = make_tokenizer(*protocols)
         save_policy(make(tokenizer), tokenizer, path)
     return load_policy(str(path))
 
@@ -557,7 +584,7 @@ def load_toy(
         warm_up(policy, tokenizer, protocol, tiny, world_seed)
         return policy
 
-    return made_once(Path(runs) / "toy" / f"{protocol.name}-world{world_seed}", make)
+    return made_once(Path(runs) / "toy" / f"{protocol.name}-world{world_seed}", make, protocol)
 
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> tuple[Policy, PreTrainedTokenizerFast]:

@@ -7,7 +7,7 @@ that the model has never seen can be copied token by token, but its facts cannot
     one_hop      where was ana bell born ?                                one search
     two_hop      who is the mayor of the city where ana bell was born ?   two searches
     unit         how many fip are 3 borg ?                                one, then a product
-    arithmetic   what is 2 + 7 ?                                          no search helps
+    arithmetic   what is 2 + 7 ?  (its task is "math")                    no search helps
     known        a one-hop question about one of twelve people whose facts the model has by heart
 
     layout "pages"   one passage per entity, with both its facts in a random order
@@ -172,7 +172,8 @@ class World:
             name = f"{split}/{kind}/{text}"
             shown, numbers = self.references(name, hops, split_asked)
             passages = {"references": shown, "supporting": numbers}
-            found.append(Question(name, text, [answer], source=kind, **passages))
+            task = "math" if kind == "arithmetic" else "qa"  # which task mixing asks directly
+            found.append(Question(name, text, [answer], task, source=kind, **passages))
         return shuffled(random.Random(f"questions {self.seed} {seed}"), found)[:count]
 
     def plain_questions(self, split: str, kind: str) -> Iterator[tuple]:
