@@ -481,7 +481,7 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypa
     assert two[3:] == (kept, asked, found, 2) and found["eval/queries"] > 0
     assert len(asked) > len(kept) if algorithm == "dapo" else len(asked) == len(kept) == 8
     assert max(step.abs().max() for step in steps) > 1e-3
-    torch.testing.assert_close(two[0], steps, atol=1e-6, rtol=0)
+    torch.testing.assert_close(two[0], steps, atol=2e-6, rtol=0)
     torch.testing.assert_close(two[1], scored, atol=1e-5, rtol=0)
     for ours, theirs in zip(totals, two[2], strict=True):
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)
