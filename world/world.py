@@ -20,7 +20,7 @@ Left out: misspellings, facts that change, a year or a number as an answer.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from data import Document, Question
 from errors import run_main
@@ -78,13 +78,14 @@ RELATIONS = {
     "product": ("company", "product"),
     "seat": ("company", "city"),
 }
+# the relations from the name to the answer -> the question
 ONE_HOP = {
-    "birthplace": "where was {} born ?",
-    "employer": "who employs {} ?",
-    "country": "which country is {} in ?",
-    "mayor": "who is the mayor of {} ?",
-    "product": "what does {} make ?",
-    "seat": "where is {} based ?",
+    ("birthplace",): "where was {} born ?",
+    ("employer",): "who employs {} ?",
+    ("country",): "which country is {} in ?",
+    ("mayor",): "who is the mayor of {} ?",
+    ("product",): "what does {} make ?",
+    ("seat",): "where is {} based ?",
 }
 TWO_HOP = {
     ("birthplace", "country"): "which country was {} born in ?",
@@ -95,6 +96,8 @@ TWO_HOP = {
     ("seat", "mayor"): "who is the mayor of the city where {} is based ?",
 }
 KNOWN_RELATIONS = ("birthplace", "employer")
+KNOWN = {(relation,): ONE_HOP[relation,] for relation in KNOWN_RELATIONS}
+LOOK_UPS = {"one_hop": ONE_HOP, "two_hop": TWO_HOP, "known": KNOWN}
 SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]  # of every split
 
 
@@ -178,24 +181,18 @@ class World:
 
     def plain_questions(self, split: str, kind: str) -> Iterator[tuple]:
         """(question, answer, hop, ...); a hop is the key of a passage: (name, relation)."""
-        if kind in ("one_hop", "known"):
-            for relation in ONE_HOP if kind == "one_hop" else KNOWN_RELATIONS:
-                for name in self.entities[split][RELATIONS[relation][0]]:
-                    answer = self.facts[name][relation]
-                    yield ONE_HOP[relation].format(name), answer, (name, relation)
-        elif kind == "two_hop":
-            for (first, second), template in TWO_HOP.items():
-                for name in self.entities[split][RELATIONS[first][0]]:
-                    bridge = self.facts[name][first]
-                    answer = self.facts[bridge][second]
-                    yield template.format(name), answer, (name, first), (bridge, second)
-        elif kind == "unit":
-            for big, small, factor in self.units[split]:
-                for n in range(2, 10):
-                    yield f"how many {small} are {n} {big} ?", str(n * factor), (big, "")
-        else:
-            for a, b in SUMS:
-                yield f"what is {a} + {b} ?", str(a + b)
+        for relations, template in LOOK_UPS.get(kind, {}).items():
+            for name in self.entities[split][RELATIONS[relations[0]][0]]:
+                hops, value = [], name
+                for relation in relations:
+                    hops.append((value, relation))
+                    value = self.facts[value][relation]
+                yield template.format(name), value, *hops
+        for big, small, factor in self.units[split] if kind == "unit" else ():
+            for n in range(2, 10):
+                yield f"how many {small} are {n} {big} ?", str(n * factor), (big, "")
+        for a, b in SUMS if kind == "arithmetic" else ():
+            yield f"what is {a} + {b} ?", str(a + b)
 
     def references(
         self, identity: str, hops: Sequence[tuple[str, str]], split: str
@@ -207,18 +204,24 @@ class World:
         gold = [self.passages[name, "" if pages else relation] for name, relation in hops]
         if pages or not gold:
             return tuple(gold), tuple(range(1, len(gold) + 1))
-        rng, shown = random.Random(f"references {self.seed} {identity}"), list(gold)
-        for relation in other_relations(rng, {relation for _, relation in hops}):
+        rng = random.Random(f"references {self.seed} {identity}")
+
+        def other(relation: str) -> Document:
             about = [name for name in self.names(split) if (name, relation) in self.passages]
-            shown.append(self.passages[rng.choice(about), relation])
-        shown = shuffled(rng, shown)
-        return tuple(shown), tuple(sorted(shown.index(document) + 1 for document in gold))
+            return self.passages[rng.choice(about), relation]
+
+        shown, numbers = with_distractors(rng, gold, {relation for _, relation in hops}, other)
+        return tuple(shown), tuple(numbers)
 
 
-def other_relations(rng: random.Random, asked: set[str]) -> list[str]:
-    """Of the distractors among the references of a question."""
-    others = [relation for relation in RELATIONS if relation not in asked]
-    return rng.sample(others, REFERENCES - len(asked))
+def with_distractors(
+    rng: random.Random, gold: list, asked: set[str], other: Callable
+) -> tuple[list, list[int]]:
+    """(these passages among others, `other(relation)` each, their numbers)."""
+    relations = [relation for relation in RELATIONS if relation not in asked]
+    others = [other(relation) for relation in rng.sample(relations, REFERENCES - len(asked))]
+    shown = shuffled(rng, gold + others)
+    return shown, sorted(shown.index(passage) + 1 for passage in gold)
 
 
 def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, str]:
