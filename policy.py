@@ -231,12 +231,9 @@ def load_policy(
     lora_rank = 0 if frozen else settings.lora_rank
     trained = not (frozen or in_8bit or lora_rank)
     options = frozen_options(device, in_8bit) | ({"dtype": torch.float32} if trained else {})
-    try:
+    with loading("causal LM", path):
         config = without_dropout(AutoConfig.from_pretrained(path))
         model = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
-    except Exception as error:  # a broken weight file raises whatever its format's reader does
-        said = f"no causal LM could be loaded from there: {first_line(error)}"
-        raise InputError(f"--model {path}: {said}") from None
     count, rows = len(tokenizer), model.get_input_embeddings().num_embeddings
     if count > rows:
         said = f"the tokenizer has {count} tokens, the model only {rows}"
@@ -293,19 +290,23 @@ def check_model_path(path: str) -> None:
 
 def load_tokenizer(path: str):
     check_model_path(path)
-    try:
+    with loading("tokenizer", path):
         # Trap: AutoTokenizer may take the family's own class (qwen2), which splits a text otherwise
         # than the plain one that the files declare.
         declared = get_tokenizer_config(path).get("tokenizer_class")
         plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
         return (PlainTokenizer if plain else AutoTokenizer).from_pretrained(path)
+
+
+@contextlib.contextmanager
+def loading(what: str, path: str):
+    """Whatever the reader of a broken file raises becomes one line."""
+    try:
+        yield
     except Exception as error:
-        said = f"no tokenizer could be loaded from there: {first_line(error)}"
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        said = f"no {what} could be loaded from there: {why}"
         raise InputError(f"--model {path}: {said}") from None
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def weights_version(path: str, model=None) -> str:

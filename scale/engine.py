@@ -169,7 +169,7 @@ class Engine:
         self.block = BLOCK.get(self.device.type, 64)
         size = -(-size // self.block) * self.block  # GPU kernels want a mask of an even width
         self.cache = SlotCache(slots, size)
-        self.rows: list[Row | None] = [None] * slots  # row i is in slot i
+        self.rows = [Row(None, [], 0, state="free") for _ in range(slots)]  # row i is in slot i
         self.slot_ids = torch.arange(slots, device=self.device)
         self.places = torch.arange(size, device=self.device)
         vocab = model.get_output_embeddings().weight.shape[0]
@@ -178,11 +178,11 @@ class Engine:
         self.recordings, self.pool = {}, None  # by (slots, width); the memory they share
 
     def in_state(self, state: str) -> list[Row]:
-        return [row for row in self.rows if row and row.state == state]
+        return [row for row in self.rows if row.state == state]
 
     @property
     def vacant(self) -> list[int]:
-        return [slot for slot, row in enumerate(self.rows) if not row or row.state == "free"]
+        return [slot for slot, row in enumerate(self.rows) if row.state == "free"]
 
     def add(self, owner, ids: list[int], room: int) -> None:
         """Give a vacant slot to a row; best the one that a sample of the same prompt has left."""
@@ -202,8 +202,7 @@ class Engine:
         """A slot, free or not, that holds all that `row` must catch up: a sample of its prompt."""
         need = len(row.ids) - 1
         for slot, held in enumerate(self.rows):
-            other = held and held is not row and held.cached >= need
-            if other and held.ids[:need] == row.ids[:need]:
+            if held is not row and held.cached >= need and held.ids[:need] == row.ids[:need]:
                 return slot
         return None
 
@@ -252,16 +251,16 @@ class Engine:
 
     def arrange(self, count: int) -> None:
         """Live rows move into the first `count` slots: a step then reads a view of the cache."""
-        live = [bool(row) and row.state == "live" for row in self.rows]
+        live = [row.state == "live" for row in self.rows]
         places = [slot for slot in range(count) if not live[slot]]
         strays = [slot for slot in range(count, len(live)) if live[slot]]
         for a, b in zip(places, strays, strict=True):
             out, row = self.rows[a], self.rows[b]
-            if out and out.state == "waiting":  # it will need its keys
+            if out.state == "waiting":  # it will need its keys
                 self.cache.swap(a, b, max(out.cached, row.cached))
             else:
                 self.cache.copy(b, a, row.cached)
-                out = None
+                out.cached = 0
             self.rows[a], self.rows[b] = row, out
 
     def sample(self, rows: list[Row]) -> list[Row]:

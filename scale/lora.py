@@ -52,10 +52,6 @@ def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
             parameter.data = parameter.data.float()
 
 
-def has_lora(model: nn.Module) -> bool:
-    return bool(lora_state(model))
-
-
 def lora_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """A and B by name."""
     return {name: weight.detach() for name, weight in model.named_parameters() if MARK in name}
@@ -109,7 +105,7 @@ def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def save_merged(model: nn.Module, path: Path, weights: dict | None = None) -> None:
     """A plain model in the folder `path`. weights: whole ones, if the model's are in parts."""
-    if weights is None and not has_lora(model):
+    if weights is None and not lora_state(model):
         model.save_pretrained(path)
         return
     weights, plain = weights or merged_state(model), empty_twin(model, torch.float32)
