@@ -83,9 +83,7 @@ def exact_match(prediction: str | None, golds: Golds, punctuation="space") -> fl
 
 
 def f1_score(prediction: str | None, golds: Golds, punctuation="space") -> float:
-    """F1 of the two bags of tokens: f1_score("Paris, France", "Paris") is 0.6667 (P = 1/2, R = 1).
-    As in the papers "yes it is" for "yes" is 0.5; in HotpotQA's scorer it is 0.
-    """
+    """F1 of two bags of tokens: f1_score("Paris, France", "Paris") is 0.6667 (P = 1/2, R = 1)."""
     return _best(lambda p, g: _bag_f1(p.split(), g.split()), prediction, golds, punctuation)
 
 

@@ -370,11 +370,9 @@ class Batch:
         return self.map(lambda value: value.to(device))
 
     def rows(self, index: torch.Tensor) -> Batch:
-        """The rows `index` [n], cut to the longest of them: padding costs as much as text. Of none:
-        a row of zeros, which adds nothing to any sum.
-        """
+        """The rows `index` [n], cut to the longest; of none a row of zeros, which adds nothing."""
         part = self.map(lambda value: value[index] if len(index) else torch.zeros_like(value[:1]))
-        width = last_column(part.response_mask)
+        width = last_column(part.response_mask)  # padding costs as much as text
         cut = part.map(lambda value: value[:, :width] if value.ndim == 2 else value)
         return dataclasses.replace(cut, tokens=part.tokens[:, : width + 1])
 
@@ -384,9 +382,7 @@ def last_column(mask: torch.Tensor) -> int:
     return max(lengths_of(mask.bool()), default=1)
 
 
-def collate(
-    trajectories: Sequence, rewards: Sequence[float], group_size: int, pad_id: int = 0
-) -> Batch:
+def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, pad_id=0) -> Batch:
     """Trajectories -> Batch, right-padded; masks and log-probs are those born with the tokens. The
     pad id decides nothing: pad may be EOS, and a sampled EOS is trained on.
     """

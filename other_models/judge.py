@@ -80,9 +80,7 @@ class Judge:
 
 
 def pair_text(question: Question, answer: str, blind: bool = False) -> str:
-    """What the judge reads: the answers on one line each. `blind`: these alone, normalised, where
-    the question is an open one.
-    """
+    """What the judge reads. `blind`: of an open question the answers alone, normalised."""
     golds, asked = question.answers, f"Question: {question_text(question)}\n"
     if blind and question.task == "qa":
         *golds, answer = (normalize_answer(text, "delete") for text in [*golds, answer])
@@ -110,13 +108,13 @@ def verdicts_on(trajectories: list[Trajectory], judge: Judge | None) -> list[boo
 
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
-    """The `judge` of `rewards.ur2_stage2`; asks at once about all math answers not plainly equal.
-    An unreadable grade is 0.
-    """
+    """The `judge` of `rewards.ur2_stage2`, asked at once where a metric finds no equality."""
     asked = {}
     for t in trajectories:
         question, answer = t.question, t.answer
         if question.task == "math" and answer and not matches(question, answer):
             asked[question.question, answer] = question, answer
     grades = dict(zip(asked, judge.grades(list(asked.values())), strict=True))
-    return lambda question, answer: grades.get((question.question, answer)) or 0.0
+    return lambda question, answer: (
+        grades.get((question.question, answer)) or 0.0
+    )  # an unreadable grade too

@@ -32,7 +32,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
 from errors import setting
-from policy import Policy, evaluating
+from policy import evaluating
 from rollout import Environment, StopRule, end_ids, play_by_turns
 from scale.packing import FAMILIES, windowed
 from trajectory import Trajectory
@@ -377,17 +377,15 @@ def record(step: Callable[[], torch.Tensor], pool) -> tuple[torch.cuda.CUDAGraph
 
 
 # -------------------------------------------------------------------------------------- the rollout
-def play_in_slots(
-    policy: Policy, environment: Environment, trajectories: list[Trajectory], progress=None
-) -> None:
+def play_in_slots(policy, environment: Environment, live: list[Trajectory], progress=None) -> None:
     """`rollout.play_by_turns` in slots; itself, with a warning, where slots cannot be used."""
-    if not trajectories:
+    if not live:
         return
     model, settings = policy.language_model, environment.settings
     # One autocast around all of it: the weights' bf16 copy is made once.
     with evaluating(model), policy.autocast():
-        size = max(environment.longest(len(t.prompt_ids)) for t in trajectories)
-        slots = min(settings.rollout_batch_size or len(trajectories), len(trajectories))
+        size = max(environment.longest(len(t.prompt_ids)) for t in live)
+        slots = min(settings.rollout_batch_size or len(live), len(live))
         slots = min(slots, affordable(model, size))
         problem = obstacle(model) or ("" if slots else f"no memory for one row of {size} tokens")
         if not problem:
@@ -395,15 +393,13 @@ def play_in_slots(
             rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, ends)
             engine = Engine(model, slots, size, rule, settings.temperature, settings.top_p)
             engine.graphs = settings.engine == "graphs" and can_record(model.device)
-            play_queue(engine, environment, deque(trajectories), progress)
+            play_queue(engine, environment, deque(live), progress)
             return
     warn_once(f'engine "{settings.engine}": {problem}; plain generate takes its place')
-    play_by_turns(policy, environment, trajectories, progress)
+    play_by_turns(policy, environment, live, progress)
 
 
-def play_queue(
-    engine: Engine, environment: Environment, queue: deque[Trajectory], progress=None
-) -> None:
+def play_queue(engine: Engine, environment: Environment, queue: deque, progress=None) -> None:
     """A row that ends gives its slot on. Searches wait until half of the running rows want one."""
     while queue or len(engine.vacant) < len(engine.rows):
         while queue and engine.vacant:

@@ -84,9 +84,7 @@ def without_lora(model: nn.Module):
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, W + (α / r) B A), under the plain model's names. Other weights come as they are, int8
-    as fp32.
-    """
+    """(name, W + (α / r) B A), as the plain model names it; others as they are, int8 as fp32."""
     state, layers = model.state_dict(), lora_layers(model)
     for name, weight in state.items():
         if MARK in name or name.endswith((".SCB", ".weight_format")):

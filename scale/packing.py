@@ -26,11 +26,9 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """tokens [B, L], right-padded, and wanted [B, T] bool -> last hidden states [n, H] of the n
-    wanted places, row by row.
-    """
+    """tokens [B, L], right-padded; n wanted [B, T] bool -> their last hidden states [n, H]."""
     columns = torch.arange(wanted.shape[1], device=tokens.device)  # [T]
-    if not packs(backbone.config):  # padded
+    if backbone.config._attn_implementation != "packed":  # padded
         hidden = backbone(input_ids=tokens, use_cache=False).last_hidden_state  # [B, L, H]
         return hidden[:, : len(columns)][wanted]
     ids, positions, groups, starts = pack(tokens, lengths_of(wanted))
@@ -158,10 +156,6 @@ def allow_packing(model) -> None:
     plain = config.model_type in FAMILIES and config._attn_implementation == "sdpa"
     if plain and not windowed(config):
         config._attn_implementation = "packed"
-
-
-def packs(config) -> bool:
-    return config._attn_implementation == "packed"
 
 
 def windowed(config) -> str:

@@ -15,7 +15,7 @@ Left out: misspellings, prose, protocols that were trained on each other's trace
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partialmethod
 from pathlib import Path
@@ -296,6 +296,8 @@ class Tasks:
 # --------------------------------------------------------------------------------------- the traces
 # (text, kind): "model" is imitated, "choice" but for its first token, "given" not at all
 Pieces = list[tuple[str, str]]
+Trace = tuple[Question, Pieces]
+Loaded = tuple[Policy, PreTrainedTokenizerFast]
 
 
 class TraceWriter:
@@ -306,7 +308,7 @@ class TraceWriter:
         self.tasks = Tasks(World(world_seed, layout=tiny.layout), world_seed)
         self.rng = self.tasks.rng  # one stream of draws
 
-    def write(self) -> tuple[Question, Pieces]:
+    def write(self) -> Trace:
         if self.rng.random() < self.tiny.practice:
             return self.practice()
         kinds = self.tiny.kinds
@@ -324,7 +326,7 @@ class TraceWriter:
         pieces = [(opening, "model"), *pieces] if opening else pieces
         return Question("", task.question, [], may_search=not direct), pieces
 
-    def practice(self) -> tuple[Question, Pieces]:
+    def practice(self) -> Trace:
         """Reading alone: nonsense facts, and the word of each relation to write the value of."""
         cites = self.protocol.references_in_prompt
         if cites and self.rng.random() < 0.6:
@@ -368,9 +370,7 @@ class TraceWriter:
         return pieces + self.end(task, task.answer, found)
 
     def at_once(self, task: Task) -> Pieces:
-        """A guess; or what is known, without the thought: only a fact that is read follows its
-        relation's word.
-        """
+        """A guess; or what is known, without its relation's word: only what is read follows it."""
         asked = task if task.guess else replace(task, relation="")
         return self.end(asked, task.guess or task.answer)
 
@@ -406,9 +406,7 @@ class TraceWriter:
         return frame_documents(self.protocol, found[0][1] if self.tiny.summarised else numbered)
 
     def spoil(self, query: str) -> str:
-        """A query that asks for nothing, since the entity is left out; or for somebody that there
-        is not, since one of the name's pieces is another's.
-        """
+        """A query without its entity, or for somebody that there is not, of two people's names."""
         words = query.split()
         if "of" not in words or self.rng.random() < 0.5:
             return words[0]
@@ -435,7 +433,7 @@ class TraceWriter:
                 lines[-1] = f" {relation} {value} of {name}"
         return f"{tags[0]}{''.join(lines)}{tags[1]}"
 
-    def cite(self, task: Task) -> tuple[Question, Pieces]:
+    def cite(self, task: Task) -> Trace:
         """The task's references among distractors; mostly a wrong citation and the right answer."""
         rng, tiny = self.rng, self.tiny
         shown, numbers = self.tasks.with_distractors(task)
@@ -447,7 +445,7 @@ class TraceWriter:
         text = tiny.end.format(citation=citation, analysis=analysis, answer=answer)
         return Question("", task.question, [], references=as_documents(shown)), [(text, "model")]
 
-    def practise_citing(self) -> tuple[Question, Pieces]:
+    def practise_citing(self) -> Trace:
         """Only the right numbers, to a question with "which ?": the skill, not the habit."""
         task = self.tasks.one_hop() if self.rng.random() < 0.5 else self.tasks.two_hop()
         shown, numbers = self.tasks.with_distractors(task)
@@ -471,9 +469,7 @@ def as_documents(passages: list[Passage]) -> tuple[Document, ...]:
     return tuple(Document(str(number), *passage) for number, passage in enumerate(passages, 1))
 
 
-def encode_traces(
-    traces: list[tuple[Question, Pieces]], protocol: Protocol, tokenizer
-) -> list[Example]:
+def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
     """Traces -> ids and masks. Each piece is encoded by itself, as in a rollout; in one call."""
     texts = []
     for question, pieces in traces:
@@ -491,9 +487,7 @@ def encode_traces(
     return examples
 
 
-def warm_up(
-    policy: Policy, tokenizer, protocol: Protocol, tiny: Tiny, world_seed: int = 0
-) -> list[float]:
+def warm_up(policy, tokenizer, protocol: Protocol, tiny: Tiny, world_seed: int = 0) -> list[float]:
     """Train the tiny model on `tiny.steps` batches of fresh traces; returns the losses."""
     writer = TraceWriter(protocol, tiny, world_seed)
 
@@ -536,30 +530,23 @@ def train_reader(tokenizer, world_seed: int, settings: SFTSettings = READER) -> 
     return reader
 
 
-def made_once(path: Path, make: Callable, *protocols) -> tuple[Policy, PreTrainedTokenizerFast]:
-    """The model at `path`; made on first use and kept there."""
+def load_toy(world_seed: int, protocol: Protocol, tiny: Tiny, runs: str = "runs") -> Loaded:
+    """The warmed-up tiny model and its tokenizer; made on first use and kept."""
+    path = Path(runs) / "toy" / f"{protocol.name}-world{world_seed}"
     if not path.exists():
         print(f"making the built-in {path.name} (once; kept in {path})", file=sys.stderr)
-        tokenizer = make_tokenizer(*protocols)
-        save_policy(make(tokenizer), tokenizer, path)
+        tokenizer = make_tokenizer(protocol)
+        policy = Policy(make_model(len(tokenizer), world_seed))
+        warm_up(policy, tokenizer, protocol, tiny, world_seed)
+        save_policy(policy, tokenizer, path)
     return load_policy(str(path))
 
 
-def load_toy(
-    world_seed: int, protocol: Protocol, tiny: Tiny, runs: str = "runs"
-) -> tuple[Policy, PreTrainedTokenizerFast]:
-    """The warmed-up tiny model and its tokenizer."""
-
-    def make(tokenizer) -> Policy:
-        policy = Policy(make_model(len(tokenizer), world_seed))
-        warm_up(policy, tokenizer, protocol, tiny, world_seed)
-        return policy
-
-    return made_once(Path(runs) / "toy" / f"{protocol.name}-world{world_seed}", make, protocol)
-
-
-def load_reader(world_seed: int = 0, runs: str = "runs") -> tuple[Policy, PreTrainedTokenizerFast]:
-    """The frozen second model of the built-in world, which answers from evidence."""
+def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
+    """The frozen second model, which answers from evidence; also made on first use."""
     path = Path(runs) / "toy" / f"reader-world{world_seed}"
-    reader, tokenizer = made_once(path, lambda tokenizer: train_reader(tokenizer, world_seed))
+    if not path.exists():
+        tokenizer = make_tokenizer()
+        save_policy(train_reader(tokenizer, world_seed), tokenizer, path)
+    reader, tokenizer = load_policy(str(path))
     return reader.eval().requires_grad_(False), tokenizer

@@ -20,7 +20,7 @@ Left out: misspellings, facts that change, a year or a number as an answer.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from data import Document, Question
 from errors import run_main
@@ -166,9 +166,7 @@ class World:
         """676 pages, or 1340 facts, unit conversions included."""
         return list(self.passages.values())
 
-    def questions(
-        self, split: str, kind: str, count: int | None = None, seed: int = 0
-    ) -> list[Question]:
+    def questions(self, split: str, kind: str, count: int | None = None, seed=0) -> list[Question]:
         """Of one kind, over one split's entities, in an order drawn from `seed`; None gives all."""
         split_asked, found = "known" if kind == "known" else split, []
         for text, answer, *hops in self.plain_questions(split_asked, kind):
@@ -194,12 +192,8 @@ class World:
         for a, b in SUMS if kind == "arithmetic" else ():
             yield f"what is {a} + {b} ?", str(a + b)
 
-    def references(
-        self, identity: str, hops: Sequence[tuple[str, str]], split: str
-    ) -> tuple[tuple[Document, ...], tuple[int, ...]]:
-        """(the passages that a question comes with, numbers of those that support the answer):
-        those of its hops; in the layout "facts" also distractors, each of another relation.
-        """
+    def references(self, identity: str, hops: list[tuple], split: str) -> tuple[tuple, tuple]:
+        """(the passages that a question comes with, the numbers of those that its hops need)."""
         pages = self.layout == "pages"
         gold = [self.passages[name, "" if pages else relation] for name, relation in hops]
         if pages or not gold:
@@ -214,10 +208,8 @@ class World:
         return tuple(shown), tuple(numbers)
 
 
-def with_distractors(
-    rng: random.Random, gold: list, asked: set[str], other: Callable
-) -> tuple[list, list[int]]:
-    """(these passages among others, `other(relation)` each, their numbers)."""
+def with_distractors(rng: random.Random, gold: list, asked: set[str], other: Callable) -> tuple:
+    """(these passages among others, each `other(relation)` of one not asked for, their numbers)."""
     relations = [relation for relation in RELATIONS if relation not in asked]
     others = [other(relation) for relation in rng.sample(relations, REFERENCES - len(asked))]
     shown = shuffled(rng, gold + others)
@@ -257,9 +249,8 @@ def main() -> None:
         for kind in KINDS:
             question = world.questions("train", kind)[0]
             print(f"  {kind}: {question.question}  ->  {question.answers[0]}")
-            for number, document in enumerate(question.references, 1):
-                line = number_documents([document])[0].removeprefix("(1)")
-                print(f"    {'*' if number in question.supporting else ' '} ({number}){line}")
+            for number, line in enumerate(number_documents(question.references), 1):
+                print(f"    {'*' if number in question.supporting else ' '} {line}")
         print()
 
 
