@@ -318,9 +318,7 @@ def weights_version(path: str, model=None) -> str:
     return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:12]
 
 
-def save_policy(
-    policy: Policy, tokenizer, path: Path | str, trainer=None, settings: str = "", weights=None
-) -> None:
+def save_policy(policy, tokenizer, path: Path | str, trainer=None, settings="", weights=None):
     """A folder that `from_pretrained` loads, and what a run needs to go on: trainer.pt and
     settings.json. weights: whole ones by name, if the policy's own are in parts.
     """

@@ -108,13 +108,11 @@ def verdicts_on(trajectories: list[Trajectory], judge: Judge | None) -> list[boo
 
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
-    """The `judge` of `rewards.ur2_stage2`, asked at once where a metric finds no equality."""
+    """The `judge` of `rewards.ur2_stage2`: asks at once what no metric finds equal; else 0."""
     asked = {}
     for t in trajectories:
         question, answer = t.question, t.answer
         if question.task == "math" and answer and not matches(question, answer):
             asked[question.question, answer] = question, answer
     grades = dict(zip(asked, judge.grades(list(asked.values())), strict=True))
-    return lambda question, answer: (
-        grades.get((question.question, answer)) or 0.0
-    )  # an unreadable grade too
+    return lambda question, answer: grades.get((question.question, answer)) or 0.0

@@ -106,9 +106,7 @@ class SlotCache(Cache):
 
     def swap(self, a: int, b: int, length: int) -> None:
         for held in self.keys + self.values:
-            kept = held[a, :length].clone()
-            held[a, :length] = held[b, :length]
-            held[b, :length] = kept
+            held[[a, b], :length] = held[[b, a], :length]  # the right side is a copy
 
 
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):

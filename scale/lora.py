@@ -96,17 +96,13 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name.replace(".base_layer.", "."), weight
 
 
-def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The merged weights in fp32 on the CPU."""
-    return {name: weight.float().cpu() for name, weight in merged_weights(model)}
-
-
 def save_merged(model: nn.Module, path: Path, weights: dict | None = None) -> None:
     """A plain model in the folder `path`. weights: whole ones, if the model's are in parts."""
     if weights is None and not lora_state(model):
         model.save_pretrained(path)
         return
-    weights, plain = weights or merged_state(model), empty_twin(model, torch.float32)
+    merged = ((name, weight.float().cpu()) for name, weight in merged_weights(model))
+    weights, plain = weights or dict(merged), empty_twin(model, torch.float32)
     for name in plain.all_tied_weights_keys:  # it is written under the other's name
         weights.pop(name, None)
     plain.save_pretrained(path, state_dict=weights)

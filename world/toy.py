@@ -471,14 +471,11 @@ def as_documents(passages: list[Passage]) -> tuple[Document, ...]:
 
 def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
     """Traces -> ids and masks. Each piece is encoded by itself, as in a rollout; in one call."""
-    texts = []
-    for question, pieces in traces:
-        texts += [prompt_text(protocol, question, tokenizer), *(text for text, _ in pieces)]
-    encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    examples = []
-    for _, pieces in traces:
-        ids = next(encoded)  # the prompt
-        mask = [0] * len(ids)
+    whole = [[(prompt_text(protocol, q, tokenizer), "given"), *pieces] for q, pieces in traces]
+    texts = [text for pieces in whole for text, _ in pieces]
+    encoded, examples = iter(tokenizer(texts, add_special_tokens=False)["input_ids"]), []
+    for pieces in whole:
+        ids, mask = [], []
         for _, kind in pieces:
             piece = next(encoded)
             ids += piece

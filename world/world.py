@@ -21,6 +21,7 @@ Left out: misspellings, facts that change, a year or a number as an answer.
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from data import Document, Question
 from errors import run_main
@@ -118,24 +119,26 @@ class World:
         for split in SPLITS:
             for kind, names in self.entities[split].items():
                 self.facts |= {name: self.draw_facts(rng, kind, split) for name in names}
-        words = shuffled(random.Random(f"units {seed}"), UNITS)
+        words = iter(shuffled(random.Random(f"units {seed}"), UNITS))
         for split, count in UNIT_SPLITS.items():
-            self.units[split] = [(*take(words, 2), rng.randint(2, 9)) for _ in range(count)]
+            self.units[split] = [(*islice(words, 2), rng.randint(2, 9)) for _ in range(count)]
         self.passages: dict[tuple[str, str], Document] = {}  # (name, relation) -> passage
         for key, text in self.write_passages(random.Random(f"passages {seed}")):
             self.passages[key] = Document(str(len(self.passages)), *text)
 
     def name_entities(self, rng: random.Random) -> None:
-        people = shuffled(rng, [f"{f} {s}" for f in FIRST for s in LAST])
-        cities = shuffled(rng, [h + t for h in CITY_HEADS for t in CITY_TAILS])
-        companies = shuffled(rng, [h + t for h in COMPANY_HEADS for t in COMPANY_TAILS])
+        # Iterators: no name belongs to two splits.
+        people = iter(shuffled(rng, [f"{f} {s}" for f in FIRST for s in LAST]))
+        cities = iter(shuffled(rng, [h + t for h in CITY_HEADS for t in CITY_TAILS]))
+        companies = iter(shuffled(rng, [h + t for h in COMPANY_HEADS for t in COMPANY_TAILS]))
         famous = [f"{rng.choice(FIRST)} {last}" for last in FAMOUS]
         for split, count in SPLITS.items():
-            named = {"person": famous if split == "known" else take(people, count)}
-            named |= {"city": take(cities, count // 2), "company": take(companies, count // 2)}
+            named = {"person": famous if split == "known" else list(islice(people, count))}
+            named["city"] = list(islice(cities, count // 2))
+            named["company"] = list(islice(companies, count // 2))
             self.entities[split] = named
-        # names of no other split
-        self.entities["warmup"] = {"person": people, "city": cities, "company": companies}
+        rest = {"person": people, "city": cities, "company": companies}
+        self.entities["warmup"] = {kind: list(names) for kind, names in rest.items()}
 
     def names(self, split: str) -> list[str]:
         return [name for names in self.entities[split].values() for name in names]
@@ -233,13 +236,6 @@ def unit_passage(big: str, small: str, factor: int) -> tuple[str, str]:
 
 def shuffled(rng: random.Random, items: list) -> list:
     return rng.sample(items, len(items))
-
-
-def take(items: list, count: int) -> list:
-    """The first `count` items, removed from the list: no name belongs to two splits."""
-    taken = items[:count]
-    del items[:count]
-    return taken
 
 
 def main() -> None:
