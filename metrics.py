@@ -332,9 +332,7 @@ def serve_math() -> None:
         print(same, flush=True)
 
 
-def score_answer(
-    prediction: str | None, golds: list[str], task="qa", options=(), punctuation="space"
-) -> dict[str, float]:
+def score_answer(prediction, golds: Golds, task="qa", options=(), punctuation="space") -> dict:
     """em, f1 and cem. Math and choices are right or wrong under each; a summary has its ROUGE."""
     if task == "math":
         score = float(math_equal(prediction, golds))

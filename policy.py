@@ -178,9 +178,7 @@ class Policy(nn.Module):
         mixed = mixed and any(p.dtype == torch.float32 for p in self.parameters())
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed, cache_enabled=keep)
 
-    def forward(
-        self, tokens: torch.Tensor, temperature: float = 1.0, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, temperature=1.0, mask=None) -> torch.Tensor:
         """Right-padded tokens [B, L] -> logprobs [B, T] of tokens[:, 1:], fp32; 0 where mask is."""
         # Inserted tokens are read, so they shape what follows; but their log-prob is not computed:
         # it is the constant 0, which has no gradient.
@@ -319,16 +317,14 @@ def weights_version(path: str, model=None) -> str:
 
 
 def save_policy(policy, tokenizer, path: Path | str, trainer=None, settings="", weights=None):
-    """A folder that `from_pretrained` loads, and what a run needs to go on: trainer.pt and
-    settings.json. weights: whole ones by name, if the policy's own are in parts.
-    """
+    """A folder that `from_pretrained` loads. weights: whole ones by name, if its own are parts."""
     # Written aside and renamed: an interrupt never leaves half a checkpoint.
     path = Path(path)
     aside = path.with_name(path.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     save_merged(policy.language_model, aside, weights)
     tokenizer.save_pretrained(aside)
-    if trainer is not None:
+    if trainer is not None:  # what a run needs to go on
         torch.save(trainer, aside / "trainer.pt")
     if settings:
         (aside / "settings.json").write_text(settings, encoding="utf-8")

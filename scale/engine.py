@@ -456,11 +456,10 @@ def agrees(model) -> bool:
 
 def can_record(device: torch.device) -> bool:
     # Under autocast a recording would go on reading copies of the weights that are dropped.
-    if device.type == "cuda" and not torch.is_autocast_enabled("cuda"):
-        return True
-    where = "on a CPU, nor where autocast computes (no bf16 copy)"
-    warn_once(f"--engine graphs: nothing is recorded {where}")
-    return False
+    can = device.type == "cuda" and not torch.is_autocast_enabled("cuda")
+    if not can:
+        warn_once("--engine graphs: nothing is recorded on a CPU or by autocast (no bf16 copy)")
+    return can
 
 
 def affordable(model, size: int) -> int:

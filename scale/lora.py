@@ -40,9 +40,7 @@ def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
     check_peft(rank)
     import peft  # an optional extra
 
-    config = peft.LoraConfig(
-        r=rank, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear", bias="none"
-    )
+    config = peft.LoraConfig(r=rank, lora_alpha=ALPHA, target_modules="all-linear")
     with torch.random.fork_rng(devices=[]):  # peft draws A on the CPU
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)

@@ -241,13 +241,12 @@ def shuffled(rng: random.Random, items: list) -> list:
 def main() -> None:
     for layout in ("pages", "facts"):
         world = World(0, layout=layout)
-        print(f"world {world.seed}, layout {layout}: {len(world.documents)} passages")
+        print(f"\nworld {world.seed}, layout {layout}: {len(world.documents)} passages")
         for kind in KINDS:
             question = world.questions("train", kind)[0]
             print(f"  {kind}: {question.question}  ->  {question.answers[0]}")
             for number, line in enumerate(number_documents(question.references), 1):
                 print(f"    {'*' if number in question.supporting else ' '} {line}")
-        print()
 
 
 if __name__ == "__main__":
