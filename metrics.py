@@ -3,7 +3,7 @@ r"""Does this answer match? One function per answer metric, and nothing of the p
     exact_match         1 if the normalised prediction equals a normalised gold, else 0
     f1_score            2PR / (P + R),  P = common / predicted tokens,  R = common / gold tokens
     cover_exact_match   1 if every gold token stands in the prediction, in any order
-    rouge               F1 of common words (1), common pairs (2), longest common subsequence (L)
+    summary_scores      F1 of common words (1), common pairs (2), longest common subsequence (L)
     choice_letter       the one option that a text chooses
     math_equal          same string, else same number or fraction, else what math-verify says
     score_answer        em, f1 and cem of an answer under the metric of its task
@@ -39,7 +39,6 @@ PUNCTUATION = {  # style -> what becomes of it
     "delete": str.maketrans("", "", string.punctuation),  # ASCII only: O’Hara is not O'Hara here
     "underscore": str.maketrans("_", " ", string.punctuation.replace("_", "")),
 }
-_VERDICTS = {"yes", "no", "noanswer"}
 Golds = str | list[str]
 
 
@@ -83,19 +82,9 @@ def exact_match(prediction: str | None, golds: Golds, punctuation="space") -> fl
     return _best(lambda p, g: float(p == g), prediction, golds, punctuation)
 
 
-def f1_score(
-    prediction: str | None, golds: Golds, punctuation="space", verdicts: bool = False
-) -> float:
-    """F1 of the two bags of tokens: f1_score("Paris, France", "Paris") is 0.6667 (P = 1/2, R = 1).
-    `verdicts`: HotpotQA's scorer, which none of the papers has: "yes it is" for "yes" is 0, not 0.5
-    """
-
-    def score(predicted: str, gold: str) -> float:
-        if verdicts and predicted != gold and {predicted, gold} & _VERDICTS:
-            return 0.0
-        return _bag_f1(predicted.split(), gold.split())
-
-    return _best(score, prediction, golds, punctuation)
+def f1_score(prediction: str | None, golds: Golds, punctuation="space") -> float:
+    """F1 of two bags of tokens: f1_score("Paris, France", "Paris") is 0.6667 (P = 1/2, R = 1)."""
+    return _best(lambda p, g: _bag_f1(p.split(), g.split()), prediction, golds, punctuation)
 
 
 def _bag_f1(predicted: list, gold: list) -> float:
@@ -110,24 +99,20 @@ def cover_exact_match(prediction: str | None, golds: Golds, punctuation="space")
     )
 
 
-def rouge(prediction: str | None, golds: Golds) -> dict[str, float]:
-    """ROUGE-1, ROUGE-2, ROUGE-L as F1, each against its best gold. No stemming, articles kept.
+def summary_scores(prediction: str | None, golds: Golds) -> dict[str, float]:
+    """ROUGE-1, ROUGE-2, ROUGE-L as F1, each against its best gold, and their mean as `rouge`: no
+    summary is equal to its reference. No stemming, articles kept.
     "the cat sat down" against "the cat lay down": 3 words of 4 and 4 (0.75), the pair "the cat"
-    of 3 and 3 (0.3333), and the subsequence "the cat down" of 4 and 4 (0.75).
+    of 3 and 3 (0.3333), and the subsequence "the cat down" of 4 and 4 (0.75); the mean is 0.6111.
     """
     scores = [_rouge(prediction or "", gold) for gold in _as_list(golds)]
     best = [max(column) for column in zip(*scores, strict=True)] or [0.0, 0.0, 0.0]
-    return dict(zip(("rouge1", "rouge2", "rougeL"), best, strict=True))
-
-
-def summary_scores(prediction: str | None, golds: Golds) -> dict[str, float]:
-    """The three, and their mean as `rouge`: no summary is equal to its reference."""
-    return {**rouge(prediction, golds), "rouge": mean_rouge(prediction, golds)}
+    return dict(zip(("rouge1", "rouge2", "rougeL", "rouge"), [*best, sum(best) / 3], strict=True))
 
 
 def mean_rouge(prediction: str | None, golds: Golds) -> float:
-    """What ARENA pays for a summary; of the above (0.75 + 0.3333 + 0.75) / 3 = 0.6111."""
-    return sum(rouge(prediction, golds).values()) / 3
+    """What ARENA pays for a summary."""
+    return summary_scores(prediction, golds)["rouge"]
 
 
 def _rouge(prediction: str, gold: str) -> tuple[float, float, float]:
@@ -347,9 +332,7 @@ def serve_math() -> None:
         print(same, flush=True)
 
 
-def score_answer(
-    prediction: str | None, golds: list[str], task="qa", options=(), punctuation="space"
-) -> dict[str, float]:
+def score_answer(prediction, golds: Golds, task="qa", options=(), punctuation="space") -> dict:
     """em, f1 and cem. Math and choices are right or wrong under each; a summary has its ROUGE."""
     if task == "math":
         score = float(math_equal(prediction, golds))
@@ -365,16 +348,13 @@ def score_answer(
 
 def main() -> None:
     print("prediction          gold             EM     F1  cover   EM, punctuation deleted")
-    answers = [("Paris, France", "Paris"), ("Spider-Man", "spider man"), ("yes it is", "yes")]
-    for prediction, gold in answers:
-        em, f1, cover = score_answer(prediction, [gold]).values()
+    qa = [("Paris, France", "Paris"), ("Spider-Man", "spider man"), ("yes it is", "yes")]
+    math = [(r"\frac12", "0.5"), (r"\sqrt{12}", r"2\sqrt{3}"), ("(2,1)", "(1,2)")]
+    for prediction, gold in qa + math:
+        task = "qa" if (prediction, gold) in qa else "math"
+        em, f1, cover = score_answer(prediction, [gold], task).values()
         deleted = exact_match(prediction, gold, "delete")
         print(f"{prediction:<20}{gold:<14}{em:>5.1f}{f1:>7.3f}{cover:>7.1f}{deleted:>26.1f}")
-    print(f"\nmath, {'with' if has_math_verify() else 'without'} math-verify")
-    answers = [(r"\frac12", "0.5"), (r"\sqrt{12}", r"2\sqrt{3}"), ("(2,1)", "(1,2)")]
-    for prediction, gold in answers:
-        verdict = "equal" if math_equal(prediction, gold) else "not equal"
-        print(f"{prediction:<20}{gold:<14}{verdict}")
 
 
 if __name__ == "__main__":

@@ -178,9 +178,7 @@ class Policy(nn.Module):
         mixed = mixed and any(p.dtype == torch.float32 for p in self.parameters())
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed, cache_enabled=keep)
 
-    def forward(
-        self, tokens: torch.Tensor, temperature: float = 1.0, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, temperature=1.0, mask=None) -> torch.Tensor:
         """Right-padded tokens [B, L] -> logprobs [B, T] of tokens[:, 1:], fp32; 0 where mask is."""
         # Inserted tokens are read, so they shape what follows; but their log-prob is not computed:
         # it is the constant 0, which has no gradient.
@@ -231,12 +229,9 @@ def load_policy(
     lora_rank = 0 if frozen else settings.lora_rank
     trained = not (frozen or in_8bit or lora_rank)
     options = frozen_options(device, in_8bit) | ({"dtype": torch.float32} if trained else {})
-    try:
+    with loading("causal LM", path):
         config = without_dropout(AutoConfig.from_pretrained(path))
         model = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
-    except Exception as error:  # a broken weight file raises whatever its format's reader does
-        said = f"no causal LM could be loaded from there: {first_line(error)}"
-        raise InputError(f"--model {path}: {said}") from None
     count, rows = len(tokenizer), model.get_input_embeddings().num_embeddings
     if count > rows:
         said = f"the tokenizer has {count} tokens, the model only {rows}"
@@ -293,19 +288,23 @@ def check_model_path(path: str) -> None:
 
 def load_tokenizer(path: str):
     check_model_path(path)
-    try:
+    with loading("tokenizer", path):
         # Trap: AutoTokenizer may take the family's own class (qwen2), which splits a text otherwise
         # than the plain one that the files declare.
         declared = get_tokenizer_config(path).get("tokenizer_class")
         plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
         return (PlainTokenizer if plain else AutoTokenizer).from_pretrained(path)
+
+
+@contextlib.contextmanager
+def loading(what: str, path: str):
+    """Whatever the reader of a broken file raises becomes one line."""
+    try:
+        yield
     except Exception as error:
-        said = f"no tokenizer could be loaded from there: {first_line(error)}"
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        said = f"no {what} could be loaded from there: {why}"
         raise InputError(f"--model {path}: {said}") from None
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def weights_version(path: str, model=None) -> str:
@@ -317,19 +316,15 @@ def weights_version(path: str, model=None) -> str:
     return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:12]
 
 
-def save_policy(
-    policy: Policy, tokenizer, path: Path | str, trainer=None, settings: str = "", weights=None
-) -> None:
-    """A folder that `from_pretrained` loads, and what a run needs to go on: trainer.pt and
-    settings.json. weights: whole ones by name, if the policy's own are in parts.
-    """
+def save_policy(policy, tokenizer, path: Path | str, trainer=None, settings="", weights=None):
+    """A folder that `from_pretrained` loads. weights: whole ones by name, if its own are parts."""
     # Written aside and renamed: an interrupt never leaves half a checkpoint.
     path = Path(path)
     aside = path.with_name(path.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     save_merged(policy.language_model, aside, weights)
     tokenizer.save_pretrained(aside)
-    if trainer is not None:
+    if trainer is not None:  # what a run needs to go on
         torch.save(trainer, aside / "trainer.pt")
     if settings:
         (aside / "settings.json").write_text(settings, encoding="utf-8")
@@ -369,11 +364,9 @@ class Batch:
         return self.map(lambda value: value.to(device))
 
     def rows(self, index: torch.Tensor) -> Batch:
-        """The rows `index` [n], cut to the longest of them: padding costs as much as text. Of none:
-        a row of zeros, which adds nothing to any sum.
-        """
+        """The rows `index` [n], cut to the longest; of none a row of zeros, which adds nothing."""
         part = self.map(lambda value: value[index] if len(index) else torch.zeros_like(value[:1]))
-        width = last_column(part.response_mask)
+        width = last_column(part.response_mask)  # padding costs as much as text
         cut = part.map(lambda value: value[:, :width] if value.ndim == 2 else value)
         return dataclasses.replace(cut, tokens=part.tokens[:, : width + 1])
 
@@ -383,9 +376,7 @@ def last_column(mask: torch.Tensor) -> int:
     return max(lengths_of(mask.bool()), default=1)
 
 
-def collate(
-    trajectories: Sequence, rewards: Sequence[float], group_size: int, pad_id: int = 0
-) -> Batch:
+def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, pad_id=0) -> Batch:
     """Trajectories -> Batch, right-padded; masks and log-probs are those born with the tokens. The
     pad id decides nothing: pad may be EOS, and a sampled EOS is trained on.
     """

@@ -145,8 +145,7 @@ def from_rollouts(record: dict, number: int) -> dict:
 
 
 def from_plain(record: dict, number: int) -> dict:
-    """A table (a column may hold a list of answers), R1-Searcher's files, and UR²'s, whose `source`
-    is "math" or "rag"."""
+    """A table (a column may hold a list of answers); R1-Searcher's; UR²'s, of "math" and "rag"."""
     fields = asked(record, number=number)
     if fields["question"].strip().isdigit():
         advice = "passages go where a corpus is asked for"
@@ -331,9 +330,7 @@ def detect(record: dict, table: dict[str, Layout]) -> str:
     raise InputError(f"unknown layout: {found}: convert the file to one of them")
 
 
-def read_fields(
-    path: Path, table: dict[str, Layout], columns: tuple[str, ...] = (), skip_bad: bool = False
-) -> Iterator[dict]:
+def read_fields(path: Path, table: dict[str, Layout], columns=(), skip_bad=False) -> Iterator[dict]:
     """The fields of every record of a file, through one layout, with unique ids."""
     layout, places, problems = None, {}, []
     for number, place, record in read_records(path, columns):

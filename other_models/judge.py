@@ -80,9 +80,7 @@ class Judge:
 
 
 def pair_text(question: Question, answer: str, blind: bool = False) -> str:
-    """What the judge reads: the answers on one line each. `blind`: these alone, normalised, where
-    the question is an open one.
-    """
+    """What the judge reads. `blind`: of an open question the answers alone, normalised."""
     golds, asked = question.answers, f"Question: {question_text(question)}\n"
     if blind and question.task == "qa":
         *golds, answer = (normalize_answer(text, "delete") for text in [*golds, answer])
@@ -110,9 +108,7 @@ def verdicts_on(trajectories: list[Trajectory], judge: Judge | None) -> list[boo
 
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
-    """The `judge` of `rewards.ur2_stage2`; asks at once about all math answers not plainly equal.
-    An unreadable grade is 0.
-    """
+    """The `judge` of `rewards.ur2_stage2`: asks at once what no metric finds equal; else 0."""
     asked = {}
     for t in trajectories:
         question, answer = t.question, t.answer

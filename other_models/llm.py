@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM
 
 from errors import InputError, setting
 from formats.records import append_jsonl, byte_lines
-from policy import evaluating, first_line, frozen_options, load_tokenizer, weights_version
+from policy import evaluating, frozen_options, load_tokenizer, loading, weights_version
 from prompts import chat_text, special_texts, strip_tags, without_thinking
 from retrievers.net import Fault, fetch_json, host_of, retrying, shown
 from rollout import encode, end_ids, left_padded, plain_generation, seeded
@@ -88,12 +88,10 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_F
         tokenizer = load_tokenizer(spec)
         # Not by `load_policy`, which refuses families that cannot be trained here.
         load, options = AutoModelForCausalLM.from_pretrained, frozen_options(device, in_8bit)
-        model = load(spec, **options).eval().requires_grad_(False)
+        with loading("causal LM", spec):
+            model = load(spec, **options).eval().requires_grad_(False)
     except InputError as error:
         raise InputError(str(error).removeprefix("--model ")) from None  # another model's flag
-    except Exception as error:  # a broken weight file raises whatever its format's reader does
-        said = f"no causal LM could be loaded from there: {first_line(error)}"
-        raise InputError(f"{spec}: {said}") from None
     name = f"{spec}@{weights_version(spec, model)}{'-8bit' * in_8bit}"
     return LocalLLM(model, tokenizer, max_tokens, name=name, cache=cache)
 

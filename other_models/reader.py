@@ -50,9 +50,7 @@ def reader_answers(llm, pairs: list[tuple[Question, str | None]]) -> list[str]:
 
 
 def answer_from_evidence(llm, records: list[dict]) -> list[dict]:
-    """Records of predictions (question, golds, evidence) with the reader's `prediction`, and its em
-    and f1 (punctuation deleted, as R-Search scores) as `metrics`. Without evidence they are 0.
-    """
+    """Records (question, golds, evidence) with the reader's `prediction`, its em and f1."""
     for number, record in enumerate(records, 1):
         if missing := {"question", "golds", "evidence"} - set(record):
             advice = "give predictions of a protocol with an evidence box"
@@ -60,7 +58,7 @@ def answer_from_evidence(llm, records: list[dict]) -> list[dict]:
     pairs = [(Question("", r["question"], r["golds"]), r["evidence"]) for r in records]
     told = []
     for record, answer in zip(records, reader_answers(llm, pairs), strict=True):
-        metrics = {"em": exact_match(answer, record["golds"], "delete")}
+        metrics = {"em": exact_match(answer, record["golds"], "delete")}  # as R-Search scores
         metrics["f1"] = f1_score(answer, record["golds"], "delete")
         told.append(record | {"prediction": answer, "metrics": metrics})
     return told

@@ -64,9 +64,7 @@ def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> o
 
 @contextlib.contextmanager
 def exchange(url: str, deadline: float, data=None, headers=None, address=None) -> Iterator:
-    """The response to one request, from the socket `address` if one is given; `Host` and the
-    certificate are those of the url's name all the same.
-    """
+    """The response; from the socket `address` if given, with the url's `Host` and certificate."""
     parts = urlsplit(url)
     port = parts.port or PORTS[parts.scheme]
     with contextlib.closing(http.client.HTTPConnection(parts.hostname, port)) as connection:

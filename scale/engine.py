@@ -32,7 +32,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
 from errors import setting
-from policy import Policy, evaluating
+from policy import evaluating
 from rollout import Environment, StopRule, end_ids, play_by_turns
 from scale.packing import FAMILIES, windowed
 from trajectory import Trajectory
@@ -106,9 +106,7 @@ class SlotCache(Cache):
 
     def swap(self, a: int, b: int, length: int) -> None:
         for held in self.keys + self.values:
-            kept = held[a, :length].clone()
-            held[a, :length] = held[b, :length]
-            held[b, :length] = kept
+            held[[a, b], :length] = held[[b, a], :length]  # the right side is a copy
 
 
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
@@ -169,7 +167,7 @@ class Engine:
         self.block = BLOCK.get(self.device.type, 64)
         size = -(-size // self.block) * self.block  # GPU kernels want a mask of an even width
         self.cache = SlotCache(slots, size)
-        self.rows: list[Row | None] = [None] * slots  # row i is in slot i
+        self.rows = [Row(None, [], 0, state="free") for _ in range(slots)]  # row i is in slot i
         self.slot_ids = torch.arange(slots, device=self.device)
         self.places = torch.arange(size, device=self.device)
         vocab = model.get_output_embeddings().weight.shape[0]
@@ -178,11 +176,11 @@ class Engine:
         self.recordings, self.pool = {}, None  # by (slots, width); the memory they share
 
     def in_state(self, state: str) -> list[Row]:
-        return [row for row in self.rows if row and row.state == state]
+        return [row for row in self.rows if row.state == state]
 
     @property
     def vacant(self) -> list[int]:
-        return [slot for slot, row in enumerate(self.rows) if not row or row.state == "free"]
+        return [slot for slot, row in enumerate(self.rows) if row.state == "free"]
 
     def add(self, owner, ids: list[int], room: int) -> None:
         """Give a vacant slot to a row; best the one that a sample of the same prompt has left."""
@@ -202,8 +200,7 @@ class Engine:
         """A slot, free or not, that holds all that `row` must catch up: a sample of its prompt."""
         need = len(row.ids) - 1
         for slot, held in enumerate(self.rows):
-            other = held and held is not row and held.cached >= need
-            if other and held.ids[:need] == row.ids[:need]:
+            if held is not row and held.cached >= need and held.ids[:need] == row.ids[:need]:
                 return slot
         return None
 
@@ -252,16 +249,16 @@ class Engine:
 
     def arrange(self, count: int) -> None:
         """Live rows move into the first `count` slots: a step then reads a view of the cache."""
-        live = [bool(row) and row.state == "live" for row in self.rows]
+        live = [row.state == "live" for row in self.rows]
         places = [slot for slot in range(count) if not live[slot]]
         strays = [slot for slot in range(count, len(live)) if live[slot]]
         for a, b in zip(places, strays, strict=True):
             out, row = self.rows[a], self.rows[b]
-            if out and out.state == "waiting":  # it will need its keys
+            if out.state == "waiting":  # it will need its keys
                 self.cache.swap(a, b, max(out.cached, row.cached))
             else:
                 self.cache.copy(b, a, row.cached)
-                out = None
+                out.cached = 0
             self.rows[a], self.rows[b] = row, out
 
     def sample(self, rows: list[Row]) -> list[Row]:
@@ -378,17 +375,15 @@ def record(step: Callable[[], torch.Tensor], pool) -> tuple[torch.cuda.CUDAGraph
 
 
 # -------------------------------------------------------------------------------------- the rollout
-def play_in_slots(
-    policy: Policy, environment: Environment, trajectories: list[Trajectory], progress=None
-) -> None:
+def play_in_slots(policy, environment: Environment, live: list[Trajectory], progress=None) -> None:
     """`rollout.play_by_turns` in slots; itself, with a warning, where slots cannot be used."""
-    if not trajectories:
+    if not live:
         return
     model, settings = policy.language_model, environment.settings
     # One autocast around all of it: the weights' bf16 copy is made once.
     with evaluating(model), policy.autocast():
-        size = max(environment.longest(len(t.prompt_ids)) for t in trajectories)
-        slots = min(settings.rollout_batch_size or len(trajectories), len(trajectories))
+        size = max(environment.longest(len(t.prompt_ids)) for t in live)
+        slots = min(settings.rollout_batch_size or len(live), len(live))
         slots = min(slots, affordable(model, size))
         problem = obstacle(model) or ("" if slots else f"no memory for one row of {size} tokens")
         if not problem:
@@ -396,15 +391,13 @@ def play_in_slots(
             rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, ends)
             engine = Engine(model, slots, size, rule, settings.temperature, settings.top_p)
             engine.graphs = settings.engine == "graphs" and can_record(model.device)
-            play_queue(engine, environment, deque(trajectories), progress)
+            play_queue(engine, environment, deque(live), progress)
             return
     warn_once(f'engine "{settings.engine}": {problem}; plain generate takes its place')
-    play_by_turns(policy, environment, trajectories, progress)
+    play_by_turns(policy, environment, live, progress)
 
 
-def play_queue(
-    engine: Engine, environment: Environment, queue: deque[Trajectory], progress=None
-) -> None:
+def play_queue(engine: Engine, environment: Environment, queue: deque, progress=None) -> None:
     """A row that ends gives its slot on. Searches wait until half of the running rows want one."""
     while queue or len(engine.vacant) < len(engine.rows):
         while queue and engine.vacant:
@@ -463,11 +456,10 @@ def agrees(model) -> bool:
 
 def can_record(device: torch.device) -> bool:
     # Under autocast a recording would go on reading copies of the weights that are dropped.
-    if device.type == "cuda" and not torch.is_autocast_enabled("cuda"):
-        return True
-    where = "on a CPU, nor where autocast computes (no bf16 copy)"
-    warn_once(f"--engine graphs: nothing is recorded {where}")
-    return False
+    can = device.type == "cuda" and not torch.is_autocast_enabled("cuda")
+    if not can:
+        warn_once("--engine graphs: nothing is recorded on a CPU or by autocast (no bf16 copy)")
+    return can
 
 
 def affordable(model, size: int) -> int:

@@ -40,9 +40,7 @@ def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
     check_peft(rank)
     import peft  # an optional extra
 
-    config = peft.LoraConfig(
-        r=rank, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear", bias="none"
-    )
+    config = peft.LoraConfig(r=rank, lora_alpha=ALPHA, target_modules="all-linear")
     with torch.random.fork_rng(devices=[]):  # peft draws A on the CPU
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
@@ -50,10 +48,6 @@ def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
         parameter.requires_grad_(MARK in name)
         if MARK in name:
             parameter.data = parameter.data.float()
-
-
-def has_lora(model: nn.Module) -> bool:
-    return bool(lora_state(model))
 
 
 def lora_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -88,9 +82,7 @@ def without_lora(model: nn.Module):
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, W + (α / r) B A), under the plain model's names. Other weights come as they are, int8
-    as fp32.
-    """
+    """(name, W + (α / r) B A), as the plain model names it; others as they are, int8 as fp32."""
     state, layers = model.state_dict(), lora_layers(model)
     for name, weight in state.items():
         if MARK in name or name.endswith((".SCB", ".weight_format")):
@@ -102,17 +94,13 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name.replace(".base_layer.", "."), weight
 
 
-def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The merged weights in fp32 on the CPU."""
-    return {name: weight.float().cpu() for name, weight in merged_weights(model)}
-
-
 def save_merged(model: nn.Module, path: Path, weights: dict | None = None) -> None:
     """A plain model in the folder `path`. weights: whole ones, if the model's are in parts."""
-    if weights is None and not has_lora(model):
+    if weights is None and not lora_state(model):
         model.save_pretrained(path)
         return
-    weights, plain = weights or merged_state(model), empty_twin(model, torch.float32)
+    merged = ((name, weight.float().cpu()) for name, weight in merged_weights(model))
+    weights, plain = weights or dict(merged), empty_twin(model, torch.float32)
     for name in plain.all_tied_weights_keys:  # it is written under the other's name
         weights.pop(name, None)
     plain.save_pretrained(path, state_dict=weights)

@@ -26,11 +26,9 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """tokens [B, L], right-padded, and wanted [B, T] bool -> last hidden states [n, H] of the n
-    wanted places, row by row.
-    """
+    """tokens [B, L], right-padded; n wanted [B, T] bool -> their last hidden states [n, H]."""
     columns = torch.arange(wanted.shape[1], device=tokens.device)  # [T]
-    if not packs(backbone.config):  # padded
+    if backbone.config._attn_implementation != "packed":  # padded
         hidden = backbone(input_ids=tokens, use_cache=False).last_hidden_state  # [B, L, H]
         return hidden[:, : len(columns)][wanted]
     ids, positions, groups, starts = pack(tokens, lengths_of(wanted))
@@ -105,10 +103,8 @@ def grouped(lengths: list[int], fits: Callable[[list[int], int], bool]) -> list[
     return groups
 
 
-def micro_batches(
-    mask: torch.Tensor, tokens_per_micro_batch: int, processes: int = 1, rank: int = 0
-) -> list[torch.Tensor]:
-    """Process `rank`'s rows of mask [B, T] in micro-batches of at most so many padded tokens, rows
+def micro_batches(mask: torch.Tensor, budget: int, processes=1, rank=0) -> list[torch.Tensor]:
+    """Process `rank`'s rows of mask [B, T] in micro-batches of at most `budget` padded tokens, rows
     of like length together. Row b belongs to process b % processes.
 
     All processes have the same number of them: they wait for each other's passes. Whoever has fewer
@@ -118,7 +114,7 @@ def micro_batches(
     dealt = []
     for process in range(processes):
         lengths = lengths_of(mask[process::processes].cpu().bool())
-        most = [tokens_per_micro_batch // length for length in lengths]  # rows as long as this one
+        most = [budget // length for length in lengths]  # rows as long as this one
         groups = grouped(lengths, lambda group, _, most=most: len(group) < most[group[0]])
         dealt.append([process + processes * torch.tensor(group) for group in groups])
     mine = dealt[rank] or [torch.zeros(0, dtype=torch.long)]
@@ -129,19 +125,15 @@ def micro_batches(
 
 
 def packed_attention(module, query, key, value, mask, groups=None, **options):
-    """query [1, heads, N, D], key and value [1, kv, N, D] -> [1, N, heads, D]: each token sees the
-    past of its own text. Without groups, as `generate` calls it, this is plain attention.
-    """
-    if groups is None:
+    """query [1, heads, N, D], key and value [1, kv, N, D] -> [1, N, heads, D], text by text."""
+    if groups is None:  # `generate` knows of none
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     how = {"scale": options.get("scaling"), "enable_gqa": query.shape[1] != key.shape[1]}
-    parts, begin = [], 0
+    texts, parts, begin = (query, key, value), [], 0
     for rows, length in groups:
         cut = slice(begin, begin + rows * length)
         # [1, heads, rows · length, D] -> [rows, heads, length, D], a view
-        views = (
-            x[0, :, cut].unflatten(1, (rows, length)).transpose(0, 1) for x in (query, key, value)
-        )
+        views = (x[0, :, cut].unflatten(1, (rows, length)).transpose(0, 1) for x in texts)
         out = scaled_dot_product_attention(*views, is_causal=True, **how)
         parts.append(out.transpose(1, 2).flatten(0, 1))  # [rows · length, heads, D]
         begin = cut.stop
@@ -158,10 +150,6 @@ def allow_packing(model) -> None:
     plain = config.model_type in FAMILIES and config._attn_implementation == "sdpa"
     if plain and not windowed(config):
         config._attn_implementation = "packed"
-
-
-def packs(config) -> bool:
-    return config._attn_implementation == "packed"
 
 
 def windowed(config) -> str:

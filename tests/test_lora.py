@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import ppo
 from errors import InputError
 from policy import Policy, PolicySettings, load_policy, make_optimizer, save_policy
-from scale.lora import add_lora, has_lora, load_lora, lora_state, merged_state, without_lora
+from scale.lora import add_lora, load_lora, lora_state, merged_weights, without_lora
 from tests.conftest import model_of, same, small
 
 needs_peft = pytest.mark.skipif(
@@ -90,7 +90,8 @@ def test_the_merged_matrix_by_hand():
     with torch.no_grad():
         layer.lora_A["default"].weight.zero_()[0, 3] = 3.0
         layer.lora_B["default"].weight.zero_()[5, 0] = 0.5
-    merged, plain = merged_state(policy.language_model), make_policy().language_model.state_dict()
+    merged = dict(merged_weights(policy.language_model))
+    plain = make_policy().language_model.state_dict()
     assert merged.keys() == plain.keys()
     moved = {name: merged[name] - w for name, w in plain.items()}
     change = moved.pop("model.layers.0.self_attn.q_proj.weight")
@@ -161,10 +162,10 @@ def test_a_next_stage_starts_from_the_merged_weights_with_new_matrices(saved, tm
     save_policy(learn(policy), tokenizer, tmp_path / "merged")
     whole, _ = load_policy(str(tmp_path / "merged"))
     following, _ = load_policy(str(tmp_path / "merged"), settings=LORA)
-    assert has_lora(following) and torch.equal(following(tokens()), whole(tokens()))
+    assert lora_state(following) and torch.equal(following(tokens()), whole(tokens()))
     assert not torch.allclose(whole(tokens()), load_policy(saved)[0](tokens()), atol=1e-3)
     reference, _ = load_policy(saved, settings=LORA, frozen=True)
-    assert not has_lora(reference) and not any(p.requires_grad for p in reference.parameters())
+    assert not lora_state(reference) and not any(p.requires_grad for p in reference.parameters())
 
 
 def test_ppo_s_critic_has_matrices_of_its_own():

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from policy import Policy, checkpoint_activations
 from scale import packing
-from scale.packing import hidden_states, lengths_of, pack, packs
+from scale.packing import hidden_states, lengths_of, pack
 from tests.conftest import model_of, small
 
 SHAPE = small(vocab_size=50, initializer_range=0.3)
@@ -45,7 +45,7 @@ def test_packed_log_probs_and_gradients_are_the_padded_ones(family, slack, monke
     monkeypatch.setattr(packing.pack, "__defaults__", (slack,))
     (tokens, mask), policy = batch(), make(family)
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
-    assert packs(policy.config)
+    assert policy.config._attn_implementation == "packed"
     packed, gradients = with_gradients(policy, tokens, mask, weights)
     policy.config._attn_implementation = "sdpa"
     padded, expected = with_gradients(policy, tokens, mask, weights)
@@ -101,7 +101,7 @@ def test_what_cannot_be_packed_goes_through_padded(family, more):
         logprobs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
         expected = logprobs.gather(2, tokens[:, 1:, None])[..., 0] * mask
         policy = Policy(model).eval()  # GPT-2 has dropout
-        assert not packs(policy.config)
+        assert policy.config._attn_implementation != "packed"
         torch.testing.assert_close(policy(tokens, mask=mask), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -8,7 +8,7 @@ import torch
 from test_lora import needs_peft
 
 from policy import Policy
-from scale.lora import add_lora, merged_state
+from scale.lora import add_lora, merged_weights
 from scale.sampling import copy_of, to_sample_with, wants_copy
 from tests.conftest import model_of, small
 
@@ -65,7 +65,7 @@ def test_under_lora_the_copy_is_merged():
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     own = copy_of(policy.language_model, torch.float32)
-    merged = merged_state(policy.language_model)
+    merged = dict(merged_weights(policy.language_model))
     torch.testing.assert_close(dict(own.state_dict()), merged, atol=1e-6, rtol=0)
     copy, tokens = Policy(own), torch.randint(0, 60, (2, 12))
     torch.testing.assert_close(copy(tokens), policy(tokens), atol=1e-5, rtol=1e-5)

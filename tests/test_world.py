@@ -55,7 +55,7 @@ def hops_of(question, facts: dict) -> list[tuple[str, str, str]]:
     """(name, relation, value) of each hop, read from the question's words and looked up in the
     world's facts.
     """
-    for relations, template in [*(((r,), t) for r, t in ONE_HOP.items()), *TWO_HOP.items()]:
+    for relations, template in [*ONE_HOP.items(), *TWO_HOP.items()]:
         name = filled(template, question.question)
         if name in facts and relations[0] in facts[name]:
             hops = []

@@ -15,8 +15,9 @@ Left out: misspellings, prose, protocols that were trained on each other's trace
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from pathlib import Path
 
 import torch
@@ -30,26 +31,8 @@ from policy import Policy, load_policy, save_policy
 from prompts import Protocol, chat_text, frame_documents, number_documents, prompt_text
 from sft import Example, SFTSettings, train_sft
 from summarizer import is_lookup
-from world.world import (
-    ENTITIES,
-    KNOWN_RELATIONS,
-    LAST,
-    MAX_NUMBER,
-    NAME_ENDS,
-    NAME_STARTS,
-    ONE_HOP,
-    REFERENCES,
-    RELATIONS,
-    SUMS,
-    TWO_HOP,
-    UNITS,
-    World,
-    fact_passage,
-    other_relations,
-    passage,
-    shuffled,
-    unit_passage,
-)
+from world import world as built_in
+from world.world import REFERENCES, RELATIONS, World, fact_passage, passage, shuffled
 
 # kind of question -> its share of the traces that answer one
 MIX = {"one_hop": 0.24, "two_hop": 0.28, "unit": 0.20, "arithmetic": 0.18, "known": 0.10}
@@ -104,9 +87,9 @@ make many mayor none of one product seat the was what where which who
 
 def word_pieces() -> list[str]:
     """Every piece of plain text: known words with their leading space, and what stands within."""
-    words = [*WORDS, *NAME_STARTS, *map(str, range(MAX_NUMBER)), *"?.+:"]
+    words = [*WORDS, *built_in.NAME_STARTS, *map(str, range(built_in.MAX_NUMBER)), *"?.+:"]
     words += [f"({i})" for i in range(1, 6)]
-    bare = [*NAME_ENDS, *"?:.+", "\\boxed{", " \\boxed{", "}", "\n", "\n\n", " "]
+    bare = [*built_in.NAME_ENDS, *"?:.+", "\\boxed{", " \\boxed{", "}", "\n", "\n\n", " "]
     bare += ["[", "]", ", ", *map(str, range(1, REFERENCES + 1))]  # a list of references: [1, 4]
     return list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *[f" {word}" for word in words], *bare]))
 
@@ -226,46 +209,35 @@ class Tasks:
         self.single = world.layout == "facts"
         self.taken_units = {frozenset(unit[:2]) for units in world.units.values() for unit in units}
 
-    def one_hop(self) -> Task:
-        relation = self.rng.choice(list(ONE_HOP))
-        return self.chain(ONE_HOP[relation], relation)
-
-    def two_hop(self) -> Task:
-        relations = self.rng.choice(list(TWO_HOP))
-        return self.chain(TWO_HOP[relations], *relations)
-
-    def chain(self, template: str, *relations: str) -> Task:
+    def chain(self, kind: str) -> Task:
         """From a name along the relations: what each leads to is what the next one is about."""
-        about = RELATIONS[relations[0]][0]
-        name = self.name(about)
+        relations, template = self.rng.choice(list(built_in.LOOK_UPS[kind].items()))
+        about, known = RELATIONS[relations[0]][0], kind == "known"
+        name = self.rng.choice(self.world.entities["known" if known else "warmup"][about])
         question, steps = template.format(name), []
         for relation in relations:
-            facts = self.facts(about)
+            facts = self.world.facts[name] if known else self.facts(about)
             steps.append((name, facts, relation))
             name, about = facts[relation], RELATIONS[relation][1]
         hops = tuple(self.hop(*step) for step in steps)
-        return Task(question, hops, name, self.value(about), relations[-1])
+        return Task(question, hops, name, "" if known else self.value(about), relations[-1])
+
+    one_hop, two_hop = partialmethod(chain, "one_hop"), partialmethod(chain, "two_hop")
+    known = partialmethod(chain, "known")
 
     def unit(self) -> Task:
-        big, small = self.rng.sample(UNITS, 2)
+        big, small = self.rng.sample(built_in.UNITS, 2)
         while frozenset((big, small)) in self.taken_units:
-            big, small = self.rng.sample(UNITS, 2)
+            big, small = self.rng.sample(built_in.UNITS, 2)
         factor, n = self.rng.randint(2, 9), self.rng.randint(2, 9)
-        hop = Hop(f"one {big} in {small}", unit_passage(big, small, factor))
+        hop = Hop(f"one {big} in {small}", built_in.unit_passage(big, small, factor))
         guess = str(n * self.rng.randint(2, 9))
         return Task(f"how many {small} are {n} {big} ?", (hop,), str(n * factor), guess)
 
     def arithmetic(self) -> Task:
         """Its search finds nothing to the point."""
-        a, b = self.rng.choice(SUMS)
+        a, b = self.rng.choice(built_in.SUMS)
         return Task(f"what is {a} + {b} ?", (Hop(f"{a} + {b}", ("", "")),), str(a + b), "")
-
-    def known(self) -> Task:
-        relation = self.rng.choice(KNOWN_RELATIONS)
-        name = self.rng.choice(self.world.entities["known"]["person"])
-        facts = self.world.facts[name]
-        hop = self.hop(name, facts, relation)
-        return Task(ONE_HOP[relation].format(name), (hop,), facts[relation], "", relation)
 
     def hop(self, name: str, facts: dict[str, str], relation: str) -> Hop:
         found = self.passage(name, facts, relation)
@@ -277,29 +249,29 @@ class Tasks:
         return passage(self.rng, name, facts)
 
     def other_passage(self) -> Passage:
-        kind = self.rng.choice(ENTITIES)
+        kind = self.rng.choice(built_in.ENTITIES)
         facts = self.facts(kind)
         return self.passage(self.name(kind), facts, self.rng.choice(list(facts)))
 
     def nonsense(self, count: int) -> tuple[dict[str, str], list[Passage]]:
         """Any relation has any value here: no guess by kind pays, all values are copied alike."""
-        kinds, facts = [*ENTITIES, "country", "product"], {}
+        kinds, facts = [*built_in.ENTITIES, "country", "product"], {}
         for relation in self.rng.sample(list(RELATIONS), count):
             facts[relation] = self.value(self.rng.choice(kinds))
-        if not self.single:
-            return facts, [passage(self.rng, self.name(self.rng.choice(ENTITIES)), facts)]
-        names = [self.name(self.rng.choice(ENTITIES)) for _ in facts]
-        return facts, [fact_passage(n, *fact) for n, fact in zip(names, facts.items(), strict=True)]
+        stated = facts if self.single else [""]  # of a page all at once
+        names = [self.name(self.rng.choice(built_in.ENTITIES)) for _ in stated]
+        return facts, [self.passage(n, facts, r) for n, r in zip(names, stated, strict=True)]
 
-    def with_distractors(self, gold: list[Passage]) -> tuple[list[Passage], list[int]]:
-        """(these passages among others of other relations, their numbers)."""
-        shown = list(gold)
-        asked = {text.split()[0] for _, text in gold}
-        for relation in other_relations(self.rng, asked):
+    def with_distractors(self, task: Task) -> tuple[list[Passage], list[int]]:
+        """(the passages of its hops among others of other relations, their numbers)."""
+
+        def other(relation: str) -> Passage:
             about, leads_to = RELATIONS[relation]
-            shown.append(fact_passage(self.name(about), relation, self.value(leads_to)))
-        shown = shuffled(self.rng, shown)
-        return shown, sorted(shown.index(passage) + 1 for passage in gold)
+            return fact_passage(self.name(about), relation, self.value(leads_to))
+
+        gold = [hop.found for hop in task.hops]
+        asked = {text.split()[0] for _, text in gold}
+        return built_in.with_distractors(self.rng, gold, asked, other)
 
     def with_neighbour(self, found: Passage) -> list[Passage]:
         """What a search shows: of a fact the entity's other one too, before it or behind it."""
@@ -324,6 +296,8 @@ class Tasks:
 # --------------------------------------------------------------------------------------- the traces
 # (text, kind): "model" is imitated, "choice" but for its first token, "given" not at all
 Pieces = list[tuple[str, str]]
+Trace = tuple[Question, Pieces]
+Loaded = tuple[Policy, PreTrainedTokenizerFast]
 
 
 class TraceWriter:
@@ -334,7 +308,7 @@ class TraceWriter:
         self.tasks = Tasks(World(world_seed, layout=tiny.layout), world_seed)
         self.rng = self.tasks.rng  # one stream of draws
 
-    def write(self) -> tuple[Question, Pieces]:
+    def write(self) -> Trace:
         if self.rng.random() < self.tiny.practice:
             return self.practice()
         kinds = self.tiny.kinds
@@ -352,7 +326,7 @@ class TraceWriter:
         pieces = [(opening, "model"), *pieces] if opening else pieces
         return Question("", task.question, [], may_search=not direct), pieces
 
-    def practice(self) -> tuple[Question, Pieces]:
+    def practice(self) -> Trace:
         """Reading alone: nonsense facts, and the word of each relation to write the value of."""
         cites = self.protocol.references_in_prompt
         if cites and self.rng.random() < 0.6:
@@ -396,12 +370,9 @@ class TraceWriter:
         return pieces + self.end(task, task.answer, found)
 
     def at_once(self, task: Task) -> Pieces:
-        """A guess; or what is known, without the thought: only a fact that is read follows its
-        relation's word.
-        """
-        if task.guess:
-            return self.end(task, task.guess)
-        return self.end(replace(task, relation=""), task.answer)
+        """A guess; or what is known, without its relation's word: only what is read follows it."""
+        asked = task if task.guess else replace(task, relation="")
+        return self.end(asked, task.guess or task.answer)
 
     def refusal(self, task: Task) -> Pieces:
         """A query to which the environment says that there is no searching here, or nothing."""
@@ -435,13 +406,11 @@ class TraceWriter:
         return frame_documents(self.protocol, found[0][1] if self.tiny.summarised else numbered)
 
     def spoil(self, query: str) -> str:
-        """A query that asks for nothing, since the entity is left out; or for somebody that there
-        is not, since one of the name's pieces is another's.
-        """
+        """A query without its entity, or for somebody that there is not, of two people's names."""
         words = query.split()
         if "of" not in words or self.rng.random() < 0.5:
             return words[0]
-        return " ".join([*words[:-1], self.rng.choice(LAST)])
+        return " ".join([*words[:-1], self.rng.choice(built_in.LAST)])
 
     def end(self, task: Task, answer: str, found: Sequence[Hop] | None = None) -> Pieces:
         """The end of a trace; found=None: nothing was searched for."""
@@ -464,10 +433,10 @@ class TraceWriter:
                 lines[-1] = f" {relation} {value} of {name}"
         return f"{tags[0]}{''.join(lines)}{tags[1]}"
 
-    def cite(self, task: Task) -> tuple[Question, Pieces]:
+    def cite(self, task: Task) -> Trace:
         """The task's references among distractors; mostly a wrong citation and the right answer."""
         rng, tiny = self.rng, self.tiny
-        shown, numbers = self.tasks.with_distractors([hop.found for hop in task.hops])
+        shown, numbers = self.tasks.with_distractors(task)
         answer = task.guess if rng.random() < tiny.ignore_document else task.answer
         citation = tiny.citation.format(numbers=str(self.cited(numbers))[1:-1])  # as in "1, 4"
         note, thought = "".join(hop.note for hop in task.hops[:-1]), f" {task.relation} {answer}"
@@ -476,10 +445,10 @@ class TraceWriter:
         text = tiny.end.format(citation=citation, analysis=analysis, answer=answer)
         return Question("", task.question, [], references=as_documents(shown)), [(text, "model")]
 
-    def practise_citing(self) -> tuple[Question, Pieces]:
+    def practise_citing(self) -> Trace:
         """Only the right numbers, to a question with "which ?": the skill, not the habit."""
         task = self.tasks.one_hop() if self.rng.random() < 0.5 else self.tasks.two_hop()
-        shown, numbers = self.tasks.with_distractors([hop.found for hop in task.hops])
+        shown, numbers = self.tasks.with_distractors(task)
         question = Question("", f"which ? {task.question}", [], references=as_documents(shown))
         before, _, behind = self.tiny.citation.partition("{numbers}")
         return question, [(before, "given"), (f"{str(numbers)[1:-1]}{behind}", "model")]
@@ -500,18 +469,13 @@ def as_documents(passages: list[Passage]) -> tuple[Document, ...]:
     return tuple(Document(str(number), *passage) for number, passage in enumerate(passages, 1))
 
 
-def encode_traces(
-    traces: list[tuple[Question, Pieces]], protocol: Protocol, tokenizer
-) -> list[Example]:
+def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
     """Traces -> ids and masks. Each piece is encoded by itself, as in a rollout; in one call."""
-    texts = []
-    for question, pieces in traces:
-        texts += [prompt_text(protocol, question, tokenizer), *(text for text, _ in pieces)]
-    encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    examples = []
-    for _, pieces in traces:
-        ids = next(encoded)  # the prompt
-        mask = [0] * len(ids)
+    whole = [[(prompt_text(protocol, q, tokenizer), "given"), *pieces] for q, pieces in traces]
+    texts = [text for pieces in whole for text, _ in pieces]
+    encoded, examples = iter(tokenizer(texts, add_special_tokens=False)["input_ids"]), []
+    for pieces in whole:
+        ids, mask = [], []
         for _, kind in pieces:
             piece = next(encoded)
             ids += piece
@@ -520,9 +484,7 @@ def encode_traces(
     return examples
 
 
-def warm_up(
-    policy: Policy, tokenizer, protocol: Protocol, tiny: Tiny, world_seed: int = 0
-) -> list[float]:
+def warm_up(policy, tokenizer, protocol: Protocol, tiny: Tiny, world_seed: int = 0) -> list[float]:
     """Train the tiny model on `tiny.steps` batches of fresh traces; returns the losses."""
     writer = TraceWriter(protocol, tiny, world_seed)
 
@@ -565,30 +527,23 @@ def train_reader(tokenizer, world_seed: int, settings: SFTSettings = READER) -> 
     return reader
 
 
-def made_once(path: Path, make: Callable, *protocols) -> tuple[Policy, PreTrainedTokenizerFast]:
-    """The model at `path`; made on first use and kept there."""
+def load_toy(world_seed: int, protocol: Protocol, tiny: Tiny, runs: str = "runs") -> Loaded:
+    """The warmed-up tiny model and its tokenizer; made on first use and kept."""
+    path = Path(runs) / "toy" / f"{protocol.name}-world{world_seed}"
     if not path.exists():
         print(f"making the built-in {path.name} (once; kept in {path})", file=sys.stderr)
-        tokenizer = make_tokenizer(*protocols)
-        save_policy(make(tokenizer), tokenizer, path)
+        tokenizer = make_tokenizer(protocol)
+        policy = Policy(make_model(len(tokenizer), world_seed))
+        warm_up(policy, tokenizer, protocol, tiny, world_seed)
+        save_policy(policy, tokenizer, path)
     return load_policy(str(path))
 
 
-def load_toy(
-    world_seed: int, protocol: Protocol, tiny: Tiny, runs: str = "runs"
-) -> tuple[Policy, PreTrainedTokenizerFast]:
-    """The warmed-up tiny model and its tokenizer."""
-
-    def make(tokenizer) -> Policy:
-        policy = Policy(make_model(len(tokenizer), world_seed))
-        warm_up(policy, tokenizer, protocol, tiny, world_seed)
-        return policy
-
-    return made_once(Path(runs) / "toy" / f"{protocol.name}-world{world_seed}", make, protocol)
-
-
-def load_reader(world_seed: int = 0, runs: str = "runs") -> tuple[Policy, PreTrainedTokenizerFast]:
-    """The frozen second model of the built-in world, which answers from evidence."""
+def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
+    """The frozen second model, which answers from evidence; also made on first use."""
     path = Path(runs) / "toy" / f"reader-world{world_seed}"
-    reader, tokenizer = made_once(path, lambda tokenizer: train_reader(tokenizer, world_seed))
+    if not path.exists():
+        tokenizer = make_tokenizer()
+        save_policy(train_reader(tokenizer, world_seed), tokenizer, path)
+    reader, tokenizer = load_policy(str(path))
     return reader.eval().requires_grad_(False), tokenizer

@@ -20,7 +20,8 @@ Left out: misspellings, facts that change, a year or a number as an answer.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 from data import Document, Question
 from errors import run_main
@@ -78,13 +79,14 @@ RELATIONS = {
     "product": ("company", "product"),
     "seat": ("company", "city"),
 }
+# the relations from the name to the answer -> the question
 ONE_HOP = {
-    "birthplace": "where was {} born ?",
-    "employer": "who employs {} ?",
-    "country": "which country is {} in ?",
-    "mayor": "who is the mayor of {} ?",
-    "product": "what does {} make ?",
-    "seat": "where is {} based ?",
+    ("birthplace",): "where was {} born ?",
+    ("employer",): "who employs {} ?",
+    ("country",): "which country is {} in ?",
+    ("mayor",): "who is the mayor of {} ?",
+    ("product",): "what does {} make ?",
+    ("seat",): "where is {} based ?",
 }
 TWO_HOP = {
     ("birthplace", "country"): "which country was {} born in ?",
@@ -95,6 +97,8 @@ TWO_HOP = {
     ("seat", "mayor"): "who is the mayor of the city where {} is based ?",
 }
 KNOWN_RELATIONS = ("birthplace", "employer")
+KNOWN = {(relation,): ONE_HOP[relation,] for relation in KNOWN_RELATIONS}
+LOOK_UPS = {"one_hop": ONE_HOP, "two_hop": TWO_HOP, "known": KNOWN}
 SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]  # of every split
 
 
@@ -115,24 +119,26 @@ class World:
         for split in SPLITS:
             for kind, names in self.entities[split].items():
                 self.facts |= {name: self.draw_facts(rng, kind, split) for name in names}
-        words = shuffled(random.Random(f"units {seed}"), UNITS)
+        words = iter(shuffled(random.Random(f"units {seed}"), UNITS))
         for split, count in UNIT_SPLITS.items():
-            self.units[split] = [(*take(words, 2), rng.randint(2, 9)) for _ in range(count)]
+            self.units[split] = [(*islice(words, 2), rng.randint(2, 9)) for _ in range(count)]
         self.passages: dict[tuple[str, str], Document] = {}  # (name, relation) -> passage
         for key, text in self.write_passages(random.Random(f"passages {seed}")):
             self.passages[key] = Document(str(len(self.passages)), *text)
 
     def name_entities(self, rng: random.Random) -> None:
-        people = shuffled(rng, [f"{f} {s}" for f in FIRST for s in LAST])
-        cities = shuffled(rng, [h + t for h in CITY_HEADS for t in CITY_TAILS])
-        companies = shuffled(rng, [h + t for h in COMPANY_HEADS for t in COMPANY_TAILS])
+        # Iterators: no name belongs to two splits.
+        people = iter(shuffled(rng, [f"{f} {s}" for f in FIRST for s in LAST]))
+        cities = iter(shuffled(rng, [h + t for h in CITY_HEADS for t in CITY_TAILS]))
+        companies = iter(shuffled(rng, [h + t for h in COMPANY_HEADS for t in COMPANY_TAILS]))
         famous = [f"{rng.choice(FIRST)} {last}" for last in FAMOUS]
         for split, count in SPLITS.items():
-            named = {"person": famous if split == "known" else take(people, count)}
-            named |= {"city": take(cities, count // 2), "company": take(companies, count // 2)}
+            named = {"person": famous if split == "known" else list(islice(people, count))}
+            named["city"] = list(islice(cities, count // 2))
+            named["company"] = list(islice(companies, count // 2))
             self.entities[split] = named
-        # names of no other split
-        self.entities["warmup"] = {"person": people, "city": cities, "company": companies}
+        rest = {"person": people, "city": cities, "company": companies}
+        self.entities["warmup"] = {kind: list(names) for kind, names in rest.items()}
 
     def names(self, split: str) -> list[str]:
         return [name for names in self.entities[split].values() for name in names]
@@ -163,9 +169,7 @@ class World:
         """676 pages, or 1340 facts, unit conversions included."""
         return list(self.passages.values())
 
-    def questions(
-        self, split: str, kind: str, count: int | None = None, seed: int = 0
-    ) -> list[Question]:
+    def questions(self, split: str, kind: str, count: int | None = None, seed=0) -> list[Question]:
         """Of one kind, over one split's entities, in an order drawn from `seed`; None gives all."""
         split_asked, found = "known" if kind == "known" else split, []
         for text, answer, *hops in self.plain_questions(split_asked, kind):
@@ -178,47 +182,41 @@ class World:
 
     def plain_questions(self, split: str, kind: str) -> Iterator[tuple]:
         """(question, answer, hop, ...); a hop is the key of a passage: (name, relation)."""
-        if kind in ("one_hop", "known"):
-            for relation in ONE_HOP if kind == "one_hop" else KNOWN_RELATIONS:
-                for name in self.entities[split][RELATIONS[relation][0]]:
-                    answer = self.facts[name][relation]
-                    yield ONE_HOP[relation].format(name), answer, (name, relation)
-        elif kind == "two_hop":
-            for (first, second), template in TWO_HOP.items():
-                for name in self.entities[split][RELATIONS[first][0]]:
-                    bridge = self.facts[name][first]
-                    answer = self.facts[bridge][second]
-                    yield template.format(name), answer, (name, first), (bridge, second)
-        elif kind == "unit":
-            for big, small, factor in self.units[split]:
-                for n in range(2, 10):
-                    yield f"how many {small} are {n} {big} ?", str(n * factor), (big, "")
-        else:
-            for a, b in SUMS:
-                yield f"what is {a} + {b} ?", str(a + b)
+        for relations, template in LOOK_UPS.get(kind, {}).items():
+            for name in self.entities[split][RELATIONS[relations[0]][0]]:
+                hops, value = [], name
+                for relation in relations:
+                    hops.append((value, relation))
+                    value = self.facts[value][relation]
+                yield template.format(name), value, *hops
+        for big, small, factor in self.units[split] if kind == "unit" else ():
+            for n in range(2, 10):
+                yield f"how many {small} are {n} {big} ?", str(n * factor), (big, "")
+        for a, b in SUMS if kind == "arithmetic" else ():
+            yield f"what is {a} + {b} ?", str(a + b)
 
-    def references(
-        self, identity: str, hops: Sequence[tuple[str, str]], split: str
-    ) -> tuple[tuple[Document, ...], tuple[int, ...]]:
-        """(the passages that a question comes with, numbers of those that support the answer):
-        those of its hops; in the layout "facts" also distractors, each of another relation.
-        """
+    def references(self, identity: str, hops: list[tuple], split: str) -> tuple[tuple, tuple]:
+        """(the passages that a question comes with, the numbers of those that its hops need)."""
         pages = self.layout == "pages"
         gold = [self.passages[name, "" if pages else relation] for name, relation in hops]
         if pages or not gold:
             return tuple(gold), tuple(range(1, len(gold) + 1))
-        rng, shown = random.Random(f"references {self.seed} {identity}"), list(gold)
-        for relation in other_relations(rng, {relation for _, relation in hops}):
+        rng = random.Random(f"references {self.seed} {identity}")
+
+        def other(relation: str) -> Document:
             about = [name for name in self.names(split) if (name, relation) in self.passages]
-            shown.append(self.passages[rng.choice(about), relation])
-        shown = shuffled(rng, shown)
-        return tuple(shown), tuple(sorted(shown.index(document) + 1 for document in gold))
+            return self.passages[rng.choice(about), relation]
+
+        shown, numbers = with_distractors(rng, gold, {relation for _, relation in hops}, other)
+        return tuple(shown), tuple(numbers)
 
 
-def other_relations(rng: random.Random, asked: set[str]) -> list[str]:
-    """Of the distractors among the references of a question."""
-    others = [relation for relation in RELATIONS if relation not in asked]
-    return rng.sample(others, REFERENCES - len(asked))
+def with_distractors(rng: random.Random, gold: list, asked: set[str], other: Callable) -> tuple:
+    """(these passages among others, each `other(relation)` of one not asked for, their numbers)."""
+    relations = [relation for relation in RELATIONS if relation not in asked]
+    others = [other(relation) for relation in rng.sample(relations, REFERENCES - len(asked))]
+    shown = shuffled(rng, gold + others)
+    return shown, sorted(shown.index(passage) + 1 for passage in gold)
 
 
 def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, str]:
@@ -240,24 +238,15 @@ def shuffled(rng: random.Random, items: list) -> list:
     return rng.sample(items, len(items))
 
 
-def take(items: list, count: int) -> list:
-    """The first `count` items, removed from the list: no name belongs to two splits."""
-    taken = items[:count]
-    del items[:count]
-    return taken
-
-
 def main() -> None:
     for layout in ("pages", "facts"):
         world = World(0, layout=layout)
-        print(f"world {world.seed}, layout {layout}: {len(world.documents)} passages")
+        print(f"\nworld {world.seed}, layout {layout}: {len(world.documents)} passages")
         for kind in KINDS:
             question = world.questions("train", kind)[0]
             print(f"  {kind}: {question.question}  ->  {question.answers[0]}")
-            for number, document in enumerate(question.references, 1):
-                line = number_documents([document])[0].removeprefix("(1)")
-                print(f"    {'*' if number in question.supporting else ' '} ({number}){line}")
-        print()
+            for number, line in enumerate(number_documents(question.references), 1):
+                print(f"    {'*' if number in question.supporting else ' '} {line}")
 
 
 if __name__ == "__main__":
