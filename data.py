@@ -143,7 +143,10 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
                 raise InputError(f"question id {question.id!r} comes from two files: {advice}")
             seen.add(question.id)
             named[name].append(question)
-        named[name] = draw_some(name, named[name], count, seed)
+        if count is not None and not 0 < count <= len(questions):
+            known = f"it has {len(questions)} questions to draw from"
+            raise InputError(f"--data {name}:{count}: {known}")
+        named[name] = draw_some(named[name], count or 0, f"{seed} {name}")
     return named
 
 
@@ -154,13 +157,11 @@ def with_count(file: Path) -> tuple[Path, int | None]:
     return (Path(name), int(count)) if drawn else (file, None)
 
 
-def draw_some(name: str, questions: list[Question], count: int | None, seed: int) -> list[Question]:
-    """`count` of them by lot, in the order of the file; None takes all. Ids are those of all."""
-    if count is None:
+def draw_some(questions: list[Question], count: int, lot: str) -> list[Question]:
+    """`count` of them by `lot`, in their order; 0, or more than there are: all."""
+    if not 0 < count < len(questions):
         return questions
-    if not 0 < count <= len(questions):
-        raise InputError(f"--data {name}:{count}: it has {len(questions)} questions to draw from")
-    places = random.Random(f"{seed} {name}").sample(range(len(questions)), count)
+    places = random.Random(lot).sample(range(len(questions)), count)
     return [questions[place] for place in sorted(places)]
 
 

@@ -32,7 +32,7 @@ if __name__ == "__main__" and any(word.split("=")[0] == "--predictions" for word
 
 from tqdm import tqdm
 
-from data import Question, load_datasets
+from data import Question, draw_some, load_datasets
 from formats.records import append_jsonl
 from metrics import summary_scores
 from papers import paper_of, record_of
@@ -44,19 +44,12 @@ from plumbing.build import (
     build_search,
     built_in_kinds,
     built_in_world,
-    drawn,
     load_model,
     passages,
     play_of,
     with_retrieved,
 )
-from plumbing.files import (
-    check_instructions,
-    checkpoints,
-    instructions,
-    saved_settings,
-    stage_folder,
-)
+from plumbing.files import checkpoints, instructions, saved_settings, stage_folder
 from policy import best_device, check_model_path, weights_version
 from prompts import PROTOCOLS
 from rewards import arena_scores, evidence_support, needs
@@ -262,8 +255,9 @@ def material(settings: Settings, options: Options) -> tuple[dict[str, list[Quest
     if settings.data:
         datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
         documents = passages(settings, [q for some in datasets.values() for q in some])
+        lot = f"{count} questions {settings.seed}"
         for name, some in datasets.items():
-            datasets[name] = some[:count] if options.first else drawn(some, count, settings.seed)
+            datasets[name] = some[:count] if options.first else draw_some(some, count, lot)
     else:
         world = built_in_world(settings, options.fact_seed)
         kinds = built_in_kinds(settings)
@@ -339,7 +333,7 @@ def parse(arguments: list[str]) -> tuple[Settings, Options]:
         settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
     check_settings(settings, False, given)
     if "prompt_file" in given:  # a checkpoint's may name what only training asks
-        check_instructions(settings)
+        instructions(settings, strict=True)
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
         why = f"which protocol {settings.protocol} does not have: leave it out"
         raise InputError(f"--reader answers from evidence boxes, {why}")

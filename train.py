@@ -11,8 +11,7 @@ DAPO draws more questions for groups that teach nothing; PPO's critic has update
 process samples its share of the questions; then all know all trajectories, so that statistics are
 of the global batch.
 
-Files of a run, under runs/NAME/stageN: settings.json, metrics.jsonl (a line per step), samples.txt,
-checkpoint-NNNNNN. Ctrl-C is safe at any moment.
+Files, under runs/NAME/stageN: settings.json, metrics.jsonl, samples.txt, checkpoint-NNNNNN.
 """
 
 import copy
@@ -85,7 +84,7 @@ def train(settings: Settings) -> Path:
         run.log(record, sampled)
         if run.saves(step):
             checkpoint.save(run, parts, step + 1)
-    run.close()
+    parts.accelerator.wait_for_everyone()  # the first one saves: the folder is there after it
     return run.folder
 
 
@@ -285,8 +284,7 @@ def measure(parts: Parts, sampled: Sampled) -> Record:
     searches = [search for t in trajectories for search in t.searches]
     record["fallbacks"] = mean(search.fallback for search in searches)
     record["search_errors"] = mean(search.error is not None for search in searches)
-    cut = [search.cut for search in searches]
-    record["documents_cut"] = mean(cut)
+    record["documents_cut"] = mean(search.cut for search in searches)
     zero_std = grpo.frac_reward_zero_std(torch.tensor(rewards), settings.group_size)
     record["frac_reward_zero_std"] = zero_std
     if parts.scorer is not None:  # the main process; it is the one that logs

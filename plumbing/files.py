@@ -84,14 +84,19 @@ def starting_model(settings: Settings) -> tuple[str, str]:
     return settings.model, said
 
 
-def instructions(settings: Settings) -> dict[str, str]:
-    """Of --prompt_file: whose instruction -> its text. "FILE" alone is the policy's."""
+def instructions(settings: Settings, strict: bool = False) -> dict[str, str]:
+    """Of --prompt_file: whose instruction -> its text. "FILE" alone is the policy's. strict: is
+    there a model for each?
+    """
     given, texts = settings.prompt_file, {}
     owned = given if "=" in given else f"policy={given}"
     for part in owned.split(",") if given else ():
         name, _, file = part.strip().partition("=")
         if name not in PROMPTED:
             raise InputError(f"--prompt_file {part}: it is one of {', '.join(PROMPTED)}")
+        if strict and getattr(settings, name, name) in ("", "built-in", *WITHOUT_MODEL):
+            why = "no such model is asked here: leave it out"
+            raise InputError(f"--prompt_file {name}=FILE needs --{name} MODEL: {why}")
         try:
             texts[name] = Path(file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -99,14 +104,6 @@ def instructions(settings: Settings) -> dict[str, str]:
         if not texts[name]:
             raise InputError(f"--prompt_file {part}: the file is empty")
     return texts
-
-
-def check_instructions(settings: Settings) -> None:
-    """Is there a model for each file of --prompt_file?"""
-    for name in instructions(settings):
-        if getattr(settings, name, name) in ("", "built-in", *WITHOUT_MODEL):
-            why = "no such model is asked here: leave it out"
-            raise InputError(f"--prompt_file {name}=FILE needs --{name} MODEL: {why}")
 
 
 def settings_text(settings: Settings) -> str:
@@ -174,9 +171,7 @@ class Run:
         done, s = step + 1, self.settings
         return 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
 
-    def check_finite(
-        self, result: dict, step: int, part: Batch, trajectories: list[Trajectory]
-    ) -> None:
+    def check_finite(self, result: dict, step: int, part: Batch, rows: list[Trajectory]) -> None:
         """Stop at a loss or a gradient that is no number, and keep the batch to look at."""
         names = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
         wrong = [f"{n} {result[n]}" for n in names if not math.isfinite(result.get(n, 0.0))]
@@ -185,13 +180,9 @@ class Run:
         path = self.folder / f"non_finite_step{step}.pt"
         if self.main:
             torch.save(dataclasses.asdict(part), path)
-        ids = ", ".join(dict.fromkeys(t.question.id for t in trajectories))
+        ids = ", ".join(dict.fromkeys(row.question.id for row in rows))
         said = f"stopped; this update was not applied. The batch is in {path}; its questions: {ids}"
         raise InputError(f"step {step}: {', '.join(wrong)}; {said}")
-
-    def close(self) -> None:
-        """One process saves: the others' folder is not there before."""
-        self.accelerator.wait_for_everyone()
 
 
 PATIENCE = 3  # steps in a row

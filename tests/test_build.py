@@ -89,7 +89,7 @@ def test_a_prompt_file_may_be_another_models(tmp_path, monkeypatch):
     settings = Settings(prompt_file=files, judge="m", reader="m", summarizer="m", retriever="empty")
     llm = SimpleNamespace()
     monkeypatch.setattr(score, "load_llm", lambda *_, **__: llm)
-    build.check_instructions(settings)
+    build.instructions(settings, strict=True)
     assert build.build_protocol(settings).instruction == "Be brief."
     for ask in (score.build_judge, score.build_reader, lambda its: build.build_search(its, [])):
         llm.instruction = ""
@@ -111,7 +111,7 @@ def test_a_prompt_file_that_cannot_be_used_is_one_line(given, said, tmp_path):
     (tmp_path / "p.txt").write_text("Be brief.")
     (tmp_path / "empty.txt").write_text(" \n")
     settings = Settings(prompt_file=given.replace("{}", str(tmp_path)), judge="m")
-    assert said in message(build.check_instructions, settings)
+    assert said in message(build.instructions, settings, True)
 
 
 @pytest.mark.parametrize(
