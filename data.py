@@ -34,9 +34,7 @@ from formats.text_folder import is_text, read_texts, stem
 @dataclass(frozen=True)
 class DataSettings:
     data: str = setting("", 'question files, comma-separated, FILE:N draws N; "" = built-in world')
-    corpus: str = setting(
-        "", 'passages: a file, a folder of texts, or "from-data": the records\' own'
-    )
+    corpus: str = setting("", 'file or folder of passages, or "from-data": the records\' own')
     skip_bad: bool = setting(False, "count malformed records and go on")
 
 
@@ -194,9 +192,8 @@ def dataset_names(files: list[Path]) -> list[str]:
     uses = Counter(name for names in choices for name in names)
     for file, names in zip(files, choices, strict=True):
         if uses[names[-1]] > 1:
-            raise InputError(
-                f"{file}: named twice, its questions would share their ids: once will do"
-            )
+            why = "its questions would share their ids: once will do"
+            raise InputError(f"{file}: named twice, {why}")
     return [next(name for name in names if uses[name] == 1) for names in choices]
 
 
@@ -220,10 +217,9 @@ def load_difficulty(path: str | Path) -> list[dict]:
         good = isinstance(record.get("id"), str) and isinstance(scores, list) and scores
         good = good and all(isinstance(score, int | float) for score in scores)
         if not good or (record.get("bucket") or "hard") not in BUCKETS:
-            raise InputError(
-                f'{path}, record {number}: expected {{"id", "scores", "score"}} as lab.difficulty '
-                "writes them: measure again, or name another file"
-            )
+            fields = 'expected {"id", "scores", "score"} as lab.difficulty writes them'
+            how = f"{fields}: measure again, or name another file"
+            raise InputError(f"{path}, record {number}: {how}")
     return records
 
 
@@ -248,8 +244,7 @@ def corpus_from_questions(questions: list[Question]) -> list[Document]:
             documents[key] = document
             ids.add(document.id)
     if not documents:
-        advice = "name a corpus file instead of from-data"
-        raise InputError(f"these questions bring no paragraphs: {advice}")
+        raise InputError("these questions bring no paragraphs: name a corpus file, not from-data")
     return list(documents.values())
 
 

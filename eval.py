@@ -42,12 +42,12 @@ from plumbing.build import (
     build_environment,
     build_protocol,
     build_search,
-    built_in_kinds,
     built_in_world,
     load_model,
     passages,
     play_of,
     with_retrieved,
+    world_questions,
 )
 from plumbing.files import checkpoints, instructions, saved_settings, stage_folder
 from policy import best_device, check_model_path, weights_version
@@ -56,7 +56,6 @@ from rewards import arena_scores, evidence_support, needs
 from rollout import check_prompts, rollout
 from settings import (
     ASKING,
-    NEEDS,
     RENAMED,
     Settings,
     add_flags,
@@ -259,9 +258,9 @@ def material(settings: Settings, options: Options) -> tuple[dict[str, list[Quest
         for name, some in datasets.items():
             datasets[name] = some[:count] if options.first else draw_some(some, count, lot)
     else:
-        world = built_in_world(settings, options.fact_seed)
-        kinds = built_in_kinds(settings)
-        some = [q for kind in kinds for q in world.questions(options.split, kind, count or None)]
+        facts = options.fact_seed
+        some = world_questions(settings, options.split, count or None, facts)
+        world = built_in_world(settings, facts)
         documents = passages(settings, some) if settings.corpus else world.documents
         datasets = {"the built-in world": some}
     for name, some in datasets.items():
@@ -296,8 +295,6 @@ def settings_of(given: dict) -> Settings:
         own["corpus"] = ""  # the old file's
     if settings.engine == "graphs":  # of the GPU that it was trained on
         own["engine"] = "slots"
-    retriever = given.get("retriever", settings.retriever)
-    own |= {flag: "" for its, flag in NEEDS.items() if its != retriever}
     return dataclasses.replace(settings, **(own | given | {"model": model}))
 
 
@@ -367,9 +364,8 @@ def default_out(settings: Settings, options: Options) -> Path:
 
 def run(settings: Settings, options: Options) -> None:
     # Files of others may have their gold answers in --data.
-    others = score_files(
-        options.against, settings.data, settings.skip_bad, options.punctuation, seed=settings.seed
-    )
+    how = (settings.data, settings.skip_bad, options.punctuation)
+    others = score_files(options.against, *how, seed=settings.seed)
     # Before the work: are they there at all?
     reader = score.build_reader(settings, best_device()) if settings.reader else None
     judge = score.build_judge(settings, best_device())

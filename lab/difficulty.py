@@ -96,7 +96,7 @@ def measure_published(given: dict, options: DifficultySettings) -> dict[str, str
 
 
 def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
-    settings = check_settings(settings_of({"temperature": 1.0} | given), training=False)
+    settings = check_settings(settings_of({"temperature": 1.0} | given), False, given)
     if settings.temperature == 0 and options.samples > 1:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
     asked = Options("train", options.questions, options.samples, out=options.out)

@@ -46,11 +46,9 @@ def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]
     """(questions to train on, those of --eval_every): of --data by lot, else of another split."""
     if not settings.eval_every:
         return questions, []
-    count, kinds = settings.eval_questions, built_in_kinds(settings)
+    count = settings.eval_questions
     if not settings.data:
-        world = built_in_world(settings)
-        held_out = [q for kind in kinds for q in world.questions("dev", kind, count)]
-        return questions, as_asked(held_out, settings)
+        return questions, as_asked(world_questions(settings, "dev", count), settings)
     if count >= len(questions):
         raise InputError(f"--eval_questions {count}: of {len(questions)} in --data: give less")
     held_out = draw_some(questions, count, f"{count} questions {settings.seed}")
@@ -90,18 +88,18 @@ def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
 
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
     """All of a split. If --mix names the kind "direct": 24 of each, also without retrieval."""
-    world, kinds = built_in_world(settings), built_in_kinds(settings)
-    questions = [q for kind in kinds for q in world.questions(split, kind)]
+    questions = world_questions(settings, split)
     if "direct" not in parse_shares(settings.mix, "--mix"):
         return questions
-    some = [q for kind in kinds for q in world.questions(split, kind, 24)]  # all known facts
+    some = world_questions(settings, split, 24)  # all known facts
     direct = {"source": "direct", "may_search": False}
     return questions + [dataclasses.replace(question, **direct) for question in some]
 
 
-def built_in_kinds(settings: Settings) -> tuple[str, ...]:
-    """The kinds of question that the tiny model of this protocol was warmed up for."""
-    return tuple(paper_of(settings.protocol).world.kinds)
+def world_questions(settings: Settings, split: str, count=None, fact_seed=None) -> list[Question]:
+    """`count` of each kind that the tiny model of this protocol was warmed up for; None: all."""
+    world, kinds = built_in_world(settings, fact_seed), paper_of(settings.protocol).world.kinds
+    return [q for kind in kinds for q in world.questions(split, kind, count)]
 
 
 def passages(settings: Settings, questions: list[Question]) -> list[Document]:
@@ -119,9 +117,7 @@ def build_protocol(settings: Settings) -> Protocol:
     return dataclasses.replace(protocol, instruction=instruction)
 
 
-def build_search(
-    settings: Settings, documents: list[Document], device="cpu", log: str = ""
-) -> SearchFunction:
+def build_search(settings: Settings, documents: list, device="cpu", log="") -> SearchFunction:
     """Retriever and summariser. log: in training, where a model's notes are kept."""
     if PROTOCOLS[settings.protocol].query_tags is None:  # the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
@@ -136,9 +132,7 @@ def build_search(
     return search
 
 
-def load_model(
-    settings: Settings, path: str, device="cpu", frozen: bool = False, in_8bit: bool = False
-) -> tuple[Policy, object]:
+def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bit=False) -> tuple:
     """(policy, tokenizer) from `path`, or the built-in ones where it is ""."""
     if path:
         return load_policy(path, device, settings, frozen, in_8bit, settings.seed)

@@ -172,9 +172,7 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
     return found + unanswered * count_missing
 
 
-def score_files(
-    paths, data="", skip_bad=False, punctuation="", count_missing=False, seed=0
-) -> list[dict]:
+def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=False, seed=0):
     """Prediction records with metrics, of the questions in `data` or of all that have gold answers.
     Each file is a data set of its own, unless `data` names several. Without `punctuation` eval.py's
     records stay as they were scored; elsewhere it becomes a blank.

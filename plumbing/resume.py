@@ -7,15 +7,12 @@ beside it. What does not belong to it any more is put aside, never overwritten.
 import itertools
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from formats.records import finished_records
 
 
-def go_on(
-    out: Path, made_with: dict, expected: list, key: Callable, batch: int, fresh: bool
-) -> list[dict]:
+def go_on(out: Path, made_with: dict, expected: list, key, batch: int, fresh: bool) -> list[dict]:
     """The records of `out` that need not be made again, in whole batches, which share a seed. All
     others leave `out`.
 
