@@ -33,10 +33,10 @@ if __name__ == "__main__" and any(word.split("=")[0] == "--predictions" for word
 from tqdm import tqdm
 
 from data import Question, draw_some, load_datasets
-from formats.records import append_jsonl
+from formats.records import append_jsonl, write_records
 from metrics import summary_scores
 from papers import paper_of, record_of
-from plumbing import resume, score
+from plumbing import score
 from plumbing.build import (
     as_asked,
     build_environment,
@@ -49,7 +49,7 @@ from plumbing.build import (
     with_retrieved,
     world_questions,
 )
-from plumbing.files import checkpoints, instructions, saved_settings, stage_folder
+from plumbing.files import checkpoints, go_on, instructions, saved_settings, stage_folder
 from policy import best_device, check_model_path, weights_version
 from prompts import PROTOCOLS
 from rewards import arena_scores, evidence_support, needs
@@ -182,7 +182,7 @@ class Evaluation:
         options, batch = self.options, QUESTIONS_AT_ONCE * self.options.samples
         expected = [(q.id, sample) for q in self.questions for sample in range(options.samples)]
         made_with = self.made_with(version)
-        records = resume.go_on(out, made_with, expected, key_of, batch, options.fresh)
+        records = go_on(out, made_with, expected, key_of, batch, options.fresh)
         if records:
             print(f"{len(records)} of {len(expected)} predictions are there: it goes on")
         begin = len(records) // options.samples
@@ -378,7 +378,7 @@ def run(settings: Settings, options: Options) -> None:
         if reader or judge:
             print(f"all predictions are there: --predictions {out} asks again about them")
             records = score.ask_others(records, reader, judge)
-            resume.write_records(out, records)
+            write_records(out, records)
     except KeyboardInterrupt:
         kept = f"what was finished is in {out}; the same command goes on"
         print(f"\ninterrupted; {kept if out.is_file() else 'nothing was finished yet'}")

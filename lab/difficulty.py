@@ -23,8 +23,8 @@ from eval import Evaluation, Options, settings_of
 from formats.records import append_jsonl
 from lab import interruptible, parse_flags
 from metrics import score_answer
-from plumbing import resume
 from plumbing.build import build_environment, build_search, load_model, play_of
+from plumbing.files import go_on
 from plumbing.score import answer_scores
 from policy import best_device, weights_version
 from rollout import check_prompts, rollout
@@ -68,7 +68,7 @@ def measure(
     out, found = Path(options.out), SCHEMES[options.scheme][0]
     made_with = made_with | {"metric": options.metric, "scheme": options.scheme}
     ids = [question.id for question in questions]
-    records = resume.go_on(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
+    records = go_on(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
     for start in tqdm(range(len(records), len(questions), AT_ONCE), f"batches of {AT_ONCE}"):
         some = questions[start : start + AT_ONCE]
         for question, scores in zip(some, answer(some), strict=True):

@@ -89,11 +89,10 @@ def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
     """All of a split. If --mix names the kind "direct": 24 of each, also without retrieval."""
     questions = world_questions(settings, split)
-    if "direct" not in parse_shares(settings.mix, "--mix"):
-        return questions
-    some = world_questions(settings, split, 24)  # all known facts
-    direct = {"source": "direct", "may_search": False}
-    return questions + [dataclasses.replace(question, **direct) for question in some]
+    if "direct" in parse_shares(settings.mix, "--mix"):
+        for question in world_questions(settings, split, 24):  # all known facts
+            questions.append(dataclasses.replace(question, source="direct", may_search=False))
+    return questions
 
 
 def world_questions(settings: Settings, split: str, count=None, fact_seed=None) -> list[Question]:

@@ -1,11 +1,14 @@
 """The files of a run: where they lie, and what is written to them. Only the main process writes.
 
 Ctrl-C is safe at any moment: a line of metrics is written whole, a checkpoint aside and renamed.
+Predictions belong to what they were made with (settings, weights, questions), which stands beside
+them. What does not belong to it any more, or to a run, is put aside, never overwritten.
 """
 
 import dataclasses
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +17,7 @@ import torch
 from tqdm import tqdm
 
 from errors import InputError
-from formats.records import finished_records
-from plumbing.resume import free_name, write_records
+from formats.records import finished_records, free_name, write_records
 from policy import Batch, check_model_path
 from prompts import PROMPTED
 from settings import Settings
@@ -85,9 +87,7 @@ def starting_model(settings: Settings) -> tuple[str, str]:
 
 
 def instructions(settings: Settings, strict: bool = False) -> dict[str, str]:
-    """Of --prompt_file: whose instruction -> its text. "FILE" alone is the policy's. strict: is
-    there a model for each?
-    """
+    """Of --prompt_file: whose instruction -> its text. strict: is there a model for each?"""
     given, texts = settings.prompt_file, {}
     owned = given if "=" in given else f"policy={given}"
     for part in owned.split(",") if given else ():
@@ -183,6 +183,34 @@ class Run:
         ids = ", ".join(dict.fromkeys(row.question.id for row in rows))
         said = f"stopped; this update was not applied. The batch is in {path}; its questions: {ids}"
         raise InputError(f"step {step}: {', '.join(wrong)}; {said}")
+
+
+def go_on(out: Path, made_with: dict, expected: list, key, batch: int, fresh: bool) -> list[dict]:
+    """The records of `out` that need not be made again, in whole batches, which share a seed. All
+    others leave `out`.
+
+    expected   what key(record) is for each record, in order; a record for which key is None was
+               spoilt, and is made again with all behind it
+    fresh      make all of them anew
+    """
+    beside = out.with_name(out.name + ".settings.json")
+    text = json.dumps(made_with, indent=1)
+    same = beside.is_file() and beside.read_text(encoding="utf-8") == text
+    records = finished_records(out) if same and not fresh else []
+    good = 0
+    for record, wanted in zip(records, expected, strict=False):
+        if key(record) != wanted:
+            break
+        good += 1
+    if good < len(expected):
+        good -= good % batch
+    if out.is_file() and out.stat().st_size and (good < len(records) or not same or fresh):
+        kept = free_name(out)
+        os.replace(out, kept)
+        print(f"the predictions that were in {out} are kept as {kept.name}")
+    write_records(out, records[:good])
+    beside.write_text(text, encoding="utf-8")
+    return records[:good]
 
 
 PATIENCE = 3  # steps in a row

@@ -16,10 +16,9 @@ from pathlib import Path
 from data import dataset_names, load_datasets, named_files
 from errors import FlagParser, InputError, check_output
 from formats.layouts import TASKS, field, option_texts, wrong
-from formats.records import byte_lines, read_records, report_skipped, short, type_name
+from formats.records import byte_lines, read_records, report_skipped, short, write_records
 from metrics import PUNCTUATION, score_answer, summary_scores
 from plumbing.report import report
-from plumbing.resume import write_records
 from prompts import PROTOCOLS
 
 TEXT_FIELDS = ("prediction", "pred", "pred_ans", "predicted_answer", "output", "response")
@@ -70,9 +69,7 @@ def text_of(record: dict, name: str) -> str | None:
     value = record.get(name)
     if type(value) in (int, float):
         return str(value)
-    if value is not None and not isinstance(value, str):
-        raise wrong(name, f"expected a string, found {type_name(value)} {short(value)}")
-    return value
+    return field(record, name, str, "") or None
 
 
 def is_number(value: object) -> bool:

@@ -214,9 +214,7 @@ def comparison_table(comparison: Summary, as_markdown: bool = False) -> str:
 
 
 def written(lines: list[list[str]], as_markdown: bool, keep: int) -> str:
-    """A header and lines of cells, in Markdown or for the screen: in blocks of as many columns as
-    fit, each with the first `keep`.
-    """
+    """A header and lines of cells: Markdown, or blocks that fit, each with the first `keep`."""
     if as_markdown:
         lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
         lines.insert(1, ["---"] * len(lines[0]))
