@@ -224,8 +224,7 @@ def hint_at_summaries(settings: Settings) -> None:
     """UR² on own data, where nobody summarises: its Table 6 and section 6.1."""
     if settings.data and settings.reward.startswith("ur2") and settings.summarizer == "none":
         lost = "open questions lost up to 2 points of F1, and multiple choice stopped searching"
-        said = f"--summarizer none: no search can come back as a fallback; in UR² {lost}"
-        print(said, file=sys.stderr)
+        print(f"--summarizer none: no search can fall back; in UR² {lost}", file=sys.stderr)
 
 
 def check_shares(settings: Settings, processes: int) -> None:

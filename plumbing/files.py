@@ -269,8 +269,6 @@ def renewed(saved: dict) -> dict:
     now = {"timeout": timeout, "reader": saved.get("cross_model", "")}
     if saved.get("summarizer") == "llm":
         now["summarizer"] = saved["summarizer_model"]
-    if saved.get("cuda_graphs"):
-        now["engine"] = "graphs"
     if saved.get("load_in_8bit"):
         now["in_8bit"] = "others"
     return saved | now
