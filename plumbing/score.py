@@ -9,7 +9,7 @@ from errors import InputError
 from metrics import score_answer, tokenize
 from other_models.judge import Judge, math_grader, verdicts_on
 from other_models.llm import LLM, LocalLLM, load_llm
-from other_models.reader import answer_from_evidence, reader_answers
+from other_models.reader import add_reader, reader_answers
 from papers import paper_of
 from plumbing.files import instructions
 from prompts import number_documents
@@ -148,16 +148,6 @@ def ask_others(records: list[dict], reader: LLM | None, judge: Judge | None) -> 
         if judge.silent:
             print(f"judge: {judge.silent} got no reply at all: the same command asks again")
     return records
-
-
-def add_reader(records: list[dict], reader: LLM) -> list[dict]:
-    """R-Search as a search tool: the reader's scores from the evidence alone stand beside."""
-    told = []
-    for record, other in zip(records, answer_from_evidence(reader, records), strict=True):
-        scores = {f"reader_{name}": score for name, score in other["metrics"].items()}
-        numbers = {"metrics": record["metrics"] | scores}
-        told.append(record | numbers | {"reader_prediction": other["prediction"]})
-    return told
 
 
 PARTLY = 0.5  # UR² does not say: its Table 1 has odd tenths of per cents, of 500 questions
