@@ -38,10 +38,8 @@ def parse(arguments: list[str]) -> tuple[Settings, str]:
     settings = dataclasses.replace(settings_of(given), group_size=1)
     check_settings(settings, False, given)
     if reads_a_corpus(settings) and not (settings.corpus or in_built_in_world(settings)):
-        raise InputError(
-            f"{settings.model} did not begin as the built-in model: say what it shall search, "
-            "--corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
-        )
+        why = f"{settings.model} did not begin as the built-in model: say what it shall search"
+        raise InputError(f"{why}, --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL")
     return settings, text
 
 
@@ -63,9 +61,7 @@ def question_for(settings: Settings, text: str) -> tuple[Question, list[Question
     if settings.data:
         questions = load_questions(settings.data, settings.skip_bad, settings.seed)
     elif in_built_in_world(settings):
-        world = build.built_in_world(settings)
-        for kind in build.built_in_kinds(settings):
-            questions += world.questions("test", kind)
+        questions = build.world_questions(settings, "test")
     if text:
         chosen = next((q for q in questions if q.question == text), Question("asked", text, []))
     elif questions:  # the kind with two searches shows most
@@ -87,9 +83,8 @@ def ask(settings: Settings, text: str) -> tuple[Trajectory, str]:
     unknown = tokenizer.unk_token_id
     if unknown is not None and unknown in build_prompt(environment.protocol, question, tokenizer):
         hint = f"; try: {questions[0].question}" if questions else ""
-        raise InputError(
-            f"the model has no tokens for this question: it knows only its own world's words{hint}"
-        )
+        why = "the model has no tokens for this question: it knows only its own world's words"
+        raise InputError(f"{why}{hint}")
     (row,) = rollout(policy, environment, [question], settings.seed, build.play_of(settings))
     return row, what_is_searched(settings, documents)
 

@@ -34,9 +34,7 @@ from formats.text_folder import is_text, read_texts, stem
 @dataclass(frozen=True)
 class DataSettings:
     data: str = setting("", 'question files, comma-separated, FILE:N draws N; "" = built-in world')
-    corpus: str = setting(
-        "", 'passages: a file, a folder of texts, or "from-data": the records\' own'
-    )
+    corpus: str = setting("", 'file or folder of passages, or "from-data": the records\' own')
     skip_bad: bool = setting(False, "count malformed records and go on")
 
 
@@ -143,7 +141,10 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
                 raise InputError(f"question id {question.id!r} comes from two files: {advice}")
             seen.add(question.id)
             named[name].append(question)
-        named[name] = draw_some(name, named[name], count, seed)
+        if count is not None and not 0 < count <= len(questions):
+            known = f"it has {len(questions)} questions to draw from"
+            raise InputError(f"--data {name}:{count}: {known}")
+        named[name] = draw_some(named[name], count or 0, f"{seed} {name}")
     return named
 
 
@@ -154,13 +155,11 @@ def with_count(file: Path) -> tuple[Path, int | None]:
     return (Path(name), int(count)) if drawn else (file, None)
 
 
-def draw_some(name: str, questions: list[Question], count: int | None, seed: int) -> list[Question]:
-    """`count` of them by lot, in the order of the file; None takes all. Ids are those of all."""
-    if count is None:
+def draw_some(questions: list[Question], count: int, lot: str) -> list[Question]:
+    """`count` of them by `lot`, in their order; 0, or more than there are: all."""
+    if not 0 < count < len(questions):
         return questions
-    if not 0 < count <= len(questions):
-        raise InputError(f"--data {name}:{count}: it has {len(questions)} questions to draw from")
-    places = random.Random(f"{seed} {name}").sample(range(len(questions)), count)
+    places = random.Random(lot).sample(range(len(questions)), count)
     return [questions[place] for place in sorted(places)]
 
 
@@ -193,9 +192,8 @@ def dataset_names(files: list[Path]) -> list[str]:
     uses = Counter(name for names in choices for name in names)
     for file, names in zip(files, choices, strict=True):
         if uses[names[-1]] > 1:
-            raise InputError(
-                f"{file}: named twice, its questions would share their ids: once will do"
-            )
+            why = "its questions would share their ids: once will do"
+            raise InputError(f"{file}: named twice, {why}")
     return [next(name for name in names if uses[name] == 1) for names in choices]
 
 
@@ -219,10 +217,9 @@ def load_difficulty(path: str | Path) -> list[dict]:
         good = isinstance(record.get("id"), str) and isinstance(scores, list) and scores
         good = good and all(isinstance(score, int | float) for score in scores)
         if not good or (record.get("bucket") or "hard") not in BUCKETS:
-            raise InputError(
-                f'{path}, record {number}: expected {{"id", "scores", "score"}} as lab.difficulty '
-                "writes them: measure again, or name another file"
-            )
+            fields = 'expected {"id", "scores", "score"} as lab.difficulty writes them'
+            how = f"{fields}: measure again, or name another file"
+            raise InputError(f"{path}, record {number}: {how}")
     return records
 
 
@@ -247,8 +244,7 @@ def corpus_from_questions(questions: list[Question]) -> list[Document]:
             documents[key] = document
             ids.add(document.id)
     if not documents:
-        advice = "name a corpus file instead of from-data"
-        raise InputError(f"these questions bring no paragraphs: {advice}")
+        raise InputError("these questions bring no paragraphs: name a corpus file, not from-data")
     return list(documents.values())
 
 

@@ -32,38 +32,30 @@ if __name__ == "__main__" and any(word.split("=")[0] == "--predictions" for word
 
 from tqdm import tqdm
 
-from data import Question, load_datasets
-from formats.records import append_jsonl
+from data import Question, draw_some, load_datasets
+from formats.records import append_jsonl, write_records
 from metrics import summary_scores
 from papers import paper_of, record_of
-from plumbing import resume, score
+from plumbing import score
 from plumbing.build import (
     as_asked,
     build_environment,
     build_protocol,
     build_search,
-    built_in_kinds,
     built_in_world,
-    drawn,
     load_model,
     passages,
     play_of,
     with_retrieved,
+    world_questions,
 )
-from plumbing.files import (
-    check_instructions,
-    checkpoints,
-    instructions,
-    saved_settings,
-    stage_folder,
-)
+from plumbing.files import checkpoints, go_on, instructions, saved_settings, stage_folder
 from policy import best_device, check_model_path, weights_version
 from prompts import PROTOCOLS
 from rewards import arena_scores, evidence_support, needs
 from rollout import check_prompts, rollout
 from settings import (
     ASKING,
-    NEEDS,
     RENAMED,
     SEARCHING,
     Settings,
@@ -191,7 +183,7 @@ class Evaluation:
         options, batch = self.options, QUESTIONS_AT_ONCE * self.options.samples
         expected = [(q.id, sample) for q in self.questions for sample in range(options.samples)]
         made_with = self.made_with(version)
-        records = resume.go_on(out, made_with, expected, key_of, batch, options.fresh)
+        records = go_on(out, made_with, expected, key_of, batch, options.fresh)
         if records:
             print(f"{len(records)} of {len(expected)} predictions are there: it goes on")
         begin = len(records) // options.samples
@@ -263,12 +255,13 @@ def material(settings: Settings, options: Options) -> tuple[dict[str, list[Quest
     if settings.data:
         datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
         documents = passages(settings, [q for some in datasets.values() for q in some])
+        lot = f"{count} questions {settings.seed}"
         for name, some in datasets.items():
-            datasets[name] = some[:count] if options.first else drawn(some, count, settings.seed)
+            datasets[name] = some[:count] if options.first else draw_some(some, count, lot)
     else:
-        world = built_in_world(settings, options.fact_seed)
-        kinds = built_in_kinds(settings)
-        some = [q for kind in kinds for q in world.questions(options.split, kind, count or None)]
+        facts = options.fact_seed
+        some = world_questions(settings, options.split, count or None, facts)
+        world = built_in_world(settings, facts)
         documents = passages(settings, some) if settings.corpus else world.documents
         datasets = {"the built-in world": some}
     for name, some in datasets.items():
@@ -303,8 +296,6 @@ def settings_of(given: dict) -> Settings:
         own["corpus"] = ""  # the old file's
     if settings.engine == "graphs":  # of the GPU that it was trained on
         own["engine"] = "slots"
-    retriever = given.get("retriever", settings.retriever)
-    own |= {flag: "" for its, flag in NEEDS.items() if its != retriever}
     return dataclasses.replace(settings, **(own | given | {"model": model}))
 
 
@@ -341,7 +332,7 @@ def parse(arguments: list[str]) -> tuple[Settings, Options]:
     read = SEARCHING if options.references == "retrieved" else ()
     check_settings(settings, False, given.keys() - read)
     if "prompt_file" in given:  # a checkpoint's may name what only training asks
-        check_instructions(settings)
+        instructions(settings, strict=True)
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
         why = f"which protocol {settings.protocol} does not have: leave it out"
         raise InputError(f"--reader answers from evidence boxes, {why}")
@@ -375,9 +366,8 @@ def default_out(settings: Settings, options: Options) -> Path:
 
 def run(settings: Settings, options: Options) -> None:
     # Files of others may have their gold answers in --data.
-    others = score_files(
-        options.against, settings.data, settings.skip_bad, options.punctuation, seed=settings.seed
-    )
+    how = (settings.data, settings.skip_bad, options.punctuation)
+    others = score_files(options.against, *how, seed=settings.seed)
     # Before the work: are they there at all?
     reader = score.build_reader(settings, best_device()) if settings.reader else None
     judge = score.build_judge(settings, best_device())
@@ -390,7 +380,7 @@ def run(settings: Settings, options: Options) -> None:
         if reader or judge:
             print(f"all predictions are there: --predictions {out} asks again about them")
             records = score.ask_others(records, reader, judge)
-            resume.write_records(out, records)
+            write_records(out, records)
     except KeyboardInterrupt:
         kept = f"what was finished is in {out}; the same command goes on"
         print(f"\ninterrupted; {kept if out.is_file() else 'nothing was finished yet'}")

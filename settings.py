@@ -80,18 +80,6 @@ class Settings(*reversed(RECORDS)):  # dataclass lists the fields of the last ba
     """Every setting of a run. A name stands in one record only."""
 
 
-def _check_names() -> None:
-    seen: dict[str, type] = {}
-    for record in RECORDS:
-        for f in fields(record):
-            if f.name in seen:
-                raise TypeError(f"{f.name} stands in {seen[f.name].__name__} and {record.__name__}")
-            seen[f.name] = record
-
-
-_check_names()
-
-
 def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> Settings:
     """The settings of one run: defaults, the paper's stage, the tiny world's, then `given`."""
     given = given or {}
@@ -119,9 +107,10 @@ ALONE = {"dapo": ("max_resample", "filter_by"), "ppo": ("gae_lambda", "critic_lr
 
 def unread(settings: Settings, training: bool) -> dict[str, str]:
     """Flag -> why this run would not read it. A recipe's own values may stand there unread."""
-    found = {}
+    others = {needed: its for its, needed in NEEDS.items() if its != settings.retriever}
+    found = {flag: f"only --retriever {its} reads it" for flag, its in others.items()}
     if PROTOCOLS[settings.protocol].query_tags is None:
-        found = dict.fromkeys(SEARCHING, f"--protocol {settings.protocol} searches nothing")
+        found |= dict.fromkeys(SEARCHING, f"--protocol {settings.protocol} searches nothing")
     if not training:
         return found
     for algorithm, names in ALONE.items():
@@ -165,12 +154,9 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
     if searches and settings.data and local and not settings.corpus:
         own = "--corpus from-data to search the records' own paragraphs"
         raise InputError(f"--data needs --corpus FILE, or {own}")
-    for retriever, flag in NEEDS.items():
-        named, chosen = bool(getattr(settings, flag)), settings.retriever == retriever
-        if chosen and searches and not named:
-            raise InputError(f"--retriever {retriever} needs --{flag}")
-        if named and not chosen:
-            raise InputError(f"--{flag}: only --retriever {retriever} reads it: give both, or none")
+    needed = NEEDS.get(settings.retriever)
+    if needed and searches and not getattr(settings, needed):
+        raise InputError(f"--retriever {settings.retriever} needs --{needed}")
     if training:
         _check_training(settings)
     why = unread(settings, training)
@@ -291,10 +277,9 @@ def _add_flag(section, f: dataclasses.Field, kind, value) -> None:
 def named_in(arguments: list[str]) -> Settings:
     """The settings of the recipe and stage that a command line names: what --help shows."""
     known = FlagParser(add_help=False, allow_abbrev=False)
-    known.add_argument("--recipe", default="ur2")
-    known.add_argument("--stage", type=int, default=1)
-    known.add_argument("--model", default="")
-    known.add_argument("--variant", default="")
+    for name in ("recipe", "stage", "model", "variant"):
+        default = getattr(RunSettings, name)
+        known.add_argument(f"--{name}", type=type(default), default=default)
     found, _ = known.parse_known_args(arguments)
     stage, variant = found.stage or 1, {"variant": found.variant}
     return resolve(found.recipe, stage, not found.model, variant)

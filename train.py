@@ -8,11 +8,9 @@
     (Σ = 1) -> micro-batches: Σ weight · loss, backward -> clip -> one optimizer step
 
 DAPO draws more questions for groups that teach nothing; PPO's critic has updates of its own. Each
-process samples its share of the questions; then all know all trajectories, so that statistics are
-of the global batch.
+process samples its share of the questions; then all know all: statistics are of the global batch.
 
-Files of a run, under runs/NAME/stageN: settings.json, metrics.jsonl (a line per step), samples.txt,
-checkpoint-NNNNNN. Ctrl-C is safe at any moment.
+Files, under runs/NAME/stageN: settings.json, metrics.jsonl, samples.txt, checkpoint-NNNNNN.
 """
 
 import copy
@@ -85,7 +83,7 @@ def train(settings: Settings) -> Path:
         run.log(record, sampled)
         if run.saves(step):
             checkpoint.save(run, parts, step + 1)
-    run.close()
+    parts.accelerator.wait_for_everyone()  # the first one saves: the folder is there after it
     return run.folder
 
 
@@ -146,15 +144,12 @@ def evaluate(parts: Parts, step: int) -> Record:
     return {f"eval/{name}": number for name, number in found.items()}
 
 
-def judged(parts: Parts, trajectories: list[Trajectory], step: int) -> tuple[list, list]:
-    """Reward components and correctness. One process scores for all: a model that judges might
+def judged(parts: Parts, trajectories: list[Trajectory], step: int) -> list:
+    """[reward components, correctness]. One process scores for all: a model that judges might
     answer each differently, and they would go on with different rows.
     """
-    found = [None, None]
-    if parts.scorer is not None:
-        found = list(parts.scorer(trajectories, step))
-    components, correct = broadcast_object_list(found)
-    return components, correct
+    found = (None, None) if parts.scorer is None else parts.scorer(trajectories, step)
+    return broadcast_object_list(list(found))
 
 
 def informative(sampled: Sampled, settings: Settings) -> torch.Tensor:
@@ -270,9 +265,8 @@ def mean(values: Iterable[float]) -> float:
 def measure(parts: Parts, sampled: Sampled) -> Record:
     """The numbers of a step's rollout, also of what DAPO then drops; the README explains each."""
     trajectories, settings = sampled.trajectories, parts.settings
-    rewards = sampled.rewards
     numbers = [numbers_of(t) for t in trajectories]
-    record = {"reward": mean(rewards), "rollout_seconds": sampled.seconds}
+    record = {"reward": mean(sampled.rewards), "rollout_seconds": sampled.seconds}
     for name in sampled.components[0]:
         record[f"reward/{name}"] = mean(terms[name] for terms in sampled.components)
     kinds = [t.question.kind for t in trajectories]
@@ -285,9 +279,8 @@ def measure(parts: Parts, sampled: Sampled) -> Record:
     searches = [search for t in trajectories for search in t.searches]
     record["fallbacks"] = mean(search.fallback for search in searches)
     record["search_errors"] = mean(search.error is not None for search in searches)
-    cut = [search.cut for search in searches]
-    record["documents_cut"] = mean(cut)
-    zero_std = grpo.frac_reward_zero_std(torch.tensor(rewards), settings.group_size)
+    record["documents_cut"] = mean(search.cut for search in searches)
+    zero_std = grpo.frac_reward_zero_std(torch.tensor(sampled.rewards), settings.group_size)
     record["frac_reward_zero_std"] = zero_std
     if parts.scorer is not None:  # the main process; it is the one that logs
         record |= parts.scorer.stats()

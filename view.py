@@ -7,11 +7,11 @@ marks where a stage begins. What a run has no numbers of gets no panel. Needs th
 (matplotlib). Left out: a page of trajectories (samples.txt has them as text), live curves.
 """
 
-import json
 import math
 from pathlib import Path
 
 from errors import FlagParser, InputError, run_main
+from formats.records import finished_records
 
 LEARNING = ("grad_norm", "frac_reward_zero_std", "informative", "clip_fraction", "entropy")
 # (title, metrics, or "prefix/" for all metrics under it)
@@ -28,25 +28,14 @@ PANELS = (
 COLUMNS = 3
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """One metrics.jsonl; an unfinished last line (a run that was killed) is left out."""
-    records, lines = [], path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise InputError(f"{path}, line {number}: not JSON; remove the line") from None
-    return records
-
-
 def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
     """(records with a running "x", [(x where a stage begins, its name)]); of one stage too."""
     own = folder / "metrics.jsonl"
     records, stages = [], []
     for file in [own] if own.exists() else sorted(folder.glob("stage?/metrics.jsonl")):
         stages.append((len(records), file.parent.name))
-        records += [record | {"x": x} for x, record in enumerate(read_metrics(file), len(records))]
+        rows = finished_records(file, cut=False)  # a run may still be at it
+        records += [row | {"x": x} for x, row in enumerate(rows, len(records))]
     if not records:
         raise InputError(f"{folder}: no metrics.jsonl there nor in a stage; give a run, runs/NAME")
     return records, stages

@@ -9,6 +9,7 @@ out: other compressions, CSV fields over several lines.
 """
 
 import gzip
+import itertools
 import json
 import os
 import reprlib
@@ -205,6 +206,21 @@ def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     except OSError as error:
         how = "make room, or name another place"
         raise InputError(f"{path}: cannot be written ({error.strerror}): {how}") from None
+
+
+def write_records(path: Path, records: list[dict]) -> None:
+    """All at once: an interrupt leaves the old file or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    partial.write_text("".join(lines), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def free_name(path: Path) -> Path:
+    """The first of PATH.old1, PATH.old2, ... that is not taken: what was computed is kept."""
+    names = (path.with_name(f"{path.name}.old{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def report_skipped(path: Path, kept: int, problems: list[str], noun: str) -> None:

@@ -37,11 +37,11 @@ from curriculum import QuestionStream
 from errors import InputError, check_value, run_main, setting
 from eval import Evaluation
 from eval import parse as parse_evaluation
+from formats.records import write_records
 from lab import interruptible, parse_flags
 from plumbing.build import build_parts, built_in_questions
 from plumbing.files import checkpoints, stage_folder
 from plumbing.report import summarise
-from plumbing.resume import write_records
 from plumbing.score import add_reader, build_reader
 from prompts import PROTOCOLS
 from rollout import rollout

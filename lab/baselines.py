@@ -490,7 +490,7 @@ def parse(arguments: list[str] | None) -> tuple[list[str], Settings, BaselineSet
     if build_protocol(settings).query_tags is None:
         why = "never searches, so its model and retriever cannot be compared: choose another"
         raise InputError(f"--recipe {name} {why}")
-    return methods, check_settings(settings, training=False), options
+    return methods, check_settings(settings, False, given), options
 
 
 def main(arguments: list[str] | None = None) -> None:

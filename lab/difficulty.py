@@ -23,8 +23,8 @@ from eval import Evaluation, Options, settings_of
 from formats.records import append_jsonl
 from lab import interruptible, parse_flags
 from metrics import score_answer
-from plumbing import resume
 from plumbing.build import build_environment, build_search, load_model, play_of
+from plumbing.files import go_on
 from plumbing.score import answer_scores
 from policy import best_device, weights_version
 from rollout import check_prompts, rollout
@@ -68,7 +68,7 @@ def measure(
     out, found = Path(options.out), SCHEMES[options.scheme][0]
     made_with = made_with | {"metric": options.metric, "scheme": options.scheme}
     ids = [question.id for question in questions]
-    records = resume.go_on(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
+    records = go_on(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
     for start in tqdm(range(len(records), len(questions), AT_ONCE), f"batches of {AT_ONCE}"):
         some = questions[start : start + AT_ONCE]
         for question, scores in zip(some, answer(some), strict=True):
@@ -96,7 +96,7 @@ def measure_published(given: dict, options: DifficultySettings) -> dict[str, str
 
 
 def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
-    settings = check_settings(settings_of({"temperature": 1.0} | given), training=False)
+    settings = check_settings(settings_of({"temperature": 1.0} | given), False, given)
     if settings.temperature == 0 and options.samples > 1:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
     asked = Options("train", options.questions, options.samples, out=options.out)

@@ -49,8 +49,11 @@ def reader_answers(llm, pairs: list[tuple[Question, str | None]]) -> list[str]:
     return [read_answer(reply) for reply in ask_given(llm, INSTRUCTION, texts)]
 
 
-def answer_from_evidence(llm, records: list[dict]) -> list[dict]:
-    """Records (question, golds, evidence) with the reader's `prediction`, its em and f1."""
+def add_reader(records: list[dict], llm) -> list[dict]:
+    """R-Search as a search tool: records with the reader's answer from the evidence
+    alone, and beside the policy's own scores its em and f1 (punctuation deleted, as R-Search
+    scores). Without evidence they are 0.
+    """
     for number, record in enumerate(records, 1):
         if missing := {"question", "golds", "evidence"} - set(record):
             advice = "give predictions of a protocol with an evidence box"
@@ -58,7 +61,8 @@ def answer_from_evidence(llm, records: list[dict]) -> list[dict]:
     pairs = [(Question("", r["question"], r["golds"]), r["evidence"]) for r in records]
     told = []
     for record, answer in zip(records, reader_answers(llm, pairs), strict=True):
-        metrics = {"em": exact_match(answer, record["golds"], "delete")}  # as R-Search scores
-        metrics["f1"] = f1_score(answer, record["golds"], "delete")
-        told.append(record | {"prediction": answer, "metrics": metrics})
+        scores = {"reader_em": exact_match(answer, record["golds"], "delete")}
+        scores["reader_f1"] = f1_score(answer, record["golds"], "delete")
+        own = {"metrics": record["metrics"] | scores, "reader_prediction": answer}
+        told.append(record | own)
     return told

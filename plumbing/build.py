@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import os
-import random
 import sys
 from datetime import timedelta
 
@@ -13,11 +12,11 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 
 import ppo
 from curriculum import QuestionStream, parse_shares
-from data import Document, Question, corpus_from_questions, load_corpus, load_questions
+from data import Document, Question, corpus_from_questions, draw_some, load_corpus, load_questions
 from errors import InputError
 from other_models.llm import RETRIES, frozen_in_8bit
 from papers import paper_of
-from plumbing.files import check_instructions, instructions, starting_model
+from plumbing.files import instructions, starting_model
 from plumbing.score import Scorer, load_other
 from policy import Policy, load_policy, make_optimizer
 from prompts import PROTOCOLS, Protocol, check_references
@@ -43,34 +42,22 @@ def training_questions(settings: Settings) -> list[Question]:
     return as_asked(questions, settings)
 
 
-def drawn(questions: list[Question], count: int, seed: int) -> list[Question]:
-    """So many of them by lot, in their order; 0, or more than there are: all."""
-    if not 0 < count < len(questions):
-        return questions
-    lot = random.Random(f"{count} questions {seed}")
-    return [questions[i] for i in sorted(lot.sample(range(len(questions)), count))]
-
-
 def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]:
     """(questions to train on, those of --eval_every): of --data by lot, else of another split."""
     if not settings.eval_every:
         return questions, []
-    count, kinds = settings.eval_questions, built_in_kinds(settings)
+    count = settings.eval_questions
     if not settings.data:
-        world = built_in_world(settings)
-        held_out = [q for kind in kinds for q in world.questions("dev", kind, count)]
-        return questions, as_asked(held_out, settings)
+        return questions, as_asked(world_questions(settings, "dev", count), settings)
     if count >= len(questions):
         raise InputError(f"--eval_questions {count}: of {len(questions)} in --data: give less")
-    held_out = drawn(questions, count, settings.seed)
+    held_out = draw_some(questions, count, f"{count} questions {settings.seed}")
     ids = {question.id for question in held_out}
     return [question for question in questions if question.id not in ids], held_out
 
 
 def with_retrieved(questions: list, documents: list[Document], settings: Settings) -> list:
-    """Each with what a search for it finds in place of its own references (ARENA Figure 2); which
-    of them are gold is not known.
-    """
+    """What a search for each finds in place of its own references (ARENA Figure 2), none gold."""
     protocol, told = PROTOCOLS[settings.protocol], []
     if not protocol.references_in_prompt:
         raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
@@ -101,18 +88,17 @@ def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
 
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
     """All of a split. If --mix names the kind "direct": 24 of each, also without retrieval."""
-    world, kinds = built_in_world(settings), built_in_kinds(settings)
-    questions = [q for kind in kinds for q in world.questions(split, kind)]
-    if "direct" not in parse_shares(settings.mix, "--mix"):
-        return questions
-    some = [q for kind in kinds for q in world.questions(split, kind, 24)]  # all known facts
-    direct = {"source": "direct", "may_search": False}
-    return questions + [dataclasses.replace(question, **direct) for question in some]
+    questions = world_questions(settings, split)
+    if "direct" in parse_shares(settings.mix, "--mix"):
+        for question in world_questions(settings, split, 24):  # all known facts
+            questions.append(dataclasses.replace(question, source="direct", may_search=False))
+    return questions
 
 
-def built_in_kinds(settings: Settings) -> tuple[str, ...]:
-    """The kinds of question that the tiny model of this protocol was warmed up for."""
-    return tuple(paper_of(settings.protocol).world.kinds)
+def world_questions(settings: Settings, split: str, count=None, fact_seed=None) -> list[Question]:
+    """`count` of each kind that the tiny model of this protocol was warmed up for; None: all."""
+    world, kinds = built_in_world(settings, fact_seed), paper_of(settings.protocol).world.kinds
+    return [q for kind in kinds for q in world.questions(split, kind, count)]
 
 
 def passages(settings: Settings, questions: list[Question]) -> list[Document]:
@@ -130,9 +116,7 @@ def build_protocol(settings: Settings) -> Protocol:
     return dataclasses.replace(protocol, instruction=instruction)
 
 
-def build_search(
-    settings: Settings, documents: list[Document], device="cpu", log: str = ""
-) -> SearchFunction:
+def build_search(settings: Settings, documents: list, device="cpu", log="") -> SearchFunction:
     """Retriever and summariser. log: in training, where a model's notes are kept."""
     if PROTOCOLS[settings.protocol].query_tags is None:  # the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
@@ -147,9 +131,7 @@ def build_search(
     return search
 
 
-def load_model(
-    settings: Settings, path: str, device="cpu", frozen: bool = False, in_8bit: bool = False
-) -> tuple[Policy, object]:
+def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bit=False) -> tuple:
     """(policy, tokenizer) from `path`, or the built-in ones where it is ""."""
     if path:
         return load_policy(path, device, settings, frozen, in_8bit, settings.seed)
@@ -179,9 +161,7 @@ def make_accelerator(settings: Settings) -> Accelerator:
 
 
 def check_processes(known: int) -> None:
-    """Trap: on CPUs torchrun's processes do not find each other; each would train alone, into the
-    same folder.
-    """
+    """Trap: on CPUs torchrun's processes do not find each other; each would train alone."""
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started != known:
         said = f"{started} processes were started and {known} take part"
@@ -203,7 +183,7 @@ def build_parts(settings: Settings) -> Parts:
         check_shardable(settings.optimizer, settings.lora_rank)
     set_threads()
     start, said = starting_model(settings)
-    check_instructions(settings)
+    instructions(settings, strict=True)
     if settings.lora_rank:
         check_peft(settings.lora_rank)
     questions = check_questions(training_questions(settings), settings)
@@ -243,10 +223,8 @@ def build_parts(settings: Settings) -> Parts:
 def hint_at_summaries(settings: Settings) -> None:
     """UR² on own data, where nobody summarises: its Table 6 and section 6.1."""
     if settings.data and settings.reward.startswith("ur2") and settings.summarizer == "none":
-        said = "no search can come back as a fallback; in UR² open questions lost up to 2 points of"
-        print(
-            f"--summarizer none: {said} F1, and multiple choice stopped searching", file=sys.stderr
-        )
+        lost = "open questions lost up to 2 points of F1, and multiple choice stopped searching"
+        print(f"--summarizer none: no search can fall back; in UR² {lost}", file=sys.stderr)
 
 
 def check_shares(settings: Settings, processes: int) -> None:

@@ -23,8 +23,7 @@ def save(run: Run, parts: Parts, step: int) -> None:
     if parts.critic is not None:
         state["critic"] = whole_weights(parts.critic)
         state["critic_optimizer"] = whole_moments(parts.critic, parts.critic_optimizer)
-    model = parts.policy.language_model
-    weights = whole_weights(model) if in_parts(parts.policy) else None
+    weights = whole_weights(parts.policy.language_model) if in_parts(parts.policy) else None
     path = run.folder / f"checkpoint-{step:06d}"
     if not run.main or path.exists():
         return

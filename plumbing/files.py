@@ -1,11 +1,14 @@
 """The files of a run: where they lie, and what is written to them. Only the main process writes.
 
 Ctrl-C is safe at any moment: a line of metrics is written whole, a checkpoint aside and renamed.
+Predictions belong to what they were made with (settings, weights, questions), which stands beside
+them. What does not belong to it any more, or to a run, is put aside, never overwritten.
 """
 
 import dataclasses
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +17,7 @@ import torch
 from tqdm import tqdm
 
 from errors import InputError
-from formats.records import finished_records
-from plumbing.resume import free_name, write_records
+from formats.records import finished_records, free_name, write_records
 from policy import Batch, check_model_path
 from prompts import PROMPTED
 from settings import Settings
@@ -84,14 +86,17 @@ def starting_model(settings: Settings) -> tuple[str, str]:
     return settings.model, said
 
 
-def instructions(settings: Settings) -> dict[str, str]:
-    """Of --prompt_file: whose instruction -> its text. "FILE" alone is the policy's."""
+def instructions(settings: Settings, strict: bool = False) -> dict[str, str]:
+    """Of --prompt_file: whose instruction -> its text. strict: is there a model for each?"""
     given, texts = settings.prompt_file, {}
     owned = given if "=" in given else f"policy={given}"
     for part in owned.split(",") if given else ():
         name, _, file = part.strip().partition("=")
         if name not in PROMPTED:
             raise InputError(f"--prompt_file {part}: it is one of {', '.join(PROMPTED)}")
+        if strict and getattr(settings, name, name) in ("", "built-in", *WITHOUT_MODEL):
+            why = "no such model is asked here: leave it out"
+            raise InputError(f"--prompt_file {name}=FILE needs --{name} MODEL: {why}")
         try:
             texts[name] = Path(file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -99,14 +104,6 @@ def instructions(settings: Settings) -> dict[str, str]:
         if not texts[name]:
             raise InputError(f"--prompt_file {part}: the file is empty")
     return texts
-
-
-def check_instructions(settings: Settings) -> None:
-    """Is there a model for each file of --prompt_file?"""
-    for name in instructions(settings):
-        if getattr(settings, name, name) in ("", "built-in", *WITHOUT_MODEL):
-            why = "no such model is asked here: leave it out"
-            raise InputError(f"--prompt_file {name}=FILE needs --{name} MODEL: {why}")
 
 
 def settings_text(settings: Settings) -> str:
@@ -174,9 +171,7 @@ class Run:
         done, s = step + 1, self.settings
         return 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
 
-    def check_finite(
-        self, result: dict, step: int, part: Batch, trajectories: list[Trajectory]
-    ) -> None:
+    def check_finite(self, result: dict, step: int, part: Batch, rows: list[Trajectory]) -> None:
         """Stop at a loss or a gradient that is no number, and keep the batch to look at."""
         names = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
         wrong = [f"{n} {result[n]}" for n in names if not math.isfinite(result.get(n, 0.0))]
@@ -185,13 +180,37 @@ class Run:
         path = self.folder / f"non_finite_step{step}.pt"
         if self.main:
             torch.save(dataclasses.asdict(part), path)
-        ids = ", ".join(dict.fromkeys(t.question.id for t in trajectories))
+        ids = ", ".join(dict.fromkeys(row.question.id for row in rows))
         said = f"stopped; this update was not applied. The batch is in {path}; its questions: {ids}"
         raise InputError(f"step {step}: {', '.join(wrong)}; {said}")
 
-    def close(self) -> None:
-        """One process saves: the others' folder is not there before."""
-        self.accelerator.wait_for_everyone()
+
+def go_on(out: Path, made_with: dict, expected: list, key, batch: int, fresh: bool) -> list[dict]:
+    """The records of `out` that need not be made again, in whole batches, which share a seed. All
+    others leave `out`.
+
+    expected   what key(record) is for each record, in order; a record for which key is None was
+               spoilt, and is made again with all behind it
+    fresh      make all of them anew
+    """
+    beside = out.with_name(out.name + ".settings.json")
+    text = json.dumps(made_with, indent=1)
+    same = beside.is_file() and beside.read_text(encoding="utf-8") == text
+    records = finished_records(out) if same and not fresh else []
+    good = 0
+    for record, wanted in zip(records, expected, strict=False):
+        if key(record) != wanted:
+            break
+        good += 1
+    if good < len(expected):
+        good -= good % batch
+    if out.is_file() and out.stat().st_size and (good < len(records) or not same or fresh):
+        kept = free_name(out)
+        os.replace(out, kept)
+        print(f"the predictions that were in {out} are kept as {kept.name}")
+    write_records(out, records[:good])
+    beside.write_text(text, encoding="utf-8")
+    return records[:good]
 
 
 PATIENCE = 3  # steps in a row
@@ -250,8 +269,6 @@ def renewed(saved: dict) -> dict:
     now = {"timeout": timeout, "reader": saved.get("cross_model", "")}
     if saved.get("summarizer") == "llm":
         now["summarizer"] = saved["summarizer_model"]
-    if saved.get("cuda_graphs"):
-        now["engine"] = "graphs"
     if saved.get("load_in_8bit"):
         now["in_8bit"] = "others"
     return saved | now

@@ -16,10 +16,9 @@ from pathlib import Path
 from data import dataset_names, load_datasets, named_files
 from errors import FlagParser, InputError, check_output
 from formats.layouts import TASKS, field, option_texts, wrong
-from formats.records import byte_lines, read_records, report_skipped, short, type_name
+from formats.records import byte_lines, read_records, report_skipped, short, write_records
 from metrics import PUNCTUATION, score_answer, summary_scores
 from plumbing.report import report
-from plumbing.resume import write_records
 from prompts import PROTOCOLS
 
 TEXT_FIELDS = ("prediction", "pred", "pred_ans", "predicted_answer", "output", "response")
@@ -70,9 +69,7 @@ def text_of(record: dict, name: str) -> str | None:
     value = record.get(name)
     if type(value) in (int, float):
         return str(value)
-    if value is not None and not isinstance(value, str):
-        raise wrong(name, f"expected a string, found {type_name(value)} {short(value)}")
-    return value
+    return field(record, name, str, "") or None
 
 
 def is_number(value: object) -> bool:
@@ -172,9 +169,7 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
     return found + unanswered * count_missing
 
 
-def score_files(
-    paths, data="", skip_bad=False, punctuation="", count_missing=False, seed=0
-) -> list[dict]:
+def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=False, seed=0):
     """Prediction records with metrics, of the questions in `data` or of all that have gold answers.
     Each file is a data set of its own, unless `data` names several. Without `punctuation` eval.py's
     records stay as they were scored; elsewhere it becomes a blank.

@@ -44,9 +44,8 @@ def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
 def paired(groups: list[np.ndarray]) -> dict:
     """Two runs on the same questions; of each data set [questions, 2]."""
     differences = [group[:, 0] - group[:, 1] for group in groups]
-    weighted = differences[0]
-    if len(groups) > 1:  # a question of a small data set weighs more
-        weighted = np.concatenate([difference / len(difference) for difference in differences])
+    # a question of a small data set weighs more
+    weighted = np.concatenate([difference / len(difference) for difference in differences])
     return {
         "mean": float(np.mean([group[:, 0].mean() for group in groups])),
         "other": float(np.mean([group[:, 1].mean() for group in groups])),
@@ -214,9 +213,7 @@ def comparison_table(comparison: Summary, as_markdown: bool = False) -> str:
 
 
 def written(lines: list[list[str]], as_markdown: bool, keep: int) -> str:
-    """A header and lines of cells, in Markdown or for the screen: in blocks of as many columns as
-    fit, each with the first `keep`.
-    """
+    """A header and lines of cells: Markdown, or blocks that fit, each with the first `keep`."""
     if as_markdown:
         lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
         lines.insert(1, ["---"] * len(lines[0]))

@@ -9,7 +9,7 @@ from errors import InputError
 from metrics import score_answer, tokenize
 from other_models.judge import Judge, math_grader, verdicts_on
 from other_models.llm import LLM, LocalLLM, load_llm
-from other_models.reader import answer_from_evidence, reader_answers
+from other_models.reader import add_reader, reader_answers
 from papers import paper_of
 from plumbing.files import instructions
 from prompts import number_documents
@@ -92,7 +92,11 @@ class Scorer:
         graded = self.judge and "grade" in needs(self.settings)
         grade = math_grader(trajectories, self.judge) if graded else None
         reward, components = REWARDS[self.settings.reward], []
-        embed = tfidf_embedder(asked_and_found(trajectories)) if self.learns else self.embed
+        embed = self.embed
+        if self.learns:  # a word that stands in none of these was invented
+            texts = {t.question.question for t in trajectories}
+            texts |= {search.text for t in trajectories for search in t.searches}
+            embed = tfidf_embedder([Document("", "", text) for text in texts])
         for t, said, answer in zip(trajectories, verdicts, read, strict=True):
             extras = Extras(said, answer, embed, grade)
             components.append(reward(t, self.settings, step, extras))
@@ -114,13 +118,6 @@ def load_other(settings: Settings, name: str, device="cpu") -> LLM:
     llm = load_llm(getattr(settings, name), settings, device=device)
     llm.instruction = instruction
     return llm
-
-
-def asked_and_found(trajectories: list[Trajectory]) -> list[Document]:
-    """A step's questions, and what its queries found. A word that stands in none was invented."""
-    texts = {t.question.question for t in trajectories}
-    texts |= {search.text for t in trajectories for search in t.searches}
-    return [Document("", "", text) for text in texts]
 
 
 def build_judge(settings: Settings, device="cpu") -> Judge | None:
@@ -151,18 +148,6 @@ def ask_others(records: list[dict], reader: LLM | None, judge: Judge | None) -> 
         if judge.silent:
             print(f"judge: {judge.silent} got no reply at all: the same command asks again")
     return records
-
-
-def add_reader(records: list[dict], reader: LLM) -> list[dict]:
-    """R-Search as a search tool: the reader answers from the evidence alone; its scores stand
-    beside the policy's own.
-    """
-    told = []
-    for record, other in zip(records, answer_from_evidence(reader, records), strict=True):
-        scores = {f"reader_{name}": score for name, score in other["metrics"].items()}
-        numbers = {"metrics": record["metrics"] | scores}
-        told.append(record | numbers | {"reader_prediction": other["prediction"]})
-    return told
 
 
 PARTLY = 0.5  # UR² does not say: its Table 1 has odd tenths of per cents, of 500 questions

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from errors import InputError
+from formats.records import write_records
 from lab import ablate
 from lab.ablate import ARMS, CLAIMS, NUMBERS, Claim, interval, settings_of, values, verdict
 from papers import paper_of
-from plumbing.resume import write_records
 
 EM, NEEDLESS = NUMBERS["EM"], NUMBERS["NEEDLESS"]
 UP = Claim("a paper", "more is more", "with", "without", EM)

@@ -31,7 +31,8 @@ def test_the_built_in_questions_of_every_stage_have_what_its_reward_reads(name, 
     settings = resolve(name, stage, tiny=True)
     questions = check_questions(build.training_questions(settings), settings)
     direct = {"direct"} if "direct" in settings.mix else set()
-    assert {q.kind for q in questions} == {*build.built_in_kinds(settings), *direct}
+    kinds = {question.kind for question in build.world_questions(settings, "train")}
+    assert {q.kind for q in questions} == kinds | direct
     tasks = settings.direct_tasks.split(",")
     assert all(q.may_search == (q.kind != "direct" and q.task not in tasks) for q in questions)
     assert all(question.id.startswith("train/") for question in questions)
@@ -90,7 +91,7 @@ def test_a_prompt_file_may_be_another_models(tmp_path, monkeypatch):
     settings = Settings(prompt_file=files, judge="m", reader="m", summarizer="m", retriever="empty")
     llm = SimpleNamespace()
     monkeypatch.setattr(score, "load_llm", lambda *_, **__: llm)
-    build.check_instructions(settings)
+    build.instructions(settings, strict=True)
     assert build.build_protocol(settings).instruction == "Be brief."
     for ask in (score.build_judge, score.build_reader, lambda its: build.build_search(its, [])):
         llm.instruction = ""
@@ -112,7 +113,7 @@ def test_a_prompt_file_that_cannot_be_used_is_one_line(given, said, tmp_path):
     (tmp_path / "p.txt").write_text("Be brief.")
     (tmp_path / "empty.txt").write_text(" \n")
     settings = Settings(prompt_file=given.replace("{}", str(tmp_path)), judge="m")
-    assert said in message(build.check_instructions, settings)
+    assert said in message(build.instructions, settings, True)
 
 
 @pytest.mark.parametrize(

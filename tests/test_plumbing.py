@@ -156,7 +156,7 @@ EARLIER |= {"cuda_graphs": True, "load_in_8bit": False, "kl_place": "reward", "t
 def test_an_evaluation_reads_the_settings_of_an_earlier_version(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(EARLIER))
     kept = {"recipe": "r_search", "protocol": "r_search", "corpus": "wiki.jsonl"}
-    now = {"summarizer": "owner/small", "reader": "owner/other", "timeout": 7.0, "engine": "graphs"}
+    now = {"summarizer": "owner/small", "reader": "owner/other", "timeout": 7.0}
     assert saved_settings(str(tmp_path)) == Settings(**kept, **now, documents_per_search=3)
 
 

@@ -7,7 +7,7 @@ import pytest
 from data import Question
 from errors import InputError
 from other_models.llm import LocalLLM
-from other_models.reader import INSTRUCTION, answer_from_evidence, read_answer, reader_answers
+from other_models.reader import INSTRUCTION, add_reader, read_answer, reader_answers
 
 WHERE = Question("q", "In which country was Ana Bell born?", ["Norland"])
 EVIDENCE = "Ana Bell was born in Kelmouth. Kelmouth lies in Norland."
@@ -78,27 +78,7 @@ def test_the_built_in_world_s_tiny_model_reads_evidence_and_question(toy_policy,
     assert isinstance(answers[0], str) and answers[1] == "" and llm.asked == 1
 
 
-# --------------------------------------------------------------------------------- as a search tool
-
-
-def record(evidence, **more):
-    given = {"id": "q", "question": WHERE.question, "golds": ["Norland"]}
-    return {**given, "evidence": evidence, "prediction": "Ostland", **more}
-
-
-def test_records_of_evidence_are_answered_and_scored_again_and_stay_as_they_were():
-    # "Norland country" against "Norland": P = 1/2, R = 1, F1 = 2/3
-    given = [record(EVIDENCE, metrics={"em": 1.0}), record("x"), record(None)]
-    records = answer_from_evidence(Says("Norland country", "Norland"), given)
-    assert [r["metrics"]["f1"] for r in records] == [pytest.approx(2 / 3), 1.0, 0.0]
-    assert [r["metrics"]["em"] for r in records] == [0.0, 1.0, 0.0]
-    assert [r["prediction"] for r in records] == ["Norland country", "Norland", ""]
-    assert records[0]["id"] == "q"
-    assert given[0]["prediction"] == "Ostland" and given[0]["metrics"] == {"em": 1.0}
-
-
 def test_predictions_of_a_protocol_without_evidence_are_one_line():
-    bad = record(EVIDENCE)
-    del bad["evidence"]
+    bad = {"id": "q", "question": WHERE.question, "golds": ["Norland"], "prediction": "Ostland"}
     with pytest.raises(InputError, match="record 2 has no 'evidence'"):
-        answer_from_evidence(Says("x"), [record(EVIDENCE), bad])
+        add_reader([bad | {"evidence": EVIDENCE}, bad], Says("x"))

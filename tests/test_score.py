@@ -210,6 +210,7 @@ def test_a_reader_answers_from_the_evidence_and_its_scores_stand_beside_the_poli
     scores = [(r["metrics"]["reader_em"], r["metrics"]["reader_f1"]) for r in found]
     assert scores == [(0, pytest.approx(2 / 3)), (0, 0)]
     assert [(r["metrics"]["em"], r["prediction"]) for r in found] == [(0, "Sudria"), (1, "Norland")]
+    assert [set(r["metrics"]) for r in records] == [{"em"}, {"em"}]  # they stay as they were
 
 
 def test_an_unreadable_verdict_is_neither_right_nor_wrong_and_none_leaves_what_is_there():

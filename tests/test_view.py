@@ -42,10 +42,10 @@ def test_a_kind_that_a_stage_lacks_leaves_a_gap_and_not_a_zero():
 def test_an_unfinished_last_line_is_left_out_and_a_broken_one_inside_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "rew')
-    assert view.read_metrics(path) == [{"step": 0}]
+    assert view.read_run(tmp_path)[0] == [{"step": 0, "x": 0}]
     path.write_text('{"step": 0}\n{"step": \n{"step": 2}\n')
     with pytest.raises(InputError, match="line 2"):
-        view.read_metrics(path)
+        view.read_run(tmp_path)
 
 
 def test_an_empty_folder_is_one_clear_line(tmp_path):
