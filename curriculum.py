@@ -271,8 +271,7 @@ class QuestionStream:
         check_pools(self.pools, shares, self.counts, flag)
         if settings.task_mixing:
             mix_tasks(self.pools, self.counts, settings)
-        self.seed = settings.seed
-        self.attempts = attempts
+        self.seed, self.attempts = settings.seed, attempts
 
     def take(self, step: int, attempt: int = 0) -> Questions:
         """The questions of one attempt of a step."""

@@ -186,8 +186,8 @@ def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> li
 
 
 class TurnWatcher:
-    """`generate`'s logits processor, which sees the distribution, and stopping criterion, the token.
-    It notes each with its log-prob, and ends each row by the rule.
+    """Both hooks of `generate`: its logits processor sees distributions, its stopping criterion the
+    tokens. It notes each with its log-prob, and ends each row by the rule.
     """
 
     def __init__(self, rule: StopRule, turns: list[Turn], temperature: float):
