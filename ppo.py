@@ -225,9 +225,6 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
 
 
 # ------------------------------------------------------------------------------------ the interface
-# The three functions of every algorithm (see grpo.py).
-
-
 def compute_advantages(batch, settings) -> Tensor:
     """[B, T], once, of the whole rollout. Writes batch.returns, which the critic learns."""
     if batch.values is None:

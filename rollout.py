@@ -99,7 +99,6 @@ def rollout(
     play       how the rows are sampled: plain `generate` here, or scale.engine.play_in_slots
     progress   called with the number of trajectories that ended since the last call
     """
-    # 0: the model's limit, which is known once there is a model.
     environment.max_context = environment.max_context or context_of(policy)
     rows = []
     for question in questions:
