@@ -4,22 +4,16 @@ A stream deals questions in fixed shares per kind (`mix`), per difficulty (`buck
 each in its own shuffled order, epoch after epoch. What step s of seed S deals depends on nothing
 else, so a resumed run sees what the unbroken one would have seen.
 
-    counts_k = largest remainder of n · weight_k / Σ weights     16 at 3 : 4 : 1 -> 6, 8, 2
-
-Difficulty is measured once, with the model as it is before training: s = mean score of K rollouts
-(UR²: K = 20; `python -m lab.difficulty`).
-
-    easy 0.8 ≤ s ≤ 1    medium 0.5 ≤ s < 0.8    hard 0.2 ≤ s < 0.5    dropped below
-
-A step then holds hard : medium : easy = 7 : 2 : 1. A task or kind may have shares of its own, as
-math has 1 : 1 : 1 in UR² (C.5): "math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1".
+Difficulty is measured once, with the model as it is before training: the mean score of K rollouts
+(UR²: K = 20; `python -m lab.difficulty`). A step then holds hard : medium : easy = 7 : 2 : 1. A
+task or kind may have shares of its own, as math has 1 : 1 : 1 in UR² (C.5):
+"math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1".
 Dropped questions are dealt only where `buckets` names them, since groups that fail as a whole teach
 nothing; UR²'s stage 1 trains on exactly those of math ("math:dropped=1", C.7).
-Task mixing: open questions may always search, math only if hard, of multiple choice half of what is
-dealt, the hard ones first (UR² section 3.3, C.2), drawn by seed and question id.
 Left out: buckets that are measured again while training.
 """
 
+import functools
 import math
 import os
 import random
@@ -55,7 +49,7 @@ class CurriculumSettings:
 EDGES = {"easy": 0.8, "medium": 0.5, "hard": 0.2}  # a bucket begins at this mean score
 LEVELS = {"easy": "easy", "medium": "medium", "hard": "hard", "very_hard": "dropped"}  # UR²'s files
 TASKS = {"", "qa", "math", "choice", "summary"}
-HARDEST_FIRST = {"hard": 0, "dropped": 0, "medium": 1, "easy": 2}
+HARDEST_FIRST = {"medium": 1, "easy": 2}  # before them, 0: hard, dropped and not measured
 
 
 def bucket(score: float) -> str:
@@ -103,8 +97,8 @@ def read_difficulty(path: str | Path, questions: Questions) -> dict[str, str]:
 
 def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
     """Each with its bucket as `level`; without those in the bucket dropped, unless `dropped`."""
-    difficulty = read_difficulty(path, questions)
-    found = [replace(question, level=difficulty[question.id]) for question in questions]
+    known = read_difficulty(path, questions)
+    found = [replace(question, level=known[question.id]) for question in questions]
     kept = [question for question in found if dropped or question.level != "dropped"]
     if not kept:
         raise InputError(
@@ -133,9 +127,8 @@ def exact_counts(total: int, weights: Weights) -> Counts:
     for name, weight in weights.items():
         shares[name] = round(total * weight / whole, 9)
         counts[name] = int(shares[name])
-    by_remainder = sorted(shares, key=lambda name: counts[name] - shares[name])
     left = total - sum(counts.values())
-    for name in by_remainder[:left]:
+    for name in sorted(shares, key=lambda name: counts[name] - shares[name])[:left]:
         counts[name] += 1
     return counts
 
@@ -173,11 +166,9 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
     sizes = Counter()  # of groups: kinds, or what has buckets of its own
     splits = {kind: {"": 1.0} for kind in mix}  # group -> bucket -> share
     for question in questions:
-        scope = question.kind
-        if scope not in scopes:
-            scope = question.task
-        if scope not in scopes:
-            scope = ""
+        for scope in (question.kind, question.task, ""):
+            if scope in scopes:
+                break
         group = question.kind if mix else scope
         sizes[group] += 1
         if scopes[scope]:
@@ -222,10 +213,8 @@ def may_search(question: Question, drawn: frozenset[str], of_math: str = "hard,d
 
 def draw_choices(pools: dict[str, Questions], counts: Counts, seed: int) -> frozenset[str]:
     """Ids of the multiple-choice questions that may search: half of those dealt, hard ones first.
-
     Worked: 20 hard and 10 easy ones, dealt at 8 : 2. Each hard one comes 8/20 times a step; half of
-    10 is 5, so 12.5 of the 20, so 13, may search. The lot depends on seed and id, not on the order
-    of reading.
+    10 is 5, so 12.5 of the 20, so 13, may search. The lot is drawn by seed and id.
     """
     dealt = []  # of each: how hard, its lot, how often a step deals it, its id
     for name, pool in pools.items():
@@ -249,10 +238,10 @@ def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
     drawn = draw_choices(pools, counts, settings.seed)
     if drawn and not settings.difficulty:
         say("no --difficulty: half of the multiple choice may search, drawn by lot")
-    for name, pool in pools.items():
+    for pool in pools.values():
         for place, q in enumerate(pool):
             allowed = q.may_search and may_search(q, drawn, settings.math_searches)
-            pools[name][place] = replace(q, may_search=allowed)
+            pool[place] = replace(q, may_search=allowed)
 
 
 # -------------------------------------------------------------------------------------- the stream
@@ -282,9 +271,7 @@ class QuestionStream:
         check_pools(self.pools, shares, self.counts, flag)
         if settings.task_mixing:
             mix_tasks(self.pools, self.counts, settings)
-        self.seed = settings.seed
-        self.attempts = attempts
-        self.orders = {}  # pool -> (epoch, the order of its questions)
+        self.seed, self.attempts = settings.seed, attempts
 
     def take(self, step: int, attempt: int = 0) -> Questions:
         """The questions of one attempt of a step."""
@@ -299,18 +286,19 @@ class QuestionStream:
         """The question with this number in the endless list of its pool, shuffled every epoch."""
         pool = self.pools[name]
         epoch, place = divmod(number, len(pool))
-        if self.orders.get(name, (None,))[0] != epoch:
-            size = len(pool)
-            lot = random.Random(f"{self.seed} {name} {epoch}")
-            self.orders[name] = epoch, lot.sample(range(size), size)
-        return pool[self.orders[name][1][place]]
+        order = shuffled(len(pool), f"{self.seed} {name} {epoch}")
+        return pool[order[place]]
+
+
+@functools.lru_cache(maxsize=64)
+def shuffled(size: int, lot: str) -> list[int]:
+    return random.Random(lot).sample(range(size), size)
 
 
 def main() -> None:
     """Buckets of a few questions, and how a step is shared out."""
     print("mean score of 20 rollouts -> bucket; may a math question of it search?")
-    scores = [0.95, 0.8, 0.75, 0.5, 0.45, 0.35, 0.1]
-    for score in scores:
+    for score in (0.95, 0.8, 0.75, 0.5, 0.45, 0.35, 0.1):
         question = Question("q", "?", ["!"], "math", level=bucket(score))
         allowed = "yes" if may_search(question, frozenset()) else "no: asked directly"
         print(f"  {score:.2f}   {question.level:10} {allowed}")

@@ -25,12 +25,7 @@ import ppo
 from errors import run_main, setting
 
 # What --algorithm dapo sets where a recipe has another algorithm.
-OWN = {
-    "clip_low": 0.2,
-    "clip_high": 0.28,
-    "loss_aggregation": "token",
-    "kl_coef": 0.0,
-}
+OWN = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coef": 0.0}
 
 
 @dataclass(frozen=True)
@@ -59,6 +54,7 @@ def trained_mask(batch) -> Tensor:
 
 # ------------------------------------------------------------------------------------ the interface
 compute_advantages = grpo.compute_advantages
+compute_loss = grpo.compute_loss  # departure 1: clip_low < clip_high
 
 
 def compute_token_weights(batch, settings) -> Tensor:
@@ -66,11 +62,6 @@ def compute_token_weights(batch, settings) -> Tensor:
     first would not be DAPO.
     """
     return ppo.token_weights(trained_mask(batch))  # [B, T]  departure 3
-
-
-def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, ppo.Stats]:
-    """(loss [B, T], stats of [B, T]) of a micro-batch: GRPO's."""
-    return grpo.compute_loss(logprobs, batch, settings)  # departure 1: clip_low < clip_high
 
 
 def main() -> None:

@@ -21,8 +21,7 @@ from torch import Tensor
 import kl
 import ppo
 from errors import InputError, run_main
-
-EPSILON = ppo.EPSILON
+from ppo import EPSILON
 
 
 def as_groups(rewards: Tensor, group_size: int) -> Tensor:

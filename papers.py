@@ -18,14 +18,8 @@ Left out: what the papers chose for backbones that are no causal LM, and their h
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import rewards
 from errors import FlagParser, InputError, nearest, run_main
-from rewards import (
-    arena_format,
-    r1_searcher_format,
-    r_search_format,
-    ur2_violations,
-    when_to_search_format,
-)
 from trajectory import Trajectory
 from world.toy import Tiny
 
@@ -41,7 +35,7 @@ class Paper:
     punctuation: str = "space"
     decoding: dict = field(default_factory=dict)
     blind_judge: bool = False
-    variants: dict[str, "Paper"] = field(default_factory=dict)
+    variants: dict[str, "Paper"] = field(default_factory=dict, init=False)  # a copy has none
 
 
 def varied(paper: Paper, **changes) -> Paper:
@@ -50,34 +44,19 @@ def varied(paper: Paper, **changes) -> Paper:
 
 
 # The tiny model has 0.48M weights, born at random: a learning rate 150 times larger, short texts.
-TINY = {
-    "lr": 3e-4,
-    "group_size": 8,
-    "questions_per_step": 16,
-    "trajectories_per_update": 64,
-    "max_turn_tokens": 24,
-    "turn_tokens": "",
-    "max_searches": 4,
-    "documents_per_search": 1,
-    "document_tokens": 48,
-    "title_boost": 4,
-    "save_every": 10,
-}
+TINY = (
+    {"lr": 3e-4, "group_size": 8, "questions_per_step": 16, "trajectories_per_update": 64}
+    | {"max_turn_tokens": 24, "turn_tokens": "", "max_searches": 4, "save_every": 10}
+    | {"documents_per_search": 1, "document_tokens": 48, "title_boost": 4}
+)
 LOOK_UPS = TINY | {"steps": 12, "mix": "one_hop=3,two_hop=4,unit=1"}
-EVERYTHING = TINY | {
-    "steps": 60,
-    "mix": "one_hop=4,two_hop=4,unit=1,arithmetic=2,known=2",
-    "trajectories_per_update": 32,
-    "lr": 5e-4,
-    "lr_schedule": "linear",
-}
-KNOWN_TOO = {"mix": "one_hop=4,two_hop=4,unit=1,arithmetic=2,known=3"}
-TWO_FACTS = {
-    "mix": "one_hop=1,two_hop=1",
-    "documents_per_search": 2,
-    "document_tokens": 64,
-    "max_turn_tokens": 40,
-}
+EVERYTHING = (
+    TINY
+    | {"steps": 60, "trajectories_per_update": 32, "lr": 5e-4, "lr_schedule": "linear"}
+    | {"mix": "one_hop=4,two_hop=4,unit=1,arithmetic=2,known=2"}
+)
+TWO_FACTS = {"mix": "one_hop=1,two_hop=1", "max_turn_tokens": 40}
+TWO_FACTS |= {"documents_per_search": 2, "document_tokens": 64}
 HALVES = {"one_hop": 0.5, "two_hop": 0.5}
 
 _ur2 = (  # section 4.4, appendix C.2 and C.4
@@ -106,7 +85,7 @@ UR2 = Paper(
         | {"questions_per_step": 24}
         | {"mix": "one_hop=5,two_hop=5,unit=1,arithmetic=3,known=2,direct=8"},
     },
-    good_format=lambda trajectory: not ur2_violations(trajectory),
+    good_format=lambda trajectory: not rewards.ur2_violations(trajectory),
     # search, read the summary (or the fallback), write \\boxed{...}
     world=Tiny("{asked} \\boxed{{ {answer}}}<eos>", read=" \\boxed{{ {answer}}}", summarised=True),
     # appendix C.4, as the summariser's: temperature, top_p, tokens
@@ -118,7 +97,6 @@ UR2_CHOICE = replace(
     UR2,
     stages={1: _ur2 | {"reward": "ur2_choice", "steps": 100, "task_mixing": True}},
     tiny={1: EVERYTHING | _summarised | {"reward": "ur2_weak"}},
-    variants={},
 )
 # UR²'s baseline, a run per task: eq. 2 (our reading), and only open questions search (C.3).
 VANILLA_RL = replace(
@@ -126,7 +104,6 @@ VANILLA_RL = replace(
     source="UR² section 4.3, app. C.3",
     stages={1: _ur2 | {"reward": "ur2_stage2", "steps": 25, "direct_tasks": "math,choice"}},
     tiny={1: EVERYTHING | _summarised | {"steps": 72}},
-    variants={},
 )
 
 # Table 15: each run's steps, to the checkpoint that was best on the test set (C.2).
@@ -175,7 +152,7 @@ R1_SEARCHER = Paper(
         2: _r1_searcher | {"reward": "r1_searcher_stage2", "steps": 128},  # one epoch of 8,148
     },
     tiny={1: LOOK_UPS, 2: EVERYTHING},
-    good_format=lambda trajectory: not r1_searcher_format(trajectory),
+    good_format=lambda trajectory: not rewards.r1_searcher_format(trajectory),
     world=Tiny(end="{thought}</think>\n\n<answer> {answer}</answer>"),
 )
 R1_SEARCHER.variants.update(
@@ -198,7 +175,7 @@ R_SEARCH = Paper(
     protocols=("r_search", "r_search_plain"),
     stages={1: _r_search},
     tiny={1: EVERYTHING | TWO_FACTS | {"lr_warmup": 0.0, "kl_coef": 0.0, "steps": 40}},
-    good_format=r_search_format,
+    good_format=rewards.r_search_format,
     # two passages a search; copy the one that counts as evidence, answer from it
     world=Tiny("{evidence}<answer> {answer}</answer>", layout="facts", kinds=HALVES, steps=350),
     punctuation="delete",
@@ -220,14 +197,14 @@ _when_to_search = (  # Table 5; 500 steps in all, halved between the stages by u
 )
 _when_stage1 = _when_to_search | {"reward": "when_to_search_stage1"}
 _when_stage2 = _when_to_search | {"reward": "when_to_search_stage2"}
-_when_plain = {1: _when_stage1 | {"beta": 0.0}, 2: _when_stage2}  # stage one with ±1
-WHEN_TINY = KNOWN_TOO | {"max_resample": 1, "max_context": 0}
+WHEN_TINY = {"mix": "one_hop=4,two_hop=4,unit=1,arithmetic=2,known=3"}
+WHEN_TINY |= {"max_resample": 1, "max_context": 0}
 WHEN_TO_SEARCH = Paper(
     source="When to Search section 4, table",
     protocols=("when_to_search",),
     stages={1: _when_stage1, 2: _when_stage2},
     tiny={1: TINY | WHEN_TINY | {"steps": 5}, 2: EVERYTHING | WHEN_TINY | {"steps": 40}},
-    good_format=when_to_search_format,
+    good_format=rewards.when_to_search_format,
     # think, search, reflect, answer; or think, reflect, answer
     world=Tiny(
         opening="<think>{asked}</think>",
@@ -238,23 +215,19 @@ WHEN_TO_SEARCH = Paper(
     punctuation="delete",
     blind_judge=True,
 )
-
-
-def _one_reward(reward: str) -> Paper:
-    """One reward throughout."""
-    stages = {1: _when_to_search | {"reward": reward, "steps": 500}}
-    return replace(WHEN_TO_SEARCH, stages=stages, tiny={1: EVERYTHING | WHEN_TINY | {"steps": 45}})
-
-
+_one_stage = replace(  # one reward throughout
+    WHEN_TO_SEARCH,
+    stages={1: _when_to_search | {"steps": 500}},
+    tiny={1: EVERYTHING | WHEN_TINY | {"steps": 45}},
+)
+_plain_stages = {1: _when_stage1 | {"beta": 0.0}, 2: _when_stage2}  # stage one with ±1
 WHEN_TO_SEARCH.variants.update(
-    {
-        "unified": _one_reward("when_to_search_unified"),  # Table 2
-        "without_stage_one": _one_reward("when_to_search_stage2"),  # Table 4, as the others
-        "plain_stage_one": replace(WHEN_TO_SEARCH, stages=_when_plain),  # the same row, by 4.5
-        "without_stage_two": _one_reward("when_to_search_stage1"),
-        "without_r_s": varied(WHEN_TO_SEARCH, left_out="retrieval"),
-        "without_r_a": varied(WHEN_TO_SEARCH, left_out="answer", filter_by="total"),
-    }
+    unified=varied(_one_stage, reward="when_to_search_unified"),  # Table 2
+    without_stage_one=varied(_one_stage, reward="when_to_search_stage2"),  # Table 4, as the others
+    plain_stage_one=replace(WHEN_TO_SEARCH, stages=_plain_stages),  # the same row, by 4.5
+    without_stage_two=varied(_one_stage, reward="when_to_search_stage1"),
+    without_r_s=varied(WHEN_TO_SEARCH, left_out="retrieval"),
+    without_r_a=varied(WHEN_TO_SEARCH, left_out="answer", filter_by="total"),
 )
 
 # Section 4.4, appendix F. Our copy of the text has lost its KL weight, updates per batch and clip
@@ -273,7 +246,7 @@ ARENA = Paper(
     protocols=("arena", "arena_summary"),
     stages={1: _arena},
     tiny={1: EVERYTHING | TWO_FACTS | {"max_searches": 0, "steps": 40}},
-    good_format=arena_format,
+    good_format=rewards.arena_format,
     # four numbered references in the prompt; cite, analyse, answer
     world=Tiny(
         citation="<relevance>[{numbers}]",
@@ -308,7 +281,7 @@ SEARCH_R1 = Paper(
     protocols=("search_r1",),
     stages={1: _search_r1},
     tiny={1: EVERYTHING | {"lr_warmup": 0.0, "critic_lr": 1e-3, "kl_coef": 0.0, "steps": 40}},
-    good_format=r_search_format,  # one answer box
+    good_format=rewards.r_search_format,  # one answer box
     world=Tiny(
         "<think>{thought}</think><answer> {answer}</answer>", between="<think>{note}</think>"
     ),
@@ -340,11 +313,10 @@ BASELINES = replace(
 
 def paper_of(protocol: str) -> Paper:
     """The first paper that writes this protocol."""
-    papers = [*PAPERS.values(), BASELINES]
-    paper = next((paper for paper in papers if protocol in paper.protocols), None)
-    if paper is None:
-        raise InputError(f"protocol {protocol}: no record of papers.py names it: add it there")
-    return paper
+    for paper in (*PAPERS.values(), BASELINES):
+        if protocol in paper.protocols:
+            return paper
+    raise InputError(f"protocol {protocol}: no record of papers.py names it: add it there")
 
 
 def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper:
@@ -365,12 +337,12 @@ def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper
 
 def table() -> list[list[str]]:
     """A header, a row per paper and stage, a column per setting that any of them names."""
-    all_stages = [(name, stage) for name, stages in RECIPES.items() for stage in stages]
-    columns = dict.fromkeys(key for name, stage in all_stages for key in RECIPES[name][stage])
+    columns = dict.fromkeys(key for s in RECIPES.values() for stage in s.values() for key in stage)
     rows = [["paper", "stage", *columns, "source"]]
-    for name, stage in all_stages:
-        cells = [str(RECIPES[name][stage].get(column, "·")) for column in columns]
-        rows.append([name, str(stage), *cells, PAPERS[name].source])
+    for name, paper in PAPERS.items():
+        for stage, its in paper.stages.items():
+            cells = [str(its.get(column, "·")) for column in columns]
+            rows.append([name, str(stage), *cells, paper.source])
     return rows
 
 

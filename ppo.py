@@ -8,7 +8,7 @@
     returns = A + V;  the policy gets A whitened over the model tokens of the batch
     value loss = ½ max((V − returns)², (V_old + clip(V − V_old, −c, c) − returns)²)    per token
 
-    total = Σ weight · loss,    Σ weight = 1 over the global batch
+    total = Σ weight · loss (update.py),    Σ weight = 1 over the global batch
     "sequence" (GRPO, UR² eq. 3)    1 / (model tokens of the trajectory) / (trajectories with any)
     "token" (DAPO; the critic)      1 / (model tokens of the whole batch)
 
@@ -94,11 +94,6 @@ def token_weights(response_mask: Tensor) -> Tensor:
     """1 / model tokens on each. Worked: mask [[1, 1, 0], [1, 0, 0]] -> 1/3 on three tokens."""
     mask = response_mask.float()  # [B, T]
     return mask / mask.sum().clamp(min=1)  # [B, T]
-
-
-def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
-    """Σ weight · loss. Worked: loss [[1, 2, 9]], weights [[1/4, 1/4, 0]] -> 0.75."""
-    return (model_only(loss, weights) * weights).sum()
 
 
 def model_only(values: Tensor, response_mask: Tensor) -> Tensor:
@@ -230,9 +225,6 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
 
 
 # ------------------------------------------------------------------------------------ the interface
-# The three functions of every algorithm (see grpo.py).
-
-
 def compute_advantages(batch, settings) -> Tensor:
     """[B, T], once, of the whole rollout. Writes batch.returns, which the critic learns."""
     if batch.values is None:

@@ -1,13 +1,5 @@
 """What each paper writes: the tags of queries, documents and answers, and its instruction.
 
-    UR²             <|begin_of_query|>, <|begin_of_documents|>, \\boxed{answer}
-    R1-Searcher     the same two, while it thinks; then </think> <answer>
-    R-Search        <search>, <observation>; then <original_evidence> <answer>
-    Search-R1       <think> <search> <information> <answer>
-    When to Search  <think> <search> <information> <reflect> <answer>
-    ARENA           searches nothing, reads numbered references; <relevance> <analysis> <answer>,
-                    for summaries <summary>
-
 One `Protocol` serves training, evaluation and the demo: a prompt that differs between them is the
 commonest silent fault of public code. The last answer is scored; braces are balanced, so
 \\boxed{\\frac{1}{2}} is read whole. The wording is ours; --prompt_file puts another in its place,
@@ -28,8 +20,6 @@ from metrics import Span, find_boxed
 
 Tags = tuple[str, str]  # begin, end
 PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; each paper adds its own below
-
-
 PROMPTED = ("policy", "judge", "reader", "summarizer")  # whose instruction a file may replace
 
 
@@ -81,9 +71,13 @@ class Protocol:
         return {pair[1]: reason for reason, pair in pairs.items() if pair}
 
     def section_tags(self, name: str) -> Tags:
-        if tag_pair(name) in self.other_tags:
-            return tag_pair(name)
-        raise InputError(f"--protocol {self.name} has no <{name}> section: the reward needs one")
+        """Of "query", "documents", "evidence", "answer", or of a section such as "think"."""
+        pair = getattr(self, f"{name}_tags", None) or tag_pair(name)
+        if pair[0] not in self.tags:
+            raise InputError(
+                f"--protocol {self.name} has no <{name}> section: the reward needs one"
+            )
+        return pair
 
 
 def as_protocol(protocol: Protocol | str) -> Protocol:
@@ -284,6 +278,22 @@ def last_block(text: str, tags: Tags) -> str | None:
     return contents[-1] if contents else None
 
 
+def section_letters(text: str, tags: dict[str, Tags]) -> str:
+    """The sections of the text by their letters; "x" is none: text outside, a tag inside, empty.
+    >>> section_letters("<a> 1 < 2 </a> <b></b>", {"A": ("<a>", "</a>"), "B": ("<b>", "</b>")})
+    'Ax'
+    """
+    letters = {begin + end: letter for letter, (begin, end) in tags.items()}
+    either = "|".join(re.escape(tag) for pair in tags.values() for tag in pair)
+    outside, *rest = re.split(f"({either})", text)  # then begin, content, end, outside, begin, ...
+    order = ""
+    while len(rest) >= 4:
+        begin, content, end, after, *rest = rest
+        order += letters.get(begin + end, "x") if content.strip() else "x"
+        outside += after
+    return "x" if rest or outside.strip() else order
+
+
 # Possessive `\s*+`: blanks without end after "is" must not cost the square of their number.
 _CHOICE = re.compile(r"correct answer is\s*+:?\s*+([^\n]*\w[^\n]*)", re.IGNORECASE)
 
@@ -298,12 +308,9 @@ def find_answers(protocol: Protocol, text: str, task: str = "qa") -> list[Span]:
     if task != "choice":
         return boxed
     said = [Span(m.start(), m.end(), m.group(1).strip()) for m in _CHOICE.finditer(text)]
-    alone = [box for box in boxed if not _inside(box, said)]
+    taken = {place for span in said for place in range(span.start, span.end)}
+    alone = [box for box in boxed if box.start not in taken]
     return sorted(said + alone, key=lambda span: span.start)
-
-
-def _inside(span: Span, others: list[Span]) -> bool:
-    return any(other.start <= span.start < other.end for other in others)
 
 
 def parse_query(protocol: Protocol, turn: str) -> str | None:

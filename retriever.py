@@ -76,11 +76,6 @@ def make_retriever(
         from retrievers.dense import DenseRetriever  # a door: BM25 loads no torch
 
         return DenseRetriever(documents, settings.encoder, device)
-    if name == "web":
-        raise InputError(
-            "retriever web: serve it (python retriever.py serve --retriever web --retriever_url"
-            " API), and give --retriever http --retriever_url http://host:port"
-        )
     raise InputError(f"unknown retriever {name!r}: one of {', '.join(RETRIEVERS)}")
 
 
@@ -101,7 +96,8 @@ class BM25:
         """`title_boost`: how often the title's words stand in the indexed text."""
         if not documents:
             raise InputError("the corpus is empty: BM25 needs a --corpus with at least one passage")
-        self.documents, n = documents, len(documents)
+        self.documents = documents
+        n = len(documents)
         texts = (f"{d.title} " * title_boost + d.text for d in documents)
         texts = tqdm(texts, "BM25 index", n, unit=" passages", disable=n < SHOW_PROGRESS_FROM)
         self.vocabulary, tokens, lengths = count_words(texts)
@@ -138,7 +134,7 @@ class BM25:
 
 def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:
     """(word -> term number, all term numbers in reading order, words per document)."""
-    vocabulary: defaultdict[str, int] = defaultdict()
+    vocabulary = defaultdict()
     vocabulary.default_factory = vocabulary.__len__  # a new word gets the next number
     tokens, lengths = array("i"), array("i")
     for text in texts:
@@ -170,7 +166,7 @@ def top(scores: Array, k: int) -> Array:
     """The indices of the k largest scores, best first, ties in document order."""
     k = min(k, len(scores))
     if k <= 0:
-        return np.zeros(0, np.int64)
+        return np.zeros(0, int)
     # Trap: with most of 100,000 scores 0, np.partition(scores, -k) takes 13 ms; this end takes 1.
     threshold = -np.partition(-scores, k - 1)[k - 1]
     # `argpartition` would keep any of those that tie at the threshold; here the first fill up.
@@ -230,15 +226,15 @@ INVENTED = [
 
 def show_search(bm25: BM25, query: str, k: int) -> None:
     words = bm25.vocabulary.keys() & tokenize(query)
-    passages, words_known, postings = map(len, (bm25.documents, bm25.vocabulary, bm25.postings))
-    print(f"{passages:,} passages, {words_known:,} words, {postings:,} postings")
+    print(f"{len(bm25.documents):,} passages, {len(bm25.vocabulary):,} words", end="")
+    print(f", {len(bm25.postings):,} postings")
     if not words:
         print("no passage shares a word with the query")
     scores = bm25.scores(query)
     for rank, i in enumerate(top(scores, k), 1):
         one = bm25.documents[i]
         # Not `score != 0`: the idf of a word that half of the passages hold is ln 1 = 0.
-        if words & {*tokenize(f"{one.title} {one.text}")}:
+        if words.intersection(tokenize(f"{one.title} {one.text}")):
             print(f"{rank}. {scores[i]:7.3f}  [{one.id}] {one.title}: {one.text}")
 
 

@@ -1,22 +1,9 @@
 r"""What a trajectory is worth: one function per reward formula. Each returns named components, and
-the reward is their sum.
+the reward is their sum. A docstring has its formula, and these letters:
 
     n   valid searches: executed by the environment, for a query of 1 to 20 words
     f   searches that came back as the fallback ("this query asks for no fact")
     v   format violations
-
-    UR²             stage 1   R = (1 if v = 0 else −v) + (0, 3 or 4 by n) − 0.5 f
-                    stage 2   R = 2 · score(answer) + [v = 0] − 0.5 f
-                    choice    stage 2 plus 0.5 (n = 1) or 1 (n ≥ 2) in the first steps
-    R1-Searcher     stage 1   R = 0.5 [n ≥ 1] + 0.5 [format]
-                    stage 2   R = F1(answer) + (0 if format else −2)
-    R-Search                  R = F1(answer) + F1(a reader's, from the evidence) + 0.2 [E] + 0.2 [A]
-    Search-R1                 R = EM(answer)
-    When to Search            R = (format ±1) − similarity of the queries + answer        β = 0.3
-                    stage 1   answer = 1 if right else −1 + β · searches
-                    stage 2   answer = 1 − β · searches if right else −1
-                    unified   answer = 1 − β · searches if right else −1 + β · searches
-    ARENA                     R = format + answer + relevance (1, 0.5, 0) + 10 if all three are 1
 
 Training exploits a reward that breaks one of these rules:
   1. only the model's own text is scored, not what stands in a document or in the prompt;
@@ -39,7 +26,15 @@ import numpy as np
 from data import Document, Question
 from errors import InputError, run_main, setting
 from metrics import exact_match, f1_score, normalize_answer, score_answer, tokenize
-from prompts import PROTOCOLS, Protocol, Tags, as_protocol, find_answers, find_blocks
+from prompts import (
+    PROTOCOLS,
+    Protocol,
+    as_protocol,
+    find_answers,
+    find_blocks,
+    number_documents,
+    section_letters,
+)
 from trajectory import Trajectory, trajectory_from_text
 
 Terms = dict[str, float]  # the named components of a reward
@@ -84,13 +79,6 @@ has_word = re.compile(r"\w").search  # a full stop is no query
 MAX_QUERIES = 4  # UR² section 4.4; its prompt for open questions (D.2) allows five
 
 
-def _tags(protocol: Protocol, name: str) -> Tags:
-    tags = getattr(protocol, f"{name}_tags")
-    if not tags:
-        raise InputError(f"the reward reads {name} tags, which protocol {protocol.name} lacks")
-    return tags
-
-
 def count_valid_searches(trajectory: Trajectory) -> int:
     """n. The environment runs any query; only one with a word in it, and not too many, earns."""
     queries = [search.query for search in trajectory.searches if has_word(search.query)]
@@ -114,13 +102,10 @@ def scripts(text: str) -> set[str]:
 
 def is_garbled(trajectory: Trajectory) -> bool:
     """U+FFFD, private use, or a script that is in no text shown and is neither Latin nor Greek."""
-    question = trajectory.question
-    text = trajectory.model_text
+    question, text = trajectory.question, trajectory.model_text
     if "\ufffd" in text or "Co" in map(unicodedata.category, text):
         return True
-    shown = [question.question, *question.options]
-    for document in question.references:
-        shown += [document.title, document.text]
+    shown = [question.question, *question.options, *number_documents(question.references)]
     shown += [segment.text for segment in trajectory.segments if segment.writer != "model"]
     return not scripts(text) <= scripts(" ".join(shown)) | {"LATIN", "GREEK"}
 
@@ -128,22 +113,6 @@ def is_garbled(trajectory: Trajectory) -> bool:
 def without_eos(text: str) -> str:
     """The text without the EOS token that closes it: it is decoded with the rest."""
     return re.sub(r"(?:<\|[^|<>]*\|>|</s>|<eos>)\s*$", "", text)
-
-
-def section_letters(text: str, tags: dict[str, Tags]) -> str:
-    """The sections of the text by their letters; "x" is none: text outside, a tag inside, empty.
-    >>> section_letters("<a> 1 < 2 </a> <b></b>", {"A": ("<a>", "</a>"), "B": ("<b>", "</b>")})
-    'Ax'
-    """
-    letters = {begin + end: letter for letter, (begin, end) in tags.items()}
-    either = "|".join(re.escape(tag) for pair in tags.values() for tag in pair)
-    outside, *rest = re.split(f"({either})", text)  # then begin, content, end, outside, begin, ...
-    order = ""
-    while len(rest) >= 4:
-        begin, content, end, after, *rest = rest
-        order += letters.get(begin + end, "x") if content.strip() else "x"
-        outside += after
-    return "x" if rest or outside.strip() else order
 
 
 def own_format_faults(trajectory: Trajectory) -> list[str]:
@@ -188,8 +157,7 @@ def ur2_violations(
         return [] if ends else ["no_answer_at_end"]
     asked = [search.query for search in trajectory.searches]
     asked += [refusal.query for refusal in trajectory.refusals if refusal.reason != "malformed"]
-    faults = _ur2_answer_faults(trajectory)
-    faults += own_format_faults(trajectory)
+    faults = _ur2_answer_faults(trajectory) + own_format_faults(trajectory)
     faults += ["long_query" for query in asked if len(query.split()) > MAX_QUERY_WORDS]
     faults += ["wordless_query" for query in asked if not has_word(query)]
     if not trajectory.question.may_search:
@@ -297,9 +265,7 @@ def ur2_choice(
     searched = [search for search in trajectory.searches if has_word(search.query)]
     if variant == "qwen_3b" and not searched:
         terms = terms | {"format": -1.0}
-    n = count_valid_searches(trajectory)
-    bonus = (0.0, 0.5, 1.0)[min(n, 2)]
-    return terms | {"retrieval": bonus}
+    return terms | {"retrieval": (0.0, 0.5, 1.0)[min(count_valid_searches(trajectory), 2)]}
 
 
 # -------------------------------------------------------------------------------------- R1-Searcher
@@ -311,10 +277,10 @@ def r1_searcher_format(trajectory: Trajectory) -> list[str]:
     ['several_answers']
     """
     text, answers, protocol = trajectory.model_text, trajectory.answers, trajectory.protocol
-    begin, end = tags = _tags(protocol, "answer")
+    begin, end = tags = protocol.section_tags("answer")
     thinking, _, rest = text.partition("</think>")
     faults = own_format_faults(trajectory)
-    if "</think>" in rest or "</think>" not in text or "<think>" in text:
+    if text.count("</think>") != 1 or "<think>" in text:
         faults.append("thinking_not_closed_once")
     elif begin in thinking or end in thinking:
         faults.append("answer_in_thinking")
@@ -392,7 +358,7 @@ def r_search(
 
 def has_one_box(trajectory: Trajectory, name: str) -> bool:
     """Exactly one box, and something in it."""
-    boxes = find_blocks(trajectory.model_text, *_tags(trajectory.protocol, name))
+    boxes = find_blocks(trajectory.model_text, *trajectory.protocol.section_tags(name))
     return len(boxes) == 1 and bool(boxes[0].content)
 
 
@@ -433,10 +399,7 @@ _STOPWORDS = """
 
 
 def when_to_search_stage1(
-    trajectory: Trajectory,
-    correct: bool | None = None,
-    embed: Embedder | None = None,
-    beta: float = 0.3,
+    trajectory: Trajectory, correct: bool | None = None, embed: Embedder | None = None, beta=0.3
 ) -> Terms:
     """R = r_f + r_s + r_a: a search softens a wrong answer (When to Search eq. 6 to 12).
 
@@ -454,10 +417,7 @@ def when_to_search_stage1(
 
 
 def when_to_search_stage2(
-    trajectory: Trajectory,
-    correct: bool | None = None,
-    embed: Embedder | None = None,
-    beta: float = 0.3,
+    trajectory: Trajectory, correct: bool | None = None, embed: Embedder | None = None, beta=0.3
 ) -> Terms:
     """As stage 1, but a search costs a right answer β: learn when not to. Right 1 − β RC, wrong −1.
     >>> when_to_search_stage2(example("when_to_search"))     # right with RC = 2: 1 − 0.6
@@ -491,13 +451,13 @@ def when_to_search_format(trajectory: Trajectory) -> bool:
     """Think reflect answer, or think, searches and answer? A search is: search information reflect;
     a think may be between two (section 3.3, Table 9). Information is what the environment wrote.
     """
-    protocol, order, opened = trajectory.protocol, "", trajectory.opened
+    tags_of, order, opened = trajectory.protocol.section_tags, "", trajectory.opened
     tags = {
-        "T": protocol.section_tags("think"),
-        "S": _tags(protocol, "query"),
-        "R": protocol.section_tags("reflect"),
-        "A": _tags(protocol, "answer"),
-        "x": protocol.documents_tags,  # written by the model
+        "T": tags_of("think"),
+        "S": tags_of("query"),
+        "R": tags_of("reflect"),
+        "A": tags_of("answer"),
+        "x": tags_of("documents"),  # written by the model
     }
     for segment in trajectory.segments:
         if segment.writer == "documents":
@@ -621,12 +581,8 @@ def _relevance(numbers: set[int], gold: set[int]) -> float:
 
 
 def arena_format(trajectory: Trajectory) -> bool:
-    protocol = trajectory.protocol
-    tags = {
-        "1": protocol.section_tags("relevance"),
-        "2": protocol.section_tags("analysis"),
-        "3": _tags(protocol, "answer"),
-    }
+    tags_of = trajectory.protocol.section_tags
+    tags = {"1": tags_of("relevance"), "2": tags_of("analysis"), "3": tags_of("answer")}
     text = without_eos(trajectory.model_text)
     if trajectory.opened:  # the chat template's own thinking goes before
         text = text.partition("</think>")[2]

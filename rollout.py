@@ -7,8 +7,8 @@
 Two rules keep the training signal true:
   * token ids in, token ids out. Sampled ids are never decoded and encoded again: the text could
     split into tokens that nobody sampled. What the environment writes is encoded once;
-  * the mask is born with the token: 1 for a token the policy sampled (end tags and EOS too), 0 for
-    everything the environment wrote (documents, their tags, the blank lines around them, notices).
+  * the mask is born with the token (trajectory.py): 1 if the policy sampled it, 0 for documents,
+    their tags, the blank lines around them, notices.
 
 Retriever and summariser are one function here, `search(requests) -> results`. Sampling is plain HF
 `generate`, which computes a row anew at each turn; scale/engine.py has another `play`: the same
@@ -43,9 +43,7 @@ from prompts import (
     parse_query,
     strip_tags,
 )
-from trajectory import Refusal, Search, Trajectory, show, trajectory_from_text
-
-__all__ = ["Search", "Trajectory", "rollout", "show", "trajectory_from_text"]
+from trajectory import Refusal, Search, Trajectory, show
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 Progress = Callable[[int], None] | None
@@ -101,7 +99,6 @@ def rollout(
     play       how the rows are sampled: plain `generate` here, or scale.engine.play_in_slots
     progress   called with the number of trajectories that ended since the last call
     """
-    # 0: the model's limit, which is known once there is a model.
     environment.max_context = environment.max_context or context_of(policy)
     rows = []
     for question in questions:
@@ -188,8 +185,8 @@ def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> li
 
 
 class TurnWatcher:
-    """Sits in `generate`: as logits processor it sees the distribution, as stopping criterion the
-    token. It notes each with its log-prob, and ends each row by the rule.
+    """Both hooks of `generate`: its logits processor sees distributions, its stopping criterion the
+    tokens. It notes each with its log-prob, and ends each row by the rule.
     """
 
     def __init__(self, rule: StopRule, turns: list[Turn], temperature: float):
@@ -350,11 +347,8 @@ class Environment:
         results = call_search(self.search, requests, self.settings.timeout)
         seconds = (time.perf_counter() - start) / len(accepted)
         for (row, query), result in zip(accepted, results, strict=True):
-            text, cut = self.write(row, result)
-            search = Search(query, result.documents, text, result.fallback, result.error)
-            search.seconds = seconds
-            search.cut = cut
-            row.searches.append(search)
+            self.write(row, query, result)
+            row.searches[-1].seconds = seconds
 
     def accepted_query(self, row: Trajectory) -> str | None:
         """None where it may not be run: then the row has been told why, or is ended."""
@@ -384,21 +378,21 @@ class Environment:
         else:
             row.append_environment(ids, notice, "notice")
 
-    def write(self, row: Trajectory, result: SearchResult) -> tuple[str, bool]:
-        """Append what was found; (what the policy reads of it, was it cut to the row's room?)."""
+    def write(self, row: Trajectory, query: str, result: SearchResult) -> None:
+        """Append what was found, cut to the row's room, and note the search."""
         protocol = self.protocol
-        pieces = number_documents(result.documents)
         shown = protocol.error_text if result.error else result.text
-        if shown:
-            pieces = [shown]
+        pieces = [shown] if shown else number_documents(result.documents)
         pieces = [strip_tags(piece, self.forbidden) for piece in pieces] or [protocol.empty_text]
-        whole = "\n".join(pieces)
         body = self.fit(pieces, self.frame + self.budget(row))
+        cut = body != "\n".join(pieces)
+        row.searches.append(
+            Search(query, result.documents, body, result.fallback, result.error, cut=cut)
+        )
         row.append_environment(self.block(body), frame_documents(protocol, body), "documents")
         if result.fallback:
             notice = protocol.fallback_notice
             row.append_environment(encode(self.tokenizer, notice), notice, "notice")
-        return body, body != whole
 
     def fit(self, pieces: list[str], budget: int) -> str:
         """As many documents as fit with their frame. Only a first one too long by itself is cut."""
@@ -411,9 +405,7 @@ class Environment:
         return body[: max(fits - 1, 0)]
 
     def block(self, body: str) -> list[int]:
-        """Encoded as one text, as in supervised traces: behind a newline a word is often another
-        token than at the beginning.
-        """
+        """Encoded as one text: behind a newline a word is often another token than in front."""
         return encode(self.tokenizer, frame_documents(self.protocol, body))
 
 
@@ -425,7 +417,10 @@ def call_search(search: SearchFunction, requests: list, timeout: float) -> list[
 
     def work():
         try:
-            box.append(list(search(requests)))
+            found = list(search(requests))
+            if len(found) != len(requests):
+                raise ValueError(f"{len(found)} results for {len(requests)} queries")
+            box.append(found)
         except Exception as error:
             box.append(error)
 
@@ -435,8 +430,6 @@ def call_search(search: SearchFunction, requests: list, timeout: float) -> list[
     found = box[0] if box else TimeoutError(f"no answer within {timeout:g} s")
     if isinstance(found, InputError):  # the user's to mend, and no fault of one search
         raise found
-    if isinstance(found, list) and len(found) != len(requests):
-        found = ValueError(f"{len(found)} results for {len(requests)} queries")
     if isinstance(found, list):
         return found
     return [SearchResult(error=f"{type(found).__name__}: {found}") for _ in requests]

@@ -1,12 +1,10 @@
 """Documents -> what the policy reads, or the fallback (UR², the section on the LLM summariser).
 
-    summarize(requests, documents) -> list[SearchResult], one per request, in order
-
 A summariser makes one short text of ten passages; in training it also decides whether the query
 asks for a fact at all. If not, the result is a fallback: the policy is told to ask for a fact, and
 the reward charges the search. Only the flag `SearchResult.fallback` says so: a passage may happen
-to say what a sentinel says. The documents stay in the result, for the log. Left out: making a small
-summariser from what a large one wrote (lab/distil.py).
+to say what a sentinel says. The documents stay in the result, for the log.
+Left out: making a small summariser of a large one's notes (lab/distil.py).
 """
 
 import re
@@ -20,8 +18,11 @@ from errors import InputError, nearest, run_main, setting
 from formats.records import append_jsonl
 from prompts import number_documents, without_thinking
 
-Summarize = Callable[[list[SearchRequest], list[list[Document]]], list[SearchResult]]
-SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
+Requests = list[SearchRequest]
+Found = list[list[Document]]  # for each request
+Results = list[SearchResult]  # one per request, in order
+Summarize = Callable[[Requests, Found], Results]
+SearchFunction = Callable[[Requests], Results]
 
 FALLBACK_TEXT = "None"  # not "", which shows the documents
 OPERATORS = "+-−*/×÷="  # also a hyphen: no name of the built-in world has one
@@ -44,15 +45,13 @@ class SummarizerSettings:
     summary_sampling: str = setting("", "task=temperature/top_p/tokens,...", only="papers")
 
 
-def show_all(requests: list[SearchRequest], documents: list[list[Document]]) -> list[SearchResult]:
+def show_all(requests: Requests, documents: Found) -> Results:
     """No summariser: the policy reads the documents, and every query counts as a lookup."""
     return [SearchResult(found) for found in documents]
 
 
-def extract(requests: list[SearchRequest], documents: list[list[Document]]) -> list[SearchResult]:
-    """The built-in world's: its passages are a sentence or two, and the best is the summary if the
-    query names it; else "None", and a fallback if it asks for no fact.
-    """
+def extract(requests: Requests, documents: Found) -> Results:
+    """The best passage if the query names it, else "None"; a fallback if the query is no lookup."""
     results = []
     for request, found in zip(requests, documents, strict=True):
         title = found[0].title if found else ""
@@ -82,7 +81,7 @@ def names(query: str, title: str) -> bool:
 
 NO_FACT = "NO FACT"
 SUMMARY_LOG = "runs/summaries.jsonl"  # pairs that a small summariser can be distilled from
-MAX_REASONING = 4000  # characters: the end of what the row held before its query
+MAX_REASONING = 4000  # characters: the end of it
 GREEDY = (0.0, 1.0, 1024)  # temperature, top_p, tokens of the notes at most
 TASKS = {
     "math": ("solves a mathematical problem", "the definitions, formulas, theorems and values"),
@@ -114,20 +113,19 @@ def instruction_for(task: str, turns_away: bool) -> str:
 class LLMSummarizer:
     """A model of other_models/llm.py writes notes, or NO_FACT where its instruction asks for that.
 
-    Training keeps a `log`, JSONL of every new pair, and turns queries away. Without a log it is an
-    evaluation, which does so only with --fallback, or where pages of the web were found: their ids
-    are addresses (UR² D.3, C.4). Its notes are sampled if the settings say how.
+    Training keeps a `log`, JSONL of every new pair, and turns queries away. An evaluation, without
+    one, does so only with --fallback, or where pages of the web were found: their ids are addresses
+    (UR² D.3, C.4). Its notes are sampled if the settings say how.
     """
 
     def __init__(self, llm, settings: SummarizerSettings, log: str | Path = ""):
         self.llm, self.log = llm, log
         self.turns_away = bool(log) or settings.fallback
         self.sampling = {} if log else sampling_by_task(settings.summary_sampling)
-        self.append([])  # is it writable? better known before the first search
+        if log:
+            append_jsonl(log, [])  # is it writable? better known before the first search
 
-    def __call__(
-        self, requests: list[SearchRequest], documents: list[list[Document]]
-    ) -> list[SearchResult]:
+    def __call__(self, requests: Requests, documents: Found) -> Results:
         results = [SearchResult(found) for found in documents]
         # Where nothing was found nobody is asked: a model would make facts up.
         asked = [i for i, found in enumerate(documents) if found]
@@ -141,7 +139,8 @@ class LLMSummarizer:
             if notes:
                 pair = {"instruction": instruction, "text": text, "summary": notes}
                 pairs[prompt] = pair | {"fallback": results[i].fallback}
-        self.append(list(pairs.values()))
+        if self.log:
+            append_jsonl(self.log, pairs.values())
         return results
 
     def prompt(self, request: SearchRequest, documents: list[Document]) -> tuple:
@@ -151,10 +150,6 @@ class LLMSummarizer:
         own = instruction_for(task, self.turns_away or online)
         how = self.sampling.get(task, GREEDY)
         return self.llm.instruction or own, summary_text(request, documents), *how
-
-    def append(self, pairs: list[dict]) -> None:
-        if self.log:
-            append_jsonl(self.log, pairs)
 
 
 def summary_text(request: SearchRequest, documents: list[Document]) -> str:
@@ -166,10 +161,8 @@ def summary_text(request: SearchRequest, documents: list[Document]) -> str:
 
 def sampling_by_task(text: str) -> dict[str, tuple[float, float, int]]:
     """What `summary_sampling` says, by task: "math=0.3/0.7/8192" is (0.3, 0.7, 8192)."""
-    found = {}
-    for task, temperature, top_p, most in re.findall(r"(\w+)=([\d.]+)/([\d.]+)/(\d+)", text):
-        found[task] = (float(temperature), float(top_p), int(most))
-    return found
+    parts = re.findall(r"(\w+)=([\d.]+)/([\d.]+)/(\d+)", text)
+    return {task: (float(heat), float(top_p), int(most)) for task, heat, top_p, most in parts}
 
 
 # Signs around it, and no word more: notes that mention it are notes.
@@ -206,7 +199,7 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Searc
     search.seconds(queries): how long a retriever that asks elsewhere may take for so many.
     """
 
-    def search(requests: list[SearchRequest]) -> list[SearchResult]:
+    def search(requests: Requests) -> Results:
         results = [SearchResult(error=SEARCH_FAILED) for _ in requests]
         found = retrieve(retriever, requests, k) if requests else []
         answered = [i for i, documents in enumerate(found) if documents is not None]
@@ -221,7 +214,7 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Searc
     return search
 
 
-def retrieve(retriever, requests: list[SearchRequest], k: int) -> list[list[Document] | None]:
+def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | None]:
     """The documents of every request, None where its search failed; each query once."""
     oracle = getattr(retriever, "needs_questions", False)
     # For the oracle the question decides: two questions may well ask the same query.

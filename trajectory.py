@@ -29,9 +29,7 @@ class Segment:
 
 @dataclass
 class Search:
-    """One search that the environment ran. `text` is what the policy read between the tags, `cut`
-    if there was more, which its budget of tokens did not hold.
-    """
+    """One search that was run: `text` is what the policy read, `cut` if its budget held no more."""
 
     query: str
     documents: list[Document]

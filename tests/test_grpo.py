@@ -47,7 +47,7 @@ def prepare(batch, settings):
 
 def total_and_gradient(logprobs, batch, settings):
     logprobs = logprobs.clone().requires_grad_()
-    total = ppo.aggregate(grpo.compute_loss(logprobs, batch, settings)[0], batch.token_weights)
+    total = (grpo.compute_loss(logprobs, batch, settings)[0] * batch.token_weights).sum()
     total.backward()
     return total.item(), logprobs.grad
 

@@ -97,7 +97,7 @@ def test_weights_sum_to_one_and_a_mask_of_bools_or_floats_is_the_same(weights):
 @pytest.mark.parametrize("weights", [ppo.sequence_weights, ppo.token_weights])
 def test_a_batch_without_a_model_token_weighs_zero_and_is_not_nan(weights):
     logprobs = torch.randn(2, 3, requires_grad=True)
-    total = ppo.aggregate(logprobs * 2, weights(torch.zeros(2, 3)))
+    total = (logprobs * 2 * weights(torch.zeros(2, 3))).sum()
     total.backward()
     assert total.item() == 0
     assert logprobs.grad.tolist() == [[0, 0, 0], [0, 0, 0]]
@@ -107,17 +107,17 @@ def test_a_sequence_mean_and_a_token_mean_are_two_losses():
     # Losses 1 on the four tokens of the first trajectory and 6 on the one of the second:
     # sequence (1 + 6) / 2 = 3.5, token (4 · 1 + 6) / 5 = 2.
     loss = torch.tensor([[1.0, 99, 1, 1, 1], [99, 99, 6, 99, 99], [99, 99, 99, 99, 99]])
-    assert ppo.aggregate(loss, ppo.sequence_weights(MASK)).item() == pytest.approx(3.5)
-    assert ppo.aggregate(loss, ppo.token_weights(MASK)).item() == pytest.approx(2.0)
+    assert (loss * ppo.sequence_weights(MASK)).sum().item() == pytest.approx(3.5)
+    assert (loss * ppo.token_weights(MASK)).sum().item() == pytest.approx(2.0)
 
 
 def test_the_mean_of_micro_batch_means_is_another_number():
     # Rows of 3 tokens with loss 1 and of 1 token with loss 5, a micro-batch each. Global token mean
     # (3 + 5) / 4 = 2; mean of means (1 + 5) / 2 = 3: half as much again.
     mask, loss = torch.tensor([[1.0, 1, 1], [1, 0, 0]]), torch.tensor([[1.0, 1, 1], [5, 0, 0]])
-    naive = sum(ppo.aggregate(loss[[i]], ppo.token_weights(mask[[i]])) for i in range(2)) / 2
+    naive = sum((loss[[i]] * ppo.token_weights(mask[[i]])).sum() for i in range(2)) / 2
     global_weights = ppo.token_weights(mask)
-    right = sum(ppo.aggregate(loss[[i]], global_weights[[i]]) for i in range(2))
+    right = sum((loss[[i]] * global_weights[[i]]).sum() for i in range(2))
     assert naive.item() == pytest.approx(3)
     assert right.item() == pytest.approx(2)
 

@@ -28,6 +28,7 @@ from retriever import (
 )
 from retrievers.remote import HttpRetriever
 from retrievers.serve import RetrievalServer, check, command
+from settings import Settings, check_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT.parent / "shared" / "data" / "corpus" / "hipporag_2wiki_1200.jsonl"
@@ -219,8 +220,8 @@ def test_retrievers_are_made_by_name():
 def test_an_unknown_name_lists_those_there_are_and_the_web_says_to_serve_it():
     with pytest.raises(InputError, match="'bing': one of bm25, dense, http, random, empty, oracle"):
         made("bing", documents("cat"))
-    with pytest.raises(InputError, match=r"serve --retriever web .* --retriever http"):
-        made("web", documents("cat"))
+    with pytest.raises(InputError, match=r"serve --retriever web.* --retriever http"):
+        check_settings(Settings(retriever="web"))
     assert "web" not in RETRIEVERS
 
 
