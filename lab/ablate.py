@@ -16,7 +16,6 @@ leaves a result.json: interrupted, it goes on from there. Left out: corrections 
 claims; arms over the same world with other sampling seeds.
 """
 
-import contextlib
 import itertools
 import json
 import math
@@ -27,6 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -184,10 +184,8 @@ em; ARENA; an exact-match reward beats an F1 reward; arena; arena_f1; EM
 relevance; ARENA; rewarding relevance brings exact citations; arena; arena_no_relevance; CITED
 hacked; UR² (format check); a loose format check is hacked; ur2; ur2_loose; FORMAT
 """
-CLAIMS: dict[str, Claim] = {}
-for _line in _CLAIMS.strip().splitlines():
-    _name, *_cells, _number = _line.split("; ")
-    CLAIMS[_name] = Claim(*_cells, NUMBERS[_number])
+_rows = [line.split("; ") for line in _CLAIMS.strip().splitlines()]
+CLAIMS = {name: Claim(*cells, NUMBERS[number]) for name, *cells, number in _rows}
 
 Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
 
@@ -248,11 +246,8 @@ def run_arm(name: str, seed: int, runs: str) -> float:
         folder = stage_folder(settings_of(ARMS[name].start, seed, runs))
         settings = replace(settings, start_from=str(checkpoints(folder)[-1]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        open(path.with_name("log.txt"), "w") as log,  # many arms run at the same time
-        contextlib.redirect_stdout(log),
-        contextlib.redirect_stderr(log),
-    ):
+    # Many arms run at the same time.
+    with open(path.with_name("log.txt"), "w") as log, redirect_stdout(log), redirect_stderr(log):
         before = held_out_reward(settings, settings.start_from)  # makes the models, if need be
         start = time.perf_counter()
         folder = train(settings)
@@ -340,11 +335,6 @@ def run_all(arms: list[str], seeds: list[int], runs: str, workers: int) -> None:
                     raise InputError(f"{error}: fewer --workers need less memory; go on with them")
 
 
-def read_results(runs: str, seeds: list[int]) -> Results:
-    paths = {(name, s): result_path(runs, name, s) for name in ARMS for s in seeds}
-    return {key: json.loads(path.read_text()) for key, path in paths.items() if path.exists()}
-
-
 # ---------------------------------------------------------------------------------------- the table
 def rows(claims: list[Claim], results: Results, seeds: list[int]) -> list[list[str]]:
     lines = [["claim", "paper", "number", "with", "without", "effect [95 %]", "worlds", "verdict"]]
@@ -380,32 +370,31 @@ def as_table(lines: list[list[str]]) -> str:
 
 
 COLOURS = {"shows": "tab:green", "does not show": "0.55", "reversed": "tab:red"}
-LEFT, RIGHT = -1.5, 2.5  # ends of the picture
 
 
 def draw(claims: list[Claim], results: Results, seeds: list[int], png: Path) -> None:
     """Each claim's effect, positive on the claimed side, with the interval and every world."""
     try:
-        from matplotlib import pyplot  # the extra `plot`
+        from matplotlib.figure import Figure  # the extra `plot`
     except ImportError:
         print("no picture: pip install matplotlib (the extra `plot`)", file=sys.stderr)
         return
-    pyplot.switch_backend("Agg")  # there may be no screen
-    _, axis = pyplot.subplots(figsize=(11, 0.5 * len(claims) + 1.2), constrained_layout=True)
+    figure = Figure(figsize=(11, 0.5 * len(claims) + 1.2), layout="constrained")
+    axis = figure.subplots()
+    said = "effect on the claimed side (each in its own unit), 95 % interval over worlds"
+    axis.set(xlim=(-1.5, 2.5), xlabel=said)
     axis.axvline(0, color="0.4", linewidth=0.8)
     for y, claim in enumerate(reversed(claims)):
         if differences := [one - other for one, other in values(claim, results, seeds)]:
             claimed = [claim.number.sign * d for d in differences]
-            mean, low, high = interval(claimed)
+            mean, *ends = interval(claimed)
             colour = COLOURS[verdict(claim.number, differences)]
-            axis.hlines(y, max(low, LEFT), min(high, RIGHT), colour, linewidth=2)
+            axis.hlines(y, *np.clip(ends, *axis.get_xlim()), colour, linewidth=2)
             axis.plot(claimed, [y] * len(claimed), "|", color=colour, markersize=9)
             axis.plot(mean, y, "o", color=colour)
-    axis.set_xlim(LEFT, RIGHT)
     names = [f"{claim.says}\n({claim.number.name})" for claim in reversed(claims)]
     axis.set_yticks(range(len(claims)), names, fontsize=8)
-    axis.set_xlabel("effect on the claimed side (each in its own unit), 95 % interval over worlds")
-    pyplot.savefig(png, dpi=110)
+    figure.savefig(png, dpi=110)
 
 
 @dataclass(frozen=True)
@@ -433,7 +422,8 @@ def main(arguments: list[str] | None = None) -> None:
         run = [CLAIMS[name] for name in names if options.only or name != "ppo"]
         with interruptible("finished arms are kept: the same command goes on"):
             run_all(wanted_arms(run), seeds, runs, options.workers)
-    results = read_results(runs, seeds)
+    paths = {(name, s): result_path(runs, name, s) for name in ARMS for s in seeds}
+    results = {key: json.loads(path.read_text()) for key, path in paths.items() if path.exists()}
     print(as_table(rows(claims, results, seeds)))
     if options.rewards:
         print("\n" + as_table(reward_rows(results)))

@@ -52,7 +52,6 @@ from prompts import (
 )
 from rollout import Environment, context_of, encode
 from settings import RECORDS, Settings, check_settings, resolve
-from summarizer import SearchFunction
 from trajectory import Trajectory
 
 BASELINE = Protocol("baseline", *map(tag_pair, ("search", "information", "answer")), "", "")
@@ -148,7 +147,9 @@ def sure(question: Question, limit: int = 1) -> Steps:
     score is 1 if its summary holds + ½ for each comparison won; of two equal ones the first wins.
     """
     found, text = (yield question.question), question_text(question)
-    candidates = two_answers((yield Write(CANDIDATES, text, found)))
+    lines = strip_tags((yield Write(CANDIDATES, text, found)), BASELINE.tags).splitlines()
+    plain = [re.sub(r"^\s*(?:\d[.):]|[-*])\s+", "", line).strip() for line in lines]  # no "1. "
+    candidates = list(dict.fromkeys(filter(None, plain)))[:2]
     if len(candidates) < 2:
         return any_answer("".join(candidates))
     scores, summaries = [], []
@@ -253,13 +254,6 @@ def conclude(request: Write, reply: str) -> Steps:
     return any_answer((yield replace(request, so_far=so_far)))
 
 
-def two_answers(reply: str) -> list[str]:
-    """The first two different lines, without numbers in front: "1. a", "2. b" -> a, b."""
-    lines = strip_tags(reply, BASELINE.tags).splitlines()
-    plain = [re.sub(r"^\s*(?:\d[.):]|[-*])\s+", "", line).strip() for line in lines]
-    return list(dict.fromkeys(filter(None, plain)))[:2]
-
-
 # Possessive `\s*+`: blanks without end behind "is" must not cost the square of their number.
 _SAID = re.compile(r"answer is\s*+:?\s*+([^\n]*\w[^\n]*)", re.IGNORECASE)
 
@@ -320,9 +314,7 @@ class Row:
                 self.trajectory.append_model([], [], f"<answer> {answer} </answer>")
 
 
-def run_method(
-    name: str, questions: list[Question], writer: Writer, search: SearchFunction, settings: Settings
-) -> list[Trajectory]:
+def run_method(name: str, questions: list, writer: Writer, search, settings: Settings) -> list:
     """A trajectory for each question, without token ids. max_searches 0: the paper's own bound."""
     limit = [settings.max_searches] if settings.max_searches else []
     # This environment writes a log and no context; one search takes at most half a prompt.
