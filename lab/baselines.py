@@ -296,12 +296,33 @@ def next_question(reply: str) -> str:
 
 
 # ----------------------------------------------------------------------- many questions in lockstep
+# A model that does not stop where the environment goes on is cut there.
+_TURN = re.compile(rf".*?(?:</search>|</answer>|{TOLD}|\Z)", re.DOTALL)
+
+
 class Row:
     """One question under way: its method, halted at `request` (None: ended), and its trajectory."""
 
     def __init__(self, question: Question, steps: Steps):
         self.trajectory, self.steps = Trajectory(question, BASELINE), steps
         self.request: Write | str | None = next(steps)
+
+    def search(self) -> tuple[Trajectory, str]:
+        """(trajectory, query) of a method that asked for a search."""
+        query = " ".join(strip_tags(self.request, BASELINE.tags).split())
+        self.trajectory.append_environment([], f"<search> {query} </search>", "notice")
+        return self.trajectory, query
+
+    def read(self, reply: str | None) -> None:
+        """What the model wrote; None where no reply came."""
+        if reply is None:
+            self.trajectory.stop_reason, self.request = NO_REPLY, None
+            return
+        reply = _TURN.match(reply).group()
+        # In a transcript tags mean a search that was made, or the answer.
+        text = strip_tags(reply, BASELINE.tags).strip()
+        self.trajectory.append_model([], [], f"{text}\n\n")
+        self.hand(reply)
 
     def hand(self, reply: str | list[str]) -> None:
         """Hand the method what it asked for; it runs on to its next request, or to its end."""
@@ -324,39 +345,16 @@ def run_method(name: str, questions: list, writer: Writer, search, settings: Set
     environment.forbidden += LABELS
     rows = [Row(question, METHODS[name](question, *limit)) for question in questions]
     while any(row.request for row in rows):
-        look_all([row for row in rows if isinstance(row.request, str)], environment)
-        write_all([row for row in rows if isinstance(row.request, Write)], writer)
+        # All searches in one call, under the rollout's own rules of retries and budgets.
+        if asking := [row for row in rows if isinstance(row.request, str)]:
+            environment.execute([row.search() for row in asking])
+        for row in asking:
+            row.hand(row.trajectory.searches[-1].text.split("\n"))
+        writing = [row for row in rows if isinstance(row.request, Write)]
+        replies = writer([fitted(row.request, writer) for row in writing])
+        for row, reply in zip(writing, replies, strict=True):
+            row.read(reply)
     return [row.trajectory for row in rows]
-
-
-def look_all(rows: list[Row], environment: Environment) -> None:
-    """All rows' searches in one call, under the rollout's own rules of retries and budgets."""
-    asking = []
-    for row in rows:
-        query = " ".join(strip_tags(row.request, BASELINE.tags).split())
-        row.trajectory.append_environment([], f"<search> {query} </search>", "notice")
-        asking.append((row.trajectory, query))
-    if rows:
-        environment.execute(asking)
-    for row in rows:
-        row.hand(row.trajectory.searches[-1].text.split("\n"))
-
-
-# A model that does not stop where the environment goes on is cut there.
-_TURN = re.compile(rf".*?(?:</search>|</answer>|{TOLD}|\Z)", re.DOTALL)
-
-
-def write_all(rows: list[Row], writer: Writer) -> None:
-    """All rows' texts in one batch."""
-    requests = [fitted(row.request, writer) for row in rows]
-    for row, reply in zip(rows, writer(requests), strict=True):
-        if reply is None:
-            row.trajectory.stop_reason, row.request = NO_REPLY, None
-            continue
-        reply = _TURN.match(reply).group()
-        # In a transcript tags mean a search that was made, or the answer.
-        row.trajectory.append_model([], [], f"{strip_tags(reply, BASELINE.tags).strip()}\n\n")
-        row.hand(reply)
 
 
 def fitted(request: Write, writer: Writer) -> Write:
