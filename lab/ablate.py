@@ -40,7 +40,7 @@ from eval import parse as parse_evaluation
 from lab import interruptible, parse_flags
 from plumbing.build import build_parts, built_in_questions
 from plumbing.files import checkpoints, stage_folder
-from plumbing.report import summarise
+from plumbing.report import summarise, written
 from plumbing.resume import write_records
 from plumbing.score import add_reader, build_reader
 from prompts import PROTOCOLS
@@ -109,7 +109,6 @@ ARMS: dict[str, Arm] = {
 }
 
 
-# --------------------------------------------------------------------------------------- the claims
 @dataclass(frozen=True)
 class Number:
     """What two arms are compared by, as the table names it."""
@@ -192,12 +191,9 @@ Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
 
 def values(claim: Claim, results: Results, seeds: list[int]) -> list[tuple[float, float]]:
     """(with, without) of every world for which both arms are there."""
-    pairs, number = [], claim.number
-    for seed in seeds:
-        one, other = results.get((claim.better, seed)), results.get((claim.worse, seed))
-        if one and other:
-            pairs.append((number.measure(one) + number.grant, number.measure(other)))
-    return pairs
+    number, arms = claim.number, (claim.better, claim.worse)
+    found = [[results.get((arm, seed)) for arm in arms] for seed in seeds]
+    return [(number.measure(a) + number.grant, number.measure(b)) for a, b in found if a and b]
 
 
 def interval(differences: list[float]) -> tuple[float, float, float]:
@@ -335,7 +331,6 @@ def run_all(arms: list[str], seeds: list[int], runs: str, workers: int) -> None:
                     raise InputError(f"{error}: fewer --workers need less memory; go on with them")
 
 
-# ---------------------------------------------------------------------------------------- the table
 def rows(claims: list[Claim], results: Results, seeds: list[int]) -> list[list[str]]:
     lines = [["claim", "paper", "number", "with", "without", "effect [95 %]", "worlds", "verdict"]]
     for claim in claims:
@@ -360,13 +355,6 @@ def reward_rows(results: Results) -> list[list[str]]:
         seconds = np.mean([result["seconds"] for result in found])
         lines.append([arm, shown, f"{rose} of {len(found)}", f"{seconds:.0f}"])
     return lines
-
-
-def as_table(lines: list[list[str]]) -> str:
-    """Markdown with padded columns, so that it reads on a console too."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    ruled = [lines[0], ["-" * width for width in widths], *lines[1:]]
-    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in ruled)
 
 
 COLOURS = {"shows": "tab:green", "does not show": "0.55", "reversed": "tab:red"}
@@ -407,6 +395,7 @@ class AblateSettings:
     runs: str = setting("runs/ablate", "folder of the arms")
     workers: int = setting(os.cpu_count() or 1, "arms at a time, one core each", least=1)
     table: bool = setting(False, "run nothing: the table of what is there")
+    markdown: bool = setting(False, "print Markdown tables")
     rewards: bool = setting(False, "print each arm's own reward on held-out questions")
 
 
@@ -424,9 +413,9 @@ def main(arguments: list[str] | None = None) -> None:
             run_all(wanted_arms(run), seeds, runs, options.workers)
     paths = {(name, s): result_path(runs, name, s) for name in ARMS for s in seeds}
     results = {key: json.loads(path.read_text()) for key, path in paths.items() if path.exists()}
-    print(as_table(rows(claims, results, seeds)))
+    print(written(rows(claims, results, seeds), options.markdown, 1))
     if options.rewards:
-        print("\n" + as_table(reward_rows(results)))
+        print("\n" + written(reward_rows(results), options.markdown, 1))
     if results:
         draw(claims, results, seeds, Path(runs, "ablate.png"))
 

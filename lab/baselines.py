@@ -59,7 +59,6 @@ LABELS = FOLLOW_UP, TOLD, FINAL = "Follow up:", "Intermediate answer:", "So the 
 NO_REPLY = "no reply"  # why a trajectory ended whose model could not be reached
 
 
-# --------------------------------------------------------------------------- what a method may want
 @dataclass(frozen=True)
 class Write:
     """The model reads passages, question and notes, in this order, and goes on behind `so_far`."""
@@ -371,7 +370,6 @@ def fitted(request: Write, writer: Writer) -> Write:
     return request
 
 
-# --------------------------------------------------------------------------------------- who writes
 def chat_request(write: Write) -> Request:
     """(instruction, text): passages, each once and without its number; question, notes, reply."""
     lines = dict.fromkeys(re.sub(r"^\(\d+\) ", "", line) for line in write.found)
@@ -445,7 +443,6 @@ def load_writer(settings: Settings) -> Writer:
     return Writer(llm, context - most, request_of)
 
 
-# --------------------------------------------------------------------------------- the command line
 FILES = ("settings", "data", "rollout", "retriever", "summarizer")  # whose flags count
 
 

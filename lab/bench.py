@@ -89,7 +89,6 @@ class Bench(BenchSettings, Settings):
     """A run's settings, at the sizes of a benchmark."""
 
 
-# ------------------------------------------------------------------------------------ the same work
 class Scripted:
     """An `Environment` whose rows know the length of each turn, and what is inserted behind it."""
 
@@ -131,8 +130,7 @@ class Scripted:
 
     def answer(self, asking: list[Trajectory]) -> None:
         for row in asking:
-            _, found = row.left.pop(0)
-            row.append_environment(found, "", "documents")
+            row.append_environment(row.left.pop(0)[1], "", "documents")
 
     def play(self, vocab: int) -> None:
         """As if a policy had sampled: random tokens, log-probs 0."""
@@ -379,7 +377,6 @@ def run_decode(work: type[Engine], name: str, o: Bench) -> tuple[dict, list]:
     return numbers | {"floor": floor, "share of roofline": floor / seconds}, [len(rows)]
 
 
-# ----------------------------------------------------------------------------------------- commands
 # What runs it, and its variants: ours stands last and is compared with all above it.
 LOOPS = {"naive": naive, "HF active rows": rollout.play_by_turns, "slots": slots}
 PARTS: dict[str, tuple[Callable, dict]] = {
