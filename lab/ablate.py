@@ -48,8 +48,6 @@ from rollout import rollout
 from settings import Settings, check_settings, resolve
 from train import train
 
-EVALUATION = ["--questions", "50", "--temperature", "1"]  # of a kind; as in training
-
 # Student's t, two-sided 95 %, for n − 1 = 1, 2, ... degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
@@ -68,11 +66,10 @@ SHORT = {"steps": 30}
 UNSTEADY = {"steps": 12, "algorithm": "grpo", "lr": 2e-3, "kl_coef": 0.1}
 NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
 STAGE1_ON = SHORT | {"reward": "when_to_search_stage1"}
-EASY_TOO = {"mix": "one_hop=3,two_hop=4,unit=1,arithmetic=4"}
 ARMS: dict[str, Arm] = {
     "ur2_stage1": Arm("ur2", 1),
     "ur2": Arm("ur2", 2, SHORT, "ur2_stage1"),
-    "ur2_stage1_easy": Arm("ur2", 1, EASY_TOO),
+    "ur2_stage1_easy": Arm("ur2", 1, {"mix": "one_hop=3,two_hop=4,unit=1,arithmetic=4"}),
     "ur2_no_stage1": Arm("ur2", 2, {"steps": 42}),
     "ur2_no_mask": Arm("ur2", 2, SHORT | {"mask_documents": False}, "ur2_stage1"),
     "ur2_no_penalty": Arm("ur2", 2, SHORT | {"fallback_penalty": 0.0}, "ur2_stage1"),
@@ -261,7 +258,8 @@ def run_arm(name: str, seed: int, runs: str) -> float:
 
 def measured(checkpoint: str) -> dict[str, dict[str, float]]:
     """kind -> number -> mean on held-out entities; of evidence the reader's answers too."""
-    settings, options = parse_evaluation([*EVALUATION, "--model", checkpoint])
+    words = ["--questions", "50", "--temperature", "1", "--model", checkpoint]  # as in training
+    settings, options = parse_evaluation(words)
     records = Evaluation(settings, options).run()
     if PROTOCOLS[settings.protocol].evidence_tags:
         records = add_reader(records, build_reader(settings))
@@ -372,16 +370,15 @@ def draw(claims: list[Claim], results: Results, seeds: list[int], png: Path) -> 
     said = "effect on the claimed side (each in its own unit), 95 % interval over worlds"
     axis.set(xlim=(-1.5, 2.5), xlabel=said)
     axis.axvline(0, color="0.4", linewidth=0.8)
-    for y, claim in enumerate(reversed(claims)):
+    axis.tick_params("y", labelsize=8)
+    for claim in reversed(claims):
         if differences := [one - other for one, other in values(claim, results, seeds)]:
             claimed = [claim.number.sign * d for d in differences]
             mean, *ends = interval(claimed)
-            colour = COLOURS[verdict(claim.number, differences)]
-            axis.hlines(y, *np.clip(ends, *axis.get_xlim()), colour, linewidth=2)
-            axis.plot(claimed, [y] * len(claimed), "|", color=colour, markersize=9)
-            axis.plot(mean, y, "o", color=colour)
-    names = [f"{claim.says}\n({claim.number.name})" for claim in reversed(claims)]
-    axis.set_yticks(range(len(claims)), names, fontsize=8)
+            name, how = f"{claim.says}\n({claim.number.name})", verdict(claim.number, differences)
+            axis.plot(np.clip(ends, *axis.get_xlim()), [name] * 2, COLOURS[how], linewidth=2)
+            axis.plot(claimed, [name] * len(claimed), "|", color=COLOURS[how], markersize=9)
+            axis.plot(mean, name, "o", color=COLOURS[how])
     figure.savefig(png, dpi=110)
 
 

@@ -162,19 +162,6 @@ def make_model(o: Bench, dtype: torch.dtype):
     return model
 
 
-def make_policy(o: Bench, twin: bool) -> Policy:
-    """All weights trained, in fp32; or LoRA, the rest frozen (bf16 on a GPU). A twin has sdpa."""
-    frozen = o.lora_rank and o.device == "cuda"
-    policy = Policy(make_model(o, torch.bfloat16 if frozen else torch.float32))
-    if twin:
-        policy.language_model.set_attn_implementation("sdpa")
-    if o.lora_rank:
-        add_lora(policy.language_model, o.lora_rank)
-    if o.gradient_checkpointing:
-        checkpoint_activations(policy.language_model)
-    return policy
-
-
 # ------------------------------------------------------------------------------- seconds and memory
 def clock(device: str) -> float:
     if device == "cuda":
@@ -310,7 +297,15 @@ def step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
 
 def run_scripted(work: Callable, name: str, o: Bench) -> tuple[dict, np.ndarray | list]:
     """(seconds and memory of one variant, what all variants must agree in)."""
-    policy = make_policy(o, twin=name not in ("slots", "ours"))
+    # All weights are trained, in fp32; or LoRA's, and the rest is frozen (bf16 on a GPU).
+    frozen = o.lora_rank and o.device == "cuda"
+    policy = Policy(make_model(o, torch.bfloat16 if frozen else torch.float32))
+    if name not in ("slots", "ours"):  # a twin
+        policy.language_model.set_attn_implementation("sdpa")
+    if o.lora_rank:
+        add_lora(policy.language_model, o.lora_rank)
+    if o.gradient_checkpointing:
+        checkpoint_activations(policy.language_model)
     vocab, gradient = policy.config.vocab_size, work in (padded, packed)
     warm = replace(o, questions_per_step=1, shorter=20)  # imports, compiles, allocates
     for settings in (warm, o):
