@@ -65,6 +65,7 @@ from settings import (
     ASKING,
     NEEDS,
     RENAMED,
+    SEARCHING,
     Settings,
     add_flags,
     check_limits,
@@ -337,7 +338,8 @@ def parse(arguments: list[str]) -> tuple[Settings, Options]:
     settings = settings_of(given)
     if options.decoding == "paper":  # of the checkpoint's recipe
         settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
-    check_settings(settings, False, given)
+    read = SEARCHING if options.references == "retrieved" else ()
+    check_settings(settings, False, given.keys() - read)
     if "prompt_file" in given:  # a checkpoint's may name what only training asks
         check_instructions(settings)
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:

@@ -375,19 +375,23 @@ def table() -> list[list[str]]:
 
 
 def changes() -> list[list[str]]:
-    """A row per variant and stage: the settings that its recipe has otherwise."""
-    rows = [["variant", "stage", "otherwise than its recipe"], ["---"] * 3]
+    """A row per paper and stage: what its variants set otherwise."""
+    rows = [["paper", "stage", "variants, and what they set otherwise"], ["---"] * 3]
     for name, paper in PAPERS.items():
-        for variant, own in paper.variants.items():
-            for stage, its in own.stages.items():
-                usual = paper.stages.get(stage, {})
-                said = [f"{k} {its.get(k, '·')}" for k in usual | its if its.get(k) != usual.get(k)]
-                rows.append([f"{name} {variant}", str(stage), ", ".join(said) or "·"])
+        for stage, usual in paper.stages.items():
+            said = []
+            for variant, own in paper.variants.items():
+                its = own.stages.get(stage, usual)
+                found = [
+                    f"{k} {its.get(k, '·')}" for k in usual | its if its.get(k) != usual.get(k)
+                ]
+                said += [f"**{variant}** {', '.join(found)}"] if found else []
+            rows += [[name, str(stage), "; ".join(said)]] if said else []
     return rows
 
 
 def main() -> None:
-    """Print the tables of docs/papers.md: a line per setting, then one per variant."""
+    """Print the tables of docs/papers.md: a line per setting, then the variants."""
     parser = FlagParser("papers.py", description="What each paper chose, as Markdown.")
     parser.renamed = {"markdown": "leave it out, it is Markdown always"}
     parser.parse_args()

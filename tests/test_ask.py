@@ -40,8 +40,10 @@ def question_in(lines: list[str]) -> str:
 
 
 def test_without_a_question_a_held_out_one_is_shown_search_by_search(asked, trained):
-    lines = asked("--temperature", 1)  # greedily this model does not search here
-    assert lines[0] == f"model: {trained}/ur2-world0-seed0/stage2/checkpoint-000002"
+    assert asked()[0] == f"model: {trained}/ur2-world0-seed0/stage2/checkpoint-000002"
+    # Greedily this model does not search here, and after stage 2 seldom.
+    lines = asked("--name", "ur2-world0-seed0", "--stage", 1, "--temperature", 1, "--seed", 5)
+    assert lines[0] == f"model: {trained}/ur2-world0-seed0/stage1/checkpoint-000002"
     assert lines[1] == f"searches: the built-in world (bm25, {len(World(0).documents)} passages)"
     # ⟦what was found⟧ stands in the trajectory, and above it after its query
     assert lines[2].startswith("search 1: ") and lines[3].startswith("    -> ")

@@ -137,7 +137,7 @@ def test_lora_goes_on_with_its_own_rank_and_not_without_it(left, model, tmp_path
 
 
 def test_stage_two_starts_from_stage_ones_last_checkpoint(left, model, tmp_path, capsys):
-    parts = build_parts(settings_for(model, tmp_path, "--stage 2"))
+    parts = build_parts(settings_for(model, tmp_path, "--stage 2 --task_mixing false"))
     last = f"{left}/checkpoint-000001"
     assert f"stage 2 starts from {last}" in capsys.readouterr().out
     assert same(parts.policy.parameters(), load_policy(last)[0].parameters())

@@ -70,7 +70,7 @@ def two_steps(case: tuple, more: str, capsys, monkeypatch) -> list[dict] | str:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A folder of runs whose built-in models are tiny: a moment of each protocol's traces."""
-    runs, tokenizer = tmp_path_factory.mktemp("product"), make_tokenizer()
+    runs, tokenizer = tmp_path_factory.mktemp("product"), make_tokenizer(*PROTOCOLS.values())
     questions = World(0).questions("train", "one_hop")[:6]
     sizes = shape(len(tokenizer), 32, 4, 64) | {"max_position_embeddings": 2048}
     with torch.random.fork_rng(devices=[]):

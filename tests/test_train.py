@@ -364,7 +364,7 @@ RUNS = {  # with a KL to the stage's first model, also in a run that is resumed
 )
 def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
     # The tiny model is hardly ever right: here every answer of an odd number of tokens is.
-    monkeypatch.setattr(scoring, "right", lambda ts, _: [len(t.response_ids) % 2 == 1 for t in ts])
+    monkeypatch.setattr(scoring, "is_right", lambda t, _: len(t.response_ids) % 2 == 1)
     loaded, load = [], build.load_model
     monkeypatch.setattr(build, "load_model", lambda *a, **b: loaded.append(a[1]) or load(*a, **b))
     more = f"--steps 3 --save_every 2 --trajectories_per_update 2 {RUNS[name]}"
@@ -481,7 +481,7 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypa
     assert two[3:] == (kept, asked, found, 2) and found["eval/queries"] > 0
     assert len(asked) > len(kept) if algorithm == "dapo" else len(asked) == len(kept) == 8
     assert max(step.abs().max() for step in steps) > 1e-3
-    torch.testing.assert_close(two[0], steps, atol=1e-6, rtol=0)
+    torch.testing.assert_close(two[0], steps, atol=2e-6, rtol=0)
     torch.testing.assert_close(two[1], scored, atol=1e-5, rtol=0)
     for ours, theirs in zip(totals, two[2], strict=True):
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)
