@@ -9,9 +9,7 @@ from errors import FlagParser, InputError
 from settings import RENAMED, add_flags, check_limits, named_in
 
 
-def parse_flags(
-    command: str, record: type, arguments: list[str] | None, others=(), methods=()
-) -> tuple[object, dict]:
+def parse_flags(command: str, record: type, arguments: list | None, others=(), methods=()) -> tuple:
     """(the `record` of a command line, each flag within its limits; what else was given). Flags of
     `others`, records, count too; one of `methods` stands before all flags.
     """

@@ -16,7 +16,6 @@ leaves a result.json: interrupted, it goes on from there. Left out: corrections 
 claims; arms over the same world with other sampling seeds.
 """
 
-import contextlib
 import itertools
 import json
 import math
@@ -27,6 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -41,14 +41,12 @@ from formats.records import write_records
 from lab import interruptible, parse_flags
 from plumbing.build import build_parts, built_in_questions
 from plumbing.files import checkpoints, stage_folder
-from plumbing.report import summarise
+from plumbing.report import summarise, written
 from plumbing.score import add_reader, build_reader
 from prompts import PROTOCOLS
 from rollout import rollout
 from settings import Settings, check_settings, resolve
 from train import train
-
-EVALUATION = ["--questions", "50", "--temperature", "1"]  # of a kind; as in training
 
 # Student's t, two-sided 95 %, for n − 1 = 1, 2, ... degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -68,11 +66,10 @@ SHORT = {"steps": 30}
 UNSTEADY = {"steps": 12, "algorithm": "grpo", "lr": 2e-3, "kl_coef": 0.1}
 NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
 STAGE1_ON = SHORT | {"reward": "when_to_search_stage1"}
-EASY_TOO = {"mix": "one_hop=3,two_hop=4,unit=1,arithmetic=4"}
 ARMS: dict[str, Arm] = {
     "ur2_stage1": Arm("ur2", 1),
     "ur2": Arm("ur2", 2, SHORT, "ur2_stage1"),
-    "ur2_stage1_easy": Arm("ur2", 1, EASY_TOO),
+    "ur2_stage1_easy": Arm("ur2", 1, {"mix": "one_hop=3,two_hop=4,unit=1,arithmetic=4"}),
     "ur2_no_stage1": Arm("ur2", 2, {"steps": 42}),
     "ur2_no_mask": Arm("ur2", 2, SHORT | {"mask_documents": False}, "ur2_stage1"),
     "ur2_no_penalty": Arm("ur2", 2, SHORT | {"fallback_penalty": 0.0}, "ur2_stage1"),
@@ -109,7 +106,6 @@ ARMS: dict[str, Arm] = {
 }
 
 
-# --------------------------------------------------------------------------------------- the claims
 @dataclass(frozen=True)
 class Number:
     """What two arms are compared by, as the table names it."""
@@ -184,22 +180,17 @@ em; ARENA; an exact-match reward beats an F1 reward; arena; arena_f1; EM
 relevance; ARENA; rewarding relevance brings exact citations; arena; arena_no_relevance; CITED
 hacked; UR² (format check); a loose format check is hacked; ur2; ur2_loose; FORMAT
 """
-CLAIMS: dict[str, Claim] = {}
-for _line in _CLAIMS.strip().splitlines():
-    _name, *_cells, _number = _line.split("; ")
-    CLAIMS[_name] = Claim(*_cells, NUMBERS[_number])
+_rows = [line.split("; ") for line in _CLAIMS.strip().splitlines()]
+CLAIMS = {name: Claim(*cells, NUMBERS[number]) for name, *cells, number in _rows}
 
 Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
 
 
 def values(claim: Claim, results: Results, seeds: list[int]) -> list[tuple[float, float]]:
     """(with, without) of every world for which both arms are there."""
-    pairs, number = [], claim.number
-    for seed in seeds:
-        one, other = results.get((claim.better, seed)), results.get((claim.worse, seed))
-        if one and other:
-            pairs.append((number.measure(one) + number.grant, number.measure(other)))
-    return pairs
+    number, arms = claim.number, (claim.better, claim.worse)
+    found = [[results.get((arm, seed)) for arm in arms] for seed in seeds]
+    return [(number.measure(a) + number.grant, number.measure(b)) for a, b in found if a and b]
 
 
 def interval(differences: list[float]) -> tuple[float, float, float]:
@@ -248,11 +239,8 @@ def run_arm(name: str, seed: int, runs: str) -> float:
         folder = stage_folder(settings_of(ARMS[name].start, seed, runs))
         settings = replace(settings, start_from=str(checkpoints(folder)[-1]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        open(path.with_name("log.txt"), "w") as log,  # many arms run at the same time
-        contextlib.redirect_stdout(log),
-        contextlib.redirect_stderr(log),
-    ):
+    # Many arms run at the same time.
+    with open(path.with_name("log.txt"), "w") as log, redirect_stdout(log), redirect_stderr(log):
         before = held_out_reward(settings, settings.start_from)  # makes the models, if need be
         start = time.perf_counter()
         folder = train(settings)
@@ -270,7 +258,8 @@ def run_arm(name: str, seed: int, runs: str) -> float:
 
 def measured(checkpoint: str) -> dict[str, dict[str, float]]:
     """kind -> number -> mean on held-out entities; of evidence the reader's answers too."""
-    settings, options = parse_evaluation([*EVALUATION, "--model", checkpoint])
+    words = ["--questions", "50", "--temperature", "1", "--model", checkpoint]  # as in training
+    settings, options = parse_evaluation(words)
     records = Evaluation(settings, options).run()
     if PROTOCOLS[settings.protocol].evidence_tags:
         records = add_reader(records, build_reader(settings))
@@ -340,12 +329,6 @@ def run_all(arms: list[str], seeds: list[int], runs: str, workers: int) -> None:
                     raise InputError(f"{error}: fewer --workers need less memory; go on with them")
 
 
-def read_results(runs: str, seeds: list[int]) -> Results:
-    paths = {(name, s): result_path(runs, name, s) for name in ARMS for s in seeds}
-    return {key: json.loads(path.read_text()) for key, path in paths.items() if path.exists()}
-
-
-# ---------------------------------------------------------------------------------------- the table
 def rows(claims: list[Claim], results: Results, seeds: list[int]) -> list[list[str]]:
     lines = [["claim", "paper", "number", "with", "without", "effect [95 %]", "worlds", "verdict"]]
     for claim in claims:
@@ -372,40 +355,31 @@ def reward_rows(results: Results) -> list[list[str]]:
     return lines
 
 
-def as_table(lines: list[list[str]]) -> str:
-    """Markdown with padded columns, so that it reads on a console too."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    ruled = [lines[0], ["-" * width for width in widths], *lines[1:]]
-    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in ruled)
-
-
 COLOURS = {"shows": "tab:green", "does not show": "0.55", "reversed": "tab:red"}
-LEFT, RIGHT = -1.5, 2.5  # ends of the picture
 
 
 def draw(claims: list[Claim], results: Results, seeds: list[int], png: Path) -> None:
     """Each claim's effect, positive on the claimed side, with the interval and every world."""
     try:
-        from matplotlib import pyplot  # the extra `plot`
+        from matplotlib.figure import Figure  # the extra `plot`
     except ImportError:
         print("no picture: pip install matplotlib (the extra `plot`)", file=sys.stderr)
         return
-    pyplot.switch_backend("Agg")  # there may be no screen
-    _, axis = pyplot.subplots(figsize=(11, 0.5 * len(claims) + 1.2), constrained_layout=True)
+    figure = Figure(figsize=(11, 0.5 * len(claims) + 1.2), layout="constrained")
+    axis = figure.subplots()
+    said = "effect on the claimed side (each in its own unit), 95 % interval over worlds"
+    axis.set(xlim=(-1.5, 2.5), xlabel=said)
     axis.axvline(0, color="0.4", linewidth=0.8)
-    for y, claim in enumerate(reversed(claims)):
+    axis.tick_params("y", labelsize=8)
+    for claim in reversed(claims):
         if differences := [one - other for one, other in values(claim, results, seeds)]:
             claimed = [claim.number.sign * d for d in differences]
-            mean, low, high = interval(claimed)
-            colour = COLOURS[verdict(claim.number, differences)]
-            axis.hlines(y, max(low, LEFT), min(high, RIGHT), colour, linewidth=2)
-            axis.plot(claimed, [y] * len(claimed), "|", color=colour, markersize=9)
-            axis.plot(mean, y, "o", color=colour)
-    axis.set_xlim(LEFT, RIGHT)
-    names = [f"{claim.says}\n({claim.number.name})" for claim in reversed(claims)]
-    axis.set_yticks(range(len(claims)), names, fontsize=8)
-    axis.set_xlabel("effect on the claimed side (each in its own unit), 95 % interval over worlds")
-    pyplot.savefig(png, dpi=110)
+            mean, *ends = interval(claimed)
+            name, how = f"{claim.says}\n({claim.number.name})", verdict(claim.number, differences)
+            axis.plot(np.clip(ends, *axis.get_xlim()), [name] * 2, COLOURS[how], linewidth=2)
+            axis.plot(claimed, [name] * len(claimed), "|", color=COLOURS[how], markersize=9)
+            axis.plot(mean, name, "o", color=COLOURS[how])
+    figure.savefig(png, dpi=110)
 
 
 @dataclass(frozen=True)
@@ -418,6 +392,7 @@ class AblateSettings:
     runs: str = setting("runs/ablate", "folder of the arms")
     workers: int = setting(os.cpu_count() or 1, "arms at a time, one core each", least=1)
     table: bool = setting(False, "run nothing: the table of what is there")
+    markdown: bool = setting(False, "print Markdown tables")
     rewards: bool = setting(False, "print each arm's own reward on held-out questions")
 
 
@@ -433,10 +408,11 @@ def main(arguments: list[str] | None = None) -> None:
         run = [CLAIMS[name] for name in names if options.only or name != "ppo"]
         with interruptible("finished arms are kept: the same command goes on"):
             run_all(wanted_arms(run), seeds, runs, options.workers)
-    results = read_results(runs, seeds)
-    print(as_table(rows(claims, results, seeds)))
+    paths = {(name, s): result_path(runs, name, s) for name in ARMS for s in seeds}
+    results = {key: json.loads(path.read_text()) for key, path in paths.items() if path.exists()}
+    print(written(rows(claims, results, seeds), options.markdown, 1))
     if options.rewards:
-        print("\n" + as_table(reward_rows(results)))
+        print("\n" + written(reward_rows(results), options.markdown, 1))
     if results:
         draw(claims, results, seeds, Path(runs, "ablate.png"))
 

@@ -52,7 +52,6 @@ from prompts import (
 )
 from rollout import Environment, context_of, encode
 from settings import RECORDS, Settings, check_settings, resolve
-from summarizer import SearchFunction
 from trajectory import Trajectory
 
 BASELINE = Protocol("baseline", *map(tag_pair, ("search", "information", "answer")), "", "")
@@ -60,7 +59,6 @@ LABELS = FOLLOW_UP, TOLD, FINAL = "Follow up:", "Intermediate answer:", "So the 
 NO_REPLY = "no reply"  # why a trajectory ended whose model could not be reached
 
 
-# --------------------------------------------------------------------------- what a method may want
 @dataclass(frozen=True)
 class Write:
     """The model reads passages, question and notes, in this order, and goes on behind `so_far`."""
@@ -148,7 +146,9 @@ def sure(question: Question, limit: int = 1) -> Steps:
     score is 1 if its summary holds + ½ for each comparison won; of two equal ones the first wins.
     """
     found, text = (yield question.question), question_text(question)
-    candidates = two_answers((yield Write(CANDIDATES, text, found)))
+    lines = strip_tags((yield Write(CANDIDATES, text, found)), BASELINE.tags).splitlines()
+    plain = [re.sub(r"^\s*(?:\d[.):]|[-*])\s+", "", line).strip() for line in lines]  # no "1. "
+    candidates = list(dict.fromkeys(filter(None, plain)))[:2]
     if len(candidates) < 2:
         return any_answer("".join(candidates))
     scores, summaries = [], []
@@ -253,13 +253,6 @@ def conclude(request: Write, reply: str) -> Steps:
     return any_answer((yield replace(request, so_far=so_far)))
 
 
-def two_answers(reply: str) -> list[str]:
-    """The first two different lines, without numbers in front: "1. a", "2. b" -> a, b."""
-    lines = strip_tags(reply, BASELINE.tags).splitlines()
-    plain = [re.sub(r"^\s*(?:\d[.):]|[-*])\s+", "", line).strip() for line in lines]
-    return list(dict.fromkeys(filter(None, plain)))[:2]
-
-
 # Possessive `\s*+`: blanks without end behind "is" must not cost the square of their number.
 _SAID = re.compile(r"answer is\s*+:?\s*+([^\n]*\w[^\n]*)", re.IGNORECASE)
 
@@ -302,12 +295,33 @@ def next_question(reply: str) -> str:
 
 
 # ----------------------------------------------------------------------- many questions in lockstep
+# A model that does not stop where the environment goes on is cut there.
+_TURN = re.compile(rf".*?(?:</search>|</answer>|{TOLD}|\Z)", re.DOTALL)
+
+
 class Row:
     """One question under way: its method, halted at `request` (None: ended), and its trajectory."""
 
     def __init__(self, question: Question, steps: Steps):
         self.trajectory, self.steps = Trajectory(question, BASELINE), steps
         self.request: Write | str | None = next(steps)
+
+    def search(self) -> tuple[Trajectory, str]:
+        """(trajectory, query) of a method that asked for a search."""
+        query = " ".join(strip_tags(self.request, BASELINE.tags).split())
+        self.trajectory.append_environment([], f"<search> {query} </search>", "notice")
+        return self.trajectory, query
+
+    def read(self, reply: str | None) -> None:
+        """What the model wrote; None where no reply came."""
+        if reply is None:
+            self.trajectory.stop_reason, self.request = NO_REPLY, None
+            return
+        reply = _TURN.match(reply).group()
+        # In a transcript tags mean a search that was made, or the answer.
+        text = strip_tags(reply, BASELINE.tags).strip()
+        self.trajectory.append_model([], [], f"{text}\n\n")
+        self.hand(reply)
 
     def hand(self, reply: str | list[str]) -> None:
         """Hand the method what it asked for; it runs on to its next request, or to its end."""
@@ -320,9 +334,7 @@ class Row:
                 self.trajectory.append_model([], [], f"<answer> {answer} </answer>")
 
 
-def run_method(
-    name: str, questions: list[Question], writer: Writer, search: SearchFunction, settings: Settings
-) -> list[Trajectory]:
+def run_method(name: str, questions: list, writer: Writer, search, settings: Settings) -> list:
     """A trajectory for each question, without token ids. max_searches 0: the paper's own bound."""
     limit = [settings.max_searches] if settings.max_searches else []
     # This environment writes a log and no context; one search takes at most half a prompt.
@@ -332,39 +344,16 @@ def run_method(
     environment.forbidden += LABELS
     rows = [Row(question, METHODS[name](question, *limit)) for question in questions]
     while any(row.request for row in rows):
-        look_all([row for row in rows if isinstance(row.request, str)], environment)
-        write_all([row for row in rows if isinstance(row.request, Write)], writer)
+        # All searches in one call, under the rollout's own rules of retries and budgets.
+        if asking := [row for row in rows if isinstance(row.request, str)]:
+            environment.execute([row.search() for row in asking])
+        for row in asking:
+            row.hand(row.trajectory.searches[-1].text.split("\n"))
+        writing = [row for row in rows if isinstance(row.request, Write)]
+        replies = writer([fitted(row.request, writer) for row in writing])
+        for row, reply in zip(writing, replies, strict=True):
+            row.read(reply)
     return [row.trajectory for row in rows]
-
-
-def look_all(rows: list[Row], environment: Environment) -> None:
-    """All rows' searches in one call, under the rollout's own rules of retries and budgets."""
-    asking = []
-    for row in rows:
-        query = " ".join(strip_tags(row.request, BASELINE.tags).split())
-        row.trajectory.append_environment([], f"<search> {query} </search>", "notice")
-        asking.append((row.trajectory, query))
-    if rows:
-        environment.execute(asking)
-    for row in rows:
-        row.hand(row.trajectory.searches[-1].text.split("\n"))
-
-
-# A model that does not stop where the environment goes on is cut there.
-_TURN = re.compile(rf".*?(?:</search>|</answer>|{TOLD}|\Z)", re.DOTALL)
-
-
-def write_all(rows: list[Row], writer: Writer) -> None:
-    """All rows' texts in one batch."""
-    requests = [fitted(row.request, writer) for row in rows]
-    for row, reply in zip(rows, writer(requests), strict=True):
-        if reply is None:
-            row.trajectory.stop_reason, row.request = NO_REPLY, None
-            continue
-        reply = _TURN.match(reply).group()
-        # In a transcript tags mean a search that was made, or the answer.
-        row.trajectory.append_model([], [], f"{strip_tags(reply, BASELINE.tags).strip()}\n\n")
-        row.hand(reply)
 
 
 def fitted(request: Write, writer: Writer) -> Write:
@@ -381,7 +370,6 @@ def fitted(request: Write, writer: Writer) -> Write:
     return request
 
 
-# --------------------------------------------------------------------------------------- who writes
 def chat_request(write: Write) -> Request:
     """(instruction, text): passages, each once and without its number; question, notes, reply."""
     lines = dict.fromkeys(re.sub(r"^\(\d+\) ", "", line) for line in write.found)
@@ -455,7 +443,6 @@ def load_writer(settings: Settings) -> Writer:
     return Writer(llm, context - most, request_of)
 
 
-# --------------------------------------------------------------------------------- the command line
 FILES = ("settings", "data", "rollout", "retriever", "summarizer")  # whose flags count
 
 

@@ -41,23 +41,16 @@ import grpo
 import rollout
 from data import Document, Question
 from errors import FlagParser, InputError, check_value, run_main, setting
-from lab.plan import config_of
+from lab.plan import Shape, config_of
 from metrics import tokenize
-from policy import (
-    Policy,
-    PolicySettings,
-    checkpoint_activations,
-    collate,
-    make_optimizer,
-    without_dropout,
-)
+from policy import Policy, checkpoint_activations, collate, make_optimizer, without_dropout
 from prompts import PROTOCOLS
 from retriever import BM25, top
-from scale.engine import Engine, EngineSettings, obstacle, place_bytes, play_in_slots
+from scale.engine import Engine, obstacle, play_in_slots
 from scale.lora import add_lora
 from scale.packing import micro_batches
 from scale.sampling import to_sample_with, wants_copy
-from settings import Settings, add_flags, check_limits
+from settings import RECORDS, Settings, add_flags, check_limits
 from train import Sampled, batch_of_update, prepare, shuffled_updates
 from trajectory import Trajectory
 from update import Parts, update
@@ -86,7 +79,7 @@ class BenchSettings:
     dtype: str = setting("float32", "decode: of weights", one_of=("float32", "bfloat16"))
 
 
-FLAGS = (BenchSettings, rollout.RolloutSettings, EngineSettings, PolicySettings)
+FILES = ("rollout", "scale.engine", "policy")  # whose flags count
 DEFAULTS = {"algorithm": "grpo", "kl_coef": 0.0, "group_size": 8, "lr": 1e-6}
 OF_UPDATE = {"questions_per_step": 2, "vocab": 151_936}
 
@@ -96,7 +89,6 @@ class Bench(BenchSettings, Settings):
     """A run's settings, at the sizes of a benchmark."""
 
 
-# ------------------------------------------------------------------------------------ the same work
 class Scripted:
     """An `Environment` whose rows know the length of each turn, and what is inserted behind it."""
 
@@ -138,8 +130,7 @@ class Scripted:
 
     def answer(self, asking: list[Trajectory]) -> None:
         for row in asking:
-            _, found = row.left.pop(0)
-            row.append_environment(found, "", "documents")
+            row.append_environment(row.left.pop(0)[1], "", "documents")
 
     def play(self, vocab: int) -> None:
         """As if a policy had sampled: random tokens, log-probs 0."""
@@ -169,19 +160,6 @@ def make_model(o: Bench, dtype: torch.dtype):
     if problem := obstacle(model):
         raise InputError(f"--model: {problem}; the engine cannot drive it")
     return model
-
-
-def make_policy(o: Bench, twin: bool) -> Policy:
-    """All weights trained, in fp32; or LoRA, the rest frozen (bf16 on a GPU). A twin has sdpa."""
-    frozen = o.lora_rank and o.device == "cuda"
-    policy = Policy(make_model(o, torch.bfloat16 if frozen else torch.float32))
-    if twin:
-        policy.language_model.set_attn_implementation("sdpa")
-    if o.lora_rank:
-        add_lora(policy.language_model, o.lora_rank)
-    if o.gradient_checkpointing:
-        checkpoint_activations(policy.language_model)
-    return policy
 
 
 # ------------------------------------------------------------------------------- seconds and memory
@@ -319,7 +297,15 @@ def step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
 
 def run_scripted(work: Callable, name: str, o: Bench) -> tuple[dict, np.ndarray | list]:
     """(seconds and memory of one variant, what all variants must agree in)."""
-    policy = make_policy(o, twin=name not in ("slots", "ours"))
+    # All weights are trained, in fp32; or LoRA's, and the rest is frozen (bf16 on a GPU).
+    frozen = o.lora_rank and o.device == "cuda"
+    policy = Policy(make_model(o, torch.bfloat16 if frozen else torch.float32))
+    if name not in ("slots", "ours"):  # a twin
+        policy.language_model.set_attn_implementation("sdpa")
+    if o.lora_rank:
+        add_lora(policy.language_model, o.lora_rank)
+    if o.gradient_checkpointing:
+        checkpoint_activations(policy.language_model)
     vocab, gradient = policy.config.vocab_size, work in (padded, packed)
     warm = replace(o, questions_per_step=1, shorter=20)  # imports, compiles, allocates
     for settings in (warm, o):
@@ -336,12 +322,7 @@ def run_scripted(work: Callable, name: str, o: Bench) -> tuple[dict, np.ndarray 
     return numbers, torch.cat(gradients).numpy()
 
 
-def okapi(documents: list[Document]) -> Callable[[str], np.ndarray]:
-    index = BM25Okapi([tokenize(document.text) for document in documents])
-    return lambda query: index.get_scores(tokenize(query))
-
-
-def run_retrieval(work: Callable, name: str, o: Bench) -> tuple[dict, list]:
+def run_retrieval(work: type, name: str, o: Bench) -> tuple[dict, list]:
     """Passages of 90 words and queries of 12: a few words are in most texts and most in few."""
     draw = random.Random(o.seed)
 
@@ -350,18 +331,18 @@ def run_retrieval(work: Callable, name: str, o: Bench) -> tuple[dict, list]:
 
     documents = [Document(str(i), "", text(90)) for i in range(5_000 // o.shorter)]
     queries = [text(12) for _ in range(100 // o.shorter)]
-    scores = BM25(documents).scores if work is BM25 else okapi(documents)
+    texts = [tokenize(document.text) for document in documents]
+    index = work(documents if work is BM25 else texts)
+    scores = index.scores if work is BM25 else lambda query: index.get_scores(tokenize(query))
     numbers, found = measured(lambda: [top(scores(q), 5).tolist() for q in queries], "cpu")
     return numbers | {"seconds": numbers["seconds"] / len(queries)}, found
 
 
 def bytes_per_step(model, rows: int, tokens: float) -> float:
     """What a step must read: weights, less an embedding that is no head; keys and values."""
-    embedding = model.get_input_embeddings().weight
-    weights = sum(p.numel() for p in model.parameters())
-    weights -= 0 if model.config.tie_word_embeddings else embedding.numel()
-    size = embedding.element_size()
-    return weights * size + rows * tokens * place_bytes(model.config, size)
+    shape = Shape(model.config)
+    weights = shape.weights - shape.ends + shape.embedding
+    return model.dtype.itemsize * (weights + 2 * shape.layers * shape.kv * rows * tokens)
 
 
 def bandwidth(device: str) -> float:
@@ -391,14 +372,13 @@ def run_decode(work: type[Engine], name: str, o: Bench) -> tuple[dict, list]:
     return numbers | {"floor": floor, "share of roofline": floor / seconds}, [len(rows)]
 
 
-# ----------------------------------------------------------------------------------------- commands
 # What runs it, and its variants: ours stands last and is compared with all above it.
 LOOPS = {"naive": naive, "HF active rows": rollout.play_by_turns, "slots": slots}
 PARTS: dict[str, tuple[Callable, dict]] = {
     "rollout": (run_scripted, LOOPS),
     "update": (run_scripted, {"padded": padded, "ours": packed}),
     "step": (run_scripted, {"ours": step}),
-    "retrieval": (run_retrieval, {"rank-bm25": okapi, "ours": BM25}),
+    "retrieval": (run_retrieval, {"rank-bm25": BM25Okapi, "ours": BM25}),
     "decode": (run_decode, {"slots": Engine}),
 }
 
@@ -407,7 +387,8 @@ def parse(arguments: list[str] | None = None) -> tuple[str, Bench]:
     """What cannot be is told of before anything runs."""
     parser = FlagParser("python -m lab.bench", description="How fast, against what.")
     parser.add_argument("part", choices=PARTS)
-    add_flags(parser, FLAGS, Bench(**DEFAULTS), "train")
+    others = [record for record in RECORDS if record.__module__ in FILES]
+    add_flags(parser, (BenchSettings, *others), Bench(**DEFAULTS), "train")
     given = vars(parser.parse_args(arguments))
     part = given.pop("part")
     o = Bench(**DEFAULTS | (OF_UPDATE if part == "update" else {}) | given)

@@ -62,8 +62,8 @@ class DifficultySettings:
 
 
 def measure(
-    questions: list[Question], answer: Callable, made_with: dict, options: DifficultySettings
-) -> dict[str, str]:
+    questions: list, answer: Callable, made_with: dict, options: DifficultySettings
+) -> dict:
     """id -> bucket. Each batch is written as it comes; answer(batch) has each question's scores."""
     out, found = Path(options.out), SCHEMES[options.scheme][0]
     made_with = made_with | {"metric": options.metric, "scheme": options.scheme}

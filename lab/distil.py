@@ -17,7 +17,7 @@ import math
 import random
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -28,14 +28,7 @@ from formats.records import read_records
 from lab import interruptible, parse_flags
 from other_models.llm import prompt_ids
 from policy import PolicySettings, best_device, load_policy, save_policy
-from prompts import (
-    Protocol,
-    as_protocol,
-    build_prompt,
-    forbidden_texts,
-    number_documents,
-    strip_tags,
-)
+from prompts import PROTOCOLS, Protocol, build_prompt, forbidden_texts, number_documents, strip_tags
 from rollout import context_of
 from sft import Example, SFTSettings, example_of, train_sft
 from summarizer import NO_FACT, SUMMARY_LOG
@@ -49,7 +42,7 @@ class DistilSettings:
     model: str = setting("", "HF causal LM to start from: a directory or a hub name", needed=True)
     data: str = setting("", f"questions; or predictions; or as {SUMMARY_LOG}", needed=True)
     out: str = setting("", "directory to save the model in", needed=True)
-    protocol: str = setting("", "of the prompt; by itself arena, for traces r1_searcher")
+    protocol: str = setting("", "by itself arena, for traces r1_searcher", one_of=("", *PROTOCOLS))
     questions: str = setting("", "traces: the question file, for options and references")
     epochs: float = setting(2.0, "passes over the examples", above=0)
     batch_size: int = setting(32, "examples per update", least=1)
@@ -123,27 +116,22 @@ _BLOCK = re.compile(r"((?:\s*(?=\n\n\S))?)(\s*\S.*\S(?:\n\n|\s*))(\s*)", re.DOTA
 
 def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
     """(text, written by the model?) in order, cut where the rollout began a new piece."""
-    pieces = []
+    protocol, pieces = trajectory.protocol, []
+    # A transcript does not say who wrote what: notices are known by their wording.
+    notices = (protocol.fallback_notice, *protocol.refusal_notices)
+    known = f"({'|'.join(re.escape(notice) for notice in notices if notice)})"
     for segment in trajectory.segments:
         if segment.writer == "documents":
             before, block, behind = _BLOCK.fullmatch(segment.text).groups()
-            pieces += [(before, True), (block, False), (behind, True)]
+            parts = [(before, True), (block, False), (behind, True)]
         else:
-            pieces += without_notices(segment.text, trajectory.protocol)
-    merged: list[tuple[str, bool]] = []
-    for text, imitate in pieces:
-        if text and imitate and merged and merged[-1][1]:  # one turn, one piece
-            merged[-1] = (merged[-1][0] + text, True)
-        elif text:
-            merged.append((text, imitate))
-    return merged
-
-
-def without_notices(text: str, protocol: Protocol) -> list[tuple[str, bool]]:
-    """A transcript does not say who wrote what: notices are known by their wording."""
-    notices = (protocol.fallback_notice, protocol.malformed_notice, protocol.limit_notice)
-    parts = re.split(f"({'|'.join(re.escape(notice) for notice in notices if notice)})", text)
-    return [(part, part not in notices) for part in parts]
+            parts = [(part, part not in notices) for part in re.split(known, segment.text)]
+        for text, imitate in parts:
+            if text and imitate and pieces and pieces[-1][1]:  # one turn, one piece
+                pieces[-1] = (pieces[-1][0] + text, True)
+            elif text:
+                pieces.append((text, imitate))
+    return pieces
 
 
 def read_traces(path: str, protocol: Protocol, given: Sequence[Question] = ()) -> list[Trajectory]:
@@ -214,15 +202,9 @@ def that_fit(examples: list[Example], longest: int) -> list[Example]:
     return fit
 
 
-def shuffled(examples: list[Example], seed: int) -> Iterator[Example]:
-    """Every example once per epoch, in an order drawn from the seed."""
-    for epoch in itertools.count():
-        yield from random.Random(f"{seed}  {epoch}").sample(examples, len(examples))
-
-
 def distil(method: str, settings: DistilSettings) -> None:
     """Load, encode, train, save."""
-    protocol = as_protocol(settings.protocol or ("r1_searcher" if method == "traces" else "arena"))
+    protocol = PROTOCOLS[settings.protocol or {"traces": "r1_searcher"}.get(method, "arena")]
     how = PolicySettings(gradient_checkpointing=settings.gradient_checkpointing)
     policy, tokenizer = load_policy(settings.model, best_device(), how)  # fp32: it is trained
     longest = min(settings.max_context or 2**31, context_of(policy))
@@ -233,7 +215,9 @@ def distil(method: str, settings: DistilSettings) -> None:
     print(f"{method}: {len(examples)} examples, {tokens:,} tokens to imitate, {steps} updates")
     limit = settings.tokens_per_micro_batch
     training = SFTSettings(steps, settings.lr, betas=(0.9, 0.999), tokens_per_micro_batch=limit)
-    stream = shuffled(examples, settings.seed)
+    # Every example once per epoch.
+    orders = (random.Random(f"{settings.seed}  {epoch}") for epoch in itertools.count())
+    stream = (example for order in orders for example in order.sample(examples, len(examples)))
     losses = train_sft(policy, lambda _: list(itertools.islice(stream, size)), training, method)
     if not all(map(math.isfinite, losses)):
         why = f"nothing was saved; lower --lr {settings.lr:g}"

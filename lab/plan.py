@@ -17,6 +17,7 @@ Left out: zero2, judges and readers (2 per weight), dense retrieval, what plain 
 beyond slots, CUDA's own memory and fragments: USABLE is the share that is counted on.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -94,12 +95,14 @@ class Case:
         thin = s.lora_rank * sum(map(sum, shape.matrices))  # A and B: r (in + out) each
         self.trained = thin or shape.weights
         self.share = 1 if thin or s.optimizer != "adamw" else gpus
+        # Autocast's, of the weights that it computes with.
+        self.copy = 0 if thin else 2 * (shape.in_layers + shape.embedding)
         rows = -(-s.questions_per_step * s.group_size // gpus)
         self.rows = min(rows, s.rollout_batch_size or rows)  # that a GPU samples at once
-        sampled = (s.max_searches + 1) * s.max_turn_tokens
-        found = s.max_searches * s.document_tokens
-        # The longest that a row may become; a micro-batch holds one at least.
-        self.row_tokens = min(s.max_context or shape.positions, PROMPT + sampled + found)
+        turn = max([s.max_turn_tokens, *map(int, re.findall(r"=(\d+)", s.turn_tokens))])
+        longest = PROMPT + turn + s.max_searches * (turn + s.document_tokens)
+        # What a row may become; a micro-batch holds one at least.
+        self.row_tokens = min(s.max_context or shape.positions, longest)
         self.tokens = max(s.tokens_per_micro_batch, self.row_tokens)
 
 
@@ -136,12 +139,9 @@ def standing(case: Case) -> dict[str, float]:
 
 def rollout_parts(case: Case, slots: int) -> dict[str, float]:
     shape, s = case.shape, case.settings
+    copy = 4 * shape.weights if case.share > 1 else case.copy  # all of them, gathered
     if wants_copy(s.sampling_copy, torch.device("cuda"), "base" in frozen_in_8bit(s)):
         copy = 2 * shape.weights
-    elif case.share > 1:
-        copy = 4 * shape.weights  # all of them, gathered
-    else:
-        copy = 0 if s.lora_rank else 2 * (shape.in_layers + shape.embedding)  # autocast's
     return {
         "rollout: copy of the weights": copy,
         "rollout: keys and values": 4 * shape.layers * shape.kv * slots * case.row_tokens,
@@ -156,10 +156,9 @@ def update_parts(case: Case) -> dict[str, float]:
     gathered, gradients = 0, 4 * case.trained / case.share
     if case.share > 1:  # two layers' weights; the largest gradient, whole for a moment
         gathered, gradients = 4 * (shape.ends + 2 * layer), gradients + 4 * max(shape.ends, layer)
-    copy = 0 if lora else 2 * (shape.in_layers + shape.embedding)  # autocast's
     logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # of a chunk
     head = logits + (0 if lora else 6 * shape.embedding)  # and of its weights' gradient
-    kept = act * shape.layers
+    kept, copy = act * shape.layers, case.copy
     if case.settings.gradient_checkpointing:
         kept, copy = (2 if lora else 4) * shape.hidden * shape.layers, 0
         head = max(head, act * tokens)  # or one layer, computed again

@@ -37,6 +37,7 @@ from other_models.llm import load_llm
 from policy import best_device
 from prompts import question_text
 
+Questions = list[Question]
 QUESTION_WORDS, OPTION_WORDS, OPTIONS = range(4, 201), range(1, 41), range(4, 11)  # how many
 SHOTS, DRAFTS = 5, 10  # examples in a request, questions in its reply
 VOTES = 3  # all must agree with the draft
@@ -82,9 +83,7 @@ def shown(question: Question) -> str:
     return f"Question: {question_text(question)}\nAnswer: {letter}"
 
 
-def pick_examples(
-    given: list[Question], hard: list[Question], seed: int, attempt: int
-) -> list[Question]:
+def pick_examples(given: Questions, hard: Questions, seed: int, attempt: int) -> Questions:
     """Hard ones of earlier rounds, one of each sub-domain before a second of any; and at least one
     of those given: the form must not drift.
     """
@@ -148,9 +147,7 @@ def reordered(draft: Question, turn: int, seed: int) -> Question:
     return replace(draft, answers=[chr(65 + place)], options=tuple(order))
 
 
-def grade_drafts(
-    llm, drafts: list[Question], turns: range, seed: int, result: Counter
-) -> list[int]:
+def grade_drafts(llm, drafts: Questions, turns: range, seed: int, result: Counter) -> list[int]:
     """Of each draft: in how many turns the model meant the right option. Unreadable is wrong."""
     questions = [reordered(draft, turn, seed) for draft in drafts for turn in turns]
     replies, right = llm.ask([(ANSWER, question_text(question)) for question in questions]), []
@@ -167,7 +164,7 @@ def drafts_in(reply: str | None) -> list[str | None]:
     return [part for part in parts if part.startswith("Question:")][:DRAFTS] or [reply]
 
 
-def in_form(texts: dict[str, str | None], asked: set[str], result: Counter) -> list[Question]:
+def in_form(texts: dict[str, str | None], asked: set[str], result: Counter) -> Questions:
     """The drafts (id -> text) that keep the form and ask something new; the rest is counted."""
     drafts, seen = [], set(asked)
     for name, text in texts.items():
@@ -180,9 +177,7 @@ def in_form(texts: dict[str, str | None], asked: set[str], result: Counter) -> l
     return drafts
 
 
-def synthesize(
-    given: list[Question], llm, verifier, answerer, settings: SynthesizeSettings
-) -> Counter:
+def synthesize(given: Questions, llm, verifier, answerer, settings: SynthesizeSettings) -> Counter:
     """Fills --out. Counts "made", "requests", each reason to drop one, "unreadable" answers."""
     path, result = Path(settings.out), Counter(made=0, requests=0)
     made, first = earlier(path, settings.seed)
@@ -216,8 +211,8 @@ def synthesize(
 
 
 def check_drafts(
-    drafts: list[Question], verifier, answerer, result: Counter, settings: SynthesizeSettings
-) -> list[Question]:
+    drafts: Questions, verifier, answerer, result: Counter, settings: SynthesizeSettings
+) -> Questions:
     """The drafts that pass the votes and are not too hard, with their level."""
     votes = grade_drafts(verifier, drafts, range(VOTES), settings.seed, result)
     elected = [draft for draft, n in zip(drafts, votes, strict=True) if n == VOTES]
@@ -232,7 +227,7 @@ def check_drafts(
     return kept
 
 
-def examples_among(given: list[Question]) -> list[Question]:
+def examples_among(given: Questions) -> Questions:
     """The multiple-choice questions with one readable answer: only they can be examples."""
     single = [q for q in given if q.task == "choice" and len(q.answers) == 1]
     usable = [q for q in single if choice_letter(q.answers[0], q.options)]
@@ -242,7 +237,7 @@ def examples_among(given: list[Question]) -> list[Question]:
     return usable
 
 
-def earlier(path: Path, seed: int) -> tuple[list[Question], int]:
+def earlier(path: Path, seed: int) -> tuple[Questions, int]:
     """(questions that the file holds already, the number of the first request that is new)."""
     made = load_questions(path) if finished_records(path) else []
     numbers = [re.fullmatch(r"synthetic-(-?\d+)-(\d+)", question.id) for question in made]

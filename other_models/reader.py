@@ -50,7 +50,7 @@ def reader_answers(llm, pairs: list[tuple[Question, str | None]]) -> list[str]:
 
 
 def add_reader(records: list[dict], llm) -> list[dict]:
-    """R-Search as a search tool: records with the reader's answer from the evidence
+    """R-Search as a search tool: records with what the reader answers from the evidence
     alone, and beside the policy's own scores its em and f1 (punctuation deleted, as R-Search
     scores). Without evidence they are 0.
     """

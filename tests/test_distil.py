@@ -142,6 +142,7 @@ LIVES = {
     "a turn that ends in newlines of its own": (UR2, [OWN, BLOCK, ("model", "\n\\boxed{5}")]),
     "a fallback and its notice": (UR2, [SEARCH, NOTHING, FALLBACK, FIVE]),
     "a refused query": (UR2, [EMPTY, REFUSED, FIVE]),
+    "a query where there is no searching": (UR2, [SEARCH, ("notice", UR2.direct_notice), FIVE]),
     "the limit": (R1, [SEARCH, BLOCK, SEARCH, LIMIT, BOX]),
 }
 
@@ -371,7 +372,7 @@ def test_a_model_that_burst_is_not_saved(tmp_path, model, files, monkeypatch):
         ("direct --data x --out y", "--model is missing"),
         ("direct --model m --data x --out .", "--out . is there already"),
         ("direct --model m --data x --out y --batch_size 0", "--batch_size 0"),
-        ("direct --model m --data x --out y --protocol ur3", "unknown protocol 'ur3'"),
+        ("direct --model m --data x --out y --protocol ur3", "--protocol ur3: unknown; one of"),
         ("direct --model m --data x --out y --lrr 1", "unknown flag --lrr"),
         ("traces --per_question 2", "the first right one of each question now"),
         ("direct --model /nowhere --data x --out y", "--model /nowhere"),
