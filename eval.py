@@ -259,9 +259,8 @@ def material(settings: Settings, options: Options) -> tuple[dict[str, list[Quest
         for name, some in datasets.items():
             datasets[name] = some[:count] if options.first else draw_some(some, count, lot)
     else:
-        facts = options.fact_seed
-        some = world_questions(settings, options.split, count or None, facts)
-        world = built_in_world(settings, facts)
+        some = world_questions(settings, options.split, count or None, options.fact_seed)
+        world = built_in_world(settings, options.fact_seed)
         documents = passages(settings, some) if settings.corpus else world.documents
         datasets = {"the built-in world": some}
     for name, some in datasets.items():
@@ -273,9 +272,8 @@ def material(settings: Settings, options: Options) -> tuple[dict[str, list[Quest
 
 # ---------------------------------------------------------------------------------- whose settings?
 def settings_of(given: dict) -> Settings:
-    """The checkpoint's own settings, made greedy. Of the models that its reward asks only the judge
-    of "right" is kept (When to Search: the same in training and evaluation, section 4.1). The
-    command line comes last. Stage 0 is the model before RL.
+    """The checkpoint's own settings, made greedy; the command line comes last. Of the models that
+    its reward asks only the judge of "right" is kept (When to Search section 4.1: as in training).
     """
     given, model = dict(given), given.get("model", "")
     if given.get("stage") == 0:

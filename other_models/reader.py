@@ -50,10 +50,7 @@ def reader_answers(llm, pairs: list[tuple[Question, str | None]]) -> list[str]:
 
 
 def add_reader(records: list[dict], llm) -> list[dict]:
-    """R-Search as a search tool: records with what the reader answers from the evidence
-    alone, and beside the policy's own scores its em and f1 (punctuation deleted, as R-Search
-    scores). Without evidence they are 0.
-    """
+    """R-Search as a search tool: the reader's answer from the evidence alone, its em and f1."""
     for number, record in enumerate(records, 1):
         if missing := {"question", "golds", "evidence"} - set(record):
             advice = "give predictions of a protocol with an evidence box"
@@ -61,7 +58,7 @@ def add_reader(records: list[dict], llm) -> list[dict]:
     pairs = [(Question("", r["question"], r["golds"]), r["evidence"]) for r in records]
     told = []
     for record, answer in zip(records, reader_answers(llm, pairs), strict=True):
-        scores = {"reader_em": exact_match(answer, record["golds"], "delete")}
+        scores = {"reader_em": exact_match(answer, record["golds"], "delete")}  # as R-Search scores
         scores["reader_f1"] = f1_score(answer, record["golds"], "delete")
         own = {"metrics": record["metrics"] | scores, "reader_prediction": answer}
         told.append(record | own)
