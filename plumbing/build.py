@@ -87,11 +87,13 @@ def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
 
 
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
-    """All of a split. If --mix names the kind "direct": 24 of each, also without retrieval."""
+    """All of a split. If --mix names the kind "direct": as many of each, also without retrieval."""
     questions = world_questions(settings, split)
     if "direct" in parse_shares(settings.mix, "--mix"):
-        for question in world_questions(settings, split, 24):  # all known facts
-            questions.append(dataclasses.replace(question, source="direct", may_search=False))
+        for kind in sorted({question.kind for question in questions}):
+            some = [question for question in questions if question.kind == kind]
+            for question in (some * 240)[:240]:  # a kind of which there are few comes anew
+                questions.append(dataclasses.replace(question, source="direct", may_search=False))
     return questions
 
 
