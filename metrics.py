@@ -39,6 +39,7 @@ PUNCTUATION = {  # style -> what becomes of it
     "delete": str.maketrans("", "", string.punctuation),  # ASCII only: O’Hara is not O'Hara here
     "underscore": str.maketrans("_", " ", string.punctuation.replace("_", "")),
 }
+_VERDICTS = {"yes", "no", "noanswer"}
 Golds = str | list[str]
 
 
@@ -82,9 +83,16 @@ def exact_match(prediction: str | None, golds: Golds, punctuation="space") -> fl
     return _best(lambda p, g: float(p == g), prediction, golds, punctuation)
 
 
-def f1_score(prediction: str | None, golds: Golds, punctuation="space") -> float:
-    """F1 of two bags of tokens: f1_score("Paris, France", "Paris") is 0.6667 (P = 1/2, R = 1)."""
-    return _best(lambda p, g: _bag_f1(p.split(), g.split()), prediction, golds, punctuation)
+def f1_score(prediction: str | None, golds: Golds, punctuation="space", verdicts=False) -> float:
+    """F1 of two bags of tokens: f1_score("Paris, France", "Paris") is 0.6667 (P = 1/2, R = 1).
+    `verdicts`: HotpotQA's scorer, which none of the papers has: "yes it is" for "yes" is 0, not 0.5
+    """
+
+    def score(predicted: str, gold: str) -> float:
+        verdict = verdicts and predicted != gold and {predicted, gold} & _VERDICTS
+        return 0.0 if verdict else _bag_f1(predicted.split(), gold.split())
+
+    return _best(score, prediction, golds, punctuation)
 
 
 def _bag_f1(predicted: list, gold: list) -> float:
