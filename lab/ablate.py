@@ -21,7 +21,6 @@ import json
 import math
 import multiprocessing
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -355,33 +354,6 @@ def reward_rows(results: Results) -> list[list[str]]:
     return lines
 
 
-COLOURS = {"shows": "tab:green", "does not show": "0.55", "reversed": "tab:red"}
-
-
-def draw(claims: list[Claim], results: Results, seeds: list[int], png: Path) -> None:
-    """Each claim's effect, positive on the claimed side, with the interval and every world."""
-    try:
-        from matplotlib.figure import Figure  # the extra `plot`
-    except ImportError:
-        print("no picture: pip install matplotlib (the extra `plot`)", file=sys.stderr)
-        return
-    figure = Figure(figsize=(11, 0.5 * len(claims) + 1.2), layout="constrained")
-    axis = figure.subplots()
-    said = "effect on the claimed side (each in its own unit), 95 % interval over worlds"
-    axis.set(xlim=(-1.5, 2.5), xlabel=said)
-    axis.axvline(0, color="0.4", linewidth=0.8)
-    axis.tick_params("y", labelsize=8)
-    for claim in reversed(claims):
-        if differences := [one - other for one, other in values(claim, results, seeds)]:
-            claimed = [claim.number.sign * d for d in differences]
-            mean, *ends = interval(claimed)
-            name, how = f"{claim.says}\n({claim.number.name})", verdict(claim.number, differences)
-            axis.plot(np.clip(ends, *axis.get_xlim()), [name] * 2, COLOURS[how], linewidth=2)
-            axis.plot(claimed, [name] * len(claimed), "|", color=COLOURS[how], markersize=9)
-            axis.plot(mean, name, "o", color=COLOURS[how])
-    figure.savefig(png, dpi=110)
-
-
 @dataclass(frozen=True)
 class AblateSettings:
     """The papers' claims in the built-in world."""
@@ -413,8 +385,6 @@ def main(arguments: list[str] | None = None) -> None:
     print(written(rows(claims, results, seeds), options.markdown, 1))
     if options.rewards:
         print("\n" + written(reward_rows(results), options.markdown, 1))
-    if results:
-        draw(claims, results, seeds, Path(runs, "ablate.png"))
 
 
 if __name__ == "__main__":
