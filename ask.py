@@ -12,7 +12,7 @@ the built-in world needs passages of its own.
 import dataclasses
 import sys
 
-from data import Document, Question, load_questions
+from data import Question, load_questions
 from errors import FlagParser, InputError, run_main
 from eval import settings_of
 from plumbing import build
@@ -86,16 +86,13 @@ def ask(settings: Settings, text: str) -> tuple[Trajectory, str]:
         why = "the model has no tokens for this question: it knows only its own world's words"
         raise InputError(f"{why}{hint}")
     (row,) = rollout(policy, environment, [question], settings.seed, build.play_of(settings))
-    return row, what_is_searched(settings, documents)
-
-
-def what_is_searched(settings: Settings, documents: list[Document]) -> str:
+    searched = settings.retriever_url or settings.retriever
     if PROTOCOLS[settings.protocol].query_tags is None:
-        return "nothing: its passages come with the question"
-    if documents:
+        searched = "nothing: its passages come with the question"
+    elif documents:
         place = settings.corpus or "the built-in world"
-        return f"{place} ({settings.retriever}, {len(documents)} passages)"
-    return settings.retriever_url if settings.retriever == "http" else settings.retriever
+        searched = f"{place} ({settings.retriever}, {len(documents)} passages)"
+    return row, searched
 
 
 def main(arguments: list[str] | None = None) -> None:

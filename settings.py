@@ -204,43 +204,30 @@ def _check_8bit(settings: Settings) -> None:
 
 RENAMED = {  # flags of earlier versions -> what to write now
     "allow_private": "a flag of `python retriever.py serve --retriever web` now",
-    "base_in_8bit": "write --in_8bit base",
-    "beta1": "a constant of policy.py now",
-    "beta2": "a constant of policy.py now",
-    "cross_model": "write --reader",
-    "cuda_graphs": "write --engine graphs",
-    "dual_clip": "a keyword of ppo.clipped_surrogate now",
-    "gamma": "a keyword of reinforce_pp.returns_to_go now",
-    "group_std": "a number of papers.py now",
     "index_file": "a flag of `python retriever.py serve` now",
-    "kl_place": "part of --kl_estimator now: k1 in the reward, k2 and k3 in the loss, or log",
-    "llm_cache": "always runs/llm_cache now",
-    "llm_retries": "a constant of other_models/llm.py now",
-    "llm_timeout": "write --timeout",
     "load_in_8bit": "write --in_8bit others",
-    "lora_alpha": "a constant of scale/lora.py now",
-    "lora_targets": "a constant of scale/lora.py now",
-    "max_grad_norm": "a constant of update.py now",
+    "kl_place": "part of --kl_estimator now: k1 in the reward, k2 and k3 in the loss, or log",
     "notices": "always on now",
     "old_logprobs": "always automatic now",
     "plan": "write `python -m lab.plan`",
     "pooling": "what the encoder itself says now",
-    "reference_in_8bit": "write --in_8bit reference",
-    "reward_variant": "write --variant",
     "search_retries": "what asks over the network tries again by itself",
-    "search_timeout": "write --timeout",
-    "show_every": "a constant of train.py now",
-    "similarity": "a keyword of rewards.when_to_search_stage1 now",
     "summarizer_model": "write --summarizer http://host:port/v1#model, or a HF model",
-    "summary_log": "always runs/summaries.jsonl now",
     "threads": "all cores are used; `taskset -c 0` gives a run one",
-    "title_boost": "a number of papers.py now",
     "top_p": "a flag of eval.py only: below 1 the samples are not what is scored",
-    "value_clip": "a constant of ppo.py now",
-    "vectors": "always runs/vectors now",
-    "web_rate": "a constant of retrievers/web.py now",
-    "weight_decay": "a constant of policy.py now",
 }
+_WRITE = {"cross_model": "reader", "cuda_graphs": "engine graphs", "reward_variant": "variant"}
+_WRITE |= dict.fromkeys(("llm_timeout", "search_timeout"), "timeout")
+_WRITE |= {"base_in_8bit": "in_8bit base", "reference_in_8bit": "in_8bit reference"}
+RENAMED |= {name: f"write --{flag}" for name, flag in _WRITE.items()}
+_CONSTANTS = {"policy.py": "beta1 beta2 weight_decay", "scale/lora.py": "lora_alpha lora_targets"}
+_CONSTANTS |= {"papers.py": "group_std title_boost", "update.py": "max_grad_norm"}
+_CONSTANTS |= {"ppo.py": "dual_clip value_clip", "other_models/llm.py": "llm_cache llm_retries"}
+_CONSTANTS |= {"rewards.py": "similarity", "reinforce_pp.py": "gamma"}
+_CONSTANTS |= {"retrievers/web.py": "web_rate", "plumbing/files.py": "show_every"}
+_CONSTANTS |= {"summarizer.py": "summary_log", "retrievers/dense.py": "vectors"}
+for _file, _names in _CONSTANTS.items():
+    RENAMED |= dict.fromkeys(_names.split(), f"now written in {_file} alone")
 
 
 def add_flags(

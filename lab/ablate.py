@@ -62,9 +62,9 @@ class Arm:
 
 
 SHORT = {"steps": 30}
+STAGE1_ON = SHORT | {"reward": "when_to_search_stage1"}
 UNSTEADY = {"steps": 12, "algorithm": "grpo", "lr": 2e-3, "kl_coef": 0.1}
 NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
-STAGE1_ON = SHORT | {"reward": "when_to_search_stage1"}
 ARMS: dict[str, Arm] = {
     "ur2_stage1": Arm("ur2", 1),
     "ur2": Arm("ur2", 2, SHORT, "ur2_stage1"),
@@ -121,10 +121,6 @@ def score(kinds: str, name: str) -> Callable[[dict], float]:
     return lambda result: float(np.mean([result["eval"][kind][name] for kind in kinds.split()]))
 
 
-def jump(result: dict) -> float:
-    return math.log10(max(result["curve"]["grad_norm"]))
-
-
 LOOKUPS = "one_hop two_hop"
 NUMBERS = {
     "EM": Number("look-up EM", score(LOOKUPS, "em")),
@@ -136,7 +132,12 @@ NUMBERS = {
     "MORE": Number("look-up searches", score(LOOKUPS, "searches"), 0.1),
     "FEWER": Number("look-up searches", score(LOOKUPS, "searches"), 0.1, sign=-1),
     "KNOWN": Number("searches, known facts", score("known", "searches"), 0.1, sign=-1),
-    "JUMP": Number("log10 of the largest gradient", jump, 0.1, sign=-1),
+    "JUMP": Number(
+        "log10 of the largest gradient",
+        lambda r: math.log10(max(r["curve"]["grad_norm"])),
+        0.1,
+        sign=-1,
+    ),
 }
 
 

@@ -56,7 +56,6 @@ from trajectory import Trajectory
 from update import Parts, update
 
 PROMPT, TURN, ANSWER, INSERTED = (100, 200), (20, 80), (20, 150), (100, 200)  # tokens
-SEARCHES = 3  # of a row, at most
 MICRO_BATCH = 4  # rows of the padded twin's
 WARM, DECODED = 8, 64  # steps of `decode` before and under the clock
 SAME = {"cpu": 1e-5, "cuda": 2e-2}  # how far two gradients may be apart: fp32, and bf16 autocast
@@ -81,7 +80,6 @@ class BenchSettings:
 
 FILES = ("rollout", "scale.engine", "policy")  # whose flags count
 DEFAULTS = {"algorithm": "grpo", "kl_coef": 0.0, "group_size": 8, "lr": 1e-6}
-OF_UPDATE = {"questions_per_step": 2, "vocab": 151_936}
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Scripted:
         for _ in range(o.questions_per_step):
             prompt = text(PROMPT)
             for _ in range(o.group_size):
-                searches = draw.randint(0, SEARCHES)
+                searches = draw.randint(0, 3)
                 said = [length(TURN) for _ in range(searches)] + [length(ANSWER)]
                 found = [text(INSERTED) for _ in range(searches)] + [[]]
                 row = Trajectory(Question("", "", []), self.protocol, prompt)
@@ -391,7 +389,8 @@ def parse(arguments: list[str] | None = None) -> tuple[str, Bench]:
     add_flags(parser, (BenchSettings, *others), Bench(**DEFAULTS), "train")
     given = vars(parser.parse_args(arguments))
     part = given.pop("part")
-    o = Bench(**DEFAULTS | (OF_UPDATE if part == "update" else {}) | given)
+    own = {"questions_per_step": 2, "vocab": 151_936} if part == "update" else {}
+    o = Bench(**DEFAULTS | own | given)
     check_limits(o)
     shape_of(o)
     if o.engine == "hf" or (o.engine == "graphs" and o.device != "cuda"):

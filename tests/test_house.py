@@ -359,7 +359,7 @@ def budget_limits() -> list[Limit]:
         size("path lines", 4_350, on_path()),
         Limit("path words", 24_900, sum(len(file.text.split()) for file in on_path()), []),
         size("house lines", 13_450, files),
-        size("test lines", 18_500, own_tests()),
+        size("test lines", 18_800, own_tests()),
         counted("files at the top", 25, [str(file.path) for file in top]),
         counted("files not in the plan", 0, [str(file.path) for file in strange]),
         counted("files of the plan missing", 0, [n for n in planned if n not in product()]),
