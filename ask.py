@@ -23,8 +23,6 @@ from rollout import check_prompts, rollout
 from settings import ASKING, RENAMED, Settings, add_flags, check_settings, named_in
 from trajectory import Trajectory, show
 
-NO_CORPUS = ("http", "empty", "oracle")  # retrievers that read none
-
 
 def parse(arguments: list[str]) -> tuple[Settings, str]:
     parser = FlagParser("ask.py", description="One live trajectory.")
@@ -45,7 +43,7 @@ def parse(arguments: list[str]) -> tuple[Settings, str]:
 
 def reads_a_corpus(settings: Settings) -> bool:
     searches = PROTOCOLS[settings.protocol].query_tags is not None
-    return searches and settings.retriever not in NO_CORPUS
+    return searches and settings.retriever not in ("http", "empty", "oracle")
 
 
 def in_built_in_world(settings: Settings) -> bool:

@@ -35,6 +35,7 @@ from data import Document, Question, load_corpus
 from errors import FlagParser, InputError, run_main, setting
 from metrics import tokenize
 
+SHOW_PROGRESS_FROM = 20_000  # documents: below this the index is built before a bar could be read
 RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle")
 Array = np.ndarray
 Lists = list[list[Document]]  # one per query, best first
@@ -98,7 +99,7 @@ class BM25:
         self.documents = documents
         n = len(documents)
         texts = (f"{d.title} " * title_boost + d.text for d in documents)
-        texts = tqdm(texts, "BM25 index", n, unit=" passages", disable=n < 20_000)  # sooner built
+        texts = tqdm(texts, "BM25 index", n, unit=" passages", disable=n < SHOW_PROGRESS_FROM)
         self.vocabulary, tokens, lengths = count_words(texts)
         terms, self.postings, frequencies = invert(tokens, lengths)
         document_counts = np.bincount(terms, minlength=len(self.vocabulary))  # [terms], n_t
@@ -205,7 +206,11 @@ class OracleRetriever:
 
     def search(self, queries: list[str], k: int, questions: list[Question]) -> Lists:
         assert len(queries) == len(questions)
-        return [[q.references[n - 1] for n in q.supporting][:k] for q in questions]  # from 1
+        return [gold_passages(question)[:k] for question in questions]
+
+
+def gold_passages(question: Question) -> list[Document]:
+    return [question.references[number - 1] for number in question.supporting]  # they count from 1
 
 
 # ------------------------------------------------------------------------------ python retriever.py

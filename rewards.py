@@ -44,7 +44,6 @@ Judge = Callable[[Question, str], float]
 REWARDS: dict[str, Callable] = {}  # name -> (trajectory, settings, step, extras) -> Terms; below
 # UR²'s backbone -> what n = 0, 1, ≥ 2 searches earn in stage 1
 UR2_RETRIEVAL = {"qwen_7b": (0, 3, 4), "qwen_3b": (0, 5, 7), "llama_8b": (0, 3, 3)}
-LEFT_OUT = ("", "retrieval", "answer")  # When to Search's Table 4: w/o r_s, w/o r_a
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class RewardSettings:
     format_check: str = setting("strict", "UR²: loose asks for the end", one_of=("strict", "loose"))
     evidence_reward: bool = setting(True, "R-Search: False pays the answer and the format only")
     beta: float = setting(0.3, "When to Search: price of a search", least=0)
-    left_out: str = setting("", "When to Search: a term", one_of=LEFT_OUT, only="papers")
+    left_out: str = setting("", "When to Search: retrieval, answer (Table 4)", only="papers")
     relevance_reward: bool = setting(True, "ARENA: False leaves the relevance term out")
     bonus: float = setting(10.0, "ARENA: for a trajectory that is right in all three", least=0)
 

@@ -22,7 +22,6 @@ Requests = list[SearchRequest]
 Found = list[list[Document]]  # for each request
 Results = list[SearchResult]  # one per request, in order
 Summarize = Callable[[Requests, Found], Results]
-SearchFunction = Callable[[Requests], Results]
 
 FALLBACK_TEXT = "None"  # not "", which shows the documents
 OPERATORS = "+-−*/×÷="  # also a hyphen: no name of the built-in world has one
@@ -194,7 +193,7 @@ def make_summarizer(settings: SummarizerSettings, llm=None, log: str | Path = ""
 SEARCH_FAILED = "search failed"  # of one query, while others of its call were answered
 
 
-def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> SearchFunction:
+def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Callable:
     """What the rollout is given: retrieve for all requests in one call, then summarise for all.
     search.seconds(queries): how long a retriever that asks elsewhere may take for so many.
     """

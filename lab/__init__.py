@@ -10,9 +10,7 @@ from settings import RENAMED, add_flags, check_limits, named_in
 
 
 def parse_flags(command: str, record: type, arguments: list | None, others=(), methods=()) -> tuple:
-    """(the `record` of a command line, each flag within its limits; what else was given). Flags of
-    `others`, records, count too; one of `methods` stands before all flags.
-    """
+    """(the checked `record`, what else was given); one of `methods` stands before all flags."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = FlagParser(command, description=record.__doc__)
     parser.renamed = RENAMED | getattr(record, "renamed", {})
