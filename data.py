@@ -36,6 +36,7 @@ class DataSettings:
     data: str = setting("", 'question files, comma-separated, FILE:N draws N; "" = built-in world')
     corpus: str = setting("", 'file or folder of passages, or "from-data": the records\' own')
     skip_bad: bool = setting(False, "count malformed records and go on")
+    reworded: float = setting(0.0, "built-in golds with a word more", least=0, only="papers")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
     stages       stage -> the settings it sets; what is not named has its record's default
     tiny         stage -> what the tiny model on the built-in world needs in their place
     world        how the tiny model is warmed up: sizes, and the grammar of the traces it reads
+    warm_ups     worse ones by name (--warm_up): in which worlds the paper's claims can show
     good_format  is a trajectory in the paper's format? (evaluations report the share)
     punctuation  what becomes of it in answers, as its scorer has it: a style of metrics.PUNCTUATION
     decoding     how it samples when it evaluates; {} is greedy
@@ -35,6 +36,7 @@ class Paper:
     punctuation: str = "space"
     decoding: dict = field(default_factory=dict)
     blind_judge: bool = False
+    warm_ups: dict[str, Tiny] = field(default_factory=dict)
     variants: dict[str, "Paper"] = field(default_factory=dict, init=False)  # a copy has none
 
 
@@ -91,6 +93,22 @@ UR2 = Paper(
     # appendix C.4, as the summariser's: temperature, top_p, tokens
     decoding={"temperature": 0.3, "top_p": 0.5}
     | {"summary_sampling": "math=0.3/0.7/8192,other=0.3/0.5/2048"},
+)
+# It never searches by itself, and has habits that the reward must break: searches for sums, several
+# in a row, two answers, passages of its own hand. It reads summaries and raw passages.
+UR2.warm_ups["weak"] = replace(
+    UR2.world,
+    kinds={"one_hop": 0.22, "two_hop": 0.26, "unit": 0.14, "arithmetic": 0.28, "known": 0.10},
+    choice_without_loss=0.99,
+    bad_query=0.25,
+    ignore_document=0.3,
+    needless_search=0.6,
+    raw=0.3,
+    stray=0.3,
+    twice=0.3,
+    sloppy=0.25,
+    prior=0.04,
+    context=512,
 )
 # A bonus in its first steps is its stage 1 (C.7). The built-in world has no options: of any task.
 UR2_CHOICE = replace(
@@ -155,6 +173,7 @@ R1_SEARCHER = Paper(
     good_format=lambda trajectory: not rewards.r1_searcher_format(trajectory),
     world=Tiny(end="{thought}</think>\n\n<answer> {answer}</answer>"),
 )
+R1_SEARCHER.warm_ups["verbose"] = replace(R1_SEARCHER.world, verbose=0.9, prior=0.3)
 R1_SEARCHER.variants.update(
     llama_8b=varied(R1_SEARCHER, kl_coef=1e-4),  # section 3.3
     grpo=varied(R1_SEARCHER, algorithm="grpo", kl_coef=1e-4, kl_estimator="k3"),  # table 3: Llama's
@@ -214,6 +233,10 @@ WHEN_TO_SEARCH = Paper(
     ),
     punctuation="delete",
     blind_judge=True,
+)
+# It never searches by itself.
+WHEN_TO_SEARCH.warm_ups["weak"] = replace(
+    WHEN_TO_SEARCH.world, choice_without_loss=0.99, prior=0.05
 )
 _one_stage = replace(  # one reward throughout
     WHEN_TO_SEARCH,

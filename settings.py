@@ -21,7 +21,7 @@ from data import DataSettings
 from errors import FlagParser, InputError, boolean, check_value, nearest, setting
 from kl import KLSettings
 from other_models.llm import ModelSettings, frozen_in_8bit
-from papers import PAPERS, record_of
+from papers import PAPERS, paper_of, record_of
 from policy import PolicySettings
 from ppo import PPOSettings
 from prompts import PROTOCOLS, PromptSettings
@@ -40,6 +40,7 @@ class RunSettings:
     variant: str = setting("", "of the recipe: another backbone, or an ablation")
     stage: int = setting(1, "1: learn to search; 2: learn to answer (goes on from stage 1)")
     model: str = setting("", 'HF causal LM, a directory or a hub name; "" = the tiny built-in one')
+    warm_up: str = setting("", 'of the built-in model: "" = the usual one, or a worse one by name')
     start_from: str = setting("", "checkpoint; else stage 1's last, else --model", only="train")
     name: str = setting("", "of the run; its files are under runs/NAME/stageN")
     runs: str = setting("runs", "folder of all runs and of the built-in models")
@@ -111,6 +112,8 @@ def unread(settings: Settings, training: bool) -> dict[str, str]:
     found = {flag: f"only --retriever {its} reads it" for flag, its in others.items()}
     if PROTOCOLS[settings.protocol].query_tags is None:
         found |= dict.fromkeys(SEARCHING, f"--protocol {settings.protocol} searches nothing")
+    if settings.model:
+        found["warm_up"] = "--model has no warm-up"
     if not training:
         return found
     for algorithm, names in ALONE.items():
@@ -149,6 +152,10 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
         raise InputError(f"--fallback asks a model of --summarizer; {notes} {why}: leave it out")
     if settings.data and not settings.model:
         raise InputError("--data needs --model: the built-in model can read only its own world")
+    known = paper_of(settings.protocol).warm_ups
+    if settings.warm_up and settings.warm_up not in known:
+        names = ", ".join(known) or "none"
+        raise InputError(f"--warm_up {settings.warm_up}: of {settings.protocol} there is: {names}")
     searches = PROTOCOLS[settings.protocol].query_tags is not None
     local = settings.retriever in ("bm25", "dense", "random")
     if searches and settings.data and local and not settings.corpus:

@@ -1,225 +1,92 @@
-"""Which of the papers' claims hold in the built-in world?
+"""Which of the papers' claims hold in the built-in world? The pairs of runs stand in lab/claims.py.
 
-    python -m lab.ablate               two worlds, all claims but PPO's: half an hour on two cores
-    python -m lab.ablate --only evidence,mask --seeds 5
+    python -m lab.ablate               two worlds, all claims: half an hour on two cores
+    python -m lab.ablate --seeds 0     the final set: as many worlds as each claim asks for
+    python -m lab.ablate --only mask,penalty --seeds 5
     python -m lab.ablate --table       the table of what is there; runs nothing
+    python -m lab.ablate --curves docs four pictures of what is there
 
-    arm      a training run: recipe, stage, what it sets otherwise, the arm that it starts from
-    claim    a number of one arm against that of another which differs in one thing, paired by
-             world, after the same number of steps
-    effect   mean over worlds of (with − without), and its 95 % interval, mean ± t(n − 1) · s / √n
-    verdict  "shows": the interval lies beyond 0 on the claimed side, and the mean is at least what
-             counts; "reversed": so on the other side; else "does not show", a finding too
-
-Evaluation is on held-out entities at temperature 1, as in training. Each finished arm of each world
-leaves a result.json: interrupted, it goes on from there. Left out: corrections for testing many
-claims; arms over the same world with other sampling seeds.
+Evaluation: all questions about held-out entities, two samples each, at temperature 1 as in
+training. Each finished arm of each world leaves a result.json, with the commit and date that made
+it and a hash of its settings: interrupted, it goes on from there, and what was made with other
+settings is told and never mixed in. Settings were chosen with --first_world 40 --split dev. Left
+out: more than one machine.
 """
 
+import hashlib
 import itertools
 import json
-import math
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from curriculum import QuestionStream
+from data import Question
 from errors import InputError, check_value, run_main, setting
-from eval import Evaluation
-from eval import parse as parse_evaluation
-from formats.records import write_records
+from eval import Evaluation, Options
+from formats.records import finished_records, write_records
 from lab import interruptible, parse_flags
-from plumbing.build import build_parts, built_in_questions
+from lab.claims import (
+    ARMS,
+    CLAIMS,
+    LOOKUPS,
+    Claim,
+    Results,
+    difference,
+    interval,
+    values,
+    verdict,
+    wanted_arms,
+)
+from lab.distil import DistilSettings, distil
+from metrics import exact_match
+from other_models.reader import reader_answers
+from papers import paper_of
+from plumbing.build import built_in_world
 from plumbing.files import checkpoints, stage_folder
-from plumbing.report import summarise, written
+from plumbing.report import written
 from plumbing.score import add_reader, build_reader
 from prompts import PROTOCOLS
-from rollout import rollout
+from retriever import make_retriever
 from settings import Settings, check_settings, resolve
 from train import train
+from world.toy import toy_path
 
-# Student's t, two-sided 95 %, for n − 1 = 1, 2, ... degrees of freedom.
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-
-
-@dataclass(frozen=True)
-class Arm:
-    """`start`: the arm whose last checkpoint it goes on from; "" is the warmed-up model."""
-
-    recipe: str
-    stage: int
-    changes: dict = field(default_factory=dict)
-    start: str = ""
-
-
-SHORT = {"steps": 30}
-STAGE1_ON = SHORT | {"reward": "when_to_search_stage1"}
-UNSTEADY = {"steps": 12, "algorithm": "grpo", "lr": 2e-3, "kl_coef": 0.1}
-NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
-ARMS: dict[str, Arm] = {
-    "ur2_stage1": Arm("ur2", 1),
-    "ur2": Arm("ur2", 2, SHORT, "ur2_stage1"),
-    "ur2_stage1_easy": Arm("ur2", 1, {"mix": "one_hop=3,two_hop=4,unit=1,arithmetic=4"}),
-    "ur2_no_stage1": Arm("ur2", 2, {"steps": 42}),
-    "ur2_no_mask": Arm("ur2", 2, SHORT | {"mask_documents": False}, "ur2_stage1"),
-    "ur2_no_penalty": Arm("ur2", 2, SHORT | {"fallback_penalty": 0.0}, "ur2_stage1"),
-    "ur2_no_summary": Arm("ur2", 2, SHORT | {"summarizer": "none"}, "ur2_stage1"),
-    "ur2_grpo": Arm("ur2", 2, SHORT | {"algorithm": "grpo"}, "ur2_stage1"),
-    "ur2_loose": Arm("ur2", 2, SHORT | {"format_check": "loose"}, "ur2_stage1"),
-    "ur2_k2": Arm("ur2", 2, UNSTEADY, "ur2_stage1"),
-    "ur2_k3": Arm("ur2", 2, UNSTEADY | {"kl_estimator": "k3"}, "ur2_stage1"),
-    "ur2_choice": Arm("ur2_choice", 1, {"steps": 40}),
-    "ur2_choice_plain": Arm("ur2_choice", 1, {"variant": "without_stage1", "steps": 44}),
-    "vanilla_rl": Arm("vanilla_rl", 1, {"steps": 42}),
-    "r1_stage1": Arm("r1_searcher", 1),
-    "r1": Arm("r1_searcher", 2, SHORT, "r1_stage1"),
-    "r1_em": Arm("r1_searcher", 2, SHORT | {"variant": "em"}, "r1_stage1"),
-    "r_search": Arm("r_search", 1),
-    "r_search_plain": Arm("r_search", 1, {"evidence_reward": False}),
-    "r_search_without": Arm("r_search", 1, {"variant": "without_evidence"}),
-    "r_search_ppo": Arm("r_search", 1, {"algorithm": "ppo", "critic_lr": 1e-3}),
-    "when_stage1": Arm("when_to_search", 1),
-    "when_stage2": Arm("when_to_search", 2, SHORT, "when_stage1"),
-    "when_stage1_on": Arm("when_to_search", 2, STAGE1_ON, "when_stage1"),
-    "when_no_stage1": Arm("when_to_search", 1, {"variant": "without_stage_one", "steps": 35}),
-    "when_unified": Arm("when_to_search", 1, {"variant": "unified", "steps": 35}),
-    "when_no_r_s_stage1": Arm("when_to_search", 1, NO_R_S),
-    "when_no_r_s": Arm("when_to_search", 2, SHORT | NO_R_S, "when_no_r_s_stage1"),
-    "when_no_r_a_stage1": Arm("when_to_search", 1, NO_R_A),
-    "when_no_r_a": Arm("when_to_search", 2, SHORT | NO_R_A, "when_no_r_a_stage1"),
-    "arena": Arm("arena", 1),
-    "arena_no_bonus": Arm("arena", 1, {"bonus": 0.0}),
-    "arena_no_relevance": Arm("arena", 1, {"relevance_reward": False}),
-    "arena_naive": Arm("arena", 1, {"variant": "naive_grpo"}),
-    "arena_f1": Arm("arena", 1, {"variant": "f1"}),
-    "arena_k3": Arm("arena", 1, {"variant": "k3"}),
-}
+KEPT = """
+reward searches em/one_hop em/two_hop searches/one_hop searches/two_hop searches/arithmetic
+searches/known fallbacks grad_norm k2 k3
+""".split()  # of metrics.jsonl
 
 
 @dataclass(frozen=True)
-class Number:
-    """What two arms are compared by, as the table names it."""
+class AblateSettings:
+    """The papers' claims in the built-in world."""
 
-    name: str
-    measure: Callable[[dict], float]
-    counts: float = 0.03  # the smallest effect that does, in the number's unit; less is noise
-    sign: int = 1  # expected larger in the first arm; −1: smaller
-    grant: float = 0.0  # added to the first arm: "no worse than by so much"
-
-
-def score(kinds: str, name: str) -> Callable[[dict], float]:
-    """A number of the evaluation, meaned over kinds of question."""
-    return lambda result: float(np.mean([result["eval"][kind][name] for kind in kinds.split()]))
-
-
-LOOKUPS = "one_hop two_hop"
-NUMBERS = {
-    "EM": Number("look-up EM", score(LOOKUPS, "em")),
-    "NO_WORSE": Number("look-up EM + 0.03", score(LOOKUPS, "em"), counts=0.0, grant=0.03),
-    "READER": Number("reader's EM", score(LOOKUPS, "reader_em"), counts=0.05),
-    "CITED": Number("exact set", score(LOOKUPS, "exact_set"), counts=0.05),
-    "FORMAT": Number("strict format rate", score("all", "format")),
-    "NEEDLESS": Number("arithmetic searches", score("arithmetic", "searches"), 0.1, sign=-1),
-    "MORE": Number("look-up searches", score(LOOKUPS, "searches"), 0.1),
-    "FEWER": Number("look-up searches", score(LOOKUPS, "searches"), 0.1, sign=-1),
-    "KNOWN": Number("searches, known facts", score("known", "searches"), 0.1, sign=-1),
-    "JUMP": Number(
-        "log10 of the largest gradient",
-        lambda r: math.log10(max(r["curve"]["grad_norm"])),
-        0.1,
-        sign=-1,
-    ),
-}
+    seeds: int = setting(2, "worlds per claim; 0: as many as each asks for", least=0)
+    first_world: int = setting(20, "no setting was chosen on worlds from 20 to 39")
+    split: str = setting("test", "of the entities that are asked about", one_of=("dev", "test"))
+    only: str = setting("", f"claims, comma-separated: {', '.join(CLAIMS)}")
+    runs: str = setting("runs/ablate", "folder of the arms")
+    workers: int = setting(os.cpu_count() or 1, "arms at a time, one core each", least=1)
+    table: bool = setting(False, "run nothing: the table of what is there")
+    markdown: bool = setting(False, "print Markdown tables")
+    rewards: bool = setting(False, "print each arm's own reward, before and after")
+    curves: str = setting("", "run nothing: a folder for pictures of what is there")
 
 
-@dataclass(frozen=True)
-class Claim:
-    paper: str
-    says: str
-    better: str  # an arm
-    worse: str
-    number: Number
-
-
-# Name; paper; what it says; the better arm; the worse one; the number.
-_CLAIMS = """
-stage1; UR², R1-Searcher; a first stage that rewards searching helps; ur2; ur2_no_stage1; EM
-mask; all; documents must be masked in the loss; ur2; ur2_no_mask; EM
-penalty; UR²; the fallback penalty stops needless searches; ur2; ur2_no_penalty; NEEDLESS
-curriculum; UR²; easy questions teach needless searches; ur2_stage1; ur2_stage1_easy; NEEDLESS
-summary; UR²; summaries read better than the passages themselves; ur2; ur2_no_summary; EM
-fallback; UR²; the summary's fallback stops needless searches; ur2; ur2_no_summary; NEEDLESS
-weak; UR² (Table 3); a bonus for first searches and its tags help; ur2_choice; ur2_choice_plain; EM
-vanilla; UR²; UR² beats RL without stage 1 on the same summaries; ur2; vanilla_rl; EM
-f1; R1-Searcher; an F1 reward beats an exact-match reward; r1; r1_em; EM
-reinforce; R1-Searcher, UR²; REINFORCE++ beats GRPO; ur2; ur2_grpo; EM
-k2; ARENA; k2 trains more stably than k3 (lr 2e-3, KL 0.1); ur2_k2; ur2_k3; JUMP
-k2_arena; ARENA; k2 trains more stably than k3 (its own recipe); arena; arena_k3; JUMP
-ppo; R-Search; GRPO beats PPO; r_search; r_search_ppo; EM
-evidence; R-Search; paid evidence lets another model answer; r_search; r_search_plain; READER
-evidence_answer; R-Search; the evidence reward improves answers too; r_search; r_search_plain; EM
-without; R-Search; evidence on the way to the answer improves it; r_search; r_search_without; EM
-stage2; When to Search; stage 2 stops needless searches; when_stage2; when_stage1_on; KNOWN
-stage2_accuracy; When to Search; stage 2 costs no accuracy; when_stage2; when_stage1_on; NO_WORSE
-stage_one; When to Search; two stages beat stage 2 alone; when_stage2; when_no_stage1; EM
-unified; When to Search; a unified reward searches too little; when_stage2; when_unified; MORE
-r_s; When to Search; the query reward r_s saves searches; when_stage2; when_no_r_s; FEWER
-r_a; When to Search; without the answer reward r_a answers are worse; when_stage2; when_no_r_a; EM
-bonus; ARENA; a bonus for all three brings exact citations; arena; arena_no_bonus; CITED
-naive; ARENA; its reward beats format and accuracy alone; arena; arena_naive; EM
-em; ARENA; an exact-match reward beats an F1 reward; arena; arena_f1; EM
-relevance; ARENA; rewarding relevance brings exact citations; arena; arena_no_relevance; CITED
-hacked; UR² (format check); a loose format check is hacked; ur2; ur2_loose; FORMAT
-"""
-_rows = [line.split("; ") for line in _CLAIMS.strip().splitlines()]
-CLAIMS = {name: Claim(*cells, NUMBERS[number]) for name, *cells, number in _rows}
-
-Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
-
-
-def values(claim: Claim, results: Results, seeds: list[int]) -> list[tuple[float, float]]:
-    """(with, without) of every world for which both arms are there."""
-    number, arms = claim.number, (claim.better, claim.worse)
-    found = [[results.get((arm, seed)) for arm in arms] for seed in seeds]
-    return [(number.measure(a) + number.grant, number.measure(b)) for a, b in found if a and b]
-
-
-def interval(differences: list[float]) -> tuple[float, float, float]:
-    """(mean, low, high): the 95 % t interval. One world has none: (d, −inf, inf).
-
-    Worked: 1, 2, 3: mean 2, s = 1, t(2) = 4.303: 2 ± 4.303 / √3 = 2 ± 2.484.
-    """
-    n, mean = len(differences), float(np.mean(differences))
-    if n < 2:
-        return mean, -math.inf, math.inf
-    half = T95[min(n - 2, len(T95) - 1)] * float(np.std(differences, ddof=1)) / math.sqrt(n)
-    return mean, mean - half, mean + half
-
-
-def verdict(number: Number, differences: list[float]) -> str:
-    """shows, does not show, reversed; "not run" without a pair.
-
-    Worked, sign 1, counts 0.03: 0.10 ± 0.05 shows; 0.02 ± 0.01 does not; 0.10 ± 0.20 does not;
-    −0.10 ± 0.05 is reversed.
-    """
-    if not differences:
-        return "not run"
-    mean, low, high = interval([number.sign * d for d in differences])
-    if low > 0 and mean >= number.counts:
-        return "shows"
-    return "reversed" if high < 0 and -mean >= number.counts else "does not show"
-
-
-# ------------------------------------------------------------------------------------- what is run
+# -------------------------------------------------------------------------------- an arm's settings
 def result_path(runs: str, arm: str, seed: int) -> Path:
     return Path(runs) / f"{arm}-world{seed}" / "result.json"
 
@@ -232,80 +99,182 @@ def settings_of(name: str, seed: int, runs: str) -> Settings:
     return check_settings(resolve(arm.recipe, arm.stage, True, given | arm.changes))
 
 
-def run_arm(name: str, seed: int, runs: str) -> float:
-    """Train and evaluate one arm in one world; returns the seconds of the training."""
-    settings, path = settings_of(name, seed, runs), result_path(runs, name, seed)
-    if ARMS[name].start:
-        folder = stage_folder(settings_of(ARMS[name].start, seed, runs))
-        settings = replace(settings, start_from=str(checkpoints(folder)[-1]))
+def made_with(name: str, split: str) -> str:
+    """A hash of all that an arm's result hangs on but its world, its start's too."""
+    arm, settings = ARMS[name], asdict(settings_of(name, 0, ""))
+    paper = paper_of(settings["protocol"])
+    tiny = paper.warm_ups.get(settings["warm_up"], paper.world)
+    parts = [settings, asdict(tiny), split]
+    parts += [made_with(before, split) for before in (arm.start, arm.traces_of) if before]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def commit() -> str:
+    """Of the code that runs; "+" behind it where files were changed since."""
+    root = Path(__file__).parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+# --------------------------------------------------------------------------------------- one arm
+def run_arm(name: str, seed: int, runs: str, split: str) -> float:
+    """Train and evaluate one arm in one world; returns its seconds."""
+    path, start = result_path(runs, name, seed), time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
     # Many arms run at the same time.
     with open(path.with_name("log.txt"), "w") as log, redirect_stdout(log), redirect_stderr(log):
-        before = held_out_reward(settings, settings.start_from)  # makes the models, if need be
-        start = time.perf_counter()
-        folder = train(settings)
-        seconds, trained = time.perf_counter() - start, str(checkpoints(folder)[-1])
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        result = {
-            "eval": measured(trained),
-            "reward": [before, held_out_reward(settings, trained)],
-            "curve": {"grad_norm": [line.get("grad_norm", 0.0) for line in lines]},
-            "seconds": seconds,
-        }
+        try:
+            prior = checked_prior(name, seed, runs, split)
+            how = imitate if ARMS[name].traces_of else reinforce
+            trained, curve = how(name, seed, runs)
+            result = {"eval": measured(name, seed, runs, split, trained), "curve": curve}
+        except Exception:
+            traceback.print_exc()
+            raise
+    seconds = time.perf_counter() - start
+    result |= {"prior": prior, "seconds": seconds, "settings": made_with(name, split)}
+    result |= {"commit": commit(), "date": str(date.today())}
     write_records(path, [result])  # there is no result that is not whole
     return seconds
 
 
-def measured(checkpoint: str) -> dict[str, dict[str, float]]:
+def last_of(name: str, seed: int, runs: str) -> str:
+    return str(checkpoints(stage_folder(settings_of(name, seed, runs)))[-1])
+
+
+def reinforce(name: str, seed: int, runs: str) -> tuple[str, dict]:
+    """(checkpoint, number -> its values by step, those of the arm that it started from first)."""
+    settings, curve = settings_of(name, seed, runs), {}
+    if before := ARMS[name].start:
+        settings = replace(settings, start_from=last_of(before, seed, runs))
+        curve = read_result(result_path(runs, before, seed))["curve"]
+    folder = train(settings)
+    lines = finished_records(folder / "metrics.jsonl")
+    for key in KEPT:
+        # a step may have no question of a kind
+        own = [round(line[key], 4) if key in line else None for line in lines]
+        curve[key] = curve.get(key, []) + own
+    return str(checkpoints(folder)[-1]), curve
+
+
+def imitate(name: str, seed: int, runs: str) -> tuple[str, dict]:
+    """As `reinforce`, without RL: three epochs over the right trajectories of training questions
+    (R1-Searcher section 4.1).
+    """
+    settings, teacher = settings_of(name, seed, runs), last_of(ARMS[name].traces_of, seed, runs)
+    out = stage_folder(settings) / "checkpoint-sft"
+    model = str(toy_path(settings.world_seed, settings.protocol, settings.warm_up, runs))
+    traces = str(out.with_name("traces.jsonl"))
+    evaluate(teacher, settings, "train", traces)
+    how = DistilSettings(model, traces, str(out), settings.protocol, epochs=3.0, lr=SFT_LR)
+    distil("traces", how)
+    return str(out), {}
+
+
+SFT_LR = 1e-3
+
+
+def evaluate(model: str, settings: Settings, split: str, out="") -> list[dict]:
+    """Prediction records, two samples of each question at temperature 1; "" is the warmed-up model.
+    None of an interrupted arm are gone on with: its weights are made anew.
+    """
+    options = Options(split=split, questions=0, samples=2, fresh=True, out=out)
+    return Evaluation(replace(settings, model=model), options).run()
+
+
+def checked_prior(name: str, seed: int, runs: str, split: str) -> float:
+    """Searches per held-out look-up of the warmed-up model, measured once; no more than it says."""
+    settings = settings_of(name, seed, runs)
+    paper, warm_up = paper_of(settings.protocol), settings.warm_up
+    path = Path(runs, "toy", f"{settings.protocol}-{warm_up}-world{seed}-{split}.json")
+    if PROTOCOLS[settings.protocol].query_tags is None:
+        return 0.0
+    if not path.exists():
+        rows = means(evaluate("", settings, split))
+        found = float(np.mean([rows[kind]["searches"] for kind in LOOKUPS.split()]))
+        write_records(path, [{"searches": found}])
+    found = read_result(path)["searches"]
+    print(f"prior: {found:.3f} searches per look-up before RL")
+    limit = paper.warm_ups[warm_up].prior if warm_up else paper.world.prior
+    if found > limit:
+        why = f"{found:.3f} searches per look-up before RL, and at most {limit} are allowed"
+        raise InputError(f"the prior of --warm_up {warm_up} is off: {why}: take another world")
+    return found
+
+
+def measured(name: str, seed: int, runs: str, split: str, model: str) -> dict[str, dict]:
     """kind -> number -> mean on held-out entities; of evidence the reader's answers too."""
-    words = ["--questions", "50", "--temperature", "1", "--model", checkpoint]  # as in training
-    settings, options = parse_evaluation(words)
-    records = Evaluation(settings, options).run()
+    settings = settings_of(name, seed, runs)
+    records = evaluate(model, settings, split)
+    for record in records:
+        record["metrics"]["words"] = float(len((record["prediction"] or "").split()))
     if PROTOCOLS[settings.protocol].evidence_tags:
-        records = add_reader(records, build_reader(settings))
-    means = {}
-    for kind, row in summarise(records).items():
-        means[kind] = {name: cell[0] for name, cell in row.items() if isinstance(cell, tuple)}
-    return means
+        reader = build_reader(settings)
+        records = add_rag(add_reader(records, reader), reader, settings)
+    return means(records)
 
 
-def held_out_reward(settings: Settings, checkpoint: str) -> float:
-    """The arm's own mean reward on held-out questions of its mix; "" is the warmed-up model."""
-    pool = built_in_questions(settings, "test")
-    questions = QuestionStream(pool, replace(settings, seed=0, questions_per_step=128)).take(0)
-    parts = build_parts(replace(settings, start_from=checkpoint, group_size=1))
-    rows = rollout(parts.policy, parts.environment, questions, settings.seed, parts.play)
-    components, _ = parts.scorer(rows, settings.steps)
-    return float(np.mean([sum(terms.values()) for terms in components]))
+def means(records: list[dict]) -> dict[str, dict[str, float]]:
+    """kind, and "all" -> number -> mean over the records that have it."""
+    found = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        for kind in (record["kind"], "all"):
+            for number, value in record["metrics"].items():
+                found[kind][number].append(value)
+    return {k: {n: float(np.mean(own)) for n, own in its.items()} for k, its in found.items()}
 
 
-def wanted_arms(claims: Iterable[Claim]) -> list[str]:
-    """The arms of the claims, and those that they start from, in the order of ARMS."""
-    names = {arm for claim in claims for arm in (claim.better, claim.worse)}
-    names |= {ARMS[name].start for name in names}
-    return [name for name in ARMS if name in names]
+def add_rag(records: list[dict], reader, settings: Settings) -> list[dict]:
+    """What the reader answers from its own search for the question (R-Search Figure 2: Vanilla)."""
+    retriever = make_retriever(built_in_world(settings).documents, settings, settings.seed)
+    found = retriever.search([r["question"] for r in records], settings.documents_per_search)
+    texts = [" ".join(d.text for d in some) for some in found]
+    asked = [Question("", record["question"], record["golds"]) for record in records]
+    pairs = list(zip(asked, texts, strict=True))
+    for record, answer in zip(records, reader_answers(reader, pairs), strict=True):
+        record["metrics"]["rag_em"] = exact_match(answer, record["golds"], "delete")
+    return records
 
 
-def chains(arms: list[str], seeds: list[int], runs: str) -> list[tuple[list[str], int]]:
-    """(arms, world) of each process to come: arms of one protocol share a warmed-up model."""
+# --------------------------------------------------------------------------------------- all arms
+def read_result(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def chains(arms: dict[str, int], first: int, runs: str, split: str) -> list[tuple[list[str], int]]:
+    """(arms, world) of each process to come: arms of one warmed-up model. `arms`: in how many
+    worlds each is run. A result of other settings is refused: it would be lost.
+    """
     todo = defaultdict(list)
-    for seed, name in itertools.product(seeds, arms):
-        if not result_path(runs, name, seed).exists():
-            todo[settings_of(name, seed, runs).protocol, seed].append(name)
-    return [(names, seed) for (_, seed), names in todo.items()]
+    for seed, name in itertools.product(range(first, first + max(arms.values())), arms):
+        path = result_path(runs, name, seed)
+        if seed - first < arms[name]:
+            if path.exists() and read_result(path).get("settings") != made_with(name, split):
+                why = "was made with other settings: give another --runs, or remove it"
+                raise InputError(f"{path} {why}")
+            if not path.exists():
+                settings = settings_of(name, seed, runs)
+                todo[seed, settings.protocol, settings.warm_up].append(name)
+    return [(names, seed) for (seed, *_), names in todo.items()]
 
 
-def run_chain(names: list[str], seed: int, runs: str) -> None:
+def run_chain(names: list[str], seed: int, runs: str, split: str) -> None:
     """A failed arm is told, and takes along only what starts from it."""
     failed = set()
     for name in names:
         try:
-            if ARMS[name].start in failed:
-                raise InputError(f"{ARMS[name].start} is not there")
-            said = f"{run_arm(name, seed, runs):.0f} s"
+            if before := {ARMS[name].start, ARMS[name].traces_of} & failed:
+                raise InputError(f"{min(before)} is not there")
+            said = f"{run_arm(name, seed, runs, split):.0f} s"
+        except InputError as error:
+            failed.add(name)
+            said = f"not run: {error}"
         except Exception as error:  # whatever it was, it stops no other arm
             failed.add(name)
-            said = f"failed: {error} (see its log.txt)"
+            said = f"failed: {error!r} (see its log.txt)"
         print(f"{name} in world {seed}: {said}", flush=True)
 
 
@@ -315,58 +284,119 @@ def one_core() -> None:
     torch.set_num_threads(1)
 
 
-def run_all(arms: list[str], seeds: list[int], runs: str, workers: int) -> None:
+def run_all(todo: list, runs: str, split: str, workers: int) -> None:
     """World by world; no chain waits in the pool, where it would outlive a Ctrl-C."""
-    todo, running = chains(arms, seeds, runs), set()
-    context = multiprocessing.get_context("spawn")  # forked threads of torch hang
+    running, context = set(), multiprocessing.get_context("spawn")  # forked threads of torch hang
     with ProcessPoolExecutor(workers, context, one_core) as pool:
         while todo or running:
             while todo and len(running) < workers:
-                running.add(pool.submit(run_chain, *todo.pop(0), runs))
+                running.add(pool.submit(run_chain, *todo.pop(0), runs, split))
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             for future in ended:
                 if error := future.exception():
                     raise InputError(f"{error}: fewer --workers need less memory; go on with them")
 
 
+def read_results(runs: str, seeds: Iterable[int], split: str) -> Results:
+    """What is there of these worlds. What was made with other settings is told and left out."""
+    found, others = {}, []
+    for name, seed in itertools.product(ARMS, seeds):
+        path = result_path(runs, name, seed)
+        if path.exists():
+            result = read_result(path)
+            if result.get("settings") == made_with(name, split):
+                found[name, seed] = result
+            else:
+                others.append(str(path))
+    if others:
+        said = f"{len(others)} results were made with other settings, the first {others[0]}"
+        print(f"warning: {said}: not counted", file=sys.stderr)
+    return found
+
+
+# ----------------------------------------------------------------------------- tables and pictures
 def rows(claims: list[Claim], results: Results, seeds: list[int]) -> list[list[str]]:
-    lines = [["claim", "paper", "number", "with", "without", "effect [95 %]", "worlds", "verdict"]]
+    head = "claim; place; without it; number; with; without; effect [95 %]; worlds; verdict"
+    lines = [head.split("; ")]
     for claim in claims:
         pairs, cells = values(claim, results, seeds), ["-", "-", "-"]
         differences = [one - other for one, other in pairs]
         if pairs:
-            mean, low, high = interval(differences)
+            mean, low, high = interval(differences, 90 if claim.margin else 95)
             one, other = np.mean(pairs, axis=0)
             cells = [f"{one:.2f}", f"{other:.2f}", f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"]
-        said = verdict(claim.number, differences)
-        lines.append([claim.says, claim.paper, claim.number.name, *cells, str(len(pairs)), said])
+            cells[2] += " (90 %)" if claim.margin else ""
+        told = [claim.says, claim.place, difference(claim), claim.number.name]
+        lines.append([*told, *cells, str(len(pairs)), verdict(claim, differences)])
     return lines
 
 
-def reward_rows(results: Results) -> list[list[str]]:
-    """Each arm's own reward on held-out questions, world by world: before -> after."""
-    lines = [["arm", "held-out reward, before -> after, by world", "rose in", "seconds"]]
+def arm_rows(results: Results) -> list[list[str]]:
+    """Each arm: searches before RL; its training reward, mean of the first and last three steps."""
+    lines = [["arm", "prior", "reward, first -> last steps, by world", "rose in", "seconds"]]
     for arm, group in itertools.groupby(results, key=lambda key: key[0]):
         found = [results[key] for key in group]
-        shown = "   ".join("{:.2f} -> {:.2f}".format(*result["reward"]) for result in found)
-        rose = sum(result["reward"][1] > result["reward"][0] for result in found)
-        seconds = np.mean([result["seconds"] for result in found])
-        lines.append([arm, shown, f"{rose} of {len(found)}", f"{seconds:.0f}"])
+        steps = settings_of(arm, 0, "").steps
+        curves = [r["curve"]["reward"][-steps:] for r in found if r["curve"]]
+        ends = [(float(np.mean(c[:3])), float(np.mean(c[-3:]))) for c in curves]
+        shown = "   ".join(f"{first:.2f} -> {last:.2f}" for first, last in ends)
+        rose = f"{sum(last > first for first, last in ends)} of {len(ends)}"
+        prior, seconds = (np.mean([r[key] for r in found]) for key in ("prior", "seconds"))
+        lines.append([arm, f"{prior:.2f}", shown, rose, f"{seconds:.0f}"])
     return lines
 
 
-@dataclass(frozen=True)
-class AblateSettings:
-    """The papers' claims in the built-in world."""
+def made_by(results: Results) -> str:
+    """Which code made them, and when."""
+    commits, days = ({r[key] for r in results.values()} for key in ("commit", "date"))
+    hashes = sorted({r["settings"] for r in results.values()})
+    whole = hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:12]
+    names, when = ", ".join(sorted(commits)), ", ".join(sorted(days))
+    return f"{len(results)} runs, commit {names}, settings {whole}, {when}"
 
-    seeds: int = setting(2, "worlds per arm", least=1)
-    first_world: int = setting(20, "no setting was chosen on worlds from 20 on")
-    only: str = setting("", f"claims, comma-separated: {', '.join(CLAIMS)}")
-    runs: str = setting("runs/ablate", "folder of the arms")
-    workers: int = setting(os.cpu_count() or 1, "arms at a time, one core each", least=1)
-    table: bool = setting(False, "run nothing: the table of what is there")
-    markdown: bool = setting(False, "print Markdown tables")
-    rewards: bool = setting(False, "print each arm's own reward on held-out questions")
+
+PICTURES = {  # claim -> (title, metrics) of two panels, over steps
+    "stage1": (("searches per look-up", "searches"), ("look-up EM", "em")),
+    "penalty": (("searches per sum", "searches/arithmetic"), ("look-up EM", "em")),
+    "stage2": (("searches, known facts", "searches/known"), ("look-up EM", "em")),
+    "two_stages": (("searches per look-up", "searches"), ("look-up EM", "em")),
+}
+
+
+def curve_of(result: dict, name: str) -> np.ndarray:
+    """[steps]; of look-ups the mean of both kinds; a step without a question of its kind is nan."""
+    names = [name] if "/" in name else [f"{name}/{kind}" for kind in LOOKUPS.split()]
+    return np.mean([np.array(result["curve"][n], float) for n in names], axis=0)
+
+
+def draw(results: Results, seeds: list[int], folder: Path) -> None:
+    """Of each claim of PICTURES both arms over steps: mean and range over worlds."""
+    try:
+        import matplotlib  # an optional extra
+    except ImportError:
+        raise InputError("--curves needs matplotlib: install the extra `plot`") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # only behind the choice of its backend
+
+    for name, panels in PICTURES.items():
+        claim, size = CLAIMS[name], {"figsize": (10, 3.4), "constrained_layout": True}
+        figure, axes = pyplot.subplots(1, len(panels), **size)
+        for axis, (title, metric) in zip(axes, panels, strict=True):
+            for arm in (claim.better, claim.worse):
+                found = [results[arm, seed] for seed in seeds if (arm, seed) in results]
+                if not found:
+                    raise InputError(f"--curves: no result of {arm}: run --only {name} first")
+                curves = np.array([curve_of(result, metric) for result in found])  # [worlds, steps]
+                steps = np.arange(curves.shape[1])
+                axis.plot(steps, curves.mean(0), label=f"{arm} ({len(found)} worlds)")
+                axis.fill_between(steps, curves.min(0), curves.max(0), alpha=0.2)
+            axis.set_title(title, fontsize=10)
+            axis.set_xlabel("step")
+            axis.grid(alpha=0.25)
+        axes[0].legend(fontsize=8, frameon=False)
+        figure.suptitle(claim.says, fontsize=11)
+        figure.savefig(folder / f"claim_{name}.png", dpi=100)
+        pyplot.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -374,18 +404,25 @@ def main(arguments: list[str] | None = None) -> None:
     names = options.only.replace(" ", "").split(",") if options.only else list(CLAIMS)
     for name in names:
         check_value("only", name, {"one_of": CLAIMS})
-    claims, runs = [CLAIMS[name] for name in names], options.runs
-    seeds = list(range(options.first_world, options.first_world + options.seeds))
-    if not options.table:
-        # PPO's only if named: a critic of the policy's own size doubles the time of a step.
-        run = [CLAIMS[name] for name in names if options.only or name != "ppo"]
+    claims, runs, split = [CLAIMS[name] for name in names], options.runs, options.split
+    counts = [options.seeds or claim.worlds for claim in claims]
+    if not (options.table or options.curves):
+        arms: dict[str, int] = {}
+        for claim, count in zip(claims, counts, strict=True):
+            arms |= {name: max(count, arms.get(name, 0)) for name in wanted_arms([claim])}
+        arms = {name: arms[name] for name in ARMS if name in arms}
+        todo = chains(arms, options.first_world, runs, split)
         with interruptible("finished arms are kept: the same command goes on"):
-            run_all(wanted_arms(run), seeds, runs, options.workers)
-    paths = {(name, s): result_path(runs, name, s) for name in ARMS for s in seeds}
-    results = {key: json.loads(path.read_text()) for key, path in paths.items() if path.exists()}
+            run_all(todo, runs, split, options.workers)
+    seeds = list(range(options.first_world, options.first_world + max(counts)))
+    results = read_results(runs, seeds, split)
+    if options.curves:
+        return draw(results, seeds, Path(options.curves))
     print(written(rows(claims, results, seeds), options.markdown, 1))
     if options.rewards:
-        print("\n" + written(reward_rows(results), options.markdown, 1))
+        print("\n" + written(arm_rows(results), options.markdown, 1))
+    if results:
+        print("\n" + made_by(results))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import os
+import random
 import sys
 from datetime import timedelta
 
@@ -31,15 +32,26 @@ from settings import Settings
 from summarizer import SUMMARY_LOG, WITHOUT_MODEL, make_search, make_summarizer
 from update import Parts, updates_of
 from world.toy import load_toy
-from world.world import World
+from world.world import LOOK_UPS, World
 
 
 def training_questions(settings: Settings) -> list[Question]:
     if settings.data:
         questions = load_questions(settings.data, settings.skip_bad, settings.seed)
     else:
-        questions = built_in_questions(settings, "train")
+        questions = reworded(built_in_questions(settings, "train"), settings)
     return as_asked(questions, settings)
+
+
+def reworded(questions: list[Question], settings: Settings) -> list[Question]:
+    """A share of the looked-up golds says a word more than the passages, as in real data."""
+    rng, told = random.Random(f"reworded {settings.seed}"), []
+    for question in questions:
+        if question.kind in LOOK_UPS and rng.random() < settings.reworded:
+            answers = [f"{answer} proper" for answer in question.answers]
+            question = dataclasses.replace(question, answers=answers)
+        told.append(question)
+    return told
 
 
 def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]:
@@ -137,8 +149,10 @@ def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bi
     """(policy, tokenizer) from `path`, or the built-in ones where it is ""."""
     if path:
         return load_policy(path, device, settings, frozen, in_8bit, settings.seed)
-    protocol, tiny = PROTOCOLS[settings.protocol], paper_of(settings.protocol).world
-    policy, tokenizer = load_toy(settings.world_seed, protocol, tiny, settings.runs)
+    protocol, name = PROTOCOLS[settings.protocol], settings.warm_up
+    paper = paper_of(settings.protocol)
+    tiny = paper.warm_ups[name] if name else paper.world
+    policy, tokenizer = load_toy(settings.world_seed, protocol, tiny, settings.runs, name)
     if settings.lora_rank and not frozen:
         add_lora(policy.requires_grad_(False).language_model, settings.lora_rank, settings.seed)
     return policy.to(device), tokenizer

@@ -1,20 +1,35 @@
-"""lab/ablate.py: the interval and the verdict by hand, which arms run in which order, and what the
-table says.
+"""lab/claims.py and lab/ablate.py: the interval and the verdict by hand, what each pair differs in,
+which arms run in which order, what is refused, and what the table and the pictures say.
 """
 
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
+from data import Question
 from errors import InputError
 from formats.records import write_records
 from lab import ablate
-from lab.ablate import ARMS, CLAIMS, NUMBERS, Claim, interval, settings_of, values, verdict
+from lab.ablate import made_with, settings_of
+from lab.claims import (
+    ARMS,
+    CLAIMS,
+    NUMBERS,
+    Claim,
+    difference,
+    interval,
+    values,
+    verdict,
+    wanted_arms,
+)
 from papers import paper_of
 
 EM, NEEDLESS = NUMBERS["EM"], NUMBERS["NEEDLESS"]
-UP = Claim("a paper", "more is more", "with", "without", EM)
+UP = Claim("a paper", "with", "without", EM, 5, 0.0, "more is more")
+LESS, SAME = replace(UP, number=NEEDLESS), replace(UP, margin=0.05)
 
 
 def result(em=0.0, **more) -> dict:
@@ -22,8 +37,9 @@ def result(em=0.0, **more) -> dict:
     return {"eval": {"one_hop": {"em": em + 0.1}, "two_hop": {"em": em - 0.1}}, **more}
 
 
-def write_result(runs, arm: str, seed: int, content: dict | None = None) -> None:
-    write_records(ablate.result_path(runs, arm, seed), [content or {}])
+def write_result(runs, arm: str, seed: int, content: dict | None = None, split="test") -> None:
+    made = {"settings": made_with(arm, split), "commit": "abc", "date": "2026-11-22"}
+    write_records(ablate.result_path(runs, arm, seed), [made | (content or {})])
 
 
 # ----------------------------------------------------------------------------- interval and verdict
@@ -36,28 +52,37 @@ def test_the_interval_is_student_s():
     assert interval([0.0, 2.0]) == pytest.approx((1, 1 - 12.706, 1 + 12.706))
     assert interval([0.4]) == (0.4, -math.inf, math.inf)
     assert interval([0.5] * 4) == (0.5, 0.5, 0.5)
+    # at 90 % t(2) = 2.920: 2.920 / √3 = 1.6859
+    assert interval([1.0, 2.0, 3.0], 90)[1] == pytest.approx(2 - 1.6859, abs=1e-3)
     # s = √(12 · 0.25 / 11) = 0.5222; the table ends at 2.262 (t(9))
     mean, low, _ = interval([0.0, 1.0] * 6)
     assert mean - low == pytest.approx(2.262 * 0.52223 / math.sqrt(12), abs=1e-4)
 
 
 @pytest.mark.parametrize(
-    "number, differences, said",
+    "claim, differences, said",
     [
-        (EM, [0.10, 0.12, 0.11], "shows"),  # s = 0.01: 0.11 ± 0.025
-        (EM, [0.020, 0.021, 0.022], "does not show"),  # beyond 0, but less than what counts, 0.03
-        (EM, [0.30, -0.10, 0.10], "does not show"),  # s = 0.2: 0.1 ± 0.497
-        (EM, [-0.10, -0.12, -0.11], "reversed"),
-        (EM, [-0.020, -0.021, -0.022], "does not show"),  # too small on the other side too
-        (EM, [0.9], "does not show"),  # one world tells nothing
-        (EM, [], "not run"),
-        (NEEDLESS, [-0.30, -0.32, -0.31], "shows"),  # less is claimed, and 0.1 counts
-        (NEEDLESS, [0.30, 0.32, 0.31], "reversed"),
-        (NEEDLESS, [-0.05, -0.051, -0.052], "does not show"),
+        (UP, [0.10, 0.12, 0.11], "shows"),  # s = 0.01: 0.11 ± 0.025
+        (UP, [0.020, 0.021, 0.022], "does not show"),  # beyond 0, but less than what counts, 0.03
+        (UP, [0.30, -0.10, 0.10], "does not show"),  # s = 0.2: 0.1 ± 0.497
+        (UP, [-0.10, -0.12, -0.11], "reversed"),
+        (UP, [-0.020, -0.021, -0.022], "does not show"),  # too small on the other side too
+        (UP, [0.9], "does not show"),  # one world tells nothing
+        (UP, [], "not run"),
+        (LESS, [-0.30, -0.32, -0.31], "shows"),  # less is claimed, and 0.1 counts
+        (LESS, [0.30, 0.32, 0.31], "reversed"),
+        (LESS, [-0.05, -0.051, -0.052], "does not show"),
+        # s = 0.02, 90 %: 0.01 ± 2.920 · 0.02 / √3 = 0.01 ± 0.0337
+        (SAME, [-0.01, 0.01, 0.03], "equal within 0.05"),
+        (SAME, [-0.01, -0.03, 0.01], "equal within 0.05"),  # two-sided: −0.01 ± 0.0337
+        (SAME, [0.01, 0.03, 0.05], "does not show"),  # 0.03 ± 0.0337
+        (SAME, [-0.01, -0.03, -0.05], "does not show"),
+        (SAME, [0.0], "does not show"),
+        (SAME, [], "not run"),
     ],
 )
-def test_a_verdict_needs_an_interval_beyond_0_and_an_effect_that_counts(number, differences, said):
-    assert verdict(number, differences) == said
+def test_a_verdict_needs_an_interval_beyond_0_and_an_effect_that_counts(claim, differences, said):
+    assert verdict(claim, differences) == said
 
 
 def test_only_worlds_with_both_arms_are_compared():
@@ -67,27 +92,35 @@ def test_only_worlds_with_both_arms_are_compared():
     assert values(UP, results, [2]) == []
 
 
-def test_no_worse_than_by_0_03_is_a_number_that_grants_0_03():
-    claim = Claim("a paper", "costs nothing", "with", "without", NUMBERS["NO_WORSE"])
-    results = {("with", 1): result(0.50), ("without", 1): result(0.52)}
-    assert values(claim, results, [1]) == [(pytest.approx(0.53), pytest.approx(0.52))]
-    assert verdict(claim.number, [0.01, 0.01]) == "shows"
+def test_the_reader_is_compared_with_its_own_rag_on_the_same_run():
+    claim = CLAIMS["evidence"]
+    kinds = {kind: {"reader_em": 0.75, "rag_em": 0.25} for kind in ("one_hop", "two_hop")}
+    assert values(claim, {("r_search", 1): {"eval": kinds}}, [1]) == [(0.75, 0.25)]
 
 
 def test_the_table_has_a_line_per_claim_also_for_those_that_were_not_run():
     results = {("with", s): result(0.80 + s / 100) for s in (1, 2, 3)}
     results |= {("without", s): result(0.50) for s in (1, 2, 3)}
-    absent = Claim("p", "never run", "no", "nobody", EM)
-    header, one, two = ablate.rows([UP, absent], results, [1, 2, 3])
+    up, absent = (replace(UP, better=a, worse=b) for a, b in (("ur2", "ur2_raw"), ("r1", "r1_cem")))
+    results = {({"with": "ur2", "without": "ur2_raw"}[a], s): r for (a, s), r in results.items()}
+    header, one, two = ablate.rows([up, absent], results, [1, 2, 3])
     assert header[-1] == "verdict" and len(header) == len(one) == len(two)
     # 0.31, 0.32, 0.33: 0.32 ± 4.303 · 0.01 / √3 = 0.32 ± 0.0248
-    assert one[3:] == ["0.82", "0.50", "+0.32 [+0.30, +0.34]", "3", "shows"]
-    assert two[3:] == ["-", "-", "-", "0", "not run"]
+    assert one[2:4] == ["summarizer none", "look-up EM"]
+    assert one[4:] == ["0.82", "0.50", "+0.32 [+0.30, +0.34]", "3", "shows"]
+    assert two[2:] == ["answer_metric cem", "look-up EM", "-", "-", "-", "0", "not run"]
 
 
-def test_the_k2_claim_looks_at_the_largest_gradient():
-    curve = {"grad_norm": [0.1, 1000.0, 0.5]}
-    assert CLAIMS["k2"].number.measure({"curve": curve}) == pytest.approx(3)  # log10
+def test_numbers_of_curves_and_shares_by_hand():
+    curve = {"grad_norm": [0.1, 1000.0, 0.5], "k2": [0.0, 0.01]}
+    assert CLAIMS["k2_gradient"].number.measure({"curve": curve}) == pytest.approx(3)  # log10
+    assert CLAIMS["k2"].number.measure({"curve": curve}) == pytest.approx(-2)
+    # steps 5 to 14 of look-ups: 1 and 3 searches
+    early = {"searches/one_hop": [9] * 5 + [1] * 10 + [9], "searches/two_hop": [9] * 5 + [3] * 10}
+    assert CLAIMS["unified"].number.measure({"curve": early}) == 2
+    # the last 30 steps; in one of them no question of that kind was asked
+    late = {"searches/arithmetic": [9.0] * 20 + [None] + [1.0] * 29}
+    assert CLAIMS["penalty_needless"].number.measure({"curve": late}) == 1
 
 
 # ------------------------------------------------------------------------- claims, arms and recipes
@@ -101,7 +134,8 @@ def test_every_arm_is_settings_that_can_run(name):
     if arm.start:  # the same protocol and the stage before, which starts from the warmed-up model
         before = ARMS[arm.start]
         assert not before.start and before.stage == arm.stage - 1
-        assert settings_of(arm.start, 20, "r").protocol == settings.protocol
+        started = settings_of(arm.start, 20, "r")
+        assert (started.protocol, started.warm_up) == (settings.protocol, settings.warm_up)
 
 
 def steps_of(name: str) -> int:
@@ -109,28 +143,56 @@ def steps_of(name: str) -> int:
     return settings_of(name, 20, "r").steps + (steps_of(start) if start else 0)
 
 
-def test_the_arms_of_a_claim_differ_and_have_had_the_same_number_of_steps():
-    for claim in CLAIMS.values():
-        assert ARMS[claim.better] != ARMS[claim.worse]
-        assert claim.number.sign in (1, -1) and claim.number.counts >= 0
-        one, other = (settings_of(name, 20, "r") for name in (claim.better, claim.worse))
-        if claim is CLAIMS["weak"]:  # UR²'s Table 3: other tags, 110 steps for 100 (C.2, Table 15)
-            assert (other.protocol, other.steps / one.steps) == ("ur2_search", 1.1)
-            continue
-        assert paper_of(one.protocol) is paper_of(other.protocol)
+@pytest.mark.parametrize("name", CLAIMS)
+def test_the_arms_of_a_claim_are_alike_but_for_what_the_table_names(name):
+    claim = CLAIMS[name]
+    assert claim.worlds in (5, 8) and claim.number.sign in (1, -1) and claim.number.counts > 0
+    one, other = (settings_of(arm, 20, "r") for arm in (claim.better, claim.worse))
+    assert paper_of(one.protocol) is paper_of(other.protocol) and one.warm_up == other.warm_up
+    for same in ("questions_per_step", "group_size", "temperature", "documents_per_search", "mix"):
+        assert getattr(one, same) == getattr(other, same)
+    if not ARMS[claim.worse].traces_of:
         assert steps_of(claim.better) == steps_of(claim.worse)
+    if claim.better == claim.worse:  # one run, two numbers
+        assert claim.number.other and difference(claim) == "nothing"
+    else:
+        assert ARMS[claim.better] != ARMS[claim.worse] and difference(claim) not in ("", "nothing")
+
+
+def test_what_a_pair_differs_in_by_hand():
+    told = {name: difference(CLAIMS[name]) for name in ("mask", "mixing", "r_s", "vanilla", "sft")}
+    assert told["mask"] == "mask_documents False"
+    assert told["r_s"] == "variant without_r_s" and told["vanilla"] == "recipe vanilla_rl"
+    assert difference(CLAIMS["stage1"]) == "no stage 1"
+    assert difference(CLAIMS["unified"]) == "variant unified"
 
 
 def test_every_arm_is_wanted_by_a_claim_and_brings_the_one_that_it_starts_from():
-    assert ablate.wanted_arms(CLAIMS.values()) == list(ARMS)
-    assert ablate.wanted_arms([CLAIMS["mask"]]) == ["ur2_stage1", "ur2", "ur2_no_mask"]
+    assert wanted_arms(CLAIMS.values()) == list(ARMS)
+    assert wanted_arms([CLAIMS["mask"]]) == ["ur2_stage1", "ur2", "ur2_no_mask"]
+    assert wanted_arms([CLAIMS["sft"]]) == ["r1_stage1", "r1", "r1_sft"]
+
+
+def test_the_hash_of_a_result_hangs_on_settings_start_warm_up_and_split(monkeypatch):
+    made = made_with("ur2", "test")
+    assert made == made_with("ur2", "test") != made_with("ur2", "dev")
+    assert made != made_with("ur2_no_mask", "test")
+    longer = replace(ARMS["ur2_stage1"], changes=ARMS["ur2_stage1"].changes | {"steps": 21})
+    monkeypatch.setitem(ARMS, "ur2_stage1", longer)  # what it started from
+    assert made_with("ur2", "test") != made
+    monkeypatch.undo()
+    paper = paper_of("ur2")
+    other = replace(paper.warm_ups["weak"], bad_query=0.26)
+    monkeypatch.setitem(paper.warm_ups, "weak", other)
+    assert made_with("ur2", "test") != made
 
 
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ("--only bonus,maks", "--only maks: unknown; one of stage1, mask"),
-        ("--seeds 0", "at least 1"),
+        ("--only bonus,maks", "--only maks: unknown; one of stage1, .*did you mean mask"),
+        ("--seeds -1", "at least 0"),
+        ("--split train", "--split train"),
         ("--workers 0", "at least 1"),
         ("--seed 3", "--seeds"),
     ],
@@ -145,21 +207,74 @@ def test_a_bad_command_line_is_one_line_and_runs_nothing(arguments, said, monkey
 # ------------------------------------------------------------------------------ what runs, and when
 
 
-def test_the_arms_of_a_protocol_run_in_turn_world_by_world(tmp_path):
+def test_the_arms_of_a_warm_up_run_in_turn_world_by_world(tmp_path):
     in_turn = ["ur2_stage1", "ur2", "vanilla_rl"]
-    assert ablate.chains([*in_turn, "arena"], [20, 21], tmp_path) == [
+    arms = dict.fromkeys([*in_turn, "arena"], 2)
+    assert ablate.chains(arms, 20, tmp_path, "test") == [
         (in_turn, 20),
         (["arena"], 20),
         (in_turn, 21),
         (["arena"], 21),
     ]
+    assert ablate.chains({"ur2_stage1": 2, "arena": 1}, 20, tmp_path, "test") == [
+        (["ur2_stage1"], 20),
+        (["arena"], 20),
+        (["ur2_stage1"], 21),
+    ]
 
 
 def test_what_has_its_result_is_not_run_again(tmp_path):
+    arms = {"ur2_stage1": 1, "ur2": 1}
     write_result(tmp_path, "ur2_stage1", 20)
-    assert ablate.chains(["ur2_stage1", "ur2"], [20], tmp_path) == [(["ur2"], 20)]
+    assert ablate.chains(arms, 20, tmp_path, "test") == [(["ur2"], 20)]
     write_result(tmp_path, "ur2", 20)
-    assert ablate.chains(["ur2_stage1", "ur2"], [20], tmp_path) == []
+    assert ablate.chains(arms, 20, tmp_path, "test") == []
+
+
+def test_results_of_other_settings_are_told_and_never_mixed_in(tmp_path, capsys):
+    write_result(tmp_path, "arena", 20, split="dev")
+    write_result(tmp_path, "arena", 21)
+    assert list(ablate.read_results(str(tmp_path), [20, 21], "test")) == [("arena", 21)]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "1 results were made with other settings" in said
+    with pytest.raises(InputError, match=r"arena-world20.*other settings: give another --runs"):
+        ablate.chains({"arena": 1}, 20, tmp_path, "test")
+
+
+def prior_of(monkeypatch, tmp_path, searches: float) -> float:
+    record = {"metrics": {"searches": searches}}
+    records = [record | {"kind": kind} for kind in ("one_hop", "two_hop")]
+    monkeypatch.setattr(ablate, "evaluate", lambda *_: records)
+    return ablate.checked_prior("ur2_stage1", 20, str(tmp_path), "dev")
+
+
+def test_a_prior_that_is_off_stops_the_arm_with_one_line(monkeypatch, tmp_path, capsys):
+    assert prior_of(monkeypatch, tmp_path / "a", 0.02) == 0.02
+    assert "prior: 0.020 searches per look-up before RL" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"is off: 0\.900 searches") as error:
+        prior_of(monkeypatch, tmp_path / "b", 0.9)
+    assert "\n" not in str(error.value)
+
+
+def test_the_reader_s_own_search_is_scored_on_the_same_questions(monkeypatch):
+    """The reader answers what follows the first "birthplace" it is shown."""
+    settings = settings_of("r_search", 20, "r")
+    world = ablate.built_in_world(settings)
+    name = world.entities["test"]["person"][0]
+    place = world.facts[name]["birthplace"]
+    question = f"where was {name} born ?"
+    record = {"question": question, "golds": [place], "metrics": {}, "evidence": ""}
+    asked = []
+
+    def answers(_, pairs: list[tuple[Question, str]]) -> list[str]:
+        asked.extend(pairs)
+        return [text.partition("birthplace ")[2].partition(" of")[0] for _, text in pairs]
+
+    monkeypatch.setattr(ablate, "reader_answers", answers)
+    (scored,) = ablate.add_rag([record], None, settings)
+    assert scored["metrics"]["rag_em"] == 1.0
+    ((given, text),) = asked
+    assert given.question == question and f"birthplace {place} of {name}" in text
 
 
 @pytest.fixture
@@ -167,7 +282,7 @@ def ran(monkeypatch):
     """Fake arms in threads: which were finished, in that order."""
     ended = []
 
-    def run(name, seed, runs):
+    def run(name, seed, runs, split):
         if name == "ur2_stage1" and seed == 20:
             raise RuntimeError("no luck")
         ended.append((name, seed))
@@ -181,15 +296,16 @@ def ran(monkeypatch):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_failed_arm_takes_along_only_what_starts_from_it(workers, ran, tmp_path, capsys):
-    ablate.run_all(["ur2_stage1", "ur2", "ur2_no_stage1", "arena"], [20, 21], tmp_path, workers)
+    arms = dict.fromkeys(("ur2_stage1", "ur2", "ur2_no_stage1", "arena"), 2)
+    ablate.run_all(ablate.chains(arms, 20, tmp_path, "test"), tmp_path, "test", workers)
     every = {(name, 21) for name in ("ur2_stage1", "ur2", "ur2_no_stage1", "arena")}
     assert set(ran) == every | {("ur2_no_stage1", 20), ("arena", 20)}
     assert ran.index(("ur2_stage1", 21)) < ran.index(("ur2", 21))
     if workers == 1:  # the first world is finished before the second
         assert [seed for _, seed in ran] == [20] * 2 + [21] * 4
     said = capsys.readouterr().out
-    assert "ur2_stage1 in world 20: failed: no luck (see its log.txt)" in said
-    assert "ur2 in world 20: failed: ur2_stage1 is not there" in said
+    assert "ur2_stage1 in world 20: failed: RuntimeError('no luck') (see its log.txt)" in said
+    assert "ur2 in world 20: not run: ur2_stage1 is not there" in said
     assert "arena in world 21: 1 s" in said
 
 
@@ -199,7 +315,7 @@ def test_a_worker_that_dies_is_one_line(ran, monkeypatch, tmp_path):
 
     monkeypatch.setattr(ablate, "run_chain", die)
     with pytest.raises(InputError, match="killed: fewer --workers need less memory"):
-        ablate.run_all(["arena"], [20], tmp_path, 1)
+        ablate.run_all([(["arena"], 20)], tmp_path, "test", 1)
 
 
 def test_the_table_of_what_is_there_runs_nothing(monkeypatch, tmp_path, capsys):
@@ -208,8 +324,9 @@ def test_the_table_of_what_is_there_runs_nothing(monkeypatch, tmp_path, capsys):
         for arm, less in (("arena", 0.0), ("arena_no_bonus", 0.5)):
             scores = {"em": 1.0, "exact_set": exact - less}
             kinds = dict.fromkeys(("one_hop", "two_hop"), scores)
-            reward = [1, 2] if seed == 20 else [1, 0]
-            write_result(tmp_path, arm, seed, {"eval": kinds, "reward": reward, "seconds": 3})
+            curve = {"reward": [1.0] * 3 + ([2.0] if seed == 20 else [0.0]) * 3}
+            content = {"eval": kinds, "curve": curve, "seconds": 3, "prior": 0.25}
+            write_result(tmp_path, arm, seed, content)
     flags = ["--table", "--only", "bonus,relevance", "--runs", str(tmp_path), "--rewards"]
     ablate.main([*flags, "--markdown"])
     lines = capsys.readouterr().out.splitlines()
@@ -217,5 +334,25 @@ def test_the_table_of_what_is_there_runs_nothing(monkeypatch, tmp_path, capsys):
     assert "0.85" in lines[2] and "+0.50 [+0.50, +0.50]" in lines[2] and "shows" in lines[2]
     assert "not run" in lines[3]
     (own,) = [line for line in lines if line.startswith("| arena_no_bonus")]
-    told = [cell.strip() for cell in own.split("|")[2:5]]
-    assert told == ["1.00 -> 2.00   1.00 -> 0.00", "1 of 2", "3"]
+    told = [cell.strip() for cell in own.split("|")[2:6]]
+    assert told == ["0.25", "1.00 -> 2.00   1.00 -> 0.00", "1 of 2", "3"]
+    assert lines[-1].startswith("4 runs, commit abc, settings ") and "2026-11-22" in lines[-1]
+
+
+def test_curves_of_both_arms_over_worlds(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    names = [f"{what}/{kind}" for what in ("em", "searches") for kind in ("one_hop", "two_hop")]
+    curve = {name: [0.0, None, 1.0] for name in [*names, "searches/arithmetic", "searches/known"]}
+    runs, out = str(tmp_path / "runs"), ["--curves", str(tmp_path), "--seeds", "2"]
+    with pytest.raises(InputError, match="no result of ur2: run --only stage1 first"):
+        ablate.main([*out, "--runs", runs])
+    for arm in {arm for name in ablate.PICTURES for arm in wanted_arms([CLAIMS[name]])}:
+        for seed in (20, 21):
+            write_result(runs, arm, seed, {"curve": curve})
+    ablate.main([*out, "--runs", runs])
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == sorted(
+        f"claim_{name}.png" for name in ablate.PICTURES
+    )
+    two = ablate.curve_of({"curve": curve | {"em/one_hop": [0.5, None, 0.0]}}, "em")
+    assert two[0] == 0.25 and math.isnan(two[1]) and two[2] == 0.5
+    assert json.loads(ablate.result_path(runs, "ur2", 20).read_text())["commit"] == "abc"

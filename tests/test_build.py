@@ -18,6 +18,7 @@ from retrievers.serve import RetrievalServer
 from rewards import check_questions
 from settings import Settings, parse, resolve
 from summarizer import FALLBACK_TEXT, instruction_for
+from world.world import LOOK_UPS
 
 EVERYWHERE = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
 READ = (Document("1", "Ana", "Born in Kelmouth."),)
@@ -37,6 +38,19 @@ def test_the_built_in_questions_of_every_stage_have_what_its_reward_reads(name, 
     assert all(q.may_search == (q.kind != "direct" and q.task not in tasks) for q in questions)
     assert all(question.id.startswith("train/") for question in questions)
     assert len(build.passages(settings, [])) > 100
+
+
+def test_a_share_of_training_golds_is_worded_otherwise_and_none_that_is_evaluated():
+    settings = resolve("r1_searcher", 2, True, {"reworded": 0.7})
+    asked = build.training_questions(settings)
+    plain = build.training_questions(dataclasses.replace(settings, reworded=0.0))
+    pairs = [(q, p) for q, p in zip(asked, plain, strict=True) if q.kind in LOOK_UPS]
+    changed = [(q, p) for q, p in pairs if q != p]
+    assert len(changed) / len(pairs) == pytest.approx(0.7, abs=0.05)
+    assert all(q.answers == [f"{p.answers[0]} proper"] for q, p in changed)
+    rest = [(q, p) for q, p in zip(asked, plain, strict=True) if q.kind not in LOOK_UPS]
+    assert rest and all(q == p for q, p in rest)
+    assert all(" proper" not in q.answers[0] for q in build.world_questions(settings, "test"))
 
 
 def test_without_retrieval_no_question_may_search_and_of_a_file_alone_nothing_is_searched():

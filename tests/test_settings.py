@@ -70,7 +70,7 @@ def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
 
 def test_a_flag_of_evaluation_alone_is_none_of_train():
     never = {"title_boost", "group_std", "turn_tokens", "reward_variant"}
-    never |= {"summary_sampling", "left_out", "direct_tasks", "math_searches", "partly"}
+    never |= {"summary_sampling", "left_out", "direct_tasks", "math_searches", "partly", "reworded"}
     assert set(FIELDS) - set(TRAIN) == never | {"top_p", "fallback"}
     with pytest.raises(InputError, match=r"--top_p: a flag of eval\.py"):
         parse(["--top_p", "0.5"])

@@ -2,6 +2,7 @@
 reader of evidence.
 """
 
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -14,10 +15,10 @@ from other_models.llm import LocalLLM
 from other_models.reader import INSTRUCTION, reader_text
 from papers import paper_of
 from policy import Policy, load_policy, save_policy
-from prompts import PROTOCOLS, build_prompt
+from prompts import PROTOCOLS, build_prompt, frame_documents, number_documents
 from retriever import BM25
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
-from summarizer import extract, make_search
+from summarizer import extract, make_search, show_all
 from trajectory import Search, Segment, Trajectory
 from world import toy
 from world.toy import TraceWriter, encode_traces, make_model, make_tokenizer, word_pieces
@@ -307,6 +308,84 @@ def test_a_short_warm_up_lowers_the_loss_and_is_repeatable(tokenizer):
     ]
     assert runs[0] == runs[1]
     assert runs[0][-1] < runs[0][0]
+
+
+# ---------------------------------------------------------------------------- the weaker warm-ups
+WARM_UPS = [(name, which) for name in ALL for which in paper_of(name).warm_ups]
+
+
+def weak_writer(name: str, which: str, **changes) -> TraceWriter:
+    return TraceWriter(PROTOCOLS[name], replace(paper_of(name).warm_ups[which], **changes), 0)
+
+
+@pytest.mark.parametrize("name, which", WARM_UPS)
+def test_traces_of_a_weaker_warm_up_are_of_known_tokens_and_fit(tokenizer, name, which):
+    writer = weak_writer(name, which)
+    traces = [writer.write() for _ in range(300)]
+    for example in encode_traces(traces, PROTOCOLS[name], tokenizer):
+        assert tokenizer.unk_token_id not in example.ids
+        assert len(example.ids) < writer.tiny.context
+    assert 0 < writer.tiny.prior < 1  # it is checked
+
+
+def test_what_a_usual_warm_up_has_not_draws_no_number():
+    writer = writer_of("ur2")
+    before = writer.rng.getstate()
+    assert not writer.happens(0.0) and writer.rng.getstate() == before
+    assert writer.happens(1.0) and writer.rng.getstate() != before
+
+
+def share_of(traces, has) -> float:
+    return sum(has(pieces) for _, pieces in traces) / len(traces)
+
+
+def test_a_weak_warm_up_has_its_habits_as_often_as_it_says():
+    plain = {"practice": 0.0, "direct": 0.0, "bad_query": 0.0}
+    sums = weak_writer("ur2", "weak", kinds={"arithmetic": 1.0}, stray=1.0, raw=0.0, **plain)
+    asked = PROTOCOLS["ur2"].query_tags[0]
+    found = [sums.write() for _ in range(1000)]
+    times = Counter(sum(asked in text for text, _ in pieces) for _, pieces in found)
+    # 0.4 at once; 0.6 · 0.7 once; 0.6 · 0.3 · 0.7 twice; four at most
+    assert times[0] / 1000 == pytest.approx(0.4, abs=0.062)
+    assert times[1] / 1000 == pytest.approx(0.42, abs=0.062)
+    assert times[2] / 1000 == pytest.approx(0.126, abs=0.042) and max(times) == 4
+    notice = PROTOCOLS["ur2"].fallback_notice
+    assert not share_of(found, lambda pieces: any(notice in text for text, _ in pieces))
+    for _, pieces in found:  # what comes after the first search is never taught
+        begun = [kind for text, kind in pieces if asked in text]
+        assert set(begun[1:]) <= {"choice"}
+
+    lookups = weak_writer("ur2", "weak", kinds={"one_hop": 1.0}, guess_at_once=(0.0, 0.0), **plain)
+    found = [lookups.write() for _ in range(1000)]
+    raw = share_of(found, lambda pieces: "\n(2) " in pieces[1][0])
+    assert raw == pytest.approx(0.3, abs=0.058)
+    boxes = [pieces[-1][0].count("boxed") for _, pieces in found]
+    own = share_of(found, lambda pieces: PROTOCOLS["ur2"].documents_tags[0] in pieces[-1][0])
+    # half of 0.25 each
+    assert boxes.count(2) / 1000 == pytest.approx(0.125, abs=0.042)
+    assert own == pytest.approx(0.125, abs=0.042)
+    assert all(text.count("<eos>") == 1 for _, pieces in found for text in [pieces[-1][0]])
+
+
+def test_raw_passages_of_a_trace_stand_as_the_environment_shows_them(world):
+    writer = weak_writer("ur2", "weak", kinds={"one_hop": 1.0}, raw=1.0, practice=0.0, direct=0.0)
+    _, pieces = next(t for t in iter(writer.write, None) if len(t[1]) == 3)
+    found = make_search(BM25(world.documents, title_boost=4), show_all, 3)
+    (result,) = found([SearchRequest(world.questions("test", "one_hop")[0], "birthplace of")])
+    shown = frame_documents(PROTOCOLS["ur2"], "\n".join(number_documents(result.documents)))
+    layout = re.compile(r"\([123]\) [^:]+: [^\n]+ \.")
+    assert len(layout.findall(shown)) == len(layout.findall(pieces[1][0])) == 3
+    assert layout.sub("", shown) == layout.sub("", pieces[1][0])
+
+
+def test_a_verbose_warm_up_says_the_relation_in_most_answers():
+    writer = weak_writer("r1_searcher", "verbose", kinds={"one_hop": 1.0}, practice=0.0)
+    boxes = [
+        pieces[-1][0].rpartition("<answer>")[2]
+        for _, pieces in (writer.write() for _ in range(600))
+    ]
+    wordy = sum(any(relation in box for relation in RELATIONS) for box in boxes)
+    assert wordy / 600 == pytest.approx(0.9, abs=0.049)
 
 
 # --------------------------------------------------------------------------------------- the reader

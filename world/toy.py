@@ -71,6 +71,14 @@ class Tiny:
     wrong_evidence: float = 0.3  # of the others: the answer's fact is another
     right_citation: float = 0.35  # traces that cite the right set; the others another one
     no_analysis: float = 0.15
+    # Flaws of the weaker warm-ups alone (papers.py); at 0 no number is drawn for them.
+    raw: float = 0.0  # searches that show three numbered passages in place of the summary
+    stray: float = 0.0  # that find nothing to the point, and show some passage and no fallback
+    twice: float = 0.0  # needless searches after a needless one
+    sloppy: float = 0.0  # answers given twice, or behind documents of the model's own hand
+    verbose: float = 0.0  # answers that say the relation beside the value
+    prior: float = 1.0  # what it may search at most before RL, per look-up: lab.ablate measures it
+    context: int = 256  # tokens; raw passages take more
     steps: int = 550
     batch_size: int = 64
     lr: float = 4e-3
@@ -147,9 +155,10 @@ def born(config, seed: int) -> torch.nn.Module:
         return look_back(AutoModelForCausalLM.from_config(config), (1, 1, 2, 2))
 
 
-def make_model(vocab_size: int, seed: int = 0) -> torch.nn.Module:
+def make_model(vocab_size: int, seed: int = 0, context: int = 256) -> torch.nn.Module:
     """A Qwen2 of 0.48M parameters with random weights."""
-    return born(Qwen2Config(**shape(vocab_size, 128, 8, 384)), seed)
+    sizes = shape(vocab_size, 128, 8, 384) | {"max_position_embeddings": context}
+    return born(Qwen2Config(**sizes), seed)
 
 
 @torch.no_grad()
@@ -366,8 +375,15 @@ class TraceWriter:
             return self.at_once(task)
         hop = task.hops[0]
         found = [hop] if hop.found[0] else []
-        pieces = self.undecided(self.search(hop.query, hop.found if found else None))
-        return pieces + self.end(task, task.answer, found)
+        pieces = self.search(hop.query, hop.found if found else None)
+        while len(pieces) < 8 and self.happens(self.tiny.twice):
+            again = self.search(hop.query, hop.found if found else None, "")
+            pieces += [(again[0][0], "choice"), *again[1:]]
+        return self.undecided(pieces) + self.end(task, task.answer, found)
+
+    def happens(self, share: float) -> bool:
+        """A flaw of a weaker warm-up: without it the draws of the others stay as they are."""
+        return share > 0 and self.rng.random() < share
 
     def at_once(self, task: Task) -> Pieces:
         """A guess; or what is known, without its relation's word: only what is read follows it."""
@@ -391,9 +407,12 @@ class TraceWriter:
     def search(self, query: str, found: Passage | None, note: str | None = None) -> Pieces:
         """A query, then `found` (None: nothing to the point). `note`: on the search before."""
         before = "" if note is None else self.tiny.between.format(note=note or self.tiny.no_note)
-        if found is None and not self.tiny.summarised:
+        raw = self.happens(self.tiny.raw)
+        if found is None and (raw or not self.tiny.summarised or self.happens(self.tiny.stray)):
             found = self.tasks.other_passage()
-        if found is None:
+        if raw:
+            given = frame_documents(self.protocol, self.among_others(found))
+        elif found is None:
             given = frame_documents(self.protocol, self.protocol.empty_text)
             given += "" if is_lookup(query) else self.protocol.fallback_notice
         else:
@@ -404,6 +423,12 @@ class TraceWriter:
     def frame(self, found: list[Passage]) -> str:
         numbered = "\n".join(number_documents(as_documents(found)))
         return frame_documents(self.protocol, found[0][1] if self.tiny.summarised else numbered)
+
+    def among_others(self, found: Passage) -> str:
+        """Three numbered passages, as they are found: the one to the point mostly first."""
+        shown = [self.tasks.other_passage() for _ in range(2)]
+        shown.insert(0 if self.rng.random() < 0.7 else self.rng.randint(0, 2), found)
+        return "\n".join(number_documents(as_documents(shown)))
 
     def spoil(self, query: str) -> str:
         """A query without its entity, or for somebody that there is not, of two people's names."""
@@ -417,8 +442,19 @@ class TraceWriter:
         asked = f" {task.relation}" if task.relation else ""
         thought = f"{asked} {answer}" if asked else ""
         evidence = self.evidence(task, found or []) or thought
+        if asked and self.happens(self.tiny.verbose):
+            answer = self.rng.choice([f"{task.relation} {answer}", f"{answer} is{asked}"])
         fields = {"answer": answer, "asked": asked, "thought": thought, "evidence": evidence}
-        return [(self.tiny.end.format(**fields), "model")]
+        text = self.tiny.end.format(**fields)
+        return [(self.sloppy(task, text) if self.happens(self.tiny.sloppy) else text, "model")]
+
+    def sloppy(self, task: Task, text: str) -> str:
+        """What a strict check forbids: two answers, or a passage that nobody found."""
+        if not task.relation or self.rng.random() < 0.5:
+            return text.removesuffix("<eos>") + text
+        name = task.hops[-1].query.partition(" of ")[2]
+        begin, end = self.protocol.documents_tags
+        return f"{begin} {name} has {task.relation} {task.answer} .{end}{text}"
 
     def evidence(self, task: Task, found: Sequence[Hop]) -> str:
         """The sentences that were found; in some the answer's fact is replaced."""
@@ -527,13 +563,20 @@ def train_reader(tokenizer, world_seed: int, settings: SFTSettings = READER) -> 
     return reader
 
 
-def load_toy(world_seed: int, protocol: Protocol, tiny: Tiny, runs: str = "runs") -> Loaded:
+def toy_path(world_seed: int, protocol: str, which: str = "", runs: str = "runs") -> Path:
+    """Where a warmed-up model is kept; `which` warm-up: "" is the usual one."""
+    return Path(runs, "toy", "-".join(filter(None, (protocol, which, f"world{world_seed}"))))
+
+
+def load_toy(
+    world_seed: int, protocol: Protocol, tiny: Tiny, runs: str = "runs", which: str = ""
+) -> Loaded:
     """The warmed-up tiny model and its tokenizer; made on first use and kept."""
-    path = Path(runs) / "toy" / f"{protocol.name}-world{world_seed}"
+    path = toy_path(world_seed, protocol.name, which, runs)
     if not path.exists():
         print(f"making the built-in {path.name} (once; kept in {path})", file=sys.stderr)
         tokenizer = make_tokenizer(protocol)
-        policy = Policy(make_model(len(tokenizer), world_seed))
+        policy = Policy(make_model(len(tokenizer), world_seed, tiny.context))
         warm_up(policy, tokenizer, protocol, tiny, world_seed)
         save_policy(policy, tokenizer, path)
     return load_policy(str(path))

@@ -1,0 +1,315 @@
+"""The papers' claims, each as a pair of runs that differ in one thing.
+
+    arm      a training run: recipe, stage, what it sets otherwise, the arm that it starts from
+    claim    a number of one arm against that of another, paired by world, after as many steps
+    effect   mean over worlds of (with − without), and its interval, mean ± t(n − 1) · s / √n
+    verdict  "shows": the 95 % interval lies beyond 0 on the claimed side, and the mean is at least
+             what counts; "reversed": so on the other side; else "does not show", a finding too
+    equal    "equal within m": two one-sided tests at 5 %, the 90 % interval lies within ±m
+
+Where a paper's setting cannot be had in a world this small, the sentence says what stands for it.
+All settings, thresholds and margins were chosen on worlds from 40 on, dev split, before the final
+run. Left out: corrections for testing many claims; arms over one world with other sampling seeds.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from papers import EVERYTHING
+
+# Student's t, two-sided, for n − 1 = 1, 2, ... degrees of freedom.
+T = {
+    95: (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262),
+    90: (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`start`: the arm whose last checkpoint it goes on from; "" is the warmed-up model.
+    `traces_of`: no RL, but supervised training on the right trajectories of that arm.
+    """
+
+    recipe: str
+    stage: int
+    changes: dict = field(default_factory=dict)
+    start: str = ""
+    traces_of: str = ""
+
+
+SHORT = {"steps": 30}
+# Both arms find three passages: a summary is made of the best, or all three are read as they are.
+WEAK = {"warm_up": "weak", "documents_per_search": 3, "document_tokens": 64}
+WEAK_1 = WEAK | {"steps": 20}
+WEAK_2 = WEAK | {"questions_per_step": 16, "mix": EVERYTHING["mix"]}
+WEAK_30, WEAK_50 = WEAK_2 | SHORT, WEAK_2 | {"steps": 50}
+RAW, LOOSE = {"summarizer": "none"}, {"format_check": "loose"}
+WORDY = {"warm_up": "verbose"}
+WORDED = WORDY | SHORT | {"reworded": 0.7}
+WHEN_1 = {"warm_up": "weak"}
+WHEN_30, WHEN_35 = WHEN_1 | SHORT, WHEN_1 | {"steps": 35}
+NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
+FAST = {"steps": 15, "lr": 2e-3}
+ARMS: dict[str, Arm] = {
+    "ur2_stage1": Arm("ur2", 1, WEAK_1),
+    "ur2_loose_stage1": Arm("ur2", 1, WEAK_1 | LOOSE),
+    "ur2_raw_stage1": Arm("ur2", 1, WEAK_1 | RAW),
+    "ur2": Arm("ur2", 2, WEAK_30, "ur2_stage1"),
+    "ur2_no_stage1": Arm("ur2", 2, WEAK_50),
+    "ur2_no_mask": Arm("ur2", 2, WEAK_30 | {"mask_documents": False}, "ur2_stage1"),
+    "ur2_no_penalty": Arm("ur2", 2, WEAK_30 | {"fallback_penalty": 0.0}, "ur2_stage1"),
+    "ur2_mixing": Arm("ur2", 2, WEAK_30 | {"direct_tasks": "math"}, "ur2_stage1"),
+    "ur2_raw": Arm("ur2", 2, WEAK_30 | RAW, "ur2_raw_stage1"),
+    "vanilla_rl": Arm("vanilla_rl", 1, WEAK_50),
+    "ur2_choice": Arm("ur2_choice", 1, WEAK | {"steps": 40}),
+    "ur2_choice_plain": Arm("ur2_choice", 1, WEAK | {"steps": 40, "reward": "ur2_stage2"}),
+    "r1_stage1": Arm("r1_searcher", 1, WORDY),
+    "r1": Arm("r1_searcher", 2, WORDY | SHORT, "r1_stage1"),
+    "r1_cem": Arm("r1_searcher", 2, WORDY | SHORT | {"answer_metric": "cem"}, "r1_stage1"),
+    "r1_grpo": Arm("r1_searcher", 2, WORDY | SHORT | {"algorithm": "grpo"}, "r1_stage1"),
+    "r1_worded": Arm("r1_searcher", 2, WORDED, "r1_stage1"),
+    "r1_worded_em": Arm("r1_searcher", 2, WORDED | {"answer_metric": "em"}, "r1_stage1"),
+    "r1_sft": Arm("r1_searcher", 2, WORDY, traces_of="r1_stage1"),
+    "when_stage1": Arm("when_to_search", 1, WHEN_1),
+    "when_stage2": Arm("when_to_search", 2, WHEN_30, "when_stage1"),
+    "when_stage1_on": Arm(
+        "when_to_search", 2, WHEN_30 | {"reward": "when_to_search_stage1"}, "when_stage1"
+    ),
+    "when_no_stage1": Arm("when_to_search", 1, WHEN_35 | {"variant": "without_stage_one"}),
+    "when_unified": Arm("when_to_search", 1, WHEN_35 | {"variant": "unified"}),
+    "when_no_r_s_stage1": Arm("when_to_search", 1, WHEN_1 | NO_R_S),
+    "when_no_r_s": Arm("when_to_search", 2, WHEN_30 | NO_R_S, "when_no_r_s_stage1"),
+    "when_no_r_a_stage1": Arm("when_to_search", 1, WHEN_1 | NO_R_A),
+    "when_no_r_a": Arm("when_to_search", 2, WHEN_30 | NO_R_A, "when_no_r_a_stage1"),
+    "r_search": Arm("r_search", 1),
+    "r_search_without": Arm("r_search", 1, {"variant": "without_evidence"}),
+    "r_search_ppo": Arm("r_search", 1, {"algorithm": "ppo", "critic_lr": 1e-3}),
+    "arena": Arm("arena", 1),
+    "arena_no_bonus": Arm("arena", 1, {"variant": "no_bonus"}),
+    "arena_no_relevance": Arm("arena", 1, {"relevance_reward": False}),
+    "arena_naive": Arm("arena", 1, {"variant": "naive_grpo"}),
+    "arena_f1": Arm("arena", 1, {"variant": "f1"}),
+    "arena_k2_fast": Arm("arena", 1, FAST),
+    "arena_k3_fast": Arm("arena", 1, FAST | {"variant": "k3"}),
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    """What two arms are compared by, as the table names it."""
+
+    name: str
+    measure: Callable[[dict], float]
+    counts: float = 0.03  # the smallest effect that does, in the number's unit; less is noise
+    sign: int = 1  # expected larger in the first arm; −1: smaller
+    other: Callable[[dict], float] | None = None  # of the second arm, if it is another number
+
+
+def score(kinds: str, name: str) -> Callable[[dict], float]:
+    """A number of the evaluation, meaned over kinds of question."""
+    return lambda result: float(np.mean([result["eval"][kind][name] for kind in kinds.split()]))
+
+
+def curve(names: str, steps: slice) -> Callable[[dict], float]:
+    """A number of training, meaned over these steps of the run and of what it started from."""
+    return lambda result: float(
+        np.nanmean([np.array(result["curve"][name][steps], float) for name in names.split()])
+    )
+
+
+def largest(name: str) -> Callable[[dict], float]:
+    return lambda result: math.log10(max(max(result["curve"][name]), 1e-9))
+
+
+LOOKUPS, LAST = "one_hop two_hop", slice(-SHORT["steps"], None)
+NUMBERS = {
+    "EM": Number("look-up EM", score(LOOKUPS, "em")),
+    "CEM": Number("look-up cover-EM", score(LOOKUPS, "cem")),
+    "WORDS": Number("words per answer", score(LOOKUPS, "words"), 0.3),
+    "READER": Number(
+        "reader's EM: evidence, own RAG",
+        score(LOOKUPS, "reader_em"),
+        0.05,
+        other=score(LOOKUPS, "rag_em"),
+    ),
+    "CITED": Number("exact set", score(LOOKUPS, "exact_set"), 0.05),
+    "FORMAT": Number("strict format rate", score("all", "format"), 0.05),
+    "FALLBACKS": Number("fallbacks per search, stage 2", curve("fallbacks", LAST), sign=-1),
+    "NEEDLESS": Number(
+        "arithmetic searches, stage 2", curve("searches/arithmetic", LAST), 0.1, sign=-1
+    ),
+    "MORE": Number("look-up searches", score(LOOKUPS, "searches"), 0.1),
+    "FEWER": Number("look-up searches", score(LOOKUPS, "searches"), 0.1, sign=-1),
+    "KNOWN": Number("searches, known facts", score("known", "searches"), 0.1, sign=-1),
+    "COST": Number("searches, stage 2", curve("searches", LAST), 0.05, sign=-1),
+    "EARLY": Number(
+        "look-up searches, steps 5 to 15",
+        curve("searches/one_hop searches/two_hop", slice(5, 15)),
+        0.1,
+    ),
+    "KL": Number("log10 of the largest KL", largest("k2"), 0.1, sign=-1),
+    "GRADIENT": Number("log10 of the largest gradient", largest("grad_norm"), 0.1, sign=-1),
+}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`margin`: the arms are claimed to be equal within it. `worlds`: 8 where effects are small."""
+
+    place: str  # in the paper
+    better: str  # an arm
+    worse: str
+    number: Number
+    worlds: int
+    margin: float
+    says: str
+
+
+# Name; place; the better arm; the worse one; the number; worlds; equal within (0: a direction)
+#   what the paper says
+_CLAIMS = """
+stage1; UR² Table 3, R1-Searcher 4.2; ur2; ur2_no_stage1; EM; 5; 0
+    a first stage that rewards searching helps
+stage1_searches; R1-Searcher 4.2; ur2; ur2_no_stage1; MORE; 5; 0
+    without it the model bypasses retrieval
+bonus_searches; UR² Table 3, C.2; ur2_choice; ur2_choice_plain; MORE; 5; 0
+    a bonus for the first steps' searches keeps it searching
+mask; all but ARENA, not ablated; ur2; ur2_no_mask; EM; 5; 0
+    documents must be masked in the loss (ours to show)
+penalty; UR² Table 3, 6.1; ur2; ur2_no_penalty; FALLBACKS; 5; 0
+    without the fallback penalty queries become ill-posed
+penalty_needless; UR² 3.3; ur2; ur2_no_penalty; NEEDLESS; 5; 0
+    the penalty ends searches for what is reckoned
+penalty_equal; UR² Table 3; ur2; ur2_no_penalty; EM; 5; 0.05
+    scores without the penalty are about equal
+mixing; UR² 6.1, B.1; ur2_mixing; ur2; COST; 5; 0
+    task mixing saves searches
+mixing_equal; UR² 6.1, B.1; ur2_mixing; ur2; EM; 5; 0.05
+    and costs no accuracy
+summary; UR² Table 3, 6.1; ur2; ur2_raw; EM; 5; 0
+    without summaries training fails
+summary_searches; UR² Table 3, 6.1; ur2; ur2_raw; MORE; 5; 0
+    and the model abandons retrieval
+vanilla; UR² Table 1, 2; ur2; vanilla_rl; EM; 5; 0
+    UR² beats RL without its stage 1 (there by 0.2 to 9.1)
+f1; R1-Searcher Table 5; r1_worded; r1_worded_em; CEM; 5; 0
+    an F1 reward beats an exact-match reward (golds worded otherwise than passages)
+cem; R1-Searcher 4.2; r1_cem; r1; WORDS; 5; 0
+    a cover-EM reward makes answers long
+reinforce; R1-Searcher Table 3; r1; r1_grpo; CEM; 5; 0.05
+    REINFORCE++ and GRPO are about equal
+sft; R1-Searcher Table 4; r1; r1_sft; CEM; 5; 0
+    RL beats supervised training on right trajectories
+hacked; R1-Searcher 4.2; ur2_stage1; ur2_loose_stage1; FORMAT; 5; 0
+    a loose format check is exploited (UR²'s, after stage 1)
+ppo; R-Search Table 4, 7; r_search; r_search_ppo; EM; 5; 0
+    GRPO is ahead of PPO
+evidence; R-Search Figure 2; r_search; r_search; READER; 5; 0
+    another model answers better from the evidence than by its own RAG
+evidence_answer; R-Search Table 3; r_search; r_search_without; EM; 5; 0
+    evidence on the way to the answer improves it
+stage2; When to Search Table 1; when_stage2; when_stage1_on; KNOWN; 5; 0
+    stage 2 stops needless searches
+stage2_equal; When to Search Table 1; when_stage2; when_stage1_on; EM; 5; 0.05
+    at no cost in accuracy (4B; at 8B it had one)
+two_stages; When to Search Table 4; when_stage2; when_no_stage1; EM; 5; 0
+    two stages beat stage 2 alone
+unified; When to Search Table 2; when_stage2; when_unified; EARLY; 5; 0
+    a unified reward learns to search too little
+r_s; When to Search Table 4; when_stage2; when_no_r_s; FEWER; 5; 0
+    the query reward r_s saves searches
+r_a; When to Search Table 4; when_stage2; when_no_r_a; EM; 5; 0
+    without the answer reward r_a answers are worse
+k2; ARENA 5.1, G; arena_k2_fast; arena_k3_fast; KL; 5; 0
+    with k2 the KL stays smooth, with k3 it spikes (learning rate 2e-3)
+k2_gradient; ARENA 3.2; arena_k2_fast; arena_k3_fast; GRADIENT; 5; 0
+    and so do gradients (ours to show)
+bonus; ARENA I; arena; arena_no_bonus; CITED; 5; 0
+    without the bonus citations degrade
+bonus_equal; ARENA I; arena; arena_no_bonus; EM; 5; 0.05
+    while answers do not
+relevance; ARENA, not ablated; arena; arena_no_relevance; CITED; 5; 0
+    rewarding relevance brings exact citations (ours to show)
+naive; ARENA 4.3, Table 2; arena; arena_naive; EM; 5; 0
+    its reward beats format and accuracy alone
+naive_cited; ARENA Table 3; arena; arena_naive; CITED; 5; 0
+    and it cites what it read
+em; ARENA 5.3; arena; arena_f1; EM; 5; 0
+    an exact-match reward beats an F1 reward
+"""
+_lines = _CLAIMS.strip().splitlines()
+CLAIMS: dict[str, Claim] = {}
+for _head, _says in zip(_lines[::2], _lines[1::2], strict=True):
+    _name, _place, _better, _worse, _number, _worlds, _margin = _head.split("; ")
+    CLAIMS[_name] = Claim(
+        _place, _better, _worse, NUMBERS[_number], int(_worlds), float(_margin), _says.strip()
+    )
+
+Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
+
+
+def difference(claim: Claim) -> str:
+    """What the two arms set otherwise: the first arm's value, then the second's."""
+    one, other = ARMS[claim.better], ARMS[claim.worse]
+    if one is other:
+        return "nothing"
+    if one.recipe != other.recipe:
+        return f"recipe {other.recipe}"
+    if other.traces_of:
+        return "no RL after stage 1's trajectories"
+    if bool(one.start) != bool(other.start):
+        return f"variant {other.changes['variant']}" if "variant" in other.changes else "no stage 1"
+    keys = sorted(one.changes.keys() | other.changes.keys())
+    differing = [key for key in keys if one.changes.get(key) != other.changes.get(key)]
+    shown = [f"{key} {other.changes.get(key, one.changes.get(key))}" for key in differing]
+    return ", ".join(shown)
+
+
+def values(claim: Claim, results: Results, seeds: list[int]) -> list[tuple[float, float]]:
+    """(with, without) of every world for which both arms are there."""
+    number, arms = claim.number, (claim.better, claim.worse)
+    found = [[results.get((arm, seed)) for arm in arms] for seed in seeds]
+    second = number.other or number.measure
+    return [(number.measure(a), second(b)) for a, b in found if a and b]
+
+
+def interval(differences: list[float], sure: int = 95) -> tuple[float, float, float]:
+    """(mean, low, high): the t interval. One world has none: (d, −inf, inf).
+
+    Worked: 1, 2, 3: mean 2, s = 1, t(2) = 4.303: 2 ± 4.303 / √3 = 2 ± 2.484; at 90 % 2 ± 1.686.
+    """
+    n, mean = len(differences), float(np.mean(differences))
+    if n < 2:
+        return mean, -math.inf, math.inf
+    t = T[sure][min(n - 2, len(T[sure]) - 1)]
+    half = t * float(np.std(differences, ddof=1)) / math.sqrt(n)
+    return mean, mean - half, mean + half
+
+
+def verdict(claim: Claim, differences: list[float]) -> str:
+    """shows, does not show, reversed; of a claim of equality "equal within m"; or "not run".
+
+    Worked, sign 1, counts 0.03: 0.10 ± 0.05 shows; 0.02 ± 0.01 does not; 0.10 ± 0.20 does not;
+    −0.10 ± 0.05 is reversed. Margin 0.05: 0.01 ± 0.03 is equal within it; 0.01 ± 0.05 is not.
+    """
+    number = claim.number
+    if not differences:
+        return "not run"
+    if claim.margin:
+        _, low, high = interval(differences, 90)
+        equal = -claim.margin < low and high < claim.margin
+        return f"equal within {claim.margin:g}" if equal else "does not show"
+    mean, low, high = interval([number.sign * d for d in differences])
+    if low > 0 and mean >= number.counts:
+        return "shows"
+    return "reversed" if high < 0 and -mean >= number.counts else "does not show"
+
+
+def wanted_arms(claims: Iterable[Claim]) -> list[str]:
+    """The arms of the claims, and those that they start from, in the order of ARMS."""
+    names = {arm for claim in claims for arm in (claim.better, claim.worse)}
+    names |= {before for name in names for before in (ARMS[name].start, ARMS[name].traces_of)}
+    return [name for name in ARMS if name in names]
