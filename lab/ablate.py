@@ -82,7 +82,7 @@ class AblateSettings:
     workers: int = setting(os.cpu_count() or 1, "arms at a time, one core each", least=1)
     table: bool = setting(False, "run nothing: the table of what is there")
     markdown: bool = setting(False, "print Markdown tables")
-    rewards: bool = setting(False, "print each arm's own reward, before and after")
+    arms: bool = setting(False, "print what each arm scored, and its reward")
     curves: str = setting("", "run nothing: a folder for pictures of what is there")
 
 
@@ -120,8 +120,8 @@ def commit() -> str:
 
 
 # --------------------------------------------------------------------------------------- one arm
-def run_arm(name: str, seed: int, runs: str, split: str) -> float:
-    """Train and evaluate one arm in one world; returns its seconds."""
+def run_arm(name: str, seed: int, runs: str, split: str) -> str:
+    """Train and evaluate one arm in one world; says its seconds, and the prior that it had."""
     path, start = result_path(runs, name, seed), time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
     # Many arms run at the same time.
@@ -138,7 +138,7 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> float:
     result |= {"prior": prior, "seconds": seconds, "settings": made_with(name, split)}
     result |= {"commit": commit(), "date": str(date.today())}
     write_records(path, [result])  # there is no result that is not whole
-    return seconds
+    return f"{seconds:.0f} s, {prior:.3f} searches per look-up before RL"
 
 
 def last_of(name: str, seed: int, runs: str) -> str:
@@ -268,7 +268,7 @@ def run_chain(names: list[str], seed: int, runs: str, split: str) -> None:
         try:
             if before := {ARMS[name].start, ARMS[name].traces_of} & failed:
                 raise InputError(f"{min(before)} is not there")
-            said = f"{run_arm(name, seed, runs, split):.0f} s"
+            said = run_arm(name, seed, runs, split)
         except InputError as error:
             failed.add(name)
             said = f"not run: {error}"
@@ -331,18 +331,29 @@ def rows(claims: list[Claim], results: Results, seeds: list[int]) -> list[list[s
     return lines
 
 
+ARM_CELLS = """
+one_hop em; two_hop em; known em; arithmetic em; one_hop searches; two_hop searches; known searches;
+arithmetic searches; all format
+"""
+
+
 def arm_rows(results: Results) -> list[list[str]]:
-    """Each arm: searches before RL; its training reward, mean of the first and last three steps."""
-    lines = [["arm", "prior", "reward, first -> last steps, by world", "rose in", "seconds"]]
+    """Each arm, mean over worlds: searches before RL, the evaluation, and its training reward over
+    the first and the last three steps.
+    """
+    cells = [cell.split() for cell in ARM_CELLS.split(";")]
+    lines = [["arm", "prior", *map(" ".join, cells), "reward", "seconds", "worlds"]]
     for arm, group in itertools.groupby(results, key=lambda key: key[0]):
         found = [results[key] for key in group]
+        line = [np.mean([result["prior"] for result in found])]
+        for kind, name in cells:
+            line.append(np.mean([r["eval"].get(kind, {}).get(name, np.nan) for r in found]))
         steps = settings_of(arm, 0, "").steps
-        curves = [r["curve"]["reward"][-steps:] for r in found if r["curve"]]
-        ends = [(float(np.mean(c[:3])), float(np.mean(c[-3:]))) for c in curves]
-        shown = "   ".join(f"{first:.2f} -> {last:.2f}" for first, last in ends)
-        rose = f"{sum(last > first for first, last in ends)} of {len(ends)}"
-        prior, seconds = (np.mean([r[key] for r in found]) for key in ("prior", "seconds"))
-        lines.append([arm, f"{prior:.2f}", shown, rose, f"{seconds:.0f}"])
+        paid = np.array([result["curve"].get("reward", [np.nan])[-steps:] for result in found])
+        told = f"{paid[:, :3].mean():.2f} -> {paid[:, -3:].mean():.2f}"
+        seconds = f"{np.mean([result['seconds'] for result in found]):.0f}"
+        shown = ["-" if np.isnan(value) else f"{value:.2f}" for value in line]
+        lines.append([arm, *shown, told, seconds, str(len(found))])
     return lines
 
 
@@ -419,7 +430,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.curves:
         return draw(results, seeds, Path(options.curves))
     print(written(rows(claims, results, seeds), options.markdown, 1))
-    if options.rewards:
+    if options.arms:
         print("\n" + written(arm_rows(results), options.markdown, 1))
     if results:
         print("\n" + made_by(results))

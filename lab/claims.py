@@ -43,9 +43,10 @@ class Arm:
 SHORT = {"steps": 30}
 # Both arms find three passages: a summary is made of the best, or all three are read as they are.
 WEAK = {"warm_up": "weak", "documents_per_search": 3, "document_tokens": 64}
-WEAK_1 = WEAK | {"steps": 20}
+WEAK_1 = WEAK | {"steps": 25}
 WEAK_2 = WEAK | {"questions_per_step": 16, "mix": EVERYTHING["mix"]}
-WEAK_30, WEAK_50 = WEAK_2 | SHORT, WEAK_2 | {"steps": 50}
+WEAK_30, WEAK_55 = WEAK_2 | SHORT, WEAK_2 | {"steps": 55}
+CHOICE = WEAK | {"steps": 40, "variant": "qwen_3b"}  # whose bonus lasts for 15 steps
 RAW, LOOSE = {"summarizer": "none"}, {"format_check": "loose"}
 WORDY = {"warm_up": "verbose"}
 WORDED = WORDY | SHORT | {"reworded": 0.7}
@@ -58,14 +59,14 @@ ARMS: dict[str, Arm] = {
     "ur2_loose_stage1": Arm("ur2", 1, WEAK_1 | LOOSE),
     "ur2_raw_stage1": Arm("ur2", 1, WEAK_1 | RAW),
     "ur2": Arm("ur2", 2, WEAK_30, "ur2_stage1"),
-    "ur2_no_stage1": Arm("ur2", 2, WEAK_50),
+    "ur2_no_stage1": Arm("ur2", 2, WEAK_55),
     "ur2_no_mask": Arm("ur2", 2, WEAK_30 | {"mask_documents": False}, "ur2_stage1"),
     "ur2_no_penalty": Arm("ur2", 2, WEAK_30 | {"fallback_penalty": 0.0}, "ur2_stage1"),
     "ur2_mixing": Arm("ur2", 2, WEAK_30 | {"direct_tasks": "math"}, "ur2_stage1"),
     "ur2_raw": Arm("ur2", 2, WEAK_30 | RAW, "ur2_raw_stage1"),
-    "vanilla_rl": Arm("vanilla_rl", 1, WEAK_50),
-    "ur2_choice": Arm("ur2_choice", 1, WEAK | {"steps": 40}),
-    "ur2_choice_plain": Arm("ur2_choice", 1, WEAK | {"steps": 40, "reward": "ur2_stage2"}),
+    "vanilla_rl": Arm("vanilla_rl", 1, WEAK_55),
+    "ur2_choice": Arm("ur2_choice", 1, CHOICE),
+    "ur2_choice_plain": Arm("ur2_choice", 1, CHOICE | {"reward": "ur2_stage2"}),
     "r1_stage1": Arm("r1_searcher", 1, WORDY),
     "r1": Arm("r1_searcher", 2, WORDY | SHORT, "r1_stage1"),
     "r1_cem": Arm("r1_searcher", 2, WORDY | SHORT | {"answer_metric": "cem"}, "r1_stage1"),
@@ -144,7 +145,6 @@ NUMBERS = {
     "MORE": Number("look-up searches", score(LOOKUPS, "searches"), 0.1),
     "FEWER": Number("look-up searches", score(LOOKUPS, "searches"), 0.1, sign=-1),
     "KNOWN": Number("searches, known facts", score("known", "searches"), 0.1, sign=-1),
-    "COST": Number("searches, stage 2", curve("searches", LAST), 0.05, sign=-1),
     "EARLY": Number(
         "look-up searches, steps 5 to 15",
         curve("searches/one_hop searches/two_hop", slice(5, 15)),
@@ -185,8 +185,8 @@ penalty_needless; UR² 3.3; ur2; ur2_no_penalty; NEEDLESS; 5; 0
     the penalty ends searches for what is reckoned
 penalty_equal; UR² Table 3; ur2; ur2_no_penalty; EM; 5; 0.05
     scores without the penalty are about equal
-mixing; UR² 6.1, B.1; ur2_mixing; ur2; COST; 5; 0
-    task mixing saves searches
+mixing; UR² 6.1, B.1; ur2_mixing; ur2; NEEDLESS; 5; 0
+    task mixing saves searches (for sums)
 mixing_equal; UR² 6.1, B.1; ur2_mixing; ur2; EM; 5; 0.05
     and costs no accuracy
 summary; UR² Table 3, 6.1; ur2; ur2_raw; EM; 5; 0
