@@ -189,7 +189,7 @@ def checked_prior(name: str, seed: int, runs: str, split: str) -> float:
     """Searches per held-out look-up of the warmed-up model, measured once; no more than it says."""
     settings = settings_of(name, seed, runs)
     paper, warm_up = paper_of(settings.protocol), settings.warm_up
-    path = Path(runs, "toy", f"{settings.protocol}-{warm_up}-world{seed}-{split}.json")
+    path = toy_path(seed, settings.protocol, warm_up, runs) / f"prior-{split}.json"
     if PROTOCOLS[settings.protocol].query_tags is None:
         return 0.0
     if not path.exists():

@@ -215,13 +215,13 @@ stage2; When to Search Table 1; when_stage2; when_stage1_on; KNOWN; 5; 0
     stage 2 stops needless searches
 stage2_equal; When to Search Table 1; when_stage2; when_stage1_on; EM; 5; 0.05
     at no cost in accuracy (4B; at 8B it had one)
-two_stages; When to Search Table 4; when_stage2; when_no_stage1; EM; 5; 0
+two_stages; When to Search Table 4; when_stage2; when_no_stage1; EM; 8; 0
     two stages beat stage 2 alone
 unified; When to Search Table 2; when_stage2; when_unified; EARLY; 5; 0
     a unified reward learns to search too little
 r_s; When to Search Table 4; when_stage2; when_no_r_s; FEWER; 5; 0
     the query reward r_s saves searches
-r_a; When to Search Table 4; when_stage2; when_no_r_a; EM; 5; 0
+r_a; When to Search Table 4; when_stage2; when_no_r_a; EM; 8; 0
     without the answer reward r_a answers are worse
 k2; ARENA 5.1, G; arena_k2_fast; arena_k3_fast; KL; 5; 0
     with k2 the KL stays smooth, with k3 it spikes (learning rate 2e-3)

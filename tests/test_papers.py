@@ -342,7 +342,7 @@ def python(folder: Path, *arguments: str) -> str:
 EVERY_COMMAND = """
 import sys
 import ask, eval, papers, train
-from lab import ablate
+from lab import ablate, claims
 
 sys.argv = ["papers.py"]
 papers.main()
@@ -354,8 +354,8 @@ checkpoint = "runs/librarian-world0-seed0/stage1/checkpoint-000003"
 eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
 ask.main(["--recipe", "librarian"])
 ablate.main(["--table", "--runs", "nowhere"])
-ablate.ARMS["sixth"] = ablate.Arm("librarian", 1, {"steps": 1})
-ablate.run_arm("sixth", 0, "runs")
+claims.ARMS["sixth"] = claims.Arm("librarian", 1, {"steps": 1})
+ablate.run_arm("sixth", 0, "runs", "dev")
 """
 
 
@@ -374,7 +374,7 @@ def test_a_sixth_paper_is_three_insertions_and_every_command_knows_it(tmp_path):
     assert "model: runs/librarian-world0-seed0" in said  # ask
     assert "not run" in said  # lab.ablate's table
     arm = json.loads((tmp_path / "runs" / "sixth-world0" / "result.json").read_text())
-    assert len(arm["reward"]) == 2 and set(KINDS) < set(arm["eval"])
+    assert len(arm["curve"]["reward"]) == 1 and set(KINDS) < set(arm["eval"])
 
 
 @pytest.mark.slow

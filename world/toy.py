@@ -25,6 +25,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from data import Document, Question
+from errors import InputError
 from other_models.reader import INSTRUCTION as READER_INSTRUCTION
 from other_models.reader import reader_text
 from policy import Policy, load_policy, save_policy
@@ -571,14 +572,18 @@ def toy_path(world_seed: int, protocol: str, which: str = "", runs: str = "runs"
 def load_toy(
     world_seed: int, protocol: Protocol, tiny: Tiny, runs: str = "runs", which: str = ""
 ) -> Loaded:
-    """The warmed-up tiny model and its tokenizer; made on first use and kept."""
+    """The warmed-up tiny model and its tokenizer; made on first use and kept, with what made it."""
     path = toy_path(world_seed, protocol.name, which, runs)
+    made_with = path / "warm_up.txt"
+    if path.exists() and not (made_with.exists() and made_with.read_text() == f"{tiny}\n"):
+        raise InputError(f"{path} was made with another warm-up: remove it, or give other --runs")
     if not path.exists():
         print(f"making the built-in {path.name} (once; kept in {path})", file=sys.stderr)
         tokenizer = make_tokenizer(protocol)
         policy = Policy(make_model(len(tokenizer), world_seed, tiny.context))
         warm_up(policy, tokenizer, protocol, tiny, world_seed)
         save_policy(policy, tokenizer, path)
+        made_with.write_text(f"{tiny}\n")
     return load_policy(str(path))
 
 
