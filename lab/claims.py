@@ -252,7 +252,7 @@ Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
 
 
 def difference(claim: Claim) -> str:
-    """What the two arms set otherwise: the first arm's value, then the second's."""
+    """What the second arm sets otherwise, or lacks."""
     one, other = ARMS[claim.better], ARMS[claim.worse]
     if one is other:
         return "nothing"
@@ -264,8 +264,9 @@ def difference(claim: Claim) -> str:
         return f"variant {other.changes['variant']}" if "variant" in other.changes else "no stage 1"
     keys = sorted(one.changes.keys() | other.changes.keys())
     differing = [key for key in keys if one.changes.get(key) != other.changes.get(key)]
-    shown = [f"{key} {other.changes.get(key, one.changes.get(key))}" for key in differing]
-    return ", ".join(shown)
+    changed = [f"{key} {other.changes[key]}" for key in differing if key in other.changes]
+    lacked = [f"no {key} {one.changes[key]}" for key in differing if key not in other.changes]
+    return ", ".join(changed + lacked)
 
 
 def values(claim: Claim, results: Results, seeds: list[int]) -> list[tuple[float, float]]:
