@@ -112,9 +112,10 @@ def test_the_table_has_a_line_per_claim_also_for_those_that_were_not_run():
 
 
 def test_numbers_of_curves_and_shares_by_hand():
-    curve = {"grad_norm": [0.1, 1000.0, 0.5], "k2": [0.0, 0.01]}
+    curve = {"grad_norm": [0.1, 1000.0, 0.5], "k2": [0.1, 10.0, 0.1]}
     assert CLAIMS["k2_gradient"].number.measure({"curve": curve}) == pytest.approx(3)  # log10
-    assert CLAIMS["k2"].number.measure({"curve": curve}) == pytest.approx(-2)
+    assert CLAIMS["k2"].number.measure({"curve": curve}) == pytest.approx(2)
+    assert CLAIMS["k2"].number.other({"curve": {"k3": [1.0, 10.0, 1.0]}}) == pytest.approx(1)
     # steps 5 to 14 of look-ups: 1 and 3 searches
     early = {"searches/one_hop": [9] * 5 + [1] * 10 + [9], "searches/two_hop": [9] * 5 + [3] * 10}
     assert CLAIMS["unified"].number.measure({"curve": early}) == 2
