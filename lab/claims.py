@@ -122,7 +122,7 @@ def curve(names: str, steps: slice) -> Callable[[dict], float]:
 
 
 def largest(name: str) -> Callable[[dict], float]:
-    return lambda result: math.log10(max(max(result["curve"][name]), 1e-9))
+    return lambda result: math.log10(np.nanmax(np.array(result["curve"][name], float)))
 
 
 def spike(name: str) -> Callable[[dict], float]:
