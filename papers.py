@@ -89,7 +89,13 @@ UR2 = Paper(
     },
     good_format=lambda trajectory: not rewards.ur2_violations(trajectory),
     # search, read the summary (or the fallback), write \\boxed{...}
-    world=Tiny("{asked} \\boxed{{ {answer}}}<eos>", read=" \\boxed{{ {answer}}}", summarised=True),
+    world=Tiny(
+        "{asked} \\boxed{{ {answer}}}<eos>",
+        read=" \\boxed{{ {answer}}}",
+        summarised=True,
+        stop_after_first_hop=0.1,  # at 0.2 stage 2 unlearned the second hop in world 44
+        steps=620,
+    ),
     # appendix C.4, as the summariser's: temperature, top_p, tokens
     decoding={"temperature": 0.3, "top_p": 0.5}
     | {"summary_sampling": "math=0.3/0.7/8192,other=0.3/0.5/2048"},
@@ -101,6 +107,7 @@ UR2.warm_ups["weak"] = replace(
     kinds={"one_hop": 0.22, "two_hop": 0.26, "unit": 0.14, "arithmetic": 0.28, "known": 0.10},
     choice_without_loss=0.99,
     bad_query=0.25,
+    stop_after_first_hop=0.2,
     ignore_document=0.3,
     needless_search=0.6,
     raw=0.3,
@@ -109,6 +116,7 @@ UR2.warm_ups["weak"] = replace(
     sloppy=0.25,
     prior=0.04,
     context=512,
+    steps=550,
 )
 # A bonus in its first steps is its stage 1 (C.7). The built-in world has no options: of any task.
 UR2_CHOICE = replace(
