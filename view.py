@@ -48,8 +48,7 @@ def series(records: list[dict], wanted: tuple[str, ...]) -> dict[str, tuple[list
     for name in sorted({name for record in records for name in record}):
         if name in wanted or name.startswith(prefixes):
             measured = [record for record in records if name in record]
-            label = name.split("/")[-1] if name.startswith(("em/", "searched/")) else name
-            curves[label] = [r["x"] for r in measured], [r[name] for r in measured]
+            curves[name.split("/")[-1]] = [r["x"] for r in measured], [r[name] for r in measured]
     return curves
 
 
@@ -88,7 +87,7 @@ def draw(folder: Path, png: Path) -> None:
 
 def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) -> None:
     for label, (x, y) in curves.items():
-        shown = label.replace("reward/", "").replace("_", " ")
+        shown = label.replace("_", " ")
         (line,) = axis.plot(x, smooth(y), label=shown, linewidth=2.4 if label == "reward" else 1.5)
         axis.plot(x, y, color=line.get_color(), alpha=0.2, linewidth=0.8)  # as measured
     above = {"transform": axis.get_xaxis_transform(), "va": "bottom"}

@@ -44,7 +44,6 @@ def read_answer(reply: str | None) -> str:
 
 
 def reader_answers(llm, pairs: list[tuple[Question, str | None]]) -> list[str]:
-    """(question, evidence) -> the reader's answer, for all in one batch."""
     texts = [reader_text(*pair) if (pair[1] or "").strip() else None for pair in pairs]
     return [read_answer(reply) for reply in ask_given(llm, INSTRUCTION, texts)]
 

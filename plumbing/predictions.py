@@ -170,10 +170,7 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
 
 
 def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=False, seed=0):
-    """Prediction records with metrics, of the questions in `data` or of all that have gold answers.
-    Each file is a data set of its own, unless `data` names several. Without `punctuation` eval.py's
-    records stay as they were scored; elsewhere it becomes a blank.
-    """
+    """Records with metrics. Each file is a data set of its own, unless `data` names several."""
     if not paths:
         return []
     datasets = load_datasets(data, skip_bad, seed) if data else {}

@@ -29,9 +29,7 @@ def answer_scores(trajectory: Trajectory) -> dict[str, float]:
 
 
 def search_numbers(t: Trajectory) -> dict[str, float]:
-    """`queries` that it wrote, also `refused` ones; `searches` that were run; those of them that
-    were `successful` (UR² Table 10), and `repeated`: in the words of an earlier one.
-    """
+    """`queries` that it wrote, also `refused` ones; `searches` that were run (UR² Table 10)."""
     tags, asked = t.protocol.query_tags, [tokenize(search.query) for search in t.searches]
     numbers = {
         "searched": bool(asked),
@@ -103,7 +101,6 @@ class Scorer:
         return components, correct
 
     def stats(self) -> dict[str, float]:
-        """For the log: the share of unreadable verdicts, and what the reader left open, so far."""
         stats = {}
         if self.judge:
             stats["judge_unreadable"] = self.judge.unreadable / max(1, self.judge.asked)
@@ -138,7 +135,6 @@ def build_reader(settings: Settings, device="cpu") -> LLM:
 
 
 def ask_others(records: list[dict], reader: LLM | None, judge: Judge | None) -> list[dict]:
-    """Records with the reader's answers and the judge's verdicts; says what did not come."""
     if reader:
         records = add_reader(records, reader)
         if reader.failures:
@@ -154,9 +150,7 @@ PARTLY = 0.5  # UR² does not say: its Table 1 has odd tenths of per cents, of 5
 
 
 def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
-    """The column `judged`: 1 or 0, of mathematics also ½ (UR² appendix D.1); None where the verdict
-    could not be read. Where no reply came, what the record says already is kept.
-    """
+    """The column `judged`: 1 or 0, of mathematics also ½ (UR² appendix D.1); None: unreadable."""
     pairs, told, said = [], [], {}
     for r in records:
         options = tuple(r.get("options", ()))
@@ -167,7 +161,7 @@ def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
         said |= zip(own, ask([pairs[i] for i in own]), strict=True)
     for i, record in enumerate(records):
         judged = said[i]
-        if judged is None and judge.silent:
+        if judged is None and judge.silent:  # what the record says already is kept
             judged = record["metrics"].get("judged")
         elif judged is not None:  # `grades` says 1 for partly, and 2 for right
             judged = PARTLY if judged == 1 and pairs[i][0].task == "math" else float(judged > 0)

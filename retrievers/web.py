@@ -87,7 +87,6 @@ class WebRetriever:
         return found
 
     def ask(self, query: str, k: int) -> list[Document]:
-        """One request to the search API: addresses, titles and snippets."""
         with self.lock:
             time.sleep(PAUSE)
         query = quote(one_line(query)[:MAX_QUERY], safe="", errors="replace")
