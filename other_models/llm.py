@@ -127,7 +127,7 @@ class Cache:
 
 
 class LLM:
-    """What both kinds share; each adds `replies(requests)`: (request, reply or None) as they come."""
+    """What both kinds share; each adds `replies(requests)`: each request and its reply or None."""
 
     instruction = ""  # of --prompt_file: asked in place of each request's own
 

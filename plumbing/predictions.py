@@ -237,9 +237,8 @@ def score_command(arguments: list[str] | None = None) -> None:
 
 def told_by_others(records: list[dict], given: dict) -> list[dict]:
     """With what --reader answers from their evidence and --judge says of their predictions."""
-    # Scoring alone starts without torch.
     from plumbing.score import ask_others, build_judge, build_reader
-    from policy import best_device
+    from policy import best_device  # which loads torch: scoring alone starts without it
     from settings import Settings, check_limits
 
     own = [f.name for f in fields(Settings) if f.name in given]

@@ -69,8 +69,7 @@ class Scorer:
     def __init__(self, settings: Settings, documents: list[Document], device):
         self.settings, needed = settings, needs(settings)
         self.judge: Judge | None = build_judge(settings, device)
-        # DAPO's filter asks for "right" too.
-        self.asks = "verdict" in needed or settings.algorithm == "dapo"
+        self.asks = "verdict" in needed or settings.algorithm == "dapo"  # its filter asks too
         self.reader = build_reader(settings, device) if "reader" in needed else None
         self.embed, self.learns = None, False  # queries -> vectors, for When to Search's similarity
         if "embedder" in needed:
@@ -83,8 +82,7 @@ class Scorer:
         verdicts = verdicts_on(trajectories, self.judge if self.asks else None)
         correct = [is_right(t, said) for t, said in zip(trajectories, verdicts, strict=True)]
         read = [""] * len(trajectories)
-        if self.reader:
-            # Evidence without a search was made up: nobody is asked about it.
+        if self.reader:  # evidence without a search was made up: nobody is asked about it
             pairs = [(t.question, t.evidence if t.searches else None) for t in trajectories]
             read = reader_answers(self.reader, pairs)
         graded = self.judge and "grade" in needs(self.settings)

@@ -62,8 +62,7 @@ class EngineSettings:
 class SlotCache(Cache):
     """Keys and values, [slots, size + 1, heads, D] per layer; the last place takes padding."""
 
-    # Before each forward pass the engine sets:
-    write: tuple  # (slots [n, 1], positions [n, C]): where new keys go
+    write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass
     read: slice | torch.Tensor  # the same slots; a slice gives a view where an index would copy
     width: int  # how many of their places are read
 
@@ -369,8 +368,7 @@ def play_in_slots(policy, environment: Environment, live: list[Trajectory], prog
     if not live:
         return
     model, settings = policy.language_model, environment.settings
-    # One autocast around all of it: the weights' bf16 copy is made once.
-    with evaluating(model), policy.autocast():
+    with evaluating(model), policy.autocast():  # around all: the bf16 copy is made once
         size = max(environment.longest(len(t.prompt_ids)) for t in live)
         slots = min(settings.rollout_batch_size or len(live), len(live))
         slots = min(slots, affordable(model, size))
@@ -457,8 +455,7 @@ def affordable(model, size: int) -> int:
         torch.cuda.empty_cache()  # what torch holds unused
         free = torch.cuda.mem_get_info(model.device)[0]
     else:
-        # Not what a container may have: --rollout_batch_size bounds it.
-        free = psutil.virtual_memory().available
+        free = psutil.virtual_memory().available  # a container: see --rollout_batch_size
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
