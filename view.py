@@ -2,9 +2,8 @@
 
     python view.py --png runs/ur2-world0-seed0      all its stages -> curves.png in that folder
 
-The values as measured are pale, in front of them a running mean over five steps; a dashed line
-marks where a stage begins. What a run has no numbers of gets no panel. Needs the extra `plot`
-(matplotlib). Left out: a page of trajectories (samples.txt has them as text), live curves.
+Pale: as measured; in front of it a running mean over five steps; a dashed line: a stage begins.
+Needs the extra `plot` (matplotlib). Left out: trajectories (samples.txt has them), live curves.
 """
 
 import math

@@ -253,7 +253,6 @@ def from_verl(record: dict, number: int) -> dict:
 
 # -------------------------------------------------------------------------- layouts of corpus files
 def from_title_text(record: dict, number: int) -> dict:
-    """A passage; one without id has the number of its line."""
     title, text = (field(record, name, str, "").strip() for name in ("title", "text"))
     if not title and not text:
         raise InputError(f"field {'contents' if 'contents' in record else 'text'!r} is empty")

@@ -134,7 +134,6 @@ def is_tsv(path: Path) -> bool:
 
 
 def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, object]]:
-    """Each line as a record of the header's names, or of `columns` where there is no header."""
     names: Sequence[str] = ()
     for number, record in decoded_lines(path):
         if isinstance(record, str):

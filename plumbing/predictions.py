@@ -3,8 +3,7 @@
     file -> records -> as eval.py writes them -> joined with --data -> em, f1, cem -> report.py
 
 A prediction belongs to the question of --data with its id, else to the one with its text. Verdicts
-and searches that the file brings are kept. Trap: R1-Searcher scores with punctuation as a blank,
-others with it deleted.
+and searches that the file brings are kept. Trap: scorers differ on punctuation (metrics.py).
 """
 
 import argparse

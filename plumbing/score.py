@@ -1,7 +1,6 @@
 """Rewards of all of a step's trajectories at once, and the scores of an answer.
 
-Another model is asked in one batch. It is loaded, or its server asked whether it is there, before
-the first rollout.
+Another model is asked in one batch; it is loaded, or its server probed, before the first rollout.
 """
 
 from data import Document, Question
@@ -43,7 +42,6 @@ def search_numbers(t: Trajectory) -> dict[str, float]:
 
 
 def successful(t: Trajectory) -> list[Search]:
-    """Those without an error or a fallback that found something."""
     nothing = ("", t.protocol.empty_text)
     return [s for s in t.searches if not (s.error or s.fallback or s.text in nothing)]
 

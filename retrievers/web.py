@@ -71,7 +71,6 @@ class WebRetriever:
             return list(pool.map(lambda query: self.answer(query, k), queries))
 
     def answer(self, query: str, k: int) -> list[Document]:
-        """The first k pages; of one that cannot be read in time, the API's snippet."""
         found, until = [], time.monotonic() + QUERY_SECONDS
         for hit in self.ask(query, k) if query.strip() else []:
             text = ""
