@@ -243,7 +243,6 @@ def hint_at_summaries(settings: Settings) -> None:
 
 
 def check_shares(settings: Settings, processes: int) -> None:
-    """Every process needs a row of each update."""
     per_step = settings.questions_per_step * settings.group_size
     least = per_step // updates_of(per_step, settings)
     if least < processes:

@@ -182,8 +182,7 @@ class Run:
 
 def go_on(out: Path, made_with: dict, expected: list, key, batch: int, fresh: bool) -> list[dict]:
     """The records of `out` that need not be made again, in whole batches, which share a seed; the
-    others leave it. `expected`: the key of each, in order. One whose key is None was spoilt, and is
-    made again with all behind it.
+    others leave it. `expected`: each one's key, in order; one without a key was spoilt.
     """
     beside = out.with_name(out.name + ".settings.json")
     text = json.dumps(made_with, indent=1)

@@ -103,7 +103,6 @@ class DenseRetriever:
             self.shards = [x.to(self.device) for x in self.shards]  # room for models is left
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
-        """min(k, N) documents each, best first."""
         if not queries:
             return []
         rows = nearest(self.shards, self.encoder(queries, "query"), k, self.device)  # [B, k]
