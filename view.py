@@ -2,9 +2,8 @@
 
     python view.py --png runs/ur2-world0-seed0      all its stages -> curves.png in that folder
 
-The values as measured are pale, in front of them a running mean over five steps; a dashed line
-marks where a stage begins. What a run has no numbers of gets no panel. Needs the extra `plot`
-(matplotlib). Left out: a page of trajectories (samples.txt has them as text), live curves.
+Pale: as measured; in front of it a running mean over five steps; a dashed line: a stage begins.
+Needs the extra `plot` (matplotlib). Left out: trajectories (samples.txt has them), live curves.
 """
 
 import math
@@ -48,8 +47,7 @@ def series(records: list[dict], wanted: tuple[str, ...]) -> dict[str, tuple[list
     for name in sorted({name for record in records for name in record}):
         if name in wanted or name.startswith(prefixes):
             measured = [record for record in records if name in record]
-            label = name.split("/")[-1] if name.startswith(("em/", "searched/")) else name
-            curves[label] = [r["x"] for r in measured], [r[name] for r in measured]
+            curves[name.split("/")[-1]] = [r["x"] for r in measured], [r[name] for r in measured]
     return curves
 
 
@@ -88,7 +86,7 @@ def draw(folder: Path, png: Path) -> None:
 
 def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) -> None:
     for label, (x, y) in curves.items():
-        shown = label.replace("reward/", "").replace("_", " ")
+        shown = label.replace("_", " ")
         (line,) = axis.plot(x, smooth(y), label=shown, linewidth=2.4 if label == "reward" else 1.5)
         axis.plot(x, y, color=line.get_color(), alpha=0.2, linewidth=0.8)  # as measured
     above = {"transform": axis.get_xaxis_transform(), "va": "bottom"}

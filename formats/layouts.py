@@ -40,7 +40,6 @@ def field(record: dict, name: str, kind: type = str, default=None):
 
 
 def items(record: dict, name: str, kind: type = str, default=None) -> list:
-    """A list, each item of which must be of this kind."""
     found = field(record, name, list, default)
     for i, item in enumerate(found, 1):
         if not isinstance(item, kind):
@@ -50,7 +49,6 @@ def items(record: dict, name: str, kind: type = str, default=None) -> list:
 
 
 def paragraphs_of(record: dict, name: str, default=None, question_id: str = "") -> list[dict]:
-    """The passages that come with a question."""
     found = []
     for number, item in enumerate(items(record, name, dict, default), 1):
         text = field(item, "paragraph_text" if "paragraph_text" in item else "text")
@@ -255,7 +253,6 @@ def from_verl(record: dict, number: int) -> dict:
 
 # -------------------------------------------------------------------------- layouts of corpus files
 def from_title_text(record: dict, number: int) -> dict:
-    """A passage; one without id has the number of its line."""
     title, text = (field(record, name, str, "").strip() for name in ("title", "text"))
     if not title and not text:
         raise InputError(f"field {'contents' if 'contents' in record else 'text'!r} is empty")
@@ -319,7 +316,6 @@ PREDICTED = {"prediction", "predictions", "pred", "pred_ans", "pred_answer"}
 
 
 def detect(record: dict, table: dict[str, Layout]) -> str:
-    """The name of the layout that this record is written in."""
     for name, layout in table.items():
         if layout.recognise(record):
             return name

@@ -134,7 +134,6 @@ def is_tsv(path: Path) -> bool:
 
 
 def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, object]]:
-    """Each line as a record of the header's names, or of `columns` where there is no header."""
     names: Sequence[str] = ()
     for number, record in decoded_lines(path):
         if isinstance(record, str):
@@ -177,9 +176,7 @@ def short(value: object) -> str:
 
 
 def finished_records(path: str | Path, cut: bool = True) -> list[dict]:
-    """The records of a JSONL file that a run appends to; none where there is no file yet. What an
-    interrupt left of a last line is cut off; cut=False: only ignored, the run may still be at it.
-    """
+    """Of a JSONL file that grows, or none yet. Half a last line is cut off, or only ignored."""
     path = Path(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     records = [as_record(loads(line.decode(errors="replace"))) for line in lines]

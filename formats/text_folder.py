@@ -82,7 +82,6 @@ def joined(lines: list[str], markdown: bool) -> str:
 
 
 def pieces(paragraph: str) -> list[str]:
-    """The paragraph, or its sentences if it is long; a long sentence is cut between words."""
     if len(paragraph.split()) <= GOAL:
         return [paragraph]
     found = []
@@ -101,15 +100,12 @@ def ending(path: Path) -> str:
 
 
 def is_text(path: Path) -> bool:
-    """A folder, a Markdown file, or a .txt file that does not hold records all the same."""
     if path.is_dir() or ending(path) != ".txt":
         return path.is_dir() or ending(path) == ".md"
     return not is_tsv(path) and not first_line(path).startswith((b"{", b"[{"))
 
 
 def text_files(folder: Path) -> list[Path]:
-    """The texts in a folder and the folders below it, sorted, without hidden ones."""
-
     def fail(error: OSError) -> None:
         raise open_error(Path(error.filename), error)
 

@@ -61,18 +61,17 @@ class Judge:
 
     def verdicts(self, pairs: list[Pair]) -> list[bool | None]:
         """An empty answer is wrong without asking."""
-        return self._ask(pairs, VERDICT_INSTRUCTION, VERDICTS, False)
+        return self._ask(pairs, VERDICT_INSTRUCTION, VERDICTS)
 
     def grades(self, pairs: list[Pair]) -> list[float | None]:
-        """2, 1 or 0."""
-        return self._ask(pairs, GRADE_INSTRUCTION, GRADES, 0.0)
+        return self._ask(pairs, GRADE_INSTRUCTION, GRADES)
 
-    def _ask(self, pairs: list[Pair], instruction: str, words: dict, empty) -> list:
+    def _ask(self, pairs: list[Pair], instruction: str, words: dict) -> list:
         blind = self.blind
         texts = [pair_text(*pair, blind) if (pair[1] or "").strip() else None for pair in pairs]
         replies = ask_given(self.llm, instruction, texts)
         read = [read_verdict(reply, words) for reply in replies]
-        found = [verdict if text else empty for text, verdict in zip(texts, read, strict=True)]
+        found = [said if text else words["wrong"] for text, said in zip(texts, read, strict=True)]
         self.asked += len(texts) - texts.count(None)
         self.unreadable += found.count(None)
         self.silent += replies.count(None) - texts.count(None)
@@ -102,7 +101,6 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
 
 
 def verdicts_on(trajectories: list[Trajectory], judge: Judge | None) -> list[bool | None]:
-    """The judge's; None without one that can be read: then the metrics decide."""
     pairs = [(t.question, t.answer) for t in trajectories]
     return judge.verdicts(pairs) if judge else [None] * len(pairs)
 

@@ -38,7 +38,7 @@ from formats.records import append_jsonl, byte_lines
 from policy import evaluating, frozen_options, load_tokenizer, loading, weights_version
 from prompts import chat_text, special_texts, strip_tags, without_thinking
 from retrievers.net import Fault, fetch_json, host_of, retrying, shown
-from rollout import encode, end_ids, left_padded, plain_generation, seeded
+from rollout import context_of, encode, end_ids, left_padded, plain_generation, seeded
 
 CACHE_FOLDER = "runs/llm_cache"  # shared by all runs: a reply does not depend on who asked
 ADDRESS = "http://host:port/v1#model"
@@ -77,7 +77,6 @@ def frozen_in_8bit(settings: ModelSettings) -> set[str]:
 
 
 def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_FOLDER) -> LLM:
-    """The model that `spec` names; a try of a server may take `settings.timeout` seconds."""
     if spec.startswith(("http://", "https://")):
         return ServerLLM(spec, max_tokens, settings.timeout, cache)
     if not spec or (":" in spec and not Path(spec).exists()):
@@ -127,22 +126,17 @@ class Cache:
 
 
 class LLM:
-    """What both kinds share; each adds `replies(requests)`, which yields (request, reply or None).
-
-    asked, failures   distinct requests put to the model, and those of them without an answer
-    fault, down       what went wrong last; was the model out of reach for the whole last batch?
-    """
+    """What both kinds share; each adds `replies(requests)`: each request and its reply or None."""
 
     instruction = ""  # of --prompt_file: asked in place of each request's own
 
     def __init__(self, name: str, max_tokens: int, cache: str | Path = ""):
         self.name, self.max_tokens, self.cache = name, max_tokens, Cache(cache, name, max_tokens)
-        self.asked = self.failures = self.dead_batches = 0
-        self.fault, self.down = "", False
+        self.asked = self.failures = self.dead_batches = 0  # distinct requests; without an answer
+        self.fault, self.down = "", False  # the last; was the whole last batch out of reach?
         self.lock = threading.Lock()  # a search that was given up may still be asking
 
     def ask(self, requests: list[Request]) -> list[str | None]:
-        """One reply per request, in order; None where no answer came."""
         requests = [Request(self.instruction or asked, *rest) for asked, *rest in requests]
         with self.lock:
             replies = {request: self.cache.get(request) for request in requests}
@@ -207,7 +201,6 @@ class ServerLLM(LLM):
         return content if isinstance(content, str) else None
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
-        """The replies as they come, until GIVE_UP in a row have failed."""
         todo, done, stop = iter(requests), queue.SimpleQueue(), threading.Event()
 
         def work() -> None:
@@ -239,24 +232,21 @@ class ServerLLM(LLM):
 
 
 def prompt_ids(tokenizer, request: Request) -> list[int]:
-    """How a model in this process is asked."""
     # A text may come from a page, or from the policy that is judged: it must open no turn.
     text = strip_tags(request[1], special_texts(tokenizer))
     return encode(tokenizer, chat_text(tokenizer, request[0], text))
 
 
 class LocalLLM(LLM):
-    """A causal LM in this process, a `Policy` or a plain HF model, `batch_size` at once.
-    `cache` only with a `name` that stands for these very weights.
-    """
+    """A `Policy` or a plain HF model. `cache` only with a `name` that stands for these weights."""
 
     def __init__(self, policy, tokenizer, max_tokens=256, batch_size=16, name="local", cache=""):
         super().__init__(name, max_tokens, cache)
         self.policy, self.tokenizer, self.batch_size = policy, tokenizer, batch_size
-        positions = getattr(policy.config, "max_position_embeddings", None) or 4096
-        self.positions, self.longest_prompt = positions, positions - max_tokens
+        self.positions = context_of(policy)
+        self.longest_prompt = self.positions - max_tokens
         if self.longest_prompt < 1:
-            why = f"{max_tokens} new tokens do not fit its {positions} positions"
+            why = f"{max_tokens} new tokens do not fit its {self.positions} positions"
             raise InputError(f"{name}: {why}")
 
     def prompt(self, request: Request) -> list[int]:
@@ -277,7 +267,6 @@ class LocalLLM(LLM):
                 yield from zip(some, texts, strict=True)
 
     def generate(self, prompts: Sequence[list[int]], temperature=0.0, top_p=1.0, max_tokens=0):
-        """The replies, all sampled in one way."""
         ends = end_ids(self.policy, self.tokenizer)
         pad = min(ends, default=0)  # so that what stands behind an end is no text
         tokens, attention = left_padded(prompts, pad, self.policy.device)  # [B, L] each

@@ -44,7 +44,6 @@ def read_answer(reply: str | None) -> str:
 
 
 def reader_answers(llm, pairs: list[tuple[Question, str | None]]) -> list[str]:
-    """(question, evidence) -> the reader's answer, for all in one batch."""
     texts = [reader_text(*pair) if (pair[1] or "").strip() else None for pair in pairs]
     return [read_answer(reply) for reply in ask_given(llm, INSTRUCTION, texts)]
 
@@ -60,6 +59,5 @@ def add_reader(records: list[dict], llm) -> list[dict]:
     for record, answer in zip(records, reader_answers(llm, pairs), strict=True):
         scores = {"reader_em": exact_match(answer, record["golds"], "delete")}  # as R-Search scores
         scores["reader_f1"] = f1_score(answer, record["golds"], "delete")
-        own = {"metrics": record["metrics"] | scores, "reader_prediction": answer}
-        told.append(record | own)
+        told.append(record | {"metrics": record["metrics"] | scores, "reader_prediction": answer})
     return told

@@ -116,7 +116,6 @@ def world_questions(settings: Settings, split: str, count=None, fact_seed=None) 
 
 
 def passages(settings: Settings, questions: list[Question]) -> list[Document]:
-    """The corpus: a file, the records' own paragraphs, or the built-in world's passages."""
     if settings.corpus == "from-data":
         return corpus_from_questions(questions)
     if settings.corpus:
@@ -223,8 +222,8 @@ def build_parts(settings: Settings) -> Parts:
         hint_at_summaries(settings)
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or not settings.mask_documents
-    parts = Parts(settings, accelerator, policy, policy, None, recompute)
-    parts.reference = load_reference(settings, device)
+    reference = load_reference(settings, device)
+    parts = Parts(settings, accelerator, policy, policy, None, recompute, reference)
     parts.stream, parts.environment, parts.scorer = stream, environment, scorer
     parts.held_out = held_out
     parts.play, parts.sampler = play_of(settings), lambda: to_sample_with(policy, copies)
@@ -244,7 +243,6 @@ def hint_at_summaries(settings: Settings) -> None:
 
 
 def check_shares(settings: Settings, processes: int) -> None:
-    """Every process needs a row of each update."""
     per_step = settings.questions_per_step * settings.group_size
     least = per_step // updates_of(per_step, settings)
     if least < processes:

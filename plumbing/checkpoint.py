@@ -3,8 +3,6 @@
 trainer.pt   step, the optimizer's moments; with LoRA what was learned; with PPO the critic
 """
 
-import dataclasses
-
 import torch
 
 from errors import InputError
@@ -52,10 +50,9 @@ def resume(run: Run, parts: Parts) -> int:
     if parts.critic is not None:
         load_weights(parts.critic, state["critic"])
         load_moments(parts.critic, parts.critic_optimizer, state["critic_optimizer"])
-    now, changed = dataclasses.asdict(settings), []
-    for name, value in dataclasses.asdict(saved_settings(path)).items():
-        if name != "resume" and now[name] != value:
-            changed.append(f"{name}={now[name]} (was {value})")
+    now, before = vars(settings), vars(saved_settings(path))
+    changed = [name for name in now if name != "resume" and now[name] != before[name]]
     if changed:
-        run.accelerator.print("resumed with other settings: " + ", ".join(changed))
+        told = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
+        run.accelerator.print(f"resumed with other settings: {told}")
     return state["step"]

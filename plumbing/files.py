@@ -61,9 +61,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def starting_model(settings: Settings) -> tuple[str, str]:
-    """(where the weights come from, what to say about it): with --resume the run's last
-    checkpoint; else --start_from; in stage 2 stage 1's last; --model; "" is the built-in model.
-    """
+    """(where the weights come from, "" for the built-in model; what to say about it)."""
     stage, folder = settings.stage, stage_folder(settings)
     if settings.resume:
         if not (found := checkpoints(folder)):
@@ -134,14 +132,12 @@ class Run:
         (self.folder / "settings.json").write_text(settings_text(self.settings))
 
     def bar(self, first_step: int) -> Iterator[int]:
-        """The steps, with a progress bar."""
         steps, title = self.settings.steps, f"{self.settings.recipe} stage {self.settings.stage}"
         shown = {"desc": title, "dynamic_ncols": True, "disable": not self.main}
         with tqdm(total=steps, initial=first_step, **shown) as self.progress:
             yield from range(first_step, steps)
 
     def log(self, record: dict, sampled) -> None:
-        """A line of metrics, one on the console, and now and then a trajectory to look at."""
         self.progress.update()
         if not self.main:
             return
@@ -172,7 +168,6 @@ class Run:
         return 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
 
     def check_finite(self, result: dict, step: int, part: Batch, rows: list[Trajectory]) -> None:
-        """Stop at a loss or a gradient that is no number, and keep the batch to look at."""
         names = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
         wrong = [f"{n} {result[n]}" for n in names if not math.isfinite(result.get(n, 0.0))]
         if not wrong:
@@ -186,12 +181,8 @@ class Run:
 
 
 def go_on(out: Path, made_with: dict, expected: list, key, batch: int, fresh: bool) -> list[dict]:
-    """The records of `out` that need not be made again, in whole batches, which share a seed. All
-    others leave `out`.
-
-    expected   what key(record) is for each record, in order; a record for which key is None was
-               spoilt, and is made again with all behind it
-    fresh      make all of them anew
+    """The records of `out` that need not be made again, in whole batches, which share a seed; the
+    others leave it. `expected`: each one's key, in order; one without a key was spoilt.
     """
     beside = out.with_name(out.name + ".settings.json")
     text = json.dumps(made_with, indent=1)

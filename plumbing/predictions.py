@@ -3,8 +3,7 @@
     file -> records -> as eval.py writes them -> joined with --data -> em, f1, cem -> report.py
 
 A prediction belongs to the question of --data with its id, else to the one with its text. Verdicts
-and searches that the file brings are kept. Trap: R1-Searcher scores with punctuation as a blank,
-others with it deleted.
+and searches that the file brings are kept. Trap: scorers differ on punctuation (metrics.py).
 """
 
 import argparse
@@ -170,10 +169,7 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
 
 
 def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=False, seed=0):
-    """Prediction records with metrics, of the questions in `data` or of all that have gold answers.
-    Each file is a data set of its own, unless `data` names several. Without `punctuation` eval.py's
-    records stay as they were scored; elsewhere it becomes a blank.
-    """
+    """Records with metrics. Each file is a data set of its own, unless `data` names several."""
     if not paths:
         return []
     datasets = load_datasets(data, skip_bad, seed) if data else {}
@@ -240,9 +236,8 @@ def score_command(arguments: list[str] | None = None) -> None:
 
 def told_by_others(records: list[dict], given: dict) -> list[dict]:
     """With what --reader answers from their evidence and --judge says of their predictions."""
-    # Scoring alone starts without torch.
     from plumbing.score import ask_others, build_judge, build_reader
-    from policy import best_device
+    from policy import best_device  # which loads torch: scoring alone starts without it
     from settings import Settings, check_limits
 
     own = [f.name for f in fields(Settings) if f.name in given]

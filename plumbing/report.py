@@ -74,9 +74,7 @@ def summarise(records: list[dict]) -> Summary:
 
 
 def four_ways(groups: list[np.ndarray]) -> dict:
-    """Two runs: how many questions are right in both, in one of them, in none (When to Search
-    Figure 4: with and without retrieval). A question is right if half of its samples are.
-    """
+    """Questions that two runs have right, in half of the samples (When to Search Figure 4)."""
     here, there = np.concatenate(groups).T >= 0.5  # [questions] each
     ways = {"both": here & there, "only this": here & ~there, "only other": there & ~here}
     return {name: int(way.sum()) for name, way in (ways | {"neither": ~here & ~there}).items()}
@@ -98,14 +96,12 @@ def compare(records: list[dict], others: list[dict], cell: Callable = paired) ->
 
 
 def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
-    """id here -> id there, by the question's text (of several with one text the n-th is the n-th);
-    by the id only where there is no text: files that number their lines share ids.
-    """
+    """id here -> id there, by the question's text; of several with one text the n-th is n-th."""
     places = []
     for run in (records, others):
         seen, found = Counter(), {}
         for question_id, text in {record["id"]: record["question"] for record in run}.items():
-            text = " ".join(text.split()) or f"id {question_id}"
+            text = " ".join(text.split()) or f"id {question_id}"  # files that count lines share ids
             found[text, seen[text]] = question_id
             seen[text] += 1
         places.append(found)
@@ -114,7 +110,6 @@ def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
 
 
 def question_means(records: list[dict]) -> dict[str, dict[str, float]]:
-    """id -> column -> the mean over the question's samples that have the number."""
     samples = defaultdict(lambda: defaultdict(list))
     for record in records:
         numbers = samples[record["id"]]
@@ -148,7 +143,6 @@ def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summ
 
 
 def report(records: list[dict], others: list[dict], as_markdown: bool, json_file: str) -> None:
-    """The table of one run, and of two their comparison; also as JSON."""
     whole = summarise(records)
     print(table(whole, as_markdown))
     if ratios := whole["all"].get("compression"):

@@ -1,7 +1,6 @@
 """Rewards of all of a step's trajectories at once, and the scores of an answer.
 
-Another model is asked in one batch. It is loaded, or its server asked whether it is there, before
-the first rollout.
+Another model is asked in one batch; it is loaded, or its server probed, before the first rollout.
 """
 
 from data import Document, Question
@@ -29,9 +28,7 @@ def answer_scores(trajectory: Trajectory) -> dict[str, float]:
 
 
 def search_numbers(t: Trajectory) -> dict[str, float]:
-    """`queries` that it wrote, also `refused` ones; `searches` that were run; those of them that
-    were `successful` (UR² Table 10), and `repeated`: in the words of an earlier one.
-    """
+    """`queries` that it wrote, also `refused` ones; `searches` that were run (UR² Table 10)."""
     tags, asked = t.protocol.query_tags, [tokenize(search.query) for search in t.searches]
     numbers = {
         "searched": bool(asked),
@@ -45,7 +42,6 @@ def search_numbers(t: Trajectory) -> dict[str, float]:
 
 
 def successful(t: Trajectory) -> list[Search]:
-    """Those without an error or a fallback that found something."""
     nothing = ("", t.protocol.empty_text)
     return [s for s in t.searches if not (s.error or s.fallback or s.text in nothing)]
 
@@ -71,8 +67,7 @@ class Scorer:
     def __init__(self, settings: Settings, documents: list[Document], device):
         self.settings, needed = settings, needs(settings)
         self.judge: Judge | None = build_judge(settings, device)
-        # DAPO's filter asks for "right" too.
-        self.asks = "verdict" in needed or settings.algorithm == "dapo"
+        self.asks = "verdict" in needed or settings.algorithm == "dapo"  # its filter asks too
         self.reader = build_reader(settings, device) if "reader" in needed else None
         self.embed, self.learns = None, False  # queries -> vectors, for When to Search's similarity
         if "embedder" in needed:
@@ -85,8 +80,7 @@ class Scorer:
         verdicts = verdicts_on(trajectories, self.judge if self.asks else None)
         correct = [is_right(t, said) for t, said in zip(trajectories, verdicts, strict=True)]
         read = [""] * len(trajectories)
-        if self.reader:
-            # Evidence without a search was made up: nobody is asked about it.
+        if self.reader:  # evidence without a search was made up: nobody is asked about it
             pairs = [(t.question, t.evidence if t.searches else None) for t in trajectories]
             read = reader_answers(self.reader, pairs)
         graded = self.judge and "grade" in needs(self.settings)
@@ -103,7 +97,6 @@ class Scorer:
         return components, correct
 
     def stats(self) -> dict[str, float]:
-        """For the log: the share of unreadable verdicts, and what the reader left open, so far."""
         stats = {}
         if self.judge:
             stats["judge_unreadable"] = self.judge.unreadable / max(1, self.judge.asked)
@@ -138,7 +131,6 @@ def build_reader(settings: Settings, device="cpu") -> LLM:
 
 
 def ask_others(records: list[dict], reader: LLM | None, judge: Judge | None) -> list[dict]:
-    """Records with the reader's answers and the judge's verdicts; says what did not come."""
     if reader:
         records = add_reader(records, reader)
         if reader.failures:
@@ -154,9 +146,7 @@ PARTLY = 0.5  # UR² does not say: its Table 1 has odd tenths of per cents, of 5
 
 
 def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
-    """The column `judged`: 1 or 0, of mathematics also ½ (UR² appendix D.1); None where the verdict
-    could not be read. Where no reply came, what the record says already is kept.
-    """
+    """The column `judged`: 1 or 0, of mathematics also ½ (UR² appendix D.1); None: unreadable."""
     pairs, told, said = [], [], {}
     for r in records:
         options = tuple(r.get("options", ()))
@@ -167,7 +157,7 @@ def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
         said |= zip(own, ask([pairs[i] for i in own]), strict=True)
     for i, record in enumerate(records):
         judged = said[i]
-        if judged is None and judge.silent:
+        if judged is None and judge.silent:  # what the record says already is kept
             judged = record["metrics"].get("judged")
         elif judged is not None:  # `grades` says 1 for partly, and 2 for right
             judged = PARTLY if judged == 1 and pairs[i][0].task == "math" else float(judged > 0)

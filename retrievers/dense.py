@@ -48,16 +48,14 @@ class Encoder:
         except Exception as error:  # a broken file raises whatever its format's reader does
             why = f"cannot be loaded ({shown(str(error))})"
             raise InputError(f"encoder {name}: {why}: give a directory or a hub name") from None
-        # fp16 and not bf16, which has three bits less to tell vectors apart.
-        self.model = model if model.device.type == "cpu" else model.half()
+        self.model = model if model.device.type == "cpu" else model.half()  # finer than bf16
         self.name, (query, passage) = name, prefixes(name)
         self.prefix = {"query": query, "passage": passage}
         self.version = fingerprint(model, passage)
 
     def __call__(self, texts: list[str], kind: str = "query") -> np.ndarray:
         encode = self.model.encode_query if kind == "query" else self.model.encode_document
-        # Half a surrogate pair stops a tokenizer.
-        texts = [text.encode(errors="replace").decode() for text in texts]
+        texts = [text.encode(errors="replace").decode() for text in texts]  # no lone surrogate
         vectors = encode(texts, prompt=self.prefix[kind], normalize_embeddings=True).astype("f4")
         if not np.isfinite(vectors).all():
             raise InputError(f"encoder {self.name}: its vectors are not finite: damaged weights?")
@@ -105,7 +103,6 @@ class DenseRetriever:
             self.shards = [x.to(self.device) for x in self.shards]  # room for models is left
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
-        """min(k, N) documents each, best first."""
         if not queries:
             return []
         rows = nearest(self.shards, self.encoder(queries, "query"), k, self.device)  # [B, k]

@@ -27,9 +27,7 @@ REQUEST_AT_FAULT = (400, 413, 414, 422)  # HTTP: not this request; the server it
 
 
 class Fault(Exception):
-    """Why one try failed. `retry`: may the same request go well the next time? (not after a 404)
-    `down`: is the server itself not well? (not after a 400, which is this request's fault)
-    """
+    """Why a try failed. `retry`: may another help (not after a 404)? `down`: is the server ill?"""
 
     def __init__(self, text: str, retry: bool = True, down: bool = True):
         super().__init__(text)
@@ -117,9 +115,7 @@ def host_of(url: str, example: str = "http://host:port") -> str:
 
 
 def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable = time.sleep):
-    """`call()`, tried `retries` more times while its Fault says that may help. Before the first it
-    waits `backoff` seconds, then twice that, ...; `wait` may return True to give up.
-    """
+    """`call()`, again while its Fault says that may help; `wait` may return True to give up."""
     for attempt in range(retries):
         try:
             return call()

@@ -57,8 +57,7 @@ class WebRetriever:
         self.lock = threading.Lock()
         key = os.environ.get("SEARCH_API_KEY", "").strip()
         self.headers = HEADERS | ({"Authorization": f"Bearer {key}"} if key else {})
-        # Kept, since where one query fails, the client asks for its whole batch again.
-        self.answer = lru_cache(4096)(self.answer)
+        self.answer = lru_cache(4096)(self.answer)  # if one fails, a client asks for all again
         try:
             self.ask("encyclopedia", 1)
         except Fault as fault:  # the part behind the ? may hold a key
@@ -72,7 +71,6 @@ class WebRetriever:
             return list(pool.map(lambda query: self.answer(query, k), queries))
 
     def answer(self, query: str, k: int) -> list[Document]:
-        """The first k pages; of one that cannot be read in time, the API's snippet."""
         found, until = [], time.monotonic() + QUERY_SECONDS
         for hit in self.ask(query, k) if query.strip() else []:
             text = ""
@@ -87,7 +85,6 @@ class WebRetriever:
         return found
 
     def ask(self, query: str, k: int) -> list[Document]:
-        """One request to the search API: addresses, titles and snippets."""
         with self.lock:
             time.sleep(PAUSE)
         query = quote(one_line(query)[:MAX_QUERY], safe="", errors="replace")
@@ -140,8 +137,7 @@ def fetch_page(url: str, allow_private: bool) -> str:
     """The text of a page; ValueError or what the network raises if it cannot be had."""
     deadline = time.monotonic() + PAGE_SECONDS
     for _ in range(REDIRECTS + 1):
-        address = checked(url, allow_private)
-        with exchange(url, deadline, None, HEADERS, address) as response:
+        with exchange(url, deadline, None, HEADERS, checked(url, allow_private)) as response:
             onward = response.headers.get("Location")
             if response.status // 100 != 3 or not onward:
                 return text_of(response)
@@ -203,5 +199,4 @@ def window(text: str, query: str, words: int = WINDOW) -> str:
     found, wanted, step = text.split(), {*tokenize(query)}, max(words // 5, 1)
     windows = [found[start : start + words] for start in range(0, len(found), step)]
     best = max(windows, key=lambda some: len(wanted & {*tokenize(" ".join(some))}), default=[])
-    # A script without spaces is one word to us.
-    return " ".join(best)[: 10 * words]
+    return " ".join(best)[: 10 * words]  # a script without spaces is one word to us

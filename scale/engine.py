@@ -60,13 +60,11 @@ class EngineSettings:
 
 # ---------------------------------------------------------------------------------------- the cache
 class SlotCache(Cache):
-    """Keys and values, [slots, size + 1, heads, D] per layer; the last place takes padding. Before
-    each forward pass the engine sets
+    """Keys and values, [slots, size + 1, heads, D] per layer; the last place takes padding."""
 
-    write   (slots [n, 1], positions [n, C]): where new keys go
-    read    the same slots; a slice gives a view where an index would copy
-    width   how many of their places are read
-    """
+    write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass
+    read: slice | torch.Tensor  # the same slots; a slice gives a view where an index would copy
+    width: int  # how many of their places are read
 
     def __init__(self, slots: int, size: int):
         super().__init__(layers=[])  # only the type of the base class is used
@@ -137,20 +135,16 @@ def attending_to_slots(model):
 # --------------------------------------------------------------------------------------- the engine
 @dataclass(eq=False)
 class Row:
-    """A text that grows in a slot, where the first `cached` of its `ids` have keys.
-
-    turn, logprobs   what it has sampled in this turn, of at most `room` tokens
-    state            "live" (decodes), "waiting" (its turn ended for `reason`), "free"
-    """
+    """A text that grows in a slot, where the first `cached` of its `ids` have keys."""
 
     owner: object
     ids: list[int]
     room: int
     cached: int = 0
-    turn: list[int] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)  # sampled in it, of at most `room` tokens
     logprobs: list[float] = field(default_factory=list)
     reason: str | None = None
-    state: str = "live"
+    state: str = "live"  # it decodes; "waiting": its turn ended for `reason`; "free"
 
     @property
     def missing(self) -> int:
@@ -218,9 +212,7 @@ class Engine:
                 self.share(self.donor(row), self.rows.index(row), row)
 
     def prefill(self, rows: list[Row]) -> None:
-        """Forward passes of at most CHUNK padded tokens, without the output head. Rows that miss
-        about as much go together; a row that misses more than CHUNK goes in pieces.
-        """
+        """Passes of at most CHUNK padded tokens, of rows that miss about as much; no head."""
         most = CHUNK.get(self.device.type, 2048)
         while rows := sorted((row for row in rows if row.missing), key=lambda row: row.missing):
             longest = min(rows[-1].missing, most)
@@ -325,11 +317,9 @@ class Engine:
         return min(-(-width // block) * block, self.cache.size)
 
     def replay(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """`step` as a CUDA graph: to start its kernels one by one takes longer than to run them. A
-        graph has one shape: n is rounded up to a power of two; what is too many nobody reads.
-        """
+        """`step` as a CUDA graph: to start its kernels one by one takes longer than to run them."""
         count = len(tokens)
-        n = min(1 << (count - 1).bit_length(), self.cache.slots)
+        n = min(1 << (count - 1).bit_length(), self.cache.slots)  # a graph has one shape
         tokens = pad(tokens, (0, 0, 0, n - count))  # [n, 1]
         positions = pad(positions, (0, 0, 0, n - count), value=self.cache.size)
         width = self.rounded(width, RECORDED)
@@ -346,11 +336,9 @@ class Engine:
 
 
 def pick(probabilities: torch.Tensor) -> torch.Tensor:
-    """[n, V] -> one index per row, [n, 1]: the first whose running sum exceeds a uniform number.
-    On a CPU 2 to 10 times faster than multinomial; on a GPU a seed would not repeat.
-    """
-    if probabilities.is_cuda:
-        return torch.multinomial(probabilities, 1)
+    """[n, V] -> one index per row, [n, 1]: the first whose running sum exceeds a uniform number."""
+    if probabilities.is_cuda:  # where a seed would not repeat the sums
+        return torch.multinomial(probabilities, 1)  # on a CPU 2 to 10 times slower
     sums = probabilities.cumsum(-1, dtype=torch.float64)  # [n, V]; fp32 would round small ones away
     points = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
     found = torch.searchsorted(sums, points, right=True)  # right: never one of probability 0
@@ -380,8 +368,7 @@ def play_in_slots(policy, environment: Environment, live: list[Trajectory], prog
     if not live:
         return
     model, settings = policy.language_model, environment.settings
-    # One autocast around all of it: the weights' bf16 copy is made once.
-    with evaluating(model), policy.autocast():
+    with evaluating(model), policy.autocast():  # around all: the bf16 copy is made once
         size = max(environment.longest(len(t.prompt_ids)) for t in live)
         slots = min(settings.rollout_batch_size or len(live), len(live))
         slots = min(slots, affordable(model, size))
@@ -463,20 +450,15 @@ def can_record(device: torch.device) -> bool:
 
 
 def affordable(model, size: int) -> int:
-    """Slots of `size` places that fit in the free memory, each with its row's logits (16 bytes for
-    one of V). A container's own limit is not known on a CPU: --rollout_batch_size bounds it.
-    """
+    """Slots of `size` places that fit in the free memory, each with its row's logits."""
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # what torch holds unused
         free = torch.cuda.mem_get_info(model.device)[0]
     else:
-        free = psutil.virtual_memory().available
-    per_slot = place_bytes(model.config, model.dtype.itemsize) * (size + 64)
-    return int(SHARE * free / (per_slot + 16 * model.config.vocab_size))
-
-
-def place_bytes(config, bytes_each: int) -> int:
-    """Keys and values of one token in all layers."""
+        free = psutil.virtual_memory().available  # a container: see --rollout_batch_size
+    config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * width * bytes_each
+    # Keys and values of one token in all layers; 16 bytes for one of V logits.
+    place = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
+    return int(SHARE * free / (place * (size + 64) + 16 * config.vocab_size))
