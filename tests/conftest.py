@@ -27,6 +27,7 @@ from transformers import (
 import train
 from data import Question
 from errors import InputError, run_main
+from papers import paper_of
 from plumbing import build
 from policy import Policy, save_policy
 from prompts import PROTOCOLS, as_protocol, build_prompt, frame_documents
@@ -206,6 +207,7 @@ def trained(model, tmp_path_factory):
     """A folder of runs: both stages of the default run, begun with the model that searches."""
     runs = tmp_path_factory.mktemp("trained")
     shutil.copytree(model, runs / "toy" / "ur2-world0")  # so that none is warmed up
+    (runs / "toy" / "ur2-world0" / "warm_up.txt").write_text(f"{paper_of('ur2').world}\n")
     small = SMALL.replace("--name t", f"--runs {runs}").replace("12", "16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "set_threads", lambda: None)

@@ -32,11 +32,13 @@ from lab.baselines import (
     said_answer,
 )
 from other_models.llm import LocalLLM
+from papers import paper_of
 from policy import save_policy
 from prompts import PROTOCOLS, frame_documents
 from rollout import decode
 from settings import Settings
 from trajectory import trajectory_from_text
+from world.toy import keep
 
 ANA = Question("ana", "Which country was Ana Bell born in?", ["Norland"])
 NEVER = "Hard to say, as the archives burned"  # names no answer
@@ -577,7 +579,7 @@ def test_all_methods_run_on_the_built_in_world_and_its_table_has_a_row_for_each(
 ):
     path = tmp_path / "toy" / "ur2-world0"  # an untrained one: nothing has to be warmed up
     path.parent.mkdir()
-    save_policy(toy_policy, toy_tokenizer, path)
+    keep(toy_policy, toy_tokenizer, paper_of("ur2").world, path)
     monkeypatch.setenv("COLUMNS", "170")
     main(["--questions", "2", "--runs", str(tmp_path), "--max_context", "999"])  # it has 256
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -16,7 +16,7 @@ from transformers import Qwen2Config
 import train
 from data import load_questions
 from errors import InputError
-from papers import PAPERS, record_of
+from papers import PAPERS, paper_of, record_of
 from plumbing import build
 from policy import Policy, save_policy
 from prompts import PROTOCOLS
@@ -24,7 +24,7 @@ from rewards import needs
 from settings import Settings, parse, resolve
 from sft import SFTSettings, train_sft
 from update import ALGORITHMS
-from world.toy import make_tokenizer, shape
+from world.toy import keep, make_tokenizer, shape
 from world.world import World
 
 STAGES = [  # (recipe, variant, stage) of every record
@@ -80,7 +80,8 @@ def world(tmp_path_factory):
             if protocol and protocol.query_tags:
                 examples = traces(tokenizer, questions, protocol)
                 train_sft(policy, lambda step, its=examples: its, SFTSettings(30, 2e-2))
-            save_policy(policy, tokenizer, runs / "toy" / f"{name}-world0")
+            tiny = paper_of(name if protocol else "ur2").world
+            keep(policy, tokenizer, tiny, runs / "toy" / f"{name}-world0")
     return runs
 
 

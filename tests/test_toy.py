@@ -255,7 +255,7 @@ def test_what_a_trace_of_a_spoiled_query_shows_is_what_the_environment_shows(wor
     found = make_search(BM25(world.documents, title_boost=4), extract, 1)
     writer, shown = writer_of("ur2", practice=0.0, bad_query=0.5), Counter()
     protocol = PROTOCOLS["ur2"]
-    for question, pieces in (writer.write() for _ in range(600)):
+    for question, pieces in (writer.write() for _ in range(900)):
         for (text, _), (given, kind) in pairwise(pieces):
             if kind == "given" and f"\n{protocol.empty_text}\n" in given:
                 query = text.partition(protocol.query_tags[0])[2].partition("<|end")[0].strip()

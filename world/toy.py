@@ -572,7 +572,7 @@ def toy_path(world_seed: int, protocol: str, which: str = "", runs: str = "runs"
 def load_toy(
     world_seed: int, protocol: Protocol, tiny: Tiny, runs: str = "runs", which: str = ""
 ) -> Loaded:
-    """The warmed-up tiny model and its tokenizer; made on first use and kept, with what made it."""
+    """The warmed-up tiny model and its tokenizer; made on first use and kept."""
     path = toy_path(world_seed, protocol.name, which, runs)
     made_with = path / "warm_up.txt"
     if path.exists() and not (made_with.exists() and made_with.read_text() == f"{tiny}\n"):
@@ -582,9 +582,13 @@ def load_toy(
         tokenizer = make_tokenizer(protocol)
         policy = Policy(make_model(len(tokenizer), world_seed, tiny.context))
         warm_up(policy, tokenizer, protocol, tiny, world_seed)
-        save_policy(policy, tokenizer, path)
-        made_with.write_text(f"{tiny}\n")
+        keep(policy, tokenizer, tiny, path)
     return load_policy(str(path))
+
+
+def keep(policy: Policy, tokenizer, tiny: Tiny, path: Path) -> None:
+    save_policy(policy, tokenizer, path)
+    (path / "warm_up.txt").write_text(f"{tiny}\n")
 
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
