@@ -63,14 +63,19 @@ def smooth(values: list[float], window: int = 5) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
-def draw(folder: Path, png: Path) -> None:
+def load_pyplot():
     try:
         import matplotlib  # an optional extra
     except ImportError:
-        raise InputError("view.py --png needs matplotlib: install the extra `plot`") from None
+        raise InputError("pictures need matplotlib: install the extra `plot`") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot  # only behind the choice of its backend
 
+    return pyplot
+
+
+def draw(folder: Path, png: Path) -> None:
+    pyplot = load_pyplot()
     records, stages = read_run(folder)
     panels = filled_panels(records)
     rows = max(1, math.ceil(len(panels) / COLUMNS))

@@ -62,6 +62,7 @@ from prompts import PROTOCOLS
 from retriever import make_retriever
 from settings import Settings, check_settings, resolve
 from train import train
+from view import load_pyplot
 from world.toy import toy_path
 
 KEPT = """
@@ -269,12 +270,10 @@ def run_chain(names: list[str], seed: int, runs: str, split: str) -> None:
             if before := {ARMS[name].start, ARMS[name].traces_of} & failed:
                 raise InputError(f"{min(before)} is not there")
             said = run_arm(name, seed, runs, split)
-        except InputError as error:
-            failed.add(name)
-            said = f"not run: {error}"
         except Exception as error:  # whatever it was, it stops no other arm
             failed.add(name)
-            said = f"failed: {error!r} (see its log.txt)"
+            refused = isinstance(error, InputError)
+            said = f"not run: {error}" if refused else f"failed: {error!r} (see its log.txt)"
         print(f"{name} in world {seed}: {said}", flush=True)
 
 
@@ -382,13 +381,7 @@ def curve_of(result: dict, name: str) -> np.ndarray:
 
 def draw(results: Results, seeds: list[int], folder: Path) -> None:
     """Of each claim of PICTURES both arms over steps: mean and range over worlds."""
-    try:
-        import matplotlib  # an optional extra
-    except ImportError:
-        raise InputError("--curves needs matplotlib: install the extra `plot`") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # only behind the choice of its backend
-
+    pyplot = load_pyplot()
     for name, panels in PICTURES.items():
         claim, size = CLAIMS[name], {"figsize": (10, 3.4), "constrained_layout": True}
         figure, axes = pyplot.subplots(1, len(panels), **size)

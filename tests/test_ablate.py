@@ -112,7 +112,7 @@ def test_the_table_has_a_line_per_claim_also_for_those_that_were_not_run():
 
 
 def test_numbers_of_curves_and_shares_by_hand():
-    curve = {"grad_norm": [0.1, 1000.0, 0.5], "k2": [0.1, 10.0, 0.1]}
+    curve = {"grad_norm": [0.1, 1000.0, None], "k2": [0.1, 10.0, 0.1]}
     assert CLAIMS["k2_gradient"].number.measure({"curve": curve}) == pytest.approx(3)  # log10
     assert CLAIMS["k2"].number.measure({"curve": curve}) == pytest.approx(2)
     assert CLAIMS["k2"].number.other({"curve": {"k3": [1.0, 10.0, 1.0]}}) == pytest.approx(1)
