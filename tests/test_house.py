@@ -34,7 +34,7 @@ import pytest
 import settings
 
 TODAY = {
-    "house lines": 13807,
+    "house lines": 14186,
 }
 
 
@@ -49,11 +49,11 @@ PATH = budgets("""
     ppo 290  grpo 120  reinforce_pp 115  dapo 90  curriculum 310  update 160  train 335  eval 415
 """)
 GROUND = budgets("""
-    papers 360  settings 300  policy 400  metrics 380  data 330  sft 150  errors 90  ask 120
+    papers 375  settings 300  policy 400  metrics 380  data 330  sft 150  errors 90  ask 120
     view 130
 """)
 WINGS = budgets("""
-    formats 680  retrievers 800  other_models 460  scale 960  world 870  plumbing 1170  lab 2220
+    formats 680  retrievers 800  other_models 460  scale 960  world 870  plumbing 1170  lab 2400
 """)
 # Lowest first: nothing imports a higher one, also not inside a function. A wing is all its files.
 FLOORS = """
@@ -358,8 +358,8 @@ def budget_limits() -> list[Limit]:
         *limits,
         size("path lines", 4_350, on_path()),
         Limit("path words", 24_900, sum(len(file.text.split()) for file in on_path()), []),
-        size("house lines", 13_450, files),
-        size("test lines", 18_800, own_tests()),
+        size("house lines", 13_600, files),
+        size("test lines", 18_990, own_tests()),
         counted("files at the top", 25, [str(file.path) for file in top]),
         counted("files not in the plan", 0, [str(file.path) for file in strange]),
         counted("files of the plan missing", 0, [n for n in planned if n not in product()]),
