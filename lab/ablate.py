@@ -6,7 +6,7 @@
     python -m lab.ablate --table       the table of what is there; runs nothing
     python -m lab.ablate --curves docs four pictures of what is there
 
-Evaluation: all questions about held-out entities, two samples each, at temperature 1 as in
+Evaluation: all questions about held-out entities, two samples each, at the temperature of
 training. Each finished arm of each world leaves a result.json, with the commit and date that made
 it and a hash of its settings: interrupted, it goes on from there, and what was made with other
 settings is told and never mixed in. Settings were chosen with --first_world 40 --split dev. Left
@@ -18,12 +18,12 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, replace
@@ -44,7 +44,6 @@ from lab.claims import (
     LOOKUPS,
     Claim,
     Results,
-    difference,
     interval,
     values,
     verdict,
@@ -63,10 +62,12 @@ from retriever import make_retriever
 from settings import Settings, check_settings, resolve
 from train import train
 from view import load_pyplot
-from world.toy import toy_path
+from world.toy import READER, toy_path
 
+SAMPLES = 2  # of each question
+SFT, SFT_SAMPLES = {"epochs": 3.0, "lr": 1e-3}, 4  # R1-Searcher section 4.1: three epochs
 KEPT = """
-reward searches em/one_hop em/two_hop searches/one_hop searches/two_hop searches/arithmetic
+reward em/one_hop em/two_hop searches/one_hop searches/two_hop searches/arithmetic
 searches/known fallbacks grad_norm k2 k3
 """.split()  # of metrics.jsonl
 
@@ -76,7 +77,7 @@ class AblateSettings:
     """The papers' claims in the built-in world."""
 
     seeds: int = setting(2, "worlds per claim; 0: as many as each asks for", least=0)
-    first_world: int = setting(20, "no setting was chosen on worlds from 20 to 39")
+    first_world: int = setting(22, "no setting was chosen on worlds from 22 to 39")
     split: str = setting("test", "of the entities that are asked about", one_of=("dev", "test"))
     only: str = setting("", f"claims, comma-separated: {', '.join(CLAIMS)}")
     runs: str = setting("runs/ablate", "folder of the arms")
@@ -105,7 +106,7 @@ def made_with(name: str, split: str) -> str:
     arm, settings = ARMS[name], asdict(settings_of(name, 0, ""))
     paper = paper_of(settings["protocol"])
     tiny = paper.warm_ups.get(settings["warm_up"], paper.world)
-    parts = [settings, asdict(tiny), split]
+    parts = [settings, asdict(tiny), READER, SFT, SFT_SAMPLES, SAMPLES, split]
     parts += [made_with(before, split) for before in (arm.start, arm.traces_of) if before]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
@@ -118,6 +119,9 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+COMMIT = commit()  # as it was imported, whatever is committed while it runs
 
 
 # --------------------------------------------------------------------------------------- one arm
@@ -137,13 +141,16 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> str:
             raise
     seconds = time.perf_counter() - start
     result |= {"prior": prior, "seconds": seconds, "settings": made_with(name, split)}
-    result |= {"commit": commit(), "date": str(date.today())}
+    result |= {"commit": COMMIT, "date": str(date.today())}
     write_records(path, [result])  # there is no result that is not whole
     return f"{seconds:.0f} s, {prior:.3f} searches per look-up before RL"
 
 
 def last_of(name: str, seed: int, runs: str) -> str:
-    return str(checkpoints(stage_folder(settings_of(name, seed, runs)))[-1])
+    folder = stage_folder(settings_of(name, seed, runs))
+    if not (found := checkpoints(folder)):
+        raise InputError(f"{folder} has no checkpoint any more: remove {folder.parent}")
+    return str(found[-1])
 
 
 def reinforce(name: str, seed: int, runs: str) -> tuple[str, dict]:
@@ -154,6 +161,9 @@ def reinforce(name: str, seed: int, runs: str) -> tuple[str, dict]:
         curve = read_result(result_path(runs, before, seed))["curve"]
     folder = train(settings)
     lines = finished_records(folder / "metrics.jsonl")
+    for line in lines:
+        if not line.get("searches"):  # nothing could fall back
+            line.pop("fallbacks", None)
     for key in KEPT:
         # a step may have no question of a kind
         own = [round(line[key], 4) if key in line else None for line in lines]
@@ -169,20 +179,17 @@ def imitate(name: str, seed: int, runs: str) -> tuple[str, dict]:
     out = stage_folder(settings) / "checkpoint-sft"
     model = str(toy_path(settings.world_seed, settings.protocol, settings.warm_up, runs))
     traces = str(out.with_name("traces.jsonl"))
-    evaluate(teacher, settings, "train", traces)
-    how = DistilSettings(model, traces, str(out), settings.protocol, epochs=3.0, lr=SFT_LR)
-    distil("traces", how)
+    evaluate(teacher, settings, "train", SFT_SAMPLES, traces)
+    shutil.rmtree(out, ignore_errors=True)  # an interrupted arm's
+    distil("traces", DistilSettings(model, traces, str(out), settings.protocol, **SFT))
     return str(out), {}
 
 
-SFT_LR = 1e-3
-
-
-def evaluate(model: str, settings: Settings, split: str, out="") -> list[dict]:
-    """Prediction records, two samples of each question at temperature 1; "" is the warmed-up model.
-    None of an interrupted arm are gone on with: its weights are made anew.
+def evaluate(model: str, settings: Settings, split: str, samples=SAMPLES, out="") -> list[dict]:
+    """Prediction records of all questions, sampled as in training; "" is the warmed-up model. None
+    of an interrupted arm are gone on with: its weights are made anew.
     """
-    options = Options(split=split, questions=0, samples=2, fresh=True, out=out)
+    options = Options(split=split, questions=0, samples=samples, fresh=True, out=out)
     return Evaluation(replace(settings, model=model), options).run()
 
 
@@ -190,7 +197,8 @@ def checked_prior(name: str, seed: int, runs: str, split: str) -> float:
     """Searches per held-out look-up of the warmed-up model, measured once; no more than it says."""
     settings = settings_of(name, seed, runs)
     paper, warm_up = paper_of(settings.protocol), settings.warm_up
-    path = toy_path(seed, settings.protocol, warm_up, runs) / f"prior-{split}.json"
+    how = f"{settings.documents_per_search}-{settings.summarizer}"
+    path = toy_path(seed, settings.protocol, warm_up, runs) / f"prior-{split}-{how}.json"
     if PROTOCOLS[settings.protocol].query_tags is None:
         return 0.0
     if not path.exists():
@@ -202,7 +210,7 @@ def checked_prior(name: str, seed: int, runs: str, split: str) -> float:
     limit = paper.warm_ups[warm_up].prior if warm_up else paper.world.prior
     if found > limit:
         why = f"{found:.3f} searches per look-up before RL, and at most {limit} are allowed"
-        raise InputError(f"the prior of --warm_up {warm_up} is off: {why}: take another world")
+        raise InputError(f"the prior of --warm_up {warm_up} is off: {why}: this world is left out")
     return found
 
 
@@ -245,18 +253,18 @@ def read_result(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def chains(arms: dict[str, int], first: int, runs: str, split: str) -> list[tuple[list[str], int]]:
-    """(arms, world) of each process to come: arms of one warmed-up model. `arms`: in how many
-    worlds each is run. A result of other settings is refused: it would be lost.
+def chains(arms: dict[str, range], runs: str, split: str) -> list[tuple[list[str], int]]:
+    """(arms, world) of each process to come: arms of one warmed-up model. `arms`: the worlds of
+    each. A result of other settings is refused: it would be lost.
     """
+    results, others = read_results(arms, runs, split)
+    if others:
+        why = "was made with other settings: give another --runs, or remove it"
+        raise InputError(f"{others[0]} {why}")
     todo = defaultdict(list)
-    for seed, name in itertools.product(range(first, first + max(arms.values())), arms):
-        path = result_path(runs, name, seed)
-        if seed - first < arms[name]:
-            if path.exists() and read_result(path).get("settings") != made_with(name, split):
-                why = "was made with other settings: give another --runs, or remove it"
-                raise InputError(f"{path} {why}")
-            if not path.exists():
+    for seed in sorted({seed for worlds in arms.values() for seed in worlds}):
+        for name, worlds in arms.items():
+            if seed in worlds and (name, seed) not in results:
                 settings = settings_of(name, seed, runs)
                 todo[seed, settings.protocol, settings.warm_up].append(name)
     return [(names, seed) for (seed, *_), names in todo.items()]
@@ -296,29 +304,44 @@ def run_all(todo: list, runs: str, split: str, workers: int) -> None:
                     raise InputError(f"{error}: fewer --workers need less memory; go on with them")
 
 
-def read_results(runs: str, seeds: Iterable[int], split: str) -> Results:
-    """What is there of these worlds. What was made with other settings is told and left out."""
+def read_results(arms: dict[str, range], runs: str, split: str) -> tuple[Results, list[str]]:
+    """(what is there of these arms in their worlds, the files that other settings made)."""
     found, others = {}, []
-    for name, seed in itertools.product(ARMS, seeds):
-        path = result_path(runs, name, seed)
-        if path.exists():
-            result = read_result(path)
-            if result.get("settings") == made_with(name, split):
+    for name, worlds in arms.items():
+        made = made_with(name, split)
+        for seed in worlds:
+            path = result_path(runs, name, seed)
+            result = read_result(path) if path.exists() else {"settings": ""}
+            if result["settings"] == made:
                 found[name, seed] = result
-            else:
+            elif path.exists():
                 others.append(str(path))
-    if others:
-        said = f"{len(others)} results were made with other settings, the first {others[0]}"
-        print(f"warning: {said}: not counted", file=sys.stderr)
-    return found
+    return found, others
 
 
 # ----------------------------------------------------------------------------- tables and pictures
-def rows(claims: list[Claim], results: Results, seeds: list[int]) -> list[list[str]]:
+def difference(claim: Claim) -> str:
+    """What the second arm sets otherwise, or lacks."""
+    one, other = ARMS[claim.better], ARMS[claim.worse]
+    if other.traces_of:
+        return f"no RL: imitates {other.traces_of}"
+    here, there = (vars(settings_of(name, 0, "")) for name in (claim.better, claim.worse))
+    differing = [key for key in there if here[key] != there[key] and key not in NAMES]
+    told = [f"{key} {there[key]}" if there[key] != "" else f"no {key}" for key in differing]
+    if one.start and not other.start:
+        told.append("no stage 1")
+    return ", ".join(told) or "nothing"
+
+
+NAMES = ("name", "recipe", "variant", "stage", "steps")
+
+
+def rows(claims: dict[Claim, range], results: Results) -> list[list[str]]:
+    """A header, and a line for each claim over its worlds."""
     head = "claim; place; without it; number; with; without; effect [95 %]; worlds; verdict"
     lines = [head.split("; ")]
-    for claim in claims:
-        pairs, cells = values(claim, results, seeds), ["-", "-", "-"]
+    for claim, worlds in claims.items():
+        pairs, cells = values(claim, results, worlds), ["-", "-", "-"]
         differences = [one - other for one, other in pairs]
         if pairs:
             mean, low, high = interval(differences, 90 if claim.margin else 95)
@@ -365,11 +388,11 @@ def made_by(results: Results) -> str:
     return f"{len(results)} runs, commit {names}, settings {whole}, {when}"
 
 
-PICTURES = {  # claim -> (title, metrics) of two panels, over steps
-    "stage1": (("searches per look-up", "searches"), ("look-up EM", "em")),
-    "penalty": (("searches per sum", "searches/arithmetic"), ("look-up EM", "em")),
-    "stage2": (("searches, known facts", "searches/known"), ("look-up EM", "em")),
-    "two_stages": (("searches per look-up", "searches"), ("look-up EM", "em")),
+PICTURES = {  # claim -> (title, metric) of the panel beside look-up EM
+    "stage1": ("searches per look-up", "searches"),
+    "penalty": ("searches per sum", "searches/arithmetic"),
+    "stage2": ("searches, known facts", "searches/known"),
+    "two_stages": ("searches per look-up", "searches"),
 }
 
 
@@ -379,15 +402,16 @@ def curve_of(result: dict, name: str) -> np.ndarray:
     return np.mean([np.array(result["curve"][n], float) for n in names], axis=0)
 
 
-def draw(results: Results, seeds: list[int], folder: Path) -> None:
+def draw(results: Results, folder: Path) -> None:
     """Of each claim of PICTURES both arms over steps: mean and range over worlds."""
     pyplot = load_pyplot()
-    for name, panels in PICTURES.items():
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, panel in PICTURES.items():
         claim, size = CLAIMS[name], {"figsize": (10, 3.4), "constrained_layout": True}
-        figure, axes = pyplot.subplots(1, len(panels), **size)
-        for axis, (title, metric) in zip(axes, panels, strict=True):
+        figure, axes = pyplot.subplots(1, 2, **size)
+        for axis, (title, metric) in zip(axes, (panel, ("look-up EM", "em")), strict=True):
             for arm in (claim.better, claim.worse):
-                found = [results[arm, seed] for seed in seeds if (arm, seed) in results]
+                found = [result for (its, _), result in results.items() if its == arm]
                 if not found:
                     raise InputError(f"--curves: no result of {arm}: run --only {name} first")
                 curves = np.array([curve_of(result, metric) for result in found])  # [worlds, steps]
@@ -408,21 +432,23 @@ def main(arguments: list[str] | None = None) -> None:
     names = options.only.replace(" ", "").split(",") if options.only else list(CLAIMS)
     for name in names:
         check_value("only", name, {"one_of": CLAIMS})
-    claims, runs, split = [CLAIMS[name] for name in names], options.runs, options.split
-    counts = [options.seeds or claim.worlds for claim in claims]
+    runs, split, first, claims = options.runs, options.split, options.first_world, {}
+    arms = dict.fromkeys(wanted_arms([CLAIMS[name] for name in names]), range(0))
+    for claim in map(CLAIMS.get, names):
+        claims[claim] = range(first, first + (options.seeds or claim.worlds))
+        for name in wanted_arms([claim]):
+            arms[name] = max(arms[name], claims[claim], key=len)
     if not (options.table or options.curves):
-        arms: dict[str, int] = {}
-        for claim, count in zip(claims, counts, strict=True):
-            arms |= {name: max(count, arms.get(name, 0)) for name in wanted_arms([claim])}
-        arms = {name: arms[name] for name in ARMS if name in arms}
-        todo = chains(arms, options.first_world, runs, split)
+        todo = chains(arms, runs, split)
         with interruptible("finished arms are kept: the same command goes on"):
             run_all(todo, runs, split, options.workers)
-    seeds = list(range(options.first_world, options.first_world + max(counts)))
-    results = read_results(runs, seeds, split)
+    results, others = read_results(arms, runs, split)
+    if others:
+        said = f"{len(others)} results were made with other settings, the first {others[0]}"
+        print(f"warning: {said}: not counted", file=sys.stderr)
     if options.curves:
-        return draw(results, seeds, Path(options.curves))
-    print(written(rows(claims, results, seeds), options.markdown, 1))
+        return draw(results, Path(options.curves))
+    print(written(rows(claims, results), options.markdown, 1))
     if options.arms:
         print("\n" + written(arm_rows(results), options.markdown, 1))
     if results:

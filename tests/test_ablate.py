@@ -13,13 +13,12 @@ from data import Question
 from errors import InputError
 from formats.records import write_records
 from lab import ablate
-from lab.ablate import made_with, settings_of
+from lab.ablate import difference, made_with, settings_of
 from lab.claims import (
     ARMS,
     CLAIMS,
     NUMBERS,
     Claim,
-    difference,
     interval,
     values,
     verdict,
@@ -94,7 +93,7 @@ def test_only_worlds_with_both_arms_are_compared():
 
 def test_the_reader_is_compared_with_its_own_rag_on_the_same_run():
     claim = CLAIMS["evidence"]
-    kinds = {kind: {"reader_em": 0.75, "rag_em": 0.25} for kind in ("one_hop", "two_hop")}
+    kinds = {"two_hop": {"reader_em": 0.75, "rag_em": 0.25}}
     assert values(claim, {("r_search", 1): {"eval": kinds}}, [1]) == [(0.75, 0.25)]
 
 
@@ -103,19 +102,20 @@ def test_the_table_has_a_line_per_claim_also_for_those_that_were_not_run():
     results |= {("without", s): result(0.50) for s in (1, 2, 3)}
     up, absent = (replace(UP, better=a, worse=b) for a, b in (("ur2", "ur2_raw"), ("r1", "r1_cem")))
     results = {({"with": "ur2", "without": "ur2_raw"}[a], s): r for (a, s), r in results.items()}
-    header, one, two = ablate.rows([up, absent], results, [1, 2, 3])
+    header, one, two = ablate.rows({up: [1, 2, 3], absent: [1, 2, 3]}, results)
     assert header[-1] == "verdict" and len(header) == len(one) == len(two)
     # 0.31, 0.32, 0.33: 0.32 ± 4.303 · 0.01 / √3 = 0.32 ± 0.0248
     assert one[2:4] == ["summarizer none", "look-up EM"]
     assert one[4:] == ["0.82", "0.50", "+0.32 [+0.30, +0.34]", "3", "shows"]
     assert two[2:] == ["answer_metric cem", "look-up EM", "-", "-", "-", "0", "not run"]
+    assert ablate.rows({up: [1, 2]}, results)[1][-2] == "2"  # its own worlds, whatever is there
 
 
 def test_numbers_of_curves_and_shares_by_hand():
-    curve = {"grad_norm": [0.1, 1000.0, None], "k2": [0.1, 10.0, 0.1]}
+    curve = {"grad_norm": [0.1, 1000.0, None], "k2": [0.0, 0.01], "k3": [0.1, 10.0]}
     assert CLAIMS["k2_gradient"].number.measure({"curve": curve}) == pytest.approx(3)  # log10
-    assert CLAIMS["k2"].number.measure({"curve": curve}) == pytest.approx(2)
-    assert CLAIMS["k2"].number.other({"curve": {"k3": [1.0, 10.0, 1.0]}}) == pytest.approx(1)
+    assert CLAIMS["k2"].number.measure({"curve": curve}) == pytest.approx(-2)
+    assert CLAIMS["k2"].number.other({"curve": curve}) == pytest.approx(1)
     # steps 5 to 14 of look-ups: 1 and 3 searches
     early = {"searches/one_hop": [9] * 5 + [1] * 10 + [9], "searches/two_hop": [9] * 5 + [3] * 10}
     assert CLAIMS["unified"].number.measure({"curve": early}) == 2
@@ -161,11 +161,14 @@ def test_the_arms_of_a_claim_are_alike_but_for_what_the_table_names(name):
 
 
 def test_what_a_pair_differs_in_by_hand():
-    told = {name: difference(CLAIMS[name]) for name in ("mask", "mixing", "r_s", "vanilla", "sft")}
-    assert told["mask"] == "mask_documents False" and told["mixing"] == "no direct_tasks math"
-    assert told["r_s"] == "variant without_r_s" and told["vanilla"] == "recipe vanilla_rl"
-    assert difference(CLAIMS["stage1"]) == "no stage 1"
-    assert difference(CLAIMS["unified"]) == "variant unified"
+    told = {name: difference(CLAIMS[name]) for name in CLAIMS}
+    assert told["mask"] == "mask_documents False" and told["mixing"] == "no direct_tasks"
+    assert told["vanilla"] == "direct_tasks math,choice, no stage 1"
+    assert told["stage1"] == told["two_stages"] == "no stage 1"
+    assert told["unified"] == "reward when_to_search_unified, no stage 1"
+    assert told["r_a"] == "left_out answer, filter_by total"
+    assert told["naive"] == "relevance_reward False, bonus 0.0, kl_estimator k3"
+    assert told["sft"] == "no RL: imitates r1_stage1" and told["evidence"] == "nothing"
 
 
 def test_every_arm_is_wanted_by_a_claim_and_brings_the_one_that_it_starts_from():
@@ -210,14 +213,15 @@ def test_a_bad_command_line_is_one_line_and_runs_nothing(arguments, said, monkey
 
 def test_the_arms_of_a_warm_up_run_in_turn_world_by_world(tmp_path):
     in_turn = ["ur2_stage1", "ur2", "vanilla_rl"]
-    arms = dict.fromkeys([*in_turn, "arena"], 2)
-    assert ablate.chains(arms, 20, tmp_path, "test") == [
+    arms = dict.fromkeys([*in_turn, "arena"], range(20, 22))
+    assert ablate.chains(arms, tmp_path, "test") == [
         (in_turn, 20),
         (["arena"], 20),
         (in_turn, 21),
         (["arena"], 21),
     ]
-    assert ablate.chains({"ur2_stage1": 2, "arena": 1}, 20, tmp_path, "test") == [
+    fewer = {"ur2_stage1": range(20, 22), "arena": range(20, 21)}
+    assert ablate.chains(fewer, tmp_path, "test") == [
         (["ur2_stage1"], 20),
         (["arena"], 20),
         (["ur2_stage1"], 21),
@@ -225,21 +229,31 @@ def test_the_arms_of_a_warm_up_run_in_turn_world_by_world(tmp_path):
 
 
 def test_what_has_its_result_is_not_run_again(tmp_path):
-    arms = {"ur2_stage1": 1, "ur2": 1}
+    arms = {"ur2_stage1": [20], "ur2": [20]}
     write_result(tmp_path, "ur2_stage1", 20)
-    assert ablate.chains(arms, 20, tmp_path, "test") == [(["ur2"], 20)]
+    assert ablate.chains(arms, tmp_path, "test") == [(["ur2"], 20)]
     write_result(tmp_path, "ur2", 20)
-    assert ablate.chains(arms, 20, tmp_path, "test") == []
+    assert ablate.chains(arms, tmp_path, "test") == []
 
 
 def test_results_of_other_settings_are_told_and_never_mixed_in(tmp_path, capsys):
-    write_result(tmp_path, "arena", 20, split="dev")
-    write_result(tmp_path, "arena", 21)
-    assert list(ablate.read_results(str(tmp_path), [20, 21], "test")) == [("arena", 21)]
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "1 results were made with other settings" in said
+    write_result(tmp_path, "arena", 20, {"eval": {}, "curve": {}}, split="dev")
+    write_result(tmp_path, "arena", 21, {"eval": {}, "curve": {}})
+    found, others = ablate.read_results({"arena": [20, 21]}, str(tmp_path), "test")
+    assert list(found) == [("arena", 21)] and len(others) == 1
     with pytest.raises(InputError, match=r"arena-world20.*other settings: give another --runs"):
-        ablate.chains({"arena": 1}, 20, tmp_path, "test")
+        ablate.chains({"arena": [20]}, tmp_path, "test")
+    flags = ["--table", "--only", "em", "--first_world", "20", "--runs", str(tmp_path)]
+    ablate.main(flags)
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and "1 results were made with other settings" in said.err
+    assert "1 runs, commit abc" in said.out  # of this claim's arms
+
+
+def test_a_checkpoint_that_is_gone_is_one_line(tmp_path):
+    with pytest.raises(InputError, match="no checkpoint any more: remove") as error:
+        ablate.last_of("ur2_stage1", 20, str(tmp_path))
+    assert "\n" not in str(error.value)
 
 
 def prior_of(monkeypatch, tmp_path, searches: float) -> float:
@@ -297,8 +311,8 @@ def ran(monkeypatch):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_failed_arm_takes_along_only_what_starts_from_it(workers, ran, tmp_path, capsys):
-    arms = dict.fromkeys(("ur2_stage1", "ur2", "ur2_no_stage1", "arena"), 2)
-    ablate.run_all(ablate.chains(arms, 20, tmp_path, "test"), tmp_path, "test", workers)
+    arms = dict.fromkeys(("ur2_stage1", "ur2", "ur2_no_stage1", "arena"), range(20, 22))
+    ablate.run_all(ablate.chains(arms, tmp_path, "test"), tmp_path, "test", workers)
     every = {(name, 21) for name in ("ur2_stage1", "ur2", "ur2_no_stage1", "arena")}
     assert set(ran) == every | {("ur2_no_stage1", 20), ("arena", 20)}
     assert ran.index(("ur2_stage1", 21)) < ran.index(("ur2", 21))
@@ -329,6 +343,7 @@ def test_the_table_of_what_is_there_runs_nothing(monkeypatch, tmp_path, capsys):
             content = {"eval": kinds, "curve": curve, "seconds": 3, "prior": 0.25}
             write_result(tmp_path, arm, seed, content)
     flags = ["--table", "--only", "bonus,relevance", "--runs", str(tmp_path), "--arms"]
+    flags += ["--first_world", "20"]
     ablate.main([*flags, "--markdown"])
     lines = capsys.readouterr().out.splitlines()
     # the difference is 0.5 in both worlds: s = 0
@@ -345,14 +360,14 @@ def test_curves_of_both_arms_over_worlds(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     names = [f"{what}/{kind}" for what in ("em", "searches") for kind in ("one_hop", "two_hop")]
     curve = {name: [0.0, None, 1.0] for name in [*names, "searches/arithmetic", "searches/known"]}
-    runs, out = str(tmp_path / "runs"), ["--curves", str(tmp_path), "--seeds", "2"]
+    runs, out = str(tmp_path / "runs"), ["--curves", str(tmp_path / "new"), "--first_world", "20"]
     with pytest.raises(InputError, match="no result of ur2: run --only stage1 first"):
         ablate.main([*out, "--runs", runs])
     for arm in {arm for name in ablate.PICTURES for arm in wanted_arms([CLAIMS[name]])}:
         for seed in (20, 21):
             write_result(runs, arm, seed, {"curve": curve})
     ablate.main([*out, "--runs", runs])
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == sorted(
+    assert sorted(path.name for path in tmp_path.glob("new/*.png")) == sorted(
         f"claim_{name}.png" for name in ablate.PICTURES
     )
     two = ablate.curve_of({"curve": curve | {"em/one_hop": [0.5, None, 0.0]}}, "em")

@@ -402,6 +402,20 @@ def test_the_reader_is_trained_on_the_very_prompt_that_it_is_asked_with():
     assert asked.prompt((INSTRUCTION, text)) == prompt
 
 
+def test_the_reader_chooses_among_facts_and_says_none_where_the_asked_is_not_stated():
+    tokenizer, tasks = make_tokenizer(), toy.Tasks(World(0, layout="facts"), 5)
+    seen = Counter()
+    for example in (toy.reader_example(tasks, tokenizer) for _ in range(1000)):
+        text = tokenizer.decode(example.ids)
+        if "where was" not in text or " born ?" not in text:
+            continue
+        facts = dict(re.findall(r"(\w+) ([^.]+?) of [^.]+ \.", text))
+        answer = text.partition("answer : ")[2].removesuffix("<eos>")
+        assert answer == facts.get("birthplace", "none")
+        seen[len(facts), answer == "none"] += 1
+    assert min(seen[1, False], seen[2, False], seen[1, True]) > 3
+
+
 def test_the_reader_is_of_another_family_and_shape_and_learns_within_a_few_steps(tokenizer):
     reader = toy.train_reader(tokenizer, 0, replace(toy.READER, steps=3))
     policy = make_model(len(tokenizer))

@@ -537,13 +537,15 @@ READER = SFTSettings(steps=300, lr=4e-3, lr_warmup=50, decay_from=0.5)
 
 
 def reader_example(tasks: Tasks, tokenizer) -> Example:
-    """Evidence and question -> the answer, or "none" without the sentence that states it."""
+    """Evidence and question -> the answer, or "none" without a sentence that states it."""
     task = tasks.one_hop() if tasks.rng.random() < 0.5 else tasks.two_hop()
-    lines, answer = [hop.found[1] for hop in task.hops], task.answer
+    lines = [hop.found[1] for hop in task.hops]
     if tasks.rng.random() < 0.3:
         lines[-1] = tasks.other_passage()[1]
-        relation, _, value = lines[-1].partition(" of ")[0].partition(" ")
-        answer = value if relation == task.relation else "none"
+    if tasks.rng.random() < 0.5:  # as its own search would find it, beside the entity's other fact
+        lines[-1:] = [text for _, text in tasks.with_neighbour(("", lines[-1]))]
+    stated = dict(line.partition(" of ")[0].split(" ", 1) for line in lines)
+    answer = stated.get(task.relation, "none")
     asked = reader_text(Question("", task.question, []), " ".join(lines))
     texts = [chat_text(tokenizer, READER_INSTRUCTION, asked), f" {answer}<eos>"]
     prompt, reply = tokenizer(texts, add_special_tokens=False)["input_ids"]
