@@ -19,6 +19,7 @@ import dataclasses
 import hashlib
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,20 +159,27 @@ class Evaluation:
         self.dataset_of = {q.id: name for name, some in self.datasets.items() for q in some}
         self.tokenizer = None  # until the policy is loaded
 
-    def run(self) -> list[dict]:
-        """Prediction records of the model's rollouts."""
+    def load(self) -> tuple[Callable, str]:
+        """((questions, seed, progress) -> the model's trajectories, the version of its weights)."""
         settings, device = self.settings, best_device()
         search = build_search(settings, self.documents, device)
         policy, self.tokenizer = load_model(settings, settings.model, device, frozen=True)
         environment = build_environment(settings, self.tokenizer, search)
         check_prompts(self.questions, environment, policy)
+
+        def play(some: list[Question], seed: int, progress=None) -> list[Trajectory]:
+            return rollout(policy, environment, some, seed, play_of(settings), progress)
+
+        return play, weights_version(settings.model, policy) if settings.model else "built-in"
+
+    def run(self) -> list[dict]:
+        """Prediction records of the model's rollouts."""
+        play, version = self.load()
         self.say_what()
 
         def rows_of(some: list[Question], start: int, progress) -> list[Trajectory]:
-            seed, play = settings.seed + start, play_of(settings)
-            return rollout(policy, environment, some, seed, play, progress)
+            return play(some, self.settings.seed + start, progress)
 
-        version = weights_version(settings.model, policy) if settings.model else "built-in"
         return self.collect(self.out, version, rows_of)
 
     def collect(self, out: Path, version: str, rows_of, what: str = "evaluation") -> list[dict]:

@@ -2,10 +2,10 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields
 
-from errors import FlagParser, InputError
+from errors import FlagParser, InputError, check_value
 from settings import RENAMED, add_flags, check_limits, named_in
 
 
@@ -25,6 +25,14 @@ def parse_flags(command: str, record: type, arguments: list | None, others=(), m
             raise InputError(f"{command}: --{f.name} is missing")
     check_limits(options)
     return options, given
+
+
+def names_in(flag: str, text: str, known: Collection[str]) -> list[str]:
+    """A flag's comma-separated names; "" is all that are known."""
+    names = text.replace(" ", "").split(",") if text else list(known)
+    for name in names:
+        check_value(flag, name, {"one_of": known})
+    return names
 
 
 @contextlib.contextmanager

@@ -34,10 +34,10 @@ import numpy as np
 import torch
 
 from data import Question
-from errors import InputError, check_value, run_main, setting
+from errors import InputError, run_main, setting
 from eval import Evaluation, Options
 from formats.records import finished_records, write_records
-from lab import interruptible, parse_flags
+from lab import interruptible, names_in, parse_flags
 from lab.claims import (
     ARMS,
     CLAIMS,
@@ -429,9 +429,7 @@ def draw(results: Results, folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     options, _ = parse_flags("lab.ablate", AblateSettings, arguments)
-    names = options.only.replace(" ", "").split(",") if options.only else list(CLAIMS)
-    for name in names:
-        check_value("only", name, {"one_of": CLAIMS})
+    names = names_in("only", options.only, CLAIMS)
     runs, split, first, claims = options.runs, options.split, options.first_world, {}
     arms = dict.fromkeys(wanted_arms([CLAIMS[name] for name in names]), range(0))
     for claim in map(CLAIMS.get, names):

@@ -40,7 +40,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import grpo
 import rollout
 from data import Document, Question
-from errors import FlagParser, InputError, check_value, run_main, setting
+from errors import FlagParser, InputError, run_main, setting
+from lab import names_in
 from lab.plan import Shape, config_of
 from metrics import tokenize
 from policy import Policy, checkpoint_activations, collate, make_optimizer, without_dropout
@@ -405,9 +406,7 @@ def parse(arguments: list[str] | None = None) -> tuple[str, Bench]:
 def variants(part: str, o: Bench) -> dict[str, Callable]:
     """Those that are asked for."""
     run, works = PARTS[part]
-    only = o.only.split(",") if o.only else works
-    for name in only:
-        check_value("only", name, {"one_of": works})
+    only = names_in("only", o.only, works)
     return {name: partial(run, works[name], name, o) for name in works if name in only}
 
 

@@ -23,11 +23,8 @@ from eval import Evaluation, Options, settings_of
 from formats.records import append_jsonl
 from lab import interruptible, parse_flags
 from metrics import score_answer
-from plumbing.build import build_environment, build_search, load_model, play_of
 from plumbing.files import go_on
 from plumbing.score import answer_scores
-from policy import best_device, weights_version
-from rollout import check_prompts, rollout
 from settings import ASKING, check_settings
 
 AT_ONCE = 16  # questions that share a seed
@@ -101,19 +98,14 @@ def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
     asked = Options("train", options.questions, options.samples, out=options.out)
     whole = Evaluation(settings, asked)
-    settings, device = whole.settings, best_device()  # they have the group size now
-    search = build_search(settings, whole.documents, device)
-    policy, tokenizer = load_model(settings, settings.model, device, frozen=True)
-    environment = build_environment(settings, tokenizer, search)
-    check_prompts(whole.questions, environment, policy)
+    play, version = whole.load()
 
     def answer(some: list[Question]) -> list[list[float]]:
         seed, k = zlib.crc32(f"{settings.seed} {some[0].id}".encode()), options.samples
-        rows = rollout(policy, environment, some, seed, play_of(settings))
+        rows = play(some, seed)
         scores = [answer_scores(row)[options.metric] for row in rows]
         return [scores[start : start + k] for start in range(0, len(rows), k)]
 
-    version = weights_version(settings.model, policy) if settings.model else "built-in"
     return measure(whole.questions, answer, whole.made_with(version), options)
 
 

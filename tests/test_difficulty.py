@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from conftest import message
 
+import eval as evaluation
 from curriculum import read_difficulty
 from data import Question
 from errors import InputError
@@ -99,7 +100,7 @@ def test_published_rollout_answers_become_difficulties(out, tmp_path, capsys):
 @pytest.fixture
 def tiny(monkeypatch, toy_policy, toy_tokenizer, tmp_path, out):
     """Flags of a short measurement of the untrained tiny model, a question of each kind."""
-    monkeypatch.setattr(difficulty, "load_model", lambda *_, **__: (toy_policy, toy_tokenizer))
+    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: (toy_policy, toy_tokenizer))
     flags = {"questions": 1, "samples": 3, "runs": tmp_path, "max_turn_tokens": 4, "out": out}
     return [f"--{name}={value}" for name, value in flags.items()]
 
@@ -118,7 +119,7 @@ def test_an_interrupt_says_where_the_scores_are(tiny, out, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(difficulty, "rollout", interrupted)
+    monkeypatch.setattr(evaluation, "rollout", interrupted)
     with pytest.raises(SystemExit) as end:
         main(tiny)
     assert end.value.code == 130 and f"{out}: the same command" in capsys.readouterr().out
