@@ -149,8 +149,11 @@ def test_the_arms_of_a_claim_are_alike_but_for_what_the_table_names(name):
     assert claim.worlds in (5, 8) and claim.number.sign in (1, -1) and claim.number.counts > 0
     one, other = (settings_of(arm, 20, "r") for arm in (claim.better, claim.worse))
     assert paper_of(one.protocol) is paper_of(other.protocol) and one.warm_up == other.warm_up
-    for same in ("questions_per_step", "group_size", "temperature", "documents_per_search", "mix"):
+    alike = "questions_per_step group_size temperature documents_per_search mix lr"
+    for same in [*alike.split(), "trajectories_per_update"]:
         assert getattr(one, same) == getattr(other, same)
+    if difference(claim).endswith("no stage 1"):
+        assert settings_of(ARMS[claim.better].start, 20, "r").lr == other.lr
     if not ARMS[claim.worse].traces_of:
         assert steps_of(claim.better) == steps_of(claim.worse)
     if claim.better == claim.worse:  # one run, two numbers
@@ -177,8 +180,7 @@ def test_every_arm_is_wanted_by_a_claim_and_brings_the_one_that_it_starts_from()
 
 
 def test_the_hash_of_a_result_hangs_on_settings_start_warm_up_and_split(monkeypatch):
-    made = made_with("ur2", "test")
-    assert made == made_with("ur2", "test") != made_with("ur2", "dev")
+    assert (made := made_with("ur2", "test")) == made_with("ur2", "test") != made_with("ur2", "dev")
     assert made != made_with("ur2_no_mask", "test")
     longer = replace(ARMS["ur2_stage1"], changes=ARMS["ur2_stage1"].changes | {"steps": 21})
     monkeypatch.setitem(ARMS, "ur2_stage1", longer)  # what it started from
@@ -242,17 +244,15 @@ def test_results_of_other_settings_are_told_and_never_mixed_in(tmp_path, capsys)
     assert list(found) == [("arena", 21)] and len(others) == 1
     with pytest.raises(InputError, match=r"arena-world20.*other settings: give another --runs"):
         ablate.chains({"arena": [20]}, tmp_path, "test")
-    flags = ["--table", "--only", "em", "--first_world", "20", "--runs", str(tmp_path)]
-    ablate.main(flags)
+    ablate.main(["--table", "--only", "em", "--first_world", "20", "--runs", str(tmp_path)])
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and "1 results were made with other settings" in said.err
     assert "1 runs, commit abc" in said.out  # of this claim's arms
 
 
 def test_a_checkpoint_that_is_gone_is_one_line(tmp_path):
-    with pytest.raises(InputError, match="no checkpoint any more: remove") as error:
+    with pytest.raises(InputError, match=r"^.+no checkpoint any more: remove .+$"):
         ablate.last_of("ur2_stage1", 20, str(tmp_path))
-    assert "\n" not in str(error.value)
 
 
 def prior_of(monkeypatch, tmp_path, searches: float) -> float:
@@ -369,5 +369,5 @@ def test_curves_of_both_arms_over_worlds(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.glob("new/*.png")) == sorted(
         f"claim_{name}.png" for name in ablate.PICTURES
     )
-    two = ablate.curve_of({"curve": curve | {"em/one_hop": [0.5, None, 0.0]}}, "em")
-    assert two[0] == 0.25 and math.isnan(two[1]) and two[2] == 0.5
+    one, none, two = ablate.curve_of({"curve": curve | {"em/one_hop": [0.5, None, 0.0]}}, "em")
+    assert (one, two) == (0.25, 0.5) and math.isnan(none)
