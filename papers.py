@@ -39,6 +39,9 @@ class Paper:
     warm_ups: dict[str, Tiny] = field(default_factory=dict)
     variants: dict[str, "Paper"] = field(default_factory=dict, init=False)  # a copy has none
 
+    def warmed_up(self, name: str) -> Tiny:
+        return self.warm_ups[name] if name else self.world
+
 
 def varied(paper: Paper, **changes) -> Paper:
     """The paper with these settings in each of its stages."""

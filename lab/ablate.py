@@ -9,10 +9,10 @@
 Evaluation: all questions about held-out entities, two samples each, at the temperature of
 training. Each finished arm of each world leaves a result.json, with the commit and date that made
 it and a hash of its settings: interrupted, it goes on from there, and what was made with other
-settings is told and never mixed in. Settings were chosen with --first_world 40 --split dev. Left
-out: more than one machine.
+settings is told, never mixed in. Choose with --first_world 40 --split dev. Left out: more machines.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -104,13 +104,13 @@ def settings_of(name: str, seed: int, runs: str) -> Settings:
 def made_with(name: str, split: str) -> str:
     """A hash of all that an arm's result hangs on but its world, its start's too."""
     arm, settings = ARMS[name], asdict(settings_of(name, 0, ""))
-    paper = paper_of(settings["protocol"])
-    tiny = paper.warm_ups.get(settings["warm_up"], paper.world)
+    tiny = paper_of(settings["protocol"]).warmed_up(settings["warm_up"])
     parts = [settings, asdict(tiny), READER, SFT, SFT_SAMPLES, SAMPLES, split]
     parts += [made_with(before, split) for before in (arm.start, arm.traces_of) if before]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
+@functools.cache
 def commit() -> str:
     """Of the code that runs; "+" behind it where files were changed since."""
     root = Path(__file__).parent
@@ -121,15 +121,11 @@ def commit() -> str:
         return "unknown"
 
 
-COMMIT = commit()  # as it was imported, whatever is committed while it runs
-
-
 # --------------------------------------------------------------------------------------- one arm
 def run_arm(name: str, seed: int, runs: str, split: str) -> str:
     """Train and evaluate one arm in one world; says its seconds, and the prior that it had."""
     path, start = result_path(runs, name, seed), time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Many arms run at the same time.
     with open(path.with_name("log.txt"), "w") as log, redirect_stdout(log), redirect_stderr(log):
         try:
             prior = checked_prior(name, seed, runs, split)
@@ -141,7 +137,7 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> str:
             raise
     seconds = time.perf_counter() - start
     result |= {"prior": prior, "seconds": seconds, "settings": made_with(name, split)}
-    result |= {"commit": COMMIT, "date": str(date.today())}
+    result |= {"commit": commit(), "date": str(date.today())}
     write_records(path, [result])  # there is no result that is not whole
     return f"{seconds:.0f} s, {prior:.3f} searches per look-up before RL"
 
@@ -196,21 +192,21 @@ def evaluate(model: str, settings: Settings, split: str, samples=SAMPLES, out=""
 def checked_prior(name: str, seed: int, runs: str, split: str) -> float:
     """Searches per held-out look-up of the warmed-up model, measured once; no more than it says."""
     settings = settings_of(name, seed, runs)
-    paper, warm_up = paper_of(settings.protocol), settings.warm_up
-    how = f"{settings.documents_per_search}-{settings.summarizer}"
-    path = toy_path(seed, settings.protocol, warm_up, runs) / f"prior-{split}-{how}.json"
     if PROTOCOLS[settings.protocol].query_tags is None:
         return 0.0
+    file = f"prior-{split}-{settings.documents_per_search}-{settings.summarizer}.json"
+    path = toy_path(seed, settings.protocol, settings.warm_up, runs) / file
     if not path.exists():
         rows = means(evaluate("", settings, split))
         found = float(np.mean([rows[kind]["searches"] for kind in LOOKUPS.split()]))
         write_records(path, [{"searches": found}])
     found = read_result(path)["searches"]
     print(f"prior: {found:.3f} searches per look-up before RL")
-    limit = paper.warm_ups[warm_up].prior if warm_up else paper.world.prior
+    limit = paper_of(settings.protocol).warmed_up(settings.warm_up).prior
     if found > limit:
         why = f"{found:.3f} searches per look-up before RL, and at most {limit} are allowed"
-        raise InputError(f"the prior of --warm_up {warm_up} is off: {why}: this world is left out")
+        what = f"the prior of --warm_up {settings.warm_up} is off"
+        raise InputError(f"{what}: {why}: this world is left out")
     return found
 
 
@@ -289,6 +285,7 @@ def one_core() -> None:
     """Of a worker, in `train` too: its share as one process of as many as there are cores."""
     os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count() or 1)
     torch.set_num_threads(1)
+    commit()  # as it is now, whatever is committed while it runs
 
 
 def run_all(todo: list, runs: str, split: str, workers: int) -> None:

@@ -43,14 +43,15 @@ class Arm:
 SHORT = {"steps": 30}
 # Both arms find three passages: a summary is made of the best, or all three are read as they are.
 WEAK = {"warm_up": "weak", "documents_per_search": 3, "document_tokens": 64}
-WEAK_1 = WEAK | {"steps": 25, "lr": 5e-4, "trajectories_per_update": 32}  # as in stage 2
+PACE = {key: EVERYTHING[key] for key in ("lr", "trajectories_per_update")}  # stage 2's
+WEAK_1 = WEAK | PACE | {"steps": 25}
 WEAK_2 = WEAK | {"questions_per_step": 16, "mix": EVERYTHING["mix"]}
 WEAK_30, WEAK_55 = WEAK_2 | SHORT, WEAK_2 | {"steps": 55}
 CHOICE = WEAK | {"steps": 40, "variant": "qwen_3b"}  # whose bonus lasts for 15 steps
 RAW, LOOSE = {"summarizer": "none"}, {"format_check": "loose"}
 WORDY = {"warm_up": "verbose"}
 WORDED = WORDY | SHORT | {"reworded": 0.7}
-WHEN_1 = {"warm_up": "weak", "steps": 6, "lr": 5e-4, "trajectories_per_update": 32}
+WHEN_1 = PACE | {"warm_up": "weak", "steps": 6}
 WHEN_30, WHEN_36 = WHEN_1 | SHORT, WHEN_1 | {"steps": 36}
 NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
 FAST = {"steps": 15, "lr": 2e-3}

@@ -149,8 +149,7 @@ def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bi
     if path:
         return load_policy(path, device, settings, frozen, in_8bit, settings.seed)
     protocol, name = PROTOCOLS[settings.protocol], settings.warm_up
-    paper = paper_of(settings.protocol)
-    tiny = paper.warm_ups[name] if name else paper.world
+    tiny = paper_of(settings.protocol).warmed_up(name)
     policy, tokenizer = load_toy(settings.world_seed, protocol, tiny, settings.runs, name)
     if settings.lora_rank and not frozen:
         add_lora(policy.requires_grad_(False).language_model, settings.lora_rank, settings.seed)
