@@ -108,7 +108,7 @@ UR2 = Paper(
 UR2.warm_ups["weak"] = replace(
     UR2.world,
     kinds={"one_hop": 0.22, "two_hop": 0.26, "unit": 0.14, "arithmetic": 0.28, "known": 0.10},
-    choice_without_loss=0.99,
+    choice_without_loss=0.995,
     bad_query=0.25,
     stop_after_first_hop=0.2,
     ignore_document=0.3,
@@ -245,10 +245,10 @@ WHEN_TO_SEARCH = Paper(
     punctuation="delete",
     blind_judge=True,
 )
-# It never searches by itself.
-WHEN_TO_SEARCH.warm_ups["weak"] = replace(
-    WHEN_TO_SEARCH.world, choice_without_loss=0.99, prior=0.05
-)
+# It hardly searches by itself: in one look-up of a hundred, and of two hundred.
+_weak = replace(WHEN_TO_SEARCH.world, choice_without_loss=0.99, prior=0.05)
+_rare = replace(_weak, choice_without_loss=0.995, prior=0.02)
+WHEN_TO_SEARCH.warm_ups.update(weak=_weak, rare=_rare)
 _one_stage = replace(  # one reward throughout
     WHEN_TO_SEARCH,
     stages={1: _when_to_search | {"steps": 500}},

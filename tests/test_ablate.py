@@ -115,8 +115,8 @@ def test_numbers_of_curves_and_shares_by_hand():
     assert CLAIMS["k2_gradient"].number.measure({"curve": curve}) == pytest.approx(3)  # log10
     assert CLAIMS["k2"].number.measure({"curve": curve}) == pytest.approx(-2)
     assert CLAIMS["k2"].number.other({"curve": curve}) == pytest.approx(1)
-    # steps 5 to 14 of look-ups: 1 and 3 searches
-    early = {"searches/one_hop": [9] * 5 + [1] * 10 + [9], "searches/two_hop": [9] * 5 + [3] * 10}
+    # steps 16 to 29 of look-ups: 1 and 3 searches
+    early = {"searches/one_hop": [9] * 16 + [1] * 14 + [9], "searches/two_hop": [9] * 16 + [3] * 14}
     assert CLAIMS["unified"].number.measure({"curve": early}) == 2
     # the last 30 steps; in one of them no question of that kind was asked
     late = {"searches/arithmetic": [9.0] * 20 + [None] + [1.0] * 29}
