@@ -84,7 +84,7 @@ class AblateSettings:
     workers: int = setting(os.cpu_count() or 1, "arms at a time, one core each", least=1)
     table: bool = setting(False, "run nothing: the table of what is there")
     markdown: bool = setting(False, "print Markdown tables")
-    arms: bool = setting(False, "print what each arm scored, and its reward")
+    arms: bool = setting(False, "print what each arm scored, too")
     curves: str = setting("", "run nothing: a folder for pictures of what is there")
 
 
@@ -357,22 +357,17 @@ arithmetic searches; all format
 
 
 def arm_rows(results: Results) -> list[list[str]]:
-    """Each arm, mean over worlds: searches before RL, the evaluation, and its training reward over
-    the first and the last three steps.
-    """
+    """Each arm, mean over worlds: searches per look-up before RL, and the evaluation."""
     cells = [cell.split() for cell in ARM_CELLS.split(";")]
-    lines = [["arm", "prior", *map(" ".join, cells), "reward", "seconds", "worlds"]]
+    lines = [["arm", "prior", *map(" ".join, cells), "seconds", "worlds"]]
     for arm, group in itertools.groupby(results, key=lambda key: key[0]):
         found = [results[key] for key in group]
         line = [np.mean([result["prior"] for result in found])]
         for kind, name in cells:
             line.append(np.mean([r["eval"].get(kind, {}).get(name, np.nan) for r in found]))
-        steps = settings_of(arm, 0, "").steps
-        paid = np.array([result["curve"].get("reward", [np.nan])[-steps:] for result in found])
-        told = f"{paid[:, :3].mean():.2f} -> {paid[:, -3:].mean():.2f}"
-        seconds = f"{np.mean([result['seconds'] for result in found]):.0f}"
         shown = ["-" if np.isnan(value) else f"{value:.2f}" for value in line]
-        lines.append([arm, *shown, told, seconds, str(len(found))])
+        seconds = f"{np.mean([result['seconds'] for result in found]):.0f}"
+        lines.append([arm, *shown, seconds, str(len(found))])
     return lines
 
 

@@ -286,6 +286,9 @@ BAD += """
 --algorithm dapo --loss_aggregation sequence  --loss_aggregation: dapo weighs every token alike
 --algorithm dapo --filter_by answer  --reward ur2_stage1 has no answer term: correct, or total
 --recipe when_to_search --variant without_r_a --filter_by answer  has no answer term
+--warm_up verbos                 --warm_up verbos: of ur2 there is: weak
+--recipe arena --warm_up weak    --warm_up weak: of arena there is: none
+--warm_up weak --model m         --warm_up: --model has no warm-up
 --in_8bit all                    --in_8bit
 --in_8bit base --lora_rank 4     --in_8bit is for models from --model
 --summarizer extractiv           the model itself (did you mean extractive?)
