@@ -27,10 +27,10 @@ from trajectory import Trajectory, show
 def parse(arguments: list[str]) -> tuple[Settings, str]:
     parser = FlagParser("ask.py", description="One live trajectory.")
     parser.renamed = RENAMED
-    parser.add_argument("question", nargs="?", default="", help="without one: a held-out question")
+    parser.add_argument("question", nargs="*", help="without one: a held-out question")
     add_flags(parser, ASKING, named_in(arguments), "eval")
     given = vars(parser.parse_args(arguments))
-    text = given.pop("question").strip()
+    text = " ".join(given.pop("question")).strip()
     if unused := {"judge", "reader"} & given.keys():
         raise InputError(f"ask.py: --{min(unused)} has no meaning here: eval.py asks other models")
     settings = dataclasses.replace(settings_of(given), group_size=1)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import Question, load_difficulty
-from errors import InputError, run_main, setting
+from errors import FlagParser, InputError, run_main, setting
 
 Questions = list[Question]
 Weights = dict[str, float]  # of kinds or buckets, by name
@@ -297,6 +297,7 @@ def shuffled(size: int, lot: str) -> list[int]:
 
 def main() -> None:
     """Buckets of a few questions, and how a step is shared out."""
+    FlagParser("curriculum.py", description=main.__doc__).parse_args()
     print("mean score of 20 rollouts -> bucket; may a math question of it search?")
     for score in (0.95, 0.8, 0.75, 0.5, 0.45, 0.35, 0.1):
         question = Question("q", "?", ["!"], "math", level=bucket(score))

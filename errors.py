@@ -15,6 +15,22 @@ BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # how a limit is k
 BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 
 
+if (
+    not sys.stderr.isatty()
+):  # in a file every state of a bar is a line: one in half a minute will do
+    os.environ.setdefault("TQDM_MININTERVAL", "30")
+
+
+def told_in_one_line(kind: type, error: BaseException, trace) -> None:
+    """Ctrl-C while a file still imports what it needs; `run_main` has the rest."""
+    if issubclass(kind, KeyboardInterrupt):
+        return print("\ninterrupted", file=sys.stderr)
+    sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = told_in_one_line
+
+
 class InputError(ValueError):
     """A bad file, record, flag or address, told in one line."""
 
@@ -61,13 +77,6 @@ class FlagParser(argparse.ArgumentParser):
             like = nearest(name, self._option_string_actions)
             self.error(f"unknown flag {rest[0]}{like}; --help lists them all")
         return known
-
-
-def boolean(text: str) -> bool:
-    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if text.lower() not in known:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return known[text.lower()]
 
 
 def setting(default, help: str, **limits):

@@ -19,6 +19,7 @@ import dataclasses
 import hashlib
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,6 +220,11 @@ class Evaluation:
     def say_what(self) -> None:
         settings, options = self.settings, self.options
         model = settings.model or "the built-in model, before RL"
+        if before := saved_settings(settings.model):
+            day = time.ctime(Path(settings.model, "settings.json").stat().st_mtime)
+            model += f" (of {day})"
+            if settings.data and settings.data == before.data:
+                print("warning: it was trained on these questions: name others with --data")
         names, some, searching = ", ".join(self.datasets), "", ""
         if settings.data and options.questions:
             some = "the first" if options.first else f"drawn with seed {settings.seed},"

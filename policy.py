@@ -214,7 +214,9 @@ def _check_head(model: nn.Module) -> None:
 
 # ------------------------------------------------------------------------------- loading and saving
 def best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def load_policy(

@@ -6,7 +6,8 @@ BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t 
 
     score(q, d) = Σ_{t in q} idf(t) · f · (k1 + 1) / (f + k1 · (1 − b + b · |d| / mean |d|))
     idf(t)      = ln((N − n_t + 0.5) / (n_t + 0.5)),   n_t documents hold t;
-                  a negative idf (t in more than half of them) becomes epsilon · mean idf
+                  a negative idf (t in more than half of them) becomes epsilon · mean idf, or
+                  where that is not above 0 either (two documents, say) a small number
 
 No summand depends on the query. So the index holds the finished summand of every (term, document)
 pair, sorted by term: a query adds up a few slices instead of visiting N documents per word.
@@ -38,6 +39,7 @@ from metrics import tokenize
 SHOW_PROGRESS_FROM = 20_000  # documents: below this the index is built before a bar could be read
 RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle")
 Array = np.ndarray
+SMALL_IDF = 0.05  # where epsilon · mean idf is none
 Lists = list[list[Document]]  # one per query, best first
 
 
@@ -156,10 +158,12 @@ def invert(tokens: Array, lengths: Array) -> tuple[Array, Array, Array]:
 
 def inverse_document_frequencies(document_counts: Array, n: int, epsilon: float) -> Array:
     idf = np.log(n - document_counts + 0.5) - np.log(document_counts + 0.5)  # [terms]
-    # The mean counts the negative ones too; in a tiny corpus it is negative, and so is the "floor".
-    if len(idf):
-        idf[idf < 0] = epsilon * idf.mean()
-    return idf
+    floor = epsilon * idf.mean() if len(idf) else 0.0
+    if floor > 0:
+        return np.where(idf < 0, floor, idf)
+    # The mean counts the negative ones too. In a tiny corpus the reference's "floor" is negative,
+    # and passages that hold a word of the query would rank last.
+    return np.maximum(idf, SMALL_IDF)
 
 
 def top(scores: Array, k: int) -> Array:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import dapo
 from curriculum import CurriculumSettings
 from data import DataSettings
-from errors import FlagParser, InputError, boolean, check_value, nearest, setting
+from errors import FlagParser, InputError, check_value, nearest, setting
 from kl import KLSettings
 from other_models.llm import ModelSettings, frozen_in_8bit
 from papers import PAPERS, paper_of, record_of
@@ -143,6 +143,8 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
         how = "serve it (python retriever.py serve --retriever web), and give --retriever http"
         raise InputError(f"--retriever web: {how} --retriever_url http://host:port")
     check_limits(settings)
+    if settings.name in (".", "..") or "/" in settings.name or "\\" in settings.name:
+        raise InputError(f"--name {settings.name}: a folder inside --runs: a name without a slash")
     frozen_in_8bit(settings)
     notes, like = settings.summarizer, nearest(settings.summarizer, WITHOUT_MODEL)
     if notes not in WITHOUT_MODEL and (like or notes == "llm"):  # else a hub is asked, for minutes
@@ -235,6 +237,13 @@ _CONSTANTS |= {"retrievers/web.py": "web_rate", "plumbing/files.py": "show_every
 _CONSTANTS |= {"summarizer.py": "summary_log", "retrievers/dense.py": "vectors"}
 for _file, _names in _CONSTANTS.items():
     RENAMED |= dict.fromkeys(_names.split(), f"now written in {_file} alone")
+
+
+def boolean(text: str) -> bool:
+    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if text.lower() not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return known[text.lower()]
 
 
 def add_flags(

@@ -13,6 +13,9 @@ process samples its share of the questions; then all know all: statistics are of
 Files, under runs/NAME/stageN: settings.json, metrics.jsonl, samples.txt, checkpoint-NNNNNN.
 """
 
+from errors import check_output, run_main  # first: Ctrl-C during the imports below is one line
+
+# isort: split
 import copy
 import sys
 import time
@@ -26,7 +29,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 import dapo
 import grpo
 import ppo
-from errors import run_main
 from plumbing import checkpoint
 from plumbing.build import build_parts, make_accelerator
 from plumbing.files import Run, best_checkpoint, checkpoints, stage_folder
@@ -316,6 +318,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = parse(arguments)
     # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU.
     say, folder = make_accelerator(settings).print, stage_folder(settings)
+    check_output(folder / "settings.json", "--runs")
     say(f"{shown_settings(settings)}\n  (all of them: {folder}/settings.json)")
     try:
         train(settings)
@@ -324,8 +327,8 @@ def main(arguments: list[str] | None = None) -> None:
         last = f"last checkpoint: {found[-1]} (go on with --resume)" if found else "no checkpoint"
         say(f"\ninterrupted; {last}")
         sys.exit(130)
-    best = best_checkpoint(folder)
-    say(f"done: {folder} (python eval.py --model {best})")
+    held_out = " --data HELD_OUT_FILE" if settings.data else ""
+    say(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
 
 
 if __name__ == "__main__":

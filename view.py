@@ -9,7 +9,7 @@ Needs the extra `plot` (matplotlib). Left out: trajectories (samples.txt has the
 import math
 from pathlib import Path
 
-from errors import FlagParser, InputError, run_main
+from errors import FlagParser, InputError, check_output, run_main
 from formats.records import finished_records
 
 LEARNING = ("grad_norm", "frac_reward_zero_std", "informative", "clip_fraction", "entropy")
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: curves.png in the run's folder")
     arguments = parser.parse_args()
     png = arguments.out or arguments.run / "curves.png"
+    check_output(png, "--out")
     draw(arguments.run, png)
     print(f"written: {png}")
 

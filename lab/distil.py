@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from data import Question, load_questions
-from errors import InputError, run_main, setting
+from errors import InputError, check_output, run_main, setting
 from formats.records import read_records
 from lab import interruptible, parse_flags
 from other_models.llm import prompt_ids
@@ -234,6 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings, given = parse_flags("lab.distil", DistilSettings, arguments, methods=METHODS)
     if Path(settings.out).exists():
         raise InputError(f"--out {settings.out} is there already: name another, or remove it")
+    check_output(f"{settings.out}/x", "--out")
     with interruptible("nothing was saved"):
         distil(given["method"], settings)
 

@@ -126,6 +126,11 @@ def passages(settings: Settings, questions: list[Question]) -> list[Document]:
 def build_protocol(settings: Settings) -> Protocol:
     protocol = PROTOCOLS[settings.protocol]
     instruction = instructions(settings).get("policy", protocol.instruction)
+    tags = [protocol.answer_tags[0] if protocol.answer_tags else "\\boxed"]
+    tags += [protocol.query_tags[0]] if protocol.query_tags and settings.retrieval else []
+    if missing := [tag for tag in tags if tag not in instruction]:
+        why = f"protocol {protocol.name} is read by its tags: say in it how {missing[0]} is written"
+        raise InputError(f"--prompt_file {settings.prompt_file}: {why}")
     return dataclasses.replace(protocol, instruction=instruction)
 
 

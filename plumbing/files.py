@@ -120,10 +120,12 @@ class Run:
         """Make the folder. An earlier run is moved aside; --resume cuts it to its checkpoint."""
         if not self.main:
             return
-        if not self.settings.resume and self.folder.exists():
-            old = free_name(self.folder)
-            self.folder.rename(old)
-            print(f"{self.folder} held an earlier run: moved to {old.name} (--resume goes on)")
+        # A later stage began with what this one is about to replace.
+        stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []
+        for folder in [stage for stage in stages if stage.name >= self.folder.name]:
+            old = free_name(folder)
+            folder.rename(old)
+            print(f"{folder} held an earlier run: moved to {old.name} (--resume goes on)")
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.settings.resume:
             metrics = self.folder / "metrics.jsonl"

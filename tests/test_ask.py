@@ -95,6 +95,13 @@ def test_a_checkpoint_that_learned_from_a_model_of_elsewhere_is_one_too(trained,
     assert "did not begin as the built-in model" in refused("a ?", "--model", tmp_path)
 
 
+def test_words_without_quotes_are_one_question(asked):
+    assert (
+        question_in(asked("where", "was", "ana", "grau", "born", "?"))
+        == "where was ana grau born ?"
+    )
+
+
 def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, asked, refused):
     questions, data = World(0).questions("test", "one_hop")[:3], tmp_path / "q.jsonl"
     data.write_text("".join(json.dumps(dataclasses.asdict(q)) + "\n" for q in questions))
@@ -114,7 +121,7 @@ def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, 
     "words, said",
     [
         (["a ?", "--samples", "3"], "ask.py: unknown flag --samples"),
-        (["a ?", "b ?"], "unknown flag b ?"),
+        (["where", "was", "zork", "born", "?"], "knows only its own world's words"),
         (["a ?", "--judge", "m"], "ask.py: --judge has no meaning here"),
         (["a ?", "--sampling_copy", "bf16"], "unknown flag --sampling_copy"),
         (["--model", "./nowhere"], "no such directory"),

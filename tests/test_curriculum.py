@@ -1,6 +1,8 @@
 """curriculum.py: shares per kind and difficulty, who may search, and the same after a resume."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -110,6 +112,12 @@ def test_a_kind_that_the_data_lacks_is_named_beside_those_it_has_unless_its_weig
 
 def test_no_questions_is_an_input_error_and_no_division_by_zero():
     assert "no questions" in message(stream, [], 4)
+
+
+def test_help_is_help(capsys):
+    command = [sys.executable, "curriculum.py", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert told.startswith("usage: curriculum.py") and "bucket" not in told.split("Buckets")[0]
 
 
 def test_every_step_has_the_shares_of_the_mix():

@@ -10,6 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,15 @@ import eval as evaluation
 import train
 from data import Document, Question, load_questions
 from errors import InputError
-from eval import Evaluation, grade, last_checkpoint, material, prediction_record, settings_of
+from eval import (
+    Evaluation,
+    Options,
+    grade,
+    last_checkpoint,
+    material,
+    prediction_record,
+    settings_of,
+)
 from papers import PAPERS
 from plumbing import build, score
 from plumbing.files import stage_folder
@@ -251,6 +260,18 @@ def test_the_checkpoints_own_settings_count_made_greedy_and_flags_override_them(
     assert (settings.temperature, settings.top_p, settings.title_boost) == (0.0, 1.0, 4)
     flagged = settings_of({"runs": str(trained), "temperature": 0.7, "max_turn_tokens": 9})
     assert (flagged.temperature, flagged.max_turn_tokens) == (0.7, 9)
+
+
+def test_it_says_of_when_the_checkpoint_is_and_that_its_questions_are_those_of_training(
+    written, tmp_path, capsys
+):
+    model = save_settings(tmp_path, data="q.jsonl", model="m")
+    for data, warned in (("q.jsonl", True), ("held_out.jsonl", False)):
+        settings = Settings(protocol="r_search", data=data, model=model)
+        Evaluation(settings, Options(out=str(written))).say_what()
+        told = capsys.readouterr().out
+        assert f"{model} (of " in told and str(time.localtime().tm_year) in told
+        assert ("warning: it was trained on these questions" in told) == warned
 
 
 def test_the_last_stage_is_evaluated_unless_one_is_named(trained, tmp_path):

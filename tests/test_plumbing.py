@@ -100,6 +100,14 @@ def test_an_earlier_run_is_moved_aside_and_not_overwritten(left, model, tmp_path
     assert left.exists() and not left.with_name("stage1.old2").exists()
 
 
+def test_stage_1_anew_sets_the_stage_2_aside_that_began_with_the_old_one(left, model, tmp_path):
+    second = left.with_name("stage2")
+    second.mkdir()
+    (second / "metrics.jsonl").write_text("")
+    train.train(settings_for(model, tmp_path, "--steps 1"))
+    assert second.with_name("stage2.old1").exists() and not second.exists()
+
+
 def test_a_resume_cuts_the_metrics_to_its_checkpoint_and_says_what_is_new(
     left, model, tmp_path, capsys
 ):

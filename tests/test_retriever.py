@@ -75,6 +75,13 @@ def test_a_negative_idf_becomes_a_quarter_of_the_mean_idf():
     np.testing.assert_allclose(bm25.scores("the"), expected, rtol=1e-12)
 
 
+def test_of_two_passages_the_one_that_shares_more_words_is_first():
+    # every idf is ln(1.5 / 1.5) = 0 or ln(0.5 / 2.5) < 0: the reference's floor is negative
+    bm25 = BM25(documents("a guide to pumps", "a guide to wells and pumps and wells"))
+    assert bm25.best("how are wells dug ?", 2)[0].text.startswith("a guide to wells")
+    assert min(bm25.scores("a guide")) > 0 == bm25.scores("none of them").max()
+
+
 # -------------------------------------------------------------------------------- against rank-bm25
 
 

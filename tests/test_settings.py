@@ -241,6 +241,12 @@ def test_a_typo_names_the_nearest(arguments, nearest):
     assert (f"did you mean {nearest}?" if nearest else "unknown flag") in str(error.value)
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr(train, "build_parts", lambda *_: pytest.fail("something was loaded"))
+    with pytest.raises(InputError, match=r"--runs /proc/x.*: cannot be written there"):
+        train.main(["--runs", "/proc/x"])
+
+
 @pytest.mark.parametrize("word", ["--group", "--stag", "--rec", "--mod"])
 def test_flags_are_not_abbreviated(word):
     with pytest.raises(InputError, match=f"unknown flag {word} "):
@@ -289,6 +295,8 @@ BAD += """
 --warm_up verbos                 --warm_up verbos: of ur2 there is: weak
 --recipe arena --warm_up weak    --warm_up weak: of arena there is: none
 --warm_up weak --model m         --warm_up: --model has no warm-up
+--name ../elsewhere              --name ../elsewhere: a folder inside --runs
+--name ..                        --name ..: a folder inside --runs
 --in_8bit all                    --in_8bit
 --in_8bit base --lora_rank 4     --in_8bit is for models from --model
 --summarizer extractiv           the model itself (did you mean extractive?)
