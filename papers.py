@@ -52,7 +52,7 @@ def varied(paper: Paper, **changes) -> Paper:
 TINY = (
     {"lr": 3e-4, "group_size": 8, "questions_per_step": 16, "trajectories_per_update": 64}
     | {"max_turn_tokens": 24, "turn_tokens": "", "max_searches": 4, "save_every": 10}
-    | {"documents_per_search": 1, "document_tokens": 48, "title_boost": 4}
+    | {"documents_per_search": 1, "document_tokens": 48, "title_boost": 4, "groups_kept": -1}
 )
 LOOK_UPS = TINY | {"steps": 12, "mix": "one_hop=3,two_hop=4,unit=1"}
 EVERYTHING = (

@@ -49,6 +49,9 @@ class RunSettings:
     keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0, only="train")
     eval_every: int = setting(0, "steps between greedy evaluations; 0: none", least=0, only="train")
     eval_questions: int = setting(100, "held out of --data, or per kind", least=1, only="train")
+    groups_kept: int = setting(
+        4, "per step in trajectories.jsonl.gz, for view.py; -1: all", least=-1, only="train"
+    )
     seed: int = setting(0, "of questions and sampling", least=0, most=2**31 - 1)
     world_seed: int = setting(0, "of the built-in world and its models")
 

@@ -10,7 +10,8 @@
 DAPO draws more questions for groups that teach nothing; PPO's critic has updates of its own. Each
 process samples its share of the questions; then all know all: statistics are of the global batch.
 
-Files, under runs/NAME/stageN: settings.json, metrics.jsonl, samples.txt, checkpoint-NNNNNN.
+Files, under runs/NAME/stageN: settings.json, metrics.jsonl, trajectories.jsonl.gz and
+checkpoint-NNNNNN.
 """
 
 from errors import check_output, run_main  # first: Ctrl-C during the imports below is one line
@@ -69,7 +70,7 @@ def train(settings: Settings) -> Path:
     for step in run.bar(first_step):
         sampled = collect(parts, step)
         record = {"step": step} | measure(parts, sampled)  # of all that was sampled
-        start = time.perf_counter()
+        start, batch = time.perf_counter(), None
         if sampled.kept:
             batch = prepare(parts, sampled, step)  # [B, L]
             results = []
@@ -79,10 +80,11 @@ def train(settings: Settings) -> Path:
                 result = update(parts, part) | {"lr": lr}  # the critic's too
                 run.check_finite(result, step, part, sampled.of(rows))
                 results.append(result)
+                keep_numbers(parts, batch, rows, part)
             record |= merged(results, mean) | foresight(batch)
         record["update_seconds"] = time.perf_counter() - start
         record |= evaluate(parts, step)
-        run.log(record, sampled)
+        run.log(record, sampled, batch, parts.environment.tokenizer)
         if run.saves(step):
             checkpoint.save(run, parts, step + 1)
     parts.accelerator.wait_for_everyone()  # the first one saves: the folder is there after it
@@ -255,6 +257,20 @@ def batch_of_update(parts: Parts, batch: Batch, rows: torch.Tensor, number: int)
     elif parts.recompute:
         part.old_logprobs = None
     return part
+
+
+def keep_numbers(parts: Parts, batch: Batch, rows: torch.Tensor, part: Batch) -> None:
+    """What an update computed for its rows, to be looked at: weights and log-probs [B, T]."""
+    seen = parts.accelerator.reduce(part.logprobs.to(parts.accelerator.device), "sum").cpu()
+    old = seen if part.old_logprobs is None else part.old_logprobs
+    for name, found in (
+        ("logprobs", seen),
+        ("token_weights", part.token_weights),
+        ("old_logprobs", old),
+    ):
+        if getattr(batch, name) is None:
+            setattr(batch, name, torch.zeros_like(batch.response_mask))
+        getattr(batch, name)[rows, : found.shape[1]] = found
 
 
 # ---------------------------------------------------------------------------------- what is logged

@@ -10,7 +10,7 @@ off. Also here: scoring a batch before an update. Left out: several epochs over 
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,18 +100,20 @@ def update(parts: Parts, batch: Batch) -> Record:
     """One optimizer step of the policy on these rows, and with PPO one of the critic."""
     settings, algorithm = parts.settings, ALGORITHMS[parts.settings.algorithm]
     batch.token_weights = algorithm.compute_token_weights(batch, settings)  # [B, T]
+    batch.logprobs = torch.zeros_like(batch.response_mask)  # [B, T]
 
     def loss_of(micro: Batch):
         logprobs = parts.model(micro.tokens, settings.temperature, micro.response_mask)  # [b, t]
+        micro.logprobs = logprobs.detach()
         if micro.old_logprobs is None:  # π_old is π: nothing has moved since the rollout
-            micro.old_logprobs = logprobs.detach()
+            micro.old_logprobs = micro.logprobs
         loss, stats = algorithm.compute_loss(logprobs, micro, settings)  # [b, t]
         ratio = stats.pop("ratio")  # [b, t]  1 on masked tokens
         record = {"ratio_min": ratio.min().item(), "ratio_max": ratio.max().item()}
         stats["clip_fraction"] = stats.pop("clipped")
-        stats["entropy"] = -logprobs.detach()  # Monte-Carlo estimate
+        stats["entropy"] = -micro.logprobs  # Monte-Carlo estimate
         if micro.sampled_logprobs is not None:  # how far is sampling from scoring?
-            gap = (logprobs.detach() - micro.sampled_logprobs).abs() * micro.response_mask
+            gap = (micro.logprobs - micro.sampled_logprobs).abs() * micro.response_mask
             stats["logprob_gap"], record["logprob_gap_max"] = gap, gap.max().item()
         for name, value in stats.items():  # sums over the update: its weights make them means
             record[name] = (micro.token_weights * value).sum().item()
@@ -126,7 +128,7 @@ def update(parts: Parts, batch: Batch) -> Record:
 
 def update_critic(parts: Parts, batch: Batch) -> Record:
     """One step of the critic towards batch.returns; every model token weighs the same."""
-    batch.token_weights = ppo.token_weights(batch.response_mask)  # [B, T]
+    batch = replace(batch, token_weights=ppo.token_weights(batch.response_mask))  # [B, T]
 
     def loss_of(micro: Batch):
         values = parts.critic_model(micro.tokens, micro.response_mask)  # [b, t]
@@ -148,10 +150,12 @@ def descend(parts: Parts, model, optimizer, batch: Batch, loss_of: Callable) -> 
         # Gradients meet at the last pass; weights in parts take theirs at every one.
         wait = number < len(cuts) and not in_parts(model)
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
-            loss, record = loss_of(batch.rows(rows).to(accelerator.device))
+            micro = batch.rows(rows).to(accelerator.device)
+            loss, record = loss_of(micro)
             # DDP averages the gradients of its processes; ours are parts of one sum.
             accelerator.backward(loss * accelerator.num_processes)
         records.append(record | {"loss": loss.item()})
+        batch.logprobs[rows, : micro.logprobs.shape[1]] = micro.logprobs[: len(rows)].cpu()
     total = merged(gather_object([merged(records, sum)]), sum)  # of all processes
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     total["grad_norm"] = full(norm).item()

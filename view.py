@@ -1,16 +1,32 @@
-"""See a run: its curves as one picture.
+"""See a run: its trajectories token by token, with what each was paid and what was learned from it.
 
-    python view.py --png runs/ur2-world0-seed0      all its stages -> curves.png in that folder
+    python view.py runs/ur2-world0-seed0            a page, view/index.html in that folder
+    python view.py RUN RUN                          curves of several runs over each other
+    python view.py RUN --serve                      the same, and it follows a running training
+    python view.py RUN --text --step 3 --group 1    one group in the terminal
+    python view.py RUN --png                        its curves as one picture (extra `plot`)
 
-Pale: as measured; in front of it a running mean over five steps; a dashed line: a stage begins.
-Needs the extra `plot` (matplotlib). Left out: trajectories (samples.txt has them), live curves.
+Of a sampled token, with A its advantage, w its weight (Σ w = 1 over an update), and k the KL's
+estimate where a KL stands in the loss:
+
+    r = exp(new − old)      loss = w · (kl_coef · k − min(r A, clip(r, 1 − ε_low, 1 + ε_high) A))
+
+What the environment wrote has none: it is outside the loss. In the picture a pale line is as
+measured, in front of it a running mean over five steps. Left out: what the optimizer then did.
 """
 
+import argparse
+import itertools
+import json
 import math
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from errors import FlagParser, InputError, check_output, run_main
 from formats.records import finished_records
+from formats.trajectories import read_trajectories
+from plumbing.page import stages_of, write_page
 
 LEARNING = ("grad_norm", "frac_reward_zero_std", "informative", "clip_fraction", "entropy")
 # (title, metrics, or "prefix/" for all metrics under it)
@@ -104,16 +120,122 @@ def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) ->
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def main() -> None:
-    parser = FlagParser(description="Draw a run's curves.")
-    parser.add_argument("run", type=Path, help="runs/NAME, or one stage of it")
-    parser.add_argument("--png", action="store_true", help="one picture (the only view there is)")
-    parser.add_argument("--out", type=Path, help="default: curves.png in the run's folder")
-    arguments = parser.parse_args()
-    png = arguments.out or arguments.run / "curves.png"
-    check_output(png, "--out")
-    draw(arguments.run, png)
-    print(f"written: {png}")
+# ------------------------------------------------------------------------------------ in the terminal
+def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
+    """Of token n what the formula above has; None where nothing was learned from it.
+
+    Worked: new −0.5, old −0.6: r = e^0.1 = 1.105; A = 2, w = 0.01, ε = 0.2: loss −0.01 · 2.21.
+    """
+    names = ("sampled", "old", "new", "ref", "advantages", "weights")
+    sampled, old, new, ref, advantage, weight = (value_of(record, name, n) for name in names)
+    if advantage is None or not record["mask"][n]:
+        return None
+    ratio = math.exp(new - old)
+    clipped = min(max(ratio, 1 - settings["clip_low"]), 1 + settings["clip_high"])
+    surrogate = min(ratio * advantage, clipped * advantage)
+    gap, kl = 0.0 if ref is None else ref - new, 0.0
+    if settings["kl_coef"] and settings["kl_estimator"] != "k1":  # k1 is in the reward
+        kl = gap**2 / 2 if settings["kl_estimator"] == "k2" else math.exp(gap) - gap - 1
+    loss = weight * (settings["kl_coef"] * kl - surrogate)
+    told = {"sampled": sampled, "old": old, "new": new, "ratio": ratio, "advantage": advantage}
+    return told | {"weight": weight, "loss": loss}
+
+
+def value_of(record: dict, name: str, n: int) -> float | None:
+    """One number stands for all sampled tokens."""
+    its = record.get(name)
+    return its[n] if isinstance(its, list) else its
+
+
+def shown_trajectory(record: dict, settings: dict) -> list[str]:
+    """Lines: how it ended and what it was paid, then its tokens."""
+    terms = " ".join(f"{name} {value:+.2f}" for name, value in record["rewards"].items())
+    verdict, reward = "right" if record["correct"] else "wrong", sum(record["rewards"].values())
+    lines = [f"sample {record['row']}: {record['answer']!r} {verdict}, {reward:+.2f} = {terms}"]
+    columns = ("sampled", "old", "new", "ratio", "advantage", "weight", "loss")
+    lines.append(f"{'token':24}mask" + "".join(f"{name:>11}" for name in columns))
+    for mask, run in itertools.groupby(range(len(record["ids"])), key=record["mask"].__getitem__):
+        some = list(run)
+        if not mask:
+            text = "".join(record["tokens"][n] for n in some)
+            lines.append(f"   0 · {len(some)} tokens that the environment wrote: {text!r}")
+            continue
+        for n in some:
+            its = loss_of(record, n, settings) or {}
+            cells = [f"{its[name]:11.4g}" if name in its else f"{'-':>11}" for name in columns]
+            lines.append(f"{record['tokens'][n]!r:24}{mask:4}" + "".join(cells))
+    return lines
+
+
+def print_group(folder: Path, step: int | None, group: int) -> None:
+    """One group of a stage: of the last step that is kept, or of the one that is named."""
+    some = [r for r in read_trajectories(folder) if step is None or r["step"] == step]
+    some = [r for r in some if r["step"] == some[-1]["step"]]
+    groups = sorted({r["group"] for r in some})
+    if group not in range(len(groups)):
+        asked = f"--step {step} --group {group}" if step is not None else f"--group {group}"
+        raise InputError(f"{folder}: {len(groups)} groups are kept there, and not {asked}")
+    settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    rows = [r for r in some if r["group"] == groups[group]]
+    first = rows[0]
+    print(f"{folder.name}, step {first['step']}, group {first['group']}: {first['question']}")
+    print(f"gold {' | '.join(first['golds'])}; {len(groups)} groups are kept")
+    for record in rows:
+        print("\n" + "\n".join(shown_trajectory(record, settings)))
+
+
+# ----------------------------------------------------------------------------------------- the page
+def serve(runs: list[Path], out: Path, port: int) -> None:
+    """On loopback. The page asks for index.js every few seconds: then it is written anew."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def do_GET(self):
+            if self.path.startswith("/data/index.js"):
+                write_page(runs, out)
+            super().do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, directory=out)) as server:
+        print(f"http://127.0.0.1:{server.server_port}; Ctrl-C ends it", flush=True)
+        server.serve_forever()
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = FlagParser("view.py", description="See a run.")
+    flag = parser.add_argument
+    flag("runs", nargs="+", type=Path, metavar="RUN", help="runs/NAME, or one stage of it")
+    flag("--out", type=Path, help="the page's folder, by itself RUN/view; of --png RUN/curves.png")
+    flag("--png", action="store_true", help="the curves of one run as one picture")
+    flag("--text", action="store_true", help="one group in the terminal")
+    flag("--step", type=int, help="of --text; by itself the last one")
+    flag("--group", type=int, default=0, help="of --text: the how manieth that is kept")
+    flag("--serve", action="store_true", help="offer the page on this machine, and follow the run")
+    flag("--port", type=int, default=8900, help="of --serve; 0: a free one")
+    asked = parser.parse_args(arguments)
+    if len(asked.runs) > 1 and (asked.png or asked.text):
+        raise InputError("--png and --text show one run: the page shows several")
+    for run in asked.runs:
+        if not stages_of(run):
+            raise InputError(f"{run}: no metrics.jsonl there nor in a stage; give a run, runs/NAME")
+    return asked
+
+
+def main(arguments: list[str] | None = None) -> None:
+    asked = parse(arguments)
+    run = asked.runs[0]
+    if asked.text:
+        return print_group(stages_of(run)[-1], asked.step, asked.group)
+    out = asked.out or run / ("curves.png" if asked.png else "view")
+    check_output(out if asked.png else out / "index.html", "--out")
+    if asked.png:
+        draw(run, out)
+    else:
+        write_page(asked.runs, out)
+    print(f"written: {out if asked.png else out / 'index.html'}")
+    if asked.serve:
+        serve(asked.runs, out, asked.port)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from tqdm import tqdm
 
 from errors import InputError
 from formats.records import finished_records, free_name, write_records
+from formats.trajectories import append_trajectories, cut_trajectories
+from plumbing.record import records_of
 from policy import Batch, check_model_path
 from prompts import PROMPTED
 from settings import Settings
@@ -131,6 +133,7 @@ class Run:
             metrics = self.folder / "metrics.jsonl"
             kept = [row for row in finished_records(metrics) if row["step"] < first_step]
             write_records(metrics, kept)
+            cut_trajectories(self.folder, first_step)
         (self.folder / "settings.json").write_text(settings_text(self.settings))
 
     def bar(self, first_step: int) -> Iterator[int]:
@@ -139,7 +142,7 @@ class Run:
         with tqdm(total=steps, initial=first_step, **shown) as self.progress:
             yield from range(first_step, steps)
 
-    def log(self, record: dict, sampled) -> None:
+    def log(self, record: dict, sampled, batch: Batch | None, tokenizer) -> None:
         self.progress.update()
         if not self.main:
             return
@@ -150,8 +153,9 @@ class Run:
         if step % SHOW_EVERY == 0 or step + 1 == self.settings.steps:
             row = (step * 37) % len(sampled.trajectories)
             sample = show(sampled.trajectories[row], sampled.components[row])
-            self._append("samples.txt", f"step {step}\n{sample}\n\n")
             self.progress.write("\n" + sample + "\n")
+        some = records_of(step, sampled, batch, tokenizer, self.settings)
+        append_trajectories(self.folder, some)
 
     def _append(self, name: str, text: str) -> None:
         with open(self.folder / name, "a") as file:  # opened each time: what is written stays whole
@@ -163,7 +167,7 @@ class Run:
         self.streaks = {cause: self.streaks.get(cause, 0) + 1 for cause in found}
         due = [c for c, steps in self.streaks.items() if steps >= PATIENCE and c not in self.told]
         self.told.update(due)
-        return [f"hint: for {PATIENCE} steps {cause} (samples.txt shows some)" for cause in due]
+        return [f"hint: for {PATIENCE} steps {cause} (python view.py shows them)" for cause in due]
 
     def saves(self, step: int) -> bool:
         done, s = step + 1, self.settings

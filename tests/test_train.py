@@ -341,8 +341,7 @@ def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample(model, tmp_p
     saved = Settings(**json.loads((folder / "settings.json").read_text()))
     assert saved == settings_for(model, tmp_path, "--questions_per_step 4")
     assert len(re.findall(r"^step +\d+  reward ", out, re.MULTILINE)) == 2
-    samples = (folder / "samples.txt").read_text()
-    assert samples.count("question: ") == 2 and "; reward " in samples
+    assert out.count("question: ") == 2 and "; reward " in out
     assert any(row["searches"] > 0 for row in rows_of(folder))
     assert f"python eval.py --model {folder}/checkpoint-000002" in out
 

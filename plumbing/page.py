@@ -1,0 +1,115 @@
+"""The data of the page that view.py writes: classic scripts, since file:// blocks all others.
+
+    data/index.js             runs(...): of each stage its settings, metrics and which steps are kept
+    data/RUN-STAGE-STEP.js    step(key, rows, groups): a line on each trajectory, and of each group
+                              its trajectories as one JSON string, parsed when somebody looks
+
+The page itself is viewer/: index.html, page.css, page.js. Left out: what is no trajectory.
+"""
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from formats.records import finished_records
+from formats.trajectories import NAME, read_trajectories
+
+VIEWER = Path(__file__).resolve().parent.parent / "viewer"
+SETTINGS = """
+recipe variant stage algorithm reward group_size clip_low clip_high kl_coef kl_estimator
+loss_aggregation lr temperature model data retriever
+""".split()  # that the page shows, or computes with
+
+
+def write_page(runs: list[Path], out: Path) -> None:
+    """A folder that opens from disk, without a network."""
+    (out / "data").mkdir(parents=True, exist_ok=True)
+    for file in VIEWER.iterdir():
+        shutil.copy(file, out)
+    told = [told_run(run, name, out) for run, name in zip(runs, names_of(runs), strict=True)]
+    (out / "data" / "index.js").write_text(f"runs({dumped(told)});\n", encoding="utf-8")
+
+
+def names_of(runs: list[Path]) -> list[str]:
+    """Their folders' names; of two alike with the folder above."""
+    names = [run.resolve().name for run in runs]
+    return [
+        name if names.count(name) == 1 else f"{run.resolve().parent.name}-{name}"
+        for run, name in zip(runs, names, strict=True)
+    ]
+
+
+def stages_of(run: Path) -> list[Path]:
+    """A run's stages, or the one that was named."""
+    return [run] if (run / "metrics.jsonl").exists() else sorted(run.glob("stage?"))
+
+
+def told_run(run: Path, name: str, out: Path) -> dict:
+    stages = []
+    for folder in stages_of(run):
+        key = f"{name}-{folder.name}"
+        settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+        stages.append(
+            {
+                "key": key,
+                "name": folder.name,
+                "settings": {field: settings.get(field) for field in SETTINGS},
+                "metrics": finished_records(folder / "metrics.jsonl", cut=False),
+                "steps": write_steps(folder, key, out / "data"),
+            }
+        )
+    return {"name": name, "stages": stages}
+
+
+def write_steps(folder: Path, key: str, out: Path) -> list[int]:
+    """A script for each step of which trajectories are kept; returns the steps."""
+    steps = []
+    records = read_trajectories(folder) if (folder / NAME).exists() else ()
+    for step, some in itertools.groupby(records, key=lambda record: record["step"]):
+        rows, groups = of_step(some)
+        script = f"step({dumped(f'{key}-{step}')},{dumped(rows)},{dumped(groups)});\n"
+        (out / f"{key}-{step}.js").write_text(script, encoding="utf-8")
+        steps.append(step)
+    return steps
+
+
+def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
+    """(a line on each trajectory, of each group its trajectories)."""
+    rows, groups = [], []
+    for group, some in itertools.groupby(records, key=lambda record: record["group"]):
+        some = list(some)
+        rows += [line_on(record) | {"group": len(groups)} for record in some]
+        groups.append(dumped(some))
+    return rows, groups
+
+
+def line_on(record: dict) -> dict:
+    """What the list of groups and its filters show of one trajectory."""
+    queries = [" ".join(search["query"].lower().split()) for search in record["searches"]]
+    return {
+        "row": record["row"],
+        "question": record["question"],
+        "golds": record["golds"],
+        "kind": record["kind"],
+        "answer": record["answer"],
+        "correct": record["correct"],
+        "reward": round(sum(record["rewards"].values()), 4),
+        "rewards": record["rewards"],
+        "searches": len(queries),
+        "fallback": any(search["fallback"] for search in record["searches"]),
+        "repeated": len(set(queries)) < len(queries),
+        "fault": bool(record["refusals"]) or record["rewards"].get("format", 0) < 0,
+        "stop": record["stop_reason"],
+        "length": sum(record["mask"]),
+        "trained": "advantages" in record,
+    }
+
+
+def dumped(value: object) -> str:
+    """JSON that may stand in a script: no tag ends it, no line ends in it."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    for odd, escaped in (("<", "\\u003c"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029")):
+        text = text.replace(odd, escaped)
+    return text.encode(errors="replace").decode()

@@ -1,0 +1,101 @@
+"""A step's trajectories as lines of trajectories.jsonl.gz; formats/trajectories.py says what is in.
+
+Left out: what the optimizer then did with the weights.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+
+from policy import Batch
+from settings import Settings
+from trajectory import Search, Trajectory
+
+NUMBERS = {  # its name in the file -> the batch's
+    "sampled": "sampled_logprobs",
+    "old": "old_logprobs",
+    "new": "logprobs",
+    "ref": "ref_logprobs",
+    "advantages": "advantages",
+    "weights": "token_weights",
+}
+
+
+def kept_groups(count: int, keep: int, step: int) -> list[int]:
+    """`keep` of `count` groups, spread evenly, others in every step; −1: all of them.
+
+    Worked: 2 of 6 are 0 and 3 in step 0, 1 and 4 in step 1.
+    """
+    if keep < 0 or keep >= count:
+        return list(range(count))
+    return sorted({(step + i * count // keep) % count for i in range(keep)})
+
+
+def records_of(
+    step: int, sampled, batch: Batch | None, tokenizer, settings: Settings
+) -> Iterator[dict]:
+    """Of the groups that are kept. `batch`: what was trained on, the rows `sampled.kept`."""
+    size, rows = settings.group_size, {n: row for row, n in enumerate(sampled.kept)}
+    for group in kept_groups(len(sampled.trajectories) // size, settings.groups_kept, step):
+        for n in range(group * size, (group + 1) * size):
+            t, its = sampled.trajectories[n], rows.get(n)
+            record = {"step": step, "group": group, "row": n % size} | told(t, tokenizer)
+            record["rewards"] = {k: round(v, 4) for k, v in sampled.components[n].items()}
+            record["correct"] = bool(sampled.correct[n])
+            yield record | ({} if its is None else numbers_of_row(batch, its, t))
+
+
+def told(t: Trajectory, tokenizer) -> dict:
+    """What can be read: question, tokens, searches, how it ended."""
+    question = t.question
+    return {
+        "id": question.id,
+        "question": question.question,
+        "golds": question.answers,
+        "kind": question.kind,
+        "may_search": question.may_search,
+        "prompt_ids": t.prompt_ids,
+        "prompt": texts_of(tokenizer, t.prompt_ids),
+        "ids": t.response_ids,
+        "tokens": texts_of(tokenizer, t.response_ids),
+        "mask": t.response_mask,
+        "writers": [segment.writer for segment in t.segments if segment.writer != "model"],
+        "searches": [told_search(search) for search in t.searches],
+        "refusals": [[refusal.reason, refusal.query] for refusal in t.refusals],
+        "answer": t.answer,
+        "stop_reason": t.stop_reason,
+    }
+
+
+def told_search(search: Search) -> dict:
+    found = [[document.title, document.text] for document in search.documents]
+    its = {name: getattr(search, name) for name in "query text fallback error cut".split()}
+    return its | {"documents": found, "seconds": round(search.seconds, 4)}
+
+
+def numbers_of_row(batch: Batch, row: int, t: Trajectory) -> dict:
+    """[R] each, one per token of the response; a number alone where all sampled ones have it."""
+    first, found = len(t.prompt_ids) - 1, {}
+    columns, mask = slice(first, first + len(t.response_ids)), np.array(t.response_mask, bool)
+    for name, its in NUMBERS.items():
+        tensor = getattr(batch, its)
+        if tensor is not None:
+            values = tensor[row, columns].double().numpy()
+            own = values[mask[: len(values)]]
+            alike = len(own) and np.ptp(own) < 1e-9
+            found[name] = float(f"{own[0]:.6g}") if alike else values.round(6).tolist()
+    return found
+
+
+def texts_of(tokenizer, ids: list[int]) -> list[str]:
+    return [text_of(tokenizer, number) for number in ids]
+
+
+@functools.lru_cache(maxsize=200_000)
+def text_of(tokenizer, number: int) -> str:
+    """Of one token, with the blank that it begins with."""
+    piece = tokenizer.convert_ids_to_tokens(number) or ""
+    if piece.startswith("▁"):  # SentencePiece's blank, which `decode` would strip
+        return " " + piece[1:].replace("▁", " ")
+    return tokenizer.decode([number])
