@@ -120,7 +120,7 @@ def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) ->
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-# ------------------------------------------------------------------------------------ in the terminal
+# ---------------------------------------------------------------------------------- in the terminal
 def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
     """Of token n what the formula above has; None where nothing was learned from it.
 
@@ -170,6 +170,8 @@ def shown_trajectory(record: dict, settings: dict) -> list[str]:
 def print_group(folder: Path, step: int | None, group: int) -> None:
     """One group of a stage: of the last step that is kept, or of the one that is named."""
     some = [r for r in read_trajectories(folder) if step is None or r["step"] == step]
+    if not some:
+        raise InputError(f"{folder}: no step {step} is kept there: leave --step out for the last")
     some = [r for r in some if r["step"] == some[-1]["step"]]
     groups = sorted({r["group"] for r in some})
     if group not in range(len(groups)):

@@ -1,6 +1,6 @@
 """The data of the page that view.py writes: classic scripts, since file:// blocks all others.
 
-    data/index.js             runs(...): of each stage its settings, metrics and which steps are kept
+    data/index.js             runs(...): settings, metrics and kept steps of each stage
     data/RUN-STAGE-STEP.js    step(key, rows, groups): a line on each trajectory, and of each group
                               its trajectories as one JSON string, parsed when somebody looks
 
@@ -78,7 +78,7 @@ def write_steps(folder: Path, key: str, out: Path) -> list[int]:
 def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
     """(a line on each trajectory, of each group its trajectories)."""
     rows, groups = [], []
-    for group, some in itertools.groupby(records, key=lambda record: record["group"]):
+    for _, some in itertools.groupby(records, key=lambda record: record["group"]):
         some = list(some)
         rows += [line_on(record) | {"group": len(groups)} for record in some]
         groups.append(dumped(some))

@@ -371,7 +371,7 @@ def test_a_model_that_burst_is_not_saved(tmp_path, model, files, monkeypatch):
         ("distil", "invalid choice: 'distil' (choose from"),
         ("direct --data x --out y", "--model is missing"),
         ("direct --model m --data x --out .", "--out . is there already"),
-        ("direct --model m --data x --out /proc/x", "--out /proc/x/x: cannot be written there"),
+        ("direct --model m --data x --out Makefile/x", "--out Makefile/x/x: cannot be written"),
         ("direct --model m --data x --out y --batch_size 0", "--batch_size 0"),
         ("direct --model m --data x --out y --protocol ur3", "--protocol ur3: unknown; one of"),
         ("direct --model m --data x --out y --lrr 1", "unknown flag --lrr"),

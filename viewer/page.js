@@ -39,9 +39,13 @@ const number = (x, digits = 3) => (x === null || x === undefined ? "–" : Numbe
 const signed = (x) => (x > 0 ? "+" : "") + number(x);
 
 // ------------------------------------------------------------------------------------------ data
-function runs(told) { // data/index.js calls it
+function runs(told) { // data/index.js calls it; again and again where the page is served
+  const first = !all.length;
   all = told;
-  start();
+  if (first) return start();
+  $("slider").max = Math.max(0, stage().steps.length - 1);
+  $("slider").value = stage().steps.indexOf(state.step);
+  showCurves();
 }
 function step(key, rows, groups) { // data/RUN-STAGE-STEP.js
   known[key] = { rows, groups, parsed: {} };
@@ -326,4 +330,10 @@ function start() {
     KEYS[event.key]();
   });
   if (all.length) chooseRun(0);
+  if (location.protocol.startsWith("http")) setInterval(follow, 5000);
+}
+function follow() { // a running training, behind view.py --serve
+  const script = el("script", { src: `data/index.js?${Date.now()}` });
+  script.onload = () => script.remove();
+  document.body.append(script);
 }
