@@ -98,13 +98,10 @@ class SlotCache(Cache):
             memory.madvise(mmap.MADV_NOHUGEPAGE)  # a page of 2 MB would span several slots
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
-    def copy(self, source: int, target: int, length: int) -> None:
+    def copy(self, source: int | list[int], target: int | list[int], length: int) -> None:
+        """([a, b], [b, a], length) swaps two slots: what lists name is read whole, then written."""
         for held in self.keys + self.values:
             held[target, :length] = held[source, :length]
-
-    def swap(self, a: int, b: int, length: int) -> None:
-        for held in self.keys + self.values:
-            held[[a, b], :length] = held[[b, a], :length]  # the right side is a copy
 
 
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
@@ -247,7 +244,7 @@ class Engine:
         for a, b in zip(places, strays, strict=True):
             out, row = self.rows[a], self.rows[b]
             if out.state == "waiting":  # it will need its keys
-                self.cache.swap(a, b, max(out.cached, row.cached))
+                self.cache.copy([b, a], [a, b], max(out.cached, row.cached))
             else:
                 self.cache.copy(b, a, row.cached)
                 out.cached = 0
@@ -370,8 +367,7 @@ def play_in_slots(policy, environment: Environment, live: list[Trajectory], prog
     model, settings = policy.language_model, environment.settings
     with evaluating(model), policy.autocast():  # around all: the bf16 copy is made once
         size = max(environment.longest(len(t.prompt_ids)) for t in live)
-        slots = min(settings.rollout_batch_size or len(live), len(live))
-        slots = min(slots, affordable(model, size))
+        slots = min(settings.rollout_batch_size or len(live), len(live), affordable(model, size))
         problem = obstacle(model) or ("" if slots else f"no memory for one row of {size} tokens")
         if not problem:
             ends = end_ids(policy, environment.tokenizer)
