@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -188,11 +189,8 @@ def go_on(out: Path, made_with: dict, expected: list, key, batch: int, fresh: bo
     text = json.dumps(made_with, indent=1)
     same = beside.is_file() and beside.read_text(encoding="utf-8") == text
     records = finished_records(out) if same and not fresh else []
-    good = 0
-    for record, wanted in zip(records, expected, strict=False):
-        if key(record) != wanted:
-            break
-        good += 1
+    pairs = zip(map(key, records), expected, strict=False)
+    good = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     if good < len(expected):
         good -= good % batch
     if out.is_file() and out.stat().st_size and (good < len(records) or not same or fresh):
