@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from errors import InputError
-from formats.records import finished_records, free_name, write_records
+from formats.records import append_jsonl, finished_records, free_name, write_records
 from policy import Batch, check_model_path
 from prompts import PROMPTED
 from settings import Settings
@@ -143,18 +143,15 @@ class Run:
         if not self.main:
             return
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
-        self._append("metrics.jsonl", json.dumps(rounded) + "\n")
+        append_jsonl(self.folder / "metrics.jsonl", [rounded])
         self.progress.write("\n".join([console_line(record), *self.hints(record)]))
         step = record["step"]
         if step % SHOW_EVERY == 0 or step + 1 == self.settings.steps:
             row = (step * 37) % len(sampled.trajectories)
             sample = show(sampled.trajectories[row], sampled.components[row])
-            self._append("samples.txt", f"step {step}\n{sample}\n\n")
             self.progress.write("\n" + sample + "\n")
-
-    def _append(self, name: str, text: str) -> None:
-        with open(self.folder / name, "a") as file:  # opened each time: what is written stays whole
-            file.write(text)
+            with open(self.folder / "samples.txt", "a") as file:
+                file.write(f"step {step}\n{sample}\n\n")
 
     def hints(self, record: dict) -> list[str]:
         """After PATIENCE steps of one cause a line that says where to look; each cause once."""
