@@ -23,7 +23,7 @@ import mmap
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import psutil
@@ -33,7 +33,7 @@ from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
 from errors import setting
 from policy import evaluating
-from rollout import Environment, StopRule, end_ids, play_by_turns
+from rollout import Environment, StopRule, Turn, end_ids, play_by_turns
 from scale.packing import FAMILIES, windowed
 from trajectory import Trajectory
 
@@ -136,12 +136,9 @@ class Row:
 
     owner: object
     ids: list[int]
-    room: int
+    turn: Turn
     cached: int = 0
-    turn: list[int] = field(default_factory=list)  # sampled in it, of at most `room` tokens
-    logprobs: list[float] = field(default_factory=list)
-    reason: str | None = None
-    state: str = "live"  # it decodes; "waiting": its turn ended for `reason`; "free"
+    state: str = "live"  # it decodes; "waiting": its turn is over; "free"
 
     @property
     def missing(self) -> int:
@@ -158,7 +155,7 @@ class Engine:
         self.block = BLOCK.get(self.device.type, 64)
         size = -(-size // self.block) * self.block  # GPU kernels want a mask of an even width
         self.cache = SlotCache(slots, size)
-        self.rows = [Row(None, [], 0, state="free") for _ in range(slots)]  # row i is in slot i
+        self.rows = [Row(None, [], Turn(0), state="free") for _ in range(slots)]  # row i: slot i
         self.slot_ids = torch.arange(slots, device=self.device)
         self.places = torch.arange(size, device=self.device)
         vocab = model.get_output_embeddings().weight.shape[0]
@@ -175,7 +172,7 @@ class Engine:
 
     def add(self, owner, ids: list[int], room: int) -> None:
         """Give a vacant slot to a row; best the one that a sample of the same prompt has left."""
-        row, slots = Row(owner, list(ids), room), self.vacant
+        row, slots = Row(owner, list(ids), Turn(room)), self.vacant
         donor = self.donor(row)
         slot = donor if donor in slots else slots[0]
         if donor is not None:
@@ -184,8 +181,7 @@ class Engine:
 
     def resume(self, row: Row, ids: list[int], room: int) -> None:
         """Another turn for a row that waited; `ids` are all its tokens, with what was appended."""
-        row.ids, row.room, row.state, row.reason = list(ids), room, "live", None
-        row.turn, row.logprobs = [], []
+        row.ids, row.turn, row.state = list(ids), Turn(room), "live"
 
     def donor(self, row: Row) -> int | None:
         """A slot, free or not, that holds all that `row` must catch up: a sample of its prompt."""
@@ -255,7 +251,7 @@ class Engine:
         tokens = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)  # [n, 1]
         positions = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
         deepest, drawn = max(row.cached for row in rows), []
-        for step in range(min(row.room - len(row.turn) for row in rows)):
+        for step in range(min(row.turn.room - len(row.turn.ids) for row in rows)):
             tokens, logprobs = self.draw(self.logits(tokens, positions, deepest + step + 1))
             drawn.append((tokens, logprobs))
             positions = positions + 1
@@ -266,13 +262,13 @@ class Engine:
 
     def take(self, row: Row, ids: list[int], logprobs: list[float]) -> bool:
         """Append what a row has sampled. Is its turn over?"""
+        turn = row.turn
         row.ids += ids
-        row.turn += ids
-        row.logprobs += logprobs
+        turn.ids += ids
+        turn.logprobs += logprobs
         row.cached += len(ids)
-        if ids[-1] in self.rule.watched or len(row.turn) >= row.room:
-            row.reason = self.rule.reason(row.turn, row.room)
-            row.state = "waiting" if row.reason else "live"
+        turn.reason = self.rule.reason(turn.ids, turn.room)
+        row.state = "waiting" if turn.reason else "live"
         return row.state == "waiting"
 
     def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -387,7 +383,8 @@ def play_queue(engine: Engine, environment: Environment, queue: deque, progress=
             trajectory = queue.popleft()
             engine.add(trajectory, trajectory.ids, environment.turn_room(trajectory))
         for row in engine.decode():
-            environment.end_turn(row.owner, row.turn, row.logprobs, row.reason)
+            turn = row.turn
+            environment.end_turn(row.owner, turn.ids, turn.logprobs, turn.reason)
         asking = [row for row in engine.in_state("waiting") if not row.owner.stop_reason]
         if len(asking) >= len(engine.in_state("live")):
             environment.answer([row.owner for row in asking])
