@@ -31,9 +31,7 @@ SINCE = "in_8bit"  # a setting that checkpoints of earlier versions do not have
 
 def stage_folder(settings: Settings, stage: int | None = None) -> Path:
     """runs/NAME/stageN; the default name says paper, data and seed."""
-    data = f"world{settings.world_seed}"
-    if settings.data:
-        data = Path(settings.data.split(",")[0]).stem
+    data = Path(settings.data.split(",")[0]).stem or f"world{settings.world_seed}"
     recipe = "-".join(filter(None, [settings.recipe, settings.variant]))
     name = settings.name or f"{recipe}-{data}-seed{settings.seed}"
     return Path(settings.runs) / name / f"stage{stage or settings.stage}"
