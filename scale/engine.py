@@ -166,13 +166,10 @@ class Engine:
     def in_state(self, state: str) -> list[Row]:
         return [row for row in self.rows if row.state == state]
 
-    @property
-    def vacant(self) -> list[int]:
-        return [slot for slot, row in enumerate(self.rows) if row.state == "free"]
-
     def add(self, owner, ids: list[int], room: int) -> None:
         """Give a vacant slot to a row; best the one that a sample of the same prompt has left."""
-        row, slots = Row(owner, list(ids), Turn(room)), self.vacant
+        row = Row(owner, list(ids), Turn(room))
+        slots = [slot for slot, held in enumerate(self.rows) if held.state == "free"]
         donor = self.donor(row)
         slot = donor if donor in slots else slots[0]
         if donor is not None:
@@ -378,8 +375,8 @@ def play_in_slots(policy, environment: Environment, live: list[Trajectory], prog
 
 def play_queue(engine: Engine, environment: Environment, queue: deque, progress=None) -> None:
     """A row that ends gives its slot on. Searches wait until half of the running rows want one."""
-    while queue or len(engine.vacant) < len(engine.rows):
-        while queue and engine.vacant:
+    while queue or len(engine.in_state("free")) < len(engine.rows):
+        while queue and engine.in_state("free"):
             trajectory = queue.popleft()
             engine.add(trajectory, trajectory.ids, environment.turn_room(trajectory))
         for row in engine.decode():
