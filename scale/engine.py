@@ -295,13 +295,9 @@ class Engine:
         hidden = self.places[: cache.width] > positions[..., None]  # [n, C, width]
         # Added to the scores: a mask of bools would be made into this one anew in every layer.
         mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
-        return {
-            "input_ids": tokens,
-            "position_ids": positions,
-            "attention_mask": mask.masked_fill_(hidden, float("-inf"))[:, None],
-            "past_key_values": cache,
-            "use_cache": True,
-        }
+        mask = mask.masked_fill_(hidden, float("-inf"))[:, None]  # [n, 1, C, width]
+        texts = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
+        return texts | {"past_key_values": cache, "use_cache": True}
 
     def rounded(self, width: int, block: int) -> int:
         return min(-(-width // block) * block, self.cache.size)
