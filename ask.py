@@ -78,8 +78,7 @@ def ask(settings: Settings, text: str) -> tuple[Trajectory, str]:
     policy, tokenizer = build.load_model(settings, settings.model, device, frozen=True)
     environment = build.build_environment(settings, tokenizer, search)
     check_prompts([question], environment, policy)
-    unknown = tokenizer.unk_token_id
-    if unknown is not None and unknown in build_prompt(environment.protocol, question, tokenizer):
+    if tokenizer.unk_token_id in build_prompt(environment.protocol, question, tokenizer):
         hint = f"; try: {questions[0].question}" if questions else ""
         why = "the model has no tokens for this question: it knows only its own world's words"
         raise InputError(f"{why}{hint}")

@@ -118,11 +118,6 @@ def summary_scores(prediction: str | None, golds: Golds) -> dict[str, float]:
     return dict(zip(("rouge1", "rouge2", "rougeL", "rouge"), [*best, sum(best) / 3], strict=True))
 
 
-def mean_rouge(prediction: str | None, golds: Golds) -> float:
-    """What ARENA pays for a summary."""
-    return summary_scores(prediction, golds)["rouge"]
-
-
 def _rouge(prediction: str, gold: str) -> tuple[float, float, float]:
     predicted, gold = (re.findall(r"[^\W_]+", text.lower()) for text in (prediction, gold))
     pairs, gold_pairs = list(pairwise(predicted)), list(pairwise(gold))
@@ -345,7 +340,7 @@ def score_answer(prediction, golds: Golds, task="qa", options=(), punctuation="s
     if task == "math":
         score = float(math_equal(prediction, golds))
     elif task == "summary":
-        score = mean_rouge(prediction, golds)
+        score = summary_scores(prediction, golds)["rouge"]  # what ARENA pays
     elif task == "choice":
         score = float(same_choice(prediction, golds, options))
     else:

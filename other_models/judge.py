@@ -101,6 +101,7 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
 
 
 def verdicts_on(trajectories: list[Trajectory], judge: Judge | None) -> list[bool | None]:
+    """The judge's; None without one that can be read: then the metrics decide."""
     pairs = [(t.question, t.answer) for t in trajectories]
     return judge.verdicts(pairs) if judge else [None] * len(pairs)
 

@@ -77,6 +77,7 @@ def frozen_in_8bit(settings: ModelSettings) -> set[str]:
 
 
 def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_FOLDER) -> LLM:
+    """The model that `spec` names; a try of a server may take `settings.timeout` seconds."""
     if spec.startswith(("http://", "https://")):
         return ServerLLM(spec, max_tokens, settings.timeout, cache)
     if not spec or (":" in spec and not Path(spec).exists()):

@@ -11,13 +11,14 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from errors import InputError
-from formats.records import finished_records, free_name, write_records
+from formats.records import append_jsonl, finished_records, free_name, write_records
 from formats.trajectories import append_trajectories, cut_trajectories
 from plumbing.record import records_of
 from policy import Batch, check_model_path
@@ -32,9 +33,7 @@ SINCE = "in_8bit"  # a setting that checkpoints of earlier versions do not have
 
 def stage_folder(settings: Settings, stage: int | None = None) -> Path:
     """runs/NAME/stageN; the default name says paper, data and seed."""
-    data = f"world{settings.world_seed}"
-    if settings.data:
-        data = Path(settings.data.split(",")[0]).stem
+    data = Path(settings.data.split(",")[0]).stem or f"world{settings.world_seed}"
     recipe = "-".join(filter(None, [settings.recipe, settings.variant]))
     name = settings.name or f"{recipe}-{data}-seed{settings.seed}"
     return Path(settings.runs) / name / f"stage{stage or settings.stage}"
@@ -147,7 +146,7 @@ class Run:
         if not self.main:
             return
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
-        self._append("metrics.jsonl", json.dumps(rounded) + "\n")
+        append_jsonl(self.folder / "metrics.jsonl", [rounded])
         self.progress.write("\n".join([console_line(record), *self.hints(record)]))
         step = record["step"]
         if step % SHOW_EVERY == 0 or step + 1 == self.settings.steps:
@@ -156,10 +155,6 @@ class Run:
             self.progress.write("\n" + sample + "\n")
         some = records_of(step, sampled, batch, tokenizer, self.settings)
         append_trajectories(self.folder, some)
-
-    def _append(self, name: str, text: str) -> None:
-        with open(self.folder / name, "a") as file:  # opened each time: what is written stays whole
-            file.write(text)
 
     def hints(self, record: dict) -> list[str]:
         """After PATIENCE steps of one cause a line that says where to look; each cause once."""
@@ -194,11 +189,8 @@ def go_on(out: Path, made_with: dict, expected: list, key, batch: int, fresh: bo
     text = json.dumps(made_with, indent=1)
     same = beside.is_file() and beside.read_text(encoding="utf-8") == text
     records = finished_records(out) if same and not fresh else []
-    good = 0
-    for record, wanted in zip(records, expected, strict=False):
-        if key(record) != wanted:
-            break
-        good += 1
+    pairs = zip(map(key, records), expected, strict=False)
+    good = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     if good < len(expected):
         good -= good % batch
     if out.is_file() and out.stat().st_size and (good < len(records) or not same or fresh):

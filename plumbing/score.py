@@ -86,13 +86,12 @@ class Scorer:
         graded = self.judge and "grade" in needs(self.settings)
         grade = math_grader(trajectories, self.judge) if graded else None
         reward, components = REWARDS[self.settings.reward], []
-        embed = self.embed
         if self.learns:  # a word that stands in none of these was invented
             texts = {t.question.question for t in trajectories}
             texts |= {search.text for t in trajectories for search in t.searches}
-            embed = tfidf_embedder([Document("", "", text) for text in texts])
+            self.embed = tfidf_embedder([Document("", "", text) for text in texts])
         for t, said, answer in zip(trajectories, verdicts, read, strict=True):
-            extras = Extras(said, answer, embed, grade)
+            extras = Extras(said, answer, self.embed, grade)
             components.append(reward(t, self.settings, step, extras))
         return components, correct
 

@@ -23,7 +23,7 @@ import mmap
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import psutil
@@ -33,7 +33,7 @@ from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
 from errors import setting
 from policy import evaluating
-from rollout import Environment, StopRule, end_ids, play_by_turns
+from rollout import Environment, StopRule, Turn, end_ids, play_by_turns
 from scale.packing import FAMILIES, windowed
 from trajectory import Trajectory
 
@@ -98,13 +98,10 @@ class SlotCache(Cache):
             memory.madvise(mmap.MADV_NOHUGEPAGE)  # a page of 2 MB would span several slots
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
-    def copy(self, source: int, target: int, length: int) -> None:
+    def copy(self, source: int | list[int], target: int | list[int], length: int) -> None:
+        """([a, b], [b, a], length) swaps two slots: what lists name is read whole, then written."""
         for held in self.keys + self.values:
             held[target, :length] = held[source, :length]
-
-    def swap(self, a: int, b: int, length: int) -> None:
-        for held in self.keys + self.values:
-            held[[a, b], :length] = held[[b, a], :length]  # the right side is a copy
 
 
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
@@ -139,12 +136,9 @@ class Row:
 
     owner: object
     ids: list[int]
-    room: int
+    turn: Turn
     cached: int = 0
-    turn: list[int] = field(default_factory=list)  # sampled in it, of at most `room` tokens
-    logprobs: list[float] = field(default_factory=list)
-    reason: str | None = None
-    state: str = "live"  # it decodes; "waiting": its turn ended for `reason`; "free"
+    state: str = "live"  # it decodes; "waiting": its turn is over; "free"
 
     @property
     def missing(self) -> int:
@@ -161,7 +155,7 @@ class Engine:
         self.block = BLOCK.get(self.device.type, 64)
         size = -(-size // self.block) * self.block  # GPU kernels want a mask of an even width
         self.cache = SlotCache(slots, size)
-        self.rows = [Row(None, [], 0, state="free") for _ in range(slots)]  # row i is in slot i
+        self.rows = [Row(None, [], Turn(0), state="free") for _ in range(slots)]  # row i: slot i
         self.slot_ids = torch.arange(slots, device=self.device)
         self.places = torch.arange(size, device=self.device)
         vocab = model.get_output_embeddings().weight.shape[0]
@@ -172,13 +166,10 @@ class Engine:
     def in_state(self, state: str) -> list[Row]:
         return [row for row in self.rows if row.state == state]
 
-    @property
-    def vacant(self) -> list[int]:
-        return [slot for slot, row in enumerate(self.rows) if row.state == "free"]
-
     def add(self, owner, ids: list[int], room: int) -> None:
         """Give a vacant slot to a row; best the one that a sample of the same prompt has left."""
-        row, slots = Row(owner, list(ids), room), self.vacant
+        row = Row(owner, list(ids), Turn(room))
+        slots = [slot for slot, held in enumerate(self.rows) if held.state == "free"]
         donor = self.donor(row)
         slot = donor if donor in slots else slots[0]
         if donor is not None:
@@ -187,8 +178,7 @@ class Engine:
 
     def resume(self, row: Row, ids: list[int], room: int) -> None:
         """Another turn for a row that waited; `ids` are all its tokens, with what was appended."""
-        row.ids, row.room, row.state, row.reason = list(ids), room, "live", None
-        row.turn, row.logprobs = [], []
+        row.ids, row.turn, row.state = list(ids), Turn(room), "live"
 
     def donor(self, row: Row) -> int | None:
         """A slot, free or not, that holds all that `row` must catch up: a sample of its prompt."""
@@ -247,7 +237,7 @@ class Engine:
         for a, b in zip(places, strays, strict=True):
             out, row = self.rows[a], self.rows[b]
             if out.state == "waiting":  # it will need its keys
-                self.cache.swap(a, b, max(out.cached, row.cached))
+                self.cache.copy([b, a], [a, b], max(out.cached, row.cached))
             else:
                 self.cache.copy(b, a, row.cached)
                 out.cached = 0
@@ -258,7 +248,7 @@ class Engine:
         tokens = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)  # [n, 1]
         positions = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
         deepest, drawn = max(row.cached for row in rows), []
-        for step in range(min(row.room - len(row.turn) for row in rows)):
+        for step in range(min(row.turn.room - len(row.turn.ids) for row in rows)):
             tokens, logprobs = self.draw(self.logits(tokens, positions, deepest + step + 1))
             drawn.append((tokens, logprobs))
             positions = positions + 1
@@ -269,13 +259,13 @@ class Engine:
 
     def take(self, row: Row, ids: list[int], logprobs: list[float]) -> bool:
         """Append what a row has sampled. Is its turn over?"""
+        turn = row.turn
         row.ids += ids
-        row.turn += ids
-        row.logprobs += logprobs
+        turn.ids += ids
+        turn.logprobs += logprobs
         row.cached += len(ids)
-        if ids[-1] in self.rule.watched or len(row.turn) >= row.room:
-            row.reason = self.rule.reason(row.turn, row.room)
-            row.state = "waiting" if row.reason else "live"
+        turn.reason = self.rule.reason(turn.ids, turn.room)
+        row.state = "waiting" if turn.reason else "live"
         return row.state == "waiting"
 
     def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -305,13 +295,9 @@ class Engine:
         hidden = self.places[: cache.width] > positions[..., None]  # [n, C, width]
         # Added to the scores: a mask of bools would be made into this one anew in every layer.
         mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
-        return {
-            "input_ids": tokens,
-            "position_ids": positions,
-            "attention_mask": mask.masked_fill_(hidden, float("-inf"))[:, None],
-            "past_key_values": cache,
-            "use_cache": True,
-        }
+        mask = mask.masked_fill_(hidden, float("-inf"))[:, None]  # [n, 1, C, width]
+        texts = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
+        return texts | {"past_key_values": cache, "use_cache": True}
 
     def rounded(self, width: int, block: int) -> int:
         return min(-(-width // block) * block, self.cache.size)
@@ -370,8 +356,7 @@ def play_in_slots(policy, environment: Environment, live: list[Trajectory], prog
     model, settings = policy.language_model, environment.settings
     with evaluating(model), policy.autocast():  # around all: the bf16 copy is made once
         size = max(environment.longest(len(t.prompt_ids)) for t in live)
-        slots = min(settings.rollout_batch_size or len(live), len(live))
-        slots = min(slots, affordable(model, size))
+        slots = min(settings.rollout_batch_size or len(live), len(live), affordable(model, size))
         problem = obstacle(model) or ("" if slots else f"no memory for one row of {size} tokens")
         if not problem:
             ends = end_ids(policy, environment.tokenizer)
@@ -386,12 +371,13 @@ def play_in_slots(policy, environment: Environment, live: list[Trajectory], prog
 
 def play_queue(engine: Engine, environment: Environment, queue: deque, progress=None) -> None:
     """A row that ends gives its slot on. Searches wait until half of the running rows want one."""
-    while queue or len(engine.vacant) < len(engine.rows):
-        while queue and engine.vacant:
+    while queue or len(engine.in_state("free")) < len(engine.rows):
+        while queue and engine.in_state("free"):
             trajectory = queue.popleft()
             engine.add(trajectory, trajectory.ids, environment.turn_room(trajectory))
         for row in engine.decode():
-            environment.end_turn(row.owner, row.turn, row.logprobs, row.reason)
+            turn = row.turn
+            environment.end_turn(row.owner, turn.ids, turn.logprobs, turn.reason)
         asking = [row for row in engine.in_state("waiting") if not row.owner.stop_reason]
         if len(asking) >= len(engine.in_state("live")):
             environment.answer([row.owner for row in asking])

@@ -33,16 +33,11 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
         return hidden[:, : len(columns)][wanted]
     ids, positions, groups, starts = pack(tokens, lengths_of(wanted))
     places = (starts[:, None] + columns)[wanted]  # [n]
+    # Trap: without a mask the model builds one of N x N. One of 4 dimensions is handed on
+    # untouched; this one is not read.
+    how = {"attention_mask": tokens.new_zeros(1, 1, 1, 1), "use_cache": False}
     with last_layer_at(backbone, places):
-        output = backbone(
-            input_ids=ids,
-            position_ids=positions,
-            groups=groups,
-            use_cache=False,
-            # Trap: without a mask the model builds one of N x N. One of 4 dimensions is handed on
-            # untouched; this one is not read.
-            attention_mask=tokens.new_zeros(1, 1, 1, 1),
-        )
+        output = backbone(input_ids=ids, position_ids=positions, groups=groups, **how)
     return output.last_hidden_state[0, places]
 
 

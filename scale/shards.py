@@ -16,19 +16,13 @@ import os
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from errors import InputError
 
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def asked_for() -> str:
@@ -85,21 +79,18 @@ def cut(model: nn.Module) -> None:
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All must call this and the three below; in parts only the main process gets more than {}."""
-    return get_model_state_dict(model, options=FULL) if parts_of(model) else model.state_dict()
+    """All must call this and the three below; only the main process gets more than {}."""
+    return states.get_model_state_dict(model, options=FULL)
 
 
 def load_weights(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    if parts_of(model):
-        set_model_state_dict(model, state, options=FULL)
-    else:
-        model.load_state_dict(state)
+    states.set_model_state_dict(model, state, options=FULL)
 
 
 def whole_moments(model: nn.Module, optimizer) -> dict:
     """In parts they are named after their weights, else numbered."""
     if parts_of(model):
-        return get_optimizer_state_dict(model, optimizer, options=FULL)
+        return states.get_optimizer_state_dict(model, optimizer, options=FULL)
     return optimizer.state_dict()
 
 
@@ -111,7 +102,7 @@ def load_moments(model: nn.Module, optimizer, state: dict) -> None:
             " way round: use the former configuration, or start anew with --start_from"
         )
     if parts:
-        set_optimizer_state_dict(model, optimizer, state, options=FULL)
+        states.set_optimizer_state_dict(model, optimizer, state, options=FULL)
     else:
         optimizer.load_state_dict(state)
 

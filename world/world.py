@@ -125,6 +125,7 @@ class World:
         self.passages: dict[tuple[str, str], Document] = {}  # (name, relation) -> passage
         for key, text in self.write_passages(random.Random(f"passages {seed}")):
             self.passages[key] = Document(str(len(self.passages)), *text)
+        self.documents = list(self.passages.values())  # 676 pages or 1340 facts, units included
 
     def name_entities(self, rng: random.Random) -> None:
         # Iterators: no name belongs to two splits.
@@ -163,11 +164,6 @@ class World:
                 yield (name, relation), fact_passage(name, relation, value)
         for big, small, factor in (unit for units in self.units.values() for unit in units):
             yield (big, ""), unit_passage(big, small, factor)
-
-    @property
-    def documents(self) -> list[Document]:
-        """676 pages, or 1340 facts, unit conversions included."""
-        return list(self.passages.values())
 
     def questions(self, split: str, kind: str, count: int | None = None, seed=0) -> list[Question]:
         """Of one kind, over one split's entities, in an order drawn from `seed`; None gives all."""
