@@ -157,7 +157,8 @@ def invert(tokens: Array, lengths: Array) -> tuple[Array, Array, Array]:
 
 
 def inverse_document_frequencies(document_counts: Array, n: int, epsilon: float) -> Array:
-    idf = np.log(n - document_counts + 0.5) - np.log(document_counts + 0.5)  # [terms]
+    without = n - document_counts
+    idf = np.log(without + 0.5) - np.log(document_counts + 0.5)  # [terms]
     floor = epsilon * idf.mean() if len(idf) else 0.0
     if floor > 0:
         return np.where(idf < 0, floor, idf)

@@ -33,6 +33,7 @@ import ppo
 from plumbing import checkpoint
 from plumbing.build import build_parts, make_accelerator
 from plumbing.files import Run, best_checkpoint, checkpoints, stage_folder
+from plumbing.record import keep_numbers
 from plumbing.score import answer_scores, search_numbers
 from policy import Batch, collate, evaluating, lr_factor
 from rollout import rollout
@@ -80,7 +81,7 @@ def train(settings: Settings) -> Path:
                 result = update(parts, part) | {"lr": lr}  # the critic's too
                 run.check_finite(result, step, part, sampled.of(rows))
                 results.append(result)
-                keep_numbers(parts, batch, rows, part)
+                keep_numbers(parts.accelerator, batch, rows, part)
             record |= merged(results, mean) | foresight(batch)
         record["update_seconds"] = time.perf_counter() - start
         record |= evaluate(parts, step)
@@ -257,20 +258,6 @@ def batch_of_update(parts: Parts, batch: Batch, rows: torch.Tensor, number: int)
     elif parts.recompute:
         part.old_logprobs = None
     return part
-
-
-def keep_numbers(parts: Parts, batch: Batch, rows: torch.Tensor, part: Batch) -> None:
-    """What an update computed for its rows, to be looked at: weights and log-probs [B, T]."""
-    seen = parts.accelerator.reduce(part.logprobs.to(parts.accelerator.device), "sum").cpu()
-    old = seen if part.old_logprobs is None else part.old_logprobs
-    for name, found in (
-        ("logprobs", seen),
-        ("token_weights", part.token_weights),
-        ("old_logprobs", old),
-    ):
-        if getattr(batch, name) is None:
-            setattr(batch, name, torch.zeros_like(batch.response_mask))
-        getattr(batch, name)[rows, : found.shape[1]] = found
 
 
 # ---------------------------------------------------------------------------------- what is logged

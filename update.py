@@ -155,7 +155,8 @@ def descend(parts: Parts, model, optimizer, batch: Batch, loss_of: Callable) -> 
             # DDP averages the gradients of its processes; ours are parts of one sum.
             accelerator.backward(loss * accelerator.num_processes)
         records.append(record | {"loss": loss.item()})
-        batch.logprobs[rows, : micro.logprobs.shape[1]] = micro.logprobs[: len(rows)].cpu()
+        seen = micro.logprobs[: len(rows)].cpu()  # [b, t]
+        batch.logprobs[rows, : seen.shape[1]] = seen
     total = merged(gather_object([merged(records, sum)]), sum)  # of all processes
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     total["grad_norm"] = full(norm).item()

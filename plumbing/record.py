@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
 from policy import Batch
 from settings import Settings
@@ -20,6 +21,17 @@ NUMBERS = {  # its name in the file -> the batch's
     "advantages": "advantages",
     "weights": "token_weights",
 }
+
+
+def keep_numbers(accelerator, batch: Batch, rows: torch.Tensor, part: Batch) -> None:
+    """What an update computed for its rows [n]: weights and log-probs [n, t], put into [B, T]."""
+    seen = accelerator.reduce(part.logprobs.to(accelerator.device), "sum").cpu()
+    old = seen if part.old_logprobs is None else part.old_logprobs
+    found = {"logprobs": seen, "old_logprobs": old, "token_weights": part.token_weights}
+    for name, values in found.items():
+        if getattr(batch, name) is None:
+            setattr(batch, name, torch.zeros_like(batch.response_mask))
+        getattr(batch, name)[rows, : values.shape[1]] = values
 
 
 def kept_groups(count: int, keep: int, step: int) -> list[int]:
