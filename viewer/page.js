@@ -6,7 +6,7 @@ const $ = (id) => document.getElementById(id);
 const state = { run: 0, stage: 0, step: 0, group: 0, row: 0, token: -1, colour: "advantage" };
 const known = {}; // key -> {rows, groups} of a step that is loaded
 const COLOURS = ["advantage", "ratio", "probability", "surprise"];
-const STROKES = ["#1f77b4", "#d9660b", "#2a8a3c", "#c0392b", "#7d52b8", "#8c564b", "#c2529f", "#7f7f7f"];
+const STROKES = Array.from({ length: 8 }, (_, i) => `var(--s${i})`);
 const PANELS = [ // title, metrics; "prefix/" takes all below it
   ["reward", ["reward", "reward/"]],
   ["exact match", ["em/"]],
@@ -93,7 +93,7 @@ function curve([title, wanted]) {
   if (!lines.length) return null;
   const height = high - low || 1;
   const at = ([x, y]) => `${((x / Math.max(1, length - 1)) * 200).toFixed(1)},${(86 - ((y - low) / height) * 82).toFixed(1)}`;
-  const paths = lines.map((line) => el("path", { d: "M" + line.points.map(at).join("L"), fill: "none", stroke: line.colour, "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" }, el("title", {}, line.label)));
+  const paths = lines.map((line) => el("path", { d: "M" + line.points.map(at).join("L"), fill: "none", style: `stroke:${line.colour}`, "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" }, el("title", {}, line.label)));
   const here = ((offset() + place()) / Math.max(1, length - 1)) * 200;
   const mark = el("line", { x1: here, x2: here, y1: 0, y2: 90, stroke: "currentColor", "stroke-dasharray": "3 3", "vector-effect": "non-scaling-stroke" });
   const svg = el("svg", { viewBox: "0 0 200 90", preserveAspectRatio: "none", role: "img", "aria-label": `${title}, from ${number(low)} to ${number(high)}`,

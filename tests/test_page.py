@@ -1,0 +1,327 @@
+"""The page of view.py in a real browser: headless Chromium, spoken to through a pipe."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import time
+
+import pytest
+from test_trajectories import one
+
+import view
+from formats.trajectories import append_trajectories
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
+LOUD = {"Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"}
+FLAGS = """
+--headless=new --no-sandbox --disable-gpu --no-first-run --hide-scrollbars --disable-extensions
+--disable-dev-shm-usage --remote-debugging-pipe
+""".split()
+
+
+class Browser:
+    """The DevTools protocol: JSON that ends in a zero byte, in on descriptor 3, out on 4."""
+
+    def __init__(self, profile):
+        (theirs_in, self.to), (self.source, theirs_out) = os.pipe(), os.pipe()
+        plumbing = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
+        command = ["bash", "-c", plumbing, CHROMIUM, *FLAGS, f"--user-data-dir={profile}"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        passed = {"pass_fds": (theirs_in, theirs_out)}
+        self.process = subprocess.Popen([*command, "about:blank"], **quiet, **passed)
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self.numbers, self.events, self.rest, self.session = itertools.count(1), [], b"", None
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self.session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def message(self) -> dict:
+        while b"\0" not in self.rest:
+            if not (more := os.read(self.source, 1 << 16)):
+                raise RuntimeError("the browser has ended")
+            self.rest += more
+        text, _, self.rest = self.rest.partition(b"\0")
+        return json.loads(text)
+
+    def call(self, method: str, **params) -> dict:
+        number = next(self.numbers)
+        asked = {"id": number, "method": method, "params": params}
+        if self.session:
+            asked["sessionId"] = self.session
+        os.write(self.to, json.dumps(asked).encode() + b"\0")
+        while (answer := self.message()).get("id") != number:
+            self.events.append(answer)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def run(self, code: str):
+        """What an expression of the page is worth."""
+        found = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def wait(self, code: str, seconds: float = 20.0):
+        until = time.monotonic() + seconds
+        while not (found := self.run(code)):
+            assert time.monotonic() < until, f"never true: {code}"
+            time.sleep(0.01)
+        return found
+
+    def open(self, path, width: int = 1300, height: int = 900) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.call("Page.navigate", url=path.as_uri())
+        self.wait("document.querySelectorAll('#groups button').length > 0")
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            for kind in ("keyDown", "keyUp"):
+                text = {"text": key} if len(key) == 1 and kind == "keyDown" else {}
+                self.call("Input.dispatchKeyEvent", type=kind, key=key, **text)
+
+    def complaints(self) -> list[str]:
+        """Errors and whatever the page wrote to the console."""
+        self.run("1")
+        return [json.dumps(event)[:400] for event in self.events if event.get("method") in LOUD]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+def stage(folder, steps: int):
+    folder.mkdir(parents=True)
+    settings = {"recipe": "ur2", "algorithm": "grpo", "clip_low": 0.2, "clip_high": 0.2}
+    settings |= {"kl_coef": 0.1, "kl_estimator": "k2", "temperature": 1.0, "group_size": 4}
+    (folder / "settings.json").write_text(json.dumps(settings))
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in range(steps):
+            row = {"step": step, "reward": step / 10, "reward/answer": 0.5, "em/one_hop": 0.25}
+            file.write(json.dumps(row | {"grad_norm": 1.0, "k2": 0.1, "entropy": 2.0}) + "\n")
+    return folder
+
+
+ODD = "<b>&amp; \u202eabc\u0007 <script>document.title='hacked'</script>"
+
+
+def searching(row: int, **more) -> dict:
+    search = {
+        "query": "where is Ana ?", "text": "Ana lives in Rom", "fallback": row == 2, "error": None,
+        "cut": False, "documents": [["Ana", "Ana lives in Rom"]], "seconds": 0.25,
+    }  # fmt: skip
+    its = {"row": row, "correct": row == 0, "answer": "Rom" if row == 0 else "Ulm", "golds": ["Rom"]}
+    its |= {"question": f"where does Ana {ODD} live ?", "ref": [-0.7, 0.0, -1.1], **more}
+    return one(**its, searches=[search] if row else [])
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Two stages of three steps, four samples of two questions each."""
+    root = tmp_path_factory.mktemp("runs") / "ana"
+    for folder in (stage(root / "stage1", 3), stage(root / "stage2", 3)):
+        for step in range(3):
+            rows = [searching(row, step=step, group=group) for group in (0, 5) for row in range(4)]
+            rows[3]["searches"] *= 2  # the same query again
+            rows[6]["refusals"] = [["direct", "who ?"]]
+            for name in ("advantages", "weights", "new"):
+                del rows[7][name]  # of a group that is not trained on
+            append_trajectories(folder, rows)
+    view.main([str(root)])
+    return root / "view" / "index.html"
+
+
+@pytest.fixture
+def shown(browser, page):
+    browser.open(page)
+    yield browser
+    assert browser.complaints() == []
+
+
+BUTTONS = "document.querySelectorAll('#groups button').length"
+
+
+def test_a_stage_opens_at_its_last_step_with_curves_groups_and_one_trajectory(shown):
+    assert shown.run("document.title") == "Trajectories"  # the markup in a question is text
+    assert shown.run(BUTTONS) == 8
+    assert shown.run("document.getElementById('step-numbers').textContent").startswith(
+        "stage2, step 2: reward 0.2"
+    )
+    assert shown.run("document.querySelectorAll('#curves figure').length") >= 4
+    assert "<script>" in shown.run("document.querySelector('#one h2').textContent")
+    assert "\u202e" not in shown.run("document.body.textContent")
+
+
+@pytest.mark.parametrize(
+    "name, left", [("wrong", 6), ("fallback", 2), ("silent", 2), ("fault", 1), ("repeated", 1)]
+)
+def test_every_filter_leaves_its_trajectories(shown, name, left):
+    box = f"document.getElementById('filters').elements.{name}"
+    shown.run(f"{box}.click()")
+    assert shown.run(BUTTONS) == left
+    assert shown.run("document.getElementById('found').textContent") == f"{left} of 8 trajectories"
+    shown.run(f"{box}.click()")
+    assert shown.run(BUTTONS) == 8
+
+
+def test_words_filter_too_and_keys_go_through_what_is_left(shown):
+    shown.press("/")
+    assert shown.run("document.activeElement.name") == "text"
+    shown.press("u", "l", "m")
+    assert shown.run(BUTTONS) == 6
+    shown.press("Escape", "ArrowDown")  # the first, which was chosen, does not pass
+    shown.run("document.getElementById('filters').reset(), showGroups(), choose(0, 0)")
+    chosen = "document.querySelectorAll('#groups [aria-current=true]')[0].title"
+    before = shown.run(chosen)
+    shown.press("ArrowDown")
+    assert before != shown.run(chosen)
+    assert "answer Ulm" in shown.run(chosen)
+
+
+def test_keys_change_step_token_colour_and_theme(shown):
+    place = "document.getElementById('step-numbers').textContent"
+    shown.press("ArrowLeft")
+    shown.wait(f"{place}.startsWith('stage2, step 1')")
+    shown.press("ArrowRight")
+    shown.wait(f"{place}.startsWith('stage2, step 2')")
+    shown.press(".", ".")
+    its = "document.getElementById('token').textContent"
+    assert "“ c”" in shown.run(its) and "ratio r = exp(new − old)" in shown.run(its)
+    colours = set()
+    for name in ("ratio", "probability", "surprise", "advantage"):
+        shown.press("c")
+        assert shown.run("document.getElementById('colour').value") == name
+        colours.add(shown.run("getComputedStyle(document.querySelector('[data-n]')).backgroundColor"))
+    assert len(colours) == 4 and "rgba(0, 0, 0, 0)" not in colours
+    before = shown.run("document.documentElement.dataset.theme")
+    shown.press("t")
+    assert shown.run("document.documentElement.dataset.theme") != before
+
+
+def test_the_formula_of_a_token_has_its_numbers(shown):
+    shown.run("choose(0, 0), pick(2)")
+    told = shown.run("document.getElementById('token').textContent")
+    # r = e^(−1.3 + 1) = 0.74082; A = 2; k2 = (−1.1 + 1.3)² / 2 = 0.02, times 0.1
+    for part in ("= 0.74082", "A = +2 = 1.4816", "0.1 · k2 = 0.002", "= -0.014796"):
+        assert part in told, told
+    shown.run("choose(1, 3), pick(2)")
+    assert "not trained on" in shown.run("document.getElementById('token').textContent")
+
+
+def test_what_the_environment_wrote_is_a_block_outside_the_loss(shown):
+    shown.run("choose(0, 1)")
+    block = shown.run("document.querySelectorAll('#one .outside')[1].textContent")
+    assert "search “where is Ana ?” (1 found, 0.25 s): outside the loss" in block
+    assert "Ana lives in Rom" in block and " b" in block
+    assert shown.run("[...document.querySelectorAll('[data-n]')].map((s) => s.dataset.n)") == [
+        "0", "2",
+    ]  # fmt: skip
+
+
+def test_a_click_on_a_curve_goes_to_its_step_also_in_the_stage_before(shown):
+    shown.run(
+        """document.querySelector('#curves svg').dispatchEvent(
+           new MouseEvent('click', {clientX: document.querySelector('#curves svg')
+           .getBoundingClientRect().left + 1, bubbles: true}))"""
+    )
+    shown.wait("document.getElementById('step-numbers').textContent.startsWith('stage1, step 0')")
+
+
+CONTRAST = """(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const over = ([r, g, b, a = 1], below) => [r, g, b].map((x, i) => x * a + below[i] * (1 - a));
+  const light = (c) => c.map((x) => (x /= 255) <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (node) => node === null ? [255, 255, 255]
+    : over(rgb(getComputedStyle(node).backgroundColor).concat(), ground(node.parentElement));
+  const worst = [];
+  for (const node of document.querySelectorAll('body *')) {
+    const own = [...node.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+    if (!own || !node.getClientRects().length || node.closest('script, svg')) continue;
+    const [a, b] = [light(rgb(getComputedStyle(node).color).slice(0, 3)), light(ground(node))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    worst.push([ratio, node.tagName + '.' + node.className + ': ' + node.textContent.slice(0, 30)]);
+  }
+  return worst.sort((a, b) => a[0] - b[0])[0];
+})()"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("colour", ["advantage", "ratio", "probability", "surprise"])
+def test_text_can_be_read_in_both_themes(shown, theme, colour):
+    shown.run(f"document.documentElement.dataset.theme = '{theme}', colourBy('{colour}')")
+    shown.run("choose(0, 1), pick(0)")
+    ratio, where = shown.run(CONTRAST)
+    assert ratio >= 4.5, where
+
+
+def test_everything_is_reached_with_the_tab_key_and_has_a_name(shown):
+    bare = """[...document.querySelectorAll('button, select, input')].filter((node) => node.tabIndex < 0
+      || !(node.textContent.trim() || node.labels?.length || node.ariaLabel || node.title)).length"""
+    assert shown.run(bare) == 0
+
+
+def test_at_the_width_of_a_phone_nothing_is_beside_the_screen(browser, page):
+    browser.open(page, 380, 760)
+    browser.run("choose(0, 1), pick(0)")
+    assert browser.run("document.documentElement.scrollWidth") <= 380
+    assert browser.complaints() == []
+
+
+def test_several_runs_share_their_curves(browser, page, tmp_path):
+    other = stage(tmp_path / "other" / "stage1", 5)
+    append_trajectories(other, [searching(0, step=4)])
+    view.main([str(page.parent.parent), str(other.parent), "--out", str(tmp_path / "both")])
+    browser.open(tmp_path / "both" / "index.html")
+    legend = browser.run("document.querySelector('#curves figcaption').textContent")
+    assert "ana reward" in legend and "other reward" in legend
+    browser.run("chooseRun(1)")
+    browser.wait(f"{BUTTONS} === 1")
+    assert browser.complaints() == []
+
+
+def test_a_run_without_trajectories_says_so(browser, page, tmp_path):
+    stage(tmp_path / "bare" / "stage1", 2)
+    view.main([str(page.parent.parent), str(tmp_path / "bare"), "--out", str(tmp_path / "page")])
+    browser.open(tmp_path / "page" / "index.html")
+    browser.run("chooseRun(1)")
+    assert "no trajectories were kept" in browser.run("document.getElementById('groups').textContent")
+    assert browser.complaints() == []
+
+
+@pytest.mark.slow
+def test_a_large_run_is_shown_at_once(browser, tmp_path):
+    """100 steps of 512 trajectories of 400 tokens; prints the times, asserts only sizes."""
+    folder, rng = stage(tmp_path / "large" / "stage1", 100), random.Random(0)
+    ids = [rng.randrange(9000) for _ in range(400)]
+    numbers = [round(-rng.random(), 6) for _ in ids]
+    more = {"ids": ids, "tokens": [f" w{i}" for i in ids], "mask": [1] * 400, "writers": []}
+    more |= {"sampled": numbers, "old": numbers, "new": numbers, "ref": numbers}
+    for step in range(100):
+        few = range(512 if step in (98, 99) else 8)  # two whole steps: the others are not read
+        append_trajectories(folder, [searching(0, step=step, group=n // 8, **more) | {"row": n % 8} for n in few])
+    view.main([str(folder.parent)])
+    out = folder.parent / "view"
+    assert (out / "data" / "index.js").stat().st_size < 1_000_000
+    start = time.perf_counter()
+    browser.open(out / "index.html")
+    first = browser.run("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    opened = time.perf_counter() - start
+    start = time.perf_counter()
+    browser.press("ArrowLeft")
+    browser.wait("document.getElementById('step-numbers').textContent.includes('step 98:')")
+    print(f"first paint {first:.0f} ms, opened {opened:.2f} s, step {time.perf_counter() - start:.2f} s")
+    assert browser.complaints() == []
