@@ -10,6 +10,7 @@ The page itself is viewer/: index.html, page.css, page.js. Left out: what is no 
 import itertools
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def told_run(run: Path, name: str, out: Path) -> dict:
     stages = []
     for folder in stages_of(run):
         key = f"{name}-{folder.name}"
+        steps, asked = write_steps(folder, key, out / "data")
         settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
         stages.append(
             {
@@ -57,22 +59,27 @@ def told_run(run: Path, name: str, out: Path) -> dict:
                 "name": folder.name,
                 "settings": {field: settings.get(field) for field in SETTINGS},
                 "metrics": finished_records(folder / "metrics.jsonl", cut=False),
-                "steps": write_steps(folder, key, out / "data"),
+                "steps": steps,
+                "asked": asked,
             }
         )
     return {"name": name, "stages": stages}
 
 
-def write_steps(folder: Path, key: str, out: Path) -> list[int]:
-    """A script for each step of which trajectories are kept; returns the steps."""
-    steps = []
+def write_steps(folder: Path, key: str, out: Path) -> tuple[list[int], dict[str, list[int]]]:
+    """A script for each step of which trajectories are kept. Returns the steps, and of questions
+    that were asked again those in which they were.
+    """
+    steps, asked = [], defaultdict(list)
     records = read_trajectories(folder) if (folder / NAME).exists() else ()
     for step, some in itertools.groupby(records, key=lambda record: record["step"]):
         rows, groups = of_step(some)
         script = f"step({dumped(f'{key}-{step}')},{dumped(rows)},{dumped(groups)});\n"
         (out / f"{key}-{step}.js").write_text(script, encoding="utf-8")
         steps.append(step)
-    return steps
+        for question in {row["question"] for row in rows}:
+            asked[question].append(step)
+    return steps, {question: its for question, its in asked.items() if len(its) > 1}
 
 
 def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:

@@ -225,7 +225,7 @@ def test_what_the_environment_wrote_is_a_block_outside_the_loss(shown):
     shown.run("choose(0, 1)")
     block = shown.run("document.querySelectorAll('#one .outside')[1].textContent")
     assert "search “where is Ana ?” (1 found, 0.25 s): outside the loss" in block
-    assert "Ana lives in Rom" in block and " b" in block
+    assert "Ana lives in Rom" in block and block.endswith("bdocuments• Ana: Ana lives in Rom")
     assert shown.run("[...document.querySelectorAll('[data-n]')].map((s) => s.dataset.n)") == [
         "0", "2",
     ]  # fmt: skip
@@ -238,6 +238,14 @@ def test_a_click_on_a_curve_goes_to_its_step_also_in_the_stage_before(shown):
            .getBoundingClientRect().left + 1, bubbles: true}))"""
     )
     shown.wait("document.getElementById('step-numbers').textContent.startsWith('stage1, step 0')")
+
+
+def test_a_question_that_was_asked_again_links_to_its_other_steps(shown):
+    links = "[...document.querySelectorAll('#one .rows button')]"
+    assert shown.run(f"{links}.map((b) => b.textContent)") == ["0", "1"]
+    shown.run(f"{links}[0].click()")
+    shown.wait("document.getElementById('step-numbers').textContent.startsWith('stage2, step 0')")
+    assert "where does Ana" in shown.run("document.querySelector('#one h2').textContent")
 
 
 CONTRAST = """(() => {

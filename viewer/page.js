@@ -3,7 +3,7 @@
 // of a group the JSON is parsed when one of its trajectories is opened.
 
 const $ = (id) => document.getElementById(id);
-const state = { run: 0, stage: 0, step: 0, group: 0, row: 0, token: -1, colour: "advantage" };
+const state = { run: 0, stage: 0, step: 0, group: 0, row: 0, token: -1, question: null, colour: "advantage" };
 const known = {}; // key -> {rows, groups} of a step that is loaded
 const COLOURS = ["advantage", "ratio", "probability", "surprise"];
 const STROKES = Array.from({ length: 8 }, (_, i) => `var(--s${i})`);
@@ -32,7 +32,7 @@ function el(name, attributes = {}, ...children) {
   node.append(...children.filter((child) => child !== "" && child !== null));
   return node;
 }
-const fill = (node, ...children) => node.replaceChildren(...children);
+const fill = (node, ...children) => node.replaceChildren(...children.filter((child) => child !== ""));
 // What would move the cursor, ring a bell or turn the line around is shown as a sign.
 const plain = (text) => String(text).replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "␦");
 const number = (x, digits = 3) => (x === null || x === undefined ? "–" : Number(x).toPrecision(digits).replace(/\.?0+(e|$)/, "$1"));
@@ -94,14 +94,14 @@ function curve([title, wanted]) {
   const height = high - low || 1;
   const at = ([x, y]) => `${((x / Math.max(1, length - 1)) * 200).toFixed(1)},${(86 - ((y - low) / height) * 82).toFixed(1)}`;
   const paths = lines.map((line) => el("path", { d: "M" + line.points.map(at).join("L"), fill: "none", style: `stroke:${line.colour}`, "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" }, el("title", {}, line.label)));
-  const here = ((offset() + place()) / Math.max(1, length - 1)) * 200;
-  const mark = el("line", { x1: here, x2: here, y1: 0, y2: 90, stroke: "currentColor", "stroke-dasharray": "3 3", "vector-effect": "non-scaling-stroke" });
+  const upright = (x, look) => el("line", { x1: (x / Math.max(1, length - 1)) * 200, x2: (x / Math.max(1, length - 1)) * 200, y1: 0, y2: 90, class: look, "vector-effect": "non-scaling-stroke" });
+  const begins = run().stages.map((_, i) => before(i)).slice(1);
   const svg = el("svg", { viewBox: "0 0 200 90", preserveAspectRatio: "none", role: "img", "aria-label": `${title}, from ${number(low)} to ${number(high)}`,
-    onclick: (event) => jump(Math.round((event.offsetX / svg.clientWidth) * (length - 1))) }, ...paths, mark);
-  const legend = lines.slice(0, 8).map((line) => el("span", {}, el("span", { style: `color:${line.colour}` }, "■ "), `${line.label} `));
-  return el("figure", {}, svg, el("figcaption", {}, `${title} (${number(low)} to ${number(high)}) `, ...legend));
+    onclick: (event) => jump(Math.round((event.offsetX / svg.clientWidth) * (length - 1))) }, ...paths, ...begins.map((x) => upright(x, "begins")), upright(before(state.stage) + place(), "here"));
+  const legend = lines.slice(0, 8).map((line) => el("span", { class: "legend" }, el("span", { style: `color:${line.colour}` }, "■ "), line.label));
+  return el("figure", {}, svg, el("figcaption", {}, `${title} (${number(low)} to ${number(high)})`, ...legend));
 }
-const offset = () => run().stages.slice(0, state.stage).reduce((sum, s) => sum + s.metrics.length, 0);
+const before = (i) => run().stages.slice(0, i).reduce((sum, s) => sum + s.metrics.length, 0); // steps of earlier stages
 const place = () => stage().metrics.findIndex((m) => m.step === state.step);
 function jump(x) { // to the kept step that is nearest
   let number = x;
@@ -135,8 +135,9 @@ function showStep() {
   const metrics = stage().metrics[place()] || {};
   const told = ["reward", "em", "searched", "searches", "fallbacks", "frac_reward_zero_std", "grad_norm", "clip_fraction", "entropy"];
   $("step-numbers").textContent = `${stage().name}, step ${state.step}: ` + told.filter((n) => n in metrics).map((n) => `${n} ${number(metrics[n])}`).join("  ·  ");
-  state.group = Math.min(state.group, known[keyOf(state.step)].groups.length - 1);
-  state.row = 0;
+  const rows = known[keyOf(state.step)].rows; // the question that was asked for, or a group that teaches something
+  const its = rows.find((row) => row.question === state.question) ?? rows.find((row) => rows.some((r) => r.group === row.group && r.reward !== row.reward)) ?? rows[0];
+  [state.group, state.row, state.token, state.question] = [its.group, its.row, -1, null];
   showGroups();
   showOne();
 }
@@ -175,7 +176,9 @@ function walk(by) { // to the next trajectory that passes the filters
   const rows = known[keyOf(state.step)]?.rows.filter(passes) ?? [];
   const i = rows.findIndex((row) => row.group === state.group && row.row === state.row);
   const next = rows[i + by];
-  if (next) choose(next.group, next.row);
+  if (!next) return;
+  choose(next.group, next.row);
+  document.querySelector("#groups [aria-current=true]").scrollIntoView({ block: "nearest" });
 }
 
 // ------------------------------------------------------------------------------- a trajectory
@@ -202,7 +205,7 @@ function pieces(record) { // runs of tokens by one writer
   return found;
 }
 function outside(text, title, open = true) {
-  return el("details", { class: "outside", open: open ? "" : false }, el("summary", {}, el("b", {}, title)), plain(text));
+  return el("details", { class: "outside", open: open ? "" : false }, el("summary", {}, el("b", {}, title)), plain(text).trim());
 }
 function searchBlock(search, text) {
   const found = search.documents.map(([title, body]) => `• ${title ? `${title}: ` : ""}${body}`).join("\n");
@@ -223,8 +226,11 @@ function showOne() {
   });
   const terms = Object.entries(record.rewards).map(([name, value]) => el("tr", {}, el("td", {}, name), el("td", {}, signed(value))));
   const total = Object.values(record.rewards).reduce((sum, value) => sum + value, 0);
+  const others = (stage().asked[record.question] ?? []).filter((number) => number !== state.step);
+  const link = (number) => el("button", { onclick: () => ((state.question = record.question), go(number)) }, number);
   fill($("one"),
     el("h2", {}, plain(record.question)),
+    others.length ? el("p", { class: "pale rows" }, "also asked in step ", ...others.map(link)) : "",
     el("p", {}, "gold ", el("b", {}, plain(record.golds.join(" | ") || "unknown")), ", answer ",
       el("b", { class: record.correct ? "good" : "bad" }, plain(record.answer ?? "none")),
       el("span", { class: "pale" }, `, ended by ${record.stop_reason}${record.may_search ? "" : ", may not search"}`)),
