@@ -33,6 +33,8 @@ from scale.engine import EngineSettings
 from summarizer import WITHOUT_MODEL, SummarizerSettings
 from update import UpdateSettings
 
+TRACKERS = ("tensorboard", "wandb", "trackio")  # accelerate's, each a package of its own
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -51,6 +53,9 @@ class RunSettings:
     eval_questions: int = setting(100, "held out of --data, or per kind", least=1, only="train")
     groups_kept: int = setting(
         4, "per step in trajectories.jsonl.gz, for view.py; -1: all", least=-1, only="train"
+    )
+    report_to: str = setting(
+        "", "a tracker beside metrics.jsonl", one_of=("", *TRACKERS), only="train"
     )
     seed: int = setting(0, "of questions and sampling", least=0, most=2**31 - 1)
     world_seed: int = setting(0, "of the built-in world and its models")

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
 import ppo
@@ -17,7 +18,7 @@ from data import Document, Question, corpus_from_questions, draw_some, load_corp
 from errors import InputError
 from other_models.llm import RETRIES, frozen_in_8bit
 from papers import paper_of
-from plumbing.files import instructions, starting_model
+from plumbing.files import instructions, stage_folder, starting_model
 from plumbing.score import Scorer, load_other
 from policy import Policy, load_policy, make_optimizer
 from prompts import PROTOCOLS, Protocol, check_references
@@ -173,10 +174,13 @@ def play_of(settings: Settings):
 def make_accelerator(settings: Settings) -> Accelerator:
     """Processes wait for each other: as long as all searches of one may take, and half an hour."""
     searching = (settings.max_searches + 1) * 3 * 4 * settings.timeout
+    if settings.report_to and settings.report_to not in map(str, get_available_trackers()):
+        raise InputError(f"--report_to {settings.report_to}: pip install {settings.report_to}")
     limit = InitProcessGroupKwargs(timeout=timedelta(minutes=30, seconds=searching))
     # Without bucket views DDP keeps a second copy of all gradients.
     views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    return Accelerator(kwargs_handlers=[limit, views])
+    tracker = {"log_with": settings.report_to or None, "project_dir": stage_folder(settings)}
+    return Accelerator(kwargs_handlers=[limit, views], **tracker)
 
 
 def check_processes(known: int) -> None:

@@ -134,12 +134,17 @@ class Run:
             write_records(metrics, kept)
             cut_trajectories(self.folder, first_step)
         (self.folder / "settings.json").write_text(settings_text(self.settings))
+        if self.settings.report_to:
+            name = "-".join(self.folder.parts[-2:])
+            self.accelerator.init_trackers(name, dataclasses.asdict(self.settings))
 
     def bar(self, first_step: int) -> Iterator[int]:
         steps, title = self.settings.steps, f"{self.settings.recipe} stage {self.settings.stage}"
         shown = {"desc": title, "dynamic_ncols": True, "disable": not self.main}
         with tqdm(total=steps, initial=first_step, **shown) as self.progress:
             yield from range(first_step, steps)
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
     def log(self, record: dict, sampled, batch: Batch | None, tokenizer) -> None:
         self.progress.update()
@@ -147,6 +152,7 @@ class Run:
             return
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
         append_jsonl(self.folder / "metrics.jsonl", [rounded])
+        self.accelerator.log(rounded, record["step"])
         self.progress.write("\n".join([console_line(record), *self.hints(record)]))
         step = record["step"]
         if step % SHOW_EVERY == 0 or step + 1 == self.settings.steps:

@@ -63,7 +63,9 @@ class Browser:
 
     def run(self, code: str):
         """What an expression of the page is worth."""
-        found = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
@@ -123,7 +125,12 @@ def searching(row: int, **more) -> dict:
         "query": "where is Ana ?", "text": "Ana lives in Rom", "fallback": row == 2, "error": None,
         "cut": False, "documents": [["Ana", "Ana lives in Rom"]], "seconds": 0.25,
     }  # fmt: skip
-    its = {"row": row, "correct": row == 0, "answer": "Rom" if row == 0 else "Ulm", "golds": ["Rom"]}
+    its = {
+        "row": row,
+        "correct": row == 0,
+        "answer": "Rom" if row == 0 else "Ulm",
+        "golds": ["Rom"],
+    }
     its |= {"question": f"where does Ana {ODD} live ?", "ref": [-0.7, 0.0, -1.1], **more}
     return one(**its, searches=[search] if row else [])
 
@@ -204,7 +211,9 @@ def test_keys_change_step_token_colour_and_theme(shown):
     for name in ("ratio", "probability", "surprise", "advantage"):
         shown.press("c")
         assert shown.run("document.getElementById('colour').value") == name
-        colours.add(shown.run("getComputedStyle(document.querySelector('[data-n]')).backgroundColor"))
+        colours.add(
+            shown.run("getComputedStyle(document.querySelector('[data-n]')).backgroundColor")
+        )
     assert len(colours) == 4 and "rgba(0, 0, 0, 0)" not in colours
     before = shown.run("document.documentElement.dataset.theme")
     shown.press("t")
@@ -251,7 +260,8 @@ def test_a_question_that_was_asked_again_links_to_its_other_steps(shown):
 CONTRAST = """(() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
   const over = ([r, g, b, a = 1], below) => [r, g, b].map((x, i) => x * a + below[i] * (1 - a));
-  const light = (c) => c.map((x) => (x /= 255) <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
+  const linear = (x) => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+  const light = (c) => c.map((x) => linear(x / 255))
     .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
   const ground = (node) => node === null ? [255, 255, 255]
     : over(rgb(getComputedStyle(node).backgroundColor).concat(), ground(node.parentElement));
@@ -277,8 +287,9 @@ def test_text_can_be_read_in_both_themes(shown, theme, colour):
 
 
 def test_everything_is_reached_with_the_tab_key_and_has_a_name(shown):
-    bare = """[...document.querySelectorAll('button, select, input')].filter((node) => node.tabIndex < 0
-      || !(node.textContent.trim() || node.labels?.length || node.ariaLabel || node.title)).length"""
+    bare = """[...document.querySelectorAll('button, select, input')].filter((node) =>
+      node.tabIndex < 0 || !(node.textContent.trim() || node.labels?.length || node.ariaLabel
+      || node.title)).length"""
     assert shown.run(bare) == 0
 
 
@@ -306,7 +317,9 @@ def test_a_run_without_trajectories_says_so(browser, page, tmp_path):
     view.main([str(page.parent.parent), str(tmp_path / "bare"), "--out", str(tmp_path / "page")])
     browser.open(tmp_path / "page" / "index.html")
     browser.run("chooseRun(1)")
-    assert "no trajectories were kept" in browser.run("document.getElementById('groups').textContent")
+    assert "no trajectories were kept" in browser.run(
+        "document.getElementById('groups').textContent"
+    )
     assert browser.complaints() == []
 
 
@@ -320,7 +333,9 @@ def test_a_large_run_is_shown_at_once(browser, tmp_path):
     more |= {"sampled": numbers, "old": numbers, "new": numbers, "ref": numbers}
     for step in range(100):
         few = range(512 if step in (98, 99) else 8)  # two whole steps: the others are not read
-        append_trajectories(folder, [searching(0, step=step, group=n // 8, **more) | {"row": n % 8} for n in few])
+        append_trajectories(
+            folder, [searching(0, step=step, group=n // 8, **more) | {"row": n % 8} for n in few]
+        )
     view.main([str(folder.parent)])
     out = folder.parent / "view"
     assert (out / "data" / "index.js").stat().st_size < 1_000_000
@@ -331,5 +346,6 @@ def test_a_large_run_is_shown_at_once(browser, tmp_path):
     start = time.perf_counter()
     browser.press("ArrowLeft")
     browser.wait("document.getElementById('step-numbers').textContent.includes('step 98:')")
-    print(f"first paint {first:.0f} ms, opened {opened:.2f} s, step {time.perf_counter() - start:.2f} s")
+    took = time.perf_counter() - start
+    print(f"first paint {first:.0f} ms, opened {opened:.2f} s, step {took:.2f} s")
     assert browser.complaints() == []

@@ -10,6 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
 from conftest import command_line, flags, random_policy, rows_of, same, settings_for, small
 from test_lora import needs_peft
 from test_train import quick
@@ -308,3 +311,57 @@ def test_what_ur2_cannot_train_on_is_one_line_before_the_model(
 ):
     monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
     assert said in command_line(train.main, ur2_flags(random_model, tmp_path, data, more), capsys)
+
+
+# ---------------------------------------------------------------------------------------- trackers
+def test_a_tracker_gets_the_settings_and_every_step(model, tmp_path, monkeypatch):
+    told = []
+
+    class Fake(GeneralTracker):
+        name, requires_logging_directory = "trackio", False
+
+        def __init__(self, run_name, **_):
+            super().__init__()
+            told.append(run_name)
+
+        @property
+        def tracker(self):
+            return self
+
+        def store_init_configuration(self, values):
+            told.append(values["recipe"])
+
+        def log(self, values, step, **_):
+            told.append((step, values["reward"]))
+
+        def finish(self):
+            told.append("finished")
+
+    monkeypatch.setattr(build, "set_threads", lambda: None)
+    for module in (tracking, build):
+        monkeypatch.setattr(module, "get_available_trackers", lambda: [LoggerType.TRACKIO])
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Fake)
+    folder = train.train(settings_for(model, tmp_path, "--steps 2 --report_to trackio"))
+    steps = [(row["step"], row["reward"]) for row in rows_of(folder)]
+    assert told == [f"{folder.parent.name}-stage1", "ur2", *steps, "finished"]
+
+
+def test_tensorboard_reads_what_was_reported(model, tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason="needs the extra `trackers`")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr(build, "set_threads", lambda: None)
+    folder = train.train(settings_for(model, tmp_path, "--steps 2 --report_to tensorboard"))
+    (events, *_) = sorted(folder.glob("*/events*"))
+    rewards = EventAccumulator(str(events)).Reload().Scalars("reward")
+    assert [(e.step, pytest.approx(e.value)) for e in rewards] == [
+        (row["step"], row["reward"]) for row in rows_of(folder)
+    ]
+
+
+def test_a_tracker_that_is_not_installed_is_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "get_available_trackers", lambda: [])
+    said = command_line(train.main, ["--report_to", "wandb", "--runs", tmp_path], capsys)
+    assert said == "error: --report_to wandb: pip install wandb"
+    said = command_line(train.main, ["--report_to", "wandbb"], capsys)
+    assert "did you mean wandb?" in said
