@@ -366,7 +366,7 @@ ASKS = f"""
 import metrics
 print(metrics.math_equal("x+y", "y+x"), metrics._IDLE[0].pid, flush=True)
 try:
-    metrics.ask_worker("{ENDLESS}", "5", 30.0)
+    metrics.ask_worker("{ENDLESS}", "5", 5.0)
 except KeyboardInterrupt:
     print(metrics.math_equal("2x", "x+x"))
 """
