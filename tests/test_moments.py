@@ -13,7 +13,6 @@ def asked(kind: str, searches: int, answer: str = "Rom") -> Trajectory:
     t = Trajectory(Question("q", "where ?", ["Rom"], source=kind), PROTOCOLS["ur2"], prompt_ids=[1])
     t.append_model([2], [-0.5], f"\\boxed{{{answer}}}")
     t.searches += [Search("a", [], "") for _ in range(searches)]
-    t.answer = answer
     return t
 
 
