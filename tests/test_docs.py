@@ -9,7 +9,9 @@ What stands between backticks under "here" is one of
     --flag ...                 some command has it; also in "python -m lab.file --flag"
 """
 
+import math
 import re
+import runpy
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -78,3 +80,38 @@ def test_every_recipe_and_variant_has_a_row():
     for recipe, paper in PAPERS.items():
         for name in (recipe, *(f"{recipe}:{variant}" for variant in paper.variants)):
             assert f"{name}/" in shown, f"no row of docs/papers.md names {name}/STAGE SETTING = ..."
+
+
+# ------------------------------------------------------------------------------------------ a walk
+WALK = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```\n\$ python (\w+)\.py ?(.*?)\n(.*?)\n```", WALK, re.DOTALL)
+TOKEN = re.compile(r"^'.*' +1" + r" +(\S+)" * 7 + "$")
+
+
+@pytest.mark.parametrize("name, shown", [(name, text) for name, words, text in BLOCKS if not words])
+def test_a_block_of_the_walk_is_what_its_command_prints(name, shown, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [f"{name}.py"])
+    runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
+    printed = iter(capsys.readouterr().out.splitlines())
+    for line in shown.splitlines():
+        assert line == "…" or line in printed, line  # `in` goes on behind the one before
+
+
+def test_the_numbers_of_the_walk_follow_from_each_other():
+    (shown,) = [text for name, words, text in BLOCKS if name == "view"]
+    rewards = [float(r) for r in re.findall(r"^sample .*?, ([+-]\S+) = ", shown, re.MULTILINE)]
+    mean = sum(rewards) / len(rewards)
+    assert len(rewards) == 8 and f"= {mean:.4f}." in WALK
+    scale = set()
+    for reward, block in zip(rewards, shown.split("\nsample ")[1:3], strict=False):
+        tokens = [
+            [*map(float, found.groups())] for found in map(TOKEN.match, block.split("\n")) if found
+        ]
+        for _, old, new, ratio, advantage, weight, loss in tokens:
+            assert ratio == pytest.approx(math.exp(new - old), rel=2e-3)
+            assert weight == pytest.approx(1 / (64 * len(tokens)), rel=1e-3)
+            surrogate = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+            assert loss == pytest.approx(-weight * surrogate, rel=2e-3)
+            scale.add(round(advantage / (reward - mean), 3))
+    assert scale == {0.41} or max(scale) - min(scale) < 0.002  # one factor for the whole group
+    assert f"1 / (64 · {len(tokens)})" in WALK
