@@ -49,13 +49,14 @@ def records_of(
 ) -> Iterator[dict]:
     """Of the groups that are kept. `batch`: what was trained on, the rows `sampled.kept`."""
     size, rows = settings.group_size, {n: row for row, n in enumerate(sampled.kept)}
+    numbers = {} if batch is None else numbers_of(batch)
     for group in kept_groups(len(sampled.trajectories) // size, settings.groups_kept, step):
         for n in range(group * size, (group + 1) * size):
             t, its = sampled.trajectories[n], rows.get(n)
             record = {"step": step, "group": group, "row": n % size} | told(t, tokenizer)
             record["rewards"] = {k: round(v, 4) for k, v in sampled.components[n].items()}
             record["correct"] = bool(sampled.correct[n])
-            yield record | ({} if its is None else numbers_of_row(batch, its, t))
+            yield record | ({} if its is None else numbers_of_row(numbers, its, t))
 
 
 def told(t: Trajectory, tokenizer) -> dict:
@@ -86,17 +87,25 @@ def told_search(search: Search) -> dict:
     return its | {"documents": found, "seconds": round(search.seconds, 4)}
 
 
-def numbers_of_row(batch: Batch, row: int, t: Trajectory) -> dict:
+def numbers_of(batch: Batch) -> dict[str, np.ndarray]:
+    """Name -> [B, T]. Of a large batch a token's weight is a millionth."""
+    found = {}
+    for name, its in NUMBERS.items():
+        tensor, digits = getattr(batch, its), 12 if name == "weights" else 6
+        if tensor is not None:
+            found[name] = tensor.double().numpy().round(digits)  # [B, T]
+    return found
+
+
+def numbers_of_row(numbers: dict[str, np.ndarray], row: int, t: Trajectory) -> dict:
     """[R] each, one per token of the response; a number alone where all sampled ones have it."""
     first, found = len(t.prompt_ids) - 1, {}
     columns, mask = slice(first, first + len(t.response_ids)), np.array(t.response_mask, bool)
-    for name, its in NUMBERS.items():
-        tensor = getattr(batch, its)
-        if tensor is not None:
-            values = tensor[row, columns].double().numpy()
-            own = values[mask[: len(values)]]
-            alike = len(own) and np.ptp(own) < 1e-9
-            found[name] = float(f"{own[0]:.6g}") if alike else values.round(6).tolist()
+    for name, its in numbers.items():
+        values = its[row, columns]
+        own = values[mask[: len(values)]]
+        alike = len(own) and own.min() == own.max()
+        found[name] = own[0].item() if alike else values.tolist()
     return found
 
 

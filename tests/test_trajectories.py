@@ -21,7 +21,7 @@ from formats.trajectories import (
 )
 from plumbing import build
 from plumbing.page import VIEWER, line_on, of_step
-from plumbing.record import kept_groups, numbers_of_row, records_of
+from plumbing.record import kept_groups, numbers_of, numbers_of_row, records_of
 from policy import collate
 from prompts import PROTOCOLS
 from trajectory import Search, Trajectory
@@ -95,7 +95,7 @@ def test_the_numbers_of_a_row_are_those_of_its_tokens():
     batch = collate([other, t], [0.0, 1.0], 2)  # [2, 9 columns]: of t they begin at 2
     batch.advantages = torch.arange(18.0).reshape(2, 9)
     batch.token_weights = torch.full((2, 9), 0.25)
-    found = numbers_of_row(batch, 1, t)
+    found = numbers_of_row(numbers_of(batch), 1, t)
     assert found["sampled"] == found["old"] == pytest.approx([-0.1, -0.2, 0.0, -0.4])
     assert found["advantages"] == [11.0, 12.0, 13.0, 14.0]  # row 1 begins at 9; 9 + 2 = 11
     assert found["weights"] == 0.25  # one number for all that were sampled
