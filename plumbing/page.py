@@ -88,8 +88,16 @@ def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
     for _, some in itertools.groupby(records, key=lambda record: record["group"]):
         some = list(some)
         rows += [line_on(record) | {"group": len(groups)} for record in some]
-        groups.append(dumped(some))
+        groups.append(dumped([slim(record) for record in some]))
     return rows, groups
+
+
+def slim(record: dict) -> dict:
+    """Without what the page does not show, or can tell from the rest."""
+    left = {key: value for key, value in record.items() if key != "prompt_ids"}
+    if left.get("old") == left.get("sampled"):
+        left.pop("old", None)
+    return left | {"prompt": "".join(record["prompt"])}
 
 
 def line_on(record: dict) -> dict:

@@ -67,8 +67,8 @@ function trajectories(group) {
   const step = known[keyOf(state.step)];
   return (step.parsed[group] ??= JSON.parse(step.groups[group]));
 }
-const values = (record, name) => { // one number stands for all sampled tokens
-  const its = record[name];
+const values = (record, name) => { // one number stands for all sampled tokens; π_old is often what sampled
+  const its = record[name] ?? (name === "old" ? record.sampled : undefined);
   return Array.isArray(its) ? its : record.ids.map((_, n) => (its === undefined || !record.mask[n] ? null : its));
 };
 
@@ -234,7 +234,7 @@ function showOne() {
     el("p", {}, "gold ", el("b", {}, plain(record.golds.join(" | ") || "unknown")), ", answer ",
       el("b", { class: record.correct ? "good" : "bad" }, plain(record.answer ?? "none")),
       el("span", { class: "pale" }, `, ended by ${record.stop_reason}${record.may_search ? "" : ", may not search"}`)),
-    el("div", { class: "tokens" }, outside(record.prompt.join(""), "prompt: outside the loss", false), ...body),
+    el("div", { class: "tokens" }, outside(record.prompt, "prompt: outside the loss", false), ...body),
     el("table", {}, ...terms, el("tr", {}, el("th", {}, "reward"), el("th", {}, signed(total)))),
     ...record.refusals.map(([reason, query]) => el("p", { class: "pale" }, `a query that was not run (${reason}): ${plain(query)}`)));
   showToken();
