@@ -145,17 +145,23 @@ def _next_block(protocol: Protocol, text: str, position: int) -> re.Match | None
 
 def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> str:
     """One trajectory on a screen: what the environment wrote stands between ⟦ and ⟧."""
-    question, text = trajectory.question, ""
+    text = ""
     for segment in trajectory.segments:
         text += segment.text if segment.writer == "model" else f"⟦{segment.text.strip()}⟧ "
-    gold = " | ".join(question.answers) or "unknown"
-    shown = f"question: {question.question}   gold: {gold}\n{text.strip()}\n"
-    shown += f"[{len(trajectory.searches)} searches; answer {trajectory.answer!r};"
-    shown += f" ended by {trajectory.stop_reason}]"
+    shown = f"{heading(trajectory.question)}\n{text.strip()}\n{ending(trajectory)}"
     if components:
         terms = ", ".join(f"{name} {value:+.2f}" for name, value in components.items())
         shown += f"\n[{terms}; reward {sum(components.values()):+.2f}]"
     return shown
+
+
+def heading(question: Question) -> str:
+    return f"question: {question.question}   gold: {' | '.join(question.answers) or 'unknown'}"
+
+
+def ending(trajectory: Trajectory) -> str:
+    searches, answer = len(trajectory.searches), trajectory.answer
+    return f"[{searches} searches; answer {answer!r}; ended by {trajectory.stop_reason}]"
 
 
 def main() -> None:

@@ -33,6 +33,25 @@ def write_page(runs: list[Path], out: Path) -> None:
     (out / "data" / "index.js").write_text(f"runs({dumped(told)});\n", encoding="utf-8")
 
 
+def save_page(records: list[dict], out: Path) -> None:
+    """What was asked in a session, as one file."""
+    stage = {"key": "asked", "name": "asked", "settings": {}, "metrics": [], "asked": {}}
+    told = [{"name": "a session", "stages": [stage | {"steps": [0]}]}]
+    rows, groups = of_step(records)
+    data = f"step('asked-0',{dumped(rows)},{dumped(groups)});\nruns({dumped(told)});"
+    html = (VIEWER / "index.html").read_text(encoding="utf-8")
+    css, code = ((VIEWER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    parts = {
+        '<link rel="stylesheet" href="page.css">': f"<style>\n{css}</style>",
+        '<script src="page.js"></script>': f"<script>\n{code}</script>",
+        '<script src="data/index.js"></script>': f"<script>\n{data}</script>",
+    }
+    for linked, inline in parts.items():
+        html = html.replace(linked, inline)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(html, encoding="utf-8")
+
+
 def names_of(runs: list[Path]) -> list[str]:
     """Their folders' names; of two alike with the folder above."""
     names = [run.resolve().name for run in runs]

@@ -13,20 +13,52 @@ from errors import InputError
 from retriever import BM25
 from retrievers.serve import RetrievalServer
 from rollout import main as show_script
-from world.world import World
+from world.world import KINDS, World
 
 KNOWN = World(0).questions("test", "one_hop")[3].question  # every tiny model knows its words
 
 
 @pytest.fixture
-def asked(trained, capsys):
-    """asked("words", ...) -> what `python ask.py` says, as lines."""
+def typed(monkeypatch):
+    """typed("line", ...): what is typed into a session, before Ctrl-D."""
+
+    def typed(*lines) -> None:
+        lines = iter(lines)
+
+        def line(_) -> str:
+            if (said := next(lines, None)) is None:
+                raise EOFError
+            if isinstance(said, type):
+                raise said
+            return said
+
+        monkeypatch.setattr("builtins.input", line)
+
+    return typed
+
+
+@pytest.fixture
+def asked(trained, capsys, typed):
+    """asked("words", ...) -> what `python ask.py` says, as lines; without words it is /try."""
 
     def asked(*arguments) -> list[str]:
+        typed("/try")
         ask.main([*map(str, arguments), "--runs", str(trained)])
         return capsys.readouterr().out.splitlines()
 
     return asked
+
+
+@pytest.fixture
+def session(trained, capsys, typed):
+    """session("line", ...) -> what it answers to these lines, with the stage 1 model."""
+
+    def session(*lines, given=("--name", "ur2-world0-seed0", "--stage", "1")) -> str:
+        typed(*lines)
+        ask.main([*given, "--temperature", "1", "--seed", "5", "--runs", str(trained)])
+        return capsys.readouterr().out
+
+    return session
 
 
 @pytest.fixture
@@ -39,17 +71,109 @@ def question_in(lines: list[str]) -> str:
     return shown.removeprefix("question: ").split("   gold: ")[0]
 
 
-def test_without_a_question_a_held_out_one_is_shown_search_by_search(asked, trained):
+def test_a_session_says_what_is_loaded_and_what_it_can_be_asked(asked, trained):
     assert asked()[0] == f"model: {trained}/ur2-world0-seed0/stage2/checkpoint-000002"
     # Greedily this model does not search here, and after stage 2 seldom.
     lines = asked("--name", "ur2-world0-seed0", "--stage", 1, "--temperature", 1, "--seed", 5)
     assert lines[0] == f"model: {trained}/ur2-world0-seed0/stage1/checkpoint-000002"
     assert lines[1] == f"searches: the built-in world (bm25, {len(World(0).documents)} passages)"
-    # ⟦what was found⟧ stands in the trajectory, and above it after its query
-    assert lines[2].startswith("search 1: ") and lines[3].startswith("    -> ")
+    assert "sums of 1 to 9; try" in lines[2]
+    known = {q.question for kind in KINDS for q in World(0).questions("test", kind)}
+    assert {line.strip() for line in lines[3:6]} <= known
     assert question_in(lines) in {q.question for q in World(0).questions("test", "two_hop")}
     assert "⟦" in "".join(lines) and "searches; answer" in lines[-1]
     assert asked("--stage", 0)[0] == "model: the built-in one, before RL"
+
+
+def test_what_is_heard_is_the_trajectory(trained, monkeypatch, session):
+    rows = []
+    kept = ask.rollout
+    monkeypatch.setattr(ask, "rollout", lambda *given: rows.extend(kept(*given)) or rows[-1:])
+    said = session(KNOWN)
+    body = said.partition("   gold: ")[2].partition("\n")[2].rpartition("\n[")[0]
+    assert body.rstrip("\n").replace("⟦", "").replace("⟧", "") == rows[0].text.rstrip("\n")
+    assert rows[0].searches and body.count("⟦") == sum(
+        segment.writer != "model" for segment in rows[0].segments
+    )
+    # as the same seed gives it unheard
+    monkeypatch.setattr(ask.Voice, "say", lambda self, text: None)
+    session(KNOWN)
+    assert rows[1].response_ids == rows[0].response_ids
+
+
+def test_another_question_each_time_and_one_that_stages_answer_in_turn(session, trained):
+    named = ("--name", "ur2-world0-seed0")
+    said = session("/try", "/try", given=named)
+    assert len({line for line in said.splitlines() if line.startswith("question: ")}) == 2
+    said = session("/step all", KNOWN, "/step 0", KNOWN, given=named)
+    folder = f"{trained}/ur2-world0-seed0"
+    heads = [line.split("/checkpoint")[0] for line in said.splitlines() if line.startswith("-- ")]
+    assert heads == ["-- the built-in one, before RL", f"-- {folder}/stage1", f"-- {folder}/stage2"]
+    assert said.count(f"question: {KNOWN}") == 4
+
+
+def test_passages_and_retriever_change_what_is_searched(session, monkeypatch):
+    made, kept = [], ask.build.build_search
+
+    def noted(settings, documents, device):
+        made.append((settings.retriever, settings.documents_per_search, len(documents)))
+        return kept(settings, documents, device)
+
+    monkeypatch.setattr(ask.build, "build_search", noted)
+    session(KNOWN, "/retriever empty", KNOWN, "/retriever bm25", KNOWN, "/k 2")
+    count = len(World(0).documents)
+    assert made == [("bm25", 1, count), ("empty", 1, 0), ("bm25", 2, count)]
+    # nobody listens there: that is told to the model, and the session goes on
+    assert "searches; answer" in session("/retriever http://127.0.0.1:9", KNOWN)
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("/foo", "error: /foo: unknown; /help lists them"),
+        ("/sav x", "did you mean /save?"),
+        ("/k some", "error: /k some: how many passages per search? A number"),
+        ("/k 0", "--documents_per_search 0: must be at least 1"),
+        ("/retriever bm", "--retriever bm: unknown; one of "),
+        ("/step 7", "error: /step 7: one of 0, 1, 2, all"),
+        ("/save /tmp/x.html", "error: /save: nothing was asked yet"),
+        ("who is zork ?", "knows only its own world's words; try: "),
+    ],
+)
+def test_whatever_is_wrong_is_a_line_and_the_session_goes_on(session, line, said):
+    heard = session(line, "", "/help", KNOWN)
+    assert said in heard and heard.count("error: ") == 1
+    assert "/quit" in heard and "searches; answer" in heard.splitlines()[-1]
+
+
+def test_ctrl_c_stops_an_answer_and_quit_the_session(session, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    kept = ask.rollout
+    monkeypatch.setattr(ask, "rollout", stopped)
+    heard = session(KNOWN, "/help", "/quit", "/foo")
+    assert "\nstopped\n" in heard and "/try" in heard and "/foo" not in heard
+    monkeypatch.setattr(ask, "rollout", kept)
+    with pytest.raises(KeyboardInterrupt):  # at the prompt: run_main ends with 130
+        session(KeyboardInterrupt)
+
+
+def test_a_session_is_saved_as_one_page(session, tmp_path):
+    page = tmp_path / "some" / "page.html"
+    assert f"written: {page}" in session(KNOWN, "/try", f"/save {page}")
+    text = page.read_text()
+    assert KNOWN in text and "page.css" not in text and "<script src" not in text
+    assert "that is a folder" in session(KNOWN, f"/save {tmp_path}")
+
+
+def test_pale_in_a_terminal_unless_colours_are_not_wanted(monkeypatch):
+    assert ask.pale("x") == "⟦x⟧"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert ask.pale("x") == "\033[2mx\033[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert ask.pale("x") == "⟦x⟧"
 
 
 def test_words_that_the_model_does_not_know_are_one_line_with_a_question_it_knows(refused, asked):
@@ -70,7 +194,7 @@ def test_another_model_is_asked_only_with_something_to_search(model, refused, as
     lines = asked(KNOWN, *given, "--corpus", corpus, "--max_turn_tokens", 12)
     assert lines[:2] == [f"model: {model}", f"searches: {corpus} (bm25, 2 passages)"]
     assert question_in(lines) == KNOWN and "gold: unknown" in "".join(lines)
-    assert "what shall be asked?" in refused(*given, "--corpus", corpus)
+    assert "/try: no questions are known here" in "".join(asked(*given, "--corpus", corpus))
     assert asked(KNOWN, *given, "--retriever", "empty")[1] == "searches: empty"
     # in a protocol without queries they come with the question
     assert "question asked has no references" in refused(KNOWN, *given, "--recipe", "arena")
@@ -125,7 +249,7 @@ def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, 
         (["a ?", "--judge", "m"], "ask.py: --judge has no meaning here"),
         (["a ?", "--sampling_copy", "bf16"], "unknown flag --sampling_copy"),
         (["--model", "./nowhere"], "no such directory"),
-        (["--max_context", "99999"], "the model has"),
+        (["a ?", "--max_context", "99999"], "the model has"),
     ],
 )
 def test_bad_input_is_one_line(words, said, refused):

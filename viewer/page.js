@@ -49,7 +49,7 @@ function runs(told) { // data/index.js calls it; again and again where the page 
 }
 function step(key, rows, groups) { // data/RUN-STAGE-STEP.js
   known[key] = { rows, groups, parsed: {} };
-  if (key === keyOf(state.step)) showStep();
+  if (all.length && key === keyOf(state.step)) showStep();
 }
 const run = () => all[state.run];
 const stage = () => run().stages[state.stage];
@@ -160,7 +160,7 @@ function showGroups() {
       class: row.correct ? "right" : "", "aria-current": group === state.group && row.row === state.row,
       title: `answer ${plain(row.answer ?? "none")}, ${row.searches} searches, ended by ${row.stop}`,
       onclick: () => choose(group, row.row),
-    }, `${signed(row.reward)}${"⌕".repeat(Math.min(4, row.searches))}`))))));
+    }, `${Object.keys(row.rewards).length ? signed(row.reward) : plain(row.answer ?? "none")}${"⌕".repeat(Math.min(4, row.searches))}`))))));
 }
 function grouped(rows) {
   const found = new Map();
@@ -235,7 +235,7 @@ function showOne() {
       el("b", { class: record.correct ? "good" : "bad" }, plain(record.answer ?? "none")),
       el("span", { class: "pale" }, `, ended by ${record.stop_reason}${record.may_search ? "" : ", may not search"}`)),
     el("div", { class: "tokens" }, outside(record.prompt, "prompt: outside the loss", false), ...body),
-    el("table", {}, ...terms, el("tr", {}, el("th", {}, "reward"), el("th", {}, signed(total)))),
+    terms.length ? el("table", {}, ...terms, el("tr", {}, el("th", {}, "reward"), el("th", {}, signed(total)))) : "",
     ...record.refusals.map(([reason, query]) => el("p", { class: "pale" }, `a query that was not run (${reason}): ${plain(query)}`)));
   showToken();
 }
