@@ -15,11 +15,14 @@ they say is an argument here.
 """
 
 import re
+import runpy
+import traceback
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import isfinite
 
 import numpy as np
 
@@ -48,7 +51,9 @@ UR2_RETRIEVAL = {"qwen_7b": (0, 3, 4), "qwen_3b": (0, 5, 7), "llama_8b": (0, 3, 
 
 @dataclass(frozen=True)
 class RewardSettings:
-    reward: str = setting("ur2_stage1", "_code and _llama: as released", one_of=REWARDS)
+    reward: str = setting(
+        "ur2_stage1", "or your own, FILE.py:FUNCTION; _code and _llama: as released", one_of=REWARDS
+    )
     reward_variant: str = setting("qwen_7b", "UR²'s", one_of=UR2_RETRIEVAL, only="papers")
     answer_metric: str = setting("f1", "of the answer reward", one_of=("f1", "em", "cem"))
     fallback_penalty: float = setting(0.5, "UR²: per search answered by the fallback", least=0)
@@ -698,11 +703,53 @@ def check_reward(settings) -> None:
             f"--beta {settings.beta} times --max_searches {settings.max_searches} is {price:g}: it"
             " must stay below 2, or a wrong answer after many searches outranks a right one"
         )
+    if ":" in settings.reward:
+        REWARDS[settings.reward] = own_reward(settings.reward)
+        return what_it_reads(settings)  # of an example: does it run at all?
     try:
         what_it_reads(settings)
     except InputError as error:
         pair = f"--reward {settings.reward} and --protocol {settings.protocol}"
         raise InputError(f"{pair} do not go together: {error}") from None
+
+
+def own_reward(name: str) -> Callable:
+    """ "FILE.py:FUNCTION": a function of a Trajectory that returns named numbers; the reward is
+    their sum. Every trajectory has the same names.
+    """
+    file, _, function = name.rpartition(":")
+    try:
+        reward = runpy.run_path(file)[function]
+    except KeyError:
+        raise InputError(f"--reward {name}: there is no {function} in {file}") from None
+    except Exception as error:
+        raise InputError(f"--reward {name}: {located(error, file)}") from None
+    names = []
+
+    def paid(t: Trajectory, settings, step: int, extras: Extras) -> Terms:
+        where = f"--reward {name}, question {t.question.id}"
+        try:
+            terms = reward(t)
+        except Exception as error:
+            raise InputError(f"{where}: {located(error, file)}") from None
+        values = terms.values() if isinstance(terms, dict) and terms else ["none"]
+        if not all(isinstance(value, int | float) and isfinite(value) for value in values):
+            why = "return named numbers, such as {'answer': 1.0}"
+            raise InputError(f"{where}: {terms!r} is no reward: {why}")
+        names[:] = names or terms
+        if set(names) != set(terms):
+            told = f"{', '.join(terms)}, and before {', '.join(names)}"
+            raise InputError(f"{where}: its terms are {told}: return all of them, 0 for none")
+        return {its: float(terms[its]) for its in names}
+
+    return paid
+
+
+def located(error: Exception, file: str) -> str:
+    """ "line 3: KeyError: 'x'", where the user's own file has it."""
+    frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    line = getattr(error, "lineno", None) or (frames[-1] if frames else None)
+    return f"{f'line {line}: ' if line else ''}{type(error).__name__}: {error}"
 
 
 def check_questions(questions: list[Question], settings) -> list[Question]:

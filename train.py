@@ -69,7 +69,8 @@ def train(settings: Settings) -> Path:
     first_step = checkpoint.resume(run, parts) if settings.resume else 0
     run.open(first_step)
     for step in run.bar(first_step):
-        sampled = collect(parts, step)
+        with checkpoint.kept(run, parts, step):
+            sampled = collect(parts, step)
         record = {"step": step} | measure(parts, sampled)  # of all that was sampled
         start, batch = time.perf_counter(), None
         if sampled.kept:

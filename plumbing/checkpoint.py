@@ -3,6 +3,9 @@
 trainer.pt   step, the optimizer's moments; with LoRA what was learned; with PPO the critic
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from errors import InputError
@@ -28,6 +31,19 @@ def save(run: Run, parts: Parts, step: int) -> None:
     text, tokenizer = settings_text(run.settings), parts.environment.tokenizer
     save_policy(parts.policy, tokenizer, path, state, text, weights)
     prune(run.folder, run.settings.keep_checkpoints)
+
+
+@contextlib.contextmanager
+def kept(run: Run, parts: Parts, step: int) -> Iterator[None]:
+    """What was learned before this step stays where its sampling or scoring ends in an error. Of
+    several processes the others would wait.
+    """
+    try:
+        yield
+    except InputError:
+        if step and parts.accelerator.num_processes == 1:
+            save(run, parts, step)
+        raise
 
 
 def resume(run: Run, parts: Parts) -> int:

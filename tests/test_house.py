@@ -81,6 +81,7 @@ DOORS = {
 }
 # transformers' own signatures: what its attention takes, and its `generate`
 RELAYS = {"packing.py packed_attention", "policy.py generate"}
+OWN = "rewards.py:own_reward"  # the one place that runs a user's file: --reward FILE.py:FUNCTION
 HIDING = re.compile(r"(__import__|exec|(.*\.)?(import_module|spec_from_file_location|run_path))")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -238,7 +239,10 @@ def relays(file: File) -> list[str]:
 
 
 def hidden_imports(file: File) -> list[str]:
-    calls = [(node.lineno, ast.unparse(node.func)) for node in file.at(ast.Call)]
+    own = {call for f in file.at(*FUNCTIONS) if f"{file.path}:{f.name}" == OWN for call in ast.walk(f)}
+    calls = [
+        (node.lineno, ast.unparse(node.func)) for node in file.at(ast.Call) if node not in own
+    ]
     return [f"{file.path}:{line} {name}" for line, name in calls if HIDING.fullmatch(name)]
 
 

@@ -1,0 +1,119 @@
+"""--reward FILE.py:FUNCTION, a reward of one's own."""
+
+import json
+
+import pytest
+from conftest import command_line, rows_of, settings_for
+
+import eval as evaluation
+import train
+from plumbing import build
+from plumbing.files import checkpoints
+from rewards import example, own_reward
+
+SHORT = """
+from metrics import exact_match
+
+LIMIT = 20
+
+
+def words(text):
+    return len(text.split())
+
+
+def short(trajectory):
+    right = exact_match(trajectory.answer, trajectory.question.answers)
+    return {"right": right, "short": float(words(trajectory.model_text) < LIMIT)}
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """own(text) -> "FILE.py:short" of a file with this text."""
+
+    def own(text: str) -> str:
+        (tmp_path / "mine.py").write_text(text)
+        return f"{tmp_path}/mine.py:short"
+
+    return own
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    monkeypatch.setattr(build, "set_threads", lambda: None)
+
+
+def test_a_function_of_a_file_pays_what_it_returns(own):
+    paid = own_reward(own(SHORT))
+    # "Norland" is right; the example has more than 20 words
+    assert paid(example("r_search"), None, 0, None) == {"right": 1.0, "short": 0.0}
+    assert paid(example("r_search", "Ulm", 0), None, 0, None)["right"] == 0.0
+
+
+def test_a_run_with_it_is_trained_logged_resumed_and_evaluated(own, alone, model, tmp_path, capsys):
+    name = own(SHORT)
+    folder = train.train(settings_for(model, tmp_path, f"--steps 1 --reward {name}"))
+    (row,) = rows_of(folder)
+    assert row["reward"] == pytest.approx(row["reward/right"] + row["reward/short"], abs=1e-5)
+    assert json.loads((folder / "settings.json").read_text())["reward"] == name
+    train.train(settings_for(model, tmp_path, f"--steps 2 --reward {name} --resume"))
+    assert len(rows_of(folder)) == 2
+    (tmp_path / "mine.py").unlink()  # an evaluation pays nothing
+    given = ["--model", str(checkpoints(folder)[-1]), "--questions", "1", "--runs", str(tmp_path)]
+    evaluation.main(given)
+    assert "predictions:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("def short(t):\n    return t.nothing", "line 2: AttributeError: 'Trajectory'"),
+        ("def short(t:\n", "line 1: SyntaxError"),
+        ("import nowhere", "line 1: ModuleNotFoundError: No module named 'nowhere'"),
+        ("def other(t): ...", "there is no short in "),
+        ("def short(t):\n    return 1.0", "1.0 is no reward: return named numbers, such as {'ans"),
+        ("def short(t):\n    return {}", "{} is no reward"),
+        ("def short(t):\n    return {'a': float('nan')}", "{'a': nan} is no reward"),
+        ("def short(t):\n    return {'a': '1'}", "{'a': '1'} is no reward"),
+    ],
+)
+def test_what_is_no_reward_is_one_line_before_a_model_is_loaded(own, text, said, capsys):
+    heard = command_line(train.main, ["--reward", own(text)], capsys)
+    assert heard.startswith("error: --reward ") and said in heard and "\n" not in heard.strip()
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
+    heard = command_line(train.main, ["--reward", f"{tmp_path}/no.py:short"], capsys)
+    assert "FileNotFoundError" in heard
+    assert "unknown; one of" in command_line(train.main, ["--reward", "short"], capsys)
+
+
+def test_terms_that_come_and_go_are_told(own):
+    paid = own_reward(own("def short(t):\n    return {'ab'[bool(t.searches)]: 1.0}"))
+    paid(example("r_search", searches=0), None, 0, None)
+    with pytest.raises(ValueError, match="its terms are b, and before a: return all of them"):
+        paid(example("r_search", searches=1), None, 0, None)
+
+
+def test_an_error_at_a_later_step_loses_nothing(own, alone, model, tmp_path):
+    # once when it is loaded, then 2 questions of 2 samples a step: the tenth is of the third step
+    counting = """
+import itertools
+
+COUNT = itertools.count(1)
+
+
+def short(trajectory):
+    return {"one": 1 / (next(COUNT) - 10)}
+"""
+    more = f"--steps 5 --save_every 5 --reward {own(counting)}"
+    with pytest.raises(ValueError, match=r"question .*: line 8: ZeroDivisionError"):
+        train.train(settings_for(model, tmp_path, more))
+    folder = tmp_path / "t" / "stage1"
+    assert len(rows_of(folder)) == 2
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-000002"]
+
+
+def test_the_settings_of_other_rewards_are_refused_beside_it(own, capsys):
+    given = ["--reward", own(SHORT), "--beta", "0.5"]
+    assert "does not read it: leave it out" in command_line(train.main, given, capsys)
