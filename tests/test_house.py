@@ -239,10 +239,9 @@ def relays(file: File) -> list[str]:
 
 
 def hidden_imports(file: File) -> list[str]:
-    own = {call for f in file.at(*FUNCTIONS) if f"{file.path}:{f.name}" == OWN for call in ast.walk(f)}
-    calls = [
-        (node.lineno, ast.unparse(node.func)) for node in file.at(ast.Call) if node not in own
-    ]
+    functions = [f for f in file.at(*FUNCTIONS) if f"{file.path}:{f.name}" == OWN]
+    own = {node for function in functions for node in ast.walk(function)}
+    calls = [(node.lineno, ast.unparse(node.func)) for node in file.at(ast.Call) if node not in own]
     return [f"{file.path}:{line} {name}" for line, name in calls if HIDING.fullmatch(name)]
 
 

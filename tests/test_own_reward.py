@@ -9,7 +9,7 @@ import eval as evaluation
 import train
 from plumbing import build
 from plumbing.files import checkpoints
-from rewards import example, own_reward
+from rewards import REWARDS, example, own_reward
 
 SHORT = """
 from metrics import exact_match
@@ -35,7 +35,9 @@ def own(tmp_path):
         (tmp_path / "mine.py").write_text(text)
         return f"{tmp_path}/mine.py:short"
 
-    return own
+    yield own
+    for name in [name for name in REWARDS if ":" in name]:
+        del REWARDS[name]
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def test_terms_that_come_and_go_are_told(own):
 
 
 def test_an_error_at_a_later_step_loses_nothing(own, alone, model, tmp_path):
-    # once when it is loaded, then 2 questions of 2 samples a step: the tenth is of the third step
+    # twice when it is checked, then 2 questions of 2 samples a step: 11 is the third step's first
     counting = """
 import itertools
 
@@ -104,7 +106,7 @@ COUNT = itertools.count(1)
 
 
 def short(trajectory):
-    return {"one": 1 / (next(COUNT) - 10)}
+    return {"one": 1 / (next(COUNT) - 11)}
 """
     more = f"--steps 5 --save_every 5 --reward {own(counting)}"
     with pytest.raises(ValueError, match=r"question .*: line 8: ZeroDivisionError"):
