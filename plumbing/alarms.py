@@ -19,7 +19,6 @@ from settings import Settings
 
 PATIENCE = 3  # steps in a row
 WINDOW = 10  # steps: an older and a newer half
-SPIKE = 10  # times the median of the steps before
 SAID = {
     "equal_groups": "no group had rewards that differ: too hard or too easy? Raise --group_size",
     "no_search": "no trajectory searched: does the model know the query tags? Stage 1 teaches them",
@@ -38,7 +37,7 @@ SAID = {
     "kl_spike": "the KL is ten times what it was: lower --lr, or give it an --lr_warmup",
     "grad_spike": "the gradient is ten times what it was: look at the step, or lower --lr",
 }
-AT_ONCE = ("kl_spike", "grad_spike")
+AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked")  # they look back by themselves
 
 
 def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
@@ -47,17 +46,16 @@ def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) ->
     ends = range(max(1, len(records) - patience + 1), len(records) + 1)
     found = [holding(records[max(0, end - WINDOW - 1) : end], settings) for end in ends]
     lasting = set.intersection(*found) if len(found) >= patience else set()
-    due = lasting | found[-1].intersection(AT_ONCE)
-    return {name: said for name, said in SAID.items() if name in due - told}
+    due = (lasting | found[-1].intersection(AT_ONCE)) - told
+    return {name: said for name, said in SAID.items() if name in due}
 
 
 def holding(records: list[dict], s: Settings) -> set[str]:
-    """Names of what holds in the newest record. A number that is not there is 0."""
+    """Names of what holds in the newest record; what it lacks is 0. Stage 1 may not pay answers."""
     r = defaultdict(float, records[-1])
     grouped = s.algorithm not in ("reinforce_pp", "ppo")
     may_search = s.retrieval and not s.direct_tasks and s.max_searches > 0
     (longer, sure), (_, better) = shift(records, "thinking_words"), shift(records, "em")
-    answers_paid = "reward/answer" in r  # stage 1 of some papers pays for searching alone
     found = {
         "equal_groups": r["skipped"] or (grouped and r["frac_reward_zero_std"] == 1),
         "no_search": may_search and r["searched"] + r["refused"] == 0,
@@ -71,7 +69,7 @@ def holding(records: list[dict], s: Settings) -> set[str]:
         "length": longer > 1.5 and sure > 3 and better <= 0,
         "repetition": r["repetition"] > 0.1,
         "malformed_tags": r["malformed_tags"] > 0.5,
-        "reward_hacked": answers_paid and shift(records, "reward")[1] > 3 and better < -3,
+        "reward_hacked": "reward/answer" in r and shift(records, "reward")[1] > 3 and better < -3,
         "logprob_gap": r["logprob_gap"] > 0.1,
         "kl_spike": spikes(records, "k3", 0.1) or spikes(records, "kl_old", 0.1),
         "grad_spike": spikes(records, "grad_norm"),
@@ -89,28 +87,26 @@ def shift(records: list[dict], name: str) -> tuple[float, float]:
     return fmean(new) / (fmean(old) or 1e-9), (fmean(new) - fmean(old)) / (error or 1e-9)
 
 
-def spikes(records: list[dict], name: str, least: float = 0.0) -> bool:
+def spikes(rows: list[dict], name: str, least: float = 0.0) -> bool:
     """Zeros do not count: equal rewards have no gradient."""
-    before = [record[name] for record in records[-WINDOW - 1 : -1] if record.get(name)]
-    now = records[-1].get(name, 0.0)
-    return len(before) >= WINDOW // 2 and now > max(least, SPIKE * median(before))
+    old, now = [r[name] for r in rows[-WINDOW - 1 : -1] if r.get(name)], rows[-1].get(name, 0.0)
+    return len(old) >= WINDOW // 2 and now > max(least, 10 * median(old))
 
 
 def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
     """--doctor: what the record of one step tells about a run."""
     prompts, s = [len(t.prompt_ids) for t in sampled.trajectories], environment.settings
-    count = len(prompts)
     most = f"{environment.longest(max(prompts))} of {environment.max_context} tokens of context"
     yield f"prompts: {min(prompts)} to {max(prompts)} tokens; trajectories at most {most}"
+    count = len(prompts)
     wrote, ran, good = (round(count * r[name]) for name in ("queries", "searches", "successful"))
     yield f"queries: {wrote} in {count} trajectories, of which {r['searched']:.0%} searched"
     if ran:
         each = f"{r['search_seconds']:.2g} s each, at most {r['slowest_search_seconds']:.2g} s"
         held = f"; a gold answer for {r['gold_recall']:.0%}" if "gold_recall" in r else ""
         yield f"searches: {good} of {ran} found something, {each}{held}"
-    groups = count // s.group_size
-    differ = round(groups * (1 - r["frac_reward_zero_std"]))
-    yield f"groups: the rewards of {differ} of {groups} differ; reward {r['reward']:.2f}"
+    equal = round(count // s.group_size * r["frac_reward_zero_std"])
+    yield f"groups: {equal} of {count // s.group_size} have equal rewards; mean {r['reward']:.2f}"
     if "logprob_gap" in r:
         yield f"log-probs: sampled and scored ones differ by {r['logprob_gap']:.1e}"
     seconds = r["rollout_seconds"] + r["update_seconds"]

@@ -31,15 +31,25 @@ def mean(values: Iterable[float]) -> float:
 
 
 def numbers_of(t: Trajectory) -> dict[str, float]:
-    """How one trajectory searched and ended."""
+    """How one trajectory searched, wrote and ended. It repeats itself (`repetition`) if most of its
+    own 4-grams stood in it before.
+    """
+    text, own = t.model_text, list(compress(t.response_ids, t.response_mask))
+    tags, blocks = t.protocol.tags, find_answers(t.protocol, text, t.question.task)
+    blocks += find_blocks(text, *t.protocol.query_tags) if t.protocol.query_tags else []
+    words = len(text.split()) - sum(len(text[b.start : b.end].split()) for b in blocks)
+    grams = list(zip(own, own[1:], own[2:], own[3:], strict=False))
+    counts = [(t.opened + text).count(tag) for tag in tags]  # begin, end, begin, ...
     return {
         **answer_scores(t),
         **search_numbers(t),
-        **writing_numbers(t),
         "answered": t.answer is not None,
         "cut_off": t.stop_reason in ("length", "refused"),
-        "model_tokens": sum(t.response_mask),
+        "model_tokens": len(own),
         "tokens": len(t.response_mask),
+        "thinking_words": max(0, words),
+        "repetition": 2 * len(set(grams)) < len(grams),
+        "malformed_tags": counts[::2] != counts[1::2],
     }
 
 
@@ -69,29 +79,12 @@ def successful(t: Trajectory) -> list[Search]:
     return [s for s in t.searches if not (s.error or s.fallback or s.text in nothing)]
 
 
-def writing_numbers(t: Trajectory) -> dict[str, float]:
-    """Words outside of queries and answers; does it go in circles, so that most of its own 4-grams
-    stood in it before; has a tag not its other half?
-    """
-    text, own = t.model_text, list(compress(t.response_ids, t.response_mask))
-    tags, blocks = t.protocol.tags, find_answers(t.protocol, text, t.question.task)
-    blocks += find_blocks(text, *t.protocol.query_tags) if t.protocol.query_tags else []
-    words = len(text.split()) - sum(len(text[b.start : b.end].split()) for b in blocks)
-    grams = list(zip(own, own[1:], own[2:], own[3:], strict=False))
-    counts = [(t.opened + text).count(tag) for tag in tags]
-    return {
-        "thinking_words": max(0, words),
-        "repetition": 2 * len(set(grams)) < len(grams),
-        "malformed_tags": counts[::2] != counts[1::2],
-    }
-
-
 def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[str, float]:
     """Of all searches of a step, which so many processes made at once."""
     searches = [search for t in trajectories for search in t.searches]
     known, seconds = [len(documents_of(t)) for t in trajectories], [s.seconds for s in searches]
     found = sum(len(search.documents) for search in searches)
-    numbers = {
+    return {
         "fallbacks": mean(search.fallback for search in searches),
         "search_errors": mean(search.error is not None for search in searches),
         "documents_cut": mean(search.cut for search in searches),
@@ -99,8 +92,8 @@ def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[st
         "search_seconds": mean(seconds),
         "slowest_search_seconds": max(seconds, default=0.0),
         "searching_seconds": sum(seconds) / processes,
+        **gold_recall(trajectories),
     }
-    return numbers | gold_recall(trajectories)
 
 
 def documents_of(t: Trajectory) -> set[Document]:
@@ -108,9 +101,7 @@ def documents_of(t: Trajectory) -> set[Document]:
 
 
 def gold_recall(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Of the open questions that were searched for: did any passage hold an answer? Yes and no are
-    in none, nor is what must be computed: these are left out.
-    """
+    """Of open questions that were searched for: to which share does a passage hold an answer?"""
     found: dict[tuple[str, ...], set[Document]] = defaultdict(set)  # (id, gold, ...) -> passages
     for t in trajectories:
         golds = {f" {normalize_answer(gold)} " for gold in t.question.answers} - {" yes ", " no "}
