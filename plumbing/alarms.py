@@ -31,7 +31,7 @@ SAID = {
     "cut_off": "most trajectories were cut off: raise --max_turn_tokens or --max_context",
     "length": "thinking grew by half, and no answer is better for it: lower --max_turn_tokens",
     "repetition": "a tenth of the trajectories go in circles: lower --lr, or hold it by --kl_coef",
-    "malformed_tags": "half of them open a tag and do not close it, or the reverse: warm it up",
+    "malformed_tags": "in half of the texts a tag is unclosed, or was not opened: warm it up",
     "reward_hacked": "the reward rises and exact match falls: which of its terms pays for what?",
     "logprob_gap": "log-probs differ from the sampled ones: try --engine hf, --sampling_copy none",
     "kl_spike": "the KL is ten times what it was: lower --lr, or give it an --lr_warmup",

@@ -17,7 +17,6 @@ from data import Document, Question
 from errors import InputError
 from plumbing import build
 from plumbing.alarms import PATIENCE, SAID, alarms, shift, spikes
-from plumbing.files import checkpoints
 from plumbing.page import VIEWER
 from plumbing.score import gold_recall, numbers_of, step_searches
 from prompts import PROTOCOLS
@@ -52,15 +51,12 @@ def raised(rows: list[dict], **settings) -> dict[int, list[str]]:
     return {row["step"]: list(row["alarms"]) for row in rows if "alarms" in row}
 
 
-def climbing(name: str, by: float, **more) -> list[dict]:
-    """Ten steps as they were, then six in which a number is another by a factor."""
-    rows = healthy(16, **more)
-    for row in rows[10:]:
-        row[name] *= by
-    return rows
+def changed(**by) -> list[dict]:
+    """Ten steps as they were, then six in which these numbers are others, by a factor."""
+    rows = healthy(16)
+    return rows[:10] + [row | {name: row[name] * by[name] for name in by} for row in rows[10:]]
 
 
-# ------------------------------------------------------------------------------------- each alarm
 LASTING = {
     "equal_groups": {"frac_reward_zero_std": 1.0},
     "no_search": NEVER,
@@ -108,21 +104,16 @@ def test_halves_of_the_last_ten_steps_are_compared_in_standard_errors():
 
 
 def test_a_reward_that_rises_while_exact_match_falls_is_raised_where_answers_are_paid():
-    rows = climbing("reward", 2.0)
-    for row in rows[10:]:
-        row["em"] *= 0.5
+    rows = changed(reward=2.0, em=0.5)
     assert list(raised(rows).values()) == [["reward_hacked"]]
     for row in rows:
         del row["reward/answer"]  # stage 1 pays for searching
-    assert raised(rows) == raised(climbing("reward", 2.0)) == raised(climbing("em", 0.5)) == {}
+    assert raised(rows) == raised(changed(reward=2.0)) == raised(changed(em=0.5)) == {}
 
 
 def test_thinking_that_grows_is_raised_unless_answers_are_better_for_it():
-    rows = climbing("thinking_words", 2.0)
-    assert list(raised(rows).values()) == [["length"]]
-    for row in rows[10:]:
-        row["em"] *= 1.5
-    assert raised(rows) == raised(climbing("thinking_words", 1.3)) == {}
+    assert list(raised(changed(thinking_words=2.0)).values()) == [["length"]]
+    assert raised(changed(thinking_words=2.0, em=1.5)) == raised(changed(thinking_words=1.3)) == {}
 
 
 def test_every_alarm_is_provoked_here_and_a_healthy_run_raises_none():
@@ -130,53 +121,35 @@ def test_every_alarm_is_provoked_here_and_a_healthy_run_raises_none():
     assert set(LASTING) | others == set(SAID) and not set(LASTING) & others
     assert raised(healthy(40)) == {}
     # an earlier version's records, and those of a protocol that searches nothing
-    assert (
-        raised([{"step": n, "frac_reward_zero_std": 0.5, "searched": 1} for n in range(20)]) == {}
-    )
+    assert raised([{"step": n, "frac_reward_zero_std": 0, "searched": 1} for n in range(9)]) == {}
 
 
-@pytest.mark.parametrize(
-    "changes, settings, names",
-    [
-        (LASTING["equal_groups"], {"algorithm": "reinforce_pp"}, []),  # has no groups
-        ({"skipped": 1}, {"algorithm": "dapo"}, ["equal_groups"]),
-        (NEVER, {"retrieval": False}, []),  # must not
-        (NEVER, {"max_searches": 0}, []),
-        (NEVER, {"direct_tasks": "math"}, []),
-    ],
-)
-def test_what_cannot_be_otherwise_is_no_alarm(changes, settings, names):
-    assert raised(healthy(4, **changes), **settings) == ({2: names} if names else {})
+def test_what_cannot_be_otherwise_is_no_alarm():
+    never, equal = healthy(4, **NEVER), healthy(4, **LASTING["equal_groups"])
+    for may_not in ({"retrieval": False}, {"max_searches": 0}, {"direct_tasks": "math"}):
+        assert raised(never) == {2: ["no_search"]} and raised(never, **may_not) == {}
+    assert raised(equal, algorithm="reinforce_pp") == {}  # has no groups
+    assert raised(healthy(4, skipped=1), algorithm="dapo") == {2: ["equal_groups"]}
 
 
-# ------------------------------------------------------------------------------- what it wrote
-def of(text: str, ids=range(9), protocol="when_to_search", opened="") -> dict:
-    t = Trajectory(Question("q", "?", ["elm"]), PROTOCOLS[protocol], opened=opened)
-    t.append_environment([1] * 30, "<search>", "documents")  # its own words count in nothing
-    t.append_model(list(ids), [0.0] * len(ids), text)
-    return numbers_of(t)
+def test_the_numbers_of_what_was_written():
+    for text, ids, opened, words, repetition, malformed in (
+        ("", [], "", 0, False, False),
+        # with the two tags of thinking: queries and answers are none
+        ("<think> who </think> <search> Ana </search> <answer> elm </answer>", [], "", 3, 0, 0),
+        ("<think> a </think> <search> b", [5, 6] * 6, "", 5, True, True),  # in circles
+        ("a </think> <answer> b </answer>", [7, 7, 7], "", 2, False, True),  # no 4-gram
+        ("a </think> <answer> b </answer>", [], "<think>", 2, False, False),  # from the template
+        ("x", [*range(6), *range(6)], "", 1, False, False),  # said twice: 6 of 9 are new
+    ):
+        t = Trajectory(Question("q", "?", ["elm"]), PROTOCOLS["when_to_search"], opened=opened)
+        t.append_environment([1] * 30, "<search> x", "documents")  # counts in none of them
+        t.append_model(ids, [0.0] * len(ids), text)
+        told = numbers_of(t)
+        assert told["thinking_words"] == words and told["model_tokens"] == len(ids)
+        assert (told["repetition"], told["malformed_tags"]) == (repetition, malformed)
 
 
-def test_thinking_is_what_stands_outside_of_queries_and_answers():
-    told = of("<think> who was she </think> <search> Ana Bell </search> <answer> the elm </answer>")
-    assert told["thinking_words"] == 5  # with the two tags
-    assert of("one two \\boxed{x y}", protocol="ur2")["thinking_words"] == 2
-
-
-def test_a_text_that_goes_in_circles_repeats_most_of_its_own_4_grams():
-    assert of("x", [5, 6] * 6)["repetition"] and not of("x", range(12))["repetition"]
-    assert not of("x", [*range(6), *range(6)])["repetition"]  # said twice: 6 of 9 are new
-    assert not of("x", [7, 7, 7])["repetition"]  # has none
-
-
-def test_a_tag_without_its_other_half_is_malformed():
-    assert of("<think> a </think> <search> b")["malformed_tags"]
-    assert of("a </think> <answer> b </answer>")["malformed_tags"]
-    assert not of("a </think> <answer> b </answer>", opened="<think>")["malformed_tags"]
-    assert not of("")["malformed_tags"]
-
-
-# ---------------------------------------------------------------------------- what it searched
 def found(*passages: list[str], **question) -> Trajectory:
     """A trajectory with a search for each list of texts."""
     t = example("ur2", searches=0)
@@ -203,7 +176,6 @@ def test_gold_recall_is_of_questions_and_by_whole_words():
     assert gold_recall([found(), computed, yes]) == {}
 
 
-# ------------------------------------------------------------------------------------ a real run
 def test_a_run_prints_and_keeps_its_alarm_and_a_resumed_one_knows_it(model, tmp_path, capsys):
     more = "--max_turn_tokens 2 --save_every 3 --algorithm reinforce_pp"
     folder = train.train(settings_for(model, tmp_path, f"{more} --steps 3"))
@@ -219,32 +191,33 @@ def test_a_run_prints_and_keeps_its_alarm_and_a_resumed_one_knows_it(model, tmp_
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's own list")
 def test_the_page_lists_alarms_by_their_place_among_all_steps():
-    stages = [
-        {"name": "stage1", "metrics": [{"step": 0}, {"step": 1, "alarms": {"a": "A", "b": "B"}}]}
-    ]
-    stages.append({"name": "stage2", "metrics": [{"step": 0, "alarms": {"c": "C"}}]})
+    rows = [{"step": 0}, {"step": 1, "alarms": {"a": "A", "b": "B"}}]
+    stages = [{"name": name, "metrics": rows} for name in ("stage1", "stage2")]
     code = (VIEWER / "page.js").read_text().replace('"use strict";', "")
     code = "globalThis.document = {getElementById: () => ({})};" + code
     code += f"console.log(JSON.stringify(alarms({json.dumps(stages)})));"
     told = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True).stdout
-    first = [1, "stage1, step 1"]
-    assert json.loads(told) == [[*first, "A"], [*first, "B"], [2, "stage2, step 0", "C"]]
+    places = [(1, "stage1, step 1"), (3, "stage2, step 1")]
+    assert json.loads(told) == [[*place, said] for place in places for said in "AB"]
 
 
-# --------------------------------------------------------------------------------------- --doctor
 def files_of(folder) -> dict:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_doctor_says_what_it_saw_and_writes_nothing(model, tmp_path, capsys):
-    train.main(flags(model, tmp_path, "--doctor --steps 50 --questions_per_step 6"))
+@pytest.mark.parametrize("more", ["", "--resume"])
+def test_the_doctor_says_what_it_saw_and_leaves_a_run_as_it_was(more, model, tmp_path, capsys):
+    train.train(settings_for(model, tmp_path, "--steps 2"))
+    before = files_of(tmp_path)
+    capsys.readouterr()
+    train.main(flags(model, tmp_path, f"--doctor --steps 50 --questions_per_step 6 {more}"))
     told = capsys.readouterr().out
+    assert files_of(tmp_path) == before and "settings.json" not in told
     pattern = r"(?s)prompts: \d+ to \d+ tokens; trajectories at most \d+ of \d+ .*queries: .*"
     pattern += r"found something, .*groups: \d of 6 .*log-probs: .*time: .* a step, 50 steps "
-    assert re.search(pattern, told)
+    assert re.search(pattern, told) and "doctor=True (was" not in told
     last = told.splitlines()[-1]
     assert last.startswith("alarm: ") or last == "nothing found that would keep it from learning"
-    assert "settings.json" not in told and not list(tmp_path.iterdir())
 
 
 def test_the_doctor_names_each_fault_after_one_step(model, tmp_path, capsys, monkeypatch):
@@ -257,15 +230,6 @@ def test_the_doctor_names_each_fault_after_one_step(model, tmp_path, capsys, mon
     told = capsys.readouterr().out
     assert f"alarm: {SAID['retriever_down']}" in told and f"alarm: {SAID['equal_groups']}" in told
     assert "nothing found" not in told
-
-
-def test_the_doctor_looks_at_a_run_that_is_there_and_leaves_it_as_it_was(model, tmp_path, capsys):
-    folder = train.train(settings_for(model, tmp_path, "--steps 2"))
-    before, weights = files_of(tmp_path), checkpoints(folder)
-    for more in ("--doctor", "--doctor --resume --steps 9"):
-        train.main(flags(model, tmp_path, more))
-    assert files_of(tmp_path) == before and checkpoints(folder) == weights
-    assert "doctor=True" not in capsys.readouterr().out.partition("resumed")[2]
 
 
 def test_a_loss_that_is_not_finite_is_one_line_of_the_doctor_and_no_file(
