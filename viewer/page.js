@@ -12,6 +12,8 @@ const PANELS = [ // title, metrics; "prefix/" takes all below it
   ["exact match", ["em/"]],
   ["searches per question", ["searches/"]],
   ["fallbacks, refused", ["fallbacks", "refused", "repeated"]],
+  ["what searches find", ["gold_recall", "documents_seen", "search_errors"]],
+  ["faults in what it writes", ["repetition", "malformed_tags", "cut_off"]],
   ["tokens per trajectory", ["model_tokens", "inserted_tokens"]],
   ["groups of equal rewards, clipped", ["frac_reward_zero_std", "clip_fraction"]],
   ["gradient norm", ["grad_norm"]],
@@ -114,6 +116,12 @@ function jump(x) { // to the kept step that is nearest
 }
 function showCurves() {
   fill($("curves"), ...PANELS.map(curve).filter(Boolean));
+  fill($("alarms"), ...alarms(run().stages).map(([x, where, said]) =>
+    el("li", {}, el("button", { onclick: () => jump(x) }, where), ` ${plain(said)}`)));
+}
+function alarms(stages) { // [place among all steps, its name, what is said]
+  const steps = stages.flatMap((s) => s.metrics.map((m) => [`${s.name}, step ${m.step}`, m.alarms ?? {}]));
+  return steps.flatMap(([where, raised], x) => Object.values(raised).map((said) => [x, where, said]));
 }
 
 // ------------------------------------------------------------------------------------- a step
