@@ -47,6 +47,7 @@ class RunSettings:
     name: str = setting("", "of the run; its files are under runs/NAME/stageN")
     runs: str = setting("runs", "folder of all runs and of the built-in models")
     resume: bool = setting(False, "go on from this run's last checkpoint", only="train")
+    doctor: bool = setting(False, "try one step, keep nothing, say what would fail", only="train")
     save_every: int = setting(10, "steps; the last one always saves", least=1, only="train")
     keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0, only="train")
     eval_every: int = setting(0, "steps between greedy evaluations; 0: none", least=0, only="train")

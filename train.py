@@ -3,6 +3,7 @@
     accelerate launch train.py --stage 1             the built-in world, UR²
     accelerate launch train.py --stage 2             goes on from stage 1's last checkpoint
     accelerate launch train.py --stage 1 --model DIR --data FILE --corpus from-data
+    python train.py --doctor                         tries one step, says what would fail
 
     questions -> rollout -> rewards [B] -> advantages [B, T] -> for each update: token weights
     (Σ = 1) -> micro-batches: Σ weight · loss, backward -> clip -> one optimizer step
@@ -20,7 +21,7 @@ from errors import check_output, run_main  # first: Ctrl-C during the imports be
 import copy
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from plumbing import checkpoint
 from plumbing.build import build_parts, make_accelerator
 from plumbing.files import Run, best_checkpoint, checkpoints, stage_folder
 from plumbing.record import keep_numbers
-from plumbing.score import answer_scores, search_numbers
+from plumbing.score import mean, numbers_of, step_searches
 from policy import Batch, collate, evaluating, lr_factor
 from rollout import rollout
 from settings import Settings, parse, shown_settings
@@ -86,7 +87,7 @@ def train(settings: Settings) -> Path:
             record |= merged(results, mean) | foresight(batch)
         record["update_seconds"] = time.perf_counter() - start
         record |= evaluate(parts, step)
-        run.log(record, sampled, batch, parts.environment.tokenizer)
+        run.log(record, sampled, batch, parts.environment)
         if run.saves(step):
             checkpoint.save(run, parts, step + 1)
     parts.accelerator.wait_for_everyone()  # the first one saves: the folder is there after it
@@ -262,12 +263,6 @@ def batch_of_update(parts: Parts, batch: Batch, rows: torch.Tensor, number: int)
 
 
 # ---------------------------------------------------------------------------------- what is logged
-def mean(values: Iterable[float]) -> float:
-    """0 of nothing."""
-    values = list(values)
-    return sum(values) / max(1, len(values))
-
-
 def measure(parts: Parts, sampled: Sampled) -> Record:
     """The numbers of a step's rollout, also of what DAPO then drops; the README explains each."""
     trajectories, settings = sampled.trajectories, parts.settings
@@ -282,10 +277,7 @@ def measure(parts: Parts, sampled: Sampled) -> Record:
             record[f"{name}/{kind}"] = mean(row[name] for row in own)
     record |= merged(numbers, mean)
     record["inserted_tokens"] = record.pop("tokens") - record["model_tokens"]
-    searches = [search for t in trajectories for search in t.searches]
-    record["fallbacks"] = mean(search.fallback for search in searches)
-    record["search_errors"] = mean(search.error is not None for search in searches)
-    record["documents_cut"] = mean(search.cut for search in searches)
+    record |= step_searches(trajectories, parts.accelerator.num_processes)
     zero_std = grpo.frac_reward_zero_std(torch.tensor(sampled.rewards), settings.group_size)
     record["frac_reward_zero_std"] = zero_std
     if parts.scorer is not None:  # the main process; it is the one that logs
@@ -296,18 +288,6 @@ def measure(parts: Parts, sampled: Sampled) -> Record:
         record["informative"] = kept.float().mean().item()
         record["skipped"] = int(not sampled.kept)
     return record
-
-
-def numbers_of(t: Trajectory) -> Record:
-    """How one trajectory searched and ended."""
-    return {
-        **answer_scores(t),
-        **search_numbers(t),
-        "answered": t.answer is not None,
-        "cut_off": t.stop_reason in ("length", "refused"),
-        "model_tokens": sum(t.response_mask),
-        "tokens": len(t.response_mask),
-    }
 
 
 def foresight(batch: Batch) -> Record:
@@ -323,7 +303,8 @@ def main(arguments: list[str] | None = None) -> None:
     # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU.
     say, folder = make_accelerator(settings).print, stage_folder(settings)
     check_output(folder / "settings.json", "--runs")
-    say(f"{shown_settings(settings)}\n  (all of them: {folder}/settings.json)")
+    files = "" if settings.doctor else f"\n  (all of them: {folder}/settings.json)"
+    say(shown_settings(settings) + files)
     try:
         train(settings)
     except KeyboardInterrupt:
@@ -331,6 +312,8 @@ def main(arguments: list[str] | None = None) -> None:
         last = f"last checkpoint: {found[-1]} (go on with --resume)" if found else "no checkpoint"
         say(f"\ninterrupted; {last}")
         sys.exit(130)
+    if settings.doctor:
+        return
     held_out = " --data HELD_OUT_FILE" if settings.data else ""
     say(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
 

@@ -102,9 +102,10 @@ def update(parts: Parts, batch: Batch) -> Record:
     batch.token_weights = algorithm.compute_token_weights(batch, settings)  # [B, T]
     batch.logprobs = torch.zeros_like(batch.response_mask)  # [B, T]
 
-    def loss_of(micro: Batch):
+    def loss_of(micro: Batch, rows: torch.Tensor):
         logprobs = parts.model(micro.tokens, settings.temperature, micro.response_mask)  # [b, t]
         micro.logprobs = logprobs.detach()
+        batch.logprobs[rows, : logprobs.shape[1]] = micro.logprobs.cpu()
         if micro.old_logprobs is None:  # π_old is π: nothing has moved since the rollout
             micro.old_logprobs = micro.logprobs
         loss, stats = algorithm.compute_loss(logprobs, micro, settings)  # [b, t]
@@ -130,7 +131,7 @@ def update_critic(parts: Parts, batch: Batch) -> Record:
     """One step of the critic towards batch.returns; every model token weighs the same."""
     batch = replace(batch, token_weights=ppo.token_weights(batch.response_mask))  # [B, T]
 
-    def loss_of(micro: Batch):
+    def loss_of(micro: Batch, _):
         values = parts.critic_model(micro.tokens, micro.response_mask)  # [b, t]
         loss, stats = ppo.compute_value_loss(values, micro)  # [b, t]
         clipped = (micro.token_weights * stats["clipped"]).sum().item()
@@ -151,12 +152,10 @@ def descend(parts: Parts, model, optimizer, batch: Batch, loss_of: Callable) -> 
         wait = number < len(cuts) and not in_parts(model)
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             micro = batch.rows(rows).to(accelerator.device)
-            loss, record = loss_of(micro)
+            loss, record = loss_of(micro, rows)
             # DDP averages the gradients of its processes; ours are parts of one sum.
             accelerator.backward(loss * accelerator.num_processes)
         records.append(record | {"loss": loss.item()})
-        seen = micro.logprobs[: len(rows)].cpu()  # [b, t]
-        batch.logprobs[rows, : seen.shape[1]] = seen
     total = merged(gather_object([merged(records, sum)]), sum)  # of all processes
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     total["grad_norm"] = full(norm).item()

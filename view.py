@@ -189,11 +189,15 @@ def print_group(folder: Path, step: int | None, group: int) -> None:
 
 # ----------------------------------------------------------------------------------------- the page
 def serve(runs: list[Path], out: Path, port: int) -> None:
-    """On loopback. The page asks for index.js every few seconds: then it is written anew."""
+    """On loopback. The page asks for index.js every few seconds: what has grown is written anew."""
+    seen = [0.0]
 
     class Handler(SimpleHTTPRequestHandler):
         def do_GET(self):
-            if self.path.startswith("/data/index.js"):
+            files = (f for run in runs for stage in stages_of(run) for f in stage.iterdir())
+            newest = max(file.stat().st_mtime for file in files if file.is_file())
+            if self.path.startswith("/data/index.js") and newest > seen[0]:
+                seen[0] = newest
                 write_page(runs, out)
             super().do_GET()
 

@@ -217,7 +217,7 @@ def build_parts(settings: Settings) -> Parts:
     documents, device = passages(settings, questions), accelerator.device
     accelerator.print(said)
     # Not under the barrier below: vectors of a large corpus take hours.
-    search = build_search(settings, documents, device, SUMMARY_LOG)
+    search = build_search(settings, documents, device, "" if settings.doctor else SUMMARY_LOG)
     in_8bit = "base" in frozen_in_8bit(settings)
     # A resumed LoRA run loads its first weights: what was learned lies beside the sum.
     path = first_model(settings) if settings.lora_rank else start

@@ -67,7 +67,7 @@ def resume(run: Run, parts: Parts) -> int:
         load_weights(parts.critic, state["critic"])
         load_moments(parts.critic, parts.critic_optimizer, state["critic_optimizer"])
     now, before = vars(settings), vars(saved_settings(path))
-    changed = [name for name in now if name != "resume" and now[name] != before[name]]
+    changed = [n for n in now if n not in ("resume", "doctor") and now[n] != before[n]]
     if changed:
         told = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
         run.accelerator.print(f"resumed with other settings: {told}")

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from errors import InputError
 from formats.records import append_jsonl, finished_records, free_name, write_records
 from formats.trajectories import append_trajectories, cut_trajectories
+from plumbing.alarms import alarms, report
 from plumbing.record import records_of
 from policy import Batch, check_model_path
 from prompts import PROMPTED
@@ -115,11 +116,11 @@ class Run:
     def __init__(self, settings: Settings, accelerator):
         self.folder, self.settings = stage_folder(settings), settings
         self.accelerator, self.main = accelerator, accelerator.is_main_process
-        self.streaks, self.told = {}, set()  # of hints
+        self.records = []  # of all steps so far
 
     def open(self, first_step: int) -> None:
         """Make the folder. An earlier run is moved aside; --resume cuts it to its checkpoint."""
-        if not self.main:
+        if not self.main or self.settings.doctor:
             return
         # A later stage began with what this one is about to replace.
         stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []
@@ -130,8 +131,8 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.settings.resume:
             metrics = self.folder / "metrics.jsonl"
-            kept = [row for row in finished_records(metrics) if row["step"] < first_step]
-            write_records(metrics, kept)
+            self.records = [row for row in finished_records(metrics) if row["step"] < first_step]
+            write_records(metrics, self.records)
             cut_trajectories(self.folder, first_step)
         (self.folder / "settings.json").write_text(settings_text(self.settings))
         if self.settings.report_to:
@@ -139,40 +140,40 @@ class Run:
             self.accelerator.init_trackers(name, dataclasses.asdict(self.settings))
 
     def bar(self, first_step: int) -> Iterator[int]:
-        steps, title = self.settings.steps, f"{self.settings.recipe} stage {self.settings.stage}"
-        shown = {"desc": title, "dynamic_ncols": True, "disable": not self.main}
-        with tqdm(total=steps, initial=first_step, **shown) as self.progress:
-            yield from range(first_step, steps)
+        s, title = self.settings, f"{self.settings.recipe} stage {self.settings.stage}"
+        shown = {"desc": title, "dynamic_ncols": True, "disable": not self.main or s.doctor}
+        with tqdm(total=s.steps, initial=first_step, **shown) as self.progress:
+            yield from range(first_step, first_step + 1 if s.doctor else s.steps)
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    def log(self, record: dict, sampled, batch: Batch | None, tokenizer) -> None:
+    def log(self, record: dict, sampled, batch: Batch | None, environment) -> None:
         self.progress.update()
         if not self.main:
             return
+        if self.settings.doctor:
+            return self.progress.write("\n".join(report(record, sampled, environment)))
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
+        self.records.append(rounded)
+        if raised := alarms(self.records, self.settings):
+            rounded["alarms"] = raised
         append_jsonl(self.folder / "metrics.jsonl", [rounded])
-        self.accelerator.log(rounded, record["step"])
-        self.progress.write("\n".join([console_line(record), *self.hints(record)]))
+        numbers = {name: its for name, its in rounded.items() if name != "alarms"}
+        self.accelerator.log(numbers, record["step"])
+        said = [f"alarm: {cause} (python view.py shows the steps)" for cause in raised.values()]
+        self.progress.write("\n".join([console_line(record), *said]))
         step = record["step"]
         if step % SHOW_EVERY == 0 or step + 1 == self.settings.steps:
             row = (step * 37) % len(sampled.trajectories)
             sample = show(sampled.trajectories[row], sampled.components[row])
             self.progress.write("\n" + sample + "\n")
-        some = records_of(step, sampled, batch, tokenizer, self.settings)
+        some = records_of(step, sampled, batch, environment.tokenizer, self.settings)
         append_trajectories(self.folder, some)
-
-    def hints(self, record: dict) -> list[str]:
-        """After PATIENCE steps of one cause a line that says where to look; each cause once."""
-        found = causes(record, self.settings)
-        self.streaks = {cause: self.streaks.get(cause, 0) + 1 for cause in found}
-        due = [c for c, steps in self.streaks.items() if steps >= PATIENCE and c not in self.told]
-        self.told.update(due)
-        return [f"hint: for {PATIENCE} steps {cause} (python view.py shows them)" for cause in due]
 
     def saves(self, step: int) -> bool:
         done, s = step + 1, self.settings
-        return 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
+        due = 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
+        return due and not s.doctor
 
     def check_finite(self, result: dict, step: int, part: Batch, rows: list[Trajectory]) -> None:
         names = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
@@ -180,10 +181,11 @@ class Run:
         if not wrong:
             return
         path = self.folder / f"non_finite_step{step}.pt"
-        if self.main:
+        where = "" if self.settings.doctor else f" The batch is in {path};"
+        if self.main and where:
             torch.save(dataclasses.asdict(part), path)
         ids = ", ".join(dict.fromkeys(row.question.id for row in rows))
-        said = f"stopped; this update was not applied. The batch is in {path}; its questions: {ids}"
+        said = f"stopped; this update was not applied.{where} its questions: {ids}"
         raise InputError(f"step {step}: {', '.join(wrong)}; {said}")
 
 
@@ -208,29 +210,9 @@ def go_on(out: Path, made_with: dict, expected: list, key, batch: int, fresh: bo
     return records[:good]
 
 
-PATIENCE = 3  # steps in a row
 SHOWN = """
 reward em eval/em searched searches fallbacks model_tokens frac_reward_zero_std grad_norm
 """.split()
-
-
-def causes(r: dict, s: Settings) -> Iterator[str]:
-    """What may keep a run from learning, as one step's record shows it."""
-    if r["frac_reward_zero_std"] == 1 and s.algorithm not in ("reinforce_pp", "ppo"):
-        yield "all rewards of every group were equal: too hard or easy? Raise --group_size"
-    if r.get("skipped", 0) == 1:
-        yield "no group had answers that differ: raise --group_size or --max_resample"
-    may_search = s.retrieval and not s.direct_tasks and s.max_searches > 0
-    if may_search and r["searched"] + r["refused"] == 0:
-        yield "no trajectory searched: does the model know the query tags? Stage 1 teaches them"
-    if r["refused"] > 0 and r["searched"] == 0:
-        yield "queries were written but none was run: they are empty or lack the begin tag"
-    if r["cut_off"] == 1:
-        yield "every trajectory was cut off: raise --max_turn_tokens or --max_context"
-    if r.get("logprob_gap", 0) > 0.1:
-        yield "sampled and scored log-probs differ by 0.1: try --engine hf, --sampling_copy none"
-    if r["search_errors"] >= 0.1:
-        yield "a tenth of the searches failed: is the retriever down, or slower than --timeout?"
 
 
 def console_line(record: dict) -> str:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from errors import InputError
 from formats.records import finished_records
 from formats.trajectories import NAME, read_trajectories
 
@@ -35,7 +36,14 @@ def write_page(runs: list[Path], out: Path) -> None:
 
 def save_page(records: list[dict], out: Path) -> None:
     """What was asked in a session, as one file."""
-    stage = {"key": "asked", "name": "asked", "settings": {}, "metrics": [], "asked": {}}
+    stage = {
+        "key": "asked",
+        "name": "asked",
+        "settings": {},
+        "metrics": [],
+        "asked": {},
+        "missing": [],
+    }
     told = [{"name": "a session", "stages": [stage | {"steps": [0]}]}]
     rows, groups = of_step(records)
     data = f"step('asked-0',{dumped(rows)},{dumped(groups)});\nruns({dumped(told)});"
@@ -67,38 +75,48 @@ def stages_of(run: Path) -> list[Path]:
 
 
 def told_run(run: Path, name: str, out: Path) -> dict:
-    stages = []
-    for folder in stages_of(run):
-        key = f"{name}-{folder.name}"
-        steps, asked = write_steps(folder, key, out / "data")
-        settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-        stages.append(
-            {
-                "key": key,
-                "name": folder.name,
-                "settings": {field: settings.get(field) for field in SETTINGS},
-                "metrics": finished_records(folder / "metrics.jsonl", cut=False),
-                "steps": steps,
-                "asked": asked,
-            }
-        )
-    return {"name": name, "stages": stages}
+    return {"name": name, "stages": [told_stage(f, name, out) for f in stages_of(run)]}
 
 
-def write_steps(folder: Path, key: str, out: Path) -> tuple[list[int], dict[str, list[int]]]:
-    """A script for each step of which trajectories are kept. Returns the steps, and of questions
-    that were asked again those in which they were.
-    """
+def told_stage(folder: Path, name: str, out: Path) -> dict:
+    """What index.js says of it; "missing" is what could not be read."""
+    key, settings, missing = f"{name}-{folder.name}", {}, []
+    try:
+        settings = dict(json.loads((folder / "settings.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        missing.append("settings.json cannot be read: there are no formulas")
     steps, asked = [], defaultdict(list)
-    records = read_trajectories(folder) if (folder / NAME).exists() else ()
-    for step, some in itertools.groupby(records, key=lambda record: record["step"]):
-        rows, groups = of_step(some)
-        script = f"step({dumped(f'{key}-{step}')},{dumped(rows)},{dumped(groups)});\n"
-        (out / f"{key}-{step}.js").write_text(script, encoding="utf-8")
-        steps.append(step)
-        for question in {row["question"] for row in rows}:
-            asked[question].append(step)
-    return steps, {question: its for question, its in asked.items() if len(its) > 1}
+    try:
+        for step, some in itertools.groupby(records_in(folder), key=lambda row: row["step"]):
+            rows = write_step(f"{key}-{step}", some, out / "data")
+            steps.append(step)
+            for question in {row["question"] for row in rows}:
+                asked[question].append(step)
+    except InputError as error:
+        missing.append(str(error))
+    except (KeyError, TypeError, AttributeError) as error:
+        missing.append(f"{NAME} was written by another version, or is damaged ({error!r})")
+    return {
+        "key": key,
+        "name": folder.name,
+        "settings": {field: settings.get(field) for field in SETTINGS},
+        "metrics": finished_records(folder / "metrics.jsonl", cut=False),
+        "steps": steps,
+        "asked": {question: its for question, its in asked.items() if len(its) > 1},
+        "missing": missing,
+    }
+
+
+def records_in(folder: Path) -> Iterable[dict]:
+    return read_trajectories(folder) if (folder / NAME).exists() else ()
+
+
+def write_step(key: str, records: Iterable[dict], out: Path) -> list[dict]:
+    """Its script; returns a line on each trajectory."""
+    rows, groups = of_step(records)
+    script = f"step({dumped(key)},{dumped(rows)},{dumped(groups)});\n"
+    (out / f"{key}.js").write_text(script, encoding="utf-8")
+    return rows
 
 
 def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:

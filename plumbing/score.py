@@ -3,21 +3,54 @@
 Another model is asked in one batch; it is loaded, or its server probed, before the first rollout.
 """
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import compress
+
 from data import Document, Question
 from errors import InputError
-from metrics import score_answer, tokenize
+from metrics import normalize_answer, score_answer, tokenize
 from other_models.judge import Judge, math_grader, verdicts_on
 from other_models.llm import LLM, LocalLLM, load_llm
 from other_models.reader import add_reader, reader_answers
 from papers import paper_of
 from plumbing.files import instructions
-from prompts import number_documents
+from prompts import find_answers, find_blocks, number_documents
 from retrievers.dense import Encoder
 from rewards import REWARDS, Extras, is_right, needs, tfidf_embedder
 from rollout import encode
 from settings import Settings
 from trajectory import Search, Trajectory
 from world.toy import load_reader
+
+
+def mean(values: Iterable[float]) -> float:
+    """0 of nothing."""
+    values = list(values)
+    return sum(values) / max(1, len(values))
+
+
+def numbers_of(t: Trajectory) -> dict[str, float]:
+    """How one trajectory searched, wrote and ended. It repeats itself (`repetition`) if most of its
+    own 4-grams stood in it before.
+    """
+    text, own = t.model_text, list(compress(t.response_ids, t.response_mask))
+    tags, blocks = t.protocol.tags, find_answers(t.protocol, text, t.question.task)
+    blocks += find_blocks(text, *t.protocol.query_tags) if t.protocol.query_tags else []
+    words = len(text.split()) - sum(len(text[b.start : b.end].split()) for b in blocks)
+    grams = list(zip(own, own[1:], own[2:], own[3:], strict=False))
+    counts = [(t.opened + text).count(tag) for tag in tags]  # begin, end, begin, ...
+    return {
+        **answer_scores(t),
+        **search_numbers(t),
+        "answered": t.answer is not None,
+        "cut_off": t.stop_reason in ("length", "refused"),
+        "model_tokens": len(own),
+        "tokens": len(t.response_mask),
+        "thinking_words": max(0, words),
+        "repetition": 2 * len(set(grams)) < len(grams),
+        "malformed_tags": counts[::2] != counts[1::2],
+    }
 
 
 def answer_scores(trajectory: Trajectory) -> dict[str, float]:
@@ -44,6 +77,41 @@ def search_numbers(t: Trajectory) -> dict[str, float]:
 def successful(t: Trajectory) -> list[Search]:
     nothing = ("", t.protocol.empty_text)
     return [s for s in t.searches if not (s.error or s.fallback or s.text in nothing)]
+
+
+def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[str, float]:
+    """Of all searches of a step, which so many processes made at once."""
+    searches = [search for t in trajectories for search in t.searches]
+    known, seconds = [len(documents_of(t)) for t in trajectories], [s.seconds for s in searches]
+    found = sum(len(search.documents) for search in searches)
+    return {
+        "fallbacks": mean(search.fallback for search in searches),
+        "search_errors": mean(search.error is not None for search in searches),
+        "documents_cut": mean(search.cut for search in searches),
+        "documents_seen": (found - sum(known)) / max(1, found),
+        "search_seconds": mean(seconds),
+        "slowest_search_seconds": max(seconds, default=0.0),
+        "searching_seconds": sum(seconds) / processes,
+        **gold_recall(trajectories),
+    }
+
+
+def documents_of(t: Trajectory) -> set[Document]:
+    return {document for search in t.searches for document in search.documents}
+
+
+def gold_recall(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Of open questions that were searched for: to which share does a passage hold an answer?"""
+    found: dict[tuple[str, ...], set[Document]] = defaultdict(set)  # (id, gold, ...) -> passages
+    for t in trajectories:
+        golds = {f" {normalize_answer(gold)} " for gold in t.question.answers} - {" yes ", " no "}
+        if golds and t.searches and t.question.task == "qa":
+            found[t.question.id, *sorted(golds)] |= documents_of(t)
+    held = []
+    for (_, *golds), documents in found.items():
+        texts = [f" {normalize_answer(f'{d.title} {d.text}')} " for d in documents]
+        held.append(any(gold in text for text in texts for gold in golds))
+    return {"gold_recall": mean(held)} if held else {}
 
 
 def token_numbers(t: Trajectory, tokenizer) -> dict[str, float]:

@@ -73,6 +73,12 @@ def test_stage_2_teaches_to_answer_and_to_leave_useless_searches(scores):
     assert sums["searches"] <= 0.05 and sums["em"] >= 0.75
 
 
+def test_a_run_that_learns_raises_no_alarm(scores, common):
+    runs = Path(common.split()[1]) / "learned"
+    rows = [*rows_of(runs / "stage1"), *rows_of(runs / "stage2")]
+    assert not [row["alarms"] for row in rows if "alarms" in row]
+
+
 def test_where_it_may_not_search_it_hardly_tries_and_reckons_as_before(scores):
     for kind in ("one_hop", "two_hop", "unit", "arithmetic", "known"):
         assert scores[2, "direct", kind]["searches"] == 0.0

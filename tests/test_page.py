@@ -6,13 +6,15 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import time
 
 import pytest
 from test_trajectories import one
 
 import view
-from formats.trajectories import append_trajectories
+from formats.trajectories import NAME, append_trajectories
+from plumbing.page import VIEWER
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
@@ -79,7 +81,10 @@ class Browser:
     def open(self, path, width: int = 1300, height: int = 900) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        self.call("Page.navigate", url=path.as_uri())
+        self.go(path.as_uri())
+
+    def go(self, url: str) -> None:
+        self.call("Page.navigate", url=url)
         self.wait("document.querySelectorAll('#groups button').length > 0")
 
     def press(self, *keys: str) -> None:
@@ -320,6 +325,62 @@ def test_a_run_without_trajectories_says_so(browser, page, tmp_path):
     assert "no trajectories were kept" in browser.run(
         "document.getElementById('groups').textContent"
     )
+    assert browser.complaints() == []
+
+
+def test_what_cannot_be_read_is_told_and_the_rest_is_shown(browser, tmp_path):
+    """Half-written settings; a broken line; records of another version; a run that was killed."""
+    broken, killed = stage(tmp_path / "a" / "stage1", 2), stage(tmp_path / "b" / "stage1", 2)
+    (broken / "settings.json").write_text('{"clip_low": 0.2,')
+    for folder in (broken, killed):
+        append_trajectories(folder, [searching(row) for row in range(4)])
+    append_trajectories(broken, [{"step": 1}])
+    with open(killed / NAME, "ab") as file:
+        file.write(b"\x1f\x8b\x08 half a step")
+    with open(killed / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "rew')
+    view.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "page")])
+    browser.open(tmp_path / "page" / "index.html")
+    told = browser.run("document.getElementById('missing').textContent")
+    assert "settings.json cannot be read" in told and "written by another version" in told
+    browser.run("choose(0, 1), pick(0)")
+    assert "not trained on" in browser.run("document.getElementById('token').textContent")
+    browser.run("chooseRun(1)")
+    browser.wait(f"{BUTTONS} === 4")
+    assert browser.run("document.getElementById('missing').textContent") == ""
+    assert browser.complaints() == []
+
+
+def test_a_running_training_is_followed(browser, tmp_path):
+    folder = stage(tmp_path / "run" / "stage1", 1)
+    append_trajectories(folder, [searching(0)])
+    command = [sys.executable, "view.py", str(folder.parent), "--serve", "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=VIEWER.parent)
+    try:
+        lines = iter(server.stdout.readline, "")
+        browser.go(next(line for line in lines if line.startswith("http")).split(";")[0])
+        assert browser.run("document.getElementById('slider').max") == "0"
+        time.sleep(0.02)  # a file's time has a grain
+        append_trajectories(folder, [searching(0, step=1)])
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write('{"step": 1, "reward": 0.7}\n')
+        browser.wait("document.getElementById('slider').max === '1'")
+        browser.press("ArrowRight")
+        browser.wait("document.getElementById('step-numbers').textContent.includes('step 1:')")
+        assert browser.complaints() == []
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_trajectory_of_a_hundred_thousand_tokens_opens(browser, tmp_path):
+    folder, n = stage(tmp_path / "long" / "stage1", 1), 100_000
+    its = {"ids": [1] * n, "tokens": [" w"] * n, "mask": [1] * n, "writers": []}
+    its |= dict.fromkeys(("sampled", "old", "new", "ref"), -0.5)
+    append_trajectories(folder, [searching(0, **its)])
+    view.main([str(folder.parent)])
+    browser.open(folder.parent / "view" / "index.html")
+    assert browser.wait("document.querySelectorAll('[data-n]').length") == n
     assert browser.complaints() == []
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,40 +21,9 @@ import train
 from errors import InputError
 from plumbing import build
 from plumbing.build import build_parts, check_processes, set_threads
-from plumbing.files import Run, checkpoints, console_line, saved_settings
+from plumbing.files import checkpoints, console_line, saved_settings
 from policy import load_policy, save_policy
 from settings import Settings
-
-# ------------------------------------------------------------------------------------------- hints
-
-QUIET = {"frac_reward_zero_std": 0.5, "searched": 0.5, "searches": 1.0, "refused": 0.0}
-QUIET |= {"cut_off": 0.0, "search_errors": 0.0}
-NEVER = {"searched": 0.0, "searches": 0.0}
-
-
-@pytest.mark.parametrize(
-    "changes, settings, said",
-    [
-        ({"frac_reward_zero_std": 1.0}, {}, "all rewards of every group were equal"),
-        ({"frac_reward_zero_std": 1.0}, {"algorithm": "reinforce_pp"}, None),  # has no groups
-        ({"skipped": 1}, {}, "no group had answers that differ"),
-        (NEVER, {}, "no trajectory searched"),
-        (NEVER, {"retrieval": False}, None),  # must not
-        (NEVER, {"max_searches": 0}, None),
-        (NEVER | {"refused": 0.5}, {}, "none was run"),
-        ({"cut_off": 1.0}, {}, "raise --max_turn_tokens"),
-        ({"logprob_gap": 0.2}, {}, "differ by 0.1"),
-        ({"search_errors": 0.1}, {}, "a tenth of the searches failed"),
-        ({}, {}, None),
-    ],
-)
-def test_three_steps_of_one_cause_give_one_hint_and_never_again(changes, settings, said):
-    run, seen = Run(Settings(**settings), SimpleNamespace(is_main_process=True)), QUIET | changes
-    # a single better step starts the count anew
-    steps = [seen, seen, QUIET, seen, seen, seen, seen, QUIET, seen, seen, seen]
-    lines = [run.hints(record) for record in steps]
-    assert [len(some) for some in lines] == [0, 0, 0, 0, 0, bool(said), 0, 0, 0, 0, 0]
-    assert not said or said in lines[5][0]
 
 
 def test_the_console_says_what_is_out_of_the_ordinary():

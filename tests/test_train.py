@@ -191,7 +191,9 @@ def test_a_step_is_measured_over_all_its_trajectories(scripted):
     expected |= {"f1": 0.5, "cem": 0.5, "successful": 0.25, "queries": 0}
     expected |= {"fallbacks": 1 / 3, "search_errors": 1 / 3, "answered": 0.5, "cut_off": 0.5}
     expected |= {"model_tokens": 4, "inserted_tokens": 1.5, "rollout_seconds": 3.0}
-    expected |= {"documents_cut": 1 / 3}
+    expected |= {"documents_cut": 1 / 3, "documents_seen": 0, "thinking_words": 0.75}
+    expected |= {"repetition": 0, "malformed_tags": 0, "search_seconds": 0}
+    expected |= {"slowest_search_seconds": 0, "searching_seconds": 0}
     assert measure(scripted([], "grpo"), sampled) == pytest.approx(expected)
 
 

@@ -172,8 +172,9 @@ def test_scoring_and_updating_change_nothing_in_the_batch():
     before, parts = copy.deepcopy(batch), make_parts(GRPO)
     score(parts, parts.policy, batch)
     update(parts, batch)
-    assert batch.token_weights.sum().item() == pytest.approx(1.0)  # the one thing an update adds
-    batch.token_weights = None
+    assert batch.token_weights.sum().item() == pytest.approx(1.0)  # an update adds these
+    assert batch.logprobs.shape == batch.response_mask.shape  # and these, to be looked at
+    batch.token_weights = batch.logprobs = None
     torch.testing.assert_close(vars(batch), vars(before), rtol=0, atol=0)
 
 

@@ -12,6 +12,8 @@ const PANELS = [ // title, metrics; "prefix/" takes all below it
   ["exact match", ["em/"]],
   ["searches per question", ["searches/"]],
   ["fallbacks, refused", ["fallbacks", "refused", "repeated"]],
+  ["what searches find", ["gold_recall", "documents_seen", "search_errors"]],
+  ["faults in what it writes", ["repetition", "malformed_tags", "cut_off"]],
   ["tokens per trajectory", ["model_tokens", "inserted_tokens"]],
   ["groups of equal rewards, clipped", ["frac_reward_zero_std", "clip_fraction"]],
   ["gradient norm", ["grad_norm"]],
@@ -29,7 +31,7 @@ function el(name, attributes = {}, ...children) {
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
     else if (value !== false && value !== undefined) node.setAttribute(key, value);
   }
-  node.append(...children.filter((child) => child !== "" && child !== null));
+  for (const child of children.flat()) if (child !== "" && child !== null) node.append(child);
   return node;
 }
 const fill = (node, ...children) => node.replaceChildren(...children.filter((child) => child !== ""));
@@ -67,9 +69,9 @@ function trajectories(group) {
   const step = known[keyOf(state.step)];
   return (step.parsed[group] ??= JSON.parse(step.groups[group]));
 }
-const values = (record, name) => { // one number stands for all sampled tokens; π_old is often what sampled
+const value = (record, name, n) => { // one number stands for all sampled tokens; π_old is often what sampled
   const its = record[name] ?? (name === "old" ? record.sampled : undefined);
-  return Array.isArray(its) ? its : record.ids.map((_, n) => (its === undefined || !record.mask[n] ? null : its));
+  return Array.isArray(its) ? its[n] : its === undefined || !record.mask[n] ? null : its;
 };
 
 // ---------------------------------------------------------------------------------------- curves
@@ -114,6 +116,12 @@ function jump(x) { // to the kept step that is nearest
 }
 function showCurves() {
   fill($("curves"), ...PANELS.map(curve).filter(Boolean));
+  fill($("alarms"), ...alarms(run().stages).map(([x, where, said]) =>
+    el("li", {}, el("button", { onclick: () => jump(x) }, where), ` ${plain(said)}`)));
+}
+function alarms(stages) { // [place among all steps, its name, what is said]
+  const steps = stages.flatMap((s) => s.metrics.map((m) => [`${s.name}, step ${m.step}`, m.alarms ?? {}]));
+  return steps.flatMap(([where, raised], x) => Object.values(raised).map((said) => [x, where, said]));
 }
 
 // ------------------------------------------------------------------------------------- a step
@@ -122,6 +130,7 @@ function go(number) {
   $("slider").max = Math.max(0, stage().steps.length - 1);
   $("slider").value = i;
   showCurves();
+  $("missing").textContent = stage().missing.join("; ");
   if (stage().steps.length) return load(stage().steps[i]);
   fill($("groups"), el("p", {}, "no trajectories were kept here: train with --groups_kept"));
   fill($("one"));
@@ -187,8 +196,8 @@ function chosen() {
   return step && step.groups.length ? trajectories(state.group)[state.row] : null;
 }
 function shade(record, n) {
-  const [a, old, now] = ["advantages", "old", "new"].map((name) => values(record, name)[n]);
-  const p = now ?? old ?? values(record, "sampled")[n];
+  const [a, old, now] = ["advantages", "old", "new"].map((name) => value(record, name, n));
+  const p = now ?? old ?? value(record, "sampled", n);
   const [plus, minus, scale] = ["plus", "minus", "scale"].map((name) => `var(--${name})`);
   const tint = (colour, strength) => `rgba(${colour}, ${Math.min(0.55, strength).toFixed(3)})`;
   if (state.colour === "advantage") return a ? tint(a > 0 ? plus : minus, Math.abs(a) * 0.35) : "";
@@ -220,7 +229,7 @@ function showOne() {
   const searches = [...record.searches];
   const writers = [...record.writers];
   const body = pieces(record).map(({ mask, from, to }) => {
-    if (mask) return el("span", {}, ...record.tokens.slice(from, to).map((text, i) => tokenSpan(record, text, from + i)));
+    if (mask) return el("span", {}, record.tokens.slice(from, to).map((text, i) => tokenSpan(record, text, from + i)));
     const text = record.tokens.slice(from, to).join("");
     return writers.shift() === "documents" && searches.length ? searchBlock(searches.shift(), text) : outside(text, "written by the environment: outside the loss");
   });
@@ -234,19 +243,20 @@ function showOne() {
     el("p", {}, "gold ", el("b", {}, plain(record.golds.join(" | ") || "unknown")), ", answer ",
       el("b", { class: record.correct ? "good" : "bad" }, plain(record.answer ?? "none")),
       el("span", { class: "pale" }, `, ended by ${record.stop_reason}${record.may_search ? "" : ", may not search"}`)),
-    el("div", { class: "tokens" }, outside(record.prompt, "prompt: outside the loss", false), ...body),
+    el("div", { class: "tokens", onclick: (event) => event.target.dataset.n && pick(Number(event.target.dataset.n)) }, outside(record.prompt, "prompt: outside the loss", false), ...body),
     terms.length ? el("table", {}, ...terms, el("tr", {}, el("th", {}, "reward"), el("th", {}, signed(total)))) : "",
     ...record.refusals.map(([reason, query]) => el("p", { class: "pale" }, `a query that was not run (${reason}): ${plain(query)}`)));
   showToken();
 }
 function tokenSpan(record, text, n) {
-  return el("span", { "data-n": n, style: `background:${shade(record, n)}`, class: n === state.token ? "chosen" : false, onclick: () => pick(n) }, plain(text));
+  return el("span", { "data-n": n, style: `background:${shade(record, n)}`, class: n === state.token ? "chosen" : false }, plain(text));
 }
 
 // ------------------------------------------------------------------------------------- a token
 function pick(n) {
   state.token = n;
-  for (const span of document.querySelectorAll(".tokens span[data-n]")) span.classList.toggle("chosen", Number(span.dataset.n) === n);
+  document.querySelector(".tokens .chosen")?.classList.remove("chosen");
+  document.querySelector(`.tokens [data-n="${n}"]`)?.classList.add("chosen");
   showToken();
 }
 function nextToken(by) {
@@ -258,8 +268,8 @@ function nextToken(by) {
 }
 // Of a token: ratio, clip, surrogate, KL and its share of the loss. view.py --text has the same.
 function lossOf(record, n, s) {
-  const [old, now, ref, advantage, weight] = ["old", "new", "ref", "advantages", "weights"].map((name) => values(record, name)[n]);
-  if (advantage === null || weight === null || now === null) return null;
+  const [old, now, ref, advantage, weight] = ["old", "new", "ref", "advantages", "weights"].map((name) => value(record, name, n));
+  if (advantage === null || weight === null || now === null || s.clip_low === null) return null;
   const ratio = Math.exp(now - old);
   const clipped = Math.min(Math.max(ratio, 1 - s.clip_low), 1 + s.clip_high);
   const surrogate = Math.min(ratio * advantage, clipped * advantage);
@@ -275,7 +285,7 @@ function showToken() {
   if ($("token").hidden) return;
   const s = stage().settings;
   const its = lossOf(record, n, s);
-  const head = el("div", {}, el("b", {}, `“${plain(record.tokens[n])}”`), ` token ${n}, id ${record.ids[n]}, log p when sampled ${number(values(record, "sampled")[n], 5)}`);
+  const head = el("div", {}, el("b", {}, `“${plain(record.tokens[n])}”`), ` token ${n}, id ${record.ids[n]}, log p when sampled ${number(value(record, "sampled", n), 5)}`);
   if (!its) return fill($("token"), head, el("p", { class: "pale" }, "not trained on"));
   const lines = [
     `ratio r = exp(new − old) = exp(${number(its.now, 5)} − ${number(its.old, 5)}) = ${number(its.ratio, 5)}`,

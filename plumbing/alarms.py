@@ -1,0 +1,117 @@
+"""What may keep a run from learning, as the records of its last steps show it.
+
+    alarms(records, settings)          name -> its likely cause, and what to do
+    python train.py --doctor ...       a single step of a run: what it saw, and all its alarms
+
+Most must hold for three steps on end. A run raises each once: it is printed and stands in the
+step's record, so a resumed run knows it. Left out: what may be wanted, such as a low entropy;
+whether a tag is one token or several, since a turn is cut by its text.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from statistics import fmean, median, variance
+
+import torch
+
+from rollout import Environment
+from settings import Settings
+
+PATIENCE = 3  # steps in a row
+WINDOW = 10  # steps: an older and a newer half
+SAID = {
+    "equal_groups": "no group had rewards that differ: too hard or too easy? Raise --group_size",
+    "no_search": "no trajectory searched: does the model know the query tags? Stage 1 teaches them",
+    "refused": "queries were written but none was run: they are empty or lack the begin tag",
+    "repeated": "a search in four is in the words of an earlier one: is what it finds of any use?",
+    "seen": "a third of what was found was known already: a small corpus, or queries all alike?",
+    "gold_recall": "what was found holds the answers of few questions: does the corpus have them?",
+    "retriever_down": "a tenth of the searches failed: is the retriever down, or over --timeout?",
+    "retriever_slow": "searching takes most of the rollout: give the retriever its own machine",
+    "cut_off": "most trajectories were cut off: raise --max_turn_tokens or --max_context",
+    "length": "thinking grew by half, and no answer is better for it: lower --max_turn_tokens",
+    "repetition": "a tenth of the trajectories go in circles: lower --lr, or hold it by --kl_coef",
+    "malformed_tags": "in half of the texts a tag is unclosed, or was not opened: warm it up",
+    "reward_hacked": "the reward rises and exact match falls: which of its terms pays for what?",
+    "logprob_gap": "log-probs differ from the sampled ones: try --engine hf, --sampling_copy none",
+    "kl_spike": "the KL is ten times what it was: lower --lr, or give it an --lr_warmup",
+    "grad_spike": "the gradient is ten times what it was: look at the step, or lower --lr",
+}
+AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked")  # they look back by themselves
+
+
+def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
+    """Those that the newest of a run's records raises, and none before it did."""
+    told = {name for record in records for name in record.get("alarms", ())}
+    ends = range(max(1, len(records) - patience + 1), len(records) + 1)
+    found = [holding(records[max(0, end - WINDOW - 1) : end], settings) for end in ends]
+    lasting = set.intersection(*found) if len(found) >= patience else set()
+    due = (lasting | found[-1].intersection(AT_ONCE)) - told
+    return {name: said for name, said in SAID.items() if name in due}
+
+
+def holding(records: list[dict], s: Settings) -> set[str]:
+    """Names of what holds in the newest record; what it lacks is 0. Stage 1 may not pay answers."""
+    r = defaultdict(float, records[-1])
+    grouped = s.algorithm not in ("reinforce_pp", "ppo")
+    may_search = s.retrieval and not s.direct_tasks and s.max_searches > 0
+    (longer, sure), (_, better) = shift(records, "thinking_words"), shift(records, "em")
+    found = {
+        "equal_groups": r["skipped"] or (grouped and r["frac_reward_zero_std"] == 1),
+        "no_search": may_search and r["searched"] + r["refused"] == 0,
+        "refused": r["refused"] > 0 and r["searched"] == 0,
+        "repeated": r["repeated"] > r["searches"] / 4,
+        "seen": r["documents_seen"] > 1 / 3,
+        "gold_recall": "gold_recall" in r and r["gold_recall"] < 0.2,
+        "retriever_down": r["search_errors"] >= 0.1,
+        "retriever_slow": r["searching_seconds"] > r["rollout_seconds"] / 2,
+        "cut_off": r["cut_off"] > 0.5,
+        "length": longer > 1.5 and sure > 3 and better <= 0,
+        "repetition": r["repetition"] > 0.1,
+        "malformed_tags": r["malformed_tags"] > 0.5,
+        "reward_hacked": "reward/answer" in r and shift(records, "reward")[1] > 3 and better < -3,
+        "logprob_gap": r["logprob_gap"] > 0.1,
+        "kl_spike": spikes(records, "k3", 0.1) or spikes(records, "kl_old", 0.1),
+        "grad_spike": spikes(records, "grad_norm"),
+    }
+    return {name for name, holds in found.items() if holds}
+
+
+def shift(records: list[dict], name: str) -> tuple[float, float]:
+    """(mean of the newer half over that of the older, their difference in its standard errors)."""
+    values = [record[name] for record in records[-WINDOW:] if name in record]
+    old, new = values[: WINDOW // 2], values[WINDOW // 2 :]
+    if len(values) < WINDOW:
+        return 1.0, 0.0
+    error = ((variance(old) + variance(new)) / len(old)) ** 0.5
+    return fmean(new) / (fmean(old) or 1e-9), (fmean(new) - fmean(old)) / (error or 1e-9)
+
+
+def spikes(rows: list[dict], name: str, least: float = 0.0) -> bool:
+    """Zeros do not count: equal rewards have no gradient."""
+    old, now = [r[name] for r in rows[-WINDOW - 1 : -1] if r.get(name)], rows[-1].get(name, 0.0)
+    return len(old) >= WINDOW // 2 and now > max(least, 10 * median(old))
+
+
+def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
+    """--doctor: what the record of one step tells about a run."""
+    prompts, s = [len(t.prompt_ids) for t in sampled.trajectories], environment.settings
+    most = f"{environment.longest(max(prompts))} of {environment.max_context} tokens of context"
+    yield f"prompts: {min(prompts)} to {max(prompts)} tokens; trajectories at most {most}"
+    count = len(prompts)
+    wrote, ran, good = (round(count * r[name]) for name in ("queries", "searches", "successful"))
+    yield f"queries: {wrote} in {count} trajectories, of which {r['searched']:.0%} searched"
+    if ran:
+        each = f"{r['search_seconds']:.2g} s each, at most {r['slowest_search_seconds']:.2g} s"
+        held = f"; a gold answer for {r['gold_recall']:.0%}" if "gold_recall" in r else ""
+        yield f"searches: {good} of {ran} found something, {each}{held}"
+    equal = round(count // s.group_size * r["frac_reward_zero_std"])
+    yield f"groups: {equal} of {count // s.group_size} have equal rewards; mean {r['reward']:.2f}"
+    if "logprob_gap" in r:
+        yield f"log-probs: sampled and scored ones differ by {r['logprob_gap']:.1e}"
+    seconds = r["rollout_seconds"] + r["update_seconds"]
+    yield f"time: {seconds:.1f} s a step, {s.steps} steps {seconds * s.steps / 3600:.1f} hours"
+    if torch.cuda.is_available():
+        yield f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at its peak"
+    found = [f"alarm: {said}" for said in alarms([r], s, patience=1).values()]
+    yield from found or ["nothing found that would keep it from learning"]

@@ -1,0 +1,241 @@
+"""plumbing/alarms.py: what each alarm takes, what a healthy run looks like, and train.py --doctor;
+the numbers behind them from plumbing/score.py.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from conftest import flags, rows_of, settings_for
+from test_train import quick
+
+import train
+import view
+from data import Document, Question
+from errors import InputError
+from plumbing import build
+from plumbing.alarms import PATIENCE, SAID, alarms, shift, spikes
+from plumbing.page import VIEWER
+from plumbing.score import gold_recall, numbers_of, step_searches
+from prompts import PROTOCOLS
+from rewards import example
+from settings import Settings
+from trajectory import Search, Trajectory
+
+HEALTHY = {"frac_reward_zero_std": 0.5, "searched": 0.5, "searches": 1.0, "refused": 0.1}
+HEALTHY |= {"repeated": 0.1, "documents_seen": 0.1, "gold_recall": 0.6, "search_errors": 0.01}
+HEALTHY |= {"searching_seconds": 1.0, "rollout_seconds": 9.0, "cut_off": 0.1, "repetition": 0.01}
+HEALTHY |= {"malformed_tags": 0.05, "thinking_words": 80.0, "reward": 1.0, "reward/answer": 0.5}
+HEALTHY |= {"em": 0.3, "logprob_gap": 0.01, "k3": 0.02, "kl_old": 1e-3, "grad_norm": 0.5}
+NEVER = {"searched": 0.0, "searches": 0.0, "refused": 0.0, "repeated": 0.0}
+
+
+def healthy(steps: int, **changes) -> list[dict]:
+    """Records that go up and down by a tenth."""
+    rows = []
+    for step in range(steps):
+        factor = 1 + 0.1 * (-1) ** step
+        rows.append({"step": step} | {name: value * factor for name, value in HEALTHY.items()})
+        rows[-1] |= changes
+    return rows
+
+
+def raised(rows: list[dict], **settings) -> dict[int, list[str]]:
+    """step -> alarms, each written into its record as a run does."""
+    rows = [dict(row) for row in rows]
+    for end in range(1, len(rows) + 1):
+        if found := alarms(rows[:end], Settings(**settings)):
+            rows[end - 1]["alarms"] = found
+    return {row["step"]: list(row["alarms"]) for row in rows if "alarms" in row}
+
+
+def changed(**by) -> list[dict]:
+    """Ten steps as they were, then six in which these numbers are others, by a factor."""
+    rows = healthy(16)
+    return rows[:10] + [row | {name: row[name] * by[name] for name in by} for row in rows[10:]]
+
+
+LASTING = {
+    "equal_groups": {"frac_reward_zero_std": 1.0},
+    "no_search": NEVER,
+    "refused": NEVER | {"refused": 0.5},
+    "repeated": {"repeated": 0.3, "searches": 1.0},
+    "seen": {"documents_seen": 0.4},
+    "gold_recall": {"gold_recall": 0.1},
+    "retriever_down": {"search_errors": 0.1},
+    "retriever_slow": {"searching_seconds": 6.0, "rollout_seconds": 9.0},
+    "cut_off": {"cut_off": 0.6},
+    "repetition": {"repetition": 0.2},
+    "malformed_tags": {"malformed_tags": 0.6},
+    "logprob_gap": {"logprob_gap": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", LASTING)
+def test_three_steps_of_one_cause_raise_it_once_and_never_again(name):
+    rows = healthy(11)
+    # a single better step starts the count anew
+    for step in (0, 1, 3, 4, 5, 6, 8, 9, 10):
+        rows[step] |= LASTING[name]
+    assert raised(rows) == {5: [name]} and PATIENCE == 3
+
+
+def test_a_spike_is_raised_at_once_and_against_the_steps_before_it():
+    for name, value, alarm in (("grad_norm", 6.0, "grad_spike"), ("k3", 0.3, "kl_spike")):
+        rows = healthy(9)
+        rows[7][name] = value
+        assert raised(rows) == {7: [alarm]}
+    rows[7] |= {"k3": 0.02, "kl_old": 0.2}
+    assert raised(rows) == {7: ["kl_spike"]}
+    assert not spikes([{"k3": 1e-4}] * 6 + [{"k3": 0.05}], "k3", 0.1)  # tiny still
+    assert not spikes([{"grad_norm": 0.1}] * 4 + [{"grad_norm": 9.0}], "grad_norm")  # too early
+    # without rewards that differ there is no gradient: the usual size is 1
+    rows = [{"grad_norm": x} for x in (1, 0, 1, 0, 0, 0, 1, 0, 1, 1, 5)]
+    assert not spikes(rows, "grad_norm") and spikes([*rows[:-1], {"grad_norm": 11}], "grad_norm")
+
+
+def test_halves_of_the_last_ten_steps_are_compared_in_standard_errors():
+    rows = [{"em": x} for x in (9, 1, 3, 1, 3, 2, 4, 6, 4, 6, 5)]
+    # the last ten: means 2 and 5, variances 1 and 1, so 3 / sqrt(2 / 5)
+    assert shift(rows, "em") == pytest.approx((2.5, 4.7434), rel=1e-4)
+    assert shift(rows[:9], "em") == shift(rows, "f1") == (1.0, 0.0)
+
+
+def test_a_reward_that_rises_while_exact_match_falls_is_raised_where_answers_are_paid():
+    rows = changed(reward=2.0, em=0.5)
+    assert list(raised(rows).values()) == [["reward_hacked"]]
+    for row in rows:
+        del row["reward/answer"]  # stage 1 pays for searching
+    assert raised(rows) == raised(changed(reward=2.0)) == raised(changed(em=0.5)) == {}
+
+
+def test_thinking_that_grows_is_raised_unless_answers_are_better_for_it():
+    assert list(raised(changed(thinking_words=2.0)).values()) == [["length"]]
+    assert raised(changed(thinking_words=2.0, em=1.5)) == raised(changed(thinking_words=1.3)) == {}
+
+
+def test_every_alarm_is_provoked_here_and_a_healthy_run_raises_none():
+    others = {"kl_spike", "grad_spike", "reward_hacked", "length"}
+    assert set(LASTING) | others == set(SAID) and not set(LASTING) & others
+    assert raised(healthy(40)) == {}
+    # an earlier version's records, and those of a protocol that searches nothing
+    assert raised([{"step": n, "frac_reward_zero_std": 0, "searched": 1} for n in range(9)]) == {}
+
+
+def test_what_cannot_be_otherwise_is_no_alarm():
+    never, equal = healthy(4, **NEVER), healthy(4, **LASTING["equal_groups"])
+    for may_not in ({"retrieval": False}, {"max_searches": 0}, {"direct_tasks": "math"}):
+        assert raised(never) == {2: ["no_search"]} and raised(never, **may_not) == {}
+    assert raised(equal, algorithm="reinforce_pp") == {}  # has no groups
+    assert raised(healthy(4, skipped=1), algorithm="dapo") == {2: ["equal_groups"]}
+
+
+def test_the_numbers_of_what_was_written():
+    for text, ids, opened, words, repetition, malformed in (
+        ("", [], "", 0, False, False),
+        # with the two tags of thinking: queries and answers are none
+        ("<think> who </think> <search> Ana </search> <answer> elm </answer>", [], "", 3, 0, 0),
+        ("<think> a </think> <search> b", [5, 6] * 6, "", 5, True, True),  # in circles
+        ("a </think> <answer> b </answer>", [7, 7, 7], "", 2, False, True),  # no 4-gram
+        ("a </think> <answer> b </answer>", [], "<think>", 2, False, False),  # from the template
+        ("x", [*range(6), *range(6)], "", 1, False, False),  # said twice: 6 of 9 are new
+    ):
+        t = Trajectory(Question("q", "?", ["elm"]), PROTOCOLS["when_to_search"], opened=opened)
+        t.append_environment([1] * 30, "<search> x", "documents")  # counts in none of them
+        t.append_model(ids, [0.0] * len(ids), text)
+        told = numbers_of(t)
+        assert told["thinking_words"] == words and told["model_tokens"] == len(ids)
+        assert (told["repetition"], told["malformed_tags"]) == (repetition, malformed)
+
+
+def found(*passages: list[str], **question) -> Trajectory:
+    """A trajectory with a search for each list of texts."""
+    t = example("ur2", searches=0)
+    t.question = Question(**{"id": "q", "question": "?", "answers": ["New York"]} | question)
+    for seconds, texts in enumerate(passages, 1):
+        documents = [Document(text, "", text) for text in texts]
+        t.searches.append(Search("x", documents, "x", seconds=seconds))
+    return t
+
+
+def test_what_an_earlier_search_brought_is_known_and_time_is_told_per_process():
+    told = step_searches([found(["a", "b"], ["b", "c"]), found(["a"]), found()], processes=2)
+    assert told["documents_seen"] == 1 / 5  # the second b; the other trajectory has not read a
+    assert told["search_seconds"] == pytest.approx(4 / 3) and told["searching_seconds"] == 2
+    assert told["slowest_search_seconds"] == 2 and told["gold_recall"] == 0
+    assert step_searches([found()], 1)["documents_seen"] == 0
+
+
+def test_gold_recall_is_of_questions_and_by_whole_words():
+    york, no = found(["in the New-York!"], id="a"), found(["New Yorkers", "York New"], id="b")
+    assert gold_recall([york, no]) == {"gold_recall": 0.5}
+    assert gold_recall([york, found(["x"], id="a")]) == {"gold_recall": 1}  # one of its samples
+    computed, yes = found(["5"], answers=["5"], task="math"), found(["yes"], answers=["Yes"])
+    assert gold_recall([found(), computed, yes]) == {}
+
+
+def test_a_run_prints_and_keeps_its_alarm_and_a_resumed_one_knows_it(model, tmp_path, capsys):
+    more = "--max_turn_tokens 2 --save_every 3 --algorithm reinforce_pp"
+    folder = train.train(settings_for(model, tmp_path, f"{more} --steps 3"))
+    assert rows_of(folder)[2]["alarms"]["cut_off"] == SAID["cut_off"]
+    assert f"alarm: {SAID['cut_off']}" in capsys.readouterr().out
+    train.train(settings_for(model, tmp_path, f"{more} --steps 5 --resume"))
+    rows = rows_of(folder)
+    assert [n for n, row in enumerate(rows) if "cut_off" in row.get("alarms", ())] == [2]
+    assert len(rows) == 5 and "alarm: most" not in capsys.readouterr().out
+    view.main([str(folder), "--out", str(tmp_path / "page")])
+    assert SAID["cut_off"] in (tmp_path / "page" / "data" / "index.js").read_text()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's own list")
+def test_the_page_lists_alarms_by_their_place_among_all_steps():
+    rows = [{"step": 0}, {"step": 1, "alarms": {"a": "A", "b": "B"}}]
+    stages = [{"name": name, "metrics": rows} for name in ("stage1", "stage2")]
+    code = (VIEWER / "page.js").read_text().replace('"use strict";', "")
+    code = "globalThis.document = {getElementById: () => ({})};" + code
+    code += f"console.log(JSON.stringify(alarms({json.dumps(stages)})));"
+    told = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True).stdout
+    places = [(1, "stage1, step 1"), (3, "stage2, step 1")]
+    assert json.loads(told) == [[*place, said] for place in places for said in "AB"]
+
+
+def files_of(folder) -> dict:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("more", ["", "--resume"])
+def test_the_doctor_says_what_it_saw_and_leaves_a_run_as_it_was(more, model, tmp_path, capsys):
+    train.train(settings_for(model, tmp_path, "--steps 2"))
+    before = files_of(tmp_path)
+    capsys.readouterr()
+    train.main(flags(model, tmp_path, f"--doctor --steps 50 --questions_per_step 6 {more}"))
+    told = capsys.readouterr().out
+    assert files_of(tmp_path) == before and "settings.json" not in told
+    pattern = r"(?s)prompts: \d+ to \d+ tokens; trajectories at most \d+ of \d+ .*queries: .*"
+    pattern += r"found something, .*groups: \d of 6 .*log-probs: .*time: .* a step, 50 steps "
+    assert re.search(pattern, told) and "doctor=True (was" not in told
+    last = told.splitlines()[-1]
+    assert last.startswith("alarm: ") or last == "nothing found that would keep it from learning"
+
+
+def test_the_doctor_names_each_fault_after_one_step(model, tmp_path, capsys, monkeypatch):
+    def down(requests):
+        raise ConnectionError("refused")
+
+    monkeypatch.setattr(build, "build_search", lambda *_: down)
+    more = "--doctor --algorithm grpo --questions_per_step 6 --temperature 0.01"
+    train.main(flags(model, tmp_path, more))
+    told = capsys.readouterr().out
+    assert f"alarm: {SAID['retriever_down']}" in told and f"alarm: {SAID['equal_groups']}" in told
+    assert "nothing found" not in told
+
+
+def test_a_loss_that_is_not_finite_is_one_line_of_the_doctor_and_no_file(
+    model, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(train, "update", lambda *_: {"loss": float("nan"), "grad_norm": 0.0})
+    with pytest.raises(InputError, match=r"step 0: loss nan; stopped.*not applied\. its questions"):
+        train.main(flags(model, tmp_path, "--doctor"))
+    assert not list(tmp_path.iterdir())
