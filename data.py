@@ -286,12 +286,29 @@ def show(path: Path, skip_bad: bool) -> None:
             print(f"  {name:10} {textwrap.shorten(shown, 300, placeholder=' ...')}")
 
 
+EXAMPLE = """\
+{"id": "1", "question": "Where was Ana Bell born?", "answers": ["Kelmouth", "Port Kelmouth"]}
+{"id": "2", "question": "What does she draw?", "task": "choice", "answers": ["A"], \
+"options": ["maps", "ships", "birds"]}
+{"id": "3", "question": "In which country was she born?", "answers": ["Norland"], \
+"references": [{"id": "a", "title": "Ana Bell", "text": "Ana Bell was born in Kelmouth."}, \
+{"id": "b", "title": "Varen", "text": "Varen is known for its bells."}, \
+{"id": "c", "title": "Kelmouth", "text": "Kelmouth is a town in Norland."}], "supporting": [1, 3]}
+{"id": "a", "title": "Ana Bell", "text": "Ana Bell was born in Kelmouth."}
+{"id": "c", "title": "Kelmouth", "text": "Kelmouth is a town in Norland."}
+"""  # our own layout: three questions and two passages
+
+
 def main() -> None:
     parser = FlagParser(description="Say what a file holds; without one, the layouts.")
     names = "questions, passages or a folder of texts; several files with commas between them"
     parser.add_argument("file", nargs="?", help=names)
     parser.add_argument("--skip_bad", action="store_true", help="count malformed records and go on")
+    parser.add_argument("--example", action="store_true", help="print our own layout, filled in")
     args = parser.parse_args()
+    if args.example:
+        print("--data: the first three lines; --corpus: the last two", file=sys.stderr)
+        return print(EXAMPLE, end="")
     if args.file is None:
         for name, layout in (LAYOUTS | CORPUS_LAYOUTS).items():
             print(f"{name:13} {layout.fields.replace('!', '')}")

@@ -135,7 +135,8 @@ def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
     surrogate = min(ratio * advantage, clipped * advantage)
     gap, kl = 0.0 if ref is None else ref - new, 0.0
     if settings["kl_coef"] and settings["kl_estimator"] != "k1":  # k1 is in the reward
-        kl = gap**2 / 2 if settings["kl_estimator"] == "k2" else math.exp(gap) - gap - 1
+        k2 = ratio * gap**2 / 2  # weighed, as in kl.k2_off_policy
+        kl = k2 if settings["kl_estimator"] == "k2" else math.exp(gap) - gap - 1
     loss = weight * (settings["kl_coef"] * kl - surrogate)
     told = {"sampled": sampled, "old": old, "new": new, "ratio": ratio, "advantage": advantage}
     return told | {"weight": weight, "loss": loss}

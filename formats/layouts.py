@@ -113,7 +113,7 @@ def letter_of(gold: object, options: Sequence[str], name: str) -> str:
 
 # ------------------------------------------------------------------------ layouts of question files
 def from_own(record: dict, number: int) -> dict:
-    """The fields of `data.Question`; only id, question and answers must be there."""
+    """The fields of `data.Question`; only question and answers must be there."""
     task = field(record, "task", str, "qa")
     if task not in TASKS:
         raise wrong("task", f"{short(task)} is none of {', '.join(TASKS)}")
@@ -123,7 +123,7 @@ def from_own(record: dict, number: int) -> dict:
     supporting = field(record, "supporting", list, [])
     if not all(number in range(1, len(references) + 1) for number in supporting):
         raise wrong("supporting", f"expected numbers from 1 to {len(references)}, the references")
-    fields = asked(record, "answers", options if chosen else None)
+    fields = asked(record, "answers", options if chosen else None, number)
     fields |= {"task": task, "may_search": field(record, "may_search", bool, True)}
     return fields | {"options": options, "references": references, "supporting": supporting}
 
@@ -131,7 +131,7 @@ def from_own(record: dict, number: int) -> dict:
 def from_flashrag(record: dict, number: int) -> dict:
     """With `choices` the golden answers are numbers from 0; ours are letters."""
     options = items(record, "choices") if record.get("choices") else None
-    return asked(record, "golden_answers", options)
+    return asked(record, "golden_answers", options, number)
 
 
 def from_rollouts(record: dict, number: int) -> dict:

@@ -24,6 +24,10 @@ PASSAGE_COLUMNS = ("id", "passage")  # of tab-separated lines without a header
 QUESTION_COLUMNS = ("question", "answer")
 COLUMNS = dict.fromkeys(("_id", "idx", "docid", "doc_id", "pid"), "id")  # what a header may say
 COLUMNS |= {"answers": "answer", "golden_answers": "answer"}
+FROM_CSV = (  # standard input -> standard output; Excel begins a file with a byte-order mark
+    'import csv, json; rows = csv.DictReader(open(0, encoding="utf-8-sig", newline=""));'
+    " [print(json.dumps(row)) for row in rows]"
+)
 
 
 def open_error(path: Path, error: OSError) -> InputError:
@@ -79,6 +83,9 @@ def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[in
     parquet = first.startswith(b"PAR1")
     if columns and not parquet and is_tsv(path):
         yield from tsv_records(path, columns)
+    elif path.name.lower().endswith(".csv") and not first.startswith((b"{", b"[")):
+        line = f"python -c '{FROM_CSV}' < {path} > {path.with_suffix('.jsonl')}"
+        raise InputError(f"{path}: a CSV file is not read: convert it: {line}")
     elif parquet or first.startswith(b"[") or first == b"{":  # "{": a record over several lines
         for number, record in enumerate(read_parquet(path) if parquet else read_json(path), 1):
             yield number, f"record {number}", as_record(record)

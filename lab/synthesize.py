@@ -1,4 +1,5 @@
-"""Multiple-choice questions of a language model, checked and sorted by difficulty (UR² C.5).
+"""Multiple-choice questions of a language model, checked and sorted by difficulty (UR² C.5); or
+open ones on the passages of a corpus, whose answer stands in its passage alone.
 
     questions of --data -> 5 examples -> 10 drafts -> each made harder -> votes? -> difficulty
           ^                                                                             |
@@ -12,9 +13,10 @@
                  0.2 it is dropped: its answer is as likely wrong as it is hard
 
     python -m lab.synthesize --llm URL#model --verifier URL#other --data FILE --out FILE --count 500
+    python -m lab.synthesize --llm URL#model --corpus FOLDER --out FILE --count 500
 
 Models are greedy here: each vote has the options in another order, or all three would be one. The
-same command goes on with the number still missing. Left out: checking facts against a corpus.
+same command goes on with the number still missing. Left out: questions on several passages.
 """
 
 import random
@@ -28,12 +30,13 @@ from typing import ClassVar
 from tqdm import tqdm
 
 from curriculum import bucket
-from data import Question, load_questions
+from data import Document, Question, load_corpus, load_questions
 from errors import InputError, run_main, setting
 from formats.records import append_jsonl, finished_records
 from lab import interruptible, parse_flags
-from metrics import choice_letter, normalize_answer
+from metrics import choice_letter, exact_match, normalize_answer
 from other_models.llm import load_llm
+from other_models.reader import reader_answers
 from policy import best_device
 from prompts import question_text
 
@@ -57,15 +60,24 @@ HARDEN = (
 )
 ANSWER = "Answer the question. Reply with this one line only: The correct answer is: LETTER"
 
+ABOUT = (
+    "You write questions for a quiz. Write one on the passage below. Name whom or what it is about:"
+    ' who is asked does not see the passage. Keep to two lines: "Question: ..." and "Answer: " with'
+    " a few words as they stand in the passage."
+)
+
 
 @dataclass(frozen=True)
 class SynthesizeSettings:
     """Questions written by a language model."""
 
     llm: str = setting("", "writes: http://host:port/v1#model, or a HF model", needed=True)
-    verifier: str = setting("", "votes; by itself --llm, though it should be another")
+    verifier: str = setting(
+        "", "votes, or reads the passage; by itself --llm, though it should be another"
+    )
     answerer: str = setting("", "sets the difficulty; by itself --llm")
-    data: str = setting("", "multiple-choice questions to write after", needed=True)
+    data: str = setting("", "multiple-choice questions to write after")
+    corpus: str = setting("", "in place of --data: passages to ask about, a file or a folder")
     out: str = setting("", "JSONL to append to", needed=True)
     count: int = setting(100, "questions the file shall hold", least=1)
     k: int = setting(20, "answers that set the difficulty", least=1)
@@ -164,11 +176,11 @@ def drafts_in(reply: str | None) -> list[str | None]:
     return [part for part in parts if part.startswith("Question:")][:DRAFTS] or [reply]
 
 
-def in_form(texts: dict[str, str | None], asked: set[str], result: Counter) -> Questions:
+def in_form(texts: dict, asked: set[str], result: Counter, parse=parse_draft) -> Questions:
     """The drafts (id -> text) that keep the form and ask something new; the rest is counted."""
     drafts, seen = [], set(asked)
     for name, text in texts.items():
-        draft = parse_draft(text, seen)
+        draft = parse(text, seen)
         if isinstance(draft, str):
             result[draft] += 1
             continue
@@ -181,27 +193,31 @@ def synthesize(given: Questions, llm, verifier, answerer, settings: SynthesizeSe
     """Fills --out. Counts "made", "requests", each reason to drop one, "unreadable" answers."""
     path, result = Path(settings.out), Counter(made=0, requests=0)
     made, first = earlier(path, settings.seed)
-    asked = {normalize_answer(question.question) for question in [*given, *made]}
-    last = first + settings.count
+    asked = {normalize_answer(q.question) for q in [*([] if settings.corpus else given), *made]}
+    last = len(given) if settings.corpus else first + settings.count
     with tqdm(total=settings.count, initial=min(len(made), settings.count), desc="made") as bar:
         for start in range(first, last, AT_ONCE):
             if len(made) >= settings.count:
                 break
-            hard = [question for question in made if question.level == "hard"]
             numbers = range(start, min(start + AT_ONCE, last))
-            examples = [pick_examples(given, hard, settings.seed, number) for number in numbers]
-            requests = [(WRITE, "\n\n".join(map(shown, some))) for some in examples]
-            texts = {}
-            for number, reply in zip(numbers, llm.ask(requests), strict=True):
-                for i, text in enumerate(drafts_in(reply), number * DRAFTS):
-                    texts[f"synthetic-{settings.seed}-{i}"] = text
-            drafts = in_form(texts, asked, result)
-            harder = llm.ask([(HARDEN, shown(draft)) for draft in drafts])
-            texts = {draft.id: text for draft, text in zip(drafts, harder, strict=True)}
-            drafts = in_form(texts, asked, result)
-            # What fails the votes would fail again.
-            asked |= {normalize_answer(draft.question) for draft in drafts}
-            fresh = check_drafts(drafts, verifier, answerer, result, settings)
+            if settings.corpus:
+                ids = {f"synthetic-{settings.seed}-{n * DRAFTS}": given[n] for n in numbers}
+                fresh = ask_about(ids, llm, verifier, asked, result)
+            else:
+                hard = [question for question in made if question.level == "hard"]
+                examples = [pick_examples(given, hard, settings.seed, number) for number in numbers]
+                requests = [(WRITE, "\n\n".join(map(shown, some))) for some in examples]
+                texts = {}
+                for number, reply in zip(numbers, llm.ask(requests), strict=True):
+                    for i, text in enumerate(drafts_in(reply), number * DRAFTS):
+                        texts[f"synthetic-{settings.seed}-{i}"] = text
+                drafts = in_form(texts, asked, result)
+                harder = llm.ask([(HARDEN, shown(draft)) for draft in drafts])
+                texts = {draft.id: text for draft, text in zip(drafts, harder, strict=True)}
+                drafts = in_form(texts, asked, result)
+                # What fails the votes would fail again.
+                asked |= {normalize_answer(draft.question) for draft in drafts}
+                fresh = check_drafts(drafts, verifier, answerer, result, settings)
             del fresh[settings.count - len(made) :]
             append_jsonl(path, map(asdict, fresh))
             made += fresh
@@ -227,6 +243,35 @@ def check_drafts(
     return kept
 
 
+def question_about(given: tuple[Document, str | None], asked: Container = ()) -> Question | str:
+    """Of a passage and the reply on it, or why it is dropped. `asked`: normalised texts."""
+    passage, reply = given
+    match = re.fullmatch(r"Question: *([^\n]+)\n+Answer: *([^\n]+)", (reply or "").strip())
+    if not match:
+        return "another form"
+    question, answer = match.groups()
+    if normalize_answer(question) in asked:
+        return "asked before"
+    texts = [f" {normalize_answer(text)} " for text in (answer, passage.text, question)]
+    if texts[0] not in texts[1] or texts[0] in texts[2]:
+        return "not in the passage alone"
+    return Question("", question, [answer], references=(passage,), supporting=(1,))
+
+
+def ask_about(passages: dict, llm, verifier, asked: set[str], result: Counter) -> Questions:
+    """Questions on these passages, by id, that the verifier answers alike when it reads them."""
+    replies = llm.ask(
+        [(ABOUT, f"{passage.title}\n{passage.text}") for passage in passages.values()]
+    )
+    texts = dict(zip(passages, zip(passages.values(), replies, strict=True), strict=True))
+    drafts = in_form(texts, asked, result, question_about)
+    asked.update(normalize_answer(draft.question) for draft in drafts)
+    read = reader_answers(verifier, [(draft, draft.references[0].text) for draft in drafts])
+    good = [q for q, its in zip(drafts, read, strict=True) if exact_match(its, q.answers)]
+    result["read otherwise"] += len(drafts) - len(good)
+    return good
+
+
 def examples_among(given: Questions) -> Questions:
     """The multiple-choice questions with one readable answer: only they can be examples."""
     single = [q for q in given if q.task == "choice" and len(q.answers) == 1]
@@ -248,7 +293,15 @@ def earlier(path: Path, seed: int) -> tuple[Questions, int]:
 
 def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.synthesize", SynthesizeSettings, arguments)
-    given = examples_among(load_questions(settings.data, seed=settings.seed))
+    if bool(settings.data) == bool(settings.corpus):
+        raise InputError("--data, questions to write after, or --corpus, passages to ask about")
+    if settings.corpus and (settings.answerer or settings.k != SynthesizeSettings.k):
+        raise InputError("--corpus: no difficulty is measured: leave out --answerer and --k")
+    if settings.corpus:
+        given = load_corpus(settings.corpus)
+        random.Random(settings.seed).shuffle(given)
+    else:
+        given = examples_among(load_questions(settings.data, seed=settings.seed))
     out = Path(settings.out)
     earlier(out, settings.seed)  # a file to go on with? asked before a model is loaded
     how = {"max_tokens": settings.max_tokens, "device": best_device()}
@@ -257,7 +310,7 @@ def main(arguments: list[str] | None = None) -> None:
         specs = settings.verifier, settings.answerer
         others = [load_llm(spec, settings, **how) if spec else llm for spec in specs]
         result = synthesize(given, llm, *others, settings)
-    levels = Counter(question.level for question in earlier(out, settings.seed)[0])
+    levels = Counter(question.level or question.task for question in earlier(out, settings.seed)[0])
     there = f"{out}: {levels.total()} of {settings.count} questions"
     for what, counts in ((there, levels), ("this run", result)):
         print(f"{what}: {', '.join(f'{name} {n}' for name, n in counts.items()) or 'none'}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import data
 from data import (
     Document,
     Question,
@@ -22,6 +23,7 @@ from data import (
 from errors import InputError
 from formats.layouts import ATTEMPT_LAYOUTS, CORPUS_LAYOUTS, ID_FIELDS, LAYOUTS, detect
 from formats.records import append_jsonl, finished_records
+from retriever import gold_passages
 from tests.conftest import message
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -340,6 +342,43 @@ def test_blank_lines_a_byte_order_mark_and_line_separators_inside_a_text_do_no_h
     assert [q.question for q in found] == ["Who?", "a\u2028b"]
 
 
+def test_the_example_that_is_printed_loads(write, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["data.py", "--example"])
+    data.main()
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert len(lines) == 5 and "first three lines" in printed.err
+    several, chosen, referring = load_questions(write(*lines[:3]))
+    assert len(several.answers) == 2
+    assert chosen.task == "choice" and chosen.options[0] == "maps" and chosen.answers == ["A"]
+    assert [d.title for d in gold_passages(referring)] == ["Ana Bell", "Kelmouth"]
+    documents = load_corpus(write(*lines[3:], name="corpus.jsonl"))
+    assert [d.id for d in documents] == ["a", "c"]
+    for line in lines:  # each alone
+        (load_questions if "question" in line else load_corpus)(write(line))
+
+
+@pytest.mark.parametrize("answer", ["answer", "answers", "golden_answers"])
+def test_lists_of_answers_and_records_without_an_id_are_read(write, answer):
+    records = [{"question": f"Who is {n}?", answer: ["Ana", "Ana Bell"]} for n in (1, 2)]
+    for path in (write(*records), write(json.dumps(records), name="list.json")):
+        questions = load_questions(path)
+        assert [q.id for q in questions] == ["1", "2"]  # their places in the file
+        assert questions[1].answers == ["Ana", "Ana Bell"]
+
+
+def test_a_csv_file_is_refused_with_a_line_that_converts_it(write, tmp_path):
+    csv = write("\ufeffquestion,answer", '"Who, then?",Ana', name="q.csv")
+    said = message(load_questions, csv)
+    assert "q.csv: a CSV file is not read: convert it: python -c " in said
+    assert "a CSV file" in message(load_corpus, write("id,text", "1,x", name="c.csv"))
+    command = said.partition("convert it: python ")[2]
+    subprocess.run(f"{sys.executable} {command}", shell=True, check=True)
+    (question,) = load_questions(tmp_path / "q.jsonl")
+    assert (question.question, question.answers) == ("Who, then?", ["Ana"])
+    assert load_questions(write(PLAIN, name="lines.csv"))  # the name alone refuses nothing
+
+
 # ------------------------------------------------------------------------------------ bad questions
 
 Q2 = {**OWN, "id": "q2"}
@@ -426,12 +465,15 @@ RICH_FLASHRAG = {**FLASHRAG, "choices": ["red", "green"], "golden_answers": [1],
 FIELDS = {
     "own": (
         {**RICH_OWN, "level": "l", "may_search": True},
-        {"id": ID, "task": OPTIONAL, "supporting": f"{OPTIONAL} [] [1]", **SOURCE}
+        {"id": ID_OR_LINE, "task": OPTIONAL, "supporting": f"{OPTIONAL} [] [1]", **SOURCE}
         | {"may_search": f"{OPTIONAL} true", "answers": "[1]"},
     ),
     "r1_searcher": ({**R1, "source": "rag"}, {"idx": ID_OR_LINE, "source": OPTIONAL}),
     "ur2": ({**UR2, "subject": "x"}, {"idx": ID_OR_LINE, "subject": IGNORED, **SOURCE}),
-    "flashrag": (RICH_FLASHRAG, {"id": ID, "golden_answers": "[1]", "metadata": IGNORED}),
+    "flashrag": (
+        RICH_FLASHRAG,
+        {"id": ID_OR_LINE, "golden_answers": "[1]", "metadata": IGNORED},
+    ),
     "hotpotqa": (HOTPOT, {"_id": ID, **FACTS}),
     "2wiki": ({**HUB, "evidences": []}, {"id": ID, **FACTS, "evidences": IGNORED}),
     "musique": (

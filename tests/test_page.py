@@ -228,8 +228,8 @@ def test_keys_change_step_token_colour_and_theme(shown):
 def test_the_formula_of_a_token_has_its_numbers(shown):
     shown.run("choose(0, 0), pick(2)")
     told = shown.run("document.getElementById('token').textContent")
-    # r = e^(−1.3 + 1) = 0.74082; A = 2; k2 = (−1.1 + 1.3)² / 2 = 0.02, times 0.1
-    for part in ("= 0.74082", "A = +2 = 1.4816", "0.1 · k2 = 0.002", "= -0.014796"):
+    # r = e^(−1.3 + 1) = 0.74082; A = 2; r · k2 = r (−1.1 + 1.3)² / 2 = 0.0148164, times 0.1
+    for part in ("= 0.74082", "A = +2 = 1.4816", "0.1 · r · k2 = 0.0014816", "= -0.014802"):
         assert part in told, told
     shown.run("choose(1, 3), pick(2)")
     assert "not trained on" in shown.run("document.getElementById('token').textContent")

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from conftest import chat_server, message
 
-from data import Question, load_questions
+from data import Document, Question, load_questions
 from errors import InputError
 from formats.records import append_jsonl
 from lab import synthesize as module
 from lab.synthesize import (
+    ABOUT,
     ANSWER,
     DRAFTS,
     HARDEN,
@@ -22,6 +23,7 @@ from lab.synthesize import (
     grade_drafts,
     parse_draft,
     pick_examples,
+    question_about,
     reordered,
     shown,
     synthesize,
@@ -339,7 +341,74 @@ def test_a_file_of_other_questions_is_not_appended_to(make, tmp_path):
     assert "holds other questions" in message(make, Model(), 2)
 
 
+# ------------------------------------------------------------------------------ about passages
+PASSAGE = Document("p", "Ana Bell", "Ana Bell was born in Kelmouth. She draws maps.")
+
+
+def test_a_question_on_a_passage_brings_it_as_its_gold_reference():
+    reply = "\nQuestion: Where was Ana Bell born?\nAnswer: the Kelmouth.\n"
+    question = question_about((PASSAGE, reply))
+    assert (question.question, question.answers) == ("Where was Ana Bell born?", ["the Kelmouth."])
+    assert question.references == (PASSAGE,) and question.supporting == (1,)
+
+
+@pytest.mark.parametrize(
+    "reply, reason",
+    [
+        (None, "another form"),
+        ("Where was she born? Kelmouth", "another form"),
+        ("Question: Who?\nAnswer: Ana\nAnswer: Bell", "another form"),
+        ("Question: Where does Ana live?\nAnswer: Norland", "not in the passage alone"),
+        ("Question: Where does Ana live?\nAnswer: Kel", "not in the passage alone"),  # half a word
+        ("Question: Who lives in Kelmouth?\nAnswer: Kelmouth", "not in the passage alone"),
+        ("Question: Where does Ana live?\nAnswer: ...", "not in the passage alone"),
+        ("Question: Who is it?\nAnswer: Ana Bell", "asked before"),
+    ],
+)
+def test_a_question_that_its_passage_does_not_answer_is_dropped(reply, reason):
+    assert question_about((PASSAGE, reply), {"who is it"}) == reason
+
+
 # ------------------------------------------------------------------------------- the real interface
+
+
+def on_towns(instruction, text):
+    """Asks for the town of each passage, and reads it; the fourth passage it misreads."""
+    name, town = text.split()[0], text.partition(" in ")[2].split(".")[0]
+    if instruction == ABOUT:
+        return f"Question: In which town does {name} live?\nAnswer: {town}"
+    return "nowhere" if "D" in text.split()[0] else town
+
+
+def test_a_folder_of_documents_becomes_questions_and_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for name in "ABCDEF":
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"{name}na lives in {name}town. It rains.")
+    with chat_server(on_towns) as server:
+        flags = ["--llm", server, "--corpus", "texts", "--out", "out.jsonl", "--count"]
+        module.main([*flags, "2"])
+        assert "out.jsonl: 2 of 2 questions: qa 2" in capsys.readouterr().out
+        module.main([*flags, "9"])
+        assert "read otherwise 1" in capsys.readouterr().out
+    questions = load_questions("out.jsonl")
+    assert sorted(question.answers[0] for question in questions) == [f"{c}town" for c in "ABCEF"]
+    assert all(
+        question.references[0].text.startswith(question.answers[0][0]) for question in questions
+    )
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        (["--corpus", "texts"], "--data, questions to write after, or --corpus"),
+        (["--data", "", "--corpus", "t", "--k", "3"], "leave out --answerer and --k"),
+        (["--data", "", "--corpus", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--data", ""], "--data, questions to write after, or --corpus"),
+    ],
+)
+def test_passages_or_examples_are_given_and_not_both(flags, change, expected):
+    assert expected in message(module.main, [*flags, *change])
 
 
 @pytest.fixture

@@ -108,6 +108,7 @@ def trained(model, tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(build, "set_threads", lambda: None)
     more = "--steps 2 --groups_kept -1 --algorithm grpo --kl_coef 0.1 --kl_estimator k2 --lr 1e-2"
+    more += " --trajectories_per_update 2"
     settings = settings_for(model, tmp_path_factory.mktemp("t"), more)
     yield train.train(settings)
     patch.undo()
@@ -154,10 +155,12 @@ def test_the_loss_of_a_token_by_hand():
     assert view.loss_of(one(), 2, CLIP)["loss"] == pytest.approx(-0.0148164, rel=1e-5)
     assert view.loss_of(one(advantages=-2.0), 2, CLIP)["loss"] == pytest.approx(0.016)
     assert view.loss_of(one(), 1, CLIP) is None  # the environment's
-    # k2 = gap² / 2 = 0.02 of gap 0.2; k3 = e^0.2 − 0.2 − 1 = 0.0214
+    # r · k2 = 1.10517 gap² / 2 = 0.0221 of gap 0.2; k3 = e^0.2 − 0.2 − 1 = 0.0214
     held = CLIP | {"kl_coef": 0.5}
     record = one(ref=[-0.3, 0.0, -1.0])
-    assert view.loss_of(record, 0, held)["loss"] == pytest.approx(0.01 * (0.01 - 2.21034), rel=1e-4)
+    assert view.loss_of(record, 0, held)["loss"] == pytest.approx(
+        0.01 * (0.0110517 - 2.21034), rel=1e-6
+    )
     third = held | {"kl_estimator": "k3"}
     assert view.loss_of(record, 0, third)["loss"] == pytest.approx(
         0.01 * (0.0107 - 2.21034), rel=1e-4

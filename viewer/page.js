@@ -275,7 +275,7 @@ function lossOf(record, n, s) {
   const clipped = Math.min(Math.max(ratio, 1 - s.clip_low), 1 + s.clip_high);
   const surrogate = Math.min(ratio * advantage, clipped * advantage);
   const gap = ref === null ? 0 : ref - now;
-  const kl = { k1: -gap, k2: 0.5 * gap * gap, k3: Math.exp(gap) - gap - 1 }[s.kl_estimator] ?? 0;
+  const kl = { k1: -gap, k2: ratio * 0.5 * gap * gap, k3: Math.exp(gap) - gap - 1 }[s.kl_estimator] ?? 0;
   const inLoss = s.kl_coef && s.kl_estimator !== "k1" && ref !== null ? s.kl_coef * kl : 0; // k1 is in the reward
   return { old, now, ratio, clipped, advantage, weight, surrogate, kl: inLoss, loss: weight * (inLoss - surrogate) };
 }
@@ -292,7 +292,7 @@ function showToken() {
     `ratio r = exp(new − old) = exp(${number(its.now, 5)} − ${number(its.old, 5)}) = ${number(its.ratio, 5)}`,
     `clipped to [${number(1 - s.clip_low)}, ${number(1 + s.clip_high)}] = ${number(its.clipped, 5)}`,
     `min(r·A, clip(r)·A) with A = ${signed(its.advantage)} = ${number(its.surrogate, 5)}`,
-    ...(its.kl ? [`KL ${s.kl_coef} · ${s.kl_estimator} = ${number(its.kl, 5)}`] : []),
+    ...(its.kl ? [`KL ${s.kl_coef} · ${s.kl_estimator === "k2" ? "r · k2" : s.kl_estimator} = ${number(its.kl, 5)}`] : []),
     `loss: weight · (${its.kl ? "KL " : ""}− min) = ${number(its.weight, 4)} · ${number(its.kl - its.surrogate, 5)} = ${number(its.loss, 5)}`,
   ];
   fill($("token"), head, ...lines.map((line) => el("div", {}, el("code", {}, line))));
