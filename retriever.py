@@ -173,7 +173,8 @@ def top(scores: Array, k: int) -> Array:
     if k <= 0:
         return np.zeros(0, int)
     # Trap: with most of 100,000 scores 0, np.partition(scores, -k) takes 13 ms; this end takes 1.
-    threshold = -np.partition(-scores, k - 1)[k - 1]
+    best_first = np.partition(-scores, k - 1)
+    threshold = -best_first[k - 1]
     # `argpartition` would keep any of those that tie at the threshold; here the first fill up.
     above = np.flatnonzero(scores > threshold)
     ties = np.flatnonzero(scores == threshold)[: k - len(above)]

@@ -714,8 +714,8 @@ def check_reward(settings) -> None:
 
 
 def own_reward(name: str) -> Callable:
-    """ "FILE.py:FUNCTION": a function of a Trajectory that returns named numbers; the reward is
-    their sum. Every trajectory has the same names.
+    """The function of FILE.py:FUNCTION: of a Trajectory, it returns named numbers, whose sum is the
+    reward. Every trajectory has the same names.
     """
     file, _, function = name.rpartition(":")
     try:
@@ -732,11 +732,9 @@ def own_reward(name: str) -> Callable:
             terms = reward(t)
         except Exception as error:
             raise InputError(f"{where}: {located(error, file)}") from None
-        values = terms.values() if isinstance(terms, dict) and terms else ["none"]
-        if not all(isinstance(value, int | float) and isfinite(value) for value in values):
-            why = "return named numbers, such as {'answer': 1.0}"
-            raise InputError(f"{where}: {terms!r} is no reward: {why}")
-        names[:] = names or terms
+        check_terms(terms, where)
+        if not names:
+            names.extend(terms)
         if set(names) != set(terms):
             told = f"{', '.join(terms)}, and before {', '.join(names)}"
             raise InputError(f"{where}: its terms are {told}: return all of them, 0 for none")
@@ -745,11 +743,23 @@ def own_reward(name: str) -> Callable:
     return paid
 
 
+def check_terms(terms: object, where: str) -> None:
+    why = f"{where}: {terms!r} is no reward: return named numbers, such as {{'answer': 1.0}}"
+    if not isinstance(terms, dict) or not terms:
+        raise InputError(why)
+    for value in terms.values():
+        if not isinstance(value, int | float) or not isfinite(value):
+            raise InputError(why)
+
+
 def located(error: Exception, file: str) -> str:
-    """ "line 3: KeyError: 'x'", where the user's own file has it."""
-    frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-    line = getattr(error, "lineno", None) or (frames[-1] if frames else None)
-    return f"{f'line {line}: ' if line else ''}{type(error).__name__}: {error}"
+    """A line of the user's own file, and what is wrong: "line 3: KeyError: 'x'"."""
+    line = getattr(error, "lineno", None)  # of a SyntaxError
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == file:
+            line = frame.lineno
+    told = f"{type(error).__name__}: {error}"
+    return f"line {line}: {told}" if line else told
 
 
 def check_questions(questions: list[Question], settings) -> list[Question]:

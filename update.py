@@ -105,7 +105,8 @@ def update(parts: Parts, batch: Batch) -> Record:
     def loss_of(micro: Batch, rows: torch.Tensor):
         logprobs = parts.model(micro.tokens, settings.temperature, micro.response_mask)  # [b, t]
         micro.logprobs = logprobs.detach()
-        batch.logprobs[rows, : logprobs.shape[1]] = micro.logprobs.cpu()
+        length = logprobs.shape[1]
+        batch.logprobs[rows, :length] = micro.logprobs.cpu()
         if micro.old_logprobs is None:  # π_old is π: nothing has moved since the rollout
             micro.old_logprobs = micro.logprobs
         loss, stats = algorithm.compute_loss(logprobs, micro, settings)  # [b, t]
@@ -115,7 +116,8 @@ def update(parts: Parts, batch: Batch) -> Record:
         stats["entropy"] = -micro.logprobs  # Monte-Carlo estimate
         if micro.sampled_logprobs is not None:  # how far is sampling from scoring?
             gap = (micro.logprobs - micro.sampled_logprobs).abs() * micro.response_mask
-            stats["logprob_gap"], record["logprob_gap_max"] = gap, gap.max().item()
+            stats["logprob_gap"] = gap
+            record["logprob_gap_max"] = gap.max().item()
         for name, value in stats.items():  # sums over the update: its weights make them means
             record[name] = (micro.token_weights * value).sum().item()
         return (micro.token_weights * loss).sum(), record

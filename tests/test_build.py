@@ -92,25 +92,36 @@ def test_held_out_questions_are_drawn_with_the_seed_and_not_trained_on():
     assert not any(q.may_search or not q.id.startswith("dev/") for q in held_out)
 
 
+TAGGED = "Be brief: <|begin_of_query|> ask, \\boxed{} answer."  # the tags must be in it
+
+
 def test_a_prompt_file_replaces_the_instruction_and_nothing_else(tmp_path):
-    (tmp_path / "p.txt").write_text("  Be brief.\n")
+    (tmp_path / "p.txt").write_text(f"  {TAGGED}\n")
     ours = build.build_protocol(Settings(prompt_file=str(tmp_path / "p.txt")))
-    assert ours == dataclasses.replace(PROTOCOLS["ur2"], instruction="Be brief.")
+    assert ours == dataclasses.replace(PROTOCOLS["ur2"], instruction=TAGGED)
 
 
 def test_a_prompt_file_may_be_another_models(tmp_path, monkeypatch):
-    (tmp_path / "p.txt").write_text("Be brief.")
+    (tmp_path / "p.txt").write_text(TAGGED)
     names = ("policy", "judge", "reader", "summarizer")
     files = ",".join(f"{name}={tmp_path}/p.txt" for name in names)
     settings = Settings(prompt_file=files, judge="m", reader="m", summarizer="m", retriever="empty")
     llm = SimpleNamespace()
     monkeypatch.setattr(score, "load_llm", lambda *_, **__: llm)
     build.instructions(settings, strict=True)
-    assert build.build_protocol(settings).instruction == "Be brief."
+    assert build.build_protocol(settings).instruction == TAGGED
     for ask in (score.build_judge, score.build_reader, lambda its: build.build_search(its, [])):
         llm.instruction = ""
         ask(settings)
-        assert llm.instruction == "Be brief."
+        assert llm.instruction == TAGGED
+
+
+def test_a_prompt_file_without_the_tags_that_are_read_is_one_line(tmp_path):
+    (tmp_path / "p.txt").write_text("Be brief: \\boxed{} answer.")
+    settings = Settings(prompt_file=str(tmp_path / "p.txt"))
+    said = message(build.build_protocol, settings)
+    assert "protocol ur2 is read by its tags: say in it how <|begin_of_query|> is written" in said
+    build.build_protocol(dataclasses.replace(settings, retrieval=False))  # it may not search
 
 
 @pytest.mark.parametrize(

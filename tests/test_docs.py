@@ -18,6 +18,7 @@ from pkgutil import resolve_name
 import pytest
 
 from papers import PAPERS, Paper, record_of
+from plumbing.alarms import SAID
 from settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -115,3 +116,27 @@ def test_the_numbers_of_the_walk_follow_from_each_other():
             scale.add(round(advantage / (reward - mean), 3))
     assert scale == {0.41} or max(scale) - min(scale) < 0.002  # one factor for the whole group
     assert f"1 / (64 · {len(tokens)})" in WALK
+
+
+# --------------------------------------------------------------------------------------- trouble
+TROUBLE = (ROOT / "docs" / "trouble.md").read_text(encoding="utf-8")
+
+
+def test_every_alarm_has_a_row_and_every_row_an_alarm():
+    alarms = TROUBLE.partition("## It stops")[0]
+    rows = re.findall(r"^\| (`.*?) \|", alarms, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(SAID)
+
+
+def test_what_stops_a_run_is_quoted_as_it_is_said():
+    block = TROUBLE.partition("## It stops")[2].partition("## It is slow")[0]
+    quoted = re.findall(r"^\| `([^`]+)`", block, re.MULTILINE)
+    plain = re.sub(r"\"\s*f?\"", "", re.sub(r"\{[^}]*\}", "", SOURCES))
+    assert len(quoted) == 6
+    for words in quoted:
+        assert words in plain, words
+
+
+def test_every_flag_of_the_page_exists():
+    for flag in set(re.findall(r"`--(\w+)", TROUBLE)):
+        assert re.search(rf'"(--)?{flag}"|\n    {flag}: ', SOURCES), flag

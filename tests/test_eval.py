@@ -492,7 +492,7 @@ def test_other_settings_weights_questions_passages_or_words_are_another_evaluati
 
     def made(version="v", samples=1, count=2, words="Say A.", **changes):
         question_file(data, count)
-        prompt.write_text(words)
+        prompt.write_text(f"{words} <|begin_of_query|> \\boxed{{}}")
         options = dataclasses.replace(OPTIONS, samples=samples)
         return Evaluation(dataclasses.replace(settings, **changes), options).made_with(version)
 

@@ -252,6 +252,9 @@ def test_a_click_on_a_curve_goes_to_its_step_also_in_the_stage_before(shown):
            .getBoundingClientRect().left + 1, bubbles: true}))"""
     )
     shown.wait("document.getElementById('step-numbers').textContent.startsWith('stage1, step 0')")
+    assert shown.run("document.querySelector('#curves .here').getAttribute('x1')") == "0"
+    shown.press("ArrowRight")  # the second of six steps: 1 / 5 of 200
+    assert shown.run("document.querySelector('#curves .here').getAttribute('x1')") == "40"
 
 
 def test_a_question_that_was_asked_again_links_to_its_other_steps(shown):

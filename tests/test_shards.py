@@ -75,7 +75,7 @@ def parts_of_a_run(policy: Policy, critic=None) -> Parts:
 def step(parts: Parts, batch: Batch) -> float:
     """Down the gradient of Σ weight · output. Returns its norm."""
 
-    def loss_of(micro: Batch) -> tuple[torch.Tensor, dict]:
+    def loss_of(micro: Batch, _) -> tuple[torch.Tensor, dict]:
         how = () if parts.critic else (1.0,)  # the temperature
         output = parts.model(micro.tokens, *how, micro.response_mask)  # [b, t]
         return (micro.token_weights * output).sum(), {}

@@ -129,6 +129,7 @@ function go(number) {
   const i = Math.max(0, stage().steps.indexOf(number));
   $("slider").max = Math.max(0, stage().steps.length - 1);
   $("slider").value = i;
+  state.step = stage().steps[i] ?? state.step;
   showCurves();
   $("missing").textContent = stage().missing.join("; ");
   if (stage().steps.length) return load(stage().steps[i]);
