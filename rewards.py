@@ -719,12 +719,12 @@ def own_reward(name: str) -> Callable:
     """
     file, _, function = name.rpartition(":")
     try:
-        reward = runpy.run_path(file)[function]
-    except KeyError:
-        raise InputError(f"--reward {name}: there is no {function} in {file}") from None
+        defined = runpy.run_path(file)
     except Exception as error:
         raise InputError(f"--reward {name}: {located(error, file)}") from None
-    names = []
+    if function not in defined:
+        raise InputError(f"--reward {name}: there is no {function} in {file}")
+    reward, names = defined[function], []
 
     def paid(t: Trajectory, settings, step: int, extras: Extras) -> Terms:
         where = f"--reward {name}, question {t.question.id}"
@@ -758,7 +758,7 @@ def located(error: Exception, file: str) -> str:
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == file:
             line = frame.lineno
-    told = f"{type(error).__name__}: {error}"
+    told = " ".join(f"{type(error).__name__}: {error}".split())  # on one line
     return f"line {line}: {told}" if line else told
 
 

@@ -71,6 +71,8 @@ def test_a_run_with_it_is_trained_logged_resumed_and_evaluated(own, alone, model
     [
         ("def short(t):\n    return t.nothing", "line 2: AttributeError: 'Trajectory'"),
         ("def short(t:\n", "line 1: SyntaxError"),
+        ("TABLE = {}\nTABLE['x']", "line 2: KeyError: 'x'"),
+        ("def short(t):\n    raise ValueError('a\\nb')", "line 2: ValueError: a b"),
         ("import nowhere", "line 1: ModuleNotFoundError: No module named 'nowhere'"),
         ("def other(t): ...", "there is no short in "),
         ("def short(t):\n    return 1.0", "1.0 is no reward: return named numbers, such as {'ans"),
