@@ -4,16 +4,16 @@ import copy
 import json
 import runpy
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 from conftest import command_line, rows_of, settings_for
-from test_rewards import BOX, CHOICE, CLOSE, MATH, QA, ar, r1, search, sections, told, ur2
+from test_rewards import BOX, CHOICE, CLOSE, MATH, QA, ar, r1, search, sections, ur2
 
 import train
 from data import Question
 from lab import export
-from lab.export import reward_file, unipo
+from lab.export import unipo
 from plumbing import build
 from rewards import REWARDS, Extras, RewardSettings, example
 
@@ -29,7 +29,7 @@ TRANSCRIPTS = {  # protocol -> trajectories
         ur2(search() + BOX, may_search=False),
     ],
     "r1_searcher": [r1(search() + CLOSE), r1(CLOSE.replace("Norland", "in Norland")), r1("no")],
-    "search_r1": [told("<answer> Sudria </answer>", protocol="search_r1")],
+    "search_r1": [],
     "arena": [ar(sections()), ar(sections("[1]")), ar("<answer> x </answer>", gold="x")],
 }
 
@@ -43,7 +43,6 @@ def exported(tmp_path, monkeypatch, capsys):
         out = tmp_path / trainer / f"{name}.py"
         export.main([trainer, name, "--out", str(out)])
         assert capsys.readouterr().out == f"written: {out}\n"
-        compile(out.read_text(), str(out), "exec")
         return runpy.run_path(str(out))
 
     return exported
@@ -52,19 +51,15 @@ def exported(tmp_path, monkeypatch, capsys):
 def row_of(question: Question) -> dict:
     """As a data set holds it: what is not there is null."""
     row = asdict(question) | {"answers": list(question.answers)}
-    return {name: value or None if value != False else False for name, value in row.items()}  # noqa: E712
+    return {name: value if value or value is False else None for name, value in row.items()}
 
 
 @pytest.mark.parametrize("name", [name for name in REWARDS if name not in NOT_EXPORTED])
 def test_the_written_functions_pay_what_the_reward_pays(name, exported):
     (protocol,) = [its for its in TRANSCRIPTS if name.startswith(its)]
     settings = RewardSettings(answer_metric="em" if protocol == "arena" else "f1")
-    some = [example(protocol, "Norland", n) for n in range(3)]
-    some = [replace(t, question=replace(t.question, may_search=True)) for t in some]
-    for t in some:  # a text does not tell what was a fallback
-        for its in t.searches:
-            its.fallback = False
-    some += TRANSCRIPTS[protocol]
+    some = [example(protocol, answer, 1) for answer in ("Norland", "Sudria")]
+    some += TRANSCRIPTS[protocol]  # without a fallback, which a text does not tell
     wanted = [sum(REWARDS[name](t, settings, 0, Extras()).values()) for t in some]
     assert len({*wanted}) > 1
     rows = [row_of(t.question) for t in some]
@@ -94,14 +89,6 @@ def test_an_unknown_reward_or_run_is_one_line(capsys, tmp_path):
     assert "search_r2: no reward; " in said and "did you mean search_r1?" in said
     said = command_line(export.main, ["unipo", tmp_path / "none"], capsys)
     assert "none: no metrics.jsonl there nor in a stage" in said
-    said = command_line(export.main, ["trl", "search_r1", "--out", tmp_path], capsys)
-    assert "that is a folder: name a file elsewhere" in said
-
-
-def test_the_head_says_what_the_paper_sets():
-    text = reward_file("trl", "arena_code")
-    assert "RewardSettings(reward='arena_code', answer_metric='em')" in text
-    assert 'trajectory_from_text(question, text, "arena")' in text and "def arena_code(" in text
 
 
 def test_trls_own_trainer_takes_the_function(exported, qwen2, bpe, tmp_path):
@@ -185,15 +172,8 @@ def test_every_series_has_a_number_per_token_and_0_where_nothing_was_sampled(run
 
 
 def test_what_was_written_before_is_kept(run, capsys):
-    export.main(["unipo", str(run / "stage1"), "--out", str(run / "again.json")])
-    (run / "again.json").write_text("mine")
-    export.main(["unipo", str(run), "--out", str(run / "again.json")])
+    out = run / "again.json"
+    out.write_text("mine")
+    export.main(["unipo", str(run / "stage1"), "--out", str(out)])
     assert "is kept as again.json.old1" in capsys.readouterr().out
-    assert (run / "again.json.old1").read_text() == "mine"
-
-
-def test_a_run_that_never_updated_has_no_entry(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "set_threads", lambda: None)
-    more = "--steps 1 --algorithm dapo --groups_kept 1"  # all wrong: nothing is trained on
-    folder = train.train(settings_for(model, tmp_path, more))
-    assert unipo(folder)["entries"] == []
+    assert (run / "again.json.old1").read_text() == "mine" != out.read_text()

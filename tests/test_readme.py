@@ -24,15 +24,15 @@ README, PAPERS, RESULTS, GPU = (
 NO_SCREEN = {"train", "eval", "update"}  # these train, or evaluate; update is train's step
 SCREENS = {*house.PATH, "metrics", "papers", "data"} - NO_SCREEN
 
-# `python FILE ARGUMENTS` and `python -m lab.NAME ARGUMENTS`; behind " #" a comment
-COMMANDS = [
-    (module.removesuffix(".py").removeprefix("-m "), arguments)
-    for module, arguments in re.findall(
-        r"(?:python|accelerate launch(?: --config_file \S+)?) (-m lab\.\w+|\w+\.py)"
-        r"((?: (?!#)[^\s`]+)*)",
-        README + GPU,
-    )
-]
+
+def commands_in(text: str) -> list[tuple[str, str]]:
+    """`python FILE ARGUMENTS` and `python -m lab.NAME ARGUMENTS`; behind " #" a comment."""
+    start = r"(?:python|accelerate launch(?: --config_file \S+)?) (-m lab\.\w+|\w+\.py)"
+    found = re.findall(start + r"((?: (?!#)[^\s`]+)*)", text)
+    return [(module.removesuffix(".py").removeprefix("-m "), words) for module, words in found]
+
+
+COMMANDS = commands_in(README + GPU)
 SUBCOMMANDS = ("direct", "reasoning", "traces", "summarizer", "serve", "check")
 SUBCOMMANDS += ("rollout", "update", "step", "retrieval", "decode")
 

@@ -1,0 +1,143 @@
+"""docs/extend.md: each diff is applied to a copy of the tree, and what it adds is run there; each
+command has flags that are known; the way from a folder of texts to a model is gone.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ENVIRONMENT, ROOT, SMALL, chat_server, flags, free_port, rows_of
+from test_readme import SUBCOMMANDS, commands_in, help_text
+from test_synthesize import on_towns
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ask
+import eval as evaluation
+import settings
+import train
+from data import load_questions
+from formats.records import append_jsonl
+from lab import export, synthesize
+from plumbing import build
+from plumbing.files import checkpoints
+
+TEXT = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+DIFFS = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = commands_in(TEXT)
+LEFT_OUT = shutil.ignore_patterns("tests", "runs", "docs", "shared", ".*", "*.gz", "__pycache__")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy with every diff applied."""
+    copy = tmp_path_factory.mktemp("extended") / "tree"
+    shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
+    for diff in DIFFS:
+        command = ["git", "apply", "--recount", "-"]
+        subprocess.run(command, input=diff, text=True, check=True, cwd=copy)
+    return copy
+
+
+def run_in(tree, *words) -> str:
+    """What `python WORDS` prints there."""
+    environment = ENVIRONMENT | {"PYTHONPATH": str(tree)}
+    how = {"capture_output": True, "text": True, "timeout": 300, "env": environment, "cwd": tree}
+    ended = subprocess.run([sys.executable, *map(str, words)], **how)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    return ended.stdout
+
+
+def test_rewards_protocols_papers_and_retrievers_are_added_by_their_diffs(tree, model):
+    """Two steps of each of the page's runs, in one process."""
+    assert len(DIFFS) == 7 and max(len(diff.splitlines()) for diff in DIFFS) <= 15
+    own = "--recipe mine --retriever words --name own"
+    short = "--recipe search_r1 --reward mine.py:short --name short"
+    small = [*flags(model, tree / "runs"), *"--trajectories_per_update 4".split()]
+    runs = [[*small, *more.split()] for more in (own, short)]
+    run_in(tree, "-c", f"import train; [train.main(run) for run in {runs}]")
+    for name, terms in (("own", {"answer", "price"}), ("short", {"right", "short"})):
+        rows = rows_of(tree / "runs" / name / "stage1")
+        assert len(rows) == 2
+        assert {k[7:] for row in rows for k in row if k.startswith("reward/")} == terms
+    shown = run_in(tree, "rewards.py")
+    # right after 0, 1 and 2 searches, then wrong
+    row = next(line.split() for line in shown.splitlines() if line.startswith("mine "))
+    assert row[1:] == ["+1.00", "+0.90", "+0.80", "+0.00", "-0.10", "-0.20"]
+
+
+def test_a_server_of_ones_own_answers_sensibly(tree, tmp_path):
+    passages = tmp_path / "passages.jsonl"
+    names = ("Ana", "Bo", "Cy")
+    append_jsonl(passages, [{"title": n, "text": f"{n} was born in {n}town."} for n in names])
+    port = str(free_port())
+    where = {"cwd": tree, "env": ENVIRONMENT | {"PYTHONPATH": str(tree)}}
+    server = subprocess.Popen([sys.executable, "my_server.py", str(passages), port], **where)
+    try:
+        check = ["retriever.py", "check", "--url", f"http://localhost:{port}"]
+        wait = f"import socket, time\nwhile socket.socket().connect_ex(('localhost', {port})):"
+        run_in(tree, "-c", wait + " time.sleep(0.1)")
+        shown = run_in(tree, *check, "--corpus", passages, "-k", "1")
+        assert shown.count("ok ") == 3 and "WRONG" not in shown
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+# ------------------------------------------------------------------------------------ the commands
+def test_every_block_of_commands_is_of_files_or_tools_that_are_known():
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).splitlines()
+    known = r"(accelerate launch \w+\.py|python (-m lab\.\w+|\w+\.py)|head|tail|\w+ serve) "
+    assert all(re.match(known, line) for line in blocks), blocks
+    python = [line for line in blocks if re.match("accelerate|python", line)]
+    assert len(python) == len(commands_in("\n".join(blocks)))  # none is overlooked
+
+
+def test_every_training_is_one_that_can_run():
+    given = [arguments for name, arguments in COMMANDS if name == "train"]
+    for words in given:
+        if "--recipe mine" not in words:  # nor is the file here
+            assert settings.parse(words.replace("--reward mine.py:short", "").split()).steps > 1
+    assert len(given) == 5
+
+
+@pytest.mark.parametrize(
+    "name, arguments", [c for c in COMMANDS if c[0] != "train" and "--" in c[1]]
+)
+def test_every_command_has_only_flags_that_its_file_knows(name, arguments):
+    words = shlex.split(arguments)
+    subcommand = next((word for word in words if word in SUBCOMMANDS), "")
+    known = set(re.findall(r"--\w+", help_text(name, subcommand)))
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+def test_a_folder_of_texts_becomes_a_model_that_was_trained_on_it(
+    model, tmp_path, monkeypatch, capsys
+):
+    """The page's commands, with fewer questions and a tiny model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build, "set_threads", lambda: None)
+    (tmp_path / "texts").mkdir()
+    for name in "ABCEFGH":
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"{name}na lives in {name}town. It rains.")
+    with chat_server(on_towns) as server:
+        made = ["--llm", server, "--corpus", "texts", "--out", "questions.jsonl", "--count", "6"]
+        synthesize.main(made)
+    subprocess.run("head -n 4 questions.jsonl > train.jsonl", shell=True, check=True)
+    subprocess.run("tail -n +5 questions.jsonl > held_out.jsonl", shell=True, check=True)
+    assert [len(load_questions(f"{name}.jsonl")) for name in ("train", "held_out")] == [4, 2]
+    own = "--recipe search_r1 --corpus texts --runs runs --max_turn_tokens 12".split()
+    small = [*SMALL.replace("--name t", "--name mine").split(), "--trajectories_per_update", "4"]
+    train.main([*own, *small, "--model", model, "--data", "train.jsonl", "--group_size", "2"])
+    checkpoint = checkpoints(tmp_path / "runs/mine/stage1")[-1]
+    asked = [*own, "--data", "held_out.jsonl", "--questions", "0"]
+    evaluation.main([*asked, "--name", "mine"])
+    evaluation.main([*asked, "--name", "mine", "--retriever", "empty"])
+    ask.main(["which country was jana dorn born in ?", *own, "--model", str(checkpoint)])
+    assert "searches: texts (bm25, 7 passages)" in capsys.readouterr().out
+    AutoModelForCausalLM.from_pretrained(checkpoint)  # as a server loads it
+    AutoTokenizer.from_pretrained(checkpoint)
+    export.main(["unipo", "runs/mine"])
+    assert (tmp_path / "runs/mine/unipo.json").exists()
