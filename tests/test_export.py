@@ -50,8 +50,8 @@ def exported(tmp_path, monkeypatch, capsys):
 
 def row_of(question: Question) -> dict:
     """As a data set holds it: what is not there is null."""
-    row = asdict(question)
-    return {name: None if value in ("", (), []) else value for name, value in row.items()}
+    row = asdict(question) | {"answers": list(question.answers)}
+    return {name: value if value or value is False else None for name, value in row.items()}
 
 
 @pytest.mark.parametrize("name", [name for name in REWARDS if name not in NOT_EXPORTED])

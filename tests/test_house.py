@@ -34,7 +34,8 @@ import pytest
 import settings
 
 TODAY = {
-    "house lines": 14157,
+    "house lines": 15489,
+    "test lines": 20966,
 }
 
 
@@ -46,14 +47,14 @@ def budgets(text: str) -> dict[str, int]:
 # Lines of each file of the reading path, of the ground that it stands on, and of each wing.
 PATH = budgets("""
     prompts 350  trajectory 165  rollout 460  retriever 280  summarizer 235  rewards 780  kl 220
-    ppo 290  grpo 120  reinforce_pp 115  dapo 90  curriculum 310  update 160  train 335  eval 415
+    ppo 290  grpo 120  reinforce_pp 115  dapo 90  curriculum 310  update 166  train 335  eval 415
 """)
 GROUND = budgets("""
-    papers 375  settings 300  policy 400  metrics 380  data 330  sft 150  errors 90  ask 120
-    view 130
+    papers 375  settings 300  policy 400  metrics 380  data 330  sft 150  errors 97  ask 300
+    view 230
 """)
 WINGS = budgets("""
-    formats 680  retrievers 800  other_models 460  scale 960  world 870  plumbing 1170  lab 2400
+    formats 720  retrievers 800  other_models 460  scale 960  world 870  plumbing 1560  lab 2650
 """)
 # Lowest first: nothing imports a higher one, also not inside a function. A wing is all its files.
 FLOORS = """
@@ -359,14 +360,14 @@ def budget_limits() -> list[Limit]:
     strange = [f for f in files if f.path.parts[0] not in rooms or f not in known]
     return [
         *limits,
-        size("path lines", 4_350, on_path()),
-        Limit("path words", 24_900, sum(len(file.text.split()) for file in on_path()), []),
-        size("house lines", 13_600, files),
-        size("test lines", 18_990, own_tests()),
+        size("path lines", 4_400, on_path()),
+        Limit("path words", 25_100, sum(len(file.text.split()) for file in on_path()), []),
+        size("house lines", 14_100, files),
+        size("test lines", 20_000, own_tests()),
         counted("files at the top", 25, [str(file.path) for file in top]),
         counted("files not in the plan", 0, [str(file.path) for file in strange]),
         counted("files of the plan missing", 0, [n for n in planned if n not in product()]),
-        counted("flags of train.py", 74, flags()),
+        counted("flags of train.py", 80, flags()),
     ]
 
 
