@@ -354,8 +354,6 @@ def test_the_example_that_is_printed_loads(write, capsys, monkeypatch):
     assert [d.title for d in gold_passages(referring)] == ["Ana Bell", "Kelmouth"]
     documents = load_corpus(write(*lines[3:], name="corpus.jsonl"))
     assert [d.id for d in documents] == ["a", "c"]
-    for line in lines:  # each alone
-        (load_questions if "question" in line else load_corpus)(write(line))
 
 
 @pytest.mark.parametrize("answer", ["answer", "answers", "golden_answers"])
