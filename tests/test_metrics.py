@@ -364,6 +364,8 @@ def ended(pid):
 
 ASKS = f"""
 import metrics
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 print(metrics.math_equal("x+y", "y+x"), metrics._IDLE[0].pid, flush=True)
 try:
     metrics.ask_worker("{ENDLESS}", "5", 5.0)
