@@ -35,8 +35,18 @@ class InputError(ValueError):
     """A bad file, record, flag or address, told in one line."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: a scheduler wants the machine back, or docker stops."""
+
+
+def raise_terminated(*_) -> None:
+    raise Terminated
+
+
 def run_main(main: Callable[[], None]) -> None:
     """Run a file's `main`: an InputError is printed and ends it with code 2, Ctrl-C with 130."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a terminal may have no ⟦, nor a log
     try:
         main()
     except KeyboardInterrupt:

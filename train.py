@@ -15,10 +15,16 @@ Files, under runs/NAME/stageN: settings.json, metrics.jsonl, trajectories.jsonl.
 checkpoint-NNNNNN.
 """
 
-from errors import check_output, run_main  # first: Ctrl-C during the imports below is one line
+from errors import (
+    Terminated,
+    check_output,
+    raise_terminated,
+    run_main,
+)  # first: Ctrl-C during the imports below is one line
 
 # isort: split
 import copy
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -305,13 +311,15 @@ def main(arguments: list[str] | None = None) -> None:
     check_output(folder / "settings.json", "--runs")
     files = "" if settings.doctor else f"\n  (all of them: {folder}/settings.json)"
     say(shown_settings(settings) + files)
+    signal.signal(signal.SIGTERM, raise_terminated)
     try:
         train(settings)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         found = checkpoints(folder)
         last = f"last checkpoint: {found[-1]} (go on with --resume)" if found else "no checkpoint"
-        say(f"\ninterrupted; {last}")
-        sys.exit(130)
+        ended = isinstance(error, Terminated)
+        say(f"\n{'ended by SIGTERM' if ended else 'interrupted'}; {last}")
+        sys.exit(143 if ended else 130)
     if settings.doctor:
         return
     held_out = " --data HELD_OUT_FILE" if settings.data else ""

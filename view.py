@@ -49,7 +49,7 @@ def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
     records, stages = [], []
     for file in [own] if own.exists() else sorted(folder.glob("stage?/metrics.jsonl")):
         stages.append((len(records), file.parent.name))
-        rows = finished_records(file, cut=False)  # a run may still be at it
+        rows = finished_records(file, cut=False, needs="step")  # a run may still be at it
         records += [row | {"x": x} for x, row in enumerate(rows, len(records))]
     if not records:
         raise InputError(f"{folder}: no metrics.jsonl there nor in a stage; give a run, runs/NAME")

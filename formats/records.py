@@ -182,8 +182,10 @@ def short(value: object) -> str:
     return reprlib.repr(value)[:60]
 
 
-def finished_records(path: str | Path, cut: bool = True) -> list[dict]:
-    """Of a JSONL file that grows, or none yet. Half a last line is cut off, or only ignored."""
+def finished_records(path: str | Path, cut: bool = True, needs: str = "") -> list[dict]:
+    """Of a JSONL file that grows, or none yet. Half a last line is cut off, or only ignored. With
+    a field that each one needs, those that are no record or lack it are left out, and counted.
+    """
     path = Path(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     records = [as_record(loads(line.decode(errors="replace"))) for line in lines]
@@ -191,10 +193,22 @@ def finished_records(path: str | Path, cut: bool = True) -> list[dict]:
         records.pop()
         if cut:
             os.truncate(path, sum(map(len, lines[:-1])))
+    if needs:
+        good = [its for its in records if not isinstance(its, InputError) and needs in its]
+        if len(good) < len(records):
+            print(f"{path}: {len(records) - len(good)} odd lines are left out", file=sys.stderr)
+        return good
     for number, record in enumerate(records, 1):
         if isinstance(record, InputError):
             raise InputError(f"{path}, line {number}: {record}: correct the file, or name another")
     return records
+
+
+def write_text(path: Path, text: str) -> None:
+    """The old file, or the new one, never half of one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
@@ -213,12 +227,10 @@ def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
 
 
 def write_records(path: Path, records: list[dict]) -> None:
-    """All at once: an interrupt leaves the old file or the new one, never half of one."""
+    """All at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-    partial.write_text("".join(lines), encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, "".join(lines))
 
 
 def free_name(path: Path) -> Path:

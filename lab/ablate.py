@@ -126,7 +126,11 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> str:
     """Train and evaluate one arm in one world; says its seconds, and the prior that it had."""
     path, start = result_path(runs, name, seed), time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name("log.txt"), "w") as log, redirect_stdout(log), redirect_stderr(log):
+    with (
+        open(path.with_name("log.txt"), "w", encoding="utf-8") as log,
+        redirect_stdout(log),
+        redirect_stderr(log),
+    ):
         try:
             prior = checked_prior(name, seed, runs, split)
             how = imitate if ARMS[name].traces_of else reinforce
@@ -246,7 +250,7 @@ def add_rag(records: list[dict], reader, settings: Settings) -> list[dict]:
 
 # --------------------------------------------------------------------------------------- all arms
 def read_result(path: Path) -> dict:
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def chains(arms: dict[str, range], runs: str, split: str) -> list[tuple[list[str], int]]:

@@ -105,7 +105,7 @@ def unipo(folder: Path) -> dict:
         if trained := [record for record in some if "advantages" in record]:
             prompt = {"prompt": "".join(trained[0]["prompt"])}
             prompts[step].append(prompt | {"responses": [response_of(r, s) for r in trained]})
-    for row in finished_records(folder / "metrics.jsonl", cut=False):
+    for row in finished_records(folder / "metrics.jsonl", cut=False, needs="step"):
         if "loss" in row:
             entry = {"step": row["step"], "is_first_step_after_rollout_phase": True}
             metrics = {name: its for name, its in row.items() if isinstance(its, int | float)}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from errors import InputError
+from errors import InputError, Terminated
 from plumbing.files import Run, prune, saved_settings, settings_text, starting_model
 from policy import save_policy
 from scale.lora import load_lora, lora_state
@@ -35,12 +35,12 @@ def save(run: Run, parts: Parts, step: int) -> None:
 
 @contextlib.contextmanager
 def kept(run: Run, parts: Parts, step: int) -> Iterator[None]:
-    """What was learned before this step stays where its sampling or scoring ends in an error. Of
-    several processes the others would wait.
+    """What was learned before this step stays where its sampling or scoring ends in an error or by
+    SIGTERM. Of several processes the others would wait.
     """
     try:
         yield
-    except InputError:
+    except (InputError, Terminated):
         if step and parts.accelerator.num_processes == 1:
             save(run, parts, step)
         raise

@@ -6,6 +6,7 @@ them. What does not belong to it any more, or to a run, is put aside, never over
 """
 
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -18,7 +19,13 @@ import torch
 from tqdm import tqdm
 
 from errors import InputError
-from formats.records import append_jsonl, finished_records, free_name, write_records
+from formats.records import (
+    append_jsonl,
+    finished_records,
+    free_name,
+    write_records,
+    write_text,
+)
 from formats.trajectories import append_trajectories, cut_trajectories
 from plumbing.alarms import alarms, report
 from plumbing.record import records_of
@@ -47,7 +54,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def best_checkpoint(folder: Path) -> Path:
     """The first with the best held-out answers; without --eval_every the last."""
-    rows = finished_records(folder / "metrics.jsonl", cut=False)
+    rows = finished_records(folder / "metrics.jsonl", cut=False, needs="step")
     scores = {row["step"] + 1: row["eval/em"] for row in rows if "eval/em" in row}
     if not scores:
         return checkpoints(folder)[-1]
@@ -110,6 +117,26 @@ def settings_text(settings: Settings) -> str:
     return json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
 
 
+def locked(folder: Path):
+    """One writer: the lines of two runs would mix, and each would prune the other's checkpoints.
+    The file says who holds it; the lock ends with its process, however that ends.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.with_name(f".{folder.name}.lock")
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115, open as long as the run
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip()
+        if holder != str(os.getpid()):  # a run of this process that failed may not be gone yet
+            how = "wait for it, end it, or name this run with --name"
+            raise InputError(f"process {holder} trains in {folder}: {how}") from None
+    file.truncate(0)
+    print(os.getpid(), file=file, flush=True)
+    return file
+
+
 class Run:
     """The folder of one stage, and the console."""
 
@@ -122,6 +149,7 @@ class Run:
         """Make the folder. An earlier run is moved aside; --resume cuts it to its checkpoint."""
         if not self.main or self.settings.doctor:
             return
+        self.lock = locked(self.folder)  # until this process ends
         # A later stage began with what this one is about to replace.
         stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []
         for folder in [stage for stage in stages if stage.name >= self.folder.name]:
@@ -131,10 +159,11 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.settings.resume:
             metrics = self.folder / "metrics.jsonl"
-            self.records = [row for row in finished_records(metrics) if row["step"] < first_step]
+            rows = finished_records(metrics, needs="step")
+            self.records = [row for row in rows if row["step"] < first_step]
             write_records(metrics, self.records)
             cut_trajectories(self.folder, first_step)
-        (self.folder / "settings.json").write_text(settings_text(self.settings))
+        write_text(self.folder / "settings.json", settings_text(self.settings))
         if self.settings.report_to:
             name = "-".join(self.folder.parts[-2:])
             self.accelerator.init_trackers(name, dataclasses.asdict(self.settings))

@@ -100,7 +100,7 @@ def told_stage(folder: Path, name: str, out: Path) -> dict:
         "key": key,
         "name": folder.name,
         "settings": {field: settings.get(field) for field in SETTINGS},
-        "metrics": finished_records(folder / "metrics.jsonl", cut=False),
+        "metrics": finished_records(folder / "metrics.jsonl", cut=False, needs="step"),
         "steps": steps,
         "asked": {question: its for question, its in asked.items() if len(its) > 1},
         "missing": missing,

@@ -577,7 +577,9 @@ def load_toy(
     """The warmed-up tiny model and its tokenizer; made on first use and kept."""
     path = toy_path(world_seed, protocol.name, which, runs)
     made_with = path / "warm_up.txt"
-    if path.exists() and not (made_with.exists() and made_with.read_text() == f"{tiny}\n"):
+    if path.exists() and not (
+        made_with.exists() and made_with.read_text(encoding="utf-8") == f"{tiny}\n"
+    ):
         raise InputError(f"{path} was made with another warm-up: remove it, or give other --runs")
     if not path.exists():
         print(f"making the built-in {path.name} (once; kept in {path})", file=sys.stderr)
@@ -590,7 +592,7 @@ def load_toy(
 
 def keep(policy: Policy, tokenizer, tiny: Tiny, path: Path) -> None:
     save_policy(policy, tokenizer, path)
-    (path / "warm_up.txt").write_text(f"{tiny}\n")
+    (path / "warm_up.txt").write_text(f"{tiny}\n", encoding="utf-8")
 
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:

@@ -1,0 +1,122 @@
+"""What survives: a second writer, SIGTERM, odd lines, a terminal without the signs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import command_line, flags, message, rows_of, settings_for
+
+import train
+from errors import Terminated
+from formats.records import finished_records, write_records, write_text
+from plumbing import build
+from plumbing.checkpoint import kept
+from plumbing.files import checkpoints, locked
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@pytest.fixture(autouse=True)
+def threads_as_they_are(monkeypatch):
+    monkeypatch.setattr(build, "set_threads", lambda: None)
+
+
+def started(model, runs, more: str, **environment) -> subprocess.Popen:
+    command = [sys.executable, "train.py", *flags(model, runs, more)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+
+
+def wait_for(path, lines: int) -> None:
+    for _ in range(600):
+        if path.exists() and len(path.read_bytes().splitlines()) >= lines:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"{path} has not {lines} lines")
+
+
+def test_a_second_run_in_a_folder_names_the_first_and_leaves_it_alone(model, tmp_path, capsys):
+    first = started(model, tmp_path, "--steps 500")
+    try:
+        wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", 1)
+        said = command_line(train.main, flags(model, tmp_path, "--steps 1"), capsys)
+        assert f"process {first.pid} trains in {tmp_path}/t/stage1: wait for it" in said
+        assert not (tmp_path / "t" / "stage1.old1").exists()
+    finally:
+        first.kill()
+        first.wait()
+    train.train(settings_for(model, tmp_path, "--steps 1"))  # a killed one holds nothing
+    assert (tmp_path / "t" / "stage1.old1").exists()
+
+
+def test_sigterm_saves_where_the_state_is_sound_and_ends_with_143(model, tmp_path):
+    run = started(model, tmp_path, "--steps 500 --save_every 500")
+    wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", 3)
+    run.send_signal(signal.SIGTERM)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 143 and "Traceback" not in said
+    assert "ended by SIGTERM; " in said
+    if found := checkpoints(tmp_path / "t" / "stage1"):  # none if it came within an update
+        step = int(found[-1].name[-6:])
+        assert step == len(rows_of(tmp_path / "t" / "stage1"))
+
+
+def test_what_was_learned_is_kept_by_sigterm_while_sampling(model, tmp_path, monkeypatch):
+    collect = train.collect
+
+    def ended(parts, step):
+        if step == 2:
+            raise Terminated
+        return collect(parts, step)
+
+    monkeypatch.setattr(train, "collect", ended)
+    with pytest.raises(Terminated):
+        train.train(settings_for(model, tmp_path, "--steps 5 --save_every 5"))
+    assert [path.name for path in checkpoints(tmp_path / "t" / "stage1")] == ["checkpoint-000002"]
+
+
+def test_odd_lines_of_metrics_are_left_out_and_counted(model, tmp_path, capsys):
+    folder = train.train(settings_for(model, tmp_path, "--steps 1"))
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'5\n{"reward": 1}\n\xff\xfe\n{"step": 7')
+    train.train(settings_for(model, tmp_path, "--steps 2 --resume"))
+    assert "metrics.jsonl: 3 odd lines are left out" in capsys.readouterr().err
+    assert [row["step"] for row in rows_of(folder)] == [0, 1]
+    assert "line 1" in message(finished_records, odd_file(tmp_path))  # other files are the user's
+
+
+def odd_file(folder):
+    (folder / "odd.jsonl").write_text("5\n")
+    return folder / "odd.jsonl"
+
+
+def test_a_file_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_text(path, "old")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(path, "new")
+    with pytest.raises(KeyboardInterrupt):
+        write_records(path, [{"new": 1}])
+    assert path.read_text() == "old"
+
+
+def test_a_terminal_without_the_signs_shows_their_numbers(model, tmp_path):
+    run = started(model, tmp_path, "--steps 1", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    said, _ = run.communicate(timeout=120)
+    assert run.returncode == 0 and "Traceback" not in said and "done: " in said
+
+
+def test_a_lock_is_no_hindrance_to_its_own_process(tmp_path):
+    file, again = locked(tmp_path / "stage1"), locked(tmp_path / "stage1")
+    file.close()
+    again.close()
+    assert (tmp_path / ".stage1.lock").read_text().strip() == str(os.getpid())
