@@ -12,6 +12,7 @@ question stands alone.
 """
 
 import dataclasses
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from policy import best_device
 from prompts import PROTOCOLS, build_prompt
 from retriever import RetrieverSettings
 from rollout import Environment, check_prompts, decode, rollout
+from scale.engine import EngineSettings
 from settings import ASKING, RENAMED, Settings, add_flags, check_settings, named_in
 from summarizer import SummarizerSettings
 from trajectory import Trajectory, ending, heading
@@ -51,7 +53,8 @@ def parse(arguments: list[str]) -> tuple[dict, str]:
     parser = FlagParser("ask.py", description="A session, or one question.")
     parser.renamed = RENAMED
     parser.add_argument("question", nargs="*", help="without one: a session")
-    add_flags(parser, ASKING, named_in(arguments), "eval")
+    records = [record for record in ASKING if record is not EngineSettings]  # always by turns
+    add_flags(parser, records, named_in(arguments), "eval")
     given = vars(parser.parse_args(arguments))
     text = " ".join(given.pop("question")).strip()
     if unused := {"judge", "reader"} & given.keys():
@@ -78,7 +81,7 @@ class Session:
         for stage in self.stages or [None]:
             given = self.given if stage is None else self.given | {"stage": stage}
             settings = dataclasses.replace(settings_of(given), group_size=1, **self.changes)
-            check_settings(settings, False, {})
+            check_settings(settings, False, [name for name, its in self.changes.items() if its])
             check_corpus(settings)
             yield settings
 
@@ -305,13 +308,17 @@ def converse(session: Session) -> None:
             elif line:
                 answer(session, line)
         except InputError as error:
-            print(f"error: {error}")
+            print(f"\nerror: {error}")
+        except (OSError, RuntimeError) as error:  # no room for a file; a model that breaks
+            print(f"\nerror: {type(error).__name__}: {error}")
         except KeyboardInterrupt:
             print("\nstopped")
 
 
 def main(arguments: list[str] | None = None) -> None:
     given, text = parse(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a piped line may be no UTF-8
     session = Session(given)
     (settings,) = session.settings()
     greet(session, settings)

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import io
 import math
 import os
 import sys
@@ -15,9 +16,7 @@ BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # how a limit is k
 BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 
 
-if (
-    not sys.stderr.isatty()
-):  # in a file every state of a bar is a line: one in half a minute will do
+if not sys.stderr.isatty():  # in a file each state of a bar is a line: two a minute will do
     os.environ.setdefault("TQDM_MININTERVAL", "30")
 
 
@@ -40,13 +39,14 @@ class Terminated(KeyboardInterrupt):
 
 
 def raise_terminated(*_) -> None:
-    raise Terminated
+    raise Terminated("ended by SIGTERM")
 
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a file's `main`: an InputError is printed and ends it with code 2, Ctrl-C with 130."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a terminal may have no ⟦, nor a log
+        if isinstance(stream, io.TextIOWrapper):  # a terminal, or a log, may have no ⟦
+            stream.reconfigure(errors="backslashreplace")
     try:
         main()
     except KeyboardInterrupt:

@@ -747,9 +747,8 @@ def check_terms(terms: object, where: str) -> None:
     why = f"{where}: {terms!r} is no reward: return named numbers, such as {{'answer': 1.0}}"
     if not isinstance(terms, dict) or not terms:
         raise InputError(why)
-    for value in terms.values():
-        if not isinstance(value, int | float) or not isfinite(value):
-            raise InputError(why)
+    if not all(isinstance(value, int | float) and isfinite(value) for value in terms.values()):
+        raise InputError(why)
 
 
 def located(error: Exception, file: str) -> str:

@@ -15,12 +15,8 @@ Files, under runs/NAME/stageN: settings.json, metrics.jsonl, trajectories.jsonl.
 checkpoint-NNNNNN.
 """
 
-from errors import (
-    Terminated,
-    check_output,
-    raise_terminated,
-    run_main,
-)  # first: Ctrl-C during the imports below is one line
+# First: Ctrl-C during the imports below is one line.
+from errors import Terminated, check_output, raise_terminated, run_main
 
 # isort: split
 import copy
@@ -317,13 +313,15 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt as error:
         found = checkpoints(folder)
         last = f"last checkpoint: {found[-1]} (go on with --resume)" if found else "no checkpoint"
-        ended = isinstance(error, Terminated)
-        say(f"\n{'ended by SIGTERM' if ended else 'interrupted'}; {last}")
-        sys.exit(143 if ended else 130)
+        how = str(error) or "interrupted"
+        say(f"\n{how}; {last}")
+        code = 143 if isinstance(error, Terminated) else 130
+        sys.exit(code)
     if settings.doctor:
         return
     held_out = " --data HELD_OUT_FILE" if settings.data else ""
-    say(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
+    best = best_checkpoint(folder)
+    say(f"done: {folder} (python eval.py --model {best}{held_out})")
 
 
 if __name__ == "__main__":

@@ -116,8 +116,7 @@ def update(parts: Parts, batch: Batch) -> Record:
         stats["entropy"] = -micro.logprobs  # Monte-Carlo estimate
         if micro.sampled_logprobs is not None:  # how far is sampling from scoring?
             gap = (micro.logprobs - micro.sampled_logprobs).abs() * micro.response_mask
-            stats["logprob_gap"] = gap
-            record["logprob_gap_max"] = gap.max().item()
+            stats["logprob_gap"], record["logprob_gap_max"] = gap, gap.max().item()
         for name, value in stats.items():  # sums over the update: its weights make them means
             record[name] = (micro.token_weights * value).sum().item()
         return (micro.token_weights * loss).sum(), record

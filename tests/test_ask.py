@@ -159,6 +159,22 @@ def test_ctrl_c_stops_an_answer_and_quit_the_session(session, monkeypatch):
         session(KeyboardInterrupt)
 
 
+def test_a_model_or_a_disk_that_breaks_is_told_and_the_session_goes_on(session, monkeypatch):
+    heard = session(KNOWN, "/save /proc/x.html", KNOWN)
+    assert "/proc/x.html" in heard.partition("error: ")[2] and heard.count("searches; answer") == 2
+
+    def broken(*_):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(ask, "rollout", broken)
+    assert "error: RuntimeError: no kernel" in session(KNOWN, "/help")
+
+
+def test_passages_are_no_setting_where_nothing_is_searched(session, monkeypatch):
+    monkeypatch.setattr(ask.Session, "model", lambda *_: None)  # none is warmed up
+    assert "searches nothing: leave it out" in session("/k 3", given=("--recipe", "arena"))
+
+
 def test_a_session_is_saved_as_one_page(session, tmp_path):
     page = tmp_path / "some" / "page.html"
     assert f"written: {page}" in session(KNOWN, "/try", f"/save {page}")
@@ -248,6 +264,7 @@ def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, 
         (["where", "was", "zork", "born", "?"], "knows only its own world's words"),
         (["a ?", "--judge", "m"], "ask.py: --judge has no meaning here"),
         (["a ?", "--sampling_copy", "bf16"], "unknown flag --sampling_copy"),
+        (["a ?", "--engine", "graphs"], "unknown flag --engine"),
         (["--model", "./nowhere"], "no such directory"),
         (["a ?", "--max_context", "99999"], "the model has"),
     ],
