@@ -23,7 +23,9 @@ if not sys.stderr.isatty():  # in a file each state of a bar is a line: two a mi
 def told_in_one_line(kind: type, error: BaseException, trace) -> None:
     """Ctrl-C while a file still imports what it needs; `run_main` has the rest."""
     if issubclass(kind, KeyboardInterrupt):
-        return print("\ninterrupted", file=sys.stderr)
+        if not int(os.environ.get("LOCAL_RANK", 0)):  # others are ended by their launcher
+            print("\ninterrupted", file=sys.stderr)
+        return
     sys.__excepthook__(kind, error, trace)
 
 
