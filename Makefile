@@ -22,10 +22,14 @@ train: install
 # Everything but the long learning runs; `make slow` runs those, one by one: they take all cores.
 test: install
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not trust"
 
 slow: install
 	$(BIN)/python -m pytest -q -m slow
+
+# Every fault of docs/trust.md, and writes there what was seen. About an hour.
+trust: install
+	$(BIN)/python -m pytest -q -n 2 -m fault --trust
 
 # Which of the papers' claims hold in the built-in world. Goes on where it was interrupted.
 ablate: install
@@ -34,4 +38,4 @@ ablate: install
 clean:
 	rm -rf runs .pytest_cache .ruff_cache
 
-.PHONY: install train test slow ablate clean
+.PHONY: install train test slow trust ablate clean

@@ -4,9 +4,11 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -388,3 +390,41 @@ def chat_server(answer):
     server = ScriptedServer(script)
     yield f"{server.base}/v1#m"
     server.stop()
+
+
+# What `make trust` writes: which faults of docs/trust.md were seen to end as they should.
+TRUST = Path(__file__).parent.parent / "docs" / "trust.md"
+seen: dict[int, set[str]] = {}  # fault -> outcomes of its tests
+
+
+def pytest_addoption(parser):
+    parser.addoption("--trust", action="store_true", help="write what was seen into docs/trust.md")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        faults = [n for mark in item.iter_markers("fault") for n in mark.args]
+        item.user_properties += [("fault", n) for n in faults]
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.outcome != "passed":
+        for name, number in report.user_properties:
+            if name == "fault":
+                seen.setdefault(number, set()).add(report.outcome)
+
+
+def pytest_sessionfinish(session):
+    if not session.config.getoption("--trust") or hasattr(session.config, "workerinput"):
+        return
+    lines, good = TRUST.read_text(encoding="utf-8").splitlines(), 0
+    for at, line in enumerate(lines):
+        if number := re.match(r"\| (\d+) \|", line):
+            outcomes = seen.get(int(number[1]), set())
+            good += outcomes == {"passed"}
+            told = "yes" if outcomes == {"passed"} else ", ".join(sorted(outcomes)) or "not run"
+            lines[at] = line.rsplit("|", 2)[0] + f"| {told} |"
+    said = f"{good} of {sum(bool(re.match(r'[|] [0-9]+ [|]', x)) for x in lines)}"
+    said += f" ended as they should, {time.strftime('%d %B %Y')}."
+    text = re.sub(r"(?<=<!-- seen -->\n).*", said, "\n".join(lines))
+    TRUST.write_text(text + "\n", encoding="utf-8")
