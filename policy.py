@@ -20,7 +20,6 @@ import importlib.util
 import json
 import logging
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,8 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 from errors import InputError, setting
+from formats.manifest import NAME as MANIFEST
+from formats.manifest import stamps, written_whole, wrong_with
 from scale.lora import add_lora, save_merged
 from scale.packing import allow_packing, hidden_states, lengths_of
 
@@ -286,6 +287,9 @@ def check_model_path(path: str) -> None:
     if local and not Path(path, "config.json").exists():
         wrong = "there is no config.json in this directory" if there else "no such directory"
         raise InputError(f"--model {path}: {wrong}; give a saved HF model or a hub name")
+    if Path(path, MANIFEST).exists() and (wrong := wrong_with(Path(path))):
+        how = f"use another, or remove its {MANIFEST} if you changed it"
+        raise InputError(f"--model {path}: {wrong}: {how}")
 
 
 def load_tokenizer(path: str):
@@ -313,24 +317,19 @@ def weights_version(path: str, model=None) -> str:
     """Which weights these are: a directory keeps its name when a run writes others into it."""
     if not Path(path).is_dir():
         return str(getattr(getattr(model, "config", None), "_commit_hash", None) or "main")[:12]
-    files = [(f.name, f.stat()) for f in sorted(Path(path).iterdir()) if f.is_file()]
-    stamps = [(name, its.st_size, its.st_mtime_ns) for name, its in files]
-    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(stamps(Path(path))).encode()).hexdigest()[:12]
 
 
 def save_policy(policy, tokenizer, path: Path | str, trainer=None, settings="", weights=None):
     """A folder that `from_pretrained` loads. weights: whole ones by name, if its own are parts."""
-    # Written aside and renamed: an interrupt never leaves half a checkpoint.
-    path = Path(path)
-    aside = path.with_name(path.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    save_merged(policy.language_model, aside, weights)
-    tokenizer.save_pretrained(aside)
-    if trainer is not None:  # what a run needs to go on
-        torch.save(trainer, aside / "trainer.pt")
-    if settings:
-        (aside / "settings.json").write_text(settings, encoding="utf-8")
-    aside.rename(path)
+    step = trainer["step"] if trainer else None
+    with written_whole(Path(path), step) as aside:
+        save_merged(policy.language_model, aside, weights)
+        tokenizer.save_pretrained(aside)
+        if trainer is not None:  # what a run needs to go on
+            torch.save(trainer, aside / "trainer.pt")
+        if settings:
+            (aside / "settings.json").write_text(settings, encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------- the batch

@@ -49,6 +49,7 @@ class RunSettings:
     resume: bool = setting(False, "go on from this run's last checkpoint", only="train")
     doctor: bool = setting(False, "try one step, keep nothing, say what would fail", only="train")
     save_every: int = setting(10, "steps; the last one always saves", least=1, only="train")
+    save_minutes: float = setting(0.0, "and after so many; 0: steps alone", least=0, only="train")
     keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0, only="train")
     eval_every: int = setting(0, "steps between greedy evaluations; 0: none", least=0, only="train")
     eval_questions: int = setting(100, "held out of --data, or per kind", least=1, only="train")
@@ -57,6 +58,9 @@ class RunSettings:
     )
     report_to: str = setting(
         "", "a tracker beside metrics.jsonl", one_of=("", *TRACKERS), only="train"
+    )
+    deterministic: bool = setting(
+        False, "on a GPU: the same numbers again, slower; a CPU has them anyway", only="train"
     )
     seed: int = setting(0, "of questions and sampling", least=0, most=2**31 - 1)
     world_seed: int = setting(0, "of the built-in world and its models")

@@ -69,8 +69,7 @@ def train(settings: Settings) -> Path:
     """One stage. Returns the folder of the run."""
     parts = build_parts(settings)
     run = Run(settings, parts.accelerator)
-    first_step = checkpoint.resume(run, parts) if settings.resume else 0
-    run.open(first_step)
+    first_step = checkpoint.begin(run, parts)
     for step in run.bar(first_step):
         with checkpoint.kept(run, parts, step):
             sampled = collect(parts, step)
@@ -90,8 +89,7 @@ def train(settings: Settings) -> Path:
         record["update_seconds"] = time.perf_counter() - start
         record |= evaluate(parts, step)
         run.log(record, sampled, batch, parts.environment)
-        if run.saves(step):
-            checkpoint.save(run, parts, step + 1)
+        checkpoint.after(run, parts, step)
     parts.accelerator.wait_for_everyone()  # the first one saves: the folder is there after it
     return run.folder
 

@@ -1,11 +1,15 @@
 """What settings stand for, in training as in evaluation: questions, passages, search, models."""
 
+import contextlib
 import copy
+import ctypes
 import dataclasses
 import os
 import random
+import signal
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -34,6 +38,9 @@ from summarizer import SUMMARY_LOG, WITHOUT_MODEL, make_search, make_summarizer
 from update import Parts, updates_of
 from world.toy import load_toy
 from world.world import LOOK_UPS, World
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+LAUNCHERS = (b"accelerate", b"torchrun", b"torch.distributed", b"lab.ablate")
 
 
 def training_questions(settings: Settings) -> list[Question]:
@@ -197,10 +204,27 @@ def set_threads() -> None:
     torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
+def same_numbers() -> None:
+    """--deterministic. On a CPU they are the same anyway; what a GPU cannot do so is warned of."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def end_with_launcher() -> None:
+    """Trap: kill -9 of a launcher leaves its processes training unseen. Linux can tell them."""
+    with contextlib.suppress(OSError, AttributeError):
+        started_by = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+        if any(name in started_by for name in LAUNCHERS):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def build_parts(settings: Settings) -> Parts:
     """Everything one stage needs. What is quick to find wrong comes first, the models last."""
     accelerator = make_accelerator(settings)
     check_processes(accelerator.num_processes)
+    end_with_launcher()
+    if settings.deterministic:
+        same_numbers()
     sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
     if sharding != "ddp":
         check_shardable(settings.optimizer, settings.lora_rank)

@@ -4,16 +4,43 @@ trainer.pt   step, the optimizer's moments; with LoRA what was learned; with PPO
 """
 
 import contextlib
+import shutil
+import signal
+import time
 from collections.abc import Iterator
 
 import torch
+from accelerate.utils import gather_object
 
-from errors import InputError, Terminated
+from errors import InputError, Terminated, raise_terminated
 from plumbing.files import Run, prune, saved_settings, settings_text, starting_model
 from policy import save_policy
 from scale.lora import load_lora, lora_state
 from scale.shards import in_parts, load_moments, load_weights, whole_moments, whole_weights
 from update import Parts
+
+
+def begin(run: Run, parts: Parts) -> int:
+    """The folder of the run; returns how many of its steps are done."""
+    check_room(run, parts)
+    first_step = resume(run, parts) if run.settings.resume else 0
+    run.open(first_step)
+    if signal.getsignal(signal.SIGTERM) is raise_terminated:
+        signal.signal(signal.SIGTERM, run.terminate)
+    return first_step
+
+
+def check_room(run: Run, parts: Parts) -> None:
+    """Before the work and before each save: for the weights, and two moments of what is trained."""
+    moments = 8 if parts.settings.optimizer == "adamw" else 2
+    modules = [parts.policy, *filter(None, [parts.critic])]
+    weights = [p for module in modules for p in module.parameters()]
+    needed = sum(p.numel() * (p.element_size() + moments * p.requires_grad) for p in weights)
+    there = next(path for path in [run.folder, *run.folder.absolute().parents] if path.exists())
+    free = shutil.disk_usage(there).free
+    if run.main and not run.settings.doctor and free < needed:
+        told = f"a checkpoint needs about {needed / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free"
+        raise InputError(f"{run.folder}: {told}: make room, or name another disk with --runs")
 
 
 def save(run: Run, parts: Parts, step: int) -> None:
@@ -28,30 +55,50 @@ def save(run: Run, parts: Parts, step: int) -> None:
     path = run.folder / f"checkpoint-{step:06d}"
     if not run.main or path.exists():
         return
+    check_room(run, parts)
     text, tokenizer = settings_text(run.settings), parts.environment.tokenizer
     save_policy(parts.policy, tokenizer, path, state, text, weights)
     prune(run.folder, run.settings.keep_checkpoints)
+    run.saved = time.monotonic()
+
+
+def after(run: Run, parts: Parts, step: int) -> None:
+    """Save what is due behind a step. All do as one: the first's clock, SIGTERM at any of them."""
+    told = [(run.ended, run.late())]
+    if parts.accelerator.num_processes > 1:
+        told = gather_object(told)
+    ended = any(its for its, _ in told)
+    if run.saves(step) or told[0][1] or ended:
+        save(run, parts, step + 1)
+    if ended:
+        raise_terminated()
 
 
 @contextlib.contextmanager
 def kept(run: Run, parts: Parts, step: int) -> Iterator[None]:
-    """What was learned before this step stays where its sampling or scoring ends in an error or by
-    SIGTERM. Of several processes the others would wait.
+    """Sampling and scoring change no weights: an error or SIGTERM there loses no finished step. Of
+    several processes the first saves, which has the whole unless weights are in parts.
     """
+    alone = parts.accelerator.num_processes == 1
     try:
+        run.at_once = run.main and (alone or not in_parts(parts.policy))
         yield
-    except (InputError, Terminated):
-        if step and parts.accelerator.num_processes == 1:
+    except (Exception, Terminated):
+        saves, run.at_once = run.at_once, False  # another signal must not break the saving
+        if step and saves and not run.settings.doctor:
             save(run, parts, step)
+        if run.ended:  # another process may have heard of it first, and be gone
+            raise_terminated()
         raise
+    finally:
+        run.at_once = False
 
 
 def resume(run: Run, parts: Parts) -> int:
     """Put back what the last checkpoint holds; returns its step."""
     settings, path = run.settings, starting_model(run.settings)[0]
     anew = "leave --resume out to start anew"
-    # mmap: 8 processes share one copy of the file in memory. Of a 7B model the moments are 57 GiB.
-    state = torch.load(f"{path}/trainer.pt", map_location="cpu", weights_only=True, mmap=True)
+    state = read_state(path)
     if bool(settings.lora_rank) != ("lora" in state):
         how = "with" if "lora" in state else "without"
         raise InputError(f"--resume: {path} was made {how} --lora_rank: do the same, or {anew}")
@@ -72,3 +119,16 @@ def resume(run: Run, parts: Parts) -> int:
         told = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
         run.accelerator.print(f"resumed with other settings: {told}")
     return state["step"]
+
+
+def read_state(path: str) -> dict:
+    """mmap: 8 processes share one copy of the file in memory. Of a 7B model the moments are 57 GiB.
+    weights_only: a pickle may run what it likes.
+    """
+    try:
+        return torch.load(f"{path}/trainer.pt", map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        why = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"--resume: {path}/trainer.pt cannot be read ({why}): remove {path}"
+        ) from None

@@ -7,10 +7,14 @@ them. What does not belong to it any more, or to a run, is put aside, never over
 
 import dataclasses
 import fcntl
+import functools
 import json
 import math
 import os
+import re
 import shutil
+import sys
+import time
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -18,7 +22,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from errors import InputError
+from errors import InputError, raise_terminated
+from formats.manifest import wrong_with
 from formats.records import (
     append_jsonl,
     finished_records,
@@ -48,8 +53,30 @@ def stage_folder(settings: Settings, stage: int | None = None) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first. Half-written ones end in .partial."""
-    return sorted(folder.glob("checkpoint-*[0-9]"))
+    """Oldest first. What ends in .partial is half-written."""
+    return sorted(path for path in folder.glob("checkpoint-*") if step_of(path) and path.is_dir())
+
+
+def step_of(path: Path) -> int:
+    """0 for what is no checkpoint."""
+    found = re.fullmatch(r"checkpoint-(\d+)", path.name)
+    return int(found[1]) if found else 0
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """The last checkpoint that is as it was written; later ones are named."""
+    for path in reversed(checkpoints(folder)):
+        if not (wrong := wrong_with(path, step_of(path))):
+            return path
+        tell(f"{path} is passed over: {wrong}")
+    return None
+
+
+@functools.cache
+def tell(line: str) -> None:
+    """Once, by one process."""
+    if not int(os.environ.get("RANK", 0)):
+        print(line, file=sys.stderr)
 
 
 def best_checkpoint(folder: Path) -> Path:
@@ -65,26 +92,26 @@ def prune(folder: Path, keep: int) -> None:
     """Only the last ones stay, and the best; 0 keeps all."""
     best = best_checkpoint(folder)
     for old in checkpoints(folder)[:-keep] if keep else []:
-        if old != best:
-            shutil.rmtree(old)
+        if old != best:  # renamed first: a kill in between leaves no half checkpoint
+            shutil.rmtree(old.rename(old.with_name(old.name + ".partial")))
 
 
 def starting_model(settings: Settings) -> tuple[str, str]:
     """(where the weights come from, "" for the built-in model; what to say about it)."""
     stage, folder = settings.stage, stage_folder(settings)
     if settings.resume:
-        if not (found := checkpoints(folder)):
+        if not (found := newest_whole(folder)):
+            if last := checkpoints(folder)[-1:]:
+                how = f"an earlier version's weights are taken with --start_from {last[0]}"
+                raise InputError(f"--resume: no whole checkpoint in {folder}; {how}")
             raise InputError(f"--resume: no checkpoint in {folder}; leave it out to start anew")
-        if f'"{SINCE}"' not in (found[-1] / "settings.json").read_text(encoding="utf-8"):
-            why = "was made by an earlier version with other flags: start anew from its weights"
-            raise InputError(f"--resume: {found[-1]} {why} with --start_from {found[-1]}")
-        return str(found[-1]), f"going on from {found[-1]}"
+        return str(found), f"going on from {found}"
     if settings.start_from:
         check_model_path(settings.start_from)
         return settings.start_from, f"stage {stage} starts from {settings.start_from}"
     before = stage_folder(settings, stage - 1)
-    if stage > 1 and (found := checkpoints(before)):
-        return str(found[-1]), f"stage {stage} starts from {found[-1]}"
+    if stage > 1 and (found := newest_whole(before)):
+        return str(found), f"stage {stage} starts from {found}"
     if settings.model:
         check_model_path(settings.model)
     said = f"stage {stage} starts from {settings.model or 'the built-in model'}"
@@ -117,23 +144,26 @@ def settings_text(settings: Settings) -> str:
     return json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
 
 
-def locked(folder: Path):
+def locked(folder: Path, how: int = fcntl.LOCK_EX):
     """One writer: the lines of two runs would mix, and each would prune the other's checkpoints.
-    The file says who holds it; the lock ends with its process, however that ends.
+    The main process looks whether any process of another run is left (LOCK_EX); then all hold it
+    (LOCK_SH). The file says whose it is; the lock ends with its processes, however they end.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f".{folder.name}.lock")
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115, open as long as the run
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         holder = file.read().strip()
         if holder != str(os.getpid()):  # a run of this process that failed may not be gone yet
-            how = "wait for it, end it, or name this run with --name"
-            raise InputError(f"process {holder} trains in {folder}: {how}") from None
-    file.truncate(0)
-    print(os.getpid(), file=file, flush=True)
+            what = "wait for it, end it, or name this run with --name"
+            raise InputError(f"process {holder} trains in {folder}: {what}") from None
+    if how == fcntl.LOCK_EX:
+        file.truncate(0)
+        print(os.getpid(), file=file, flush=True)
+        fcntl.flock(file, fcntl.LOCK_SH)
     return file
 
 
@@ -144,12 +174,22 @@ class Run:
         self.folder, self.settings = stage_folder(settings), settings
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.records = []  # of all steps so far
+        self.at_once, self.ended = True, False  # SIGTERM: may it end the run here? did it come?
+        self.saved = time.monotonic()
 
     def open(self, first_step: int) -> None:
-        """Make the folder. An earlier run is moved aside; --resume cuts it to its checkpoint."""
-        if not self.main or self.settings.doctor:
+        """All processes hold the folder until they end. Only the main one writes."""
+        if self.settings.doctor:
             return
-        self.lock = locked(self.folder)  # until this process ends
+        if self.main:
+            self.lock = locked(self.folder)
+            self.make_folder(first_step)
+        self.accelerator.wait_for_everyone()
+        if not self.main:
+            self.lock = locked(self.folder, fcntl.LOCK_SH)
+
+    def make_folder(self, first_step: int) -> None:
+        """An earlier run is moved aside; --resume cuts it to its checkpoint."""
         # A later stage began with what this one is about to replace.
         stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []
         for folder in [stage for stage in stages if stage.name >= self.folder.name]:
@@ -163,6 +203,11 @@ class Run:
             self.records = [row for row in rows if row["step"] < first_step]
             write_records(metrics, self.records)
             cut_trajectories(self.folder, first_step)
+            for path in self.folder.glob("checkpoint-*"):
+                if path.suffix == ".partial":  # what a kill left: it would fill the disk
+                    shutil.rmtree(path)
+                elif step_of(path) > first_step:
+                    path.rename(free_name(path))
         write_text(self.folder / "settings.json", settings_text(self.settings))
         if self.settings.report_to:
             name = "-".join(self.folder.parts[-2:])
@@ -203,6 +248,16 @@ class Run:
         done, s = step + 1, self.settings
         due = 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
         return due and not s.doctor
+
+    def late(self) -> bool:
+        minutes = (time.monotonic() - self.saved) / 60
+        return 0 < self.settings.save_minutes <= minutes
+
+    def terminate(self, *_) -> None:
+        """SIGTERM: where nothing is half done at once, else when the step is."""
+        self.ended = True
+        if self.at_once:
+            raise_terminated()
 
     def check_finite(self, result: dict, step: int, part: Batch, rows: list[Trajectory]) -> None:
         names = ("loss", "grad_norm", "value_loss", "critic_grad_norm")

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -232,6 +234,18 @@ def same(one, other) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def same_end(one: Path, other: Path) -> bool:
+    """Two folders of a stage: their last checkpoint, moments and all, and their metrics."""
+    a, b = (sorted(Path(folder).glob("checkpoint-??????"))[-1] for folder in (one, other))
+    states = [tree_leaves(torch.load(path / "trainer.pt")) for path in (a, b)]
+    pairs = zip(*states, strict=True)
+    state = all(torch.equal(x, y) if torch.is_tensor(x) else x == y for x, y in pairs)
+    weights = [(path / "model.safetensors").read_bytes() for path in (a, b)]
+    return (
+        a.name == b.name and state and weights[0] == weights[1] and rows_of(one) == rows_of(other)
+    )
+
+
 def message(call, *arguments, **named) -> str:
     """What an InputError says, in one line."""
     with pytest.raises(InputError) as error:
@@ -291,6 +305,25 @@ def in_two_processes(work, *arguments, environment: dict | None = None) -> None:
     for process in hanging:
         process.kill()
     assert not hanging and [process.exitcode for process in ranks] == [0, 0]
+
+
+def told_to(log, work, arguments) -> None:
+    """In a forked process, as a command: its exit code, and what it says, in `log`."""
+    file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = file
+    AcceleratorState._reset_state(reset_partial_state=True)
+    run_main(lambda: work(*arguments))
+
+
+def command(log, work, *arguments):
+    """`work` begun as a command of its own; forking saves the imports."""
+    process = multiprocessing.get_context("fork").Process(
+        target=told_to, args=(log, work, arguments)
+    )
+    process.start()
+    return process
 
 
 # ------------------------------------------------------------------------------------- a raw server

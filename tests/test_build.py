@@ -10,6 +10,7 @@ from conftest import chat_server, message
 
 from data import Document, Question, SearchRequest
 from errors import InputError
+from formats.manifest import seal
 from papers import RECIPES
 from plumbing import build, score
 from plumbing.files import checkpoints, stage_folder, starting_model
@@ -244,6 +245,7 @@ def test_a_stage_starts_from_what_it_is_told_then_from_stage_1_then_from_the_mod
     start, said = starting_model(settings)
     assert start == "" and "there is no stage 1 checkpoint in" in said
     (tmp_path / "r" / "stage1" / "checkpoint-000004").mkdir(parents=True)
+    seal(tmp_path / "r" / "stage1" / "checkpoint-000004", 4)
     assert starting_model(settings)[0].endswith("stage1/checkpoint-000004")
     other = tmp_path / "other"
     other.mkdir()
@@ -251,6 +253,6 @@ def test_a_stage_starts_from_what_it_is_told_then_from_stage_1_then_from_the_mod
     assert starting_model(dataclasses.replace(settings, start_from=str(other)))[0] == str(other)
     last = tmp_path / "r" / "stage2" / "checkpoint-000002"
     last.mkdir(parents=True)
-    (last / "settings.json").write_text('{"in_8bit": ""}')
+    seal(last, 2)
     again = dataclasses.replace(settings, start_from=str(other), resume=True)
     assert starting_model(again)[0] == str(last)

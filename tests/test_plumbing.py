@@ -19,6 +19,7 @@ from transformers import Qwen2Config
 
 import train
 from errors import InputError
+from formats.manifest import seal
 from plumbing import build
 from plumbing.build import build_parts, check_processes, set_threads
 from plumbing.files import checkpoints, console_line, saved_settings
@@ -84,6 +85,7 @@ def test_a_resume_cuts_the_metrics_to_its_checkpoint_and_says_what_is_new(
 ):
     saved = json.loads((left / "settings.json").read_text()) | {"runs": str(tmp_path)}
     (checkpoints(left)[-1] / "settings.json").write_text(json.dumps(saved))
+    seal(checkpoints(left)[-1], 1)
     with open(left / "metrics.jsonl", "a") as file:
         file.write('{"step": 1, "reward": 1.0}\n{"step": 2, "rew')
     train.train(settings_for(model, tmp_path, "--steps 2 --resume --lr 0.002"))
@@ -154,9 +156,12 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed_by_nobody_and_started_fro
 ):
     last = checkpoints(left)[-1]
     (last / "settings.json").write_text(json.dumps(EARLIER))
+    (last / "manifest.json").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(build, "load_model", lambda *_: pytest.fail("a model was loaded"))
-        with pytest.raises(InputError, match=f"earlier version .*--start_from {last}$"):
+        with pytest.raises(
+            InputError, match=f"no whole checkpoint.*earlier version.*--start_from {last}$"
+        ):
             train.train(settings_for(model, tmp_path, "--resume"))
     parts = build_parts(settings_for(model, tmp_path, f"--start_from {last}"))
     assert same(parts.policy.parameters(), load_policy(str(last))[0].parameters())

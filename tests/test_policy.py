@@ -281,7 +281,8 @@ def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it
 
     with pytest.raises(KeyboardInterrupt):
         save_policy(policy, SimpleNamespace(save_pretrained=interrupted), tmp_path / "c")
-    assert [p.name for p in tmp_path.iterdir()] == ["c.partial"]
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "c.partial").mkdir()  # what a kill leaves
     (tmp_path / "c.partial" / "stale").write_text("")
     save_policy(policy, SimpleNamespace(save_pretrained=lambda path: None), tmp_path / "c")
     assert [p.name for p in tmp_path.iterdir()] == ["c"] and not (tmp_path / "c" / "stale").exists()

@@ -1,0 +1,295 @@
+"""Checkpoints that are not as they were written: passed over and named. Disks that are full."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import command, command_line, flags, message, rows_of, same_end, settings_for
+from safetensors.torch import load_file, save_file
+
+import train
+from formats.manifest import NAME, seal, wrong_with
+from formats.records import append_jsonl
+from plumbing import build, checkpoint, files
+from plumbing.files import checkpoints, newest_whole
+
+fault = pytest.mark.fault
+RUN = "--save_every 2 --keep_checkpoints 0 --steps"
+
+
+@pytest.fixture(autouse=True)
+def threads_as_they_are(monkeypatch):
+    monkeypatch.setattr(build, "set_threads", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """The runs folder of an unbroken run of 6 steps."""
+    runs = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "set_threads", lambda: None)
+        train.train(settings_for(model, runs, f"{RUN} 6"))
+    return runs
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    """The folder of a stage after 4 of the 6 steps."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "t" / "stage1"
+    shutil.rmtree(folder / "checkpoint-000006")
+    return folder
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 40] = bytes(byte ^ 0x7F for byte in data[middle : middle + 40])
+    path.write_bytes(data)
+
+
+def zeroed(path):
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
+
+
+def nan_weight(path):
+    weights = load_file(path)
+    next(iter(weights.values()))[0] = float("nan")
+    save_file(weights, path, {"format": "pt"})
+
+
+def nan_moments(path):
+    state = torch.load(path)
+    state["optimizer"]["state"][0]["exp_avg"][:] = float("nan")
+    torch.save(state, path)
+
+
+class Pickled:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/a-pickle-was-run",)
+
+
+def pickled(path):
+    torch.save(Pickled(), path)
+
+
+def of_step_2(path):
+    shutil.copy(path.parent.parent / "checkpoint-000002" / path.name, path)
+
+
+def emptied(path):
+    for file in path.iterdir():
+        file.unlink()
+
+
+def stray_file(path):
+    path.touch()
+
+
+def stray_folder(path):
+    path.mkdir()
+
+
+def renamed(path):
+    shutil.copytree(path.parent / "checkpoint-000002", path)
+
+
+WEIGHTS, STATE = "checkpoint-000004/model.safetensors", "checkpoint-000004/trainer.pt"
+FOUR = "checkpoint-000004"
+# (fault, what is done, to what, what is said: empty for nothing, the step gone on from)
+MATRIX = [
+    (22, cut, WEIGHTS, "model.safetensors has", 2),
+    (23, empty, WEIGHTS, "model.safetensors has 0 bytes", 2),
+    (24, flipped, WEIGHTS, "model.safetensors is not what was written", 2),
+    (25, zeroed, WEIGHTS, "model.safetensors is not what was written", 2),
+    (26, nan_weight, WEIGHTS, "model.safetensors is not what was written", 2),
+    (27, cut, STATE, "trainer.pt has", 2),
+    (28, empty, STATE, "trainer.pt has 0 bytes", 2),
+    (29, os.unlink, STATE, "trainer.pt is missing", 2),
+    (30, flipped, STATE, "trainer.pt is not what was written", 2),
+    (31, of_step_2, STATE, "trainer.pt is not what was written", 2),
+    (32, nan_moments, STATE, "trainer.pt is not what was written", 2),
+    (33, pickled, STATE, "trainer.pt has", 2),
+    (34, cut, f"{FOUR}/settings.json", "settings.json has", 2),
+    (35, os.unlink, f"{FOUR}/settings.json", "settings.json is missing", 2),
+    (36, cut, f"{FOUR}/config.json", "config.json has", 2),
+    (37, os.unlink, f"{FOUR}/config.json", "config.json is missing", 2),
+    (38, cut, f"{FOUR}/tokenizer.json", "tokenizer.json has", 2),
+    (39, emptied, FOUR, "it has no manifest.json", 2),
+    (39, cut, f"{FOUR}/{NAME}", "its manifest.json cannot be read", 2),
+    (39, renamed, "checkpoint-000006", "it is of step 2", 4),
+    (40, stray_file, "checkpoint-000009", "", 4),
+    (40, stray_folder, "checkpoint-000009", "it has no manifest.json", 4),
+    (44, shutil.rmtree, FOUR, "", 2),
+]
+CASES = [pytest.param(*rest, marks=fault(number)) for number, *rest in MATRIX]
+
+
+@pytest.mark.parametrize("harm, what, said, step", CASES)
+def test_what_is_not_as_it_was_written_is_passed_over(harm, what, said, step, run, capsys):
+    harm(run / what)
+    assert newest_whole(run) == run / f"checkpoint-00000{step}"
+    err = capsys.readouterr().err
+    assert err.count("\n") == bool(said) and said in err
+    assert not said or f"{run / what.split('/')[0]} is passed over: " in err
+
+
+@pytest.mark.trust
+@pytest.mark.parametrize("harm, what, said, step", CASES)
+def test_a_resume_takes_the_newest_whole_one_and_ends_the_same(
+    harm, what, said, step, run, whole, model, tmp_path, capsys
+):
+    harm(run / what)
+    train.train(settings_for(model, tmp_path, f"{RUN} 6 --resume"))
+    assert f"going on from {run}/checkpoint-00000{step}" in capsys.readouterr().out
+    assert same_end(run, whole / "t" / "stage1")
+    left = [path.name for path in run.iterdir() if path.suffix in (".partial", ".old1")]
+    assert len(left) == (what != FOUR or harm is not shutil.rmtree)
+    assert not Path("/tmp/a-pickle-was-run").exists()
+
+
+def test_without_a_whole_one_it_says_so_and_harms_nothing(run, model, tmp_path, capsys):
+    for path in checkpoints(run):
+        empty(path / "trainer.pt")
+    said = message(train.train, settings_for(model, tmp_path, f"{RUN} 6 --resume"))
+    assert "no whole checkpoint in" in said and "--model" not in said
+    assert len(checkpoints(run)) == 2 and len(rows_of(run)) == 6
+
+
+@fault(33)
+def test_a_state_that_would_run_a_command_is_not_read_under_a_new_manifest_either(run):
+    pickled(run / STATE)
+    seal(run / FOUR, 4)
+    assert f"{run / STATE} cannot be read" in message(checkpoint.read_state, str(run / FOUR))
+    assert not Path("/tmp/a-pickle-was-run").exists()
+
+
+def test_another_command_is_told_what_is_wrong_with_a_checkpoint(run, model, tmp_path, capsys):
+    flipped(run / WEIGHTS)
+    said = command_line(train.main, flags(run / FOUR, tmp_path, "--name other"), capsys)
+    assert "model.safetensors is not what was written: use another, or remove its manifest" in said
+
+
+def test_a_manifest_names_every_file_and_a_stage_starts_from_a_whole_one(run, model, tmp_path):
+    its = json.loads((run / FOUR / NAME).read_text())
+    there = {path.name for path in (run / FOUR).iterdir()}
+    assert its["step"] == 4 and set(its["files"]) | {NAME} == there
+    cut(run / STATE)
+    start, _ = files.starting_model(settings_for(model, tmp_path, "--stage 2"))
+    assert start == f"{run}/checkpoint-000002"
+
+
+@fault(10)
+def test_a_half_deleted_checkpoint_does_not_count(run, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(files.shutil, "rmtree", lambda path: os.unlink(path / "config.json"))
+    files.prune(run, 1)
+    assert [path.name for path in checkpoints(run)] == [FOUR]
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "set_threads", lambda: None)
+    train.train(settings_for(model, tmp_path, f"{RUN} 5 --resume"))
+    assert not [*run.glob("*.partial")]  # it would fill the disk
+
+
+# ---------------------------------------------------------------------------- a disk that is full
+Usage = namedtuple("Usage", "total used free")
+
+
+@fault(46, 47)
+def test_a_full_disk_is_known_before_the_work(run, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: Usage(100, 100, 0))
+    monkeypatch.setattr(train, "collect", lambda *_: pytest.fail("a step was made"))
+    said = command_line(train.main, flags(model, tmp_path, f"{RUN} 6 --resume"), capsys)
+    assert "MB and 0.0 MB are free: make room, or name another disk with --runs" in said
+    assert len(rows_of(run)) == 6 and len(checkpoints(run)) == 2
+
+
+@fault(45)
+def test_a_disk_that_fills_up_keeps_the_older_checkpoints(model, tmp_path, monkeypatch):
+    free = iter([10**12, 10**12, 0])  # at the start, at the first save, at the second
+    monkeypatch.setattr(
+        checkpoint.shutil, "disk_usage", lambda _: Usage(100, 100, next(free, 10**12))
+    )
+    said = message(train.train, settings_for(model, tmp_path, f"{RUN} 6"))
+    folder = tmp_path / "t" / "stage1"
+    assert "make room" in said and len(rows_of(folder)) == 4
+    assert [newest_whole(folder)] == checkpoints(folder)
+
+
+def limited(size: int, arguments: list[str]) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    train.main(arguments)
+
+
+def last_line(log: Path) -> str:
+    text = log.read_text()
+    assert "Traceback" not in text
+    return text.strip().splitlines()[-1]
+
+
+@fault(48)
+@pytest.mark.parametrize("size", [20_000, 150_000])
+def test_a_file_that_may_not_grow_is_one_line_and_resume_goes_on(size, run, model, whole, tmp_path):
+    arguments, log = flags(model, tmp_path, f"{RUN} 6 --resume --groups_kept 0"), tmp_path / "log"
+    process = command(log, limited, size, arguments)
+    process.join(60)
+    assert process.exitcode == 2
+    assert "cannot be saved" in last_line(log) and "make room" in last_line(log)
+    assert sorted(run.glob("checkpoint*")) == [run / "checkpoint-000002", run / FOUR]
+    train.train(settings_for(model, tmp_path, f"{RUN} 6 --resume"))
+    assert same_end(run, whole / "t" / "stage1")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@fault(45, 46, 47)
+def test_a_real_disk_that_fills_up(small_disk, model, tmp_path):
+    folder, log = small_disk / "t" / "stage1", tmp_path / "log"
+    for more in ("", " --resume"):
+        arguments = flags(model, small_disk, f"{RUN} 60 --groups_kept -1{more}")
+        process = command(log, train.main, arguments)
+        process.join(60)
+        assert process.exitcode == 2 and "make room" in last_line(log)
+        assert checkpoints(folder) and not any(wrong_with(p) for p in checkpoints(folder))
+        assert not [*folder.glob("*.partial")] and rows_of(folder)
+
+
+# -------------------------------------------------------------------------------- files of lines
+@fault(50)
+def test_eight_processes_append_to_one_file(tmp_path):
+    path = tmp_path / "a.jsonl"
+    children = []
+    for child in range(8):
+        if not (pid := os.fork()):
+            for number in range(20):
+                append_jsonl(path, [{"child": child, "number": number, "text": "x" * 20_000}])
+            os._exit(0)
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 8
+    found = [json.loads(line) for line in path.read_text().splitlines() if line]
+    assert {(its["child"], its["number"]) for its in found} == {
+        (child, number) for child in range(8) for number in range(20)
+    }
