@@ -1,0 +1,383 @@
+"""kill -9 at any moment, SIGTERM, launchers that are gone: resumed runs end as unbroken ones do."""
+
+import functools
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import as_rank, command, flags, free_port, rows_of, same_end, told_to
+from test_launch import said, start
+
+import eval as evaluation
+import train
+from formats import manifest, trajectories
+from formats.trajectories import read_trajectories
+from papers import paper_of
+from plumbing import build, checkpoint, files
+from plumbing.files import checkpoints
+from prompts import PROTOCOLS
+from world import toy
+
+fault = pytest.mark.fault
+ALGORITHMS = {
+    "grpo": "--algorithm grpo --kl_coef 0.05",
+    "reinforce_pp_baseline": "--algorithm reinforce_pp_baseline",
+    "dapo": "--algorithm dapo",
+    "ppo": "--algorithm ppo",
+}
+FAULTS = {"reinforce_pp_baseline": 1, "grpo": 2, "dapo": 3, "ppo": 4}
+STEPS = "--steps 8 --save_every 2 --groups_kept -1"
+
+
+@pytest.fixture(autouse=True)
+def threads_as_they_are(monkeypatch):
+    monkeypatch.setattr(build, "set_threads", lambda: None)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(owner, name: str, nth: int = 1) -> None:
+    """SIGKILL when `owner.name` is called the nth time."""
+    real, calls = getattr(owner, name), []
+
+    def counted(*arguments, **named):
+        calls.append(name)
+        if len(calls) == nth:
+            die()
+        return real(*arguments, **named)
+
+    setattr(owner, name, counted)
+
+
+def half_written(owner, name: str, size) -> None:
+    """SIGKILL when `owner.name` has written half of its bytes; `size(*arguments)`: path, before."""
+    real, calls = getattr(owner, name), []
+
+    def halved(*arguments):
+        path = size(*arguments)
+        there = path.stat().st_size if path.exists() else 0
+        real(*arguments)
+        calls.append(name)
+        if len(calls) == 4:
+            os.truncate(path, (there + path.stat().st_size) // 2)
+            die()
+
+    setattr(owner, name, halved)
+
+
+def half_saved() -> None:
+    real, calls = torch.save, []
+
+    def halved(state, path):
+        real(state, path)
+        calls.append(path)
+        if len(calls) == 2:
+            os.truncate(path, path.stat().st_size // 2)
+            die()
+
+    torch.save = halved
+
+
+def half_deleted() -> None:
+    def halved(path, **_):
+        if path.exists() and path.name.startswith("checkpoint"):
+            (path / "config.json").unlink()
+            die()
+
+    files.shutil.rmtree = halved
+
+
+# A point -> (its fault, what brings the kill there, does it come while a run is resumed?)
+POINTS = {
+    "before trainer.pt": (6, lambda: before(torch, "save", 2), False),
+    "half of trainer.pt": (7, half_saved, False),
+    "before the manifest": (6, lambda: before(manifest, "seal", 2), False),
+    "half of the manifest": (7, lambda: before(manifest, "sync", 12), False),
+    "before the rename": (8, lambda: before(Path, "rename", 2), False),
+    "behind the rename": (9, lambda: before(checkpoint, "prune", 2), False),
+    "an old checkpoint half deleted": (10, half_deleted, False),
+    "half a line of metrics": (
+        11,
+        lambda: half_written(files, "append_jsonl", lambda path, rows: path),
+        False,
+    ),
+    "half of a step's trajectories": (
+        11,
+        lambda: half_written(
+            files, "append_trajectories", lambda folder, rows: folder / trajectories.NAME
+        ),
+        False,
+    ),
+    "metrics rewritten": (12, lambda: before(os, "replace", 1), True),
+    "trajectories rewritten": (12, lambda: before(Path, "replace", 1), True),
+    "settings rewritten": (13, lambda: before(os, "replace", 2), True),
+}
+
+
+def killed_at(point: str, arguments: list[str]) -> None:
+    if point and os.environ.get("RANK", "0") == "0":
+        POINTS[point][1]()
+    train.main(arguments)
+
+
+QUICK = ("half of trainer.pt", "behind the rename", "metrics rewritten")
+
+
+class Started:
+    """A run in one or two forked processes, which say all in `log`."""
+
+    def __init__(self, processes: int, log: Path, work, *arguments):
+        self.log, self.all = log, []
+        if processes == 1:
+            self.all = [command(log, work, *arguments)]
+            return
+        context, port = multiprocessing.get_context("fork"), free_port()
+        for rank in range(processes):
+            given = (rank, port, {}, told_to, log, work, arguments)
+            self.all.append(context.Process(target=as_rank, args=given, daemon=True))
+            self.all[-1].start()
+
+    def send(self, number: int) -> None:
+        for process in self.all:
+            os.kill(process.pid, number)
+
+    def end(self, grace: float = 0.2) -> list[int]:
+        """Exit codes. When one has ended badly, its launcher would end the other."""
+        limit, codes = time.monotonic() + 120, [None]
+        while None in codes and time.monotonic() < limit:
+            time.sleep(0.02)
+            codes = [process.exitcode for process in self.all]
+            if any(codes):
+                limit = min(limit, time.monotonic() + grace)
+        for process in self.all:
+            process.kill()
+            process.join()
+        return codes
+
+
+@pytest.fixture(scope="module")
+def unbroken(model, tmp_path_factory):
+    """(algorithm, processes) -> (the stage's folder of the unbroken run, its seconds)."""
+
+    @functools.cache
+    def made(algorithm: str, processes: int) -> tuple[Path, float]:
+        runs, begun = tmp_path_factory.mktemp("unbroken"), time.monotonic()
+        arguments = flags(model, runs, f"{ALGORITHMS[algorithm]} {STEPS}")
+        codes = Started(processes, runs / "log", train.main, arguments).end()
+        assert codes == [0] * processes, (runs / "log").read_text()
+        return runs / "t" / "stage1", time.monotonic() - begun
+
+    return made
+
+
+def goes_on(model, runs, algorithm: str, processes: int, unbroken) -> None:
+    """What was killed ends as the unbroken run does."""
+    folder = runs / "t" / "stage1"
+    done = checkpoints(folder)
+    more = " --resume" * bool(done)
+    arguments = flags(model, runs, f"{ALGORITHMS[algorithm]} {STEPS}{more}")
+    if not done or files.step_of(done[-1]) < 8:  # else it was killed when all was done
+        codes = Started(processes, runs / "log", train.main, arguments).end()
+        text = (runs / "log").read_text()
+        assert codes == [0] * processes and "Traceback" not in text, text
+    assert same_end(folder, unbroken(algorithm, processes)[0])
+    steps = [record["step"] for record in read_trajectories(folder)]
+    assert steps == sorted(steps) and set(steps) == set(range(8))
+    assert len(steps) == len([*read_trajectories(unbroken(algorithm, processes)[0])])
+    assert not [*folder.glob("*.partial")]
+
+
+def cases(many, quick=()) -> list:
+    """Each of `many` with each algorithm, in one process and in two. One of these eight is slow, or
+    quick; `make trust` has the others.
+    """
+    found = []
+    for number, (one, own) in enumerate(many):
+        for at, (processes, algorithm) in enumerate(itertools.product((1, 2), ALGORITHMS)):
+            marks = [fault(FAULTS[algorithm], *own), *[fault(5)] * (processes == 2)]
+            if at != (0 if one in quick else number * 5 % 8):
+                marks.append(pytest.mark.trust)
+            elif one not in quick:
+                marks.append(pytest.mark.slow)
+            found.append(pytest.param(one, algorithm, processes, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("moment, algorithm, processes", cases((n, ()) for n in range(20)))
+def test_a_kill_at_a_random_moment(moment, algorithm, processes, model, unbroken, tmp_path):
+    seconds = unbroken(algorithm, processes)[1]
+    arguments = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS}")
+    run = Started(processes, tmp_path / "log", train.main, arguments)
+    time.sleep(random.Random(f"{algorithm} {processes} {moment}").uniform(0.05, 1) * seconds)
+    run.send(signal.SIGKILL)
+    run.end()
+    goes_on(model, tmp_path, algorithm, processes, unbroken)
+
+
+@pytest.mark.parametrize(
+    "point, algorithm, processes",
+    cases([(name, [its[0]]) for name, its in POINTS.items()], quick=QUICK),
+)
+def test_a_kill_at_a_chosen_point(point, algorithm, processes, model, unbroken, tmp_path):
+    first, log = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS}"), tmp_path / "log"
+    at_resume = POINTS[point][2]
+    if at_resume:
+        Started(processes, log, killed_at, "before the rename", first).end()
+        first.append("--resume")
+    codes = Started(processes, log, killed_at, point, first).end()
+    assert codes[0] == -signal.SIGKILL, log.read_text()
+    goes_on(model, tmp_path, algorithm, processes, unbroken)
+
+
+# ------------------------------------------------------------------------------ what else is made
+
+
+def made_toy(runs: Path, kill: bool) -> None:
+    """The built-in model, without its warm-up."""
+    toy.warm_up = lambda *_: None
+    if kill:
+        before(Path, "rename")
+    protocol = PROTOCOLS["ur2"]
+    toy.load_toy(0, protocol, paper_of("ur2").warmed_up(""), str(runs))
+
+
+@fault(14)
+def test_a_kill_at_the_rename_of_the_warm_up(tmp_path):
+    for kill in (True, False):
+        process = command(tmp_path / "log", made_toy, tmp_path, kill)
+        process.join(60)
+        assert process.exitcode == (-signal.SIGKILL if kill else 0), (tmp_path / "log").read_text()
+    assert not [*tmp_path.rglob("*.partial")]
+
+
+def slow_warm_up(*_) -> None:
+    print("warming up", flush=True)
+    time.sleep(60)
+
+
+def first_run(runs: Path, slow: bool, arguments: list[str]) -> None:
+    toy.warm_up = slow_warm_up if slow else lambda *_: None
+    train.main(arguments)
+
+
+@fault(15)
+def test_sigterm_in_the_warm_up(tmp_path):
+    log = tmp_path / "log"
+    arguments = ["--runs", str(tmp_path), "--doctor"]
+    process = command(log, first_run, tmp_path, True, arguments)
+    wait_for(log, "warming up")
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 143 and "ended by SIGTERM" in log.read_text()
+    again = command(log, first_run, tmp_path, False, arguments)
+    again.join(60)
+    assert again.exitcode == 0 and "Traceback" not in log.read_text()
+
+
+def wait_for(log: Path, text: str, seconds: float = 60) -> None:
+    limit = time.monotonic() + seconds
+    while not (log.exists() and text in log.read_text()):
+        assert time.monotonic() < limit, log.read_text() if log.exists() else log
+        time.sleep(0.02)
+
+
+# ------------------------------------------------------------------------------ SIGTERM, launchers
+LONG = "--steps 5000 --save_every 5000"
+
+
+@fault(21)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_saves_what_was_learned(processes, model, tmp_path):
+    folder, log = tmp_path / "t" / "stage1", tmp_path / "log"
+    run = Started(processes, log, train.main, flags(model, tmp_path, LONG))
+    wait_for(folder / "metrics.jsonl", '"step": 2')
+    run.send(signal.SIGTERM)
+    codes, text = run.end(grace=10), log.read_text()
+    assert codes[0] == 143 and "Traceback" not in text, text
+    assert "ended by SIGTERM; last checkpoint:" in text
+    (saved,) = checkpoints(folder)
+    assert files.step_of(saved) in (len(rows_of(folder)), len(rows_of(folder)) - 1)
+
+
+def test_an_error_while_sampling_keeps_what_was_learned(model, tmp_path):
+    """Also when it is another process that fails: the first has the whole."""
+    folder, log = tmp_path / "t" / "stage1", tmp_path / "log"
+    codes = Started(2, log, failing_other, flags(model, tmp_path, LONG)).end(grace=10)
+    assert codes[0] and [files.step_of(path) for path in checkpoints(folder)] == [3]
+
+
+def failing_other(arguments: list[str]) -> None:
+    real = train.roll_out
+
+    def failing(parts, step, draw):
+        if step == 3 and os.environ["RANK"] == "1":
+            os._exit(1)
+        return real(parts, step, draw)
+
+    train.roll_out = failing
+    train.main(arguments)
+
+
+def processes_of(launcher: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()))
+
+
+def ends(pid: int) -> bool:
+    for _ in range(300):
+        status = Path(f"/proc/{pid}/status")
+        if not status.exists() or "State:\tZ" in status.read_text():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@fault(18)
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="Linux tells a process that its parent died")
+def test_processes_end_when_their_launcher_is_gone(model, tmp_path):
+    folder = tmp_path / "t" / "stage1"
+    launcher = start("ddp", tmp_path / "logs", flags(model, tmp_path, LONG))
+    wait_for(folder / "metrics.jsonl", '"step": 2')
+    children = processes_of(launcher.pid)
+    launcher.kill()
+    assert len(children) == 2 and all(map(ends, children))
+    rows = rows_of(folder)
+    assert checkpoints(folder) and files.step_of(checkpoints(folder)[-1]) >= len(rows) - 1
+    assert "Traceback" not in "".join(said(tmp_path / "logs"))
+
+
+@fault(20)
+@pytest.mark.slow
+def test_all_end_when_one_of_them_is_killed(model, tmp_path):
+    folder = tmp_path / "t" / "stage1"
+    launcher = start("ddp", tmp_path / "logs", flags(model, tmp_path, LONG))
+    wait_for(folder / "metrics.jsonl", '"step": 2')
+    first, other = processes_of(launcher.pid)
+    os.kill(other, signal.SIGKILL)
+    launcher.join(60)
+    assert launcher.exitcode == 1 and ends(first)
+
+
+@fault(17)
+def test_a_killed_evaluation_writes_the_same_predictions(trained, tmp_path):
+    out, log = tmp_path / "a.jsonl", tmp_path / "log"
+    arguments = f"--runs {trained} --questions 12 --out".split()
+    whole = command(log, evaluation.main, [*arguments, str(tmp_path / "whole.jsonl")])
+    whole.join(120)
+    assert whole.exitcode == 0, log.read_text()
+    for lines in (1, 9):
+        process = command(log, evaluation.main, [*arguments, str(out)])
+        while process.is_alive() and not (out.exists() and out.read_text().count("\n") >= lines):
+            time.sleep(0.001)
+        process.kill()
+        process.join()
+    command(log, evaluation.main, [*arguments, str(out)]).join(120)
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
