@@ -1,13 +1,12 @@
 """What survives: a second writer, SIGTERM, odd lines, a terminal without the signs."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from conftest import command_line, flags, message, rows_of, settings_for
+from conftest import ROOT, command, command_line, flags, message, rows_of, settings_for
 
 import train
 from errors import Terminated
@@ -16,19 +15,12 @@ from plumbing import build
 from plumbing.checkpoint import kept
 from plumbing.files import checkpoints, locked
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+fault = pytest.mark.fault
 
 
 @pytest.fixture(autouse=True)
 def threads_as_they_are(monkeypatch):
     monkeypatch.setattr(build, "set_threads", lambda: None)
-
-
-def started(model, runs, more: str, **environment) -> subprocess.Popen:
-    command = [sys.executable, "train.py", *flags(model, runs, more)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
 
 def wait_for(path, lines: int) -> None:
@@ -39,8 +31,9 @@ def wait_for(path, lines: int) -> None:
     pytest.fail(f"{path} has not {lines} lines")
 
 
+@fault(49)
 def test_a_second_run_in_a_folder_names_the_first_and_leaves_it_alone(model, tmp_path, capsys):
-    first = started(model, tmp_path, "--steps 500")
+    first = command(tmp_path / "log", train.main, flags(model, tmp_path, "--steps 500"))
     try:
         wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", 1)
         said = command_line(train.main, flags(model, tmp_path, "--steps 1"), capsys)
@@ -48,23 +41,12 @@ def test_a_second_run_in_a_folder_names_the_first_and_leaves_it_alone(model, tmp
         assert not (tmp_path / "t" / "stage1.old1").exists()
     finally:
         first.kill()
-        first.wait()
+        first.join()
     train.train(settings_for(model, tmp_path, "--steps 1"))  # a killed one holds nothing
     assert (tmp_path / "t" / "stage1.old1").exists()
 
 
-def test_sigterm_saves_where_the_state_is_sound_and_ends_with_143(model, tmp_path):
-    run = started(model, tmp_path, "--steps 500 --save_every 500")
-    wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", 3)
-    run.send_signal(signal.SIGTERM)
-    said, _ = run.communicate(timeout=60)
-    assert run.returncode == 143 and "Traceback" not in said
-    assert "ended by SIGTERM; " in said
-    if found := checkpoints(tmp_path / "t" / "stage1"):  # none if it came within an update
-        step = int(found[-1].name[-6:])
-        assert step == len(rows_of(tmp_path / "t" / "stage1"))
-
-
+@fault(21)
 def test_what_was_learned_is_kept_by_sigterm_while_sampling(model, tmp_path, monkeypatch):
     collect = train.collect
 
@@ -79,6 +61,7 @@ def test_what_was_learned_is_kept_by_sigterm_while_sampling(model, tmp_path, mon
     assert [path.name for path in checkpoints(tmp_path / "t" / "stage1")] == ["checkpoint-000002"]
 
 
+@fault(41, 42, 43)
 def test_odd_lines_of_metrics_are_left_out_and_counted(model, tmp_path, capsys):
     folder = train.train(settings_for(model, tmp_path, "--steps 1"))
     with open(folder / "metrics.jsonl", "ab") as file:
@@ -94,6 +77,7 @@ def odd_file(folder):
     return folder / "odd.jsonl"
 
 
+@fault(12, 13)
 def test_a_file_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     write_text(path, "old")
@@ -109,9 +93,13 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
     assert path.read_text() == "old"
 
 
+@fault(151)
 def test_a_terminal_without_the_signs_shows_their_numbers(model, tmp_path):
-    run = started(model, tmp_path, "--steps 1", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
-    said, _ = run.communicate(timeout=120)
+    other = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "train.py", *flags(model, tmp_path, "--steps 1")]
+    how = {"cwd": ROOT, "env": os.environ | other, "text": True, "capture_output": True}
+    run = subprocess.run(command, **how, timeout=120)
+    said = run.stdout + run.stderr
     assert run.returncode == 0 and "Traceback" not in said and "done: " in said
 
 
