@@ -53,7 +53,7 @@ from lab.distil import DistilSettings, distil
 from metrics import exact_match
 from other_models.reader import reader_answers
 from papers import paper_of
-from plumbing.build import built_in_world
+from plumbing.build import built_in_world, end_with_launcher
 from plumbing.files import checkpoints, stage_folder
 from plumbing.report import written
 from plumbing.score import add_reader, build_reader
@@ -289,6 +289,7 @@ def one_core() -> None:
     """Of a worker, in `train` too: its share as one process of as many as there are cores."""
     os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count() or 1)
     torch.set_num_threads(1)
+    end_with_launcher()
     commit()  # as it is now, whatever is committed while it runs
 
 

@@ -239,6 +239,13 @@ def test_a_kill_at_a_chosen_point(point, algorithm, processes, model, unbroken, 
     goes_on(model, tmp_path, algorithm, processes, unbroken)
 
 
+@pytest.mark.parametrize("_, algorithm, processes", cases([(0, ())], quick=(0,)))
+def test_the_same_seed_gives_the_same_run(_, algorithm, processes, model, unbroken, tmp_path):
+    arguments = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS} --deterministic")
+    Started(processes, tmp_path / "log", train.main, arguments).end()
+    assert same_end(tmp_path / "t" / "stage1", unbroken(algorithm, processes)[0])
+
+
 # ------------------------------------------------------------------------------ what else is made
 
 
