@@ -8,6 +8,7 @@ Traps: U+2028 ends no line of JSON; a byte-order mark is no part of the first fi
 out: other compressions, CSV fields over several lines.
 """
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -204,26 +205,34 @@ def finished_records(path: str | Path, cut: bool = True, needs: str = "") -> lis
     return records
 
 
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """A full disk, or a place where nothing may be written, is one line."""
+    try:
+        yield
+    except OSError as error:
+        how = "make room, or name another place"
+        raise InputError(f"{path}: cannot be written ({error.strerror}): {how}") from None
+
+
 def write_text(path: Path, text: str) -> None:
     """The old file, or the new one, never half of one."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with writing(path):
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
 
 
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     """A JSON line for each record, behind a closed line. No record: can the file be written?"""
     lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
-    try:
+    with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+") as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 lines = lines if file.read(1) == b"\n" else b"\n" + lines
             file.write(lines)  # in one piece: another run may append to the same file
-    except OSError as error:
-        how = "make room, or name another place"
-        raise InputError(f"{path}: cannot be written ({error.strerror}): {how}") from None
 
 
 def write_records(path: Path, records: list[dict]) -> None:

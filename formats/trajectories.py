@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from errors import InputError
-from formats.records import as_record, loads
+from formats.records import as_record, loads, writing
 
 NAME = "trajectories.jsonl.gz"
 
@@ -28,7 +28,7 @@ def append_trajectories(folder: Path, records: Iterable[dict]) -> None:
     lines = [json.dumps(record, ensure_ascii=False, separators=(",", ":")) for record in records]
     if lines:
         text = "\n".join([*lines, ""]).encode(errors="replace")
-        with open(folder / NAME, "ab") as file:  # in one piece
+        with writing(folder / NAME), open(folder / NAME, "ab") as file:  # in one piece
             file.write(gzip.compress(text, 5))
 
 
@@ -54,7 +54,7 @@ def cut_trajectories(folder: Path, first_step: int) -> None:
     path = folder / NAME
     if path.exists():
         aside = path.with_name(path.name + ".partial")
-        with gzip.open(aside, "wt", 5, encoding="utf-8") as file:
+        with writing(path), gzip.open(aside, "wt", 5, encoding="utf-8") as file:
             for record in read_trajectories(folder):
                 if record["step"] < first_step:
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
