@@ -69,6 +69,9 @@ def newest_whole(folder: Path) -> Path | None:
         if not (wrong := wrong_with(path, step_of(path))):
             return path
         tell(f"{path} is passed over: {wrong}")
+    if found := checkpoints(folder):
+        how = f"an earlier version's weights are taken with --start_from {found[-1]}"
+        raise InputError(f"{folder}: no whole checkpoint is there: start anew; {how}")
     return None
 
 
@@ -101,9 +104,6 @@ def starting_model(settings: Settings) -> tuple[str, str]:
     stage, folder = settings.stage, stage_folder(settings)
     if settings.resume:
         if not (found := newest_whole(folder)):
-            if last := checkpoints(folder)[-1:]:
-                how = f"an earlier version's weights are taken with --start_from {last[0]}"
-                raise InputError(f"--resume: no whole checkpoint in {folder}; {how}")
             raise InputError(f"--resume: no checkpoint in {folder}; leave it out to start anew")
         return str(found), f"going on from {found}"
     if settings.start_from:
