@@ -322,7 +322,7 @@ def weights_version(path: str, model=None) -> str:
 
 def save_policy(policy, tokenizer, path: Path | str, trainer=None, settings="", weights=None):
     """A folder that `from_pretrained` loads. weights: whole ones by name, if its own are parts."""
-    step = trainer["step"] if trainer else None
+    step = (trainer or {}).get("step")
     with written_whole(Path(path), step) as aside:
         save_merged(policy.language_model, aside, weights)
         tokenizer.save_pretrained(aside)

@@ -504,6 +504,8 @@ def test_a_folder_without_a_model_and_broken_weights_are_one_line_that_names_no_
     refused(f"^{tmp_path}: there is no config.json", load_llm, str(tmp_path), given())
     refused("^/no/such/model: no such directory", load_llm, "/no/such/model", given())
     next(saved.glob("*.safetensors")).write_bytes(b"junk")
+    refused("model.safetensors has 4 bytes and was written", load_llm, str(saved), given())
+    (saved / "manifest.json").unlink()  # as of a model of others
     refused("no causal LM could be loaded from there", load_llm, str(saved), given())
 
 
