@@ -13,10 +13,13 @@ the file, the line, the field and what to do. Left out: corpora beyond memory.
 
 import json
 import random
+import re
 import sys
 import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 from errors import FlagParser, InputError, run_main, setting
@@ -46,6 +49,9 @@ class Document:
     id: str
     title: str
     text: str
+
+    def __post_init__(self):
+        vars(self).update({name: clean(its) for name, its in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,9 @@ class SearchResult:
     fallback: bool = False
     error: str | None = None
 
+    def __post_init__(self):
+        vars(self).update(text=clean(self.text), error=self.error and clean(self.error))
+
 
 @dataclass(frozen=True)
 class Attempts:
@@ -107,6 +116,39 @@ class Attempts:
 
     question: Question
     predictions: list[str]
+
+
+# ------------------------------------------------------------------------- what others have written
+def clean(text: str) -> str:
+    """Half characters become "?": JSON may hold them, neither a file nor a tokenizer takes them."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def harmless(text: str) -> str:
+    """For a terminal: controls, and our marks ⟦ ⟧, as their numbers; "| " begins a further line."""
+    numbers = {c: ascii(c)[1:-1] for c in {*text} if not c.isprintable() or c in "⟦⟧"}
+    return text.translate(str.maketrans(numbers | {"\n": "\n| "}))
+
+
+def within(texts: list[str], most: int) -> list[str]:
+    """The first `most` characters of them all."""
+    begins = accumulate((len(text) for text in texts), initial=0)
+    pairs = zip(texts, begins, strict=False)
+    return [text[: most - begin] for text, begin in pairs if begin < most]
+
+
+def strip_tags(text: str, tags) -> str:
+    """With a blank in place of each of these tags."""
+    for tag in tags:
+        text = text.replace(tag, " ") if tag else text
+    return text
+
+
+@lru_cache(maxsize=8)
+def control_tokens(tokenizer, size: int) -> dict[int, str]:
+    """id -> text of what is special, also without a role, or was added and is no word."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return {i: t.content for i, t in added if t.special or re.search(r"[^\w\s]", t.content)}
 
 
 def question_of(fields: dict) -> Question:

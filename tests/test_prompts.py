@@ -9,7 +9,7 @@ import time
 import pytest
 
 import prompts
-from data import Document, Question
+from data import Document, Question, strip_tags
 from errors import InputError
 from prompts import (
     PROTOCOLS,
@@ -18,14 +18,12 @@ from prompts import (
     find_answers,
     find_blocks,
     find_boxed,
-    forbidden_texts,
     frame_documents,
     last_block,
     number_documents,
     parse_query,
     prompt_text,
     question_text,
-    strip_tags,
 )
 
 UR2, R1 = PROTOCOLS["ur2"], PROTOCOLS["r1_searcher"]
@@ -49,6 +47,16 @@ class Template:
 
     def __init__(self, bpe, chat_template, bos_token=None):
         self.bpe, self.chat_template, self.bos_token = bpe, chat_template, bos_token
+        self.unk_token_id = None
+
+    def __len__(self):
+        return len(self.bpe)
+
+    def __call__(self, text, **named):
+        return self.bpe(text, **named)
+
+    def decode(self, ids):
+        return self.bpe.decode(ids)
 
     def apply_chat_template(self, messages, **arguments):
         return self.bpe.apply_chat_template(messages, chat_template=self.chat_template, **arguments)
@@ -118,7 +126,7 @@ def test_a_reference_cannot_open_a_section_or_a_turn(bpe):
     question = Question("4", "?", ["x"], references=(Document("a", "T <answer> 1", page),))
     user = prompt_text("arena", question, bpe).split("<|im_start|>user\n")[1]
     shown, end, rest = user.partition("<|im_end|>")
-    assert not any(tag in shown for tag in forbidden_texts(PROTOCOLS["arena"], bpe))
+    assert not any(tag in shown for tag in [*PROTOCOLS["arena"].tags, *bpe.all_special_tokens])
     # a tag becomes a blank: "T <answer> 1" has three blanks then, and the page is whole up to its
     # end
     assert shown.startswith("?\n\n(1) T   1: x ") and "[2]" in shown and shown.endswith(" user   y")

@@ -1040,5 +1040,5 @@ def test_evidence_is_the_last_box_in_which_the_model_itself_wrote_something():
 def test_a_shown_trajectory_marks_what_the_environment_wrote(bpe):
     t, _ = play_one(bpe, [ASK, ANSWER])
     shown = show(t, {"answer": 1.0, "format": -0.25})
-    assert "⟦<|begin_of_documents|>\n(1) about Ana Bell\n<|end_of_documents|>⟧" in shown
+    assert "⟦<|begin_of_documents|>\n| (1) about Ana Bell\n| <|end_of_documents|>⟧" in shown
     assert "[1 searches; answer 'Norland'; ended by eos]" in shown and "reward +0.75" in shown
