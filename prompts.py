@@ -348,7 +348,7 @@ def frame_documents(protocol: Protocol, body: str) -> str:
 
 def without_control(text: str, tokenizer, tags: Sequence[str] = ()) -> str:
     """What others wrote, without tags and control tokens: no page may close its own frame."""
-    control = control_tokens(tokenizer, len(tokenizer))
+    control = control_tokens(tokenizer)
     text = strip_tags(clean(text), [*tags, *control.values()])
     # Trap: to a tokenizer that normalises "＜EOS＞" is one. Then it loses all signs.
     for tried in (text, re.sub(r"[^\w\s]|_", " ", text)):

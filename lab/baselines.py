@@ -385,6 +385,9 @@ def guessed_tokens(text: str, **_) -> dict:
     return {"input_ids": [0] * -(-len(text.encode()) // 3)}
 
 
+guessed_tokens.unk_token_id, guessed_tokens.decode = 0, str  # nothing that it knows is a tag
+
+
 class Writer:
     """A model of other_models/llm.py, asked with `request_of(write)` of at most `room` tokens."""
 

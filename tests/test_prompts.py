@@ -49,9 +49,6 @@ class Template:
         self.bpe, self.chat_template, self.bos_token = bpe, chat_template, bos_token
         self.unk_token_id = None
 
-    def __len__(self):
-        return len(self.bpe)
-
     def __call__(self, text, **named):
         return self.bpe(text, **named)
 
