@@ -297,20 +297,23 @@ def _say_once(what: str) -> None:
     print(f"{what} (pip install math-verify)", file=sys.stderr)
 
 
+def in_a_hurry() -> bool:
+    return len(_LATE) == 3 and time.monotonic() < _LATE[0] + 60
+
+
 def ask_worker(prediction: str, gold: str, seconds: float = MATH_SECONDS) -> bool:
     """Are they equal? A comparison that takes longer is not. Of three such in a minute it is told,
     and others have less time: a batch may be full of them, and an honest one takes 20 ms.
     """
     with _LOCK:
-        hurried = len(_LATE) == 3 and time.monotonic() < _LATE[0] + 60
-        seconds = min(seconds, HURRIED) if hurried else seconds
+        seconds = min(seconds, HURRIED) if (hurried := in_a_hurry()) else seconds
         idle = _IDLE.pop() if _IDLE else None
         worker = idle if idle and idle.poll() is None else start_worker()
         print(json.dumps([prediction, gold, seconds]), file=worker.stdin, flush=True)
         reply = worker.stdout.readline()
         if reply == "late\n":
             _LATE.append(time.monotonic())
-            if len(_LATE) == 3 and not hurried:
+            if in_a_hurry() and not hurried:
                 said = f"three took more than {seconds:g} s, and are wrong; others have {HURRIED} s"
                 print(f"math answers: {said} for a minute", file=sys.stderr)
         if reply:  # Trap: after a Ctrl-C above, its late reply would answer the next question
@@ -338,7 +341,8 @@ def serve_math() -> None:
         return parse(f"${text}$", latex, extraction_mode="first_match", parsing_timeout=None)
 
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # our timer: the kernel ends this process
-    verify(expression("x^2-1"), expression("(x-1)(x+1)"), timeout_seconds=None)  # builds what copies need
+    # What is built and imported here, copies need not.
+    verify(expression("x^2-1"), expression("(x-1)(x+1)"), timeout_seconds=None)
     print("ready", flush=True)
     for line in sys.stdin:
         prediction, gold, seconds = json.loads(line)
