@@ -84,8 +84,8 @@ def test_a_run_goes_on_where_a_model_says_half_a_character(
         return f"no{HALF}" if len(asked) > 2 else "no"
 
     with chat_server(answer) as server:
-        train.train(settings_for(model, tmp_path, f"--{role} {server} {more}"))
-    assert len(rows_of(tmp_path / "t" / "stage1")) == 2 and len(asked) > 2
+        folder = train.train(settings_for(model, tmp_path, f"--{role} {server} {more}"))
+    assert len(rows_of(folder)) == 2 and len(asked) > 2
 
 
 @pytest.mark.fault(143)
