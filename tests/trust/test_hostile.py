@@ -101,7 +101,7 @@ def check_rewards(row: Trajectory) -> None:
 def check_written(name, tokenizer, page, turn, asked, file) -> None:
     """One row: a turn of the model, a page, another turn."""
     protocol = PROTOCOLS[name]
-    task = ("qa", "math", "choice")[len(asked) % 3]
+    task = "summary" if "summary" in name else ("qa", "math", "choice")[len(asked) % 3]
     references = (Document("d", page, page),)
     question = Question("1", asked, ["A"], task, ("ana", page), references, (1,))
     plain = Question("1", "x", ["A"], task, ("ana", "x"), (Document("d", "x", "x"),), (1,))
@@ -139,7 +139,7 @@ def fuzz(count: int, tokenizer, file) -> None:
 
 
 @pytest.mark.fault(141)
-@pytest.mark.parametrize("count", [50, pytest.param(2500, marks=pytest.mark.trust)])
+@pytest.mark.parametrize("count", [100, pytest.param(2500, marks=pytest.mark.trust)])
 @pytest.mark.parametrize("kind", ["toy_tokenizer", "tagged"])
 def test_no_hostile_text_breaks_or_forges_anything(count, kind, request, tmp_path):
     fuzz(count, request.getfixturevalue(kind), tmp_path / "rows.jsonl")
@@ -148,7 +148,7 @@ def test_no_hostile_text_breaks_or_forges_anything(count, kind, request, tmp_pat
 @pytest.mark.parametrize("place", ["rollout.without_control", "trajectory.harmless"])
 def test_the_same_texts_forge_where_nobody_cleans(place, toy_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(place, lambda text, *_: clean(text))
-    with pytest.raises((AssertionError, ExceptionGroup)):
+    with pytest.raises(AssertionError):
         fuzz(100, toy_tokenizer, tmp_path / "rows.jsonl")
 
 
