@@ -219,7 +219,8 @@ def _leading_letter(text: str) -> str | None:
 MATH_SECONDS, HURRIED = 3.0, 0.5  # for a comparison by math-verify; after three too long ones
 MAX_MATH = 500  # characters; a longer answer is compared as a string
 _LOCK, _IDLE = threading.Lock(), []  # at most one worker; it is idle between two questions
-_LATE: deque = deque(maxlen=3)  # when comparisons were given up
+_say_once = cache(print)
+_LATE = deque([-100.0] * 3, 3)  # when the last comparisons were given up
 _UNICODE = str.maketrans({"−": "-", "·": r"\cdot ", "√": r"\sqrt ", "²": "^2", "°": r"^\circ "})
 _DOLLARS = re.compile(r"\\?\$|\bdollars?\b|(?<!\\)\\[()\[\]]")  # and what stands around formulas
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|,\\!)(?=\d{3}(?!\d))")  # 10{,}000 and 10\,000
@@ -284,7 +285,8 @@ def _math_verify(prediction: str, gold: str, gold_is_number: bool) -> bool:
     if has_math_verify():
         return ask_worker(prediction, gold)
     if not gold_is_number:
-        _say_once("math-verify is missing: answers beyond numbers are compared as strings")
+        missing = "math-verify is missing: answers beyond numbers are compared as strings"
+        _say_once(f"{missing} (pip install math-verify)", file=sys.stderr)
     return False
 
 
@@ -292,28 +294,18 @@ def has_math_verify() -> bool:
     return importlib.util.find_spec("math_verify") is not None
 
 
-@cache
-def _say_once(what: str) -> None:
-    print(f"{what} (pip install math-verify)", file=sys.stderr)
-
-
-def in_a_hurry() -> bool:
-    return len(_LATE) == 3 and time.monotonic() < _LATE[0] + 60
-
-
 def ask_worker(prediction: str, gold: str, seconds: float = MATH_SECONDS) -> bool:
-    """Are they equal? A comparison that takes longer is not. Of three such in a minute it is told,
-    and others have less time: a batch may be full of them, and an honest one takes 20 ms.
-    """
+    """Are they equal? What takes longer is not; after three such all have less for a minute."""
     with _LOCK:
-        seconds = min(seconds, HURRIED) if (hurried := in_a_hurry()) else seconds
+        if hurried := time.monotonic() < _LATE[0] + 60:
+            seconds = min(seconds, HURRIED)
         idle = _IDLE.pop() if _IDLE else None
         worker = idle if idle and idle.poll() is None else start_worker()
         print(json.dumps([prediction, gold, seconds]), file=worker.stdin, flush=True)
         reply = worker.stdout.readline()
         if reply == "late\n":
             _LATE.append(time.monotonic())
-            if in_a_hurry() and not hurried:
+            if time.monotonic() < _LATE[0] + 60 and not hurried:
                 said = f"three took more than {seconds:g} s, and are wrong; others have {HURRIED} s"
                 print(f"math answers: {said} for a minute", file=sys.stderr)
         if reply:  # Trap: after a Ctrl-C above, its late reply would answer the next question
