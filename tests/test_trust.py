@@ -109,6 +109,7 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
     assert path.read_text() == "old"
 
 
+@pytest.mark.fault(151)
 def test_a_terminal_without_the_signs_shows_their_numbers(model, tmp_path):
     run = started(model, tmp_path, "--steps 1", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     said, _ = run.communicate(timeout=120)

@@ -150,7 +150,9 @@ def check_written(name: str, tokenizer, texts: tuple, file) -> None:
     check_row(row, tokenizer, environment)
     check_shown(row)
     check_rewards(row)
-    check_rewards(trajectory_from_text(row.question, row.text, protocol))
+    read = trajectory_from_text(row.question, row.text, protocol)
+    check_rewards(read)
+    assert turn != "x" or row.answers == read.answers == read.searches == []
     file.unlink(missing_ok=True)
     append_jsonl(file, [told(row, tokenizer)])
     (line,) = file.read_bytes().split(b"\n")[:-1]
@@ -161,7 +163,7 @@ def fuzz(count: int, tokenizer, file) -> None:
     kept = {"database": None, "phases": [Phase.generate]}  # as it was found, not made small
 
     @examples_of(max_examples=count, derandomize=True, deadline=None, **kept)
-    @given(st.sampled_from(sorted(PROTOCOLS)), TEXTS, TEXTS, TEXTS)
+    @given(st.sampled_from(sorted(PROTOCOLS)), TEXTS, TEXTS | st.just("x"), TEXTS)
     def check(name, page, turn, asked):
         check_written(name, tokenizer, (page, turn, asked), file)
 
