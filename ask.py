@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from data import Question, load_questions
+from data import Question, clean, harmless, load_questions
 from errors import FlagParser, InputError, check_output, nearest, run_main
 from eval import settings_of
 from metrics import exact_match
@@ -56,7 +56,7 @@ def parse(arguments: list[str]) -> tuple[dict, str]:
     records = [record for record in ASKING if record is not EngineSettings]  # always by turns
     add_flags(parser, records, named_in(arguments), "eval")
     given = vars(parser.parse_args(arguments))
-    text = " ".join(given.pop("question")).strip()
+    text = clean(" ".join(given.pop("question"))).strip()  # arguments may be no UTF-8
     if unused := {"judge", "reader"} & given.keys():
         raise InputError(f"ask.py: --{min(unused)} has no meaning here: eval.py asks other models")
     check_settings(settings_of(given), False, given)
@@ -125,7 +125,7 @@ class Voice:
             self.say(text)
 
     def say(self, text: str) -> None:
-        print(text[self.said :], end="", flush=True)
+        print(harmless(text[self.said :]), end="", flush=True)
         self.said = len(text)
 
     def end(self) -> None:
@@ -140,7 +140,7 @@ class AloudEnvironment(Environment):
         super().answer(asking)
         for row, first in zip(asking, before, strict=True):
             for segment in row.segments[first:]:
-                print(pale(segment.text), end="", flush=True)
+                print(pale(harmless(segment.text)), end="", flush=True)
 
 
 def pale(text: str) -> str:
@@ -187,7 +187,7 @@ def answer(session: Session, text: str) -> None:
         environment = AloudEnvironment(tokenizer, build.build_protocol(settings), search, settings)
         check_prompts([asked], environment, policy)
         if tokenizer.unk_token_id in build_prompt(environment.protocol, asked, tokenizer):
-            hint = f"; try: {questions[0].question}" if questions else ""
+            hint = f"; try: {harmless(questions[0].question)}" if questions else ""
             why = "the model has no tokens for this question: it knows only its own world's words"
             raise InputError(f"{why}{hint}")
         if len(session.stages) > 1:

@@ -13,10 +13,12 @@ the file, the line, the field and what to do. Left out: corpora beyond memory.
 
 import json
 import random
+import re
 import sys
 import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 from errors import FlagParser, InputError, run_main, setting
@@ -39,6 +41,16 @@ class DataSettings:
     reworded: float = setting(0.0, "built-in golds with a word more", least=0, only="papers")
 
 
+def clean(text: str) -> str:
+    """Half characters become "?": JSON may hold them, neither a file nor a tokenizer takes them."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def clean_fields(self) -> None:
+    texts = {name: clean(its) for name, its in vars(self).items() if isinstance(its, str)}
+    vars(self).update(texts)
+
+
 @dataclass(frozen=True)
 class Document:
     """One passage. `id` is a string even where the file has a number."""
@@ -46,6 +58,7 @@ class Document:
     id: str
     title: str
     text: str
+    __post_init__ = clean_fields
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,7 @@ class Question:
     source: str = ""
     level: str = ""
     may_search: bool = True
+    __post_init__ = clean_fields
 
     @property
     def kind(self) -> str:
@@ -99,6 +113,7 @@ class SearchResult:
     text: str = ""
     fallback: bool = False
     error: str | None = None
+    __post_init__ = clean_fields
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,32 @@ class Attempts:
 
     question: Question
     predictions: list[str]
+
+
+# ------------------------------------------------------------------------- what others have written
+def harmless(text: str) -> str:
+    """For a terminal: controls, and our marks ⟦ ⟧, as their numbers; "| " begins a further line."""
+    numbers = {c: ascii(c)[1:-1] for c in {*text} if not c.isprintable() or c in "⟦⟧"}
+    return text.translate(str.maketrans(numbers | {"\n": "\n| "}))
+
+
+def within(texts: list[str], most: int) -> list[str]:
+    """The first `most` characters of them all."""
+    return "\ud800".join(texts)[:most].split("\ud800")  # half a character, as none of them has
+
+
+def strip_tags(text: str, tags) -> str:
+    """With a blank in place of each of these tags."""
+    for tag in tags:
+        text = text.replace(tag, " ") if tag else text
+    return text
+
+
+@lru_cache(maxsize=8)
+def control_tokens(tokenizer) -> dict[int, str]:
+    """id -> text of what is special, also without a role, or was added and is no word."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return {i: t.content for i, t in added if t.special or re.search(r"[^\w\s]", t.content)}
 
 
 def question_of(fields: dict) -> Question:
@@ -278,12 +319,12 @@ def show(path: Path, skip_bad: bool) -> None:
     for name in () if corpus else ("source", "task"):
         counts = Counter(getattr(question, name) or "-" for question in items)
         told = ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common())
-        print(f"{name:10} {told}")
+        print(harmless(f"{name:10} {told}"))
     print("first record")
     for name, value in asdict(items[0]).items():
         if value:
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            print(f"  {name:10} {textwrap.shorten(shown, 300, placeholder=' ...')}")
+            print(harmless(f"  {name:10} {textwrap.shorten(shown, 300, placeholder=' ...')}"))
 
 
 EXAMPLE = """\

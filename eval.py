@@ -34,7 +34,7 @@ if __name__ == "__main__" and any(word.split("=")[0] == "--predictions" for word
 
 from tqdm import tqdm
 
-from data import Question, draw_some, load_datasets
+from data import Question, draw_some, harmless, load_datasets
 from formats.records import append_jsonl, write_records
 from metrics import summary_scores
 from papers import paper_of, record_of
@@ -204,7 +204,7 @@ class Evaluation:
                 append_jsonl(out, made)
                 records += made
         if faults := search_faults(records):
-            said = f"warning: {len(faults)} searches failed (the first: {faults[0]})"
+            said = f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])})"
             why = "these scores are not the model's; the same command makes those batches anew"
             print(f"{said}: {why}", file=sys.stderr)
         return records

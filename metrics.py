@@ -18,13 +18,15 @@ Left out: model judges, and algebra of our own (that is math-verify's, the extra
 
 import importlib.util
 import json
+import os
 import re
 import signal
 import string
 import subprocess
 import sys
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -214,9 +216,11 @@ def _leading_letter(text: str) -> str | None:
 
 
 # ---------------------------------------------------------------------------------- math
-MATH_SECONDS = 3.0  # for one comparison by math-verify
+MATH_SECONDS, HURRIED = 3.0, 0.5  # for a comparison by math-verify; after three too long ones
 MAX_MATH = 500  # characters; a longer answer is compared as a string
 _LOCK, _IDLE = threading.Lock(), []  # at most one worker; it is idle between two questions
+_say_once = cache(print)
+_LATE = deque([-100.0] * 3, 3)  # when the last comparisons were given up
 _UNICODE = str.maketrans({"−": "-", "·": r"\cdot ", "√": r"\sqrt ", "²": "^2", "°": r"^\circ "})
 _DOLLARS = re.compile(r"\\?\$|\bdollars?\b|(?<!\\)\\[()\[\]]")  # and what stands around formulas
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|,\\!)(?=\d{3}(?!\d))")  # 10{,}000 and 10\,000
@@ -281,7 +285,8 @@ def _math_verify(prediction: str, gold: str, gold_is_number: bool) -> bool:
     if has_math_verify():
         return ask_worker(prediction, gold)
     if not gold_is_number:
-        _say_once("math-verify is missing: answers beyond numbers are compared as strings")
+        missing = "math-verify is missing: answers beyond numbers are compared as strings"
+        _say_once(f"{missing} (pip install math-verify)", file=sys.stderr)
     return False
 
 
@@ -289,18 +294,20 @@ def has_math_verify() -> bool:
     return importlib.util.find_spec("math_verify") is not None
 
 
-@cache
-def _say_once(what: str) -> None:
-    print(f"{what} (pip install math-verify)", file=sys.stderr)
-
-
 def ask_worker(prediction: str, gold: str, seconds: float = MATH_SECONDS) -> bool:
-    """Are they equal? A comparison that takes longer is not, and ends the worker."""
+    """Are they equal? What takes longer is not; after three such all have less for a minute."""
     with _LOCK:
+        if hurried := time.monotonic() < _LATE[0] + 60:
+            seconds = min(seconds, HURRIED)
         idle = _IDLE.pop() if _IDLE else None
         worker = idle if idle and idle.poll() is None else start_worker()
         print(json.dumps([prediction, gold, seconds]), file=worker.stdin, flush=True)
-        reply = worker.stdout.readline()  # "" when its timer ends it
+        reply = worker.stdout.readline()
+        if reply == "late\n":
+            _LATE.append(time.monotonic())
+            if time.monotonic() < _LATE[0] + 60 and not hurried:
+                said = f"three took more than {seconds:g} s, and are wrong; others have {HURRIED} s"
+                print(f"math answers: {said} for a minute", file=sys.stderr)
         if reply:  # Trap: after a Ctrl-C above, its late reply would answer the next question
             _IDLE.append(worker)
     return reply == "True\n"
@@ -318,7 +325,7 @@ def start_worker() -> subprocess.Popen:
 
 
 def serve_math() -> None:
-    """The worker: a line [prediction, gold, seconds] in, True or False out, until stdin closes."""
+    """The worker: a line [prediction, gold, seconds] in, True, False or late out."""
     from math_verify import LatexExtractionConfig, parse, verify  # an extra
 
     def expression(text: str) -> list:
@@ -326,13 +333,17 @@ def serve_math() -> None:
         return parse(f"${text}$", latex, extraction_mode="first_match", parsing_timeout=None)
 
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # our timer: the kernel ends this process
+    # What is built and imported here, copies need not.
+    verify(expression("x^2-1"), expression("(x-1)(x+1)"), timeout_seconds=None)
     print("ready", flush=True)
     for line in sys.stdin:
         prediction, gold, seconds = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        same = verify(expression(gold), expression(prediction), timeout_seconds=None)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(same, flush=True)
+        if not (child := os.fork()):  # what is ended is a copy: to start anew takes a second
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            same = verify(expression(gold), expression(prediction), timeout_seconds=None)
+            os._exit(not same)
+        code = os.waitpid(child, 0)[1]
+        print("late" if os.WIFSIGNALED(code) else code == 0, flush=True)
 
 
 def score_answer(prediction, golds: Golds, task="qa", options=(), punctuation="space") -> dict:

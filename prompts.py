@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from data import Document, Question
+from data import Document, Question, clean, control_tokens, strip_tags
 from errors import InputError, run_main, setting
 from metrics import Span, find_boxed
 
@@ -216,12 +216,11 @@ def question_text(question: Question) -> str:
 
 def user_text(protocol: Protocol, question: Question, tokenizer) -> str:
     """What the user says: ARENA has the references too, numbered from 1, a line each."""
-    if not protocol.references_in_prompt:
-        return question_text(question)
-    check_references(protocol, question)
-    forbidden = forbidden_texts(protocol, tokenizer)
-    lines = [strip_tags(line, forbidden) for line in number_documents(question.references)]
-    return "\n".join([question_text(question), "", *lines])
+    lines = [question_text(question)]
+    if protocol.references_in_prompt:
+        check_references(protocol, question)
+        lines += ["", *number_documents(question.references)]
+    return without_control("\n".join(lines), tokenizer, protocol.tags)
 
 
 def check_references(protocol: Protocol, question: Question) -> None:
@@ -347,24 +346,17 @@ def frame_documents(protocol: Protocol, body: str) -> str:
     return f"\n\n{begin}\n{body}\n{end}\n\n"
 
 
-def special_texts(tokenizer) -> list[str]:
-    """Every special token: what neither a page nor a judged policy may write."""
-    # all_special_tokens leaves out those without a role, such as Llama 3's <|eot_id|>.
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    unnamed = [token.content for token in added if token.special]
-    return [*getattr(tokenizer, "all_special_tokens", []), *unnamed]
-
-
-def forbidden_texts(protocol: Protocol, tokenizer) -> list[str]:
-    """What no page may bring into a context: a page must not close its own frame."""
-    return [*protocol.tags, *special_texts(tokenizer)]
-
-
-def strip_tags(text: str, tags) -> str:
-    """Retrieved text with a blank in place of each of these tags."""
-    for tag in tags:
-        text = text.replace(tag, " ") if tag else text
-    return text
+def without_control(text: str, tokenizer, tags: Sequence[str] = ()) -> str:
+    """What others wrote, without tags and control tokens: no page may close its own frame."""
+    control = control_tokens(tokenizer)
+    text = strip_tags(clean(text), [*tags, *control.values()])
+    # Trap: to a tokenizer that normalises "＜EOS＞" is one. Then it loses all signs.
+    for tried in (text, re.sub(r"[^\w\s]|_", " ", text)):
+        ids = tokenizer(tried, add_special_tokens=False)["input_ids"]
+        found = control.keys() & set(ids) - {tokenizer.unk_token_id}  # or an unknown word
+        if not found and not any(map(tokenizer.decode(ids).count, tags)):
+            return tried
+    return ""
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
-from data import Document, Question, load_corpus
+from data import Document, Question, harmless, load_corpus
 from errors import FlagParser, InputError, run_main, setting
 from metrics import tokenize
 
@@ -241,7 +241,7 @@ def show_search(bm25: BM25, query: str, k: int) -> None:
         one = bm25.documents[i]
         # Not `score != 0`: the idf of a word that half of the passages hold is ln 1 = 0.
         if words.intersection(tokenize(f"{one.title} {one.text}")):
-            print(f"{rank}. {scores[i]:7.3f}  [{one.id}] {one.title}: {one.text}")
+            print(harmless(f"{rank}. {scores[i]:7.3f}  [{one.id}] {one.title}: {one.text}"))
 
 
 def main() -> None:

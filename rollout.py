@@ -31,17 +31,16 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import ByT5Tokenizer, GenerationConfig
 
-from data import Question, SearchRequest, SearchResult
+from data import Question, SearchRequest, SearchResult, within
 from errors import InputError, run_main, setting
 from prompts import (
     PROTOCOLS,
     Protocol,
     build_prompt,
-    forbidden_texts,
     frame_documents,
     number_documents,
     parse_query,
-    strip_tags,
+    without_control,
 )
 from trajectory import Refusal, Search, Trajectory, show
 
@@ -49,6 +48,7 @@ SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 Progress = Callable[[int], None] | None
 MIN_DOCUMENT_TOKENS = 16  # a search with less room for documents is not run
 ANSWER_TOKENS = 32  # room kept free behind documents
+TOKEN_LENGTH = 16  # characters per token, if many: megabytes are cut before
 MAX_REFUSALS = 2  # after so many refused queries the trajectory ends
 
 
@@ -292,7 +292,7 @@ class Environment:
         self.settings, self.max_context = settings, settings.max_context
         limits = re.findall(r"(\w+)=(\d+)", settings.turn_tokens)
         self.turn_tokens = {task: int(tokens) for task, tokens in limits}
-        self.forbidden = forbidden_texts(protocol, tokenizer)
+        self.forbidden = [*protocol.tags]
         # Tokens around documents; without tags nobody will ask.
         halves = frame_documents(protocol, "\x00").split("\x00") if protocol.documents_tags else []
         self.frame = sum(self.tokens_of(half) for half in halves)
@@ -381,11 +381,16 @@ class Environment:
     def write(self, row: Trajectory, query: str, result: SearchResult) -> None:
         """Append what was found, cut to the row's room, and note the search."""
         protocol = self.protocol
+        budget = self.frame + self.budget(row)
+
         shown = protocol.error_text if result.error else result.text
-        pieces = [shown] if shown else number_documents(result.documents)
-        pieces = [strip_tags(piece, self.forbidden) for piece in pieces] or [protocol.empty_text]
-        body = self.fit(pieces, self.frame + self.budget(row))
-        cut = body != "\n".join(pieces)
+        found = [shown] if shown else number_documents(result.documents) or [protocol.empty_text]
+        kept = within(found, budget * TOKEN_LENGTH)
+        tokenizer = self.tokenizer
+        pieces = [without_control(text, tokenizer, self.forbidden) for text in kept]
+
+        body = self.fit(pieces, budget)
+        cut = kept != found or body != "\n".join(pieces)
         row.searches.append(
             Search(query, result.documents, body, result.fallback, result.error, cut=cut)
         )

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from data import Document, Question
+from data import Document, Question, harmless
 from errors import run_main
 from prompts import Protocol, as_protocol, find_answers, last_block, parse_query
 
@@ -147,7 +147,8 @@ def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> 
     """One trajectory on a screen: what the environment wrote stands between ⟦ and ⟧."""
     text = ""
     for segment in trajectory.segments:
-        text += segment.text if segment.writer == "model" else f"⟦{segment.text.strip()}⟧ "
+        own, its = segment.writer == "model", segment.text
+        text += harmless(its) if own else f"⟦{harmless(its.strip())}⟧ "
     shown = f"{heading(trajectory.question)}\n{text.strip()}\n{ending(trajectory)}"
     if components:
         terms = ", ".join(f"{name} {value:+.2f}" for name, value in components.items())
@@ -156,7 +157,8 @@ def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> 
 
 
 def heading(question: Question) -> str:
-    return f"question: {question.question}   gold: {' | '.join(question.answers) or 'unknown'}"
+    golds = " | ".join(question.answers) or "unknown"
+    return harmless(f"question: {question.question}   gold: {golds}")
 
 
 def ending(trajectory: Trajectory) -> str:

@@ -23,6 +23,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from data import harmless
 from errors import FlagParser, InputError, check_output, run_main
 from formats.records import finished_records
 from formats.trajectories import read_trajectories
@@ -49,8 +50,9 @@ def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
     records, stages = [], []
     for file in [own] if own.exists() else sorted(folder.glob("stage?/metrics.jsonl")):
         stages.append((len(records), file.parent.name))
-        rows = finished_records(file, cut=False, needs="step")  # a run may still be at it
-        records += [row | {"x": x} for x, row in enumerate(rows, len(records))]
+        for row in finished_records(file, cut=False, needs="step"):  # a run may still be at it
+            told = {k: v for k, v in row.items() if isinstance(v, int | float) and abs(v) < 1e300}
+            records.append(told | {"x": len(records)})
     if not records:
         raise InputError(f"{folder}: no metrics.jsonl there nor in a stage; give a run, runs/NAME")
     return records, stages
@@ -107,7 +109,7 @@ def draw(folder: Path, png: Path) -> None:
 
 def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) -> None:
     for label, (x, y) in curves.items():
-        shown = label.replace("_", " ")
+        shown = harmless(label.replace("_", " ")).replace("$", r"\$")
         (line,) = axis.plot(x, smooth(y), label=shown, linewidth=2.4 if label == "reward" else 1.5)
         axis.plot(x, y, color=line.get_color(), alpha=0.2, linewidth=0.8)  # as measured
     above = {"transform": axis.get_xaxis_transform(), "va": "bottom"}
@@ -181,10 +183,11 @@ def print_group(folder: Path, step: int | None, group: int) -> None:
     settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
     rows = [r for r in some if r["group"] == groups[group]]
     first = rows[0]
-    print(f"{folder.name}, step {first['step']}, group {first['group']}: {first['question']}")
-    print(f"gold {' | '.join(first['golds'])}; {len(groups)} groups are kept")
+    lines = [f"{folder.name}, step {first['step']}, group {first['group']}: {first['question']}"]
+    lines.append(f"gold {' | '.join(first['golds'])}; {len(groups)} groups are kept")
     for record in rows:
-        print("\n" + "\n".join(shown_trajectory(record, settings)))
+        lines += ["", *shown_trajectory(record, settings)]
+    print(*map(harmless, lines), sep="\n")
 
 
 # ----------------------------------------------------------------------------------------- the page

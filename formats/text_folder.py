@@ -126,8 +126,7 @@ def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
     files, root = (text_files(path), path) if path.is_dir() else ([path], path.parent)
     found, problems = [], []
     for file in tqdm(files, desc="passages", unit="file", leave=False, disable=None):
-        # Linux allows names that are no text.
-        name = file.relative_to(root).as_posix().encode(errors="replace").decode()
+        name = file.relative_to(root).as_posix()
         try:
             text = read_whole(file).replace("\r\n", "\n").replace("\r", "\n")
         except InputError as error:

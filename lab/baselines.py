@@ -30,7 +30,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from data import Question
+from data import Question, strip_tags
 from errors import InputError, check_output, check_value, run_main, setting
 from eval import Evaluation, Options
 from lab import interruptible, parse_flags
@@ -47,7 +47,6 @@ from prompts import (
     parse_query,
     prompt_text,
     question_text,
-    strip_tags,
     tag_pair,
 )
 from rollout import Environment, context_of, encode
@@ -384,6 +383,9 @@ def chat_request(write: Write) -> Request:
 def guessed_tokens(text: str, **_) -> dict:
     """Of a model elsewhere: 3 bytes each, which is more tokens than most texts have."""
     return {"input_ids": [0] * -(-len(text.encode()) // 3)}
+
+
+guessed_tokens.unk_token_id, guessed_tokens.decode = 0, str  # nothing that it knows is a tag
 
 
 class Writer:

@@ -28,7 +28,7 @@ from formats.records import read_records
 from lab import interruptible, parse_flags
 from other_models.llm import prompt_ids
 from policy import PolicySettings, best_device, load_policy, save_policy
-from prompts import PROTOCOLS, Protocol, build_prompt, forbidden_texts, number_documents, strip_tags
+from prompts import PROTOCOLS, Protocol, build_prompt, number_documents, without_control
 from rollout import context_of
 from sft import Example, SFTSettings, example_of, train_sft
 from summarizer import NO_FACT, SUMMARY_LOG
@@ -82,7 +82,7 @@ def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Exam
     """Prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis> <answer>...</answer>"""
     begin, end = protocol.section_tags("relevance")
     opened, closed = protocol.section_tags("analysis")
-    analysis = strip_tags(analysis_of(question), forbidden_texts(protocol, tokenizer)).strip()
+    analysis = without_control(analysis_of(question), tokenizer, protocol.tags).strip()
     text = f"{begin}{list(question.supporting)}{end}\n{opened} {analysis} {closed}\n"
     text += final_answer(protocol, question.answers[0])
     return example_of(build_prompt(protocol, question, tokenizer), [(text, True)], tokenizer)

@@ -33,10 +33,11 @@ from typing import NamedTuple
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
+from data import clean
 from errors import InputError, setting
 from formats.records import append_jsonl, byte_lines
 from policy import evaluating, frozen_options, load_tokenizer, loading, weights_version
-from prompts import chat_text, special_texts, strip_tags, without_thinking
+from prompts import chat_text, without_control, without_thinking
 from retrievers.net import Fault, fetch_json, host_of, retrying, shown
 from rollout import context_of, encode, end_ids, left_padded, plain_generation, seeded
 
@@ -199,7 +200,7 @@ class ServerLLM(LLM):
             content = reply["choices"][0]["message"]["content"]
         except (LookupError, TypeError):
             raise Fault(f"a reply without choices: {shown(json.dumps(reply))}") from None
-        return content if isinstance(content, str) else None
+        return clean(content) if isinstance(content, str) else None
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         todo, done, stop = iter(requests), queue.SimpleQueue(), threading.Event()
@@ -234,7 +235,7 @@ class ServerLLM(LLM):
 
 def prompt_ids(tokenizer, request: Request) -> list[int]:
     # A text may come from a page, or from the policy that is judged: it must open no turn.
-    text = strip_tags(request[1], special_texts(tokenizer))
+    text = without_control(request[1], tokenizer)
     return encode(tokenizer, chat_text(tokenizer, request[0], text))
 
 

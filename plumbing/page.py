@@ -36,15 +36,8 @@ def write_page(runs: list[Path], out: Path) -> None:
 
 def save_page(records: list[dict], out: Path) -> None:
     """What was asked in a session, as one file."""
-    stage = {
-        "key": "asked",
-        "name": "asked",
-        "settings": {},
-        "metrics": [],
-        "asked": {},
-        "missing": [],
-    }
-    told = [{"name": "a session", "stages": [stage | {"steps": [0]}]}]
+    stage = {"key": "asked", "name": "asked", "settings": {}, "metrics": [], "asked": {}}
+    told = [{"name": "a session", "stages": [stage | {"missing": [], "steps": [0]}]}]
     rows, groups = of_step(records)
     data = f"step('asked-0',{dumped(rows)},{dumped(groups)});\nruns({dumped(told)});"
     html = (VIEWER / "index.html").read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data import harmless
 from errors import InputError
 from world.world import KINDS
 
@@ -208,6 +209,7 @@ def comparison_table(comparison: Summary, as_markdown: bool = False) -> str:
 
 def written(lines: list[list[str]], as_markdown: bool, keep: int) -> str:
     """A header and lines of cells: Markdown, or blocks that fit, each with the first `keep`."""
+    lines = [[harmless(cell) for cell in line] for line in lines]
     if as_markdown:
         lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
         lines.insert(1, ["---"] * len(lines[0]))

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from urllib.parse import quote, urlsplit
 
+from data import harmless
 from errors import InputError
 
 MAX_BYTES = 64 * 2**20
@@ -129,5 +130,5 @@ def shown(text: str) -> str:
     """The beginning of what a server said, on one line."""
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         text = json.loads(text)["error"]["message"]
-    line = " ".join(str(text).split())
+    line = harmless(" ".join(str(text).split()))
     return line if len(line) <= 120 else line[:120] + " ..."

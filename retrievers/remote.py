@@ -94,11 +94,10 @@ def read_document(item: object) -> Document | None:
     fields = [record.get(name) or "" for name in names] if isinstance(record, dict) else [None]
     if not all(isinstance(value, str) for value in fields) or not record.keys() & {*names}:
         raise Fault(f"wrong shape: no passage: {shown(json.dumps(item))}")
-    # A lone surrogate is legal in JSON, and no tokenizer takes it.
-    contents, title, text = (value.encode(errors="replace").decode() for value in fields)
+    contents, title, text = fields
     title, text = titled(contents) if contents else (title, text)
     title, text = title.strip(), text.strip()
     # Without an id by the text: the same passage has the same id in every search.
-    own = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
+    own = hashlib.sha256(f"{title}\n{text}".encode(errors="replace")).hexdigest()[:16]
     found = own if record.get("id") in (None, "") else str(record["id"])
     return Document(found, title, text) if title or text else None

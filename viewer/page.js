@@ -144,7 +144,7 @@ function neighbour(by) {
 function showStep() {
   const metrics = stage().metrics[place()] || {};
   const told = ["reward", "em", "searched", "searches", "fallbacks", "frac_reward_zero_std", "grad_norm", "clip_fraction", "entropy"];
-  $("step-numbers").textContent = `${stage().name}, step ${state.step}: ` + told.filter((n) => n in metrics).map((n) => `${n} ${number(metrics[n])}`).join("  ·  ");
+  $("step-numbers").textContent = `${stage().name}, step ${state.step}: ` + told.filter((n) => Number.isFinite(metrics[n])).map((n) => `${n} ${number(metrics[n])}`).join("  ·  ");
   const rows = known[keyOf(state.step)].rows; // the question that was asked for, or a group that teaches something
   const its = rows.find((row) => row.question === state.question) ?? rows.find((row) => rows.some((r) => r.group === row.group && r.reward !== row.reward)) ?? rows[0];
   [state.group, state.row, state.token, state.question] = [its.group, its.row, -1, null];
