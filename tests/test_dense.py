@@ -1,8 +1,10 @@
 """dense.py: the nearest passages against a full sort, and shards that are never half believed."""
 
 import doctest
+import io
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -172,12 +174,12 @@ def test_the_processes_of_a_run_begin_at_places_of_their_own(monkeypatch):
 
 
 def test_a_run_that_ends_while_it_writes_leaves_no_half_shard(monkeypatch):
-    def dies(path, vectors):
-        path.write_bytes(b"half of it")
+    def dies(path, whole):
+        path.touch()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(dense.np, "save", dies)
+        patch.setattr(Path, "write_bytes", dies)
         vectors_of(invented(37), Hashed())
     assert ["part" in path.name for path in files("runs")] == [True]
     assert np.array_equal(vectors_of(invented(37), Hashed()), encoded(invented(37)))
@@ -217,15 +219,46 @@ def test_a_folder_that_cannot_be_written_is_one_line(monkeypatch):
     refused("vectors cannot be kept there .*: make room")
 
 
-def test_a_damaged_file_is_one_line():
-    DenseRetriever(invented(20), Hashed())
-    path = files("runs")[0]
-    whole = path.read_bytes()
-    for content in (whole[:-1], b"", b"text"):
-        path.write_bytes(content)
-        refused("this file is damaged: delete it")
-    path.unlink()
-    DenseRetriever(invented(20), Hashed())
+def changed(vectors):
+    """How `np.save` writes them, as an earlier version did and as other damage leaves them."""
+    file = io.BytesIO()
+    np.save(file, vectors, allow_pickle=True)
+    return file.getvalue()
+
+
+DAMAGE = {  # the fault, and what becomes of a whole file
+    208: lambda whole, rows: changed(np.array([{"pickled": 1}], dtype=object)),
+    209: lambda whole, rows: whole[:-40],
+    210: lambda whole, rows: whole[:20],
+    211: lambda whole, rows: b"",
+    212: lambda whole, rows: whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2),
+    213: lambda whole, rows: changed(np.full_like(rows, np.nan)) + whole[-4:],
+    214: lambda whole, rows: changed(np.roll(rows, 1, axis=0)) + whole[-4:],
+    "a file of an earlier version": lambda whole, rows: whole[:-4],
+    "a bit": lambda whole, rows: whole[:300] + bytes([whole[300] ^ 1]) + whole[301:],
+}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(d, marks=pytest.mark.fault(n) if n in range(300) else ())
+        for n, d in DAMAGE.items()
+    ],
+    ids=map(str, DAMAGE),
+)
+def test_a_damaged_shard_is_told_and_encoded_anew_and_no_other(damage, capsys):
+    corpus, again = invented(20), Hashed()
+    vectors_of(corpus, Hashed())
+    path = files("runs")[1]
+    path.write_bytes(damage(path.read_bytes(), np.load(path)))
+    assert np.array_equal(vectors_of(corpus, again), encoded(corpus))
+    assert again.encoded == [passage_text(document) for document in corpus[10:]]
+    said = f"{path}: damaged, or of an earlier version: its passages are encoded anew"
+    assert re.split("[\\r\\n]", capsys.readouterr().err).count(said) == 1
+    again = Hashed()
+    vectors_of(corpus, again)
+    assert again.encoded == [] and "damaged" not in capsys.readouterr().err
 
 
 def flat_index(rows, kind=b"IxFI"):
