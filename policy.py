@@ -34,6 +34,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 from errors import InputError, setting
+from prompts import chat_text
 from scale.lora import add_lora, save_merged
 from scale.packing import allow_packing, hidden_states, lengths_of
 
@@ -232,7 +233,7 @@ def load_policy(
     trained = not (frozen or in_8bit or lora_rank)
     options = frozen_options(device, in_8bit) | ({"dtype": torch.float32} if trained else {})
     with loading("causal LM", path):
-        config = without_dropout(AutoConfig.from_pretrained(path))
+        config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
         model = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
     count, rows = len(tokenizer), model.get_input_embeddings().num_embeddings
     if count > rows:
@@ -256,6 +257,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
     """How weights that nobody trains are loaded: bf16 on a GPU, fp32 on a CPU, or int8."""
     options = {"dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16}
+    options |= {"trust_remote_code": False, "use_safetensors": True}  # nobody's code, no pickle
     options["device_map"] = {"": device}  # else eight processes put eight copies into RAM
     if in_8bit:
         check_bitsandbytes("8-bit weights")
@@ -295,7 +297,16 @@ def load_tokenizer(path: str):
         # than the plain one that the files declare.
         declared = get_tokenizer_config(path).get("tokenizer_class")
         plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
-        return (PlainTokenizer if plain else AutoTokenizer).from_pretrained(path)
+        kind = PlainTokenizer if plain else AutoTokenizer
+        tokenizer = kind.from_pretrained(path, trust_remote_code=False)
+    try:
+        chat_text(tokenizer, "Answer.", "Who?")
+    except Exception as error:  # of Jinja: its syntax, its sandbox, or the template's own
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        where = "chat_template.jinja or tokenizer_config.json"
+        said = f"its chat template fails ({why}): correct it in {where} there"
+        raise InputError(f"--model {path}: {said}") from None
+    return tokenizer
 
 
 @contextlib.contextmanager

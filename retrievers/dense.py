@@ -16,6 +16,7 @@ search.
 
 import hashlib
 import io
+import json
 import os
 import re
 import struct
@@ -46,9 +47,10 @@ class Encoder:
 
     def __init__(self, name: str, device: str = ""):
         try:
+            refuse_code_of(name)
             from sentence_transformers import SentenceTransformer  # optional extra
 
-            model = SentenceTransformer(name, device=device or None)
+            model = SentenceTransformer(name, device=device or None, trust_remote_code=False)
         except ImportError:
             raise InputError(f"encoder {name}: pip install sentence-transformers") from None
         except Exception as error:  # a broken file raises whatever its format's reader does
@@ -66,6 +68,14 @@ class Encoder:
         if not np.isfinite(vectors).all():
             raise InputError(f"encoder {self.name}: its vectors are not finite: damaged weights?")
         return vectors
+
+
+def refuse_code_of(name: str) -> None:
+    """Trap: sentence-transformers before 6 runs the code that a local model brings, unasked."""
+    listed = Path(name, "modules.json")
+    types = [its["type"] for its in json.loads(listed.read_bytes())] if listed.is_file() else []
+    if own := [its for its in types if not its.startswith("sentence_transformers.")]:
+        raise ValueError(f"its modules.json asks to run code of its own, {own[0]}")
 
 
 def prefixes(name: str) -> tuple[str | None, str | None]:
