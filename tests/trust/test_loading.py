@@ -17,7 +17,9 @@ from curriculum import read_difficulty
 from data import Question, load_questions
 from other_models.llm import ModelSettings, load_llm
 from policy import load_policy
+from prompts import PROTOCOLS, build_prompt
 from retrievers.dense import Encoder
+from rollout import check_prompt
 
 OPENED = "opened"  # the file that code of a model would leave behind
 
@@ -209,3 +211,15 @@ def test_parquet_that_is_none_is_one_line(reader, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "pyarrow", None)
     said = message(load_questions, tmp_path / "q.parquet")
     assert "q.parquet: " in said and ("not a readable parquet" in said or "pip install" in said)
+
+
+@pytest.mark.fault(233)
+@pytest.mark.parametrize("size", [100_000, pytest.param(10**7, marks=pytest.mark.trust)])
+def test_a_question_of_ten_megabytes_is_read_and_too_long_in_one_line(size, bpe, tmp_path):
+    path, words = tmp_path / "q.jsonl", "who was it " * (size // 11)
+    path.write_text(json.dumps({"id": "long", "question": words, "answers": ["Ana"]}) + "\n")
+    (question,) = load_questions(path)
+    assert question.question == words
+    prompt = build_prompt(PROTOCOLS["ur2"], question, bpe)
+    said = message(check_prompt, question, prompt, 4096)
+    assert said.startswith("question long: its prompt has ") and len(said) < 300
