@@ -38,8 +38,7 @@ SAID = {
     "kl_spike": "the KL is ten times what it was: lower --lr, or give it an --lr_warmup",
     "grad_spike": "the gradient is ten times what it was: look at the step, or lower --lr",
 }
-# They look back by themselves; one step of such rewards is too many.
-AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size")
+AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size")  # in one step
 
 
 def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
@@ -72,9 +71,7 @@ def holding(records: list[dict], s: Settings) -> set[str]:
         "repetition": r["repetition"] > 0.1,
         "malformed_tags": r["malformed_tags"] > 0.5,
         "reward_hacked": "reward/answer" in r and shift(records, "reward")[1] > 3 and better < -3,
-        "reward_size": any(
-            abs(r[name]) > 1000 for name in records[-1] if "reward" in name.split("/")
-        ),
+        "reward_size": any(abs(r[n]) > 1000 for n in records[-1] if n.startswith("reward")),
         "logprob_gap": r["logprob_gap"] > 0.1,
         "kl_spike": spikes(records, "k3", 0.1) or spikes(records, "kl_old", 0.1),
         "grad_spike": spikes(records, "grad_norm"),

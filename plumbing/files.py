@@ -57,7 +57,7 @@ def best_checkpoint(folder: Path) -> Path:
     rows = finished_records(folder / "metrics.jsonl", cut=False, needs="step")
     scores = {row["step"] + 1: row["eval/em"] for row in rows if "eval/em" in row}
     if not scores:
-        return checkpoints(folder)[-1]
+        return (checkpoints(folder) or [folder])[-1]  # none: another machine has written it
     return folder / f"checkpoint-{max(scores, key=scores.get):06d}"
 
 
@@ -74,7 +74,8 @@ def starting_model(settings: Settings) -> tuple[str, str]:
     stage, folder = settings.stage, stage_folder(settings)
     if settings.resume:
         if not (found := checkpoints(folder)):
-            raise InputError(f"--resume: no checkpoint in {folder}; leave it out to start anew")
+            how = "leave it out to start anew (of several machines all must see this folder)"
+            raise InputError(f"--resume: no checkpoint in {folder}; {how}")
         if f'"{SINCE}"' not in (found[-1] / "settings.json").read_text(encoding="utf-8"):
             why = "was made by an earlier version with other flags: start anew from its weights"
             raise InputError(f"--resume: {found[-1]} {why} with --start_from {found[-1]}")
