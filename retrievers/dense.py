@@ -9,14 +9,12 @@ The encoder is sentence-transformers' (extra `dense`), pooled as its own files s
 causal model (Qwen3-Embedding) by its last token, any other by the mean. Before a text stands what
 its family was trained with (PREFIXES), else what the model itself brings. Vectors are kept in fp16
 (21M of 768: 32 GB) and multiplied in fp32: a score of unit vectors is off by at most 2^-11. An
-interrupted run goes on: a shard has its name once it is whole, and ends in its own checksum. One
-that is damaged, or of an earlier version without a checksum, is encoded anew. Left out: approximate
-search.
+interrupted run goes on: a shard has its name once it is whole, and ends in a checksum; one that is
+damaged, or has none, is encoded anew. Left out: approximate search.
 """
 
 import hashlib
 import io
-import json
 import os
 import re
 import struct
@@ -34,7 +32,6 @@ from retrievers.net import shown
 
 VECTORS = Path("runs/vectors")
 SHARD = 16_384  # passages: what an interruption can cost, and the rows of one product
-CHECKSUM = 4  # bytes at the end of a shard's file, behind what numpy reads: the CRC-32 of the rest
 PREFIXES = {  # by a part of the name, the first that is in it: before a query, before a passage
     "e5": ("query: ", "passage: "),
     "bge-m3": ("", ""),
@@ -47,7 +44,6 @@ class Encoder:
 
     def __init__(self, name: str, device: str = ""):
         try:
-            refuse_code_of(name)
             from sentence_transformers import SentenceTransformer  # optional extra
 
             model = SentenceTransformer(name, device=device or None, trust_remote_code=False)
@@ -68,14 +64,6 @@ class Encoder:
         if not np.isfinite(vectors).all():
             raise InputError(f"encoder {self.name}: its vectors are not finite: damaged weights?")
         return vectors
-
-
-def refuse_code_of(name: str) -> None:
-    """Trap: sentence-transformers before 6 runs the code that a local model brings, unasked."""
-    listed = Path(name, "modules.json")
-    types = [its["type"] for its in json.loads(listed.read_bytes())] if listed.is_file() else []
-    if own := [its for its in types if not its.startswith("sentence_transformers.")]:
-        raise ValueError(f"its modules.json asks to run code of its own, {own[0]}")
 
 
 def prefixes(name: str) -> tuple[str | None, str | None]:
@@ -171,14 +159,19 @@ def read_shard(path: Path) -> torch.Tensor | None:
         return None
     try:
         data = np.memmap(path, np.uint8, "r")
-        if zlib.crc32(data[:-CHECKSUM]).to_bytes(CHECKSUM, "little") != data[-CHECKSUM:].tobytes():
-            raise ValueError
-        # "c": the file is never written to, and torch takes only what it could write to.
-        return torch.from_numpy(np.load(path, mmap_mode="c"))
-    except (OSError, ValueError, EOFError):
-        why = "damaged, or of an earlier version"
-        tqdm.write(f"{path}: {why}: its passages are encoded anew", file=sys.stderr)
-        return None
+        if checksum(data[:-4]) == data[-4:].tobytes():
+            # "c": the file is never written to, and torch takes only what it could write to.
+            return torch.from_numpy(np.load(path, mmap_mode="c"))
+    except (OSError, ValueError):  # an empty file cannot be mapped
+        pass
+    why = "damaged, or of an earlier version"
+    tqdm.write(f"{path}: {why}: its passages are encoded anew", file=sys.stderr)
+    return None
+
+
+def checksum(data) -> bytes:
+    """What stands at the end of a shard's file, where numpy reads no further."""
+    return zlib.crc32(data).to_bytes(4, "little")
 
 
 def save(path: Path, vectors: np.ndarray) -> None:
@@ -187,7 +180,7 @@ def save(path: Path, vectors: np.ndarray) -> None:
     whole = file.getvalue()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(whole + zlib.crc32(whole).to_bytes(CHECKSUM, "little"))
+        aside.write_bytes(whole + checksum(whole))
         os.replace(aside, path)
     except OSError as error:
         why = error.strerror or error

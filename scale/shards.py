@@ -50,9 +50,7 @@ def check_shardable(optimizer: str, lora_rank: int) -> None:
 
 
 def check_alike(model: nn.Module, checkpoint: str) -> None:
-    """Do all processes begin with the same weights, behind the same step? Machines may share no
-    folder, and one may hold an older checkpoint, or none.
-    """
+    """Do all begin with the same? Of machines that share no folder one may have older files."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         total = sum(int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters())
         if len(set(gather_object([(checkpoint, total)]))) > 1:

@@ -1,7 +1,6 @@
 """dense.py: the nearest passages against a full sort, and shards that are never half believed."""
 
 import doctest
-import io
 import json
 import os
 import re
@@ -219,35 +218,25 @@ def test_a_folder_that_cannot_be_written_is_one_line(monkeypatch):
     refused("vectors cannot be kept there .*: make room")
 
 
-def changed(vectors):
-    """How `np.save` writes them, as an earlier version did and as other damage leaves them."""
-    file = io.BytesIO()
-    np.save(file, vectors, allow_pickle=True)
-    return file.getvalue()
+def as_numpy_writes(vectors) -> bytes:
+    np.save("by_hand.npy", vectors)
+    return Path("by_hand.npy").read_bytes()
 
 
-DAMAGE = {  # the fault, and what becomes of a whole file
-    208: lambda whole, rows: changed(np.array([{"pickled": 1}], dtype=object)),
-    209: lambda whole, rows: whole[:-40],
-    210: lambda whole, rows: whole[:20],
-    211: lambda whole, rows: b"",
-    212: lambda whole, rows: whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2),
-    213: lambda whole, rows: changed(np.full_like(rows, np.nan)) + whole[-4:],
-    214: lambda whole, rows: changed(np.roll(rows, 1, axis=0)) + whole[-4:],
-    "a file of an earlier version": lambda whole, rows: whole[:-4],
-    "a bit": lambda whole, rows: whole[:300] + bytes([whole[300] ^ 1]) + whole[301:],
-}
+DAMAGE = [  # what becomes of a whole file, with a checksum that may have been kept
+    lambda whole, rows: as_numpy_writes(np.array([{"pickled": 1}], dtype=object)),
+    lambda whole, rows: whole[:-40],
+    lambda whole, rows: whole[:20],
+    lambda whole, rows: b"",
+    lambda whole, rows: whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2),
+    lambda whole, rows: as_numpy_writes(np.full_like(rows, np.nan)) + whole[-4:],
+    lambda whole, rows: as_numpy_writes(np.roll(rows, 1, axis=0)) + whole[-4:],
+]
+DAMAGE = [pytest.param(its, marks=pytest.mark.fault(n)) for n, its in enumerate(DAMAGE, 208)]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(d, marks=pytest.mark.fault(n) if n in range(300) else ())
-        for n, d in DAMAGE.items()
-    ],
-    ids=map(str, DAMAGE),
-)
-def test_a_damaged_shard_is_told_and_encoded_anew_and_no_other(damage, capsys):
+@pytest.mark.parametrize("damage", [*DAMAGE, lambda whole, rows: as_numpy_writes(rows)])
+def test_a_damaged_shard_or_an_old_one_is_told_and_encoded_anew_and_no_other(damage, capsys):
     corpus, again = invented(20), Hashed()
     vectors_of(corpus, Hashed())
     path = files("runs")[1]
@@ -255,10 +244,8 @@ def test_a_damaged_shard_is_told_and_encoded_anew_and_no_other(damage, capsys):
     assert np.array_equal(vectors_of(corpus, again), encoded(corpus))
     assert again.encoded == [passage_text(document) for document in corpus[10:]]
     said = f"{path}: damaged, or of an earlier version: its passages are encoded anew"
-    assert re.split("[\\r\\n]", capsys.readouterr().err).count(said) == 1
-    again = Hashed()
-    vectors_of(corpus, again)
-    assert again.encoded == [] and "damaged" not in capsys.readouterr().err
+    assert said in re.split("[\\r\\n]", capsys.readouterr().err)
+    vectors_of(corpus, Hashed(stop=0))  # nothing more
 
 
 def flat_index(rows, kind=b"IxFI"):

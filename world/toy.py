@@ -602,30 +602,21 @@ def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
 
 
 def made_once(path: Path, how: str, make: Callable[[], Loaded]) -> Loaded:
-    """What is kept in `path`, made anew where it is damaged. Of two first runs one waits: the lock
-    ends with its process, however that ends.
-    """
-    if not is_whole(path, how):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_name(f".{path.name}.lock"), "w", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not is_whole(path, how):  # else the other one has made it meanwhile
-                if path.exists():
-                    why = "is damaged, or of an earlier version"
-                    print(f"{path} {why}: it is removed", file=sys.stderr)
-                    shutil.rmtree(path)
-                print(f"making the built-in {path.name} (once; kept in {path})", file=sys.stderr)
-                keep(*make(), how, path)
+    """What is kept in `path`, made anew where it is damaged. Of two first runs one waits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.name}.lock"), "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # it ends with its process, however that ends
+        note = path / NOTE
+        told = note.read_text(errors="replace") if note.is_file() else ""
+        if told and told.partition("\n")[0] != how:
+            why = "was made with another warm-up"
+            raise InputError(f"{path} {why}: remove it, or give other --runs")
+        if told != signed(path, how):
+            again = " anew: what is there is damaged or old" if path.exists() else ""
+            print(f"making the built-in {path.name}{again} (kept in {path})", file=sys.stderr)
+            shutil.rmtree(path, ignore_errors=True)
+            keep(*make(), how, path)
     return load_policy(str(path))
-
-
-def is_whole(path: Path, how: str) -> bool:
-    note = path / NOTE
-    told = note.read_text(encoding="utf-8", errors="replace") if note.is_file() else ""
-    if told and told.partition("\n")[0] != how:
-        why = "was made with another warm-up"
-        raise InputError(f"{path} {why}: remove it, or give other --runs")
-    return bool(told) and told == signed(path, how)
 
 
 def keep(policy: Policy, tokenizer, how: Tiny | str, path: Path) -> None:
@@ -636,5 +627,4 @@ def keep(policy: Policy, tokenizer, how: Tiny | str, path: Path) -> None:
 def signed(path: Path, how: Tiny | str) -> str:
     """How it was made, and the checksum of what was saved with it."""
     files = [path / name for name in SAVED if (path / name).is_file()]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files))
-    return f"{how}\n{digest.hexdigest()}\n"
+    return f"{how}\n{hashlib.sha256(b''.join(f.read_bytes() for f in files)).hexdigest()}\n"
