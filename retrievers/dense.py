@@ -155,22 +155,18 @@ def passage_vectors(documents: list[Document], encoder) -> list[torch.Tensor]:
 
 def read_shard(path: Path) -> torch.Tensor | None:
     """[n, d] fp16, mapped from its file; None where that is not as `save` wrote it."""
-    if not path.exists():
-        return None
-    try:
-        data = np.memmap(path, np.uint8, "r")
-        if checksum(data[:-4]) == data[-4:].tobytes():
-            # "c": the file is never written to, and torch takes only what it could write to.
-            return torch.from_numpy(np.load(path, mmap_mode="c"))
-    except (OSError, ValueError):  # an empty file cannot be mapped
-        pass
-    why = "damaged, or of an earlier version"
-    tqdm.write(f"{path}: {why}: its passages are encoded anew", file=sys.stderr)
+    data = path.read_bytes() if path.exists() else None
+    if data is not None and data[-4:] == checksum(data[:-4]):
+        # "c": the file is never written to, and torch takes only what it could write to.
+        return torch.from_numpy(np.load(path, mmap_mode="c"))
+    if data is not None:
+        said = f"{path}: damaged, or of an earlier version: its passages are encoded anew"
+        tqdm.write(said, file=sys.stderr)
     return None
 
 
-def checksum(data) -> bytes:
-    """What stands at the end of a shard's file, where numpy reads no further."""
+def checksum(data: bytes) -> bytes:
+    """What a shard's file ends in; numpy reads no further than its rows."""
     return zlib.crc32(data).to_bytes(4, "little")
 
 

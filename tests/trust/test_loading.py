@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import message, model_of, small
+from conftest import message
 
 from data import load_questions
 from other_models.llm import ModelSettings, load_llm
@@ -23,21 +23,13 @@ def fault(number: int, *values):
     return pytest.param(*values, marks=pytest.mark.fault(number))
 
 
-@pytest.fixture(scope="module")
-def whole(bpe, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("whole") / "model"
-    model_of("qwen2", vocab_size=len(bpe) + 8, **small()).save_pretrained(path)
-    bpe.save_pretrained(path)
-    return path
-
-
 @pytest.fixture
-def changed(whole, tmp_path, monkeypatch):
+def changed(model, tmp_path, monkeypatch):
     """changed(file, fields) -> a copy with these in a JSON file, and with code, which never ran."""
     monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("it asks on the terminal"))
 
     def change(file: str, fields: dict) -> Path:
-        path = shutil.copytree(whole, tmp_path / "model")
+        path = shutil.copytree(model, tmp_path / "model")
         (path / "own.py").write_text(f"open('{tmp_path}/ran', 'w')\nConfig = Model = Words = int")
         record = json.loads((path / file).read_text())
         (path / file).write_text(json.dumps(record | fields))
@@ -47,11 +39,15 @@ def changed(whole, tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
+def other(path: Path):
+    return load_llm(str(path), ModelSettings(), max_tokens=8, cache="")
+
+
 def refused(path: Path) -> str:
     """What is said of a policy, and of another model too."""
     said = message(load_policy, str(path))
     assert said.startswith(f"--model {path}: ")
-    assert f"--model {message(load_llm, str(path), ModelSettings(), cache='')}" == said
+    assert f"--model {message(other, path)}" == said
     return said
 
 
@@ -65,10 +61,9 @@ def refused(path: Path) -> str:
     ],
 )
 def test_code_beside_a_model_of_a_known_kind_is_not_run(file, fields, changed):
-    path = str(changed(file, fields))
-    policy, tokenizer = load_policy(path)
-    load_llm(path, ModelSettings(), cache="")
-    assert tokenizer("Ana")["input_ids"] and policy(torch.tensor([[1, 2, 3]])).shape == (1, 2)
+    path = changed(file, fields)
+    policy, tokenizer = load_policy(str(path))
+    assert tokenizer and other(path) and policy(torch.tensor([[1, 2, 3]])).shape == (1, 2)
 
 
 @pytest.mark.fault(202)
@@ -108,13 +103,6 @@ def test_a_chat_template_that_fails_is_one_line_when_it_is_loaded(file, template
     own.write_text(template) if file == own.name else own.unlink()
     said = refused(path)
     assert "no chat template that works" in said and file in said and f"there: {why}" in said
-
-
-def test_a_template_without_a_system_role_works(changed):
-    path = changed("config.json", {})
-    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}hello"
-    (path / "chat_template.jinja").write_text(template)
-    assert load_policy(str(path))
 
 
 @pytest.mark.fault(233)
