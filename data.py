@@ -257,9 +257,9 @@ def load_difficulty(path: str | Path) -> list[dict]:
     for number, record in enumerate(records, 1):
         scores = record.get("scores")
         good = isinstance(record.get("id"), str) and isinstance(scores, list) and scores
-        good = good and all(isinstance(score, int | float) for score in scores)
+        good = good and all(isinstance(its, int | float) and 0 <= its <= 1 for its in scores)
         if not good or (record.get("bucket") or "hard") not in BUCKETS:
-            fields = 'expected {"id", "scores", "score"} as lab.difficulty writes them'
+            fields = 'expected {"id", "scores" from 0 to 1, "score"} as lab.difficulty writes them'
             how = f"{fields}: measure again, or name another file"
             raise InputError(f"{path}, record {number}: {how}")
     return records

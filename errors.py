@@ -14,7 +14,7 @@ from pathlib import Path
 
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # how a limit is kept, and told
 BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
-
+LOST = "another process or machine of this run is gone: look there for why; go on with --resume"
 
 if not sys.stderr.isatty():  # in a file each state of a bar is a line: two a minute will do
     os.environ.setdefault("TQDM_MININTERVAL", "30")
@@ -22,11 +22,10 @@ if not sys.stderr.isatty():  # in a file each state of a bar is a line: two a mi
 
 def told_in_one_line(kind: type, error: BaseException, trace) -> None:
     """Ctrl-C while a file still imports what it needs; `run_main` has the rest."""
-    if issubclass(kind, KeyboardInterrupt):
-        if not int(os.environ.get("LOCAL_RANK", 0)):  # others are ended by their launcher
-            print("\ninterrupted", file=sys.stderr)
-        return
-    sys.__excepthook__(kind, error, trace)
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    elif not int(os.environ.get("LOCAL_RANK", 0)):  # others are ended by their launcher
+        print("\ninterrupted", file=sys.stderr)
 
 
 sys.excepthook = told_in_one_line
@@ -59,9 +58,10 @@ def run_main(main: Callable[[], None]) -> None:
     except Exception as error:
         if int(os.environ.get("LOCAL_RANK", 0)):
             time.sleep(5)  # the first process says it, and torchrun ends the others
-        if not isinstance(error, InputError):
+        lost = "gloo" in str(error) or type(error).__name__.startswith("Dist")  # torch.distributed
+        if not lost and not isinstance(error, InputError):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {LOST if lost else error}", file=sys.stderr)
         sys.exit(2)
 
 

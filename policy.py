@@ -35,6 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 from errors import InputError, setting
 from formats.manifest import NAME as MANIFEST
 from formats.manifest import stamps, written_whole, wrong_with
+from prompts import chat_text
 from scale.lora import add_lora, save_merged
 from scale.packing import allow_packing, hidden_states, lengths_of
 
@@ -233,7 +234,7 @@ def load_policy(
     trained = not (frozen or in_8bit or lora_rank)
     options = frozen_options(device, in_8bit) | ({"dtype": torch.float32} if trained else {})
     with loading("causal LM", path):
-        config = without_dropout(AutoConfig.from_pretrained(path))
+        config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
         model = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
     count, rows = len(tokenizer), model.get_input_embeddings().num_embeddings
     if count > rows:
@@ -257,6 +258,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
     """How weights that nobody trains are loaded: bf16 on a GPU, fp32 on a CPU, or int8."""
     options = {"dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16}
+    options |= {"trust_remote_code": False, "use_safetensors": True}  # nobody's code, no pickle
     options["device_map"] = {"": device}  # else eight processes put eight copies into RAM
     if in_8bit:
         check_bitsandbytes("8-bit weights")
@@ -299,7 +301,11 @@ def load_tokenizer(path: str):
         # than the plain one that the files declare.
         declared = get_tokenizer_config(path).get("tokenizer_class")
         plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
-        return (PlainTokenizer if plain else AutoTokenizer).from_pretrained(path)
+        kind = PlainTokenizer if plain else AutoTokenizer
+        tokenizer = kind.from_pretrained(path, trust_remote_code=False)
+    with loading("chat template that works (chat_template.jinja, tokenizer_config.json)", path):
+        chat_text(tokenizer, "Answer.", "Who?")
+    return tokenizer
 
 
 @contextlib.contextmanager

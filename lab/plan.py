@@ -57,7 +57,7 @@ def config_of(model: str):
             if model.upper() == size or f"qwen2.5-{size}".lower() in model.lower():
                 return Qwen2Config(**dict(zip(FIELDS, shape, strict=True)))
     try:
-        return AutoConfig.from_pretrained(model, local_files_only=True)
+        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError):
         raise InputError(
             f"--model {model}: neither a Qwen2.5 of {', '.join(SHAPES)} nor a model on this disk:"

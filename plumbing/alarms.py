@@ -33,11 +33,12 @@ SAID = {
     "repetition": "a tenth of the trajectories go in circles: lower --lr, or hold it by --kl_coef",
     "malformed_tags": "in half of the texts a tag is unclosed, or was not opened: warm it up",
     "reward_hacked": "the reward rises and exact match falls: which of its terms pays for what?",
+    "reward_size": "a reward is in the thousands and drowns all others: which term pays so much?",
     "logprob_gap": "log-probs differ from the sampled ones: try --engine hf, --sampling_copy none",
     "kl_spike": "the KL is ten times what it was: lower --lr, or give it an --lr_warmup",
     "grad_spike": "the gradient is ten times what it was: look at the step, or lower --lr",
 }
-AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked")  # they look back by themselves
+AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size")  # in one step
 
 
 def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
@@ -70,6 +71,7 @@ def holding(records: list[dict], s: Settings) -> set[str]:
         "repetition": r["repetition"] > 0.1,
         "malformed_tags": r["malformed_tags"] > 0.5,
         "reward_hacked": "reward/answer" in r and shift(records, "reward")[1] > 3 and better < -3,
+        "reward_size": any(abs(r[n]) > 1000 for n in records[-1] if n.startswith("reward")),
         "logprob_gap": r["logprob_gap"] > 0.1,
         "kl_spike": spikes(records, "k3", 0.1) or spikes(records, "kl_old", 0.1),
         "grad_spike": spikes(records, "grad_norm"),

@@ -32,7 +32,7 @@ from rollout import Environment, SearchFunction, check_prompts, play_by_turns
 from scale.engine import play_in_slots
 from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
-from scale.shards import asked_for, check_shardable, shard
+from scale.shards import asked_for, check_alike, check_shardable, shard
 from settings import Settings
 from summarizer import SUMMARY_LOG, WITHOUT_MODEL, make_search, make_summarizer
 from update import Parts, updates_of
@@ -248,6 +248,7 @@ def build_parts(settings: Settings) -> Parts:
     with accelerator.local_main_process_first():  # one process makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
         scorer = Scorer(settings, documents, device) if accelerator.is_main_process else None
+    check_alike(policy, os.path.basename(start) if settings.resume else "")
     environment = build_environment(settings, tokenizer, search)
     check_prompts([*trained_on, *held_out], environment, policy)
     if accelerator.is_main_process:

@@ -87,7 +87,7 @@ def best_checkpoint(folder: Path) -> Path:
     rows = finished_records(folder / "metrics.jsonl", cut=False, needs="step")
     scores = {row["step"] + 1: row["eval/em"] for row in rows if "eval/em" in row}
     if not scores:
-        return checkpoints(folder)[-1]
+        return (checkpoints(folder) or [folder])[-1]  # none: another machine has written it
     return folder / f"checkpoint-{max(scores, key=scores.get):06d}"
 
 
@@ -104,7 +104,8 @@ def starting_model(settings: Settings) -> tuple[str, str]:
     stage, folder = settings.stage, stage_folder(settings)
     if settings.resume:
         if not (found := newest_whole(folder)):
-            raise InputError(f"--resume: no checkpoint in {folder}; leave it out to start anew")
+            how = "leave it out to start anew (of several machines all must see this folder)"
+            raise InputError(f"--resume: no checkpoint in {folder}; {how}")
         return str(found), f"going on from {found}"
     if settings.start_from:
         check_model_path(settings.start_from)

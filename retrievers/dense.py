@@ -9,13 +9,17 @@ The encoder is sentence-transformers' (extra `dense`), pooled as its own files s
 causal model (Qwen3-Embedding) by its last token, any other by the mean. Before a text stands what
 its family was trained with (PREFIXES), else what the model itself brings. Vectors are kept in fp16
 (21M of 768: 32 GB) and multiplied in fp32: a score of unit vectors is off by at most 2^-11. An
-interrupted run goes on: a shard has its name once it is whole. Left out: approximate search.
+interrupted run goes on: a shard has its name once it is whole, and ends in a checksum; one that is
+damaged, or has none, is encoded anew. Left out: approximate search.
 """
 
 import hashlib
+import io
 import os
 import re
 import struct
+import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +46,7 @@ class Encoder:
         try:
             from sentence_transformers import SentenceTransformer  # optional extra
 
-            model = SentenceTransformer(name, device=device or None)
+            model = SentenceTransformer(name, device=device or None, trust_remote_code=False)
         except ImportError:
             raise InputError(f"encoder {name}: pip install sentence-transformers") from None
         except Exception as error:  # a broken file raises whatever its format's reader does
@@ -139,25 +143,40 @@ def passage_vectors(documents: list[Document], encoder) -> list[torch.Tensor]:
     # The processes of a run begin at places of their own, and skip what others have written.
     first = len(paths) * int(os.environ.get("RANK", 0)) // int(os.environ.get("WORLD_SIZE", 1))
     order = [*range(first, len(paths)), *range(first)]
+    found = {}
     for i in tqdm(order, "vectors", unit=" shards", disable=len(paths) < 2):
-        if not paths[i].exists():
+        found[i] = read_shard(paths[i])
+        if found[i] is None:
             texts = [passage_text(document) for document in documents[i * SHARD :][:SHARD]]
             save(paths[i], encoder(texts, "passage").astype(np.float16))
-    shards = []
-    for path in paths:
-        try:
-            # "c": the file is never written to, and torch takes only what it could write to.
-            shards.append(torch.from_numpy(np.load(path, mmap_mode="c")))
-        except (OSError, ValueError, EOFError):
-            raise InputError(f"{path}: this file is damaged: delete it") from None
-    return shards
+            found[i] = read_shard(paths[i])
+    return [found[i] for i in range(len(paths))]
+
+
+def read_shard(path: Path) -> torch.Tensor | None:
+    """[n, d] fp16, mapped from its file; None where that is not as `save` wrote it."""
+    data = path.read_bytes() if path.exists() else None
+    if data is not None and data[-4:] == checksum(data[:-4]):
+        # "c": the file is never written to, and torch takes only what it could write to.
+        return torch.from_numpy(np.load(path, mmap_mode="c"))
+    if data is not None:
+        said = f"{path}: damaged, or of an earlier version: its passages are encoded anew"
+        tqdm.write(said, file=sys.stderr)
+    return None
+
+
+def checksum(data: bytes) -> bytes:
+    """What a shard's file ends in; numpy reads no further than its rows."""
+    return zlib.crc32(data).to_bytes(4, "little")
 
 
 def save(path: Path, vectors: np.ndarray) -> None:
-    aside = path.with_name(f"{os.getpid()}.part.npy")
+    aside, file = path.with_name(f"{os.getpid()}.part.npy"), io.BytesIO()
+    np.save(file, vectors)
+    whole = file.getvalue()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(aside, vectors)
+        aside.write_bytes(whole + checksum(whole))
         os.replace(aside, path)
     except OSError as error:
         why = error.strerror or error

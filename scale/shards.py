@@ -15,6 +15,7 @@ Left out: DeepSpeed, weights kept on the CPU, 8-bit moments and LoRA in parts.
 import os
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,6 +47,15 @@ def check_shardable(optimizer: str, lora_rank: int) -> None:
     if lora_rank:
         where = "frozen weights need no parts; use configs/ddp.yaml"
         raise InputError(f"--lora_rank {lora_rank}: {where}")
+
+
+def check_alike(model: nn.Module, checkpoint: str) -> None:
+    """Do all begin with the same? Of machines that share no folder one may have older files."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        total = sum(int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters())
+        if len(set(gather_object([(checkpoint, total)]))) > 1:
+            how = "give all machines the same model, and a folder for --runs that all share"
+            raise InputError(f"the processes of this run start from different weights: {how}")
 
 
 def shard(model: nn.Module, sharding: str, processes: int) -> nn.Module:

@@ -38,7 +38,7 @@ from prompts import PROTOCOLS, as_protocol, build_prompt, frame_documents
 from rollout import Environment, rollout
 from settings import Settings, parse
 from sft import Example, SFTSettings, example_of, train_sft
-from world.toy import make_model, make_tokenizer, shape
+from world.toy import NOTE, make_model, make_tokenizer, shape
 from world.world import World
 
 torch.set_num_threads(1)  # also what a module's fixtures train, before the first test
@@ -210,8 +210,8 @@ def flags(model, runs, more: str = "") -> list[str]:
 def trained(model, tmp_path_factory):
     """A folder of runs: both stages of the default run, begun with the model that searches."""
     runs = tmp_path_factory.mktemp("trained")
-    shutil.copytree(model, runs / "toy" / "ur2-world0")  # so that none is warmed up
-    (runs / "toy" / "ur2-world0" / "warm_up.txt").write_text(f"{paper_of('ur2').world}\n")
+    kept = shutil.copytree(model, runs / "toy" / "ur2-world0")  # so that none is warmed up
+    (kept / NOTE).write_text(f"{paper_of('ur2').world}\n")
     small = SMALL.replace("--name t", f"--runs {runs}").replace("12", "16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "set_threads", lambda: None)

@@ -96,6 +96,13 @@ def test_a_spike_is_raised_at_once_and_against_the_steps_before_it():
     assert not spikes(rows, "grad_norm") and spikes([*rows[:-1], {"grad_norm": 11}], "grad_norm")
 
 
+def test_a_reward_in_the_thousands_is_raised_at_once_also_in_a_single_term():
+    for name in ("reward", "reward/answer"):
+        rows = healthy(4)
+        rows[2][name] = -1001.0
+        assert raised(rows) == {2: ["reward_size"]}
+
+
 def test_halves_of_the_last_ten_steps_are_compared_in_standard_errors():
     rows = [{"em": x} for x in (9, 1, 3, 1, 3, 2, 4, 6, 4, 6, 5)]
     # the last ten: means 2 and 5, variances 1 and 1, so 3 / sqrt(2 / 5)
@@ -117,7 +124,7 @@ def test_thinking_that_grows_is_raised_unless_answers_are_better_for_it():
 
 
 def test_every_alarm_is_provoked_here_and_a_healthy_run_raises_none():
-    others = {"kl_spike", "grad_spike", "reward_hacked", "length"}
+    others = {"kl_spike", "grad_spike", "reward_hacked", "length", "reward_size"}
     assert set(LASTING) | others == set(SAID) and not set(LASTING) & others
     assert raised(healthy(40)) == {}
     # an earlier version's records, and those of a protocol that searches nothing

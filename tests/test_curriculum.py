@@ -1,6 +1,7 @@
 """curriculum.py: shares per kind and difficulty, who may search, and the same after a resume."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -419,11 +420,29 @@ def test_a_file_gives_its_buckets_and_a_line_without_one_is_read_by_its_mean(tmp
     assert "2 questions have none, the first is q2" in text
 
 
-def test_a_file_that_is_none_is_one_line(tmp_path):
+NONE = """
+215 {"id": "q0", "scores": [1], "bucket": "hardest"}
+216 {"id": "q0", "scores": [1], "bucket": ["hard"]}
+217 {"id": "q0", "score": 0.5}
+217 {"id": "q0", "scores": []}
+218 {"id": "q0", "scores": ["1", "0"]}
+219 {"id": "q0", "scores": [NaN], "bucket": "hard"}
+220 {"id": "q0", "scores": [0, 1e9]}
+221 {"scores": [1.0], "bucket": "hard"}
+222 {"id": "q0", "scores": [1.
+223 \x00\xff
+""".strip().splitlines()
+NONE = [pytest.param(line[4:], marks=pytest.mark.fault(int(line[:3]))) for line in NONE]
+
+
+@pytest.mark.parametrize("line", NONE)
+def test_a_file_that_is_none_is_one_line(line, tmp_path):
     path = tmp_path / "d.jsonl"
     assert "no such file: `python -m lab.difficulty" in message(read_difficulty, path, FOUR)
-    path.write_text('{"id": "q0", "score": 0.5}\n')
-    assert "d.jsonl, record 1: expected" in message(read_difficulty, path, FOUR)
+    path.write_bytes(line.encode("latin-1") + b"\n")
+    assert re.search(
+        "d.jsonl, (record|line) 1: .*(measure|correct)", message(read_difficulty, path, FOUR)
+    )
 
 
 def test_level_takes_the_levels_that_the_records_bring():

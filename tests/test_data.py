@@ -289,6 +289,7 @@ def test_a_table_of_passages_or_without_answers_is_an_error(write):
     assert "line 2: unknown layout: it has the fields 'id', 'question'" in text
 
 
+@pytest.mark.fault(229)
 def test_gzipped_files_are_read_as_they_are_and_a_broken_one_is_one_line(tmp_path):
     path = tmp_path / "nq.jsonl.gz"
     lines = [json.dumps({**OWN, "id": str(i)}) for i in range(1000)]
@@ -301,6 +302,8 @@ def test_gzipped_files_are_read_as_they_are_and_a_broken_one_is_one_line(tmp_pat
     for broken in (half, changed, packed[:-8] + b"12345678"):
         path.write_bytes(broken)
         assert "nq.jsonl.gz: a broken gzip file" in message(load_questions, path)
+    path.write_bytes(gzip.compress(bytes(2**20).replace(b"\0", b" "), 1) * 200)  # 200 MB of blanks
+    assert "nq.jsonl.gz: the file is empty" in message(load_questions, path)
 
 
 def test_parquet_files_are_what_they_are_as_json(write, tmp_path):
@@ -316,12 +319,14 @@ def test_parquet_files_are_what_they_are_as_json(write, tmp_path):
     records = [{"title": "A", "text": "One."}, {"title": "B", "text": "Two."}]
     path = packed(records, "c.parquet")
     assert load_corpus(path) == load_corpus(write(*records))
-    path.write_bytes(path.read_bytes()[:200])
-    assert "c.parquet: not a readable parquet file" in message(load_corpus, path)
+    for content in (path.read_bytes()[:200], b"PAR1" + bytes(range(256)) * 9 + b"PAR1"):
+        path.write_bytes(content)
+        assert "c.parquet: not a readable parquet file" in message(load_corpus, path)
     path = packed([{**OWN, "id": 1.5}], "bad.parquet")
     assert "record 1: field 'id': expected a string" in message(load_questions, path)
 
 
+@pytest.mark.fault(232)
 def test_without_pyarrow_a_parquet_file_says_what_it_needs(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "pip install pyarrow" in message(load_questions, write("PAR1", name="q.parquet"))
@@ -380,6 +385,12 @@ def test_a_csv_file_is_refused_with_a_line_that_converts_it(write, tmp_path):
 # ------------------------------------------------------------------------------------ bad questions
 
 Q2 = {**OWN, "id": "q2"}
+
+
+def fault(number, record, expected):
+    return pytest.param(record, expected, marks=pytest.mark.fault(number))
+
+
 BAD_SECOND_LINES = [
     ('{"id": "q2", "question"', "not valid JSON ( column 24"),
     ("[1]", "expected an object {...}, found a list"),
@@ -393,7 +404,7 @@ BAD_SECOND_LINES = [
     ({**Q2, "references": ["x"]}, "'references', item 1 an object"),
     (OWN, "'id': duplicate 'q1' line 1"),
     # {"id": "q2", and a blank are 13 bytes, "question": a blank and a quote 13, caf 3
-    (b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', "byte 30 UTF-8"),
+    fault(225, b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', "byte 30 UTF-8"),
 ]
 
 
@@ -433,7 +444,12 @@ BAD_FIRST_LINES = [
     ({**VERL, "extra_info": {"index": [3]}}, "'extra_info.index'"),
     ({**OWN, "task": "choice", "options": ["a", "b"]}, "'answers': 'Ana' is none of the 2 options"),
     ({**OWN, "references": [{"id": None, "text": "x"}]}, "field 'id' is missing"),
-    (r'{"id": "q2", "question": "a \ud83d smile?", "answers": ["a"]}', "surrogates not allowed"),
+    fault(
+        224, r'{"id": "q2", "question": "a \ud83d?", "answers": ["a"]}', "surrogates not allowed"
+    ),
+    fault(226, {**OWN, "answers": 5}, "'answers' 5"),
+    fault(227, '{"id": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON"),
+    fault(230, '{"id": NaN, "question": "Who?", "answers": ["a"]}', "field 'id'"),
     ('{"id": ' + "9" * 5000 + "}", "not valid JSON"),
     ({"id": "q2", "question": "Who?" * 2_500_000, "answers": 5}, "'answers'"),  # one line of 10 MB
 ]
@@ -566,10 +582,12 @@ def test_in_a_json_list_the_record_is_counted_and_a_broken_list_names_its_line(w
     assert "questions.jsonl: byte 4 is not UTF-8" in message(load_questions, write("[", b'"\xff"]'))
 
 
+@pytest.mark.fault(228, 231)
 @pytest.mark.parametrize("load", [load_questions, load_corpus])
 def test_a_missing_file_and_a_file_without_records_are_errors(write, tmp_path, load):
-    for content, expected in {" \n\n": "file is empty", "[]": "no record"}.items():
-        assert expected in message(load, write(content))
+    for content in ("", " \n\n", b"\xef\xbb\xbf"):
+        assert "file is empty" in message(load, write(content))
+    assert "no record" in message(load, write("[]"))
     assert "nowhere.jsonl: no such file" in message(load, tmp_path / "nowhere.jsonl")
     text = message(load, write("{x", "{"), skip_bad=True)
     assert "no record to use" in text and "line 1" in text

@@ -3,6 +3,7 @@
 import doctest
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -172,12 +173,12 @@ def test_the_processes_of_a_run_begin_at_places_of_their_own(monkeypatch):
 
 
 def test_a_run_that_ends_while_it_writes_leaves_no_half_shard(monkeypatch):
-    def dies(path, vectors):
-        path.write_bytes(b"half of it")
+    def dies(path, whole):
+        path.touch()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(dense.np, "save", dies)
+        patch.setattr(Path, "write_bytes", dies)
         vectors_of(invented(37), Hashed())
     assert ["part" in path.name for path in files("runs")] == [True]
     assert np.array_equal(vectors_of(invented(37), Hashed()), encoded(invented(37)))
@@ -217,15 +218,34 @@ def test_a_folder_that_cannot_be_written_is_one_line(monkeypatch):
     refused("vectors cannot be kept there .*: make room")
 
 
-def test_a_damaged_file_is_one_line():
-    DenseRetriever(invented(20), Hashed())
-    path = files("runs")[0]
-    whole = path.read_bytes()
-    for content in (whole[:-1], b"", b"text"):
-        path.write_bytes(content)
-        refused("this file is damaged: delete it")
-    path.unlink()
-    DenseRetriever(invented(20), Hashed())
+def as_numpy_writes(vectors) -> bytes:
+    np.save("by_hand.npy", vectors)
+    return Path("by_hand.npy").read_bytes()
+
+
+DAMAGE = [  # what becomes of a whole file, with a checksum that may have been kept
+    lambda whole, rows: as_numpy_writes(np.array([{"pickled": 1}], dtype=object)),
+    lambda whole, rows: whole[:-40],
+    lambda whole, rows: whole[:20],
+    lambda whole, rows: b"",
+    lambda whole, rows: whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2),
+    lambda whole, rows: as_numpy_writes(np.full_like(rows, np.nan)) + whole[-4:],
+    lambda whole, rows: as_numpy_writes(np.roll(rows, 1, axis=0)) + whole[-4:],
+]
+DAMAGE = [pytest.param(its, marks=pytest.mark.fault(n)) for n, its in enumerate(DAMAGE, 208)]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, lambda whole, rows: as_numpy_writes(rows)])
+def test_a_damaged_shard_or_an_old_one_is_told_and_encoded_anew_and_no_other(damage, capsys):
+    corpus, again = invented(20), Hashed()
+    vectors_of(corpus, Hashed())
+    path = files("runs")[1]
+    path.write_bytes(damage(path.read_bytes(), np.load(path)))
+    assert np.array_equal(vectors_of(corpus, again), encoded(corpus))
+    assert again.encoded == [passage_text(document) for document in corpus[10:]]
+    said = f"{path}: damaged, or of an earlier version: its passages are encoded anew"
+    assert said in re.split("[\\r\\n]", capsys.readouterr().err)
+    vectors_of(corpus, Hashed(stop=0))  # nothing more
 
 
 def flat_index(rows, kind=b"IxFI"):

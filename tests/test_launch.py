@@ -24,12 +24,13 @@ from plumbing.files import checkpoints
 SAME_TEXTS = "--temperature 0.005 --algorithm reinforce_pp --questions_per_step 5 --kl_coef 0.05"
 
 
-def launch(config: str, logs: Path, arguments: list[str]) -> None:
-    """What the script `accelerate` does."""
+def launch(config: str, logs: Path, arguments: list[str], more: str = "") -> None:
+    """What the script `accelerate` does; `more` of its own flags."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.chdir(ROOT)
     launch = f"--config_file configs/{config}.yaml --num_processes 2 --main_process_port 0"
-    sys.argv = f"accelerate launch {launch} --log_dir {logs} --tee 3 train.py".split() + arguments
+    launch += f" {more} --log_dir {logs} --tee 3 train.py"
+    sys.argv = f"accelerate launch {launch}".split() + arguments
     accelerate_cli.main()
 
 

@@ -200,8 +200,8 @@ def test_a_shape_is_found_by_size_by_hub_name_and_from_a_directory(tmp_path):
 
 
 def test_what_is_not_on_this_disk_is_not_downloaded(monkeypatch):
-    def load(name: str, local_files_only: bool):
-        assert local_files_only
+    def load(name: str, local_files_only: bool, trust_remote_code: bool):
+        assert local_files_only and not trust_remote_code
         raise OSError("many lines\nof advice")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", load)

@@ -17,9 +17,9 @@ import papers
 import settings
 
 ROOT = Path(__file__).parents[1]
-README, PAPERS, RESULTS, GPU = (
+README, PAPERS, RESULTS, GPU, SCALE = (
     (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", "docs/papers.md", "docs/results.md", "docs/gpu.md")
+    for name in ("README.md", *(f"docs/{n}.md" for n in "papers results gpu scale".split()))
 )
 NO_SCREEN = {"train", "eval", "update"}  # these train, or evaluate; update is train's step
 SCREENS = {*house.PATH, "metrics", "papers", "data"} - NO_SCREEN
@@ -27,12 +27,12 @@ SCREENS = {*house.PATH, "metrics", "papers", "data"} - NO_SCREEN
 
 def commands_in(text: str) -> list[tuple[str, str]]:
     """`python FILE ARGUMENTS` and `python -m lab.NAME ARGUMENTS`; behind " #" a comment."""
-    start = r"(?:python|accelerate launch(?: --config_file \S+)?) (-m lab\.\w+|\w+\.py)"
+    start = r"(?:python|accelerate launch(?: --\S+ \S+)*) (-m lab\.\w+|\w+\.py)"
     found = re.findall(start + r"((?: (?!#)[^\s`]+)*)", text)
     return [(module.removesuffix(".py").removeprefix("-m "), words) for module, words in found]
 
 
-COMMANDS = commands_in(README + GPU)
+COMMANDS = commands_in(README + GPU + SCALE)
 SUBCOMMANDS = ("direct", "reasoning", "traces", "summarizer", "serve", "check")
 SUBCOMMANDS += ("rollout", "update", "step", "retrieval", "decode")
 

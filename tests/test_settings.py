@@ -266,17 +266,20 @@ LIMITS = [  # what is said, to what value, of which flags
 ]
 BAD = [f"--{name} {value}  {said}" for said, value, names in LIMITS for name in names.split()]
 BAD += """
+--document_tokens 0              must be at least 1  135
+--lr inf                         finite  136
+--clip_low nan                   finite  138
 --steps many                     train.py: argument --steps: invalid int value: 'many'
---lr nan                         finite
+--lr nan                         finite  137
 --critic_lr inf                  finite
 --clip_low 1.2                   at most 1
 --seed 2147483648                at most 2147483647
---temperature 0                  greedy
+--temperature 0                  greedy  139
 --stage 3                        ur2 has stages 1, 2
 --stage 0                        ur2 has stages 1, 2
 --recipe r_search --stage 2      r_search has stages 1
 --group_size 1                   compares the trajectories of one question
---group_size 1 --algorithm grpo  compares the trajectories of one question
+--group_size 1 --algorithm grpo  compares the trajectories of one question  140
 --data questions.jsonl           --data needs --model
 --data q.jsonl --model m         --data needs --corpus
 --retriever dense                --retriever dense needs --encoder
@@ -309,10 +312,15 @@ BAD += """
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize("line", BAD)
-def test_a_bad_value_is_one_clear_line_before_anything_is_loaded(line, monkeypatch):
+BAD = [re.split(r"  +", line) for line in BAD]  # flags, what is said, the fault's number
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [pytest.param(*row[:2], marks=[pytest.mark.fault(int(n)) for n in row[2:]]) for row in BAD],
+)
+def test_a_bad_value_is_one_clear_line_before_anything_is_loaded(arguments, said, monkeypatch):
     monkeypatch.setattr(train, "build_parts", lambda *_: pytest.fail("something was loaded"))
-    arguments, said = re.split(r"  +", line, maxsplit=1)
     with pytest.raises(InputError, match=re.escape(said)) as error:
         train.main(arguments.split())
     assert "\n" not in str(error.value) and "--" in str(error.value)

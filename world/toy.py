@@ -13,9 +13,11 @@ reader of evidence (`load_reader`) is a second model, which sees evidence and qu
 Left out: misspellings, prose, protocols that were trained on each other's traces.
 """
 
+import fcntl
 import random
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partialmethod
 from pathlib import Path
@@ -26,6 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from data import Document, Question
 from errors import InputError
+from formats.manifest import wrong_with
 from other_models.reader import INSTRUCTION as READER_INSTRUCTION
 from other_models.reader import reader_text
 from policy import Policy, load_policy, save_policy
@@ -533,6 +536,7 @@ def warm_up(policy, tokenizer, protocol: Protocol, tiny: Tiny, world_seed: int =
 
 
 # ------------------------------------------------------------------- the frozen reader of evidence
+NOTE = "warm_up.txt"  # beside a model: how it was made
 READER = SFTSettings(steps=300, lr=4e-3, lr_warmup=50, decay_from=0.5)
 
 
@@ -575,31 +579,45 @@ def load_toy(
     world_seed: int, protocol: Protocol, tiny: Tiny, runs: str = "runs", which: str = ""
 ) -> Loaded:
     """The warmed-up tiny model and its tokenizer; made on first use and kept."""
-    path = toy_path(world_seed, protocol.name, which, runs)
-    made_with = path / "warm_up.txt"
-    if path.exists() and not (
-        made_with.exists() and made_with.read_text(encoding="utf-8") == f"{tiny}\n"
-    ):
-        raise InputError(f"{path} was made with another warm-up: remove it, or give other --runs")
-    if not path.exists():
-        print(f"making the built-in {path.name} (once; kept in {path})", file=sys.stderr)
+
+    def make() -> Loaded:
         tokenizer = make_tokenizer(protocol)
         policy = Policy(make_model(len(tokenizer), world_seed, tiny.context))
         warm_up(policy, tokenizer, protocol, tiny, world_seed)
-        keep(policy, tokenizer, tiny, path)
-    return load_policy(str(path))
+        return policy, tokenizer
 
-
-def keep(policy: Policy, tokenizer, tiny: Tiny, path: Path) -> None:
-    save_policy(policy, tokenizer, path)
-    (path / "warm_up.txt").write_text(f"{tiny}\n", encoding="utf-8")
+    return made_once(toy_path(world_seed, protocol.name, which, runs), str(tiny), make)
 
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
     """The frozen second model, which answers from evidence; also made on first use."""
-    path = Path(runs) / "toy" / f"reader-world{world_seed}"
-    if not path.exists():
+
+    def make() -> Loaded:
         tokenizer = make_tokenizer()
-        save_policy(train_reader(tokenizer, world_seed), tokenizer, path)
-    reader, tokenizer = load_policy(str(path))
+        return train_reader(tokenizer, world_seed), tokenizer
+
+    reader, tokenizer = made_once(toy_path(world_seed, "reader", "", runs), str(READER), make)
     return reader.eval().requires_grad_(False), tokenizer
+
+
+def made_once(path: Path, how: str, make: Callable[[], Loaded]) -> Loaded:
+    """What is kept in `path`, made anew where it is damaged. Of two first runs one waits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.name}.lock"), "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # it ends with its process, however that ends
+        note = path / NOTE
+        told = note.read_text(errors="replace") if note.is_file() else ""
+        if told and told != f"{how}\n":
+            why = "was made with another warm-up"
+            raise InputError(f"{path} {why}: remove it, or give other --runs")
+        if not told or wrong_with(path):
+            again = " anew: what is there is damaged or old" if path.exists() else ""
+            print(f"making the built-in {path.name}{again} (kept in {path})", file=sys.stderr)
+            shutil.rmtree(path, ignore_errors=True)
+            keep(*make(), how, path)
+    return load_policy(str(path))
+
+
+def keep(policy: Policy, tokenizer, how: Tiny | str, path: Path) -> None:
+    save_policy(policy, tokenizer, path)
+    (path / NOTE).write_text(f"{how}\n", encoding="utf-8")

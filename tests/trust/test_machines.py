@@ -1,0 +1,94 @@
+"""Two launchers on this host, as two machines over TCP: the run of one machine, and what is said
+when a part of a run is gone.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import flags, free_port, in_two_processes, message, rows_of
+from test_launch import start, wait
+from test_trust import wait_for
+
+from errors import LOST
+from scale.shards import check_alike
+
+
+@pytest.fixture
+def one_core():
+    """Each launcher and its processes on one: one thread each, however many share a machine."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+def machines(logs: Path, arguments: list[str]) -> list:
+    """The launchers of a run on two machines with a process each."""
+    where = f"--num_machines 2 --main_process_ip 127.0.0.1 --main_process_port {free_port()}"
+    pairs = [(rank, f"{where} --machine_rank {rank}") for rank in (0, 1)]
+    return [start("ddp", logs / str(rank), arguments, more) for rank, more in pairs]
+
+
+@pytest.mark.slow
+def test_two_machines_take_the_steps_of_one_with_two_processes_to_the_bit(
+    model, tmp_path, one_core
+):
+    one, two = (tmp_path / name / "t" / "stage1" for name in ("one", "two"))
+    runs = [start("ddp", tmp_path / "logs", flags(model, tmp_path / "one", "--algorithm ppo"))]
+    runs += machines(tmp_path / "logs2", flags(model, tmp_path / "two", "--algorithm ppo"))
+    assert [wait(run) for run in runs] == [0, 0, 0]
+    assert rows_of(one) == rows_of(two) and len(rows_of(one)) == 2
+    for name in ("model.safetensors", "trainer.pt"):
+        first, second = (folder / "checkpoint-000002" / name for folder in (one, two))
+        assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_gone_ends_the_other_in_one_line(model, tmp_path):
+    gone, other = machines(tmp_path / "logs", flags(model, tmp_path, "--steps 5000"))
+    wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", 1)
+    for process in [*psutil.Process(gone.pid).children(), gone]:
+        process.kill()
+    since = time.time()
+    assert wait(other) == 1 and time.time() - since < 20
+    assert_one_line(tmp_path / "logs" / "1")
+
+
+@pytest.mark.slow
+@pytest.mark.fault(19)
+def test_a_process_without_launcher_and_peer_ends_in_one_line(model, tmp_path):
+    launcher = start("ddp", tmp_path / "logs", flags(model, tmp_path, "--steps 5000"))
+    wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", 1)
+    first, second = psutil.Process(launcher.pid).children()
+    for process in (launcher, second):
+        process.kill()
+    first.wait(20)
+    assert_one_line(tmp_path / "logs")
+
+
+def assert_one_line(logs: Path) -> None:
+    said = "".join(path.read_text() for path in logs.rglob("std*.log"))
+    assert said.count(LOST) == 1 and "Traceback" not in said and "gloo" not in said, said
+
+
+def begin() -> None:
+    """Weights and checkpoints of two machines: the same; other weights; an older checkpoint."""
+    rank, model = Accelerator().process_index, torch.nn.Linear(2, 2)
+    for value, step, good in ((1, 2, True), (1 + rank / 2, 2, False), (1, 2 + rank, False)):
+        for p in model.parameters():
+            torch.nn.init.constant_(p, value)
+        if good:
+            check_alike(model, f"checkpoint-{step}")
+        else:
+            assert "different weights: give all" in message(
+                check_alike, model, f"checkpoint-{step}"
+            )
+
+
+def test_machines_that_hold_different_weights_or_checkpoints_do_not_begin():
+    in_two_processes(begin)

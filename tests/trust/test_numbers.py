@@ -1,0 +1,143 @@
+"""Numbers that are not finite, or far too large, wherever they come from: no such step is taken."""
+
+import math
+import re
+
+import pytest
+import torch
+from conftest import message, rows_of, same, settings_for
+from test_train import pay, quick, weights_of
+
+import train
+from plumbing.alarms import SAID
+from plumbing.build import build_parts
+
+NAN, INF = float("nan"), float("inf")
+EQUAL = (1, 1, 1, 1)  # two groups of two
+GRPO, DAPO, PPO = "--algorithm grpo", "--algorithm dapo --max_resample 1", "--algorithm ppo"
+EACH = ("", GRPO, DAPO, PPO)
+
+
+def quick_fault(number: int, *values):
+    return pytest.param(*values, marks=pytest.mark.fault(number))
+
+
+def fault(number: int, *values):
+    return pytest.param(*values, marks=[pytest.mark.fault(number), pytest.mark.trust])
+
+
+@pytest.fixture
+def injected(model, tmp_path, monkeypatch):
+    """injected(change, flags) -> the parts of the run that train.train then takes."""
+
+    def inject(change, more: str):
+        parts = build_parts(settings_for(model, tmp_path, more))
+        monkeypatch.setattr(train, "build_parts", lambda settings: parts)
+        if change:  # else its rewards are its own
+            pay(parts, [1, 0, 0, 1])
+            change(parts, monkeypatch)
+        return parts
+
+    return inject
+
+
+def paid(*amounts):
+    return lambda parts, patch: pay(parts, amounts)
+
+
+def batch_of(function: str, spoil):
+    """train.FUNCTION makes a batch, and `spoil` changes it."""
+
+    def change(parts, patch):
+        make = getattr(train, function)
+
+        def spoilt(*arguments):
+            batch = make(*arguments)
+            spoil(batch)
+            return batch
+
+        patch.setattr(train, function, spoilt)
+
+    return change
+
+
+def old(value: float):
+    return batch_of("prepare", lambda b: b.old_logprobs.masked_fill_(b.response_mask > 0, value))
+
+
+def masked(rows: slice):
+    """Nothing of these rows was written by the policy."""
+    return batch_of("collate", lambda b: b.response_mask[rows].zero_())
+
+
+def gradient(parts, patch):
+    next(parts.policy.parameters()).register_hook(lambda gradient: gradient * NAN)
+
+
+def weight(parts, patch):
+    next(parts.policy.parameters()).data[0] = NAN
+
+
+def critic(parts, patch):
+    parts.critic.head.bias.data.fill_(1e30)  # squared: inf; the whitened advantages stay finite
+
+
+STOPS = [
+    *(
+        fault(number, paid(NAN, 1, 0, 1), more)
+        for number, more in zip((110, 112, 113, 114), EACH, strict=True)
+    ),
+    fault(111, paid(INF, 1, 0, 1), ""),
+    quick_fault(115, old(NAN), ""),
+    fault(116, old(-INF), ""),
+    fault(117, old(-1000.0), ""),
+    fault(118, old(-1000.0), "--kl_coef 0.1 --kl_estimator k3"),
+    quick_fault(119, gradient, ""),
+    quick_fault(120, weight, ""),
+    quick_fault(121, None, "--lr 1e9"),
+    (critic, PPO),
+]
+
+
+@pytest.mark.parametrize("change, more", STOPS)
+def test_what_is_not_finite_stops_the_run_in_one_line(change, more, injected):
+    parts = injected(change, f"{more} --steps 4")
+    watched = parts.critic if change is critic else parts.policy
+    before = weights_of(watched)
+    said = message(train.train, parts.settings)
+    assert re.match(r"step \d: .*(nan|inf).*; stopped; this update was not applied", said), said
+    if said.startswith("step 0"):
+        assert same(*([w.nan_to_num() for w in ws] for ws in (before, weights_of(watched))))
+    assert all(question.id in said for question in parts.stream.take(int(said[5])))
+    assert len(torch.load(re.search(r"The batch is in (\S+\.pt)", said)[1])["tokens"]) == 4
+
+
+GOES_ON = [  # ..., the alarm that is raised, do the weights stay?
+    quick_fault(122, paid(1e38, 0, 0, 1), "", "reward_size", False),
+    fault(122, paid(1e38, 0, 0, 1), GRPO, "reward_size", False),
+    *(fault(123 + n, paid(*EQUAL), its, "equal_groups", True) for n, its in enumerate(EACH[:3])),
+    fault(126, paid(*EQUAL), PPO, "", False),
+    fault(127, paid(*EQUAL), "--algorithm reinforce_pp", "", True),
+    quick_fault(128, masked(slice(None)), "", "", True),
+    fault(129, masked(slice(None)), PPO, "", True),
+    fault(130, masked(slice(1)), "", "", False),
+    fault(131, None, "--max_turn_tokens 1", "cut_off", False),
+    fault(132, None, "--max_context 75", "", False),
+    fault(133, None, "--max_context 60", "cut_off", False),
+    fault(134, None, "--temperature 1e-30", "equal_groups", True),
+]
+
+
+@pytest.mark.parametrize("change, more, alarm, stays", GOES_ON)
+def test_what_is_finite_goes_on_and_what_teaches_nothing_is_told(
+    change, more, alarm, stays, injected, capsys
+):
+    parts = injected(change, f"{more} --steps 3")
+    before = weights_of(parts.policy)
+    rows = rows_of(train.train(parts.settings))
+    numbers = [v for row in rows for v in row.values() if isinstance(v, int | float)]
+    assert len(rows) == 3 and all(map(math.isfinite, numbers))
+    assert all(p.isfinite().all() for p in parts.policy.parameters())
+    assert same(before, weights_of(parts.policy)) == stays
+    raised = {name for row in rows for name in row.get("alarms", ())}
+    assert not alarm or (alarm in raised and SAID[alarm] in capsys.readouterr().out)
