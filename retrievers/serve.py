@@ -3,10 +3,10 @@
     python retriever.py serve --corpus FILE, or --retriever web --retriever_url URL
     python retriever.py check --corpus FILE, or --url URL       exit code 1 if something is wrong
 
-A request that cannot be served gets {"error": {"message": ...}} with 400, 404, 405, 413, 500 or,
-when too much is under way, 503; the server lives on. GET /health tells how many wait. `check` finds what
-nobody sees in training: an index of another corpus, lists in another order than the queries. Left
-out: encryption and passwords (put a proxy in front).
+A request that cannot be served gets {"error": {"message": ...}} with 400, 404, 405, 413, 500, or,
+when too much is under way, 503; the server lives on. GET /health tells how many wait. `check`
+finds what nobody sees in training: an index of another corpus, lists in another order than the
+queries. Left out: encryption and passwords (put a proxy in front).
 """
 
 import contextlib
