@@ -25,7 +25,7 @@ Left out: stemming, stop words, an index on disk.
 import random
 import sys
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -116,12 +116,12 @@ class BM25:
     def scores(self, query: str) -> Array:
         """The score of every document.  # [N]"""
         scores = np.zeros(len(self.documents))
-        for word in tokenize(query):  # a word that is asked twice counts twice
+        for word, count in Counter(tokenize(query)).items():  # asked twice it counts twice
             term = self.vocabulary.get(word)
             if term is not None:
                 chosen = slice(self.start[term], self.start[term + 1])
                 # No document stands twice in a slice: += is safe.
-                scores[self.postings[chosen]] += self.weights[chosen]
+                scores[self.postings[chosen]] += count * self.weights[chosen]
         return scores
 
     def search(self, queries: list[str], k: int) -> Lists:

@@ -50,6 +50,7 @@ MIN_DOCUMENT_TOKENS = 16  # a search with less room for documents is not run
 ANSWER_TOKENS = 32  # room kept free behind documents
 TOKEN_LENGTH = 16  # characters per token, if many: megabytes are cut before
 MAX_REFUSALS = 2  # after so many refused queries the trajectory ends
+STUCK, MAX_STUCK = [], 8  # threads of searches that hang; so many, and none is begun
 
 
 @dataclass(frozen=True)
@@ -416,6 +417,9 @@ class Environment:
 
 def call_search(search: SearchFunction, requests: list, timeout: float) -> list[SearchResult]:
     """The results, or an error for each: a step must survive a retriever that is down or hangs."""
+    STUCK[:] = filter(threading.Thread.is_alive, STUCK)
+    if len(STUCK) >= MAX_STUCK:
+        return [SearchResult(error=f"{MAX_STUCK} searches still hang") for _ in requests]
     if bound := getattr(search, "seconds", None):  # over the network: more queries, longer
         timeout += bound(len({request.query for request in requests}))
     box = []
@@ -432,6 +436,7 @@ def call_search(search: SearchFunction, requests: list, timeout: float) -> list[
     thread = threading.Thread(target=work, daemon=True)  # if it hangs, the process may end
     thread.start()
     thread.join(timeout)
+    STUCK.append(thread)
     found = box[0] if box else TimeoutError(f"no answer within {timeout:g} s")
     if isinstance(found, InputError):  # the user's to mend, and no fault of one search
         raise found

@@ -12,6 +12,7 @@ judge sees no question, and normalised answers (appendix B.4): `blind`.
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from data import Question
 from metrics import normalize_answer
@@ -46,10 +47,10 @@ GRADES |= {"partly correct": 1.0, "partially correct": 1.0}
 _LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*")
 
 
-def ask_given(llm, instruction: str, texts: list[str | None]) -> list[str | None]:
+def ask_given(llm, instruction: str, texts: list, readable=bool) -> list[str | None]:
     """The replies in one batch. A text of None asks nobody and gets None."""
     requests = [(instruction, text) for text in texts if text]
-    replies = iter(llm.ask(requests) if requests else [])
+    replies = iter(llm.ask(requests, readable) if requests else [])
     return [next(replies) if text else None for text in texts]
 
 
@@ -69,7 +70,8 @@ class Judge:
     def _ask(self, pairs: list[Pair], instruction: str, words: dict) -> list:
         blind = self.blind
         texts = [pair_text(*pair, blind) if (pair[1] or "").strip() else None for pair in pairs]
-        replies = ask_given(self.llm, instruction, texts)
+        kept = partial(read_verdict, words=words)
+        replies = ask_given(self.llm, instruction, texts, lambda reply: kept(reply) is not None)
         read = [read_verdict(reply, words) for reply in replies]
         found = [said if text else words["wrong"] for text, said in zip(texts, read, strict=True)]
         self.asked += len(texts) - texts.count(None)

@@ -23,6 +23,7 @@ import json
 import os
 import queue
 import re
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ CACHE_FOLDER = "runs/llm_cache"  # shared by all runs: a reply does not depend o
 ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests under way at once
 RETRIES, BACKOFF = 2, 0.5  # more tries of a request; seconds before the first, then twice that
+REPLY_TOKEN = 64  # characters per token at most: a reply of megabytes would fill the cache
 GIVE_UP = 16  # failures in a row, each after all its tries
 DEAD_BATCHES = 3
 PROBE = ("You are asked once whether you are there.", "Reply with the word yes.")
@@ -98,7 +100,9 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_F
 
 
 class Cache:
-    """Replies by request, in a JSONL file of `folder`; "" keeps none. A broken line is skipped."""
+    """Replies by request, in a JSONL file of `folder`; "" keeps none. A broken line is skipped, and
+    so is one whose checksum is not its own; earlier versions wrote none.
+    """
 
     def __init__(self, folder: str | Path, name: str, max_tokens: int):
         self.name, self.max_tokens = name, max_tokens
@@ -107,10 +111,18 @@ class Cache:
         self.path = Path(folder, f"{file_name}.jsonl") if folder else None
         if self.path:
             append_jsonl(self.path, [])  # can it be written? better known now than after an hour
+            changed = 0
             for line in byte_lines(self.path):
                 with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
                     record = json.loads(line)
-                    self.replies[record["key"]] = record["reply"]
+                    key, reply = record["key"], record["reply"]
+                    if record.get("sum", sum_of(key, reply)) == sum_of(key, reply):
+                        self.replies[key] = reply
+                    else:
+                        changed += 1
+            if changed:
+                said = "replies are not what was written: they are asked for anew"
+                print(f"{self.path}: {changed} {said}", file=sys.stderr)
 
     def key(self, request: Request) -> str:
         instruction, text, *sampling, most = Request(*request)
@@ -123,8 +135,13 @@ class Cache:
 
     def put(self, request: Request, reply: str) -> None:
         if self.path:
-            self.replies[self.key(request)] = reply
-            append_jsonl(self.path, [{"key": self.key(request), "reply": reply}])
+            key = self.key(request)
+            self.replies[key] = reply
+            append_jsonl(self.path, [{"key": key, "reply": reply, "sum": sum_of(key, reply)}])
+
+
+def sum_of(key: str, reply: str) -> str:
+    return hashlib.sha256(f"{key}{reply}".encode(errors="replace")).hexdigest()[:16]
 
 
 class LLM:
@@ -138,19 +155,22 @@ class LLM:
         self.fault, self.down = "", False  # the last; was the whole last batch out of reach?
         self.lock = threading.Lock()  # a search that was given up may still be asking
 
-    def ask(self, requests: list[Request]) -> list[str | None]:
+    def ask(self, requests: list[Request], readable=bool) -> list[str | None]:
+        """readable: of a reply, is it one that is kept? A server that is ill for a while must not
+        be believed for ever.
+        """
         requests = [Request(self.instruction or asked, *rest) for asked, *rest in requests]
         with self.lock:
             replies = {request: self.cache.get(request) for request in requests}
             if missing := [request for request, reply in replies.items() if reply is None]:
-                self.ask_missing(missing, replies)
+                self.ask_missing(missing, replies, readable)
         return [reply and without_thinking(reply) for reply in map(replies.get, requests)]
 
-    def ask_missing(self, missing: list[Request], replies: dict[Request, str | None]) -> None:
+    def ask_missing(self, missing: list[Request], replies: dict, readable) -> None:
         with contextlib.closing(self.replies(missing)) as fresh:
             how = {"desc": f"asking {self.name[-40:]}", "delay": 3, "leave": False, "disable": None}
             for request, reply in tqdm(fresh, total=len(missing), **how):
-                if reply is not None:
+                if reply is not None and readable(reply):
                     self.cache.put(request, reply)  # at once: an interrupt loses none that came
                 replies[request] = reply
         self.asked += len(missing)
@@ -200,7 +220,8 @@ class ServerLLM(LLM):
             content = reply["choices"][0]["message"]["content"]
         except (LookupError, TypeError):
             raise Fault(f"a reply without choices: {shown(json.dumps(reply))}") from None
-        return clean(content) if isinstance(content, str) else None
+        longest = REPLY_TOKEN * payload["max_tokens"]
+        return clean(content[:longest]) if isinstance(content, str) else None
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         todo, done, stop = iter(requests), queue.SimpleQueue(), threading.Event()

@@ -3,9 +3,10 @@
     python retriever.py serve --corpus FILE, or --retriever web --retriever_url URL
     python retriever.py check --corpus FILE, or --url URL       exit code 1 if something is wrong
 
-A request that cannot be served gets {"error": {"message": ...}} with 400, 404, 413 or 500, and the
-server lives on. `check` finds what nobody sees in training: an index of another corpus, lists in
-another order than the queries. Left out: encryption and passwords (put a proxy in front).
+A request that cannot be served gets {"error": {"message": ...}} with 400, 404, 405, 413, 500, or,
+when too much is under way, 503; the server lives on. GET /health tells how many wait. `check`
+finds what nobody sees in training: an index of another corpus, lists in another order than the
+queries. Left out: encryption and passwords (put a proxy in front).
 """
 
 import contextlib
@@ -22,6 +23,9 @@ from retrievers.remote import HttpRetriever
 
 MAX_BODY = 16 * 2**20  # bytes of one request
 MAX_QUERIES, MAX_K, DEFAULT_K = 10_000, 1000, 5
+MAX_QUERY = 10_000  # characters: a query of megabytes would hold up all others
+MAX_BYTES = 128 * 2**20  # of requests and replies under way, to slow readers too
+MAX_WAITING = 1000  # requests, while one is searched for
 ODD_QUERIES = ["zxqvkj", "", "?!", "\n", "kelmouth " * 1000]  # an unknown word, none, too many
 COMMON_WORDS = "history city film born river music science war company language".split()
 
@@ -39,6 +43,8 @@ class RetrievalServer(ThreadingHTTPServer):
     def __init__(self, retriever, host: str = "127.0.0.1", port: int = 8000):
         self.retriever = retriever
         self.lock = threading.Lock()  # one search at a time: not every retriever is thread-safe
+        self.counts = threading.Lock()
+        self.waiting = self.bytes = self.served = 0  # requests, bytes under way, requests
         try:
             super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:
@@ -48,13 +54,33 @@ class RetrievalServer(ThreadingHTTPServer):
     def answer(self, body: bytes) -> dict:
         queries, k = read_request(body)
         try:
-            with self.lock:
+            with self.counted("waiting", 1, MAX_WAITING, "requests wait"), self.lock:
                 found = self.retriever.search(queries, k)
             return {"result": [list(map(written, one)) for one in found]}
+        except Refused:
+            raise
         except Exception as error:  # whatever a retriever raises: the next request may go well
             line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
             print(line, file=sys.stderr, flush=True)
             raise Refused(500, line) from None
+
+    @contextlib.contextmanager
+    def counted(self, name: str, more: int, most: int, what: str):
+        """`more` of what is limited, while it lasts."""
+        with self.counts:
+            there = getattr(self, name)
+            if there + more > most:
+                raise Refused(503, f"{there:,} {what}, {most:,} are the limit: ask later, for less")
+            setattr(self, name, there + more)
+        try:
+            yield
+        finally:
+            with self.counts:
+                setattr(self, name, getattr(self, name) - more)
+
+    def health(self) -> dict:
+        passages = len(getattr(self.retriever, "documents", ()))
+        return {"passages": passages, "served": self.served, "waiting": self.waiting}
 
     def handle_error(self, request, client_address):
         if not isinstance(sys.exception(), OSError):  # a client that went away is no error
@@ -66,6 +92,12 @@ class Handler(BaseHTTPRequestHandler):
     # Trap: head and body go in two pieces, and the second would wait up to 40 ms for an ACK.
     disable_nagle_algorithm = True
 
+    def do_GET(self):
+        if self.path.rstrip("/") == "/health":
+            return self.send(200, json.dumps(self.server.health()).encode())
+        here = self.path.rstrip("/") == "/retrieve"
+        self.refuse(405 if here else 404, "here are POST /retrieve and GET /health")
+
     def do_POST(self):
         try:
             if self.path.rstrip("/") != "/retrieve":
@@ -73,10 +105,20 @@ class Handler(BaseHTTPRequestHandler):
             length = self.headers.get("Content-Length", "")
             if not re.fullmatch("[0-9]{1,15}", length) or int(length) > MAX_BODY:
                 raise Refused(413, f"send at most {MAX_BODY:,} bytes, and their Content-Length")
-            status, reply = 200, self.server.answer(self.rfile.read(int(length)))
+            with self.server.counted("bytes", int(length), MAX_BYTES, "bytes are under way"):
+                found = self.server.answer(self.rfile.read(int(length)))
+            body = json.dumps(found).encode()
+            found = None  # slow readers keep the text alone
+            with self.server.counted("bytes", len(body), MAX_BYTES, "bytes are under way"):
+                self.send(200, body)
+            self.server.served += 1
         except Refused as refused:
-            status, reply = refused.args[0], {"error": {"message": refused.args[1]}}
-        body = json.dumps(reply).encode()
+            self.refuse(*refused.args)
+
+    def refuse(self, status: int, why: str):
+        self.send(status, json.dumps({"error": {"message": why}}).encode())
+
+    def send(self, status: int, body: bytes):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -97,6 +139,8 @@ def read_request(body: bytes) -> tuple[list[str], int]:
     texts = isinstance(queries, list) and all(isinstance(query, str) for query in queries)
     if not texts or len(queries) > MAX_QUERIES:
         raise Refused(400, f"'queries' must be a list of at most {MAX_QUERIES:,} strings")
+    if any(len(query) > MAX_QUERY for query in queries):
+        raise Refused(400, f"a query has at most {MAX_QUERY:,} characters: shorten it")
     k = request.get("topk", DEFAULT_K)
     if type(k) is not int or not 1 <= k <= MAX_K:  # type(): True is an int
         raise Refused(400, f"'topk' must be a whole number from 1 to {MAX_K}")

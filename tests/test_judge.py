@@ -28,7 +28,7 @@ class Says:
     def __init__(self, **replies):
         self.replies, self.batches = replies, []
 
-    def ask(self, requests):
+    def ask(self, requests, readable=None):
         self.batches.append(requests)
         return [self.replies.get(text.rpartition("Given answer: ")[2]) for _, text in requests]
 

@@ -355,6 +355,7 @@ def test_a_torn_line_is_skipped_and_what_comes_after_it_is_whole(tmp_path):
         assert Cache(tmp_path, "m", 8).replies == {}
 
 
+@pytest.mark.fault(108)
 def test_lines_that_are_no_entries_are_skipped_and_two_runs_may_append(tmp_path):
     first, second = Cache(tmp_path, "m", 8), Cache(tmp_path, "m", 8)
     first.put(("i", "a"), "A"), second.put(("i", "b"), "line\nbreak")
@@ -363,6 +364,7 @@ def test_lines_that_are_no_entries_are_skipped_and_two_runs_may_append(tmp_path)
     assert Cache(tmp_path, "m", 8).replies == first.replies | second.replies
 
 
+@pytest.mark.fault(109)
 def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_asked(tmp_path):
     (tmp_path / "folder").write_text("")
     refused("m.jsonl: cannot be written", Cache, tmp_path / "folder", "m", 8)

@@ -19,7 +19,7 @@ class Says:
     def __init__(self, *replies):
         self.replies, self.batches = replies, []
 
-    def ask(self, requests):
+    def ask(self, requests, readable=None):
         self.batches.append(requests)
         return list(self.replies) if len(self.replies) > 1 else list(self.replies) * len(requests)
 

@@ -249,6 +249,7 @@ def test_requests_to_the_api_keep_their_distance(site, monkeypatch):
     assert len(times) == 6 and max(times) - min(times) >= 0.2
 
 
+@pytest.mark.fault(200)
 @pytest.mark.parametrize(
     "page",
     [
@@ -284,6 +285,7 @@ def test_redirects_are_followed_up_to_their_limit_and_the_document_keeps_its_add
     assert one(site, onward("/1")) == []
 
 
+@pytest.mark.fault(200)
 def test_a_page_without_end_is_cut_and_what_came_is_used(site):
     sent = []
 
@@ -318,12 +320,14 @@ PRIVATE = (
 ).split()
 
 
+@pytest.mark.fault(197)
 def test_no_page_lies_at_a_private_or_reserved_address():
     assert [ip for ip in PRIVATE if is_public(ip)] == []
     public = "8.8.8.8 93.184.216.34 172.32.0.1 2606:4700::1111 ::ffff:8.8.8.8".split()
     assert all(map(is_public, public))
 
 
+@pytest.mark.fault(197)
 @pytest.mark.parametrize(
     "host",
     "127.0.0.1 localhost 2130706433 0x7f000001 0177.0.0.1 127.1 [::1] [::ffff:127.0.0.1]"
@@ -366,6 +370,7 @@ def test_a_public_page_is_read_with_its_own_name_as_the_host(site, monkeypatch):
     assert "\r\nHost: example.test\r\n" in site.heads[-1]
 
 
+@pytest.mark.fault(199)
 @pytest.mark.parametrize("answer", ["127.0.0.1", "10.0.0.7", "93.184.216.34 127.0.0.1"])
 def test_a_name_with_any_private_address_is_refused(site, monkeypatch, answer):
     names = Names(site, monkeypatch, example_test=[answer])
@@ -374,6 +379,7 @@ def test_a_name_with_any_private_address_is_refused(site, monkeypatch, answer):
     assert names.dialled == []
 
 
+@pytest.mark.fault(199)
 def test_a_name_that_turns_private_after_the_check_is_looked_up_once(site, monkeypatch):
     names = Names(site, monkeypatch, rebind_test=["93.184.216.34", "127.0.0.1"])
     site.pages["/page"] = text_page("a")
@@ -381,6 +387,7 @@ def test_a_name_that_turns_private_after_the_check_is_looked_up_once(site, monke
     assert names.looked_up == ["rebind.test"] and names.dialled == [("93.184.216.34", 80)]
 
 
+@pytest.mark.fault(198)
 @pytest.mark.parametrize("target", ["/there", "http://local.test/x", "//10.0.0.1/x", "//[::1]/x"])
 def test_a_redirect_is_looked_up_and_checked_anew(site, monkeypatch, target):
     public = ["93.184.216.34", "127.0.0.1"]  # and private when it is asked again
@@ -391,6 +398,7 @@ def test_a_redirect_is_looked_up_and_checked_anew(site, monkeypatch, target):
     assert names.dialled == [("93.184.216.34", 80)]
 
 
+@pytest.mark.fault(197)
 def test_only_the_usual_ports_and_schemes_are_visited(site, monkeypatch):
     Names(site, monkeypatch, h=["93.184.216.34"])
     usual = ("http://h/", "https://h/", "https://h:80/x")
