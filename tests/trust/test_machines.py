@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from conftest import flags, free_port, in_two_processes, message, rows_of
 from test_launch import start, wait
-from test_trust import wait_for
+from test_runs import wait_for
 
 from errors import LOST
 from scale.shards import check_alike
