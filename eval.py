@@ -10,9 +10,8 @@
     python eval.py ... --against FILE               two runs compared question by question
     python eval.py --predictions FILE               score a file, in any layout, without a model
 
-Greedy unless told otherwise, with the protocol, documents and limits of training. A mean is over
-those that have the number: support over trajectories with evidence, verdicts over readable ones.
-Predictions are written as they come; the same command goes on where it was interrupted.
+Greedy unless told otherwise, with the protocol, documents and limits of training. Predictions are
+written as they come; the same command goes on where it was interrupted.
 """
 
 import dataclasses

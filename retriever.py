@@ -116,7 +116,8 @@ class BM25:
     def scores(self, query: str) -> Array:
         """The score of every document.  # [N]"""
         scores = np.zeros(len(self.documents))
-        for word, count in Counter(tokenize(query)).items():  # asked twice it counts twice
+        counts = Counter(tokenize(query))  # a word that is asked twice counts twice
+        for word, count in counts.items():
             term = self.vocabulary.get(word)
             if term is not None:
                 chosen = slice(self.start[term], self.start[term + 1])
@@ -232,14 +233,13 @@ INVENTED = [
 
 def show_search(bm25: BM25, query: str, k: int) -> None:
     words = bm25.vocabulary.keys() & tokenize(query)
-    print(f"{len(bm25.documents):,} passages, {len(bm25.vocabulary):,} words", end="")
-    print(f", {len(bm25.postings):,} postings")
+    print(f"{len(bm25.documents):,} passages, {len(bm25.vocabulary):,} words")
     if not words:
         print("no passage shares a word with the query")
     scores = bm25.scores(query)
     for rank, i in enumerate(top(scores, k), 1):
         one = bm25.documents[i]
-        # Not `score != 0`: the idf of a word that half of the passages hold is ln 1 = 0.
+        # Not `score != 0`: the idf of a common word may be 0.
         if words.intersection(tokenize(f"{one.title} {one.text}")):
             print(harmless(f"{rank}. {scores[i]:7.3f}  [{one.id}] {one.title}: {one.text}"))
 

@@ -50,7 +50,8 @@ MIN_DOCUMENT_TOKENS = 16  # a search with less room for documents is not run
 ANSWER_TOKENS = 32  # room kept free behind documents
 TOKEN_LENGTH = 16  # characters per token, if many: megabytes are cut before
 MAX_REFUSALS = 2  # after so many refused queries the trajectory ends
-STUCK, MAX_STUCK = [], 8  # threads of searches that hang; so many, and none is begun
+STUCK = []  # threads of searches that hang
+MAX_STUCK = 8  # so many, and none is begun
 
 
 @dataclass(frozen=True)
@@ -381,15 +382,11 @@ class Environment:
 
     def write(self, row: Trajectory, query: str, result: SearchResult) -> None:
         """Append what was found, cut to the row's room, and note the search."""
-        protocol = self.protocol
-        budget = self.frame + self.budget(row)
-
+        protocol, budget = self.protocol, self.frame + self.budget(row)
         shown = protocol.error_text if result.error else result.text
         found = [shown] if shown else number_documents(result.documents) or [protocol.empty_text]
         kept = within(found, budget * TOKEN_LENGTH)
-        tokenizer = self.tokenizer
-        pieces = [without_control(text, tokenizer, self.forbidden) for text in kept]
-
+        pieces = [without_control(text, self.tokenizer, self.forbidden) for text in kept]
         body = self.fit(pieces, budget)
         cut = kept != found or body != "\n".join(pieces)
         row.searches.append(
@@ -419,7 +416,8 @@ def call_search(search: SearchFunction, requests: list, timeout: float) -> list[
     """The results, or an error for each: a step must survive a retriever that is down or hangs."""
     STUCK[:] = filter(threading.Thread.is_alive, STUCK)
     if len(STUCK) >= MAX_STUCK:
-        return [SearchResult(error=f"{MAX_STUCK} searches still hang") for _ in requests]
+        hanging = SearchResult(error="earlier searches still hang")
+        return [hanging] * len(requests)
     if bound := getattr(search, "seconds", None):  # over the network: more queries, longer
         timeout += bound(len({request.query for request in requests}))
     box = []
@@ -442,7 +440,8 @@ def call_search(search: SearchFunction, requests: list, timeout: float) -> list[
         raise found
     if isinstance(found, list):
         return found
-    return [SearchResult(error=f"{type(found).__name__}: {found}") for _ in requests]
+    failed = SearchResult(error=f"{type(found).__name__}: {found}")
+    return [failed] * len(requests)
 
 
 # ---------------------------------------------------------------------------------- on one screen

@@ -11,8 +11,7 @@
 DAPO draws more questions for groups that teach nothing; PPO's critic has updates of its own. Each
 process samples its share of the questions; then all know all: statistics are of the global batch.
 
-Files, under runs/NAME/stageN: settings.json, metrics.jsonl, trajectories.jsonl.gz and
-checkpoint-NNNNNN.
+Files, in runs/NAME/stageN: settings.json, metrics.jsonl, trajectories.jsonl.gz, checkpoints.
 """
 
 # First: Ctrl-C during the imports below is one line.
@@ -138,8 +137,7 @@ def shared_rollout(parts: Parts, environment, questions: list, seed: int) -> lis
 
 def evaluate(parts: Parts, step: int) -> Record:
     """Every --eval_every steps: greedy answers to the held-out questions. Their checkpoint is saved
-    (When to Search, training details), and the best one kept. Training draws what it would have
-    drawn.
+    (When to Search, training details), and the best one kept.
     """
     every = parts.settings.eval_every
     if not every or (step + 1) % every:

@@ -34,8 +34,8 @@ import pytest
 import settings
 
 TODAY = {
-    "house lines": 15559,
-    "test lines": 21107,
+    "house lines": 15978,
+    "test lines": 23361,
 }
 
 
@@ -54,7 +54,7 @@ GROUND = budgets("""
     view 230
 """)
 WINGS = budgets("""
-    formats 730  retrievers 800  other_models 460  scale 960  world 870  plumbing 1590  lab 2655
+    formats 831  retrievers 800  other_models 460  scale 960  world 870  plumbing 1712  lab 2655
 """)
 # Lowest first: nothing imports a higher one, also not inside a function. A wing is all its files.
 FLOORS = """

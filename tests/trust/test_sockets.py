@@ -206,7 +206,7 @@ def test_searches_that_never_return_do_not_pile_up(monkeypatch):
     requests = [SearchRequest(Question("1", "who ?", ["me"]), "who", "")]
     said = [call_search(hanging, requests, 0.01)[0].error for _ in range(50)]
     assert threading.active_count() - before == rollout.MAX_STUCK == 8
-    assert "no answer within 0.01 s" in said[0] and said[-1] == "8 searches still hang"
+    assert "no answer within 0.01 s" in said[0] and said[-1] == "earlier searches still hang"
     released.set()
     for thread in rollout.STUCK:
         thread.join(5)
