@@ -428,6 +428,7 @@ def chat_server(answer):
 # What `make trust` writes: which faults of docs/trust.md were seen to end as they should.
 TRUST = Path(__file__).parent.parent / "docs" / "trust.md"
 seen: dict[int, set[str]] = {}  # fault -> outcomes of its tests
+injected: set[int] = set()  # by any test that was collected
 
 
 def pytest_addoption(parser):
@@ -438,6 +439,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         faults = [n for mark in item.iter_markers("fault") for n in mark.args]
         item.user_properties += [("fault", n) for n in faults]
+        injected.update(faults)
 
 
 def pytest_runtest_logreport(report):

@@ -16,6 +16,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+from conftest import TRUST, injected
 
 from papers import PAPERS, Paper, record_of
 from plumbing.alarms import SAID
@@ -140,3 +141,11 @@ def test_what_stops_a_run_is_quoted_as_it_is_said():
 def test_every_flag_of_the_page_exists():
     for flag in set(re.findall(r"`--(\w+)", TROUBLE)):
         assert re.search(rf'"(--)?{flag}"|\n    {flag}: ', SOURCES), flag
+
+
+def test_every_fault_of_the_table_is_injected_by_a_test(request):
+    numbers = re.findall(r"^\| (\d+) \|", TRUST.read_text(encoding="utf-8"), re.MULTILINE)
+    assert list(map(int, numbers)) == list(range(1, 236))
+    if "tests" not in request.config.args:
+        pytest.skip("only some of the tests were collected")
+    assert injected == set(range(1, 236))
