@@ -48,6 +48,9 @@ class RunSettings:
     runs: str = setting("runs", "folder of all runs and of the built-in models")
     resume: bool = setting(False, "go on from this run's last checkpoint", only="train")
     doctor: bool = setting(False, "try one step, keep nothing, say what would fail", only="train")
+    evaluate: bool = setting(
+        False, "afterwards in the built-in world, as eval.py --decoding both", only="train"
+    )
     save_every: int = setting(10, "steps; the last one always saves", least=1, only="train")
     save_minutes: float = setting(0.0, "and after so many; 0: steps alone", least=0, only="train")
     keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0, only="train")
@@ -200,6 +203,9 @@ def _check_training(settings: Settings) -> None:
         raise InputError(f"--eval_every {every}: the run has {settings.steps} steps: give fewer")
     if settings.eval_questions != RunSettings.eval_questions and not every:
         raise InputError("--eval_questions are held out for --eval_every N: give both, or none")
+    if settings.evaluate and settings.data:
+        how = "python eval.py --model ... --data HELD_OUT_FILE"
+        raise InputError(f"--evaluate asks about the built-in world, and this is --data: {how}")
     _check_8bit(settings)
     check_reward(settings)
     asks = settings.algorithm == "dapo" and settings.filter_by == "answer"
@@ -313,6 +319,18 @@ def parse(arguments: list[str] | None = None) -> Settings:
     given = vars(parser.parse_args(arguments))
     recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
     return check_settings(resolve(recipe, stage, not given.get("model"), given), True, given)
+
+
+def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
+    """The same of --stage 1,2: a run of each, one after the other."""
+    found = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    found.add_argument("--stage", default="1")
+    known, rest = found.parse_known_args(arguments)
+    stages = known.stage.split(",")
+    runs = [parse([*rest, "--stage", stage]) for stage in stages]
+    if len(runs) > 1 and (runs[0].resume or runs[0].start_from or runs[0].doctor):
+        raise InputError(f"--stage {known.stage} begins anew: give one stage, or only the flag")
+    return runs
 
 
 def shown_settings(settings: Settings) -> str:

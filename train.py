@@ -2,6 +2,7 @@
 
     accelerate launch train.py --stage 1             the built-in world, UR²
     accelerate launch train.py --stage 2             goes on from stage 1's last checkpoint
+    accelerate launch train.py --stage 1,2 --evaluate   both, and what they are worth
     accelerate launch train.py --stage 1 --model DIR --data FILE --corpus from-data
     python train.py --doctor                         tries one step, says what would fail
 
@@ -30,6 +31,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
 import dapo
+import eval as evaluation
 import grpo
 import ppo
 from plumbing import checkpoint
@@ -39,7 +41,7 @@ from plumbing.record import keep_numbers
 from plumbing.score import mean, numbers_of, step_searches
 from policy import Batch, collate, evaluating, lr_factor
 from rollout import rollout
-from settings import Settings, parse, shown_settings
+from settings import Settings, parse_stages, shown_settings
 from trajectory import Trajectory
 from update import ALGORITHMS, Parts, Record, merged, score, score_reference, update, updates_of
 
@@ -297,7 +299,16 @@ def foresight(batch: Batch) -> Record:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    settings = parse(arguments)
+    for settings in parse_stages(arguments):
+        train_one(settings)
+    if settings.evaluate and make_accelerator(settings).is_main_process:
+        named = ("recipe", "variant", "name", "runs", "seed", "world_seed")
+        same = [f"--{name}={getattr(settings, name)}" for name in named]
+        evaluation.main([*same, "--decoding", "both"])
+
+
+def train_one(settings: Settings) -> None:
+    """As a command: what is shown, and what an interrupt leaves."""
     # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU.
     say, folder = make_accelerator(settings).print, stage_folder(settings)
     check_output(folder / "settings.json", "--runs")
