@@ -14,9 +14,7 @@ install: $(VENV)/installed
 
 # Warm-up, stage 1, stage 2, evaluation and the page, on the built-in world. A few minutes on a laptop.
 train: install
-	$(BIN)/accelerate launch --config_file configs/cpu.yaml train.py --stage 1 --world_seed $(SEED) --seed $(SEED)
-	$(BIN)/accelerate launch --config_file configs/cpu.yaml train.py --stage 2 --world_seed $(SEED) --seed $(SEED)
-	$(BIN)/python eval.py --world_seed $(SEED) --seed $(SEED) --decoding both
+	$(BIN)/accelerate launch --config_file configs/cpu.yaml train.py --stage 1,2 --evaluate --world_seed $(SEED) --seed $(SEED)
 	$(BIN)/python view.py runs/ur2-world$(SEED)-seed$(SEED)
 
 # Everything but the long learning runs; `make slow` runs those, one by one: they take all cores.

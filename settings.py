@@ -329,7 +329,7 @@ def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
     stages = known.stage.split(",")
     runs = [parse([*rest, "--stage", stage]) for stage in stages]
     if len(runs) > 1 and (runs[0].resume or runs[0].start_from or runs[0].doctor):
-        raise InputError(f"--stage {known.stage} begins anew: give one stage, or only the flag")
+        raise InputError(f"--stage {known.stage} begins both anew: give one stage")
     return runs
 
 

@@ -16,12 +16,10 @@ Files, in runs/NAME/stageN: settings.json, metrics.jsonl, trajectories.jsonl.gz,
 """
 
 # First: Ctrl-C during the imports below is one line.
-from errors import Terminated, check_output, raise_terminated, run_main
+from errors import run_main
 
 # isort: split
 import copy
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,12 +34,12 @@ import grpo
 import ppo
 from plumbing import checkpoint
 from plumbing.build import build_parts, make_accelerator
-from plumbing.files import Run, best_checkpoint, checkpoints, stage_folder
+from plumbing.files import Run, named_by
 from plumbing.record import keep_numbers
 from plumbing.score import mean, numbers_of, step_searches
 from policy import Batch, collate, evaluating, lr_factor
 from rollout import rollout
-from settings import Settings, parse_stages, shown_settings
+from settings import Settings, parse_stages
 from trajectory import Trajectory
 from update import ALGORITHMS, Parts, Record, merged, score, score_reference, update, updates_of
 
@@ -300,35 +298,10 @@ def foresight(batch: Batch) -> Record:
 
 def main(arguments: list[str] | None = None) -> None:
     for settings in parse_stages(arguments):
-        train_one(settings)
+        with checkpoint.as_command(settings):
+            train(settings)
     if settings.evaluate and make_accelerator(settings).is_main_process:
-        named = ("recipe", "variant", "name", "runs", "seed", "world_seed")
-        same = [f"--{name}={getattr(settings, name)}" for name in named]
-        evaluation.main([*same, "--decoding", "both"])
-
-
-def train_one(settings: Settings) -> None:
-    """As a command: what is shown, and what an interrupt leaves."""
-    # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU.
-    say, folder = make_accelerator(settings).print, stage_folder(settings)
-    check_output(folder / "settings.json", "--runs")
-    files = "" if settings.doctor else f"\n  (all of them: {folder}/settings.json)"
-    say(shown_settings(settings) + files)
-    signal.signal(signal.SIGTERM, raise_terminated)
-    try:
-        train(settings)
-    except KeyboardInterrupt as error:
-        found = checkpoints(folder)
-        last = f"last checkpoint: {found[-1]} (go on with --resume)" if found else "no checkpoint"
-        how = str(error) or "interrupted"
-        say(f"\n{how}; {last}")
-        code = 143 if isinstance(error, Terminated) else 130
-        sys.exit(code)
-    if settings.doctor:
-        return
-    held_out = " --data HELD_OUT_FILE" if settings.data else ""
-    best = best_checkpoint(folder)
-    say(f"done: {folder} (python eval.py --model {best}{held_out})")
+        evaluation.main([*named_by(settings), "--decoding", "both"])
 
 
 if __name__ == "__main__":

@@ -6,18 +6,51 @@ trainer.pt   step, the optimizer's moments; with LoRA what was learned; with PPO
 import contextlib
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
 import torch
 from accelerate.utils import gather_object
 
-from errors import InputError, Terminated, raise_terminated
-from plumbing.files import Run, prune, saved_settings, settings_text, starting_model
+from errors import InputError, Terminated, check_output, raise_terminated
+from plumbing.build import make_accelerator
+from plumbing.files import (
+    Run,
+    best_checkpoint,
+    checkpoints,
+    prune,
+    saved_settings,
+    settings_text,
+    stage_folder,
+    starting_model,
+)
 from policy import save_policy
 from scale.lora import load_lora, lora_state
 from scale.shards import in_parts, load_moments, load_weights, whole_moments, whole_weights
+from settings import Settings, shown_settings
 from update import Parts
+
+
+@contextlib.contextmanager
+def as_command(settings: Settings) -> Iterator[None]:
+    """A run as a command: what is shown, and what an interrupt leaves."""
+    # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU.
+    say, folder = make_accelerator(settings).print, stage_folder(settings)
+    check_output(folder / "settings.json", "--runs")
+    files = "" if settings.doctor else f"\n  (all of them: {folder}/settings.json)"
+    say(shown_settings(settings) + files)
+    signal.signal(signal.SIGTERM, raise_terminated)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        found = checkpoints(folder)
+        last = f"last checkpoint: {found[-1]} (go on with --resume)" if found else "no checkpoint"
+        say(f"\n{str(error) or 'interrupted'}; {last}")
+        sys.exit(143 if isinstance(error, Terminated) else 130)
+    if not settings.doctor:
+        held_out = " --data HELD_OUT_FILE" if settings.data else ""
+        say(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
 
 
 def begin(run: Run, parts: Parts) -> int:

@@ -52,6 +52,12 @@ def stage_folder(settings: Settings, stage: int | None = None) -> Path:
     return Path(settings.runs) / name / f"stage{stage or settings.stage}"
 
 
+def named_by(settings: Settings) -> list[str]:
+    """The flags that lead to the same run."""
+    names = ("recipe", "variant", "name", "runs", "seed", "world_seed")
+    return [f"--{name}={getattr(settings, name)}" for name in names]
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Oldest first. What ends in .partial is half-written."""
     return sorted(path for path in folder.glob("checkpoint-*") if step_of(path) and path.is_dir())

@@ -9,7 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import flags, in_two_processes, rows_of, same, settings_for
+from conftest import (
+    command_line,
+    flags,
+    in_two_processes,
+    rows_of,
+    same,
+    same_end,
+    settings_for,
+)
 from safetensors.torch import load_file
 from test_lora import needs_peft
 from test_update import trajectory, unequal_batch
@@ -468,3 +476,26 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypa
     torch.testing.assert_close(two[1], scored, atol=1e-5, rtol=0)
     for ours, theirs in zip(totals, two[2], strict=True):
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)
+
+
+def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, capsys):
+    train.main(
+        flags(model, tmp_path / "one", "--steps 1 --task_mixing false --stage 1,2 --evaluate")
+    )
+    assert "predictions:" in capsys.readouterr().out
+    for stage in ("1", "2"):
+        train.main(flags(model, tmp_path / "two", f"--steps 1 --task_mixing false --stage {stage}"))
+    for stage in ("stage1", "stage2"):
+        assert same_end(*(tmp_path / runs / "t" / stage for runs in ("one", "two")))
+
+
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        ("--stage 1,2 --resume", "--stage 1,2 begins both anew: give one stage"),
+        ("--stage 1,x", "argument --stage: invalid int value: 'x'"),
+        ("--evaluate --data q.jsonl --corpus from-data", "--evaluate asks about the built-in world"),
+    ],
+)
+def test_what_several_stages_cannot_mean_is_one_line(more, told, model, tmp_path, capsys):
+    assert told in command_line(train.main, flags(model, tmp_path, more), capsys)
