@@ -53,7 +53,8 @@ class Sampled:
     correct: list[bool] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)  # rows; groups stay whole
     draws: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of sampling and searching
+    reward_seconds: float = 0.0
 
     @property
     def rewards(self) -> list[float]:
@@ -98,12 +99,15 @@ def collect(parts: Parts, step: int) -> Sampled:
     """The step's trajectories and their rewards. DAPO's departure 2: it draws until there are
     enough informative groups, or no draw is left. What is drawn depends on seed, step and draw.
     """
-    start = time.perf_counter()
     settings, sampled = parts.settings, Sampled()
     wanted = settings.questions_per_step * settings.group_size
     for _ in range(parts.stream.attempts):
+        start = time.perf_counter()
         trajectories = roll_out(parts, step, sampled.draws)
+        scored_from = time.perf_counter()
         components, correct = judged(parts, trajectories, step)
+        sampled.seconds += scored_from - start
+        sampled.reward_seconds += time.perf_counter() - scored_from
         sampled.trajectories += trajectories
         sampled.components += components
         sampled.correct += correct
@@ -112,7 +116,6 @@ def collect(parts: Parts, step: int) -> Sampled:
         sampled.draws += 1
         if len(sampled.kept) >= wanted:
             break
-    sampled.seconds = time.perf_counter() - start
     return sampled
 
 
@@ -266,6 +269,7 @@ def measure(parts: Parts, sampled: Sampled) -> Record:
     trajectories, settings = sampled.trajectories, parts.settings
     numbers = [numbers_of(t) for t in trajectories]
     record = {"reward": mean(sampled.rewards), "rollout_seconds": sampled.seconds}
+    record["reward_seconds"] = sampled.reward_seconds
     for name in sampled.components[0]:
         record[f"reward/{name}"] = mean(terms[name] for terms in sampled.components)
     kinds = [t.question.kind for t in trajectories]

@@ -27,7 +27,8 @@ SAID = {
     "seen": "a third of what was found was known already: a small corpus, or queries all alike?",
     "gold_recall": "what was found holds the answers of few questions: does the corpus have them?",
     "retriever_down": "a tenth of the searches failed: is the retriever down, or over --timeout?",
-    "retriever_slow": "searching takes most of the rollout: give the retriever its own machine",
+    "retriever_slow": "searching takes a third of a step: give the retriever its own machine",
+    "judge_slow": "scoring takes a third of a step: give the judge its own machine, or ask a metric",
     "cut_off": "most trajectories were cut off: raise --max_turn_tokens or --max_context",
     "length": "thinking grew by half, and no answer is better for it: lower --max_turn_tokens",
     "repetition": "a tenth of the trajectories go in circles: lower --lr, or hold it by --kl_coef",
@@ -54,6 +55,7 @@ def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) ->
 def holding(records: list[dict], s: Settings) -> set[str]:
     """Names of what holds in the newest record; what it lacks is 0. Stage 1 may not pay answers."""
     r = defaultdict(float, records[-1])
+    third = (r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]) / 3
     grouped = s.algorithm not in ("reinforce_pp", "ppo")
     may_search = s.retrieval and not s.direct_tasks and s.max_searches > 0
     (longer, sure), (_, better) = shift(records, "thinking_words"), shift(records, "em")
@@ -65,7 +67,8 @@ def holding(records: list[dict], s: Settings) -> set[str]:
         "seen": r["documents_seen"] > 1 / 3,
         "gold_recall": "gold_recall" in r and r["gold_recall"] < 0.2,
         "retriever_down": r["search_errors"] >= 0.1,
-        "retriever_slow": r["searching_seconds"] > r["rollout_seconds"] / 2,
+        "retriever_slow": r["search_seconds"] > third,
+        "judge_slow": r["reward_seconds"] > third,
         "cut_off": r["cut_off"] > 0.5,
         "length": longer > 1.5 and sure > 3 and better <= 0,
         "repetition": r["repetition"] > 0.1,
@@ -104,14 +107,14 @@ def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
     wrote, ran, good = (round(count * r[name]) for name in ("queries", "searches", "successful"))
     yield f"queries: {wrote} in {count} trajectories, of which {r['searched']:.0%} searched"
     if ran:
-        each = f"{r['search_seconds']:.2g} s each, at most {r['slowest_search_seconds']:.2g} s"
+        each = f"in {r['search_seconds']:.2g} s, at most {r['slowest_search_seconds']:.2g} s each"
         held = f"; a gold answer for {r['gold_recall']:.0%}" if "gold_recall" in r else ""
         yield f"searches: {good} of {ran} found something, {each}{held}"
     equal = round(count // s.group_size * r["frac_reward_zero_std"])
     yield f"groups: {equal} of {count // s.group_size} have equal rewards; mean {r['reward']:.2f}"
     if "logprob_gap" in r:
         yield f"log-probs: sampled and scored ones differ by {r['logprob_gap']:.1e}"
-    seconds = r["rollout_seconds"] + r["update_seconds"]
+    seconds = r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]
     yield f"time: {seconds:.1f} s a step, {s.steps} steps {seconds * s.steps / 3600:.1f} hours"
     if torch.cuda.is_available():
         yield f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at its peak"

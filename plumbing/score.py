@@ -89,9 +89,8 @@ def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[st
         "search_errors": mean(search.error is not None for search in searches),
         "documents_cut": mean(search.cut for search in searches),
         "documents_seen": (found - sum(known)) / max(1, found),
-        "search_seconds": mean(seconds),
         "slowest_search_seconds": max(seconds, default=0.0),
-        "searching_seconds": sum(seconds) / processes,
+        "search_seconds": sum(seconds) / processes,
         **gold_recall(trajectories),
     }
 

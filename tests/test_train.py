@@ -201,7 +201,7 @@ def test_a_step_is_measured_over_all_its_trajectories(scripted):
     expected |= {"model_tokens": 4, "inserted_tokens": 1.5, "rollout_seconds": 3.0}
     expected |= {"documents_cut": 1 / 3, "documents_seen": 0, "thinking_words": 0.75}
     expected |= {"repetition": 0, "malformed_tags": 0, "search_seconds": 0}
-    expected |= {"slowest_search_seconds": 0, "searching_seconds": 0}
+    expected |= {"slowest_search_seconds": 0, "reward_seconds": 0}
     assert measure(scripted([], "grpo"), sampled) == pytest.approx(expected)
 
 
@@ -494,7 +494,10 @@ def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, ca
     [
         ("--stage 1,2 --resume", "--stage 1,2 begins both anew: give one stage"),
         ("--stage 1,x", "argument --stage: invalid int value: 'x'"),
-        ("--evaluate --data q.jsonl --corpus from-data", "--evaluate asks about the built-in world"),
+        (
+            "--evaluate --data q.jsonl --corpus from-data",
+            "--evaluate asks about the built-in world",
+        ),
     ],
 )
 def test_what_several_stages_cannot_mean_is_one_line(more, told, model, tmp_path, capsys):

@@ -19,7 +19,7 @@ const PANELS = [ // title, metrics; "prefix/" takes all below it
   ["gradient norm", ["grad_norm"]],
   ["entropy", ["entropy"]],
   ["KL to the reference", ["k1", "k2", "k3"]],
-  ["seconds", ["rollout_seconds", "update_seconds"]],
+  ["seconds", ["rollout_seconds", "search_seconds", "reward_seconds", "update_seconds"]],
 ];
 let all = [];
 
