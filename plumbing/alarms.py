@@ -28,7 +28,7 @@ SAID = {
     "gold_recall": "what was found holds the answers of few questions: does the corpus have them?",
     "retriever_down": "a tenth of the searches failed: is the retriever down, or over --timeout?",
     "retriever_slow": "searching takes a third of a step: give the retriever its own machine",
-    "judge_slow": "scoring takes a third of a step: give the judge its own machine, or ask a metric",
+    "judge_slow": "scoring takes a third of a step: give the judge a machine, or ask a metric",
     "cut_off": "most trajectories were cut off: raise --max_turn_tokens or --max_context",
     "length": "thinking grew by half, and no answer is better for it: lower --max_turn_tokens",
     "repetition": "a tenth of the trajectories go in circles: lower --lr, or hold it by --kl_coef",
