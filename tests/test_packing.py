@@ -64,13 +64,14 @@ def test_recomputed_layers_still_know_the_groups():
 
 def test_rows_are_grouped_by_length_and_read_up_to_the_last_place_that_is_asked_for():
     tokens = torch.arange(90).view(6, 15)
-    assert pack(tokens, LENGTHS, 4)[2] == [(1, 14), (2, 9), (3, 3)]
-    assert pack(tokens, LENGTHS, 0)[2] == [(1, 14), (1, 9), (1, 8), (2, 3), (1, 1)]
+    none = [()] * 6
+    found = [[group[:2] for group in pack(tokens, LENGTHS, none, slack)[2]] for slack in (4, 0)]
+    assert found == [[(1, 14), (2, 9), (3, 3)], [(1, 14), (1, 9), (1, 8), (2, 3), (1, 1)]]
     wanted = torch.tensor([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
     assert lengths_of(wanted) == [4, 1, 1]
-    ids, positions, groups, starts = pack(torch.arange(15).view(3, 5), [4, 1, 1], 0)
+    ids, positions, groups, starts = pack(torch.arange(15).view(3, 5), [4, 1, 1], none, 0)
     assert ids.tolist() == [[0, 1, 2, 3, 5, 10]] and positions.tolist() == [[0, 1, 2, 3, 0, 0]]
-    assert groups == [(1, 4), (2, 1)] and starts.tolist() == [0, 4, 5]
+    assert groups == [(1, 4, None), (2, 1, None)] and starts.tolist() == [0, 4, 5]
 
 
 def test_nothing_of_one_text_reaches_another():
