@@ -16,8 +16,9 @@ import update as update_file
 from data import Question
 from policy import Batch, Policy, collate
 from prompts import PROTOCOLS
+from scale import packing
 from scale.lora import add_lora, lora_state
-from scale.packing import micro_batches
+from scale.packing import micro_batches, prompts_of
 from settings import Settings
 from train import mean, set_lr, shuffled_updates
 from trajectory import Trajectory
@@ -124,6 +125,22 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(settings, unclipped):
             cut, cut_totals = gradient_of(batch, small_cuts, step)
             assert largest_difference(whole, cut) < 1e-5
             assert cut_totals == pytest.approx(totals, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings, step", [(GRPO, update), (PPO, update_critic)])
+def test_a_prompt_that_rows_share_changes_neither_gradient_nor_figures(
+    settings, step, unclipped, monkeypatch
+):
+    batch = unequal_batch(settings)
+    whole, totals = gradient_of(batch, settings, step)
+    scored = score(make_parts(settings), make_parts(settings).policy, batch)
+    monkeypatch.setattr(packing, "LEAST", 3)  # all eight rows have this prompt
+    assert len(set(prompts_of(batch.tokens, batch.response_mask))) == 2  # one is all masked
+    shared, shared_totals = gradient_of(batch, settings, step)
+    assert 0 < largest_difference(whole, shared) < 1e-5
+    assert shared_totals == pytest.approx(totals, abs=1e-5, rel=1e-5)
+    again = score(make_parts(settings), make_parts(settings).policy, batch)
+    torch.testing.assert_close(again, scored, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("settings, step", [(GRPO, update), (PPO, update_critic)])
