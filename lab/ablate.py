@@ -38,17 +38,7 @@ from errors import InputError, run_main, setting
 from eval import Evaluation, Options
 from formats.records import finished_records, write_records
 from lab import interruptible, names_in, parse_flags
-from lab.claims import (
-    ARMS,
-    CLAIMS,
-    LOOKUPS,
-    Claim,
-    Results,
-    interval,
-    values,
-    verdict,
-    wanted_arms,
-)
+from lab.claims import ARMS, CLAIMS, LOOKUPS, Claim, Results, interval, values, verdict, wanted_arms
 from lab.distil import DistilSettings, distil
 from metrics import exact_match
 from other_models.reader import reader_answers

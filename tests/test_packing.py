@@ -239,7 +239,7 @@ def test_a_prompt_is_shared_by_its_ids_and_not_by_a_part_of_them():
     tokens, mask = prompted()
     found = [len(prompt) for prompt in prompts_of(tokens, mask)]
     assert found == [SHARED.get(name, 0) for name in GROUPS]
-    tokens[2, 40] = (tokens[2, 40] + 1) % 50  # not A's any more
+    tokens[2, 68] = (tokens[2, 68] + 1) % 50  # not A's any more
     found = [len(prompt) for prompt in prompts_of(tokens, mask)]
     assert found == [69, 63, 0, 0, 69, 63, 0, 0, 0, 69]
     assert prompts_of(tokens, torch.zeros_like(mask)) == [()] * 10
@@ -285,6 +285,23 @@ def test_a_response_reaches_no_other_and_a_prompt_only_its_own():
 def tokens_computed(tokens, mask, cuts) -> int:
     parts = [(tokens[rows], mask[rows].bool()) for rows in cuts]
     return sum(pack(t, lengths_of(m), prompts_of(t, m))[0].numel() for t, m in parts)
+
+
+def test_the_operations_of_a_batch_are_those_of_its_tokens_pairs_and_logits(monkeypatch):
+    """H = 32, 2 layers, K = 16, F = 64, V = 50. Matrices of a layer: 2048 + 1024 + 6144
+    = 9216, 6144 of them its feed-forward part; logits 50·32 = 1600; queries of 32. A prompt of 4,
+    responses of 2 and 1. Shared: 3 tokens, and 2 and 1 behind them, that see 1 + 2 + 3, 4 + 5 and
+    4; whole: 5 and 4, that see 15 and 10.
+    """
+    monkeypatch.setattr(packing, "LEAST", 4)
+    tokens, mask = torch.arange(6).repeat(2, 1), torch.zeros(2, 5).bool()
+    mask[0, 3:5] = mask[1, 3] = True
+    monkeypatch.setattr(packing.pack, "__defaults__", (0,))
+    for tokens_, pairs in ((6, 19), (9, 25)):
+        expected = 6 * (tokens_ * 2 * 9216 - (tokens_ - 3) * 6144) + 8 * 3 * 1600
+        found = packing.operations(make().language_model, tokens, mask)
+        assert found == expected + 12 * 2 * 32 * pairs
+        monkeypatch.setattr(packing, "LEAST", math.inf)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
