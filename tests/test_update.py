@@ -133,14 +133,11 @@ def test_a_prompt_that_rows_share_changes_neither_gradient_nor_figures(
 ):
     batch = unequal_batch(settings)
     whole, totals = gradient_of(batch, settings, step)
-    scored = score(make_parts(settings), make_parts(settings).policy, batch)
     monkeypatch.setattr(packing, "LEAST", 3)  # all eight rows have this prompt
     assert len(set(prompts_of(batch.tokens, batch.response_mask))) == 2  # one is all masked
     shared, shared_totals = gradient_of(batch, settings, step)
     assert 0 < largest_difference(whole, shared) < 1e-5
     assert shared_totals == pytest.approx(totals, abs=1e-5, rel=1e-5)
-    again = score(make_parts(settings), make_parts(settings).policy, batch)
-    torch.testing.assert_close(again, scored, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("settings, step", [(GRPO, update), (PPO, update_critic)])
