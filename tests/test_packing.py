@@ -160,16 +160,14 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
     return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def prompted(groups=GROUPS, prompts=PROMPTS, responses=RESPONSES):
-    """tokens [B, L] and mask [B, T]: responses with a document in their middle."""
-    texts = {name: draw(ord(name), n) for name, n in prompts.items()}
-    if "D" in texts:
-        texts["D"] = texts["C"][:-1]
-        texts["F"][: PROMPTS["E"]] = texts["E"]
-    longest = max(prompts[name] + n for name, n in zip(groups, responses, strict=True))
-    tokens, mask = draw(0, len(groups), longest), torch.zeros(len(groups), longest - 1)
+def prompted(groups=GROUPS, responses=RESPONSES):
+    """tokens [B, 150] and mask [B, 149]: responses with a document in their middle."""
+    texts = {name: draw(ord(name), n) for name, n in PROMPTS.items()}
+    texts["D"] = texts["C"][:-1]
+    texts["F"][: PROMPTS["E"]] = texts["E"]
+    tokens, mask = draw(0, len(groups), 150), torch.zeros(len(groups), 149)
     for row, (name, length) in enumerate(zip(groups, responses, strict=True)):
-        begin = prompts[name]
+        begin = PROMPTS[name]
         tokens[row, :begin] = texts[name]
         mask[row, begin - 1 : begin - 1 + length] = 1
         mask[row, begin + 2 : begin + length - 2] = 0
@@ -218,23 +216,10 @@ def test_a_prompt_is_shared_by_its_ids_and_not_by_a_part_of_them():
     before = [len(prompt) for prompt in prompts_of(tokens, mask)]
     tokens[2, 68] = (tokens[2, 68] + 1) % 50  # not A's any more
     after = [len(prompt) for prompt in prompts_of(tokens, mask)]
-    assert before == [
-        69,
-        63,
-        69,
-        0,
-        69,
-        63,
-        0,
-        0,
-        0,
-        69,
-        69,
-        69,
-    ]  # all but the last, of 64 at least
+    # All but the last, of 64 at least.
+    assert before == [69, 63, 69, 0, 69, 63, 0, 0, 0, 69, 69, 69]
     assert after == [69, 63, 0, 0, 69, 63, 0, 0, 0, 69, 69, 69]
-    for every in (torch.zeros_like(mask), torch.ones_like(mask)):
-        assert prompts_of(tokens, every) == [()] * 12
+    assert prompts_of(tokens, torch.ones_like(mask)) == [()] * 12
 
 
 def test_a_shared_prompt_is_computed_once(monkeypatch):
@@ -266,20 +251,24 @@ def test_the_operations_of_a_batch_are_those_of_its_tokens_pairs_and_logits(monk
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_micro_batches_put_rows_of_one_prompt_together_within_the_same_budget(processes):
-    groups, responses = list("AABB" * 4), [10 + 5 * n for n in (draw(4, 16) % 9).tolist()]
-    tokens, mask = prompted(groups, {"A": 90, "B": 100}, responses)
+    responses = [10 + 5 * n for n in (draw(6, 16) % 9).tolist()]
+    tokens, mask = prompted("AAGG" * 4, responses)
     mask, model = mask.bool(), make().language_model
     for rank in range(processes):
-        before = micro_batches(mask, 600, processes, rank)
-        cuts = micro_batches(mask, 600, processes, rank, tokens)
+        before = micro_batches(mask, 480, processes, rank)
+        cuts = micro_batches(mask, 480, processes, rank, tokens)
         assert sorted(torch.cat(cuts).tolist()) == sorted(torch.cat(before).tolist())
-        assert all(len(cut) * max(lengths_of(mask[cut])) <= 600 for cut in cuts)
+        assert all(len(cut) * max(lengths_of(mask[cut])) <= 480 for cut in cuts)
         assert all((cut % processes == rank).all() for cut in cuts)
         few, many = (
             sum(packing.operations(model, tokens[cut], mask[cut]) for cut in some)
             for some in (cuts, before)
         )
         assert few < 0.8 * many
+    tokens, mask = prompted("E" * 16, responses)  # 63 tokens are too few
+    cuts = (micro_batches(mask, 480, processes, 0, some) for some in (None, tokens))
+    plain, asked = ([cut.tolist() for cut in some] for some in cuts)
+    assert plain == asked
 
 
 def test_a_padded_family_keeps_rows_of_like_length_together():
