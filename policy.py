@@ -174,6 +174,10 @@ class Policy(nn.Module):
     def config(self):
         return self.language_model.config
 
+    def sharing(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """What `micro_batches` puts rows of one prompt together by: none for a padded family."""
+        return tokens if self.config._attn_implementation == "packed" else None
+
     def autocast(self, keep: bool = True):
         """bf16 on GPUs, for fp32 weights. keep: hold their bf16 copies, to be used again."""
         mixed = self.device.type != "cpu"

@@ -93,7 +93,9 @@ def shares(parts: Parts, batch: Batch) -> list[torch.Tensor]:
     """This process's micro-batches, as row numbers. All processes have the same number of them."""
     accelerator, tokens = parts.accelerator, parts.settings.tokens_per_micro_batch
     processes, rank = accelerator.num_processes, accelerator.process_index
-    return micro_batches(batch.response_mask, tokens, processes, rank)
+    return micro_batches(
+        batch.response_mask, tokens, processes, rank, parts.policy.sharing(batch.tokens)
+    )
 
 
 def update(parts: Parts, batch: Batch) -> Record:
@@ -105,8 +107,7 @@ def update(parts: Parts, batch: Batch) -> Record:
     def loss_of(micro: Batch, rows: torch.Tensor):
         logprobs = parts.model(micro.tokens, settings.temperature, micro.response_mask)  # [b, t]
         micro.logprobs = logprobs.detach()
-        length = logprobs.shape[1]
-        batch.logprobs[rows, :length] = micro.logprobs.cpu()
+        batch.logprobs[rows, : logprobs.shape[1]] = micro.logprobs.cpu()
         if micro.old_logprobs is None:  # π_old is π: nothing has moved since the rollout
             micro.old_logprobs = micro.logprobs
         loss, stats = algorithm.compute_loss(logprobs, micro, settings)  # [b, t]

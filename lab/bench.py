@@ -2,6 +2,7 @@
 
     python -m lab.bench rollout      three loops that sample
     python -m lab.bench update       one gradient, at V = 151,936
+    python -m lab.bench prompts      one gradient of rows that share prompts, at V = 4,096
     python -m lab.bench step         a whole GRPO step: how much of it each part takes
     python -m lab.bench retrieval    BM25, seconds per query
     python -m lab.bench decode       a step of the engine, against the memory's bandwidth
@@ -11,7 +12,7 @@ variants take turns, each run in a process of its own that first does a small pi
 
     seconds   of CPU (on a GPU: of the clock, after a synchronisation), median of all runs
     mib       peak, less what the process held before, its weights (on a GPU the whole peak)
-    x TWIN    the twin's seconds / ours: above 1 is faster
+    x TWIN    the twin's seconds / ours: above 1 is faster; `at most`: its operations / ours
 
 Left out: searches (nothing waits here), several processes, sampling by a server, other trainers.
 """
@@ -47,9 +48,10 @@ from metrics import tokenize
 from policy import Policy, checkpoint_activations, collate, make_optimizer, without_dropout
 from prompts import PROTOCOLS
 from retriever import BM25, top
+from scale import packing
 from scale.engine import Engine, obstacle, play_in_slots
 from scale.lora import add_lora
-from scale.packing import micro_batches
+from scale.packing import LEAST, micro_batches, operations
 from scale.sampling import to_sample_with, wants_copy
 from settings import RECORDS, Settings, add_flags, check_limits
 from train import Sampled, batch_of_update, prepare, shuffled_updates
@@ -57,7 +59,6 @@ from trajectory import Trajectory
 from update import Parts, update
 
 PROMPT, TURN, ANSWER, INSERTED = (100, 200), (20, 80), (20, 150), (100, 200)  # tokens
-MICRO_BATCH = 4  # rows of the padded twin's
 WARM, DECODED = 8, 64  # steps of `decode` before and under the clock
 SAME = {"cpu": 1e-5, "cuda": 2e-2}  # how far two gradients may be apart: fp32, and bf16 autocast
 
@@ -70,9 +71,11 @@ class BenchSettings:
     vocab: int = setting(0, "0: the shape's own; of an update 151,936", least=0)
     device: str = setting("cpu", "what computes", one_of=("cpu", "cuda"))
     threads: int = setting(1, "of a process, on a CPU", least=1)
-    questions_per_step: int = setting(8, "of an update 2", least=1)
+    questions_per_step: int = setting(8, "of update 2, of prompts 4", least=1)
     trajectories_per_update: int = setting(0, "step: 0 makes one update of all", least=0)
     tokens_per_micro_batch: int = setting(4096, "step: padding counted", least=1)
+    micro_batch: int = setting(4, "update: rows as long as the longest; of prompts 16", least=1)
+    prompt: int = setting(0, "tokens of each prompt; 0: 100 to 200", least=0)
     shorter: int = setting(1, "all lengths are divided by this", least=1, most=20)
     batch: int = setting(64, "decode: rows", least=1)
     context: int = setting(512, "decode: tokens in front of what is timed", least=1)
@@ -106,7 +109,7 @@ class Scripted:
             return [draw.randrange(1, vocab) for _ in range(length(bounds))]
 
         for _ in range(o.questions_per_step):
-            prompt = text(PROMPT)
+            prompt = text((o.prompt, o.prompt) if o.prompt else PROMPT)
             for _ in range(o.group_size):
                 searches = draw.randint(0, 3)
                 said = [length(TURN) for _ in range(searches)] + [length(ANSWER)]
@@ -117,8 +120,7 @@ class Scripted:
 
     def longest(self, prompt: int) -> int:
         """Of rows that have not begun."""
-        turns = [sum(said + len(found) for said, found in row.left) for row in self.rows]
-        return max(len(row.prompt_ids) + n for row, n in zip(self.rows, turns, strict=True))
+        return max(len(r.prompt_ids) + sum(n + len(ids) for n, ids in r.left) for r in self.rows)
 
     def turn_room(self, row: Trajectory) -> int:
         return 1 if row.stop_reason else row.left[0][0]  # `naive` samples of ended rows too
@@ -221,6 +223,8 @@ def show(runs: dict[str, list[dict]]) -> None:
         if "tokens" in row:
             row["tokens_per_s"] = row["tokens"] / row["seconds"]
         row |= {f"x {twin}": slow["seconds"] / row["seconds"] for twin, slow in medians.items()}
+        counted = {twin: slow for twin, slow in medians.items() if "gflop" in slow}
+        row |= {f"at most x {twin}": slow["gflop"] / row["gflop"] for twin, slow in counted.items()}
         medians[name] = row
         print(f"{name:16}" + "  ".join(f"{key} {value:.4g}" for key, value in row.items()))
 
@@ -255,7 +259,7 @@ def padded(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> Non
     weights = batch.token_weights * batch.advantages  # [B, T]
     lengths = torch.tensor([[len(row.ids)] for row in rows])  # [B, 1]
     seen = torch.arange(batch.tokens.shape[1]) < lengths  # [B, L]
-    for some in torch.arange(len(batch)).split(MICRO_BATCH):
+    for some in torch.arange(len(batch)).split(environment.settings.micro_batch):
         tokens, mask = batch.tokens[some].to(policy.device), seen[some].long().to(policy.device)
         with policy.autocast():
             output = policy.language_model(tokens, attention_mask=mask, use_cache=False)
@@ -264,13 +268,16 @@ def padded(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> Non
         (-weights[some].to(policy.device) * logprobs).sum().backward()
 
 
-def packed(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
+def packed(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
     """The gradient as policy.py has it, of as many tokens at once as the padded twin has."""
-    batch = grpo_batch(rows, environment.settings)
-    for some in micro_batches(batch.response_mask, MICRO_BATCH * batch.tokens.shape[1]):
+    batch, gflop = grpo_batch(rows, environment.settings), 0.0
+    budget = environment.settings.micro_batch * batch.tokens.shape[1]
+    for some in micro_batches(batch.response_mask, budget, tokens=policy.sharing(batch.tokens)):
         part = batch.rows(some).to(policy.device)
+        gflop += operations(policy.language_model, part.tokens, part.response_mask.bool()) / 1e9
         logprobs = policy(part.tokens, 1.0, part.response_mask)  # [b, t]
         (-part.token_weights * part.advantages * logprobs).sum().backward()
+    return {"gflop": gflop}
 
 
 def step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
@@ -299,7 +306,8 @@ def run_scripted(work: Callable, name: str, o: Bench) -> tuple[dict, np.ndarray 
     # All weights are trained, in fp32; or LoRA's, and the rest is frozen (bf16 on a GPU).
     frozen = o.lora_rank and o.device == "cuda"
     policy = Policy(make_model(o, torch.bfloat16 if frozen else torch.float32))
-    if name not in ("slots", "ours"):  # a twin
+    packing.LEAST = float("inf") if name == "whole" else LEAST
+    if name not in ("slots", "ours", "whole"):  # a padded twin
         policy.language_model.set_attn_implementation("sdpa")
     if o.lora_rank:
         add_lora(policy.language_model, o.lora_rank)
@@ -376,6 +384,7 @@ LOOPS = {"naive": naive, "HF active rows": rollout.play_by_turns, "slots": slots
 PARTS: dict[str, tuple[Callable, dict]] = {
     "rollout": (run_scripted, LOOPS),
     "update": (run_scripted, {"padded": padded, "ours": packed}),
+    "prompts": (run_scripted, {"whole": packed, "ours": packed}),
     "step": (run_scripted, {"ours": step}),
     "retrieval": (run_retrieval, {"rank-bm25": BM25Okapi, "ours": BM25}),
     "decode": (run_decode, {"slots": Engine}),
@@ -391,6 +400,7 @@ def parse(arguments: list[str] | None = None) -> tuple[str, Bench]:
     given = vars(parser.parse_args(arguments))
     part = given.pop("part")
     own = {"questions_per_step": 2, "vocab": 151_936} if part == "update" else {}
+    own |= {"questions_per_step": 4, "vocab": 4096, "micro_batch": 16} if part == "prompts" else {}
     o = Bench(**DEFAULTS | own | given)
     check_limits(o)
     shape_of(o)

@@ -1,15 +1,20 @@
-"""Packed is padded: the same hidden states and gradients, of every family, and nothing computed for
-the padding.
+"""Packed is padded: the same hidden states and gradients, of every family, nothing computed for the
+padding, and a prompt of several rows once.
 """
+
+import math
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from policy import Policy, checkpoint_activations
+from ppo import Critic
 from scale import packing
-from scale.packing import hidden_states, lengths_of, pack
+from scale.lora import add_lora
+from scale.packing import hidden_states, lengths_of, micro_batches, operations, pack, prompts_of
 from tests.conftest import model_of, small
+from tests.test_lora import needs_peft
 
 SHAPE = small(vocab_size=50, initializer_range=0.3)
 # What is asked for of each row; with slack 4 the groups are (14), (9, 8), (3, 3, 1).
@@ -36,7 +41,7 @@ def with_gradients(policy, tokens, mask, weights):
     policy.zero_grad()
     logprobs = policy(tokens, mask=mask)
     (logprobs * weights).sum().backward()
-    return logprobs.detach(), [p.grad.clone() for p in policy.parameters()]
+    return logprobs.detach(), [p.grad.clone() for p in policy.parameters() if p.requires_grad]
 
 
 @pytest.mark.parametrize("slack", [0, 1, 4, 100])
@@ -45,7 +50,7 @@ def test_packed_log_probs_and_gradients_are_the_padded_ones(family, slack, monke
     monkeypatch.setattr(packing.pack, "__defaults__", (slack,))
     (tokens, mask), policy = batch(), make(family)
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
-    assert policy.config._attn_implementation == "packed"
+    assert policy.config._attn_implementation == "packed" and policy.sharing(tokens) is tokens
     packed, gradients = with_gradients(policy, tokens, mask, weights)
     policy.config._attn_implementation = "sdpa"
     padded, expected = with_gradients(policy, tokens, mask, weights)
@@ -64,13 +69,14 @@ def test_recomputed_layers_still_know_the_groups():
 
 def test_rows_are_grouped_by_length_and_read_up_to_the_last_place_that_is_asked_for():
     tokens = torch.arange(90).view(6, 15)
-    assert pack(tokens, LENGTHS, 4)[2] == [(1, 14), (2, 9), (3, 3)]
-    assert pack(tokens, LENGTHS, 0)[2] == [(1, 14), (1, 9), (1, 8), (2, 3), (1, 1)]
+    none = [()] * 6
+    found = [[group[:2] for group in pack(tokens, LENGTHS, none, slack)[2]] for slack in (4, 0)]
+    assert found == [[(1, 14), (2, 9), (3, 3)], [(1, 14), (1, 9), (1, 8), (2, 3), (1, 1)]]
     wanted = torch.tensor([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
     assert lengths_of(wanted) == [4, 1, 1]
-    ids, positions, groups, starts = pack(torch.arange(15).view(3, 5), [4, 1, 1], 0)
+    ids, positions, groups, starts = pack(torch.arange(15).view(3, 5), [4, 1, 1], none, 0)
     assert ids.tolist() == [[0, 1, 2, 3, 5, 10]] and positions.tolist() == [[0, 1, 2, 3, 0, 0]]
-    assert groups == [(1, 4), (2, 1)] and starts.tolist() == [0, 4, 5]
+    assert groups == [(1, 4, None), (2, 1, None)] and starts.tolist() == [0, 4, 5]
 
 
 def test_nothing_of_one_text_reaches_another():
@@ -101,7 +107,7 @@ def test_what_cannot_be_packed_goes_through_padded(family, more):
         logprobs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
         expected = logprobs.gather(2, tokens[:, 1:, None])[..., 0] * mask
         policy = Policy(model).eval()  # GPT-2 has dropout
-        assert policy.config._attn_implementation != "packed"
+        assert policy.config._attn_implementation != "packed" and policy.sharing(tokens) is None
         torch.testing.assert_close(policy(tokens, mask=mask), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -140,3 +146,122 @@ def test_places_that_nobody_asks_for_cost_nothing_and_break_nothing():
     policy, tokens = make(), torch.randint(0, 50, (2, 6))
     none = torch.zeros(2, 5, dtype=torch.bool)
     assert hidden_states(policy.language_model.base_model, tokens, none).shape == (0, 32)
+
+
+# ------------------------------------------------------------------------- a prompt of several rows
+
+# Rows by their prompt; D is C without its last token, F begins as E.
+GROUPS = "A B A C A B D E F A G G".split()
+PROMPTS = {"A": 70, "B": 64, "C": 90, "D": 89, "E": 63, "F": 80, "G": 70}  # tokens
+RESPONSES = [9, 4, 10, 6, 1, 15, 5, 7, 3, 20, 9, 10]
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def prompted(groups=GROUPS, responses=RESPONSES):
+    """tokens [B, 150] and mask [B, 149]: responses with a document in their middle."""
+    texts = {name: draw(ord(name), n) for name, n in PROMPTS.items()}
+    texts["D"] = texts["C"][:-1]
+    texts["F"][: PROMPTS["E"]] = texts["E"]
+    tokens, mask = draw(0, len(groups), 150), torch.zeros(len(groups), 149)
+    for row, (name, length) in enumerate(zip(groups, responses, strict=True)):
+        begin = PROMPTS[name]
+        tokens[row, :begin] = texts[name]
+        mask[row, begin - 1 : begin - 1 + length] = 1
+        mask[row, begin + 2 : begin + length - 2] = 0
+    return tokens, mask
+
+
+def check_against_whole_rows(policy, monkeypatch) -> None:
+    """Log-probs to 1e-5; gradients to 1e-5 of the largest."""
+    tokens, mask = prompted()
+    weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
+    shared, found = with_gradients(policy, tokens, mask, weights)
+    monkeypatch.setattr(packing, "LEAST", math.inf)
+    whole, expected = with_gradients(policy, tokens, mask, weights)
+    torch.testing.assert_close(shared, whole, atol=1e-5, rtol=1e-5)
+    largest = max(gradient.abs().max().item() for gradient in expected)
+    torch.testing.assert_close(found, expected, atol=1e-5 * largest, rtol=0)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+def test_rows_with_a_shared_prompt_are_the_whole_rows(family, checkpointed, monkeypatch):
+    policy = make(family)
+    if checkpointed:
+        checkpoint_activations(policy.language_model)
+    check_against_whole_rows(policy, monkeypatch)
+
+
+@needs_peft
+def test_lora_s_gradients_are_those_of_whole_rows(monkeypatch):
+    policy = make().requires_grad_(False)
+    add_lora(policy.language_model, 2, seed=0)
+    for name, weight in policy.named_parameters():
+        if "lora_B" in name:  # 0 at first, and A's gradient with it
+            torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(1))
+    check_against_whole_rows(policy, monkeypatch)
+
+
+def test_the_critic_s_values_and_gradients_are_those_of_whole_rows(monkeypatch):
+    critic = Critic(make().language_model.base_model)
+    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
+    check_against_whole_rows(critic, monkeypatch)
+
+
+def test_a_prompt_is_shared_by_its_ids_and_not_by_a_part_of_them():
+    tokens, mask = prompted()
+    before = [len(prompt) for prompt in prompts_of(tokens, mask)]
+    tokens[2, 68] = (tokens[2, 68] + 1) % 50  # not A's any more
+    after = [len(prompt) for prompt in prompts_of(tokens, mask)]
+    # All but the last, of 64 at least.
+    assert before == [69, 63, 69, 0, 69, 63, 0, 0, 0, 69, 69, 69]
+    assert after == [69, 63, 0, 0, 69, 63, 0, 0, 0, 69, 69, 69]
+    assert prompts_of(tokens, torch.ones_like(mask)) == [()] * 12
+
+
+def test_a_shared_prompt_is_computed_once(monkeypatch):
+    (tokens, mask), policy, seen = prompted(), make(), []
+    layer = policy.language_model.model.layers[0]
+    layer.mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    whole = [PROMPTS[n] + k - 1 for n, k in zip(GROUPS, RESPONSES, strict=True)]
+    monkeypatch.setattr(packing.pack, "__defaults__", (0,))
+    policy(tokens, mask=mask)
+    assert seen == [sum(whole) - 3 * 69 - 63 - 69]  # of four rows and of two
+
+
+def test_the_operations_of_a_batch_are_those_of_its_tokens_pairs_and_logits(monkeypatch):
+    """H = 32, 2 layers, K = 16, F = 64, V = 50. Matrices of a layer: 2048 + 1024 + 6144 =
+    9216, 6144 of them its feed-forward part; logits 50·32 = 1600; queries of 32. A prompt of 4,
+    responses of 2 and 1. Shared: 3 tokens, and 2 and 1 behind them, that see 1 + 2 + 3, 4 + 5 and
+    4; whole: 5 and 4, that see 15 and 10.
+    """
+    monkeypatch.setattr(packing, "LEAST", 4)
+    tokens, mask = torch.arange(6).repeat(2, 1), torch.zeros(2, 5).bool()
+    mask[0, 3:5] = mask[1, 3] = True
+    monkeypatch.setattr(packing.pack, "__defaults__", (0,))
+    for tokens_, pairs in ((6, 19), (9, 25)):
+        expected = 6 * (tokens_ * 2 * 9216 - (tokens_ - 3) * 6144) + 8 * 3 * 1600
+        found = operations(make().language_model, tokens, mask)
+        assert found == expected + 12 * 2 * 32 * pairs
+        monkeypatch.setattr(packing, "LEAST", math.inf)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_micro_batches_put_rows_of_one_prompt_together_within_the_same_budget(processes):
+    responses = [10 + 5 * n for n in (draw(6, 16) % 9).tolist()]
+    tokens, mask = prompted("AAGG" * 4, responses)
+    mask, model = mask.bool(), make().language_model
+    for rank in range(processes):
+        before = micro_batches(mask, 480, processes, rank)
+        cuts = micro_batches(mask, 480, processes, rank, tokens)
+        assert sorted(torch.cat(cuts).tolist()) == sorted(torch.cat(before).tolist())
+        assert all(len(cut) * max(lengths_of(mask[cut])) <= 480 for cut in cuts)
+        few, many = (sum(operations(model, tokens[c], mask[c]) for c in x) for x in (cuts, before))
+        assert few < 0.8 * many
+    tokens, mask = prompted("E" * 16, responses)  # 63 tokens are too few
+    cuts = (micro_batches(mask, 480, processes, 0, some) for some in (None, tokens))
+    plain, asked = ([cut.tolist() for cut in some] for some in cuts)
+    assert plain == asked

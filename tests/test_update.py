@@ -16,6 +16,7 @@ import update as update_file
 from data import Question
 from policy import Batch, Policy, collate
 from prompts import PROTOCOLS
+from scale import packing
 from scale.lora import add_lora, lora_state
 from scale.packing import micro_batches
 from settings import Settings
@@ -124,6 +125,18 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(settings, unclipped):
             cut, cut_totals = gradient_of(batch, small_cuts, step)
             assert largest_difference(whole, cut) < 1e-5
             assert cut_totals == pytest.approx(totals, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings, step", [(GRPO, update), (PPO, update_critic)])
+def test_a_prompt_that_rows_share_changes_neither_gradient_nor_figures(
+    settings, step, unclipped, monkeypatch
+):
+    batch = unequal_batch(settings)
+    whole, totals = gradient_of(batch, settings, step)
+    monkeypatch.setattr(packing, "LEAST", 3)  # all eight rows have this prompt
+    shared, shared_totals = gradient_of(batch, settings, step)
+    assert 0 < largest_difference(whole, shared) < 1e-5
+    assert shared_totals == pytest.approx(totals, abs=1e-5, rel=1e-5)
 
 
 @pytest.mark.parametrize("settings, step", [(GRPO, update), (PPO, update_critic)])
