@@ -34,8 +34,8 @@ import pytest
 import settings
 
 TODAY = {
-    "house lines": 15978,
-    "test lines": 23361,
+    "house lines": 16119,
+    "test lines": 23556,
 }
 
 
@@ -50,11 +50,11 @@ PATH = budgets("""
     ppo 290  grpo 120  reinforce_pp 115  dapo 90  curriculum 310  update 166  train 335  eval 415
 """)
 GROUND = budgets("""
-    papers 375  settings 300  policy 400  metrics 380  data 330  sft 150  errors 108  ask 303
+    papers 375  settings 313  policy 400  metrics 380  data 330  sft 150  errors 108  ask 303
     view 230
 """)
 WINGS = budgets("""
-    formats 831  retrievers 800  other_models 460  scale 960  world 870  plumbing 1712  lab 2655
+    formats 831  retrievers 800  other_models 460  scale 960  world 870  plumbing 1750  lab 2655
 """)
 # Lowest first: nothing imports a higher one, also not inside a function. A wing is all its files.
 FLOORS = """
