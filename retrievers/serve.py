@@ -14,6 +14,7 @@ import json
 import re
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from data import Document, load_corpus
@@ -25,6 +26,7 @@ MAX_BODY = 16 * 2**20  # bytes of one request
 MAX_QUERIES, MAX_K, DEFAULT_K = 10_000, 1000, 5
 MAX_QUERY = 10_000  # characters: a query of megabytes would hold up all others
 MAX_BYTES = 128 * 2**20  # of requests and replies under way, to slow readers too
+UNDER_WAY = "bytes are under way"
 MAX_WAITING = 1000  # requests, while one is searched for
 ODD_QUERIES = ["zxqvkj", "", "?!", "\n", "kelmouth " * 1000]  # an unknown word, none, too many
 COMMON_WORDS = "history city film born river music science war company language".split()
@@ -53,16 +55,14 @@ class RetrievalServer(ThreadingHTTPServer):
 
     def answer(self, body: bytes) -> dict:
         queries, k = read_request(body)
-        try:
-            with self.counted("waiting", 1, MAX_WAITING, "requests wait"), self.lock:
+        with self.counted("waiting", 1, MAX_WAITING, "requests wait"), self.lock:
+            try:
                 found = self.retriever.search(queries, k)
-            return {"result": [list(map(written, one)) for one in found]}
-        except Refused:
-            raise
-        except Exception as error:  # whatever a retriever raises: the next request may go well
-            line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
-            print(line, file=sys.stderr, flush=True)
-            raise Refused(500, line) from None
+                return {"result": [list(map(written, one)) for one in found]}
+            except Exception as error:  # whatever a retriever raises: the next request may go well
+                line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
+                print(line, file=sys.stderr, flush=True)
+                raise Refused(500, line) from None
 
     @contextlib.contextmanager
     def counted(self, name: str, more: int, most: int, what: str):
@@ -105,15 +105,25 @@ class Handler(BaseHTTPRequestHandler):
             length = self.headers.get("Content-Length", "")
             if not re.fullmatch("[0-9]{1,15}", length) or int(length) > MAX_BODY:
                 raise Refused(413, f"send at most {MAX_BODY:,} bytes, and their Content-Length")
-            with self.server.counted("bytes", int(length), MAX_BYTES, "bytes are under way"):
-                found = self.server.answer(self.rfile.read(int(length)))
+            with contextlib.ExitStack() as held:
+                found = self.server.answer(self.body(int(length), held))
             body = json.dumps(found).encode()
             found = None  # slow readers keep the text alone
-            with self.server.counted("bytes", len(body), MAX_BYTES, "bytes are under way"):
+            with self.server.counted("bytes", len(body), MAX_BYTES, UNDER_WAY):
                 self.send(200, body)
             self.server.served += 1
         except Refused as refused:
             self.refuse(*refused.args)
+
+    def body(self, length: int, held: contextlib.ExitStack) -> bytearray:
+        """Only what has come is counted, and all has to come in time: drips hold up nobody."""
+        body, end = bytearray(), time.monotonic() + self.timeout
+        while len(body) < length and (piece := self.rfile.read1(min(length - len(body), 2**20))):
+            held.enter_context(self.server.counted("bytes", len(piece), MAX_BYTES, UNDER_WAY))
+            body += piece
+            if time.monotonic() > end:
+                raise TimeoutError  # the connection is closed
+        return body
 
     def refuse(self, status: int, why: str):
         self.send(status, json.dumps({"error": {"message": why}}).encode())
