@@ -24,7 +24,7 @@ from rewards import needs
 from settings import Settings, parse, resolve
 from sft import SFTSettings, train_sft
 from update import ALGORITHMS
-from world.toy import keep, make_tokenizer, shape
+from world.toy import READER, keep, make_tokenizer, shape
 from world.world import World
 
 STAGES = [  # (recipe, variant, stage) of every record
@@ -80,8 +80,8 @@ def world(tmp_path_factory):
             if protocol and protocol.query_tags:
                 examples = traces(tokenizer, questions, protocol)
                 train_sft(policy, lambda step, its=examples: its, SFTSettings(30, 2e-2))
-            tiny = paper_of(name if protocol else "ur2").world
-            keep(policy, tokenizer, tiny, runs / "toy" / f"{name}-world0")
+            how = paper_of(name).world if protocol else READER
+            keep(policy, tokenizer, how, runs / "toy" / f"{name}-world0")
     return runs
 
 
