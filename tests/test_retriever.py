@@ -19,13 +19,11 @@ from metrics import tokenize
 from retriever import (
     BM25,
     RETRIEVERS,
-    EmptyRetriever,
-    OracleRetriever,
-    RandomRetriever,
     RetrieverSettings,
     make_retriever,
     top,
 )
+from retrievers.controls import EmptyRetriever, OracleRetriever, RandomRetriever
 from retrievers.remote import HttpRetriever
 from retrievers.serve import RetrievalServer, check, command
 from settings import Settings, check_settings
@@ -185,8 +183,9 @@ def test_the_random_control_gives_one_query_the_same_documents_each_time_and_ano
 
 def test_the_random_control_does_not_depend_on_the_process():
     code = (
-        "from data import Document; from retriever import RandomRetriever as R; print([d.id for d"
-        " in R([Document(str(i), '', 'x') for i in range(99)], 3).search(['q'], 4)[0]])"
+        "from data import Document; from retrievers.controls import RandomRetriever as R\n"
+        "corpus = [Document(str(i), '', 'x') for i in range(99)]\n"
+        "print([d.id for d in R(corpus, 3).search(['q'], 4)[0]])"
     )
     corpus = [Document(str(i), "", "x") for i in range(99)]
     here = [d.id for d in RandomRetriever(corpus, 3).search(["q"], 4)[0]]
