@@ -175,9 +175,12 @@ def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:
 def invert(tokens: Array, lengths: Array) -> tuple[Array, Array, Array]:
     """(term, document, frequency) of every pair that occurs, sorted by term, then by document."""
     n = len(lengths)
-    # One number per word: sorting it sorts by (term, document).
-    pairs = tokens * n + np.repeat(np.arange(n), lengths)
-    pairs, frequencies = np.unique(pairs, return_counts=True)
+    # One number per word: sorting it sorts by (term, document). In place: nothing is larger.
+    tokens *= n
+    tokens += np.repeat(np.arange(n), lengths)
+    tokens.sort()
+    first = np.flatnonzero(np.diff(tokens, prepend=-1))
+    frequencies, pairs = np.diff(first, append=len(tokens)), tokens[first]
     return (pairs // n).astype(np.int32), (pairs % n).astype(np.int32), frequencies
 
 
