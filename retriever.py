@@ -49,6 +49,7 @@ class RetrieverSettings:
         "bm25", "bm25, dense: of the corpus; http: elsewhere; others: controls", one_of=RETRIEVERS
     )
     retriever_url: str = setting("", "http: the server's address, http://host:port")
+    index: str = setting("", "bm25: a folder that keeps its index")
     encoder: str = setting("", "dense: an encoder such as intfloat/e5-base-v2, or its directory")
     title_boost: int = setting(1, "how often BM25 counts a passage's title", least=0, only="papers")
     documents_per_search: int = setting(5, "passages per query", least=1)
@@ -63,7 +64,7 @@ def make_retriever(
     """
     name = settings.retriever
     if name == "bm25":
-        return BM25(documents, title_boost=settings.title_boost)
+        return BM25(documents, title_boost=settings.title_boost, index=settings.index)
     if name == "http":
         from retrievers.remote import HttpRetriever  # a door: BM25 needs no network
 

@@ -63,11 +63,11 @@ def write(folder: Path, made_of: dict[str, str], build: Callable) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = open(folder.with_name(f".{folder.name}.lock"), "w")  # noqa: SIM115
+        fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         why = f"cannot be written there ({error.strerror}): give another folder"
         raise InputError(f"--index {folder}: {why}") from None
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         if any(folder.glob("*")):
             return
         words, *arrays = build()

@@ -267,7 +267,7 @@ def made(name, corpus, *more, **settings):
     return make_retriever(corpus, RetrieverSettings(retriever=name, **settings), *more)
 
 
-def test_retrievers_are_made_by_name():
+def test_retrievers_are_made_by_name(tmp_path):
     corpus = documents("cat", "dog")
     kinds = [BM25, RandomRetriever, EmptyRetriever, OracleRetriever]
     names = ["bm25", "random", "empty", "oracle"]
@@ -275,6 +275,8 @@ def test_retrievers_are_made_by_name():
     assert made("random", corpus, 4).seed == 4
     titled = [Document("1", "a", "b"), Document("2", "b", "a a"), Document("3", "c", "c")]
     boosted, thrice = made("bm25", titled, title_boost=3), BM25(titled, title_boost=3)
+    made("bm25", corpus, index=str(tmp_path / "kept"))
+    assert (tmp_path / "kept" / "manifest.json").exists()
     assert boosted.scores("a").tolist() == thrice.scores("a").tolist()
     assert boosted.scores("a").tolist() != BM25(titled).scores("a").tolist()
 
