@@ -114,9 +114,10 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
 
 
 NEEDS = {"dense": "encoder", "http": "retriever_url"}  # retriever -> the flag that it alone reads
+READ_BY = NEEDS | {"bm25": "index"}
 SEARCHING = """
-retriever retriever_url encoder documents_per_search document_tokens max_searches summarizer corpus
-retrieval task_mixing mask_documents
+retriever retriever_url index encoder documents_per_search document_tokens max_searches summarizer
+corpus retrieval task_mixing mask_documents
 """.split()  # what has no meaning where nothing is searched
 MODELS = {"verdict": "judge", "grade": "judge", "reader": "reader", "embedder": "embedder"}
 ALONE = {"dapo": ("max_resample", "filter_by"), "ppo": ("gae_lambda", "critic_lr")}  # its settings
@@ -124,7 +125,7 @@ ALONE = {"dapo": ("max_resample", "filter_by"), "ppo": ("gae_lambda", "critic_lr
 
 def unread(settings: Settings, training: bool) -> dict[str, str]:
     """Flag -> why this run would not read it. A recipe's own values may stand there unread."""
-    others = {needed: its for its, needed in NEEDS.items() if its != settings.retriever}
+    others = {needed: its for its, needed in READ_BY.items() if its != settings.retriever}
     found = {flag: f"only --retriever {its} reads it" for flag, its in others.items()}
     if PROTOCOLS[settings.protocol].query_tags is None:
         found |= dict.fromkeys(SEARCHING, f"--protocol {settings.protocol} searches nothing")

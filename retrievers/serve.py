@@ -199,6 +199,7 @@ def command(arguments: list[str], bm25: type) -> None:
     flag("--skip_bad", action="store_true", help="leave out malformed records")
     flag("--retriever", choices=["bm25", "dense", "web"], default="bm25")
     flag("--title_boost", type=int, choices=range(10), default=1, help="bm25: of a passage")
+    flag("--index", default="", help="bm25: a folder that keeps its index for the next start")
     flag("--encoder", default="", help="dense: a hub name or a directory")
     flag("--index_file", default="", help="dense: a flat FAISS index, row i is passage i")
     flag("--device", default="", help="dense: cpu, cuda:0, ...; default: a free GPU")
@@ -210,6 +211,8 @@ def command(arguments: list[str], bm25: type) -> None:
     flag("--url", default="", help="check: a server's address; --corpus is what it should know")
     flag("-k", type=int, default=5, help="check: how many passages")
     args = parser.parse_args(arguments)
+    if args.index and (args.url or args.retriever != "bm25"):
+        raise InputError(f"--index {args.index}: it is BM25's: leave it out")
     documents = load_corpus(args.corpus, args.skip_bad) if args.corpus else []
     retriever = retriever_of(args, documents, bm25)
     if args.command == "serve":
@@ -232,7 +235,7 @@ def retriever_of(args, documents: list[Document], bm25: type):
     if args.url:
         return HttpRetriever(args.url)
     if args.retriever == "bm25":
-        return bm25(documents, title_boost=args.title_boost)
+        return bm25(documents, title_boost=args.title_boost, index=args.index)
     if args.retriever == "dense":
         from retrievers.dense import DenseRetriever  # a door: BM25 loads no torch
 

@@ -200,7 +200,7 @@ def test_the_variants_take_turns_and_ctrl_c_keeps_what_was_measured(monkeypatch,
 
     monkeypatch.setattr(bench, "alone", run_three)
     with pytest.raises(KeyboardInterrupt):
-        bench.main(["retrieval"])
+        bench.main(["retrieval", "--only", "rank-bm25,ours"])
     assert order == ["rank-bm25", "ours", "rank-bm25"]
     assert "rank-bm25       seconds 1  mib 0" in capsys.readouterr().out
 
@@ -231,10 +231,20 @@ def test_what_is_wrong_in_a_run_comes_back_as_one_line():
 
 
 def test_a_part_prints_a_row_per_variant_and_they_found_the_same(capsys):
-    bench.main(["retrieval", "--shorter", "10", "--repeats", "1"])
+    words = ["--shorter", "10", "--repeats", "1", "--only", "rank-bm25,ours"]
+    bench.main(["retrieval", *words])
     what, twin, ours = capsys.readouterr().out.splitlines()
     assert what.startswith("retrieval: 4M, cpu") and twin.startswith("rank-bm25  ")
-    assert "apart 0 " in ours and "x rank-bm25 " in ours
+    assert "apart 0 " in ours and "x rank-bm25 " in ours and "build " in ours
+
+
+def test_a_variant_of_another_formula_is_timed_and_not_compared(monkeypatch):
+    monkeypatch.setattr(bench, "alone", lambda work, threads: work())
+    found = {"a": [1.0, 2.0], "other": None, "b": [1.0, 2.0]}
+    works = {name: partial(lambda did: ({"seconds": 1.0}, did), did) for name, did in found.items()}
+    runs = {}
+    bench.in_turns(works, options("retrieval", "--repeats", "1"), runs)
+    assert runs["other"] == [{"seconds": 1.0}] and runs["b"] == [{"seconds": 1.0, "apart": 0}]
 
 
 # -------------------------------------------------------------------------------------------- flags

@@ -23,7 +23,7 @@ from data import (
 from errors import InputError
 from formats.layouts import ATTEMPT_LAYOUTS, CORPUS_LAYOUTS, ID_FIELDS, LAYOUTS, detect
 from formats.records import append_jsonl, finished_records
-from retriever import gold_passages
+from retrievers.controls import gold_passages
 from tests.conftest import message
 
 ROOT = Path(__file__).resolve().parents[1]

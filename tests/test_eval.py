@@ -475,7 +475,8 @@ def test_retrieved_references_stand_in_the_place_of_the_given_ones(retriever, te
 
 
 def test_a_search_for_references_that_fails_is_one_line(monkeypatch):
-    monkeypatch.setattr("retriever.EmptyRetriever.search", lambda self, queries, k: [None])
+    failing = "retrievers.controls.EmptyRetriever.search"
+    monkeypatch.setattr(failing, lambda self, queries, k: [None])
     settings = Settings(protocol="arena", retriever="empty")
     with pytest.raises(InputError, match="a search failed: try the same command again"):
         build.with_retrieved([Question("q", "?", ["a"])], [], settings)

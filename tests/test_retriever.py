@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,12 @@ from metrics import tokenize
 from retriever import (
     BM25,
     RETRIEVERS,
-    EmptyRetriever,
-    OracleRetriever,
-    RandomRetriever,
+    SMALL_IDF,
     RetrieverSettings,
     make_retriever,
     top,
 )
+from retrievers.controls import EmptyRetriever, OracleRetriever, RandomRetriever
 from retrievers.remote import HttpRetriever
 from retrievers.serve import RetrievalServer, check, command
 from settings import Settings, check_settings
@@ -98,6 +98,56 @@ def test_scores_are_rank_bm25s_over_random_corpora(seed):
         np.testing.assert_allclose(bm25.scores(query), expected, rtol=0, atol=1e-9)
 
 
+def slow_scores(texts, query, k1=1.5, b=0.75, epsilon=0.25):
+    """The formula, document by document, word by word."""
+    counts = [Counter(tokenize(text)) for text in texts]
+    lengths = [sum(count.values()) for count in counts]
+    mean, n = sum(lengths) / len(texts), len(texts)
+    held = Counter(word for count in counts for word in count)
+    idf = {word: np.log(n - held[word] + 0.5) - np.log(held[word] + 0.5) for word in held}
+    floor = epsilon * np.mean(list(idf.values())) if held else 0.0
+    scores = [0.0] * n
+    for word, times in Counter(tokenize(query)).items():
+        if word in idf:
+            mine = max(idf[word], SMALL_IDF) if floor <= 0 else idf[word]
+            mine = floor if mine < 0 else mine
+            for i, count in enumerate(counts):
+                norm = k1 * (1 - b + b * lengths[i] / mean)
+                scores[i] += times * (mine * (count[word] * (k1 + 1) / (count[word] + norm)))
+    return scores
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_are_those_of_a_full_scan_to_the_digit(seed, share, monkeypatch):
+    """Whichever words have a row: all, those of a quarter of the documents, none."""
+    monkeypatch.setattr("retriever.COMMON", share)
+    rng = np.random.default_rng(seed)
+    count = [1, 2, 50, 700][seed]
+    texts = random_texts(rng, count - 1, words=60) + ["w0 w1 w1"]
+    texts = [texts[i] for i in rng.integers(0, count, count)]  # some stand there twice: they tie
+    bm25 = BM25(documents(*texts))
+    queries = ["", "unknown", "w0", "w0 w1 w2 w0", "w59 unknown w3 w40", *random_texts(rng, 9, 60)]
+    for query in queries:
+        slow = slow_scores(texts, query)
+        np.testing.assert_allclose(bm25.scores(query), slow, rtol=1e-12, atol=1e-12)
+        scores = bm25.scores(query).tolist()
+        order = sorted(range(count), key=lambda i: (-scores[i], i))
+        for k in (1, 5, count + 3):
+            assert [int(d.id) for d in bm25.best(query, k)] == order[:k]
+
+
+def test_a_row_of_a_common_word_gives_the_scores_of_its_postings_to_the_digit(monkeypatch):
+    texts = random_texts(np.random.default_rng(5), 300, words=30)
+    found, rows = [], []
+    for share in (0.0, 0.25, 1.0):
+        monkeypatch.setattr("retriever.COMMON", share)
+        bm25 = BM25(documents(*texts))
+        found.append([bm25.scores(query).tolist() for query in (*texts, "w1 w2 w1 w0 w1")])
+        rows.append(len(bm25.rows))
+    assert found[0] == found[1] == found[2] and rows[0] == 30 > rows[1] > rows[2] == 0
+
+
 def test_parameters_other_than_the_defaults_are_rank_bm25s_too():
     texts = random_texts(np.random.default_rng(9), 30, words=20)
     reference = BM25Okapi([tokenize(text) for text in texts], k1=0.9, b=0.4, epsilon=0.1)
@@ -149,11 +199,15 @@ def test_ties_are_broken_by_document_order_also_at_the_cut():
         assert [int(d.id) for d in bm25.search(["cat"], k)[0]] == expected
 
 
-def test_top_is_a_stable_sort_for_any_scores():
+@pytest.mark.parametrize("size", [1, 40, 129, 1000])
+def test_top_is_a_stable_sort_for_any_scores(size):
     rng = np.random.default_rng(1)
-    for k in (0, 1, 3, 40, 100):
-        scores = rng.integers(-2, 3, size=40).astype(float)
-        assert list(top(scores, k)) == sorted(range(40), key=lambda i: (-scores[i], i))[:k]
+    many, few = rng.normal(size=size), rng.integers(-2, 3, size=size).astype(float)
+    last = np.arange(size) >= size - 1  # the best one stands where no whole group is left
+    for scores in (many, few, np.zeros(size), -1.0 * last, 1.0 * last, np.sort(many)):
+        for k in (0, 1, 3, 15, 40, 10_000):
+            expected = sorted(range(size), key=lambda i: (-scores[i], i))[:k]
+            assert top(scores, k).tolist() == expected
 
 
 def test_an_unknown_word_of_a_query_does_not_enter_the_vocabulary():
@@ -185,8 +239,9 @@ def test_the_random_control_gives_one_query_the_same_documents_each_time_and_ano
 
 def test_the_random_control_does_not_depend_on_the_process():
     code = (
-        "from data import Document; from retriever import RandomRetriever as R; print([d.id for d"
-        " in R([Document(str(i), '', 'x') for i in range(99)], 3).search(['q'], 4)[0]])"
+        "from data import Document; from retrievers.controls import RandomRetriever as R\n"
+        "corpus = [Document(str(i), '', 'x') for i in range(99)]\n"
+        "print([d.id for d in R(corpus, 3).search(['q'], 4)[0]])"
     )
     corpus = [Document(str(i), "", "x") for i in range(99)]
     here = [d.id for d in RandomRetriever(corpus, 3).search(["q"], 4)[0]]
@@ -212,7 +267,7 @@ def made(name, corpus, *more, **settings):
     return make_retriever(corpus, RetrieverSettings(retriever=name, **settings), *more)
 
 
-def test_retrievers_are_made_by_name():
+def test_retrievers_are_made_by_name(tmp_path):
     corpus = documents("cat", "dog")
     kinds = [BM25, RandomRetriever, EmptyRetriever, OracleRetriever]
     names = ["bm25", "random", "empty", "oracle"]
@@ -220,6 +275,8 @@ def test_retrievers_are_made_by_name():
     assert made("random", corpus, 4).seed == 4
     titled = [Document("1", "a", "b"), Document("2", "b", "a a"), Document("3", "c", "c")]
     boosted, thrice = made("bm25", titled, title_boost=3), BM25(titled, title_boost=3)
+    made("bm25", corpus, index=str(tmp_path / "kept"))
+    assert (tmp_path / "kept" / "manifest.json").exists()
     assert boosted.scores("a").tolist() == thrice.scores("a").tolist()
     assert boosted.scores("a").tolist() != BM25(titled).scores("a").tolist()
 

@@ -8,7 +8,7 @@ import summarizer
 from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError
 from papers import PAPERS
-from retriever import OracleRetriever
+from retrievers.controls import OracleRetriever
 from summarizer import (
     FALLBACK_TEXT,
     GREEDY,
