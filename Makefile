@@ -17,13 +17,13 @@ train: install
 	$(BIN)/accelerate launch --config_file configs/cpu.yaml train.py --stage 1,2 --evaluate --world_seed $(SEED) --seed $(SEED)
 	$(BIN)/python view.py runs/ur2-world$(SEED)-seed$(SEED)
 
-# Everything but the long learning runs; `make slow` runs those, one by one: they take all cores.
+# Everything but the long learning runs; `make slow` runs those.
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/python -m pytest -q -n 2 -m "not slow and not trust"
 
 slow: install
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -n 2 -m slow
 
 # Every fault of docs/trust.md, and writes there what was seen. About an hour.
 trust: install

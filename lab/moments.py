@@ -26,11 +26,11 @@ COLOURS = ("0.75", "#e0913a", "#1a66a0")
 def moments(arguments: Sequence[str]) -> list[list[Trajectory]]:
     """The same questions, asked of each stage's last checkpoint."""
     found = []
-    for stage in range(len(MOMENTS)):
+    for stage in reversed(range(len(MOMENTS))):  # the last may be missing: the warm-up can wait
         given = ["--stage", str(stage), "--temperature", "1", *arguments]
         asked = evaluation.Evaluation(*evaluation.parse(given))
         found.append(asked.load()[0](asked.questions, asked.settings.seed))
-    return found
+    return found[::-1]
 
 
 def searched(trajectories: list[Trajectory], kind: str) -> float:

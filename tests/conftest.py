@@ -31,6 +31,7 @@ from transformers import (
 import train
 from data import Question
 from errors import InputError, run_main
+from formats.manifest import seal
 from papers import paper_of
 from plumbing import build
 from policy import Policy, save_policy
@@ -212,6 +213,7 @@ def trained(model, tmp_path_factory):
     runs = tmp_path_factory.mktemp("trained")
     kept = shutil.copytree(model, runs / "toy" / "ur2-world0")  # so that none is warmed up
     (kept / NOTE).write_text(f"{paper_of('ur2').world}\n")
+    seal(kept, None)
     small = SMALL.replace("--name t", f"--runs {runs}").replace("12", "16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "set_threads", lambda: None)
