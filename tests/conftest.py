@@ -14,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A run takes all cores: beside other workers its share of them, or each would wait for the other.
+os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 import pytest
 import torch
