@@ -151,7 +151,8 @@ class Span:
 _BRACES = re.compile(r"(?P<box>\\boxed\s*\{)|\\(?!\\boxed).|[{}]", re.DOTALL)
 
 
-def find_boxed(text: str) -> list[Span]:
+@lru_cache(maxsize=1024)  # a trajectory is asked for its answers a dozen times
+def find_boxed(text: str) -> tuple[Span, ...]:
     r"""Every \boxed{...} with balanced braces and in no other; one never closed hides none."""
     spans, open_braces = [], []
     for brace in _BRACES.finditer(text):
@@ -164,7 +165,7 @@ def find_boxed(text: str) -> list[Span]:
                     spans.pop()
                 content = text[begin.end() : brace.start()].strip()
                 spans.append(Span(begin.start(), brace.end(), content))
-    return spans
+    return tuple(spans)
 
 
 def last_boxed(text: str | None) -> str | None:

@@ -13,6 +13,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from data import Document, Question, clean, control_tokens, strip_tags
 from errors import InputError, run_main, setting
@@ -305,7 +306,7 @@ def find_answers(protocol: Protocol, text: str, task: str = "qa") -> list[Span]:
         return find_blocks(text, *protocol.answer_tags)
     boxed = find_boxed(text)
     if task != "choice":
-        return boxed
+        return [*boxed]
     said = [Span(m.start(), m.end(), m.group(1).strip()) for m in _CHOICE.finditer(text)]
     taken = {place for span in said for place in range(span.start, span.end)}
     alone = [box for box in boxed if box.start not in taken]
@@ -346,7 +347,8 @@ def frame_documents(protocol: Protocol, body: str) -> str:
     return f"\n\n{begin}\n{body}\n{end}\n\n"
 
 
-def without_control(text: str, tokenizer, tags: Sequence[str] = ()) -> str:
+@lru_cache(maxsize=1024)
+def without_control(text: str, tokenizer, tags: tuple[str, ...] = ()) -> str:
     """What others wrote, without tags and control tokens: no page may close its own frame."""
     control = control_tokens(tokenizer)
     text = strip_tags(clean(text), [*tags, *control.values()])

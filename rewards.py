@@ -97,11 +97,9 @@ def is_long(question: Question, answer: str) -> bool:
 
 def scripts(text: str) -> set[str]:
     """The scripts of its letters: "π r², 巴黎" -> GREEK, LATIN, CJK. NFKC turns ℝ into R."""
-    found = set()
-    for character in unicodedata.normalize("NFKC", text):
-        if unicodedata.category(character) in ("Lu", "Ll", "Lt", "Lo"):
-            found.add(unicodedata.name(character, "UNKNOWN").split()[0])
-    return found
+    letters = set(unicodedata.normalize("NFKC", text))
+    letters = [one for one in letters if unicodedata.category(one) in ("Lu", "Ll", "Lt", "Lo")]
+    return {unicodedata.name(one, "UNKNOWN").split()[0] for one in letters}
 
 
 def is_garbled(trajectory: Trajectory) -> bool:

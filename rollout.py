@@ -294,11 +294,12 @@ class Environment:
         self.settings, self.max_context = settings, settings.max_context
         limits = re.findall(r"(\w+)=(\d+)", settings.turn_tokens)
         self.turn_tokens = {task: int(tokens) for task, tokens in limits}
-        self.forbidden = [*protocol.tags]
+        self.forbidden = protocol.tags
         # Tokens around documents; without tags nobody will ask.
         halves = frame_documents(protocol, "\x00").split("\x00") if protocol.documents_tags else []
         self.frame = sum(self.tokens_of(half) for half in halves)
         self.notice = self.tokens_of(protocol.fallback_notice)
+        self.told = max(map(self.tokens_of, protocol.refusal_notices))
 
     def tokens_of(self, text: str) -> int:
         return len(encode(self.tokenizer, text))
@@ -325,8 +326,8 @@ class Environment:
         per_turn = max([settings.max_turn_tokens, *self.turn_tokens.values()])
         sampled = (searches + MAX_REFUSALS) * per_turn
         found = searches * (settings.document_tokens + self.frame + self.notice)
-        told = max(map(self.tokens_of, protocol.refusal_notices))
-        return min(prompt + sampled + found + (MAX_REFUSALS - 1) * told, self.max_context)
+        told = (MAX_REFUSALS - 1) * self.told
+        return min(prompt + sampled + found + told, self.max_context)
 
     def end_turn(self, row: Trajectory, ids: list[int], logprobs: list[float], reason: str) -> None:
         """Append a sampled turn. Unless it ended in a query, it was the row's last."""
