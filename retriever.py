@@ -24,7 +24,7 @@ Left out: stemming, stop words.
 
 import sys
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -111,25 +111,24 @@ class BM25:
         self.vocabulary, self.start, self.postings, self.weights = found
         n = len(documents)
         common = np.flatnonzero(np.diff(self.start) > COMMON * n)
-        self.rows = {term: self.add(np.zeros(n), term, 1) for term in common}
+        self.rows = {term: self.add(np.zeros(n), term) for term in common}
 
-    def add(self, scores: Array, term: int, count: int) -> Array:
+    def add(self, scores: Array, term: int) -> Array:
         """`scores` [N], changed."""
         chosen = slice(self.start[term], self.start[term + 1])
         # No document stands twice in a slice: += is safe.
-        scores[self.postings[chosen]] += count * self.weights[chosen]
+        scores[self.postings[chosen]] += self.weights[chosen]
         return scores
 
     def scores(self, query: str) -> Array:
         """The score of every document.  # [N]"""
         scores = np.zeros(len(self.documents))
-        counts = Counter(tokenize(query))  # a word that is asked twice counts twice
-        for word, count in counts.items():
+        for word in tokenize(query):  # a word that is asked twice counts twice
             term = self.vocabulary.get(word)
             if term in self.rows:
-                scores += count * self.rows[term]
+                scores += self.rows[term]
             elif term is not None:
-                self.add(scores, term, count)
+                self.add(scores, term)
         return scores
 
     def search(self, queries: list[str], k: int) -> Lists:

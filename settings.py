@@ -324,7 +324,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
 
 def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
     """The same of --stage 1,2: a run of each, one after the other."""
-    found = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    found = FlagParser("train.py", add_help=False, allow_abbrev=False)
     found.add_argument("--stage", default="1")
     known, rest = found.parse_known_args(arguments)
     stages = known.stage.split(",")

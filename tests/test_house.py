@@ -50,11 +50,11 @@ PATH = budgets("""
     ppo 290  grpo 120  reinforce_pp 115  dapo 90  curriculum 310  update 166  train 335  eval 415
 """)
 GROUND = budgets("""
-    papers 375  settings 313  policy 400  metrics 380  data 330  sft 150  errors 108  ask 303
+    papers 375  settings 314  policy 400  metrics 380  data 330  sft 150  errors 108  ask 303
     view 230
 """)
 WINGS = budgets("""
-    formats 831  retrievers 800  other_models 460  scale 960  world 870  plumbing 1750  lab 2655
+    formats 831  retrievers 920  other_models 460  scale 960  world 870  plumbing 1750  lab 2815
 """)
 # Lowest first: nothing imports a higher one, also not inside a function. A wing is all its files.
 FLOORS = """
@@ -362,7 +362,7 @@ def budget_limits() -> list[Limit]:
         *limits,
         size("path lines", 4_400, on_path()),
         Limit("path words", 25_100, sum(len(file.text.split()) for file in on_path()), []),
-        size("house lines", 14_100, files),
+        size("house lines", 14_500, files),
         size("test lines", 20_000, own_tests()),
         counted("files at the top", 25, [str(file.path) for file in top]),
         counted("files not in the plan", 0, [str(file.path) for file in strange]),
