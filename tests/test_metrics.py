@@ -368,7 +368,7 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 print(metrics.math_equal("x+y", "y+x"), metrics._IDLE[0].pid, flush=True)
 try:
-    metrics.ask_worker("{ENDLESS}", "5", 5.0)
+    metrics.ask_worker("{ENDLESS}", "5", 2.0)
 except KeyboardInterrupt:
     print(metrics.math_equal("2x", "x+x"))
 """
