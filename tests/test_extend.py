@@ -57,12 +57,12 @@ def test_rewards_protocols_papers_and_retrievers_are_added_by_their_diffs(tree, 
     short = "--recipe search_r1 --reward mine.py:short --name short"
     small = [*flags(model, tree / "runs"), *"--trajectories_per_update 4".split()]
     runs = [[*small, *more.split()] for more in (own, short)]
-    run_in(tree, "-c", f"import train; [train.main(run) for run in {runs}]")
+    train_both = f"import rewards, train; [train.main(run) for run in {runs}]"
+    shown = run_in(tree, "-c", f"{train_both}; rewards.main()")
     for name, terms in (("own", {"answer", "price"}), ("short", {"right", "short"})):
         rows = rows_of(tree / "runs" / name / "stage1")
         assert len(rows) == 2
         assert {k[7:] for row in rows for k in row if k.startswith("reward/")} == terms
-    shown = run_in(tree, "rewards.py")
     # right after 0, 1 and 2 searches, then wrong
     row = next(line.split() for line in shown.splitlines() if line.startswith("mine "))
     assert row[1:] == ["+1.00", "+0.90", "+0.80", "+0.00", "-0.10", "-0.20"]

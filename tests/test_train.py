@@ -478,7 +478,9 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypa
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)
 
 
-def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, capsys):
+def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, capsys, monkeypatch):
+    few, whole = ["--questions", "3"], train.evaluation.main
+    monkeypatch.setattr(train.evaluation, "main", lambda words: whole([*words, *few]))
     train.main(
         flags(model, tmp_path / "one", "--steps 1 --task_mixing false --stage 1,2 --evaluate")
     )
