@@ -354,8 +354,7 @@ checkpoint = "runs/librarian-world0-seed0/stage1/checkpoint-000003"
 eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
 ask.main(["--recipe", "librarian"])
 ablate.main(["--table", "--runs", "nowhere"])
-few = {"questions_per_step": 4, "group_size": 2, "trajectories_per_update": 4}
-claims.ARMS["sixth"] = claims.Arm("librarian", 1, {"steps": 1, **few})
+claims.ARMS["sixth"] = claims.Arm("librarian", 1, {"steps": 1})
 ablate.Options = lambda questions, **others: eval.Options(questions=3, **others)  # not all of them
 ablate.run_arm("sixth", 0, "runs", "dev")
 """

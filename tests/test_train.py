@@ -481,12 +481,11 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypa
 def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, capsys, monkeypatch):
     few, whole = ["--questions", "3"], train.evaluation.main
     monkeypatch.setattr(train.evaluation, "main", lambda words: whole([*words, *few]))
-    train.main(
-        flags(model, tmp_path / "one", "--steps 1 --task_mixing false --stage 1,2 --evaluate")
-    )
+    more = "--steps 1 --task_mixing false --stage"
+    train.main(flags(model, tmp_path / "one", f"{more} 1,2 --evaluate"))
     assert "predictions:" in capsys.readouterr().out
     for stage in ("1", "2"):
-        train.main(flags(model, tmp_path / "two", f"--steps 1 --task_mixing false --stage {stage}"))
+        train.main(flags(model, tmp_path / "two", f"{more} {stage}"))
     for stage in ("stage1", "stage2"):
         assert same_end(*(tmp_path / runs / "t" / stage for runs in ("one", "two")))
 
