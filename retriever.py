@@ -24,7 +24,7 @@ Left out: stemming, stop words.
 
 import sys
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -111,24 +111,25 @@ class BM25:
         self.vocabulary, self.start, self.postings, self.weights = found
         n = len(documents)
         common = np.flatnonzero(np.diff(self.start) > COMMON * n)
-        self.rows = {term: self.add(np.zeros(n), term) for term in common}
+        self.rows = {term: self.add(np.zeros(n), term, 1) for term in common}
 
-    def add(self, scores: Array, term: int) -> Array:
+    def add(self, scores: Array, term: int, count: int) -> Array:
         """`scores` [N], changed."""
         chosen = slice(self.start[term], self.start[term + 1])
         # No document stands twice in a slice: += is safe.
-        scores[self.postings[chosen]] += self.weights[chosen]
+        scores[self.postings[chosen]] += count * self.weights[chosen]
         return scores
 
     def scores(self, query: str) -> Array:
         """The score of every document.  # [N]"""
         scores = np.zeros(len(self.documents))
-        for word in tokenize(query):  # a word that is asked twice counts twice
+        counts = Counter(tokenize(query))  # a word that is asked twice counts twice
+        for word, count in counts.items():
             term = self.vocabulary.get(word)
-            if term in self.rows:
-                scores += self.rows[term]
+            if term in self.rows:  # a product would be another row of memory: only if it must be
+                scores += self.rows[term] if count == 1 else count * self.rows[term]
             elif term is not None:
-                self.add(scores, term)
+                self.add(scores, term, count)
         return scores
 
     def search(self, queries: list[str], k: int) -> Lists:

@@ -82,6 +82,13 @@ def test_of_two_passages_the_one_that_shares_more_words_is_first():
     assert min(bm25.scores("a guide")) > 0 == bm25.scores("none of them").max()
 
 
+def test_a_word_that_is_asked_five_thousand_times_is_added_once(monkeypatch):
+    bm25, added = BM25(documents("cat", "dog", "bird", "fish", "dove")), []
+    monkeypatch.setattr(bm25, "add", lambda scores, term, count: added.append(count))
+    bm25.scores("cat " * 5000)  # a query of the longest that the server takes
+    assert added == [5000]
+
+
 # -------------------------------------------------------------------------------- against rank-bm25
 
 
