@@ -17,11 +17,13 @@ import subprocess
 import sys
 import time
 from datetime import date
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from errors import FlagParser, InputError, check_output, run_main
+from formats.records import write_text
 from lab import names_in
 
 BENCH = "python -m lab.bench"
@@ -82,10 +84,9 @@ PARTS = {
 def run_part(part: Part, seconds: float, tiny: bool) -> str:
     """Its figures, or why there are none."""
     command = shlex.split(f"{part.command} {part.tiny}" if tiny else part.command)
-    if command[0] == "python":
-        command[0] = sys.executable
-    else:  # accelerate
-        command[:1] = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+    if command[0] == "accelerate":
+        command[:1] = ["python", "-m", "accelerate.commands.accelerate_cli"]
+    command[0] = sys.executable
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, start_new_session=True, **pipes)
     try:
@@ -102,21 +103,18 @@ def run_part(part: Part, seconds: float, tiny: bool) -> str:
     return "<br>".join(" ".join(line.split()) for line in said.splitlines()[-part.lines :])
 
 
-def machine() -> str:
-    if not torch.cuda.is_available():
-        return f"a CPU, tiny sizes; {os.cpu_count()} cores"
-    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return f"{torch.cuda.get_device_name(0)}, {memory:.0f} GiB"
-
-
-def write(path: str, rows: list[tuple]) -> None:
+def table(tiny: bool, rows: list[tuple]) -> str:
+    where = f"a CPU, tiny sizes; {os.cpu_count()} cores"
+    if not tiny:
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        where = f"{torch.cuda.get_device_name(0)}, {memory:.0f} GiB"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    with open(path, "w", encoding="utf-8") as file:
-        print(f"{machine()}; {versions}; {date.today()}\n", file=file)
-        print("| what | figures | seconds | command |\n|---|---|---|---|", file=file)
-        for part, found, seconds in rows:
-            cells = part.what, found.replace("|", "\\|"), f"{seconds:.0f}", f"`{part.command}`"
-            print(f"| {' | '.join(cells)} |", file=file)
+    lines = [f"{where}; {versions}; {date.today()}\n", "| what | figures | seconds | command |"]
+    lines.append("|---|---|---|---|")
+    for part, found, seconds in rows:
+        cells = part.what, found.replace("|", "\\|"), f"{seconds:.0f}", f"`{part.command}`"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -130,6 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise InputError("torch sees no GPU here: --tiny tries every command on a CPU")
     chosen = names_in("only", args.only, PARTS)
     check_output(args.out, "--out")
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     end, rows = time.monotonic() + 60 * args.minutes, []
     for name in chosen:
         start = time.monotonic()
@@ -138,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
         found = run_part(PARTS[name], left, args.tiny) if left > 0 else "no time was left"
         rows.append((PARTS[name], found, time.monotonic() - start))
         print(f"  {found}", flush=True)
-        write(args.out, rows)
+        write_text(Path(args.out), table(args.tiny, rows))
     print(f"written: {args.out}")
 
 
