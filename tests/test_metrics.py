@@ -352,9 +352,9 @@ def test_a_comparison_that_never_ends_is_stopped_in_any_thread_and_later_ones_wo
     assert verdicts == [True, False, True]
 
 
-def ended(pid):
-    """Is that process gone within ten seconds? One that nobody waited for (Z) is gone too."""
-    for _ in range(100):
+def ended(pid, seconds=10):
+    """Is that process gone within so long? One that nobody waited for (Z) is gone too."""
+    for _ in range(10 * seconds):
         stat = Path(f"/proc/{pid}/stat")
         if not stat.exists() or ") Z " in stat.read_text():
             return True

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, as_rank, command, flags, free_port, rows_of, same_end, told_to
 from test_launch import start
+from test_metrics import ended
 
 import eval as evaluation
 import train
@@ -339,15 +340,6 @@ def processes_of(launcher: int) -> list[int]:
     return list(map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()))
 
 
-def ends(pid: int) -> bool:
-    for _ in range(300):
-        status = Path(f"/proc/{pid}/status")
-        if not status.exists() or "State:\tZ" in status.read_text():
-            return True
-        time.sleep(0.1)
-    return False
-
-
 @fault(18)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="Linux tells a process that its parent died")
@@ -364,7 +356,7 @@ def test_processes_end_when_their_launcher_is_gone(model, tmp_path):
     children = processes_of(launcher.pid)
     launcher.kill()
     launcher.wait()
-    assert len(children) == 2 and all(map(ends, children))
+    assert len(children) == 2 and all(ended(child, 30) for child in children)
     rows = rows_of(folder)
     assert checkpoints(folder) and files.step_of(checkpoints(folder)[-1]) >= len(rows) - 1
     text = (tmp_path / "log").read_text()
@@ -380,7 +372,7 @@ def test_all_end_when_one_of_them_is_killed(model, tmp_path):
     first, other = processes_of(launcher.pid)
     os.kill(other, signal.SIGKILL)
     launcher.join(60)
-    assert launcher.exitcode == 1 and ends(first)
+    assert launcher.exitcode == 1 and ended(first, 30)
 
 
 @fault(17)
