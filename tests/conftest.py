@@ -2,24 +2,23 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import socket
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads when it is imported
 # A run takes all cores: beside other workers its share of them, or each would wait for the other.
 os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from processes import SESSION, nothing_goes_on, nothing_is_left
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -44,7 +43,12 @@ from sft import Example, SFTSettings, example_of, train_sft
 from world.toy import NOTE, make_model, make_tokenizer, shape
 from world.world import World
 
+build.set_threads = lambda: None
 torch.set_num_threads(1)  # also what a module's fixtures train, before the first test
+
+
+def pytest_configure():
+    os.environ[SESSION] = str(os.getpid())
 
 
 @pytest.fixture(autouse=True)
@@ -269,65 +273,11 @@ def command_line(main, arguments, capsys) -> str:
     return lines[0]
 
 
-# ------------------------------------------------------------------------------------ two processes
-
-
-def as_rank(rank: int, port: int, environment: dict, work, *arguments) -> None:
-    """A forked process as torchrun would set it up; forking saves the imports."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "1",
-        **environment,
-    }
-    work(*arguments)
-    torch.distributed.destroy_process_group()
-
-
 def free_port() -> int:
     """Nobody listens there."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
-
-
-def in_two_processes(work, *arguments, environment: dict | None = None) -> None:
-    """work(*arguments) in two processes at once; both must end well."""
-    context = multiprocessing.get_context("fork")
-    given = (free_port(), environment or {}, work, *arguments)
-    ranks = [context.Process(target=as_rank, args=(rank, *given), daemon=True) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    hanging = [process for process in ranks if process.exitcode is None]
-    for process in hanging:
-        process.kill()
-    assert not hanging and [process.exitcode for process in ranks] == [0, 0]
-
-
-def told_to(log, work, arguments) -> None:
-    """In a forked process, as a command: its exit code, and what it says, in `log`."""
-    file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-    os.dup2(file.fileno(), 1)
-    os.dup2(file.fileno(), 2)
-    sys.stdout = sys.stderr = file
-    AcceleratorState._reset_state(reset_partial_state=True)
-    run_main(lambda: work(*arguments))
-
-
-def command(log, work, *arguments):
-    """`work` begun as a command of its own; forking saves the imports."""
-    process = multiprocessing.get_context("fork").Process(
-        target=told_to, args=(log, work, arguments)
-    )
-    process.start()
-    return process
 
 
 # ------------------------------------------------------------------------------------- a raw server

@@ -2,17 +2,16 @@
 one.
 """
 
-import multiprocessing
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.commands import accelerate_cli
 from conftest import ROOT, flags, rows_of, save_searching_model, settings_for
+from processes import exit_code, start_process, wait_until
 from safetensors.torch import load_file
 
 import train
@@ -34,21 +33,10 @@ def launch(config: str, logs: Path, arguments: list[str], more: str = "") -> Non
     accelerate_cli.main()
 
 
-def start(*arguments):
-    """`launch` in a forked process: forking saves its imports."""
-    process = multiprocessing.get_context("fork").Process(target=launch, args=arguments)
-    process.start()
-    return process
-
-
-def wait(process) -> int | None:
-    """Its exit code; a launcher that hangs is killed, and its processes, its children, with it."""
-    process.join(120)
-    if process.exitcode is None:
-        process.terminate()  # the launcher ends its processes
-        process.join(40)
-        pytest.fail("it hangs")
-    return process.exitcode
+def start(config: str, logs: Path, *arguments):
+    """`launch` in a process of its own."""
+    logs.mkdir(parents=True, exist_ok=True)
+    return start_process(launch, config, logs, *arguments, log=logs / "launcher")
 
 
 def said(logs: Path) -> list[str]:
@@ -78,7 +66,7 @@ def sure(tmp_path_factory):
 )
 def test_accelerate_launch_with_each_file_takes_the_steps_of_one_process(config, sure, tmp_path):
     model, alone = sure
-    assert wait(start(config, tmp_path / "logs", flags(model, tmp_path, SAME_TEXTS))) == 0
+    assert exit_code(start(config, tmp_path / "logs", flags(model, tmp_path, SAME_TEXTS))) == 0
     main, other = said(tmp_path / "logs")
     # Two took part, and one speaks.
     assert "settings:" in main and "done:" in main and not other.strip()
@@ -101,16 +89,15 @@ def test_accelerate_launch_with_each_file_takes_the_steps_of_one_process(config,
 def test_ctrl_c_ends_both_processes_and_resume_goes_on(config, model, tmp_path):
     folder, more = tmp_path / "t" / "stage1", "--save_every 2 --steps"
     process = start(config, tmp_path / "logs", flags(model, tmp_path, f"{more} 5000"))
-    while process.exitcode is None and not checkpoints(folder):
-        time.sleep(0.1)
+    wait_until(lambda: checkpoints(folder), process)
     os.kill(process.pid, signal.SIGINT)
-    assert wait(process) == 1  # the launcher's own; ours is 130
+    assert exit_code(process) == 1  # the launcher's own; ours is 130
     main, other = said(tmp_path / "logs")
     assert "interrupted; last checkpoint:" in main
     assert "Error" not in main and "Traceback" not in main + other
     done = int(checkpoints(folder)[-1].name[-6:])
     again = flags(model, tmp_path, f"{more} {done + 1} --resume")
-    assert wait(start(config, tmp_path / "more", again)) == 0
+    assert exit_code(start(config, tmp_path / "more", again)) == 0
     assert "going on from" in said(tmp_path / "more")[0]
     assert [row["step"] for row in rows_of(folder)] == list(range(done + 1))
     assert checkpoints(folder)[-1].name == f"checkpoint-{done + 1:06d}"
@@ -126,7 +113,7 @@ def test_ctrl_c_ends_both_processes_and_resume_goes_on(config, model, tmp_path):
 )
 def test_what_is_wrong_is_one_line_of_one_process(wrong, line, model, tmp_path):
     # Both processes find a wrong flag; only one looks for the reader.
-    assert wait(start("ddp", tmp_path / "logs", flags(model, tmp_path, wrong))) == 1
+    assert exit_code(start("ddp", tmp_path / "logs", flags(model, tmp_path, wrong))) == 1
     main, other = said(tmp_path / "logs")
     assert line in main and "Traceback" not in main and not other.strip()
 

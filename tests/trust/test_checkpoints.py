@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import command, command_line, flags, message, rows_of, same_end, settings_for
+from conftest import command_line, flags, message, rows_of, same_end, settings_for
+from processes import command, exit_code, exit_codes, start_process
 from safetensors.torch import load_file, save_file
 
 import train
@@ -79,13 +80,21 @@ def nan_moments(path):
     torch.save(state, path)
 
 
+RUN_BY_A_PICKLE = "a-pickle-was-run"
+
+
 class Pickled:
+    """Who unpickles it leaves a file in the run's folder of runs."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
     def __reduce__(self):
-        return os.system, ("touch /tmp/a-pickle-was-run",)
+        return os.mkdir, (str(self.folder / RUN_BY_A_PICKLE),)
 
 
 def pickled(path):
-    torch.save(Pickled(), path)
+    torch.save(Pickled(path.parents[2]), path)
 
 
 def of_step_2(path):
@@ -160,7 +169,7 @@ def test_a_resume_takes_the_newest_whole_one_and_ends_the_same(
     assert same_end(run, whole / "t" / "stage1")
     left = [path.name for path in run.iterdir() if path.suffix in (".partial", ".old1")]
     assert len(left) == (what != FOUR or harm is not shutil.rmtree)
-    assert not Path("/tmp/a-pickle-was-run").exists()
+    assert not [*tmp_path.rglob(RUN_BY_A_PICKLE)]
 
 
 def test_without_a_whole_one_it_says_so_and_harms_nothing(run, model, tmp_path, capsys):
@@ -176,7 +185,9 @@ def test_a_state_that_would_run_a_command_is_not_read_under_a_new_manifest_eithe
     pickled(run / STATE)
     seal(run / FOUR, 4)
     assert f"{run / STATE} cannot be read" in message(checkpoint.read_state, str(run / FOUR))
-    assert not Path("/tmp/a-pickle-was-run").exists()
+    assert not [*run.parents[1].rglob(RUN_BY_A_PICKLE)]
+    torch.load(run / STATE, weights_only=False)
+    assert [*run.parents[1].rglob(RUN_BY_A_PICKLE)]  # it would have been
 
 
 def test_another_command_is_told_what_is_wrong_with_a_checkpoint(run, model, tmp_path, capsys):
@@ -245,9 +256,7 @@ def last_line(log: Path) -> str:
 @pytest.mark.parametrize("size", [1500, 3000, 20_000, 150_000])
 def test_a_file_that_may_not_grow_is_one_line_and_resume_goes_on(size, run, model, whole, tmp_path):
     arguments, log = flags(model, tmp_path, f"{RUN} 6 --resume"), tmp_path / "log"
-    process = command(log, limited, size, arguments)
-    process.join(60)
-    assert process.exitcode == 2
+    assert exit_code(command(log, limited, size, arguments)) == 2
     assert "cannot be " in last_line(log) and "make room" in last_line(log)
     assert sorted(run.glob("checkpoint*")) == [run / "checkpoint-000002", run / FOUR]
     train.train(settings_for(model, tmp_path, f"{RUN} 6 --resume"))
@@ -270,25 +279,23 @@ def test_a_real_disk_that_fills_up(small_disk, model, tmp_path):
     folder, log = small_disk / "t" / "stage1", tmp_path / "log"
     for more in ("", " --resume"):
         arguments = flags(model, small_disk, f"{RUN} 60 --groups_kept -1{more}")
-        process = command(log, train.main, arguments)
-        process.join(60)
-        assert process.exitcode == 2 and "make room" in last_line(log)
+        assert exit_code(command(log, train.main, arguments)) == 2
+        assert "make room" in last_line(log)
         assert checkpoints(folder) and not any(wrong_with(p) for p in checkpoints(folder))
         assert not [*folder.glob("*.partial")] and rows_of(folder)
 
 
 # -------------------------------------------------------------------------------- files of lines
+def append_twenty(path: Path, child: int) -> None:
+    for number in range(20):
+        append_jsonl(path, [{"child": child, "number": number, "text": "x" * 20_000}])
+
+
 @fault(50)
 def test_eight_processes_append_to_one_file(tmp_path):
-    path = tmp_path / "a.jsonl"
-    children = []
-    for child in range(8):
-        if not (pid := os.fork()):
-            for number in range(20):
-                append_jsonl(path, [{"child": child, "number": number, "text": "x" * 20_000}])
-            os._exit(0)
-        children.append(pid)
-    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 8
+    path, log = tmp_path / "a.jsonl", tmp_path / "log"
+    children = [start_process(append_twenty, path, child, log=log) for child in range(8)]
+    assert exit_codes(children) == [0] * 8, log.read_text()
     found = [json.loads(line) for line in path.read_text().splitlines() if line]
     assert {(its["child"], its["number"]) for its in found} == {
         (child, number) for child in range(8) for number in range(20)

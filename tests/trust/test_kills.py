@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import multiprocessing
 import os
 import random
 import signal
@@ -13,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, as_rank, command, flags, free_port, rows_of, same_end, told_to
-from test_launch import start
+from conftest import ROOT, flags, rows_of, same_end
+from processes import as_command, command, exit_code, exit_codes, start_ranks, wait_for
+from test_launch import start as launched
 from test_metrics import ended
 
 import eval as evaluation
@@ -134,36 +134,16 @@ def killed_at(point: str, arguments: list[str]) -> None:
 QUICK = ("half of trainer.pt", "behind the rename", "metrics rewritten")
 
 
-class Started:
-    """A run in one or two forked processes, which say all in `log`."""
+def start(processes: int, log: Path, work, *arguments) -> list:
+    """A run in one process or in two, which print all into `log`."""
+    if processes == 1:
+        return [command(log, work, *arguments)]
+    return start_ranks(log, as_command, work, *arguments)
 
-    def __init__(self, processes: int, log: Path, work, *arguments):
-        self.log, self.all = log, []
-        if processes == 1:
-            self.all = [command(log, work, *arguments)]
-            return
-        context, port = multiprocessing.get_context("fork"), free_port()
-        for rank in range(processes):
-            given = (rank, port, {}, told_to, log, work, arguments)
-            self.all.append(context.Process(target=as_rank, args=given, daemon=True))
-            self.all[-1].start()
 
-    def send(self, number: int) -> None:
-        for process in self.all:
-            os.kill(process.pid, number)
-
-    def end(self, grace: float = 0.2) -> list[int]:
-        """Exit codes. When one has ended badly, its launcher would end the other."""
-        limit, codes = time.monotonic() + 120, [None]
-        while None in codes and time.monotonic() < limit:
-            time.sleep(0.02)
-            codes = [process.exitcode for process in self.all]
-            if any(codes):
-                limit = min(limit, time.monotonic() + grace)
-        for process in self.all:
-            process.kill()
-            process.join()
-        return codes
+def send(run: list, number: int) -> None:
+    for process in run:
+        os.kill(process.pid, number)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +154,7 @@ def unbroken(model, tmp_path_factory):
     def made(algorithm: str, processes: int) -> tuple[Path, float]:
         runs, begun = tmp_path_factory.mktemp("unbroken"), time.monotonic()
         arguments = flags(model, runs, f"{ALGORITHMS[algorithm]} {STEPS}")
-        codes = Started(processes, runs / "log", train.main, arguments).end()
+        codes = exit_codes(start(processes, runs / "log", train.main, arguments))
         assert codes == [0] * processes, (runs / "log").read_text()
         return runs / "t" / "stage1", time.monotonic() - begun
 
@@ -188,7 +168,7 @@ def goes_on(model, runs, algorithm: str, processes: int, unbroken) -> None:
     more = " --resume" * bool(done)
     arguments = flags(model, runs, f"{ALGORITHMS[algorithm]} {STEPS}{more}")
     if not done or files.step_of(done[-1]) < 8:  # else it was killed when all was done
-        codes = Started(processes, runs / "log", train.main, arguments).end()
+        codes = exit_codes(start(processes, runs / "log", train.main, arguments))
         text = (runs / "log").read_text()
         assert codes == [0] * processes and "Traceback" not in text, text
     assert same_end(folder, unbroken(algorithm, processes)[0])
@@ -218,10 +198,10 @@ def cases(many, quick=()) -> list:
 def test_a_kill_at_a_random_moment(moment, algorithm, processes, model, unbroken, tmp_path):
     seconds = unbroken(algorithm, processes)[1]
     arguments = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS}")
-    run = Started(processes, tmp_path / "log", train.main, arguments)
+    run = start(processes, tmp_path / "log", train.main, arguments)
     time.sleep(random.Random(f"{algorithm} {processes} {moment}").uniform(0.05, 1) * seconds)
-    run.send(signal.SIGKILL)
-    run.end()
+    send(run, signal.SIGKILL)
+    exit_codes(run)
     goes_on(model, tmp_path, algorithm, processes, unbroken)
 
 
@@ -233,9 +213,9 @@ def test_a_kill_at_a_chosen_point(point, algorithm, processes, model, unbroken, 
     first, log = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS}"), tmp_path / "log"
     at_resume = POINTS[point][2]
     if at_resume:
-        Started(processes, log, killed_at, "before the rename", first).end()
+        exit_codes(start(processes, log, killed_at, "before the rename", first))
         first.append("--resume")
-    codes = Started(processes, log, killed_at, point, first).end()
+    codes = exit_codes(start(processes, log, killed_at, point, first))
     assert codes[0] == -signal.SIGKILL, log.read_text()
     goes_on(model, tmp_path, algorithm, processes, unbroken)
 
@@ -243,7 +223,7 @@ def test_a_kill_at_a_chosen_point(point, algorithm, processes, model, unbroken, 
 @pytest.mark.parametrize("_, algorithm, processes", cases([(0, ())], quick=(0,)))
 def test_the_same_seed_gives_the_same_run(_, algorithm, processes, model, unbroken, tmp_path):
     arguments = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS} --deterministic")
-    Started(processes, tmp_path / "log", train.main, arguments).end()
+    exit_codes(start(processes, tmp_path / "log", train.main, arguments))
     assert same_end(tmp_path / "t" / "stage1", unbroken(algorithm, processes)[0])
 
 
@@ -262,9 +242,8 @@ def made_toy(runs: Path, kill: bool) -> None:
 @fault(14)
 def test_a_kill_at_the_rename_of_the_warm_up(tmp_path):
     for kill in (True, False):
-        process = command(tmp_path / "log", made_toy, tmp_path, kill)
-        process.join(60)
-        assert process.exitcode == (-signal.SIGKILL if kill else 0), (tmp_path / "log").read_text()
+        code = exit_code(command(tmp_path / "log", made_toy, tmp_path, kill))
+        assert code == (-signal.SIGKILL if kill else 0), (tmp_path / "log").read_text()
     assert not [*tmp_path.rglob("*.partial")]
 
 
@@ -283,20 +262,11 @@ def test_sigterm_in_the_warm_up(tmp_path):
     log = tmp_path / "log"
     arguments = ["--runs", str(tmp_path), "--doctor"]
     process = command(log, first_run, tmp_path, True, arguments)
-    wait_for(log, "warming up")
+    wait_for(log, "warming up", process)
     process.terminate()
-    process.join(60)
-    assert process.exitcode == 143 and "ended by SIGTERM" in log.read_text()
+    assert exit_code(process) == 143 and "ended by SIGTERM" in log.read_text()
     again = command(log, first_run, tmp_path, False, arguments)
-    again.join(60)
-    assert again.exitcode == 0 and "Traceback" not in log.read_text()
-
-
-def wait_for(log: Path, text: str, seconds: float = 60) -> None:
-    limit = time.monotonic() + seconds
-    while not (log.exists() and text in log.read_text()):
-        assert time.monotonic() < limit, log.read_text() if log.exists() else log
-        time.sleep(0.02)
+    assert exit_code(again) == 0 and "Traceback" not in log.read_text()
 
 
 # ------------------------------------------------------------------------------ SIGTERM, launchers
@@ -307,10 +277,10 @@ LONG = "--steps 5000 --save_every 5000"
 @pytest.mark.parametrize("processes", [1, 2])
 def test_sigterm_saves_what_was_learned(processes, model, tmp_path):
     folder, log = tmp_path / "t" / "stage1", tmp_path / "log"
-    run = Started(processes, log, train.main, flags(model, tmp_path, LONG))
-    wait_for(folder / "metrics.jsonl", '"step": 2')
-    run.send(signal.SIGTERM)
-    codes, text = run.end(grace=10), log.read_text()
+    run = start(processes, log, train.main, flags(model, tmp_path, LONG))
+    wait_for(folder / "metrics.jsonl", '"step": 2', run[0])
+    send(run, signal.SIGTERM)
+    codes, text = exit_codes(run, grace=60), log.read_text()
     assert codes[0] == 143 and "Traceback" not in text, text
     assert "ended by SIGTERM; last checkpoint:" in text
     (saved,) = checkpoints(folder)
@@ -320,7 +290,7 @@ def test_sigterm_saves_what_was_learned(processes, model, tmp_path):
 def test_an_error_while_sampling_keeps_what_was_learned(model, tmp_path):
     """Also when it is another process that fails: the first has the whole."""
     folder, log = tmp_path / "t" / "stage1", tmp_path / "log"
-    codes = Started(2, log, failing_other, flags(model, tmp_path, LONG)).end(grace=10)
+    codes = exit_codes(start(2, log, failing_other, flags(model, tmp_path, LONG)), grace=60)
     assert codes[0] and [files.step_of(path) for path in checkpoints(folder)] == [3]
 
 
@@ -345,18 +315,20 @@ def processes_of(launcher: int) -> list[int]:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="Linux tells a process that its parent died")
 def test_processes_end_when_their_launcher_is_gone(model, tmp_path):
     folder = tmp_path / "t" / "stage1"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += ["configs/ddp.yaml", "--num_processes", "2", "--main_process_port", "0", "train.py"]
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    words += ["configs/ddp.yaml", "--num_processes", "2", "--main_process_port", "0", "train.py"]
     with open(tmp_path / "log", "w") as log:
         how = {"cwd": ROOT, "env": os.environ | {"ACCELERATE_USE_CPU": "true"}}
         launcher = subprocess.Popen(
-            [*command, *flags(model, tmp_path, LONG)], stdout=log, stderr=log, **how
+            [*words, *flags(model, tmp_path, LONG)], stdout=log, stderr=log, **how
         )
-    wait_for(folder / "metrics.jsonl", '"step": 2')
-    children = processes_of(launcher.pid)
-    launcher.kill()
-    launcher.wait()
-    assert len(children) == 2 and all(ended(child, 30) for child in children)
+    try:
+        wait_for(folder / "metrics.jsonl", '"step": 2')
+        children = processes_of(launcher.pid)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert len(children) == 2 and all(ended(child) for child in children)
     rows = rows_of(folder)
     assert checkpoints(folder) and files.step_of(checkpoints(folder)[-1]) >= len(rows) - 1
     text = (tmp_path / "log").read_text()
@@ -367,12 +339,25 @@ def test_processes_end_when_their_launcher_is_gone(model, tmp_path):
 @pytest.mark.slow
 def test_all_end_when_one_of_them_is_killed(model, tmp_path):
     folder = tmp_path / "t" / "stage1"
-    launcher = start("ddp", tmp_path / "logs", flags(model, tmp_path, LONG))
-    wait_for(folder / "metrics.jsonl", '"step": 2')
+    launcher = launched("ddp", tmp_path / "logs", flags(model, tmp_path, LONG))
+    wait_for(folder / "metrics.jsonl", '"step": 2', launcher)
     first, other = processes_of(launcher.pid)
     os.kill(other, signal.SIGKILL)
-    launcher.join(60)
-    assert launcher.exitcode == 1 and ended(first, 30)
+    assert exit_code(launcher) == 1 and ended(first)
+
+
+def killed_after(lines: int, arguments: list[str]) -> None:
+    """An evaluation that is killed when its file has so many lines and a half."""
+    real = evaluation.append_jsonl
+
+    def half(path, rows):
+        real(path, rows)
+        written = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(written[:lines]) + written[lines][:40])
+        die()
+
+    evaluation.append_jsonl = half
+    evaluation.main(arguments)
 
 
 @fault(17)
@@ -380,13 +365,11 @@ def test_a_killed_evaluation_writes_the_same_predictions(trained, tmp_path):
     out, log = tmp_path / "a.jsonl", tmp_path / "log"
     arguments = f"--runs {trained} --questions 12 --out".split()
     whole = command(log, evaluation.main, [*arguments, str(tmp_path / "whole.jsonl")])
-    whole.join(120)
-    assert whole.exitcode == 0, log.read_text()
+    assert exit_code(whole) == 0, log.read_text()
     for lines in (1, 9):
-        process = command(log, evaluation.main, [*arguments, str(out)])
-        while process.is_alive() and not (out.exists() and out.read_text().count("\n") >= lines):
-            time.sleep(0.001)
-        process.kill()
-        process.join()
-    command(log, evaluation.main, [*arguments, str(out)]).join(120)
+        process = command(log, killed_after, lines, [*arguments, str(out)])
+        assert exit_code(process) == -signal.SIGKILL, log.read_text()
+        assert out.read_text().count("\n") >= lines
+    last = command(log, evaluation.main, [*arguments, str(out)])
+    assert exit_code(last) == 0, log.read_text()
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()

@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
-from conftest import ROOT, command, command_line, flags, message, rows_of, settings_for
+from conftest import ROOT, command_line, flags, message, rows_of, settings_for
+from processes import command, kill, wait_for
 
 import train
 from errors import Terminated
@@ -23,25 +23,14 @@ def threads_as_they_are(monkeypatch):
     monkeypatch.setattr(build, "set_threads", lambda: None)
 
 
-def wait_for(path, lines: int) -> None:
-    for _ in range(600):
-        if path.exists() and len(path.read_bytes().splitlines()) >= lines:
-            return
-        time.sleep(0.1)
-    pytest.fail(f"{path} has not {lines} lines")
-
-
 @fault(49)
 def test_a_second_run_in_a_folder_names_the_first_and_leaves_it_alone(model, tmp_path, capsys):
     first = command(tmp_path / "log", train.main, flags(model, tmp_path, "--steps 500"))
-    try:
-        wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", 1)
-        said = command_line(train.main, flags(model, tmp_path, "--steps 1"), capsys)
-        assert f"process {first.pid} trains in {tmp_path}/t/stage1: wait for it" in said
-        assert not (tmp_path / "t" / "stage1.old1").exists()
-    finally:
-        first.kill()
-        first.join()
+    wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", "\n", first)
+    said = command_line(train.main, flags(model, tmp_path, "--steps 1"), capsys)
+    assert f"process {first.pid} trains in {tmp_path}/t/stage1: wait for it" in said
+    assert not (tmp_path / "t" / "stage1.old1").exists()
+    kill(first)
     train.train(settings_for(model, tmp_path, "--steps 1"))  # a killed one holds nothing
     assert (tmp_path / "t" / "stage1.old1").exists()
 

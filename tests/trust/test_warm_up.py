@@ -1,12 +1,11 @@
 """The built-in model, which a first run makes and others take: damage is noticed, two make one."""
 
-import multiprocessing
 import os
 import signal
-import time
 
 import pytest
 from conftest import message, same
+from processes import exit_codes, log_of, start_process, wait_for, wait_until
 
 from papers import paper_of
 from policy import Policy
@@ -55,10 +54,11 @@ def flip(path):
     path.write_bytes(data)
 
 
-def slowly(runs, log) -> None:
+def at_leisure(runs, log, released) -> None:
     def warm_up(*_):
-        log.open("a").write(f"{os.getpid()}\n")
-        time.sleep(0.3)
+        with log.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        wait_until(released.exists)
 
     toy.warm_up = warm_up
     made(runs)
@@ -67,15 +67,13 @@ def slowly(runs, log) -> None:
 @pytest.mark.fault(16)
 @pytest.mark.parametrize("killed", [False, True])
 def test_of_first_runs_at_once_one_makes_the_model_even_if_another_was_killed(killed, tmp_path):
-    context, log = multiprocessing.get_context("fork"), tmp_path / "log"
-    runs = [context.Process(target=slowly, args=(tmp_path, log), daemon=True) for _ in range(3)]
-    for run in runs:
-        run.start()
-    while not log.exists() or not log.read_text():
-        time.sleep(0.01)
+    log, released = tmp_path / "log", tmp_path / "released"
+    words = (at_leisure, tmp_path, log, released)
+    runs = [start_process(*words, log=tmp_path / "said") for _ in range(3)]
+    wait_for(log, "\n")
     if killed:
         os.kill(int(log.read_text()), signal.SIGKILL)
-    for run in runs:
-        run.join(30)
-    assert sorted(run.exitcode for run in runs) == [-9 * killed, 0, 0]
+        wait_until(lambda: len(log.read_text().split()) == 2)
+    released.touch()
+    assert sorted(exit_codes(runs, grace=100)) == [-9 * killed, 0, 0], log_of(tmp_path / "said")
     assert len(log.read_text().split()) == 1 + killed

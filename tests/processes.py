@@ -1,0 +1,218 @@
+"""The processes that tests start: forked from a server, waited for with a limit, never left over.
+
+A test process has threads (servers, searches that hang), and a fork copies the locks that they
+hold: whoever then waits for such a lock waits for ever. So everything that a test starts is forked
+from one process, a fresh interpreter with the imports and without threads.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+import metrics
+from errors import run_main
+
+TESTS = Path(__file__).resolve().parent
+SESSION = "SEARCH_RL_TEST_SESSION"  # an environment variable that all that we start inherits
+FORKS = multiprocessing.get_context("forkserver")
+STARTED = []  # by the running test
+PATIENCE = 100  # seconds: below the limit of a test, so that what hangs is named
+
+
+def start_server() -> None:
+    """Starts the process that others are forked from, a new interpreter, unless it runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
+        FORKS.set_forkserver_preload(["conftest"])
+        forkserver.ensure_running()
+
+
+# ------------------------------------------------------------------------------------------- start
+def start_process(work, *arguments, log: Path | None = None):
+    """work(*arguments) in a process of its own. All of them must pickle. Returns the process; it
+    prints into `log` if there is one.
+    """
+    start_server()
+    environment = dict(os.environ)  # the server has kept that of its own start
+    given = (environment, log, work, arguments)
+    process = FORKS.Process(target=begin, args=given, daemon=True)
+    process.log = log
+    process.start()
+    STARTED.append(process)
+    return process
+
+
+def begin(environment: dict, log: Path | None, work, arguments) -> None:
+    """What a forked process does first."""
+    os.environ.clear()
+    os.environ.update(environment)
+    if log is not None:
+        file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115, open to the end
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        sys.stdout = sys.stderr = file
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    AcceleratorState._reset_state(reset_partial_state=True)
+    work(*arguments)
+
+
+def as_command(work, *arguments) -> None:
+    run_main(lambda: work(*arguments))
+
+
+def command(log: Path, work, *arguments):
+    """Starts `work` as a command of its own: exit codes and last lines are those of `run_main`."""
+    return start_process(as_command, work, *arguments, log=log)
+
+
+def as_rank(rank: int, port: int, environment: dict, work, *arguments) -> None:
+    """One of two processes as torchrun sets them up. The test holds the store where they meet."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "ACCELERATE_USE_CPU": "1",
+        **environment,
+    }
+    work(*arguments)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def start_ranks(log: Path, work, *arguments, environment: dict | None = None) -> list:
+    """work(*arguments) in two processes that form a group."""
+    # A port of 0 is chosen by the store itself: nobody else can take it in between.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = (store.port, environment or {}, work, *arguments)
+    ranks = [start_process(as_rank, rank, *given, log=log) for rank in (0, 1)]
+    for process in ranks:
+        process.store = store  # it lives as long as they do
+    return ranks
+
+
+def in_two_processes(work, *arguments, environment: dict | None = None) -> None:
+    """work(*arguments) in two processes at once; both must end well."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        codes = exit_codes(start_ranks(log, work, *arguments, environment=environment))
+        assert codes == [0, 0], log.read_text(errors="replace")
+
+
+# --------------------------------------------------------------------------------------- wait, end
+def exit_codes(processes: list, grace: float = 1) -> list[int]:
+    """The exit codes of all. After one has ended badly the others have `grace` seconds: a launcher
+    would end them. Who does not end in PATIENCE seconds is killed, and the test fails.
+    """
+    limit, failed = time.monotonic() + PATIENCE, False
+    while None in (codes := [process.exitcode for process in processes]):
+        if any(codes) and not failed:
+            failed, limit = True, time.monotonic() + grace
+        if time.monotonic() > limit:
+            break
+        time.sleep(0.01)
+    for process in processes:
+        kill(process)
+    if None in codes and not failed:
+        pytest.fail(f"it does not end:\n{log_of(processes[0].log)}")
+    return [process.exitcode for process in processes]
+
+
+def exit_code(process) -> int:
+    return exit_codes([process])[0]
+
+
+def log_of(log: Path | None) -> str:
+    return log.read_text(errors="replace") if log is not None and log.exists() else "(no log)"
+
+
+def kill(process) -> None:
+    """Ends a process, and what it has started."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+    process.kill()
+    process.join(60)
+
+
+def wait_until(there, process=None, log: Path | None = None) -> None:
+    """Until there() is true. The test fails if the process ends before, or never gets there."""
+    limit = time.monotonic() + PATIENCE
+    while not there():
+        over = process is not None and process.exitcode is not None
+        if (over and not there()) or time.monotonic() > limit:
+            what = f"exit code {process.exitcode}" if over else "it has waited long enough"
+            pytest.fail(f"{what}:\n{log_of(log or getattr(process, 'log', None))}")
+        time.sleep(0.01)
+
+
+def wait_for(path: Path, text: str, process=None) -> None:
+    """Until the file has this text."""
+    wait_until(lambda: path.exists() and text in path.read_text(), process, log=path)
+
+
+def quiet_port() -> int:
+    """A port that two launchers can be told. Nobody who asks for any free port is ever given it:
+    those begin above.
+    """
+    lowest = 10_000 + os.getpid() * 7 % 20_000
+    taken = {address.laddr.port for address in psutil.net_connections("inet") if address.laddr}
+    return next(port for port in range(lowest, 32_768) if port not in taken)
+
+
+# ------------------------------------------------------------------------------------ what is left
+@pytest.fixture(autouse=True)
+def nothing_goes_on():
+    """A test that fails leaves no training behind."""
+    yield
+    while STARTED:
+        kill(STARTED.pop())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_left():
+    """Fails after a file that leaves a process, a thread that is not a daemon, or an open port."""
+    yield
+    limit = time.monotonic() + 20  # what has been killed may take a moment
+    while (left := [*processes_left(), *threads_left(), *ports_left()]) and (
+        time.monotonic() < limit
+    ):
+        time.sleep(0.05)
+    assert not left, f"left over: {left}"
+
+
+def processes_left():
+    """Those of this session, wherever their parents are, but for what every test may use."""
+    known = {os.getpid(), forkserver._forkserver._forkserver_pid}
+    known |= {resource_tracker._resource_tracker._pid, *(worker.pid for worker in metrics._IDLE)}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            own = process.pid not in known and process.status() != psutil.STATUS_ZOMBIE
+            if own and process.environ().get(SESSION) == str(os.getpid()):
+                yield f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
+
+
+def threads_left():
+    main = threading.main_thread()
+    return [t.name for t in threading.enumerate() if t is not main and not t.daemon]
+
+
+def ports_left():
+    listening = psutil.Process().net_connections("inet")
+    return [f"port {its.laddr.port}" for its in listening if its.status == psutil.CONN_LISTEN]
