@@ -11,6 +11,11 @@ that did not learn in the built-in world needs passages of its own. Left out: a 
 question stands alone.
 """
 
+from errors import FlagParser, InputError, check_output, nearest, prepare_command, run_main
+
+if __name__ == "__main__":
+    prepare_command()
+# isort: split
 import dataclasses
 import io
 import os
@@ -23,7 +28,6 @@ from pathlib import Path
 import torch
 
 from data import Question, clean, harmless, load_questions
-from errors import FlagParser, InputError, check_output, nearest, run_main
 from eval import settings_of
 from metrics import exact_match
 from plumbing import build

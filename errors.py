@@ -2,33 +2,53 @@
 
 import argparse
 import difflib
+import functools
 import io
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from operator import ge, gt, le, lt
 from pathlib import Path
+from statistics import median
 
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # how a limit is kept, and told
 BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 LOST = "another process or machine of this run is gone: look there for why; go on with --resume"
 
-if not sys.stderr.isatty():  # in a file each state of a bar is a line: two a minute will do
-    os.environ.setdefault("TQDM_MININTERVAL", "30")
+SPINS = "2000"  # turns of a loop that a thread of torch's waits before it sleeps
 
 
-def told_in_one_line(kind: type, error: BaseException, trace) -> None:
-    """Ctrl-C while a file still imports what it needs; `run_main` has the rest."""
+@functools.cache
+def prepare_command() -> None:
+    """Does what must come before a command imports anything else; importing a file does nothing.
+
+    Ctrl-C during those imports is one line. Progress bars need no lock between processes: a
+    process that is killed while it holds one stops all others. And torch's threads wait for each
+    other at the end of every operation: by default they spin for so long that a second busy
+    program takes nine tenths of the speed; if they sleep at once, a quiet machine is a third
+    slower. How they wait changes no digit. A user's own OMP_WAIT_POLICY or GOMP_SPINCOUNT wins.
+    """
+    sys.excepthook = report_interrupt
+    if not sys.stderr.isatty():  # in a file each state of a bar is a line: two a minute will do
+        os.environ.setdefault("TQDM_MININTERVAL", "30")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    from tqdm import tqdm  # it reads its environment when it is imported
+
+    tqdm.set_lock(threading.RLock())
+    tqdm.monitor_interval = 0
+
+
+def report_interrupt(kind: type, error: BaseException, trace) -> None:
+    """Reports Ctrl-C while a file still imports what it needs; `run_main` reports later ones."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
-    elif not int(os.environ.get("LOCAL_RANK", 0)):  # others are ended by their launcher
+    elif not int(os.environ.get("LOCAL_RANK", 0)):  # the others are ended by their launcher
         print("\ninterrupted", file=sys.stderr)
-
-
-sys.excepthook = told_in_one_line
 
 
 class InputError(ValueError):
@@ -45,6 +65,7 @@ def raise_terminated(*_) -> None:
 
 def run_main(main: Callable[[], None]) -> None:
     """Run a file's `main`: an InputError is printed and ends it with code 2, Ctrl-C with 130."""
+    prepare_command()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal, or a log, may have no ⟦
             stream.reconfigure(errors="backslashreplace")
@@ -63,6 +84,18 @@ def run_main(main: Callable[[], None]) -> None:
             raise
         print(f"error: {LOST if lost else error}", file=sys.stderr)
         sys.exit(2)
+
+
+def slow_step(seconds: list[float]) -> str | None:
+    """Returns a line about the newest step if it is the first that takes five times as long as the
+    first five do (their median). slow_step([1, 1, 1, 1, 1, 6]) names step 5.
+    """
+    usual = median(seconds[:5])
+    slow = [step for step, its in enumerate(seconds) if step >= 5 and its > 5 * usual]
+    if slow != [len(seconds) - 1]:
+        return None
+    took = f"step {slow[0]} took {seconds[-1]:.2g} s, the first five {usual:.2g} s each"
+    return f"{took}: is something else using this machine?"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -23,13 +23,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import FlagParser, InputError, check_output, run_main, setting
+from errors import FlagParser, InputError, check_output, prepare_command, run_main, setting
 from plumbing.predictions import PUNCTUATION, score_command, score_files, scored
 from plumbing.report import report
 
-if __name__ == "__main__" and any(word.split("=")[0] == "--predictions" for word in sys.argv):
-    run_main(score_command)  # without a model: what follows would load torch for seconds
-    sys.exit()
+if __name__ == "__main__":
+    prepare_command()
+    if any(word.split("=")[0] == "--predictions" for word in sys.argv):
+        run_main(score_command)  # without a model: what follows would load torch for seconds
+        sys.exit()
 
 from tqdm import tqdm
 

@@ -12,6 +12,7 @@ weights on the same machine. Left out: packing several examples into one row, se
 """
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from errors import InputError, run_main
+from errors import InputError, run_main, slow_step
 from policy import Policy, last_column
 from rollout import encode
 from scale.packing import micro_batches
@@ -95,9 +96,10 @@ def train_sft(
     optimizer = torch.optim.AdamW(
         trained, lr=settings.lr, betas=settings.betas, weight_decay=0.0, fused=True
     )
-    losses = []
+    losses, seconds = [], []
     with tqdm(total=settings.steps, desc=description, dynamic_ncols=True) as bar:
         for step in range(settings.steps):
+            start = time.perf_counter()
             for group in optimizer.param_groups:
                 group["lr"] = settings.lr * sft_lr_factor(step, settings)
             losses.append(backward(policy, next_examples(step), settings.tokens_per_micro_batch))
@@ -106,6 +108,9 @@ def train_sft(
             optimizer.zero_grad()
             bar.update()
             bar.set_postfix(loss=f"{losses[-1]:.3f}")
+            seconds.append(time.perf_counter() - start)
+            if line := slow_step(seconds):
+                bar.write(line, file=sys.stderr)
     return losses
 
 

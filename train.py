@@ -15,9 +15,10 @@ process samples its share of the questions; then all know all: statistics are of
 Files, in runs/NAME/stageN: settings.json, metrics.jsonl, trajectories.jsonl.gz, checkpoints.
 """
 
-# First: Ctrl-C during the imports below is one line.
-from errors import run_main
+from errors import prepare_command, run_main
 
+if __name__ == "__main__":
+    prepare_command()
 # isort: split
 import copy
 import time

@@ -5,7 +5,10 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 
-from errors import FlagParser, InputError, check_value
+from errors import FlagParser, InputError, check_value, prepare_command
+
+if sys.argv[0] == "-m":  # python -m lab.NAME imports this file first
+    prepare_command()
 from settings import RENAMED, add_flags, check_limits, named_in
 
 

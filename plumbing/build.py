@@ -4,6 +4,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import math
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
@@ -40,6 +42,7 @@ from world.toy import load_toy
 from world.world import LOOK_UPS, World
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
+CGROUPS, OWN_CGROUP = "/sys/fs/cgroup", Path("/proc/self/cgroup")  # where Linux keeps quotas
 LAUNCHERS = (b"accelerate", b"torchrun", b"torch.distributed", b"lab.ablate")
 
 
@@ -199,9 +202,30 @@ def check_processes(known: int) -> None:
 
 
 def set_threads() -> None:
-    """Trap: `accelerate launch` sets OMP_NUM_THREADS=1, and a CPU run then uses one core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    """Shares the cores among the processes of this machine. The load decides nothing: another
+    number of threads gives other digits. A user's own OMP_NUM_THREADS wins.
+
+    Trap: launchers set it, too. `torchrun` sets 1, `accelerate launch` 1 or all cores, and a CPU
+    run would then use one core, or all of them in every process.
+    """
+    processes, asked = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), os.environ.get("OMP_NUM_THREADS")
+    launched = {"LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()
+    launchers = ("1", str((psutil.cpu_count(logical=False) or 1) // processes))
+    if not asked or (launched and asked in launchers):
+        torch.set_num_threads(max(1, usable_cores() // processes))
+
+
+def usable_cores() -> int:
+    """The cores that this process is bound to, and no more than the quota of its container."""
+    bound = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count()
+    with contextlib.suppress(OSError):
+        group = Path(f"{CGROUPS}/{OWN_CGROUP.read_text().rpartition('::/')[2].strip()}")
+        for limit in (folder / "cpu.max" for folder in (group, *group.parents)):
+            if limit.is_file() and not (text := limit.read_text()).startswith("max"):
+                quota, period = map(int, text.split())
+                cores = min(cores, math.ceil(quota / period))
+    return cores
 
 
 def same_numbers() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from errors import InputError, raise_terminated
+from errors import InputError, raise_terminated, slow_step
 from formats.manifest import wrong_with
 from formats.records import (
     append_jsonl,
@@ -242,6 +242,7 @@ class Run:
         numbers = {name: its for name, its in rounded.items() if name != "alarms"}
         self.accelerator.log(numbers, record["step"])
         said = [f"alarm: {cause} (python view.py shows the steps)" for cause in raised.values()]
+        said += filter(None, [slow_step([*map(seconds_of, self.records)])])
         self.progress.write("\n".join([console_line(record), *said]))
         step = record["step"]
         if step % SHOW_EVERY == 0 or step + 1 == self.settings.steps:
@@ -299,6 +300,12 @@ def go_on(out: Path, made_with: dict, expected: list, key, batch: int, fresh: bo
     write_records(out, records[:good])
     beside.write_text(text, encoding="utf-8")
     return records[:good]
+
+
+def seconds_of(record: dict) -> float:
+    """What a step took, without evaluation and saving."""
+    parts = ("rollout_seconds", "reward_seconds", "update_seconds")
+    return sum(record.get(part, 0.0) for part in parts)
 
 
 SHOWN = """

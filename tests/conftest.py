@@ -43,8 +43,9 @@ from sft import Example, SFTSettings, example_of, train_sft
 from world.toy import NOTE, make_model, make_tokenizer, shape
 from world.world import World
 
-build.set_threads = lambda: None
-torch.set_num_threads(1)  # also what a module's fixtures train, before the first test
+# A second thread would only wait: also in what a file's fixtures train, and what is forked.
+set_threads, build.set_threads = build.set_threads, lambda: None
+torch.set_num_threads(1)
 
 
 def pytest_configure():

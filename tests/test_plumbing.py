@@ -12,7 +12,16 @@ import torch
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
-from conftest import command_line, flags, random_policy, rows_of, same, settings_for, small
+from conftest import (
+    command_line,
+    flags,
+    random_policy,
+    rows_of,
+    same,
+    set_threads,
+    settings_for,
+    small,
+)
 from test_lora import needs_peft
 from test_train import quick
 from transformers import Qwen2Config
@@ -21,7 +30,7 @@ import train
 from errors import InputError
 from formats.manifest import seal
 from plumbing import build
-from plumbing.build import build_parts, check_processes, set_threads
+from plumbing.build import build_parts, check_processes
 from plumbing.files import checkpoints, console_line, saved_settings
 from policy import load_policy, save_policy
 from settings import Settings
@@ -221,12 +230,54 @@ def test_processes_that_did_not_find_each_other_or_have_no_rows_are_one_line(mon
         build.check_shares(settings, 4)
 
 
-def test_the_cores_of_a_machine_are_shared_by_its_processes(monkeypatch):
+@pytest.fixture
+def eight_cores(monkeypatch, tmp_path):
+    """Eight logical and four physical cores, no quota, no launcher. Returns where quotas lie."""
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
-    for processes, threads in (("2", 4), ("16", 1)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-        set_threads()
-        assert torch.get_num_threads() == threads
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 8 if logical else 4)
+    own = tmp_path / "own"
+    own.write_text("9:name=systemd:/\n0::/user/me\n")
+    monkeypatch.setattr(build, "OWN_CGROUP", own)
+    monkeypatch.setattr(build, "CGROUPS", tmp_path)
+    (tmp_path / "user" / "me").mkdir(parents=True)
+    (tmp_path / "user" / "me" / "cpu.max").write_text("max 100000\n")
+    return tmp_path / "user" / "cpu.max"
+
+
+def threads_set() -> int:
+    torch.set_num_threads(7)  # as it was before
+    set_threads()
+    return torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    "environment, threads",
+    [
+        ({}, 8),
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, 4),  # torchrun's own 1
+        ({"LOCAL_WORLD_SIZE": "16", "OMP_NUM_THREADS": "1"}, 1),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "4"}, 8),  # accelerate's own 4
+        ({"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "3"}, 7),  # the user's: as it is
+        ({"OMP_NUM_THREADS": "1"}, 7),
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "3"}, 7),
+    ],
+)
+def test_the_cores_of_a_machine_are_shared_by_its_processes(
+    environment, threads, eight_cores, monkeypatch
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert threads_set() == threads
+
+
+@pytest.mark.parametrize("quota, threads", [("250000 100000", 3), ("900000 100000", 8)])
+def test_a_container_has_no_more_threads_than_its_quota_of_cores(quota, threads, eight_cores):
+    eight_cores.write_text(quota)
+    assert threads_set() == threads
+    build.OWN_CGROUP.unlink()  # not Linux, or an older one
+    assert threads_set() == 8
 
 
 # --------------------------------------------------------------------- UR²'s recipes, real records

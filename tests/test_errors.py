@@ -1,0 +1,83 @@
+"""errors.py: what a command does before its imports, and when a slow step is worth a line."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, rows_of, settings_for
+
+import train
+from errors import SPINS, slow_step
+from plumbing import files
+
+REPORT = """
+from tqdm import tqdm
+print(type(tqdm.get_lock()).__module__, tqdm.monitor_interval, sys.excepthook.__name__)
+print(os.environ.get("GOMP_SPINCOUNT"))
+"""
+
+
+def report(code: str, **environment) -> list[str]:
+    """What that code, and then REPORT, print in a fresh process."""
+    own = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    words = [sys.executable, "-c", f"import os, sys\n{code}\n{REPORT}"]
+    how = {"cwd": ROOT, "env": own | environment, "capture_output": True, "text": True}
+    return subprocess.run(words, check=True, **how).stdout.split()
+
+
+def test_to_import_a_file_does_nothing():
+    assert report("import errors")[1:] == ["10", "excepthook", "None"]
+
+
+@pytest.mark.parametrize(
+    "environment, spins",
+    [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_a_command_has_a_lock_of_its_own_and_the_user_decides_how_threads_wait(environment, spins):
+    prepared = report("import errors; errors.prepare_command()", **environment)
+    assert prepared == ["_thread", "0", "report_interrupt", spins]
+
+
+STOPPED_AT_TORCH = """
+import runpy
+sys.modules["torch"] = None  # to import it is an ImportError
+try:
+    {start}
+except ImportError as error:
+    assert "torch" in str(error)
+else:
+    raise SystemExit("torch was not imported")
+"""
+
+
+@pytest.mark.parametrize("start", ["train.py", "eval.py", "ask.py", "python -m lab.plan"])
+def test_each_long_command_is_prepared_before_torch_is_imported(start):
+    run = f'runpy.run_path("{start}", run_name="__main__")'
+    if start.startswith("python -m"):
+        run = 'sys.argv[0] = "-m"; import lab.plan'
+    assert report(STOPPED_AT_TORCH.format(start=run))[2:] == ["report_interrupt", SPINS]
+
+
+@pytest.mark.parametrize(
+    "seconds, line",
+    [
+        ([1, 2, 3, 4, 5, 15], None),  # the median is 3
+        ([1, 2, 3, 4, 5, 15.1], "step 5 took 15 s, the first five 3 s each"),
+        ([1, 1, 1, 1, 1, 6, 1], None),
+        ([1, 1, 1, 1, 1, 6, 7], None),  # once is enough
+        ([9, 1, 1], None),
+        ([0.1, 1], None),
+    ],
+)
+def test_the_first_step_that_takes_five_times_the_median_of_the_first_five(seconds, line):
+    found = slow_step(seconds)
+    assert found is None if line is None else found.startswith(line)
+
+
+def test_a_slow_step_of_a_run_is_one_line(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(files, "seconds_of", lambda record: 9 if record["step"] in (5, 6) else 1)
+    folder = train.train(settings_for(model, tmp_path, "--steps 8"))
+    assert len(rows_of(folder)) == 8
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("is something else using this machine?") == 1
