@@ -42,7 +42,7 @@ from world.toy import load_toy
 from world.world import LOOK_UPS, World
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-CGROUPS, OWN_CGROUP = "/sys/fs/cgroup", Path("/proc/self/cgroup")  # where Linux keeps quotas
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of all cores in a period, and the period
 LAUNCHERS = (b"accelerate", b"torchrun", b"torch.distributed", b"lab.ablate")
 
 
@@ -219,12 +219,9 @@ def usable_cores() -> int:
     """The cores that this process is bound to, and no more than the quota of its container."""
     bound = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count()
-    with contextlib.suppress(OSError):
-        group = Path(f"{CGROUPS}/{OWN_CGROUP.read_text().rpartition('::/')[2].strip()}")
-        for limit in (folder / "cpu.max" for folder in (group, *group.parents)):
-            if limit.is_file() and not (text := limit.read_text()).startswith("max"):
-                quota, period = map(int, text.split())
-                cores = min(cores, math.ceil(quota / period))
+    with contextlib.suppress(OSError, ValueError):  # not Linux; "max" is no limit
+        quota, period = map(int, QUOTA.read_text().split())
+        cores = min(cores, math.ceil(quota / period))
     return cores
 
 

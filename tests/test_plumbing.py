@@ -232,18 +232,15 @@ def test_processes_that_did_not_find_each_other_or_have_no_rows_are_one_line(mon
 
 @pytest.fixture
 def eight_cores(monkeypatch, tmp_path):
-    """Eight logical and four physical cores, no quota, no launcher. Returns where quotas lie."""
+    """Eight logical and four physical cores, no quota, no launcher. Returns the quota's file."""
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 8 if logical else 4)
-    own = tmp_path / "own"
-    own.write_text("9:name=systemd:/\n0::/user/me\n")
-    monkeypatch.setattr(build, "OWN_CGROUP", own)
-    monkeypatch.setattr(build, "CGROUPS", tmp_path)
-    (tmp_path / "user" / "me").mkdir(parents=True)
-    (tmp_path / "user" / "me" / "cpu.max").write_text("max 100000\n")
-    return tmp_path / "user" / "cpu.max"
+    quota = tmp_path / "cpu.max"
+    quota.write_text("max 100000\n")
+    monkeypatch.setattr(build, "QUOTA", quota)
+    return quota
 
 
 def threads_set() -> int:
@@ -276,7 +273,7 @@ def test_the_cores_of_a_machine_are_shared_by_its_processes(
 def test_a_container_has_no_more_threads_than_its_quota_of_cores(quota, threads, eight_cores):
     eight_cores.write_text(quota)
     assert threads_set() == threads
-    build.OWN_CGROUP.unlink()  # not Linux, or an older one
+    eight_cores.unlink()  # not Linux, or no container
     assert threads_set() == 8
 
 
