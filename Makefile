@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 SEED ?= 0
 # `make test SHUFFLE=7` takes the tests in an order of this seed; those of a file stay on one worker.
-SHUFFLED = --dist loadfile --no-loadscope-reorder --shuffle $(SHUFFLE)
+SHUFFLED = --dist loadfile --no-loadscope-reorder --shuffle=$(SHUFFLE)
 # A test that is long may take half an hour; pyproject.toml has the limit of the others.
 LONG = -o faulthandler_timeout=1790
 
