@@ -15,7 +15,7 @@ FORBIDDEN = {
     "functions over 6 parameters": ("ppo.py", "def f(a, b, c, d, *, e, f, g): ...", "ppo.py:1"),
     "statements over 60 nodes": ("view.py", f"def f():\n    {LIMIT}", "view.py:2"),
     "lines over 100 columns": ("tests/test_x.py", f'\nx = "{"y" * 95}"', "tests/test_x.py:2"),
-    "fmt: skip or off on the path": ("eval.py", "x = 1  # fmt: skip", "eval.py:1"),
+    "fmt: skip or off on the path": ("eval.py", "x = 'fmt: skip'", "eval.py:1"),
     "hidden imports": ("view.py", "__import__('kl')", "view.py:1"),
     "relays of **options": ("view.py", "def f(**a):\n    g(**{**a})", "view.py:2"),
     "strings that hold code": ("view.py", "x = '''\nimport kl\ndef f(): ...'''", "view.py:1"),
