@@ -138,8 +138,8 @@ def prediction_record(trajectory: Trajectory, sample: int) -> dict:
         "transcript": trajectory.text,
         "stop_reason": trajectory.stop_reason,
         "searches": searches,
-        "metrics": grade(trajectory),
     }
+    record["metrics"] = grade(trajectory)
     if question.options:
         record["options"] = list(question.options)
     if question.supporting:

@@ -182,13 +182,14 @@ def estimator_row(logits: Tensor, ref_logprobs: Tensor, name: str) -> dict[str, 
     values = loss(logprobs)  # [V]
     kl = probs @ (logprobs - ref_logprobs)
     value = probs @ values
+    std = (probs @ (values - value).square()).sqrt()
     gradient = expected_gradient(logits, loss)  # [V]
     forward = kl_gradient(logits, ref_logprobs)  # [V]
     reverse = kl_gradient(logits, ref_logprobs, reverse=True)  # [V]
     return {
         "value": value.item(),
         "bias": round((value / kl - 1).item(), 9) + 0.0,
-        "std": (probs @ (values - value).square()).sqrt().item(),
+        "std": std.item(),
         "error": relative_error(gradient, forward),
         "reverse_error": relative_error(gradient, reverse),
         "spread": batch_gradient_spread(logits, loss),

@@ -300,8 +300,9 @@ ARENA.variants.update(  # section 5.3, figure 3
     no_bonus=varied(ARENA, bonus=0.0),  # appendix I
     f1=varied(ARENA, answer_metric="f1"),
     judge=varied(ARENA, judge="https://api.openai.com/v1#gpt-4o-2024-11-20"),  # appendix D.3
-    summaries=varied(ARENA, protocol="arena_summary", steps=20),  # H.2: one epoch of 5,000
 )
+# appendix H.2: one epoch of 5,000
+ARENA.variants["summaries"] = varied(ARENA, protocol="arena_summary", steps=20)
 
 _search_r1 = (  # appendix B of arXiv 2503.09516
     {"protocol": "search_r1", "algorithm": "ppo", "reward": "search_r1", "steps": 500}

@@ -71,12 +71,13 @@ def id_field(record: dict) -> str:
 def asked(record: dict, answer="answer", options=None, number=None, question="question") -> dict:
     """The fields of almost every layout. `options`: an answer is a letter; `number`: as `id_of`."""
     level = record.get("level")  # MATH's is 3, UR²'s is "hard"
+    level = str(level) if type(level) is int else field(record, "level", str, "")
     fields = {
         "id": id_of(record, number),
         "question": field(record, question),
         "answers": gold_answers(record, answer, options),
         "source": field(record, "source", str, ""),
-        "level": str(level) if type(level) is int else field(record, "level", str, ""),
+        "level": level,
     }
     return fields if options is None else fields | {"task": "choice", "options": options}
 

@@ -39,6 +39,8 @@ SAID = {
     "kl_spike": "the KL is ten times what it was: lower --lr, or give it an --lr_warmup",
     "grad_spike": "the gradient is ten times what it was: look at the step, or lower --lr",
 }
+# Alarms that are raised when the figure of the same name is above a limit.
+ABOVE = {"cut_off": 0.5, "repetition": 0.1, "malformed_tags": 0.5, "logprob_gap": 0.1}
 AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size")  # in one step
 
 
@@ -46,40 +48,50 @@ def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) ->
     """Those that the newest of a run's records raises, and none before it did."""
     told = {name for record in records for name in record.get("alarms", ())}
     ends = range(max(1, len(records) - patience + 1), len(records) + 1)
-    found = [holding(records[max(0, end - WINDOW - 1) : end], settings) for end in ends]
+    found = [{*holding(records[max(0, end - WINDOW - 1) : end], settings)} for end in ends]
     lasting = set.intersection(*found) if len(found) >= patience else set()
     due = (lasting | found[-1].intersection(AT_ONCE)) - told
     return {name: said for name, said in SAID.items() if name in due}
 
 
-def holding(records: list[dict], s: Settings) -> set[str]:
-    """Names of what holds in the newest record; what it lacks is 0. Stage 1 may not pay answers."""
+def holding(records: list[dict], s: Settings) -> Iterator[str]:
+    """Yields the alarms that the newest record raises. A figure that it lacks counts as 0, except
+    the recall of gold answers. Stage 1 need not reward answers, so `reward_hacked` asks for it.
+    """
     r = defaultdict(float, records[-1])
     third = (r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]) / 3
     grouped = s.algorithm not in ("reinforce_pp", "ppo")
     may_search = s.retrieval and not s.direct_tasks and s.max_searches > 0
     (longer, sure), (_, better) = shift(records, "thinking_words"), shift(records, "em")
-    found = {
-        "equal_groups": r["skipped"] or (grouped and r["frac_reward_zero_std"] == 1),
-        "no_search": may_search and r["searched"] + r["refused"] == 0,
-        "refused": r["refused"] > 0 and r["searched"] == 0,
-        "repeated": r["repeated"] > r["searches"] / 4,
-        "seen": r["documents_seen"] > 1 / 3,
-        "gold_recall": "gold_recall" in r and r["gold_recall"] < 0.2,
-        "retriever_down": r["search_errors"] >= 0.1,
-        "retriever_slow": r["search_seconds"] > third,
-        "judge_slow": r["reward_seconds"] > third,
-        "cut_off": r["cut_off"] > 0.5,
-        "length": longer > 1.5 and sure > 3 and better <= 0,
-        "repetition": r["repetition"] > 0.1,
-        "malformed_tags": r["malformed_tags"] > 0.5,
-        "reward_hacked": "reward/answer" in r and shift(records, "reward")[1] > 3 and better < -3,
-        "reward_size": any(abs(r[n]) > 1000 for n in records[-1] if n.startswith("reward")),
-        "logprob_gap": r["logprob_gap"] > 0.1,
-        "kl_spike": spikes(records, "k3", 0.1) or spikes(records, "kl_old", 0.1),
-        "grad_spike": spikes(records, "grad_norm"),
-    }
-    return {name for name, holds in found.items() if holds}
+    yield from (name for name, limit in ABOVE.items() if r[name] > limit)
+    if r["skipped"] or (grouped and r["frac_reward_zero_std"] == 1):
+        yield "equal_groups"
+    if may_search and r["searched"] + r["refused"] == 0:
+        yield "no_search"
+    if r["refused"] > 0 and r["searched"] == 0:
+        yield "refused"
+    if r["repeated"] > r["searches"] / 4:
+        yield "repeated"
+    if r["documents_seen"] > 1 / 3:
+        yield "seen"
+    if r.get("gold_recall", 1.0) < 0.2:
+        yield "gold_recall"
+    if r["search_errors"] >= 0.1:
+        yield "retriever_down"
+    if r["search_seconds"] > third:
+        yield "retriever_slow"
+    if r["reward_seconds"] > third:
+        yield "judge_slow"
+    if longer > 1.5 and sure > 3 and better <= 0:
+        yield "length"
+    if "reward/answer" in r and shift(records, "reward")[1] > 3 and better < -3:
+        yield "reward_hacked"
+    if any(abs(r[n]) > 1000 for n in records[-1] if n.startswith("reward")):
+        yield "reward_size"
+    if spikes(records, "k3", 0.1) or spikes(records, "kl_old", 0.1):
+        yield "kl_spike"
+    if spikes(records, "grad_norm"):
+        yield "grad_spike"
 
 
 def shift(records: list[dict], name: str) -> tuple[float, float]:

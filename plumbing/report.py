@@ -47,9 +47,10 @@ def paired(groups: list[np.ndarray]) -> dict:
     differences = [group[:, 0] - group[:, 1] for group in groups]
     # a question of a small data set weighs more
     weighted = np.concatenate([difference / len(difference) for difference in differences])
+    mean, other = (float(np.mean([group[:, run].mean() for group in groups])) for run in (0, 1))
     return {
-        "mean": float(np.mean([group[:, 0].mean() for group in groups])),
-        "other": float(np.mean([group[:, 1].mean() for group in groups])),
+        "mean": mean,
+        "other": other,
         "difference": interval(differences),
         "p": sign_flip_p(weighted),
         "better": int((weighted > 0).sum()),

@@ -35,21 +35,24 @@ def numbers_of(t: Trajectory) -> dict[str, float]:
     own 4-grams stood in it before.
     """
     text, own = t.model_text, list(compress(t.response_ids, t.response_mask))
-    tags, blocks = t.protocol.tags, find_answers(t.protocol, text, t.question.task)
+    blocks = find_answers(t.protocol, text, t.question.task)
     blocks += find_blocks(text, *t.protocol.query_tags) if t.protocol.query_tags else []
     words = len(text.split()) - sum(len(text[b.start : b.end].split()) for b in blocks)
     grams = list(zip(own, own[1:], own[2:], own[3:], strict=False))
-    counts = [(t.opened + text).count(tag) for tag in tags]  # begin, end, begin, ...
-    return {
-        **answer_scores(t),
-        **search_numbers(t),
-        "answered": t.answer is not None,
-        "cut_off": t.stop_reason in ("length", "refused"),
+    counts = [(t.opened + text).count(tag) for tag in t.protocol.tags]  # begin, end, begin, ...
+    written = {
         "model_tokens": len(own),
         "tokens": len(t.response_mask),
         "thinking_words": max(0, words),
         "repetition": 2 * len(set(grams)) < len(grams),
         "malformed_tags": counts[::2] != counts[1::2],
+    }
+    return {
+        **answer_scores(t),
+        **search_numbers(t),
+        "answered": t.answer is not None,
+        "cut_off": t.stop_reason in ("length", "refused"),
+        **written,
     }
 
 
@@ -63,11 +66,12 @@ def answer_scores(trajectory: Trajectory) -> dict[str, float]:
 def search_numbers(t: Trajectory) -> dict[str, float]:
     """`queries` that it wrote, also `refused` ones; `searches` that were run (UR² Table 10)."""
     tags, asked = t.protocol.query_tags, [tokenize(search.query) for search in t.searches]
+    repeated = sum(words in asked[:number] for number, words in enumerate(asked))
     numbers = {
         "searched": bool(asked),
         "searches": len(asked),
         "successful": len(successful(t)),
-        "repeated": sum(words in asked[:number] for number, words in enumerate(asked)),
+        "repeated": repeated,
         "queries": t.model_text.count(tags[1]) if tags else 0,
         "refused": len(t.refusals),
     }
@@ -84,10 +88,13 @@ def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[st
     searches = [search for t in trajectories for search in t.searches]
     known, seconds = [len(documents_of(t)) for t in trajectories], [s.seconds for s in searches]
     found = sum(len(search.documents) for search in searches)
-    return {
+    shares = {
         "fallbacks": mean(search.fallback for search in searches),
         "search_errors": mean(search.error is not None for search in searches),
         "documents_cut": mean(search.cut for search in searches),
+    }
+    return {
+        **shares,
         "documents_seen": (found - sum(known)) / max(1, found),
         "slowest_search_seconds": max(seconds, default=0.0),
         "search_seconds": sum(seconds) / processes,

@@ -204,10 +204,9 @@ def packed_attention(module, query, key, value, mask, groups=None, **options):
         else:
             # Trap: is_causal lets query i see keys 0 to i, whatever number of keys there is.
             front = groups[prompt][1]
-            k, v = (
-                torch.cat([x[prompt].expand(rows, -1, -1, -1), own], 2)  # [rows, kv, P + length, D]
-                for x, own in ((texts[1], k), (texts[2], v))
-            )
+            shared = (x[prompt].expand(rows, -1, -1, -1) for x in texts[1:])  # [rows, kv, P, D]
+            # [rows, kv, P + length, D]
+            k, v = (torch.cat(pair, 2) for pair in zip(shared, (k, v), strict=True))
             seen = causal_lower_right(length, front + length)
             out = scaled_dot_product_attention(q, k, v, attn_mask=seen, **how)
         parts.append(out.transpose(1, 2).flatten(0, 1))  # [rows · length, heads, D]

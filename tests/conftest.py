@@ -3,11 +3,12 @@
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import socket
 import threading
-import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -380,41 +381,72 @@ def chat_server(answer):
     server.stop()
 
 
-# What `make trust` writes: which faults of docs/trust.md were seen to end as they should.
-TRUST = Path(__file__).parent.parent / "docs" / "trust.md"
-seen: dict[int, set[str]] = {}  # fault -> outcomes of its tests
-injected: set[int] = set()  # by any test that was collected
+# ------------------------------------------------------------ order, limits of time, `make trust`
+
+TRUST = ROOT / "docs" / "trust.md"
+injected: dict[int, dict[str, None]] = {}  # fault -> names of the tests that inject it
+outcomes: dict[int, set[str]] = {}  # fault -> outcomes of those that ran
 
 
 def pytest_addoption(parser):
-    parser.addoption("--trust", action="store_true", help="write what was seen into docs/trust.md")
+    parser.addoption("--trust", action="store_true", help="print how each injected fault ended")
+    shuffle = "take the files, and the tests of each file, in a random order of this seed"
+    parser.addoption("--shuffle", type=int, metavar="SEED", help=shuffle)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # pytest then groups the tests of a parametrised fixture
+def pytest_collection_modifyitems(config, items):
+    if (seed := config.getoption("shuffle")) is not None:
+        rng = random.Random(seed)
+        places = {path: rng.random() for path in dict.fromkeys(item.path for item in items)}
+        items.sort(key=lambda item: (places[item.path], rng.random()))
     for item in items:
-        faults = [n for mark in item.iter_markers("fault") for n in mark.args]
-        item.user_properties += [("fault", n) for n in faults]
-        injected.update(faults)
+        if item.get_closest_marker("slow") or item.get_closest_marker("trust"):
+            item.add_marker(pytest.mark.timeout(1800))
+        for number in (n for mark in item.iter_markers("fault") for n in mark.args):
+            item.user_properties.append(("fault", number))
+            injected.setdefault(number, {})[item.originalname] = None
 
 
 def pytest_runtest_logreport(report):
     if report.when == "call" or report.outcome != "passed":
         for name, number in report.user_properties:
             if name == "fault":
-                seen.setdefault(number, set()).add(report.outcome)
+                outcomes.setdefault(number, set()).add(report.outcome)
 
 
 def pytest_sessionfinish(session):
-    if not session.config.getoption("--trust") or hasattr(session.config, "workerinput"):
-        return
-    lines, good = TRUST.read_text(encoding="utf-8").splitlines(), 0
-    for at, line in enumerate(lines):
-        if number := re.match(r"\| (\d+) \|", line):
-            outcomes = seen.get(int(number[1]), set())
-            good += outcomes == {"passed"}
-            told = "yes" if outcomes == {"passed"} else ", ".join(sorted(outcomes)) or "not run"
-            lines[at] = line.rsplit("|", 2)[0] + f"| {told} |"
-    said = f"{good} of {sum(bool(re.match(r'[|] [0-9]+ [|]', x)) for x in lines)}"
-    said += f" ended as they should, {time.strftime('%d %B %Y')}."
-    text = re.sub(r"(?<=<!-- seen -->\n).*", said, "\n".join(lines))
-    TRUST.write_text(text + "\n", encoding="utf-8")
+    """Hands what a worker of xdist collected to the process that prints the summary."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["injected"] = injected
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Takes it. A worker that crashed hands nothing over; the others collected the same tests."""
+    injected.update(getattr(node, "workeroutput", {}).get("injected", {}))
+
+
+def trust_rows(table: str, injected: dict, outcomes: dict) -> Iterator[str]:
+    """Yields a row for each fault: its number, what it is and how it ended, and then the sum.
+
+    What a fault is comes from the table of docs/trust.md, or else from the names of its tests.
+    """
+    known = re.findall(r"^\| (\d+) \| (.*?) \| ", table, re.MULTILINE)
+    faults = {int(number): fault for number, fault in known}
+    for number, names in injected.items():
+        sentences = (name.removeprefix("test_").replace("_", " ") for name in names)
+        faults.setdefault(number, "; ".join(sentences))
+    passed = [number for number in faults if outcomes.get(number) == {"passed"}]
+    for number, fault in sorted(faults.items()):
+        bad = "failed" if "failed" in outcomes.get(number, ()) else "not run"
+        yield f"{number} | {fault} | {'yes' if number in passed else bad}"
+    yield f"{len(passed)} of {len(faults)} faults ended as they should"
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if (seed := config.getoption("shuffle")) is not None:
+        terminalreporter.line(f"the order is that of seed {seed}: make test SHUFFLE={seed}")
+    if config.getoption("trust"):
+        for row in trust_rows(TRUST.read_text(encoding="utf-8"), injected, outcomes):
+            terminalreporter.line(row)

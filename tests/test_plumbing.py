@@ -235,7 +235,7 @@ def eight_cores(monkeypatch, tmp_path):
     """Eight logical and four physical cores, no quota, no launcher. Returns the quota's file."""
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8), raising=False)
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 8 if logical else 4)
     quota = tmp_path / "cpu.max"
     quota.write_text("max 100000\n")

@@ -1,6 +1,4 @@
-"""What the README promises: files that run, functions that exist, flags that are known, and how
-long it all is.
-"""
+"""What the README promises: files that run, functions that exist, flags that are known."""
 
 import contextlib
 import importlib
@@ -10,8 +8,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import law
 import pytest
-import test_house as house
 
 import papers
 import settings
@@ -22,7 +20,7 @@ README, PAPERS, RESULTS, GPU, SCALE = (
     for name in ("README.md", *(f"docs/{n}.md" for n in "papers results gpu scale".split()))
 )
 NO_SCREEN = {"train", "eval", "update"}  # these train, or evaluate; update is train's step
-SCREENS = {*house.PATH, "metrics", "papers", "data"} - NO_SCREEN
+SCREENS = {*law.PATH, "metrics", "papers", "data"} - NO_SCREEN
 
 
 def commands_in(text: str) -> list[tuple[str, str]]:
@@ -113,20 +111,3 @@ def test_the_pictures_and_the_place_of_the_ablation_table_are_there():
     assert RESULTS.count("<!-- ablate -->") == RESULTS.count("<!-- /ablate -->") == 1
     for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
         assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
-
-
-def size_sentence():
-    """How long it is, in the common format of 100 columns."""
-    figures = {limit.name: limit.figure for limit in house.all_limits()}
-    lines, words = figures["path lines"], figures["path words"]
-    return (
-        f"The path has {round(lines, -2):,} lines and {round(words, -3):,} words: about "
-        f"{words / 150 / 60:.1f} hours at 150 words a minute. The whole has "
-        f"{round(figures['house lines'], -2):,} lines, and the tests have "
-        f"{round(figures['test lines'], -2):,}."
-    )
-
-
-def test_the_readme_says_truthfully_how_long_it_is():
-    said = README.split("<!-- size -->")[1].split("<!-- /size -->")[0]
-    assert said == size_sentence(), f"write into the README: {size_sentence()}"

@@ -337,6 +337,7 @@ def test_processes_end_when_their_launcher_is_gone(model, tmp_path):
 
 @fault(20)
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads the children of a process in /proc")
 def test_all_end_when_one_of_them_is_killed(model, tmp_path):
     folder = tmp_path / "t" / "stage1"
     launcher = launched("ddp", tmp_path / "logs", flags(model, tmp_path, LONG))

@@ -1,0 +1,85 @@
+"""The law catches what it forbids, in a small tree of files that is made for it."""
+
+import law
+import pytest
+
+LIMIT = "x = [" + "1,\n" * 56 + "]"  # Assign, Name, Store, List, Load and 56 numbers: 61 nodes
+FORBIDDEN = {
+    "imports of a higher floor": ("kl.py", "import train", "kl.py:1 imports train"),
+    "late imports past a door": ("train.py", "def f():\n    import kl", "train.py:2 imports kl"),
+    "folders entered past a door": ("kl.py", "from formats import x", "kl.py:1 imports formats.x"),
+    "files in circles": ("metrics.py", "import kl", "kl, metrics"),
+    "folders in circles": ("retrievers/x.py", "import scale.packing", "retrievers, scale"),
+    "files on no floor": ("docs/new.py", "x = 1", "docs/new.py"),
+    "functions over 60 lines": ("ppo.py", "def f():" + "\n    pass" * 60, "ppo.py:1"),
+    "functions over 6 parameters": ("ppo.py", "def f(a, b, c, d, *, e, f, g): ...", "ppo.py:1"),
+    "statements over 60 nodes": ("view.py", f"def f():\n    {LIMIT}", "view.py:2"),
+    "lines over 100 columns": ("tests/test_x.py", f'\nx = "{"y" * 95}"', "tests/test_x.py:2"),
+    "fmt: skip or off on the path": ("eval.py", "x = 'fmt: skip'", "eval.py:1"),
+    "hidden imports": ("view.py", "__import__('kl')", "view.py:1"),
+    "relays of **options": ("view.py", "def f(**a):\n    g(**{**a})", "view.py:2"),
+    "strings that hold code": ("view.py", "x = '''\nimport kl\ndef f(): ...'''", "view.py:1"),
+}
+
+
+def printed_by_law(root, capsys) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        law.main(root)
+    return ended.value.code, capsys.readouterr().out
+
+
+def write(root, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A tree that keeps the law, if only just."""
+    lawful = {
+        "kl.py": '"""A docstring is not counted."""\nimport metrics',
+        "metrics.py": "",
+        "formats/__init__.py": '"""A folder."""',
+        "formats/x.py": LIMIT,  # a table of data
+        "scale/packing.py": "",
+        "scale/engine.py": "import retrievers.x",
+        "retrievers/x.py": "",
+        "data.py": "def f():\n    import formats.x" + "\n    pass" * 58,
+        "ppo.py": "def f(self, a, b, c, d, *, e, f): ...",
+        "train.py": f'import kl\nx = "{"y" * 94}"',
+        "runs/copy.py": "import lab.nowhere, train" + " " * 100,  # not ours
+    }
+    write(tmp_path, lawful)
+    return tmp_path
+
+
+def test_a_tree_that_keeps_the_law_only_just_is_lawful(tree, capsys):
+    code, printed = printed_by_law(tree, capsys)
+    assert code == 0 and "error" not in printed
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_what_breaks_a_law_is_named_with_its_place(name, tree, capsys):
+    file, text, where = FORBIDDEN[name]
+    write(tree, {file: text})
+    code, printed = printed_by_law(tree, capsys)
+    assert code == 1
+    assert f"error: {name}: {len(where.split(', '))}, at most 0 are allowed: {where}\n" in printed
+
+
+def test_flags_are_fields_that_no_other_command_has_for_itself(tree):
+    fields = ("setting(1)", "setting(2, only='train')", "setting(3, only='eval')", "4")
+    write(
+        tree,
+        {"kl.py": "class A:" + "".join(f"\n    a{n}: int = {f}" for n, f in enumerate(fields))},
+    )
+    assert ("flags of train.py", 2, 82, ["kl.py:2", "kl.py:3"]) in law.figures(tree)
+
+
+def test_nodes_are_counted_without_docstrings(tmp_path):
+    write(tmp_path, {"kl.py": '"""Text."""\nx = 1', "view.py": "x", "tests/test_x.py": "pass"})
+    product, path, tests = list(law.figures(tmp_path))[-3:]
+    assert path[1:] == (5, 31_000, ["kl.py 5"])  # Module, Assign, Name, Store, Constant
+    assert product[1:] == (9, 134_500, ["kl.py 5", "view.py 4"])  # Module, Expr, Name, Load
+    assert tests[1:] == (2, 212_000, ["tests/test_x.py 2"])
