@@ -17,7 +17,7 @@ from pathlib import Path
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # how a limit is kept, and told
 BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 LOST = "another process or machine of this run is gone: look there for why; go on with --resume"
-ADVICE = {errno.ENOSPC: "make room where the output goes", errno.ENAMETOOLONG: "give a shorter name"}
+ADVICE = {errno.ENOSPC: "make room on its disk", errno.ENAMETOOLONG: "give a shorter name"}
 FORBIDDEN = re.compile(r"\0|(?<=://)[^/?#\s]*@")  # in an argument: also "user:password@" of a URL
 
 if not sys.stderr.isatty():  # in a file each state of a bar is a line: two a minute will do
