@@ -297,8 +297,8 @@ WEB = ["serve", "--retriever", "web", "--retriever_url", f"{SECRET}/?q={{query}}
     "main, arguments",
     [
         (train.main, ["--retriever", "http", "--retriever_url", SECRET]),
-        (train.main, ["--judge", f"{SECRET}/v1#m"]),
-        (train.main, ["--reader", f"{SECRET}/v1#m"]),
+        (train.main, ["--recipe", "arena", "--judge", f"{SECRET}/v1#m"]),
+        (train.main, ["--recipe", "r_search", "--reader", f"{SECRET}/v1#m"]),
         (train.main, ["--summarizer", f"{SECRET}/v1#m"]),
         (train.main, [f"--retriever-url={SECRET}"]),
         (evaluation.main, ["--retriever", "http", "--retriever_url", SECRET]),
