@@ -135,13 +135,14 @@ def exact_counts(total: int, weights: Weights) -> Counts:
 
 def parse_shares(text: str, flag: str) -> Weights:
     """ "one_hop=3,two_hop=4" -> {"one_hop": 3.0, "two_hop": 4.0}"""
-    weights = {}
-    for part in filter(str.strip, text.split(",")):
-        name, _, weight = part.partition("=")
-        try:
-            weights[name.strip()] = float(weight)
-        except ValueError:
-            raise InputError(f"{flag} {text!r}: write it as name=weight,name=weight") from None
+    parts = [part.partition("=") for part in text.split(",") if part.strip()]
+    try:
+        weights = {name.strip(): float(weight) for name, _, weight in parts}
+        if len(weights) < len(parts):
+            raise ValueError
+    except ValueError:
+        how = "write it as name=weight,name=weight, each name once"
+        raise InputError(f"{flag} {text!r}: {how}") from None
     values = weights.values()
     if weights and not (min(values) >= 0 and 0 < sum(values) < math.inf):
         raise InputError(f"{flag} {text!r}: weights are numbers from 0 on, one of them above 0")

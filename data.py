@@ -12,6 +12,7 @@ the file, the line, the field and what to do. Left out: corpora beyond memory.
 """
 
 import json
+import os
 import random
 import re
 import sys
@@ -193,7 +194,7 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
 def with_count(file: Path) -> tuple[Path, int | None]:
     """ "a.json:500" is 500 of a.json, unless there is a file of just that name."""
     name, _, count = str(file).rpartition(":")
-    drawn = name and count.isdecimal() and not file.exists()
+    drawn = name and count.isdecimal() and not os.path.exists(file)
     return (Path(name), int(count)) if drawn else (file, None)
 
 
@@ -217,7 +218,8 @@ def load_file(path: Path, skip_bad: bool) -> list[Question]:
 def named_files(path: str | Path | list) -> list[Path]:
     if isinstance(path, list | tuple):
         return [file for item in path for file in named_files(item)]
-    if path and with_count(Path(path))[0].exists():  # a name may hold a comma; "" is this folder
+    # A name may hold a comma, "" is this folder, and a list may be longer than a name can be.
+    if path and os.path.exists(with_count(Path(path))[0]):
         return [Path(path)]
     names = [name.strip() for name in str(path).split(",") if name.strip()]
     if not names:

@@ -2,10 +2,12 @@
 
 import argparse
 import difflib
+import errno
 import functools
 import io
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -18,6 +20,8 @@ from statistics import median
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # how a limit is kept, and told
 BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 LOST = "another process or machine of this run is gone: look there for why; go on with --resume"
+ADVICE = {errno.ENOSPC: "make room on its disk", errno.ENAMETOOLONG: "give a shorter name"}
+FORBIDDEN = re.compile(r"\0|(?<=://)[^/?#\s]*@")  # in an argument: also "user:password@" of a URL
 
 SPINS = "2000"  # turns of a loop that a thread of torch's waits before it sleeps
 
@@ -47,7 +51,7 @@ def report_interrupt(kind: type, error: BaseException, trace) -> None:
     """Reports Ctrl-C while a file still imports what it needs; `run_main` reports later ones."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
-    elif not int(os.environ.get("LOCAL_RANK", 0)):  # the others are ended by their launcher
+    elif os.environ.get("LOCAL_RANK", "0") == "0":  # others are ended by their launcher
         print("\ninterrupted", file=sys.stderr)
 
 
@@ -63,6 +67,16 @@ def raise_terminated(*_) -> None:
     raise Terminated("ended by SIGTERM")
 
 
+def rank_of(name: str, default: int = 0) -> int:
+    """Returns the number that a launcher wrote into this environment variable; the default is also
+    the smallest one that it may have written (a rank counts from 0, a world's size from 1).
+    """
+    text = os.environ.get(name, str(default))
+    if text.isdecimal() and int(text) >= default:
+        return int(text)
+    raise InputError(f"{name}={text} in the environment: unset it, or give a number from {default}")
+
+
 def run_main(main: Callable[[], None]) -> None:
     """Run a file's `main`: an InputError is printed and ends it with code 2, Ctrl-C with 130."""
     prepare_command()
@@ -70,16 +84,23 @@ def run_main(main: Callable[[], None]) -> None:
         if isinstance(stream, io.TextIOWrapper):  # a terminal, or a log, may have no ⟦
             stream.reconfigure(errors="backslashreplace")
     try:
-        main()
+        rank_of("LOCAL_RANK")
+        try:
+            main()
+        finally:  # a full disk is noticed here: at its own exit Python would print two odd lines
+            print(end="", flush=True)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # `python data.py FILE | head` is not an error
         sys.stderr.close()
     except Exception as error:
-        if int(os.environ.get("LOCAL_RANK", 0)):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(5)  # the first process says it, and torchrun ends the others
         lost = "gloo" in str(error) or type(error).__name__.startswith("Dist")  # torch.distributed
+        if advice := ADVICE.get(getattr(error, "errno", None)):
+            error = InputError(f"{error}: {advice}")
+            sys.stdout = None  # Python's exit would try again to write what is left in its buffer
         if not lost and not isinstance(error, InputError):
             raise
         print(f"error: {LOST if lost else error}", file=sys.stderr)
@@ -120,7 +141,11 @@ class FlagParser(argparse.ArgumentParser):
             if now := self.renamed.get(name.removeprefix("--")):
                 self.error(f"{name}: {now}")
             like = nearest(name, self._option_string_actions)
-            self.error(f"unknown flag {rest[0]}{like}; --help lists them all")
+            self.error(f"unknown flag {name}{like}; --help lists them all")
+        for text in map(str, vars(known).values()):
+            if (shown := FORBIDDEN.sub("", text)) != text:
+                why = "a user name or password in an address, and the character NUL, are not taken"
+                self.error(f"{shown!r}: {why}: leave them out")
         return known
 
 

@@ -14,17 +14,21 @@ Left out: what looks at several trajectories (an advantage), and asking a judge 
 they say is an argument here.
 """
 
+import contextlib
+import pickle
 import re
 import runpy
+import sys
+import threading
 import traceback
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import isfinite
 
 import numpy as np
+import torch
 
 from data import Document, Question
 from errors import InputError, run_main, setting
@@ -43,6 +47,9 @@ from trajectory import Trajectory, trajectory_from_text
 Terms = dict[str, float]  # the named components of a reward
 Embedder = Callable[[list[str]], np.ndarray]  # n texts -> [n, d]
 Judge = Callable[[Question, str], float]
+
+LARGEST = 1e15  # of one's own term: its square is a number in fp32, too
+SLOW = 60.0  # seconds after which a line says what the run is waiting for
 
 REWARDS: dict[str, Callable] = {}  # name -> (trajectory, settings, step, extras) -> Terms; below
 # UR²'s backbone -> what n = 0, 1, ≥ 2 searches earn in stage 1
@@ -716,46 +723,64 @@ def own_reward(name: str) -> Callable:
     reward. Every trajectory has the same names.
     """
     file, _, function = name.rpartition(":")
-    try:
+    with own_code(f"--reward {name}", file):
         defined = runpy.run_path(file)
-    except Exception as error:
-        raise InputError(f"--reward {name}: {located(error, file)}") from None
     if function not in defined:
         raise InputError(f"--reward {name}: there is no {function} in {file}")
     reward, names = defined[function], []
 
     def paid(t: Trajectory, settings, step: int, extras: Extras) -> Terms:
-        where = f"--reward {name}, question {t.question.id}"
-        try:
-            terms = reward(t)
-        except Exception as error:
-            raise InputError(f"{where}: {located(error, file)}") from None
-        check_terms(terms, where)
-        if not names:
-            names.extend(terms)
-        if set(names) != set(terms):
-            told = f"{', '.join(terms)}, and before {', '.join(names)}"
-            raise InputError(f"{where}: its terms are {told}: return all of them, 0 for none")
+        with own_code(f"--reward {name}, question {t.question.id}", file):
+            # A copy, since the tokens and the mask are trained on: 0.4 ms for 4,000 tokens, where
+            # copy.deepcopy takes 1.7 ms.
+            terms = reward(pickle.loads(pickle.dumps(t)))
+            check_terms(terms)
+            if not names:
+                names.extend(terms)
+            if set(names) != set(terms):
+                told = f"{', '.join(terms)}, and before {', '.join(names)}"
+                raise InputError(f"its terms are {told}: return all of them, 0 for none")
         return {its: float(terms[its]) for its in names}
 
     return paid
 
 
-def check_terms(terms: object, where: str) -> None:
-    why = f"{where}: {terms!r} is no reward: return named numbers, such as {{'answer': 1.0}}"
-    if not isinstance(terms, dict) or not terms:
-        raise InputError(why)
-    if not all(isinstance(value, int | float) and isfinite(value) for value in terms.values()):
-        raise InputError(why)
+@contextlib.contextmanager
+def own_code(where: str, file: str) -> Iterator[None]:
+    """Runs code of the user's file. An error in it, or sys.exit, is an InputError that names the
+    line; code that takes long is reported, since only Ctrl-C or SIGTERM can end it.
+    """
+    line = f"\n{where}: it has been computing for a minute; Ctrl-C ends the run"
+    slow = threading.Timer(SLOW, print, [line], {"file": sys.stderr})
+    slow.start()
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{where}: {located(error, file)}") from None
+    finally:
+        slow.cancel()
+        torch.set_grad_enabled(True)  # a file that loads a model may have switched them off
 
 
-def located(error: Exception, file: str) -> str:
+def check_terms(terms: object) -> None:
+    """Raises an InputError for what is not a reward. A name is printed and written to files."""
+    good = isinstance(terms, dict) and terms
+    for name, value in terms.items() if good else ():
+        good = good and isinstance(name, str) and name.isprintable()
+        good = good and isinstance(value, int | float) and abs(value) <= LARGEST
+    if not good:
+        how = "return named numbers, such as {'answer': 1.0}"
+        raise InputError(f"{terms!r:.300} is no reward: {how}")
+
+
+def located(error: BaseException, file: str) -> str:
     """A line of the user's own file, and what is wrong: "line 3: KeyError: 'x'"."""
     line = getattr(error, "lineno", None)  # of a SyntaxError
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == file:
             line = frame.lineno
-    told = " ".join(f"{type(error).__name__}: {error}".split())  # on one line
+    kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+    told = " ".join(f"{kind}{error}".split())  # on one line
     return f"line {line}: {told}" if line else told
 
 

@@ -59,13 +59,15 @@ class RolloutSettings:
     group_size: int = setting(16, "trajectories per question, G", least=1, only="train")
     temperature: float = setting(1.0, "of sampling, and of scoring; 0 is greedy", least=0)
     top_p: float = setting(1.0, "below 1 it is not what is scored", above=0, most=1, only="eval")
-    max_searches: int = setting(4, "per trajectory", least=0)
+    max_searches: int = setting(4, "per trajectory", least=0, most=10_000)
     max_turn_tokens: int = setting(512, "new tokens per turn", least=1)
     turn_tokens: str = setting("", "of tasks with another limit: task=tokens,...", only="papers")
     max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
     document_tokens: int = setting(1024, "tokens of documents per search at most", least=1)
     rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
-    timeout: float = setting(60.0, "seconds until a search or a request has failed", above=0)
+    timeout: float = setting(
+        60.0, "seconds until a search or a request has failed", above=0, most=86_400
+    )
 
 
 # ---------------------------------------------------------------------------------------- the loop

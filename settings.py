@@ -9,6 +9,7 @@ here, before a model is loaded. Left out: files of settings; a shell script of f
 
 import argparse
 import dataclasses
+import re
 import sys
 import textwrap
 import typing
@@ -33,6 +34,10 @@ from scale.engine import EngineSettings
 from summarizer import WITHOUT_MODEL, SummarizerSettings
 from update import UpdateSettings
 
+RUN_NAME = re.compile(r"[^/\\]{,200}")
+# Eight times the step of the DAPO paper. As Python lists, the ids, masks and log-probs of 65,536
+# trajectories of 4,000 tokens take 21 GB on every process, before a batch is made of them.
+LARGEST_STEP = 65_536
 TRACKERS = ("tensorboard", "wandb", "trackio")  # accelerate's, each a package of its own
 
 
@@ -162,8 +167,9 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
         how = "serve it (python retriever.py serve --retriever web), and give --retriever http"
         raise InputError(f"--retriever web: {how} --retriever_url http://host:port")
     check_limits(settings)
-    if settings.name in (".", "..") or "/" in settings.name or "\\" in settings.name:
-        raise InputError(f"--name {settings.name}: a folder inside --runs: a name without a slash")
+    if settings.name in (".", "..") or not RUN_NAME.fullmatch(settings.name):
+        how = "a name without a slash, of at most 200 characters"
+        raise InputError(f"--name {settings.name}: a folder inside --runs: {how}")
     frozen_in_8bit(settings)
     notes, like = settings.summarizer, nearest(settings.summarizer, WITHOUT_MODEL)
     if notes not in WITHOUT_MODEL and (like or notes == "llm"):  # else a hub is asked, for minutes
@@ -195,6 +201,9 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
 
 def _check_training(settings: Settings) -> None:
     """Settings that are fine one by one and mean nothing together."""
+    if settings.questions_per_step * settings.group_size > LARGEST_STEP:
+        most = f"a step holds at most {LARGEST_STEP:,} trajectories: give fewer"
+        raise InputError(f"--questions_per_step times --group_size: {most}")
     if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: a group's trajectories would all be the same")
     if settings.group_size == 1 and settings.algorithm not in ("reinforce_pp", "ppo"):

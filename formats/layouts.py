@@ -19,6 +19,7 @@ from errors import InputError
 from formats.records import read_records, report_skipped, short, type_name
 from metrics import last_boxed
 
+LONGEST_TEXT = 20_000_000  # characters of a field: six times a long novel
 TASKS = ("qa", "math", "choice", "summary")
 ID_FIELDS = ("id", "_id", "idx", "question_id", "unique_id", "extra_info.index")
 
@@ -36,6 +37,8 @@ def field(record: dict, name: str, kind: type = str, default=None):
         return default
     if not isinstance(value, kind):
         raise wrong(name, f"expected {type_name(kind())}, found {type_name(value)} {short(value)}")
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        raise wrong(name, "longer than 20 million characters: split the record")
     return value
 
 

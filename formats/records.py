@@ -25,6 +25,7 @@ PASSAGE_COLUMNS = ("id", "passage")  # of tab-separated lines without a header
 QUESTION_COLUMNS = ("question", "answer")
 COLUMNS = dict.fromkeys(("_id", "idx", "docid", "doc_id", "pid"), "id")  # what a header may say
 COLUMNS |= {"answers": "answer", "golden_answers": "answer"}
+LONGEST_LINE = 64_000_000  # bytes
 FROM_CSV = (  # standard input -> standard output; Excel begins a file with a byte-order mark
     'import csv, json; rows = csv.DictReader(open(0, encoding="utf-8-sig", newline=""));'
     " [print(json.dumps(row)) for row in rows]"
@@ -37,9 +38,20 @@ def open_error(path: Path, error: OSError) -> InputError:
     return InputError(f"{path}: {known.get(type(error), f'cannot be read ({error.strerror})')}")
 
 
-def byte_lines(path: Path, most: int = -1) -> Iterator[bytes]:
-    """Lines, or pieces of at most `most` bytes of them; unpacked if gzipped, whatever the name."""
+def check_regular(path: Path) -> None:
+    """Raises an InputError for a pipe or a device. It may have no end or nobody who writes into it,
+    and a file is read twice: first its layout, then its records.
+    """
+    if path.is_fifo() or path.is_char_device():
+        raise InputError(f"{path}: a pipe or a device: save what it gives to a file first")
+
+
+def byte_lines(path: Path, most: int = LONGEST_LINE) -> Iterator[bytes]:
+    """Yields the lines, a longer one in pieces of `most` bytes; unpacked if gzipped, whatever the
+    name.
+    """
     try:
+        check_regular(path)
         with open(path, "rb") as file:
             unpacked = gzip.GzipFile(fileobj=file) if file.peek(2).startswith(b"\x1f\x8b") else file
             yield from iter(lambda: unpacked.readline(most), b"")
@@ -67,6 +79,9 @@ def decoded(data: bytes) -> str | InputError:
 def decoded_lines(path: Path) -> Iterator[tuple[int, str | InputError]]:
     """(number, line), blank ones left out. Broken UTF-8 is the error of its line alone."""
     for number, line in enumerate(byte_lines(path), 1):
+        if len(line) == LONGEST_LINE:
+            why = "longer than 64 MB: end each record with a line break"
+            raise InputError(f"{path}, line {number}: {why}")
         if line.strip():
             yield number, decoded(line.rstrip(b"\r\n"))
 

@@ -101,8 +101,8 @@ def ending(path: Path) -> str:
 
 def is_text(path: Path) -> bool:
     """A folder, a Markdown file, or a .txt file that does not hold records all the same."""
-    if path.is_dir() or ending(path) != ".txt":
-        return path.is_dir() or ending(path) == ".md"
+    if os.path.isdir(path) or ending(path) != ".txt":  # of a name that is too long: False
+        return os.path.isdir(path) or ending(path) == ".md"
     return not is_tsv(path) and not first_line(path).startswith((b"{", b"[{"))
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from errors import InputError
-from formats.records import as_record, loads, writing
+from formats.records import as_record, check_regular, loads, writing
 
 NAME = "trajectories.jsonl.gz"
 
@@ -35,6 +35,7 @@ def append_trajectories(folder: Path, records: Iterable[dict]) -> None:
 def read_trajectories(folder: Path) -> Iterator[dict]:
     """In the order of steps. Half a last line is ignored; a broken one in between is an error."""
     path, number = folder / NAME, 0
+    check_regular(path)
     try:
         with gzip.open(path) as file:
             for number, line in enumerate(file, 1):

@@ -186,7 +186,7 @@ class ServerLLM(LLM):
 
     def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
         base, _, self.model = spec.partition("#")
-        host_of(base, ADDRESS)  # an address at all?
+        host_of(spec, ADDRESS)  # an address at all?
         self.base, self.timeout, self.max_tokens = base.rstrip("/"), timeout, max_tokens
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -21,7 +21,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 import ppo
 from curriculum import QuestionStream, parse_shares
 from data import Document, Question, corpus_from_questions, draw_some, load_corpus, load_questions
-from errors import InputError
+from errors import InputError, rank_of
 from other_models.llm import RETRIES, frozen_in_8bit
 from papers import paper_of
 from plumbing.files import instructions, stage_folder, starting_model
@@ -195,7 +195,7 @@ def make_accelerator(settings: Settings) -> Accelerator:
 
 def check_processes(known: int) -> None:
     """Trap: on CPUs torchrun's processes do not find each other; each would train alone."""
-    started = int(os.environ.get("WORLD_SIZE", 1))
+    started = rank_of("WORLD_SIZE", 1)
     if started != known:
         said = f"{started} processes were started and {known} take part"
         raise InputError(f"{said}: set ACCELERATE_USE_CPU=true, or start one")
@@ -208,7 +208,7 @@ def set_threads() -> None:
     Trap: launchers set it, too. `torchrun` sets 1, `accelerate launch` 1 or all cores, and a CPU
     run would then use one core, or all of them in every process.
     """
-    processes, asked = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), os.environ.get("OMP_NUM_THREADS")
+    processes, asked = rank_of("LOCAL_WORLD_SIZE", 1), os.environ.get("OMP_NUM_THREADS")
     launched = {"LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()
     launchers = ("1", str((psutil.cpu_count(logical=False) or 1) // processes))
     if not asked or (launched and asked in launchers):

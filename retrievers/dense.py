@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from data import Document
-from errors import InputError
+from errors import InputError, rank_of
 from retrievers.net import shown
 
 VECTORS = Path("runs/vectors")
@@ -141,7 +141,7 @@ def passage_vectors(documents: list[Document], encoder) -> list[torch.Tensor]:
     folder = VECTORS / f"{Path(encoder.name).name}-{digest.hexdigest()[:20]}"
     paths = [folder / f"{i:05}.npy" for i in range(-(-len(documents) // SHARD))]
     # The processes of a run begin at places of their own, and skip what others have written.
-    first = len(paths) * int(os.environ.get("RANK", 0)) // int(os.environ.get("WORLD_SIZE", 1))
+    first = len(paths) * rank_of("RANK") // rank_of("WORLD_SIZE", 1)
     order = [*range(first, len(paths)), *range(first)]
     found = {}
     for i in tqdm(order, "vectors", unit=" shards", disable=len(paths) < 2):
@@ -155,6 +155,8 @@ def passage_vectors(documents: list[Document], encoder) -> list[torch.Tensor]:
 
 def read_shard(path: Path) -> torch.Tensor | None:
     """[n, d] fp16, mapped from its file; None where that is not as `save` wrote it."""
+    if path.is_dir():
+        raise InputError(f"{path}: a folder, and a file of vectors belongs there: remove it")
     data = path.read_bytes() if path.exists() else None
     if data is not None and data[-4:] == checksum(data[:-4]):
         # "c": the file is never written to, and torch takes only what it could write to.

@@ -107,12 +107,16 @@ def left(deadline: float) -> float:
 
 
 def host_of(url: str, example: str = "http://host:port") -> str:
-    """The host of an http(s) address; anything else is an InputError that shows `example`."""
+    """Returns the host of an http(s) address. Anything else is an InputError that shows `example`,
+    and of the address what comes after a password.
+    """
     with contextlib.suppress(ValueError):  # of urlsplit, or of a port that is no number
         parts = urlsplit(url)
-        if parts.scheme in PORTS and parts.hostname and parts.port != 0:
+        # Trap: urlsplit removes line breaks, and a request is made of the whole text.
+        plain = url.isprintable() and "@" not in parts.netloc
+        if plain and parts.scheme in PORTS and parts.hostname and parts.port != 0:
             return parts.hostname
-    raise InputError(f"{url!r}: not an address: give {example}")
+    raise InputError(f"{url.rpartition('@')[2]!r}: not an address: give {example}")
 
 
 def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable = time.sleep):

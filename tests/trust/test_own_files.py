@@ -1,0 +1,350 @@
+"""What a user brings along: a reward file, question files, flags, an address, a full disk."""
+
+import copy
+import errno
+import gzip
+import io
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, command_line, message, rows_of, settings_for
+
+import data
+import eval as evaluation
+import rewards
+import train
+from curriculum import parse_shares
+from data import Question, load_questions, named_files
+from errors import Terminated, raise_terminated, rank_of, run_main
+from formats.trajectories import NAME, read_trajectories
+from other_models.llm import load_llm
+from plumbing import build
+from plumbing.checkpoint import checkpoints
+from retriever import BM25
+from retrievers.dense import read_shard
+from retrievers.remote import HttpRetriever
+from retrievers.serve import command
+from rewards import REWARDS, example, own_reward
+from settings import Settings, parse
+
+fault = pytest.mark.fault
+EXIT = "import sys\n\ndef mine(t):\n    sys.exit(0)\n"
+
+
+@pytest.fixture(autouse=True)
+def threads_as_they_are(monkeypatch):
+    monkeypatch.setattr(build, "set_threads", lambda: None)
+
+
+@pytest.fixture
+def own(tmp_path):
+    """own(text) -> "FILE.py:mine" of a file with this text."""
+
+    def own(text: str) -> str:
+        (tmp_path / "mine.py").write_text(text)
+        return f"{tmp_path}/mine.py:mine"
+
+    yield own
+    for name in [name for name in REWARDS if ":" in name]:
+        del REWARDS[name]
+
+
+def pay(name: str, trajectory=None) -> dict:
+    return own_reward(name)(trajectory or example("r_search"), None, 0, None)
+
+
+# ----------------------------------------------------------------------------------- a reward file
+@fault(280)
+@pytest.mark.parametrize("text", ["import sys\nsys.exit(0)\n", EXIT])
+def test_a_reward_file_that_ends_the_program_is_one_line_and_not_a_success(text, own, capsys):
+    said = command_line(train.main, ["--reward", own(text)], capsys)
+    assert f"line {text.count(chr(10))}: SystemExit: 0" in said
+
+
+@fault(281)
+def test_sys_exit_in_a_reward_at_a_later_step_keeps_what_was_learned(own, model, tmp_path):
+    # Twice when it is checked, then 2 questions of 2 samples a step: 11 is the third step's first.
+    counting = EXIT.replace(
+        "    sys.exit(0)", "    next(COUNT) < 11 or sys.exit(0)\n    return ONE"
+    )
+    name = own(f"import itertools\nCOUNT, ONE = itertools.count(1), {{'one': 1.0}}\n{counting}")
+    settings = settings_for(model, tmp_path, f"--steps 5 --save_every 5 --reward {name}")
+    said = message(train.train, settings)
+    assert ", question " in said and "line 6: SystemExit: 0" in said
+    folder = tmp_path / "t" / "stage1"
+    assert len(rows_of(folder)) == 2
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-000002"]
+
+
+CHANGES = """
+def mine(t):
+    t.response_mask[:] = [1] * len(t.response_mask)
+    t.response_ids[:] = t.response_ids[::-1]
+    t.prompt_ids.clear()
+    t.logprobs.append(0.0)
+    t.question.answers[:] = ["Sudria"]
+    t.searches[0].query = t.searches[0].documents = None
+    t.segments, t.stop_reason = [], "eos"
+    return {"one": 1.0}
+"""
+
+
+@fault(282)
+def test_a_reward_that_changes_its_trajectory_changes_nothing_that_is_trained_on(own):
+    row = replace(example("r_search"), question=Question("q", "Where?", ["Norland"]))
+    row.prompt_ids, row.response_ids, row.response_mask = [1, 2], [3, 4, 5], [1, 0, 1]
+    row.logprobs = [-0.5, 0.0, -0.25]
+    before = copy.deepcopy(row)
+    assert pay(own(CHANGES), row) == {"one": 1.0} and row == before
+
+
+@fault(283)
+def test_a_reward_that_does_not_return_is_reported_with_its_question(own, monkeypatch):
+    heard = io.StringIO()
+    waiting = "import sys, time\n\ndef mine(t):\n    for _ in range(3000):\n"
+    waiting += "        if sys.stderr.getvalue():\n            return {'one': 1.0}\n"
+    name = own(waiting + "        time.sleep(0.01)\n")
+    paid = own_reward(name)
+    monkeypatch.setattr(sys, "stderr", heard)
+    monkeypatch.setattr(rewards, "SLOW", 0.0)
+    assert paid(example("r_search"), None, 0, None) == {"one": 1.0}
+    line = f"--reward {name}, question demo: it has been computing for a minute"
+    assert heard.getvalue().strip().startswith(line)
+
+
+def test_sigterm_ends_a_reward_that_does_not_return(own):
+    text = "import signal, time\n\ndef mine(t):\n    signal.raise_signal(signal.SIGTERM)\n"
+    before = signal.signal(signal.SIGTERM, raise_terminated)
+    try:
+        with pytest.raises(Terminated):
+            pay(own(text + "    for _ in range(3000):\n        time.sleep(0.01)\n"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@fault(284)
+@pytest.mark.parametrize(
+    "terms, shown",
+    [("{'a': 10**400}", "{'a': 1000"), ("{'a': 10**5000}", "ValueError"), ("{'a': 1e16}", "1e+16")],
+)
+def test_a_reward_too_large_for_the_losses_is_one_line(terms, shown, own):
+    said = message(pay, own(f"def mine(t):\n    return {terms}\n"))
+    assert shown in said and len(said) < 600
+
+
+@fault(285)
+@pytest.mark.parametrize("name", ["'\\ud83d'", "'a\\nb'", "3"])
+def test_the_name_of_a_term_that_no_file_can_hold_is_one_line(name, own):
+    said = message(pay, own(f"def mine(t):\n    return {{{name}: 1.0}}\n"))
+    assert "is no reward: return named numbers" in said
+
+
+@fault(286)
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradients_that_a_reward_file_switches_off_are_on_again(inside, own):
+    off, paying = "torch.set_grad_enabled(False)\n", "def mine(t):\n    return {'one': 1.0}\n"
+    text = paying.replace("    return", f"    {off}    return") if inside else off + paying
+    try:
+        pay(own(f"import torch\n{text}"))
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+
+
+# ------------------------------------------------------------------------------------ files of data
+def shown(path, capsys, monkeypatch) -> str:
+    """What `python data.py PATH` says."""
+    monkeypatch.setattr(sys, "argv", ["data.py", str(path)])
+    return command_line(lambda _: data.main(), [], capsys)
+
+
+def refused(*_):
+    pytest.fail("it was opened, and would be waited for")
+
+
+@fault(287)
+def test_pipes_and_devices_are_one_line_and_never_opened(tmp_path, capsys, monkeypatch):
+    os.mkfifo(tmp_path / "f.jsonl")
+    reading, writing = os.pipe()
+    monkeypatch.setattr("formats.records.open", refused, raising=False)
+    try:
+        for path in (tmp_path / "f.jsonl", f"/dev/fd/{reading}", "/dev/zero"):
+            said = shown(path, capsys, monkeypatch)
+            assert said == f"error: {path}: a pipe or a device: save what it gives to a file first"
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@fault(288)
+def test_a_pipe_in_place_of_the_trajectories_is_one_line(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / NAME)
+    monkeypatch.setattr("formats.trajectories.gzip.open", refused)
+    assert "a pipe or a device" in message(lambda: list(read_trajectories(tmp_path)))
+
+
+@fault(289)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_line_without_end_is_refused_with_its_number(packed, tmp_path):
+    path, first = tmp_path / "q.jsonl", b'{"question": "a?", "answer": "b"}\n{"question": "'
+    if packed:
+        path.write_bytes(gzip.compress(first) + gzip.compress(bytes(2**20), 1) * 65)
+    else:
+        path.write_bytes(first)
+        os.truncate(path, 65 * 2**20)  # zeros, which take no room on the disk
+    assert "q.jsonl, line 2: longer than 64 MB: end each record" in message(load_questions, path)
+
+
+def test_a_list_on_one_line_may_be_longer(tmp_path):
+    record = '{"question": "a?", "answer": "b"}'
+    (tmp_path / "q.json").write_text(f"[{record},{' ' * 65_000_000}{record}]")
+    assert len(load_questions(tmp_path / "q.json")) == 2
+
+
+@fault(290)
+def test_a_field_beyond_every_text_is_refused_by_name(tmp_path):
+    for length, asked in ((20_000_000, 1), (20_000_001, 0)):
+        text = f'{{"question": "{"a" * length}", "answer": "b"}}\n'
+        (tmp_path / "q.jsonl").write_text(text)
+        if asked:
+            assert len(load_questions(tmp_path / "q.jsonl")) == asked
+    said = message(load_questions, tmp_path / "q.jsonl")
+    assert "line 1: field 'question': longer than 20 million characters" in said
+
+
+@fault(291)
+def test_a_file_name_of_thousands_of_characters_is_one_line(capsys, monkeypatch):
+    assert "cannot be read (File name too long)" in shown("a" * 5000, capsys, monkeypatch)
+    names = [f"{number}.jsonl" for number in range(100)]  # a list of files may be as long
+    assert named_files(",".join(names)) == [Path(name) for name in names]
+
+
+@fault(292)
+def test_a_folder_in_place_of_a_shard_of_vectors_is_one_line(tmp_path):
+    assert "a folder, and a file of vectors belongs there: remove it" in message(
+        read_shard, tmp_path
+    )
+
+
+# ------------------------------------------------------------------------------------------- flags
+@pytest.mark.parametrize(
+    "flag, value, said",
+    [
+        pytest.param("--timeout", "1e12", "at most 86400", marks=fault(293)),
+        pytest.param("--timeout", "1e300", "at most 86400", marks=fault(293)),
+        pytest.param("--max_searches", "9" * 12, "at most 10000", marks=fault(293)),
+        pytest.param("--questions_per_step", "100000000", "at most 65,536 traj", marks=fault(294)),
+        pytest.param("--name", "a" * 300, "without a slash, of at most 200 char", marks=fault(295)),
+        pytest.param("--runs", "a" * 300, "File name too long", marks=fault(296)),
+        pytest.param("--name", "a\0b", "the character NUL", marks=fault(297)),
+    ],
+)
+def test_a_value_beyond_every_size_is_one_line(flag, value, said, capsys):
+    assert said in command_line(train.main, [flag, value], capsys)
+
+
+def test_the_largest_step_may_be_asked_for():
+    assert parse(["--questions_per_step", "8192", "--group_size", "8"]).group_size == 8
+
+
+@fault(298)
+@pytest.mark.parametrize("text", ["one_hop=1,one_hop=2", "hard=7, easy=1,hard =2"])
+def test_a_share_that_is_named_twice_is_one_line(text):
+    assert f"--mix {text!r}: write it as" in message(parse_shares, text, "--mix")
+
+
+@fault(299)
+@pytest.mark.parametrize(
+    "name, value, least",
+    [("LOCAL_WORLD_SIZE", "0", 1), ("RANK", "x", 0), ("WORLD_SIZE", "-2", 1), ("RANK", "", 0)],
+)
+def test_a_rank_that_is_not_a_number_is_one_line(name, value, least, monkeypatch):
+    monkeypatch.setenv(name, value)
+    assert f"{name}={value} in the environment" in message(rank_of, name, least)
+    monkeypatch.setenv(name, "3")
+    assert rank_of(name, least) == 3
+    monkeypatch.delenv(name)
+    assert rank_of(name, least) == least
+
+
+@fault(300)
+def test_every_command_refuses_an_odd_local_rank(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    monkeypatch.setattr("errors.time.sleep", lambda _: None)
+    said = command_line(lambda _: pytest.fail("it began"), [], capsys)
+    assert "LOCAL_RANK=x in the environment: unset it" in said
+
+
+# --------------------------------------------------------------------------------------- addresses
+@fault(301)
+def test_an_address_of_two_lines_is_one_line():
+    said = message(HttpRetriever, "http://h:9/\r\nX: y")
+    assert said.startswith(r"'http://h:9/\r\nX: y': not an address")
+
+
+SECRET = "http://user:secretpw@h"
+WEB = ["serve", "--retriever", "web", "--retriever_url", f"{SECRET}/?q={{query}}"]
+
+
+@fault(302)
+@pytest.mark.parametrize(
+    "main, arguments",
+    [
+        (train.main, ["--retriever", "http", "--retriever_url", SECRET]),
+        (train.main, ["--recipe", "arena", "--judge", f"{SECRET}/v1#m"]),
+        (train.main, ["--recipe", "r_search", "--reader", f"{SECRET}/v1#m"]),
+        (train.main, ["--summarizer", f"{SECRET}/v1#m"]),
+        (train.main, [f"--retriever-url={SECRET}"]),
+        (evaluation.main, ["--retriever", "http", "--retriever_url", SECRET]),
+        (lambda arguments: command(arguments, BM25), WEB),
+    ],
+)
+def test_a_password_in_an_address_is_refused_and_not_repeated(
+    main, arguments, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run_main(lambda: main(arguments))
+    out, err = capfd.readouterr()
+    assert ended.value.code == 2 and err.count("\n") == 1 and err.startswith("error: ")
+    assert "secretpw" not in out + err and not [*tmp_path.iterdir()]
+
+
+@fault(303)
+@pytest.mark.parametrize("end", ["", ":99999", ":port"])
+def test_what_connects_refuses_a_password_too(end):
+    for call in (HttpRetriever, lambda url: load_llm(f"{url}#m", Settings(), cache="")):
+        said = message(call, f"{SECRET}{end}/v1")
+        assert f"'h{end}/v1" in said and "not an address" in said and "secretpw" not in said
+
+
+# --------------------------------------------------------------------------------------- full disk
+class Full(io.StringIO):
+    """Standard output, into a file on a full disk."""
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@fault(304)
+@pytest.mark.parametrize("more", [{}, {"flush": True}])
+def test_output_on_a_full_disk_is_one_line(more, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", Full())
+    said = command_line(lambda _: print("what it found", **more), [], capsys)
+    assert "No space left on device: make room" in said
+    assert sys.stdout is None  # else Python would try again when it ends
+
+
+@fault(305)
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_command_whose_output_finds_no_room_ends_with_2():
+    with open("/dev/full", "w") as full:
+        how = {"stdout": full, "stderr": subprocess.PIPE, "text": True, "timeout": 100}
+        ended = subprocess.run([sys.executable, "data.py"], cwd=ROOT, **how)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
