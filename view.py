@@ -141,8 +141,9 @@ def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
         return terms
     clipped = min(max(ratio, 1 - settings["clip_low"]), 1 + settings["clip_high"])
     surrogate = min(ratio * advantage, clipped * advantage)
-    gap, kl = 0.0 if ref is None else ref - new, 0.0
-    if settings["kl_coef"] and settings["kl_estimator"] != "k1":  # k1 is in the reward
+    kl = 0.0
+    if ref is not None and settings["kl_coef"] and settings["kl_estimator"] != "k1":
+        gap = ref - new  # k1 is in the reward
         k2 = ratio * gap * gap / 2  # weighed, as in kl.k2_off_policy
         kl = k2 if settings["kl_estimator"] == "k2" else exp(gap) - gap - 1
     return terms | {"loss": weight * (settings["kl_coef"] * kl - surrogate)}
@@ -202,7 +203,8 @@ def print_group(folder: Path, step: int | None, group: int) -> None:
         try:
             lines += shown_trajectory(record, settings)
         except Exception as error:  # the lines before the damage are shown
-            lines.append(f"the rest of this sample is damaged: {error!r}")
+            fits = "tokens, mask and numbers do not fit together"
+            lines.append(f"the rest of this sample is damaged, {fits}: {error!r}")
     print(*map(harmless, lines), sep="\n")
 
 

@@ -14,7 +14,7 @@ import pytest
 from test_trajectories import one
 
 import view
-from formats.trajectories import NAME, append_trajectories
+from formats.trajectories import append_trajectories
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
@@ -352,41 +352,6 @@ def test_a_run_without_trajectories_says_so(browser, page, tmp_path):
     assert "no trajectories were kept" in browser.run(
         "document.getElementById('groups').textContent"
     )
-    assert browser.complaints() == []
-
-
-def test_what_cannot_be_read_is_told_and_the_rest_is_shown(browser, tmp_path):
-    """Half-written settings; a broken line; records of another version; a run that was killed."""
-    broken, killed = stage(tmp_path / "a" / "stage1", 2), stage(tmp_path / "b" / "stage1", 2)
-    (broken / "settings.json").write_text('{"clip_low": 0.2,')
-    for folder in (broken, killed):
-        append_trajectories(folder, [searching(row) for row in range(4)])
-    append_trajectories(broken, [{"step": 1}])
-    with open(killed / NAME, "ab") as file:
-        file.write(b"\x1f\x8b\x08 half a step")
-    with open(killed / "metrics.jsonl", "a") as file:
-        file.write('{"step": 2, "rew')
-    view.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "page")])
-    browser.open(tmp_path / "page" / "index.html")
-    told = browser.run("document.getElementById('missing').textContent")
-    assert "settings.json cannot be read" in told and "written by another version" in told
-    browser.run("choose(0, 1), pick(0)")
-    assert "not trained on" in browser.run("document.getElementById('token').textContent")
-    browser.run("chooseRun(1)")
-    browser.wait(f"{BUTTONS} === 4")
-    assert browser.run("document.getElementById('missing').textContent") == ""
-    assert browser.complaints() == []
-
-
-def test_a_page_that_is_written_again_shows_the_steps_since_then(browser, tmp_path):
-    folder = stage(tmp_path / "run" / "stage1", 1)
-    append_trajectories(folder, [searching(0)])
-    index = folder.parent / "view" / "index.html"
-    for step in (0, 1):
-        view.main([str(folder.parent)])
-        browser.open(index)
-        assert browser.run("document.getElementById('slider').max") == str(step)
-        append_trajectories(folder, [searching(0, step=1)])
     assert browser.complaints() == []
 
 
