@@ -11,7 +11,7 @@ that did not learn in the built-in world needs passages of its own. Left out: a 
 question stands alone.
 """
 
-from errors import FlagParser, InputError, check_output, nearest, prepare_command, run_main
+from errors import FlagParser, InputError, nearest, prepare_command, run_main
 
 if __name__ == "__main__":
     prepare_command()
@@ -98,7 +98,7 @@ class Session:
             self.models[settings.model] = policy, tokenizer
         return self.models[settings.model]
 
-    def search(self, settings: Settings, questions: list[Question]) -> tuple:
+    def search(self, settings: Settings) -> tuple:
         """(search function, passages)."""
         names = [
             f.name for record in (RetrieverSettings, SummarizerSettings) for f in fields(record)
@@ -107,7 +107,9 @@ class Session:
         if key not in self.searches:
             reads = reads_a_corpus(settings)
             known = next((its for _, its in self.searches.values() if its), None)
-            documents = (known or build.passages(settings, questions)) if reads else []
+            documents = (
+                (known or build.passages(settings, known_questions(settings))) if reads else []
+            )
             found = build.build_search(settings, documents, best_device())
             self.searches[key] = found, documents
         return self.searches[key]
@@ -186,7 +188,7 @@ def answer(session: Session, text: str) -> None:
         questions = known_questions(settings)
         asked = next((q for q in questions if q.question == text), Question("asked", text, []))
         (asked,) = build.as_asked([asked], settings)
-        search, _ = session.search(settings, questions)
+        search, _ = session.search(settings)
         policy, tokenizer = session.model(settings)
         environment = AloudEnvironment(tokenizer, build.build_protocol(settings), search, settings)
         check_prompts([asked], environment, policy)
@@ -208,8 +210,7 @@ def name_of(settings: Settings) -> str:
 
 def greet(session: Session, settings: Settings) -> None:
     """What is loaded, and what it can be asked."""
-    questions = known_questions(settings)
-    _, documents = session.search(settings, questions)
+    _, documents = session.search(settings)
     searched = settings.retriever_url or settings.retriever
     if PROTOCOLS[settings.protocol].query_tags is None:
         searched = "nothing: its passages come with the question"
@@ -248,7 +249,7 @@ def change(session: Session, **new) -> None:
     vars(session).update(new)
     try:
         for settings in session.settings():
-            session.search(settings, known_questions(settings))
+            session.search(settings)
     except InputError:
         vars(session).update(kept)
         raise
@@ -278,7 +279,8 @@ def set_stages(session: Session, value: str) -> None:
 def save(session: Session, value: str) -> None:
     if not session.asked:
         raise InputError("/save: nothing was asked yet")
-    check_output(value or ".", "/save")
+    if "\0" in value:
+        raise InputError("/save: a file name has no NUL character in it: name another file")
     records = []
     for group, rows in enumerate(session.asked):
         for row, t in enumerate(rows):
@@ -305,15 +307,15 @@ def converse(session: Session) -> None:
         if name == "/quit":
             return
         try:
-            if name.startswith("/") and name not in COMMANDS:
-                raise InputError(f"{name}: unknown{nearest(name, COMMANDS)}; /help lists them")
             if name in COMMANDS:
                 COMMANDS[name](session, value.strip())
+            elif name.startswith("/"):
+                raise InputError(f"{name}: unknown{nearest(name, COMMANDS)}; /help lists them")
             elif line:
                 answer(session, line)
         except InputError as error:
             print(f"\nerror: {error}")
-        except (OSError, RuntimeError) as error:  # no room for a file; a model that breaks
+        except Exception as error:  # a model that breaks; what was asked before is still here
             print(f"\nerror: {type(error).__name__}: {error}")
         except KeyboardInterrupt:
             print("\nstopped")

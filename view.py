@@ -2,7 +2,6 @@
 
     python view.py runs/ur2-world0-seed0            a page, view/index.html in that folder
     python view.py RUN RUN                          curves of several runs over each other
-    python view.py RUN --serve                      the same, and it follows a running training
     python view.py RUN --text --step 3 --group 1    one group in the terminal
     python view.py RUN --png                        its curves as one picture (extra `plot`)
 
@@ -17,17 +16,14 @@ measured, in front of it a running mean over five steps. Left out: what the opti
 
 import argparse
 import itertools
-import json
 import math
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 
 from data import harmless
 from errors import FlagParser, InputError, check_output, run_main
 from formats.records import finished_records
-from formats.trajectories import read_trajectories
-from plumbing.page import stages_of, write_page
+from plumbing.page import read_settings, readable_records, stages_of, write_page
 
 LEARNING = ("grad_norm", "frac_reward_zero_std", "informative", "clip_fraction", "entropy")
 # (title, metrics, or "prefix/" for all metrics under it)
@@ -46,15 +42,15 @@ COLUMNS = 3
 
 def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
     """(records with a running "x", [(x where a stage begins, its name)]); of one stage too."""
-    own = folder / "metrics.jsonl"
     records, stages = [], []
-    for file in [own] if own.exists() else sorted(folder.glob("stage?/metrics.jsonl")):
-        stages.append((len(records), file.parent.name))
-        for row in finished_records(file, cut=False, needs="step"):  # a run may still be at it
+    for stage in stages_of(folder):
+        stages.append((len(records), stage.name))
+        # A run may still be writing the file.
+        for row in finished_records(stage / "metrics.jsonl", cut=False, needs="step"):
             told = {k: v for k, v in row.items() if isinstance(v, int | float) and abs(v) < 1e300}
             records.append(told | {"x": len(records)})
     if not records:
-        raise InputError(f"{folder}: no metrics.jsonl there nor in a stage; give a run, runs/NAME")
+        raise InputError(f"{folder}: no step is finished there: wait for the first one")
     return records, stages
 
 
@@ -124,94 +120,95 @@ def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) ->
 
 # ---------------------------------------------------------------------------------- in the terminal
 def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
-    """Of token n what the formula above has; None where nothing was learned from it.
+    """Returns the terms of the formula above for token n, or None if nothing was learned from it.
 
     Worked: new −0.5, old −0.6: r = e^0.1 = 1.105; A = 2, w = 0.01, ε = 0.2: loss −0.01 · 2.21.
     """
     names = ("sampled", "old", "new", "ref", "advantages", "weights")
     sampled, old, new, ref, advantage, weight = (value_of(record, name, n) for name in names)
-    if advantage is None or not record["mask"][n]:
+    if None in (old, new, advantage, weight) or not record["mask"][n]:
         return None
-    ratio = math.exp(new - old)
+    ratio = exp(new - old)
+    terms = {
+        "sampled": sampled,
+        "old": old,
+        "new": new,
+        "ratio": ratio,
+        "advantage": advantage,
+        "weight": weight,
+    }
+    if not settings:
+        return terms
     clipped = min(max(ratio, 1 - settings["clip_low"]), 1 + settings["clip_high"])
     surrogate = min(ratio * advantage, clipped * advantage)
-    gap, kl = 0.0 if ref is None else ref - new, 0.0
-    if settings["kl_coef"] and settings["kl_estimator"] != "k1":  # k1 is in the reward
-        k2 = ratio * gap**2 / 2  # weighed, as in kl.k2_off_policy
-        kl = k2 if settings["kl_estimator"] == "k2" else math.exp(gap) - gap - 1
-    loss = weight * (settings["kl_coef"] * kl - surrogate)
-    told = {"sampled": sampled, "old": old, "new": new, "ratio": ratio, "advantage": advantage}
-    return told | {"weight": weight, "loss": loss}
+    kl = 0.0
+    if ref is not None and settings["kl_coef"] and settings["kl_estimator"] != "k1":
+        gap = ref - new  # k1 is in the reward
+        k2 = ratio * gap * gap / 2  # weighed, as in kl.k2_off_policy
+        kl = k2 if settings["kl_estimator"] == "k2" else exp(gap) - gap - 1
+    return terms | {"loss": weight * (settings["kl_coef"] * kl - surrogate)}
+
+
+def exp(x: float) -> float:
+    """Returns e^x, and infinity where that is too large for a float, as torch does."""
+    return math.inf if x > 709.78 else math.exp(x)
 
 
 def value_of(record: dict, name: str, n: int) -> float | None:
-    """One number stands for all sampled tokens."""
+    """Returns the number of token n; one number may be that of all sampled tokens."""
     its = record.get(name)
     return its[n] if isinstance(its, list) else its
 
 
-def shown_trajectory(record: dict, settings: dict) -> list[str]:
-    """Lines: how it ended and what it was paid, then its tokens."""
+def shown_trajectory(record: dict, settings: dict) -> Iterator[str]:
+    """Yields a blank line, how the trajectory ended and what it was paid, then its tokens."""
     terms = " ".join(f"{name} {value:+.2f}" for name, value in record["rewards"].items())
     verdict, reward = "right" if record["correct"] else "wrong", sum(record["rewards"].values())
-    lines = [f"sample {record['row']}: {record['answer']!r} {verdict}, {reward:+.2f} = {terms}"]
+    yield ""
+    yield f"sample {record['row']}: {record['answer']!r} {verdict}, {reward:+.2f} = {terms}"
     columns = ("sampled", "old", "new", "ratio", "advantage", "weight", "loss")
-    lines.append(f"{'token':24}mask" + "".join(f"{name:>11}" for name in columns))
-    for mask, run in itertools.groupby(range(len(record["ids"])), key=record["mask"].__getitem__):
+    yield f"{'token':24}mask" + "".join(f"{name:>11}" for name in columns)
+    length = max(len(record[name]) for name in ("ids", "tokens", "mask"))
+    for mask, run in itertools.groupby(range(length), key=record["mask"].__getitem__):
         some = list(run)
         if not mask:
             text = "".join(record["tokens"][n] for n in some)
-            lines.append(f"   0 · {len(some)} tokens that the environment wrote: {text!r}")
+            yield f"   0 · {len(some)} tokens that the environment wrote: {text!r}"
             continue
         for n in some:
             its = loss_of(record, n, settings) or {}
             cells = [f"{its[name]:11.4g}" if name in its else f"{'-':>11}" for name in columns]
-            lines.append(f"{record['tokens'][n]!r:24}{mask:4}" + "".join(cells))
-    return lines
+            yield f"{record['tokens'][n]!r:24}{mask:4}" + "".join(cells)
 
 
 def print_group(folder: Path, step: int | None, group: int) -> None:
-    """One group of a stage: of the last step that is kept, or of the one that is named."""
-    some = [r for r in read_trajectories(folder) if step is None or r["step"] == step]
+    """Prints one group of a stage: of the last step that is kept, or of the one that is named."""
+    missing = []
+    settings = read_settings(folder, missing)
+    some = [r for r in readable_records(folder, missing) if step in (None, r["step"])]
     if not some:
-        raise InputError(f"{folder}: no step {step} is kept there: leave --step out for the last")
+        wanted = "no step" if step is None else f"no step {step}"
+        raise InputError("; ".join([f"{folder}: {wanted} is kept there", *missing]))
     some = [r for r in some if r["step"] == some[-1]["step"]]
-    groups = sorted({r["group"] for r in some})
+    groups = [list(rows) for _, rows in itertools.groupby(some, key=lambda r: r["group"])]
     if group not in range(len(groups)):
-        asked = f"--step {step} --group {group}" if step is not None else f"--group {group}"
-        raise InputError(f"{folder}: {len(groups)} groups are kept there, and not {asked}")
-    settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-    rows = [r for r in some if r["group"] == groups[group]]
-    first = rows[0]
-    lines = [f"{folder.name}, step {first['step']}, group {first['group']}: {first['question']}"]
-    lines.append(f"gold {' | '.join(first['golds'])}; {len(groups)} groups are kept")
-    for record in rows:
-        lines += ["", *shown_trajectory(record, settings)]
+        raise InputError(f"{folder}: {len(groups)} groups are kept there, and not --group {group}")
+    first = groups[group][0]
+    lines = [
+        *missing,
+        f"{folder.name}, step {first['step']}, group {first['group']}: {first['question']}",
+        f"gold {' | '.join(first['golds'])}; {len(groups)} groups are kept",
+    ]
+    for record in groups[group]:
+        try:
+            lines += shown_trajectory(record, settings)
+        except Exception as error:  # the lines before the damage are shown
+            fits = "tokens, mask and numbers do not fit together"
+            lines.append(f"the rest of this sample is damaged, {fits}: {error!r}")
     print(*map(harmless, lines), sep="\n")
 
 
 # ----------------------------------------------------------------------------------------- the page
-def serve(runs: list[Path], out: Path, port: int) -> None:
-    """On loopback. The page asks for index.js every few seconds: what has grown is written anew."""
-    seen = [0.0]
-
-    class Handler(SimpleHTTPRequestHandler):
-        def do_GET(self):
-            files = (f for run in runs for stage in stages_of(run) for f in stage.iterdir())
-            newest = max(file.stat().st_mtime for file in files if file.is_file())
-            if self.path.startswith("/data/index.js") and newest > seen[0]:
-                seen[0] = newest
-                write_page(runs, out)
-            super().do_GET()
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, directory=out)) as server:
-        print(f"http://127.0.0.1:{server.server_port}; Ctrl-C ends it", flush=True)
-        server.serve_forever()
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = FlagParser("view.py", description="See a run.")
     flag = parser.add_argument
@@ -221,14 +218,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     flag("--text", action="store_true", help="one group in the terminal")
     flag("--step", type=int, help="of --text; by itself the last one")
     flag("--group", type=int, default=0, help="of --text: the how manieth that is kept")
-    flag("--serve", action="store_true", help="offer the page on this machine, and follow the run")
-    flag("--port", type=int, default=8900, help="of --serve; 0: a free one")
     asked = parser.parse_args(arguments)
     if len(asked.runs) > 1 and (asked.png or asked.text):
         raise InputError("--png and --text show one run: the page shows several")
-    for run in asked.runs:
-        if not stages_of(run):
-            raise InputError(f"{run}: no metrics.jsonl there nor in a stage; give a run, runs/NAME")
     return asked
 
 
@@ -238,14 +230,13 @@ def main(arguments: list[str] | None = None) -> None:
     if asked.text:
         return print_group(stages_of(run)[-1], asked.step, asked.group)
     out = asked.out or run / ("curves.png" if asked.png else "view")
-    check_output(out if asked.png else out / "index.html", "--out")
+    file = out if asked.png else out / "index.html"
+    check_output(file, "--out")
     if asked.png:
         draw(run, out)
     else:
         write_page(asked.runs, out)
-    print(f"written: {out if asked.png else out / 'index.html'}")
-    if asked.serve:
-        serve(asked.runs, out, asked.port)
+    print(f"written: {file}")
 
 
 if __name__ == "__main__":

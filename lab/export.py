@@ -142,12 +142,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="by itself RUN/unipo.json, or TOOL_REWARD.py")
     asked = parser.parse_args(arguments)
     tool, what = asked.tool, asked.what
-    run = Path(what) if tool == "unipo" else None
-    if run and not stages_of(run):
-        raise InputError(f"{run}: no metrics.jsonl there nor in a stage; give a run, runs/NAME")
-    out = asked.out or (run / "unipo.json" if run else Path(f"{tool}_{what}.py"))
+    stages = stages_of(Path(what)) if tool == "unipo" else []
+    out = asked.out or Path(f"{what}/unipo.json" if stages else f"{tool}_{what}.py")
     check_output(out, "--out")
-    text = json.dumps(unipo(stages_of(run)[-1])) if run else reward_file(tool, what)
+    text = json.dumps(unipo(stages[-1])) if stages else reward_file(tool, what)
     if out.exists():
         print(f"what was in {out} is kept as {out.rename(free_name(out)).name}")
     out.parent.mkdir(parents=True, exist_ok=True)

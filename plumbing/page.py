@@ -5,56 +5,69 @@
                               its trajectories as one JSON string, parsed when somebody looks
 
 The page itself is viewer/: index.html, page.css, page.js. Left out: what is no trajectory.
+A damaged file is shown as far as it can be read, and "missing" says what is not shown.
 """
 
 import itertools
 import json
+import secrets
 import shutil
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from errors import InputError
-from formats.records import finished_records
+from errors import InputError, check_output
+from formats.records import finished_records, write_text, writing
 from formats.trajectories import NAME, read_trajectories
 
 VIEWER = Path(__file__).resolve().parent.parent / "viewer"
-SETTINGS = """
-recipe variant stage algorithm reward group_size clip_low clip_high kl_coef kl_estimator
-loss_aggregation lr temperature model data retriever
-""".split()  # that the page shows, or computes with
+GENERATOR = b'<meta name="generator" content="search-rl">'  # index.html has it: the file is ours
+PAGE = ("index.html", "page.css", "page.js")
+FORMULA = ("clip_low", "clip_high", "kl_coef", "kl_estimator")  # a token's loss depends on these
+LISTED = ("row", "question", "kind", "answer", "correct", "rewards", "stop_reason")
 
 
 def write_page(runs: list[Path], out: Path) -> None:
     """A folder that opens from disk, without a network."""
+    stages = [stages_of(run) for run in runs]
     (out / "data").mkdir(parents=True, exist_ok=True)
     for file in VIEWER.iterdir():
         shutil.copy(file, out)
-    told = [told_run(run, name, out) for run, name in zip(runs, names_of(runs), strict=True)]
+    told = [
+        {"name": name, "stages": [told_stage(folder, name, out) for folder in folders]}
+        for name, folders in zip(names_of(runs), stages, strict=True)
+    ]
     (out / "data" / "index.js").write_text(f"runs({dumped(told)});\n", encoding="utf-8")
 
 
 def save_page(records: list[dict], out: Path) -> None:
-    """What was asked in a session, as one file."""
-    stage = {"key": "asked", "name": "asked", "settings": {}, "metrics": [], "asked": {}}
-    told = [{"name": "a session", "stages": [stage | {"missing": [], "steps": [0]}]}]
-    rows, groups = of_step(records)
-    data = f"step('asked-0',{dumped(rows)},{dumped(groups)});\nruns({dumped(told)});"
-    html = (VIEWER / "index.html").read_text(encoding="utf-8")
-    css, code = ((VIEWER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    parts = {
-        '<link rel="stylesheet" href="page.css">': f"<style>\n{css}</style>",
-        '<script src="page.js"></script>': f"<script>\n{code}</script>",
-        '<script src="data/index.js"></script>': f"<script>\n{data}</script>",
+    """Writes the questions and answers of a session as one file."""
+    with writing(out):
+        check_output(out, "/save")
+        if out.exists() and not (out.is_file() and GENERATOR in out.read_bytes()):
+            raise InputError(f"{out}: that file is not a saved page, and is kept: name another")
+        out.parent.mkdir(parents=True, exist_ok=True)
+    stage = {
+        "key": "asked",
+        "name": "asked",
+        "settings": {},
+        "metrics": [],
+        "steps": [0],
+        "missing": [],
+        "asked": {},
     }
-    for linked, inline in parts.items():
-        html = html.replace(linked, inline)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(html, encoding="utf-8")
+    session = [{"name": "a session", "stages": [stage]}]
+    rows, groups = of_step(records)
+    data = f"step('asked-0',{dumped(rows)},{dumped(groups)});\nruns({dumped(session)});"
+    html, css, code = ((VIEWER / name).read_text(encoding="utf-8") for name in PAGE)
+    html = html.replace("NONCE", secrets.token_hex(16))  # no other inline script may run
+    html = html.replace('<link rel="stylesheet" href="page.css">', f"<style>\n{css}</style>")
+    html = html.replace(' src="page.js">', f">\n{code}")
+    write_text(out, html.replace(' src="data/index.js">', f">\n{data}"))
 
 
 def names_of(runs: list[Path]) -> list[str]:
-    """Their folders' names; of two alike with the folder above."""
+    """Returns the names of the runs' folders, and for two alike also the folder above."""
     names = [run.resolve().name for run in runs]
     return [
         name if names.count(name) == 1 else f"{run.resolve().parent.name}-{name}"
@@ -63,57 +76,68 @@ def names_of(runs: list[Path]) -> list[str]:
 
 
 def stages_of(run: Path) -> list[Path]:
-    """A run's stages, or the one that was named."""
-    return [run] if (run / "metrics.jsonl").exists() else sorted(run.glob("stage?"))
-
-
-def told_run(run: Path, name: str, out: Path) -> dict:
-    return {"name": name, "stages": [told_stage(f, name, out) for f in stages_of(run)]}
+    """Returns the folders of a run's stages, or the one stage that was named."""
+    stages = [run] if (run / "metrics.jsonl").exists() else sorted(run.glob("stage?"))
+    if not stages:
+        raise InputError(f"{run}: no metrics.jsonl there nor in a stage; give a run, runs/NAME")
+    return stages
 
 
 def told_stage(folder: Path, name: str, out: Path) -> dict:
-    """What index.js says of it; "missing" is what could not be read."""
-    key, settings, missing = f"{name}-{folder.name}", {}, []
-    try:
-        settings = dict(json.loads((folder / "settings.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        missing.append("settings.json cannot be read: there are no formulas")
-    steps, asked = [], defaultdict(list)
-    try:
-        for step, some in itertools.groupby(records_in(folder), key=lambda row: row["step"]):
-            rows = write_step(f"{key}-{step}", some, out / "data")
-            steps.append(step)
-            for question in {row["question"] for row in rows}:
-                asked[question].append(step)
-    except InputError as error:
-        missing.append(str(error))
-    except (KeyError, TypeError, AttributeError) as error:
-        missing.append(f"{NAME} was written by another version, or is damaged ({error!r})")
-    return {
+    """Writes the scripts of a stage's steps; returns what index.js says of the stage."""
+    key, missing, steps, asked = f"{name}-{folder.name}", [], [], defaultdict(list)
+    stage = {
         "key": key,
         "name": folder.name,
-        "settings": {field: settings.get(field) for field in SETTINGS},
+        "settings": read_settings(folder, missing),
         "metrics": finished_records(folder / "metrics.jsonl", cut=False, needs="step"),
         "steps": steps,
-        "asked": {question: its for question, its in asked.items() if len(its) > 1},
         "missing": missing,
     }
+    records = readable_records(folder, missing)
+    for step, some in itertools.groupby(records, key=lambda record: record["step"]):
+        rows, groups = of_step(some)
+        script = f"step({dumped(f'{key}-{step}')},{dumped(rows)},{dumped(groups)});\n"
+        (out / "data" / f"{key}-{step}.js").write_text(script, encoding="utf-8")
+        steps.append(step)
+        for question in {str(row["question"]) for row in rows}:
+            asked[question].append(step)
+    return stage | {"asked": {text: its for text, its in asked.items() if len(its) > 1}}
 
 
-def records_in(folder: Path) -> Iterable[dict]:
-    return read_trajectories(folder) if (folder / NAME).exists() else ()
+def read_settings(folder: Path, missing: list[str]) -> dict:
+    """Returns the settings that the formulas need; {} and a line in `missing` if one is lacking."""
+    try:
+        settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+        return {name: settings[name] for name in FORMULA}
+    except Exception as error:  # no file, half of one, or a file of something else
+        missing.append(f"{folder}/settings.json cannot be read: there are no formulas ({error!r})")
+        return {}
 
 
-def write_step(key: str, records: Iterable[dict], out: Path) -> list[dict]:
-    """Its script; returns a line on each trajectory."""
-    rows, groups = of_step(records)
-    script = f"step({dumped(key)},{dumped(rows)},{dumped(groups)});\n"
-    (out / f"{key}.js").write_text(script, encoding="utf-8")
-    return rows
+def readable_records(folder: Path, missing: list[str]) -> Iterator[dict]:
+    """Yields the records that can be shown; at the end `missing` gets a line on the others."""
+    problems = Counter()
+    try:
+        for record in read_trajectories(folder):
+            try:
+                if type(record["step"]) is not int or record["step"] >> 53:  # it names a file
+                    raise InputError("step is not a whole number from 0 on")
+                line_on(record)
+                slim(record)
+            except Exception as error:  # whatever a damaged record raises
+                problems[repr(error)] += 1
+            else:
+                yield record
+    except InputError as error:
+        missing.append(str(error))
+    for problem, count in problems.items():
+        lost = f"{count} trajectories are left out, damaged or written by another version"
+        missing.append(f"{folder / NAME}: {lost}: {problem}")
 
 
 def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
-    """(a line on each trajectory, of each group its trajectories)."""
+    """Returns a line on each trajectory, and of each group its trajectories as JSON."""
     rows, groups = [], []
     for _, some in itertools.groupby(records, key=lambda record: record["group"]):
         some = list(some)
@@ -123,7 +147,7 @@ def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
 
 
 def slim(record: dict) -> dict:
-    """Without what the page does not show, or can tell from the rest."""
+    """Returns a record without what the page does not show, or can tell from the rest."""
     left = {key: value for key, value in record.items() if key != "prompt_ids"}
     if left.get("old") == left.get("sampled"):
         left.pop("old", None)
@@ -131,30 +155,21 @@ def slim(record: dict) -> dict:
 
 
 def line_on(record: dict) -> dict:
-    """What the list of groups and its filters show of one trajectory."""
-    queries = [" ".join(search["query"].lower().split()) for search in record["searches"]]
-    return {
-        "row": record["row"],
-        "question": record["question"],
-        "golds": record["golds"],
-        "kind": record["kind"],
-        "answer": record["answer"],
-        "correct": record["correct"],
-        "reward": round(sum(record["rewards"].values()), 4),
-        "rewards": record["rewards"],
-        "searches": len(queries),
-        "fallback": any(search["fallback"] for search in record["searches"]),
-        "repeated": len(set(queries)) < len(queries),
-        "fault": bool(record["refusals"]) or record["rewards"].get("format", 0) < 0,
-        "stop": record["stop_reason"],
-        "length": sum(record["mask"]),
-        "trained": "advantages" in record,
-    }
+    """Returns what the list of groups and its filters show of one trajectory."""
+    searches, rewards = record["searches"], record["rewards"]
+    queries = [" ".join(search["query"].lower().split()) for search in searches]
+    line = {name: record[name] for name in LISTED}
+    line |= {"searches": len(queries), "repeated": len(set(queries)) < len(queries)}
+    line |= {"reward": round(sum(rewards.values()), 4), "trained": "advantages" in record}
+    line["golds"] = " | ".join(record["golds"])
+    line["fallback"] = any(search["fallback"] for search in searches)
+    line["fault"] = bool(record["refusals"]) or rewards.get("format", 0) < 0
+    return line
 
 
 def dumped(value: object) -> str:
-    """JSON that may stand in a script: no tag ends it, no line ends in it."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    for odd, escaped in (("<", "\\u003c"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029")):
-        text = text.replace(odd, escaped)
-    return text.encode(errors="replace").decode()
+    """Returns JSON in ASCII that may be in a script: no tag, no line end and no NaN is in it."""
+    text = json.dumps(value, separators=(",", ":"))
+    if "NaN" in text or "Infinity" in text:  # as strings, which JavaScript still computes with
+        text = json.dumps(json.loads(text, parse_constant=str))
+    return text.replace("<", "\\u003c")

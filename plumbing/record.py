@@ -60,30 +60,28 @@ def records_of(
 
 
 def told(t: Trajectory, tokenizer) -> dict:
-    """What can be read: question, tokens, searches, how it ended."""
+    """Returns what can be read of a trajectory: question, tokens, searches, how it ended."""
     question = t.question
-    asked = {
+    record = {
         "id": question.id,
         "question": question.question,
         "golds": question.answers,
         "kind": question.kind,
         "may_search": question.may_search,
     }
-    written = {
+    record |= {
         "prompt_ids": t.prompt_ids,
         "prompt": texts_of(tokenizer, t.prompt_ids),
         "ids": t.response_ids,
         "tokens": texts_of(tokenizer, t.response_ids),
         "mask": t.response_mask,
-        "writers": [segment.writer for segment in t.segments if segment.writer != "model"],
-    }
-    return {
-        **asked,
-        **written,
-        "searches": [told_search(search) for search in t.searches],
-        "refusals": [[refusal.reason, refusal.query] for refusal in t.refusals],
         "answer": t.answer,
         "stop_reason": t.stop_reason,
+    }
+    return record | {
+        "writers": [segment.writer for segment in t.segments if segment.writer != "model"],
+        "searches": [told_search(search) for search in t.searches],
+        "refusals": [[refusal.reason, refusal.query] for refusal in t.refusals],
     }
 
 

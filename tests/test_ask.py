@@ -177,14 +177,6 @@ def test_passages_are_no_setting_where_nothing_is_searched(session, monkeypatch)
     assert "searches nothing: leave it out" in session("/k 3", given=("--recipe", "arena"))
 
 
-def test_a_session_is_saved_as_one_page(session, tmp_path):
-    page = tmp_path / "some" / "page.html"
-    assert f"written: {page}" in session(KNOWN, "/try", f"/save {page}")
-    text = page.read_text()
-    assert KNOWN in text and "page.css" not in text and "<script src" not in text
-    assert "that is a folder" in session(KNOWN, f"/save {tmp_path}")
-
-
 def test_pale_in_a_terminal_unless_colours_are_not_wanted(monkeypatch):
     assert ask.pale("x") == "⟦x⟧"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)

@@ -4,20 +4,21 @@ import itertools
 import json
 import os
 import random
+import select
 import shutil
+import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from test_trajectories import one
 
 import view
-from formats.trajectories import NAME, append_trajectories
-from plumbing.page import VIEWER
+from formats.trajectories import append_trajectories
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
+LIMIT = 60.0  # seconds; no test waits longer for the browser
 LOUD = {"Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"}
 FLAGS = """
 --headless=new --no-sandbox --disable-gpu --no-first-run --hide-scrollbars --disable-extensions
@@ -33,19 +34,29 @@ class Browser:
         plumbing = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
         command = ["bash", "-c", plumbing, CHROMIUM, *FLAGS, f"--user-data-dir={profile}"]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        passed = {"pass_fds": (theirs_in, theirs_out)}
+        passed = {"pass_fds": (theirs_in, theirs_out), "start_new_session": True}
         self.process = subprocess.Popen([*command, "about:blank"], **quiet, **passed)
         os.close(theirs_in)
         os.close(theirs_out)
         self.numbers, self.events, self.rest, self.session = itertools.count(1), [], b"", None
+        try:
+            self.attach()
+        except BaseException:
+            self.close()
+            raise
+
+    def attach(self) -> None:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
-    def message(self) -> dict:
+    def message(self, until: float) -> dict:
         while b"\0" not in self.rest:
+            left = max(0.0, until - time.monotonic())
+            if not select.select([self.source], [], [], left)[0]:
+                raise RuntimeError(f"the browser has not answered for {LIMIT:g} s")
             if not (more := os.read(self.source, 1 << 16)):
                 raise RuntimeError("the browser has ended")
             self.rest += more
@@ -58,7 +69,8 @@ class Browser:
         if self.session:
             asked["sessionId"] = self.session
         os.write(self.to, json.dumps(asked).encode() + b"\0")
-        while (answer := self.message()).get("id") != number:
+        until = time.monotonic() + LIMIT
+        while (answer := self.message(until)).get("id") != number:
             self.events.append(answer)
         assert "error" not in answer, answer
         return answer["result"]
@@ -71,8 +83,8 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait(self, code: str, seconds: float = 20.0):
-        until = time.monotonic() + seconds
+    def wait(self, code: str):
+        until = time.monotonic() + LIMIT
         while not (found := self.run(code)):
             assert time.monotonic() < until, f"never true: {code}"
             time.sleep(0.01)
@@ -99,8 +111,10 @@ class Browser:
         return [json.dumps(event)[:400] for event in self.events if event.get("method") in LOUD]
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        os.killpg(self.process.pid, signal.SIGKILL)  # its renderers too
+        self.process.wait(LIMIT)
+        os.close(self.to)
+        os.close(self.source)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +122,16 @@ def browser(tmp_path_factory):
     browser = Browser(tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()
+
+
+def test_a_browser_that_does_not_answer_is_ended_with_a_clear_failure(tmp_path, monkeypatch):
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr("test_page.CHROMIUM", str(silent))
+    monkeypatch.setattr("test_page.LIMIT", 0.2)
+    with pytest.raises(RuntimeError, match=r"the browser has not answered for 0\.2 s"):
+        Browser(tmp_path)
 
 
 def stage(folder, steps: int):
@@ -329,51 +353,6 @@ def test_a_run_without_trajectories_says_so(browser, page, tmp_path):
         "document.getElementById('groups').textContent"
     )
     assert browser.complaints() == []
-
-
-def test_what_cannot_be_read_is_told_and_the_rest_is_shown(browser, tmp_path):
-    """Half-written settings; a broken line; records of another version; a run that was killed."""
-    broken, killed = stage(tmp_path / "a" / "stage1", 2), stage(tmp_path / "b" / "stage1", 2)
-    (broken / "settings.json").write_text('{"clip_low": 0.2,')
-    for folder in (broken, killed):
-        append_trajectories(folder, [searching(row) for row in range(4)])
-    append_trajectories(broken, [{"step": 1}])
-    with open(killed / NAME, "ab") as file:
-        file.write(b"\x1f\x8b\x08 half a step")
-    with open(killed / "metrics.jsonl", "a") as file:
-        file.write('{"step": 2, "rew')
-    view.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "page")])
-    browser.open(tmp_path / "page" / "index.html")
-    told = browser.run("document.getElementById('missing').textContent")
-    assert "settings.json cannot be read" in told and "written by another version" in told
-    browser.run("choose(0, 1), pick(0)")
-    assert "not trained on" in browser.run("document.getElementById('token').textContent")
-    browser.run("chooseRun(1)")
-    browser.wait(f"{BUTTONS} === 4")
-    assert browser.run("document.getElementById('missing').textContent") == ""
-    assert browser.complaints() == []
-
-
-def test_a_running_training_is_followed(browser, tmp_path):
-    folder = stage(tmp_path / "run" / "stage1", 1)
-    append_trajectories(folder, [searching(0)])
-    command = [sys.executable, "view.py", str(folder.parent), "--serve", "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=VIEWER.parent)
-    try:
-        lines = iter(server.stdout.readline, "")
-        browser.go(next(line for line in lines if line.startswith("http")).split(";")[0])
-        assert browser.run("document.getElementById('slider').max") == "0"
-        time.sleep(0.02)  # a file's time has a grain
-        append_trajectories(folder, [searching(0, step=1)])
-        with open(folder / "metrics.jsonl", "a") as file:
-            file.write('{"step": 1, "reward": 0.7}\n')
-        browser.wait("document.getElementById('slider').max === '1'")
-        browser.press("ArrowRight")
-        browser.wait("document.getElementById('step-numbers').textContent.includes('step 1:')")
-        assert browser.complaints() == []
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_a_trajectory_of_a_hundred_thousand_tokens_opens(browser, tmp_path):

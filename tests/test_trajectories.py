@@ -197,7 +197,8 @@ def test_the_page_has_its_runs_and_a_script_per_step(trained, tmp_path):
     assert [run["name"] for run in runs] == [trained.parent.name, "stage1"]
     stage = runs[0]["stages"][0]
     assert stage["steps"] == [0, 1] and len(stage["metrics"]) == 2
-    assert stage["settings"]["algorithm"] == "grpo"
+    settings = settings_of(trained)
+    assert stage["settings"] == {name: settings[name] for name in CLIP}
     script = (tmp_path / "data" / f"{stage['key']}-1.js").read_text()
     key, rows, groups = json.loads("[" + script.removeprefix("step(").removesuffix(");\n") + "]")
     records = [record for group in groups for record in json.loads(group)]
@@ -233,7 +234,7 @@ def test_what_the_filters_ask_of_a_trajectory():
         False,
         False,
     )
-    assert line["reward"] == 1.5 and line["trained"] and line["length"] == 2
+    assert line["reward"] == 1.5 and line["trained"]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's own formula")
@@ -243,7 +244,9 @@ def test_the_page_computes_the_numbers_of_the_terminal(trained):
     asked = f"const told = {json.dumps(records)}, s = {json.dumps(settings)};"
     asked += "console.log(JSON.stringify(told.map((r) => r.ids.map((_, n) => lossOf(r, n, s)))));"
     code = "globalThis.document = {getElementById: () => ({})};" + code + asked
-    told = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        ["node", "-e", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     for record, its in zip(records, json.loads(told), strict=True):
         for n, other in enumerate(its):
             ours = view.loss_of(record, n, settings)

@@ -41,13 +41,9 @@ const number = (x, digits = 3) => (x === null || x === undefined ? "–" : Numbe
 const signed = (x) => (x > 0 ? "+" : "") + number(x);
 
 // ------------------------------------------------------------------------------------------ data
-function runs(told) { // data/index.js calls it; again and again where the page is served
-  const first = !all.length;
+function runs(told) { // data/index.js calls it
   all = told;
-  if (first) return start();
-  $("slider").max = Math.max(0, stage().steps.length - 1);
-  $("slider").value = stage().steps.indexOf(state.step);
-  showCurves();
+  start();
 }
 function step(key, rows, groups) { // data/RUN-STAGE-STEP.js
   known[key] = { rows, groups, parsed: {} };
@@ -71,7 +67,7 @@ function trajectories(group) {
 }
 const value = (record, name, n) => { // one number stands for all sampled tokens; π_old is often what sampled
   const its = record[name] ?? (name === "old" ? record.sampled : undefined);
-  return Array.isArray(its) ? its[n] : its === undefined || !record.mask[n] ? null : its;
+  return Array.isArray(its) ? its[n] ?? null : its === undefined || !record.mask[n] ? null : its;
 };
 
 // ---------------------------------------------------------------------------------------- curves
@@ -165,10 +161,10 @@ function showGroups() {
   const groups = Map.groupBy ? Map.groupBy(shown, (row) => row.group) : grouped(shown);
   fill($("groups"), ...[...groups].map(([group, some]) => el("div", { class: "group" },
     el("div", {}, plain(some[0].question)),
-    el("div", { class: "pale" }, `gold ${plain(some[0].golds.join(" | "))}${some[0].kind ? `, ${some[0].kind}` : ""}${some[0].trained ? "" : ", not trained on"}`),
+    el("div", { class: "pale" }, `gold ${plain(some[0].golds)}${some[0].kind ? `, ${some[0].kind}` : ""}${some[0].trained ? "" : ", not trained on"}`),
     el("div", { class: "rows" }, ...some.map((row) => el("button", {
       class: row.correct ? "right" : "", "aria-current": group === state.group && row.row === state.row,
-      title: `answer ${plain(row.answer ?? "none")}, ${row.searches} searches, ended by ${row.stop}`,
+      title: `answer ${plain(row.answer ?? "none")}, ${row.searches} searches, ended by ${row.stop_reason}`,
       onclick: () => choose(group, row.row),
     }, `${Object.keys(row.rewards).length ? signed(row.reward) : plain(row.answer ?? "none")}${"⌕".repeat(Math.min(4, row.searches))}`))))));
 }
@@ -194,7 +190,7 @@ function walk(by) { // to the next trajectory that passes the filters
 // ------------------------------------------------------------------------------- a trajectory
 function chosen() {
   const step = known[keyOf(state.step)];
-  return step && step.groups.length ? trajectories(state.group)[state.row] : null;
+  return step && step.groups.length ? trajectories(state.group).find((record) => record.row === state.row) : null;
 }
 function shade(record, n) {
   const [a, old, now] = ["advantages", "old", "new"].map((name) => value(record, name, n));
@@ -225,8 +221,15 @@ function searchBlock(search, text) {
   return block;
 }
 function showOne() {
-  const record = chosen();
-  if (!record) return fill($("one"));
+  try {
+    const record = chosen();
+    fill($("one"), ...(record ? partsOf(record) : []));
+    showToken();
+  } catch (error) { // fields that are missing, or of another type
+    fill($("one"), el("p", { class: "bad" }, plain(`this trajectory is damaged: ${error.message}`)));
+  }
+}
+function partsOf(record) {
   const searches = [...record.searches];
   const writers = [...record.writers];
   const body = pieces(record).map(({ mask, from, to }) => {
@@ -235,19 +238,21 @@ function showOne() {
     return writers.shift() === "documents" && searches.length ? searchBlock(searches.shift(), text) : outside(text, "written by the environment: outside the loss");
   });
   const terms = Object.entries(record.rewards).map(([name, value]) => el("tr", {}, el("td", {}, name), el("td", {}, signed(value))));
-  const total = Object.values(record.rewards).reduce((sum, value) => sum + value, 0);
-  const others = (stage().asked[record.question] ?? []).filter((number) => number !== state.step);
+  const total = Object.values(record.rewards).reduce((sum, value) => sum + Number(value), 0); // NaN is a string in JSON
+  const others = (Object.hasOwn(stage().asked, record.question) ? stage().asked[record.question] : []).filter((number) => number !== state.step);
   const link = (number) => el("button", { onclick: () => ((state.question = record.question), go(number)) }, number);
-  fill($("one"),
+  const cut = record.mask.length === record.tokens.length ? "" : "tokens and mask differ in length: only the tokens that have a mask are shown";
+  return [
     el("h2", {}, plain(record.question)),
+    cut && el("p", { class: "bad" }, cut),
     others.length ? el("p", { class: "pale rows" }, "also asked in step ", ...others.map(link)) : "",
     el("p", {}, "gold ", el("b", {}, plain(record.golds.join(" | ") || "unknown")), ", answer ",
       el("b", { class: record.correct ? "good" : "bad" }, plain(record.answer ?? "none")),
       el("span", { class: "pale" }, `, ended by ${record.stop_reason}${record.may_search ? "" : ", may not search"}`)),
     el("div", { class: "tokens", onclick: (event) => event.target.dataset.n && pick(Number(event.target.dataset.n)) }, outside(record.prompt, "prompt: outside the loss", false), ...body),
     terms.length ? el("table", {}, ...terms, el("tr", {}, el("th", {}, "reward"), el("th", {}, signed(total)))) : "",
-    ...record.refusals.map(([reason, query]) => el("p", { class: "pale" }, `a query that was not run (${reason}): ${plain(query)}`)));
-  showToken();
+    ...record.refusals.map(([reason, query]) => el("p", { class: "pale" }, `a query that was not run (${reason}): ${plain(query)}`)),
+  ];
 }
 function tokenSpan(record, text, n) {
   return el("span", { "data-n": n, style: `background:${shade(record, n)}`, class: n === state.token ? "chosen" : false }, plain(text));
@@ -270,7 +275,7 @@ function nextToken(by) {
 // Of a token: ratio, clip, surrogate, KL and its share of the loss. view.py --text has the same.
 function lossOf(record, n, s) {
   const [old, now, ref, advantage, weight] = ["old", "new", "ref", "advantages", "weights"].map((name) => value(record, name, n));
-  if (advantage === null || weight === null || now === null || s.clip_low === null) return null;
+  if ([old, now, advantage, weight].includes(null) || s.clip_low === undefined) return null;
   const ratio = Math.exp(now - old);
   const clipped = Math.min(Math.max(ratio, 1 - s.clip_low), 1 + s.clip_high);
   const surrogate = Math.min(ratio * advantage, clipped * advantage);
@@ -347,10 +352,4 @@ function start() {
     KEYS[event.key]();
   });
   if (all.length) chooseRun(0);
-  if (location.protocol.startsWith("http")) setInterval(follow, 5000);
-}
-function follow() { // a running training, behind view.py --serve
-  const script = el("script", { src: `data/index.js?${Date.now()}` });
-  script.onload = () => script.remove();
-  document.body.append(script);
 }
