@@ -60,11 +60,13 @@ class InputError(ValueError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: a scheduler wants the machine back, or docker stops."""
+    """Ends a run because of the signal whose number it carries: SIGTERM of a scheduler or of
+    `docker stop`, SIGHUP of a terminal that was closed, SIGUSR1 of Slurm, SIGINT of Ctrl-C.
+    """
 
 
-def raise_terminated(*_) -> None:
-    raise Terminated("ended by SIGTERM")
+def raise_terminated(number: int, *_) -> None:
+    raise Terminated(number)
 
 
 def rank_of(name: str, default: int = 0) -> int:

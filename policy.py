@@ -20,6 +20,7 @@ import importlib.util
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,7 +240,7 @@ def load_policy(
     options = frozen_options(device, in_8bit) | ({"dtype": torch.float32} if trained else {})
     with loading("causal LM", path):
         config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+        model = load_whole(path, config=config, **options)
     count, rows = len(tokenizer), model.get_input_embeddings().num_embeddings
     if count > rows:
         said = f"the tokenizer has {count} tokens, the model only {rows}"
@@ -250,6 +251,22 @@ def load_policy(
     if lora_rank:
         add_lora(policy.language_model, lora_rank, seed)
     return policy, tokenizer
+
+
+def load_whole(path: str, **options) -> nn.Module:
+    """Loads a causal LM. Where weights are missing the library warns and draws them at random, and
+    it takes integers for weights; here both are errors. Buffers and a tied head may be missing.
+    """
+    model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    wrong, quantized = [*found["missing_keys"]], hasattr(model.config, "quantization_config")
+    for file in [] if quantized else Path(path).glob("*.safetensors"):
+        with open(file, "rb") as opened:  # its head says what was written
+            head = opened.read(int.from_bytes(opened.read(8), "little")).decode()
+        wrong += re.findall(r'"([^"]+)":{"dtype":"[IU]', head)
+    if wrong := sorted(dict(model.named_parameters()).keys() & wrong):
+        some = ", ".join(wrong[:3])
+        raise InputError(f"{len(wrong)} weights are missing, or not floating point: {some}")
+    return model
 
 
 def checkpoint_activations(model: nn.Module) -> None:
@@ -286,16 +303,16 @@ def without_dropout(config):
     return config
 
 
-def check_model_path(path: str) -> None:
+def check_model_path(path: str, flag: str = "--model") -> None:
     """What is there, or can only be a path, must be a saved model. Hub names pass."""
     there = Path(path).exists()
     local = there or path.startswith((".", "/", "~")) or path.count("/") > 1
     if local and not Path(path, "config.json").exists():
         wrong = "there is no config.json in this directory" if there else "no such directory"
-        raise InputError(f"--model {path}: {wrong}; give a saved HF model or a hub name")
+        raise InputError(f"{flag} {path}: {wrong}; give a saved HF model or a hub name")
     if Path(path, MANIFEST).exists() and (wrong := wrong_with(Path(path))):
         how = f"use another, or remove its {MANIFEST} if you changed it"
-        raise InputError(f"--model {path}: {wrong}: {how}")
+        raise InputError(f"{flag} {path}: {wrong}: {how}")
 
 
 def load_tokenizer(path: str):

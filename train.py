@@ -302,7 +302,10 @@ def foresight(batch: Batch) -> Record:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    for settings in parse_stages(arguments):
+    stages = parse_stages(arguments)
+    # While one of several stages runs, nobody may put another aside.
+    _held = stages[1:] and list(map(checkpoint.hold, stages))
+    for settings in stages:
         with checkpoint.as_command(settings):
             train(settings)
     if settings.evaluate and make_accelerator(settings).is_main_process:

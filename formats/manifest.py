@@ -34,7 +34,8 @@ def written_whole(path: Path, step: int | None = None) -> Iterator[Path]:
         sync(path.parent)
     except Exception as error:  # each writer of tensors has an error of its own for a full disk
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"{path}: cannot be saved ({why}): make room on the disk") from None
+        how = "make room on the disk" if aside.is_dir() else "its folder was removed meanwhile"
+        raise InputError(f"{path}: cannot be saved ({why}): {how}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -88,6 +89,8 @@ def _wrong_with(folder: Path, step: int | None, _: str) -> str:
         written = json.loads((folder / NAME).read_text(encoding="utf-8"))
         if step not in (None, written["step"]):
             return f"it is of step {written['step']}"
+        if not written["files"]:
+            return f"its {NAME} names no file"
         for name, (size, sha256) in written["files"].items():
             path = folder / name
             if not path.is_file():

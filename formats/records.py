@@ -9,6 +9,8 @@ out: other compressions, CSV fields over several lines.
 """
 
 import contextlib
+import fcntl
+import functools
 import gzip
 import itertools
 import json
@@ -198,19 +200,24 @@ def short(value: object) -> str:
     return reprlib.repr(value)[:60]
 
 
+def has_number(record: object, name: str) -> bool:
+    """Says whether this is a record with a whole number in that field, as a step is one."""
+    return isinstance(record, dict) and type(record.get(name)) is int
+
+
 def finished_records(path: str | Path, cut: bool = True, needs: str = "") -> list[dict]:
-    """Of a JSONL file that grows, or none yet. Half a last line is cut off, or only ignored. With
-    a field that each one needs, those that are no record or lack it are left out, and counted.
+    """Reads a JSONL file that grows, or that is not there yet. Half a last line is cut off, or only
+    ignored. What has no whole number in the field `needs` is left out, and counted.
     """
     path = Path(path)
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     records = [as_record(loads(line.decode(errors="replace"))) for line in lines]
     if records and isinstance(records[-1], InputError) and not lines[-1].endswith(b"\n"):
         records.pop()
         if cut:
             os.truncate(path, sum(map(len, lines[:-1])))
     if needs:
-        good = [its for its in records if not isinstance(its, InputError) and needs in its]
+        good = [record for record in records if has_number(record, needs)]
         if len(good) < len(records):
             print(f"{path}: {len(records) - len(good)} odd lines are left out", file=sys.stderr)
         return good
@@ -255,6 +262,26 @@ def write_records(path: Path, records: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     write_text(path, "".join(lines))
+
+
+@functools.cache
+def tell(line: str) -> None:
+    """Prints a line once, by one process."""
+    if not int(os.environ.get("RANK", 0)):
+        print(line, file=sys.stderr)
+
+
+def lock(file, how: int) -> None:
+    """Locks an open file until it is closed, or its process ends, however that ends. Some network
+    file systems have no locks: that is said, and the work goes on.
+    """
+    try:
+        fcntl.flock(file, how)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        why = f"cannot be locked ({error.strerror}): two runs in one folder would not be noticed"
+        tell(f"{file.name}: {why}")
 
 
 def free_name(path: Path) -> Path:

@@ -9,54 +9,80 @@
     rewards                  the components; the reward is their sum
     searches                 query, documents, what was read, where it stands, fallback, seconds
 
-A step is a gzip member of its own: what a killed run leaves can be read up to its last whole line.
+A step is a gzip member of its own, so what is damaged costs no more than its own step.
 """
 
 import gzip
+import itertools
 import json
 import zlib
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
 from errors import InputError
-from formats.records import as_record, check_regular, loads, writing
+from formats.records import check_regular, free_name, has_number, loads, tell, writing
 
 NAME = "trajectories.jsonl.gz"
+BEGIN = b"\x1f\x8b\x08"  # how each gzip member begins
 
 
-def append_trajectories(folder: Path, records: Iterable[dict]) -> None:
+def append_trajectories(folder: Path, records: Iterable[dict], name: str = NAME) -> None:
     lines = [json.dumps(record, ensure_ascii=False, separators=(",", ":")) for record in records]
     if lines:
         text = "\n".join([*lines, ""]).encode(errors="replace")
-        with writing(folder / NAME), open(folder / NAME, "ab") as file:  # in one piece
+        with writing(folder / name), open(folder / name, "ab") as file:  # in one piece
             file.write(gzip.compress(text, 5))
 
 
-def read_trajectories(folder: Path) -> Iterator[dict]:
-    """In the order of steps. Half a last line is ignored; a broken one in between is an error."""
-    path, number = folder / NAME, 0
+def read_trajectories(folder: Path, say=tell) -> Iterator[dict]:
+    """Yields the records in the order of steps. A step that is damaged, and a line that is not a
+    record of a step, are left out, and at the end `say` gets a line about them. A last step whose
+    end is missing was being written by a run, and is not mentioned.
+    """
+    path = folder / NAME
     check_regular(path)
-    try:
-        with gzip.open(path) as file:
-            for number, line in enumerate(file, 1):
-                record = as_record(loads(line.decode(errors="replace")))
-                if not isinstance(record, InputError):
-                    yield record
-                elif line.endswith(b"\n"):
-                    raise InputError(f"{path}, line {number}: {record}: it is left out")
-    except FileNotFoundError:
-        raise InputError(f"{folder}: no {NAME} there: --groups_kept keeps some") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        return  # a killed run's last step
+    if not path.is_file():
+        raise InputError(f"{folder}: no {NAME} there: --groups_kept keeps some")
+    before, *pieces = path.read_bytes().split(BEGIN)
+    lost, at = bool(before), 0
+    while at < len(pieces):
+        unpacker, text, end = zlib.decompressobj(31), b"", at  # 31: gzip, with its checksum
+        try:
+            while not unpacker.eof:  # a step may have these three bytes in it, by chance
+                text += unpacker.decompress(BEGIN + pieces[end])
+                end += 1
+        except (zlib.error, IndexError) as error:
+            lost += isinstance(error, zlib.error) or end > at + 1
+            text, end = b"", at + 1
+        lost, at = lost + bool(unpacker.unused_data), end
+        for line in text.splitlines():
+            record = loads(line.decode(errors="replace"))
+            if has_number(record, "step"):
+                yield record
+            else:
+                lost += 1
+    if lost:
+        say(f"{path}: damaged steps or lines that are left out: {lost:d}")
 
 
 def cut_trajectories(folder: Path, first_step: int) -> None:
-    """Keep the steps before this one: a resumed run makes the others again."""
-    path = folder / NAME
-    if path.exists():
-        aside = path.with_name(path.name + ".partial")
-        with writing(path), gzip.open(aside, "wt", 5, encoding="utf-8") as file:
-            for record in read_trajectories(folder):
-                if record["step"] < first_step:
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    """Keeps the steps before this one: a resumed run makes the others again. Where anything else
+    is lost, the file is also kept as it was. Whatever it holds, it does not end a training.
+    """
+    path, aside, lost = folder / NAME, folder / f"{NAME}.partial", []
+    if not path.exists():
+        return
+    with writing(path):
+        aside.write_bytes(b"")
+        try:
+            for step, some in itertools.groupby(
+                read_trajectories(folder, lost.append), itemgetter("step")
+            ):
+                append_trajectories(folder, some if step < first_step else (), aside.name)
+        except InputError as error:
+            lost.append(error)
+        if lost:
+            kept = path.rename(free_name(path))
+            tell(f"{lost[0]}; as it was it is kept as {kept.name}")
         aside.replace(path)

@@ -32,12 +32,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
 from data import clean
 from errors import InputError, setting
 from formats.records import append_jsonl, byte_lines
-from policy import evaluating, frozen_options, load_tokenizer, loading, weights_version
+from policy import evaluating, frozen_options, load_tokenizer, load_whole, loading, weights_version
 from prompts import chat_text, without_control, without_thinking
 from retrievers.net import Fault, fetch_json, host_of, retrying, shown
 from rollout import context_of, encode, end_ids, left_padded, plain_generation, seeded
@@ -90,9 +89,9 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_F
     try:
         tokenizer = load_tokenizer(spec)
         # Not by `load_policy`, which refuses families that cannot be trained here.
-        load, options = AutoModelForCausalLM.from_pretrained, frozen_options(device, in_8bit)
         with loading("causal LM", spec):
-            model = load(spec, **options).eval().requires_grad_(False)
+            model = load_whole(spec, **frozen_options(device, in_8bit))
+        model.eval().requires_grad_(False)
     except InputError as error:
         raise InputError(str(error).removeprefix("--model ")) from None  # another model's flag
     name = f"{spec}@{weights_version(spec, model)}{'-8bit' * in_8bit}"

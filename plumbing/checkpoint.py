@@ -4,11 +4,13 @@ trainer.pt   step, the optimizer's moments; with LoRA what was learned; with PPO
 """
 
 import contextlib
+import os
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
@@ -19,11 +21,13 @@ from plumbing.files import (
     Run,
     best_checkpoint,
     checkpoints,
+    locked,
     prune,
     saved_settings,
     settings_text,
     stage_folder,
     starting_model,
+    step_of,
 )
 from policy import save_policy
 from scale.lora import load_lora, lora_state
@@ -31,23 +35,37 @@ from scale.shards import in_parts, load_moments, load_weights, whole_moments, wh
 from settings import Settings, shown_settings
 from update import Parts
 
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+
+
+def hold(settings: Settings):
+    """Locks the folder of one stage, until what it returns is dropped."""
+    if os.environ.get("RANK", "0") == "0":  # the others join as the run begins
+        return locked(stage_folder(settings))
+
 
 @contextlib.contextmanager
 def as_command(settings: Settings) -> Iterator[None]:
-    """A run as a command: what is shown, and what an interrupt leaves."""
+    """Runs one stage as a command: shows its settings, and says what a signal leaves."""
     # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU.
     say, folder = make_accelerator(settings).print, stage_folder(settings)
     check_output(folder / "settings.json", "--runs")
     files = "" if settings.doctor else f"\n  (all of them: {folder}/settings.json)"
     say(shown_settings(settings) + files)
-    signal.signal(signal.SIGTERM, raise_terminated)
+    heeded = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = [signal.signal(number, raise_terminated) for number in heeded]
     try:
         yield
     except KeyboardInterrupt as error:
+        number = signal.Signals(*error.args or (signal.SIGINT,))
+        said = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
         found = checkpoints(folder)
         last = f"last checkpoint: {found[-1]} (go on with --resume)" if found else "no checkpoint"
-        say(f"\n{str(error) or 'interrupted'}; {last}")
-        sys.exit(143 if isinstance(error, Terminated) else 130)
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            say(f"\n{said}; {last}")
+        sys.exit(128 + number)
+    finally:
+        list(map(signal.signal, heeded, before))
     if not settings.doctor:
         held_out = " --data HELD_OUT_FILE" if settings.data else ""
         say(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
@@ -58,8 +76,9 @@ def begin(run: Run, parts: Parts) -> int:
     check_room(run, parts)
     first_step = resume(run, parts) if run.settings.resume else 0
     run.open(first_step)
-    if signal.getsignal(signal.SIGTERM) is raise_terminated:
-        signal.signal(signal.SIGTERM, run.terminate)
+    for number in SIGNALS:
+        if signal.getsignal(number) is raise_terminated:
+            signal.signal(number, run.terminate)
     return first_step
 
 
@@ -77,7 +96,11 @@ def check_room(run: Run, parts: Parts) -> None:
 
 
 def save(run: Run, parts: Parts, step: int) -> None:
-    """After `step` finished steps. All processes call it: weights in parts are put together."""
+    """Saves what `step` finished steps have learned, unless the doctor ran them. All processes call
+    it: weights in parts are put together.
+    """
+    if run.settings.doctor:
+        return
     state = {"step": step, "optimizer": whole_moments(parts.policy, parts.optimizer)}
     if run.settings.lora_rank:
         state["lora"] = lora_state(parts.policy)
@@ -100,28 +123,29 @@ def after(run: Run, parts: Parts, step: int) -> None:
     told = [(run.ended, run.late())]
     if parts.accelerator.num_processes > 1:
         told = gather_object(told)
-    ended = any(its for its, _ in told)
+    ended = max(signals for signals, _ in told)
     if run.saves(step) or told[0][1] or ended:
         save(run, parts, step + 1)
     if ended:
-        raise_terminated()
+        raise_terminated(*ended)
 
 
 @contextlib.contextmanager
 def kept(run: Run, parts: Parts, step: int) -> Iterator[None]:
-    """Sampling and scoring change no weights: an error or SIGTERM there loses no finished step. Of
+    """Sampling and scoring change no weights: an error or a signal there loses no finished step. Of
     several processes the first saves, which has the whole unless weights are in parts.
     """
     alone = parts.accelerator.num_processes == 1
+    saves = run.main and (alone or not in_parts(parts.policy))
     try:
-        run.at_once = run.main and (alone or not in_parts(parts.policy))
+        run.at_once = saves
         yield
     except (Exception, Terminated):
-        saves, run.at_once = run.at_once, False  # another signal must not break the saving
-        if step and saves and not run.settings.doctor:
+        run.at_once = False  # another signal must not break the saving
+        if step and saves:
             save(run, parts, step)
         if run.ended:  # another process may have heard of it first, and be gone
-            raise_terminated()
+            raise_terminated(*run.ended)
         raise
     finally:
         run.at_once = False
@@ -131,10 +155,12 @@ def resume(run: Run, parts: Parts) -> int:
     """Put back what the last checkpoint holds; returns its step."""
     settings, path = run.settings, starting_model(run.settings)[0]
     anew = "leave --resume out to start anew"
-    state = read_state(path)
-    if bool(settings.lora_rank) != ("lora" in state):
-        how = "with" if "lora" in state else "without"
-        raise InputError(f"--resume: {path} was made {how} --lora_rank: do the same, or {anew}")
+    state, saved = read_state(path), saved_settings(path)
+    for name in ("lora_rank", "optimizer"):  # a paged optimizer has the moments of the other
+        ours, theirs = (str(getattr(s, name)).removeprefix("paged_") for s in (settings, saved))
+        if ours != theirs:
+            made = f"{path} was made with --{name} {theirs}"
+            raise InputError(f"--resume: {made}: do the same, or {anew}")
     if parts.critic is not None and "critic" not in state:
         raise InputError(f"--resume: {path} was not made by PPO and has no critic: {anew}")
     if state["step"] >= settings.steps:
@@ -146,7 +172,7 @@ def resume(run: Run, parts: Parts) -> int:
     if parts.critic is not None:
         load_weights(parts.critic, state["critic"])
         load_moments(parts.critic, parts.critic_optimizer, state["critic_optimizer"])
-    now, before = vars(settings), vars(saved_settings(path))
+    now, before = vars(settings), vars(saved)
     changed = [n for n in now if n not in ("resume", "doctor") and now[n] != before[n]]
     if changed:
         told = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
@@ -155,11 +181,14 @@ def resume(run: Run, parts: Parts) -> int:
 
 
 def read_state(path: str) -> dict:
-    """mmap: 8 processes share one copy of the file in memory. Of a 7B model the moments are 57 GiB.
-    weights_only: a pickle may run what it likes.
+    """Reads trainer.pt. mmap: 8 processes share one copy of the file in memory; of a 7B model the
+    moments are 57 GiB. weights_only: a pickle may run what it likes.
     """
     try:
-        return torch.load(f"{path}/trainer.pt", map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(f"{path}/trainer.pt", map_location="cpu", weights_only=True, mmap=True)
+        if "optimizer" not in state or state["step"] != step_of(Path(path)):
+            raise ValueError("it lacks the optimizer's moments, or is of another step")
+        return state
     except Exception as error:
         why = str(error).strip().splitlines()[0]
         raise InputError(

@@ -1,20 +1,21 @@
 """The files of a run: where they lie, and what is written to them. Only the main process writes.
 
-Ctrl-C is safe at any moment: a line of metrics is written whole, a checkpoint aside and renamed.
+A run may be ended at any moment: a line of metrics is written whole, a checkpoint is renamed.
 Predictions belong to what they were made with (settings, weights, questions), which stands beside
 them. What does not belong to it any more, or to a run, is put aside, never overwritten.
 """
 
+import contextlib
 import dataclasses
 import fcntl
-import functools
 import json
 import math
 import os
 import re
 import shutil
-import sys
+import signal
 import time
+import weakref
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -28,8 +29,11 @@ from formats.records import (
     append_jsonl,
     finished_records,
     free_name,
+    lock,
+    tell,
     write_records,
     write_text,
+    writing,
 )
 from formats.trajectories import append_trajectories, cut_trajectories
 from plumbing.alarms import alarms, report
@@ -42,6 +46,8 @@ from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
 SINCE = "in_8bit"  # a setting that checkpoints of earlier versions do not have
+# The locks of this process, by path. Its number would not tell: in two containers both may be 1.
+HELD = weakref.WeakValueDictionary()
 
 
 def stage_folder(settings: Settings, stage: int | None = None) -> Path:
@@ -81,13 +87,6 @@ def newest_whole(folder: Path) -> Path | None:
     return None
 
 
-@functools.cache
-def tell(line: str) -> None:
-    """Once, by one process."""
-    if not int(os.environ.get("RANK", 0)):
-        print(line, file=sys.stderr)
-
-
 def best_checkpoint(folder: Path) -> Path:
     """The first with the best held-out answers; without --eval_every the last."""
     rows = finished_records(folder / "metrics.jsonl", cut=False, needs="step")
@@ -114,7 +113,7 @@ def starting_model(settings: Settings) -> tuple[str, str]:
             raise InputError(f"--resume: no checkpoint in {folder}; {how}")
         return str(found), f"going on from {found}"
     if settings.start_from:
-        check_model_path(settings.start_from)
+        check_model_path(settings.start_from, "--start_from")
         return settings.start_from, f"stage {stage} starts from {settings.start_from}"
     before = stage_folder(settings, stage - 1)
     if stage > 1 and (found := newest_whole(before)):
@@ -152,25 +151,27 @@ def settings_text(settings: Settings) -> str:
 
 
 def locked(folder: Path, how: int = fcntl.LOCK_EX):
-    """One writer: the lines of two runs would mix, and each would prune the other's checkpoints.
-    The main process looks whether any process of another run is left (LOCK_EX); then all hold it
-    (LOCK_SH). The file says whose it is; the lock ends with its processes, however they end.
+    """Locks a folder until the file that it returns is dropped. There is one writer: the lines of
+    two runs would mix, and each would prune the other's checkpoints. The main process looks whether
+    a process of another run is left (LOCK_EX); then all processes of this run hold it (LOCK_SH).
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f".{folder.name}.lock")
-    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115, open as long as the run
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip()
-        if holder != str(os.getpid()):  # a run of this process that failed may not be gone yet
+    if file := HELD.get(path):  # by this command, or by a run of this process that failed
+        return file
+    with writing(path):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+        try:
+            lock(file, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
             what = "wait for it, end it, or name this run with --name"
-            raise InputError(f"process {holder} trains in {folder}: {what}") from None
-    if how == fcntl.LOCK_EX:
-        file.truncate(0)
-        print(os.getpid(), file=file, flush=True)
-        fcntl.flock(file, fcntl.LOCK_SH)
+            raise InputError(f"process {file.read().strip()} trains in {folder}: {what}") from None
+        if how == fcntl.LOCK_EX:
+            file.truncate(0)
+            print(os.getpid(), file=file, flush=True)
+            lock(file, fcntl.LOCK_SH)
+    HELD[path] = file
     return file
 
 
@@ -181,7 +182,7 @@ class Run:
         self.folder, self.settings = stage_folder(settings), settings
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.records = []  # of all steps so far
-        self.at_once, self.ended = True, False  # SIGTERM: may it end the run here? did it come?
+        self.at_once, self.ended = True, []  # may a signal end the run here? those that came
         self.saved = time.monotonic()
 
     def open(self, first_step: int) -> None:
@@ -199,7 +200,9 @@ class Run:
         """An earlier run is moved aside; --resume cuts it to its checkpoint."""
         # A later stage began with what this one is about to replace.
         stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []
-        for folder in [stage for stage in stages if stage.name >= self.folder.name]:
+        stages = [stage for stage in stages if stage.name >= self.folder.name]
+        _held = [locked(folder) for folder in stages]  # before any of them is renamed
+        for folder in stages:
             old = free_name(folder)
             folder.rename(old)
             print(f"{folder} held an earlier run: moved to {old.name} (--resume goes on)")
@@ -212,7 +215,7 @@ class Run:
             cut_trajectories(self.folder, first_step)
             for path in self.folder.glob("checkpoint-*"):
                 if path.suffix == ".partial":  # what a kill left: it would fill the disk
-                    shutil.rmtree(path)
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
                 elif step_of(path) > first_step:
                     path.rename(free_name(path))
         write_text(self.folder / "settings.json", settings_text(self.settings))
@@ -229,7 +232,8 @@ class Run:
             tracker.finish()
 
     def log(self, record: dict, sampled, batch: Batch | None, environment) -> None:
-        self.progress.update()
+        with contextlib.suppress(OSError):  # a closed terminal, `| tee log` that had a Ctrl-C
+            self.progress.update()
         if not self.main:
             return
         if self.settings.doctor:
@@ -243,29 +247,36 @@ class Run:
         self.accelerator.log(numbers, record["step"])
         said = [f"alarm: {cause} (python view.py shows the steps)" for cause in raised.values()]
         said += filter(None, [slow_step([*map(seconds_of, self.records)])])
-        self.progress.write("\n".join([console_line(record), *said]))
-        step = record["step"]
+        lines, step = [console_line(record), *said], record["step"]
         if step % SHOW_EVERY == 0 or step + 1 == self.settings.steps:
             row = (step * 37) % len(sampled.trajectories)
-            sample = show(sampled.trajectories[row], sampled.components[row])
-            self.progress.write("\n" + sample + "\n")
+            lines += ["", show(sampled.trajectories[row], sampled.components[row]), ""]
+        with contextlib.suppress(OSError):
+            self.progress.write("\n".join(lines))
         some = records_of(step, sampled, batch, environment.tokenizer, self.settings)
         append_trajectories(self.folder, some)
 
     def saves(self, step: int) -> bool:
         done, s = step + 1, self.settings
-        due = 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
-        return due and not s.doctor
+        return 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
 
     def late(self) -> bool:
         minutes = (time.monotonic() - self.saved) / 60
         return 0 < self.settings.save_minutes <= minutes
 
-    def terminate(self, *_) -> None:
-        """SIGTERM: where nothing is half done at once, else when the step is."""
-        self.ended = True
-        if self.at_once:
-            raise_terminated()
+    def terminate(self, number: int, *_) -> None:
+        """Handles a signal. It ends the run at once where nothing is half done, otherwise when the
+        step is; then what was learned is saved. Only a second Ctrl-C ends it without that.
+        """
+        self.ended.append(number)
+        if self.ended.count(signal.SIGINT) > 1:
+            raise KeyboardInterrupt
+        if self.main and number == signal.SIGINT:
+            with contextlib.suppress(OSError):  # not printed: that may be what was interrupted
+                os.write(2, b"\nwhat was learned is saved first; Ctrl-C again ends at once\n")
+        if self.at_once or self.settings.doctor:
+            self.at_once = False  # another signal must not break the saving
+            raise_terminated(number)
 
     def check_finite(self, result: dict, step: int, part: Batch, rows: list[Trajectory]) -> None:
         names = ("loss", "grad_norm", "value_loss", "critic_grad_norm")

@@ -16,6 +16,7 @@ import numpy as np
 from data import Document
 from errors import InputError
 from formats.manifest import written_whole, wrong_with
+from formats.records import lock
 
 VERSION = 1  # one more when files, words or weights change; what a word is, Unicode says
 ARRAYS = ("start", "postings", "weights")
@@ -62,12 +63,12 @@ def write(folder: Path, made_of: dict[str, str], build: Callable) -> None:
     """Of several processes one builds; the others wait, and find it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(folder.with_name(f".{folder.name}.lock"), "w")  # noqa: SIM115
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        file = open(folder.with_name(f".{folder.name}.lock"), "w")  # noqa: SIM115
+        lock(file, fcntl.LOCK_EX)
     except OSError as error:
         why = f"cannot be written there ({error.strerror}): give another folder"
         raise InputError(f"--index {folder}: {why}") from None
-    with lock:
+    with file:
         if any(folder.glob("*")):
             return
         words, *arrays = build()

@@ -62,11 +62,12 @@ def test_steps_are_appended_and_a_killed_run_leaves_what_was_whole(tmp_path):
 
 
 def test_no_file_and_a_broken_line_are_one_line_each(tmp_path):
-    said = message(lambda: list(read_trajectories(tmp_path)))
+    said, lost = message(lambda: list(read_trajectories(tmp_path))), []
     assert f"no {NAME} there: --groups_kept keeps some" in said
     with gzip.open(tmp_path / NAME, "wt") as file:
         file.write('{"step": 0}\n{"step": \n{"step": 2}\n')
-    assert "line 2: not valid JSON" in message(lambda: list(read_trajectories(tmp_path)))
+    assert [r["step"] for r in read_trajectories(tmp_path, lost.append)] == [0, 2]
+    assert lost == [f"{tmp_path / NAME}: damaged steps or lines that are left out: 1"]
 
 
 def test_half_a_character_and_line_separators_do_not_break_a_line(tmp_path):

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from data import Document, Question
 from errors import InputError
 from formats.manifest import wrong_with
+from formats.records import lock
 from other_models.reader import INSTRUCTION as READER_INSTRUCTION
 from other_models.reader import reader_text
 from policy import Policy, load_policy, save_policy
@@ -603,8 +604,8 @@ def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
 def made_once(path: Path, how: str, make: Callable[[], Loaded]) -> Loaded:
     """What is kept in `path`, made anew where it is damaged. Of two first runs one waits."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # it ends with its process, however that ends
+    with open(path.with_name(f".{path.name}.lock"), "a") as file:
+        lock(file, fcntl.LOCK_EX)
         note = path / NOTE
         told = note.read_text(errors="replace") if note.is_file() else ""
         if told and told != f"{how}\n":
