@@ -5,6 +5,7 @@ import difflib
 import io
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,8 @@ from pathlib import Path
 
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # how a limit is kept, and told
 BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
+# How gloo begins what it says: with the line of its own source that said it.
+GLOO = re.compile(r"(Gloo \w+ failed with )?\[\S*/gloo/\S+:\d+\]")
 LOST = "another process or machine of this run is gone: look there for why; go on with --resume"
 
 if not sys.stderr.isatty():  # in a file each state of a bar is a line: two a minute will do
@@ -58,7 +61,10 @@ def run_main(main: Callable[[], None]) -> None:
     except Exception as error:
         if int(os.environ.get("LOCAL_RANK", 0)):
             time.sleep(5)  # the first process says it, and torchrun ends the others
-        lost = "gloo" in str(error) or type(error).__name__.startswith("Dist")  # torch.distributed
+        kind = type(error)  # torch is not imported here: a command without it starts faster
+        lost = kind.__module__ == "torch.distributed" or (
+            kind is RuntimeError and GLOO.match(str(error))
+        )
         if not lost and not isinstance(error, InputError):
             raise
         print(f"error: {LOST if lost else error}", file=sys.stderr)

@@ -41,6 +41,8 @@ from summarizer import WITHOUT_MODEL
 from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
+TRAINS = "trains in {}: wait for it, end it, or name this run with --name"
+WRITES = "writes {}: wait for it, or name another with --out"
 SINCE = "in_8bit"  # a setting that checkpoints of earlier versions do not have
 
 
@@ -151,10 +153,11 @@ def settings_text(settings: Settings) -> str:
     return json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
 
 
-def locked(folder: Path, how: int = fcntl.LOCK_EX):
+def locked(folder: Path, how: int = fcntl.LOCK_EX, saying: str = TRAINS):
     """One writer: the lines of two runs would mix, and each would prune the other's checkpoints.
     The main process looks whether any process of another run is left (LOCK_EX); then all hold it
-    (LOCK_SH). The file says whose it is; the lock ends with its processes, however they end.
+    (LOCK_SH). The file says whose it is; the lock ends with its processes, however they end. An
+    evaluation locks its predictions file in the same way: `saying` is what the holder does there.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f".{folder.name}.lock")
@@ -165,8 +168,7 @@ def locked(folder: Path, how: int = fcntl.LOCK_EX):
         file.seek(0)
         holder = file.read().strip()
         if holder != str(os.getpid()):  # a run of this process that failed may not be gone yet
-            what = "wait for it, end it, or name this run with --name"
-            raise InputError(f"process {holder} trains in {folder}: {what}") from None
+            raise InputError(f"process {holder} {saying.format(folder)}") from None
     if how == fcntl.LOCK_EX:
         file.truncate(0)
         print(os.getpid(), file=file, flush=True)
