@@ -19,6 +19,8 @@ from statistics import median
 
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # how a limit is kept, and told
 BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
+# How gloo begins what it says: with the line of its own source that said it.
+GLOO = re.compile(r"(Gloo \w+ failed with )?\[\S*/gloo/\S+:\d+\]")
 LOST = "another process or machine of this run is gone: look there for why; go on with --resume"
 ADVICE = {errno.ENOSPC: "make room on its disk", errno.ENAMETOOLONG: "give a shorter name"}
 FORBIDDEN = re.compile(r"\0|(?<=://)[^/?#\s]*@")  # in an argument: also "user:password@" of a URL
@@ -99,10 +101,12 @@ def run_main(main: Callable[[], None]) -> None:
     except Exception as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(5)  # the first process says it, and torchrun ends the others
-        lost = "gloo" in str(error) or type(error).__name__.startswith("Dist")  # torch.distributed
         if advice := ADVICE.get(getattr(error, "errno", None)):
             error = InputError(f"{error}: {advice}")
             sys.stdout = None  # Python's exit would try again to write what is left in its buffer
+        kind = type(error)  # torch is not imported here: a command without it starts faster
+        gloo = kind is RuntimeError and GLOO.match(str(error))
+        lost = gloo or kind.__module__ == "torch.distributed"
         if not lost and not isinstance(error, InputError):
             raise
         print(f"error: {LOST if lost else error}", file=sys.stderr)

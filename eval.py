@@ -24,11 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import FlagParser, InputError, check_output, prepare_command, run_main, setting
-from plumbing.predictions import PUNCTUATION, score_command, score_files, scored
+from plumbing.predictions import (
+    PUNCTUATION,
+    check_alone,
+    score_command,
+    score_files,
+    scored,
+)
 from plumbing.report import report
 
 if __name__ == "__main__":
     prepare_command()
+    run_main(check_alone)
     if any(word.split("=")[0] == "--predictions" for word in sys.argv):
         run_main(score_command)  # without a model: what follows would load torch for seconds
         sys.exit()
@@ -52,7 +59,15 @@ from plumbing.build import (
     with_retrieved,
     world_questions,
 )
-from plumbing.files import checkpoints, go_on, instructions, saved_settings, stage_folder
+from plumbing.files import (
+    WRITES,
+    checkpoints,
+    go_on,
+    instructions,
+    locked,
+    saved_settings,
+    stage_folder,
+)
 from policy import best_device, check_model_path, weights_version
 from prompts import PROTOCOLS
 from rewards import arena_scores, evidence_support, needs
@@ -176,6 +191,7 @@ class Evaluation:
 
     def run(self) -> list[dict]:
         """Prediction records of the model's rollouts."""
+        self.lock = locked(self.out, saying=WRITES)  # as long as this evaluation is used
         play, version = self.load()
         self.say_what()
 

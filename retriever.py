@@ -56,11 +56,17 @@ class RetrieverSettings:
 
 
 def make_retriever(
-    documents: list[Document], settings: RetrieverSettings, seed=0, timeout=60.0, device=""
+    documents: list[Document],
+    settings: RetrieverSettings,
+    seed=0,
+    timeout=60.0,
+    device="",
+    runs="runs",
 ):
     """The retriever that the settings name, over these documents (http, empty, oracle need none).
 
     timeout   http: seconds per try; device: of dense, "" is a free GPU
+    runs      dense: the folder of all runs, in which the vectors are kept
     """
     name = settings.retriever
     if name == "bm25":
@@ -72,7 +78,7 @@ def make_retriever(
     if name == "dense":
         from retrievers.dense import DenseRetriever  # a door: BM25 loads no torch
 
-        return DenseRetriever(documents, settings.encoder, device)
+        return DenseRetriever(documents, settings.encoder, device, runs=runs)
     if name in RETRIEVERS:
         from retrievers.controls import make_control  # a door: BM25 needs no control
 

@@ -50,8 +50,7 @@ MIN_DOCUMENT_TOKENS = 16  # a search with less room for documents is not run
 ANSWER_TOKENS = 32  # room kept free behind documents
 TOKEN_LENGTH = 16  # characters per token, if many: megabytes are cut before
 MAX_REFUSALS = 2  # after so many refused queries the trajectory ends
-STUCK = []  # threads of searches that hang
-MAX_STUCK = 8  # so many, and none is begun
+MAX_STUCK = 8  # while so many searches of an environment hang, no other is begun
 
 
 @dataclass(frozen=True)
@@ -294,6 +293,7 @@ class Environment:
     def __init__(self, tokenizer, protocol: Protocol, search, settings: RolloutSettings):
         self.tokenizer, self.protocol, self.search = tokenizer, protocol, search
         self.settings, self.max_context = settings, settings.max_context
+        self.hanging = []  # threads of searches that may still run
         limits = re.findall(r"(\w+)=(\d+)", settings.turn_tokens)
         self.turn_tokens = {task: int(tokens) for task, tokens in limits}
         self.forbidden = protocol.tags
@@ -349,7 +349,7 @@ class Environment:
         for row, query in accepted:
             reasoning = row.text.rpartition(self.protocol.query_tags[0])[0]
             requests.append(SearchRequest(row.question, query, reasoning))
-        results = call_search(self.search, requests, self.settings.timeout)
+        results = call_search(self.search, requests, self.settings.timeout, self.hanging)
         seconds = (time.perf_counter() - start) / len(accepted)
         for (row, query), result in zip(accepted, results, strict=True):
             self.write(row, query, result)
@@ -415,14 +415,17 @@ class Environment:
         return encode(self.tokenizer, frame_documents(self.protocol, body))
 
 
-def call_search(search: SearchFunction, requests: list, timeout: float) -> list[SearchResult]:
-    """The results, or an error for each: a step must survive a retriever that is down or hangs."""
-    STUCK[:] = filter(threading.Thread.is_alive, STUCK)
-    if len(STUCK) >= MAX_STUCK:
-        hanging = SearchResult(error="earlier searches still hang")
-        return [hanging] * len(requests)
+def call_search(
+    search: SearchFunction, requests: list, timeout: float, hanging: list
+) -> list[SearchResult]:
+    """The results, or an error for each: a step must survive a retriever that is down or hangs.
+    `hanging` keeps the threads of earlier searches, as far as they still run.
+    """
+    hanging[:] = filter(threading.Thread.is_alive, hanging)
+    if len(hanging) >= MAX_STUCK:
+        return [SearchResult(error="earlier searches still hang")] * len(requests)
     if bound := getattr(search, "seconds", None):  # over the network: more queries, longer
-        timeout += bound(len({request.query for request in requests}))
+        timeout += bound(requests)
     box = []
 
     def work():
@@ -437,7 +440,7 @@ def call_search(search: SearchFunction, requests: list, timeout: float) -> list[
     thread = threading.Thread(target=work, daemon=True)  # if it hangs, the process may end
     thread.start()
     thread.join(timeout)
-    STUCK.append(thread)
+    hanging.append(thread)
     found = box[0] if box else TimeoutError(f"no answer within {timeout:g} s")
     if isinstance(found, InputError):  # the user's to mend, and no fault of one search
         raise found

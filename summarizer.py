@@ -10,7 +10,6 @@ Left out: making a small summariser of a large one's notes (lab/distil.py).
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from data import Document, Question, SearchRequest, SearchResult
@@ -79,7 +78,7 @@ def names(query: str, title: str) -> bool:
 
 
 NO_FACT = "NO FACT"
-SUMMARY_LOG = "runs/summaries.jsonl"  # pairs that a small summariser can be distilled from
+SUMMARY_LOG = "summaries.jsonl"  # in --runs: pairs that a small summariser can be distilled from
 MAX_REASONING = 4000  # characters: the end of it
 GREEDY = (0.0, 1.0, 1024)  # temperature, top_p, tokens of the notes at most
 TASKS = {
@@ -195,7 +194,7 @@ SEARCH_FAILED = "search failed"  # of one query, while others of its call were a
 
 def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Callable:
     """What the rollout is given: retrieve for all requests in one call, then summarise for all.
-    search.seconds(queries): how long a retriever that asks elsewhere may take for so many.
+    search.seconds(requests): how long a retriever that asks elsewhere may take for their queries.
     """
 
     def search(requests: Requests) -> Results:
@@ -209,7 +208,7 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
         return results
 
     if hasattr(retriever, "seconds"):
-        search.seconds = partial(retriever.seconds, k=k)
+        search.seconds = lambda requests: retriever.seconds(len({r.query for r in requests}), k)
     return search
 
 

@@ -34,7 +34,7 @@ import eval as evaluation
 import grpo
 import ppo
 from plumbing import checkpoint
-from plumbing.build import build_parts, make_accelerator
+from plumbing.build import build_parts, make_accelerator, meet
 from plumbing.files import Run, named_by
 from plumbing.record import keep_numbers
 from plumbing.score import mean, numbers_of, step_searches
@@ -136,6 +136,7 @@ def shared_rollout(parts: Parts, environment, questions: list, seed: int) -> lis
     end = len(questions) * (rank + 1) // world
     with evaluating(parts.policy), parts.sampler() as policy:
         sampled = rollout(policy, environment, questions[first:end], seed, parts.play)
+    meet(parts, "still samples and searches")
     return gather_object(sampled)
 
 
@@ -158,6 +159,7 @@ def judged(parts: Parts, trajectories: list[Trajectory], step: int) -> list:
     answer each differently, and they would go on with different rows.
     """
     found = (None, None) if parts.scorer is None else parts.scorer(trajectories, step)
+    meet(parts, "still scores the answers")
     return broadcast_object_list(list(found))
 
 

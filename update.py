@@ -67,6 +67,7 @@ class Parts:
     play: Any = None  # what a rollout plays with: slots, or turns of `generate`
     sampler: Any = None  # a context in which the policy is ready to sample
     scorer: Any = None  # in the main process alone
+    run: Any = None  # a plumbing.files.Run, which knows whether SIGTERM came
 
 
 @torch.no_grad()

@@ -441,7 +441,7 @@ def load_writer(settings: Settings) -> Writer:
     context = settings.max_context or 4096  # a server's is not known
     if isinstance(llm, LocalLLM):
         context = min(settings.max_context or 2**31, context_of(llm.policy))
-        llm.batch_size = settings.rollout_batch_size or llm.batch_size
+        llm.at_once = settings.rollout_batch_size or llm.at_once
     return Writer(llm, context - most, request_of)
 
 

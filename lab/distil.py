@@ -40,7 +40,7 @@ class DistilSettings:
     """METHOD: direct, reasoning, traces or summarizer."""
 
     model: str = setting("", "HF causal LM to start from: a directory or a hub name", needed=True)
-    data: str = setting("", f"questions; or predictions; or as {SUMMARY_LOG}", needed=True)
+    data: str = setting("", f"questions; or predictions; or {SUMMARY_LOG} of --runs", needed=True)
     out: str = setting("", "directory to save the model in", needed=True)
     protocol: str = setting("", "by itself arena, for traces r1_searcher", one_of=("", *PROTOCOLS))
     questions: str = setting("", "traces: the question file, for options and references")
@@ -165,7 +165,7 @@ def read_summary_log(path: str | Path) -> dict[tuple[str, str], str]:
             reply = NO_FACT if record["fallback"] else record["summary"]
             replies[record["instruction"], record["text"]] = reply
         except (TypeError, KeyError) as error:
-            why = f"no summary record ({error!r}): give a log as {SUMMARY_LOG}"
+            why = f"no summary record ({error!r}): give the {SUMMARY_LOG} of a --runs"
             raise InputError(f"{path}, {place}: {why}") from None
     return replies
 

@@ -304,7 +304,7 @@ def main(arguments: list[str] | None = None) -> None:
         given = examples_among(load_questions(settings.data, seed=settings.seed))
     out = Path(settings.out)
     earlier(out, settings.seed)  # a file to go on with? asked before a model is loaded
-    how = {"max_tokens": settings.max_tokens, "device": best_device()}
+    how = {"max_tokens": settings.max_tokens, "device": best_device(), "cache": "runs/llm_cache"}
     with interruptible(f"what was made is in {out}: the same command goes on"):
         llm = load_llm(settings.llm, settings, **how)
         specs = settings.verifier, settings.answerer

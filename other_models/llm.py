@@ -25,13 +25,15 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from tqdm import tqdm
+from transformers import TopPLogitsWarper
 
 from data import clean
 from errors import InputError, setting
@@ -39,9 +41,9 @@ from formats.records import append_jsonl, byte_lines
 from policy import evaluating, frozen_options, load_tokenizer, load_whole, loading, weights_version
 from prompts import chat_text, without_control, without_thinking
 from retrievers.net import Fault, fetch_json, host_of, retrying, shown
-from rollout import context_of, encode, end_ids, left_padded, plain_generation, seeded
+from rollout import context_of, encode, end_ids, left_padded, plain_generation
 
-CACHE_FOLDER = "runs/llm_cache"  # shared by all runs: a reply does not depend on who asked
+CACHE_FOLDER = "llm_cache"  # in --runs, shared by all runs: a reply does not depend on who asked
 ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests under way at once
 RETRIES, BACKOFF = 2, 0.5  # more tries of a request; seconds before the first, then twice that
@@ -78,8 +80,12 @@ def frozen_in_8bit(settings: ModelSettings) -> set[str]:
     return parts
 
 
-def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=CACHE_FOLDER) -> LLM:
-    """The model that `spec` names; a try of a server may take `settings.timeout` seconds."""
+def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -> LLM:
+    """Loads the model that `spec` names; a try of a server may take `settings.timeout` seconds. Its
+    replies are kept in the folder `cache`, by default in that of --runs.
+    """
+    if cache is None:
+        cache = Path(settings.runs, CACHE_FOLDER)
     if spec.startswith(("http://", "https://")):
         return ServerLLM(spec, max_tokens, settings.timeout, cache)
     if not spec or (":" in spec and not Path(spec).exists()):
@@ -147,6 +153,7 @@ class LLM:
     """What both kinds share; each adds `replies(requests)`: each request and its reply or None."""
 
     instruction = ""  # of --prompt_file: asked in place of each request's own
+    at_once = THREADS  # requests under way at a time
 
     def __init__(self, name: str, max_tokens: int, cache: str | Path = ""):
         self.name, self.max_tokens, self.cache = name, max_tokens, Cache(cache, name, max_tokens)
@@ -190,8 +197,8 @@ class ServerLLM(LLM):
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.probe(spec)
-        super().__init__(self.model, max_tokens, cache)  # a server that moves keeps its replies
-        self.name = f"{self.base}#{self.model}"
+        # With the address: two servers may call different models by the same name.
+        super().__init__(f"{self.base}#{self.model}", max_tokens, cache)
 
     def probe(self, spec: str) -> None:
         """One request, tried once: is there a server, and does it take what it will be asked?"""
@@ -259,12 +266,28 @@ def prompt_ids(tokenizer, request: Request) -> list[int]:
     return encode(tokenizer, chat_text(tokenizer, request[0], text))
 
 
+def drawn_ahead(temperature: float, top_p: float, device) -> Callable:
+    """Returns a logits processor after which the greedy choice is a sample: with e exponential the
+    largest p / e is at token t with probability p[t] (the Gumbel trick, as in torch.multinomial).
+
+    Trap: `generate` itself draws from the global generator. A summariser that is late, in a thread
+    of its own, would change what the policy samples meanwhile. A reply is kept, so the seed is 0.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def process_logits(_, logits):  # [B, V]
+        p = TopPLogitsWarper(top_p)(None, logits / temperature).softmax(-1)  # [B, V]
+        return p / torch.empty_like(p).exponential_(generator=generator)
+
+    return process_logits
+
+
 class LocalLLM(LLM):
     """A `Policy` or a plain HF model. `cache` only with a `name` that stands for these weights."""
 
     def __init__(self, policy, tokenizer, max_tokens=256, batch_size=16, name="local", cache=""):
         super().__init__(name, max_tokens, cache)
-        self.policy, self.tokenizer, self.batch_size = policy, tokenizer, batch_size
+        self.policy, self.tokenizer, self.at_once = policy, tokenizer, batch_size
         self.positions = context_of(policy)
         self.longest_prompt = self.positions - max_tokens
         if self.longest_prompt < 1:
@@ -283,8 +306,8 @@ class LocalLLM(LLM):
             yield fit.pop(0), None  # cut, it would be another question
         for sampling in dict.fromkeys(request[2:] for request in fit):
             rows = [request for request in fit if request[2:] == sampling]
-            for start in range(0, len(rows), self.batch_size):
-                some = rows[start : start + self.batch_size]
+            for start in range(0, len(rows), self.at_once):
+                some = rows[start : start + self.at_once]
                 texts = self.generate([prompts[r] for r in some], *sampling)
                 yield from zip(some, texts, strict=True)
 
@@ -293,12 +316,10 @@ class LocalLLM(LLM):
         pad = min(ends, default=0)  # so that what stands behind an end is no text
         tokens, attention = left_padded(prompts, pad, self.policy.device)  # [B, L] each
         most = min(max_tokens or self.max_tokens, self.positions - tokens.shape[1])
-        how = {"max_new_tokens": most, "do_sample": temperature > 0}
+        how = {"max_new_tokens": most, "do_sample": False}
         if temperature:
-            how |= {"temperature": temperature, "top_p": top_p, "top_k": 0}
-        # Seeded: a reply on disk is not drawn again, and must not move what the policy samples.
-        randomness = seeded(0, self.policy.device)
-        with randomness, evaluating(self.policy), plain_generation(self.policy, ends, pad):
+            how["logits_processor"] = [drawn_ahead(temperature, top_p, self.policy.device)]
+        with evaluating(self.policy), plain_generation(self.policy, ends, pad):
             out = self.policy.generate(input_ids=tokens, attention_mask=attention, **how)
         how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         texts = self.tokenizer.batch_decode(out[:, tokens.shape[1] :], **how)

@@ -9,6 +9,8 @@ import os
 import random
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,12 +19,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch.distributed.distributed_c10d import _get_default_store
 
 import ppo
 from curriculum import QuestionStream, parse_shares
 from data import Document, Question, corpus_from_questions, draw_some, load_corpus, load_questions
-from errors import InputError, rank_of
-from other_models.llm import RETRIES, frozen_in_8bit
+from errors import InputError, raise_terminated, rank_of
+from other_models.llm import RETRIES, THREADS, frozen_in_8bit
 from papers import paper_of
 from plumbing.files import instructions, stage_folder, starting_model
 from plumbing.score import Scorer, load_other
@@ -43,6 +46,7 @@ from world.world import LOOK_UPS, World
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of all cores in a period, and the period
+PATIENCE = 60  # seconds: who waits longer for another process says for which
 LAUNCHERS = (b"accelerate", b"torchrun", b"torch.distributed", b"lab.ablate")
 
 
@@ -84,7 +88,9 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
     protocol, told = PROTOCOLS[settings.protocol], []
     if not protocol.references_in_prompt:
         raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
-    retriever = make_retriever(documents, settings, settings.seed, settings.timeout)
+    retriever = make_retriever(
+        documents, settings, settings.seed, settings.timeout, runs=settings.runs
+    )
     given = [questions] if getattr(retriever, "needs_questions", False) else []  # the oracle
     asked, k = [question.question for question in questions], settings.documents_per_search
     for question, found in zip(questions, retriever.search(asked, k, *given), strict=True):
@@ -149,14 +155,15 @@ def build_search(settings: Settings, documents: list, device="cpu", log="") -> S
     """Retriever and summariser. log: in training, where a model's notes are kept."""
     if PROTOCOLS[settings.protocol].query_tags is None:  # the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
-    retriever = make_retriever(documents, settings, settings.seed, settings.timeout, str(device))
+    how = (settings.seed, settings.timeout, str(device), settings.runs)
+    retriever = make_retriever(documents, settings, *how)
     asked = settings.summarizer not in WITHOUT_MODEL
     llm = load_other(settings, "summarizer", device) if asked else None
     summarizer = make_summarizer(settings, llm, log)
     search = make_search(retriever, summarizer, settings.documents_per_search)
-    if asked:  # its model is allowed all its tries, too
+    if asked:  # the model is allowed all its tries of every request, too
         bound, tries = getattr(search, "seconds", lambda _: 0.0), (RETRIES + 1) * settings.timeout
-        search.seconds = lambda queries: bound(queries) + tries
+        search.seconds = lambda some: bound(some) + -(-len(some) // llm.at_once) * tries
     return search
 
 
@@ -183,7 +190,10 @@ def play_of(settings: Settings):
 
 def make_accelerator(settings: Settings) -> Accelerator:
     """Processes wait for each other: as long as all searches of one may take, and half an hour."""
-    searching = (settings.max_searches + 1) * 3 * 4 * settings.timeout
+    rows = max(settings.questions_per_step * settings.group_size, settings.eval_questions)
+    asks = settings.judge or settings.reader or settings.summarizer not in WITHOUT_MODEL
+    rounds = 4 + bool(asks) * rows // THREADS
+    searching = (settings.max_searches + 1) * rounds * (RETRIES + 1) * settings.timeout
     if settings.report_to and settings.report_to not in map(str, get_available_trackers()):
         raise InputError(f"--report_to {settings.report_to}: pip install {settings.report_to}")
     limit = InitProcessGroupKwargs(timeout=timedelta(minutes=30, seconds=searching))
@@ -191,6 +201,53 @@ def make_accelerator(settings: Settings) -> Accelerator:
     views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     tracker = {"log_with": settings.report_to or None, "project_dir": stage_folder(settings)}
     return Accelerator(kwargs_handlers=[limit, views], **tracker)
+
+
+def meet(parts: Parts, doing: str) -> None:
+    """Waits until all processes are here; after PATIENCE seconds a line names one that is missing.
+
+    Trap: a collective waits in C++, where Python runs no handler of a signal. So a thread waits in
+    it, and the main thread for the thread. SIGTERM ends the first process at once; another one has
+    to give the others PATIENCE seconds, in which the step may still be finished and saved.
+    """
+    if parts.accelerator.num_processes == 1:
+        return
+    store, me, failed = _get_default_store(), parts.accelerator.process_index, []
+    before = (me or parts.accelerator.num_processes) - 1
+
+    def arrive() -> None:
+        store.add(f"meetings of {me}", 1)
+        parts.accelerator.wait_for_everyone()
+
+    def name_missing() -> None:  # each looks after the one before it: at least one has a reason
+        if store.add(f"meetings of {before}", 0) < store.add(f"meetings of {me}", 0):
+            said = f"waiting for process {before}, which {doing} or does not answer"
+            print(f"{said} ({PATIENCE} s so far)", file=sys.stderr)
+
+    thread, waited, heard = begun(arrive, failed), 0, 0
+    while thread.join(1) or thread.is_alive():  # a handler of a signal runs within `join`
+        waited += 1
+        heard += getattr(parts.run, "ended", False)
+        if waited == PATIENCE:  # in a thread: if the store is stopped, too, it does not answer
+            begun(name_missing, [])
+        if heard > PATIENCE:
+            raise_terminated()
+    for error in failed:
+        raise error
+
+
+def begun(work: Callable, failed: list) -> threading.Thread:
+    """Starts a thread that keeps no process alive, and puts an error of `work` into `failed`."""
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
 
 
 def check_processes(known: int) -> None:
@@ -262,7 +319,8 @@ def build_parts(settings: Settings) -> Parts:
     documents, device = passages(settings, questions), accelerator.device
     accelerator.print(said)
     # Not under the barrier below: vectors of a large corpus take hours.
-    search = build_search(settings, documents, device, "" if settings.doctor else SUMMARY_LOG)
+    log = "" if settings.doctor else str(Path(settings.runs, SUMMARY_LOG))
+    search = build_search(settings, documents, device, log)
     in_8bit = "base" in frozen_in_8bit(settings)
     # A resumed LoRA run loads its first weights: what was learned lies beside the sum.
     path = first_model(settings) if settings.lora_rank else start

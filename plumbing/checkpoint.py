@@ -73,6 +73,7 @@ def as_command(settings: Settings) -> Iterator[None]:
 
 def begin(run: Run, parts: Parts) -> int:
     """The folder of the run; returns how many of its steps are done."""
+    parts.run = run
     check_room(run, parts)
     first_step = resume(run, parts) if run.settings.resume else 0
     run.open(first_step)

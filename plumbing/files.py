@@ -45,6 +45,8 @@ from summarizer import WITHOUT_MODEL
 from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
+TRAINS = "trains in {}: wait for it, end it, or name this run with --name"
+WRITES = "writes {}: wait for it, or name another with --out"
 SINCE = "in_8bit"  # a setting that checkpoints of earlier versions do not have
 # The locks of this process, by path. Its number would not tell: in two containers both may be 1.
 HELD = weakref.WeakValueDictionary()
@@ -150,10 +152,11 @@ def settings_text(settings: Settings) -> str:
     return json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
 
 
-def locked(folder: Path, how: int = fcntl.LOCK_EX):
+def locked(folder: Path, how: int = fcntl.LOCK_EX, saying: str = TRAINS):
     """Locks a folder until the file that it returns is dropped. There is one writer: the lines of
     two runs would mix, and each would prune the other's checkpoints. The main process looks whether
     a process of another run is left (LOCK_EX); then all processes of this run hold it (LOCK_SH).
+    An evaluation locks its predictions file likewise: `saying` is what the holder does there.
     """
     path = folder.with_name(f".{folder.name}.lock")
     if file := HELD.get(path):  # by this command, or by a run of this process that failed
@@ -165,8 +168,7 @@ def locked(folder: Path, how: int = fcntl.LOCK_EX):
             lock(file, how | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            what = "wait for it, end it, or name this run with --name"
-            raise InputError(f"process {file.read().strip()} trains in {folder}: {what}") from None
+            raise InputError(f"process {file.read().strip()} {saying.format(folder)}") from None
         if how == fcntl.LOCK_EX:
             file.truncate(0)
             print(os.getpid(), file=file, flush=True)

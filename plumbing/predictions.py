@@ -7,6 +7,7 @@ and searches that the file brings are kept. Trap: scorers differ on punctuation 
 """
 
 import argparse
+import os
 import sys
 from collections import Counter
 from dataclasses import fields
@@ -195,6 +196,12 @@ def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=Fa
     for name, record in scores:
         record["id"] = f"{name}:{record['id']}" if uses[record["id"]] > 1 else record["id"]
     return [record for _, record in scores]
+
+
+def check_alone() -> None:
+    """Refuses to be one of several processes: each would write the same file."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise InputError("eval.py works in one process: start it as `python eval.py`")
 
 
 def score_command(arguments: list[str] | None = None) -> None:

@@ -2,7 +2,7 @@
 
     v_i = encoder(passage i)      score(q, i) = <encoder(q), v_i>      the k largest
 
-    passages -> vectors, once, shard by shard -> runs/vectors/<name-hash>/00000.npy, ...
+    passages -> vectors, once, shard by shard -> RUNS/vectors/<name-hash>/00000.npy, ...
     queries -> one product per shard -> torch.topk -> the k best of all shards
 
 The encoder is sentence-transformers' (extra `dense`), pooled as its own files say; without them a
@@ -30,7 +30,6 @@ from data import Document
 from errors import InputError, rank_of
 from retrievers.net import shown
 
-VECTORS = Path("runs/vectors")
 SHARD = 16_384  # passages: what an interruption can cost, and the rows of one product
 PREFIXES = {  # by a part of the name, the first that is in it: before a query, before a passage
     "e5": ("query: ", "passage: "),
@@ -88,9 +87,11 @@ def passage_text(document: Document) -> str:
 
 
 class DenseRetriever:
-    """By an `Encoder`, or the name of one. `index_file`: a flat FAISS index, row i of passage i."""
+    """By an `Encoder`, or the name of one. `index_file`: a flat FAISS index, row i of passage i.
+    Without it the vectors are kept in the folder `runs`.
+    """
 
-    def __init__(self, documents: list[Document], encoder, device="", index_file=""):
+    def __init__(self, documents: list[Document], encoder, device="", index_file="", runs="runs"):
         if not documents:
             raise InputError("the corpus is empty: dense retrieval needs at least one passage")
         if not encoder:
@@ -100,7 +101,7 @@ class DenseRetriever:
         if index_file:
             self.shards = read_index(index_file, len(documents), self.encoder([""]).shape[1])
         else:
-            self.shards = passage_vectors(documents, self.encoder)
+            self.shards = passage_vectors(documents, self.encoder, runs)
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         size = sum(shard.nbytes for shard in self.shards)
         if "cuda" in self.device and 2 * size < torch.cuda.mem_get_info(self.device)[0]:
@@ -133,12 +134,12 @@ def nearest(shards: list[torch.Tensor], queries: np.ndarray, k: int, device="cpu
     return np.take_along_axis(rows, order, axis=1)
 
 
-def passage_vectors(documents: list[Document], encoder) -> list[torch.Tensor]:
+def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[torch.Tensor]:
     """[n, d] fp16 per shard, mapped from files; those that are not there yet are encoded now."""
     digest = hashlib.sha256(encoder.version.encode())
     for document in documents:
         digest.update(repr(passage_text(document)).encode())  # quotes: "ab", "c" is not "a", "bc"
-    folder = VECTORS / f"{Path(encoder.name).name}-{digest.hexdigest()[:20]}"
+    folder = Path(runs, "vectors", f"{Path(encoder.name).name}-{digest.hexdigest()[:20]}")
     paths = [folder / f"{i:05}.npy" for i in range(-(-len(documents) // SHARD))]
     # The processes of a run begin at places of their own, and skip what others have written.
     first = len(paths) * rank_of("RANK") // rank_of("WORLD_SIZE", 1)

@@ -323,7 +323,7 @@ class Engine:
 
 def pick(probabilities: torch.Tensor) -> torch.Tensor:
     """[n, V] -> one index per row, [n, 1]: the first whose running sum exceeds a uniform number."""
-    if probabilities.is_cuda:  # where a seed would not repeat the sums
+    if probabilities.device.type != "cpu":  # cuda would not repeat the sums, mps has no float64
         return torch.multinomial(probabilities, 1)  # on a CPU 2 to 10 times slower
     sums = probabilities.cumsum(-1, dtype=torch.float64)  # [n, V]; fp32 would round small ones away
     points = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]

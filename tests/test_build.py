@@ -178,18 +178,20 @@ def test_a_protocol_that_asks_nothing_builds_no_retriever(monkeypatch):
 
 
 def test_a_model_that_summarises_has_its_time_and_its_log(monkeypatch, tmp_path):
-    """A search waits for all tries of its model too: three requests of --timeout each."""
-    model = SimpleNamespace(ask=lambda requests: ["Notes."])
+    """A search waits for all tries of its model too: three of --timeout for each of its turns."""
+    model = SimpleNamespace(ask=lambda requests: ["Notes."], at_once=16)
     monkeypatch.setattr(score, "load_llm", lambda *_, **__: model)
     settings, log = Settings(retriever="oracle", timeout=5.0), tmp_path / "log.jsonl"
     assert not hasattr(build.build_search(settings, []), "seconds")
     settings = dataclasses.replace(settings, summarizer="m")
     search = build.build_search(settings, [], log=str(log))
-    assert search.seconds(7) == 15
-    monkeypatch.setattr(build, "make_retriever", lambda *_: SimpleNamespace(seconds=lambda n, k: n))
-    assert build.build_search(settings, []).seconds(7) == 22
     question = Question("q", "?", [], references=READ, supporting=(1,))
-    assert search([SearchRequest(question, "Ana")])[0].text == "Notes."
+    asked = [SearchRequest(question, "Ana", f"as {n}") for n in range(512)]
+    turns = [search.seconds(asked[:n]) / 15 for n in (7, 16, 17, 512)]
+    assert turns == [1, 1, 2, 32]  # the same query after another reasoning is another request
+    monkeypatch.setattr(build, "make_retriever", lambda *_: SimpleNamespace(seconds=lambda n, k: n))
+    assert build.build_search(settings, []).seconds(asked[:40]) == 1 + 3 * 15  # one query
+    assert search(asked[:1])[0].text == "Notes."
     assert json.loads(log.read_text())["summary"] == "Notes."
 
 

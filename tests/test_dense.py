@@ -148,6 +148,11 @@ def test_the_second_time_nothing_is_encoded():
     assert last.shape == (7, 16) and last.dtype == np.float16
 
 
+def test_the_vectors_are_kept_in_the_folder_of_the_runs(tmp_path):
+    DenseRetriever(invented(12), Hashed(), runs=tmp_path / "mine")
+    assert len(list((tmp_path / "mine" / "vectors").glob("hashed-*/0000?.npy"))) == 2
+
+
 @pytest.mark.parametrize("stop", [0, 10, 29])
 def test_an_interrupted_run_goes_on_at_the_shard_it_was_at(stop):
     documents = invented(37)

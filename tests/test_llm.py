@@ -15,9 +15,18 @@ import torch
 from conftest import ScriptedServer, free_port, said
 from transformers import GenerationConfig
 
+import rollout
 from errors import InputError
 from other_models import llm
-from other_models.llm import Cache, LocalLLM, ModelSettings, ServerLLM, frozen_in_8bit, load_llm
+from other_models.llm import (
+    Cache,
+    LocalLLM,
+    ModelSettings,
+    Request,
+    ServerLLM,
+    frozen_in_8bit,
+    load_llm,
+)
 from policy import save_policy
 from prompts import chat_text
 from rollout import encode
@@ -65,7 +74,7 @@ def asker(server, timeout=2.0, **options) -> ServerLLM:
 
 
 def given(**settings):
-    return SimpleNamespace(**{"timeout": 60.0, "in_8bit": "", **settings})
+    return SimpleNamespace(**{"timeout": 60.0, "in_8bit": "", "runs": "runs", **settings})
 
 
 def requests(*texts):
@@ -304,7 +313,8 @@ def test_an_interrupt_keeps_what_has_come_and_waits_for_nobody(serve, tmp_path, 
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         model.ask(requests("slow", "a"))
-    assert time.monotonic() - begin < 4 and Cache(tmp_path, "m", 256).get(("do it", "a")) == "ok"
+    kept = Cache(tmp_path, model.name, 256)
+    assert time.monotonic() - begin < 4 and kept.get(("do it", "a")) == "ok"
 
 
 # ------------------------------------------------------------------------------------- kept on disk
@@ -438,6 +448,34 @@ def test_a_local_model_samples_what_asks_for_it_and_the_rest_of_the_batch_stays_
     assert torch.equal(torch.get_rng_state(), state)
     long = "word " * 200  # of 512 positions: a reply takes what is left
     assert len(encode(bpe, model.ask([("do it", long, 2.0, 1.0, 8192)])[0])) <= 512
+
+
+@pytest.mark.parametrize("temperature, top_p", [(2.0, 0.9), (0.7, 1.0)])
+def test_a_sampled_reply_is_the_one_that_generate_would_sample(temperature, top_p, qwen2, bpe):
+    model = LocalLLM(qwen2, bpe, max_tokens=12)
+    prompts = [model.prompt(Request(*asked)) for asked in requests(*TEXTS)]
+    ends = rollout.end_ids(qwen2, bpe)
+    tokens, attention = rollout.left_padded(prompts, min(ends), qwen2.device)
+    how = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    with rollout.seeded(0, qwen2.device), rollout.plain_generation(qwen2, ends, min(ends)):
+        out = qwen2.generate(input_ids=tokens, attention_mask=attention, max_new_tokens=12, **how)
+    texts = bpe.batch_decode(out[:, tokens.shape[1] :], skip_special_tokens=True)
+    assert model.generate(prompts, temperature, top_p) == [text.strip() for text in texts]
+
+
+def test_the_largest_of_the_noisy_logits_is_a_sample_of_the_nucleus():
+    """p = 0.5, 0.25, 0.15, 0.1 at temperature 1: the nucleus of 0.8 is the first three."""
+    count, p = 40_000, torch.tensor([0.5, 0.25, 0.15, 0.1])
+    for temperature, top_p, expected in (
+        (1.0, 1.0, [0.5, 0.25, 0.15, 0.1]),
+        (0.5, 1.0, [0.25 / 0.345, 0.0625 / 0.345, 0.0225 / 0.345, 0.01 / 0.345]),
+        (1.0, 0.8, [0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9, 0.0]),
+    ):
+        process = llm.drawn_ahead(temperature, top_p, "cpu")
+        found = process(None, p.log().expand(count, -1)).argmax(-1)
+        shares = found.bincount(minlength=4) / count
+        for share, chance in zip(shares.tolist(), expected, strict=True):
+            assert abs(share - chance) <= 4 * (chance * (1 - chance) / count) ** 0.5
 
 
 def test_a_prompt_beyond_the_context_is_none_and_is_not_cut(qwen2, bpe):

@@ -354,9 +354,9 @@ def test_a_search_over_the_network_is_given_the_time_that_it_says_it_needs():
         return [SearchResult(text="found") for _ in requests]
 
     requests = [SearchRequest(QA, query) for query in ("a", "a", "b")]
-    assert "no answer within 0.05 s" in call_search(slow, requests, 0.05)[0].error
-    slow.seconds = lambda queries: 10.0 * (queries == 2)  # two different ones
-    assert [result.text for result in call_search(slow, requests, 0.05)] == ["found"] * 3
+    assert "no answer within 0.05 s" in call_search(slow, requests, 0.05, [])[0].error
+    slow.seconds = lambda asked: 10.0 * (asked == requests)
+    assert [result.text for result in call_search(slow, requests, 0.05, [])] == ["found"] * 3
 
 
 def test_what_the_user_must_mend_ends_the_run(bpe):

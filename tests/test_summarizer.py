@@ -325,7 +325,7 @@ def test_a_query_without_an_answer_is_an_error_of_its_own_rows_and_the_summarise
 
 
 def test_the_search_says_how_long_it_may_take_if_its_retriever_does():
-    assert make_search(Fails(), k=3).seconds(2) == 2.3
+    assert make_search(Fails(), k=3).seconds(requests("a", "b", "a")) == 2.3  # of two queries
     assert not hasattr(make_search(Recorder()), "seconds")
 
 

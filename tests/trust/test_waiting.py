@@ -1,0 +1,362 @@
+"""Processes that wait for each other, for a lock or for another model: what is named, what ends."""
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import ROOT, in_two_processes, message, said
+from conftest import ScriptedServer as Server
+
+from data import Question, SearchRequest, SearchResult
+from errors import LOST, InputError, Terminated, raise_terminated, run_main
+from eval import Evaluation, Options
+from other_models.llm import LocalLLM, ServerLLM, load_llm
+from plumbing import build, predictions
+from plumbing.files import WRITES, locked
+from prompts import PROTOCOLS
+from rollout import MAX_STUCK, Environment, call_search
+from scale.engine import pick
+from settings import Settings
+from summarizer import SUMMARY_LOG
+
+fault = pytest.mark.fault
+
+
+# --------------------------------------------------------------------------- waiting for a process
+
+
+def wait_for(path: Path, text: str) -> None:
+    limit = time.monotonic() + 60
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def speaking(log: Path) -> SimpleNamespace:
+    """Returns what `meet` reads of a process whose stderr is `log`; SIGTERM is as in a run."""
+    build.PATIENCE = 1
+    sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+    accelerator, run = Accelerator(), SimpleNamespace(ended=False)
+
+    def terminate(*_) -> None:
+        run.ended = True
+        if accelerator.is_main_process:
+            raise_terminated()
+
+    signal.signal(signal.SIGTERM, terminate)
+    return SimpleNamespace(accelerator=accelerator, run=run)
+
+
+def comes_late(log: Path, late: int) -> None:
+    """Process `late` comes to the second meeting once the other has complained."""
+    parts = speaking(log)
+    build.meet(parts, "still begins")
+    if parts.accelerator.process_index == late:
+        wait_for(log, "waiting for")
+    build.meet(parts, "still samples")
+    build.meet(parts, "still scores")
+
+
+@fault(315)
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_process_that_is_late_is_named_once_and_waited_for(late, tmp_path):
+    in_two_processes(comes_late, tmp_path / "log", late)
+    (line,) = (tmp_path / "log").read_text().splitlines()
+    assert line == (
+        f"waiting for process {late}, which still samples or does not answer (1 s so far)"
+    )
+
+
+def is_stopped(folder: Path, stopped: int) -> None:
+    """Process `stopped` stops before the meeting; the other gets SIGTERM while it waits there."""
+    parts, number = speaking(folder / "log"), folder / "process"
+    if parts.accelerator.process_index == stopped:
+        number.write_text(f"{os.getpid()} stops")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    wait_for(number, "stops")
+    waits, wait = threading.Event(), parts.accelerator.wait_for_everyone
+
+    def waiting() -> None:
+        waits.set()
+        wait()
+
+    def end() -> None:
+        waits.wait()
+        threading.Event().wait(0.1)  # the process is now in the collective itself
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    parts.accelerator.wait_for_everyone = waiting
+    # Without a launcher the first process keeps the store: stopped, it does not answer.
+    build._get_default_store = lambda: SimpleNamespace(add=lambda name, more: 0)
+    threading.Thread(target=end, daemon=True).start()
+    try:
+        with pytest.raises(Terminated):
+            build.meet(parts, "still samples")
+    finally:
+        os.kill(int(number.read_text().split()[0]), signal.SIGCONT)
+    os._exit(0)
+
+
+@fault(316)
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_sigterm_ends_a_process_that_waits_for_a_stopped_one(stopped, tmp_path):
+    in_two_processes(is_stopped, tmp_path, stopped)
+
+
+def is_gone() -> None:
+    """An error of the collective is raised where the process waits."""
+    parts = SimpleNamespace(accelerator=Accelerator(), run=None)
+    build.meet(parts, "still begins")
+    if parts.accelerator.process_index == 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError) as error:
+        build.meet(parts, "still samples")
+    assert lines_of(error.value) == [f"error: {LOST}"]
+    os._exit(0)
+
+
+def test_a_process_that_is_gone_is_an_error_where_another_waits_for_it():
+    in_two_processes(is_gone)
+
+
+def test_one_process_waits_for_nobody():
+    alone = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1))
+    before = threading.enumerate()
+    build.meet(alone, "still samples")
+    assert set(threading.enumerate()) <= set(before)
+
+
+@fault(317)
+@pytest.mark.parametrize(
+    "changes, minutes",
+    [
+        ({}, 30 + 5 * 4 * 3),  # searches, and the answer: each has four times three tries
+        ({"summarizer": "extractive"}, 30 + 5 * 4 * 3),
+        # 512 rows, 16 at once, are 32 turns more.
+        ({"summarizer": "m"}, 30 + 5 * (4 + 32) * 3),
+        ({"judge": "m"}, 30 + 5 * (4 + 32) * 3),
+        ({"summarizer": "m", "eval_questions": 1600}, 30 + 5 * (4 + 100) * 3),
+    ],
+)
+def test_the_wait_between_processes_grows_with_what_one_may_ask(changes, minutes, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        build, "Accelerator", lambda kwargs_handlers, **_: seen.extend(kwargs_handlers)
+    )
+    build.make_accelerator(Settings(questions_per_step=32, group_size=16, **changes))
+    assert seen[0].timeout == timedelta(minutes=minutes)
+
+
+# --------------------------------------------------------------------------- errors by their type
+
+
+def lines_of(error: Exception) -> list[str]:
+    """Returns what `run_main` prints about an error that it knows."""
+
+    def fails():
+        raise error
+
+    printed = []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr("builtins.print", lambda line, **_: printed.append(line))
+        run_main(fails)
+    return printed
+
+
+GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:1"
+
+
+@fault(318)
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(GLOO),
+        RuntimeError("Gloo connectFullMesh failed with [../gloo/gloo/x.cc:1] no error"),
+        torch.distributed.DistBackendError("NCCL error in ..."),
+        torch.distributed.DistNetworkError("the client socket has failed"),
+        torch.distributed.DistStoreError("wait timeout after 1ms"),
+    ],
+)
+def test_a_lost_process_is_told_by_the_type_of_the_error(error):
+    assert lines_of(error) == [f"error: {LOST}"]
+
+
+class DistanceError(Exception):
+    pass
+
+
+@fault(318)
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No such file", "/data/gloo/x.jsonl"),
+        RuntimeError("PytorchStreamReader failed reading /models/gloo/trainer.pt:1"),
+        DistanceError("no process is lost"),
+    ],
+)
+def test_another_error_is_not_hidden_by_a_name_in_it(error):
+    def fails():
+        raise error
+
+    with pytest.raises(type(error)):
+        run_main(fails)
+    told = InputError("/data/gloo/x.jsonl, line 3: no question")
+    assert lines_of(told) == [f"error: {told}"]
+
+
+# ---------------------------------------------------------------------------- one evaluation each
+
+
+@fault(319)
+@pytest.mark.parametrize("arguments", [["--help"], ["--predictions", "--help"]])
+def test_an_evaluation_under_a_launcher_of_several_processes_is_refused(
+    arguments, monkeypatch, capsys
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["eval.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and told.out == ""
+    assert told.err == "error: eval.py works in one process: start it as `python eval.py`\n"
+
+
+def test_an_evaluation_in_one_process_of_a_launcher_is_not_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    predictions.check_alone()
+
+
+@fault(320)
+def test_a_second_evaluation_does_not_write_the_file_of_one_that_runs(tmp_path, monkeypatch):
+    out = tmp_path / "predictions.jsonl"
+    monkeypatch.setattr(Evaluation, "load", lambda _: pytest.fail("a model was loaded"))
+    evaluation = Evaluation(Settings(), Options(questions=1, out=str(out)))
+    with locked(out, saying=WRITES), open(tmp_path / ".predictions.jsonl.lock", "w") as holder:
+        print(4242, file=holder, flush=True)  # as if another process had locked it
+        expected = f"process 4242 writes {out}: wait for it, or name another with --out"
+        assert message(evaluation.run) == expected
+    assert not out.exists()
+    monkeypatch.setattr(Evaluation, "load", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # the lock has ended with its holder
+        evaluation.run()
+
+
+# ----------------------------------------------------------------------- other models, and searches
+
+
+@fault(321)
+def test_a_summariser_that_is_late_does_not_change_what_the_policy_samples(qwen2, bpe, monkeypatch):
+    """It has sampled a reply and is still in its call when the policy goes on."""
+    model, sampled, over = LocalLLM(qwen2, bpe, max_tokens=4), threading.Event(), threading.Event()
+    generate = qwen2.generate
+
+    def late(**how):
+        found = generate(**how)
+        sampled.set()
+        assert over.wait(60)
+        return found
+
+    monkeypatch.setattr(qwen2, "generate", late)
+
+    def drawn(late: bool) -> list:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            draws = [torch.rand(4)]
+            if late:
+                thread = threading.Thread(target=model.ask, args=[[("i", "t", 1.0, 0.9, 4)]])
+                thread.start()
+                assert sampled.wait(60)
+            draws.append(torch.rand(4))
+            over.set()
+            if late:
+                thread.join(60)
+            draws.append(torch.rand(4))
+        return torch.stack(draws).tolist()
+
+    found = drawn(True)
+    assert found == drawn(False)
+
+
+@fault(322)
+def test_two_servers_that_call_their_models_alike_do_not_share_replies(tmp_path, started):
+    def server(reply: str):
+        return started(Server(lambda path, payload: (200, said(reply))))
+
+    one, two = server("one"), server("two")
+    for again in ("", "again"):  # the second time the replies are read
+        asked = [ServerLLM(f"{its.base}/v1#m", cache=tmp_path) for its in (one, two)]
+        assert [model.ask([("i", "t")]) for model in asked] == [["one"], ["two"]], again
+    assert len(one.posts) == len(two.posts) == 1 + 1 + 1  # a probe each time
+
+
+@fault(323)
+def test_hanging_searches_of_one_run_do_not_stop_the_searches_of_another(toy_tokenizer):
+    released = threading.Event()
+
+    def hangs(requests):
+        released.wait(60)
+        return [SearchResult() for _ in requests]
+
+    def finds(requests):
+        return [SearchResult(text="found") for _ in requests]
+
+    first, second = (
+        Environment(toy_tokenizer, PROTOCOLS["ur2"], search, Settings())
+        for search in (hangs, finds)
+    )
+    requests = [SearchRequest(Question("1", "who ?", ["me"]), "who", "")]
+    for _ in range(MAX_STUCK + 1):
+        (result,) = call_search(first.search, requests, 0.001, first.hanging)
+    assert result.error == "earlier searches still hang"
+    (result,) = call_search(second.search, requests, 60, second.hanging)
+    released.set()
+    for thread in first.hanging:
+        thread.join(60)
+    assert result.text == "found"
+
+
+@fault(324)
+def test_what_is_kept_for_later_lies_under_runs(tmp_path, monkeypatch, started):
+    monkeypatch.chdir(tmp_path)
+    server = started(Server(lambda path, payload: (200, said("yes"))))
+    settings = Settings(runs="mine", retriever="dense", encoder="e5", model="m")
+    assert load_llm(f"{server.base}/v1#m", settings).cache.path.parent == Path("mine/llm_cache")
+    seen = []
+    monkeypatch.setattr("retrievers.dense.DenseRetriever", lambda *_, runs: seen.append(runs))
+    build.build_search(settings, [])
+    assert seen == ["mine"]
+
+    def searched(_, documents, device, log):
+        raise InputError(log)
+
+    monkeypatch.setattr(build, "build_search", searched)
+    monkeypatch.setattr(build, "starting_model", lambda _: ("", ""))
+    assert message(build.build_parts, settings) == str(Path("mine", SUMMARY_LOG))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+class OnMetal:
+    """A tensor of a device that knows no float64: it is asked for nothing but its device."""
+
+    device, is_cuda = torch.device("mps"), False
+
+    def cumsum(self, *_, dtype=None, **__):
+        raise TypeError(f"Cannot convert a MPS Tensor to {dtype}")
+
+
+@fault(325)
+def test_every_device_but_the_cpu_samples_without_float64(monkeypatch):
+    seen, odds = [], OnMetal()
+    monkeypatch.setattr(torch, "multinomial", lambda *given: seen.append(given) or "tokens")
+    assert pick(odds) == "tokens" and seen == [(odds, 1)]
+    assert pick(torch.tensor([[0.0, 1.0]])).item() == 1 and len(seen) == 1
