@@ -45,6 +45,9 @@ from world.toy import NOTE, make_model, make_tokenizer, shape
 from world.world import World
 
 torch.set_num_threads(1)  # also what a module's fixtures train, before the first test
+# A run would start OpenMP's threads for all cores. A forked process does not have them, but would
+# wait for them. A test of `set_threads` imports the real one from here.
+set_threads, build.set_threads = build.set_threads, lambda: None
 
 
 @pytest.fixture(autouse=True)
@@ -216,11 +219,9 @@ def trained(model, tmp_path_factory):
     kept = shutil.copytree(model, runs / "toy" / "ur2-world0")  # so that none is warmed up
     (kept / NOTE).write_text(f"{paper_of('ur2').world}\n")
     seal(kept, None)
-    small = SMALL.replace("--name t", f"--runs {runs}").replace("12", "16")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "set_threads", lambda: None)
-        for stage in ("1", "2"):
-            train.main([*small.split(), "--stage", stage])
+    small = SMALL.replace("--name t", "").replace("12", "16").split()
+    for stage in ("1", "2"):  # the path is added here: it may be in pytest-12/, not in pytest-16/
+        train.main([*small, "--stage", stage, "--runs", str(runs)])
     return runs
 
 
@@ -330,7 +331,28 @@ def command(log, work, *arguments):
     return process
 
 
+def until(true, seconds: float = 60) -> None:
+    """Waits until true() holds, and fails when it does not hold within these seconds."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"not so within {seconds} s"
+        time.sleep(0.01)
+
+
+def threads_since(before: list[threading.Thread]) -> set[threading.Thread]:
+    """Returns the threads that run now and are not in `before`, which is threading.enumerate()."""
+    return {*threading.enumerate()} - {*before}
+
+
 # ------------------------------------------------------------------------------------- a raw server
+
+
+@pytest.fixture
+def closed_port():
+    """Yields a port on which nobody listens; it stays bound, so that nobody else can get it."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 class RawServer:
@@ -385,7 +407,7 @@ class ScriptedHandler(BaseHTTPRequestHandler):
 
     def answer(self, reply):
         if reply is None:  # slow beyond every limit
-            self.server.released.wait(5)
+            self.server.released.wait(60)
             return
         raw = reply if isinstance(reply, bytes) else b"HTTP/1.0 %d X\r\n\r\n%b" % reply
         with contextlib.suppress(OSError):

@@ -21,7 +21,6 @@ import train
 from data import load_questions
 from formats.records import append_jsonl
 from lab import export, synthesize
-from plumbing import build
 from plumbing.files import checkpoints
 
 TEXT = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
@@ -118,7 +117,6 @@ def test_a_folder_of_texts_becomes_a_model_that_was_trained_on_it(
 ):
     """The page's commands, with fewer questions and a tiny model."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(build, "set_threads", lambda: None)
     (tmp_path / "texts").mkdir()
     for name in "ABCEFGH":
         (tmp_path / "texts" / f"{name}.txt").write_text(f"{name}na lives in {name}town. It rains.")

@@ -29,7 +29,6 @@ from formats.records import append_jsonl
 from metrics import has_math_verify, math_equal
 from other_models.judge import Judge
 from other_models.llm import load_llm, prompt_ids
-from plumbing import build
 from plumbing.page import write_page
 from plumbing.record import told
 from prompts import PROTOCOLS, build_prompt
@@ -58,7 +57,6 @@ needs_math_verify = pytest.mark.skipif(not has_math_verify(), reason="needs math
 @pytest.fixture
 def no_algebra(monkeypatch):
     monkeypatch.setattr(metrics, "has_math_verify", lambda: False)
-    monkeypatch.setattr(build, "set_threads", lambda: None)
 
 
 def faulty(*rows):

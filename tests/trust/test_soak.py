@@ -10,7 +10,6 @@ from conftest import rows_of, settings_for
 from test_sockets import Faulty, good, http, lists
 
 import train
-from plumbing import build
 from retrievers import remote
 
 ILL = [
@@ -52,7 +51,6 @@ def mean(numbers) -> float:
 def test_memory_threads_and_files_stay_what_they_are(
     steps, model, tmp_path, started, monkeypatch, capfd
 ):
-    monkeypatch.setattr(build, "set_threads", lambda: None)
     monkeypatch.setattr(remote, "BACKOFF", 0.01)
     monkeypatch.setattr(remote, "RETRIES", 0)
     seen, collect = [], train.collect

@@ -23,7 +23,6 @@ fault = pytest.mark.fault
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch):
-    monkeypatch.setattr(build, "set_threads", lambda: None)
     monkeypatch.setattr(remote, "BACKOFF", 0.01)
     monkeypatch.setattr(net, "MAX_BYTES", 2**20)
 
