@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from conftest import RawServer, rows_of, settings_for
+from conftest import RawServer, rows_of, settings_for, threads_since
 
 import rollout
 import train
@@ -196,17 +196,18 @@ def test_a_step_goes_on_whatever_the_retriever_does(
 @fault(84)
 def test_searches_that_never_return_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(rollout, "STUCK", [])
-    released, before = threading.Event(), threading.active_count()
+    released, before = threading.Event(), threading.enumerate()
 
-    def hanging(requests):
+    def hangs(requests):
         released.wait(60)
         return [SearchResult(text="found") for _ in requests]
 
     requests = [SearchRequest(Question("1", "who ?", ["me"]), "who", "")]
-    said = [call_search(hanging, requests, 0.01)[0].error for _ in range(50)]
-    assert threading.active_count() - before == rollout.MAX_STUCK == 8
+    said = [call_search(hangs, requests, 0.01)[0].error for _ in range(50)]
+    hanging = threads_since(before)
+    assert len(hanging) == rollout.MAX_STUCK == 8
     assert "no answer within 0.01 s" in said[0] and said[-1] == "earlier searches still hang"
     released.set()
-    for thread in rollout.STUCK:
-        thread.join(5)
-    assert call_search(hanging, requests, 5)[0].text == "found"
+    for thread in hanging:
+        thread.join(60)
+    assert call_search(hangs, requests, 60)[0].text == "found"
