@@ -314,6 +314,19 @@ def ask_worker(prediction: str, gold: str, seconds: float = MATH_SECONDS) -> boo
     return reply == "True\n"
 
 
+def _leave_worker() -> None:
+    """Leaves the worker to the parent of a forked process, which starts one of its own: the replies
+    of a shared one could reach the wrong process. Another thread may hold the parent's lock for
+    ever, as far as the forked process can see.
+    """
+    global _LOCK
+    _LOCK = threading.Lock()
+    _IDLE.clear()
+
+
+os.register_at_fork(after_in_child=_leave_worker)
+
+
 def start_worker() -> subprocess.Popen:
     """Its own process: sympy can run for hours, no thread can be ended. Ctrl-C is not for it."""
     command = [sys.executable, "-c", "import metrics; metrics.serve_math()"]

@@ -7,13 +7,15 @@ import copy
 import io
 import json
 import random
+import subprocess
+import sys
 import time
 from itertools import groupby
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import chat_server, rows_of, settings_for
+from conftest import ROOT, chat_server, rows_of, settings_for
 from hypothesis import Phase, given
 from hypothesis import settings as examples_of
 from hypothesis import strategies as st
@@ -358,6 +360,32 @@ def test_three_late_comparisons_in_a_minute_are_told_and_others_have_less_time(m
     metrics.ask_worker("a", "b")
     assert given_seconds == [3.0, 3.0, 3.0, metrics.HURRIED, 3.0]
     assert capsys.readouterr().err.count("three took more than 3 s") == 1
+
+
+# A worker that takes no time to start. The child is forked while the lock is held.
+FORKS = """
+import metrics, os, signal, subprocess
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+answers = ["sh", "-c", "while read line; do echo True; done"]
+metrics.start_worker = lambda: subprocess.Popen(answers, **pipes)
+metrics.ask_worker("a", "b")
+metrics._LOCK.acquire()
+if not (child := os.fork()):
+    signal.alarm(20)
+    print(metrics.ask_worker("a", "b"), metrics._IDLE[0].pid, flush=True)
+    os._exit(0)
+metrics._LOCK.release()
+print(os.waitpid(child, 0)[1], flush=True)
+print(metrics.ask_worker("a", "b"), metrics._IDLE[0].pid)
+"""
+
+
+def test_a_forked_process_asks_a_math_worker_of_its_own():
+    how = {"cwd": ROOT, "text": True, "capture_output": True, "timeout": 100}
+    run = subprocess.run([sys.executable, "-c", FORKS], **how)
+    assert run.stderr == ""
+    verdict, worker, status, its_verdict, its_worker = run.stdout.split()
+    assert (verdict, status, its_verdict) == ("True", "0", "True") and worker != its_worker
 
 
 LONG = "\\boxed{1} the correct answer is: 1\n <answer>2</answer>" * 10_000
