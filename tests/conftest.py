@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import re
 import shutil
 import socket
@@ -17,6 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A run takes all cores: beside other workers its share of them, or each would wait for the other.
 os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -51,9 +53,11 @@ set_threads, build.set_threads = build.set_threads, lambda: None
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """A second thread would only wait; a test that trains may have taken all cores."""
-    torch.set_num_threads(1)
+def same_start():
+    """Gives each test one thread and the same random numbers, whichever tests ran before it."""
+    torch.set_num_threads(1)  # a second one would only wait
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
 
 
 CHAT_TEMPLATE = (

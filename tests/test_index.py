@@ -102,15 +102,11 @@ def test_a_build_that_fails_leaves_no_folder_and_the_next_one_is_whole(tmp_path,
 def test_of_several_that_start_together_one_builds(tmp_path, monkeypatch):
     built, real, came, lock = [], retriever.build, [], fcntl.flock
 
-    def locked(*given):
-        came.append(given)
-        lock(*given)
-
     def slow(*given):
         built.append(until(lambda: len(came) == 4))
         return real(*given)
 
-    monkeypatch.setattr(fcntl, "flock", locked)
+    monkeypatch.setattr(fcntl, "flock", lambda *given: came.append(given) or lock(*given))
     monkeypatch.setattr(retriever, "build", slow)
     found, where = [], str(tmp_path / "index")
     works = [lambda: found.append(BM25(CORPUS, index=where).best("dog", 1)[0].id)] * 4

@@ -338,13 +338,13 @@ def test_a_search_that_hangs_is_given_up_after_the_time_limit(bpe):
     released = threading.Event()
 
     def hangs(requests):
-        released.wait(20)
+        released.wait(60)
         return [SearchResult(text="too late") for _ in requests]
 
     t, _ = play_one(bpe, [ASK, ANSWER], search=Searcher(hangs), timeout=0.05)
     released.set()
     (search,) = t.searches
-    assert search.error == "TimeoutError: no answer within 0.05 s" and 0.05 <= search.seconds < 10
+    assert search.error == "TimeoutError: no answer within 0.05 s" and 0.05 <= search.seconds < 60
     assert t.segments[1].text == block("Search is unavailable.") and t.answer == "Norland"
 
 

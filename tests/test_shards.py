@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from conftest import ROOT, in_two_processes, model_of, same, small
 from safetensors.torch import load_file
 
 import ppo
@@ -19,7 +20,6 @@ from policy import Batch, Policy, PolicySettings, load_policy, save_policy
 from scale import shards
 from scale.sampling import to_sample_with
 from scale.shards import asked_for, check_shardable, full, in_parts
-from tests.conftest import ROOT, in_two_processes, model_of, same, small
 from update import Parts, descend, score
 
 RESHARD = {"zero2": "false", "fsdp2": "true"}

@@ -331,12 +331,8 @@ def test_answers_that_take_hours_cost_a_batch_little_and_honest_ones_stay_right(
     monkeypatch.setattr(metrics, "HURRIED", 0.1)
     metrics._math_verify.cache_clear()
     given = []  # seconds
-
-    def dumps(line):
-        given.append(line[2])
-        return json.dumps(line)
-
-    monkeypatch.setattr(metrics, "json", SimpleNamespace(dumps=dumps))
+    spy = SimpleNamespace(dumps=lambda line: given.append(line[2]) or json.dumps(line))
+    monkeypatch.setattr(metrics, "json", spy)
     assert not any(math_equal(evil.format(n), "x^2+1") for n in range(6))
     # Of the powers of 9 the library sees at once that they are another number.
     three_late = metrics._LATE[0] > 0 or "x" in evil
@@ -350,8 +346,8 @@ def test_three_late_comparisons_in_a_minute_are_told_and_others_have_less_time(m
     given_seconds, clock = [], [1000.0]
     monkeypatch.setattr(metrics, "_LATE", metrics.deque([-100.0] * 3, 3))
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    dumps = SimpleNamespace(dumps=lambda its: given_seconds.append(its[2]))
-    monkeypatch.setattr(metrics, "json", dumps)
+    spy = SimpleNamespace(dumps=lambda its: given_seconds.append(its[2]))
+    monkeypatch.setattr(metrics, "json", spy)
     stdout = SimpleNamespace(readline=lambda: "late\n")
     worker = SimpleNamespace(stdin=io.StringIO(), stdout=stdout, poll=lambda: None)
     monkeypatch.setattr(metrics, "_IDLE", [worker])
@@ -375,17 +371,16 @@ if not (child := os.fork()):
     print(metrics.ask_worker("a", "b"), metrics._IDLE[0].pid, flush=True)
     os._exit(0)
 metrics._LOCK.release()
-print(os.waitpid(child, 0)[1], flush=True)
+os.waitpid(child, 0)
 print(metrics.ask_worker("a", "b"), metrics._IDLE[0].pid)
 """
 
 
 def test_a_forked_process_asks_a_math_worker_of_its_own():
-    how = {"cwd": ROOT, "text": True, "capture_output": True, "timeout": 100}
-    run = subprocess.run([sys.executable, "-c", FORKS], **how)
-    assert run.stderr == ""
-    verdict, worker, status, its_verdict, its_worker = run.stdout.split()
-    assert (verdict, status, its_verdict) == ("True", "0", "True") and worker != its_worker
+    command = [sys.executable, "-c", FORKS]
+    shown = subprocess.check_output(command, cwd=ROOT, text=True, timeout=100).split()
+    verdicts, workers = shown[::2], shown[1::2]
+    assert verdicts == ["True", "True"] and workers[0] != workers[1]
 
 
 LONG = "\\boxed{1} the correct answer is: 1\n <answer>2</answer>" * 10_000
