@@ -220,6 +220,9 @@ def _leading_letter(text: str) -> str | None:
 MATH_SECONDS, HURRIED = 3.0, 0.5  # for a comparison by math-verify; after three too long ones
 MAX_MATH = 500  # characters; a longer answer is compared as a string
 _LOCK, _IDLE = threading.Lock(), []  # at most one worker; it is idle between two questions
+# Trap: a forked process that shared the worker could read replies to its parent's questions, and it
+# would wait for ever for a lock that another thread of the parent held.
+os.register_at_fork(after_in_child=lambda: globals().update(_LOCK=threading.Lock(), _IDLE=[]))
 _say_once = cache(print)
 _LATE = deque([-100.0] * 3, 3)  # when the last comparisons were given up
 _UNICODE = str.maketrans({"−": "-", "·": r"\cdot ", "√": r"\sqrt ", "²": "^2", "°": r"^\circ "})

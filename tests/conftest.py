@@ -17,6 +17,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads 
 # A run takes all cores: beside other workers its share of them, or each would wait for the other.
 os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
+import numpy as np
 import pytest
 import torch
 from processes import SESSION, nothing_goes_on, nothing_is_left
@@ -54,9 +55,11 @@ def pytest_configure():
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """A second thread would only wait; a test that trains may have taken all cores."""
-    torch.set_num_threads(1)
+def same_start():
+    """Gives each test one thread and the same random numbers, whichever tests ran before it."""
+    torch.set_num_threads(1)  # a second one would only wait
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
 
 
 CHAT_TEMPLATE = (
@@ -222,11 +225,9 @@ def trained(model, tmp_path_factory):
     kept = shutil.copytree(model, runs / "toy" / "ur2-world0")  # so that none is warmed up
     (kept / NOTE).write_text(f"{paper_of('ur2').world}\n")
     seal(kept, None)
-    small = SMALL.replace("--name t", f"--runs {runs}").replace("12", "16")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "set_threads", lambda: None)
-        for stage in ("1", "2"):
-            train.main([*small.split(), "--stage", stage])
+    small = SMALL.replace("--name t", "").replace("12", "16").split()
+    for stage in ("1", "2"):  # the path is added here: it may be in pytest-12/, not in pytest-16/
+        train.main([*small, "--stage", stage, "--runs", str(runs)])
     return runs
 
 
@@ -275,14 +276,20 @@ def command_line(main, arguments, capsys) -> str:
     return lines[0]
 
 
-def free_port() -> int:
-    """Nobody listens there."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def threads_since(before: list[threading.Thread]) -> set[threading.Thread]:
+    """Returns the threads that run now and are not in `before`, which is threading.enumerate()."""
+    return {*threading.enumerate()} - {*before}
 
 
 # ------------------------------------------------------------------------------------- a raw server
+
+
+@pytest.fixture
+def closed_port():
+    """Yields a port on which nobody listens; it stays bound, so that nobody else can get it."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 class RawServer:
@@ -337,7 +344,7 @@ class ScriptedHandler(BaseHTTPRequestHandler):
 
     def answer(self, reply):
         if reply is None:  # slow beyond every limit
-            self.server.released.wait(5)
+            self.server.released.wait(60)
             return
         raw = reply if isinstance(reply, bytes) else b"HTTP/1.0 %d X\r\n\r\n%b" % reply
         with contextlib.suppress(OSError):

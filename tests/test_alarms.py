@@ -9,7 +9,6 @@ import subprocess
 
 import pytest
 from conftest import flags, rows_of, settings_for
-from test_train import quick
 
 import train
 import view

@@ -114,7 +114,7 @@ def test_another_question_each_time_and_one_that_stages_answer_in_turn(session, 
     assert said.count(f"question: {KNOWN}") == 4
 
 
-def test_passages_and_retriever_change_what_is_searched(session, monkeypatch):
+def test_passages_and_retriever_change_what_is_searched(session, monkeypatch, closed_port):
     made, kept = [], ask.build.build_search
 
     def noted(settings, documents, device):
@@ -126,7 +126,7 @@ def test_passages_and_retriever_change_what_is_searched(session, monkeypatch):
     count = len(World(0).documents)
     assert made == [("bm25", 1, count), ("empty", 1, 0), ("bm25", 2, count)]
     # nobody listens there: that is told to the model, and the session goes on
-    assert "searches; answer" in session("/retriever http://127.0.0.1:9", KNOWN)
+    assert "searches; answer" in session(f"/retriever http://127.0.0.1:{closed_port}", KNOWN)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import random_policy, small
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
 from errors import InputError
@@ -16,7 +17,6 @@ from lab import bench
 from lab.bench import LOOPS, PARTS, Scripted
 from policy import Policy
 from scale import packing
-from tests.conftest import random_policy, small
 
 VOCAB = 60
 

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from conftest import ROOT, message
 
 import curriculum
 from curriculum import (
@@ -23,7 +24,6 @@ from data import Question
 from errors import InputError
 from lab.difficulty import bucket_of_first_success
 from settings import Settings, resolve
-from tests.conftest import message
 
 SEVEN_TWO_ONE = "hard=7,medium=2,easy=1"
 MEDIUM = ("medium0", "medium1", "medium2")
@@ -117,7 +117,7 @@ def test_no_questions_is_an_input_error_and_no_division_by_zero():
 
 def test_help_is_help(capsys):
     command = [sys.executable, "curriculum.py", "--help"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert told.startswith("usage: curriculum.py") and "bucket" not in told.split("Buckets")[0]
 
 
@@ -453,7 +453,8 @@ def test_level_takes_the_levels_that_the_records_bring():
     assert "the first is 5" in message(read_difficulty, "level", [other])
 
 
-def test_python_curriculum_prints_buckets_counts_and_who_may_search(capsys):
+def test_python_curriculum_prints_buckets_counts_and_who_may_search(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["curriculum.py"])
     curriculum.main()
     shown = capsys.readouterr().out
     assert "{'hard': 45, 'medium': 13, 'easy': 6}" in shown and "no: asked directly" in shown

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from conftest import message
 
 import data
 from data import (
@@ -24,7 +25,6 @@ from errors import InputError
 from formats.layouts import ATTEMPT_LAYOUTS, CORPUS_LAYOUTS, ID_FIELDS, LAYOUTS, detect
 from formats.records import append_jsonl, finished_records
 from retrievers.controls import gold_passages
-from tests.conftest import message
 
 ROOT = Path(__file__).resolve().parents[1]
 SLICES = ROOT.parent / "shared" / "data"

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import model_of, small
 
 from data import Document, Question, SearchResult
 from errors import InputError
@@ -27,7 +28,6 @@ from scale.engine import (
     play_queue,
     warn_once,
 )
-from tests.conftest import model_of, small
 
 UR2 = PROTOCOLS["ur2"]
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])

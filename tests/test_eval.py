@@ -656,12 +656,11 @@ OTHER = "--optimizer adamw8bit --gradient_checkpointing --algorithm grpo --kl_co
     ],
 )
 def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
-    file, family, more, retriever, tmp_path, monkeypatch, capsys
+    file, family, more, retriever, tmp_path, capsys
 ):
     data, runs = HOTPOTQA / file, tmp_path / "runs"
     if not data.exists():
         pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
-    monkeypatch.setattr(build, "set_threads", lambda: None)
     save_real_model(tmp_path / "model", load_questions(data), family)
     for stage in (1, 2):  # they roll out, search, are rewarded and change the weights
         start = f"--model {tmp_path}/model --data {data} --runs {runs} --stage {stage}"
@@ -725,9 +724,8 @@ def citing_model(tmp_path_factory, short_records):
 
 @pytest.mark.parametrize("variant", ["", *PAPERS["arena"].variants])
 def test_arena_and_each_of_its_variants_take_two_steps_on_real_records(
-    variant, citing_model, short_records, tmp_path, monkeypatch
+    variant, citing_model, short_records, tmp_path
 ):
-    monkeypatch.setattr(build, "set_threads", lambda: None)
     start = f"--model {citing_model} --runs {tmp_path} --name t {CITING}".split()
     start, data = [*start, "--variant", variant], short_records
     if variant == "summaries":

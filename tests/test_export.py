@@ -14,7 +14,6 @@ import train
 from data import Question
 from lab import export
 from lab.export import unipo
-from plumbing import build
 from rewards import REWARDS, Extras, RewardSettings, example
 
 NOT_EXPORTED = {"r_search": "reader", "ur2_choice": "by the step", "ur2_weak": "by the step"}
@@ -119,11 +118,9 @@ def test_trls_own_trainer_takes_the_function(exported, qwen2, bpe, tmp_path):
 @pytest.fixture(scope="module")
 def run(model, tmp_path_factory):
     """Two steps of GRPO with a KL, two updates each, of which everything is kept."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "set_threads", lambda: None)
-        more = "--groups_kept -1 --algorithm grpo --kl_coef 0.1 --kl_estimator k2 --lr 1e-2"
-        more += " --trajectories_per_update 2"
-        return train.train(settings_for(model, tmp_path_factory.mktemp("t"), more)).parent
+    more = "--groups_kept -1 --algorithm grpo --kl_coef 0.1 --kl_estimator k2 --lr 1e-2"
+    more += " --trajectories_per_update 2"
+    return train.train(settings_for(model, tmp_path_factory.mktemp("t"), more)).parent
 
 
 def strict(text: str) -> dict:

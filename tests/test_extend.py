@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, SMALL, chat_server, flags, free_port, rows_of
+from conftest import ENVIRONMENT, ROOT, SMALL, chat_server, flags, rows_of
 from test_readme import SUBCOMMANDS, commands_in, help_text
 from test_synthesize import on_towns
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,7 +21,6 @@ import train
 from data import load_questions
 from formats.records import append_jsonl
 from lab import export, synthesize
-from plumbing import build
 from plumbing.files import checkpoints
 
 TEXT = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
@@ -72,18 +71,17 @@ def test_a_server_of_ones_own_answers_sensibly(tree, tmp_path):
     passages = tmp_path / "passages.jsonl"
     names = ("Ana", "Bo", "Cy")
     append_jsonl(passages, [{"title": n, "text": f"{n} was born in {n}town."} for n in names])
-    port = str(free_port())
-    where = {"cwd": tree, "env": ENVIRONMENT | {"PYTHONPATH": str(tree)}}
-    server = subprocess.Popen([sys.executable, "my_server.py", str(passages), port], **where)
+    how = {"cwd": tree, "env": ENVIRONMENT | {"PYTHONPATH": str(tree)}, "text": True}
+    command = [sys.executable, "my_server.py", str(passages), "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, **how)
     try:
-        check = ["retriever.py", "check", "--url", f"http://localhost:{port}"]
-        wait = f"import socket, time\nwhile socket.socket().connect_ex(('localhost', {port})):"
-        run_in(tree, "-c", wait + " time.sleep(0.1)")
-        shown = run_in(tree, *check, "--corpus", passages, "-k", "1")
+        url = server.stdout.readline().split()[-1]
+        check = ["retriever.py", "check", "--url", url, "--corpus", passages, "-k", "1"]
+        shown = run_in(tree, *check)
         assert shown.count("ok ") == 3 and "WRONG" not in shown
     finally:
-        server.terminate()
-        server.wait(10)
+        server.kill()
+        server.communicate()
 
 
 # ------------------------------------------------------------------------------------ the commands
@@ -118,7 +116,6 @@ def test_a_folder_of_texts_becomes_a_model_that_was_trained_on_it(
 ):
     """The page's commands, with fewer questions and a tiny model."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(build, "set_threads", lambda: None)
     (tmp_path / "texts").mkdir()
     for name in "ABCEFGH":
         (tmp_path / "texts" / f"{name}.txt").write_text(f"{name}na lives in {name}town. It rains.")

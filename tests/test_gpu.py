@@ -66,7 +66,7 @@ def test_a_part_that_hangs_is_ended_with_its_workers(tmp_path):
         f"open({str(note)!r}, 'w').write(str(worker.pid))\n"
         "time.sleep(99)"
     )
-    assert run_part(python(code, seconds=2), 99.0, False) == "**ended after 2 s**"
+    assert run_part(python(code, seconds=5), 99.0, False) == "**ended after 5 s**"
     assert ended(note.read_text())
 
 

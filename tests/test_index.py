@@ -1,12 +1,13 @@
 """retrievers/index.py: BM25's index on disk is the one in memory, or it is refused in one line."""
 
+import fcntl
 import json
 import threading
-import time
 
 import numpy as np
 import pytest
 from conftest import command_line
+from processes import wait_until
 
 import retriever
 from data import Document
@@ -100,20 +101,21 @@ def test_a_build_that_fails_leaves_no_folder_and_the_next_one_is_whole(tmp_path,
 
 
 def test_of_several_that_start_together_one_builds(tmp_path, monkeypatch):
-    built, real = [], retriever.build
+    built, real, came, lock = [], retriever.build, [], fcntl.flock
 
     def slow(*given):
-        built.append(time.sleep(0.2))
+        built.append(wait_until(lambda: len(came) == 4))
         return real(*given)
 
+    monkeypatch.setattr(fcntl, "flock", lambda *given: came.append(given) or lock(*given))
     monkeypatch.setattr(retriever, "build", slow)
     found, where = [], str(tmp_path / "index")
     works = [lambda: found.append(BM25(CORPUS, index=where).best("dog", 1)[0].id)] * 4
-    threads = [threading.Thread(target=work) for work in works]
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert found == ["1"] * 4 and len(built) == 1
 
 

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ScriptedServer, free_port, said
+from conftest import ScriptedServer, said, threads_since
+from processes import wait_until
 from transformers import GenerationConfig
 
 import rollout
@@ -69,7 +70,7 @@ def one_try(monkeypatch):
     monkeypatch.setattr(llm, "RETRIES", 0)
 
 
-def asker(server, timeout=2.0, **options) -> ServerLLM:
+def asker(server, timeout=60.0, **options) -> ServerLLM:
     return ServerLLM(f"{server.base}#m", timeout=timeout, **options)
 
 
@@ -149,18 +150,18 @@ def test_sixteen_requests_are_under_way_at_once(serve, one_try):
     together = threading.Barrier(16)
 
     def wait_for_the_others(text):
-        together.wait(5)  # with fewer at once this breaks, and the reply never comes
+        together.wait(30)  # with fewer at once this breaks, and the reply never comes
         return "ok"
 
-    model = asker(serve(wait_for_the_others), timeout=10.0)
+    model = asker(serve(wait_for_the_others))
     assert model.ask(requests(*map(str, range(16)))) == ["ok"] * 16
 
 
 # -------------------------------------------------------------------------- the server is not there
 
 
-def test_a_refused_connection_is_one_line_at_load_time():
-    spec = f"http://127.0.0.1:{free_port()}/v1#m"
+def test_a_refused_connection_is_one_line_at_load_time(closed_port):
+    spec = f"http://127.0.0.1:{closed_port}/v1#m"
     match = rf"{spec}: no answer \(Connection refused\): start the server"
     refused(match, load_llm, spec, given(), cache="")
 
@@ -187,7 +188,7 @@ def test_a_server_that_hangs_or_does_not_take_a_request_is_one_line_at_load_time
     serve, probe, match
 ):
     spec = serve(probe=probe).base + "#m"
-    refused(match, load_llm, spec, given(timeout=0.5), cache="")
+    refused(match, load_llm, spec, given(timeout=60.0 if probe else 0.5), cache="")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def once(fault):
     ("fault", "shown"),
     [
         ((503, b"oh no"), "HTTP 503 oh no"),
-        (None, "nothing within 0.2 s"),
+        (None, "nothing within 1 s"),
         (b"", "closed connection"),
         ((200, b"<html>hello</html>"), "not JSON, or half of one: <html>"),
         ((200, b"[]"), "without choices"),
@@ -243,8 +244,8 @@ def test_a_try_that_fails_is_followed_by_another_and_after_the_last_one_by_none(
     serve, fault, shown, monkeypatch
 ):
     server = serve(once(fault))
-    model = asker(server, timeout=5.0)
-    model.timeout = 0.2 if fault is None else 5.0  # a good reply may take a while
+    model = asker(server)
+    model.timeout = 1.0 if fault is None else 60.0  # a good reply may take a while
     assert model.ask(requests("a", "b")) == ["A", "B"] and model.failures == 0
     assert sorted(server.texts()) == ["a", "a", "b", "b"]
     monkeypatch.setattr(llm, "RETRIES", 0)
@@ -268,10 +269,10 @@ def test_a_request_that_the_server_does_not_take_is_not_tried_again_and_is_no_de
 def test_a_server_that_dies_costs_a_batch_one_round_of_tries_and_no_thread_asks_on(serve, one_try):
     server = serve(lambda text: None)
     model = asker(server)
-    model.timeout = 0.15
+    model.timeout, before = 0.2, threading.enumerate()
     assert model.ask(requests(*map(str, range(2000)))) == [None] * 2000 and model.failures == 2000
-    time.sleep(0.4)  # more rounds, if they went on
-    assert len(server.texts()) <= 16 + 16  # a thread may have begun its second request
+    wait_until(lambda: not any("(work)" in thread.name for thread in threads_since(before)))
+    assert len(server.texts()) <= 16 * 4  # a thread may have begun its next request
 
 
 def test_three_batches_in_a_row_without_an_answer_stop_the_run_with_one_line(serve, one_try):
@@ -301,8 +302,15 @@ def test_a_fault_of_our_own_in_a_thread_is_none_and_not_an_endless_wait(serve, m
 
 
 def test_an_interrupt_keeps_what_has_come_and_waits_for_nobody(serve, tmp_path, monkeypatch):
-    server = serve({"slow": None, "a": "ok"}.get)
-    model = asker(server, timeout=20.0, cache=tmp_path)
+    go, late = threading.Event(), []
+
+    def script(text):
+        if text == "slow":
+            go.wait(30)
+            late.append(text)
+        return "ok"
+
+    model = asker(serve(script), cache=tmp_path)
     put = model.cache.put
 
     def interrupted(request, reply):
@@ -310,11 +318,11 @@ def test_an_interrupt_keeps_what_has_come_and_waits_for_nobody(serve, tmp_path, 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(model.cache, "put", interrupted)
-    begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         model.ask(requests("slow", "a"))
     kept = Cache(tmp_path, model.name, 256)
-    assert time.monotonic() - begin < 4 and kept.get(("do it", "a")) == "ok"
+    assert not late and kept.get(("do it", "a")) == "ok"
+    go.set()
 
 
 # ------------------------------------------------------------------------------------- kept on disk

@@ -7,6 +7,7 @@ import importlib.util
 
 import pytest
 import torch
+from conftest import model_of, same, small
 from safetensors.torch import load_file
 from test_shards import start, steps_of_one_and_two
 from transformers import AutoModelForCausalLM
@@ -15,7 +16,6 @@ import ppo
 from errors import InputError
 from policy import Policy, PolicySettings, load_policy, make_optimizer, save_policy
 from scale.lora import add_lora, load_lora, lora_state, merged_weights, without_lora
-from tests.conftest import model_of, same, small
 
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="the extra peft is not installed"

@@ -352,7 +352,7 @@ def test_a_comparison_that_never_ends_is_stopped_in_any_thread_and_later_ones_wo
     assert verdicts == [True, False, True]
 
 
-def ended(pid, seconds=10):
+def ended(pid, seconds=60):
     """Is that process gone within so long? One that nobody waited for (Z) is gone too."""
     for _ in range(10 * seconds):
         stat = Path(f"/proc/{pid}/stat")
@@ -367,6 +367,13 @@ import metrics
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 print(metrics.math_equal("x+y", "y+x"), metrics._IDLE[0].pid, flush=True)
+class Slow:
+    read = metrics._IDLE[0].stdout.readline
+
+    def readline(self):
+        print("asked", flush=True)
+        return self.read()
+metrics._IDLE[0].stdout = Slow()
 try:
     metrics.ask_worker("{ENDLESS}", "5", 2.0)
 except KeyboardInterrupt:
@@ -383,7 +390,7 @@ def test_the_worker_is_quiet_at_ctrl_c_and_ends_with_its_parent(sent, then):
     parent = subprocess.Popen(command, cwd=FOLDER, start_new_session=True, **pipes)
     verdict, worker = parent.stdout.readline().split()
     assert verdict == "True" and "torch" not in Path(f"/proc/{worker}/maps").read_text()
-    time.sleep(0.3)  # it is in the middle of the endless one
+    assert parent.stdout.readline() == "asked\n"  # the endless one
     os.killpg(parent.pid, sent)
     assert parent.communicate(timeout=60) == (then, "")  # a late reply answers no other question
     assert ended(worker)

@@ -5,7 +5,7 @@ import socket
 import time
 
 import pytest
-from conftest import RawServer, free_port
+from conftest import RawServer
 
 from errors import InputError
 from retrievers import net
@@ -152,8 +152,10 @@ def test_a_code_says_whether_to_try_again_and_whether_the_server_is_down(serve, 
         assert (str(fault), fault.retry, fault.down) == (f"HTTP {code} so it is", retry, down)
 
 
-def test_a_refused_connection_and_a_name_that_does_not_exist_may_be_tried_again():
-    fault = fault_of(f"http://127.0.0.1:{free_port()}/")
+def test_a_refused_connection_and_a_name_that_does_not_exist_may_be_tried_again(
+    closed_port,
+):
+    fault = fault_of(f"http://127.0.0.1:{closed_port}/")
     assert (str(fault), fault.retry, fault.down) == ("Connection refused", True, True)
     assert fault_of("http://no-such-host.invalid/").down
 

@@ -7,7 +7,6 @@ from conftest import command_line, rows_of, settings_for
 
 import eval as evaluation
 import train
-from plumbing import build
 from plumbing.files import checkpoints
 from rewards import REWARDS, example, own_reward
 
@@ -40,11 +39,6 @@ def own(tmp_path):
         del REWARDS[name]
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    monkeypatch.setattr(build, "set_threads", lambda: None)
-
-
 def test_a_function_of_a_file_pays_what_it_returns(own):
     paid = own_reward(own(SHORT))
     # "Norland" is right; the example has more than 20 words
@@ -52,7 +46,7 @@ def test_a_function_of_a_file_pays_what_it_returns(own):
     assert paid(example("r_search", "Ulm", 0), None, 0, None)["right"] == 0.0
 
 
-def test_a_run_with_it_is_trained_logged_resumed_and_evaluated(own, alone, model, tmp_path, capsys):
+def test_a_run_with_it_is_trained_logged_resumed_and_evaluated(own, model, tmp_path, capsys):
     name = own(SHORT)
     folder = train.train(settings_for(model, tmp_path, f"--steps 1 --reward {name}"))
     (row,) = rows_of(folder)
@@ -99,7 +93,7 @@ def test_terms_that_come_and_go_are_told(own):
         paid(example("r_search", searches=1), None, 0, None)
 
 
-def test_an_error_at_a_later_step_loses_nothing(own, alone, model, tmp_path):
+def test_an_error_at_a_later_step_loses_nothing(own, model, tmp_path):
     # twice when it is checked, then 2 questions of 2 samples a step: 11 is the third step's first
     counting = """
 import itertools

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from conftest import model_of, small
+from test_lora import needs_peft
 from transformers import AutoModelForCausalLM
 
 from policy import Policy, checkpoint_activations
@@ -13,8 +15,6 @@ from ppo import Critic
 from scale import packing
 from scale.lora import add_lora
 from scale.packing import hidden_states, lengths_of, micro_batches, operations, pack, prompts_of
-from tests.conftest import model_of, small
-from tests.test_lora import needs_peft
 
 SHAPE = small(vocab_size=50, initializer_range=0.3)
 # What is asked for of each row; with slack 4 the groups are (14), (9, 8), (3, 3, 1).

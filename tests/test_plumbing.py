@@ -23,7 +23,6 @@ from conftest import (
     small,
 )
 from test_lora import needs_peft
-from test_train import quick
 from transformers import Qwen2Config
 
 import train
@@ -57,10 +56,7 @@ def test_older_checkpoints_go_and_zero_keeps_all(keep, left, model, tmp_path):
 @pytest.fixture(scope="module")
 def done(model, tmp_path_factory):
     """The folder of a finished run of one step."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(build, "set_threads", lambda: None)
-    yield train.train(settings_for(model, tmp_path_factory.mktemp("done"), "--steps 1"))
-    patch.undo()
+    return train.train(settings_for(model, tmp_path_factory.mktemp("done"), "--steps 1"))
 
 
 @pytest.fixture
@@ -358,7 +354,6 @@ def test_a_tracker_gets_the_settings_and_every_step(model, tmp_path, monkeypatch
         def finish(self):
             told.append("finished")
 
-    monkeypatch.setattr(build, "set_threads", lambda: None)
     for module in (tracking, build):
         monkeypatch.setattr(module, "get_available_trackers", lambda: [LoggerType.TRACKIO])
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Fake)
@@ -367,11 +362,10 @@ def test_a_tracker_gets_the_settings_and_every_step(model, tmp_path, monkeypatch
     assert told == [f"{folder.parent.name}-stage1", "ur2", *steps, "finished"]
 
 
-def test_tensorboard_reads_what_was_reported(model, tmp_path, monkeypatch):
+def test_tensorboard_reads_what_was_reported(model, tmp_path):
     pytest.importorskip("tensorboard", reason="needs the extra `trackers`")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setattr(build, "set_threads", lambda: None)
     folder = train.train(settings_for(model, tmp_path, "--steps 2 --report_to tensorboard"))
     (events, *_) = sorted(folder.glob("*/events*"))
     rewards = EventAccumulator(str(events)).Reload().Scalars("reward")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import model_of, small
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,7 +28,6 @@ from policy import (
     token_logprobs,
 )
 from scale.packing import micro_batches
-from tests.conftest import model_of, small
 
 VOCABULARY = 50
 SIZES = small(vocab_size=VOCABULARY, initializer_range=0.2)

@@ -17,7 +17,6 @@ import train
 from data import load_questions
 from errors import InputError
 from papers import PAPERS, paper_of, record_of
-from plumbing import build
 from policy import Policy, save_policy
 from prompts import PROTOCOLS
 from rewards import needs
@@ -47,10 +46,9 @@ def marked(cases, quick: list[tuple]) -> list:
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
-def two_steps(case: tuple, more: str, capsys, monkeypatch) -> list[dict] | str:
+def two_steps(case: tuple, more: str, capsys) -> list[dict] | str:
     """The metrics of a run of two steps, or why it is refused: one line that names a flag."""
     recipe, variant, stage = case
-    monkeypatch.setattr(build, "set_threads", lambda: None)
     arguments = f"--recipe {recipe} --stage {stage} --name t {FEW} {more}".split()
     try:
         folder = train.train(parse([*arguments, *(["--variant", variant] if variant else [])]))
@@ -95,7 +93,7 @@ ONE_EACH = [(*case, algorithm) for case, algorithm in zip(FIRST, cycle(ALGORITHM
 
 @pytest.mark.parametrize("recipe, variant, stage, algorithm", marked(PRODUCT.values(), ONE_EACH))
 def test_every_record_runs_with_every_algorithm_or_says_why_not(
-    recipe, variant, stage, algorithm, world, tmp_path, capsys, monkeypatch
+    recipe, variant, stage, algorithm, world, tmp_path, capsys
 ):
     (tmp_path / "toy").symlink_to(world / "toy")
     settings = settings_of((recipe, variant, stage), True)
@@ -104,7 +102,7 @@ def test_every_record_runs_with_every_algorithm_or_says_why_not(
         more += " --max_resample 1"
     if settings.judge:  # not the server that the paper asked
         more += f" --judge {world}/toy/reader-world0"
-    found = two_steps((recipe, variant, stage), more, capsys, monkeypatch)
+    found = two_steps((recipe, variant, stage), more, capsys)
     if isinstance(found, str):  # by its own algorithm only for what the world's questions lack
         assert algorithm != settings.algorithm or found.startswith("question "), found
     elif settings.max_searches and settings.retrieval:
@@ -141,7 +139,7 @@ def real_model(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("recipe, variant, stage", marked(STAGES, FIRST))
 def test_every_record_takes_two_steps_on_real_records(
-    recipe, variant, stage, real_model, tmp_path, capsys, monkeypatch
+    recipe, variant, stage, real_model, tmp_path, capsys
 ):
     questions, corpus, *rest = REAL.get(recipe, REAL[""]).split()
     settings = settings_of((recipe, variant, stage), False)
@@ -156,5 +154,5 @@ def test_every_record_takes_two_steps_on_real_records(
         more += f" --corpus {corpus if corpus == 'from-data' else DATA / corpus}"
     more += f" --reader {real_model}" * ("reader" in needs(settings))
     more += f" --judge {real_model}" * bool(settings.judge)
-    found = two_steps((recipe, variant, stage), more, capsys, monkeypatch)
+    found = two_steps((recipe, variant, stage), more, capsys)
     assert not isinstance(found, str), found

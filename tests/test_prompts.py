@@ -229,12 +229,12 @@ def test_boxes_are_read_with_balanced_braces(text, contents):
 def test_a_degenerate_answer_is_read_in_linear_time():
     # The text of a model that repeats itself for 4000 tokens. Quadratic readers take from seconds
     # to hours here.
-    start = time.perf_counter()
+    start = time.thread_time()  # others may use the machine, too
     assert find_boxed("\\boxed{" * 4000) == ()
     assert len(find_boxed("\\boxed{" * 4000 + "}" * 4000)) == 1
     assert find_answers(UR2, "the correct answer is" + " " * 4000 + "\n" * 4000, "choice") == []
     assert find_blocks("<answer>" * 4000, "<answer>", "</answer>") == []
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2
 
 
 # ---------------------------------------------------------------------------------- blocks, answers

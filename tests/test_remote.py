@@ -10,7 +10,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ScriptedServer, free_port
+from conftest import ScriptedServer, threads_since
+from processes import wait_until
 
 from data import Document
 from errors import InputError
@@ -84,8 +85,8 @@ def test_the_address_may_be_the_base_or_the_whole_and_scores_are_always_asked_fo
     assert server.posts[-1] == ("/retrieve", sent)
 
 
-def test_nobody_there_or_somebody_else_is_one_line(start):
-    url = f"http://127.0.0.1:{free_port()}"
+def test_nobody_there_or_somebody_else_is_one_line(start, closed_port):
+    url = f"http://127.0.0.1:{closed_port}"
     with pytest.raises(InputError) as error:
         HttpRetriever(url)
     refused = "no retriever answers (Connection refused): start it, or correct the address"
@@ -212,9 +213,9 @@ def test_bad_queries_among_many_are_found_and_retries_are_for_whole_batches(star
 
 
 def test_a_query_that_hangs_leaves_time_for_the_others(start):
-    # The whole batch hangs for 1 s; then one second is for all, of which [hangs] takes a quarter.
+    # The whole batch hangs for 2 s; then 2 s are for all, of which [hangs] takes a quarter.
     server = start(poisoned("hangs", reply=None))
-    found = HttpRetriever(server.base, timeout=1).search(["hangs", "a", "b", "c"], 1)
+    found = HttpRetriever(server.base, timeout=2).search(["hangs", "a", "b", "c"], 1)
     assert found[0] is None and titles(found[1:]) == [["a 0"], ["b 0"], ["c 0"]]
 
 
@@ -230,13 +231,15 @@ def test_a_call_ends_within_the_seconds_it_names(start, monkeypatch):
     monkeypatch.setattr(remote, "BATCH", 4)
     server = start(after_probe(lambda *_: None))
     monkeypatch.setattr(remote, "RETRIES", 1)
-    retriever = HttpRetriever(server.base, timeout=0.2)
+    retriever = HttpRetriever(server.base, timeout=60)
+    retriever.timeout = 0.4  # not for the probe, which must be answered
     # three batches of two tries, one wait, and their queries one by one
-    assert retriever.seconds(9, 5) == pytest.approx(3 * (3 * 0.2 + MAX_BACKOFF))
+    assert retriever.seconds(9, 5) == pytest.approx(3 * (3 * 0.4 + MAX_BACKOFF))
     assert retriever.seconds(0, 5) == 0
-    with pytest.raises(Fault, match=r"nothing within 0\.2 s"):
+    with pytest.raises(Fault, match=r"nothing within 0\.4 s"):
         retriever.search(list("abcdefghi"), 5)
-    # one batch, twice; of the third 0.2 s each query has 0.05 at most: 4, and no other batch
+    # one batch, twice; of the third 0.4 s each query has 0.1 at most: 4, and no other batch
+    wait_until(lambda: len(server.queries()) >= 2)
     assert [len(queries) for queries in server.queries()[:2]] == [4, 4]
     assert len(server.queries()) <= 6
 
@@ -255,9 +258,17 @@ class Broken:
 
 @contextlib.contextmanager
 def served(retriever):
-    with RetrievalServer(retriever, port=0) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    with RetrievalServer(retriever, port=0) as server, running(server) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def running(server):
+    """Yields the address of a RetrievalServer that answers until the block ends."""
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
         yield f"http://127.0.0.1:{server.server_port}"
+    finally:
         server.shutdown()
 
 
@@ -269,7 +280,7 @@ def towns():
 
 def exchange(url, body, path="/retrieve"):
     """(status, reply read as JSON) of one request."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
     response = connection.getresponse()
     with contextlib.closing(connection):
@@ -331,7 +342,7 @@ def test_a_wrong_path_is_told_the_right_one(towns):
 def test_a_body_without_a_good_length_is_refused_before_it_is_read(towns, length):
     host, port = towns.removeprefix("http://").split(":")
     header = f"Content-Length: {length}\r\n" if length else "Transfer-Encoding: chunked\r\n"
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(f"POST /retrieve HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
         reply = connection.makefile("rb").read()
     assert reply.split()[1] == b"413" and b"send at most 16,777,216 bytes, and their" in reply
@@ -348,17 +359,22 @@ def test_a_retriever_that_raises_is_a_500_of_one_line_and_the_next_request_goes_
 
 
 def test_a_client_that_says_nothing_is_left_after_a_while(monkeypatch, towns):
-    monkeypatch.setattr(serve.Handler, "timeout", 0.2)
     host, port = towns.removeprefix("http://").split(":")
-    for start in (b"", b"POST /retri", b"POST /retrieve HTTP/1.1\r\nContent-Length: 50\r\n\r\n{"):
-        with socket.create_connection((host, int(port)), timeout=9) as connection:
-            connection.sendall(start)
-            assert connection.recv(65536) == b""  # the server closed it
+    with monkeypatch.context() as patch:
+        patch.setattr(serve.Handler, "timeout", 0.2)
+        for start in (
+            b"",
+            b"POST /retri",
+            b"POST /retrieve HTTP/1.1\r\nContent-Length: 50\r\n\r\n{",
+        ):
+            with socket.create_connection((host, int(port)), timeout=25) as connection:
+                connection.sendall(start)
+                assert connection.recv(65536) == b""  # the server closed it
     assert exchange(towns, {"queries": ["a"]})[0] == 200
 
 
 def test_clients_that_go_away_leave_no_traceback(towns, capfd):
-    host, port = towns.removeprefix("http://").split(":")
+    (host, port), before = towns.removeprefix("http://").split(":"), threading.enumerate()
     body = json.dumps({"queries": ["ana"] * 5000, "topk": 5}).encode()
     head = b"POST /retrieve HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body)
     for sent in (b"", b"POST", head + body):
@@ -368,7 +384,7 @@ def test_clients_that_go_away_leave_no_traceback(towns, capfd):
         connection.sendall(sent)
         connection.close()
     assert exchange(towns, {"queries": ["a"]})[0] == 200
-    time.sleep(0.3)
+    wait_until(lambda: not threads_since(before))  # each has left the client that it had
     assert capfd.readouterr().err == ""
 
 

@@ -459,7 +459,7 @@ def test_a_corpus_is_served_until_ctrl_c(tmp_path):
         url = line.split(" at ")[1].split(";")[0]
         assert [d.id for d in HttpRetriever(url).search(["dogs"], 1)[0]] == ["8"]
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=60)
         assert (process.returncode, out, err) == (0, "\nended\n", "")
     finally:
         process.kill()

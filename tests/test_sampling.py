@@ -5,12 +5,12 @@ import weakref
 
 import pytest
 import torch
+from conftest import model_of, small
 from test_lora import needs_peft
 
 from policy import Policy
 from scale.lora import add_lora, merged_weights
 from scale.sampling import copy_of, to_sample_with, wants_copy
-from tests.conftest import model_of, small
 
 
 def make_policy(tied=False) -> Policy:

@@ -37,12 +37,6 @@ from trajectory import Refusal, Search, Trajectory
 from update import Parts, score, update
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """The models are so small that a second thread only waits."""
-    monkeypatch.setattr(build, "set_threads", lambda: None)
-
-
 @pytest.fixture
 def built(model, tmp_path):
     """built("--flag value ...") -> the parts of a tiny run."""

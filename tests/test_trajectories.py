@@ -19,7 +19,6 @@ from formats.trajectories import (
     cut_trajectories,
     read_trajectories,
 )
-from plumbing import build
 from plumbing.page import VIEWER, line_on, of_step
 from plumbing.record import kept_groups, numbers_of, numbers_of_row, records_of
 from policy import collate
@@ -106,13 +105,10 @@ def test_the_numbers_of_a_row_are_those_of_its_tokens():
 @pytest.fixture(scope="module")
 def trained(model, tmp_path_factory):
     """Two steps of GRPO with a KL, two updates each, of which everything is kept."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(build, "set_threads", lambda: None)
     more = "--steps 2 --groups_kept -1 --algorithm grpo --kl_coef 0.1 --kl_estimator k2 --lr 1e-2"
     more += " --trajectories_per_update 2"
     settings = settings_for(model, tmp_path_factory.mktemp("t"), more)
-    yield train.train(settings)
-    patch.undo()
+    return train.train(settings)
 
 
 def settings_of(folder) -> dict:
@@ -139,8 +135,7 @@ def test_the_losses_of_all_tokens_are_the_loss_that_was_logged(trained):
     assert any(abs(a - b) > 1e-4 for r in later for a, b in zip(r["new"], r["ref"], strict=True))
 
 
-def test_groups_that_teach_nothing_are_kept_without_numbers(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "set_threads", lambda: None)
+def test_groups_that_teach_nothing_are_kept_without_numbers(model, tmp_path):
     more = "--steps 1 --algorithm dapo --groups_kept 1"  # all wrong: nothing is trained on
     records = list(read_trajectories(train.train(settings_for(model, tmp_path, more))))
     assert {r["group"] for r in records} == {0}

@@ -8,9 +8,10 @@ import threading
 import time
 import urllib.parse
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
-from conftest import RawServer, free_port
+from conftest import RawServer
 
 from data import Document
 from errors import InputError
@@ -89,12 +90,10 @@ def site(started):
 
 
 @pytest.fixture(autouse=True)
-def no_key_no_extra_and_short_limits(monkeypatch):
+def no_key_no_extra_and_no_pause(monkeypatch):
     monkeypatch.delenv("SEARCH_API_KEY", raising=False)
     # An import of it fails: these tests are of our own reading.
     monkeypatch.setitem(sys.modules, "trafilatura", None)
-    monkeypatch.setattr(module, "PAGE_SECONDS", 0.6)
-    monkeypatch.setattr(module, "API_SECONDS", 2.0)
     monkeypatch.setattr(module, "PAUSE", 0.0)
 
 
@@ -121,6 +120,10 @@ def drip(sock, head, first=b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n"
     for _ in range(100):
         sock.sendall(b"x")
         time.sleep(0.05)
+
+
+def drip_head(sock, head):
+    drip(sock, head, b"HTTP/1.1 200 OK\r\nX-Long: ")
 
 
 def test_a_page_becomes_a_document_with_its_address_and_the_title_of_the_results(site):
@@ -206,9 +209,11 @@ def test_a_template_without_a_place_for_the_query_or_with_one_in_the_host_is_one
             WebRetriever(template)
 
 
-def test_an_api_that_is_not_there_is_one_line_at_construction_that_shows_no_key():
+def test_an_api_that_is_not_there_is_one_line_at_construction_that_shows_no_key(
+    closed_port,
+):
     with pytest.raises(InputError, match=r"/find: no search results .Connection refused") as caught:
-        WebRetriever(f"http://127.0.0.1:{free_port()}/find?key=secret&q={{query}}")
+        WebRetriever(f"http://127.0.0.1:{closed_port}/find?key=secret&q={{query}}")
     assert "secret" not in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -241,12 +246,16 @@ def test_the_key_of_the_environment_goes_to_the_api_and_to_no_page(site, monkeyp
 
 
 def test_requests_to_the_api_keep_their_distance(site, monkeypatch):
-    # of 6 requests the last comes no sooner than 5 · 0.05 s after the first
-    web, times = searcher(site), []
+    # one pause before each request, and none of them while another lasts
+    web, pauses = searcher(site), []
     monkeypatch.setattr(module, "PAUSE", 0.05)
-    site.results = lambda query: times.append(time.monotonic()) or []
+
+    def sleep(seconds):
+        pauses.append((seconds, web.lock.locked()))
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
     web.search([f"q{i}" for i in range(6)], 1)
-    assert len(times) == 6 and max(times) - min(times) >= 0.2
+    assert pauses == [(0.05, True)] * 6 and len(site.queries) == 6
 
 
 @pytest.mark.fault(200)
@@ -263,16 +272,18 @@ def test_requests_to_the_api_keep_their_distance(site, monkeypatch):
         b"",
         b"SSH-2.0-nothing of ours\r\n",
         drip,
-        lambda sock, head: drip(sock, head, b"HTTP/1.1 200 OK\r\nX-Long: "),
+        drip_head,
         onward("ftp://127.0.0.1/x"),
     ],
 )
-def test_a_page_that_fails_is_left_out(site, page):
+def test_a_page_that_fails_is_left_out(site, page, monkeypatch):
+    if page in (drip, drip_head):
+        monkeypatch.setattr(module, "PAGE_SECONDS", 0.6)
     assert one(site, page) == [] and site.visits["/page"] in (1, 5)
 
 
-def test_a_refused_connection_an_unknown_name_and_no_certificate_are_left_out(site):
-    closed, tls = f"http://127.0.0.1:{free_port()}/", f"https://127.0.0.1:{site.port}/page"
+def test_a_refused_connection_an_unknown_name_and_no_certificate_are_left_out(site, closed_port):
+    closed, tls = f"http://127.0.0.1:{closed_port}/", f"https://127.0.0.1:{site.port}/page"
     urls = [closed, "http://no-such-host.invalid/", tls]
     site.results = lambda query: [{"url": url} for url in urls]
     assert searcher(site).search(["q"], 3) == [[]]
@@ -300,10 +311,11 @@ def test_a_page_without_end_is_cut_and_what_came_is_used(site):
 
 
 def test_a_query_ends_when_every_page_hangs(site, monkeypatch):
-    monkeypatch.setattr(module, "QUERY_SECONDS", 0.7)  # the second page begins within it
+    monkeypatch.setattr(module, "PAGE_SECONDS", 0.6)
+    monkeypatch.setattr(module, "QUERY_SECONDS", 1.1)  # the second page begins within it
     site.results = lambda query: [f"/{query}{i}" for i in range(6)]
     hang = threading.Event()
-    site.pages = {f"/{q}{i}": lambda s, h: hang.wait(20) for q in "abc" for i in range(6)}
+    site.pages = {f"/{q}{i}": lambda s, h: hang.wait(60) for q in "abc" for i in range(6)}
     assert searcher(site).search(list("abc"), 2) == [[]] * 3
     assert set(site.visits) == {f"/{q}{i}" for q in "abc" for i in range(2)}
     hang.set()

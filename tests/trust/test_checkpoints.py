@@ -24,18 +24,11 @@ fault = pytest.mark.fault
 RUN = "--save_every 2 --keep_checkpoints 0 --steps"
 
 
-@pytest.fixture(autouse=True)
-def threads_as_they_are(monkeypatch):
-    monkeypatch.setattr(build, "set_threads", lambda: None)
-
-
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
     """The runs folder of an unbroken run of 6 steps."""
     runs = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "set_threads", lambda: None)
-        train.train(settings_for(model, runs, f"{RUN} 6"))
+    train.train(settings_for(model, runs, f"{RUN} 6"))
     return runs
 
 
@@ -211,7 +204,6 @@ def test_a_half_deleted_checkpoint_does_not_count(run, model, tmp_path, monkeypa
     files.prune(run, 1)
     assert [path.name for path in checkpoints(run)] == [FOUR]
     monkeypatch.undo()
-    monkeypatch.setattr(build, "set_threads", lambda: None)
     train.train(settings_for(model, tmp_path, f"{RUN} 5 --resume"))
     assert not [*run.glob("*.partial")]  # it would fill the disk
 

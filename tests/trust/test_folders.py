@@ -42,9 +42,7 @@ def threads_as_they_are(monkeypatch):
 def done(model, tmp_path_factory):
     """The runs folder of a run of 2 steps."""
     runs = tmp_path_factory.mktemp("done")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "set_threads", lambda: None)
-        train.train(settings_for(model, runs, f"{RUN} 2"))
+    train.train(settings_for(model, runs, f"{RUN} 2"))
     return runs
 
 

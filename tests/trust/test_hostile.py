@@ -7,13 +7,15 @@ import copy
 import io
 import json
 import random
+import subprocess
+import sys
 import time
 from itertools import groupby
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import chat_server, rows_of, settings_for
+from conftest import ROOT, chat_server, rows_of, settings_for
 from hypothesis import Phase, given
 from hypothesis import settings as examples_of
 from hypothesis import strategies as st
@@ -29,7 +31,6 @@ from formats.records import append_jsonl
 from metrics import has_math_verify, math_equal
 from other_models.judge import Judge
 from other_models.llm import load_llm, prompt_ids
-from plumbing import build
 from plumbing.page import write_page
 from plumbing.record import told
 from prompts import PROTOCOLS, build_prompt
@@ -58,7 +59,6 @@ needs_math_verify = pytest.mark.skipif(not has_math_verify(), reason="needs math
 @pytest.fixture
 def no_algebra(monkeypatch):
     monkeypatch.setattr(metrics, "has_math_verify", lambda: False)
-    monkeypatch.setattr(build, "set_threads", lambda: None)
 
 
 def faulty(*rows):
@@ -330,10 +330,13 @@ def test_answers_that_take_hours_cost_a_batch_little_and_honest_ones_stay_right(
     monkeypatch.setattr(metrics.ask_worker, "__defaults__", (0.3,))
     monkeypatch.setattr(metrics, "HURRIED", 0.1)
     metrics._math_verify.cache_clear()
-    metrics.ask_worker("x", "y")  # the worker is there
-    start = time.monotonic()
+    given = []  # seconds
+    spy = SimpleNamespace(dumps=lambda line: given.append(line[2]) or json.dumps(line))
+    monkeypatch.setattr(metrics, "json", spy)
     assert not any(math_equal(evil.format(n), "x^2+1") for n in range(6))
-    assert time.monotonic() - start < 3 * 0.3 + 3 * 0.1 + 2
+    # Of the powers of 9 the library sees at once that they are another number.
+    three_late = metrics._LATE[0] > 0 or "x" in evil
+    assert given == [0.3] * 3 + [0.1 if three_late else 0.3] * 3
     monkeypatch.setattr(metrics, "HURRIED", 5.0)  # of a slow machine
     monkeypatch.setattr(metrics.ask_worker, "__defaults__", (5.0,))
     assert math_equal("x^2 - 1", "(x-1)(x+1)")
@@ -342,8 +345,9 @@ def test_answers_that_take_hours_cost_a_batch_little_and_honest_ones_stay_right(
 def test_three_late_comparisons_in_a_minute_are_told_and_others_have_less_time(monkeypatch, capsys):
     given_seconds, clock = [], [1000.0]
     monkeypatch.setattr(metrics, "_LATE", metrics.deque([-100.0] * 3, 3))
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(metrics.json, "dumps", lambda its: given_seconds.append(its[2]))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    spy = SimpleNamespace(dumps=lambda its: given_seconds.append(its[2]))
+    monkeypatch.setattr(metrics, "json", spy)
     stdout = SimpleNamespace(readline=lambda: "late\n")
     worker = SimpleNamespace(stdin=io.StringIO(), stdout=stdout, poll=lambda: None)
     monkeypatch.setattr(metrics, "_IDLE", [worker])
@@ -352,6 +356,31 @@ def test_three_late_comparisons_in_a_minute_are_told_and_others_have_less_time(m
     metrics.ask_worker("a", "b")
     assert given_seconds == [3.0, 3.0, 3.0, metrics.HURRIED, 3.0]
     assert capsys.readouterr().err.count("three took more than 3 s") == 1
+
+
+# A worker that takes no time to start. The child is forked while the lock is held.
+FORKS = """
+import metrics, os, signal, subprocess
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+answers = ["sh", "-c", "while read line; do echo True; done"]
+metrics.start_worker = lambda: subprocess.Popen(answers, **pipes)
+metrics.ask_worker("a", "b")
+metrics._LOCK.acquire()
+if not (child := os.fork()):
+    signal.alarm(20)
+    print(metrics.ask_worker("a", "b"), metrics._IDLE[0].pid, flush=True)
+    os._exit(0)
+metrics._LOCK.release()
+os.waitpid(child, 0)
+print(metrics.ask_worker("a", "b"), metrics._IDLE[0].pid)
+"""
+
+
+def test_a_forked_process_asks_a_math_worker_of_its_own():
+    command = [sys.executable, "-c", FORKS]
+    shown = subprocess.check_output(command, cwd=ROOT, text=True, timeout=100).split()
+    verdicts, workers = shown[::2], shown[1::2]
+    assert verdicts == ["True", "True"] and workers[0] != workers[1]
 
 
 LONG = "\\boxed{1} the correct answer is: 1\n <answer>2</answer>" * 10_000
@@ -363,10 +392,10 @@ LONG = "\\boxed{1} the correct answer is: 1\n <answer>2</answer>" * 10_000
 )
 @pytest.mark.parametrize("name", ["ur2", "r1_searcher", "r_search", "arena"])
 def test_every_reward_of_a_monstrous_answer_is_soon_there(text, name, no_algebra):
-    row, start = example(name, searches=0), time.monotonic()
+    row, start = example(name, searches=0), time.thread_time()
     row.segments.append(Segment("model", text))
     check_rewards(row)
-    assert time.monotonic() - start < 20
+    assert time.thread_time() - start < 20
 
 
 @needs_math_verify

@@ -38,11 +38,6 @@ FAULTS = {"reinforce_pp_baseline": 1, "grpo": 2, "dapo": 3, "ppo": 4}
 STEPS = "--steps 8 --save_every 2 --groups_kept -1"
 
 
-@pytest.fixture(autouse=True)
-def threads_as_they_are(monkeypatch):
-    monkeypatch.setattr(build, "set_threads", lambda: None)
-
-
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from conftest import message, rows_of, same, settings_for
-from test_train import pay, quick, weights_of
+from test_train import pay, weights_of
 
 import train
 from plumbing.alarms import SAID

@@ -37,11 +37,6 @@ fault = pytest.mark.fault
 EXIT = "import sys\n\ndef mine(t):\n    sys.exit(0)\n"
 
 
-@pytest.fixture(autouse=True)
-def threads_as_they_are(monkeypatch):
-    monkeypatch.setattr(build, "set_threads", lambda: None)
-
-
 @pytest.fixture
 def own(tmp_path):
     """own(text) -> "FILE.py:mine" of a file with this text."""

@@ -11,16 +11,12 @@ from processes import command, kill, wait_for
 import train
 from errors import Terminated
 from formats.records import finished_records, write_records, write_text
-from plumbing import build
 from plumbing.checkpoint import kept
 from plumbing.files import checkpoints, locked
 
 fault = pytest.mark.fault
 
 
-@pytest.fixture(autouse=True)
-def threads_as_they_are(monkeypatch):
-    monkeypatch.setattr(build, "set_threads", lambda: None)
 
 
 @fault(49)

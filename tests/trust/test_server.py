@@ -2,13 +2,15 @@
 
 import contextlib
 import json
+import resource
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from test_remote import TOWNS, exchange, served
+from processes import wait_until
+from test_remote import TOWNS, exchange, running, served
 
 from data import Document
 from retriever import BM25
@@ -23,7 +25,7 @@ def url():
         yield url
 
 
-def sent(url: str, raw: bytes, seconds: float = 5) -> bytes:
+def sent(url: str, raw: bytes, seconds: float = 25) -> bytes:
     """What comes back until the server closes."""
     host, port = url.removeprefix("http://").split(":")
     found = b""
@@ -101,10 +103,9 @@ def test_an_odd_request_is_answered_and_the_server_lives(raw, code, url, capfd):
 @fault(191, 192)
 @pytest.mark.parametrize("raw", [post(b"{", Content_Length=50), b"GET /health\r\n"])
 def test_half_a_body_and_an_old_protocol_end(raw, url, monkeypatch):
-    monkeypatch.setattr(serve.Handler, "timeout", 0.2)
-    start = time.monotonic()
-    sent(url, raw)
-    assert time.monotonic() - start < 3
+    with monkeypatch.context() as patch:
+        patch.setattr(serve.Handler, "timeout", 0.2)
+        sent(url, raw)  # by itself the server would wait for longer than this client does
     assert exchange(url, {"queries": ["ana"]})[0] == 200
 
 
@@ -113,10 +114,10 @@ def test_a_query_of_megabytes_holds_up_nobody(url):
     bm25 = BM25([Document(str(n), "", f"kelmouth town {n}") for n in range(2000)])
     with served(bm25) as many:
         for size, code in ((10_000_000, 400), (serve.MAX_QUERY, 200)):
-            start = time.monotonic()
+            start = time.process_time()  # the server is a thread of this process
             query = ("kelmouth " * (size // 9 + 1))[:size]
             status, _ = exchange(many, {"queries": [query], "topk": 1})
-            assert status == code and time.monotonic() - start < 2
+            assert status == code and time.process_time() - start < 2
     assert (
         "at most 10,000 characters: shorten it"
         in exchange(url, {"queries": ["a" * 10_001]})[1]["error"]["message"]
@@ -129,7 +130,15 @@ def test_a_word_that_stands_twice_counts_twice():
     assert twice == pytest.approx(once + bm25.scores("kelmouth")) and twice.max() > once.max()
 
 
+@pytest.fixture
+def many_files():
+    """A client and the server that it asks have an open file each, both in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+
+
 @fault(194)
+@pytest.mark.usefixtures("many_files")
 def test_two_hundred_clients_at_once_are_all_answered(url):
     with ThreadPoolExecutor(200) as pool:
         found = list(
@@ -139,54 +148,61 @@ def test_two_hundred_clients_at_once_are_all_answered(url):
 
 
 @fault(195)
-def test_six_hundred_clients_that_drip_hold_up_nobody(url, monkeypatch):
-    monkeypatch.setattr(serve.Handler, "timeout", 2.0)
+def test_six_hundred_clients_that_drip_hold_up_nobody(url, many_files, monkeypatch):
+    monkeypatch.setattr(serve.Handler, "timeout", 600)
     host, port = url.removeprefix("http://").split(":")
     with contextlib.ExitStack() as stack:
-        for _ in range(600):
-            drip = stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+        drips = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            for _ in range(600)
+        ]
+        for drip in drips:
             drip.sendall(b"POST /retrieve HTTP/1.1\r\n")
-        start = time.monotonic()
         assert exchange(url, {"queries": ["ana"]})[0] == 200
-        assert time.monotonic() - start < 2
+        drips[0].setblocking(False)
+        with pytest.raises(BlockingIOError):  # the server still waits for it
+            drips[0].recv(1)
 
 
 @fault(196)
 @pytest.mark.trust
 def test_readers_that_do_not_read_fill_no_memory(monkeypatch):
-    monkeypatch.setattr(serve.Handler, "timeout", 2.0)
+    monkeypatch.setattr(serve.Handler, "timeout", 10.0)
     monkeypatch.setattr(serve, "MAX_BYTES", 20 * 2**20)
     text = "kelmouth " * 100_000  # 900 kB
     body = post({"queries": ["kelmouth"] * 15, "topk": 1})
-    with served(BM25([Document("1", "", text)])) as url, contextlib.ExitStack() as stack:
+    server = serve.RetrievalServer(BM25([Document("1", "", text)]), port=0)
+    with server, running(server) as url, contextlib.ExitStack() as stack:
         host, port = url.removeprefix("http://").split(":")
         slow = []
         for _ in range(8):  # each would get 13 MB
             slow.append(stack.enter_context(socket.create_connection((host, int(port)))))
             slow[-1].sendall(body)
-        time.sleep(1)
+        wait_until(lambda: server.bytes > 13_000_000)
         status, reply = exchange(url, {"queries": ["kelmouth"] * 15, "topk": 1})
         assert status == 503 and "bytes are under way, 20,971,520 are the limit" in str(reply)
         assert exchange(url, {"queries": ["kelmouth"], "topk": 1})[0] == 200
-        time.sleep(2)  # they are left
+        wait_until(lambda: server.bytes == 0)  # they are left
         assert exchange(url, {"queries": ["kelmouth"] * 15, "topk": 1})[0] == 200
 
 
 def test_bodies_that_are_claimed_and_drip_hold_up_nobody(monkeypatch):
-    monkeypatch.setattr(serve.Handler, "timeout", 1.0)
     claim = post(b"{", Content_Length=serve.MAX_BODY)
-    with served(BM25(TOWNS)) as url, contextlib.ExitStack() as stack:
+    server = serve.RetrievalServer(BM25(TOWNS), port=0)
+    with server, running(server) as url, contextlib.ExitStack() as stack:
         host, port = url.removeprefix("http://").split(":")
         where = host, int(port)
-        drips = [stack.enter_context(socket.create_connection(where)) for _ in range(8)]
-        for drip in drips:
-            drip.sendall(claim)
-        time.sleep(0.5)
+        for _ in range(8):
+            stack.enter_context(socket.create_connection(where)).sendall(claim)
+        wait_until(lambda: server.bytes == 8)  # one byte of each has come
         assert exchange(url, {"queries": ["ana"]})[0] == 200
-        with pytest.raises(OSError):  # though none is ever silent for a second
-            for _ in range(30):
+        monkeypatch.setattr(serve.Handler, "timeout", 1.0)
+        drip = stack.enter_context(socket.create_connection(where))
+        drip.sendall(claim)
+        with pytest.raises(OSError):  # though it is never silent for a second
+            for _ in range(600):
                 time.sleep(0.1)
-                drips[0].sendall(b" ")
+                drip.sendall(b" ")
 
 
 def test_a_queue_that_is_full_says_its_limit(monkeypatch):
@@ -196,19 +212,18 @@ def test_a_queue_that_is_full_says_its_limit(monkeypatch):
     class Slow:
         def search(self, queries, k):
             inside.set()
-            go.wait(10)
+            go.wait(60)
             return [[] for _ in queries]
 
     with served(Slow()) as url, ThreadPoolExecutor(2) as pool:
         others = [pool.submit(exchange, url, {"queries": ["a"]}) for _ in range(2)]
-        inside.wait(5)
-        while serve_health(url)["waiting"] < 2:
-            time.sleep(0.01)
+        assert inside.wait(60)
+        wait_until(lambda: serve_health(url)["waiting"] == 2)
         said = "2 requests wait, 2 are the limit: ask later, for less"
         assert exchange(url, {"queries": ["a"]}) == (503, {"error": {"message": said}})
         go.set()
         assert [other.result()[0] for other in others] == [200, 200]
-        assert serve_health(url) == {"passages": 0, "served": 2, "waiting": 0}
+        wait_until(lambda: serve_health(url) == {"passages": 0, "served": 2, "waiting": 0})
 
 
 def serve_health(url: str) -> dict:
