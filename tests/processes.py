@@ -84,6 +84,7 @@ def as_rank(rank: int, port: int, environment: dict, work, *arguments) -> None:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -190,22 +191,23 @@ def nothing_is_left():
     """Fails after a file that leaves a process, a thread that is not a daemon, or an open port."""
     yield
     limit = time.monotonic() + 20  # what has been killed may take a moment
-    while (left := [*processes_left(), *threads_left(), *ports_left()]) and (
-        time.monotonic() < limit
-    ):
+    while left := [*processes_left(), *threads_left(), *ports_left()]:
+        if time.monotonic() > limit:
+            for process in processes_left():
+                process.kill()  # the next file is not to blame
+            pytest.fail(f"left over: {left}")
         time.sleep(0.05)
-    assert not left, f"left over: {left}"
 
 
 def processes_left():
-    """Those of this session, wherever their parents are, but for what every test may use."""
+    """Yields those of this session, wherever their parents are, but for those that all use."""
     known = {os.getpid(), forkserver._forkserver._forkserver_pid}
     known |= {resource_tracker._resource_tracker._pid, *(worker.pid for worker in metrics._IDLE)}
-    for process in psutil.process_iter():
+    for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error):
             own = process.pid not in known and process.status() != psutil.STATUS_ZOMBIE
             if own and process.environ().get(SESSION) == str(os.getpid()):
-                yield f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
+                yield process
 
 
 def threads_left():

@@ -84,7 +84,7 @@ def test_a_process_a_thread_and_a_port_that_are_left_are_seen():
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert ports_left() == [f"port {server.getsockname()[1]}"]
     assert threads_left() == ["a thread"]
-    assert [its.split(":")[0] for its in processes_left()] == [f"process {process.pid}"]
+    assert [its.pid for its in processes_left()] == [process.pid]
     ended.set()
     thread.join()
     process.communicate()

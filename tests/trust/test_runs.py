@@ -17,8 +17,6 @@ from plumbing.files import checkpoints, locked
 fault = pytest.mark.fault
 
 
-
-
 @fault(49)
 def test_a_second_run_in_a_folder_names_the_first_and_leaves_it_alone(model, tmp_path, capsys):
     first = command(tmp_path / "log", train.main, flags(model, tmp_path, "--steps 500"))

@@ -5,7 +5,6 @@ import runpy
 import signal
 import sys
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, in_two_processes, message, said
+from conftest import ROOT, message, said
 from conftest import ScriptedServer as Server
+from processes import in_two_processes, wait_for
 
 from data import Question, SearchRequest, SearchResult
 from errors import LOST, InputError, Terminated, raise_terminated, run_main
@@ -34,16 +34,8 @@ fault = pytest.mark.fault
 # --------------------------------------------------------------------------- waiting for a process
 
 
-def wait_for(path: Path, text: str) -> None:
-    limit = time.monotonic() + 60
-    while not (path.exists() and text in path.read_text()):
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-
-
 def speaking(log: Path) -> SimpleNamespace:
     """Returns what `meet` reads of a process whose stderr is `log`; SIGTERM is as in a run."""
-    build.PATIENCE = 1
     sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
     accelerator, run = Accelerator(), SimpleNamespace(ended=False)
 
@@ -60,9 +52,11 @@ def comes_late(log: Path, late: int) -> None:
     """Process `late` comes to the second meeting once the other has complained."""
     parts = speaking(log)
     build.meet(parts, "still begins")
+    build.PATIENCE = 1
     if parts.accelerator.process_index == late:
         wait_for(log, "waiting for")
     build.meet(parts, "still samples")
+    build.PATIENCE = 60
     build.meet(parts, "still scores")
 
 
