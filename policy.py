@@ -240,7 +240,7 @@ def load_policy(
     options = frozen_options(device, in_8bit) | ({"dtype": torch.float32} if trained else {})
     with loading("causal LM", path):
         config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
-        model = load_whole(path, config=config, **options)
+        model = load_whole(path, options | {"config": config})
     count, rows = len(tokenizer), model.get_input_embeddings().num_embeddings
     if count > rows:
         said = f"the tokenizer has {count} tokens, the model only {rows}"
@@ -253,7 +253,7 @@ def load_policy(
     return policy, tokenizer
 
 
-def load_whole(path: str, **options) -> nn.Module:
+def load_whole(path: str, options: dict) -> nn.Module:
     """Loads a causal LM. Where weights are missing the library warns and draws them at random, and
     it takes integers for weights; here both are errors. Buffers and a tied head may be missing.
     """

@@ -305,8 +305,7 @@ def foresight(batch: Batch) -> Record:
 
 def main(arguments: list[str] | None = None) -> None:
     stages = parse_stages(arguments)
-    # While one of several stages runs, nobody may put another aside.
-    _held = stages[1:] and list(map(checkpoint.hold, stages))
+    _held = checkpoint.hold(stages)  # until all of them are done
     for settings in stages:
         with checkpoint.as_command(settings):
             train(settings)

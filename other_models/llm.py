@@ -96,7 +96,7 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -
         tokenizer = load_tokenizer(spec)
         # Not by `load_policy`, which refuses families that cannot be trained here.
         with loading("causal LM", spec):
-            model = load_whole(spec, **frozen_options(device, in_8bit))
+            model = load_whole(spec, frozen_options(device, in_8bit))
         model.eval().requires_grad_(False)
     except InputError as error:
         raise InputError(str(error).removeprefix("--model ")) from None  # another model's flag

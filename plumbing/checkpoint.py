@@ -38,10 +38,12 @@ from update import Parts
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
 
-def hold(settings: Settings):
-    """Locks the folder of one stage, until what it returns is dropped."""
-    if os.environ.get("RANK", "0") == "0":  # the others join as the run begins
-        return locked(stage_folder(settings))
+def hold(stages: list[Settings]):
+    """Locks the folders of several stages, until what it returns is dropped: while one of them is
+    trained, nobody may put another aside. Only the main process does; the others join each run.
+    """
+    if os.environ.get("RANK", "0") == "0" and len(stages) > 1:
+        return [locked(stage_folder(settings)) for settings in stages]
 
 
 @contextlib.contextmanager
@@ -140,6 +142,8 @@ def kept(run: Run, parts: Parts, step: int) -> Iterator[None]:
     saves = run.main and (alone or not in_parts(parts.policy))
     try:
         run.at_once = saves
+        if saves and run.ended:  # it came while the step before was saved
+            raise_terminated(*run.ended)
         yield
     except (Exception, Terminated):
         run.at_once = False  # another signal must not break the saving

@@ -203,7 +203,7 @@ class Run:
         # A later stage began with what this one is about to replace.
         stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []
         stages = [stage for stage in stages if stage.name >= self.folder.name]
-        _held = [locked(folder) for folder in stages]  # before any of them is renamed
+        _held = list(map(locked, stages))  # before any of them is renamed
         for folder in stages:
             old = free_name(folder)
             folder.rename(old)
@@ -273,7 +273,7 @@ class Run:
         self.ended.append(number)
         if self.ended.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
-        if self.main and number == signal.SIGINT:
+        if number == signal.SIGINT and self.main and not self.settings.doctor:
             with contextlib.suppress(OSError):  # not printed: that may be what was interrupted
                 os.write(2, b"\nwhat was learned is saved first; Ctrl-C again ends at once\n")
         if self.at_once or self.settings.doctor:

@@ -113,12 +113,12 @@ def test_what_cannot_be_gone_on_with_is_one_line(left, model, tmp_path):
 
 @needs_peft
 def test_lora_goes_on_with_its_own_rank_and_not_without_it(left, model, tmp_path):
-    with pytest.raises(InputError, match="was made without --lora_rank"):
+    with pytest.raises(InputError, match="was made with --lora_rank 0: do the same"):
         train.train(settings_for(model, tmp_path, "--resume --lora_rank 4"))
     train.train(settings_for(model, tmp_path, "--steps 1 --lora_rank 4"))
-    with pytest.raises(InputError, match="of another rank"):
+    with pytest.raises(InputError, match="was made with --lora_rank 4: do the same"):
         train.train(settings_for(model, tmp_path, "--resume --lora_rank 2"))
-    with pytest.raises(InputError, match="was made with --lora_rank"):
+    with pytest.raises(InputError, match="was made with --lora_rank 4: do the same"):
         train.train(settings_for(model, tmp_path, "--resume"))
 
 

@@ -1,5 +1,6 @@
 """Processes that wait for each other, for a lock or for another model: what is named, what ends."""
 
+import fcntl
 import os
 import runpy
 import signal
@@ -21,7 +22,6 @@ from errors import LOST, InputError, Terminated, raise_terminated, run_main
 from eval import Evaluation, Options
 from other_models.llm import LocalLLM, ServerLLM, load_llm
 from plumbing import build, predictions
-from plumbing.files import WRITES, locked
 from prompts import PROTOCOLS
 from rollout import MAX_STUCK, Environment, call_search
 from scale.engine import pick
@@ -162,7 +162,7 @@ def lines_of(error: Exception) -> list[str]:
 
     printed = []
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr("builtins.print", lambda line, **_: printed.append(line))
+        patch.setattr("builtins.print", lambda *lines, **_: printed.extend(lines))
         run_main(fails)
     return printed
 
@@ -235,8 +235,9 @@ def test_a_second_evaluation_does_not_write_the_file_of_one_that_runs(tmp_path, 
     out = tmp_path / "predictions.jsonl"
     monkeypatch.setattr(Evaluation, "load", lambda _: pytest.fail("a model was loaded"))
     evaluation = Evaluation(Settings(), Options(questions=1, out=str(out)))
-    with locked(out, saying=WRITES), open(tmp_path / ".predictions.jsonl.lock", "w") as holder:
-        print(4242, file=holder, flush=True)  # as if another process had locked it
+    with open(tmp_path / ".predictions.jsonl.lock", "w") as holder:  # as another process locks it
+        print(4242, file=holder, flush=True)
+        fcntl.flock(holder, fcntl.LOCK_SH)
         expected = f"process 4242 writes {out}: wait for it, or name another with --out"
         assert message(evaluation.run) == expected
     assert not out.exists()
