@@ -13,15 +13,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, in_two_processes, message, said
+from conftest import ROOT, flags, in_two_processes, message, said
 from conftest import ScriptedServer as Server
 
+import train
 from data import Question, SearchRequest, SearchResult
 from errors import LOST, InputError, Terminated, raise_terminated, run_main
 from eval import Evaluation, Options
 from other_models.llm import LocalLLM, ServerLLM, load_llm
 from plumbing import build, predictions
-from plumbing.files import WRITES, locked
+from plumbing.files import WRITES, checkpoints, locked
 from prompts import PROTOCOLS
 from rollout import MAX_STUCK, Environment, call_search
 from scale.engine import pick
@@ -111,6 +112,44 @@ def is_stopped(folder: Path, stopped: int) -> None:
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_sigterm_ends_a_process_that_waits_for_a_stopped_one(stopped, tmp_path):
     in_two_processes(is_stopped, tmp_path, stopped)
+
+
+def trains_until_the_other_stops(folder: Path, arguments: list[str]) -> None:
+    """Process 1 stops when it should sample step 3; the line that names it brings SIGTERM."""
+    build.PATIENCE, build.set_threads = 1, lambda: None
+    log, number, real = folder / "log", folder / "process", train.roll_out
+    sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+
+    def stops(parts, step, draw):
+        if step == 3:
+            number.write_text(f"{os.getpid()} stops")
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os._exit(0)
+        return real(parts, step, draw)
+
+    def end() -> None:
+        wait_for(log, "waiting for process 1, which still samples")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if os.environ["RANK"] == "1":
+        train.roll_out = stops
+    else:
+        threading.Thread(target=end, daemon=True).start()
+    try:
+        with pytest.raises(SystemExit) as ended:
+            train.main(arguments)
+    finally:
+        os.kill(int(number.read_text().split()[0]), signal.SIGCONT)
+    os._exit(ended.value.code != 143)
+
+
+@fault(326)
+def test_what_was_learned_is_saved_when_sigterm_ends_the_wait_for_a_stopped_process(
+    model, tmp_path
+):
+    arguments = flags(model, tmp_path, "--steps 5000 --save_every 5000")
+    in_two_processes(trains_until_the_other_stops, tmp_path, arguments)
+    assert [path.name for path in checkpoints(tmp_path / "t" / "stage1")] == ["checkpoint-000003"]
 
 
 def is_gone() -> None:
