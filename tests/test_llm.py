@@ -16,14 +16,12 @@ from conftest import ScriptedServer, said, threads_since
 from processes import wait_until
 from transformers import GenerationConfig
 
-import rollout
 from errors import InputError
 from other_models import llm
 from other_models.llm import (
     Cache,
     LocalLLM,
     ModelSettings,
-    Request,
     ServerLLM,
     frozen_in_8bit,
     load_llm,
@@ -456,19 +454,6 @@ def test_a_local_model_samples_what_asks_for_it_and_the_rest_of_the_batch_stays_
     assert torch.equal(torch.get_rng_state(), state)
     long = "word " * 200  # of 512 positions: a reply takes what is left
     assert len(encode(bpe, model.ask([("do it", long, 2.0, 1.0, 8192)])[0])) <= 512
-
-
-@pytest.mark.parametrize("temperature, top_p", [(2.0, 0.9), (0.7, 1.0)])
-def test_a_sampled_reply_is_the_one_that_generate_would_sample(temperature, top_p, qwen2, bpe):
-    model = LocalLLM(qwen2, bpe, max_tokens=12)
-    prompts = [model.prompt(Request(*asked)) for asked in requests(*TEXTS)]
-    ends = rollout.end_ids(qwen2, bpe)
-    tokens, attention = rollout.left_padded(prompts, min(ends), qwen2.device)
-    how = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    with rollout.seeded(0, qwen2.device), rollout.plain_generation(qwen2, ends, min(ends)):
-        out = qwen2.generate(input_ids=tokens, attention_mask=attention, max_new_tokens=12, **how)
-    texts = bpe.batch_decode(out[:, tokens.shape[1] :], skip_special_tokens=True)
-    assert model.generate(prompts, temperature, top_p) == [text.strip() for text in texts]
 
 
 def test_the_largest_of_the_noisy_logits_is_a_sample_of_the_nucleus():

@@ -13,15 +13,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, message, said
+from conftest import ROOT, flags, message, said
 from conftest import ScriptedServer as Server
 from processes import in_two_processes, wait_for
 
+import train
 from data import Question, SearchRequest, SearchResult
-from errors import LOST, InputError, Terminated, raise_terminated, run_main
+from errors import LOST, InputError, run_main
 from eval import Evaluation, Options
 from other_models.llm import LocalLLM, ServerLLM, load_llm
-from plumbing import build, predictions
+from plumbing import build
+from plumbing.files import checkpoints
 from prompts import PROTOCOLS
 from rollout import MAX_STUCK, Environment, call_search
 from scale.engine import pick
@@ -34,23 +36,10 @@ fault = pytest.mark.fault
 # --------------------------------------------------------------------------- waiting for a process
 
 
-def speaking(log: Path) -> SimpleNamespace:
-    """Returns what `meet` reads of a process whose stderr is `log`; SIGTERM is as in a run."""
-    sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-    accelerator, run = Accelerator(), SimpleNamespace(ended=False)
-
-    def terminate(*_) -> None:
-        run.ended = True
-        if accelerator.is_main_process:
-            raise_terminated()
-
-    signal.signal(signal.SIGTERM, terminate)
-    return SimpleNamespace(accelerator=accelerator, run=run)
-
-
 def comes_late(log: Path, late: int) -> None:
     """Process `late` comes to the second meeting once the other has complained."""
-    parts = speaking(log)
+    sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+    parts = SimpleNamespace(accelerator=Accelerator(), run=None)
     build.meet(parts, "still begins")
     build.PATIENCE = 1
     if parts.accelerator.process_index == late:
@@ -70,64 +59,47 @@ def test_a_process_that_is_late_is_named_once_and_waited_for(late, tmp_path):
     )
 
 
-def is_stopped(folder: Path, stopped: int) -> None:
-    """Process `stopped` stops before the meeting; the other gets SIGTERM while it waits there."""
-    parts, number = speaking(folder / "log"), folder / "process"
-    if parts.accelerator.process_index == stopped:
-        number.write_text(f"{os.getpid()} stops")
-        os.kill(os.getpid(), signal.SIGSTOP)
-        os._exit(0)
-    wait_for(number, "stops")
-    waits, wait = threading.Event(), parts.accelerator.wait_for_everyone
+def trains_until_one_stops(folder: Path, arguments: list[str], stopped: int) -> None:
+    """Process `stopped` stops when it should sample step 3; the other gets SIGTERM. What the first
+    says while it waits brings it. If the first has stopped, the other learns nothing from the
+    store, which without a launcher the first one keeps.
+    """
+    build.PATIENCE, build.set_threads = 1, lambda: None
+    log, number, real = folder / "log", folder / "process", train.roll_out
+    sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+    sign = (log, "waiting for process 1, which still samples") if stopped else (number, "stops")
 
-    def waiting() -> None:
-        waits.set()
-        wait()
+    def stops(parts, step, draw):
+        if step == 3:
+            number.write_text(f"{os.getpid()} stops")
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os._exit(0)
+        return real(parts, step, draw)
 
     def end() -> None:
-        waits.wait()
-        threading.Event().wait(0.1)  # the process is now in the collective itself
+        wait_for(*sign)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    parts.accelerator.wait_for_everyone = waiting
-    # Without a launcher the first process keeps the store: stopped, it does not answer.
-    build._get_default_store = lambda: SimpleNamespace(add=lambda name, more: 0)
-    threading.Thread(target=end, daemon=True).start()
+    if os.environ["RANK"] == str(stopped):
+        train.roll_out = stops
+    else:
+        threading.Thread(target=end, daemon=True).start()
     try:
-        with pytest.raises(Terminated):
-            build.meet(parts, "still samples")
+        with pytest.raises(SystemExit) as ended:
+            train.main(arguments)
     finally:
         os.kill(int(number.read_text().split()[0]), signal.SIGCONT)
-    os._exit(0)
+    os._exit(ended.value.code != 143)
 
 
 @fault(316)
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_sigterm_ends_a_process_that_waits_for_a_stopped_one(stopped, tmp_path):
-    in_two_processes(is_stopped, tmp_path, stopped)
-
-
-def is_gone() -> None:
-    """An error of the collective is raised where the process waits."""
-    parts = SimpleNamespace(accelerator=Accelerator(), run=None)
-    build.meet(parts, "still begins")
-    if parts.accelerator.process_index == 1:
-        os._exit(0)
-    with pytest.raises(RuntimeError) as error:
-        build.meet(parts, "still samples")
-    assert lines_of(error.value) == [f"error: {LOST}"]
-    os._exit(0)
-
-
-def test_a_process_that_is_gone_is_an_error_where_another_waits_for_it():
-    in_two_processes(is_gone)
-
-
-def test_one_process_waits_for_nobody():
-    alone = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1))
-    before = threading.enumerate()
-    build.meet(alone, "still samples")
-    assert set(threading.enumerate()) <= set(before)
+@pytest.mark.parametrize("stopped, saved", [(0, []), (1, ["checkpoint-000003"])])
+def test_sigterm_ends_the_wait_for_a_stopped_process_and_the_first_saves_what_was_learned(
+    stopped, saved, model, tmp_path
+):
+    arguments = flags(model, tmp_path, "--steps 5000 --save_every 5000")
+    in_two_processes(trains_until_one_stops, tmp_path, arguments, stopped)
+    assert [path.name for path in checkpoints(tmp_path / "t" / "stage1")] == saved
 
 
 @fault(317)
@@ -223,11 +195,6 @@ def test_an_evaluation_under_a_launcher_of_several_processes_is_refused(
     told = capsys.readouterr()
     assert ended.value.code == 2 and told.out == ""
     assert told.err == "error: eval.py works in one process: start it as `python eval.py`\n"
-
-
-def test_an_evaluation_in_one_process_of_a_launcher_is_not_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    predictions.check_alone()
 
 
 @fault(320)
