@@ -227,11 +227,11 @@ def meet(parts: Parts, doing: str) -> None:
     thread, waited, heard = begun(arrive, failed), 0, 0
     while thread.join(1) or thread.is_alive():  # a handler of a signal runs within `join`
         waited += 1
-        heard += getattr(parts.run, "ended", False)
+        heard += bool(getattr(parts.run, "ended", ()))
         if waited == PATIENCE:  # in a thread: if the store is stopped, too, it does not answer
             begun(name_missing, [])
         if heard > PATIENCE:
-            raise_terminated()
+            raise_terminated(*parts.run.ended)
     for error in failed:
         raise error
 

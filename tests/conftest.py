@@ -14,10 +14,11 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads when it is imported
+# A name that is not a folder would be looked up for a minute, or be found where there is a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A run takes all cores: beside other workers its share of them, or each would wait for the other.
 os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
-import numpy as np
 import pytest
 import torch
 from processes import SESSION, nothing_goes_on, nothing_is_left
@@ -54,12 +55,17 @@ def pytest_configure():
     os.environ[SESSION] = str(os.getpid())
 
 
-@pytest.fixture(autouse=True)
-def same_start():
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
     """Gives each test one thread and the same random numbers, whichever tests ran before it."""
     torch.set_num_threads(1)  # a second one would only wait
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def same_start():
+    """Does so again after the fixtures of the module, which only its first test sets up."""
+    pytest_runtest_setup()
 
 
 CHAT_TEMPLATE = (

@@ -113,7 +113,7 @@ def in_two_processes(work, *arguments, environment: dict | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         codes = exit_codes(start_ranks(log, work, *arguments, environment=environment))
-        assert codes == [0, 0], log.read_text(errors="replace")
+        assert codes == [0, 0], f"exit codes {codes}\n{log_of(log)}"
 
 
 # --------------------------------------------------------------------------------------- wait, end

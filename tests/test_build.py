@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import threading
 from types import SimpleNamespace
 
@@ -246,15 +247,17 @@ def test_a_stage_starts_from_what_it_is_told_then_from_stage_1_then_from_the_mod
     settings = Settings(runs=str(tmp_path), name="r", stage=2)
     start, said = starting_model(settings)
     assert start == "" and "there is no stage 1 checkpoint in" in said
-    (tmp_path / "r" / "stage1" / "checkpoint-000004").mkdir(parents=True)
-    seal(tmp_path / "r" / "stage1" / "checkpoint-000004", 4)
+    first = tmp_path / "r" / "stage1" / "checkpoint-000004"
+    first.mkdir(parents=True)
+    (first / "config.json").write_text("{}")
+    seal(first, 4)
     assert starting_model(settings)[0].endswith("stage1/checkpoint-000004")
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
     assert starting_model(dataclasses.replace(settings, start_from=str(other)))[0] == str(other)
     last = tmp_path / "r" / "stage2" / "checkpoint-000002"
-    last.mkdir(parents=True)
+    shutil.copytree(first, last)
     seal(last, 2)
     again = dataclasses.replace(settings, start_from=str(other), resume=True)
     assert starting_model(again)[0] == str(last)

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from conftest import message
+from conftest import ROOT, message
 from transformers import AutoModelForCausalLM
 
 from data import Document, Question, SearchRequest, load_questions
@@ -379,5 +379,6 @@ def test_a_model_that_burst_is_not_saved(tmp_path, model, files, monkeypatch):
         ("direct --model /nowhere --data x --out y", "--model /nowhere"),
     ],
 )
-def test_flags_that_cannot_be_are_one_line(flags, expected):
+def test_flags_that_cannot_be_are_one_line(flags, expected, monkeypatch):
+    monkeypatch.chdir(ROOT)  # it has a Makefile
     assert expected in message(distil.main, flags.split())
