@@ -39,7 +39,7 @@ from prompts import PROTOCOLS, build_prompt
 from retriever import RetrieverSettings
 from rollout import Environment, check_prompts, decode, rollout
 from scale.engine import EngineSettings
-from settings import ASKING, RENAMED, Settings, add_flags, check_settings, named_in
+from settings import ASKING, Settings, add_flags, check_settings, named_in
 from summarizer import SummarizerSettings
 from trajectory import Trajectory, ending, heading
 
@@ -55,7 +55,6 @@ HELP = """
 def parse(arguments: list[str]) -> tuple[dict, str]:
     """(the flags that were given, the question)."""
     parser = FlagParser("ask.py", description="A session, or one question.")
-    parser.renamed = RENAMED
     parser.add_argument("question", nargs="*", help="without one: a session")
     records = [record for record in ASKING if record is not EngineSettings]  # always by turns
     add_flags(parser, records, named_in(arguments), "eval")

@@ -134,8 +134,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
 class FlagParser(argparse.ArgumentParser):
     """argparse whose complaints are an InputError, and name the nearest flag for an unknown one."""
 
-    renamed: Mapping = {}  # flag of an earlier version -> what to write now
-
     def error(self, message: str):
         raise InputError(f"{self.prog}: {message}")
 
@@ -144,8 +142,6 @@ class FlagParser(argparse.ArgumentParser):
         known, rest = self.parse_known_args(args, namespace)
         if rest:
             name = rest[0].split("=")[0]
-            if now := self.renamed.get(name.removeprefix("--")):
-                self.error(f"{name}: {now}")
             like = nearest(name, self._option_string_actions)
             self.error(f"unknown flag {name}{like}; --help lists them all")
         for text in map(str, vars(known).values()):

@@ -74,7 +74,6 @@ from rewards import arena_scores, evidence_support, needs
 from rollout import check_prompts, rollout
 from settings import (
     ASKING,
-    RENAMED,
     SEARCHING,
     Settings,
     add_flags,
@@ -348,7 +347,6 @@ def last_checkpoint(given: dict) -> str:
 def parse(arguments: list[str]) -> tuple[Settings, Options]:
     said = "Score a checkpoint. Of a file, without a model: see --predictions FILE --help."
     parser = FlagParser("eval.py", description=said)
-    parser.renamed = RENAMED
     add_flags(parser, ASKING, named_in(arguments), "eval")
     add_flags(parser, (Options,), Options(), "eval")
     given = vars(parser.parse_args(arguments))

@@ -400,7 +400,6 @@ def changes() -> list[list[str]]:
 def main() -> None:
     """Print the tables of docs/papers.md: a line per setting, then the variants."""
     parser = FlagParser("papers.py", description="What each paper chose, as Markdown.")
-    parser.renamed = {"markdown": "leave it out, it is Markdown always"}
     parser.parse_args()
     lines = [" | ".join(column) for column in zip(*table(), strict=True)]
     lines.insert(1, " | ".join(["---"] * len(table())))

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-import torch
 
 from data import Document, Question
 from errors import InputError, run_main, setting
@@ -759,7 +758,6 @@ def own_code(where: str, file: str) -> Iterator[None]:
         raise InputError(f"{where}: {located(error, file)}") from None
     finally:
         slow.cancel()
-        torch.set_grad_enabled(True)  # a file that loads a model may have switched them off
 
 
 def check_terms(terms: object) -> None:

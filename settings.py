@@ -242,34 +242,6 @@ def _check_8bit(settings: Settings) -> None:
         raise InputError("--in_8bit is for models from --model: the built-in one stays in fp32")
 
 
-RENAMED = {  # flags of earlier versions -> what to write now
-    "allow_private": "a flag of `python retriever.py serve --retriever web` now",
-    "index_file": "a flag of `python retriever.py serve` now",
-    "load_in_8bit": "write --in_8bit others",
-    "kl_place": "part of --kl_estimator now: k1 in the reward, k2 and k3 in the loss, or log",
-    "notices": "always on now",
-    "old_logprobs": "always automatic now",
-    "plan": "write `python -m lab.plan`",
-    "pooling": "what the encoder itself says now",
-    "search_retries": "what asks over the network tries again by itself",
-    "summarizer_model": "write --summarizer http://host:port/v1#model, or a HF model",
-    "threads": "all cores are used; `taskset -c 0` gives a run one",
-    "top_p": "a flag of eval.py only: below 1 the samples are not what is scored",
-}
-_WRITE = {"cross_model": "reader", "cuda_graphs": "engine graphs", "reward_variant": "variant"}
-_WRITE |= dict.fromkeys(("llm_timeout", "search_timeout"), "timeout")
-_WRITE |= {"base_in_8bit": "in_8bit base", "reference_in_8bit": "in_8bit reference"}
-RENAMED |= {name: f"write --{flag}" for name, flag in _WRITE.items()}
-_CONSTANTS = {"policy.py": "beta1 beta2 weight_decay", "scale/lora.py": "lora_alpha lora_targets"}
-_CONSTANTS |= {"papers.py": "group_std title_boost", "update.py": "max_grad_norm"}
-_CONSTANTS |= {"ppo.py": "dual_clip value_clip", "other_models/llm.py": "llm_cache llm_retries"}
-_CONSTANTS |= {"rewards.py": "similarity", "reinforce_pp.py": "gamma"}
-_CONSTANTS |= {"retrievers/web.py": "web_rate", "plumbing/files.py": "show_every"}
-_CONSTANTS |= {"summarizer.py": "summary_log", "retrievers/dense.py": "vectors"}
-for _file, _names in _CONSTANTS.items():
-    RENAMED |= dict.fromkeys(_names.split(), f"now written in {_file} alone")
-
-
 def boolean(text: str) -> bool:
     known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     if text.lower() not in known:
@@ -324,7 +296,6 @@ def parse(arguments: list[str] | None = None) -> Settings:
     arguments = sys.argv[1:] if arguments is None else arguments
     said = "Train one stage of one paper. In brackets: the value of --recipe and --stage."
     parser = FlagParser("train.py", description=said)
-    parser.renamed = RENAMED
     add_flags(parser, RECORDS, named_in(arguments), "train")
     given = vars(parser.parse_args(arguments))
     recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)

@@ -99,6 +99,7 @@ def shares(parts: Parts, batch: Batch) -> list[torch.Tensor]:
     )
 
 
+@torch.enable_grad()  # a reward of the user's that asks a model may have switched them off
 def update(parts: Parts, batch: Batch) -> Record:
     """One optimizer step of the policy on these rows, and with PPO one of the critic."""
     settings, algorithm = parts.settings, ALGORITHMS[parts.settings.algorithm]

@@ -9,14 +9,13 @@ from errors import FlagParser, InputError, check_value, prepare_command
 
 if sys.argv[0] == "-m":  # python -m lab.NAME imports this file first
     prepare_command()
-from settings import RENAMED, add_flags, check_limits, named_in
+from settings import add_flags, check_limits, named_in
 
 
 def parse_flags(command: str, record: type, arguments: list | None, others=(), methods=()) -> tuple:
     """(the checked `record`, what else was given); one of `methods` stands before all flags."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = FlagParser(command, description=record.__doc__)
-    parser.renamed = RENAMED | getattr(record, "renamed", {})
     if methods:
         parser.add_argument("method", choices=methods)
     add_flags(parser, (record,), record(), "eval")

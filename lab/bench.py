@@ -193,9 +193,10 @@ def measured(work: Callable[[], object], device: str) -> tuple[dict, object]:
 
 
 def alone(work: Callable[[], tuple[dict, list]], threads: int) -> tuple[dict, list]:
-    """work() in a forked process of its own."""
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(1, fork, torch.set_num_threads, (threads,)) as pool:
+    """Returns work() of a process of its own, forked from one that has the imports."""
+    forks = multiprocessing.get_context("forkserver")  # this process has threads, and holds locks
+    forks.set_forkserver_preload(["train"])
+    with ProcessPoolExecutor(1, forks, torch.set_num_threads, (threads,)) as pool:
         try:
             return pool.submit(work).result()
         except BrokenProcessPool:
@@ -451,7 +452,6 @@ def variants(part: str, o: Bench) -> dict[str, Callable]:
 def main(arguments: list[str] | None = None) -> None:
     part, o = parse(arguments)
     works, runs = variants(part, o), {}
-    torch.set_num_threads(1)  # a pool of threads would not survive the fork
     vocabulary = f", V = {o.vocab:,}" if o.vocab else ""
     print(f"{part}: {o.model}{vocabulary}, {o.device}; {os.cpu_count()} cores, {o.threads} used")
     try:

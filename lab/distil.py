@@ -20,7 +20,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 from data import Question, load_questions
 from errors import InputError, check_output, run_main, setting
@@ -52,7 +51,6 @@ class DistilSettings:
     gradient_checkpointing: bool = setting(False, "compute activations again: less memory")
     skip_bad: bool = setting(False, "leave unusable records out")
     seed: int = setting(0, "of the order of the examples")
-    renamed: ClassVar[dict] = {"per_question": "the first right one of each question now"}
 
 
 def final_answer(protocol: Protocol, answer: str) -> str:

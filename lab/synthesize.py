@@ -85,8 +85,6 @@ class SynthesizeSettings:
     seed: int = setting(0, "of the examples and the orders")
     timeout: float = setting(60.0, "seconds until a request has failed", above=0, most=86_400)
     in_8bit: ClassVar[str] = ""  # load_llm asks
-    renamed: ClassVar[dict] = dict.fromkeys(("votes", "agree"), "3 votes, and all must agree")
-    renamed |= {"options": "4 to 10, as the writer likes"}
 
 
 def shown(question: Question) -> str:

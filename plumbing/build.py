@@ -274,8 +274,9 @@ def set_threads() -> None:
 
 def usable_cores() -> int:
     """The cores that this process is bound to, and no more than the quota of its container."""
-    bound = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count()
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # not Linux; "max" is no limit
         quota, period = map(int, QUOTA.read_text().split())
         cores = min(cores, math.ceil(quota / period))

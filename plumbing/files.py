@@ -47,7 +47,6 @@ from trajectory import Trajectory, show
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
 TRAINS = "trains in {}: wait for it, end it, or name this run with --name"
 WRITES = "writes {}: wait for it, or name another with --out"
-SINCE = "in_8bit"  # a setting that checkpoints of earlier versions do not have
 # The locks of this process, by path. Its number would not tell: in two containers both may be 1.
 HELD = weakref.WeakValueDictionary()
 
@@ -84,7 +83,7 @@ def newest_whole(folder: Path) -> Path | None:
             return path
         tell(f"{path} is passed over: {wrong}")
     if found := checkpoints(folder):
-        how = f"an earlier version's weights are taken with --start_from {found[-1]}"
+        how = f"--start_from {found[-1]} takes its weights alone"
         raise InputError(f"{folder}: no whole checkpoint is there: start anew; {how}")
     return None
 
@@ -337,26 +336,11 @@ def console_line(record: dict) -> str:
 
 
 def saved_settings(model: str) -> Settings | None:
-    """The settings beside a checkpoint of ours, of earlier versions too; None for other models."""
+    """Returns the settings beside a checkpoint of ours, or None for another model."""
     path = Path(model, "settings.json")
     if not model or not path.exists():
         return None
     try:
-        saved = renewed(json.loads(path.read_text(encoding="utf-8")))
-        known = {f.name for f in dataclasses.fields(Settings)}
-        return Settings(**{name: value for name, value in saved.items() if name in known})
+        return Settings(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise InputError(f"{path}: not a settings file of train.py ({error})") from None
-
-
-def renewed(saved: dict) -> dict:
-    """Settings of an earlier version under today's names, as far as an evaluation reads them."""
-    if SINCE in saved:
-        return saved
-    timeout = max(saved.get("search_timeout", 60.0), saved.get("llm_timeout", 60.0))
-    now = {"timeout": timeout, "reader": saved.get("cross_model", "")}
-    if saved.get("summarizer") == "llm":
-        now["summarizer"] = saved["summarizer_model"]
-    if saved.get("load_in_8bit"):
-        now["in_8bit"] = "others"
-    return saved | now

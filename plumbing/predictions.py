@@ -222,10 +222,8 @@ def score_command(arguments: list[str] | None = None) -> None:
     add("--json", default="", help="write the numbers to this file too")
     args, rest = parser.parse_known_args(arguments)
     if rest:
-        from settings import RENAMED  # which loads torch: a mistake may take a second
-
-        flag, why = rest[0].split("=")[0], "no meaning with --predictions, as nothing is rolled out"
-        raise InputError(f"eval.py: {flag}: {RENAMED.get(flag.removeprefix('--'), why)}")
+        why = "no meaning with --predictions, as nothing is rolled out"
+        raise InputError(f"eval.py: {rest[0].split('=')[0]}: {why}")
     for name in ("json", "out"):
         if path := getattr(args, name):
             check_output(path, f"--{name}")

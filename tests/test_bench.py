@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import random_policy, small
+from processes import start_server
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
 from errors import InputError
@@ -206,6 +207,12 @@ def test_the_variants_take_turns_and_ctrl_c_keeps_what_was_measured(monkeypatch,
 
 
 # ----------------------------------------------------------------------------- a process of its own
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_server():
+    """Both the benchmark and the tests fork from it."""
+    start_server()
 
 
 def fill() -> tuple[dict, list]:

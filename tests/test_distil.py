@@ -375,7 +375,6 @@ def test_a_model_that_burst_is_not_saved(tmp_path, model, files, monkeypatch):
         ("direct --model m --data x --out y --batch_size 0", "--batch_size 0"),
         ("direct --model m --data x --out y --protocol ur3", "--protocol ur3: unknown; one of"),
         ("direct --model m --data x --out y --lrr 1", "unknown flag --lrr"),
-        ("traces --per_question 2", "the first right one of each question now"),
         ("direct --model /nowhere --data x --out y", "--model /nowhere"),
     ],
 )

@@ -1,4 +1,4 @@
-"""plumbing/: the files of a run, what it goes on from, what earlier versions left behind, and what
+"""plumbing/: the files of a run, what it goes on from, and what
 is refused before a model is loaded.
 """
 
@@ -130,20 +130,7 @@ def test_stage_two_starts_from_stage_ones_last_checkpoint(left, model, tmp_path,
     assert parts.settings.reward == "ur2_stage2"
 
 
-# -------------------------------------------------------------------------- from an earlier version
-
-# Some of what an earlier version wrote beside its checkpoints.
-EARLIER = {"recipe": "r_search", "stage": 1, "protocol": "r_search", "corpus": "wiki.jsonl"}
-EARLIER |= {"documents_per_search": 3, "summarizer": "llm", "summarizer_model": "owner/small"}
-EARLIER |= {"cross_model": "owner/other", "search_timeout": 5.0, "llm_timeout": 7.0}
-EARLIER |= {"cuda_graphs": True, "load_in_8bit": False, "kl_place": "reward", "threads": 2}
-
-
-def test_an_evaluation_reads_the_settings_of_an_earlier_version(tmp_path):
-    (tmp_path / "settings.json").write_text(json.dumps(EARLIER))
-    kept = {"recipe": "r_search", "protocol": "r_search", "corpus": "wiki.jsonl"}
-    now = {"summarizer": "owner/small", "reader": "owner/other", "timeout": 7.0}
-    assert saved_settings(str(tmp_path)) == Settings(**kept, **now, documents_per_search=3)
+# ----------------------------------------------------------------------- settings of checkpoints
 
 
 def test_settings_of_today_come_back_as_they_are_and_other_models_have_none(done, model, tmp_path):
@@ -156,17 +143,14 @@ def test_settings_of_today_come_back_as_they_are_and_other_models_have_none(done
             saved_settings(str(tmp_path))
 
 
-def test_a_checkpoint_of_an_earlier_version_is_resumed_by_nobody_and_started_from_by_all(
+def test_a_checkpoint_without_its_manifest_is_resumed_by_nobody_and_started_from_by_all(
     left, model, tmp_path, monkeypatch
 ):
     last = checkpoints(left)[-1]
-    (last / "settings.json").write_text(json.dumps(EARLIER))
     (last / "manifest.json").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(build, "load_model", lambda *_: pytest.fail("a model was loaded"))
-        with pytest.raises(
-            InputError, match=f"no whole checkpoint.*earlier version.*--start_from {last}$"
-        ):
+        with pytest.raises(InputError, match=f"no whole checkpoint.*--start_from {last} "):
             train.train(settings_for(model, tmp_path, "--resume"))
     parts = build_parts(settings_for(model, tmp_path, f"--start_from {last}"))
     assert same(parts.policy.parameters(), load_policy(str(last))[0].parameters())

@@ -261,8 +261,6 @@ def test_r1_searchers_published_predictions_give_its_papers_numbers_to_the_digit
         ("--against {p}", "required: --predictions"),
         ("--predictions {p} --model m", "--model: no meaning with --predictions, as nothing is"),
         ("--predictions {p} --punc=space", "--punc: no meaning"),  # no abbreviation
-        ("--predictions {p} --cross_model=m", "eval.py: --cross_model: write --reader"),
-        ("--predictions {p} --load_in_8bit", "--load_in_8bit: write --in_8bit others"),
         ("--predictions {p} --json {p}/x.json", "x.json: cannot be written there"),
         ("--predictions {p} --json {folder}", "that is a folder: name a file"),
         ("--predictions {p} --out {folder}", "that is a folder: name a file"),

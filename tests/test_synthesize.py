@@ -446,11 +446,8 @@ def test_the_command_line_makes_a_file_over_a_real_server_and_goes_on_with_it(fl
     [
         (["--llm", ""], "--llm is missing"),
         (["--count", "0"], "--count 0"),
-        (["--options", "5"], "--options: 4 to 10, as the writer likes"),
-        (["--votes", "5"], "--votes: 3 votes, and all must agree"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--lmm", "x"], "unknown flag --lmm"),
-        (["--llm_timeout", "1"], "write --timeout"),
         (["--timeout", "1"], "no answer"),
     ],
 )

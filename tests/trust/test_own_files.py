@@ -142,14 +142,18 @@ def test_the_name_of_a_term_that_no_file_can_hold_is_one_line(name, own):
 
 @fault(286)
 @pytest.mark.parametrize("inside", [True, False])
-def test_gradients_that_a_reward_file_switches_off_are_on_again(inside, own):
-    off, paying = "torch.set_grad_enabled(False)\n", "def mine(t):\n    return {'one': 1.0}\n"
+def test_gradients_that_a_reward_file_switches_off_are_there_in_the_update(
+    inside, own, model, tmp_path
+):
+    off = "torch.set_grad_enabled(False)\n"
+    paying = "def mine(t):\n    return {'one': len(t.ids)}\n"
     text = paying.replace("    return", f"    {off}    return") if inside else off + paying
+    name = own(f"import torch\n{text}")
     try:
-        pay(own(f"import torch\n{text}"))
-        assert torch.is_grad_enabled()
+        folder = train.train(settings_for(model, tmp_path, f"--steps 1 --reward {name}"))
     finally:
         torch.set_grad_enabled(True)
+    assert rows_of(folder)[0]["grad_norm"] > 0
 
 
 # ------------------------------------------------------------------------------------ files of data
