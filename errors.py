@@ -25,7 +25,7 @@ LOST = "another process or machine of this run is gone: look there for why; go o
 ADVICE = {errno.ENOSPC: "make room on its disk", errno.ENAMETOOLONG: "give a shorter name"}
 FORBIDDEN = re.compile(r"\0|(?<=://)[^/?#\s]*@")  # in an argument: also "user:password@" of a URL
 
-SPINS = "2000"  # turns of a loop that a thread of torch's waits before it sleeps
+SPINS = "1000"  # turns of a loop that a thread of torch's waits before it sleeps
 
 
 @functools.cache
@@ -34,9 +34,10 @@ def prepare_command() -> None:
 
     Ctrl-C during those imports is one line. Progress bars need no lock between processes: a
     process that is killed while it holds one stops all others. And torch's threads wait for each
-    other at the end of every operation: by default they spin for so long that a second busy
-    program takes nine tenths of the speed; if they sleep at once, a quiet machine is a third
-    slower. How they wait changes no digit. A user's own OMP_WAIT_POLICY or GOMP_SPINCOUNT wins.
+    other at the end of every operation. By default they spin for milliseconds, and beside as many
+    busy programs as there are cores a run keeps between a fourth and a twentieth of its speed; if
+    they sleep at once, a run on a quiet machine is a fourth slower. A short spin costs nothing
+    there and keeps a third. It changes no digit. A user's own setting of either variable wins.
     """
     sys.excepthook = report_interrupt
     if not sys.stderr.isatty():  # in a file each state of a bar is a line: two a minute will do
