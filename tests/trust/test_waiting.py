@@ -49,7 +49,7 @@ def comes_late(log: Path, late: int) -> None:
     build.meet(parts, "still scores")
 
 
-@fault(315)
+@fault(306)
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_process_that_is_late_is_named_once_and_waited_for(late, tmp_path):
     in_two_processes(comes_late, tmp_path / "log", late)
@@ -92,7 +92,7 @@ def trains_until_one_stops(folder: Path, arguments: list[str], stopped: int) -> 
     os._exit(ended.value.code != 143)
 
 
-@fault(316)
+@fault(307)
 @pytest.mark.parametrize("stopped, saved", [(0, []), (1, ["checkpoint-000003"])])
 def test_sigterm_ends_the_wait_for_a_stopped_process_and_the_first_saves_what_was_learned(
     stopped, saved, model, tmp_path
@@ -102,7 +102,7 @@ def test_sigterm_ends_the_wait_for_a_stopped_process_and_the_first_saves_what_wa
     assert [path.name for path in checkpoints(tmp_path / "t" / "stage1")] == saved
 
 
-@fault(317)
+@fault(308)
 @pytest.mark.parametrize(
     "changes, minutes",
     [
@@ -142,7 +142,7 @@ def lines_of(error: Exception) -> list[str]:
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:1"
 
 
-@fault(318)
+@fault(309)
 @pytest.mark.parametrize(
     "error",
     [
@@ -161,7 +161,7 @@ class DistanceError(Exception):
     pass
 
 
-@fault(318)
+@fault(309)
 @pytest.mark.parametrize(
     "error",
     [
@@ -183,7 +183,7 @@ def test_another_error_is_not_hidden_by_a_name_in_it(error):
 # ---------------------------------------------------------------------------- one evaluation each
 
 
-@fault(319)
+@fault(310)
 @pytest.mark.parametrize("arguments", [["--help"], ["--predictions", "--help"]])
 def test_an_evaluation_under_a_launcher_of_several_processes_is_refused(
     arguments, monkeypatch, capsys
@@ -197,7 +197,7 @@ def test_an_evaluation_under_a_launcher_of_several_processes_is_refused(
     assert told.err == "error: eval.py works in one process: start it as `python eval.py`\n"
 
 
-@fault(320)
+@fault(311)
 def test_a_second_evaluation_does_not_write_the_file_of_one_that_runs(tmp_path, monkeypatch):
     out = tmp_path / "predictions.jsonl"
     monkeypatch.setattr(Evaluation, "load", lambda _: pytest.fail("a model was loaded"))
@@ -216,7 +216,7 @@ def test_a_second_evaluation_does_not_write_the_file_of_one_that_runs(tmp_path, 
 # ----------------------------------------------------------------------- other models, and searches
 
 
-@fault(321)
+@fault(312)
 def test_a_summariser_that_is_late_does_not_change_what_the_policy_samples(qwen2, bpe, monkeypatch):
     """It has sampled a reply and is still in its call when the policy goes on."""
     model, sampled, over = LocalLLM(qwen2, bpe, max_tokens=4), threading.Event(), threading.Event()
@@ -249,7 +249,7 @@ def test_a_summariser_that_is_late_does_not_change_what_the_policy_samples(qwen2
     assert found == drawn(False)
 
 
-@fault(322)
+@fault(313)
 def test_two_servers_that_call_their_models_alike_do_not_share_replies(tmp_path, started):
     def server(reply: str):
         return started(Server(lambda path, payload: (200, said(reply))))
@@ -261,7 +261,7 @@ def test_two_servers_that_call_their_models_alike_do_not_share_replies(tmp_path,
     assert len(one.posts) == len(two.posts) == 1 + 1 + 1  # a probe each time
 
 
-@fault(323)
+@fault(314)
 def test_hanging_searches_of_one_run_do_not_stop_the_searches_of_another(toy_tokenizer):
     released = threading.Event()
 
@@ -287,7 +287,7 @@ def test_hanging_searches_of_one_run_do_not_stop_the_searches_of_another(toy_tok
     assert result.text == "found"
 
 
-@fault(324)
+@fault(315)
 def test_what_is_kept_for_later_lies_under_runs(tmp_path, monkeypatch, started):
     monkeypatch.chdir(tmp_path)
     server = started(Server(lambda path, payload: (200, said("yes"))))
@@ -316,7 +316,7 @@ class OnMetal:
         raise TypeError(f"Cannot convert a MPS Tensor to {dtype}")
 
 
-@fault(325)
+@fault(316)
 def test_every_device_but_the_cpu_samples_without_float64(monkeypatch):
     seen, odds = [], OnMetal()
     monkeypatch.setattr(torch, "multinomial", lambda *given: seen.append(given) or "tokens")
