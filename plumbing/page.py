@@ -119,7 +119,7 @@ def readable_records(folder: Path, missing: list[str]) -> Iterator[dict]:
     """Yields the records that can be shown; at the end `missing` gets a line on the others."""
     problems = Counter()
     try:
-        for record in read_trajectories(folder):
+        for record in read_trajectories(folder, missing.append):
             try:
                 if type(record["step"]) is not int or record["step"] >> 53:  # it names a file
                     raise InputError("step is not a whole number from 0 on")

@@ -10,7 +10,7 @@ from test_trajectories import CLIP, one
 
 import view
 from formats.trajectories import NAME, append_trajectories
-from plumbing.page import dumped, save_page
+from plumbing.page import dumped, readable_records, save_page
 
 in_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
 TOKEN = "document.getElementById('token').textContent"
@@ -65,6 +65,18 @@ def test_a_damaged_trajectory_is_named_and_the_others_are_shown(folder, capsys, 
     scripts = {file.name: file.read_text() for file in folder.parent.glob("view/data/*")}
     assert scripts.keys() == {"index.js", "run-stage1-0.js"}
     assert '"row":2' in scripts["run-stage1-0.js"]
+
+
+@pytest.mark.fault(238)
+def test_a_page_names_a_step_that_is_damaged_in_the_file_and_shows_the_others(folder):
+    for step in range(3):
+        append_trajectories(folder, [one(step=step)])
+    data = bytearray((folder / NAME).read_bytes())
+    data[20] ^= 0xFF  # within the first step
+    (folder / NAME).write_bytes(data)
+    missing = []
+    assert [record["step"] for record in readable_records(folder, missing)] == [1, 2]
+    assert [line.rpartition(": ")[2] for line in missing] == ["1"]
 
 
 @pytest.mark.fault(269)
