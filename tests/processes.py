@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -169,12 +170,13 @@ def wait_for(path: Path, text: str, process=None) -> None:
 
 
 def quiet_port() -> int:
-    """A port that two launchers can be told. Nobody who asks for any free port is ever given it:
-    those begin above.
+    """Returns a port that two launchers can be told. Nobody who asks for any free port is ever
+    given it: those begin at 32,768.
     """
-    lowest = 10_000 + os.getpid() * 7 % 20_000
-    taken = {address.laddr.port for address in psutil.net_connections("inet") if address.laddr}
-    return next(port for port in range(lowest, 32_768) if port not in taken)
+    for port in range(10_000 + os.getpid() * 7 % 20_000, 32_768):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    pytest.fail("no port is free")
 
 
 # ------------------------------------------------------------------------------------ what is left
