@@ -290,12 +290,21 @@ def threads_since(before: list[threading.Thread]) -> set[threading.Thread]:
 # ------------------------------------------------------------------------------------- a raw server
 
 
+@contextlib.contextmanager
+def nobody_listens(port: int = 0):
+    """Yields a port, by default a new one, that is bound without a listener: nobody else gets it."""
+    with socket.socket() as held:
+        held.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # its last connections may linger
+        held.bind(("127.0.0.1", port))
+        yield held.getsockname()[1]
+
+
 @pytest.fixture
 def closed_port():
-    """Yields a port on which nobody listens; it stays bound, so that nobody else can get it."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
+    with nobody_listens() as port:
+        yield port
 
 
 class RawServer:

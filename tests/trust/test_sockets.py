@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from conftest import RawServer, rows_of, settings_for, threads_since
+from conftest import RawServer, nobody_listens, rows_of, settings_for, threads_since
 
 import rollout
 import train
@@ -177,7 +177,8 @@ def test_a_step_goes_on_whatever_the_retriever_does(
         settings = settings_for(model, tmp_path, more)
         parts = build.build_parts(settings)
         server.stop()
-        found = train.collect(parts, 0).trajectories
+        with nobody_listens(server.port):
+            found = train.collect(parts, 0).trajectories
         assert all(search.error for t in found for search in t.searches)
         return
     folder = train.train(settings_for(model, tmp_path, f"{more} --groups_kept -1"))
