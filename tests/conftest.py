@@ -292,7 +292,7 @@ def threads_since(before: list[threading.Thread]) -> set[threading.Thread]:
 
 @contextlib.contextmanager
 def nobody_listens(port: int = 0):
-    """Yields a port, by default a new one, that is bound without a listener: nobody else gets it."""
+    """Yields a port that is bound without a listener, by default a new one: nobody else gets it."""
     with socket.socket() as held:
         held.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
