@@ -294,9 +294,8 @@ def threads_since(before: list[threading.Thread]) -> set[threading.Thread]:
 def nobody_listens(port: int = 0):
     """Yields a port that is bound without a listener, by default a new one: nobody else gets it."""
     with socket.socket() as held:
-        held.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # its last connections may linger
+        # The last connections of a server that was there may linger.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", port))
         yield held.getsockname()[1]
 
