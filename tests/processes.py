@@ -46,8 +46,9 @@ def start_process(work, *arguments, log: Path | None = None):
     prints into `log` if there is one.
     """
     start_server()
-    environment = dict(os.environ)  # the server has kept that of its own start
-    given = (environment, log, work, arguments)
+    environment = dict(os.environ)  # the server has kept that of its own start, and all cores
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    given = (environment, cores, log, work, arguments)
     process = FORKS.Process(target=begin, args=given, daemon=True)
     process.log = log
     process.start()
@@ -55,10 +56,12 @@ def start_process(work, *arguments, log: Path | None = None):
     return process
 
 
-def begin(environment: dict, log: Path | None, work, arguments) -> None:
+def begin(environment: dict, cores: set | None, log: Path | None, work, arguments) -> None:
     """What a forked process does first."""
     os.environ.clear()
     os.environ.update(environment)
+    if cores:
+        os.sched_setaffinity(0, cores)
     if log is not None:
         file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115, open to the end
         os.dup2(file.fileno(), 1)

@@ -1,5 +1,6 @@
 """kill -9 at any moment, SIGTERM, launchers that are gone: resumed runs end as unbroken ones do."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -138,7 +139,8 @@ def start(processes: int, log: Path, work, *arguments) -> list:
 
 def send(run: list, number: int) -> None:
     for process in run:
-        os.kill(process.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+            os.kill(process.pid, number)
 
 
 @pytest.fixture(scope="module")
