@@ -67,9 +67,15 @@ def begin(environment: dict, cores: set | None, log: Path | None, work, argument
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = file
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    heed_signals()
     AcceleratorState._reset_state(reset_partial_state=True)
     work(*arguments)
+
+
+def heed_signals() -> None:
+    """Undoes what a job in the background ignores (SIGINT), and a job under nohup (SIGHUP)."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def as_command(work, *arguments) -> None:

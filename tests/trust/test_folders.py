@@ -15,7 +15,7 @@ import threading
 import pytest
 import torch
 from conftest import command_line, flags, message, rows_of, settings_for
-from processes import command, exit_code
+from processes import command, exit_code, heed_signals
 from safetensors.torch import load_file, save_file
 from test_checkpoints import FOUR, RUN, run, whole
 
@@ -29,6 +29,15 @@ from policy import load_policy
 
 fault = pytest.mark.fault
 LONG = "--steps 4 --save_every 1000"
+
+
+@pytest.fixture(autouse=True)
+def signals_are_heeded():
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGHUP)]
+    heed_signals()
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
 
 
 @pytest.fixture
