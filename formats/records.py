@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from errors import InputError
+from errors import InputError, rank_of
 
 PASSAGE_COLUMNS = ("id", "passage")  # of tab-separated lines without a header
 QUESTION_COLUMNS = ("question", "answer")
@@ -267,7 +267,7 @@ def write_records(path: Path, records: list[dict]) -> None:
 @functools.cache
 def tell(line: str) -> None:
     """Prints a line once, by one process."""
-    if not int(os.environ.get("RANK", 0)):
+    if not rank_of("RANK"):
         print(line, file=sys.stderr)
 
 

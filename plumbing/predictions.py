@@ -7,14 +7,13 @@ and searches that the file brings are kept. Trap: scorers differ on punctuation 
 """
 
 import argparse
-import os
 import sys
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
 from data import dataset_names, load_datasets, named_files
-from errors import FlagParser, InputError, check_output
+from errors import FlagParser, InputError, check_output, rank_of
 from formats.layouts import TASKS, field, option_texts, wrong
 from formats.records import byte_lines, read_records, report_skipped, short, write_records
 from metrics import PUNCTUATION, score_answer, summary_scores
@@ -200,7 +199,7 @@ def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=Fa
 
 def check_alone() -> None:
     """Refuses to be one of several processes: each would write the same file."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if rank_of("WORLD_SIZE", 1) > 1:
         raise InputError("eval.py works in one process: start it as `python eval.py`")
 
 

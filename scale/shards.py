@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from errors import InputError
+from errors import InputError, rank_of
 
 FULL = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -51,7 +51,7 @@ def check_shardable(optimizer: str, lora_rank: int) -> None:
 
 def check_alike(model: nn.Module, checkpoint: str) -> None:
     """Do all begin with the same? Of machines that share no folder one may have older files."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if rank_of("WORLD_SIZE", 1) > 1:
         total = sum(int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters())
         if len(set(gather_object([(checkpoint, total)]))) > 1:
             how = "give all machines the same model, and a folder for --runs that all share"
