@@ -23,7 +23,8 @@ BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 GLOO = re.compile(r"(Gloo \w+ failed with )?\[\S*/gloo/\S+:\d+\]")
 LOST = "another process or machine of this run is gone: look there for why; go on with --resume"
 ADVICE = {errno.ENOSPC: "make room on its disk", errno.ENAMETOOLONG: "give a shorter name"}
-FORBIDDEN = re.compile(r"\0|(?<=://)[^/?#\s]*@")  # in an argument: also "user:password@" of a URL
+# Not in an argument: the character NUL, and "user:password@" of an address, scheme or not.
+FORBIDDEN = re.compile(r"\0|(?<=://)[^/?#\s]*@|^[^:/?#\s]+:[^/?#\s]*@")
 
 SPINS = "1000"  # turns of a loop that a thread of torch's waits before it sleeps
 

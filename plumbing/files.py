@@ -30,6 +30,7 @@ from formats.records import (
     finished_records,
     free_name,
     lock,
+    read_whole,
     tell,
     write_records,
     write_text,
@@ -139,8 +140,8 @@ def instructions(settings: Settings, strict: bool = False) -> dict[str, str]:
             why = "no such model is asked here: leave it out"
             raise InputError(f"--prompt_file {name}=FILE needs --{name} MODEL: {why}")
         try:
-            texts[name] = Path(file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
+            texts[name] = read_whole(Path(file)).strip()
+        except InputError as error:
             raise InputError(f"--prompt_file {part}: {error}") from None
         if not texts[name]:
             raise InputError(f"--prompt_file {part}: the file is empty")
@@ -243,6 +244,8 @@ class Run:
         self.records.append(rounded)
         if raised := alarms(self.records, self.settings):
             rounded["alarms"] = raised
+        if not self.folder.is_dir():
+            raise InputError(f"{self.folder}: this folder was removed or renamed while it trained")
         append_jsonl(self.folder / "metrics.jsonl", [rounded])
         numbers = {name: its for name, its in rounded.items() if name != "alarms"}
         self.accelerator.log(numbers, record["step"])

@@ -27,8 +27,15 @@ FORMULA = ("clip_low", "clip_high", "kl_coef", "kl_estimator")  # a token's loss
 LISTED = ("row", "question", "kind", "answer", "correct", "rewards", "stop_reason")
 
 
+def check_ours(page: Path) -> None:
+    """Raises an InputError if another page, or anything else, has this file's name."""
+    if page.exists() and not (page.is_file() and GENERATOR in page.read_bytes()):
+        raise InputError(f"{page}: that file is not a saved page, and is kept: name another")
+
+
 def write_page(runs: list[Path], out: Path) -> None:
     """A folder that opens from disk, without a network."""
+    check_ours(out / "index.html")
     stages = [stages_of(run) for run in runs]
     (out / "data").mkdir(parents=True, exist_ok=True)
     for file in VIEWER.iterdir():
@@ -44,8 +51,7 @@ def save_page(records: list[dict], out: Path) -> None:
     """Writes the questions and answers of a session as one file."""
     with writing(out):
         check_output(out, "/save")
-        if out.exists() and not (out.is_file() and GENERATOR in out.read_bytes()):
-            raise InputError(f"{out}: that file is not a saved page, and is kept: name another")
+        check_ours(out)
         out.parent.mkdir(parents=True, exist_ok=True)
     stage = {
         "key": "asked",

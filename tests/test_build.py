@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import threading
 from types import SimpleNamespace
@@ -116,6 +117,12 @@ def test_a_prompt_file_may_be_another_models(tmp_path, monkeypatch):
         llm.instruction = ""
         ask(settings)
         assert llm.instruction == TAGGED
+
+
+def test_a_prompt_file_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe: a pipe or a device"):
+        build.build_protocol(Settings(prompt_file=str(tmp_path / "pipe")))
 
 
 def test_a_prompt_file_without_the_tags_that_are_read_is_one_line(tmp_path):

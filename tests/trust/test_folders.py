@@ -353,6 +353,13 @@ def test_a_folder_that_is_removed_in_a_save_is_no_full_disk(model, tmp_path, mon
     assert said.endswith("its folder was removed meanwhile")
 
 
+def test_a_folder_that_is_removed_in_a_step_is_not_made_again(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("plumbing.files.alarms", lambda *_: shutil.rmtree(tmp_path / "t"))
+    said = message(train.train, settings_for(model, tmp_path, "--steps 1"))
+    assert said.endswith("was removed or renamed while it trained")
+    assert not (tmp_path / "t").exists()
+
+
 @fault(259)
 def test_a_manifest_that_names_no_file_proves_nothing(run):
     (run / FOUR / manifest.NAME).write_text('{"step": 4, "files": {}}')

@@ -299,6 +299,7 @@ WEB = ["serve", "--retriever", "web", "--retriever_url", f"{SECRET}/?q={{query}}
         (train.main, ["--recipe", "arena", "--judge", f"{SECRET}/v1#m"]),
         (train.main, ["--recipe", "r_search", "--reader", f"{SECRET}/v1#m"]),
         (train.main, ["--summarizer", f"{SECRET}/v1#m"]),
+        (train.main, ["--judge", "user:secretpw@h/v1#m"]),
         (train.main, [f"--retriever-url={SECRET}"]),
         (evaluation.main, ["--retriever", "http", "--retriever_url", SECRET]),
         (lambda arguments: command(arguments, BM25), WEB),

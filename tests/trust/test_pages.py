@@ -9,8 +9,9 @@ from test_page import CHROMIUM, Browser, browser, searching, stage
 from test_trajectories import CLIP, one
 
 import view
+from errors import InputError
 from formats.trajectories import NAME, append_trajectories
-from plumbing.page import dumped, readable_records, save_page
+from plumbing.page import dumped, readable_records, save_page, write_page
 
 in_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
 TOKEN = "document.getElementById('token').textContent"
@@ -65,6 +66,15 @@ def test_a_damaged_trajectory_is_named_and_the_others_are_shown(folder, capsys, 
     scripts = {file.name: file.read_text() for file in folder.parent.glob("view/data/*")}
     assert scripts.keys() == {"index.js", "run-stage1-0.js"}
     assert '"row":2' in scripts["run-stage1-0.js"]
+
+
+def test_a_page_of_somebody_else_is_kept(folder):
+    page = folder / "view" / "index.html"
+    page.parent.mkdir()
+    page.write_text("mine")
+    with pytest.raises(InputError, match="not a saved page, and is kept"):
+        write_page([folder], page.parent)
+    assert [*page.parent.iterdir()] == [page] and page.read_text() == "mine"
 
 
 @pytest.mark.fault(238)
