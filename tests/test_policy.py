@@ -73,7 +73,8 @@ def test_chunked_logprobs_and_their_gradients_are_those_of_the_full_softmax(
     assert torch.allclose(ours, plain, atol=1e-5)
     found, expected = (gradients(policy, (weights * x).sum()) for x in (ours, plain))
     for one, other in zip(found, expected, strict=True):
-        assert (one - other).abs().max() <= 1e-6 * max(1.0, other.abs().max().item())
+        # Processors add up in different orders: one without AVX-512 was 1.3e-6 apart.
+        assert (one - other).abs().max() <= 1e-5 * max(1.0, other.abs().max().item())
 
 
 def test_logprobs_by_hand_and_at_another_temperature():
