@@ -322,8 +322,6 @@ def settings_of(given: dict) -> Settings:
         own["judge"] = ""
     if "data" in given and settings.corpus != "from-data":
         own["corpus"] = ""  # the old file's
-    if settings.engine == "graphs":  # of the GPU that it was trained on
-        own["engine"] = "slots"
     return dataclasses.replace(settings, **(own | given | {"model": model}))
 
 

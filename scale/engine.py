@@ -22,13 +22,12 @@ import math
 import mmap
 import sys
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import psutil
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
 from errors import setting
@@ -38,7 +37,6 @@ from scale.packing import FAMILIES, windowed
 from trajectory import Trajectory
 
 BLOCK = {"cpu": 16, "cuda": 64}  # the width that a step reads is a multiple of this
-RECORDED = 512  # the same for recorded steps: each width needs a recording of its own
 CHUNK = {"cpu": 256, "cuda": 4096}  # padded tokens of one catching-up forward: bounds its memory
 SHARE = 0.8  # of the free memory may go to slots
 
@@ -47,8 +45,8 @@ SHARE = 0.8  # of the free memory may go to slots
 class EngineSettings:
     engine: str = setting(
         "slots",
-        "what samples: slots; graphs: slots with recorded decoding on a GPU; hf: plain generate",
-        one_of=("slots", "graphs", "hf"),
+        "samples a rollout: slots (rows of different lengths together), or hf (plain generate)",
+        one_of=("slots", "hf"),
     )
     sampling_copy: str = setting(
         "auto",
@@ -150,7 +148,7 @@ class Engine:
     """Add rows while slots are vacant; `decode`; resume or free each row whose turn is over."""
 
     def __init__(self, model, slots: int, size: int, rule: StopRule, temperature=1.0, top_p=1.0):
-        self.model, self.device, self.rule, self.graphs = model, model.device, rule, False
+        self.model, self.device, self.rule = model, model.device, rule
         self.temperature, self.top_p = temperature, top_p
         self.block = BLOCK.get(self.device.type, 64)
         size = -(-size // self.block) * self.block  # GPU kernels want a mask of an even width
@@ -161,7 +159,6 @@ class Engine:
         vocab = model.get_output_embeddings().weight.shape[0]
         alarm = [token in rule.watched for token in range(vocab)]
         self.alarm = torch.tensor(alarm, device=self.device)  # [V]
-        self.recordings, self.pool = {}, None  # by (slots, width); the memory they share
 
     def in_state(self, state: str) -> list[Row]:
         return [row for row in self.rows if row.state == state]
@@ -280,9 +277,6 @@ class Engine:
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         """[n, 1] tokens at [n, 1] positions of the first n slots -> logits [n, V]."""
-        return (self.replay if self.graphs else self.step)(tokens, positions, width)
-
-    def step(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         n = len(tokens)
         inputs = self.inputs(tokens, positions, width, self.slot_ids[:n], slice(n))
         return self.model(**inputs).logits[:, -1]
@@ -291,34 +285,13 @@ class Engine:
         """The arguments of a forward pass over tokens [n, C] in `slots` [n]; aims the cache."""
         cache = self.cache
         cache.write, cache.read = (slots[:, None], positions), read
-        cache.width = self.rounded(width, self.block)
+        cache.width = min(-(-width // self.block) * self.block, cache.size)
         hidden = self.places[: cache.width] > positions[..., None]  # [n, C, width]
         # Added to the scores: a mask of bools would be made into this one anew in every layer.
         mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None]  # [n, 1, C, width]
         texts = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
         return texts | {"past_key_values": cache, "use_cache": True}
-
-    def rounded(self, width: int, block: int) -> int:
-        return min(-(-width // block) * block, self.cache.size)
-
-    def replay(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """`step` as a CUDA graph: to start its kernels one by one takes longer than to run them."""
-        count = len(tokens)
-        n = min(1 << (count - 1).bit_length(), self.cache.slots)  # a graph has one shape
-        tokens = pad(tokens, (0, 0, 0, n - count))  # [n, 1]
-        positions = pad(positions, (0, 0, 0, n - count), value=self.cache.size)
-        width = self.rounded(width, RECORDED)
-        if (n, width) not in self.recordings:
-            held = (tokens.clone(), positions.clone())
-            graph, logits = record(functools.partial(self.step, *held, width), self.pool)
-            self.recordings[n, width] = graph, *held, logits
-            self.pool = graph.pool()  # all share the memory of the first: they never run at once
-        graph, held_tokens, held_positions, logits = self.recordings[n, width]
-        held_tokens.copy_(tokens)  # a graph knows addresses
-        held_positions.copy_(positions)
-        graph.replay()
-        return logits[:count]
 
 
 def pick(probabilities: torch.Tensor) -> torch.Tensor:
@@ -329,23 +302,6 @@ def pick(probabilities: torch.Tensor) -> torch.Tensor:
     points = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
     found = torch.searchsorted(sums, points, right=True)  # right: never one of probability 0
     return found.clamp(max=sums.shape[1] - 1)
-
-
-def record(step: Callable[[], torch.Tensor], pool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """(the graph, the tensor in which each replay leaves its result)."""
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: a search that is late in its own thread may allocate memory meanwhile
-    recording = torch.cuda.graph(graph, pool, capture_error_mode="thread_local")
-    aside, main = recording.capture_stream, torch.cuda.current_stream()
-    aside.wait_stream(main)
-    with torch.cuda.stream(aside):
-        # Trap: libraries allocate memory at their first call on a stream: not in a recording.
-        for _ in range(2):
-            step()
-    main.wait_stream(aside)
-    with recording:
-        result = step()
-    return graph, result
 
 
 # -------------------------------------------------------------------------------------- the rollout
@@ -362,7 +318,6 @@ def play_in_slots(policy, environment: Environment, live: list[Trajectory], prog
             ends = end_ids(policy, environment.tokenizer)
             rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, ends)
             engine = Engine(model, slots, size, rule, settings.temperature, settings.top_p)
-            engine.graphs = settings.engine == "graphs" and can_record(model.device)
             play_queue(engine, environment, deque(live), progress)
             return
     warn_once(f'engine "{settings.engine}": {problem}; plain generate takes its place')
@@ -425,14 +380,6 @@ def agrees(model) -> bool:
         return bool((logits - whole).abs().max() <= 2e-2 * whole.abs().max())
     except Exception:  # whatever a forward that was not made for this raises
         return False
-
-
-def can_record(device: torch.device) -> bool:
-    # Under autocast a recording would go on reading copies of the weights that are dropped.
-    can = device.type == "cuda" and not torch.is_autocast_enabled("cuda")
-    if not can:
-        warn_once("--engine graphs: nothing is recorded on a CPU or by autocast (no bf16 copy)")
-    return can
 
 
 def affordable(model, size: int) -> int:

@@ -263,7 +263,6 @@ def test_a_variant_of_another_formula_is_timed_and_not_compared(monkeypatch):
         ("rollout --only slot", r"--only slot: unknown; one of .* \(did you mean slots\?\)"),
         ("rollout --repeats 0", "--repeats 0: must be at least 1"),
         ("rolout", "invalid choice"),
-        ("decode --engine graphs", "--engine graphs: slots, or with --device cuda"),
         ("rollout --engine hf", "--engine hf: slots"),
         ("rollout --model 9B", "--model 9B: neither"),
         ("rollout --vocab 1", "--vocab 1: must be at least 2"),

@@ -21,7 +21,6 @@ from scale.engine import (
     Engine,
     EngineSettings,
     affordable,
-    attending_to_slots,
     obstacle,
     pick,
     play_in_slots,
@@ -32,7 +31,7 @@ from scale.engine import (
 UR2 = PROTOCOLS["ur2"]
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
 WORDS = "who was born in which country the town of city and a is year company people".split()
-PLAYS = {"hf": play_by_turns, "slots": play_in_slots, "graphs": play_in_slots}
+PLAYS = {"hf": play_by_turns, "slots": play_in_slots}
 
 
 @dataclass(frozen=True)
@@ -387,65 +386,18 @@ def by_length(turn, room):
 FULL_TURNS = SimpleNamespace(watched=set(), reason=by_length)
 
 
-def run_queue(model, slots: int, turns, graphs: bool = False) -> tuple[ScriptedEnvironment, Engine]:
+def run_queue(model, slots: int, turns) -> ScriptedEnvironment:
     environment, engine = ScriptedEnvironment(turns), Engine(model, slots, 600, FULL_TURNS, 0.0)
-    engine.graphs = graphs
     with torch.no_grad():
         play_queue(engine, environment, deque(environment.rows))
-    return environment, engine
+    return environment
 
 
 def test_a_fast_asker_waits_until_as_many_wait_as_decode():
     # Row r asks after 2 (r + 1) tokens. Rows 0 and 1 are answered together when both wait.
     model = random_policy(40, random.Random(0)).language_model
-    asked = run_queue(model, 4, [[2, 3], [4, 3], [6, 3], [8, 3]])[0].asked
+    asked = run_queue(model, 4, [[2, 3], [4, 3], [6, 3], [8, 3]]).asked
     assert asked[0] == [0, 1] and sorted(itertools.chain(*asked)) == [0, 1, 2, 3]
-
-
-LENGTHS = [[3], [6], [90], [5], [20], [530], [9]]  # seven rows, one of them past place 512
-
-
-def test_a_recorded_step_is_replayed_with_what_it_is_given_and_gives_the_same_rows(
-    qwen2, monkeypatch
-):
-    # No CUDA here: a recording that computes again, from the addresses and for the shape that were
-    # recorded.
-    shapes = []
-
-    def record(step, pool):
-        result = step().clone()
-        shapes.append((len(result), step.args[2]))
-        graph = SimpleNamespace(replay=lambda: result.copy_(step()), pool=lambda: None)
-        return graph, result
-
-    monkeypatch.setattr("scale.engine.record", record)
-    model = qwen2.language_model
-    plain, recorded = (run_queue(model, 5, LENGTHS, graphs)[0] for graphs in (False, True))
-    assert [row.ids for row in plain.rows] == [row.ids for row in recorded.rows]
-    # five rows, and as they end 4, 2, 1; the longest passes place 512
-    assert sorted(shapes) == [(1, 512), (1, 608), (2, 512), (4, 512), (5, 512)]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu_a_recorded_step_gives_the_plain_step_s_logits_and_rows():
-    model = random_policy(40, random.Random(0)).language_model
-    model = model.to("cuda")  # fp32: bf16 logits are often tied
-    runs = [run_queue(model, 5, LENGTHS, graphs) for graphs in (False, True)]
-    plain, recorded = ([row.ids for row in environment.rows] for environment, _ in runs)
-    assert plain == recorded
-    last = torch.tensor([[5], [6]], device="cuda")
-    with torch.no_grad(), attending_to_slots(model):
-        logits = [engine.logits(last, torch.zeros_like(last), 8).clone() for _, engine in runs]
-    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
-
-
-def test_where_nothing_can_be_recorded_slots_decode_without_it_and_say_so_once(qwen2, bpe, capsys):
-    texts = []
-    for engine in ("slots", "graphs", "graphs"):
-        texts.append([t.response_ids for t in play(qwen2, bpe, group_size=2, engine=engine)])
-    assert texts[0] == texts[1] == texts[2]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: --engine graphs: nothing is recorded on a CPU")
 
 
 def test_progress_hears_of_every_row_that_ends(qwen2, bpe):

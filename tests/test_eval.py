@@ -313,10 +313,10 @@ def test_another_question_file_does_not_search_the_old_corpus(tmp_path):
 
 
 def test_what_only_training_asks_for_is_not_asked_of_an_evaluation(tmp_path):
-    given = {"judge": "http://gone:1/v1#m", "reader": "owner/gone", "engine": "graphs"}
+    given = {"judge": "http://gone:1/v1#m", "reader": "owner/gone"}
     model = save_settings(tmp_path, in_8bit="others", summarizer="owner/small", **given)
     settings = check_settings(settings_of({"model": model}), training=False)
-    assert (settings.judge, settings.reader, settings.engine) == ("", "", "slots")
+    assert (settings.judge, settings.reader) == ("", "")
     assert (settings.summarizer, settings.in_8bit) == ("owner/small", "others")
     (tmp_path / "settings.json").write_text("3")
     with pytest.raises(InputError, match="not a settings file"):

@@ -15,9 +15,9 @@ import papers
 import settings
 
 ROOT = Path(__file__).parents[1]
-README, PAPERS, RESULTS, GPU, SCALE = (
+README, PAPERS, RESULTS, SCALE = (
     (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", *(f"docs/{n}.md" for n in "papers results gpu scale".split()))
+    for name in ("README.md", *(f"docs/{n}.md" for n in "papers results scale".split()))
 )
 NO_SCREEN = {"train", "eval", "update"}  # these train, or evaluate; update is train's step
 SCREENS = {*law.PATH, "metrics", "papers", "data"} - NO_SCREEN
@@ -30,7 +30,7 @@ def commands_in(text: str) -> list[tuple[str, str]]:
     return [(module.removesuffix(".py").removeprefix("-m "), words) for module, words in found]
 
 
-COMMANDS = commands_in(README + GPU + SCALE)
+COMMANDS = commands_in(README + SCALE)
 SUBCOMMANDS = ("direct", "reasoning", "traces", "summarizer", "serve", "check")
 SUBCOMMANDS += ("rollout", "update", "step", "retrieval", "decode")
 
