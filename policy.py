@@ -35,7 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from errors import InputError, setting
 from formats.manifest import NAME as MANIFEST
-from formats.manifest import stamps, written_whole, wrong_with
+from formats.manifest import files_of, written_whole, wrong_with
 from prompts import chat_text
 from scale.lora import add_lora, save_merged
 from scale.packing import allow_packing, hidden_states, lengths_of
@@ -344,7 +344,9 @@ def weights_version(path: str, model=None) -> str:
     """Which weights these are: a directory keeps its name when a run writes others into it."""
     if not Path(path).is_dir():
         return str(getattr(getattr(model, "config", None), "_commit_hash", None) or "main")[:12]
-    return hashlib.sha256(json.dumps(stamps(Path(path))).encode()).hexdigest()[:12]
+    files = [(file.name, file.stat()) for file in files_of(Path(path))]
+    stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:12]
 
 
 def save_policy(policy, tokenizer, path: Path | str, trainer=None, settings="", weights=None):

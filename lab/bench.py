@@ -5,7 +5,6 @@
     python -m lab.bench prompts      one gradient of rows that share prompts, at V = 4,096
     python -m lab.bench step         a whole GRPO step: how much of it each part takes
     python -m lab.bench retrieval    BM25, seconds per query and of the build (bm25s: if installed)
-    python -m lab.bench decode       a step of the engine, against the memory's bandwidth
 
 The work is written down first: how many tokens each turn has, and what a search then inserts. The
 variants take turns, each run in a process of its own that first does a small piece of the work.
@@ -44,13 +43,13 @@ import rollout
 from data import Document, Question
 from errors import FlagParser, InputError, run_main, setting
 from lab import names_in
-from lab.plan import Shape, config_of
+from lab.plan import config_of
 from metrics import tokenize
 from policy import Policy, checkpoint_activations, collate, make_optimizer, without_dropout
 from prompts import PROTOCOLS
 from retriever import BM25, top
 from scale import packing
-from scale.engine import Engine, obstacle, play_in_slots
+from scale.engine import obstacle, play_in_slots
 from scale.lora import add_lora
 from scale.packing import LEAST, micro_batches, operations
 from scale.sampling import to_sample_with, wants_copy
@@ -60,7 +59,6 @@ from trajectory import Trajectory
 from update import Parts, update
 
 PROMPT, TURN, ANSWER, INSERTED = (100, 200), (20, 80), (20, 150), (100, 200)  # tokens
-WARM, DECODED = 8, 64  # steps of `decode` before and under the clock
 SAME = {"cpu": 1e-5, "cuda": 2e-2}  # how far two gradients may be apart: fp32, and bf16 autocast
 
 
@@ -78,10 +76,7 @@ class BenchSettings:
     micro_batch: int = setting(4, "update: rows as long as the longest; of prompts 16", least=1)
     prompt: int = setting(0, "tokens of each prompt; 0: 100 to 200", least=0)
     shorter: int = setting(1, "all lengths are divided by this", least=1, most=20)
-    batch: int = setting(64, "decode: rows", least=1)
-    context: int = setting(512, "decode: tokens in front of what is timed", least=1)
     passages: int = setting(5_000, "retrieval: of the corpus", least=20)
-    dtype: str = setting("float32", "decode: of weights", one_of=("float32", "bfloat16"))
 
 
 FILES = ("rollout", "scale.engine", "policy")  # whose flags count
@@ -373,39 +368,6 @@ def run_retrieval(work: Callable, name: str, o: Bench) -> tuple[dict, np.ndarray
     return built | each, None if work is other_bm25 else found
 
 
-def bytes_per_step(model, rows: int, tokens: float) -> float:
-    """What a step must read: weights, less an embedding that is no head; keys and values."""
-    shape = Shape(model.config)
-    weights = shape.weights - shape.ends + shape.embedding
-    return model.dtype.itemsize * (weights + 2 * shape.layers * shape.kv * rows * tokens)
-
-
-def bandwidth(device: str) -> float:
-    """Bytes per second of the best of ten copies of a large tensor: each is read and written."""
-    size = 2**30 if device == "cuda" else 2**28
-    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    seconds = [measured(lambda: target.copy_(source), device)[0]["seconds"] for _ in range(10)]
-    return 2 * size / min(seconds)
-
-
-@torch.no_grad()
-def run_decode(work: type[Engine], name: str, o: Bench) -> tuple[dict, list]:
-    """DECODED steps of a full engine: rows of one prompt, computed once and copied."""
-    model = make_model(o, getattr(torch, o.dtype)).eval()
-    rule = rollout.StopRule(Scripted(2, o).tokenizer, {}, set())
-    engine = work(model, o.batch, o.context + WARM + DECODED + 1, rule)
-    for number in range(o.batch):
-        engine.add(number, [i % 1000 + 1 for i in range(o.context)], WARM)
-    for row in engine.decode():  # reads the prompt
-        engine.resume(row, row.ids, DECODED)
-    numbers, rows = measured(engine.decode, o.device)
-    seconds, per_second = numbers["seconds"] / DECODED, bandwidth(o.device)
-    # 15.2 GB at 4.3 TB/s cannot take less than 3.53 ms: a step of 5 ms is at 71 % of the roofline.
-    floor = bytes_per_step(model, o.batch, o.context + WARM + DECODED / 2) / per_second
-    numbers |= {"seconds": seconds, "tokens": len(rows), "gb_per_s": per_second / 1e9}
-    return numbers | {"floor": floor, "share of roofline": floor / seconds}, [len(rows)]
-
-
 # What runs it, and its variants: ours stands last and is compared with all above it.
 BM25S = {"bm25s": other_bm25} if find_spec("bm25s") else {}
 LOOPS = {"naive": naive, "HF active rows": rollout.play_by_turns, "slots": slots}
@@ -415,7 +377,6 @@ PARTS: dict[str, tuple[Callable, dict]] = {
     "prompts": (run_scripted, {"whole": packed, "ours": packed}),
     "step": (run_scripted, {"ours": step}),
     "retrieval": (run_retrieval, {"rank-bm25": rank_bm25, **BM25S, "ours": own_bm25}),
-    "decode": (run_decode, {"slots": Engine}),
 }
 
 

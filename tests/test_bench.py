@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import random_policy, small
 from processes import start_server
-from transformers import GPT2Config, LlamaConfig, Qwen2Config
+from transformers import GPT2Config, Qwen2Config
 
 from errors import InputError
 from lab import bench
@@ -148,34 +148,10 @@ def test_a_model_directory_does_the_scripted_work_with_the_vocabulary_asked_for(
     assert found[0] == found[1] == found[2]
 
 
-# ------------------------------------------------------------------------------------- the roofline
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_bytes_of_a_step_are_the_weights_and_the_keys_and_values(tied):
-    """H = 32, 2 layers, 4 heads of 8, 2 of them with keys (K = 16), F = 64, V = 60. A layer's
-    matrices: 32·32 queries, 2 · 32·16 keys and values, 32·32 output, 3 · 32·64 = 9216; norms 64:
-    9280. In all 2 · 9280 + 32 + 60·32 = 20,512 weights of 4 bytes; an embedding that is not the
-    head is not read. A token's keys and values: 2 · 2 layers · 16 · 4 bytes = 256; 3 rows of 10.
-    """
-    config = LlamaConfig(vocab_size=60, **small(tie_word_embeddings=tied))
-    model = random_policy(config, seed=0).language_model
-    assert bench.bytes_per_step(model, 3, 10) == 4 * 20_512 + 7680
-
-
-def test_a_decoding_step_is_held_against_the_bandwidth_of_the_same_run():
-    found, _ = ran("slots", "decode", "--batch", "8", "--context", "64")
-    assert found["tokens"] == 8
-    assert found["share of roofline"] == pytest.approx(found["floor"] / found["seconds"])
-    model = bench.make_model(options("decode"), torch.float32)
-    moved = bench.bytes_per_step(model, 8, 64 + 8 + 32)
-    assert found["floor"] * found["gb_per_s"] * 1e9 == pytest.approx(moved)
-
-
 def test_a_model_without_rotary_positions_is_one_line(tmp_path):
     GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="gpt2 has no rotary positions; the engine cannot"):
-        ran("slots", "decode", "--model", str(tmp_path))
+        ran("slots", "rollout", "--model", str(tmp_path))
 
 
 def test_a_line_has_medians_and_its_speed_against_every_variant_above(capsys):
