@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.nn.parallel import DistributedDataParallel
 
 import dapo
 import grpo
@@ -165,7 +166,9 @@ def descend(parts: Parts, model, optimizer, batch: Batch, loss_of: Callable) -> 
     total["grad_norm"] = full(norm).item()
     if math.isfinite(total["loss"] + total["grad_norm"]):
         optimizer.step()
-    optimizer.zero_grad()
+    # DDP's gradients are views of its buckets, which stay. None would make the next micro-batch put
+    # a second copy beside them; without DDP it frees the gradients' memory for the rollout.
+    optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     return total
 
 

@@ -365,10 +365,13 @@ def check_shares(settings: Settings, processes: int) -> None:
 
 def spread_over(parts: Parts, module, sharding: str, lr: float):
     """(what an update calls, its optimizer): all weights on every process, or a part on each."""
-    if sharding == "ddp":
-        model = parts.accelerator.prepare_model(module)
-    else:
+    if sharding != "ddp":
         model = shard(module, sharding, parts.accelerator.num_processes)
+    else:
+        if parts.accelerator.num_processes > 1:
+            for weight in filter(lambda weight: weight.requires_grad, module.parameters()):
+                weight.grad = torch.zeros_like(weight)  # DDP makes a view of its bucket of it
+        model = parts.accelerator.prepare_model(module)
     return model, make_optimizer(module, parts.settings.optimizer, lr)
 
 

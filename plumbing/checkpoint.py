@@ -4,6 +4,7 @@ trainer.pt   step, the optimizer's moments; with LoRA what was learned; with PPO
 """
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -68,6 +69,7 @@ def as_command(settings: Settings) -> Iterator[None]:
         sys.exit(128 + number)
     finally:
         list(map(signal.signal, heeded, before))
+    gc.collect()  # FSDP2's modules refer to each other: the evaluation needs their memory
     if not settings.doctor:
         held_out = " --data HELD_OUT_FILE" if settings.data else ""
         say(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")

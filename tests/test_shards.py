@@ -9,18 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from accelerate import Accelerator
 from conftest import ROOT, model_of, same, small
 from processes import in_two_processes
 from safetensors.torch import load_file
 
 import ppo
 from errors import InputError
-from plumbing.build import spread_over
+from plumbing.build import make_accelerator, spread_over
 from policy import Batch, Policy, PolicySettings, load_policy, save_policy
 from scale import shards
 from scale.sampling import to_sample_with
 from scale.shards import asked_for, check_shardable, full, in_parts
+from settings import Settings
 from update import Parts, descend, score
 
 RESHARD = {"zero2": "false", "fsdp2": "true"}
@@ -66,7 +66,7 @@ def uneven_batch() -> Batch:
 def parts_of_a_run(policy: Policy, critic=None) -> Parts:
     """What an update of the policy works with, or one of the critic if there is one."""
     torch.set_num_threads(1)
-    accelerator = Accelerator()
+    accelerator = make_accelerator(Settings())
     sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
     parts = Parts(SETTINGS, accelerator, policy, None, None, False, critic=critic)
     parts.model, parts.optimizer = spread_over(parts, critic or policy, sharding, 1e-3)
@@ -140,6 +140,30 @@ def test_two_processes_take_the_step_of_one_also_with_half_of_the_weights_each(
     share = 1 if sharding == "ddp" else 1 / 2
     assert two[3] == pytest.approx(share * one[3], rel=1e-2)
     assert (one[4], two[4]) == (False, sharding != "ddp")
+
+
+def update_three_times(start: str) -> None:
+    """Asserts that between the micro-batches of an update no gradient has left DDP's buckets."""
+    policy, _ = load_policy(start, settings=PolicySettings())
+    for critic in (None, ppo.Critic(copy.deepcopy(policy.language_model.base_model))):
+        parts, places = parts_of_a_run(policy, critic), []
+        gradients = [p.grad for p in (critic or policy).parameters()]
+        buckets = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+        assert len(buckets) < len(gradients)
+
+        def look(*_, module=critic or policy, places=places) -> None:
+            places.append([p.grad is not None and p.grad.data_ptr() for p in module.parameters()])
+
+        (critic or policy).register_forward_hook(look)  # inside DDP's own
+        parts.optimizer.register_step_pre_hook(look)
+        for _ in range(3):
+            places.clear()
+            step(parts, uneven_batch())
+            assert len(places) > 2 and all(place == places[0] for place in places)
+
+
+def test_ddp_holds_one_copy_of_the_gradients_in_every_micro_batch(start):
+    in_two("ddp", update_three_times, start)
 
 
 def train(start: str, done: int, steps: int, out: Path) -> None:
