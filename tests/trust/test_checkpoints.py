@@ -15,6 +15,7 @@ from processes import command, exit_code, exit_codes, start_process
 from safetensors.torch import load_file, save_file
 
 import train
+from formats import manifest
 from formats.manifest import NAME, seal, wrong_with
 from formats.records import append_jsonl
 from plumbing import build, checkpoint, files
@@ -59,6 +60,11 @@ def flipped(path):
 def zeroed(path):
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
+
+
+def headless(path):
+    data = path.read_bytes()
+    path.write_bytes(bytes(len(data) // 2) + data[len(data) // 2 :])
 
 
 def nan_weight(path):
@@ -149,6 +155,40 @@ def test_what_is_not_as_it_was_written_is_passed_over(harm, what, said, step, ru
     err = capsys.readouterr().err
     assert err.count("\n") == bool(said) and said in err
     assert not said or f"{run / what.split('/')[0]} is passed over: " in err
+
+
+@pytest.fixture
+def large(run, monkeypatch):
+    """The same folder, whose weights and trainer.pt count as large: they have no sha256."""
+    monkeypatch.setattr(manifest, "LARGE", 50_000)
+    seal(run / FOUR, 4)
+    marks = json.loads((run / FOUR / NAME).read_text())["files"]
+    bare = {name for name, (_, sha256) in marks.items() if not sha256}
+    assert bare == {"model.safetensors", "trainer.pt"} and marks["config.json"][1]
+    return run
+
+
+@pytest.mark.parametrize(
+    "harm, what, said, step",
+    [
+        pytest.param(cut, WEIGHTS, "model.safetensors has", 2, marks=fault(22)),
+        pytest.param(headless, WEIGHTS, "model.safetensors is not what was written", 2),
+        pytest.param(nan_weight, WEIGHTS, "", 4, marks=fault(26)),
+        pytest.param(cut, STATE, "trainer.pt has", 2, marks=fault(27)),
+        pytest.param(nan_moments, STATE, "", 4, marks=fault(32)),
+    ],
+)
+def test_of_a_large_file_size_and_header_are_looked_at(harm, what, said, step, large, capsys):
+    harm(large / what)
+    assert newest_whole(large) == large / f"checkpoint-00000{step}"
+    assert said in capsys.readouterr().err
+
+
+@fault(31)
+def test_a_large_state_of_another_step_is_one_line(large, model, tmp_path):
+    of_step_2(large / STATE)
+    said = message(train.train, settings_for(model, tmp_path, f"{RUN} 6 --resume"))
+    assert f"{STATE} cannot be read (it lacks the optimizer's moments, or is of another" in said
 
 
 @pytest.mark.trust
