@@ -6,6 +6,7 @@ from one process, a fresh interpreter with the imports and without threads.
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -87,13 +88,15 @@ def command(log: Path, work, *arguments):
     return start_process(as_command, work, *arguments, log=log)
 
 
-def as_rank(rank: int, port: int, environment: dict, work, *arguments) -> None:
-    """One of two processes as torchrun sets them up. The test holds the store where they meet."""
+def as_rank(rank: int, count: int, port: int, environment: dict, work, *arguments) -> None:
+    """Runs one of `count` processes as torchrun sets them up. The test holds the store where they
+    meet.
+    """
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -107,23 +110,27 @@ def as_rank(rank: int, port: int, environment: dict, work, *arguments) -> None:
         torch.distributed.destroy_process_group()
 
 
-def start_ranks(log: Path, work, *arguments, environment: dict | None = None) -> list:
-    """work(*arguments) in two processes that form a group."""
+def start_ranks(log: Path, work, *arguments, environment: dict | None = None, count=2) -> list:
+    """Starts work(*arguments) in `count` processes that form a group."""
     # A port of 0 is chosen by the store itself: nobody else can take it in between.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    given = (store.port, environment or {}, work, *arguments)
-    ranks = [start_process(as_rank, rank, *given, log=log) for rank in (0, 1)]
+    given = (count, store.port, environment or {}, work, *arguments)
+    ranks = [start_process(as_rank, rank, *given, log=log) for rank in range(count)]
     for process in ranks:
         process.store = store  # it lives as long as they do
     return ranks
 
 
-def in_two_processes(work, *arguments, environment: dict | None = None) -> None:
-    """work(*arguments) in two processes at once; both must end well."""
+def in_processes(count: int, work, *arguments, environment: dict | None = None) -> None:
+    """Runs work(*arguments) in `count` processes at once; all must end well."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        codes = exit_codes(start_ranks(log, work, *arguments, environment=environment))
-        assert codes == [0, 0], f"exit codes {codes}\n{log_of(log)}"
+        ranks = start_ranks(log, work, *arguments, environment=environment, count=count)
+        codes = exit_codes(ranks)
+        assert codes == [0] * count, f"exit codes {codes}\n{log_of(log)}"
+
+
+in_two_processes = functools.partial(in_processes, 2)
 
 
 # --------------------------------------------------------------------------------------- wait, end

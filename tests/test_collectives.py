@@ -1,0 +1,94 @@
+"""Four and eight processes: all of them call the same collectives in the same order, also where a
+process has no question, or no row of an update.
+"""
+
+import gc
+import inspect
+import json
+import math
+import os
+import re
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import flags, rows_of
+from processes import in_processes, in_two_processes
+
+import train
+
+SHARDINGS = {
+    "ddp": {},
+    "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+}
+# It compares what the processes call also where C++ does, and raises an error where they differ.
+COMPARED = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+COLLECTIVE = re.compile(r"(all_|barrier|broadcast|gather|reduce|scatter)")
+# Of three questions with three samples each, eight processes have none or one. PPO has a critic.
+FEW = "--questions_per_step 3 --group_size 3 --algorithm ppo --critic_lr 1e-3 --kl_coef 0.05"
+FEW += " --eval_every 2 --eval_questions 1 --tokens_per_micro_batch 100"
+
+
+def recorded(calls: list, name: str, work):
+    def call(*arguments, **named):
+        sizes = [x.numel() for x in arguments if torch.is_tensor(x)]
+        calls.append([name, *sizes])
+        return work(*arguments, **named)
+
+    return call
+
+
+def train_and_record(arguments: list[str], folder: Path) -> None:
+    """Trains, and writes down the name of each collective with the sizes of its tensors."""
+    calls = []
+    for name, work in inspect.getmembers(torch.distributed, inspect.isfunction):
+        if COLLECTIVE.match(name):
+            setattr(torch.distributed, name, recorded(calls, name, work))
+    train.main(arguments)
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(calls))
+
+
+@pytest.mark.parametrize(
+    "count, sharding",
+    [
+        (4, "fsdp2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((4, "ddp"), (8, "fsdp2"), (8, "ddp"))
+        ),
+    ],
+)
+def test_all_processes_call_the_same_collectives_with_fewer_questions_than_processes(
+    count, sharding, model, tmp_path
+):
+    environment = COMPARED | SHARDINGS[sharding]
+    arguments = flags(model, tmp_path, FEW)
+    in_processes(count, train_and_record, arguments, tmp_path, environment=environment)
+    sequences = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(count)]
+    assert all(calls == sequences[0] for calls in sequences)
+    names = {name for name, *_ in sequences[0]}
+    assert names >= {"all_gather_object", "broadcast_object_list", "all_reduce", "barrier"}
+    assert any("reduce_scatter" in name for name in names) == (sharding == "fsdp2")
+    rows = rows_of(tmp_path / "t" / "stage1")
+    assert len(rows) == 2 and all(math.isfinite(row["loss"]) for row in rows)
+
+
+def train_and_let_go(arguments: list[str]) -> None:
+    """Asserts that the policy is gone without a later collection of garbage."""
+    held, build = [], train.build_parts
+
+    def built(settings):
+        parts = build(settings)
+        held.append(weakref.ref(parts.policy))
+        return parts
+
+    train.build_parts = built
+    gc.disable()
+    train.main(arguments)
+    assert len(held) == 1 and held[0]() is None
+
+
+def test_nothing_keeps_the_weights_of_fsdp2_into_the_evaluation(model, tmp_path):
+    arguments = flags(model, tmp_path, "--steps 1")
+    in_two_processes(train_and_let_go, arguments, environment=SHARDINGS["fsdp2"])
