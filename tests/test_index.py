@@ -62,21 +62,9 @@ def test_an_index_of_other_passages_parameters_or_version_is_refused(folder, mon
     refused(folder, told)
 
 
-@pytest.mark.parametrize(
-    ("name", "do", "said"),
-    [
-        ("weights.npy", lambda data: data[:-8], "weights.npy has "),
-        ("postings.npy", lambda data: data[:-1] + b"\7", "postings.npy is not what was written"),
-        ("words.json", lambda data: data.replace(b"dog", b"dug"), "words.json is not what was"),
-        ("start.npy", None, "start.npy is missing"),
-        ("manifest.json", None, "it has no manifest.json"),
-        ("manifest.json", lambda data: b"{", "its manifest.json cannot be read"),
-    ],
-)
-def test_an_index_that_is_cut_or_changed_is_refused(folder, name, do, said):
-    path = folder / name
-    path.write_bytes(do(path.read_bytes())) if do else path.unlink()
-    refused(folder, said)
+def test_an_index_that_is_cut_is_refused(folder):
+    (folder / "weights.npy").write_bytes(bytes(90))  # test_checkpoints.py has more faults
+    refused(folder, "weights.npy has 90 bytes")
 
 
 def test_what_is_no_index_or_no_place_for_one_is_refused_and_left_alone(tmp_path):

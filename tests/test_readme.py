@@ -96,6 +96,16 @@ def test_every_command_has_only_flags_that_its_file_knows(name):
         assert asked <= known, f"{name} {subcommand}: {', '.join(sorted(asked - known))}"
 
 
+@pytest.mark.parametrize("recipe", papers.RECIPES)
+def test_the_line_for_eight_gpus_fits_for_every_recipe_by_our_own_plan(recipe, capsys):
+    (line,) = (line for line in README.splitlines() if line.startswith("| 8 GPUs"))
+    ((module, words),) = [(name, words) for name, words in commands_in(line) if "plan" in name]
+    assert line.count("--gradient_checkpointing") == 2  # it trains as the plan says
+    importlib.import_module(module).main(words.replace("NAME", recipe).split())
+    assert "weights in 8 parts" in (output := capsys.readouterr().out)
+    assert "\nfits in " in output
+
+
 def test_every_file_is_in_the_reading_order():
     order = README.split("## Reading order")[1].split("## Notation")[0]
     listed = set(re.findall(r"\b(\w+\.py)\b", order.split("```")[1]))
