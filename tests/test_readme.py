@@ -74,6 +74,7 @@ def help_text(name, subcommand):
 def test_the_readme_has_a_command_for_every_recipe_and_each_is_one_that_can_run():
     given = [arguments.split() for name, arguments in COMMANDS if name == "train"]
     given = [words for words in given if words not in (["..."], ["--help"])]
+    given = [words for words in given if "http://127.0.0.1:8000" not in words]  # of --engine
     trained = [its for words in given for its in settings.parse_stages(words)]
     assert {its.recipe for its in trained} == set(papers.RECIPES)
     assert {its.algorithm for its in trained} >= {"ppo", "grpo", "dapo", "reinforce_pp"}
@@ -102,8 +103,7 @@ def test_the_line_for_eight_gpus_fits_for_every_recipe_by_our_own_plan(recipe, c
     ((module, words),) = [(name, words) for name, words in commands_in(line) if "plan" in name]
     assert line.count("--gradient_checkpointing") == 2  # it trains as the plan says
     importlib.import_module(module).main(words.replace("NAME", recipe).split())
-    assert "weights in 8 parts" in (output := capsys.readouterr().out)
-    assert "\nfits in " in output
+    assert "\nfits in " in capsys.readouterr().out
 
 
 def test_every_file_is_in_the_reading_order():

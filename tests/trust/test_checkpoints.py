@@ -174,8 +174,6 @@ def large(run, monkeypatch):
     [
         pytest.param(cut, WEIGHTS, "model.safetensors has", 2, marks=fault(22)),
         pytest.param(headless, WEIGHTS, "model.safetensors is not what was written", 2),
-        pytest.param(nan_weight, WEIGHTS, "", 4, marks=fault(26)),
-        pytest.param(cut, STATE, "trainer.pt has", 2, marks=fault(27)),
         pytest.param(nan_moments, STATE, "", 4, marks=fault(32)),
     ],
 )
