@@ -45,11 +45,11 @@ def informative_groups(correct: Tensor, group_size: int) -> Tensor:
 
 
 def trained_mask(batch) -> Tensor:
-    """response_mask [B, T] without the overlong trajectories."""
+    """ppo.trained_tokens [B, T] without the overlong trajectories."""
+    mask = ppo.trained_tokens(batch)  # [B, T]
     if batch.overlong is None:
-        return batch.response_mask
-    kept = ~batch.overlong[:, None]  # [B, 1]
-    return ppo.model_only(batch.response_mask, kept)  # [B, T]  departure 4
+        return mask
+    return ppo.model_only(mask, ~batch.overlong[:, None])  # [B, T]  departure 4
 
 
 # ------------------------------------------------------------------------------------ the interface

@@ -382,6 +382,7 @@ class Batch:
     values: torch.Tensor | None = None  # [B, T]  the critic's, of the state before tokens[:, t + 1]
     returns: torch.Tensor | None = None  # [B, T]  what the critic shall learn
     sampled_logprobs: torch.Tensor | None = None  # [B, T]  None once the weights have moved
+    mismatch_weights: torch.Tensor | None = None  # [B, T]  0: that token's policy term is rejected
     logprobs: torch.Tensor | None = None  # [B, T]  the policy's in its update, kept to be looked at
 
     def __len__(self) -> int:

@@ -12,10 +12,14 @@
     "sequence" (GRPO, UR² eq. 3)    1 / (model tokens of the trajectory) / (trajectories with any)
     "token" (DAPO; the critic)      1 / (model tokens of the whole batch)
 
+    ρ = π_old(a) / μ(a), where μ, which sampled, is not π_old: a bf16 copy, int8 weights, a server
+    loss = w · loss, w of `mismatch_weights`; the KL and the critic's loss are not weighted
+
 Source: Schulman et al. 2017 eq. 7 (one ε), 2015 for GAE eq. 16; DAPO (two, "clip-higher"); Ye et
 al. 2020 (dual clip). GRPO, DAPO and REINFORCE++ share surrogate, weights and loss. GAE steps from
 model token to model token; the critic reads the documents between them.
-Left out: a body shared with the critic, an entropy bonus, a second epoch, early stops, scaling.
+Left out: a body shared with the critic, an entropy bonus, a second epoch, early stops, scaling; and
+verl's other cure for μ, which takes μ itself for π_old ("bypass") and clips the ratio to it.
 """
 
 from dataclasses import dataclass
@@ -30,6 +34,15 @@ from scale.packing import hidden_states
 Stats = dict[str, Tensor]  # name -> [B, T]
 EPSILON = 1e-6
 VALUE_CLIP = 0.2  # as far may a value move from its old one, as the policy's ratio from 1
+# Correction -> the least and the largest ρ that it takes as it is, and the weight of any other:
+# the bounds of verl's presets; for sequence_mask that of TRL's default.
+MISMATCH = {
+    "token": (0.0, 2.0, 2.0),
+    "sequence": (0.0, 2.0, 2.0),
+    "mask": (0.5, 2.0, 0.0),
+    "sequence_mask": (0.0, 3.0, 0.0),
+    "row": (0.999, 1.001, 0.0),
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,14 @@ class PPOSettings:
     clip_high: float = setting(0.2, "and above 1 + this", least=0)
     loss_aggregation: str = setting(
         "sequence", "mean per trajectory first, or over all tokens", one_of=("sequence", "token")
+    )
+    mismatch: str = setting(
+        "auto",
+        "how the policy's loss is weighted where it was sampled with other log-probs, ρ the ratio: "
+        "token and sequence hold ρ, a token's or a row's product, at 2; mask drops tokens beyond "
+        "1/2 and 2, sequence_mask rows above 3, row those whose mean is 0.1 % off; auto is token "
+        "where another precision or engine samples, and none elsewhere",
+        one_of=("auto", "none", *MISMATCH),
     )
     gae_lambda: float = setting(1.0, "PPO: GAE's λ", least=0, most=1)
     critic_lr: float = setting(1e-5, "PPO: learning rate of the critic", above=0)
@@ -70,6 +91,55 @@ def clipped_surrogate(
         loss = torch.where(over, bound, loss)  # [B, T]
         clipped = clipped | over  # [B, T]
     return loss, {"ratio": ratio.detach(), "clipped": clipped}
+
+
+# ---------------------------------------------------------------- where the sampler is not π_old
+def mismatch_weights(batch, mode: str) -> Tensor:
+    """w [B, T], without a gradient: what each token's policy term is multiplied by, C the bound.
+
+    token           w = min(ρ_t, C)                           biased; its variance is small
+    sequence        w = min(Π ρ_t, C)                         unbiased as C grows
+    mask            w = ρ_t if 1/C ≤ ρ_t ≤ C, else 0
+    sequence_mask   w = Π ρ_t if Π ρ_t ≤ C, else 0            unbiased as C grows
+    row             w = 1 if 0.999 ≤ (Π ρ_t)^(1/T) ≤ 1.001, else 0; T: the row's model tokens
+
+    A masked token has w = 1 and ρ = 1, and log ρ is held to ±20. Worked: a row with ρ 0.8, 4 and a
+    masked token; the product is 3.2, its root 1.79: token [0.8, 2, 1], sequence [2, 2, 1], mask
+    [0.8, 0, 1], sequence_mask and row [0, 0, 1].
+    Source: verl's rollout correction, with token_k1 and seq_mean_k1 for mask and row, whose bounds
+    are on 1/ρ; TRL's four modes, which are the first four.
+    """
+    (lowest, highest, other), mask = MISMATCH[mode], batch.response_mask.bool()
+    log_ratio = model_only(batch.old_logprobs - batch.sampled_logprobs, mask)  # [B, T]
+    if mode not in ("token", "mask"):
+        log_ratio = log_ratio.sum(1, keepdim=True)  # [B, 1]
+    if mode == "row":
+        log_ratio = log_ratio / mask.sum(1, keepdim=True)  # [B, 1]  no model token: NaN, not read
+    ratio = log_ratio.detach().clamp(-20, 20).exp()  # [B, T] or [B, 1]
+    beyond = (ratio < lowest) | (ratio > highest)  # [B, T] or [B, 1]
+    weights = torch.where(beyond, other, 1.0 if mode == "row" else ratio)  # [B, T] or [B, 1]
+    return torch.where(mask, weights, 1.0)  # [B, T]
+
+
+def trained_tokens(batch) -> Tensor:
+    """response_mask [B, T] without the tokens that a weight of 0 rejects. As in verl they are in no
+    denominator; TRL keeps them there.
+    """
+    if batch.mismatch_weights is None:
+        return batch.response_mask
+    return model_only(batch.response_mask, batch.mismatch_weights > 0)
+
+
+def mismatch_stats(batch, mode: str) -> dict[str, float]:
+    """Over the n model tokens: mismatch_ess, their effective share (Σ w)² / (n Σ w²), which is 1 if
+    all weigh the same; and mismatch_cut, the share whose ρ was beyond a bound.
+
+    Worked, token: w [2, 1, 0.5] on model tokens: 3.5² / (3 · 5.25) = 0.7778; 1/3.
+    """
+    weights = batch.mismatch_weights[batch.response_mask.bool()]  # [n]
+    share = weights.mean().square() / weights.square().mean().clamp(min=EPSILON)
+    cut = (weights == MISMATCH[mode][-1]).float().mean()
+    return {"mismatch_ess": share.item(), "mismatch_cut": cut.item()}
 
 
 # -------------------------------------------------------------------------------------- aggregation
@@ -238,7 +308,7 @@ def compute_advantages(batch, settings) -> Tensor:
 def compute_token_weights(batch, settings) -> Tensor:
     """On the global batch of one update. Their sum is 1."""
     weigh = {"sequence": sequence_weights, "token": token_weights}[settings.loss_aggregation]
-    return weigh(batch.response_mask)  # [B, T]
+    return weigh(trained_tokens(batch))  # [B, T]
 
 
 def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
@@ -250,6 +320,8 @@ def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
     loss, stats = clipped_surrogate(
         logprobs, old_logprobs, advantages, settings.clip_low, settings.clip_high
     )
+    if batch.mismatch_weights is not None:
+        loss = loss * batch.mismatch_weights  # [B, T]
     stats["kl_old"] = kl.k3(old_logprobs, logprobs.detach())  # [B, T]  the way from the sampler
     # Where is the KL? Here, for k2 and k3; k1 is in the reward; with kl_coef 0 it is nowhere.
     coefficient = kl.coefficient(settings, "loss")

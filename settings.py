@@ -143,6 +143,8 @@ def unread(settings: Settings, training: bool) -> dict[str, str]:
             found |= dict.fromkeys(names, f"only --algorithm {algorithm} reads it")
     if settings.algorithm == "dapo" and settings.loss_aggregation != "token":
         found["loss_aggregation"] = "dapo weighs every token alike"
+    if not settings.mask_documents:
+        found["mismatch"] = "documents were not sampled, so with --mask_documents false none does"
     if not settings.kl_coef:
         found["kl_estimator"] = "with --kl_coef 0 there is no KL"
     asked = needs(settings) | ({"verdict"} if settings.algorithm == "dapo" else set())

@@ -79,14 +79,17 @@ def train(settings: Settings) -> Path:
         if sampled.kept:
             batch = prepare(parts, sampled, step)  # [B, L]
             results = []
-            for number, rows in enumerate(shuffled_updates(step, len(batch), settings)):
+            updates = shuffled_updates(step, len(batch), settings)
+            for number, rows in enumerate(updates):
                 lr = set_lr(parts, step, number)
                 part = batch_of_update(parts, batch, rows, number)
                 result = update(parts, part) | {"lr": lr}  # the critic's too
                 run.check_finite(result, step, part, sampled.of(rows))
                 results.append(result)
                 keep_numbers(parts.accelerator, batch, rows, part)
-            record |= merged(results, mean) | foresight(batch)
+            record |= merged(results, mean) | foresight(batch) | likelihood_later(batch, updates[0])
+            if parts.mismatch != "none":
+                record |= ppo.mismatch_stats(batch, parts.mismatch)
         record["update_seconds"] = time.perf_counter() - start
         record |= evaluate(parts, step)
         run.log(record, sampled, batch, parts.environment)
@@ -194,8 +197,10 @@ def prepare(parts: Parts, sampled: Sampled, step: int) -> Batch:
     batch.overlong = torch.tensor(overlong)  # [B]  cut off before it answered
     if not settings.mask_documents:
         unmask_documents(batch, trajectories)
-    if parts.recompute:
-        batch.old_logprobs = old_logprobs(parts, batch, step)  # [B, T]
+    if parts.recompute:  # under bf16, sampling and scoring round differently
+        batch.old_logprobs = score(parts, parts.policy, batch)  # [B, T]
+    if parts.mismatch != "none":  # before an update is cut: rejected tokens weigh nothing in it
+        batch.mismatch_weights = ppo.mismatch_weights(batch, parts.mismatch)  # [B, T]
     if settings.kl_coef:
         batch.ref_logprobs = score_reference(parts, batch)  # [B, T]
     if parts.critic is not None:  # once: advantages, returns and clips all start from these
@@ -212,23 +217,6 @@ def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
         first = len(t.prompt_ids) - 1  # the column of the first response token
         batch.response_mask[row, first : len(t.ids) - 1] = 1.0
     batch.sampled_logprobs = None  # documents have none
-
-
-def old_logprobs(parts: Parts, batch: Batch, step: int) -> torch.Tensor:
-    """π_old's log-probs [B, T], scored again: under bf16 sampling and scoring round differently.
-
-    The first update takes them from its own forward pass (`batch_of_update`): only the later ones'
-    rows cost a scoring pass. A KL in the reward needs them all.
-    """
-    if parts.settings.kl_coef and parts.settings.kl_estimator == "k1":
-        return score(parts, parts.policy, batch)  # [B, T]
-    _, *later = shuffled_updates(step, len(batch), parts.settings)
-    scored = batch.old_logprobs.clone()  # [B, T]
-    if later:
-        rows = torch.cat(later)  # [n]
-        found = score(parts, parts.policy, batch.rows(rows))  # [n, t]
-        scored[rows, : found.shape[1]] = found
-    return scored
 
 
 def shuffled_updates(step: int, count: int, settings: Settings) -> tuple[torch.Tensor, ...]:
@@ -256,7 +244,7 @@ def set_lr(parts: Parts, step: int, number: int) -> float:
 
 def batch_of_update(parts: Parts, batch: Batch, rows: torch.Tensor, number: int) -> Batch:
     """The rows of one update. In a step's first one π is still π_old: sampling can be compared with
-    scoring, and what is scored again comes from the update's own forward pass.
+    scoring, and what is scored again comes from the update's own forward pass: the ratio is 1.
     """
     part = batch.rows(rows)
     if number:
@@ -301,6 +289,22 @@ def foresight(batch: Batch) -> Record:
         return {}
     explained = ppo.explained_variance(batch.values, batch.returns, batch.response_mask)
     return {"explained_variance": explained}
+
+
+def likelihood_later(batch: Batch, first: torch.Tensor) -> Record:
+    """Have answers that earn more than their baseline become likelier by the updates before their
+    own? Of rows that are not in the step's first update [n], the mean over those with A > 0 of
+    Σ_t (log π − log π_old) over model tokens; A of a row is the sum over its tokens.
+
+    Worked: A [1, 1], [−1, −1], [2, 2]; log π − log π_old [0, 0], [5, 5], [0.2, −0.1]; the first
+    update has row 0: 0.1.
+    At or below 0 it is the "lazy likelihood displacement" that comes before a collapse (Deng et al.
+    2026, arXiv 2512.04220). It is only logged, and no term of a loss.
+    """
+    change = (batch.logprobs - batch.old_logprobs).sum(1)  # [B]  both are 0 on masked tokens
+    better = batch.advantages.sum(1) > 0  # [B]
+    better[first] = False  # nothing has moved yet
+    return {"likelihood_later": change[better].mean().item()} if better.any() else {}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -58,6 +58,7 @@ class Parts:
     model: torch.nn.Module  # what an update calls: the policy, or what spreads it over processes
     optimizer: torch.optim.Optimizer
     recompute: bool  # are π_old's log-probs scored again? Else they are as sampled
+    mismatch: str = "none"  # --mismatch, with "auto" decided
     reference: Policy | None = None
     critic: ppo.Critic | None = None
     critic_model: torch.nn.Module | None = None

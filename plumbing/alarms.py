@@ -36,27 +36,36 @@ SAID = {
     "reward_hacked": "the reward rises and exact match falls: which of its terms pays for what?",
     "reward_size": "a reward is in the thousands and drowns all others: which term pays so much?",
     "logprob_gap": "log-probs differ from the sampled ones: try --engine hf, --sampling_copy none",
+    "mismatch_cut": "most tokens are beyond --mismatch's bounds: the sampler is another policy",
+    "likelihood": "right answers do not become likelier: lower --lr, before the rewards fall too",
     "kl_spike": "the KL is ten times what it was: lower --lr, or give it an --lr_warmup",
     "grad_spike": "the gradient is ten times what it was: look at the step, or lower --lr",
 }
 # Alarms that are raised when the figure of the same name is above a limit.
-ABOVE = {"cut_off": 0.5, "repetition": 0.1, "malformed_tags": 0.5, "logprob_gap": 0.1}
-AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size")  # in one step
+ABOVE = {"cut_off": 0.5, "repetition": 0.1, "malformed_tags": 0.5, "mismatch_cut": 0.5}
+# In one step: those that look at the steps before it themselves, or need not.
+AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size", "likelihood")
 
 
 def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
     """Those that the newest of a run's records raises, and none before it did."""
     told = {name for record in records for name in record.get("alarms", ())}
     ends = range(max(1, len(records) - patience + 1), len(records) + 1)
-    found = [{*holding(records[max(0, end - WINDOW - 1) : end], settings)} for end in ends]
+    gap = records[0].get("logprob_gap", 1.0)
+    found = [{*holding(records[max(0, end - WINDOW - 1) : end], settings, gap)} for end in ends]
     lasting = set.intersection(*found) if len(found) >= patience else set()
     due = (lasting | found[-1].intersection(AT_ONCE)) - told
     return {name: said for name, said in SAID.items() if name in due}
 
 
-def holding(records: list[dict], s: Settings) -> Iterator[str]:
+def holding(records: list[dict], s: Settings, gap: float) -> Iterator[str]:
     """Yields the alarms that the newest record raises. A figure that it lacks counts as 0, except
     the recall of gold answers. Stage 1 need not reward answers, so `reward_hacked` asks for it.
+
+    gap: step 0's logprob_gap, 1 if it has none. Where the sampler is corrected for, because its
+    precision or engine is another, the limit is three times that, from 1e-3 to 0.1: 0.03 after
+    0.01. Elsewhere both compute in fp32, and the limit is 1e-3. A gap shows another arithmetic, not
+    how old the weights are that sampled: a few updates move it as little as bf16 does.
     """
     r = defaultdict(float, records[-1])
     third = (r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]) / 3
@@ -64,6 +73,10 @@ def holding(records: list[dict], s: Settings) -> Iterator[str]:
     may_search = s.retrieval and not s.direct_tasks and s.max_searches > 0
     (longer, sure), (_, better) = shift(records, "thinking_words"), shift(records, "em")
     yield from (name for name, limit in ABOVE.items() if r[name] > limit)
+    if r["logprob_gap"] > (median([1e-3, 3 * gap, 0.1]) if "mismatch_ess" in r else 1e-3):
+        yield "logprob_gap"
+    if sum(row.get("likelihood_later", 1) <= 0 for row in records[-WINDOW:]) == WINDOW:
+        yield "likelihood"
     if r["skipped"] or (grouped and r["frac_reward_zero_std"] == 1):
         yield "equal_groups"
     if may_search and r["searched"] + r["refused"] == 0:

@@ -335,8 +335,11 @@ def build_parts(settings: Settings) -> Parts:
         hint_at_summaries(settings)
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or not settings.mask_documents
+    mismatch = settings.mismatch
+    if mismatch == "auto":  # documents that are trained on were not sampled: they have no ρ
+        mismatch = "token" if recompute and settings.mask_documents else "none"
     reference = load_reference(settings, device)
-    parts = Parts(settings, accelerator, policy, policy, None, recompute, reference)
+    parts = Parts(settings, accelerator, policy, policy, None, recompute, mismatch, reference)
     parts.stream, parts.environment, parts.scorer = stream, environment, scorer
     parts.held_out = held_out
     parts.play, parts.sampler = play_of(settings), lambda: to_sample_with(policy, copies)

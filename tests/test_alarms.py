@@ -27,6 +27,7 @@ HEALTHY = {"frac_reward_zero_std": 0.5, "searched": 0.5, "searches": 1.0, "refus
 HEALTHY |= {"repeated": 0.1, "documents_seen": 0.1, "gold_recall": 0.6, "search_errors": 0.01}
 HEALTHY |= {"search_seconds": 1.0, "rollout_seconds": 9.0, "cut_off": 0.1, "repetition": 0.01}
 HEALTHY |= {"malformed_tags": 0.05, "thinking_words": 80.0, "reward": 1.0, "reward/answer": 0.5}
+HEALTHY |= {"mismatch_ess": 0.99, "mismatch_cut": 0.01, "likelihood_later": 0.1}
 HEALTHY |= {"em": 0.3, "logprob_gap": 0.01, "k3": 0.02, "kl_old": 1e-3, "grad_norm": 0.5}
 NEVER = {"searched": 0.0, "searches": 0.0, "refused": 0.0, "repeated": 0.0}
 
@@ -70,6 +71,7 @@ LASTING = {
     "repetition": {"repetition": 0.2},
     "malformed_tags": {"malformed_tags": 0.6},
     "logprob_gap": {"logprob_gap": 0.2},
+    "mismatch_cut": {"mismatch_cut": 0.6},
 }
 
 
@@ -103,6 +105,35 @@ def test_a_reward_in_the_thousands_is_raised_at_once_also_in_a_single_term():
         assert raised(rows) == {2: ["reward_size"]}
 
 
+def gaps(first: float, later: float, **changes) -> dict:
+    """The alarms of a run in which step 0 has one gap to its sampler and the others another."""
+    rows = healthy(5, logprob_gap=later, **changes)
+    rows[0]["logprob_gap"] = first
+    return raised(rows)
+
+
+def test_the_limit_of_the_gap_is_that_of_the_precision():
+    # Corrected for, in bf16: three times step 0's own, from 0.001 to 0.1.
+    assert gaps(0.01, 0.029) == {} and gaps(0.01, 0.031) == {3: ["logprob_gap"]}
+    assert gaps(1e-5, 9e-4) == {} and gaps(1e-5, 1.1e-3) == {3: ["logprob_gap"]}
+    assert gaps(0.09, 0.09) == {} and gaps(0.12, 0.12) == {2: ["logprob_gap"]}
+    fp32 = [{k: v for k, v in row.items() if "mismatch" not in k} for row in healthy(4)]
+    assert raised([row | {"logprob_gap": 9e-4} for row in fp32]) == {}
+    stale = [row | {"logprob_gap": 0.02} for row in fp32]  # of weights that are a few updates old
+    assert raised(stale) == {2: ["logprob_gap"]}
+
+
+def test_ten_steps_in_which_better_answers_do_not_become_likelier_are_raised_at_once():
+    rows = healthy(14)
+    for row in rows[2:12]:
+        row["likelihood_later"] = 0.0  # to stand still counts
+    assert raised(rows) == {11: ["likelihood"]}
+    rows[6]["likelihood_later"] = 1e-6
+    assert raised(rows) == {}
+    del rows[6]["likelihood_later"]  # of equal rewards only: such a step says nothing
+    assert raised(rows) == {}
+
+
 def test_halves_of_the_last_ten_steps_are_compared_in_standard_errors():
     rows = [{"em": x} for x in (9, 1, 3, 1, 3, 2, 4, 6, 4, 6, 5)]
     # the last ten: means 2 and 5, variances 1 and 1, so 3 / sqrt(2 / 5)
@@ -124,7 +155,7 @@ def test_thinking_that_grows_is_raised_unless_answers_are_better_for_it():
 
 
 def test_every_alarm_is_provoked_here_and_a_healthy_run_raises_none():
-    others = {"kl_spike", "grad_spike", "reward_hacked", "length", "reward_size"}
+    others = {"kl_spike", "grad_spike", "reward_hacked", "length", "reward_size", "likelihood"}
     assert set(LASTING) | others == set(SAID) and not set(LASTING) & others
     assert raised(healthy(40)) == {}
     # an earlier version's records, and those of a protocol that searches nothing

@@ -32,6 +32,7 @@ def make_batch(rewards=(1.0, 0.0, 1.0, 0.0), mask=MASK, ref=True, seed=0):
         response_mask=mask.clone(),
         old_logprobs=old,
         ref_logprobs=ref_logprobs if ref else None,
+        mismatch_weights=None,
         rewards=torch.tensor(rewards),
         group_size=2,
         advantages=torch.zeros(rows, columns),

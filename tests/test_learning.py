@@ -1,12 +1,15 @@
 """The built-in world is learned: warm-up, stage 1 and stage 2 as `make train` runs them, on a world
-of its own.
+of its own. And stage 1 with a sampler that is behind, and with too large a learning rate.
 
 Bounds are those of the project's figures, held on 40 questions a kind: looser where sampling noise
 needs it.
 """
 
-from collections import Counter
+import contextlib
+import copy
+from collections import Counter, deque
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from conftest import rows_of
@@ -112,3 +115,63 @@ def test_difficulty_decides_which_questions_may_search_from_start_to_end(scores,
     sums = [question for question in pool if question.kind == "arithmetic"]
     assert {q.level for q in sums if not q.may_search} <= {"medium", "easy"}
     assert 0 < sum(not q.may_search for q in pool) == sum(q.level != "hard" for q in sums)
+
+
+# ---------------------------------------------------------- a sampler that is behind, a collapse
+
+
+def sampler_behind(parts, rollouts: int):
+    """In place of parts.sampler: the policy as it was so many rollouts before."""
+    kept = deque(maxlen=rollouts + 1)
+
+    @contextlib.contextmanager
+    def sampler():
+        kept.append(copy.deepcopy(parts.policy).requires_grad_(False))
+        yield kept[0]
+
+    return sampler
+
+
+@pytest.fixture
+def learned(common, monkeypatch):
+    """learned(flags, behind) -> (rows of metrics of stage 1, reward of samples of the policy that
+    it made). The sampler is so many rollouts behind; each is followed by two updates.
+    """
+
+    def learn(more: str, behind: int = 0) -> tuple[list[dict], float]:
+        name = more.replace(" ", "") + str(behind)
+        parts = build_parts(parse(f"{common} --stage 1 --seed 1 --name {name} {more}".split()))
+        fresh = parts.sampler
+        if behind:  # π_old is then another policy than the one that sampled
+            parts.sampler, parts.recompute = sampler_behind(parts, behind), True
+        monkeypatch.setattr(train, "build_parts", lambda settings: parts)
+        rows = rows_of(train.train(parts.settings))
+        parts.sampler = fresh
+        return rows, fmean(fmean(train.collect(parts, step).rewards) for step in range(900, 904))
+
+    return learn
+
+
+def alarms_of(rows: list[dict]) -> set[str]:
+    return {name for row in rows for name in row.get("alarms", ())}
+
+
+def test_with_the_correction_a_sampler_that_is_four_updates_behind_teaches_as_a_fresh_one(learned):
+    fast = "--lr 1e-3 --steps 12"  # at 3e-4 four updates are too little to tell
+    rows, fresh = learned(fast)
+    plain_rows, plain = learned(f"{fast} --mismatch none", behind=2)
+    corrected_rows, corrected = learned(f"{fast} --mismatch token", behind=2)
+    print(f"reward: fresh {fresh:.2f}, behind {plain:.2f}, corrected {corrected:.2f}")
+    assert fresh - 0.25 < corrected and plain < corrected - 0.15
+    gaps = [row["logprob_gap"] for row in plain_rows[1:]]
+    assert 0.01 < min(gaps) and max(row["logprob_gap"] for row in rows) < 1e-4
+    assert "logprob_gap" in alarms_of(plain_rows) & alarms_of(corrected_rows) - alarms_of(rows)
+    assert all(0.5 < row["mismatch_ess"] < 1 for row in corrected_rows[1:])
+
+
+def test_a_run_that_collapses_says_so_by_the_likelihood_of_better_answers(learned):
+    rows, _ = learned("--lr 3e-3 --steps 20")  # ten times its own
+    print([round(row["likelihood_later"], 2) for row in rows], [row["em"] for row in rows])
+    assert "likelihood" in alarms_of(rows)
+    assert fmean(row["em"] for row in rows[-4:]) < max(row["em"] for row in rows) / 2
+    assert all(row["likelihood_later"] > 0 for row in learned("--steps 4")[0])

@@ -29,6 +29,7 @@ def make_batch(rewards, mask, old=None, ref=None, group_size=2):
         group_size=group_size,
         old_logprobs=torch.zeros_like(mask) if old is None else torch.tensor(old),
         ref_logprobs=None if ref is None else torch.tensor(ref),
+        mismatch_weights=None,
     )
 
 
