@@ -51,21 +51,20 @@ def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) ->
     """Those that the newest of a run's records raises, and none before it did."""
     told = {name for record in records for name in record.get("alarms", ())}
     ends = range(max(1, len(records) - patience + 1), len(records) + 1)
-    gap = records[0].get("logprob_gap", 1.0)
-    found = [{*holding(records[max(0, end - WINDOW - 1) : end], settings, gap)} for end in ends]
+    found = [{*holding(records[:end], settings)} for end in ends]
     lasting = set.intersection(*found) if len(found) >= patience else set()
     due = (lasting | found[-1].intersection(AT_ONCE)) - told
     return {name: said for name, said in SAID.items() if name in due}
 
 
-def holding(records: list[dict], s: Settings, gap: float) -> Iterator[str]:
+def holding(records: list[dict], s: Settings) -> Iterator[str]:
     """Yields the alarms that the newest record raises. A figure that it lacks counts as 0, except
     the recall of gold answers. Stage 1 need not reward answers, so `reward_hacked` asks for it.
 
-    gap: step 0's logprob_gap, 1 if it has none. Where the sampler is corrected for, because its
-    precision or engine is another, the limit is three times that, from 1e-3 to 0.1: 0.03 after
-    0.01. Elsewhere both compute in fp32, and the limit is 1e-3. A gap shows another arithmetic, not
-    how old the weights are that sampled: a few updates move it as little as bf16 does.
+    The limit of logprob_gap: where the sampler is corrected for, because its precision or engine is
+    another, it is three times the gap of step 0, but from 1e-3 to 0.1: 0.03 after 0.01. Elsewhere
+    both compute in fp32, and it is 1e-3. A gap shows another arithmetic, not how old the weights
+    are that sampled: a few updates move it as little as bf16 does.
     """
     r = defaultdict(float, records[-1])
     third = (r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]) / 3
@@ -73,9 +72,12 @@ def holding(records: list[dict], s: Settings, gap: float) -> Iterator[str]:
     may_search = s.retrieval and not s.direct_tasks and s.max_searches > 0
     (longer, sure), (_, better) = shift(records, "thinking_words"), shift(records, "em")
     yield from (name for name, limit in ABOVE.items() if r[name] > limit)
-    if r["logprob_gap"] > (median([1e-3, 3 * gap, 0.1]) if "mismatch_ess" in r else 1e-3):
+    bf16 = median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1])
+    if r["logprob_gap"] > (bf16 if "mismatch_ess" in r else 1e-3):
         yield "logprob_gap"
-    if sum(row.get("likelihood_later", 1) <= 0 for row in records[-WINDOW:]) == WINDOW:
+    # A step whose rewards are all equal has no figure: it stands still.
+    still = sum(row.get("likelihood_later", 0) <= 0 for row in records[-WINDOW:])
+    if still == WINDOW and "likelihood_later" in r:
         yield "likelihood"
     if r["skipped"] or (grouped and r["frac_reward_zero_std"] == 1):
         yield "equal_groups"

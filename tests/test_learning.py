@@ -120,58 +120,38 @@ def test_difficulty_decides_which_questions_may_search_from_start_to_end(scores,
 # ---------------------------------------------------------- a sampler that is behind, a collapse
 
 
-def sampler_behind(parts, rollouts: int):
-    """In place of parts.sampler: the policy as it was so many rollouts before."""
-    kept = deque(maxlen=rollouts + 1)
+def stage_1(common, monkeypatch, more: str, behind: int = 0) -> tuple[list[dict], float]:
+    """(records of the run, reward of samples of the policy that it made). The sampler is so many
+    rollouts behind, each of which is followed by two updates.
+    """
+    parts = build_parts(parse(f"{common} --stage 1 --seed 1 --name other {more}".split()))
+    fresh, kept = parts.sampler, deque(maxlen=behind + 1)
 
     @contextlib.contextmanager
     def sampler():
-        kept.append(copy.deepcopy(parts.policy).requires_grad_(False))
+        kept.append(copy.deepcopy(parts.policy))
         yield kept[0]
 
-    return sampler
+    parts.sampler, parts.recompute = sampler, behind > 0
+    monkeypatch.setattr(train, "build_parts", lambda _: parts)
+    rows = rows_of(train.train(parts.settings))
+    parts.sampler = fresh
+    return rows, fmean(fmean(train.collect(parts, step).rewards) for step in range(900, 904))
 
 
-@pytest.fixture
-def learned(common, monkeypatch):
-    """learned(flags, behind) -> (rows of metrics of stage 1, reward of samples of the policy that
-    it made). The sampler is so many rollouts behind; each is followed by two updates.
-    """
-
-    def learn(more: str, behind: int = 0) -> tuple[list[dict], float]:
-        name = more.replace(" ", "") + str(behind)
-        parts = build_parts(parse(f"{common} --stage 1 --seed 1 --name {name} {more}".split()))
-        fresh = parts.sampler
-        if behind:  # π_old is then another policy than the one that sampled
-            parts.sampler, parts.recompute = sampler_behind(parts, behind), True
-        monkeypatch.setattr(train, "build_parts", lambda settings: parts)
-        rows = rows_of(train.train(parts.settings))
-        parts.sampler = fresh
-        return rows, fmean(fmean(train.collect(parts, step).rewards) for step in range(900, 904))
-
-    return learn
-
-
-def alarms_of(rows: list[dict]) -> set[str]:
-    return {name for row in rows for name in row.get("alarms", ())}
-
-
-def test_with_the_correction_a_sampler_that_is_four_updates_behind_teaches_as_a_fresh_one(learned):
-    fast = "--lr 1e-3 --steps 12"  # at 3e-4 four updates are too little to tell
-    rows, fresh = learned(fast)
-    plain_rows, plain = learned(f"{fast} --mismatch none", behind=2)
-    corrected_rows, corrected = learned(f"{fast} --mismatch token", behind=2)
+def test_a_sampler_four_updates_behind_teaches_as_a_fresh_one_if_it_is_corrected_for(
+    common, monkeypatch
+):
+    fast = "--lr 1e-3 --mismatch"  # at 3e-4 four updates are too little to tell
+    _, fresh = stage_1(common, monkeypatch, f"{fast} none")
+    rows, plain = stage_1(common, monkeypatch, f"{fast} none", 2)
+    _, corrected = stage_1(common, monkeypatch, f"{fast} token", 2)
     print(f"reward: fresh {fresh:.2f}, behind {plain:.2f}, corrected {corrected:.2f}")
     assert fresh - 0.25 < corrected and plain < corrected - 0.15
-    gaps = [row["logprob_gap"] for row in plain_rows[1:]]
-    assert 0.01 < min(gaps) and max(row["logprob_gap"] for row in rows) < 1e-4
-    assert "logprob_gap" in alarms_of(plain_rows) & alarms_of(corrected_rows) - alarms_of(rows)
-    assert all(0.5 < row["mismatch_ess"] < 1 for row in corrected_rows[1:])
+    assert any("logprob_gap" in row.get("alarms", ()) for row in rows)
 
 
-def test_a_run_that_collapses_says_so_by_the_likelihood_of_better_answers(learned):
-    rows, _ = learned("--lr 3e-3 --steps 20")  # ten times its own
-    print([round(row["likelihood_later"], 2) for row in rows], [row["em"] for row in rows])
-    assert "likelihood" in alarms_of(rows)
-    assert fmean(row["em"] for row in rows[-4:]) < max(row["em"] for row in rows) / 2
-    assert all(row["likelihood_later"] > 0 for row in learned("--steps 4")[0])
+def test_a_run_that_collapses_says_so_by_the_likelihood_of_better_answers(common, monkeypatch):
+    rows, _ = stage_1(common, monkeypatch, "--lr 3e-3 --steps 20")  # ten times its own
+    assert any("likelihood" in row.get("alarms", ()) for row in rows)
+    assert rows[-1]["em"] < max(row["em"] for row in rows) / 2

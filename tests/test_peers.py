@@ -1,8 +1,11 @@
-"""Against the functions that others use, where they are installed: pip install --no-deps verl, and
-pip install rouge-score. Nothing of verl is loaded but the file with its formulas.
+"""Against the functions that others use, where they are installed: pip install --no-deps verl trl,
+and pip install rouge-score. Nothing of verl is loaded but the files with its formulas, and of TRL
+one statement is run.
 """
 
+import ast
 import importlib.util
+import math
 import random
 import sys
 from pathlib import Path
@@ -19,6 +22,7 @@ import reinforce_pp
 from metrics import summary_scores
 
 FOUND = importlib.util.find_spec("verl")
+TRL = importlib.util.find_spec("trl")
 needs_verl = pytest.mark.skipif(FOUND is None, reason="needs verl (pip install --no-deps verl)")
 STUBS = {  # what that file imports, and its formulas do not call
     "omegaconf": ["DictConfig"],
@@ -31,13 +35,17 @@ STUBS = {  # what that file imports, and its formulas do not call
     "verl.trainer.config": ["AlgoConfig"],
     "verl.workers.config": ["ActorConfig"],
     "verl.utils.import_utils": ["deprecated"],
+    "verl.protocol": ["DataProto"],
+    "verl.trainer.config.algorithm": ["RolloutCorrectionConfig"],
+    "verl.workers.config.actor": ["PolicyLossConfig"],
 }
+FILES = "utils.torch_functional", "trainer.ppo.core_algos", "trainer.ppo.rollout_corr_helper"
 EPSILON = 1e-5  # verl divides by the root of (variance + 1e-8), we by (deviation + 1e-6)
 
 
 @pytest.fixture
 def verl(monkeypatch):
-    """Its core_algos."""
+    """Its core_algos and, as `rollout`, its rollout_corr_helper."""
     for name, attributes in STUBS.items():
         module = ModuleType(name)
         for attribute in attributes:
@@ -46,14 +54,15 @@ def verl(monkeypatch):
     sys.modules["verl.utils.import_utils"].deprecated = lambda *_, **__: lambda function: function
     folder = Path(FOUND.submodule_search_locations[0])
     loaded = {}
-    for name in ("utils.torch_functional", "trainer.ppo.core_algos"):
+    for name in FILES:
         path = folder.joinpath(*name.split(".")).with_suffix(".py")
         spec = importlib.util.spec_from_file_location(f"verl.{name}", path)
         loaded[name] = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, loaded[name])
         sys.modules["verl.utils"].torch_functional = loaded["utils.torch_functional"]
         spec.loader.exec_module(loaded[name])
-    return loaded["trainer.ppo.core_algos"]
+    loaded[FILES[1]].rollout = loaded[FILES[2]]
+    return loaded[FILES[1]]
 
 
 @pytest.fixture(params=range(5))
@@ -125,6 +134,59 @@ def test_losses_are_verls(verl, batch, mode, weights):
 def test_kls_are_verls(verl, batch):
     for name, ours in (("k1", kl.k1), ("k2", kl.k2), ("k3", kl.k3), ("abs", kl.k_abs)):
         close(ours(batch.new, batch.ref), verl.kl_penalty(batch.new, batch.ref, name))
+
+
+def our_weights(batch, mode: str, scale: float) -> torch.Tensor:
+    """[64, 50], 0 on masked tokens; the sampler is at this distance from batch.old."""
+    batch.log_ratio = scale * (batch.old - batch.new)
+    batch.old_logprobs, batch.sampled_logprobs = batch.log_ratio, torch.zeros(64, 50)
+    batch.response_mask = batch.mask
+    return ppo.mismatch_weights(batch, mode) * batch.mask
+
+
+@needs_verl
+@pytest.mark.parametrize("scale", [1.0, 0.03])
+def test_weights_for_the_sampler_are_verls(verl, batch, scale):
+    for mode in ("token", "sequence"):
+        ours = our_weights(batch, mode, scale)
+        of_verl = verl.rollout.compute_rollout_correction_weights
+        theirs, _ = of_verl(batch.log_ratio, batch.mask, mode, 2.0)
+        close(ours, theirs, within=1e-6)
+    # Its bounds are on 1 / ρ; what it rejects leaves its mask, and so its denominators.
+    for mode, kind, bounds in (
+        ("mask", "token_k1", "0.5_2.0"),
+        ("row", "seq_mean_k1", f"{1 / 1.001}_{1 / 0.999}"),
+    ):
+        batch.mismatch_weights = our_weights(batch, mode, scale)
+        of_verl = verl.rollout.compute_rollout_rejection_mask
+        kept, _ = of_verl(batch.log_ratio, batch.mask, kind, bounds)
+        assert torch.equal(ppo.trained_tokens(batch), kept)
+
+
+@pytest.mark.skipif(TRL is None, reason="needs trl (pip install --no-deps trl)")
+@pytest.mark.parametrize("scale", [1.0, 0.03])
+@pytest.mark.parametrize(
+    "mode, name, clip_min, clip_max",
+    [
+        ("token", "token_truncate", None, 2.0),
+        ("sequence", "sequence_truncate", None, 2.0),
+        ("mask", "token_mask", 0.5, 2.0),
+        ("sequence_mask", "sequence_mask", None, 3.0),
+    ],
+)
+def test_weights_for_the_sampler_are_those_of_trl(batch, mode, name, clip_min, clip_max, scale):
+    """TRL computes them in a method of 500 lines, of which only this statement is run."""
+    ours, prefix = our_weights(batch, mode, scale), "vllm_importance_sampling_"
+    own = {"mode": name, "clip_min": clip_min, "clip_max": clip_max, "correction": True}
+    trainer = SimpleNamespace(use_vllm=True, **{prefix + key: own[key] for key in own})
+    names = {"self": trainer, "completion_mask": batch.mask, "tool_mask": None, "torch": torch}
+    names |= {"old_per_token_logps": batch.log_ratio, "sampling_per_token_logps": 0.0, "math": math}
+    folder = Path(TRL.submodule_search_locations[0], "trainer")
+    tree, ratio = ast.parse((folder / "grpo_trainer.py").read_text("utf-8")), f"{prefix}ratio"
+    ifs = [n for n in ast.walk(tree) if isinstance(n, ast.If) and f"{ratio} = " in ast.unparse(n)]
+    whole = [n for n in ifs if ast.unparse(n.test).endswith("_correction")]
+    exec(compile(ast.Module(whole[-1:], []), "trl", "exec"), names)
+    close(ours, names[ratio] * batch.mask, within=1e-6)
 
 
 def test_rouge_is_that_of_the_package():

@@ -232,22 +232,6 @@ def test_what_is_trained_is_what_was_sampled_with_the_log_probs_of_a_scoring_pas
         assert parts.environment.tokenizer.decode(ids) == t.model_text
 
 
-def test_all_rows_are_scored_again_and_the_first_update_takes_its_own_forward_pass(built):
-    # 4 rows in 2 updates: π_old of the second's must be known before the first moves anything.
-    parts = built("--trajectories_per_update 2")
-    parts.recompute = True
-    sampled = collect(parts, 0)
-    for t in sampled.trajectories:  # what sampling said is wrong
-        t.logprobs = [-50.0 * mask for mask in t.response_mask]
-    batch = prepare(parts, sampled, 0)
-    scored = score(parts, parts.policy, batch)
-    first, second = shuffled_updates(0, 4, parts.settings)
-    assert torch.equal(batch.old_logprobs, scored) and batch.sampled_logprobs.min() == -50
-    parts_of = [train.batch_of_update(parts, batch, r, i) for i, r in enumerate((first, second))]
-    assert [part.old_logprobs is None for part in parts_of] == [True, False]
-    assert [part.sampled_logprobs is None for part in parts_of] == [False, True]  # for the gap
-
-
 def test_a_kl_in_the_reward_uses_recomputed_logprobs_where_the_rollout_has_none(built):
     # Documents that are trained on have no log-prob from the rollout. In step 0 the reference is
     # the policy: every k1 is 0; with zeros from the rollout it would be −log π_ref.
