@@ -37,8 +37,8 @@ class DapoSettings:
 
 
 def informative_groups(correct: Tensor, group_size: int) -> Tensor:
-    """[B] bool: do right and wrong, or answer rewards, differ in the row's group? Worked, by twos:
-    right, wrong | right, right | wrong, wrong -> True twice, then False.
+    """[B] bool: do right and wrong, or answer rewards, differ in the row's group? NaN is unknown.
+    Worked, by twos: right, wrong | right, right | wrong, NaN -> True twice, then False.
     """
     equal = grpo.equal_rewards(grpo.as_groups(correct, group_size))  # [questions, 1]
     return ~equal.repeat_interleave(group_size)  # [B]  departure 2

@@ -108,12 +108,15 @@ class SearchResult:
 
     text       the one passage that the policy reads (a summary); "" shows `documents`, numbered
     fallback   the summariser found that the query asks for no fact (UR²)
+    error      why the search failed, which is nobody's fault
+    rejected   a server refuses the query for what it is: the search has not failed
     """
 
     documents: list[Document] = field(default_factory=list)
     text: str = ""
     fallback: bool = False
     error: str | None = None
+    rejected: bool = False
     __post_init__ = clean_fields
 
 

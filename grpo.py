@@ -4,6 +4,9 @@
     loss = clipped surrogate(A) + kl_coef · KL        by default the KL is in the loss
     total = mean over the tokens of each trajectory, then over trajectories ("sequence")
 
+A reward of NaN is unknown: a search of that trajectory failed. It is out of its group's mean and
+std; its advantage, and that of a group with fewer than two known rewards, is 0.
+
 Source: DeepSeekMath (Shao et al. 2024) eq. 3 and section 4.1.2. R-Search is this, ARENA this with
 k2 for k3. Departures: a trajectory without a model token is not in the mean; k2 has the ratio.
 Left out: process rewards (section 4.1.3) and the iterative renewal of the reference.
@@ -37,38 +40,43 @@ def as_groups(rewards: Tensor, group_size: int) -> Tensor:
 
 def equal_rewards(groups: Tensor) -> Tensor:
     """[questions, 1] bool: nothing to compare. Within EPSILON: sums in another order may differ."""
-    highest = groups.amax(1, keepdim=True)  # [questions, 1]
-    lowest = groups.amin(1, keepdim=True)  # [questions, 1]
+    highest = groups.nan_to_num(-torch.inf).amax(1, keepdim=True)  # [questions, 1]
+    lowest = groups.nan_to_num(torch.inf).amin(1, keepdim=True)  # [questions, 1]
     return highest - lowest <= EPSILON
 
 
 def group_center(rewards: Tensor, group_size: int) -> Tensor:
-    """r − mean of the group, [B]; exactly 0 in an equal group.
+    """r − mean of the group, [B]; exactly 0 in an equal group and where the reward is unknown.
 
-    Worked: [1, 0, 0.1, 0.1] by twos: [0.5, −0.5, 0, 0].
+    Worked: [1, 0, 0.1, 0.1] by twos: [0.5, −0.5, 0, 0]; [1, NaN, 0, NaN] as one group: mean 0.5
+    -> [0.5, 0, −0.5, 0].
     """
     groups = as_groups(rewards, group_size)  # [questions, G]
-    centered = groups - groups.mean(1, keepdim=True)  # [questions, G]
+    centered = groups - groups.nanmean(1, keepdim=True)  # [questions, G]
     # The mean of seven times 0.7 is not 0.7 in fp32: that group would get 6e-8 / (6e-8 + 1e-6).
-    return torch.where(equal_rewards(groups), 0, centered).view(-1)  # [B]
+    zero = equal_rewards(groups) | groups.isnan()  # [questions, G]
+    return torch.where(zero, 0, centered).view(-1)  # [B]
 
 
 def group_normalize(rewards: Tensor, group_size: int) -> Tensor:
     """(r − mean) / (std + 1e-6) in each group, [B]. Equal groups and groups of one: exactly 0.
 
     Worked: [1.4, 0.4, 0.2, 2.4, 0.0]: mean 0.88, std √(4.048 / 4) = 1.0060
-    -> [0.5169, −0.4771, −0.6760, 1.5110, −0.8748].
+    -> [0.5169, −0.4771, −0.6760, 1.5110, −0.8748]. [3, NaN, 1]: mean 2, std √(2 / 1) = 1.4142
+    -> [0.7071, 0, −0.7071].
     """
     # What happens when all rewards of a group are equal? Its advantages are exactly 0, and
     # frac_reward_zero_std counts it.
     centered = group_center(rewards, group_size).view(-1, group_size)  # [questions, G]
     squares = centered.square().sum(1, keepdim=True)  # [questions, 1]
-    std = (squares / max(group_size - 1, 1)).sqrt()  # [questions, 1]  G = 1: no 0 / 0
+    unknown = rewards.isnan().view(-1, group_size).sum(1, keepdim=True)  # [questions, 1]
+    others = group_size - 1 - unknown  # [questions, 1]
+    std = (squares / others.clamp(min=1)).sqrt()  # [questions, 1]  one alone: no 0 / 0
     return (centered / (std + EPSILON)).view(-1)  # [B]
 
 
 def frac_reward_zero_std(rewards: Tensor, group_size: int) -> float:
-    """The share of groups that teach nothing. Worked: [1, 0, 1, 1] by twos: 0.5."""
+    """The share of groups that teach nothing. Worked, by twos: 1, 0 | 1, 1 or 1, NaN: 0.5."""
     equal = equal_rewards(as_groups(rewards, group_size))  # [questions, 1]
     return equal.float().mean().item()
 

@@ -367,7 +367,8 @@ class Batch:
     """Trajectories as tensors: B rows, `group_size` per question; T = L − 1.
 
     Column t of a [B, T] tensor is about tokens[:, t + 1]. response_mask is 1 where the policy
-    sampled that token, and 0 on the prompt, on what the environment wrote, and on padding.
+    sampled that token, and 0 on the prompt, on what the environment wrote, and on padding. A row
+    whose search failed has the reward NaN and a mask of zeros: it keeps its group complete.
     """
 
     tokens: torch.Tensor  # [B, L]

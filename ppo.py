@@ -182,7 +182,8 @@ def token_rewards(batch, settings) -> Tensor:
     # Where is the KL? Here, inside the reward, for k1; for k2 and k3 it is in compute_loss.
     penalty = kl.kl_in_reward(batch, settings)  # [B, T]
     last = last_model_token(batch.response_mask)  # [B, T]
-    return penalty + batch.rewards[:, None] * last  # [B, T]
+    # Where, not times: a reward that is NaN stays out of a row whose tokens are all masked.
+    return penalty + torch.where(last, batch.rewards[:, None], 0)  # [B, T]
 
 
 def last_model_token(response_mask: Tensor) -> Tensor:

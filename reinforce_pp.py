@@ -35,14 +35,16 @@ class ReinforceSettings:
 def baseline_advantages(rewards: Tensor, group_size: int, group_std: bool = True) -> Tensor:
     """Norm_batch(Norm_group(R − b)), [B] (UR² eq. 5). Equal groups: exactly 0.
     Worked: [1, 0, 1, 1] by twos: group [0.7071, −0.7071, 0, 0]; batch std √(1/3) = 0.5774
-    -> [1.2247, −1.2247, 0, 0].
+    -> [1.2247, −1.2247, 0, 0]. [1, 0, 1, NaN], of which three are known: std √(1/2) = 0.7071
+    -> [1, −1, 0, 0].
     """
     normalize = grpo.group_normalize if group_std else grpo.group_center
     advantages = normalize(rewards, group_size)  # [B]
     # Norm_batch only divides: the batch's mean is 0 as each group's is, and subtracting its
     # rounding error would move groups that are exactly 0. ddof 1.
     squares = advantages.square().sum()
-    std = (squares / max(len(advantages) - 1, 1)).sqrt()
+    known = (~rewards.isnan()).sum()
+    std = (squares / (known - 1).clamp(min=1)).sqrt()
     return advantages / (std + EPSILON)  # [B]
 
 

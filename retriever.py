@@ -1,5 +1,6 @@
 """Query -> documents. Every retriever has `search(queries, k)`, and all rows' queries of a moment
-come in one call: a list of documents for each, or None for a query whose search failed by itself.
+come in one call: a list of documents for each, None for a query whose search failed by itself, or
+False for one that a server refuses for what it is.
 
 BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t in document d,
 |d| = its words:

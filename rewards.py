@@ -1,7 +1,8 @@
 r"""What a trajectory is worth: one function per reward formula. Each returns named components, and
 the reward is their sum. A docstring has its formula, and these letters:
 
-    n   valid searches: executed by the environment, for a query of 1 to 20 words
+    n   valid searches: executed by the environment, for a query of 1 to 20 words; one that failed
+        (`Search.error`) was not executed, and no reward pays or charges for it
     f   searches that came back as the fallback ("this query asks for no fact")
     v   format violations
 
@@ -91,7 +92,7 @@ MAX_QUERIES = 4  # UR² section 4.4; its prompt for open questions (D.2) allows 
 
 def count_valid_searches(trajectory: Trajectory) -> int:
     """n. The environment runs any query; only one with a word in it, and not too many, earns."""
-    queries = [search.query for search in trajectory.searches if has_word(search.query)]
+    queries = [search.query for search in trajectory.executed if has_word(search.query)]
     return sum(len(query.split()) <= MAX_QUERY_WORDS for query in queries)
 
 
@@ -163,7 +164,7 @@ def ur2_violations(
         answers = find_answers(trajectory.protocol, text, trajectory.question.task)
         ends = answers and not has_word(text[answers[-1].end :])
         return [] if ends else ["no_answer_at_end"]
-    asked = [search.query for search in trajectory.searches]
+    asked = [search.query for search in trajectory.executed]
     asked += [refusal.query for refusal in trajectory.refusals if refusal.reason != "malformed"]
     faults = _ur2_answer_faults(trajectory) + own_format_faults(trajectory)
     faults += ["long_query" for query in asked if len(query.split()) > MAX_QUERY_WORDS]
@@ -176,7 +177,7 @@ def ur2_violations(
     turns = [segment.text for segment in trajectory.segments if segment.writer == "model"]
     illegal = set(re.findall(_ILLEGAL, "\n".join(turns)))
     faults += [f"illegal {kind}" for kind in sorted(illegal)]
-    if search_required and not trajectory.searches:
+    if search_required and not trajectory.searches:  # one that failed was asked for
         faults.append("missing_retrieval")
     return faults
 
@@ -351,7 +352,7 @@ def r_search(
     >>> r_search(example("r_search", answer="Kelmouth, Norland"), "Norland")     # 2/3 + 1 + 0.4
     {'answer': 0.6666666666666666, 'evidence': 1.0, 'format': 0.4}
     """
-    golds, searched = trajectory.question.answers, trajectory.searches
+    golds, searched = trajectory.question.answers, trajectory.executed
     form = GAMMA_ANSWER * has_one_box(trajectory, "answer")
     if evidence_reward or trajectory.protocol.evidence_tags:
         e = has_one_box(trajectory, "evidence")
@@ -372,7 +373,7 @@ def has_one_box(trajectory: Trajectory, name: str) -> bool:
 
 def r_search_format(trajectory: Trajectory) -> bool:
     """All that r_f pays for: one answer box and, if it searched, one of the protocol's evidence."""
-    boxed = trajectory.searches and trajectory.protocol.evidence_tags
+    boxed = trajectory.executed and trajectory.protocol.evidence_tags
     return has_one_box(trajectory, "answer") and (not boxed or has_one_box(trajectory, "evidence"))
 
 
@@ -419,7 +420,7 @@ def when_to_search_stage1(
     >>> when_to_search_stage1(example("when_to_search", answer="Sudria"))     # RC = 2: −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
     """
-    softened = -1.0 + beta * len(trajectory.searches)
+    softened = -1.0 + beta * len(trajectory.executed)
     answer = 1.0 if is_right(trajectory, correct) else softened
     return _when_to_search(trajectory, embed) | {"answer": answer}
 
@@ -431,7 +432,7 @@ def when_to_search_stage2(
     >>> when_to_search_stage2(example("when_to_search"))     # right with RC = 2: 1 − 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': 0.4}
     """
-    priced = 1.0 - beta * len(trajectory.searches)
+    priced = 1.0 - beta * len(trajectory.executed)
     answer = priced if is_right(trajectory, correct) else -1.0
     return _when_to_search(trajectory, embed) | {"answer": answer}
 
@@ -447,7 +448,7 @@ def when_to_search_unified(trajectory: Trajectory, correct: bool | None = None, 
 
 def _when_to_search(trajectory: Trajectory, embed: Embedder | None) -> Terms:
     """r_f and r_s, the same in both stages."""
-    queries = [search.query for search in trajectory.searches]
+    queries = [search.query for search in trajectory.executed]
     retrieval = 0.0 if all(map(is_concise, queries)) else -1.0
     if len(queries) > 1:
         retrieval = 0.0 - mean_similarity(queries, embed or tfidf_embedder())

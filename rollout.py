@@ -352,8 +352,11 @@ class Environment:
         results = call_search(self.search, requests, self.settings.timeout, self.hanging)
         seconds = (time.perf_counter() - start) / len(accepted)
         for (row, query), result in zip(accepted, results, strict=True):
-            self.write(row, query, result)
-            row.searches[-1].seconds = seconds
+            if result.rejected:
+                self.refuse(row, Refusal("server", query), self.protocol.malformed_notice)
+            else:
+                self.write(row, query, result)
+                row.searches[-1].seconds = seconds
 
     def accepted_query(self, row: Trajectory) -> str | None:
         """None where it may not be run: then the row has been told why, or is ended."""

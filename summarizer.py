@@ -133,7 +133,7 @@ class LLMSummarizer:
         for i, prompt, reply in zip(asked, prompts, replies, strict=True):
             instruction, text = prompt[:2]
             notes = without_thinking(reply or "")
-            results[i] = as_result(documents[i], instruction, notes)
+            results[i] = as_result(documents[i], instruction, notes, prompt in self.llm.rejected)
             if notes:
                 pair = {"instruction": instruction, "text": text, "summary": notes}
                 pairs[prompt] = pair | {"fallback": results[i].fallback}
@@ -167,9 +167,12 @@ def sampling_by_task(text: str) -> dict[str, tuple[float, float, int]]:
 _REFUSED = re.compile(rf"[\W_]*{NO_FACT}[\W_]*", re.IGNORECASE)
 
 
-def as_result(documents: list[Document], instruction: str, notes: str) -> SearchResult:
+def as_result(
+    documents: list[Document], instruction: str, notes: str, rejected: bool
+) -> SearchResult:
+    """`rejected`: if there are no notes, did the summariser refuse to read what it was given?"""
     if not notes:  # an empty text would show the documents themselves
-        return SearchResult(documents, error="summariser gave no answer")
+        return SearchResult(documents, error="summariser gave no answer", rejected=rejected)
     if NO_FACT in instruction and _REFUSED.fullmatch(notes):
         return SearchResult(documents, FALLBACK_TEXT, fallback=True)
     return SearchResult(documents, notes)
@@ -198,9 +201,9 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
     """
 
     def search(requests: Requests) -> Results:
-        results = [SearchResult(error=SEARCH_FAILED) for _ in requests]
         found = retrieve(retriever, requests, k) if requests else []
-        answered = [i for i, documents in enumerate(found) if documents is not None]
+        results = [SearchResult(error=SEARCH_FAILED, rejected=its is False) for its in found]
+        answered = [i for i, documents in enumerate(found) if isinstance(documents, list)]
         if answered:
             told = summarize([requests[i] for i in answered], [found[i] for i in answered])
             for i, result in zip(answered, told, strict=True):
@@ -212,8 +215,10 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
     return search
 
 
-def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | None]:
-    """The documents of every request, None where its search failed; each query once."""
+def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | bool | None]:
+    """The documents of every request, None where its search failed, False where the query was
+    rejected; each query once.
+    """
     oracle = getattr(retriever, "needs_questions", False)
     # For the oracle the question decides: two questions may well ask the same query.
     keys = [(request.query, request.question.id if oracle else "") for request in requests]
@@ -222,7 +227,7 @@ def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | Non
     found = retriever.search([query for query, _ in unique], k, *questions)
     # strict: a retriever that drops a query must not shift the others
     documents = dict(zip(unique, found, strict=True))
-    return [None if documents[key] is None else list(documents[key]) for key in keys]
+    return [documents[key] and list(documents[key]) for key in keys]
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ import eval as evaluation
 import grpo
 import ppo
 from plumbing import checkpoint
+from plumbing.alarms import MOST_FAILED
 from plumbing.build import build_parts, make_accelerator, meet
 from plumbing.files import Run, named_by
 from plumbing.record import keep_numbers
@@ -52,14 +53,21 @@ class Sampled:
     trajectories: list[Trajectory] = field(default_factory=list)  # N, group by group
     components: list[Record] = field(default_factory=list)  # of each reward
     correct: list[bool] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)  # rows; groups stay whole
+    kept: list[int] = field(default_factory=list)  # rows; groups stay whole, with failed rows
     draws: int = 0
     seconds: float = 0.0  # of sampling and searching
     reward_seconds: float = 0.0
 
     @property
-    def rewards(self) -> list[float]:
-        return [sum(terms.values()) for terms in self.components]
+    def failed(self) -> torch.Tensor:
+        """[N] bool: did a search of the row fail?"""
+        return torch.tensor([t.failed for t in self.trajectories])
+
+    @property
+    def rewards(self) -> torch.Tensor:
+        """[N], NaN where a search failed: nobody knows what the row would have earned."""
+        rewards = torch.tensor([sum(terms.values()) for terms in self.components])  # [N]
+        return rewards.masked_fill(self.failed, torch.nan)
 
     def of(self, rows: torch.Tensor) -> list[Trajectory]:
         """The trajectories behind these rows of the batch."""
@@ -79,7 +87,7 @@ def train(settings: Settings) -> Path:
         if sampled.kept:
             batch = prepare(parts, sampled, step)  # [B, L]
             results = []
-            updates = shuffled_updates(step, len(batch), settings)
+            updates = shuffled_updates(step, batch.rewards, settings)
             for number, rows in enumerate(updates):
                 lr = set_lr(parts, step, number)
                 part = batch_of_update(parts, batch, rows, number)
@@ -93,7 +101,7 @@ def train(settings: Settings) -> Path:
         record["update_seconds"] = time.perf_counter() - start
         record |= evaluate(parts, step)
         run.log(record, sampled, batch, parts.environment)
-        checkpoint.after(run, parts, step)
+        checkpoint.after(run, parts, record)
     parts.accelerator.wait_for_everyone()  # the first one saves: the folder is there after it
     return run.folder
 
@@ -120,6 +128,8 @@ def collect(parts: Parts, step: int) -> Sampled:
         sampled.draws += 1
         if len(sampled.kept) >= wanted:
             break
+    if sampled.failed.float().mean() > MOST_FAILED:
+        sampled.kept = []  # too few are left to learn from: the run stops after this step
     return sampled
 
 
@@ -168,7 +178,7 @@ def judged(parts: Parts, trajectories: list[Trajectory], step: int) -> list:
 
 def informative(sampled: Sampled, settings: Settings) -> torch.Tensor:
     """[N] bool: which rows are trained on. Only DAPO drops groups: those in which all are right or
-    wrong, all answer terms are equal, or all rewards.
+    wrong, all answer terms are equal, or all rewards. Rows whose search failed are not looked at.
 
     Trap: by correctness a question that all answer right, or all wrong, is dropped, and with it the
     comparison of answers with and without a search. When to Search filters by the answer term.
@@ -179,8 +189,11 @@ def informative(sampled: Sampled, settings: Settings) -> torch.Tensor:
     if settings.filter_by == "answer":
         found = [terms["answer"] for terms in sampled.components]
     elif settings.filter_by == "total":
-        found = sampled.rewards
-    return dapo.informative_groups(torch.tensor(found), settings.group_size)
+        found = sampled.rewards.tolist()
+    found = torch.tensor(found).float()  # [N]
+    return dapo.informative_groups(
+        found.masked_fill(sampled.failed, torch.nan), settings.group_size
+    )
 
 
 # ----------------------------------------------------------------------------------------- prepare
@@ -189,7 +202,7 @@ def prepare(parts: Parts, sampled: Sampled, step: int) -> Batch:
     advantages [B, T].
     """
     settings, rows = parts.settings, sampled.kept
-    rewards = [sum(sampled.components[row].values()) for row in rows]
+    rewards = sampled.rewards[rows].tolist()
     trajectories = [sampled.trajectories[row] for row in rows]
     pad_id = parts.environment.tokenizer.pad_token_id or 0
     batch = collate(trajectories, rewards, settings.group_size, pad_id)
@@ -197,6 +210,7 @@ def prepare(parts: Parts, sampled: Sampled, step: int) -> Batch:
     batch.overlong = torch.tensor(overlong)  # [B]  cut off before it answered
     if not settings.mask_documents:
         unmask_documents(batch, trajectories)
+    batch.response_mask[batch.rewards.isnan()] = 0.0  # a failed row is in no mean and no std
     if parts.recompute:  # under bf16, sampling and scoring round differently
         batch.old_logprobs = score(parts, parts.policy, batch)  # [B, T]
     if parts.mismatch != "none":  # before an update is cut: rejected tokens weigh nothing in it
@@ -219,13 +233,14 @@ def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
     batch.sampled_logprobs = None  # documents have none
 
 
-def shuffled_updates(step: int, count: int, settings: Settings) -> tuple[torch.Tensor, ...]:
-    """The rows of each of a step's updates. Where DAPO keeps fewer rows there are fewer updates,
-    and not smaller ones.
+def shuffled_updates(step: int, rewards: torch.Tensor, settings: Settings) -> tuple:
+    """The rows of each of a step's updates, [n] each; of rewards [B] those that are known. Where
+    DAPO keeps fewer rows, or searches failed, there are fewer updates, and not smaller ones.
     """
+    rows = rewards.isfinite().nonzero()[:, 0]  # [n]
     generator = torch.Generator().manual_seed(settings.seed * 7_919 + step)
-    order = torch.randperm(count, generator=generator)
-    return order.tensor_split(updates_of(count, settings))
+    order = rows[torch.randperm(len(rows), generator=generator)]  # [n]
+    return order.tensor_split(updates_of(len(rows), settings))
 
 
 def set_lr(parts: Parts, step: int, number: int) -> float:
@@ -256,13 +271,19 @@ def batch_of_update(parts: Parts, batch: Batch, rows: torch.Tensor, number: int)
 
 # ---------------------------------------------------------------------------------- what is logged
 def measure(parts: Parts, sampled: Sampled) -> Record:
-    """The numbers of a step's rollout, also of what DAPO then drops; the README explains each."""
-    trajectories, settings = sampled.trajectories, parts.settings
+    """The numbers of a step's rollout, also of what DAPO then drops; the README explains each. They
+    are means over the trajectories whose searches did not fail, unless all have failed.
+    """
+    failed, settings = sampled.failed, parts.settings
+    rows = (~failed | failed.all()).nonzero()[:, 0].tolist()
+    trajectories = [sampled.trajectories[row] for row in rows]
+    components = [sampled.components[row] for row in rows]
     numbers = [numbers_of(t) for t in trajectories]
-    record = {"reward": mean(sampled.rewards), "rollout_seconds": sampled.seconds}
+    reward = mean(sum(terms.values()) for terms in components)
+    record = {"reward": reward, "rollout_seconds": sampled.seconds}
     record["reward_seconds"] = sampled.reward_seconds
-    for name in sampled.components[0]:
-        record[f"reward/{name}"] = mean(terms[name] for terms in sampled.components)
+    for name in components[0]:
+        record[f"reward/{name}"] = mean(terms[name] for terms in components)
     kinds = [t.question.kind for t in trajectories]
     for kind in sorted(set(kinds)):
         own = [row for row, its in zip(numbers, kinds, strict=True) if its == kind]
@@ -270,8 +291,10 @@ def measure(parts: Parts, sampled: Sampled) -> Record:
             record[f"{name}/{kind}"] = mean(row[name] for row in own)
     record |= merged(numbers, mean)
     record["inserted_tokens"] = record.pop("tokens") - record["model_tokens"]
-    record |= step_searches(trajectories, parts.accelerator.num_processes)
-    zero_std = grpo.frac_reward_zero_std(torch.tensor(sampled.rewards), settings.group_size)
+    record |= step_searches(sampled.trajectories, parts.accelerator.num_processes)
+    record["failed_rows"] = failed.float().mean().item()
+    record["skipped"] = int(not sampled.kept)
+    zero_std = grpo.frac_reward_zero_std(sampled.rewards, settings.group_size)
     record["frac_reward_zero_std"] = zero_std
     if parts.scorer is not None:  # the main process; it is the one that logs
         record |= parts.scorer.stats()
@@ -279,7 +302,6 @@ def measure(parts: Parts, sampled: Sampled) -> Record:
         record["resampled"] = sampled.draws - 1
         kept = informative(sampled, settings)  # [N]
         record["informative"] = kept.float().mean().item()
-        record["skipped"] = int(not sampled.kept)
     return record
 
 

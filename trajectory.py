@@ -29,7 +29,9 @@ class Segment:
 
 @dataclass
 class Search:
-    """One search that was run: `text` is what the policy read, `cut` if its budget held no more."""
+    """One search that was run: `text` is what the policy read, `cut` if its budget held no more. It
+    has failed if there is an `error`: no connection, a timeout, a reply that nobody can read.
+    """
 
     query: str
     documents: list[Document]
@@ -42,7 +44,9 @@ class Search:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A query that was not run: reason "malformed", "empty", "direct" or "limit"."""
+    """A query that was not run: reason "malformed", "empty", "direct", "limit"; or "server", where
+    that of the retriever or the summariser refused it for what it is.
+    """
 
     reason: str
     query: str
@@ -81,6 +85,16 @@ class Trajectory:
     def model_text(self) -> str:
         """What the policy itself wrote: the only text that rewards may look at."""
         return "".join(segment.text for segment in self.segments if segment.writer == "model")
+
+    @property
+    def executed(self) -> list:
+        """The searches that did not fail: rewards neither pay nor charge for one that did."""
+        return [search for search in self.searches if not search.error]
+
+    @property
+    def failed(self) -> bool:
+        """Did a search of it fail? Then training leaves it out: it is not the policy's fault."""
+        return self.executed != self.searches
 
     @property
     def answers(self) -> list[str]:

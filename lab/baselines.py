@@ -30,7 +30,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from data import Question, strip_tags
+from data import Question, SearchResult, strip_tags
 from errors import InputError, check_output, check_value, run_main, setting
 from eval import Evaluation, Options
 from lab import interruptible, parse_flags
@@ -341,6 +341,8 @@ def run_method(name: str, questions: list, writer: Writer, search, settings: Set
     unbounded = replace(settings, max_context=2**31, document_tokens=most)
     environment = Environment(writer.tokenizer, BASELINE, search, unbounded)
     environment.forbidden += LABELS
+    # To a method a query that a server rejects has found nothing.
+    environment.refuse = lambda row, its, _: environment.write(row, its.query, SearchResult())
     rows = [Row(question, METHODS[name](question, *limit)) for question in questions]
     while any(row.request for row in rows):
         # All searches in one call, under the rollout's own rules of retries and budgets.

@@ -294,7 +294,7 @@ def step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
     rewards = [{"reward": float(i % 2)} for i in range(len(rows))]
     batch = prepare(parts, Sampled(rows, rewards, [], range(len(rows))), 0)
     times.append(clock(o.device))
-    for number, index in enumerate(shuffled_updates(0, len(batch), o)):
+    for number, index in enumerate(shuffled_updates(0, batch.rewards, o)):
         update(parts, batch_of_update(parts, batch, index, number))
     times.append(clock(o.device))
     shares = np.diff(times) / (times[-1] - times[0])

@@ -40,7 +40,7 @@ from errors import InputError, setting
 from formats.records import append_jsonl, byte_lines
 from policy import evaluating, frozen_options, load_tokenizer, load_whole, loading, weights_version
 from prompts import chat_text, without_control, without_thinking
-from retrievers.net import Fault, fetch_json, host_of, retrying, shown
+from retrievers.net import Fault, RejectedRequest, fetch_json, host_of, retrying, shown
 from rollout import context_of, encode, end_ids, left_padded, plain_generation
 
 CACHE_FOLDER = "llm_cache"  # in --runs, shared by all runs: a reply does not depend on who asked
@@ -159,6 +159,7 @@ class LLM:
         self.name, self.max_tokens, self.cache = name, max_tokens, Cache(cache, name, max_tokens)
         self.asked = self.failures = self.dead_batches = 0  # distinct requests; without an answer
         self.fault, self.down = "", False  # the last; was the whole last batch out of reach?
+        self.rejected = set()  # requests that were refused for what they are: too long, say
         self.lock = threading.Lock()  # a search that was given up may still be asking
 
     def ask(self, requests: list[Request], readable=bool) -> list[str | None]:
@@ -251,6 +252,8 @@ class ServerLLM(LLM):
             for _ in requests:
                 request, reply, fault = done.get()
                 self.fault = str(fault or self.fault)
+                if isinstance(fault, RejectedRequest):
+                    self.rejected.add(request)
                 down = fault is not None and fault.down
                 self.down, in_a_row = self.down and down, in_a_row + 1 if down else 0
                 yield request, reply

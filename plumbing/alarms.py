@@ -19,10 +19,11 @@ from settings import Settings
 
 PATIENCE = 3  # steps in a row
 WINDOW = 10  # steps: an older and a newer half
+MOST_FAILED = 0.5  # of a step's trajectories; if more have a failed search the run stops
 SAID = {
     "equal_groups": "no group had rewards that differ: too hard or too easy? Raise --group_size",
     "no_search": "no trajectory searched: does the model know the query tags? Stage 1 teaches them",
-    "refused": "queries were written but none was run: they are empty or lack the begin tag",
+    "refused": "queries were written but none was run: empty, no begin tag, or refused by a server",
     "repeated": "a search in four is in the words of an earlier one: is what it finds of any use?",
     "seen": "a third of what was found was known already: a small corpus, or queries all alike?",
     "gold_recall": "what was found holds the answers of few questions: does the corpus have them?",

@@ -94,7 +94,7 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
     given = [questions] if getattr(retriever, "needs_questions", False) else []  # the oracle
     asked, k = [question.question for question in questions], settings.documents_per_search
     for question, found in zip(questions, retriever.search(asked, k, *given), strict=True):
-        if found is None:
+        if found in (None, False):
             raise InputError("--references retrieved: a search failed: try the same command again")
         own = tuple(found) or (Document("", "", protocol.empty_text),)
         told.append(dataclasses.replace(question, references=own, supporting=()))

@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import gather_object
 
 from errors import InputError, Terminated, check_output, raise_terminated
+from plumbing.alarms import MOST_FAILED
 from plumbing.build import make_accelerator
 from plumbing.files import (
     Run,
@@ -123,8 +124,18 @@ def save(run: Run, parts: Parts, step: int) -> None:
     run.saved = time.monotonic()
 
 
-def after(run: Run, parts: Parts, step: int) -> None:
-    """Save what is due behind a step. All do as one: the first's clock, SIGTERM at any of them."""
+def after(run: Run, parts: Parts, record: dict) -> None:
+    """Saves what is due after a step. All do as one: the first's clock, SIGTERM at any of them. If
+    searches failed in more than MOST_FAILED of its trajectories the step made no update: what the
+    steps before it learned is saved, and the run ends, on all processes.
+    """
+    step = record["step"]
+    if record["failed_rows"] > MOST_FAILED:
+        save(run, parts, step)
+        raise InputError(
+            f"step {step}: a search failed in {record['failed_rows']:.0%} of the trajectories: look"
+            " at the retriever, the summariser and --timeout, then go on with --resume"
+        )
     told = [(run.ended, run.late())]
     if parts.accelerator.num_processes > 1:
         told = gather_object(told)

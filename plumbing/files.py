@@ -334,7 +334,7 @@ def console_line(record: dict) -> str:
     if record.get("search_errors"):
         line += f"  search_errors {record['search_errors']:.2f}"
     if record.get("skipped"):
-        line += f"  no update: no group's answers differ, in {1 + record['resampled']} draws"
+        line += f"  no update: no group to learn from, in {1 + record.get('resampled', 0)} draws"
     return line
 
 

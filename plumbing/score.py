@@ -64,7 +64,9 @@ def answer_scores(trajectory: Trajectory) -> dict[str, float]:
 
 
 def search_numbers(t: Trajectory) -> dict[str, float]:
-    """`queries` that it wrote, also `refused` ones; `searches` that were run (UR² Table 10)."""
+    """`queries` that it wrote, also `refused` ones; `searches` that were run (UR² Table 10);
+    `failed_rows`: did one of them fail?
+    """
     tags, asked = t.protocol.query_tags, [tokenize(search.query) for search in t.searches]
     repeated = sum(words in asked[:number] for number, words in enumerate(asked))
     numbers = {
@@ -74,6 +76,7 @@ def search_numbers(t: Trajectory) -> dict[str, float]:
         "repeated": repeated,
         "queries": t.model_text.count(tags[1]) if tags else 0,
         "refused": len(t.refusals),
+        "failed_rows": t.failed,
     }
     return {name: float(number) for name, number in numbers.items()}
 
@@ -155,7 +158,7 @@ class Scorer:
         correct = [is_right(t, said) for t, said in zip(trajectories, verdicts, strict=True)]
         read = [""] * len(trajectories)
         if self.reader:  # evidence without a search was made up: nobody is asked about it
-            pairs = [(t.question, t.evidence if t.searches else None) for t in trajectories]
+            pairs = [(t.question, t.evidence if t.executed else None) for t in trajectories]
             read = reader_answers(self.reader, pairs)
         graded = self.judge and "grade" in needs(self.settings)
         grade = math_grader(trajectories, self.judge) if graded else None

@@ -35,6 +35,10 @@ class Fault(Exception):
         self.retry, self.down = retry, down
 
 
+class RejectedRequest(Fault):
+    """The server refuses this request for what it is, and is itself well: another must be made."""
+
+
 def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> object:
     """The reply to one GET, or to a POST of `payload`. Raises Fault, and nothing else."""
     data = None if payload is None else json.dumps(payload).encode()
@@ -57,8 +61,9 @@ def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> o
             raise Fault(f"a reply that is not JSON, or half of one: {shown(text)}") from None
     onward = shown(response.headers.get("Location", ""))
     said = f"it leads on to {onward}: give that address if it is right" if onward else shown(text)
-    again, down = code in (408, 425, 429) or code >= 500, code not in REQUEST_AT_FAULT
-    raise Fault(f"HTTP {code} {said}".strip(), again, down)
+    kind = RejectedRequest if code in REQUEST_AT_FAULT else Fault
+    again = code in (408, 425, 429) or code >= 500
+    raise kind(f"HTTP {code} {said}".strip(), again, kind is Fault)
 
 
 @contextlib.contextmanager

@@ -5,8 +5,10 @@
                  -> {"result": [[{"document": {"id", "contents": "\\"Title\\"\\ntext"}, "score"},
                                  ...], ...]}
 
-Traps. One query that a server cannot take fails its whole batch: then each is asked alone, once. A
-common server fails where "return_scores" is false. One that drops a list would give all queries
+Traps. One query that a server cannot take fails its whole batch: then each is asked alone, once. If
+the server refuses one for what it is (HTTP 400, 413, 414, 422), that query was rejected, and its
+search has not failed: training leaves out what failed, and a policy must not ask for that. A common
+server fails where "return_scores" is false. One that drops a list would give all queries
 behind it another's passages: lists are counted. Left out: encryption, passwords.
 """
 
@@ -19,7 +21,16 @@ from functools import partial
 from data import Document
 from errors import InputError
 from formats.layouts import titled
-from retrievers.net import MAX_BACKOFF, Fault, fetch_json, host_of, left, retrying, shown
+from retrievers.net import (
+    MAX_BACKOFF,
+    Fault,
+    RejectedRequest,
+    fetch_json,
+    host_of,
+    left,
+    retrying,
+    shown,
+)
 
 BATCH = 256  # queries per request
 RETRIES, BACKOFF = 1, 0.5  # of a batch; seconds
@@ -43,15 +54,17 @@ class HttpRetriever:
         batches = -(-queries // BATCH)
         return batches * ((RETRIES + 2) * self.timeout + RETRIES * MAX_BACKOFF)
 
-    def search(self, queries: list[str], k: int) -> list[list[Document] | None]:
-        """At most k documents each; None for one that failed, also alone; a Fault if all failed."""
+    def search(self, queries: list[str], k: int) -> list[list[Document] | bool | None]:
+        """At most k documents each; False for one that the server rejects, None for one that
+        failed, also alone; a Fault if all failed.
+        """
         found, fault, distinct = {}, None, list(dict.fromkeys(queries))
         for start in range(0, len(distinct), BATCH):
             batch = distinct[start : start + BATCH]
             try:
                 answered = retrying(partial(self.ask, batch, k, self.timeout), RETRIES, BACKOFF)
             except Fault as error:
-                fault, answered = error, self.ask_one_by_one(batch, k)
+                fault, answered = error, self.ask_one_by_one(batch, k, error)
             if not answered:  # the next batch would fare no better
                 break
             found |= answered
@@ -59,13 +72,19 @@ class HttpRetriever:
             raise fault
         return [found.get(query) for query in queries]
 
-    def ask_one_by_one(self, batch: list[str], k: int) -> dict[str, list[Document]]:
-        """`timeout` seconds for all, of which one query that hangs takes a quarter at most."""
+    def ask_one_by_one(self, batch: list[str], k: int, fault: Fault) -> dict:
+        """`timeout` seconds for all, of which one query that hangs takes a quarter at most. A batch
+        of one is asked again only if the server is well.
+        """
         found, deadline = {}, time.monotonic() + self.timeout
         with contextlib.suppress(TimeoutError):
-            for query in batch if len(batch) > 1 else ():
-                with contextlib.suppress(Fault):
+            for query in batch if len(batch) > 1 or not fault.down else ():
+                try:
                     found |= self.ask([query], k, min(left(deadline), self.timeout / 4))
+                except RejectedRequest:
+                    found[query] = False
+                except Fault:
+                    continue
         return found
 
     def ask(self, queries: list[str], k: int, timeout: float) -> dict[str, list[Document]]:

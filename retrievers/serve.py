@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from data import Document, load_corpus
 from errors import FlagParser, InputError
-from retrievers.net import shown
+from retrievers.net import RejectedRequest, shown
 from retrievers.remote import HttpRetriever
 
 MAX_BODY = 16 * 2**20  # bytes of one request
@@ -62,7 +62,8 @@ class RetrievalServer(ThreadingHTTPServer):
             except Exception as error:  # whatever a retriever raises: the next request may go well
                 line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
                 print(line, file=sys.stderr, flush=True)
-                raise Refused(500, line) from None
+                # A search API that is well may refuse a query for what it is.
+                raise Refused(400 if isinstance(error, RejectedRequest) else 500, line) from None
 
     @contextlib.contextmanager
     def counted(self, name: str, more: int, most: int, what: str):

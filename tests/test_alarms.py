@@ -261,7 +261,8 @@ def test_the_doctor_names_each_fault_after_one_step(model, tmp_path, capsys, mon
 
     monkeypatch.setattr(build, "build_search", lambda *_: down)
     more = "--doctor --algorithm grpo --questions_per_step 6 --temperature 0.01"
-    train.main(flags(model, tmp_path, more))
+    with pytest.raises(InputError, match="step 0: a search failed in 100% of the"):
+        train.main(flags(model, tmp_path, more))
     told = capsys.readouterr().out
     assert f"alarm: {SAID['retriever_down']}" in told and f"alarm: {SAID['equal_groups']}" in told
     assert "nothing found" not in told

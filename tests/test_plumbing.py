@@ -39,7 +39,7 @@ def test_the_console_says_what_is_out_of_the_ordinary():
     plain = {"step": 7, "reward": 0.5, "em": 0.25}
     assert console_line(plain) == "step    7  reward 0.50  em 0.25"
     assert console_line(plain | {"search_errors": 0.2}).endswith("search_errors 0.20")
-    said = "no update: no group's answers differ, in 3 draws"
+    said = "no update: no group to learn from, in 3 draws"
     assert console_line(plain | {"skipped": 1, "resampled": 2}).endswith(said)
 
 

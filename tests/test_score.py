@@ -247,7 +247,7 @@ def test_searches_and_their_tokens_are_counted():
     t.searches += [Search("ana bell?", found[0], "None", fallback=True), Search("z", [], "None")]
     t.searches += [Search("x", [], "Search is unavailable.", error="down")]
     expected = {"searched": 1, "searches": 5, "successful": 2, "repeated": 1}
-    assert search_numbers(t) == expected | {"queries": 1, "refused": 1}
+    assert search_numbers(t) == expected | {"queries": 1, "refused": 1, "failed_rows": 1}
     counts = {"written": 4, "retrieved": 100, "shown": 15, "compression": 5.5}
     assert token_numbers(t, words) == counts
     t.searches = []

@@ -113,7 +113,7 @@ class Says:
     instruction = ""
 
     def __init__(self, **replies):
-        self.replies, self.batches = replies, []
+        self.replies, self.batches, self.rejected = replies, [], set()
 
     def ask(self, requests):
         self.batches.append(requests)

@@ -178,22 +178,27 @@ def test_a_step_is_measured_over_all_its_trajectories(scripted):
     one = ended(text="\\boxed{0.5}", answers=["\\frac12"], task="math")
     one.searches = [Search("x", [Document("1", "t", "x")], "x", cut=True)]
     two = ended(text="The correct answer is: B.", answers=["B"], task="choice", options=("a", "b"))
-    two.searches = [Search("y", [], "y", fallback=True), Search("z", [], "z", error="down")]
+    two.searches = [Search("y", [], "y", fallback=True), Search("z", [], "z")]
     two.append_environment([7] * 6, "documents", "documents")
     cut_off, refused = ended("length", "elm"), ended("refused", "?")
     refused.refusals = [Refusal("empty", "")] * 2
+    lost = ended()  # twice, a group that is in no mean but those of searches and groups
+    lost.searches = [Search("z", [], "z", error="down")]
     terms = [{"a": a, "b": b} for a, b in ((1.0, 1.0), (0.0, -1.0), (0.5, 0.0), (0.5, 0.0))]
-    sampled = Sampled([one, two, cut_off, refused], terms, [True, True, False, False], seconds=3.0)
-    expected = {"reward": 0.5, "reward/a": 0.5, "reward/b": 0.0, "frac_reward_zero_std": 0.5}
+    terms += [{"a": 9.0, "b": 9.0}, {"a": 7.0, "b": 9.0}]
+    rows, correct = [one, two, cut_off, refused, lost, lost], [True, True, *[False] * 4]
+    sampled = Sampled(rows, terms, correct, [0, 1, 2, 3, 4, 5], seconds=3.0)
+    expected = {"reward": 0.5, "reward/a": 0.5, "reward/b": 0.0, "frac_reward_zero_std": 2 / 3}
+    expected |= {"failed_rows": 1 / 3, "skipped": 0, "gold_recall": 0}
     for kind, scores in {"math": (1, 1, 1), "choice": (1, 1, 2), "qa": (0, 0, 0)}.items():
         for name, value in zip(("em", "searched", "searches"), scores, strict=True):
             expected[f"{name}/{kind}"] = value
-    # 4 trajectories of 4 sampled tokens, one with 6 inserted ones; 3 searches in 2 of them
+    # 4 trajectories of 4 sampled tokens, one with 6 inserted ones; 3 searches in 2 of them, and 2
     expected |= {"em": 0.5, "searched": 0.5, "searches": 0.75, "refused": 0.5, "repeated": 0}
-    expected |= {"f1": 0.5, "cem": 0.5, "successful": 0.25, "queries": 0}
-    expected |= {"fallbacks": 1 / 3, "search_errors": 1 / 3, "answered": 0.5, "cut_off": 0.5}
+    expected |= {"f1": 0.5, "cem": 0.5, "successful": 0.5, "queries": 0}
+    expected |= {"fallbacks": 1 / 5, "search_errors": 2 / 5, "answered": 0.5, "cut_off": 0.5}
     expected |= {"model_tokens": 4, "inserted_tokens": 1.5, "rollout_seconds": 3.0}
-    expected |= {"documents_cut": 1 / 3, "documents_seen": 0, "thinking_words": 0.75}
+    expected |= {"documents_cut": 1 / 5, "documents_seen": 0, "thinking_words": 0.75}
     expected |= {"repetition": 0, "malformed_tags": 0, "search_seconds": 0}
     expected |= {"slowest_search_seconds": 0, "reward_seconds": 0}
     assert measure(scripted([], "grpo"), sampled) == pytest.approx(expected)
@@ -413,7 +418,7 @@ def take_step(settings: Settings, batch: Batch, out: Path) -> None:
         scored += score(parts, parts.critic, batch)
     modules = torch.nn.ModuleList([m for m in (parts.policy, parts.critic) if m is not None])
     before = weights_of(modules)
-    rows = [*shuffled_updates(0, len(batch), settings), torch.tensor([3])]
+    rows = [*shuffled_updates(0, batch.rewards, settings), torch.tensor([3])]
     totals = [update(parts, batch.rows(some)) for some in rows]
     steps = [new - old for new, old in zip(weights_of(modules), before, strict=True)]
     if parts.scorer is not None:  # one process scores for all

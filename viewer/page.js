@@ -12,7 +12,7 @@ const PANELS = [ // title, metrics; "prefix/" takes all below it
   ["exact match", ["em/"]],
   ["searches per question", ["searches/"]],
   ["fallbacks, refused", ["fallbacks", "refused", "repeated"]],
-  ["what searches find", ["gold_recall", "documents_seen", "search_errors"]],
+  ["what searches find", ["gold_recall", "documents_seen", "search_errors", "failed_rows"]],
   ["faults in what it writes", ["repetition", "malformed_tags", "cut_off"]],
   ["tokens per trajectory", ["model_tokens", "inserted_tokens"]],
   ["groups of equal rewards, clipped", ["frac_reward_zero_std", "clip_fraction"]],

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 from conftest import RawServer, nobody_listens, rows_of, settings_for, threads_since
@@ -13,6 +14,7 @@ from conftest import RawServer, nobody_listens, rows_of, settings_for, threads_s
 import rollout
 import train
 from data import Question, SearchRequest, SearchResult
+from errors import InputError
 from formats.trajectories import read_trajectories
 from plumbing import build
 from retrievers import net, remote
@@ -181,7 +183,9 @@ def test_a_step_goes_on_whatever_the_retriever_does(
             found = train.collect(parts, 0).trajectories
         assert all(search.error for t in found for search in t.searches)
         return
-    folder = train.train(settings_for(model, tmp_path, f"{more} --groups_kept -1"))
+    folder = tmp_path / "t" / "stage1"
+    with suppress(InputError):  # if searches failed in most of its rows
+        train.train(settings_for(model, tmp_path, f"{more} --groups_kept -1"))
     (row,) = rows_of(folder)
     searches = [search for t in read_trajectories(folder) for search in t["searches"]]
     assert searches and "Traceback" not in capfd.readouterr().err

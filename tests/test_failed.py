@@ -1,0 +1,167 @@
+"""A failed search is nobody's fault: no reward counts it, and training leaves its row out. A query
+that a server refuses for what it is was rejected, and its row stays in.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import rows_of, settings_for
+from test_rollout import ASK, Searcher, play_one, refusals
+from test_shards import in_two
+from test_update import CASES, Recorder, largest_difference, make_parts, name_of, trajectory
+
+import dapo
+import grpo
+import train
+import update as update_file
+from data import SearchResult
+from errors import InputError
+from eval import grade
+from plumbing.build import build_parts
+from plumbing.files import checkpoints
+from reinforce_pp import baseline_advantages
+from rewards import REWARDS, Extras, RewardSettings, example
+from train import Sampled, batch_of_update, prepare, shuffled_updates
+from trajectory import Search
+from update import update
+
+FAILED = Search("x", [], "Search is unavailable.", error="no answer within 60 s")
+LEFT = (0, 2, 3, 4, 6, 7)  # of eight rows, without the second one of each group of four
+ROLL_OUT = train.roll_out
+
+
+@pytest.mark.parametrize(
+    "of, rewards, size, expected",
+    [
+        # mean 2, std √((1 + 1) / 1); one alone; none
+        (grpo.group_normalize, "3 nan 1 9 nan nan nan nan nan", 3, [0.7071, 0, -0.7071] + 6 * [0]),
+        # three are known: ±0.7071 over √((0.5 + 0.5) / 2)
+        (baseline_advantages, "1 0 1 nan", 2, [1, -1, 0, 0]),
+        (dapo.informative_groups, "1 0 nan 1 nan nan 1 nan 1", 3, 3 * [1] + 6 * [0]),
+    ],
+)
+def test_an_unknown_reward_is_in_no_statistic_and_one_alone_teaches_nothing(
+    of, rewards, size, expected
+):
+    found = of(torch.tensor([*map(float, rewards.split())]), size).float()
+    assert found.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def sample(rows=range(8), failed=()) -> Sampled:
+    """Of eight trajectories of unequal length those numbered in `rows`."""
+    draw, sampled = torch.Generator().manual_seed(0), Sampled()
+    for number in range(8):
+        t = trajectory(draw, 9 - number, (1, 1 + number % 3))
+        t.searches = [FAILED] * (number in failed)
+        if number in rows:
+            sampled.trajectories.append(t)
+            sampled.components.append({"answer": number**2 % 5.0})
+    sampled.kept = list(range(len(rows)))
+    return sampled
+
+
+def take_updates(parts, sampled: Sampled) -> tuple[list, list]:
+    """(gradients, figures) of the updates of a step."""
+    batch, found, totals = prepare(parts, sampled, 0), [], []
+    for number, rows in enumerate(shuffled_updates(0, batch.rewards, parts.settings)):
+        totals.append(update(parts, batch_of_update(parts, batch, rows, number)))
+        for optimizer in filter(None, (parts.optimizer, parts.critic_optimizer)):
+            found += getattr(optimizer, "gradients", [])
+    return found, totals
+
+
+UNMASKED = replace(CASES[-1], mask_documents=False, kl_coef=0.0)
+
+
+@pytest.mark.parametrize("settings", [*CASES, UNMASKED], ids=name_of)
+def test_the_gradient_is_that_of_the_batch_without_the_failed_rows(settings, monkeypatch):
+    monkeypatch.setattr(update_file, "MAX_GRAD_NORM", 1e9)
+
+    def updates(group_size, *rows):
+        of_size = replace(settings, group_size=group_size, trajectories_per_update=4)
+        parts = make_parts(of_size)
+        parts.environment = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
+        parts.reference = make_parts(settings).policy
+        next(parts.reference.parameters()).data.mul_(1.1)
+        return take_updates(parts, sample(*rows))
+
+    whole, totals = updates(4, range(8), (1, 5))
+    left, expected = updates(3, LEFT)
+    assert len(totals) == len(expected) == 2 and max(g.abs().max() for g in left) > 1e-4
+    assert largest_difference(left, whole) < 1e-6
+    assert totals[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
+
+
+def gradients_of(settings, sampled: Sampled, out) -> None:
+    update_file.MAX_GRAD_NORM = 1e9
+    parts = replace(build_parts(settings), recompute=True)
+    parts.optimizer = Recorder(parts.policy.parameters())
+    found, _ = take_updates(parts, sampled)
+    if parts.accelerator.is_main_process:
+        torch.save(found, out)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp", "ppo"])
+def test_two_processes_of_which_one_has_the_failures_have_the_gradient_of_the_rows_left(
+    algorithm, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(update_file, "MAX_GRAD_NORM", 1e9)
+    more = f"--algorithm {algorithm} --questions_per_step 2 --trajectories_per_update 3"
+    more += " --tokens_per_micro_batch 10 --group_size "
+    whole, left = (settings_for(model, tmp_path, more + size) for size in "43")
+    gradients_of(left, sample(LEFT), tmp_path / "one.pt")
+    # The second process samples, and scores, the odd rows.
+    in_two("ddp", gradients_of, whole, sample(failed=(1, 5)), tmp_path / "two.pt")
+    one, two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
+    assert largest_difference(one, two) < 1e-5  # of another order of sums: a few 1e-7
+
+
+def test_a_failed_search_is_read_and_counted_and_a_rejected_query_is_one_that_was_not_run(bpe):
+    def play(*script, **result):
+        searcher = Searcher(lambda some: [SearchResult(error="no answer", **result)])
+        return play_one(bpe, [*script], search=searcher)[0]
+
+    failed = play(ASK, "")
+    assert failed.failed and failed.searches[0].text == failed.protocol.error_text
+    rejected = play(ASK, ASK, rejected=True)  # twice, and it is over
+    assert refusals(rejected) == 2 * [("server", "Ana Bell")] and not rejected.failed
+    assert rejected.stop_reason == "refused" and not rejected.searches
+    assert [grade(t)["failed_rows"] for t in (failed, rejected)] == [1, 0]
+
+
+def test_no_reward_pays_or_charges_for_a_failed_search():
+    def pay(name, answer="Sudria"):
+        t = example(name.rpartition("_stage")[0], answer)
+        t.searches[1] = FAILED  # of two
+        return REWARDS[name](t, RewardSettings(), 0, Extras())
+
+    assert pay("ur2_stage1") == {"format": 1, "retrieval": 3, "fallback": 0}  # of one search
+    assert pay("when_to_search_stage1")["answer"] == pytest.approx(-1 + 0.3)
+    assert pay("when_to_search_stage2", "Norland")["answer"] == pytest.approx(1 - 0.3)
+
+
+def fail_at_step_2(parts, step, draw):
+    """In place of `train.roll_out`."""
+    trajectories = ROLL_OUT(parts, step, draw)
+    for t in trajectories if step == 2 else ():
+        t.searches = [FAILED]
+    return trajectories
+
+
+def train_and_stop(settings) -> None:
+    train.roll_out = fail_at_step_2
+    with pytest.raises(InputError, match=r"^step 2: a search failed in 100% of the trajectories: "):
+        train.train(settings)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_a_step_of_failed_rows_ends_all_processes_and_what_was_learned_is_saved(
+    sharding, model, tmp_path
+):
+    in_two(sharding, train_and_stop, settings_for(model, tmp_path, "--steps 4 --save_every 9"))
+    folder = tmp_path / "t" / "stage1"
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-000002"]
+    rows = [(row["skipped"], row["failed_rows"], "loss" in row) for row in rows_of(folder)]
+    assert rows == [(0, 0, True), (0, 0, True), (1, 1, False)]
