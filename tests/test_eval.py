@@ -56,8 +56,8 @@ from world.world import KINDS, World
 HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"
 ANSWER_SCORES = ("em", "f1", "cem")
 # of all that search
-COLUMNS = (*ANSWER_SCORES, "searched", "searches", "successful", "repeated", "queries", "refused")
-COLUMNS += ("fallbacks", "format")
+COLUMNS = (*ANSWER_SCORES, "searched", "searches", "successful", "repeated", "queries")
+COLUMNS += ("refused", "failed_rows", "fallbacks", "format")
 OPTIONS = evaluation.Options(questions=3)
 
 
@@ -84,7 +84,7 @@ def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol
     # Two searches, the second one a fallback; "Kelmouth, Norland" for "Norland": F1 2/3, cover-EM 1
     numbers = grade(example(protocol, "Kelmouth, Norland"))
     scores = (0, pytest.approx(2 / 3), 1)
-    assert numbers == dict(zip(COLUMNS, (*scores, 1, 2, 1, 0, 2, 0, 1, 1), strict=True))
+    assert numbers == dict(zip(COLUMNS, (*scores, 1, 2, 1, 0, 2, 0, 0, 1, 1), strict=True))
     assert grade(example(protocol, "x " * 11))["format"] == 0
     assert all(grade(example(name))["format"] == 1 for name in PROTOCOLS)
 
@@ -102,7 +102,7 @@ def r_search(body, question=None):
 
 def test_r_search_is_graded_by_its_evidence_too():
     evidence, answer = BOX.format("Ana Bell lives in Norland."), ANSWER.format("Norland")
-    expected = dict(zip(COLUMNS, (1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 1), strict=True))
+    expected = dict(zip(COLUMNS, (1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 0, 1), strict=True))
     # 5 words of evidence, of which "lives" stands in no document: 4/5
     whole = grade(r_search(SEARCHED + evidence + answer))
     assert whole == expected | {"evidence": 1, "support": 0.8}
