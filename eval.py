@@ -322,6 +322,8 @@ def settings_of(given: dict) -> Settings:
         own["judge"] = ""
     if "data" in given and settings.corpus != "from-data":
         own["corpus"] = ""  # the old file's
+    if settings.engine != "hf":  # the servers of a run hold what it trains
+        own["engine"] = "slots"
     return dataclasses.replace(settings, **(own | given | {"model": model}))
 
 

@@ -28,9 +28,10 @@ from ppo import PPOSettings
 from prompts import PROTOCOLS, PromptSettings
 from reinforce_pp import ReinforceSettings
 from retriever import RetrieverSettings
+from retrievers.net import host_of
 from rewards import RewardSettings, check_reward, needs, what_it_reads
 from rollout import RolloutSettings
-from scale.engine import EngineSettings
+from scale.engine import LOCAL, EngineSettings, on_servers
 from summarizer import WITHOUT_MODEL, SummarizerSettings
 from update import UpdateSettings
 
@@ -138,6 +139,10 @@ def unread(settings: Settings, training: bool) -> dict[str, str]:
         found["warm_up"] = "--model has no warm-up"
     if not training:
         return found
+    if on_servers(settings):
+        found["sampling_copy"] = "the servers of --engine sample"
+    else:
+        found["served"] = "only --engine http://... reads it"
     for algorithm, names in ALONE.items():
         if settings.algorithm != algorithm:
             found |= dict.fromkeys(names, f"only --algorithm {algorithm} reads it")
@@ -172,6 +177,11 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
     if settings.name in (".", "..") or not RUN_NAME.fullmatch(settings.name):
         how = "a name without a slash, of at most 200 characters"
         raise InputError(f"--name {settings.name}: a folder inside --runs: {how}")
+    if on_servers(settings):
+        for url in settings.engine.split(","):
+            host_of(url, f"--engine {', '.join(LOCAL)}, or http://host:8000")
+        if not training:
+            raise InputError("--engine http: an evaluation samples by itself: leave it out, or hf")
     frozen_in_8bit(settings)
     notes, like = settings.summarizer, nearest(settings.summarizer, WITHOUT_MODEL)
     if notes not in WITHOUT_MODEL and (like or notes == "llm"):  # else a hub is asked, for minutes
@@ -208,6 +218,9 @@ def _check_training(settings: Settings) -> None:
         raise InputError(f"--questions_per_step times --group_size: {most}")
     if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: a group's trajectories would all be the same")
+    if settings.top_p < 1:
+        why = "the log-probs would not be those of the distribution that is sampled"
+        raise InputError(f"--top_p {settings.top_p}: {why}: train with 1")
     if settings.group_size == 1 and settings.algorithm not in ("reinforce_pp", "ppo"):
         why = "compares the trajectories of one question; it needs at least 2"
         raise InputError(f"--group_size 1: {settings.algorithm} {why}")

@@ -70,6 +70,7 @@ class Parts:
     sampler: Any = None  # a context in which the policy is ready to sample
     scorer: Any = None  # in the main process alone
     run: Any = None  # a plumbing.files.Run, which knows whether SIGTERM came
+    version: int = 0  # of the policy's weights: the optimizer steps of this process
 
 
 @torch.no_grad()
@@ -128,6 +129,7 @@ def update(parts: Parts, batch: Batch) -> Record:
 
     # If the rewards of every group are equal the gradient is 0, and only Adam's momentum is left.
     record = descend(parts, parts.model, parts.optimizer, batch, loss_of)
+    parts.version += 1  # trap: a fused optimizer does not raise the `_version` of a weight
     if parts.critic is not None and math.isfinite(record["loss"] + record["grad_norm"]):
         record |= update_critic(parts, batch)
     return record

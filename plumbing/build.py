@@ -34,9 +34,10 @@ from prompts import PROTOCOLS, Protocol, check_references
 from retriever import make_retriever
 from rewards import check_questions
 from rollout import Environment, SearchFunction, check_prompts, play_by_turns
-from scale.engine import play_in_slots
+from scale.engine import on_servers, play_in_slots
 from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
+from scale.server import SLOWEST, Fleet, generate_on_server, to_serve
 from scale.shards import asked_for, check_alike, check_shardable, shard
 from settings import Settings
 from summarizer import SUMMARY_LOG, WITHOUT_MODEL, make_search, make_summarizer
@@ -184,7 +185,9 @@ def build_environment(settings: Settings, tokenizer, search: SearchFunction) -> 
 
 
 def play_of(settings: Settings):
-    """Slots, or plain `generate`: the page to read, and the twin to compare with."""
+    """Slots; plain `generate`: the page to read, and the twin to compare with; or servers."""
+    if on_servers(settings):
+        return generate_on_server
     return play_by_turns if settings.engine == "hf" else play_in_slots
 
 
@@ -193,6 +196,8 @@ def make_accelerator(settings: Settings) -> Accelerator:
     rows = max(settings.questions_per_step * settings.group_size, settings.eval_questions)
     asks = settings.judge or settings.reader or settings.summarizer not in WITHOUT_MODEL
     rounds = 4 + bool(asks) * rows // THREADS
+    if on_servers(settings):  # the turns on a server that does not answer
+        rounds += settings.max_turn_tokens * SLOWEST / settings.timeout
     searching = (settings.max_searches + 1) * rounds * (RETRIES + 1) * settings.timeout
     if settings.report_to and settings.report_to not in map(str, get_available_trackers()):
         raise InputError(f"--report_to {settings.report_to}: pip install {settings.report_to}")
@@ -333,8 +338,11 @@ def build_parts(settings: Settings) -> Parts:
     check_prompts([*trained_on, *held_out], environment, policy)
     if accelerator.is_main_process:
         hint_at_summaries(settings)
+        if on_servers(settings):
+            Fleet(policy, environment).check()
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or not settings.mask_documents
+    recompute = recompute or on_servers(settings)
     mismatch = settings.mismatch
     if mismatch == "auto":  # documents that are trained on were not sampled: they have no ρ
         mismatch = "token" if recompute and settings.mask_documents else "none"
@@ -343,6 +351,9 @@ def build_parts(settings: Settings) -> Parts:
     parts.stream, parts.environment, parts.scorer = stream, environment, scorer
     parts.held_out = held_out
     parts.play, parts.sampler = play_of(settings), lambda: to_sample_with(policy, copies)
+    if on_servers(settings):
+        policy.fleet = Fleet(policy, environment)
+        parts.sampler = lambda: to_serve(policy, parts.version)
     if settings.algorithm == "ppo":  # also in stage 2 a new one: another reward has other values
         parts.critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
         spread = spread_over(parts, parts.critic, sharding, settings.critic_lr)

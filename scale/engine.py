@@ -41,12 +41,18 @@ CHUNK = {"cpu": 256, "cuda": 4096}  # padded tokens of one catching-up forward: 
 SHARE = 0.8  # of the free memory may go to slots
 
 
+LOCAL = ("slots", "hf")
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     engine: str = setting(
         "slots",
-        "samples a rollout: slots (rows of different lengths together), or hf (plain generate)",
-        one_of=("slots", "hf"),
+        "samples a rollout: slots (rows of different lengths together), hf (plain generate), or vLLM "
+        "servers (scale/server.py): http://host:port[,http://...]",
+    )
+    served: str = setting(
+        "/dev/shm", "folder through which vLLM servers get the weights", only="train"
     )
     sampling_copy: str = setting(
         "auto",
@@ -54,6 +60,10 @@ class EngineSettings:
         one_of=("auto", "bf16", "none"),
         only="train",
     )
+
+
+def on_servers(settings: EngineSettings) -> bool:
+    return settings.engine not in LOCAL
 
 
 # ---------------------------------------------------------------------------------------- the cache

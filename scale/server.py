@@ -1,0 +1,423 @@
+"""vLLM as the sampler: other processes, on GPUs of their own, sample with the policy's weights.
+
+    a rollout begins   are the weights newer than those of the servers? Then a folder of safetensors
+                       is written, every server reads it, drops the keys of the former weights, and
+                       shows that it did: by checksums (the first time) and a probe row (each time)
+    a turn             POST /v1/completions: all ids of a row -> the new ids and their log-probs
+    between turns      one search for all rows that wait, while the others are sampled
+
+    python -m scale.server --model DIR                          starts a server as it is needed here
+    python -m scale.server --model DIR -- --tensor-parallel-size 4           with vLLM's own flags
+
+Three things can be wrong without a sign, so they are looked at: weights that were not read, keys of
+former weights in the server's prefix cache, and a distribution that is not the trained one, because
+generation_config.json fills what a request leaves open. A reload writes nothing into an output head
+that is tied to the embeddings, so the served copy is always untied. The samples are those of the
+server's arithmetic, not of the trainer's: π_old must be scored again.
+
+Of several processes each plays its share of the rows, and the first gives the servers their
+weights: FSDP puts them together in all processes, tensor by tensor. vLLM is never imported. Left
+out: SGLang, weights by NCCL or IPC, a server that sleeps on the trainer's own GPU.
+"""
+
+import contextlib
+import hashlib
+import math
+import os
+import queue
+import re
+import secrets
+import shlex
+import shutil
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
+
+from errors import FlagParser, InputError, run_main
+from policy import load_policy
+from retrievers.net import Fault, fetch_json, retrying
+from rollout import StopRule, context_of, encode, end_ids
+from scale.lora import merged_weights
+from scale.shards import cut, full
+
+UNNAMED = "default"  # the version of weights that nobody has named: those of a server's start
+RETRIES = 2  # of a request that failed
+AT_ONCE = 256  # requests of a process to a server: by default vLLM batches as many
+SLOWEST = 1.0  # seconds for a token; a full server takes 0.02 to 0.2, but rows wait for a place
+RELOADING = 600.0  # seconds for running requests to end, or for the weights to be read
+PROBE, SAMPLED = (
+    160,
+    16,
+)  # tokens of a probe: its prompt (a CPU's cache has blocks of 128), the rest
+# Mean |log-prob of the server − of the trainer| of a probe: in fp32 it is 1e-6, bf16 has 8 bits.
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+MEMORY = "/dev/shm"
+ROUTES = "completions tokenize pause resume collective_rpc reset_prefix_cache weight_info"
+ROUTES += " update_weight_version weight_checker"
+CHECKED = re.compile(
+    r".*:(.*(norm|embed_tokens|lm_head)\.weight)"
+)  # dp0:pp0:pcp0:tp0:model.norm...
+# A request says all of it: what it leaves open comes from the checkpoint's generation_config.json.
+BODY = {
+    **dict.fromkeys(("top_p", "repetition_penalty"), 1.0),
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "return_token_ids"), True),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), False),
+    **{"add_special_tokens": False, "top_k": -1, "logprobs": 0},
+}
+
+
+# -------------------------------------------------------------------------------------- the servers
+@dataclass(frozen=True)
+class Server:
+    """One address. Each method raises Fault if the server is ill, or is none of vLLM's."""
+
+    url: str
+    timeout: float  # seconds for what takes no time
+
+    def ask(self, route: str, payload=None, timeout=None):
+        return fetch_json(self.url + route, payload, timeout or self.timeout)
+
+    def version(self) -> str:
+        """The name of its weights."""
+        return str(part_of(retrying(lambda: self.ask("/weight_info"), RETRIES), "weight_version"))
+
+    def reload(self, folder: Path, version: str) -> None:
+        """Reads the weights in `folder`. Meanwhile no row is sampled, and no key of one stays."""
+        reading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self.ask("/pause?mode=wait", {}, RELOADING)
+        try:
+            self.ask("/collective_rpc", reading, RELOADING)
+            if part_of(self.ask("/reset_prefix_cache", {}), "success") is not True:
+                raise Fault("it keeps the keys of former weights in its prefix cache")
+            self.ask("/update_weight_version", {"new_version": version})
+        finally:
+            self.ask("/resume", {})
+        if (found := self.version()) != version:
+            raise Fault(f"its weights are of version {found} right after {version} was sent")
+
+    def prove(self, folder: Path) -> None:
+        """Compares its checksums of norms [H], and of embeddings and head [V, H] unless they are
+        shared among ranks, with the files in `folder`. vLLM rounds V up to 64.
+        """
+        checksums = part_of(
+            self.ask("/weight_checker", {"action": "checksum"}, RELOADING), "checksums"
+        )
+        if "lm_head.weight" not in str(checksums):
+            raise Fault("its output head is tied to the embeddings: a reload leaves it as it is")
+        for match in filter(None, map(CHECKED.fullmatch, checksums)):
+            file = folder / f"{match[1]}.safetensors"
+            weight = load_file(file)[match[1]] if file.exists() else torch.zeros(1)
+            if weight.ndim == 2:
+                weight = pad(weight, (0, 0, 0, -len(weight) % 64))
+            found = hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()
+            if found != checksums[match[0]] and (weight.ndim < 2 or ":tp1:" not in str(checksums)):
+                raise Fault(f"its {match[1]} is not the policy's: it is another model")
+
+
+def part_of(reply, *keys):
+    """reply[key][key]..., or a Fault if it is not there."""
+    try:
+        for key in keys:
+            reply = reply[key]
+        return reply
+    except (KeyError, IndexError, TypeError):
+        raise Fault(f"a reply without {key!r}") from None
+
+
+def start(results: queue.SimpleQueue, owner, work: Callable, *arguments) -> None:
+    """Puts (owner, what `work` returns or raises) into `results`, from a thread of its own that
+    keeps no process alive: a run that ends does not wait for the rows under way.
+    """
+
+    def run() -> None:
+        try:
+            found = work(*arguments)
+        except Exception as error:
+            found = error
+        results.put((owner, found))
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def first_does(work: Callable):
+    """What `work()` returns in the first process, for all; its InputError is raised in all."""
+    box = [None, None]
+    if PartialState().is_main_process:
+        try:
+            box[0] = work()
+        except InputError as error:
+            box[1] = str(error)
+    found, wrong = broadcast_object_list(box)
+    if wrong:
+        raise InputError(wrong)
+    return found
+
+
+class Fleet:
+    """The servers of a run, and which version of the policy's weights they have."""
+
+    def __init__(self, policy, environment):
+        self.policy, self.environment, self.settings = policy, environment, environment.settings
+        self.run, self.sent = secrets.token_hex(4), ""
+        urls = [url.rstrip("/").removesuffix("/v1") for url in self.settings.engine.split(",")]
+        self.servers = [Server(url, self.settings.timeout) for url in dict.fromkeys(urls)]
+        self.alive = self.servers
+        self.proven = set()  # those whose checksums were compared since they started
+        self.context = environment.max_context or context_of(policy)
+        text = environment.protocol.instruction + "".join(environment.protocol.tags)
+        self.text, self.ids = text, encode(environment.tokenizer, text)
+
+    def wrong(self, server: Server, why) -> InputError:
+        """The line that ends a run, with the command that starts a server as it is needed."""
+        how = f"--model {self.settings.model or 'DIR'} --max_context {self.context}"
+        return InputError(f"--engine {server.url}: {why}: start it by `{COMMAND} {how}`")
+
+    def check(self) -> None:
+        """Is each server vLLM, with all routes, and does it fit the policy?"""
+        asked = {"prompt": self.text, "add_special_tokens": False}
+        for server in self.servers:
+            try:
+                routes = str(part_of(server.ask("/openapi.json"), "paths"))
+                if missing := [name for name in ROUTES.split() if f"/{name}'" not in routes]:
+                    needed = "vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1 is needed"
+                    raise Fault(f"it has no route /{missing[0]}; {needed}")
+                context = part_of(server.ask("/v1/models"), "data", 0, "max_model_len")
+                if context < self.context:
+                    raise Fault(f"its context has {context} tokens and rows here {self.context}")
+                if part_of(server.ask("/tokenize", asked), "tokens") != self.ids:
+                    raise Fault("its tokens are not those of the policy's tokenizer")
+            except Fault as fault:
+                raise self.wrong(server, f"no vLLM that can sample here ({fault})") from None
+
+    def of_each(self, servers: list[Server], work: Callable) -> list:
+        """(server, work(server)) of those that do it, all at once; a server that fails is lost."""
+        results = queue.SimpleQueue()
+        for server in servers:
+            start(results, server, work, server)
+        found = [results.get() for _ in servers]
+        for server, its in found:
+            if isinstance(its, Exception):
+                self.lose(server, its)
+        return [one for one in found if one[0] in self.alive]
+
+    def lose(self, server: Server, error: Exception) -> None:
+        """A server that fails is left out until the next rollout; without one the run ends."""
+        if not isinstance(error, Fault):
+            raise error
+        known, self.alive = self.alive, [other for other in self.alive if other != server]
+        if not (self.alive and self.sent):
+            raise self.wrong(server, error)
+        if server in known:
+            print(f"warning: {server.url} is left out of this rollout: {error}", file=sys.stderr)
+
+    # ---------------------------------------------------------------------------------- the weights
+    def look(self, version: int) -> tuple:
+        """(the name of these weights, servers that answer, those that have others). Unnamed weights
+        are those of a restarted server; a name of somebody else's means that another run uses it.
+        """
+        self.alive, current = self.servers, f"{self.run}.{version}"
+        found = self.of_each(self.servers, Server.version)
+        for server, its in found:
+            if self.sent and its != UNNAMED and not its.startswith(self.run):
+                raise self.wrong(server, f"another run has given it its weights ({its})")
+        self.proven -= {server for server, its in found if its == UNNAMED}
+        return current, self.alive, [server for server, its in found if its != current]
+
+    def refresh(self, version: int) -> None:
+        """Gives the servers weights of this version if theirs are others. All processes call it."""
+        current, self.alive, stale = first_does(lambda: self.look(version))
+        if stale:
+            dtype = torch.float32 if self.policy.device.type == "cpu" else torch.bfloat16
+            name = "policy-of-" + re.sub(r"\W+", "-", self.settings.engine)
+            folder = Path(self.settings.served or MEMORY, name).absolute()
+            prompt = (self.ids * PROBE)[: min(PROBE, self.context - SAMPLED)]
+            turns = Turns(self, self.environment, set())
+
+            def renew(server: Server) -> tuple:
+                server.reload(folder, current)
+                if server not in self.proven:
+                    server.prove(folder)
+                self.proven.add(server)
+                return prompt, *turns.request(server, prompt, SAMPLED)
+
+            try:
+                write_weights(self.policy.language_model, folder, dtype)
+                probes, self.alive = first_does(lambda: (self.of_each(stale, renew), self.alive))
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            for server, probe in probes:
+                if not (gap := self.gap(*probe)) <= LIMITS[dtype]:
+                    why = (
+                        f"a probe's log-probs are {gap:.2g} from the policy's, not {LIMITS[dtype]}"
+                    )
+                    raise self.wrong(server, f"{why}: other weights, or another distribution")
+        self.sent = current
+
+    @torch.no_grad()
+    def gap(self, prompt: list[int], ids: list[int], logprobs: list[float]) -> float:
+        """Mean |log-prob of the server − of the policy| of `ids`. All processes call it: a forward
+        pass of weights in parts needs them.
+        """
+        tokens = torch.tensor([prompt + ids], device=self.policy.device)  # [1, L]
+        scored = self.policy(tokens, self.settings.temperature)[0, -len(ids) :]  # [SAMPLED]
+        cut(self.policy)
+        return (scored.cpu() - torch.tensor(logprobs)).abs().mean().item()
+
+
+@torch.no_grad()
+def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
+    """The whole model, a file for each tensor, and a head that is tied to the embeddings written
+    out. The first process writes; the others help to put weights together that are in parts.
+    """
+    try:
+        if main := PartialState().is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        for name, weight in merged_weights(model):
+            whole = full(weight.to(dtype))  # parts are rounded before they travel
+            if main:
+                held = {name: whole.to("cpu", copy=True).contiguous()}
+                save_file(held, folder / f"{name}.safetensors", {"format": "pt"})
+    except Exception as error:  # the library has errors of its own for a full disk
+        how = "make room, or name another folder with --served"
+        raise InputError(f"{folder}: weights cannot be written ({error}): {how}") from None
+
+
+# ------------------------------------------------------------------------------------ the rollout
+@contextlib.contextmanager
+def to_serve(policy, version: int):
+    """The policy while its servers have these weights. All processes must enter at once."""
+    policy.fleet.refresh(version)
+    yield policy
+
+
+class Turns:
+    """The turns of a rollout: which server a row asks, what it asks, and what came back."""
+
+    def __init__(self, fleet: Fleet, environment, ends: set[int]):
+        settings, tags = environment.settings, environment.protocol.stop_tags
+        self.fleet, self.environment, self.results = fleet, environment, queue.SimpleQueue()
+        self.rule = StopRule(environment.tokenizer, tags, ends)
+        self.under_way = self.disagreed = 0
+        self.prompts = {}  # -> number: rows of a prompt stay on one server, which has its keys
+        self.body = BODY | {"temperature": settings.temperature, "stop_token_ids": sorted(ends)}
+        self.body["stop"] = list(tags) if ends else []
+
+    def request(self, server: Server, ids: list[int], room: int) -> tuple[list[int], list[float]]:
+        """At most `room` new ids and their log-probs. Trap: `text` is cut inside the last token."""
+        body = self.body | {"prompt": ids, "max_tokens": room}
+        limit = self.environment.settings.timeout + SLOWEST * room
+        choice = part_of(server.ask("/v1/completions", body, limit), "choices", 0)
+        new, logprobs = part_of(choice, "token_ids"), part_of(choice, "logprobs", "token_logprobs")
+        try:
+            whole = 0 < len(new) == len(logprobs) <= room and math.isfinite(sum(logprobs + new))
+        except TypeError:
+            whole = False
+        if not whole or part_of(choice, "finish_reason") == "abort":
+            raise Fault("a turn that is not whole")
+        return new, logprobs
+
+    def start(self, row) -> None:
+        """A thread asks for the row's next turn."""
+        first, alive = PartialState().process_index, self.fleet.alive
+        number = self.prompts.setdefault(tuple(row.prompt_ids), len(self.prompts) + first)
+        server, room = alive[number % len(alive)], self.environment.turn_room(row)
+        start(self.results, (row, server), self.sample, server, row.ids, room)
+        self.under_way += 1
+
+    def sample(self, server: Server, ids: list[int], room: int) -> tuple[list, list, str]:
+        """A turn as our stop rule ends it: ids, log-probs and the reason."""
+
+        def gone(seconds: float) -> bool:
+            """Trap: a server that was restarted would go on with the weights of its start."""
+            time.sleep(seconds)
+            return server.version() != self.fleet.sent
+
+        new, logprobs = retrying(lambda: self.request(server, ids, room), RETRIES, wait=gone)
+        for count in range(1, len(new) + 1):
+            if reason := self.rule.reason(new[:count], room):
+                break
+        self.disagreed += not reason or count < len(new)
+        return new[:count], logprobs[:count], reason or "length"
+
+    def finished(self) -> list:
+        """The rows whose turn is over, at least one. A row whose server is lost asks another."""
+        found, rows = [self.results.get()], []
+        while not self.results.empty():
+            found.append(self.results.get())
+        self.under_way -= len(found)
+        for (row, server), turn in found:
+            if isinstance(turn, Exception):
+                self.fleet.lose(server, turn)
+                self.start(row)
+            else:
+                self.environment.end_turn(row, *turn)
+                rows.append(row)
+        return rows
+
+
+def generate_on_server(policy, environment, trajectories: list, progress=None) -> None:
+    """`rollout.play_by_turns` on `policy.fleet`: rows are sampled while others are searched for."""
+    turns = Turns(policy.fleet, environment, end_ids(policy, environment.tokenizer))
+    waiting, most = deque(trajectories), environment.settings.rollout_batch_size
+    while waiting or turns.under_way:
+        while waiting and turns.under_way < (most or AT_ONCE * len(policy.fleet.alive)):
+            turns.start(waiting.popleft())
+        rows = turns.finished()
+        environment.answer([row for row in rows if not row.stop_reason])
+        asking = [row for row in rows if not row.stop_reason]
+        waiting.extendleft(asking)
+        if progress and len(asking) < len(rows):
+            progress(len(rows) - len(asking))
+    if turns.disagreed:
+        print(f"warning: {turns.disagreed} turns are cut by our stop rule alone", file=sys.stderr)
+
+
+# -------------------------------------------------------------------------------------- the command
+COMMAND = "python -m scale.server"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Writes an untied copy of the model and becomes the server."""
+    ours, _, theirs = shlex.join(arguments or sys.argv[1:]).partition(" -- ")
+    parser = FlagParser(COMMAND, description="Serve a model as --engine http://... needs it.")
+    parser.add_argument("--model", required=True, help="a saved HF model, or a hub name")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max_context", type=int, default=0, help="of a row; 0: the model's own")
+    asked = parser.parse_args(shlex.split(ours))
+    vllm = Path(shutil.which("vllm") or Path(__file__).parent.parent / ".venv-vllm/bin/vllm")
+    if not vllm.exists():
+        raise InputError("there is no vllm: `make vllm` (for CPUs), or put one where PATH finds it")
+    cpu = not torch.cuda.is_available()
+    folder = Path("runs/served", re.sub(r"\W+", "-", asked.model)).absolute()
+    policy, tokenizer = load_policy(asked.model, frozen=True)
+    write_weights(policy.language_model, folder, torch.float32 if cpu else torch.bfloat16)
+    policy.config.tie_word_embeddings = False
+    policy.config.architectures = [type(policy.language_model).__name__]
+    policy.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    words = f"--served-model-name policy --host 127.0.0.1 --port {asked.port}"
+    words += " --generation-config vllm --logprobs-mode processed_logprobs --enable-prefix-caching"
+    words += " --dtype " + ("float32 --enforce-eager" if cpu else "bfloat16")
+    words += f" --max-model-len {asked.max_context or context_of(policy)}"
+    command = [str(vllm), "serve", str(folder), *words.split(), *shlex.split(theirs)]
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # without it there are no routes for new weights
+    if cpu:
+        os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    print("VLLM_SERVER_DEV_MODE=1", shlex.join(command), flush=True)
+    os.execv(vllm, command)
+
+
+if __name__ == "__main__":
+    run_main(main)
