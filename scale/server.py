@@ -85,24 +85,31 @@ class Server:
     url: str
     timeout: float  # seconds for what takes no time
 
-    def ask(self, route: str, payload=None, timeout=None):
-        return fetch_json(self.url + route, payload, timeout or self.timeout)
+    def ask(self, route: str, *keys, payload=None, timeout=None):
+        """The reply to a GET, or to a POST of `payload`: reply[key][key]..."""
+        reply = fetch_json(self.url + route, payload, timeout or self.timeout)
+        try:
+            for key in keys:
+                reply = reply[key]
+            return reply
+        except (KeyError, IndexError, TypeError):
+            raise Fault(f"a reply without {key!r}") from None
 
     def version(self) -> str:
         """The name of its weights."""
-        return str(part_of(retrying(lambda: self.ask("/weight_info"), RETRIES), "weight_version"))
+        return retrying(lambda: str(self.ask("/weight_info", "weight_version")), RETRIES)
 
     def reload(self, folder: Path, version: str) -> None:
         """Reads the weights in `folder`. Meanwhile no row is sampled, and no key of one stays."""
         reading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self.ask("/pause?mode=wait", {}, RELOADING)
+        self.ask("/pause?mode=wait", payload={}, timeout=RELOADING)
         try:
-            self.ask("/collective_rpc", reading, RELOADING)
-            if part_of(self.ask("/reset_prefix_cache", {}), "success") is not True:
+            self.ask("/collective_rpc", payload=reading, timeout=RELOADING)
+            if self.ask("/reset_prefix_cache", "success", payload={}) is not True:
                 raise Fault("it keeps the keys of former weights in its prefix cache")
-            self.ask("/update_weight_version", {"new_version": version})
+            self.ask("/update_weight_version", payload={"new_version": version})
         finally:
-            self.ask("/resume", {})
+            self.ask("/resume", payload={})
         if (found := self.version()) != version:
             raise Fault(f"its weights are of version {found} right after {version} was sent")
 
@@ -110,9 +117,8 @@ class Server:
         """Compares its checksums of norms [H], and of embeddings and head [V, H] unless they are
         shared among ranks, with the files in `folder`. vLLM rounds V up to 64.
         """
-        checksums = part_of(
-            self.ask("/weight_checker", {"action": "checksum"}, RELOADING), "checksums"
-        )
+        asked = {"payload": {"action": "checksum"}, "timeout": RELOADING}
+        checksums = self.ask("/weight_checker", "checksums", **asked)
         if "lm_head.weight" not in str(checksums):
             raise Fault("its output head is tied to the embeddings: a reload leaves it as it is")
         for match in filter(None, map(CHECKED.fullmatch, checksums)):
@@ -123,16 +129,6 @@ class Server:
             found = hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()
             if found != checksums[match[0]] and (weight.ndim < 2 or ":tp1:" not in str(checksums)):
                 raise Fault(f"its {match[1]} is not the policy's: it is another model")
-
-
-def part_of(reply, *keys):
-    """reply[key][key]..., or a Fault if it is not there."""
-    try:
-        for key in keys:
-            reply = reply[key]
-        return reply
-    except (KeyError, IndexError, TypeError):
-        raise Fault(f"a reply without {key!r}") from None
 
 
 def start(results: queue.SimpleQueue, owner, work: Callable, *arguments) -> None:
@@ -188,14 +184,14 @@ class Fleet:
         asked = {"prompt": self.text, "add_special_tokens": False}
         for server in self.servers:
             try:
-                routes = str(part_of(server.ask("/openapi.json"), "paths"))
+                routes = str(server.ask("/openapi.json", "paths"))
                 if missing := [name for name in ROUTES.split() if f"/{name}'" not in routes]:
                     needed = "vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1 is needed"
                     raise Fault(f"it has no route /{missing[0]}; {needed}")
-                context = part_of(server.ask("/v1/models"), "data", 0, "max_model_len")
+                context = server.ask("/v1/models", "data", 0, "max_model_len")
                 if context < self.context:
                     raise Fault(f"its context has {context} tokens and rows here {self.context}")
-                if part_of(server.ask("/tokenize", asked), "tokens") != self.ids:
+                if server.ask("/tokenize", "tokens", payload=asked) != self.ids:
                     raise Fault("its tokens are not those of the policy's tokenizer")
             except Fault as fault:
                 raise self.wrong(server, f"no vLLM that can sample here ({fault})") from None
@@ -318,13 +314,14 @@ class Turns:
         """At most `room` new ids and their log-probs. Trap: `text` is cut inside the last token."""
         body = self.body | {"prompt": ids, "max_tokens": room}
         limit = self.environment.settings.timeout + SLOWEST * room
-        choice = part_of(server.ask("/v1/completions", body, limit), "choices", 0)
-        new, logprobs = part_of(choice, "token_ids"), part_of(choice, "logprobs", "token_logprobs")
+        choice = server.ask("/v1/completions", "choices", 0, payload=body, timeout=limit)
         try:
+            new, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             whole = 0 < len(new) == len(logprobs) <= room and math.isfinite(sum(logprobs + new))
-        except TypeError:
+            whole = whole and choice["finish_reason"] != "abort"
+        except (KeyError, TypeError):
             whole = False
-        if not whole or part_of(choice, "finish_reason") == "abort":
+        if not whole:
             raise Fault("a turn that is not whole")
         return new, logprobs
 
@@ -386,37 +383,37 @@ def generate_on_server(policy, environment, trajectories: list, progress=None) -
 
 # -------------------------------------------------------------------------------------- the command
 COMMAND = "python -m scale.server"
+OWN = Path(__file__).resolve().parent.parent / ".venv-vllm/bin"
+FLAGS = "--generation-config vllm --logprobs-mode processed_logprobs --enable-prefix-caching"
+FLAGS += " --served-model-name policy --host 127.0.0.1"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Writes an untied copy of the model and becomes the server."""
+    """Writes an untied copy of the model, and becomes the server."""
     ours, _, theirs = shlex.join(arguments or sys.argv[1:]).partition(" -- ")
     parser = FlagParser(COMMAND, description="Serve a model as --engine http://... needs it.")
     parser.add_argument("--model", required=True, help="a saved HF model, or a hub name")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--max_context", type=int, default=0, help="of a row; 0: the model's own")
+    parser.add_argument("--port", default="8000")
+    parser.add_argument("--max_context", help="tokens of a row; without it the model's own limit")
     asked = parser.parse_args(shlex.split(ours))
-    vllm = Path(shutil.which("vllm") or Path(__file__).parent.parent / ".venv-vllm/bin/vllm")
-    if not vllm.exists():
+    vllm = shutil.which("vllm") or shutil.which("vllm", path=OWN)
+    if vllm is None:
         raise InputError("there is no vllm: `make vllm` (for CPUs), or put one where PATH finds it")
-    cpu = not torch.cuda.is_available()
-    folder = Path("runs/served", re.sub(r"\W+", "-", asked.model)).absolute()
     policy, tokenizer = load_policy(asked.model, frozen=True)
-    write_weights(policy.language_model, folder, torch.float32 if cpu else torch.bfloat16)
-    policy.config.tie_word_embeddings = False
-    policy.config.architectures = [type(policy.language_model).__name__]
+    flags = f"{FLAGS} --port {asked.port}"
+    flags += f" --max-model-len {asked.max_context or context_of(policy)}"
+    needed, dtype = {"VLLM_SERVER_DEV_MODE": "1"}, torch.bfloat16  # else no route for new weights
+    if not torch.cuda.is_available():
+        flags, dtype = f"{flags} --dtype float32 --enforce-eager", torch.float32
+        needed |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
+    folder = Path("runs/served", re.sub(r"\W+", "-", asked.model)).absolute()
+    write_weights(policy.language_model, folder, dtype)
+    policy.config.update({"tie_word_embeddings": False, "dtype": dtype})
     policy.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    words = f"--served-model-name policy --host 127.0.0.1 --port {asked.port}"
-    words += " --generation-config vllm --logprobs-mode processed_logprobs --enable-prefix-caching"
-    words += " --dtype " + ("float32 --enforce-eager" if cpu else "bfloat16")
-    words += f" --max-model-len {asked.max_context or context_of(policy)}"
-    command = [str(vllm), "serve", str(folder), *words.split(), *shlex.split(theirs)]
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # without it there are no routes for new weights
-    if cpu:
-        os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    print("VLLM_SERVER_DEV_MODE=1", shlex.join(command), flush=True)
-    os.execv(vllm, command)
+    command = [vllm, "serve", str(folder), *flags.split(), *shlex.split(theirs)]
+    print(needed, shlex.join(command), flush=True)
+    os.execve(vllm, command, os.environ | needed)
 
 
 if __name__ == "__main__":
