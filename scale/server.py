@@ -61,12 +61,8 @@ PROBE, SAMPLED = (
 )  # tokens of a probe: its prompt (a CPU's cache has blocks of 128), the rest
 # Mean |log-prob of the server − of the trainer| of a probe: in fp32 it is 1e-6, bf16 has 8 bits.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-MEMORY = "/dev/shm"
 ROUTES = "completions tokenize pause resume collective_rpc reset_prefix_cache weight_info"
 ROUTES += " update_weight_version weight_checker"
-CHECKED = re.compile(
-    r".*:(.*(norm|embed_tokens|lm_head)\.weight)"
-)  # dp0:pp0:pcp0:tp0:model.norm...
 # A request says all of it: what it leaves open comes from the checkpoint's generation_config.json.
 BODY = {
     **dict.fromkeys(("top_p", "repetition_penalty"), 1.0),
@@ -114,21 +110,34 @@ class Server:
             raise Fault(f"its weights are of version {found} right after {version} was sent")
 
     def prove(self, folder: Path) -> None:
-        """Compares its checksums of norms [H], and of embeddings and head [V, H] unless they are
-        shared among ranks, with the files in `folder`. vLLM rounds V up to 64.
+        """Compares its checksums with those of files in `folder`: of norms [H], and of embeddings
+        and head [V, H] unless ranks share them. vLLM rounds V up to 64.
         """
         asked = {"payload": {"action": "checksum"}, "timeout": RELOADING}
         checksums = self.ask("/weight_checker", "checksums", **asked)
-        if "lm_head.weight" not in str(checksums):
-            raise Fault("its output head is tied to the embeddings: a reload leaves it as it is")
-        for match in filter(None, map(CHECKED.fullmatch, checksums)):
-            file = folder / f"{match[1]}.safetensors"
-            weight = load_file(file)[match[1]] if file.exists() else torch.zeros(1)
+        for file in folder.glob("*norm.*" if ":tp1:" in str(checksums) else "*[!j].weight.*"):
+            weight = load_file(file)[file.stem]
             if weight.ndim == 2:
                 weight = pad(weight, (0, 0, 0, -len(weight) % 64))
-            found = hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()
-            if found != checksums[match[0]] and (weight.ndim < 2 or ":tp1:" not in str(checksums)):
-                raise Fault(f"its {match[1]} is not the policy's: it is another model")
+            ours = hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()
+            theirs = {its for name, its in checksums.items() if name.endswith(f":{file.stem}")}
+            if theirs != {ours}:  # a tied head has none, and a reload would leave it as it is
+                why = "is it another model, or is its head tied to the embeddings?"
+                raise Fault(f"its {file.stem} is not the policy's: {why}")
+
+    def sample(self, body: dict) -> tuple[list[int], list[float]]:
+        """New ids and their log-probs. Trap: the reply's `text` is cut inside the last token."""
+        limit = self.timeout + SLOWEST * body["max_tokens"]
+        choice = self.ask("/v1/completions", "choices", 0, payload=BODY | body, timeout=limit)
+        try:
+            new, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            whole = 0 < len(new) == len(logprobs) and math.isfinite(sum(logprobs + new))
+            whole = whole and choice["finish_reason"] != "abort"
+        except (KeyError, TypeError):
+            whole = False
+        if not whole:
+            raise Fault("a turn that is not whole")
+        return new, logprobs
 
 
 def start(results: queue.SimpleQueue, owner, work: Callable, *arguments) -> None:
@@ -164,10 +173,10 @@ class Fleet:
     """The servers of a run, and which version of the policy's weights they have."""
 
     def __init__(self, policy, environment):
-        self.policy, self.environment, self.settings = policy, environment, environment.settings
+        self.policy, self.settings = policy, environment.settings
         self.run, self.sent = secrets.token_hex(4), ""
-        urls = [url.rstrip("/").removesuffix("/v1") for url in self.settings.engine.split(",")]
-        self.servers = [Server(url, self.settings.timeout) for url in dict.fromkeys(urls)]
+        urls = self.settings.engine.split(",")
+        self.servers = [Server(url, self.settings.timeout) for url in urls]
         self.alive = self.servers
         self.proven = set()  # those whose checksums were compared since they started
         self.context = environment.max_context or context_of(policy)
@@ -236,39 +245,39 @@ class Fleet:
         if stale:
             dtype = torch.float32 if self.policy.device.type == "cpu" else torch.bfloat16
             name = "policy-of-" + re.sub(r"\W+", "-", self.settings.engine)
-            folder = Path(self.settings.served or MEMORY, name).absolute()
+            folder = Path(self.settings.served, name).absolute()
             prompt = (self.ids * PROBE)[: min(PROBE, self.context - SAMPLED)]
-            turns = Turns(self, self.environment, set())
+            probe = {"prompt": prompt, "max_tokens": SAMPLED}
+            probe["temperature"] = self.settings.temperature
 
             def renew(server: Server) -> tuple:
                 server.reload(folder, current)
                 if server not in self.proven:
                     server.prove(folder)
                 self.proven.add(server)
-                return prompt, *turns.request(server, prompt, SAMPLED)
+                return server.sample(probe)
 
             try:
                 write_weights(self.policy.language_model, folder, dtype)
                 probes, self.alive = first_does(lambda: (self.of_each(stale, renew), self.alive))
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
-            for server, probe in probes:
-                if not (gap := self.gap(*probe)) <= LIMITS[dtype]:
-                    why = (
-                        f"a probe's log-probs are {gap:.2g} from the policy's, not {LIMITS[dtype]}"
-                    )
+            for server, (ids, logprobs) in probes:
+                gap, limit = self.gap(prompt + ids, logprobs), LIMITS[dtype]
+                if not gap <= limit:
+                    why = f"a probe's log-probs are {gap:.2g} from the policy's, not {limit}"
                     raise self.wrong(server, f"{why}: other weights, or another distribution")
         self.sent = current
 
     @torch.no_grad()
-    def gap(self, prompt: list[int], ids: list[int], logprobs: list[float]) -> float:
-        """Mean |log-prob of the server − of the policy| of `ids`. All processes call it: a forward
-        pass of weights in parts needs them.
+    def gap(self, ids: list[int], logprobs: list[float]) -> float:
+        """Mean |log-prob of the server − of the policy| of the last `ids`. All processes call it: a
+        forward pass of weights in parts needs them.
         """
-        tokens = torch.tensor([prompt + ids], device=self.policy.device)  # [1, L]
-        scored = self.policy(tokens, self.settings.temperature)[0, -len(ids) :]  # [SAMPLED]
+        tokens = torch.tensor([ids], device=self.policy.device)  # [1, L]
+        scored = self.policy(tokens, self.settings.temperature)[0].cpu()  # [T]
         cut(self.policy)
-        return (scored.cpu() - torch.tensor(logprobs)).abs().mean().item()
+        return (scored[-len(logprobs) :] - torch.tensor(logprobs)).abs().mean().item()
 
 
 @torch.no_grad()
@@ -307,23 +316,8 @@ class Turns:
         self.rule = StopRule(environment.tokenizer, tags, ends)
         self.under_way = self.disagreed = 0
         self.prompts = {}  # -> number: rows of a prompt stay on one server, which has its keys
-        self.body = BODY | {"temperature": settings.temperature, "stop_token_ids": sorted(ends)}
-        self.body["stop"] = list(tags) if ends else []
-
-    def request(self, server: Server, ids: list[int], room: int) -> tuple[list[int], list[float]]:
-        """At most `room` new ids and their log-probs. Trap: `text` is cut inside the last token."""
-        body = self.body | {"prompt": ids, "max_tokens": room}
-        limit = self.environment.settings.timeout + SLOWEST * room
-        choice = server.ask("/v1/completions", "choices", 0, payload=body, timeout=limit)
-        try:
-            new, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            whole = 0 < len(new) == len(logprobs) <= room and math.isfinite(sum(logprobs + new))
-            whole = whole and choice["finish_reason"] != "abort"
-        except (KeyError, TypeError):
-            whole = False
-        if not whole:
-            raise Fault("a turn that is not whole")
-        return new, logprobs
+        self.body = {"temperature": settings.temperature, "stop": list(tags)}
+        self.body["stop_token_ids"] = sorted(ends)
 
     def start(self, row) -> None:
         """A thread asks for the row's next turn."""
@@ -333,15 +327,17 @@ class Turns:
         start(self.results, (row, server), self.sample, server, row.ids, room)
         self.under_way += 1
 
-    def sample(self, server: Server, ids: list[int], room: int) -> tuple[list, list, str]:
+    def sample(self, server: Server, ids: list[int], room: int) -> tuple:
         """A turn as our stop rule ends it: ids, log-probs and the reason."""
+
+        body = self.body | {"prompt": ids, "max_tokens": room}
 
         def gone(seconds: float) -> bool:
             """Trap: a server that was restarted would go on with the weights of its start."""
             time.sleep(seconds)
             return server.version() != self.fleet.sent
 
-        new, logprobs = retrying(lambda: self.request(server, ids, room), RETRIES, wait=gone)
+        new, logprobs = retrying(lambda: server.sample(body), RETRIES, wait=gone)
         for count in range(1, len(new) + 1):
             if reason := self.rule.reason(new[:count], room):
                 break
@@ -364,7 +360,7 @@ class Turns:
         return rows
 
 
-def generate_on_server(policy, environment, trajectories: list, progress=None) -> None:
+def generate_on_server(policy, environment, trajectories, progress=None) -> None:
     """`rollout.play_by_turns` on `policy.fleet`: rows are sampled while others are searched for."""
     turns = Turns(policy.fleet, environment, end_ids(policy, environment.tokenizer))
     waiting, most = deque(trajectories), environment.settings.rollout_batch_size
