@@ -106,8 +106,8 @@ class Server:
             self.ask("/update_weight_version", payload={"new_version": version})
         finally:
             self.ask("/resume", payload={})
-        if (found := self.version()) != version:
-            raise Fault(f"its weights are of version {found} right after {version} was sent")
+        if self.version() != version:
+            raise Fault("it does not name its weights as it was asked to")
 
     def prove(self, folder: Path) -> None:
         """Compares its checksums with those of files in `folder`: of norms [H], and of embeddings
@@ -180,8 +180,8 @@ class Fleet:
         self.alive = self.servers
         self.proven = set()  # those whose checksums were compared since they started
         self.context = environment.max_context or context_of(policy)
-        text = environment.protocol.instruction + "".join(environment.protocol.tags)
-        self.text, self.ids = text, encode(environment.tokenizer, text)
+        self.text = "".join([environment.protocol.instruction, *environment.protocol.tags])
+        self.ids = encode(environment.tokenizer, self.text)
 
     def wrong(self, server: Server, why) -> InputError:
         """The line that ends a run, with the command that starts a server as it is needed."""
@@ -194,16 +194,17 @@ class Fleet:
         for server in self.servers:
             try:
                 routes = str(server.ask("/openapi.json", "paths"))
-                if missing := [name for name in ROUTES.split() if f"/{name}'" not in routes]:
-                    needed = "vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1 is needed"
-                    raise Fault(f"it has no route /{missing[0]}; {needed}")
+                for name in ROUTES.split():
+                    if f"/{name}'" not in routes:
+                        needed = "vLLM 0.32 or newer, with VLLM_SERVER_DEV_MODE=1"
+                        raise Fault(f"it has no route /{name}; needed is {needed}")
                 context = server.ask("/v1/models", "data", 0, "max_model_len")
                 if context < self.context:
-                    raise Fault(f"its context has {context} tokens and rows here {self.context}")
+                    raise Fault(f"its context has {context} tokens, fewer than --max_context")
                 if server.ask("/tokenize", "tokens", payload=asked) != self.ids:
                     raise Fault("its tokens are not those of the policy's tokenizer")
             except Fault as fault:
-                raise self.wrong(server, f"no vLLM that can sample here ({fault})") from None
+                raise self.wrong(server, fault) from None
 
     def of_each(self, servers: list[Server], work: Callable) -> list:
         """(server, work(server)) of those that do it, all at once; a server that fails is lost."""
@@ -214,16 +215,16 @@ class Fleet:
         for server, its in found:
             if isinstance(its, Exception):
                 self.lose(server, its)
-        return [one for one in found if one[0] in self.alive]
+        return [pair for pair in found if pair[0] in self.alive]
 
     def lose(self, server: Server, error: Exception) -> None:
         """A server that fails is left out until the next rollout; without one the run ends."""
         if not isinstance(error, Fault):
             raise error
-        known, self.alive = self.alive, [other for other in self.alive if other != server]
-        if not (self.alive and self.sent):
-            raise self.wrong(server, error)
-        if server in known:
+        if server in self.alive:  # the first of its rows
+            self.alive = [other for other in self.alive if other != server]
+            if not (self.alive and self.sent):
+                raise self.wrong(server, error)
             print(f"warning: {server.url} is left out of this rollout: {error}", file=sys.stderr)
 
     # ---------------------------------------------------------------------------------- the weights
@@ -244,11 +245,11 @@ class Fleet:
         current, self.alive, stale = first_does(lambda: self.look(version))
         if stale:
             dtype = torch.float32 if self.policy.device.type == "cpu" else torch.bfloat16
-            name = "policy-of-" + re.sub(r"\W+", "-", self.settings.engine)
+            name = re.sub(r"\W+", "-", f"policy-of-{self.settings.engine}")
             folder = Path(self.settings.served, name).absolute()
             prompt = (self.ids * PROBE)[: min(PROBE, self.context - SAMPLED)]
-            probe = {"prompt": prompt, "max_tokens": SAMPLED}
-            probe["temperature"] = self.settings.temperature
+            probe = {"temperature": self.settings.temperature, "max_tokens": SAMPLED}
+            probe["prompt"] = prompt
 
             def renew(server: Server) -> tuple:
                 server.reload(folder, current)
@@ -328,16 +329,15 @@ class Turns:
         self.under_way += 1
 
     def sample(self, server: Server, ids: list[int], room: int) -> tuple:
-        """A turn as our stop rule ends it: ids, log-probs and the reason."""
-
+        """A turn as our stop rule ends it: ids, log-probs and the reason. Trap: a server that was
+        restarted would go on with the weights of its start, so it is not tried again.
+        """
         body = self.body | {"prompt": ids, "max_tokens": room}
-
-        def gone(seconds: float) -> bool:
-            """Trap: a server that was restarted would go on with the weights of its start."""
-            time.sleep(seconds)
-            return server.version() != self.fleet.sent
-
-        new, logprobs = retrying(lambda: server.sample(body), RETRIES, wait=gone)
+        new, logprobs = retrying(
+            lambda: server.sample(body),
+            RETRIES,
+            wait=lambda seconds: time.sleep(seconds) or server.version() != self.fleet.sent,
+        )
         for count in range(1, len(new) + 1):
             if reason := self.rule.reason(new[:count], room):
                 break
@@ -387,10 +387,10 @@ FLAGS += " --served-model-name policy --host 127.0.0.1"
 def main(arguments: list[str] | None = None) -> None:
     """Writes an untied copy of the model, and becomes the server."""
     ours, _, theirs = shlex.join(arguments or sys.argv[1:]).partition(" -- ")
-    parser = FlagParser(COMMAND, description="Serve a model as --engine http://... needs it.")
-    parser.add_argument("--model", required=True, help="a saved HF model, or a hub name")
+    parser = FlagParser(COMMAND)
+    parser.add_argument("--model", required=True)
     parser.add_argument("--port", default="8000")
-    parser.add_argument("--max_context", help="tokens of a row; without it the model's own limit")
+    parser.add_argument("--max_context")
     asked = parser.parse_args(shlex.split(ours))
     vllm = shutil.which("vllm") or shutil.which("vllm", path=OWN)
     if vllm is None:
@@ -398,11 +398,12 @@ def main(arguments: list[str] | None = None) -> None:
     policy, tokenizer = load_policy(asked.model, frozen=True)
     flags = f"{FLAGS} --port {asked.port}"
     flags += f" --max-model-len {asked.max_context or context_of(policy)}"
-    needed, dtype = {"VLLM_SERVER_DEV_MODE": "1"}, torch.bfloat16  # else no route for new weights
+    dtype, needed = torch.bfloat16, {"VLLM_SERVER_DEV_MODE": "1"}  # else no route for new weights
     if not torch.cuda.is_available():
-        flags, dtype = f"{flags} --dtype float32 --enforce-eager", torch.float32
+        dtype, flags = torch.float32, f"{flags} --dtype float32 --enforce-eager"
         needed |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
-    folder = Path("runs/served", re.sub(r"\W+", "-", asked.model)).absolute()
+    name = re.sub(r"\W+", "-", f"{asked.model}-{asked.port}")
+    folder = Path("runs/served", name).absolute()
     write_weights(policy.language_model, folder, dtype)
     policy.config.update({"tie_word_embeddings": False, "dtype": dtype})
     policy.config.save_pretrained(folder)

@@ -155,8 +155,8 @@ def fleet_of(model: str, *servers, **changes):
 
 def rows(policy, environment, count: int, play=generate_on_server, temperature=0.0) -> list:
     """Rollouts of `count` questions, by default greedy."""
-    questions = world_questions(environment.settings, "dev", count)[::3][:count]
-    kept = environment.settings
+    questions, kept = world_questions(environment.settings, "dev"), environment.settings
+    questions = questions[:: len(questions) // count][:count]
     environment.settings = replace(kept, temperature=temperature)
     sampled = rollout(policy, environment, questions, 0, play)
     environment.settings = kept
@@ -226,7 +226,7 @@ def test_stage_1_learns_on_a_server_as_in_slots(served, model, tmp_path):
 # ----------------------------------------------------------------------------- weights that are old
 READ, TAKEN = (200, b'{"results": [null]}'), (200, b'{"success": true}')
 UNCLEARED = lambda path, payload, behind: behind(f"{path}&clear_cache=false", payload)  # noqa: E731
-PROBED, RECENT = "a probe's log-probs are", "its weights are of version"
+PROBED, RECENT = "a probe's log-probs are", "does not name its weights"
 STALE = {
     "weights that are not read": ({"collective_rpc": READ}, PROBED),
     "keys that stay": ({"pause": UNCLEARED, "reset_prefix_cache": TAKEN}, PROBED),
