@@ -39,17 +39,15 @@ from trajectory import Trajectory
 BLOCK = {"cpu": 16, "cuda": 64}  # the width that a step reads is a multiple of this
 CHUNK = {"cpu": 256, "cuda": 4096}  # padded tokens of one catching-up forward: bounds its memory
 SHARE = 0.8  # of the free memory may go to slots
-
-
-LOCAL = ("slots", "hf")
+LOCAL = ("slots", "hf")  # engines of this process
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     engine: str = setting(
         "slots",
-        "samples a rollout: slots (rows of different lengths together), hf (plain generate), or vLLM "
-        "servers (scale/server.py): http://host:port[,http://...]",
+        "samples a rollout: slots (rows of different lengths together), hf (plain generate), or "
+        "vLLM servers (scale/server.py): http://host:port[,http://...]",
     )
     served: str = setting(
         "/dev/shm", "folder through which vLLM servers get the weights", only="train"

@@ -60,8 +60,9 @@ def model(tmp_path_factory) -> str:
     tokenizer = make_tokenizer(PROTOCOLS["ur2"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        policy = Policy(model_of("qwen2", **shape(len(tokenizer), 64, 2, 64)))
-    examples = traces(tokenizer, World(0).questions("train", "one_hop")[:8])
+        policy = Policy(model_of("llama", **shape(len(tokenizer), 64, 2, 64)))
+    questions = World(0).questions("train", "one_hop")
+    examples = traces(tokenizer, questions[:8]) + traces(tokenizer, questions[8:16], search=False)
     train_sft(policy, lambda step: examples, SFTSettings(30, 1e-2))
     path = tmp_path_factory.mktemp("served") / "model"
     save_policy(policy, tokenizer, path)
