@@ -253,7 +253,7 @@ class Evaluation:
     def made_with(self, version: str) -> dict:
         """What the predictions hang on: settings, weights, questions and passages."""
         made = dataclasses.asdict(self.settings)
-        for name in ("name", "runs", "judge", "reader", "timeout"):  # they change no prediction
+        for name in ("name", "runs", "served", "judge", "reader", "timeout"):  # not of a prediction
             del made[name]
         # --prompt_file names a file, not its words.
         told = [build_protocol(self.settings).instruction]

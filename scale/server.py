@@ -101,13 +101,17 @@ class Server:
         self.ask("/pause?mode=wait", payload={}, timeout=RELOADING)
         try:
             self.ask("/collective_rpc", payload=reading, timeout=RELOADING)
-            if self.ask("/reset_prefix_cache", "success", payload={}) is not True:
-                raise Fault("it keeps the keys of former weights in its prefix cache")
+            retrying(self.forget, RETRIES)
             self.ask("/update_weight_version", payload={"new_version": version})
         finally:
             self.ask("/resume", payload={})
         if self.version() != version:
             raise Fault("it does not name its weights as it was asked to")
+
+    def forget(self) -> None:
+        """Drops all keys. Right after a row has ended its keys may still be held for a moment."""
+        if self.ask("/reset_prefix_cache", "success", payload={}) is not True:
+            raise Fault("it keeps the keys of former weights in its prefix cache")
 
     def prove(self, folder: Path) -> None:
         """Compares its checksums with those of files in `folder`: of norms [H], and of embeddings

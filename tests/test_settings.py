@@ -219,7 +219,7 @@ LIMITS = [  # what is said, to what value, of which flags
     ("at least 1", 0, "tokens_per_micro_batch documents_per_search"),
     ("at least 0", -1, "keep_checkpoints temperature kl_coef beta"),
     ("above 0", 0, "timeout lr critic_lr"),
-    ("one of", "x", "retriever engine sampling_copy optimizer algorithm protocol reward"),
+    ("one of", "x", "retriever sampling_copy optimizer algorithm protocol reward"),
     ("one of", "x", "lr_schedule loss_aggregation kl_estimator answer_metric"),
     ("one of", "x", "filter_by format_check"),
 ]
