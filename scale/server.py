@@ -33,7 +33,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,7 +128,7 @@ class Server:
                 why = "is it another model, or is its head tied to the embeddings?"
                 raise Fault(f"its {file.stem} is not the policy's: {why}")
 
-    def sample(self, body: dict) -> tuple[list[int], list[float]]:
+    def sample(self, body: dict) -> tuple:
         """New ids and their log-probs. Trap: the reply's `text` is cut inside the last token."""
         limit = self.timeout + SLOWEST * body["max_tokens"]
         choice = self.ask("/v1/completions", "choices", 0, payload=BODY | body, timeout=limit)
@@ -144,7 +143,7 @@ class Server:
         return new, logprobs
 
 
-def start(results: queue.SimpleQueue, owner, work: Callable, *arguments) -> None:
+def start(results: queue.SimpleQueue, owner, work, *arguments) -> None:
     """Puts (owner, what `work` returns or raises) into `results`, from a thread of its own that
     keeps no process alive: a run that ends does not wait for the rows under way.
     """
@@ -159,7 +158,7 @@ def start(results: queue.SimpleQueue, owner, work: Callable, *arguments) -> None
     threading.Thread(target=run, daemon=True).start()
 
 
-def first_does(work: Callable):
+def first_does(work):
     """What `work()` returns in the first process, for all; its InputError is raised in all."""
     box = [None, None]
     if PartialState().is_main_process:
@@ -210,7 +209,7 @@ class Fleet:
             except Fault as fault:
                 raise self.wrong(server, fault) from None
 
-    def of_each(self, servers: list[Server], work: Callable) -> list:
+    def of_each(self, servers: list, work) -> list:
         """(server, work(server)) of those that do it, all at once; a server that fails is lost."""
         results = queue.SimpleQueue()
         for server in servers:
@@ -275,7 +274,7 @@ class Fleet:
         self.sent = current
 
     @torch.no_grad()
-    def gap(self, ids: list[int], logprobs: list[float]) -> float:
+    def gap(self, ids: list, logprobs: list) -> float:
         """Mean |log-prob of the server − of the policy| of the last `ids`. All processes call it: a
         forward pass of weights in parts needs them.
         """
@@ -315,7 +314,7 @@ def to_serve(policy, version: int):
 class Turns:
     """The turns of a rollout: which server a row asks, what it asks, and what came back."""
 
-    def __init__(self, fleet: Fleet, environment, ends: set[int]):
+    def __init__(self, fleet: Fleet, environment, ends: set):
         settings, tags = environment.settings, environment.protocol.stop_tags
         self.fleet, self.environment, self.results = fleet, environment, queue.SimpleQueue()
         self.rule = StopRule(environment.tokenizer, tags, ends)
@@ -332,7 +331,7 @@ class Turns:
         start(self.results, (row, server), self.sample, server, row.ids, room)
         self.under_way += 1
 
-    def sample(self, server: Server, ids: list[int], room: int) -> tuple:
+    def sample(self, server: Server, ids: list, room: int) -> tuple:
         """A turn as our stop rule ends it: ids, log-probs and the reason. Trap: a server that was
         restarted would go on with the weights of its start, so it is not tried again.
         """
@@ -375,7 +374,7 @@ def generate_on_server(policy, environment, trajectories, progress=None) -> None
         environment.answer([row for row in rows if not row.stop_reason])
         asking = [row for row in rows if not row.stop_reason]
         waiting.extendleft(asking)
-        if progress and len(asking) < len(rows):
+        if progress:
             progress(len(rows) - len(asking))
     if turns.disagreed:
         print(f"warning: {turns.disagreed} turns are cut by our stop rule alone", file=sys.stderr)
@@ -388,7 +387,7 @@ FLAGS = "--generation-config vllm --logprobs-mode processed_logprobs --enable-pr
 FLAGS += " --served-model-name policy --host 127.0.0.1"
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments=None) -> None:
     """Writes an untied copy of the model, and becomes the server."""
     ours, _, theirs = shlex.join(arguments or sys.argv[1:]).partition(" -- ")
     parser = FlagParser(COMMAND)
