@@ -54,14 +54,14 @@ RETRIES = 2  # of a request that failed
 AT_ONCE = 256  # requests of a process to a server: by default vLLM batches as many
 SLOWEST = 1.0  # seconds for a token; a full server takes 0.02 to 0.2, but rows wait for a place
 RELOADING = 600.0  # seconds for running requests to end, or for the weights to be read
-PROBE, SAMPLED = (
-    160,
-    16,
-)  # tokens of a probe: its prompt (a CPU's cache has blocks of 128), the rest
+PROBE = 160  # tokens of a probe's prompt: more than a block of a CPU's cache, which has 128
+SAMPLED = 16  # tokens that a probe samples
 # Mean |log-prob of the server − of the trainer| of a probe: in fp32 it is 1e-6, bf16 has 8 bits.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-ROUTES = "completions tokenize pause resume collective_rpc reset_prefix_cache weight_info"
-ROUTES += " update_weight_version weight_checker"
+ROUTES = (
+    "completions tokenize pause resume collective_rpc reset_prefix_cache weight_info"
+    " update_weight_version weight_checker"
+)
 # A request says all of it: what it leaves open comes from the checkpoint's generation_config.json.
 BODY = {
     **dict.fromkeys(("top_p", "repetition_penalty"), 1.0),
@@ -134,8 +134,8 @@ class Server:
         choice = self.ask("/v1/completions", "choices", 0, payload=BODY | body, timeout=limit)
         try:
             new, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            whole = 0 < len(new) == len(logprobs) and math.isfinite(sum(logprobs + new))
-            whole = whole and choice["finish_reason"] != "abort"
+            whole = 0 < len(new) == len(logprobs) and choice["finish_reason"] != "abort"
+            whole = whole and math.isfinite(sum(logprobs + new))
         except (KeyError, TypeError):
             whole = False
         if not whole:
@@ -180,7 +180,6 @@ class Fleet:
         self.run, self.sent = secrets.token_hex(4), ""
         urls = self.settings.engine.split(",")
         self.servers = [Server(url, self.settings.timeout) for url in urls]
-        self.alive = self.servers
         self.proven = set()  # those whose checksums were compared since they started
         self.context = environment.max_context or context_of(policy)
         self.text = "".join([environment.protocol.instruction, *environment.protocol.tags])
@@ -383,8 +382,10 @@ def generate_on_server(policy, environment, trajectories, progress=None) -> None
 # -------------------------------------------------------------------------------------- the command
 COMMAND = "python -m scale.server"
 OWN = Path(__file__).resolve().parent.parent / ".venv-vllm/bin"
-FLAGS = "--generation-config vllm --logprobs-mode processed_logprobs --enable-prefix-caching"
-FLAGS += " --served-model-name policy --host 127.0.0.1"
+FLAGS = (
+    "--generation-config vllm --logprobs-mode processed_logprobs --enable-prefix-caching"
+    " --served-model-name policy --host 127.0.0.1"
+)
 
 
 def main(arguments=None) -> None:
