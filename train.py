@@ -66,7 +66,7 @@ class Sampled:
     @property
     def rewards(self) -> torch.Tensor:
         """[N], NaN where a search failed: nobody knows what the row would have earned."""
-        rewards = torch.tensor([sum(terms.values()) for terms in self.components])  # [N]
+        rewards = torch.tensor([float(sum(terms.values())) for terms in self.components])  # [N]
         return rewards.masked_fill(self.failed, torch.nan)
 
     def of(self, rows: torch.Tensor) -> list[Trajectory]:

@@ -187,7 +187,7 @@ def test_a_protocol_that_asks_nothing_builds_no_retriever(monkeypatch):
 
 def test_a_model_that_summarises_has_its_time_and_its_log(monkeypatch, tmp_path):
     """A search waits for all tries of its model too: three of --timeout for each of its turns."""
-    model = SimpleNamespace(ask=lambda requests: ["Notes."], at_once=16)
+    model = SimpleNamespace(ask=lambda requests: ["Notes."], at_once=16, rejected=())
     monkeypatch.setattr(score, "load_llm", lambda *_, **__: model)
     settings, log = Settings(retriever="oracle", timeout=5.0), tmp_path / "log.jsonl"
     assert not hasattr(build.build_search(settings, []), "seconds")

@@ -228,7 +228,7 @@ def test_real_published_transcripts_give_their_documents_no_loss(bpe):
 class Says:
     """Gives these replies to one query after another, and keeps the prompts that it would read."""
 
-    instruction = ""
+    instruction, rejected = "", ()
 
     def __init__(self, replies, llm=None):
         self.replies, self.llm, self.prompts = replies, llm, []
