@@ -154,7 +154,13 @@ CASES = {  # the model, the settings
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Without AVX-512 a processor takes a minute for these in bf16, and three beside other work.
+SLOW = ("checkpointing", "large head, tied", "large head, checkpointing")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+)
 def test_the_update_s_peak_is_the_measured_one_within_a_tenth(name, monkeypatch):
     model, settings = CASES[name]
     if "lora" in name:
