@@ -7,12 +7,14 @@
 P weights, K the width of keys. Weights are trained in fp32; all else is computed in bf16. For 7B in
 GiB:
 
-    standing   weights 4 P 28.4, moments 8 P 56.7, reference 2 P 14.2; under LoRA weights 14.3 only
+    standing   weights 4 P 28.4, moments 8 P 56.7, reference 2 P 14.2; under LoRA weights 14.3 only;
+               under ddp gradients 4 P 28.4: they are views of its buckets, which stay
     rollout    bf16 copy of the weights 2 P 14.2; keys and values 4 K per layer and token
-    update     gradients 4 P 28.4, bf16 weights 13.2, head 4.3; activations 255 KiB per layer, token
+    update     gradients 4 P 28.4, bf16 weights 13.2, head 4.3; activations 262 KiB per layer, token
 
-On several GPUs fsdp2 cuts weights, moments and gradients in parts, and puts a layer's weights
-together to compute it. LoRA and 8-bit moments cannot be cut: there, and under ddp, a GPU is as one.
+On several GPUs ddp keeps all of it on each; fsdp2 cuts weights, moments and gradients in parts, and
+puts a layer's weights together to compute it. LoRA and 8-bit moments cannot be cut. The plan takes
+ddp if that fits, else fsdp2. tests/ghost compares these formulas with simulated steps.
 Left out: zero2, judges and readers (2 per weight), dense retrieval, what plain `generate` takes
 beyond slots, CUDA's own memory and fragments: USABLE is the share that is counted on.
 """
@@ -30,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from errors import FlagParser, InputError, run_main
 from other_models.llm import frozen_in_8bit
 from policy import chunk_rows
+from scale.engine import SHARE
 from scale.sampling import wants_copy
 from settings import RECORDS, Settings, add_flags, check_settings, named_in, resolve
 
@@ -37,7 +40,7 @@ GIB = 2**30
 USABLE = 0.92  # of a GPU's memory
 PROMPT = 1024  # tokens that a prompt is taken to have
 FEW = 8  # slots: with fewer a rollout would crawl
-MOMENTS = {"adamw": 8, "adamw8bit": 2 + 8 / 256, "paged_adamw8bit": 0}  # bytes per trained weight
+MOMENTS = {"adamw": 8, "adamw8bit": 2.03125, "paged_adamw8bit": 0}  # bytes per trained weight
 FIELDS = (
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
     " vocab_size max_position_embeddings tie_word_embeddings"
@@ -70,11 +73,11 @@ class Shape:
 
     def __init__(self, config):
         if not all(hasattr(config, name) for name in FIELDS):
-            said = f"{config.model_type} is not built as Llama is: its bytes are not known"
-            raise InputError(f"--model: {said}")
+            kind = f"--model: {config.model_type}"
+            raise InputError(f"{kind} is not built as Llama is: its bytes are not known")
         sizes = [getattr(config, name) for name in FIELDS]
-        self.hidden, self.layers, self.heads, kv_heads, self.wide, self.vocab = sizes[:6]
-        self.positions, tied = sizes[6:]
+        self.hidden, self.layers, self.heads, kv_heads, self.wide, self.vocab, *rest = sizes
+        self.positions, tied = rest
         width = getattr(config, "head_dim", None) or self.hidden // self.heads
         self.q, self.kv = width * self.heads, width * kv_heads
         with torch.device("meta"):  # takes no memory
@@ -88,13 +91,13 @@ class Shape:
 
 
 class Case:
-    """A run; `share`: among how many GPUs its weights and moments are cut."""
+    """A run; `share`: among how many GPUs its weights and moments are cut (fsdp2), or 1 (ddp)."""
 
-    def __init__(self, shape: Shape, s: Settings, gpus: int = 1):
+    def __init__(self, shape: Shape, s: Settings, gpus: int = 1, share: int = 1):
         self.shape, self.settings, self.gpus = shape, s, gpus
         thin = s.lora_rank * sum(map(sum, shape.matrices))  # A and B: r (in + out) each
         self.trained = thin or shape.weights
-        self.share = 1 if thin or s.optimizer != "adamw" else gpus
+        self.share = 1 if thin or s.optimizer != "adamw" else share
         # Autocast's, of the weights that it computes with.
         self.copy = 0 if thin else 2 * (shape.in_layers + shape.embedding)
         rows = -(-s.questions_per_step * s.group_size // gpus)
@@ -115,11 +118,10 @@ def frozen_bytes(shape: Shape, in_8bit: bool) -> int:
 
 
 def activation_bytes(shape: Shape, lora_rank: int = 0) -> int:
-    """A token's, per layer. 7B: 26 · 3584 + 4 · (3584 + 512 + 2 · 18944) + 8 + 4 · 28 = 261,240."""
-    kept = 26 * shape.hidden + 4 * (shape.q + shape.kv + 2 * shape.wide) + 8 + 4 * shape.heads
-    if lora_rank:  # frozen norms keep less; a copy of attention's output, A x of seven matrices
-        kept += 2 * shape.q + 14 * lora_rank - 8 * shape.hidden
-    return kept
+    """A token's, per layer. 7B: 32 · 3584 + 4 · (512 + 2 · 18944) + 8 + 4 · 28 = 268,408."""
+    kept = 26 * shape.hidden + 6 * shape.q + 4 * (shape.kv + 2 * shape.wide) + 8 + 4 * shape.heads
+    # With LoRA all of it is bf16, and the norms are frozen; A x of seven matrices is kept.
+    return kept + 14 * (lora_rank - shape.hidden) if lora_rank else kept
 
 
 def standing(case: Case) -> dict[str, float]:
@@ -134,6 +136,8 @@ def standing(case: Case) -> dict[str, float]:
         parts["reference"] = frozen_bytes(case.shape, "reference" in in_8bit)
     if s.algorithm == "ppo":
         parts["critic, its moments"] = (weights + moments) / case.share
+    if case.gpus > case.share:
+        parts["gradients, in DDP's buckets"] = 4 * case.trained
     return parts
 
 
@@ -153,70 +157,73 @@ def update_parts(case: Case) -> dict[str, float]:
     """At the end of the forward pass, and the largest single piece of the backward pass."""
     shape, tokens, lora = case.shape, case.tokens, case.settings.lora_rank
     act, layer = activation_bytes(shape, lora), shape.in_layers / shape.layers
-    gathered, gradients = 0, 4 * case.trained / case.share
-    if case.share > 1:  # two layers' weights; the largest gradient, whole for a moment
-        gathered, gradients = 4 * (shape.ends + 2 * layer), gradients + 4 * max(shape.ends, layer)
+    gathered, gradients = 0, 4 * case.trained / case.share if case.gpus == case.share else 0
+    if case.share > 1:  # embedding, head and two layers; a layer's gradient, whole for a moment
+        gathered, gradients = 4 * (shape.ends + 2 * layer), gradients + 4 * layer
+    width, trained = (2, 0) if lora else (4, shape.embedding)  # of the head
     logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # of a chunk
-    head = logits + (0 if lora else 6 * shape.embedding)  # and of its weights' gradient
+    last = 12 * shape.hidden * tokens + logits + 6 * trained  # and of its weights' gradient
     kept, copy = act * shape.layers, case.copy
-    if case.settings.gradient_checkpointing:
-        kept, copy = (2 if lora else 4) * shape.hidden * shape.layers, 0
-        head = max(head, act * tokens)  # or one layer, computed again
+    if case.settings.gradient_checkpointing:  # or one layer again, with its own gradients
+        kept, copy = width * shape.hidden * shape.layers, 0
+        again = act + 4 * shape.wide + width * shape.hidden
+        last = max(last, again * tokens + 4 * trained)
     return {
         "update: weights, gathered": gathered,
         "update: gradients": gradients,
         "update: bf16 copy of the weights": copy,
-        "update: activations": (kept + 12 * shape.hidden) * tokens,
-        "update: head, or one layer again": head,
+        "update: activations": kept * tokens,
+        "update: head, or one layer again": last,
     }
 
 
 def plan(case: Case, memory: float) -> tuple[dict[str, float], int]:
-    """(each part's bytes and the peak, the slots: as many as fit, but at least FEW or all rows)."""
+    """(each part's bytes and the peak, the slots: as the engine has it, but FEW at least)."""
     always, update = standing(case), update_parts(case)
     none, one = (sum(rollout_parts(case, slots).values()) for slots in (0, 1))
-    room = (memory - sum(always.values()) - none) // (one - none)
-    slots = int(min(case.rows, max(FEW, room)))
-    rollout = rollout_parts(case, slots)
-    a, r, u = (sum(parts.values()) for parts in (always, rollout, update))
-    return always | rollout | update | {"peak": a + max(r, u)}, slots
+    a, u = sum(always.values()), sum(update.values())
+    slots = int(min(case.rows, max(FEW, SHARE * (memory - a - none) // (one - none))))
+    peak = a + max(u, none + slots * (one - none))
+    return always | rollout_parts(case, slots) | update | {"peak": peak}, slots
 
 
 ADVICE = [  # by what it costs
-    ("gradient_checkpointing", True, "a third more time per update"),
-    ("tokens_per_micro_batch", 4096, "more, smaller passes; a row is the least"),
-    ("optimizer", "adamw8bit", "moments rounded to 8 bits"),
-    ("optimizer", "paged_adamw8bit", "moments on the CPU: slow steps"),
-    ("lora_rank", 16, "not all weights are trained; ten times the learning rate"),
-    ("in_8bit", "base", "the frozen weights rounded to 8 bits"),
+    ("gradient_checkpointing", True, "Activations are computed twice: a third more time."),
+    ("tokens_per_micro_batch", 4096, "Passes are smaller and more; a row is the least."),
+    ("optimizer", "adamw8bit", "Moments have 8 bits. Each GPU holds all: nothing is cut."),
+    ("optimizer", "paged_adamw8bit", "The moments move to the CPU: steps are slow."),
+    ("lora_rank", 16, "Thin matrices are trained beside frozen ones: give --lr 2e-5."),
+    ("in_8bit", "base", "The frozen weights are rounded to 8 bits."),
 ]
+FILES = {"model": "DIR", "data": "q.jsonl", "corpus": "p.jsonl"}  # to be filled in
 
 
-def report(case: Case, memory: float) -> Iterator[str]:
-    """A line per part, whether it fits, and if not what would make it smaller."""
-    (parts, slots), s, shape = plan(case, memory), case.settings, case.shape
-    billions, trained = shape.weights / 1e9, case.trained / 1e9
-    rows = f"{case.rows} rows of up to {case.row_tokens} tokens, {case.tokens} in a micro-batch"
-    yield f"{s.model}: {billions:.2f}e9 weights, {trained:.3g}e9 trained; per GPU {rows}"
-    cut = f", weights in {case.share} parts (configs/fsdp2.yaml)" if case.share > 1 else ""
-    yield f"GiB on each of {case.gpus}{cut}:"
+def report(case: Case, memory: float, given: dict) -> Iterator[str]:
+    """A line per part, whether it fits, what would make it smaller, and the command."""
+    (parts, slots), s = plan(case, memory), case.settings
+    rows = f"{case.rows} rows of up to {case.row_tokens} tokens"
+    yield f"GiB on each of {case.gpus}, weights in {case.share} parts, for {rows}:"
+    parts["host: a save, in process 0"] = case.shape.weights * (12 if case.share > 1 else 4)
     yield from (f"  {name:42}{size / GIB:8.1f}" for name, size in parts.items() if size)
-    fits = "fits" if parts["peak"] <= memory else "does not fit"
-    yield f"{fits} in {memory / GIB:.1f} GiB ({USABLE:.0%} of a GPU); {slots} rows sampled at once"
-    if parts["peak"] <= memory:
-        return
-    yield f"the least peak, with {FEW} slots, with each of these and all above it:"
-    for name, value, cost in ADVICE:
-        s = replace(s, **{name: value})
-        least, _ = plan(Case(shape, s, case.gpus), 0)
-        yield f"  {f'--{name} {value}':42}{least['peak'] / GIB:8.1f}  {cost}"
-    yield "or more GPUs: --gpus 8, with weights in parts (configs/fsdp2.yaml)"
+    fits = parts["peak"] <= memory
+    yield f"{'fits' if fits else 'does not fit'} in {memory / GIB:.1f} GiB; {slots} rows at once"
+    for name, value, sentence in ADVICE * (not fits):
+        s, given = replace(s, **{name: value}), given | {name: value}
+        case = Case(case.shape, s, case.gpus, case.gpus)
+        least = plan(case, 0)[0]["peak"]
+        yield f"  {f'--{name} {value}':42}{least / GIB:8.1f}  {sentence}"
+        if fits := least <= memory:
+            break
+    words = (f"--{name} {value}" for name, value in (given | FILES).items())
+    file = f"configs/{'fsdp2' if case.share > 1 else 'ddp'}.yaml"
+    several = f" --config_file {file} --num_processes {case.gpus}" * (case.gpus > 1)
+    launch = f"accelerate launch{several} train.py {' '.join(words)}"
+    yield launch if fits else f"more GPUs: --gpus {2 * case.gpus}"
 
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    said = "What of a run fits, before anything is downloaded."
-    parser = FlagParser("python -m lab.plan", description=said)
+    parser = FlagParser("python -m lab.plan", description="What fits, before a download.")
     parser.add_argument("--gpus", type=int, default=1, help="how many")
     parser.add_argument("--gpu_memory", type=float, default=80.0, help="GiB of each")
     add_flags(parser, RECORDS, named_in(["--model", "7B", *arguments]), "train")
@@ -226,8 +233,10 @@ def main(arguments: list[str] | None = None) -> None:
         raise InputError(f"--gpus {gpus} --gpu_memory {memory:g}: give at least one, with memory")
     chosen = {"model": "7B"} | given | {"data": ""}  # which questions takes no memory
     settings = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, chosen)
-    case = Case(Shape(config_of(settings.model)), check_settings(settings), gpus)
-    print(*report(case, USABLE * memory * GIB), sep="\n")
+    shape, memory = Shape(config_of(settings.model)), USABLE * memory * GIB
+    whole, parts = (Case(shape, check_settings(settings), gpus, share) for share in (1, gpus))
+    fits = plan(whole, memory)[0]["peak"] <= memory
+    print(*report(whole if fits else parts, memory, given), sep="\n")
 
 
 if __name__ == "__main__":
