@@ -60,30 +60,19 @@ def records(done: subprocess.CompletedProcess) -> list[dict]:
 
 
 def check(record: dict, near: float, parts=("standing", "update", "rollout")) -> None:
-    """The plan's bytes are the ghost's; nothing is left; each attention had a fast kernel."""
+    """The plan's bytes are the ghost's, and nothing is left on the GPU."""
     ghost, plan = ([record[by][part] for part in parts] for by in ("ghost", "plan"))
-    assert plan == pytest.approx(ghost, rel=near), record
-    assert record["left"] < 2**20 and record["kernels"].keys() == {
-        "flash",
-        "efficient",
-        "lower right",
-    }
+    assert plan == pytest.approx(ghost, rel=near) and record["left"] < 2**20, record
 
 
-@pytest.mark.parametrize("sharding", ["one", "ddp --gpus 8", "fsdp2 --gpus 8"])
-def test_a_step_has_no_fault_of_device_or_type(shim, small, sharding):
-    (record,) = records(simulate(shim, f"{sharding} {small} {SHORT}"))
-    check(record, 0.3, ["update"])  # of two layers what the plan leaves out is a larger share
-    # Weights and moments, and DDP's buckets: 12, 16, or 12 / 8 bytes per weight.
+def test_a_step_has_no_fault_of_device_or_type(shim, small):
+    each = {"one": 12, "ddp --gpus 8": 16, "fsdp2 --gpus 8": 1.5}
+    found = records(simulate(shim, *(f"{sharding} {small} {SHORT}" for sharding in each)))
     weights = 151_936 * 896 + 2 * 14_912_384 + 896
-    each = {"one": 12, "ddp --gpus 8": 16, "fsdp2 --gpus 8": 1.5}[sharding]
-    assert record["ghost"]["standing"] == pytest.approx(each * weights, rel=0.01)
-
-
-@needs_peft
-def test_a_step_of_lora_has_no_fault_of_device_or_type(shim, small):
-    (record,) = records(simulate(shim, f"one {small} {SHORT} --lora_rank 16 {AGAIN}"))
-    check(record, 0.3, ["update"])  # of two layers what the plan leaves out is a larger share
+    for record, size in zip(found, each.values(), strict=True):
+        check(record, 0.3, ["update"])  # of two layers what the plan leaves out is a larger share
+        # Weights and moments, and DDP's buckets: 12, 16, or 12 / 8 bytes per weight.
+        assert record["ghost"]["standing"] == pytest.approx(size * weights, rel=0.01)
 
 
 # ------------------------------------------------------------------------------------ whole models
@@ -108,7 +97,6 @@ def test_the_plan_of_a_whole_model_is_within_a_twentieth_of_its_simulated_step(s
     (record,) = records(simulate(shim, case, seconds=1700))
     slots = record["plan"].pop("slots") - record["ghost"].pop("slots")
     assert abs(slots) <= 1
-    record["kernels"].setdefault("lower right")  # rows alone in their micro-batch share no prompt
     check(record, 0.05)
 
 

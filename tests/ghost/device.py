@@ -9,7 +9,6 @@ wait for ever; memory lost between blocks, and CUDA's own; how long anything tak
 work space.
 """
 
-import collections
 import contextlib
 import weakref
 from collections.abc import Callable
@@ -180,11 +179,7 @@ class Device(FakeTensorMode):
         if made and known and few and torch.Tag.nondeterministic_seeded not in func.tags:
             kwargs = kwargs | ({"device": "cpu"} if "device" in kwargs else {})
             with contextlib.suppress(RuntimeError), no_dispatch(), torch.no_grad():
-                done = (
-                    args[0]
-                    if "device_put" in str(func)
-                    else func(*changed(args, numbers), **kwargs)
-                )
+                done = func(*changed(args, numbers), **kwargs)
                 for x, real in zip(made, tensors_in((done,)), strict=True):
                     x.numbers = real
                 return
@@ -208,16 +203,11 @@ def can_efficient(p: SDPAParams, debug=False) -> bool:
     return p.query.dtype == p.key.dtype == p.value.dtype and p.query.shape[1] == p.key.shape[1]
 
 
-KERNELS = collections.Counter()  # the calls of each
-chosen_by_torch = functional.scaled_dot_product_attention
-
-
 def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
     """CUDA's choice of the kernel for an attention (cuDNN's is off): a build without CUDA would
     always take the slow one. As torch.nn.functional.scaled_dot_product_attention.
     """
     if isinstance(attn_mask, bias.CausalBias):  # it asks `can_flash` and `can_efficient` itself
-        KERNELS["lower right"] += 1
         return bias.CausalBias._dispatch(query, key, value, attn_mask, **options)
     given = [query, key, value, attn_mask]
     if torch.is_autocast_enabled("cuda"):
@@ -226,16 +216,11 @@ def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **
         given = [x.to(half) if f else x for x, f in zip(given, fractions, strict=True)]
     query, key, value, mask = given
     bias._validate_sdpa_input(*given, dropout_p, is_causal, options.get("scale"))
-    shared = options.pop("enable_gqa", False)
-    p = SDPAParams(*given, dropout_p, is_causal, shared)
+    p = SDPAParams(*given, dropout_p, is_causal, options.pop("enable_gqa", False))
     if can_flash(p):
-        KERNELS["flash"] += 1
         flash = aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, **options)[0]
-    if not can_efficient(p):
-        KERNELS["math"] += 1
-        return chosen_by_torch(*given, dropout_p, is_causal, enable_gqa=shared, **options)
-    KERNELS["efficient"] += 1
+    assert can_efficient(p), "only the slow kernel can do this"
     if mask is not None:
         if mask.dtype not in (query.dtype, torch.bool):
             raise RuntimeError("invalid dtype for bias - should match query's dtype")
