@@ -7,9 +7,9 @@
 P weights, K the width of keys. Weights are trained in fp32; all else is computed in bf16. For 7B in
 GiB:
 
-    standing   weights 4 P 28.4, moments 8 P 56.7, reference 2 P 14.2; under LoRA weights 14.3 only;
-               under ddp gradients 4 P 28.4: they are views of its buckets, which stay
-    rollout    bf16 copy of the weights 2 P 14.2; keys and values 4 K per layer and token
+    standing   weights 4 P 28.4, moments 8 P 56.7, reference 2 P 14.2; under LoRA weights 14.3 only
+    rollout    bf16 copy of the weights 2 P 14.2; keys and values 4 K per layer and token; under ddp
+               gradients 4 P 28.4: they are views of its buckets, which stay
     update     gradients 4 P 28.4, bf16 weights 13.2, head 4.3; activations 262 KiB per layer, token
 
 On several GPUs ddp keeps all of it on each; fsdp2 cuts weights, moments and gradients in parts, and
@@ -136,8 +136,6 @@ def standing(case: Case) -> dict[str, float]:
         parts["reference"] = frozen_bytes(case.shape, "reference" in in_8bit)
     if s.algorithm == "ppo":
         parts["critic, its moments"] = (weights + moments) / case.share
-    if case.gpus > case.share:
-        parts["gradients, in DDP's buckets"] = 4 * case.trained
     return parts
 
 
@@ -147,6 +145,7 @@ def rollout_parts(case: Case, slots: int) -> dict[str, float]:
     if wants_copy(s.sampling_copy, torch.device("cuda"), "base" in frozen_in_8bit(s)):
         copy = 2 * shape.weights
     return {
+        "rollout: gradients, in DDP's buckets": 4 * case.trained * (case.gpus > case.share),
         "rollout: copy of the weights": copy,
         "rollout: keys and values": 4 * shape.layers * shape.kv * slots * case.row_tokens,
         "rollout: logits of a step": 16 * slots * shape.vocab,
@@ -157,9 +156,8 @@ def update_parts(case: Case) -> dict[str, float]:
     """At the end of the forward pass, and the largest single piece of the backward pass."""
     shape, tokens, lora = case.shape, case.tokens, case.settings.lora_rank
     act, layer = activation_bytes(shape, lora), shape.in_layers / shape.layers
-    gathered, gradients = 0, 4 * case.trained / case.share if case.gpus == case.share else 0
-    if case.share > 1:  # embedding, head and two layers; a layer's gradient, whole for a moment
-        gathered, gradients = 4 * (shape.ends + 2 * layer), gradients + 4 * layer
+    # Embedding, head, two layers and the gradient of one.
+    gathered = 4 * (shape.ends + 3 * layer) * (case.share > 1)
     width, trained = (2, 0) if lora else (4, shape.embedding)  # of the head
     logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # of a chunk
     last = 12 * shape.hidden * tokens + logits + 6 * trained  # and of its weights' gradient
@@ -170,7 +168,7 @@ def update_parts(case: Case) -> dict[str, float]:
         last = max(last, again * tokens + 4 * trained)
     return {
         "update: weights, gathered": gathered,
-        "update: gradients": gradients,
+        "update: gradients": 4 * case.trained / case.share,
         "update: bf16 copy of the weights": copy,
         "update: activations": kept * tokens,
         "update: head, or one layer again": last,
@@ -208,16 +206,16 @@ def report(case: Case, memory: float, given: dict) -> Iterator[str]:
     fits = parts["peak"] <= memory
     yield f"{'fits' if fits else 'does not fit'} in {memory / GIB:.1f} GiB; {slots} rows at once"
     for name, value, sentence in ADVICE * (not fits):
-        s, given = replace(s, **{name: value}), given | {name: value}
+        s, given[name] = replace(s, **{name: value}), value
         case = Case(case.shape, s, case.gpus, case.gpus)
         least = plan(case, 0)[0]["peak"]
         yield f"  {f'--{name} {value}':42}{least / GIB:8.1f}  {sentence}"
         if fits := least <= memory:
             break
-    words = (f"--{name} {value}" for name, value in (given | FILES).items())
-    file = f"configs/{'fsdp2' if case.share > 1 else 'ddp'}.yaml"
-    several = f" --config_file {file} --num_processes {case.gpus}" * (case.gpus > 1)
-    launch = f"accelerate launch{several} train.py {' '.join(words)}"
+    flags = " ".join(f"--{name} {value}" for name, value in (given | FILES).items())
+    how = "fsdp2" if case.share > 1 else "ddp"
+    several = f" --config_file configs/{how}.yaml --num_processes {case.gpus}" * (case.gpus > 1)
+    launch = f"accelerate launch{several} train.py {flags}"
     yield launch if fits else f"more GPUs: --gpus {2 * case.gpus}"
 
 

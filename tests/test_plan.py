@@ -57,8 +57,8 @@ def test_several_gpus_share_weights_moments_and_gradients_by_hand():
     update = plan.update_parts(case)
     assert plan.standing(case) == {"weights": weights / 8, "moments": weights / 4}
     # a part of all gradients, and for a moment the whole ones of a layer
-    assert update["update: gradients"] == weights / 8 + 4 * SEVEN.in_layers / 28
-    gathered = 4 * (2 * 152064 * 3584 + 2 * SEVEN.in_layers / 28)
+    assert update["update: gradients"] == weights / 8
+    gathered = 4 * (2 * 152064 * 3584 + (2 + 1) * SEVEN.in_layers / 28)
     assert update["update: weights, gathered"] == gathered
     assert plan.rollout_parts(case, 8)["rollout: copy of the weights"] == weights / 2
     for whole in ({"lora_rank": 8}, {"optimizer": "adamw8bit"}):
@@ -66,11 +66,10 @@ def test_several_gpus_share_weights_moments_and_gradients_by_hand():
 
 
 def test_under_ddp_the_gradients_stand_in_a_rollout_too():
-    alone, ddp = Case(SEVEN, PLAIN), Case(SEVEN, PLAIN, 8)
-    buckets = plan.standing(ddp)["gradients, in DDP's buckets"]
-    assert buckets == plan.update_parts(alone)["update: gradients"] == 4 * SEVEN.weights
-    assert plan.update_parts(ddp)["update: gradients"] == 0
-    assert plan.standing(alone).keys() == {"weights", "moments"}
+    cases = [Case(SEVEN, PLAIN), Case(SEVEN, PLAIN, 8), Case(SEVEN, PLAIN, 8, 8)]
+    buckets = [plan.rollout_parts(x, 8)["rollout: gradients, in DDP's buckets"] for x in cases]
+    assert buckets == [0, plan.update_parts(cases[1])["update: gradients"], 0]
+    assert buckets[1] == 4 * SEVEN.weights
 
 
 def test_ppo_has_a_critic_with_moments_and_a_kl_a_reference():

@@ -19,31 +19,29 @@ from unittest import mock
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import bitsandbytes  # it asks at its import whether there is a GPU
 import torch
 import torch.distributed as dist
 from device import GPU, Device, Memory, install
-from tokenizers import Tokenizer, models
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 import update
 from data import Question
 from lab import plan
 from other_models.llm import frozen_in_8bit
-from policy import Policy, checkpoint_activations, collate, make_optimizer
+from plumbing.build import spread_over
+from policy import Policy, checkpoint_activations, collate
 from prompts import PROTOCOLS
-from scale.engine import affordable, play_in_slots
+from scale.engine import Engine, affordable
 from scale.lora import add_lora
 from scale.sampling import to_sample_with, wants_copy
-from scale.shards import shard
 from trajectory import Trajectory
-
-TURN, FOUND = 2, 16  # tokens of a rollout's turns and documents
 
 
 def accelerator(processes: int) -> SimpleNamespace:
-    """What an update asks of accelerate's."""
+    """What a run asks of accelerate's."""
     return SimpleNamespace(
         num_processes=processes,
         process_index=0,
@@ -51,28 +49,22 @@ def accelerator(processes: int) -> SimpleNamespace:
         no_sync=lambda model: getattr(model, "no_sync", contextlib.nullcontext)(),
         backward=lambda loss: loss.backward(),
         reduce=lambda x, _: x,
+        prepare_model=in_buckets if processes > 1 else lambda policy: policy,
     )
 
 
-class Environment:
-    """What slots ask of one. A row has two turns, and a search between them."""
+def in_buckets(policy: Policy) -> DistributedDataParallel:
+    model = DistributedDataParallel(policy, device_ids=[0], gradient_as_bucket_view=True)
+    # Its own hook waits for a future that nobody fulfils; its logger asks CUDA's clock.
+    model.register_comm_hook(None, at_once)
+    model.logger = SimpleNamespace(set_runtime_stats_and_log=lambda: None)
+    return model
 
-    def __init__(self, settings, size: int):
-        self.settings, self.longest = settings, lambda _: size
-        self.protocol = PROTOCOLS[settings.protocol]
-        words = Tokenizer(models.WordLevel({"w": 0, "w>": 1}, unk_token="w"))
-        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
 
-    def turn_room(self, _) -> int:
-        return TURN
-
-    def end_turn(self, row, ids, logprobs, _) -> None:
-        row.append_model(ids, logprobs, "")
-        row.stop_reason = "length" if len(row.segments) > 1 else ""
-
-    def answer(self, rows) -> None:
-        for row in rows:
-            row.append_environment([7] * FOUND, "", "documents")
+def at_once(_, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def case_of(words: str) -> tuple[plan.Case, float]:
@@ -104,40 +96,17 @@ def model_of(case) -> Policy:
     return policy
 
 
-def spread(policy: Policy, case):
-    """As `plumbing.build.spread_over`."""
-    if case.gpus == 1:
-        return policy
-    if case.share > 1:
-        return shard(policy, "fsdp2", case.gpus)
-    model = DistributedDataParallel(policy, device_ids=[0], gradient_as_bucket_view=True)
-    # Its own hook waits for a future that nobody fulfils; its logger asks CUDA's clock.
-    model.register_comm_hook(None, at_once)
-    model.logger = SimpleNamespace(set_runtime_stats_and_log=lambda: None)
-    return model
-
-
-def at_once(_, bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 def batch_of(case, rows: int, size: int):
     """Rows of `size` tokens: a prompt, a turn, documents, a turn."""
-    made = []
-    for _ in range(rows):
-        row, turn = Trajectory(Question("", "", []), PROTOCOLS["ur2"], [5] * 100), (size - 100) // 4
+    turn = (size - 100) // 4
+    made = [Trajectory(Question("", "", []), PROTOCOLS["ur2"], [5] * 100) for _ in range(rows)]
+    for row in made:
         row.append_model([6] * turn, [-1.0] * turn, "")
         row.append_environment([7] * turn, "", "documents")
         last = size - len(row.ids)
         row.append_model([8] * last, [-1.0] * last, "")
-        row.stop_reason = "length"
-        made.append(row)
-    batch = collate(made, [float(i % 2) for i in range(rows)], rows)
-    batch.advantages = update.ALGORITHMS[case.settings.algorithm].compute_advantages(
-        batch, case.settings
-    )
+    batch, s = collate(made, [float(i % 2) for i in range(rows)], rows), case.settings
+    batch.advantages = update.ALGORITHMS[s.algorithm].compute_advantages(batch, s)
     return batch
 
 
@@ -145,21 +114,24 @@ def roll_out(case, policy: Policy) -> int:
     """All slots at once, whose rows are as deep as they may become. Returns how many there were."""
     size, in_8bit = case.row_tokens, "base" in frozen_in_8bit(case.settings)
     copies = wants_copy(case.settings.sampling_copy, GPU, in_8bit)
-    with to_sample_with(policy, copies) as sampler, torch.no_grad():
+    rule = SimpleNamespace(watched=[0], reason=lambda ids, room: "length" * (len(ids) == room))
+    with to_sample_with(policy, copies) as sampler, torch.no_grad(), sampler.autocast():
         count = min(case.rows, affordable(sampler.language_model, size))
-        prompt = [7] * (size - 2 * TURN - FOUND)
-        rows = [Trajectory(Question("", "", []), PROTOCOLS["ur2"], prompt) for _ in range(count)]
-        play_in_slots(sampler, Environment(case.settings, size), rows)
-    assert all(len(row.ids) == size for row in rows)
+        engine = Engine(sampler.language_model, count, size, rule)
+        for _ in range(count):
+            engine.add(None, [7] * (size - 20), 2)
+        for row in engine.decode():  # two tokens, 16 of documents, two tokens
+            engine.resume(row, row.ids + [7] * 16, 2)
+        assert all(len(row.ids) == size for row in engine.decode())
     return count
 
 
 def step(memory: Memory, case) -> dict:
     """The second update of a run, when moments are there, with two micro-batches; a rollout."""
-    policy = model_of(case)
-    model = spread(policy, case)
-    optimizer = make_optimizer(policy, case.settings.optimizer, case.settings.lr)
-    parts = update.Parts(case.settings, accelerator(case.gpus), policy, model, optimizer, True)
+    s, policy = case.settings, model_of(case)
+    parts = update.Parts(s, accelerator(case.gpus), policy, None, None, True)
+    sharding = "fsdp2" if case.share > 1 else "ddp"
+    parts.model, parts.optimizer = spread_over(parts, policy, sharding, s.lr)
     update.update(parts, batch_of(case, case.gpus, 200))
     rows = 2 * case.gpus * (case.tokens // case.row_tokens)
     batch, peaks = batch_of(case, rows, case.row_tokens), {}
@@ -177,7 +149,7 @@ def planned(case, total: float) -> dict:
     always = sum(plan.standing(case).values())
     kinds = {"update": plan.update_parts(case), "rollout": plan.rollout_parts(case, slots)}
     peaks = {name: always + sum(found.values()) for name, found in kinds.items()}
-    return peaks | {"standing": always, "slots": slots}
+    return peaks | {"slots": slots}
 
 
 def main(cases: list[str]) -> None:
