@@ -11,7 +11,7 @@ variants take turns, each run in a process of its own that first does a small pi
 
     seconds   of CPU (on a GPU: of the clock, after a synchronisation), median of all runs
     mib       peak, less what the process held before, its weights (on a GPU the whole peak)
-    x TWIN    the twin's seconds / ours: above 1 is faster; `at most`: its operations / ours
+    x TWIN    the twin's seconds / ours: above 1 is faster
 
 Left out: searches (nothing waits here), several processes, sampling by a server, other trainers.
 """
@@ -51,7 +51,7 @@ from retriever import BM25, top
 from scale import packing
 from scale.engine import obstacle, play_in_slots
 from scale.lora import add_lora
-from scale.packing import LEAST, micro_batches, operations
+from scale.packing import LEAST, micro_batches
 from scale.sampling import to_sample_with, wants_copy
 from settings import RECORDS, Settings, add_flags, check_limits
 from train import Sampled, batch_of_update, prepare, shuffled_updates
@@ -223,8 +223,6 @@ def show(runs: dict[str, list[dict]]) -> None:
         if "tokens" in row:
             row["tokens_per_s"] = row["tokens"] / row["seconds"]
         row |= {f"x {twin}": slow["seconds"] / row["seconds"] for twin, slow in medians.items()}
-        counted = {twin: slow for twin, slow in medians.items() if "gflop" in slow}
-        row |= {f"at most x {twin}": slow["gflop"] / row["gflop"] for twin, slow in counted.items()}
         medians[name] = row
         print(f"{name:16}" + "  ".join(f"{key} {value:.4g}" for key, value in row.items()))
 
@@ -268,16 +266,14 @@ def padded(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> Non
         (-weights[some].to(policy.device) * logprobs).sum().backward()
 
 
-def packed(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
+def packed(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
     """The gradient as policy.py has it, of as many tokens at once as the padded twin has."""
-    batch, gflop = grpo_batch(rows, environment.settings), 0.0
+    batch = grpo_batch(rows, environment.settings)
     budget = environment.settings.micro_batch * batch.tokens.shape[1]
     for some in micro_batches(batch.response_mask, budget, tokens=policy.sharing(batch.tokens)):
         part = batch.rows(some).to(policy.device)
-        gflop += operations(policy.language_model, part.tokens, part.response_mask.bool()) / 1e9
         logprobs = policy(part.tokens, 1.0, part.response_mask)  # [b, t]
         (-part.token_weights * part.advantages * logprobs).sum().backward()
-    return {"gflop": gflop}
 
 
 def step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:

@@ -119,26 +119,6 @@ def pack(tokens: torch.Tensor, lengths: list[int], prompts: list[tuple], slack=S
     return ids, positions, groups, torch.tensor(starts, device=tokens.device)
 
 
-def operations(model, tokens: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Of a causal LM's forward and backward pass of such a batch: 6 for each weight of a matrix and
-    token, 12 for each width and pair of a query and a key it sees. Logits are computed twice.
-    """
-    groups = pack(tokens, lengths_of(wanted), prompts_of(tokens, wanted))[2]
-    count, pairs, asked = 0, 0.0, int(wanted.sum())
-    for rows, length, prompt in groups:
-        front = 0 if prompt is None else groups[prompt][1]
-        count += rows * length
-        pairs += rows * length * (front + (length + 1) / 2)
-
-    def weights(module) -> int:
-        return sum(p.numel() for p in module.parameters() if p.ndim == 2)
-
-    layers, head = model.base_model.layers, model.get_output_embeddings()
-    products = count * weights(layers) - (count - asked) * weights(layers[-1].mlp)
-    width = sum(layer.self_attn.q_proj.out_features for layer in layers)
-    return 6 * products + 8 * asked * weights(head) + 12 * width * pairs
-
-
 def grouped(
     lengths: list[int], fits: Callable[[list[int], int], bool], prompts: Sequence = ()
 ) -> list[list[int]]:

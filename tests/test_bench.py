@@ -79,13 +79,12 @@ def test_every_loop_samples_at_the_places_that_are_written_down(name, policy):
     assert masks == [row.response_mask for row in played().rows]
 
 
-def test_whole_rows_and_shared_prompts_give_one_gradient_and_the_operations_of_each(monkeypatch):
+def test_whole_rows_and_shared_prompts_give_one_gradient(monkeypatch):
     monkeypatch.setattr(packing, "LEAST", packing.LEAST)  # put back when this ends
     words = ("--vocab", str(VOCAB), "--prompt", "700", "--micro_batch", "4")
-    (whole, expected), (ours, gradient) = (ran(n, "prompts", *words) for n in ("whole", "ours"))
-    gradient, expected = map(torch.as_tensor, (gradient, expected))
+    found = [ran(name, "prompts", *words)[1] for name in ("whole", "ours")]
+    expected, gradient = map(torch.as_tensor, found)
     assert 0 < (gradient - expected).norm() <= 1e-5 * expected.norm()
-    assert 0.5 < ours["gflop"] / whole["gflop"] < 0.9  # prompts of 70 tokens
 
 
 def test_a_step_plays_and_learns_and_says_what_share_of_its_time_each_part_took(policy):
@@ -129,12 +128,11 @@ def test_a_line_has_medians_and_its_speed_against_every_variant_above(capsys):
     """Medians 10, 4, 2 seconds."""
     seconds = {"slow": [8.0, 10.0, 90.0], "better": [4.0], "ours": [2.0]}
     runs = {n: [{"seconds": s, "mib": 60.0, "tokens": 16} for s in seconds[n]] for n in seconds}
-    runs["better"][0]["gflop"], runs["ours"][0]["gflop"] = 6.0, 4.0
     bench.show(runs)
     slow, better, ours = capsys.readouterr().out.splitlines()
     assert slow.endswith("seconds 10  mib 60  tokens 16  from 8  to 90  tokens_per_s 1.6")
     assert better.endswith("tokens_per_s 4  x slow 2.5")
-    assert ours.endswith("tokens_per_s 8  x slow 5  x better 2  at most x better 1.5")
+    assert ours.endswith("tokens_per_s 8  x slow 5  x better 2")
 
 
 def test_the_variants_take_turns_and_ctrl_c_keeps_what_was_measured(monkeypatch, capsys):

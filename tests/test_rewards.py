@@ -331,36 +331,10 @@ def test_queries_refused_for_the_limit_count_as_queries_and_the_tags_are_the_pro
 # ------------------------------------------------------------------------------ R1-Searcher by hand
 
 
-def test_r1_searcher_stage1_is_a_half_for_searching_and_a_half_for_the_format():
-    assert total(r1_searcher_stage1(r1(search() + CLOSE))) == 1.0
-    assert total(r1_searcher_stage1(r1(search() + WRONG_CLOSE))) == 1.0
-    assert total(r1_searcher_stage1(r1(CLOSE))) == 0.5
-    assert total(r1_searcher_stage1(r1(search() + "Norland"))) == 0.5
-    assert total(r1_searcher_stage1(r1("Norland"))) == 0.0
-
-
-def test_r1_searcher_stage2_is_f1_less_two_for_a_fault():
-    assert total(r1_searcher_stage2(r1(search() + CLOSE))) == 1.0
-    # "Kelmouth, Norland": F1 = 2/3; a second </think> is a fault: 2/3 − 2 = −4/3
-    partly = CLOSE.replace("Norland", "Kelmouth, Norland")
-    assert total(r1_searcher_stage2(r1(partly))) == 2 / 3
-    assert total(r1_searcher_stage2(r1("</think>" + partly))) == -4 / 3
-    assert total(r1_searcher_stage2(r1("so</think> Norland"))) == -2.0  # no tags: F1 = 0
-
-
-def test_r1_searcher_variants_are_named_switches():
-    right, wrong = r1(search() + CLOSE), r1(search() + WRONG_CLOSE)
-    # released stage 1: 0.5 + 0.5 ± 1
-    assert total(r1_searcher_stage1(right, "cem")) == 2.0
-    assert total(r1_searcher_stage1(wrong, "cem")) == 0.0
-    # table 5: +1 / −1
-    cover = r1(CLOSE.replace("Norland", "Kelmouth, Norland"))
-    assert total(r1_searcher_stage2(right, "em")) == 1.0
-    assert total(r1_searcher_stage2(wrong, "em")) == -1.0
-    assert total(r1_searcher_stage2(cover, "em")) == -1.0
-    assert total(r1_searcher_stage2(cover, "cem")) == 1.0
-    # released Llama code: −1
-    assert total(r1_searcher_stage2(r1("so Norland"), format_penalty=1.0)) == -1.0
+def test_r1_searchers_released_stage1_adds_one_for_a_covered_gold_and_takes_one_otherwise():
+    # 0.5 + 0.5 ± 1
+    assert total(r1_searcher_stage1(r1(search() + CLOSE), "cem")) == 2.0
+    assert total(r1_searcher_stage1(r1(search() + WRONG_CLOSE), "cem")) == 0.0
 
 
 def test_a_long_gold_may_be_answered_in_r1_searcher_and_nothing_longer():
@@ -407,10 +381,6 @@ def test_r_search_pays_answer_evidence_and_format():
     searched = observed() + EVIDENCE + ANSWER
     best = {"answer": 1.0, "evidence": 1.0, "format": 0.4}  # 1 + 1 + 0.2 + 0.2
     assert r_search(rs(searched), "Norland") == pytest.approx(best)
-    assert total(r_search(rs(searched), "Norland", evidence_reward=False)) == 1.4
-    # "Kelmouth, Norland" against "Norland": F1 = 2/3, for the answer and for the other model's
-    partly = r_search(rs(searched.replace("> Norland", "> Kelmouth, Norland")), "Kelmouth Norland")
-    assert partly == pytest.approx({"answer": 2 / 3, "evidence": 2 / 3, "format": 0.4})
     # wrong, and the evidence says nothing: the format alone
     assert total(r_search(rs(observed() + EVIDENCE + WRONG), "y")) == 0.4
     # the last of two evidence boxes is read, and E lost: 1 + 1 + 0 + 0.2
@@ -963,16 +933,6 @@ def test_a_question_without_what_the_reward_reads_is_one_line(reward, question, 
 
 
 # --------------------------------------------------------------------- orderings the papers rely on
-
-
-@pytest.mark.parametrize("variant", ["qwen_7b", "qwen_3b", "llama_8b"])
-def test_one_valid_query_beats_none_and_two_are_not_worse(variant):
-    none, one, two = (value(ur2_stage1(ur2(search() * n + BOX), variant)) for n in range(3))
-    assert none < one <= two
-    assert (one < two) is (variant != "llama_8b")  # Llama gets the same 3 for both
-    # and a fallback costs less than a first search earns
-    failed = value(ur2_stage1(ur2(search() + BOX, fallbacks=[0]), variant))
-    assert none < failed < one
 
 
 @pytest.mark.parametrize("n", range(5))

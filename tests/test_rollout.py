@@ -768,17 +768,6 @@ def test_rows_in_a_batch_say_what_they_would_say_alone(speaker):
 # ----------------------------------------------------------------------------------------- sampling
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_recorded_log_probs_are_those_of_a_scoring_pass_over_the_same_ids(speaker, temperature):
-    rows = speaker(speaker.questions, 2, temperature=temperature, seed=1)
-    batch = collate(rows, [0.0] * len(rows), 2, speaker.tokenizer.pad_token_id)
-    with torch.no_grad():
-        scored = speaker.policy(batch.tokens, temperature, batch.response_mask)
-    assert (scored - batch.old_logprobs).abs().max() < 1e-4
-    assert batch.response_mask.sum() == sum(sum(t.response_mask) for t in rows)
-    assert any(t.searches for t in rows) and any(t.stop_reason == "eos" for t in rows)
-
-
 def sample(policy, tokenizer, seed, **settings):
     how = {"seed": seed, "max_turn_tokens": 12, **settings}
     return roll(policy, tokenizer, MIXED[:2], Searcher(by_length), SHORT_TAGS, 3, **how)

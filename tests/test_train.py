@@ -224,19 +224,6 @@ def test_mask_documents_false_takes_in_every_token_behind_the_prompt():
     assert batch.sampled_logprobs is None  # so there is no gap to report
 
 
-def test_what_is_trained_is_what_was_sampled_with_the_log_probs_of_a_scoring_pass(built):
-    parts = built("--questions_per_step 6")
-    sampled = collect(parts, 0)
-    assert sum(len(t.searches) for t in sampled.trajectories) > 3, "the model must search"
-    batch = prepare(parts, sampled, 0)
-    again = score(parts, parts.policy, batch)
-    assert batch.response_mask.sum() > 50 and batch.old_logprobs.min() < -0.5
-    assert (again - batch.old_logprobs).abs().max() < 1e-4
-    for row, t in enumerate(sampled.trajectories):
-        ids = batch.tokens[row, 1:][batch.response_mask[row].bool()]
-        assert parts.environment.tokenizer.decode(ids) == t.model_text
-
-
 def test_a_kl_in_the_reward_uses_recomputed_logprobs_where_the_rollout_has_none(built):
     # Documents that are trained on have no log-prob from the rollout. In step 0 the reference is
     # the policy: every k1 is 0; with zeros from the rollout it would be −log π_ref.
