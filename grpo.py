@@ -40,8 +40,9 @@ def as_groups(rewards: Tensor, group_size: int) -> Tensor:
 
 def equal_rewards(groups: Tensor) -> Tensor:
     """[questions, 1] bool: nothing to compare. Within EPSILON: sums in another order may differ."""
-    highest = groups.nan_to_num(-torch.inf).amax(1, keepdim=True)  # [questions, 1]
-    lowest = groups.nan_to_num(torch.inf).amin(1, keepdim=True)  # [questions, 1]
+    unknown = groups.isnan()  # [questions, G]
+    highest = groups.masked_fill(unknown, -torch.inf).amax(1, keepdim=True)  # [questions, 1]
+    lowest = groups.masked_fill(unknown, torch.inf).amin(1, keepdim=True)  # [questions, 1]
     return highest - lowest <= EPSILON
 
 

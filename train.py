@@ -65,8 +65,11 @@ class Sampled:
 
     @property
     def rewards(self) -> torch.Tensor:
-        """[N], NaN where a search failed: nobody knows what the row would have earned."""
+        """[N], NaN where a search failed: nobody knows what the row would have earned. A reward
+        function that itself gives NaN has to stop the run, so here that is an infinite reward.
+        """
         rewards = torch.tensor([float(sum(terms.values())) for terms in self.components])  # [N]
+        rewards[rewards.isnan()] = torch.inf
         return rewards.masked_fill(self.failed, torch.nan)
 
     def of(self, rows: torch.Tensor) -> list[Trajectory]:
@@ -237,7 +240,7 @@ def shuffled_updates(step: int, rewards: torch.Tensor, settings: Settings) -> tu
     """The rows of each of a step's updates, [n] each; of rewards [B] those that are known. Where
     DAPO keeps fewer rows, or searches failed, there are fewer updates, and not smaller ones.
     """
-    rows = rewards.isfinite().nonzero()[:, 0]  # [n]
+    rows = (~rewards.isnan()).nonzero()[:, 0]  # [n]
     generator = torch.Generator().manual_seed(settings.seed * 7_919 + step)
     order = rows[torch.randperm(len(rows), generator=generator)]  # [n]
     return order.tensor_split(updates_of(len(rows), settings))
