@@ -227,7 +227,8 @@ def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | boo
     found = retriever.search([query for query, _ in unique], k, *questions)
     # strict: a retriever that drops a query must not shift the others
     documents = dict(zip(unique, found, strict=True))
-    return [documents[key] and list(documents[key]) for key in keys]
+    answers = [documents[key] for key in keys]
+    return [answer if answer in (None, False) else list(answer) for answer in answers]
 
 
 def main() -> None:

@@ -338,11 +338,12 @@ def build_parts(settings: Settings) -> Parts:
     check_prompts([*trained_on, *held_out], environment, policy)
     if accelerator.is_main_process:
         hint_at_summaries(settings)
-        if on_servers(settings):
-            Fleet(policy, environment).check()
-    copies = wants_copy(settings.sampling_copy, device, in_8bit)
-    recompute = device.type != "cpu" or copies or not settings.mask_documents
-    recompute = recompute or on_servers(settings)
+    served, copies = on_servers(settings), wants_copy(settings.sampling_copy, device, in_8bit)
+    if served:
+        policy.fleet = Fleet(policy, environment)
+        if accelerator.is_main_process:
+            policy.fleet.check()
+    recompute = device.type != "cpu" or copies or served or not settings.mask_documents
     mismatch = settings.mismatch
     if mismatch == "auto":  # documents that are trained on were not sampled: they have no ρ
         mismatch = "token" if recompute and settings.mask_documents else "none"
@@ -351,8 +352,7 @@ def build_parts(settings: Settings) -> Parts:
     parts.stream, parts.environment, parts.scorer = stream, environment, scorer
     parts.held_out = held_out
     parts.play, parts.sampler = play_of(settings), lambda: to_sample_with(policy, copies)
-    if on_servers(settings):
-        policy.fleet = Fleet(policy, environment)
+    if served:
         parts.sampler = lambda: to_serve(policy, parts.version)
     if settings.algorithm == "ppo":  # also in stage 2 a new one: another reward has other values
         parts.critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))

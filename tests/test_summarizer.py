@@ -297,6 +297,15 @@ def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
         make_search(Drops())(requests("a", "b"))
 
 
+def test_a_retriever_that_finds_nothing_has_not_failed_also_if_it_says_so_by_a_tuple():
+    class Nothing(Recorder):
+        def search(self, queries, k):
+            return [() for _ in queries]
+
+    (result,) = make_search(Nothing())(requests("a"))
+    assert result.error is None and not result.rejected and result.documents == []
+
+
 class Fails(Recorder):
     """Has no answer for "bad"."""
 
