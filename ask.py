@@ -2,6 +2,7 @@
 
     python ask.py                                            a session; /help lists its commands
     python ask.py "which country was jana dorn born in ?"    one question of the built-in world
+    python ask.py --stage 1                                  a session with the model after stage 1
     python ask.py "who draws maps?" --model DIR --corpus my_documents/
     python ask.py --model DIR --retriever http --retriever_url http://host:8000
 
@@ -20,8 +21,6 @@ import dataclasses
 import io
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 
@@ -36,18 +35,13 @@ from plumbing.page import save_page
 from plumbing.record import told
 from policy import best_device
 from prompts import PROTOCOLS, build_prompt
-from retriever import RetrieverSettings
 from rollout import Environment, check_prompts, decode, rollout
 from scale.engine import EngineSettings
 from settings import ASKING, Settings, add_flags, check_settings, named_in
-from summarizer import SummarizerSettings
 from trajectory import Trajectory, ending, heading
 
 HELP = """
 /try             a held-out question, another each time
-/k 3             passages per search
-/retriever NAME  bm25, random, empty, or the address of a server
-/step N          who answers: 0 before RL, 1 or 2 after that stage; all: one after the other
 /save page.html  what was asked so far, as a page that opens from disk
 /quit            as Ctrl-D; Ctrl-C stops an answer"""
 
@@ -67,51 +61,28 @@ def parse(arguments: list[str]) -> tuple[dict, str]:
 
 
 # ------------------------------------------------------------------------------- a session's parts
-@dataclass
 class Session:
-    """Nothing is loaded twice: models by where they come from, searches by their settings."""
+    """One model and what it searches, loaded once for all questions."""
 
-    given: dict  # flags of the command line
-    changes: dict = field(default_factory=dict)  # of /k and /retriever
-    stages: list[int] = field(default_factory=list)  # of /step; none: what the flags name
-    models: dict[str, tuple] = field(default_factory=dict)
-    searches: dict[tuple, tuple] = field(default_factory=dict)
-    asked: list[list[Trajectory]] = field(default_factory=list)  # per question who answered it
-    tried: int = 0
+    def __init__(self, given: dict):
+        self.settings = settings = dataclasses.replace(settings_of(given), group_size=1)
+        check_settings(settings, False, given)
+        check_corpus(settings)
+        self.questions, device = known_questions(settings), best_device()
+        reads = reads_a_corpus(settings)
+        self.documents = build.passages(settings, self.questions) if reads else []
+        self.search = build.build_search(settings, self.documents, device)
+        self.asked: list[Trajectory] = []
+        self.tried = 0
 
-    def settings(self) -> Iterator[Settings]:
-        """Of each model that answers."""
-        for stage in self.stages or [None]:
-            given = self.given if stage is None else self.given | {"stage": stage}
-            settings = dataclasses.replace(settings_of(given), group_size=1, **self.changes)
-            check_settings(settings, False, [name for name, its in self.changes.items() if its])
-            check_corpus(settings)
-            yield settings
-
-    def model(self, settings: Settings) -> tuple:
-        """(policy, tokenizer); it says each token as it samples it."""
-        if settings.model not in self.models:
-            device = best_device()
-            policy, tokenizer = build.load_model(settings, settings.model, device, frozen=True)
-            policy.generate = partial(policy.generate, streamer=Voice(tokenizer))
-            self.models[settings.model] = policy, tokenizer
-        return self.models[settings.model]
-
-    def search(self, settings: Settings) -> tuple:
-        """(search function, passages)."""
-        names = [
-            f.name for record in (RetrieverSettings, SummarizerSettings) for f in fields(record)
-        ]
-        key = tuple(getattr(settings, name) for name in names)
-        if key not in self.searches:
-            reads = reads_a_corpus(settings)
-            known = next((its for _, its in self.searches.values() if its), None)
-            documents = (
-                (known or build.passages(settings, known_questions(settings))) if reads else []
-            )
-            found = build.build_search(settings, documents, best_device())
-            self.searches[key] = found, documents
-        return self.searches[key]
+    def load(self) -> None:
+        """Loads the policy, which says each token as it samples it."""
+        settings = self.settings
+        loaded = build.load_model(settings, settings.model, best_device(), frozen=True)
+        self.policy, self.tokenizer = loaded
+        self.policy.generate = partial(self.policy.generate, streamer=Voice(self.tokenizer))
+        protocol = build.build_protocol(settings)
+        self.environment = AloudEnvironment(self.tokenizer, protocol, self.search, settings)
 
 
 class Voice:
@@ -157,7 +128,7 @@ def pale(text: str) -> str:
 # -------------------------------------------------------------------------- what is asked and where
 def reads_a_corpus(settings: Settings) -> bool:
     searches = PROTOCOLS[settings.protocol].query_tags is not None
-    return searches and settings.retriever not in ("http", "empty", "oracle")
+    return searches and settings.retriever not in ("http", "empty", "oracle", "given")
 
 
 def in_built_in_world(settings: Settings) -> bool:
@@ -181,48 +152,39 @@ def known_questions(settings: Settings) -> list[Question]:
 
 
 def answer(session: Session, text: str) -> None:
-    """Every model of the session answers, aloud."""
-    rows = []
-    for settings in session.settings():
-        questions = known_questions(settings)
-        asked = next((q for q in questions if q.question == text), Question("asked", text, []))
-        (asked,) = build.as_asked([asked], settings)
-        search, _ = session.search(settings)
-        policy, tokenizer = session.model(settings)
-        environment = AloudEnvironment(tokenizer, build.build_protocol(settings), search, settings)
-        check_prompts([asked], environment, policy)
-        if tokenizer.unk_token_id in build_prompt(environment.protocol, asked, tokenizer):
-            hint = f"; try: {harmless(questions[0].question)}" if questions else ""
-            why = "the model has no tokens for this question: it knows only its own world's words"
-            raise InputError(f"{why}{hint}")
-        if len(session.stages) > 1:
-            print(f"-- {name_of(settings)}")
-        print(heading(asked))
-        rows += rollout(policy, environment, [asked], settings.seed)  # by turns: it can be heard
-        print(f"\n{ending(rows[-1])}")
-    session.asked.append(rows)
+    """Answers aloud."""
+    questions, settings, environment = session.questions, session.settings, session.environment
+    asked = next((q for q in questions if q.question == text), Question("asked", text, []))
+    (asked,) = build.as_asked([asked], settings)
+    check_prompts([asked], environment, session.policy)
+    ids = build_prompt(environment.protocol, asked, session.tokenizer)
+    if session.tokenizer.unk_token_id in ids:
+        hint = f"; try: {harmless(questions[0].question)}" if questions else ""
+        why = "the model has no tokens for this question: it knows only its own world's words"
+        raise InputError(f"{why}{hint}")
+    print(heading(asked))
+    (row,) = rollout(session.policy, environment, [asked], settings.seed)  # by turns: it is heard
+    print(f"\n{ending(row)}")
+    session.asked.append(row)
 
 
-def name_of(settings: Settings) -> str:
-    return settings.model or "the built-in one, before RL"
-
-
-def greet(session: Session, settings: Settings) -> None:
-    """What is loaded, and what it can be asked."""
-    _, documents = session.search(settings)
+def greet(session: Session) -> None:
+    """Prints what is loaded."""
+    settings, documents = session.settings, session.documents
     searched = settings.retriever_url or settings.retriever
     if PROTOCOLS[settings.protocol].query_tags is None:
         searched = "nothing: its passages come with the question"
     elif documents:
         place = settings.corpus or "the built-in world"
         searched = f"{place} ({settings.retriever}, {len(documents)} passages)"
-    print(f"model: {name_of(settings)}\nsearches: {searched}")
+    model = settings.model or "the built-in one, before RL"
+    print(f"model: {model}\nsearches: {searched}")
 
 
-def examples(settings: Settings) -> str:
-    """What a tiny model knows."""
-    kinds = {q.kind: q.question for q in reversed(known_questions(settings))}
-    if not in_built_in_world(settings):
+def examples(session: Session) -> str:
+    """Returns what a tiny model can be asked."""
+    kinds = {q.kind: q.question for q in reversed(session.questions)}
+    if not in_built_in_world(session.settings):
         return "type a question; /help lists the commands"
     some = "\n".join(
         f"    {kinds[kind]}" for kind in ("one_hop", "two_hop", "arithmetic") if kind in kinds
@@ -233,46 +195,12 @@ def examples(settings: Settings) -> str:
 
 # ---------------------------------------------------------------------------------- its commands
 def try_one(session: Session, _: str) -> None:
-    settings = next(session.settings())
-    if not (questions := known_questions(settings)):
+    if not (questions := session.questions):
         raise InputError("/try: no questions are known here: start with --data FILE")
     # The kind with two searches shows most.
     some = [q for q in questions if q.kind == "two_hop"] or questions
     session.tried += 1
     answer(session, some[(session.tried - 1) % len(some)].question)
-
-
-def change(session: Session, **new) -> None:
-    """Fields of the session; they stay as they were where the new ones cannot be."""
-    kept = {name: getattr(session, name) for name in new}
-    vars(session).update(new)
-    try:
-        for settings in session.settings():
-            session.search(settings)
-    except InputError:
-        vars(session).update(kept)
-        raise
-
-
-def set_passages(session: Session, value: str) -> None:
-    if not value.isdecimal():
-        raise InputError(f"/k {value}: how many passages per search? A number")
-    change(session, changes=session.changes | {"documents_per_search": int(value)})
-
-
-def set_retriever(session: Session, value: str) -> None:
-    new = {"retriever": value, "retriever_url": ""}
-    if "://" in value:
-        new = {"retriever": "http", "retriever_url": value}
-    change(session, changes=session.changes | new)
-
-
-def set_stages(session: Session, value: str) -> None:
-    if "model" in session.given:
-        raise InputError("/step: --model names one model: leave it out, and --name a run")
-    if value not in ("0", "1", "2", "all"):
-        raise InputError(f"/step {value}: one of 0, 1, 2, all")
-    change(session, stages=[0, 1, 2] if value == "all" else [int(value)])
 
 
 def save(session: Session, value: str) -> None:
@@ -281,18 +209,15 @@ def save(session: Session, value: str) -> None:
     if "\0" in value:
         raise InputError("/save: a file name has no NUL character in it: name another file")
     records = []
-    for group, rows in enumerate(session.asked):
-        for row, t in enumerate(rows):
-            (_, tokenizer), *_ = session.models.values()
-            right = bool(exact_match(t.answer, t.question.answers))
-            place = {"step": 0, "group": group, "row": row, "rewards": {}, "correct": right}
-            records.append(place | told(t, tokenizer) | {"sampled": t.logprobs})
+    for group, t in enumerate(session.asked):
+        right = bool(exact_match(t.answer, t.question.answers))
+        place = {"step": 0, "group": group, "row": 0, "rewards": {}, "correct": right}
+        records.append(place | told(t, session.tokenizer) | {"sampled": t.logprobs})
     save_page(records, Path(value))
     print(f"written: {value}")
 
 
-COMMANDS = {"/try": try_one, "/k": set_passages, "/retriever": set_retriever}
-COMMANDS |= {"/step": set_stages, "/save": save, "/help": lambda *_: print(HELP.strip())}
+COMMANDS = {"/try": try_one, "/save": save, "/help": lambda *_: print(HELP.strip())}
 
 
 def converse(session: Session) -> None:
@@ -325,12 +250,11 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a piped line may be no UTF-8
     session = Session(given)
-    (settings,) = session.settings()
-    greet(session, settings)
-    session.model(settings)
+    greet(session)
+    session.load()
     if text:
         return answer(session, text)
-    print(examples(settings))
+    print(examples(session))
     converse(session)
 
 

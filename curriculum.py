@@ -35,14 +35,18 @@ Counts = dict[str, int]
 class CurriculumSettings:
     questions_per_step: int = setting(64, "questions per rollout", least=1)
     mix: str = setting(
-        "", 'shares of the kinds in every step, "kind=weight,..."; "" = as they come'
+        "",
+        'shares of the kinds in every step, "kind=weight,..."; a kind\'s beginning up to "_" means'
+        ' all that begin so; "" = as they come',
     )
     difficulty: str = setting("", 'JSONL of lab.difficulty, or "level": the records\' own levels')
     buckets: str = setting(
         "", 'with --difficulty: shares, as "hard=7,easy=1"; of a task or kind: "math:hard=1,..."'
     )
     task_mixing: bool = setting(False, "math searches only if hard (--difficulty), choice by half")
-    math_searches: str = setting("hard,dropped", "task mixing: these buckets", only="papers")
+    math_searches: str = setting(
+        "hard=1,dropped=1", "task mixing: which part of these buckets", only="papers"
+    )
 
 
 # -------------------------------------------------------------------------------------- difficulty
@@ -155,22 +159,26 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
     Kinds weigh what `mix` says. Without it a task or kind with buckets of its own weighs as many
     questions as it has, and so do all others together. Worked: 30 of math, 60 others, the module's
     shares: math:hard, :medium, :easy 10 each; of the 60 by 7 : 2 : 1 hard 42, medium 12, easy 6.
+    "hotpotqa" in `mix` or `buckets` means hotpotqa_bridge and hotpotqa_comparison together.
     """
     scopes = defaultdict(dict)  # task or kind -> bucket -> share
     for name, share in (buckets or {"": 1.0}).items():
         scope, _, level = name.rpartition(":")
         scopes[scope][level] = share
     kinds = {question.kind for question in questions}
-    for scope in scopes.keys() - kinds - TASKS:
+    for scope in scopes.keys() - kinds - {*map(family, kinds)} - TASKS:
         raise InputError(f"--buckets {scope}: no task, and no kind of the data")
     pools = defaultdict(list)
     sizes = Counter()  # of groups: kinds, or what has buckets of its own
     splits = {kind: {"": 1.0} for kind in mix}  # group -> bucket -> share
     for question in questions:
-        for scope in (question.kind, question.task, ""):
+        kind = question.kind
+        for scope in (kind, family(kind), question.task, ""):
             if scope in scopes:
                 break
-        group = question.kind if mix else scope
+        group = scope
+        if mix:
+            group = family(kind) if kind not in mix and family(kind) in mix else kind
         sizes[group] += 1
         if scopes[scope]:
             splits[group] = scopes[scope]
@@ -184,6 +192,13 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
             part = share / max(sum(split.values()), 1e-9)
             weights[name] = whole * part
     return pools, weights
+
+
+def family(kind: str) -> str:
+    """The beginning of a kind, by which shares may name all that begin so: "hotpotqa_bridge" is of
+    "hotpotqa".
+    """
+    return kind.partition("_")[0]
 
 
 def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, flag: str) -> None:
@@ -203,13 +218,19 @@ def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, fl
 
 
 # ------------------------------------------------------------------------------------- task mixing
-def may_search(question: Question, drawn: frozenset[str], of_math: str = "hard,dropped") -> bool:
-    """Open questions always; math in these buckets (UR² gave Llama easy questions in place of hard
-    ones, appendix C.5); multiple choice if drawn. The question's bucket is its `level`.
+def may_search(question: Question, drawn: frozenset[str], of_math: Weights, seed: int = 0) -> bool:
+    """Open questions always, multiple choice if drawn. Of the math questions in each bucket this
+    share, by lot: {"hard": 1} is all hard ones. UR² gave Llama easy ones in place of hard ones
+    (appendix C.5), so two thirds are easy: with {"easy": 0.5} the half that took their place.
     """
     if question.task == "math":
-        return question.level in of_math.split(",")
+        return lot_of(question, seed) < of_math.get(question.level, 0)
     return question.task != "choice" or question.id in drawn
+
+
+def lot_of(question: Question, seed: int) -> float:
+    """From 0 to below 1."""
+    return random.Random(f"{seed} search {question.id}").random()
 
 
 def draw_choices(pools: dict[str, Questions], counts: Counts, seed: int) -> frozenset[str]:
@@ -223,8 +244,7 @@ def draw_choices(pools: dict[str, Questions], counts: Counts, seed: int) -> froz
         for question in pool:
             if question.task == "choice":
                 hard = HARDEST_FIRST.get(question.level, 0)
-                lot = random.Random(f"{seed} search {question.id}").random()
-                dealt.append((hard, lot, rate, question.id))
+                dealt.append((hard, lot_of(question, seed), rate, question.id))
     drawn = set()
     left = sum(rate for _, _, rate, _ in dealt) / 2
     for _, _, rate, name in sorted(dealt):
@@ -239,9 +259,10 @@ def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
     drawn = draw_choices(pools, counts, settings.seed)
     if drawn and not settings.difficulty:
         say("no --difficulty: half of the multiple choice may search, drawn by lot")
+    of_math = parse_shares(settings.math_searches, "math_searches")
     for pool in pools.values():
         for place, q in enumerate(pool):
-            allowed = q.may_search and may_search(q, drawn, settings.math_searches)
+            allowed = q.may_search and may_search(q, drawn, of_math, settings.seed)
             pool[place] = replace(q, may_search=allowed)
 
 
@@ -302,7 +323,8 @@ def main() -> None:
     print("mean score of 20 rollouts -> bucket; may a math question of it search?")
     for score in (0.95, 0.8, 0.75, 0.5, 0.45, 0.35, 0.1):
         question = Question("q", "?", ["!"], "math", level=bucket(score))
-        allowed = "yes" if may_search(question, frozenset()) else "no: asked directly"
+        searches = may_search(question, frozenset(), {"hard": 1, "dropped": 1})
+        allowed = "yes" if searches else "no: asked directly"
         print(f"  {score:.2f}   {question.level:10} {allowed}")
     weights = {"hard": 7, "medium": 2, "easy": 1}
     print("\n64 questions at 7 : 2 : 1  ", exact_counts(64, weights))

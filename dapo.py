@@ -4,7 +4,8 @@ GRPO's advantage, A_i = (r_i − mean_group) / (std_group + 1e-6), and four depa
 
     1  clip-higher        ε_low 0.2 < ε_high 0.28: an unlikely token has room to grow
     2  dynamic sampling   a group all right or all wrong is dropped, and more questions are drawn
-    3  token mean         weight = 1 / (model tokens of the batch): all tokens count the same
+    3  token mean         weight = 1 / (model tokens of the batch): all tokens count the same; with
+                          --loss_aggregation question the mean over a question's tokens comes first
     4  overlong           cut off by length before it answered: no gradient, it was not shown wrong
 
 Departure 2 looks at correctness: a reward of several components is almost never equal in a group.
@@ -61,7 +62,10 @@ def compute_token_weights(batch, settings) -> Tensor:
     """On the global batch of one update: sum 1, or 0 if all are overlong. A mean per trajectory
     first would not be DAPO.
     """
-    return ppo.token_weights(trained_mask(batch))  # [B, T]  departure 3
+    mask = trained_mask(batch)  # [B, T]
+    if settings.loss_aggregation == "question":
+        return ppo.question_weights(mask, batch.questions)  # [B, T]
+    return ppo.token_weights(mask)  # [B, T]  departure 3
 
 
 def main() -> None:

@@ -100,6 +100,7 @@ class SearchRequest:
     question: Question
     query: str
     reasoning: str = ""
+    held_out: bool = False  # asked by an evaluation within training
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
     python eval.py --model DIR --data FILE --corpus from-data
     python eval.py --stage 0                        before RL
     python eval.py --retriever empty                does it read, or recall?
+    python eval.py --retriever given --data FILE    every search finds all references of its record
     python eval.py --judge URL#MODEL                is the answer right in other words?
     python eval.py --recipe r_search --reader SPEC  another model answers from the evidence
     python eval.py --data A,B,C --model DIR         several data sets, one table
@@ -11,14 +12,15 @@
     python eval.py --predictions FILE               score a file, in any layout, without a model
 
 Greedy unless told otherwise, with the protocol, documents and limits of training. Predictions are
-written as they come; the same command goes on where it was interrupted.
+written as they come; the same command goes on where it was interrupted. A model that thinks by
+itself in <think> ... </think>, and was not trained to answer under this protocol, is a baseline:
+--thinking N gives its thoughts N tokens of their own and cuts them off before scoring.
 """
 
 import dataclasses
 import hashlib
 import re
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,13 +65,13 @@ from plumbing.files import (
     WRITES,
     checkpoints,
     go_on,
-    instructions,
     locked,
+    prompt_sections,
     saved_settings,
     stage_folder,
 )
 from policy import best_device, check_model_path, weights_version
-from prompts import PROTOCOLS
+from prompts import JUDGE_SEES, PROTOCOLS, tag_pair
 from rewards import arena_scores, evidence_support, needs
 from rollout import check_prompts, rollout
 from settings import (
@@ -86,22 +88,29 @@ from summarizer import SEARCH_FAILED
 from trajectory import Trajectory
 
 QUESTIONS_AT_ONCE = 64
+GIVEN_TOKENS = 4096  # of --retriever given: 20 paragraphs (ARENA) of 200 tokens
 
 
 @dataclass(frozen=True)
 class Options:
     """What an evaluation is asked beside the settings of a run."""
 
+    inside = ""  # if --out is a folder: a file in it
     split: str = setting("test", "of the built-in world", one_of=("train", "dev", "test"))
     questions: int = setting(100, "per kind, or drawn with the seed from a file; 0 = all", least=0)
     samples: int = setting(1, "trajectories per question", least=1)
-    first: bool = setting(False, "of a file the first --questions, not drawn ones")
     references: str = setting("given", "where ARENA's come from", one_of=("given", "retrieved"))
     fact_seed: int | None = setting(None, "redraw every fact of the built-in world")
     decoding: str = setting(
         "greedy",
         "paper: as the paper evaluates; both: at temperature 1, and greedily",
         one_of=("greedy", "paper", "both"),
+    )
+    thinking: int = setting(
+        0, "tokens that a turn may think, beside its limit; thoughts are not scored", least=0
+    )
+    judge_sees: str = setting(
+        "", "of open questions; by default the protocol decides", one_of=("", *JUDGE_SEES)
     )
     fresh: bool = setting(False, "do not go on with predictions that are there already")
     out: str = setting("", "predictions file; default: under runs/predictions")
@@ -122,6 +131,8 @@ def grade(trajectory: Trajectory) -> dict[str, float]:
     if protocol.query_tags:
         numbers |= score.search_numbers(trajectory)
         numbers["fallbacks"] = float(sum(search.fallback for search in searches))
+    if searches:
+        numbers["documents_cut"] = score.mean(search.cut for search in searches)
     numbers["format"] = float(paper_of(protocol.name).good_format(trajectory))
     if protocol.evidence_tags:
         numbers["evidence"] = float(bool(trajectory.evidence))
@@ -148,11 +159,12 @@ def prediction_record(trajectory: Trajectory, sample: int) -> dict:
         "question": question.question,
         "golds": question.answers,
         "prediction": trajectory.answer,
-        "punctuation": paper_of(protocol.name).punctuation,
+        "judge_sees": protocol.judge_sees,
         "transcript": trajectory.text,
         "stop_reason": trajectory.stop_reason,
         "searches": searches,
     }
+    record["punctuation"] = paper_of(protocol.name).punctuation
     record["metrics"] = grade(trajectory)
     if question.options:
         record["options"] = list(question.options)
@@ -195,7 +207,8 @@ class Evaluation:
         self.say_what()
 
         def rows_of(some: list[Question], start: int, progress) -> list[Trajectory]:
-            return play(some, self.settings.seed + start, progress)
+            rows = play(some, self.settings.seed + start, progress)
+            return list(map(score.without_thinking, rows)) if self.options.thinking else rows
 
         return self.collect(self.out, version, rows_of)
 
@@ -219,6 +232,8 @@ class Evaluation:
                 made = [self.record(row, i) for i, row in enumerate(rows)]
                 append_jsonl(out, made)
                 records += made
+        if left := len(expected) - len(records):
+            print(f"{what}: {left} of {len(expected)} got no reply; the same command asks again")
         if faults := search_faults(records):
             said = f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])})"
             why = "these scores are not the model's; the same command makes those batches anew"
@@ -236,15 +251,12 @@ class Evaluation:
     def say_what(self) -> None:
         settings, options = self.settings, self.options
         model = settings.model or "the built-in model, before RL"
-        if before := saved_settings(settings.model):
-            day = time.ctime(Path(settings.model, "settings.json").stat().st_mtime)
-            model += f" (of {day})"
-            if settings.data and settings.data == before.data:
-                print("warning: it was trained on these questions: name others with --data")
+        before = saved_settings(settings.model)
+        if before and settings.data and settings.data == before.data:
+            print("warning: it was trained on these questions: name others with --data")
         names, some, searching = ", ".join(self.datasets), "", ""
         if settings.data and options.questions:
-            some = "the first" if options.first else f"drawn with seed {settings.seed},"
-            some = f" ({some} {options.questions} of each: --questions 0 takes all)"
+            some = f" ({options.questions} of each, drawn with the seed: --questions 0 takes all)"
         if PROTOCOLS[settings.protocol].query_tags:
             searching = f", retriever {settings.retriever}"
         how = f"{options.samples} sample(s) each, temperature {settings.temperature:g}"
@@ -256,12 +268,11 @@ class Evaluation:
         for name in ("name", "runs", "served", "judge", "reader", "timeout"):  # not of a prediction
             del made[name]
         # --prompt_file names a file, not its words.
-        told = [build_protocol(self.settings).instruction]
-        told.append(instructions(self.settings).get("summarizer", ""))
         content = hashlib.sha256()
-        for item in [*told, *self.questions, *self.documents]:
+        for item in [build_protocol(self.settings), *self.questions, *self.documents]:
             content.update(repr(item).encode())
-        return made | {"weights": version, "material": content.hexdigest()[:16]}
+        made |= {"weights": version, "thinking": self.options.thinking}
+        return made | {"material": content.hexdigest()[:16]}
 
 
 def key_of(record: dict) -> tuple | None:
@@ -287,7 +298,7 @@ def material(settings: Settings, options: Options) -> tuple[dict[str, list[Quest
         documents = passages(settings, [q for some in datasets.values() for q in some])
         lot = f"{count} questions {settings.seed}"
         for name, some in datasets.items():
-            datasets[name] = some[:count] if options.first else draw_some(some, count, lot)
+            datasets[name] = draw_some(some, count, lot)
     else:
         some = world_questions(settings, options.split, count or None, options.fact_seed)
         world = built_in_world(settings, options.fact_seed)
@@ -310,7 +321,7 @@ def settings_of(given: dict) -> Settings:
         del given["stage"]
     elif not model:
         model = last_checkpoint(given)
-    if model:
+    if model and "://" not in model:  # as a baseline's may be
         check_model_path(model)
     settings = saved_settings(model)
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
@@ -324,7 +335,27 @@ def settings_of(given: dict) -> Settings:
         own["corpus"] = ""  # the old file's
     if settings.engine != "hf":  # the servers of a run hold what it trains
         own["engine"] = "slots"
+    if "max_turn_tokens" in given:
+        own["turn_tokens"] = ""  # the flag counts for every task
+    if given.get("retriever") == "given":
+        own["document_tokens"] = GIVEN_TOKENS
     return dataclasses.replace(settings, **(own | given | {"model": model}))
+
+
+def paper_decoding(settings: Settings) -> dict:
+    """How the paper samples when it evaluates, for --decoding paper."""
+    decoding = record_of(settings.recipe, settings.variant).decoding
+    if "temperature" not in decoding:
+        why = f"the paper of {settings.recipe} does not say how it samples when it evaluates"
+        print(f"--decoding paper: {why}: greedy")
+    return decoding
+
+
+def room_to_think(settings: Settings, tokens: int) -> Settings:
+    """Adds so many tokens to every limit of a turn: 512 and math=3072 with 100 are 612 and 3172."""
+    own = re.sub(r"\d+", lambda limit: str(int(limit[0]) + tokens), settings.turn_tokens)
+    most = settings.max_turn_tokens + tokens
+    return dataclasses.replace(settings, max_turn_tokens=most, turn_tokens=own)
 
 
 def last_checkpoint(given: dict) -> str:
@@ -344,42 +375,42 @@ def last_checkpoint(given: dict) -> str:
 
 
 # -------------------------------------------------------------------------------- the command line
-def parse(arguments: list[str]) -> tuple[Settings, Options]:
+def parse(
+    arguments: list[str], kind: type[Options] = Options, command: str = "eval.py"
+) -> tuple[Settings, Options]:
     said = "Score a checkpoint. Of a file, without a model: see --predictions FILE --help."
-    parser = FlagParser("eval.py", description=said)
+    parser = FlagParser(command, description=said if kind is Options else kind.__doc__)
     add_flags(parser, ASKING, named_in(arguments), "eval")
-    add_flags(parser, (Options,), Options(), "eval")
+    add_flags(parser, (kind,), kind(), "eval")
     given = vars(parser.parse_args(arguments))
-    chosen = {f.name: given.pop(f.name, f.default) for f in dataclasses.fields(Options)}
-    options = Options(**chosen)
+    chosen = {f.name: given.pop(f.name, f.default) for f in dataclasses.fields(kind)}
+    options = kind(**chosen)
     check_options(options, given)
     settings = settings_of(given)
     if options.decoding == "paper":  # of the checkpoint's recipe
-        settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
+        settings = settings_of(paper_decoding(settings) | given)
+    if "max_turn_tokens" in given:
+        print(f"--max_turn_tokens {settings.max_turn_tokens} counts for every task")
     read = SEARCHING if options.references == "retrieved" else ()
     check_settings(settings, False, given.keys() - read)
-    if "prompt_file" in given:  # a checkpoint's may name what only training asks
-        instructions(settings, strict=True)
-    if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
-        why = f"which protocol {settings.protocol} does not have: leave it out"
-        raise InputError(f"--reader answers from evidence boxes, {why}")
-    if options.first and not (settings.data and options.questions):
-        raise InputError("--first takes the first --questions of --data: leave it out")
-    return settings, options
+    # A checkpoint's may be for models that only training asks.
+    prompt_sections(settings, strict="prompt_file" in given)
+    if options.thinking and tag_pair("think")[0] in PROTOCOLS[settings.protocol].tags:
+        why = "has a <think> section, which is scored: leave it out"
+        raise InputError(f"--thinking: protocol {settings.protocol} {why}")
+    return room_to_think(settings, options.thinking), options
 
 
 def check_options(options: Options, given: dict) -> None:
     check_limits(options)
     for name in ("out", "json"):
         if path := getattr(options, name):
-            check_output(path, f"--{name}")
+            check_output(path + options.inside, f"--{name}")
             if options.decoding == "both":
                 why = f"evaluates twice, and --{name} is for one: leave one out"
                 raise InputError(f"--decoding both {why}")
     if options.decoding == "both" and "temperature" in given:
         raise InputError("--decoding both has temperatures of its own: leave --temperature out")
-    if given.get("in_8bit") not in (None, "", "others"):
-        raise InputError("--in_8bit: nothing is trained here: others is all that it can name")
 
 
 def default_out(settings: Settings, options: Options) -> Path:
@@ -397,23 +428,31 @@ def run(settings: Settings, options: Options) -> None:
     others = score_files(options.against, *how, seed=settings.seed)
     # Before the work: are they there at all?
     reader = score.build_reader(settings, best_device()) if settings.reader else None
-    judge = score.build_judge(settings, best_device())
+    judge = score.build_judge(settings, best_device(), options.judge_sees)
+    paper = options.decoding == "paper"  # R-Search appendix A.3: all models sample alike
+    how = (settings.temperature, settings.top_p) if paper else ()
     evaluation = Evaluation(settings, options)
-    out = evaluation.out
+    records = evaluate(evaluation, reader, judge, how)
+    report(records, others, options.markdown, options.json)
+    print(f"predictions: {evaluation.out}")
+
+
+def evaluate(evaluation: Evaluation, reader, judge, how: tuple = ()) -> list[dict]:
+    """Prediction records with what the reader, sampling by `how`, and the judge say of them."""
+    out, punctuation = evaluation.out, evaluation.options.punctuation
     try:
         records = evaluation.run()
-        if options.punctuation:
-            records = [scored(record, options.punctuation) for record in records]
+        if punctuation:
+            records = [scored(record, punctuation) for record in records]
         if reader or judge:
             print(f"all predictions are there: --predictions {out} asks again about them")
-            records = score.ask_others(records, reader, judge)
+            records = score.ask_others(records, reader, judge, how)
             write_records(out, records)
     except KeyboardInterrupt:
         kept = f"what was finished is in {out}; the same command goes on"
         print(f"\ninterrupted; {kept if out.is_file() else 'nothing was finished yet'}")
         sys.exit(130)
-    report(records, others, options.markdown, options.json)
-    print(f"predictions: {out}")
+    return records
 
 
 def main(arguments: list[str] | None = None) -> None:

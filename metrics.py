@@ -9,8 +9,9 @@ r"""Does this answer match? One function per answer metric, and nothing of the p
     score_answer        em, f1 and cem of an answer under the metric of its task
 
 `golds` is one gold or a list; the best one counts. A missing answer (None or "") scores 0.
-Three normalisations are in use, and numbers under one cannot be compared with those of another:
-    "space"        punctuation becomes a blank: "Spider-Man" is "spider man" (R1-Searcher, UR²)
+Four normalisations are in use, and numbers under one cannot be compared with those of another:
+    "plain"        punctuation becomes a blank: "Spider-Man" is "spider man" (R1-Searcher's eq. 4)
+    "space"        the same, and a whole "True" is "yes" (the code of R1-Searcher and UR²)
     "delete"       punctuation is removed: "Spider-Man" is "spiderman" (R-Search, When to Search)
     "underscore"   the same, but "_" becomes a blank: "a_b-c" is "a bc" (ARENA appendix D.1)
 Left out: model judges, and algebra of our own (that is math-verify's, the extra `math`).
@@ -36,12 +37,13 @@ from pathlib import Path
 from errors import InputError
 
 # ---------------------------------------------------------------------------------- open answers
+_BLANKS = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))  # "_" is one too
 PUNCTUATION = {  # style -> what becomes of it
-    "space": str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " ")),  # "_" is one too
+    "space": _BLANKS,
+    "plain": _BLANKS,
     "delete": str.maketrans("", "", string.punctuation),  # ASCII only: O’Hara is not O'Hara here
     "underscore": str.maketrans("_", " ", string.punctuation.replace("_", "")),
 }
-_VERDICTS = {"yes", "no", "noanswer"}
 Golds = str | list[str]
 
 
@@ -85,16 +87,11 @@ def exact_match(prediction: str | None, golds: Golds, punctuation="space") -> fl
     return _best(lambda p, g: float(p == g), prediction, golds, punctuation)
 
 
-def f1_score(prediction: str | None, golds: Golds, punctuation="space", verdicts=False) -> float:
-    """F1 of two bags of tokens: f1_score("Paris, France", "Paris") is 0.6667 (P = 1/2, R = 1).
-    `verdicts`: HotpotQA's scorer, which none of the papers has: "yes it is" for "yes" is 0, not 0.5
+def f1_score(prediction: str | None, golds: Golds, punctuation="space") -> float:
+    """F1 of two bags of tokens: f1_score("Paris, France", "Paris") is 0.6667 (P = 1/2, R = 1), and
+    "yes it is" for "yes" 0.5: none of the papers has the rule of HotpotQA's scorer, which gives 0.
     """
-
-    def score(predicted: str, gold: str) -> float:
-        verdict = verdicts and predicted != gold and {predicted, gold} & _VERDICTS
-        return 0.0 if verdict else _bag_f1(predicted.split(), gold.split())
-
-    return _best(score, prediction, golds, punctuation)
+    return _best(lambda p, g: _bag_f1(p.split(), g.split()), prediction, golds, punctuation)
 
 
 def _bag_f1(predicted: list, gold: list) -> float:

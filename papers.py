@@ -8,7 +8,6 @@
     good_format  is a trajectory in the paper's format? (evaluations report the share)
     punctuation  what becomes of it in answers, as its scorer has it: a style of metrics.PUNCTUATION
     decoding     how it samples when it evaluates; {} is greedy
-    blind_judge  its judge of "right" sees normalised answers, and no question
     variants     its other backbones and ablations, by name: each is a record of its own (--variant)
 
 A paper is three files: what it writes (prompts.py), what it is paid (rewards.py) and what it chose
@@ -35,7 +34,6 @@ class Paper:
     world: Tiny
     punctuation: str = "space"
     decoding: dict = field(default_factory=dict)
-    blind_judge: bool = False
     warm_ups: dict[str, Tiny] = field(default_factory=dict)
     variants: dict[str, "Paper"] = field(default_factory=dict, init=False)  # a copy has none
 
@@ -51,7 +49,8 @@ def varied(paper: Paper, **changes) -> Paper:
 # The tiny model has 0.48M weights, born at random: a learning rate 150 times larger, short texts.
 TINY = (
     {"lr": 3e-4, "group_size": 8, "questions_per_step": 16, "trajectories_per_update": 64}
-    | {"max_turn_tokens": 24, "turn_tokens": "", "max_searches": 4, "save_every": 10}
+    | {"max_turn_tokens": 24, "turn_tokens": "", "max_searches": 4, "buckets": ""}
+    | {"save_every": 10, "keep_checkpoints": 2}
     | {"documents_per_search": 1, "document_tokens": 48, "title_boost": 4, "groups_kept": -1}
 )
 LOOK_UPS = TINY | {"steps": 12, "mix": "one_hop=3,two_hop=4,unit=1"}
@@ -70,11 +69,13 @@ _ur2 = (  # section 4.4, appendix C.2 and C.4
     | {"lr": 2e-6, "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0}
     | {"temperature": 1.0, "max_searches": 4}  # not its top_p 0.9: that is not what is scored
     | {"max_turn_tokens": 512, "turn_tokens": "math=3072,choice=1536"}
+    | {"summary_sampling": "math=0.3/0.7/8192"}  # of other tasks in training it says nothing
     | {"documents_per_search": 10, "document_tokens": 1536}  # ten have 1,291 tokens (B.6)
     # Read with --difficulty alone. Math 1 : 1 : 1 (C.5), else 7 : 2 : 1 (3.3).
     | {"buckets": "math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1"}
+    | {"keep_checkpoints": 0}  # the best of them is chosen afterwards (C.2)
 )
-_summarised = {"summarizer": "extractive", "buckets": "", "task_mixing": False}
+_summarised = {"summarizer": "extractive", "task_mixing": False}
 UR2 = Paper(
     source="UR² section 4.4, app. C",
     protocols=("ur2", "ur2_search"),
@@ -131,7 +132,11 @@ UR2_CHOICE = replace(
 VANILLA_RL = replace(
     UR2,
     source="UR² section 4.3, app. C.3",
-    stages={1: _ur2 | {"reward": "ur2_stage2", "steps": 25, "direct_tasks": "math,choice"}},
+    stages={
+        1: _ur2
+        | {"reward": "ur2_stage2", "steps": 25, "direct_tasks": "math,choice"}
+        | {"save_every": 5}  # of single tasks and of 3B models, else 10 (C.2)
+    },
     tiny={1: EVERYTHING | _summarised | {"steps": 72}},
 )
 
@@ -142,19 +147,23 @@ qwen_7b    40   100         40    25  94        47     60
 qwen_3b    47   85          15    40  47        40     40
 llama_8b   30   30          30    47  60        30
 """.strip().splitlines()
-_doubled = {"questions_per_step": 128, "trajectories_per_update": 512}  # section 4.4
+_small = {"questions_per_step": 128, "trajectories_per_update": 512, "save_every": 5}  # 4.4, C.2
 for _name, *_numbers in map(str.split, _rows):
-    _own = {"reward_variant": _name} | (_doubled if _name == "qwen_3b" else {})
     for _run, _steps in zip(_runs.split(), _numbers, strict=False):
         _paper = {"ur2": UR2, "ur2_choice": UR2_CHOICE}.get(_run, VANILLA_RL)
+        _own = {"save_every": 10} if _run == "choice" else {}  # two tasks in one run
+        _own |= {"reward_variant": _name} | (_small if _name == "qwen_3b" else {})
         _variant = varied(_paper, **_own)
         _variant.stages[max(_variant.stages)]["steps"] = int(_steps)
         _paper.variants[f"{_name}_{_run}" if _paper is VANILLA_RL else _name] = _variant
-# Easy math in place of hard (C.5), and with the prompt that searches (our reading).
-_easier = {"buckets": "math:medium=1,math:easy=2,hard=7,medium=2,easy=1", "math_searches": "easy"}
-UR2.variants["llama_8b"].stages[2].update(_easier)
+UR2.variants["qwen_3b"].stages[1]["steps"] = 15  # C.7's last sentence (our reading: math, too)
+# Easy math in place of hard (C.5): a third of all, and searching as the hard third would (ours).
+_easier = {"buckets": "math:medium=1,math:easy=2,hard=7,medium=2,easy=1"}
+UR2.variants["llama_8b"].stages[2].update(_easier, math_searches="easy=0.5")
+UR2.variants["llama_8b_direct"] = varied(UR2.variants["llama_8b"], direct_tasks="math")
 UR2.variants["weak_stage1"] = varied(UR2_CHOICE, reward="ur2_weak", steps=80)  # Table 6
 UR2.variants["judge_partly"] = varied(UR2, partly=1.0)  # as its code
+UR2.variants["five_queries"] = varied(UR2, task_searches="qa=5")  # its prompt for open questions
 # Table 3; without stage 1 there is no bonus, and the tags are others (C.2).
 _no_bonus = replace(UR2_CHOICE, tiny={1: EVERYTHING | _summarised})
 UR2_CHOICE.variants.update(
@@ -162,9 +171,19 @@ UR2_CHOICE.variants.update(
     without_penalty=varied(UR2_CHOICE, fallback_penalty=0.0, steps=110),
     without_task_mixing=varied(UR2_CHOICE, task_mixing=False, steps=120),
 )
-# Tables 6 and 7, and their five passages from Table 10.
-_passages = replace(VANILLA_RL, tiny={1: EVERYTHING | {"steps": 72, "buckets": ""}})
-VANILLA_RL.variants["without_summary"] = varied(_passages, documents_per_search=5, steps=60)
+_mini = varied(UR2_CHOICE, steps=50, summarizer="https://api.openai.com/v1#gpt-4o-mini")
+_sampled = "math=0.3/0.7/2048,other=0.3/0.7/2048"  # C.2, of Qwen-3-8B
+_qwen3 = varied(_mini, summarizer="Qwen/Qwen3-8B", summary_sampling=_sampled)
+UR2_CHOICE.variants.update(gpt_4o_mini_summaries=_mini, qwen3_8b_summaries=_qwen3)
+# Tables 6 and 7; five passages, as Table 10's evaluations without summaries (our reading).
+_passages = replace(
+    varied(VANILLA_RL, documents_per_search=5), tiny={1: EVERYTHING | {"steps": 72}}
+)
+VANILLA_RL.variants.update(
+    without_summary=varied(_passages, steps=60),
+    raw_qa=varied(_passages, steps=70, buckets=""),
+    raw_math=varied(VANILLA_RL, steps=10, buckets=""),
+)
 
 _r1_searcher = (  # section 3.3; --encoder BAAI/bge-large-en-v1.5; it is judged by GPT-4o-mini (3.1)
     {"protocol": "r1_searcher", "algorithm": "reinforce_pp"}
@@ -176,13 +195,18 @@ _r1_searcher = (  # section 3.3; --encoder BAAI/bge-large-en-v1.5; it is judged 
 R1_SEARCHER = Paper(
     source="R1-Searcher section 3.3",
     protocols=("r1_searcher",),
-    stages={
-        1: _r1_searcher | {"reward": "r1_searcher_stage1", "steps": 6},  # one epoch of 350
-        2: _r1_searcher | {"reward": "r1_searcher_stage2", "steps": 128},  # one epoch of 8,148
+    stages={  # one epoch of Table 1's 350, then of its 8,148; its counts need --difficulty
+        1: _r1_searcher
+        | {"reward": "r1_searcher_stage1", "steps": 6, "mix": "hotpotqa=200,2wiki=150"}
+        | {"buckets": "medium=1"},
+        2: _r1_searcher
+        | {"reward": "r1_searcher_stage2", "steps": 128, "mix": "hotpotqa=4561,2wiki=3587"}
+        | {"buckets": "hotpotqa:medium=2561,hotpotqa:hard=2000,2wiki:medium=1087,2wiki:hard=2500"},
     },
     tiny={1: LOOK_UPS, 2: EVERYTHING},
     good_format=lambda trajectory: not rewards.r1_searcher_format(trajectory),
     world=Tiny(end="{thought}</think>\n\n<answer> {answer}</answer>"),
+    punctuation="plain",  # eq. 4; its code: --punctuation space
 )
 R1_SEARCHER.warm_ups["verbose"] = replace(R1_SEARCHER.world, verbose=0.9, prior=0.3)
 R1_SEARCHER.variants.update(
@@ -190,6 +214,9 @@ R1_SEARCHER.variants.update(
     grpo=varied(R1_SEARCHER, algorithm="grpo", kl_coef=1e-4, kl_estimator="k3"),  # table 3: Llama's
     em=varied(R1_SEARCHER, answer_metric="em"),  # eq. 5, table 5
     cem=varied(R1_SEARCHER, answer_metric="cem"),
+    as_its_code=varied(  # the advantage of its scripts: R − the group's mean, whitened over tokens
+        R1_SEARCHER, algorithm="reinforce_pp_baseline", group_std=False, whiten_tokens=True
+    ),
 )
 
 _r_search = (  # section 4.3
@@ -211,8 +238,17 @@ R_SEARCH = Paper(
     punctuation="delete",
     decoding={"temperature": 0.1, "documents_per_search": 5},  # appendix A.3, section 4.3
 )
-R_SEARCH.variants.update(  # table 3
-    without_evidence=varied(R_SEARCH, protocol="r_search_plain", evidence_reward=False)
+# PPO (5.3) has 4.3's numbers too; where its KL is, and the critic's numbers, are its script's.
+_with_critic = {"algorithm": "ppo", "kl_estimator": "k1", "critic_lr": 1e-5, "critic_warmup": 0.05}
+_tiny_critic = {
+    n: its | {"critic_lr": 1e-3, "critic_warmup": 0.0} for n, its in R_SEARCH.tiny.items()
+}
+_r_search_ppo = varied(replace(R_SEARCH, tiny=_tiny_critic), **_with_critic)
+R_SEARCH.variants.update(
+    without_evidence=varied(R_SEARCH, protocol="r_search_plain", evidence_reward=False),  # table 3
+    whole_reply=varied(R_SEARCH, whole_reply=True),  # eq. 4
+    ppo=_r_search_ppo,
+    ppo_code=varied(_r_search_ppo, group_size=1, trajectories_per_update=256),  # one response
 )
 
 _when_to_search = (  # Table 5; 500 steps in all, halved between the stages by us
@@ -224,6 +260,7 @@ _when_to_search = (  # Table 5; 500 steps in all, halved between the stages by u
     | {"max_searches": 5, "max_turn_tokens": 8192}  # its five are turns
     | {"max_context": 18432}  # prompt 2048, response 16384
     | {"filter_by": "answer"}  # eq. 10 compares all wrong answers, eq. 11 all right: kept
+    | {"save_every": 30}  # appendix B.3
 )
 _when_stage1 = _when_to_search | {"reward": "when_to_search_stage1"}
 _when_stage2 = _when_to_search | {"reward": "when_to_search_stage2"}
@@ -231,7 +268,7 @@ WHEN_TINY = {"mix": "one_hop=4,two_hop=4,unit=1,arithmetic=2,known=3"}
 WHEN_TINY |= {"max_resample": 1, "max_context": 0}
 WHEN_TO_SEARCH = Paper(
     source="When to Search section 4, table",
-    protocols=("when_to_search",),
+    protocols=("when_to_search", "when_to_search_eos"),
     stages={1: _when_stage1, 2: _when_stage2},
     tiny={1: TINY | WHEN_TINY | {"steps": 5}, 2: EVERYTHING | WHEN_TINY | {"steps": 40}},
     good_format=rewards.when_to_search_format,
@@ -243,7 +280,6 @@ WHEN_TO_SEARCH = Paper(
         end="<reflect>{asked} {answer}</reflect><answer> {answer}</answer>",
     ),
     punctuation="delete",
-    blind_judge=True,
 )
 # It hardly searches by itself: in one look-up of a hundred, and of two hundred.
 _weak = replace(WHEN_TO_SEARCH.world, choice_without_loss=0.99, prior=0.05)
@@ -256,11 +292,16 @@ _one_stage = replace(  # one reward throughout
 )
 _plain_stages = {1: _when_stage1 | {"beta": 0.0}, 2: _when_stage2}  # stage one with ±1
 WHEN_TO_SEARCH.variants.update(
-    unified=varied(_one_stage, reward="when_to_search_unified"),  # Table 2
+    # Table 2 compares checkpoints of this run
+    unified=varied(_one_stage, reward="when_to_search_unified", keep_checkpoints=0),
     without_stage_one=varied(_one_stage, reward="when_to_search_stage2"),  # Table 4, as the others
     plain_stage_one=replace(WHEN_TO_SEARCH, stages=_plain_stages),  # the same row, by 4.5
     without_stage_two=varied(_one_stage, reward="when_to_search_stage1"),
     without_r_s=varied(WHEN_TO_SEARCH, left_out="retrieval"),
+)
+_plain_stages = {1: _when_stage1, 2: _when_stage2 | {"beta": 0.0}}  # stage two with ±1, by 4.5
+WHEN_TO_SEARCH.variants.update(
+    plain_stage_two=replace(WHEN_TO_SEARCH, stages=_plain_stages),
     without_r_a=varied(WHEN_TO_SEARCH, left_out="answer", filter_by="total"),
 )
 
@@ -277,7 +318,7 @@ _arena = (
 )
 ARENA = Paper(
     source="ARENA section 4.4, app. F",
-    protocols=("arena", "arena_summary"),
+    protocols=("arena", "arena_summary", "arena_thinking"),
     stages={1: _arena},
     tiny={1: EVERYTHING | TWO_FACTS | {"max_searches": 0, "steps": 40}},
     good_format=rewards.arena_format,
@@ -301,13 +342,15 @@ ARENA.variants.update(  # section 5.3, figure 3
     f1=varied(ARENA, answer_metric="f1"),
     judge=varied(ARENA, judge="https://api.openai.com/v1#gpt-4o-2024-11-20"),  # appendix D.3
 )
-# appendix H.2: one epoch of 5,000
+# Appendix H.2, table 9; one epoch of its 5,000 is our reading.
+_naive = ARENA.variants["naive_grpo"]
 ARENA.variants["summaries"] = varied(ARENA, protocol="arena_summary", steps=20)
+ARENA.variants["naive_summaries"] = varied(_naive, protocol="arena_summary", steps=20)
 
 _search_r1 = (  # appendix B of arXiv 2503.09516
     {"protocol": "search_r1", "algorithm": "ppo", "reward": "search_r1", "steps": 500}
     | {"group_size": 1, "questions_per_step": 512, "trajectories_per_update": 256}
-    | {"lr": 1e-6, "lr_warmup": 0.285, "critic_lr": 1e-5}  # its critic warms up too, for 7 steps
+    | {"lr": 1e-6, "lr_warmup": 0.285, "critic_lr": 1e-5, "critic_warmup": 0.015}
     | {"kl_coef": 1e-3, "kl_estimator": "k1", "temperature": 1.0}
     | {"max_searches": 4, "max_turn_tokens": 500, "documents_per_search": 3, "document_tokens": 500}
 )
@@ -315,14 +358,24 @@ SEARCH_R1 = Paper(
     source="Search-R1 app. B",
     protocols=("search_r1",),
     stages={1: _search_r1},
-    tiny={1: EVERYTHING | {"lr_warmup": 0.0, "critic_lr": 1e-3, "kl_coef": 0.0, "steps": 40}},
+    tiny={
+        1: EVERYTHING
+        | {"lr_warmup": 0.0, "critic_lr": 1e-3, "critic_warmup": 0.0, "kl_coef": 0.0, "steps": 40}
+    },
     good_format=rewards.r_search_format,  # one answer box
     world=Tiny(
         "<think>{thought}</think><answer> {answer}</answer>", between="<think>{note}</think>"
     ),
     punctuation="delete",
 )
-SEARCH_R1.variants.update(grpo=varied(SEARCH_R1, algorithm="grpo", group_size=5, kl_estimator="k3"))
+SEARCH_R1.variants.update(
+    grpo=varied(SEARCH_R1, algorithm="grpo", group_size=5, kl_estimator="k3"),
+    aligned=replace(  # R-Search section 4.2: trained with R-Search's parameters
+        SEARCH_R1,
+        stages={1: _r_search | {"protocol": "search_r1", "reward": "search_r1"}},
+        decoding=R_SEARCH.decoding,
+    ),
+)
 
 PAPERS: dict[str, Paper] = {
     "ur2": UR2,
@@ -337,18 +390,22 @@ PAPERS: dict[str, Paper] = {
 RECIPES: dict[str, dict[int, dict]] = {name: paper.stages for name, paper in PAPERS.items()}
 
 
-# What lab/baselines.py writes has no paper's format: an answer will do.
-BASELINES = replace(
-    UR2,
-    source="lab/baselines.py",
-    protocols=("baseline",),
-    good_format=lambda trajectory: trajectory.answer is not None,
-)
+# What lab/baselines.py writes has no paper's format: an answer will do. Else it is scored as the
+# paper scores in whose table it stands.
+BASELINES = [
+    replace(
+        paper,
+        source="lab/baselines.py",
+        protocols=(f"baseline_{paper.protocols[0]}",),
+        good_format=lambda trajectory: trajectory.answer is not None,
+    )
+    for paper in PAPERS.values()
+]
 
 
 def paper_of(protocol: str) -> Paper:
     """The first paper that writes this protocol."""
-    for paper in (*PAPERS.values(), BASELINES):
+    for paper in (*PAPERS.values(), *BASELINES):
         if protocol in paper.protocols:
             return paper
     raise InputError(f"protocol {protocol}: no record of papers.py names it: add it there")
@@ -371,40 +428,30 @@ def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper
 
 
 def table() -> list[list[str]]:
-    """A header, a row per paper and stage, a column per setting that any of them names."""
-    columns = dict.fromkeys(key for s in RECIPES.values() for stage in s.values() for key in stage)
-    rows = [["paper", "stage", *columns, "source"]]
+    """A row per paper and variant, with what it sets; a variant, with what it sets otherwise.
+    Stages that set the same share a row.
+    """
+    rows = [["paper", "stage", "settings", "source"], ["---"] * 4]
     for name, paper in PAPERS.items():
-        for stage, its in paper.stages.items():
-            cells = [str(its.get(column, "·")) for column in columns]
-            rows.append([name, str(stage), *cells, paper.source])
-    return rows
-
-
-def changes() -> list[list[str]]:
-    """A row per paper and stage: what its variants set otherwise."""
-    rows = [["paper", "stage", "variants, and what they set otherwise"], ["---"] * 3]
-    for name, paper in PAPERS.items():
-        for stage, usual in paper.stages.items():
-            said = []
-            for variant, own in paper.variants.items():
-                its = own.stages.get(stage, usual)
-                found = [
-                    f"{k} {its.get(k, '·')}" for k in usual | its if its.get(k) != usual.get(k)
-                ]
-                said += [f"**{variant}** {', '.join(found)}"] if found else []
-            rows += [[name, str(stage), "; ".join(said)]] if said else []
+        for variant, own in {"": paper, **paper.variants}.items():
+            stages = {}  # what is set -> in which stages
+            for stage, its in own.stages.items():
+                usual = paper.stages.get(stage, {}) if variant else {}
+                changed = [k for k in usual | its if its.get(k) != usual.get(k)]
+                shown = ", ".join(f"{k} {its.get(k, 'by itself')}" for k in changed)
+                stages[shown] = f"{stages.get(shown, '')} {stage}".strip()
+            named = f"{name}:{variant}".strip(":")
+            rows += [[named, n, shown, own.source] for shown, n in stages.items() if shown]
     return rows
 
 
 def main() -> None:
-    """Print the tables of docs/papers.md: a line per setting, then the variants."""
-    parser = FlagParser("papers.py", description="What each paper chose, as Markdown.")
-    parser.parse_args()
-    lines = [" | ".join(column) for column in zip(*table(), strict=True)]
-    lines.insert(1, " | ".join(["---"] * len(table())))
-    print(*(f"| {line} |" for line in lines), "", sep="\n")
-    print(*(f"| {' | '.join(row)} |" for row in changes()), sep="\n")
+    """Print what each stage of each paper and of its variants sets."""
+    parser = FlagParser("papers.py", description="What each paper chose.")
+    parser.add_argument("--markdown", action="store_true", help="as a table of Markdown")
+    bar = " | " if parser.parse_args().markdown else "  "
+    for row in table():
+        print(bar.join(row))
 
 
 if __name__ == "__main__":

@@ -379,6 +379,7 @@ class Batch:
     ref_logprobs: torch.Tensor | None = None  # [B, T]
     advantages: torch.Tensor | None = None  # [B, T]
     token_weights: torch.Tensor | None = None  # [B, T]
+    questions: torch.Tensor | None = None  # [B]  the number of the row's question in its step
     overlong: torch.Tensor | None = None  # [B] bool: cut off by length without an answer
     values: torch.Tensor | None = None  # [B, T]  the critic's, of the state before tokens[:, t + 1]
     returns: torch.Tensor | None = None  # [B, T]  what the critic shall learn
@@ -426,7 +427,11 @@ def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, p
     mask = padded([prompt + t.response_mask for prompt, t in rows], torch.float)  # [B, T]
     logprobs = padded([prompt + t.logprobs for prompt, t in rows], torch.float)  # [B, T]
     rewards = torch.tensor(rewards, dtype=torch.float)
-    return Batch(tokens, mask, logprobs, rewards, group_size, sampled_logprobs=logprobs.clone())
+    questions = torch.arange(len(rewards)) // group_size  # [B]
+    sampled = logprobs.clone()
+    return Batch(
+        tokens, mask, logprobs, rewards, group_size, questions=questions, sampled_logprobs=sampled
+    )
 
 
 # ------------------------------------------------------------------------------------ the optimizer

@@ -2,7 +2,6 @@
 
     ratio = π(a) / π_old(a)
     loss  = −min(ratio · A, clip(ratio, 1 − ε_low, 1 + ε_high) · A)                    per token
-    dual clip, where A < 0:  loss = min(loss, c · |A|)                                 c usually 3
 
     δ_t = r_t + γ V_{t'} − V_t,    A_t = δ_t + γλ A_{t'},    t' the next model token, else V = A = 0
     returns = A + V;  the policy gets A whitened over the model tokens of the batch
@@ -11,15 +10,17 @@
     total = Σ weight · loss (update.py),    Σ weight = 1 over the global batch
     "sequence" (GRPO, UR² eq. 3)    1 / (model tokens of the trajectory) / (trajectories with any)
     "token" (DAPO; the critic)      1 / (model tokens of the whole batch)
+    "question" (When to Search)     1 / (model tokens of the question's group) / (questions)
 
     ρ = π_old(a) / μ(a), where μ, which sampled, is not π_old: a bf16 copy, int8 weights, a server
     loss = w · loss, w of `mismatch_weights`; the KL and the critic's loss are not weighted
 
-Source: Schulman et al. 2017 eq. 7 (one ε), 2015 for GAE eq. 16; DAPO (two, "clip-higher"); Ye et
-al. 2020 (dual clip). GRPO, DAPO and REINFORCE++ share surrogate, weights and loss. GAE steps from
-model token to model token; the critic reads the documents between them.
-Left out: a body shared with the critic, an entropy bonus, a second epoch, early stops, scaling; and
-verl's other cure for μ, which takes μ itself for π_old ("bypass") and clips the ratio to it.
+Source: Schulman et al. 2017 eq. 7 (one ε), 2015 for GAE eq. 16; DAPO (two, "clip-higher"). GRPO,
+DAPO and REINFORCE++ share surrogate, weights and loss; REINFORCE++ shares the whitening. GAE steps
+from model token to model token; the critic reads the documents between them.
+Left out: the dual clip of verl's default (none of the papers has it), a body shared with the
+critic, an entropy bonus, a second epoch, early stops, scaling; and verl's other cure for μ, which
+takes μ itself for π_old ("bypass") and clips the ratio to it.
 """
 
 from dataclasses import dataclass
@@ -50,7 +51,9 @@ class PPOSettings:
     clip_low: float = setting(0.2, "the ratio is clipped below 1 − this", least=0, most=1)
     clip_high: float = setting(0.2, "and above 1 + this", least=0)
     loss_aggregation: str = setting(
-        "sequence", "mean per trajectory first, or over all tokens", one_of=("sequence", "token")
+        "sequence",
+        "mean per trajectory first, over all tokens, or per question first",
+        one_of=("sequence", "token", "question"),
     )
     mismatch: str = setting(
         "auto",
@@ -62,6 +65,7 @@ class PPOSettings:
     )
     gae_lambda: float = setting(1.0, "PPO: GAE's λ", least=0, most=1)
     critic_lr: float = setting(1e-5, "PPO: learning rate of the critic", above=0)
+    critic_warmup: float = setting(0.0, "PPO: as --lr_warmup, of critic_lr", only="papers", least=0)
 
 
 def clipped_surrogate(
@@ -70,12 +74,11 @@ def clipped_surrogate(
     advantages: Tensor,
     clip_low: float,
     clip_high: float,
-    dual_clip: float = 0.0,
 ) -> tuple[Tensor, Stats]:
-    """(loss [B, T], stats) of finite inputs [B, T]; dual_clip 0 is off.
+    """(loss [B, T], stats) of finite inputs [B, T].
 
     Worked, ε 0.2 / 0.3: ratio 1.25, A 1 -> −1.25; ratio 1.35, A 1 -> −1.30;
-    ratio 0.75, A −1 -> 0.8; ratio 4, A −1 -> 4.0, and with dual clip 3 -> 3.0.
+    ratio 0.75, A −1 -> 0.8; ratio 4, A −1 -> 4.0.
     """
     # Why is the ratio always 1? In the first update after a rollout π is still π_old, and the
     # gradient ∇log π: the plain policy gradient. Only later updates on the rollout leave 1.
@@ -84,12 +87,6 @@ def clipped_surrogate(
     held = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages  # [B, T]
     loss = -torch.minimum(free, held)  # [B, T]
     clipped = held < free  # [B, T]  the minimum is the clipped branch: no gradient
-    if dual_clip:
-        # For A < 0 the minimum does not bound a growing ratio: one token could carry the batch.
-        bound = dual_clip * advantages.abs()  # [B, T]
-        over = loss > bound  # [B, T]  only for A < 0 is the loss positive
-        loss = torch.where(over, bound, loss)  # [B, T]
-        clipped = clipped | over  # [B, T]
     return loss, {"ratio": ratio.detach(), "clipped": clipped}
 
 
@@ -143,9 +140,24 @@ def mismatch_stats(batch, mode: str) -> dict[str, float]:
 
 
 # -------------------------------------------------------------------------------------- aggregation
-# Token mean or sequence mean? --loss_aggregation says: in a sequence mean the tokens of a long
-# trajectory count less each, in a token mean it counts more as a whole. Both weigh the update
-# before it is cut: a mean of unequal micro-batches' means is a third, accidental, loss.
+# Token mean or sequence mean? --loss_aggregation decides. A sequence mean gives each token of a
+# long trajectory less weight; a token mean gives the long trajectory more weight in total; a
+# question mean weighs all groups alike, and in a group all tokens. They weigh the update before it
+# is cut: a mean of unequal micro-batches' means is a fourth, accidental, loss.
+
+
+def question_weights(response_mask: Tensor, questions: Tensor) -> Tensor:
+    """Mean over the model tokens of each question's rows, then over the questions that have any.
+
+    questions [B]: the number of each row's question. This is eq. 3 of Learning When to Search,
+    where 1 / Σ|o| is inside the mean over questions. Worked: two questions, whose groups have 2 and
+    8 model tokens: 1/2/2 = 0.25 and 1/8/2 = 0.0625 on each; one mean gives 1/10 on each.
+    """
+    mask = response_mask.float()  # [B, T]
+    tokens = torch.bincount(questions, mask.sum(1))  # [questions]
+    # clamp: a question without a model token is 0 / 1 = 0 and not 0 / 0 = NaN.
+    per_token = mask / tokens[questions, None].clamp(min=1)  # [B, T]
+    return per_token / (tokens > 0).sum().clamp(min=1)  # [B, T]
 
 
 def sequence_weights(response_mask: Tensor) -> Tensor:
@@ -153,11 +165,8 @@ def sequence_weights(response_mask: Tensor) -> Tensor:
 
     Worked: mask [[1, 1, 0], [1, 0, 0], [0, 0, 0]] -> [[1/4, 1/4, 0], [1/2, 0, 0], [0, 0, 0]].
     """
-    mask = response_mask.float()  # [B, T]
-    lengths = mask.sum(1, keepdim=True)  # [B, 1]
-    trajectories = (lengths > 0).sum()
-    # clamp: a row without a model token is 0 / 1 = 0 and not 0 / 0 = NaN.
-    return mask / lengths.clamp(min=1) / trajectories.clamp(min=1)  # [B, T]
+    rows = torch.arange(len(response_mask), device=response_mask.device)  # [B]  each a question
+    return question_weights(response_mask, rows)  # [B, T]
 
 
 def token_weights(response_mask: Tensor) -> Tensor:
@@ -220,6 +229,7 @@ def gae(
 def whiten(advantages: Tensor, response_mask: Tensor) -> Tensor:
     """(A − mean) / (std + 1e-6) over the model tokens of the batch, each weighing 1; else 0.
 
+    verl divides by √(variance + 1e-8), also with ddof 1; OpenRLHF by the deviation with ddof 0.
     Worked: [2, 99, 4], [6, 0, 0] with mask [1, 0, 1], [1, 0, 0]: mean 4, std (ddof 1) 2
     -> [−1, 0, 0], [1, 0, 0].
     """
@@ -308,8 +318,11 @@ def compute_advantages(batch, settings) -> Tensor:
 
 def compute_token_weights(batch, settings) -> Tensor:
     """On the global batch of one update. Their sum is 1."""
+    mask = trained_tokens(batch)  # [B, T]
+    if settings.loss_aggregation == "question":
+        return question_weights(mask, batch.questions)  # [B, T]
     weigh = {"sequence": sequence_weights, "token": token_weights}[settings.loss_aggregation]
-    return weigh(trained_tokens(batch))  # [B, T]
+    return weigh(mask)  # [B, T]
 
 
 def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
@@ -339,11 +352,11 @@ def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
 def main() -> None:
     torch.set_printoptions(precision=2, sci_mode=False)
     ratio = torch.tensor([0.5, 0.75, 1.0, 1.25, 1.35, 4.0])  # [6]
-    print("clip 0.2 / 0.28, dual clip 3; six tokens whose ratio is", ratio)
+    print("clip 0.2 / 0.28; six tokens whose ratio is", ratio)
     for advantage in (1.0, -1.0):
         logprobs = ratio.log().requires_grad_()  # [6]
         advantages = torch.full((6,), advantage)  # [6]
-        loss, _ = clipped_surrogate(logprobs, torch.zeros(6), advantages, 0.2, 0.28, 3.0)
+        loss, _ = clipped_surrogate(logprobs, torch.zeros(6), advantages, 0.2, 0.28)
         loss.sum().backward()
         print(f"A = {advantage:+}  loss    ", loss.detach())
         print("          gradient", logprobs.grad)

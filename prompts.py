@@ -2,8 +2,9 @@
 
 One `Protocol` serves training, evaluation and the demo: a prompt that differs between them is the
 commonest silent fault of public code. The last answer is scored; braces are balanced, so
-\\boxed{\\frac{1}{2}} is read whole. The wording is ours; --prompt_file puts another in its place,
-and in that of what the judge, the reader and the summariser are told.
+\\boxed{\\frac{1}{2}} is read whole. The wording is ours. --prompt_file replaces it, by model, task
+and mode (`SECTIONS`). A text of it without gaps is an instruction: the system message. One with
+gaps such as {question} is a layout: filled in, it is the user's message, and there is no other.
 Left out: system prompts per model family (the chat template has them), few-shot examples.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from data import Document, Question, clean, control_tokens, strip_tags
@@ -21,14 +22,29 @@ from metrics import Span, find_boxed
 
 Tags = tuple[str, str]  # begin, end
 PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; each paper adds its own below
-PROMPTED = ("policy", "judge", "reader", "summarizer")  # whose instruction a file may replace
+# What a judge of "right" reads beside the accepted answers and the given one.
+JUDGE_SEES = ("question", "answers", "normalized")
+# What --prompt_file may hold. "policy:direct" is for questions that may not search, and
+# "summarizer:fallback" where queries are turned away: in training, and for pages of the web.
+BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
+TASKS = ("qa", "math", "choice", "summary")
+SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
+# The gaps of a layout: those it needs, and those it may have.
+NEEDED = {"policy": "question", "reader": "question evidence", "summarizer": "query documents"}
+OPTIONAL = {"policy": "options", "reader": "options"}  # the policy {references} under ARENA
+OPTIONAL["summarizer"] = "question options reasoning"
+# The braces of LaTeX are not gaps: \boxed{answer}, x^{n}. {max_searches} is filled in before, as in
+# every instruction.
+_GAP = re.compile(r"(?:\\\w+|[\^_])(?:\{[^{}]*\})+|\{(?!max_searches\})([a-z_]+)\}")
 
 
 @dataclass(frozen=True)
 class PromptSettings:
     protocol: str = setting("ur2", "tags and prompt", one_of=PROTOCOLS)
     prompt_file: str = setting(
-        "", f"a file in place of the instruction; or NAME=FILE,... of {', '.join(PROMPTED)}"
+        "",
+        "prompts: a file with a line [policy:math] above each, or a folder of policy.math.txt, ...;"
+        " a file without such a line is [policy]; names: docs/papers.md",
     )
     retrieval: bool = setting(True, "False: UR²'s prompt without retrieval")
     direct_tasks: str = setting("", "these are asked with it, as math,choice", only="papers")
@@ -48,6 +64,11 @@ class Protocol:
     evidence_tags: Tags | None = None  # R-Search: what another model is to answer from
     other_tags: tuple[Tags, ...] = ()  # thinking, reflection, relevance, analysis
     references_in_prompt: bool = False  # the question's own, numbered, in the user's message
+    stop_at_answer: bool = True  # False: a turn goes on behind the answer's end tag, until EOS
+    thinking_apart: bool = False  # ARENA: the model's own <think> goes before the three sections
+    # task -> how many searches a question may run, "": of all others. An Environment sets them.
+    search_limits: dict[str, int] = field(default_factory=lambda: {"": 4})
+    judge_sees: str = "question"  # or the answers alone: as they are, or normalized
     # What the environment may say; blank lines are its own tokens too: mask 0.
     fallback_notice: str = "This query asks for no fact. Ask for a fact or reason on.\n\n"
     malformed_notice: str = "\n\nNo search was run: write the query between its two tags.\n\n"
@@ -55,6 +76,9 @@ class Protocol:
     direct_notice: str = "\n\nThere is no searching here. Answer with what you know.\n\n"
     error_text: str = "Search is unavailable."
     empty_text: str = "None"
+    # What is read in place of documents if a query asks for no fact; "": none is turned away.
+    fallback_text: str = ""
+    prompts: dict[str, str] = field(default_factory=dict, hash=False)  # of --prompt_file
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -68,8 +92,26 @@ class Protocol:
     @property
     def stop_tags(self) -> dict[str, str]:
         """Where a turn stops -> why. Not at \\boxed{...}: reasoning may go on until EOS."""
-        pairs = {"query": self.query_tags, "answer": self.answer_tags}
+        answer = self.answer_tags if self.stop_at_answer else None
+        pairs = {"query": self.query_tags, "answer": answer}
         return {pair[1]: reason for reason, pair in pairs.items() if pair}
+
+    def search_limit(self, task: str) -> int:
+        """How many searches a question of this task may run: the prompt, the environment and UR²'s
+        format reward all ask here.
+        """
+        return self.search_limits.get(task, self.search_limits[""])
+
+    def own_prompt(self, name: str, task: str) -> str:
+        """What --prompt_file has for this task, or else for all; "" if it has nothing."""
+        return self.prompts.get(f"{name}:{task}") or self.prompts.get(name, "")
+
+    def told(self, question: Question, own: str = "") -> str:
+        """The instruction for this question, with the number of its searches filled in: `own`, of
+        --prompt_file, or the paper's in our words.
+        """
+        ours = self.instruction if question.may_search else self.direct_instruction
+        return (own or ours).replace("{max_searches}", str(self.search_limit(question.task)))
 
     def section_tags(self, name: str) -> Tags:
         """Of "query", "documents", "evidence", "answer", or of a section such as "think"."""
@@ -101,20 +143,28 @@ _UR2_TAGS = (
 )
 
 
+# Appendix C.6, word for word: its own summary prompts ask for this sentence.
+_NO_FACT_TO_FIND = (
+    "This query requires design, computation, or complex reasoning, which exceeds the capabilities"
+    " of a search engine. Please input another query or proceed with direct reasoning."
+)
+
+
 def _ur2(name: str, query: Tags, documents: Tags) -> Protocol:
     begin = "Solve the problem step by step."
     search = (
         " Whenever a fact is missing, look it up: write a short search query as"
         f" {query[0]} your query {query[1]} and stop. What is found is given back between"
         f" {documents[0]} and {documents[1]}; read it and go on. Ask for one plain fact at a time,"
-        " in at most 20 words, and search at most 4 times. Never ask the search engine to"
-        " calculate or to reason."
+        " in at most 20 words, and write at most {max_searches} queries in all. Never ask the"
+        " search engine to calculate or to reason."
     )
     finish = (
         " Finish with one short final answer inside \\boxed{}; for a multiple-choice question"
         " finish with: the correct answer is: LETTER."
     )
-    return Protocol(name, query, documents, None, begin + search + finish, begin + finish)
+    told = (begin + search + finish, begin + finish)
+    return Protocol(name, query, documents, None, *told, fallback_text=_NO_FACT_TO_FIND)
 
 
 PROTOCOLS["ur2"] = _ur2("ur2", *_UR2_TAGS)
@@ -126,10 +176,11 @@ PROTOCOLS["r1_searcher"] = Protocol(
     *_UR2_TAGS,
     tag_pair("answer"),
     "Answer the question. First think between <think> and </think>. While thinking, whenever a fact"
-    " is missing or uncertain, write one simple query as <|begin_of_query|> your query"
-    " <|end_of_query|> and stop; what is found is given back between <|begin_of_documents|> and"
-    " <|end_of_documents|>. Split a question with several steps into one query per step. After"
-    " </think> give the final answer, a few words at most, as <answer> your answer </answer>.",
+    " is missing or uncertain, write a query as <|begin_of_query|> your key words <|end_of_query|>"
+    " and stop; what is found is given back between <|begin_of_documents|> and"
+    " <|end_of_documents|>. A query is a list of key words and no sentence, and asks for a single"
+    " triple: one relation of one subject. After </think> give the final answer, a few words at"
+    " most, as <answer> your answer </answer>.",
     "Answer the question. First think between <think> and </think>, then give the final answer, a"
     " few words at most, as <answer> your answer </answer>.",
     prompt_suffix="<think>",
@@ -139,12 +190,13 @@ PROTOCOLS["r1_searcher"] = Protocol(
 PROTOCOLS["r_search"] = Protocol(
     "r_search",
     *map(tag_pair, ("search", "observation", "answer")),
-    "Answer the question, reasoning step by step. Whenever a fact is missing, write a search query"
-    " as <search> your query </search> and stop; what is found is given back between <observation>"
-    " and </observation>. Search again for as long as facts are missing. If you searched, then copy"
-    " the sentences that decide the question from what was found, once, as <original_evidence> the"
-    " sentences </original_evidence>: a reader who sees only these must be able to answer. End with"
-    " the answer in a few words as <answer> your answer </answer>.",
+    "Answer the question step by step, and begin each step with what you think. Whenever a fact is"
+    " missing, write a specific search query as <search> your query </search> and stop; what is"
+    " found is given back between <observation> and </observation>. Search as often as you need."
+    " If you searched, then collect, once you know the answer, everything in the observations that"
+    " may bear on the question, as <original_evidence> what they say </original_evidence>: all of"
+    " it, in their own words, with nothing changed. If you did not search, leave that section out."
+    " End with the answer as <answer> your answer </answer>.",
     "Answer the question, reasoning step by step. End with the answer in a few words as <answer>"
     " your answer </answer>.",
     evidence_tags=tag_pair("original_evidence"),
@@ -172,24 +224,35 @@ PROTOCOLS["search_r1"] = Protocol(
 PROTOCOLS["when_to_search"] = Protocol(
     "when_to_search",
     *map(tag_pair, ("search", "information", "answer")),
-    "Answer the question in sections. Begin with <think> what is asked and what you know of it"
-    " </think>. If a fact is missing, write a query of a few key words as <search> your query"
-    " </search> and stop; what is found is given back between <information> and </information>, and"
-    " after it you write <reflect> what it says and what is still missing </reflect>, then search"
-    " again or answer. Search only for what you do not know, and never for the same thing twice. If"
-    " you know everything, check it in <reflect> your check </reflect> instead. End with the answer"
-    " in a few words as <answer> your answer </answer>. Write nothing outside the sections.",
+    "Answer the question in sections. Always begin with <think> a short sketch of your reasoning,"
+    " from what you know yourself </think>. If you know enough, sum your reasoning up in <reflect>"
+    " your summary </reflect>, answer, and do not search. Only if a fact is truly missing, write a"
+    " query as <search> your query </search> and stop. A query is no question: it is a few key"
+    " words, as short as can be, and yet with the clues that are needed, such as names, dates,"
+    " places and the main concepts. What is found is given back between <information> and"
+    " </information>. If it is reliable and enough, join it to your reasoning in <reflect> your"
+    " conclusion </reflect> and answer; if it is not enough, or contradicts what you know, say so"
+    " in <reflect> what is wrong </reflect> and, if need be, write a better query. End with the"
+    " answer, short and clear, as <answer> your answer </answer>. Your own reasoning always comes"
+    " first: searching is the last resort, and no habit. Write nothing outside the sections.",
     "Answer the question in sections: <think> what is asked and what you know of it </think>, then"
     " <reflect> your check </reflect>, then the answer in a few words as <answer> your answer"
     " </answer>. Write nothing outside the sections.",
     other_tags=(tag_pair("think"), tag_pair("reflect")),
+    judge_sees="normalized",  # appendix B.4
+)
+# Its section 3.2 samples until the end of the text.
+PROTOCOLS["when_to_search_eos"] = replace(
+    PROTOCOLS["when_to_search"], name="when_to_search_eos", stop_at_answer=False
 )
 
 _ARENA = (
-    "Answer the question from the numbered references that follow. Only some of them matter. Write"
-    " three sections and nothing else: <relevance> the numbers of the references that the answer"
-    " needs, as a list in square brackets </relevance>, then <analysis> how the answer follows from"
-    " these references </analysis>, then <answer> the answer, as short as the question allows"
+    "You get a question between <question> and </question> and numbered references between"
+    " <references> and </references>. Answer from the references; only some of them matter. Write"
+    " exactly three sections and nothing else: <relevance> the numbers of the references that help,"
+    " and no others, as a list in square brackets </relevance>, then <analysis> how the answer"
+    " follows from these references together; say for each claim which references support it"
+    " </analysis>, then <answer> the answer, as short as the question allows, unexplained"
     " </answer>. The brackets are part of the list: to cite references 2 and 5, write"
     " <relevance>[2, 5]</relevance>; a bare 2, 5 cites none."
 )
@@ -202,8 +265,22 @@ PROTOCOLS["arena"] = Protocol(
     _ARENA,
     other_tags=(tag_pair("relevance"), tag_pair("analysis")),
     references_in_prompt=True,
+    judge_sees="answers",  # appendix D.3
 )
-_told = dict.fromkeys(("instruction", "direct_instruction"), _ARENA.replace("answer", "summary"))
+PROTOCOLS["arena_thinking"] = replace(
+    PROTOCOLS["arena"], name="arena_thinking", thinking_apart=True
+)
+_SUMMARY = (
+    _ARENA.replace("You get a question between", "You get what to summarise between")
+    .replace("Answer from the references", "Write the summary that is asked for from them")
+    .replace(
+        "the answer, as short as the question allows, unexplained",
+        "the summary, in whole sentences",
+    )
+    .replace("the answer", "the summary")
+    .replace("answer>", "summary>")
+)
+_told = dict.fromkeys(("instruction", "direct_instruction"), _SUMMARY)
 _summary = replace(PROTOCOLS["arena"], answer_tags=tag_pair("summary"), **_told)  # appendix H.2
 PROTOCOLS["arena_summary"] = replace(_summary, name="arena_summary")
 
@@ -211,17 +288,53 @@ PROTOCOLS["arena_summary"] = replace(_summary, name="arena_summary")
 # --------------------------------------------------------------------------------------- the prompt
 def question_text(question: Question) -> str:
     """The question, and lettered options where it has them."""
-    letters = [f"{chr(65 + i)}. {option}" for i, option in enumerate(question.options)]
-    return "\n".join([question.question, *letters])
+    return "\n".join([question.question, *lettered(question)])
+
+
+def lettered(question: Question) -> list[str]:
+    return [f"{chr(65 + i)}. {option}" for i, option in enumerate(question.options)]
+
+
+def gaps_of(text: str) -> set[str]:
+    """
+    >>> sorted(gaps_of("{question}, in a \\\\boxed{box}: {options}"))
+    ['options', 'question']
+    """
+    return {gap[1] for gap in _GAP.finditer(text) if gap[1]}
+
+
+def fill(layout: str, values: dict[str, str]) -> str:
+    """The layout with its gaps filled, at once: a value that looks like a gap stays as it is."""
+    return _GAP.sub(lambda gap: values[gap[1]] if gap[1] else gap[0], layout)
+
+
+def question_values(question: Question, layout: str) -> dict[str, str]:
+    """What fills {question}, {options}, {references}. Options that have no gap of their own follow
+    the question.
+    """
+    return {
+        "question": question.question if "{options}" in layout else question_text(question),
+        "options": "\n".join(lettered(question)),
+        "references": "\n".join(number_documents(question.references)),
+    }
+
+
+def worded(own: str, instruction: str, text: str, values: dict[str, str]) -> tuple[str, str]:
+    """(system message, user message): `own`, of --prompt_file, is a layout, or an instruction in
+    place of ours; "" is none.
+    """
+    return ("", fill(own, values)) if gaps_of(own) else (own or instruction, text)
 
 
 def user_text(protocol: Protocol, question: Question, tokenizer) -> str:
-    """What the user says: ARENA has the references too, numbered from 1, a line each."""
-    lines = [question_text(question)]
-    if protocol.references_in_prompt:
-        check_references(protocol, question)
-        lines += ["", *number_documents(question.references)]
-    return without_control("\n".join(lines), tokenizer, protocol.tags)
+    """What the user says: for ARENA between tags, and with the references, a numbered line each."""
+    if not protocol.references_in_prompt:
+        return without_control(question_text(question), tokenizer, protocol.tags)
+    check_references(protocol, question)
+    parts = [question_text(question), "\n".join(number_documents(question.references))]
+    own = (*protocol.tags, "<question>", "</question>", "<references>", "</references>")
+    asked, given = (without_control(part, tokenizer, own) for part in parts)
+    return f"<question>{asked}</question>\n<references>\n{given}\n</references>"
 
 
 def check_references(protocol: Protocol, question: Question) -> None:
@@ -239,8 +352,16 @@ def check_references(protocol: Protocol, question: Question) -> None:
 
 def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:
     protocol = as_protocol(protocol)
-    instruction = protocol.instruction if question.may_search else protocol.direct_instruction
-    user = user_text(protocol, question, tokenizer)
+    own = protocol.own_prompt("policy", question.task)
+    if not question.may_search:
+        if protocol.query_tags and protocol.query_tags[0] in own:  # it says how to search
+            own = ""
+        own = protocol.own_prompt("policy:direct", question.task) or own
+    instruction, user = protocol.told(question, own), user_text(protocol, question, tokenizer)
+    if own:
+        values = question_values(question, own)
+        values = {k: without_control(v, tokenizer, protocol.tags) for k, v in values.items()}
+        instruction, user = worded(instruction, "", user, values)
     text = chat_text(tokenizer, instruction, user, "Question: {}\nAnswer:")
     # Some templates open the turn with "<think>\n" themselves: not twice.
     return text if text.rstrip().endswith(protocol.prompt_suffix) else text + protocol.prompt_suffix
@@ -249,8 +370,10 @@ def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:
 def chat_text(tokenizer, instruction: str, text: str, plain: str = "{}\n\nAnswer:") -> str:
     """System and user message through the chat template; `plain` for a base model, without one."""
     if not getattr(tokenizer, "chat_template", None):
-        return f"{tokenizer.bos_token or ''}{instruction}\n\n{plain.format(text)}"
+        said = f"{instruction}\n\n{plain.format(text)}" if instruction else text
+        return f"{tokenizer.bos_token or ''}{said}"
     messages = [{"role": "system", "content": instruction}, {"role": "user", "content": text}]
+    messages = messages[not instruction :]  # a layout has none
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception:  # templates without a system role raise their own error
@@ -294,23 +417,24 @@ def section_letters(text: str, tags: dict[str, Tags]) -> str:
     return "x" if rest or outside.strip() else order
 
 
-# Possessive `\s*+`: blanks without end after "is" must not cost the square of their number.
-_CHOICE = re.compile(r"correct answer is\s*+:?\s*+([^\n]*\w[^\n]*)", re.IGNORECASE)
+# A colon, then a letter that is no part of a word; around it a box, brackets, stars. Possessive
+# `*+`: blanks without end after "is" must not cost the square of their number.
+_CHOICE = re.compile(
+    r"correct answer is[\s*]*+:((?:\\[a-z]+|[\s*_$\"'(\[{])*+[a-z](?![-'’]?[^\W_])[^\n]*)",
+    re.IGNORECASE,
+)
 
 
 def find_answers(protocol: Protocol, text: str, task: str = "qa") -> list[Span]:
-    """Every answer in the model's own text, by position. A choice under UR² may also be answered by
-    "the correct answer is: X"; "... is \\boxed{B}" is one answer.
+    """Every answer in the model's own text, by position. Under UR² a choice is answered by "the
+    correct answer is: X" alone (D.2): "... is not A", "... is: neither" and a box elsewhere, as it
+    stands in a calculation, are no answer to it.
     """
     if protocol.answer_tags:
         return find_blocks(text, *protocol.answer_tags)
-    boxed = find_boxed(text)
     if task != "choice":
-        return [*boxed]
-    said = [Span(m.start(), m.end(), m.group(1).strip()) for m in _CHOICE.finditer(text)]
-    taken = {place for span in said for place in range(span.start, span.end)}
-    alone = [box for box in boxed if box.start not in taken]
-    return sorted(said + alone, key=lambda span: span.start)
+        return [*find_boxed(text)]
+    return [Span(m.start(), m.end(), m[1].strip()) for m in _CHOICE.finditer(text)]
 
 
 def parse_query(protocol: Protocol, turn: str) -> str | None:
@@ -365,7 +489,8 @@ def main() -> None:
     """What each model is told."""
     for name, protocol in PROTOCOLS.items():
         print(f"== {name}: stops at {' '.join(protocol.stop_tags)} or the end of the text")
-        print(textwrap.indent(textwrap.fill(protocol.instruction, 117), "   "))
+        told = protocol.told(Question("", "", []))
+        print(textwrap.indent(textwrap.fill(told, 117), "   "))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,19 @@
     plain     r_t = −kl_coef · k1_t  (estimator k1),  + R on the trajectory's last model token
               G_t = r_t + γ G_{t+1}                   over model tokens only, γ = 1
               A_t = (G_t − mean_batch) / (std_batch + 1e-6)
+              mean and std over the batch's model tokens, each weighing 1 (ppo.whiten)
     baseline  A = Norm_batch(Norm_group(R − b)),  b = mean of the group           (UR² eq. 5)
-              one advantage per trajectory: no γ, and a KL in the reward is summed before
-              group_std=False: no division by the group's std, as in UR²'s released code
+              one advantage per trajectory: no γ, and a KL in the reward is summed before;
+              mean and std over the batch's trajectories, each weighing 1
+              group_std=False: no division by the group's std
+              whiten_tokens=True: Norm_batch over the model tokens, as in the plain form
 
 Only the advantage differs from GRPO. In the plain form a question whose answers are all right
 still pushes them up; in the baseline form it teaches nothing, as in GRPO.
 Source: Hu et al. 2025 (REINFORCE++ and REINFORCE++-baseline); UR² eq. 5 and, for the loss, eq. 3.
-Departure: in the batch statistics each trajectory weighs 1, not each token: long answers would set
-the mean, and a group of equal rewards would get an advantage other than 0.
+What R1-Searcher and UR² released runs the baseline form without the group's std and over tokens, as
+OpenRLHF and verl do. Over trajectories, which eq. 5 allows, long answers do not set the mean, and a
+group of equal rewards has the advantage 0; over tokens it has not, unless all lengths are equal.
 Left out: reward clipping and running statistics across batches.
 """
 
@@ -30,6 +34,9 @@ from ppo import last_model_token, token_rewards
 @dataclass(frozen=True)
 class ReinforceSettings:
     group_std: bool = setting(True, "divide by the group's std (UR² eq. 5)", only="papers")
+    whiten_tokens: bool = setting(
+        False, "baseline: batch statistics over tokens, not trajectories", only="papers"
+    )
 
 
 def baseline_advantages(rewards: Tensor, group_size: int, group_std: bool = True) -> Tensor:
@@ -64,33 +71,20 @@ def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1
     return ppo.model_only(returns, mask)  # [B, T]
 
 
-def whiten(returns: Tensor, response_mask: Tensor) -> Tensor:
-    """(G − mean) / (std + 1e-6), 0 on masked tokens; each trajectory weighs 1 in mean and std.
-
-    Worked, one return per row: 1, 0, 1, 1: mean 0.75, std (ddof 1) 0.5 -> 0.5, −1.5, 0.5, 0.5.
-    """
-    mask = response_mask.bool()  # [B, T]
-    values = ppo.model_only(returns, mask)  # [B, T]
-    weights = ppo.sequence_weights(mask)  # [B, T]  1 / length / trajectories
-    trajectories = int(mask.any(1).sum())
-    centered = values - (weights * values).sum()  # [B, T]
-    squares = (weights * centered.square()).sum()
-    std = (squares * trajectories / max(trajectories - 1, 1)).sqrt()
-    if std <= EPSILON:  # all returns equal: exactly 0, not rounding errors blown up
-        return torch.zeros_like(returns)  # [B, T]
-    return ppo.model_only(centered / (std + EPSILON), mask)  # [B, T]
-
-
 # ------------------------------------------------------------------------------------ the interface
 def compute_advantages(batch, settings) -> Tensor:
     """Once, on the whole rollout batch (of all processes: they share the statistics)."""
     mask = batch.response_mask  # [B, T]
-    if settings.algorithm == "reinforce_pp_baseline":
-        rewards = grpo.trajectory_rewards(batch, settings)  # [B]
-        advantages = baseline_advantages(rewards, batch.group_size, settings.group_std)  # [B]
-        return grpo.on_tokens(advantages, mask)  # [B, T]
-    returns = returns_to_go(token_rewards(batch, settings), mask)  # [B, T]
-    return whiten(returns, mask)  # [B, T]
+    if settings.algorithm == "reinforce_pp":
+        returns = returns_to_go(token_rewards(batch, settings), mask)  # [B, T]
+        return ppo.whiten(returns, mask)  # [B, T]
+    rewards = grpo.trajectory_rewards(batch, settings)  # [B]
+    if settings.whiten_tokens:
+        normalize = grpo.group_normalize if settings.group_std else grpo.group_center
+        advantages = normalize(rewards, batch.group_size)  # [B]
+        return ppo.whiten(grpo.on_tokens(advantages, mask), mask)  # [B, T]
+    advantages = baseline_advantages(rewards, batch.group_size, settings.group_std)  # [B]
+    return grpo.on_tokens(advantages, mask)  # [B, T]
 
 
 compute_token_weights = grpo.compute_token_weights
@@ -107,7 +101,7 @@ def main() -> None:
     mask = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0]])
     returns = returns_to_go(rewards[:, None] * last_model_token(mask), mask)  # [4, 3]
     print("plain, mask\n", mask)
-    print("whitened over the batch\n", whiten(returns, mask))
+    print("whitened over the batch's tokens\n", ppo.whiten(returns, mask))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ No summand depends on the query. So the index holds the finished summand of ever
 pair, sorted by term: a query adds up a few slices. `--index` keeps it (retrievers/index.py).
 
 Behind the door: retrievers/dense.py (an encoder), retrievers/remote.py (another machine's
-retriever), retrievers/controls.py (`random`, `empty`, `oracle`).
+retriever), retrievers/controls.py (`random`, `empty`, `oracle`, `given`).
 
     python retriever.py "a query" --corpus FILE              search
     python retriever.py serve --corpus FILE                  offer a corpus to other machines
@@ -37,7 +37,7 @@ from errors import FlagParser, InputError, run_main, setting
 from metrics import tokenize
 
 SHOW_PROGRESS_FROM = 20_000  # documents: below this the index is built before a bar could be read
-RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle")
+RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle", "given")
 Array = np.ndarray
 SMALL_IDF = 0.05  # where epsilon · mean idf is none
 COMMON = 0.25  # share of the documents from which on a term has a row
@@ -64,7 +64,7 @@ def make_retriever(
     device="",
     runs="runs",
 ):
-    """The retriever that the settings name, over these documents (http, empty, oracle need none).
+    """The retriever that the settings name, over these documents (http, most controls need none).
 
     timeout   http: seconds per try; device: of dense, "" is a free GPU
     runs      dense: the folder of all runs, in which the vectors are kept

@@ -1,8 +1,9 @@
 r"""What a trajectory is worth: one function per reward formula. Each returns named components, and
 the reward is their sum. A docstring has its formula, and these letters:
 
-    n   valid searches: executed by the environment, for a query of 1 to 20 words; one that failed
-        (`Search.error`) was not executed, and no reward pays or charges for it
+    n   valid searches: executed by the environment, for a query with a word in it, under UR² of at
+        most 20; one that failed (`Search.error`) was not executed, and no reward pays or charges
+        for it
     f   searches that came back as the fallback ("this query asks for no fact")
     v   format violations
 
@@ -36,6 +37,7 @@ from metrics import exact_match, f1_score, normalize_answer, score_answer, token
 from prompts import (
     PROTOCOLS,
     Protocol,
+    Tags,
     as_protocol,
     find_answers,
     find_blocks,
@@ -67,8 +69,9 @@ class RewardSettings:
     partly: float = setting(0.0, "UR²: of math judged partly right", least=0, only="papers")
     format_check: str = setting("strict", "UR²: loose asks for the end", one_of=("strict", "loose"))
     evidence_reward: bool = setting(True, "R-Search: False pays the answer and the format only")
+    whole_reply: bool = setting(False, "R-Search: all of the reader's, as eq. 4", only="papers")
     beta: float = setting(0.3, "When to Search: price of a search", least=0)
-    left_out: str = setting("", "When to Search: retrieval, answer (Table 4)", only="papers")
+    left_out: str = setting("", "a term, as in When to Search's Table 4", only="papers")
     relevance_reward: bool = setting(True, "ARENA: False leaves the relevance term out")
     bonus: float = setting(10.0, "ARENA: for a trajectory that is right in all three", least=0)
 
@@ -87,24 +90,32 @@ class Extras:
 MAX_QUERY_WORDS = 20
 MAX_ANSWER_WORDS = 10
 has_word = re.compile(r"\w").search  # a full stop is no query
-MAX_QUERIES = 4  # UR² section 4.4; its prompt for open questions (D.2) allows five
 
 
-def count_valid_searches(trajectory: Trajectory) -> int:
+def count_valid_searches(trajectory: Trajectory, most_words: float = MAX_QUERY_WORDS) -> int:
     """n. The environment runs any query; only one with a word in it, and not too many, earns."""
     queries = [search.query for search in trajectory.executed if has_word(search.query)]
-    return sum(len(query.split()) <= MAX_QUERY_WORDS for query in queries)
+    return sum(len(query.split()) <= most_words for query in queries)
 
 
 def is_long(question: Question, answer: str) -> bool:
-    """Over 10 words, and longer than every gold. Guesses joined by "/" or "_" are words each."""
-    golds = [len(tokenize(gold.replace("_", " "))) for gold in question.answers]
-    return len(tokenize(answer.replace("_", " "))) > max([MAX_ANSWER_WORDS, *golds])
+    """Over 10 words, and longer than every gold."""
+    return count_words(answer) > max([MAX_ANSWER_WORDS, *map(count_words, question.answers)])
+
+
+def count_words(text: str) -> int:
+    """The pieces between blanks, or the words and numbers of two signs or more, whichever are more:
+    "Ana/Bo/1900" is 3, however guesses are joined, and the terms of "3x^9+2x^8+x" are 1.
+    """
+    words = re.findall(r"[^\W\d_]{2,}|(?<![^\W_])\d{2,}(?![^\W_])", text)
+    return max(len(text.split()), len(words))
 
 
 def scripts(text: str) -> set[str]:
-    """The scripts of its letters: "π r², 巴黎" -> GREEK, LATIN, CJK. NFKC turns ℝ into R."""
-    letters = set(unicodedata.normalize("NFKC", text))
+    """The scripts of its letters: "π r², 巴黎" -> GREEK, LATIN, CJK. NFKC turns ℝ into R, and would
+    turn the ℵ of mathematics into a Hebrew letter.
+    """
+    letters = set(unicodedata.normalize("NFKC", re.sub("[ℵ-ℸ]", "", text)))
     letters = [one for one in letters if unicodedata.category(one) in ("Lu", "Ll", "Lt", "Lo")]
     return {unicodedata.name(one, "UNKNOWN").split()[0] for one in letters}
 
@@ -125,27 +136,32 @@ def without_eos(text: str) -> str:
 
 
 def own_format_faults(trajectory: Trajectory) -> list[str]:
-    """Faults that UR² and R1-Searcher name alike, one entry each."""
+    """Faults that UR² and R1-Searcher name alike: an entry for each query tag without its partner,
+    each block of documents that it opened or closed (the environment's are not in this text), and
+    each answer with a tag in it.
+    """
     text, protocol, faults = trajectory.model_text, trajectory.protocol, []
     if protocol.query_tags:
-        begin, end = protocol.query_tags
-        queries = find_blocks(text, begin, end)
-        if not text.count(begin) == text.count(end) == len(queries):
-            faults.append("unpaired_query_tags")
-    if any(tag in text for tag in protocol.documents_tags or ()):  # the environment's are not here
-        faults.append("written_documents")
+        faults += ["unpaired_query_tags"] * stray_tags(text, protocol.query_tags)
+        faults += ["written_documents"] * max(map(text.count, protocol.documents_tags))
     if is_garbled(trajectory):
         faults.append("garbled_text")
-    if any(tag in " ".join(trajectory.answers) for tag in protocol.tags):
-        faults.append("tag_in_answer")
+    for answer in trajectory.answers:
+        faults += ["tag_in_answer"] * any(tag in answer for tag in protocol.tags)
     return faults
+
+
+def stray_tags(text: str, tags: Tags) -> int:
+    """How many have no partner: "<a> 1 </a> <a>" has one <a>."""
+    return sum(map(text.count, tags)) - 2 * len(find_blocks(text, *tags))
 
 
 # ---------------------------------------------------------------------------------------------- UR²
 UR2_CHOICE_STEPS = {"qwen_7b": 10, "qwen_3b": 15, "llama_8b": 10}  # steps 0 .. 9 (14) pay it
 
 # Not <|im_end|> or <|eot_id|>: a response that ends well ends in this EOS token.
-_ILLEGAL = r"(?m)^user\b|^assistant\b|<\|im_start\|>|<tool_call>|<\|(?:start|end)_header_id\|>"
+_HEADER = r"^(?:user|assistant)(?=:?[ \t]*$)"  # of a chat turn: alone on its line
+_ILLEGAL = rf"(?m){_HEADER}|<\|im_start\|>|<tool_call>|<\|(?:start|end)_header_id\|>"
 
 
 def ur2_violations(
@@ -153,9 +169,10 @@ def ur2_violations(
 ) -> list[str]:
     """The names of all format violations; v is their number (UR² eq. 1, appendix C.7).
 
-    Queries count each: too long, without a word, or on a question that may not search. An illegal
-    token counts once for its kind, or a loop would cost without end. `search_required`: stage 1.
-    format_check="loose": does the text end in an answer? (ablation)
+    Each counts: an answer more than one, a stray tag, a block of documents, a query that is too
+    long, without a word, beyond the limit or on a question that may not search. Only garbled text
+    counts once, and an illegal token once for its kind, or a loop would cost without end.
+    `search_required`: stage 1. format_check="loose": does the text end in an answer? (ablation)
     >>> ur2_violations(example("ur2", answer="a b c d e f g h i j k"))     # 11 words
     ['long_answer']
     """
@@ -171,8 +188,8 @@ def ur2_violations(
     faults += ["wordless_query" for query in asked if not has_word(query)]
     if not trajectory.question.may_search:
         faults += ["searched_directly"] * len(asked)
-    if len(asked) > MAX_QUERIES:
-        faults.append("too_many_queries")
+    limit = trajectory.protocol.search_limit(trajectory.question.task)
+    faults += ["too_many_queries"] * (len(asked) - limit)
     # A turn of the model begins a line: the newline before it is the environment's.
     turns = [segment.text for segment in trajectory.segments if segment.writer == "model"]
     illegal = set(re.findall(_ILLEGAL, "\n".join(turns)))
@@ -183,17 +200,19 @@ def ur2_violations(
 
 
 def _ur2_answer_faults(trajectory: Trajectory) -> list[str]:
+    """Of the last answer, which is scored, and one for each answer before it."""
     answers, question = trajectory.answers, trajectory.question
-    if len(answers) > 1:
-        return ["several_answers"]
+    faults = ["several_answers"] * (len(answers) - 1)
     if not any(answers):
-        return ["no_answer"]
-    if question.task == "choice":
+        faults.append("no_answer")
+    elif question.task == "choice":
         # "B.<|im_end|>": the line's end is the response's end.
-        bare = re.sub(r"<\|[^|]*\|>|</s>|\\(?:boxed|text)\b", "", answers[0])
-        one_letter = re.fullmatch(r"[\W_]*[A-Za-z][\W_]*", bare)
-        return [] if one_letter else ["not_a_letter"]
-    return ["long_answer"] if is_long(question, answers[0]) else []
+        bare = re.sub(r"<\|[^|]*\|>|</s>|\\[a-z]+", "", answers[-1])
+        if not re.fullmatch(r"[\W_]*[A-Za-z][\W_]*", bare):
+            faults.append("not_a_letter")
+    elif is_long(question, answers[-1]):
+        faults.append("long_answer")
+    return faults
 
 
 def ur2_stage1(
@@ -310,7 +329,7 @@ def r1_searcher_stage1(trajectory: Trajectory, answer_metric: str = "none") -> T
     >>> r1_searcher_stage1(example("r1_searcher", answer="Sudria"), answer_metric="cem")
     {'retrieval': 0.5, 'format': 0.5, 'answer': -1.0}
     """
-    searched = count_valid_searches(trajectory) >= 1
+    searched = count_valid_searches(trajectory, np.inf) >= 1
     terms = {"retrieval": 0.5 * searched, "format": 0.5 * (not r1_searcher_format(trajectory))}
     if answer_metric != "none":
         listed = is_long(trajectory.question, trajectory.answer or "")
@@ -331,7 +350,8 @@ def r1_searcher_stage2(
 
 
 def _r1_answer(trajectory: Trajectory, answer_metric: str) -> float:
-    score = score_answer(trajectory.answer, trajectory.question.answers)[answer_metric]
+    golds = trajectory.question.answers
+    score = score_answer(trajectory.answer, golds, punctuation="plain")[answer_metric]
     return score if answer_metric == "f1" else 2.0 * score - 1.0
 
 
@@ -366,9 +386,10 @@ def r_search(
 
 
 def has_one_box(trajectory: Trajectory, name: str) -> bool:
-    """Exactly one box, and something in it."""
-    boxes = find_blocks(trajectory.model_text, *trajectory.protocol.section_tags(name))
-    return len(boxes) == 1 and bool(boxes[0].content)
+    """Exactly one box, something in it, and no further tag of it."""
+    text, tags = trajectory.model_text, trajectory.protocol.section_tags(name)
+    boxes = find_blocks(text, *tags)
+    return len(boxes) == 1 and bool(boxes[0].content) and not stray_tags(text, tags)
 
 
 def r_search_format(trajectory: Trajectory) -> bool:
@@ -562,7 +583,8 @@ def arena(
 ) -> Terms:
     """R = format + answer + relevance, and 10 more if all three are 1 (ARENA section 3.3).
 
-        format      1 if the text is <relevance> <analysis> <answer>, each once and not empty
+        format      1 if the text is <relevance> <analysis> <answer>, each once and not empty; under
+                    --protocol arena_thinking behind a <think> of the model's own
         answer      exact match, in any format; its ablations (5.3): F1, or a judge's verdict
                     `correct`; a summary: its mean ROUGE, which is enough from 0.2 on
         relevance   the cited numbers and the gold ones: the same set 1, some in common 0.5, else 0
@@ -593,7 +615,8 @@ def arena_format(trajectory: Trajectory) -> bool:
     tags_of = trajectory.protocol.section_tags
     tags = {"1": tags_of("relevance"), "2": tags_of("analysis"), "3": tags_of("answer")}
     text = without_eos(trajectory.model_text)
-    if trajectory.opened:  # the chat template's own thinking goes before
+    thinks = trajectory.protocol.thinking_apart and text.lstrip().startswith("<think>")
+    if trajectory.opened or thinks:  # by the chat template, or by the model itself
         text = text.partition("</think>")[2]
     return section_letters(text, tags) == "123"
 
@@ -626,10 +649,13 @@ def _less_left_out(reward: Callable) -> Callable:
 
     def paid(t: Trajectory, s, step: int, e: Extras) -> Terms:
         price = [] if s.left_out == "answer" else [s.beta]
-        terms = reward(t, e.correct, e.embed, *price)
-        return {name: term for name, term in terms.items() if name != s.left_out}
+        return _left(reward(t, e.correct, e.embed, *price), s)
 
     return paid
+
+
+def _left(terms: Terms, s) -> Terms:
+    return {name: term for name, term in terms.items() if name != s.left_out}
 
 
 REWARDS |= {
@@ -639,8 +665,9 @@ REWARDS |= {
     "ur2_stage2": lambda t, s, step, e: ur2_stage2(
         t, s.answer_metric, e.grade, s.fallback_penalty, s.format_check, s.partly
     ),
-    "ur2_choice": lambda t, s, step, e: ur2_choice(
-        t, step, s.reward_variant, REWARDS["ur2_stage2"](t, s, step, e)
+    # left_out retrieval: C.7's −1 without the bonus
+    "ur2_choice": lambda t, s, step, e: _left(
+        ur2_choice(t, step, s.reward_variant, REWARDS["ur2_stage2"](t, s, step, e)), s
     ),
     "r1_searcher_stage1": lambda t, s, step, e: r1_searcher_stage1(t),
     "r1_searcher_stage2": lambda t, s, step, e: r1_searcher_stage2(t, s.answer_metric),
@@ -684,7 +711,8 @@ def needs(settings) -> set[str]:
         needed.discard("reader")
     if not settings.relevance_reward:
         needed.discard("supporting")
-    return needed
+    left_out = {"answer": {"verdict", "price"}, "retrieval": {"embedder"}}
+    return needed - left_out.get(settings.left_out, set())
 
 
 def what_it_reads(settings) -> tuple[set[str], Terms]:

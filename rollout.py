@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import functools
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -59,6 +59,7 @@ class RolloutSettings:
     temperature: float = setting(1.0, "of sampling, and of scoring; 0 is greedy", least=0)
     top_p: float = setting(1.0, "below 1 it is not what is scored", above=0, most=1, only="eval")
     max_searches: int = setting(4, "per trajectory", least=0, most=10_000)
+    task_searches: str = setting("", "of tasks with another number: task=N,...", only="papers")
     max_turn_tokens: int = setting(512, "new tokens per turn", least=1)
     turn_tokens: str = setting("", "of tasks with another limit: task=tokens,...", only="papers")
     max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
@@ -287,15 +288,22 @@ def encode(tokenizer, text: str) -> list[int]:
 
 
 # ------------------------------------------------------------------------------ answer the queries
+def by_task(numbers: str) -> dict[str, int]:
+    """ "math=3072,choice=1536" -> {"math": 3072, "choice": 1536}"""
+    return {task: int(number) for task, number in re.findall(r"(\w+)=(\d+)", numbers)}
+
+
 class Environment:
     """What stands around the policy: it ends turns, searches, and writes what was found."""
 
     def __init__(self, tokenizer, protocol: Protocol, search, settings: RolloutSettings):
-        self.tokenizer, self.protocol, self.search = tokenizer, protocol, search
+        limits = {"": settings.max_searches} | by_task(settings.task_searches)
+        self.protocol = dataclasses.replace(protocol, search_limits=limits)
+        self.tokenizer, self.search = tokenizer, search
         self.settings, self.max_context = settings, settings.max_context
         self.hanging = []  # threads of searches that may still run
-        limits = re.findall(r"(\w+)=(\d+)", settings.turn_tokens)
-        self.turn_tokens = {task: int(tokens) for task, tokens in limits}
+        self.held_out = False  # does it ask questions that are held out of training?
+        self.turn_tokens = by_task(settings.turn_tokens)
         self.forbidden = protocol.tags
         # Tokens around documents; without tags nobody will ask.
         halves = frame_documents(protocol, "\x00").split("\x00") if protocol.documents_tags else []
@@ -320,16 +328,17 @@ class Environment:
         room = self.room(row) - self.frame - self.notice - ANSWER_TOKENS
         return min(self.settings.document_tokens, room)
 
-    def longest(self, prompt: int) -> int:
-        """Tokens that a trajectory with a prompt of so many may have at most."""
-        settings, protocol = self.settings, self.protocol
-        searches = settings.max_searches if protocol.query_tags else 0
+    def longest(self, row: Trajectory) -> int:
+        """The most tokens that this trajectory can reach, by the limits of its question's task."""
+        settings, question = self.settings, row.question
+        searching = self.protocol.query_tags and question.may_search
+        searches = self.protocol.search_limit(question.task) if searching else 0
         # A turn ends in a search, in a refusal (the last of which ends all), or for good.
-        per_turn = max([settings.max_turn_tokens, *self.turn_tokens.values()])
+        per_turn = self.turn_tokens.get(question.task, settings.max_turn_tokens)
         sampled = (searches + MAX_REFUSALS) * per_turn
         found = searches * (settings.document_tokens + self.frame + self.notice)
         told = (MAX_REFUSALS - 1) * self.told
-        return min(prompt + sampled + found + told, self.max_context)
+        return min(len(row.prompt_ids) + sampled + found + told, self.max_context)
 
     def end_turn(self, row: Trajectory, ids: list[int], logprobs: list[float], reason: str) -> None:
         """Append a sampled turn. Unless it ended in a query, it was the row's last."""
@@ -348,7 +357,7 @@ class Environment:
         requests = []
         for row, query in accepted:
             reasoning = row.text.rpartition(self.protocol.query_tags[0])[0]
-            requests.append(SearchRequest(row.question, query, reasoning))
+            requests.append(SearchRequest(row.question, query, reasoning, self.held_out))
         results = call_search(self.search, requests, self.settings.timeout, self.hanging)
         seconds = (time.perf_counter() - start) / len(accepted)
         for (row, query), result in zip(accepted, results, strict=True):
@@ -367,7 +376,7 @@ class Environment:
             self.refuse(row, Refusal(reason, ""), protocol.malformed_notice)
         elif not row.question.may_search:
             self.refuse(row, Refusal("direct", query), protocol.direct_notice)
-        elif len(row.searches) >= self.settings.max_searches:
+        elif len(row.searches) >= protocol.search_limit(row.question.task):
             self.refuse(row, Refusal("limit", query), protocol.limit_notice)
         elif self.budget(row) < min(self.settings.document_tokens, MIN_DOCUMENT_TOKENS):
             row.stop_reason = "length"  # its documents would leave no room to answer
@@ -431,17 +440,13 @@ def call_search(
         timeout += bound(requests)
     box = []
 
-    def work():
-        try:
-            found = list(search(requests))
-            if len(found) != len(requests):
-                raise ValueError(f"{len(found)} results for {len(requests)} queries")
-            box.append(found)
-        except Exception as error:
-            box.append(error)
+    def work() -> list[SearchResult]:
+        found = list(search(requests))
+        if len(found) != len(requests):
+            raise ValueError(f"{len(found)} results for {len(requests)} queries")
+        return found
 
-    thread = threading.Thread(target=work, daemon=True)  # if it hangs, the process may end
-    thread.start()
+    thread = begun(work, box.append)
     thread.join(timeout)
     hanging.append(thread)
     found = box[0] if box else TimeoutError(f"no answer within {timeout:g} s")
@@ -453,11 +458,25 @@ def call_search(
     return [failed] * len(requests)
 
 
+def begun(work: Callable, tell: Callable) -> threading.Thread:
+    """Starts `work()` in a thread; `tell` gets what it returns, or the error that it raises. The
+    thread keeps no process alive: a run may end while a search or a server hangs.
+    """
+
+    def run() -> None:
+        try:
+            tell(work())
+        except Exception as error:
+            tell(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
 # ---------------------------------------------------------------------------------- on one screen
 def main() -> None:
     """A scripted trajectory: each stretch's text, ids and mask."""
-    if len(sys.argv) > 1:
-        raise InputError('rollout.py shows a scripted trajectory; to ask: python ask.py "question"')
     letters, protocol = ByT5Tokenizer(), PROTOCOLS["when_to_search"]  # a token is a letter
     question = Question("demo", "In which country was Ana Bell born?", ["Norland"])
     found = SearchResult(text="Ana Bell was born in Kelmouth, Norland.")

@@ -32,7 +32,7 @@ from retrievers.net import host_of
 from rewards import RewardSettings, check_reward, needs, what_it_reads
 from rollout import RolloutSettings
 from scale.engine import LOCAL, EngineSettings, on_servers
-from summarizer import WITHOUT_MODEL, SummarizerSettings
+from summarizer import SUMMARIZED, WITHOUT_MODEL, SummarizerSettings, by_task, models_in
 from update import UpdateSettings
 
 RUN_NAME = re.compile(r"[^/\\]{,200}")
@@ -107,13 +107,16 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     """The settings of one run: defaults, the paper's stage, the tiny world's, then `given`."""
     given = given or {}
     paper = record_of(recipe, given.get("variant", ""), stage)
-    chosen = paper.stages[stage] | (paper.tiny[stage] if tiny else {})
-    if not given.get("difficulty"):  # the paper's buckets are of questions that were measured
-        chosen = chosen | {"buckets": ""}
-    if given.get("buckets"):  # they share out a step, in place of the tiny world's kinds
+    chosen = paper.stages[stage]
+    if not given.get("difficulty"):  # the paper's shares are of questions that were measured
+        chosen = chosen | {"buckets": "", "mix": ""}
+    chosen = chosen | (paper.tiny[stage] if tiny else {})
+    if given.get("buckets"):  # they share out a step, in place of the recipe's kinds
         chosen = chosen | {"mix": ""}
     if "max_turn_tokens" in given:  # for every task
         given = {"turn_tokens": ""} | given
+    if "max_searches" in given:
+        given = {"task_searches": ""} | given
     if given.get("algorithm") == "dapo" != chosen["algorithm"]:
         chosen = chosen | dapo.OWN
     return Settings(**{"recipe": recipe, "stage": stage} | chosen | given)
@@ -146,16 +149,23 @@ def unread(settings: Settings, training: bool) -> dict[str, str]:
     for algorithm, names in ALONE.items():
         if settings.algorithm != algorithm:
             found |= dict.fromkeys(names, f"only --algorithm {algorithm} reads it")
-    if settings.algorithm == "dapo" and settings.loss_aggregation != "token":
-        found["loss_aggregation"] = "dapo weighs every token alike"
+    if settings.algorithm == "dapo" and settings.loss_aggregation == "sequence":
+        found["loss_aggregation"] = "dapo has a mean per token, or per question"
     if not settings.mask_documents:
         found["mismatch"] = "documents were not sampled, so with --mask_documents false none does"
     if not settings.kl_coef:
         found["kl_estimator"] = "with --kl_coef 0 there is no KL"
-    asked = needs(settings) | ({"verdict"} if settings.algorithm == "dapo" else set())
+    asked = asked_of_others(settings)
     read = what_it_reads(settings)[0] | {MODELS[need] for need in asked & MODELS.keys()}
     names = {*MODELS.values(), *(f.name for f in fields(RewardSettings))} - {"reward"}
-    return found | dict.fromkeys(names - read, f"--reward {settings.reward} does not read it")
+    reward = f"{settings.reward} without {settings.left_out}".removesuffix(" without ")
+    return found | dict.fromkeys(names - read, f"--reward {reward} does not read it")
+
+
+def asked_of_others(settings: Settings) -> set[str]:
+    """Returns what the reward needs, and the verdict where DAPO's filter asks who is right."""
+    sorts = settings.algorithm == "dapo" and settings.filter_by == "correct"
+    return needs(settings) | ({"verdict"} if sorts else set())
 
 
 def check_limits(record) -> None:
@@ -183,12 +193,7 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
         if not training:
             raise InputError("--engine http: an evaluation samples by itself: leave it out, or hf")
     frozen_in_8bit(settings)
-    notes, like = settings.summarizer, nearest(settings.summarizer, WITHOUT_MODEL)
-    if notes not in WITHOUT_MODEL and (like or notes == "llm"):  # else a hub is asked, for minutes
-        raise InputError(f"--summarizer {notes}: none, extractive, or the model itself{like}")
-    if settings.fallback and notes in WITHOUT_MODEL:
-        why = "never turns one away" if notes == "none" else "always does"
-        raise InputError(f"--fallback asks a model of --summarizer; {notes} {why}: leave it out")
+    _check_summarizer(settings)
     if settings.data and not settings.model:
         raise InputError("--data needs --model: the built-in model can read only its own world")
     known = paper_of(settings.protocol).warm_ups
@@ -205,10 +210,35 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
         raise InputError(f"--retriever {settings.retriever} needs --{needed}")
     if training:
         _check_training(settings)
+    else:
+        _check_asking(settings, given)
     why = unread(settings, training)
     for flag in [name for name in given if name in why]:
         raise InputError(f"--{flag}: {why[flag]}: leave it out")
     return settings
+
+
+def _check_asking(settings: Settings, given: Iterable[str]) -> None:
+    if "in_8bit" in given and settings.in_8bit not in ("", "others"):
+        raise InputError("--in_8bit: nothing is trained here: others is all that it can name")
+    if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
+        why = f"which protocol {settings.protocol} does not have: leave it out"
+        raise InputError(f"--reader answers from evidence boxes, {why}")
+
+
+def _check_summarizer(settings: Settings) -> None:
+    notes, own = settings.summarizer, by_task(settings.summarizer)
+    if not {"other"} <= own.keys() <= SUMMARIZED:
+        how = "one for all tasks, or TASK=NAME,...,other=NAME of qa, math and choice"
+        raise InputError(f"--summarizer {notes}: {how}")
+    for name in sorted(models_in(notes)):
+        like = nearest(name, WITHOUT_MODEL)
+        if like or name == "llm":  # else a hub is asked, for minutes
+            raise InputError(f"--summarizer {name}: none, extractive, or the model itself{like}")
+    has = PROTOCOLS[settings.protocol].fallback_text
+    if settings.fallback and not (has and models_in(notes)):
+        why = "a model of --summarizer and a protocol with a fallback"
+        raise InputError(f"--fallback needs {why}; {notes} and {settings.protocol} are not both")
 
 
 def _check_training(settings: Settings) -> None:
@@ -233,6 +263,9 @@ def _check_training(settings: Settings) -> None:
         raise InputError(f"--evaluate asks about the built-in world, and this is --data: {how}")
     _check_8bit(settings)
     check_reward(settings)
+    if settings.reward.startswith("arena") and settings.judge and settings.answer_metric != "em":
+        why = "ARENA's accuracy is the metric or the verdict: give one of the two"
+        raise InputError(f"--answer_metric {settings.answer_metric} with --judge: {why}")
     asks = settings.algorithm == "dapo" and settings.filter_by == "answer"
     if asks and "answer" not in what_it_reads(settings)[1]:
         why = f"--reward {settings.reward} has no answer term: correct, or total"

@@ -10,19 +10,29 @@ Left out: making a small summariser of a large one's notes (lab/distil.py).
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from data import Document, Question, SearchRequest, SearchResult
-from errors import InputError, nearest, run_main, setting
+from errors import run_main, setting
 from formats.records import append_jsonl
-from prompts import number_documents, without_thinking
+from prompts import (
+    Protocol,
+    fill,
+    number_documents,
+    question_values,
+    without_thinking,
+    worded,
+)
 
 Requests = list[SearchRequest]
 Found = list[list[Document]]  # for each request
 Results = list[SearchResult]  # one per request, in order
 Summarize = Callable[[Requests, Found], Results]
 
-FALLBACK_TEXT = "None"  # not "", which shows the documents
+# Read where no passage names what is asked; not "", which shows the documents. It is also the
+# fallback of the built-in world, whose tiny models know no other words.
+FALLBACK_TEXT = "None"
 OPERATORS = "+-−*/×÷="  # also a hyphen: no name of the built-in world has one
 MAX_QUERY_WORDS = 12
 # A name stands where the built-in world's queries have one: "mayor of kelmouth", "one borg in fip".
@@ -35,7 +45,8 @@ class SummarizerSettings:
     summarizer: str = setting(
         "none",
         "none: the passages; extractive: the best one, or the fallback; or a model that writes"
-        " notes: http://host:port/v1#model, a HF directory or a hub name",
+        " notes: http://host:port/v1#model, a HF directory or a hub name; or one for each task:"
+        " math=http://...,other=http://...",
     )
     fallback: bool = setting(
         False, "a model that writes notes turns queries away, as in training", only="eval"
@@ -48,14 +59,17 @@ def show_all(requests: Requests, documents: Found) -> Results:
     return [SearchResult(found) for found in documents]
 
 
-def extract(requests: Requests, documents: Found) -> Results:
-    """The best passage if the query names it, else "None"; a fallback if the query is no lookup."""
+def extract(requests: Requests, documents: Found, fallback: str = FALLBACK_TEXT) -> Results:
+    """The best passage if the query names it, else "None"; but where the query is no lookup, the
+    `fallback`, if the protocol has one.
+    """
     results = []
     for request, found in zip(requests, documents, strict=True):
         title = found[0].title if found else ""
         lookup = is_lookup(request.query, title)
-        named = lookup and names(request.query, title)
-        results.append(SearchResult(found, found[0].text if named else FALLBACK_TEXT, not lookup))
+        text = found[0].text if lookup and names(request.query, title) else FALLBACK_TEXT
+        away = bool(fallback) and not lookup
+        results.append(SearchResult(found, fallback if away else text, away))
     return results
 
 
@@ -79,8 +93,10 @@ def names(query: str, title: str) -> bool:
 
 NO_FACT = "NO FACT"
 SUMMARY_LOG = "summaries.jsonl"  # in --runs: pairs that a small summariser can be distilled from
-MAX_REASONING = 4000  # characters: the end of it
-GREEDY = (0.0, 1.0, 1024)  # temperature, top_p, tokens of the notes at most
+# Temperature, top_p, tokens. Thoughts are among these; of the notes the policy reads at most
+# `document_tokens`.
+GREEDY = (0.0, 1.0, 8192)
+LAYOUT = "Reasoning so far: {reasoning}\nQuery: {query}\nPassages:\n{documents}"
 TASKS = {
     "math": ("solves a mathematical problem", "the definitions, formulas, theorems and values"),
     "other": ("works on a larger problem", "the facts"),
@@ -109,17 +125,17 @@ def instruction_for(task: str, turns_away: bool) -> str:
 
 
 class LLMSummarizer:
-    """A model of other_models/llm.py writes notes, or NO_FACT where its instruction asks for that.
+    """A model of other_models/llm.py writes notes, or turns the query away if the protocol has a
+    fallback: in training (there `fallback` is set), never where what is held out is evaluated, and
+    always where pages of the web were found: their ids are addresses (UR² D.3, C.4).
 
-    Training keeps a `log`, JSONL of every new pair, and turns queries away. An evaluation, without
-    one, does so only with --fallback, or where pages of the web were found: their ids are addresses
-    (UR² D.3, C.4). Its notes are sampled if the settings say how.
+    log   JSONL of every new pair of training, and of nothing that is held out
     """
 
-    def __init__(self, llm, settings: SummarizerSettings, log: str | Path = ""):
-        self.llm, self.log = llm, log
-        self.turns_away = bool(log) or settings.fallback
-        self.sampling = {} if log else sampling_by_task(settings.summary_sampling)
+    def __init__(self, llm, settings: SummarizerSettings, protocol: Protocol, log: str | Path = ""):
+        self.llm, self.protocol, self.log = llm, protocol, log
+        self.fallback = settings.fallback
+        self.sampling = sampling_by_task(settings.summary_sampling)
         if log:
             append_jsonl(log, [])  # is it writable? better known before the first search
 
@@ -133,28 +149,45 @@ class LLMSummarizer:
         for i, prompt, reply in zip(asked, prompts, replies, strict=True):
             instruction, text = prompt[:2]
             notes = without_thinking(reply or "")
-            results[i] = as_result(documents[i], instruction, notes, prompt in self.llm.rejected)
-            if notes:
+            fallback = self.fallback_text(requests[i], documents[i])
+            results[i] = as_result(documents[i], notes, fallback, prompt in self.llm.rejected)
+            if notes and not requests[i].held_out:
                 pair = {"instruction": instruction, "text": text, "summary": notes}
                 pairs[prompt] = pair | {"fallback": results[i].fallback}
         if self.log:
             append_jsonl(self.log, pairs.values())
         return results
 
-    def prompt(self, request: SearchRequest, documents: list[Document]) -> tuple:
-        """What `ask` takes: instruction, text, and how the reply is sampled."""
-        task = "math" if request.question.task == "math" else "other"
+    def fallback_text(self, request: SearchRequest, documents: list[Document]) -> str:
+        """What the policy reads if this query is turned away; "" if it may not be."""
         online = documents[0].id.startswith(("http://", "https://"))
-        own = instruction_for(task, self.turns_away or online)
-        how = self.sampling.get(task, GREEDY)
-        return self.llm.instruction or own, summary_text(request, documents), *how
+        asked = online or (self.fallback and not request.held_out)
+        return self.protocol.fallback_text if asked else ""
+
+    def prompt(self, request: SearchRequest, documents: list[Document]) -> tuple:
+        """What `ask` takes: instruction, text, and how the reply is sampled. Of the reasoning it
+        has the end, as much as the model's context holds.
+        """
+        task, away = request.question.task, bool(self.fallback_text(request, documents))
+        own = self.protocol.own_prompt("summarizer", task)
+        if away:
+            own = self.protocol.own_prompt("summarizer:fallback", task) or own
+        how = self.sampling.get(task, self.sampling.get("other", GREEDY))
+        rest = "".join(summary_prompt(request, documents, "", away, own))
+        reasoning = self.llm.tail(request.reasoning.strip(), rest, how[2])
+        return *summary_prompt(request, documents, reasoning, away, own), *how
 
 
-def summary_text(request: SearchRequest, documents: list[Document]) -> str:
-    """Reasoning, query, passages: the same query after another reasoning is another request."""
-    reasoning = request.reasoning.strip()[-MAX_REASONING:]
-    lines = [f"Reasoning so far: {reasoning}", f"Query: {request.query}", "Passages:"]
-    return "\n".join([*lines, *number_documents(documents)])
+def summary_prompt(
+    request: SearchRequest, documents: list[Document], reasoning: str, away: bool, own: str = ""
+) -> tuple[str, str]:
+    """(instruction, text); `own`: of --prompt_file. The same query after another reasoning is
+    another request.
+    """
+    values = question_values(request.question, own) | {"reasoning": reasoning}
+    values |= {"query": request.query, "documents": "\n".join(number_documents(documents))}
+    ours = instruction_for("math" if request.question.task == "math" else "other", away)
+    return worded(own, ours, fill(LAYOUT, values), values)
 
 
 def sampling_by_task(text: str) -> dict[str, tuple[float, float, int]]:
@@ -163,33 +196,66 @@ def sampling_by_task(text: str) -> dict[str, tuple[float, float, int]]:
     return {task: (float(heat), float(top_p), int(most)) for task, heat, top_p, most in parts}
 
 
-# Signs around it, and no word more: notes that mention it are notes.
-_REFUSED = re.compile(rf"[\W_]*{NO_FACT}[\W_]*", re.IGNORECASE)
+# UR²'s own prompts ask for this heading; what stands before it is no part of the notes.
+_HEADING = re.compile(r"\*\*\s*Final Information\s*:?\s*\*\*:?", re.IGNORECASE)
 
 
 def as_result(
-    documents: list[Document], instruction: str, notes: str, rejected: bool
+    documents: list[Document], reply: str, fallback: str, rejected: bool = False
 ) -> SearchResult:
-    """`rejected`: if there are no notes, did the summariser refuse to read what it was given?"""
+    """fallback   what the policy reads if the query is turned away; "" if it may not be
+    rejected   if there are no notes, did the summariser refuse to read what it was given?
+    """
+    notes = _HEADING.split(reply)[-1].strip()
     if not notes:  # an empty text would show the documents themselves
         return SearchResult(documents, error="summariser gave no answer", rejected=rejected)
-    if NO_FACT in instruction and _REFUSED.fullmatch(notes):
-        return SearchResult(documents, FALLBACK_TEXT, fallback=True)
+    # Signs around it, and no word more: notes that mention it are notes.
+    signs = (NO_FACT, fallback, fallback.partition(".")[0])
+    if fallback and words_of(notes) in map(words_of, signs):
+        return SearchResult(documents, fallback, fallback=True)
     return SearchResult(documents, notes)
 
 
-WITHOUT_MODEL = {"none": show_all, "extractive": extract}
+def words_of(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
 
 
-def make_summarizer(settings: SummarizerSettings, llm=None, log: str | Path = "") -> Summarize:
-    """A name that is not in WITHOUT_MODEL names a model, which the caller loads and hands in."""
-    name = settings.summarizer
-    if name in WITHOUT_MODEL:
-        return WITHOUT_MODEL[name]
-    if llm is None:
-        like = nearest(name, WITHOUT_MODEL)
-        raise InputError(f"--summarizer {name}: unknown; none, extractive, or a model{like}")
-    return LLMSummarizer(llm, settings, log)
+WITHOUT_MODEL = ("none", "extractive")
+SUMMARIZED = {"qa", "math", "choice", "other"}  # tasks that may have a summariser of their own
+
+
+def by_task(text: str) -> dict[str, str]:
+    """Task -> summariser. A single one is for all tasks: that is "other".
+
+    >>> by_task("math=http://a/v1#m,other=none"), by_task("extractive")
+    ({'math': 'http://a/v1#m', 'other': 'none'}, {'other': 'extractive'})
+    """
+    return dict(re.findall(r"(?:^|,)\s*(\w+)=([^,]+)", text)) or {"other": text}
+
+
+def models_in(text: str) -> set[str]:
+    """The models that --summarizer names."""
+    return {*by_task(text).values()} - {*WITHOUT_MODEL}
+
+
+def make_summarizer(
+    settings: SummarizerSettings, protocol: Protocol, llms: dict, log: str | Path = ""
+) -> Summarize:
+    """llms: name -> the model, which the caller has loaded, of all `models_in` --summarizer."""
+    own = by_task(settings.summarizer)
+    known = {name: LLMSummarizer(llm, settings, protocol, log) for name, llm in llms.items()}
+    known |= {"none": show_all, "extractive": partial(extract, fallback=protocol.fallback_text)}
+
+    def summarize(requests: Requests, documents: Found) -> Results:
+        named = [own.get(request.question.task, own["other"]) for request in requests]
+        results = {}
+        for name in {*named}:
+            rows = [i for i, its in enumerate(named) if its == name]
+            some = known[name]([requests[i] for i in rows], [documents[i] for i in rows])
+            results |= zip(rows, some, strict=True)
+        return [results[i] for i in range(len(requests))]
+
+    return summarize
 
 
 SEARCH_FAILED = "search failed"  # of one query, while others of its call were answered

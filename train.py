@@ -102,8 +102,12 @@ def train(settings: Settings) -> Path:
             if parts.mismatch != "none":
                 record |= ppo.mismatch_stats(batch, parts.mismatch)
         record["update_seconds"] = time.perf_counter() - start
-        record |= evaluate(parts, step)
-        run.log(record, sampled, batch, parts.environment)
+        try:
+            if settings.eval_every and (step + 1) % settings.eval_every == 0:
+                with checkpoint.kept(run, parts, step + 1):
+                    record |= evaluate(parts)
+        finally:  # an evaluation that fails takes nothing of the step with it
+            run.log(record, sampled, batch, parts.environment)
         checkpoint.after(run, parts, record)
     parts.accelerator.wait_for_everyone()  # the first one saves: the folder is there after it
     return run.folder
@@ -156,15 +160,13 @@ def shared_rollout(parts: Parts, environment, questions: list, seed: int) -> lis
     return gather_object(sampled)
 
 
-def evaluate(parts: Parts, step: int) -> Record:
+def evaluate(parts: Parts) -> Record:
     """Every --eval_every steps: greedy answers to the held-out questions. Their checkpoint is saved
     (When to Search, training details), and the best one kept.
     """
-    every = parts.settings.eval_every
-    if not every or (step + 1) % every:
-        return {}
     greedy = copy.copy(parts.environment)
     greedy.settings = replace(parts.settings, temperature=0.0, group_size=1)
+    greedy.held_out = True
     trajectories = shared_rollout(parts, greedy, parts.held_out, 0)
     found = merged([numbers_of(t) for t in trajectories], mean)
     return {f"eval/{name}": number for name, number in found.items()}
@@ -247,16 +249,18 @@ def shuffled_updates(step: int, rewards: torch.Tensor, settings: Settings) -> tu
 
 
 def set_lr(parts: Parts, step: int, number: int) -> float:
-    """The policy's, for update `number` of the step. The critic's stays at critic_lr: a long
-    warm-up of the policy is the critic's time to learn.
+    """Returns the policy's, for update `number` of the step. The critic's has a warm-up of its own,
+    and then stays: a long warm-up of the policy is the critic's time to learn.
     """
     settings = parts.settings
     updates = updates_of(settings.questions_per_step * settings.group_size, settings)
     done = step * updates + number
     total = settings.steps * updates
     lr = settings.lr * lr_factor(done, total, settings.lr_warmup, settings.lr_schedule)
-    for group in parts.optimizer.param_groups:
-        group["lr"] = lr
+    critic_lr = settings.critic_lr * lr_factor(done, total, settings.critic_warmup, "constant")
+    for optimizer, rate in ((parts.optimizer, lr), (parts.critic_optimizer, critic_lr)):
+        for group in optimizer.param_groups if optimizer else ():
+            group["lr"] = rate
     return lr
 
 

@@ -21,7 +21,9 @@ from prompts import Protocol, as_protocol, find_answers, last_block, parse_query
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the response by one writer: "model", "documents" or "notice"."""
+    """A stretch of the response by one writer: "model", "documents" or "notice"; of a baseline also
+    "thought", which is not scored.
+    """
 
     writer: str
     text: str

@@ -198,24 +198,36 @@ def titled_pairs(record: dict, name: str, second: str) -> list[Sequence]:
     return pairs
 
 
-def from_musique(record: dict, number: int) -> dict:
+def from_musique(
+    record: dict, number: int, question="question", paragraphs="paragraphs", source="musique"
+) -> dict:
     """Gold paragraphs are numbered by place, from 1 (`idx` is from 0); aliases count as right."""
-    fields = asked(record)
+    fields = asked(record, question=question)
     if not field(record, "answerable", bool, True):
         raise InputError("the question has no answer: field 'answerable' is false")
     answers = fields["answers"]
     if record.get("answer_aliases") is not None:
         answers += [alias for alias in items(record, "answer_aliases") if alias.strip()]
-    references = paragraphs_of(record, "paragraphs", None, fields["id"])
-    marks = [field(item, "is_supporting", bool, False) for item in record["paragraphs"]]
+    references = paragraphs_of(record, paragraphs, None, fields["id"])
+    marks = [field(item, "is_supporting", bool, False) for item in record[paragraphs]]
     gold = [i for i, mark in enumerate(marks, 1) if mark]
     hops = re.match(r"\d+hop", fields["id"])
     return fields | {
         "answers": list(dict.fromkeys(answers)),
         "references": references,
         "supporting": gold,
-        "source": f"musique_{hops.group()}" if hops else "musique" if gold else "",
+        "source": f"musique_{hops.group()}" if hops else source if gold else "",
     }
+
+
+def from_ircot(record: dict, number: int) -> dict:
+    """IRCoT's processed files, which R-Search uses (section 4.1): MuSiQue's layout with other
+    names, also of HotpotQA and 2Wiki. Only HotpotQA's records name their data set.
+    """
+    objects = items(record, "answers_objects", dict)
+    spans = [span for one in objects for span in items(one, "spans")]
+    source = field(record, "dataset", str, "")
+    return from_musique(record | {"answer": spans}, number, "question_text", "contexts", source)
 
 
 def from_choice(record: dict, number: int) -> dict:
@@ -297,6 +309,7 @@ LAYOUTS = {
     "flashrag": Layout("id question !golden_answers", from_flashrag),
     "hotpotqa": Layout("question answer !supporting_facts|_id !context", from_hotpotqa),
     "musique": Layout("id question answer !paragraphs", from_musique),
+    "ircot": Layout("question_id question_text !answers_objects !contexts", from_ircot),
     "verl": Layout("data_source prompt !reward_model", from_verl),
     "choice": Layout("question answer !options !answer_idx|answer_index|question_id", from_choice),
     "math": Layout("problem !solution", from_math),

@@ -79,7 +79,7 @@ class BenchSettings:
     passages: int = setting(5_000, "retrieval: of the corpus", least=20)
 
 
-FILES = ("rollout", "scale.engine", "policy")  # whose flags count
+FILES = ("rollout", "policy")  # whose flags count
 DEFAULTS = {"algorithm": "grpo", "kl_coef": 0.0, "group_size": 8, "lr": 1e-6}
 
 
@@ -115,9 +115,9 @@ class Scripted:
                 row.left = list(zip(said, found, strict=True))  # turns to come
                 self.rows.append(row)
 
-    def longest(self, prompt: int) -> int:
-        """Of rows that have not begun."""
-        return max(len(r.prompt_ids) + sum(n + len(ids) for n, ids in r.left) for r in self.rows)
+    def longest(self, row: Trajectory) -> int:
+        """Of a row that has not begun."""
+        return len(row.prompt_ids) + sum(n + len(ids) for n, ids in row.left)
 
     def turn_room(self, row: Trajectory) -> int:
         return 1 if row.stop_reason else row.left[0][0]  # `naive` samples of ended rows too
@@ -389,8 +389,6 @@ def parse(arguments: list[str] | None = None) -> tuple[str, Bench]:
     o = Bench(**DEFAULTS | own | given)
     check_limits(o)
     shape_of(o)
-    if o.engine != "slots":
-        raise InputError(f"--engine {o.engine}: slots are timed, beside plain generate")
     if o.vocab == 1:
         raise InputError("--vocab 1: must be at least 2")
     if part == "retrieval" and o.device != "cpu":

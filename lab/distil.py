@@ -1,11 +1,14 @@
 """Supervised models: two papers' baselines, and a small summariser from a large one's log.
 
-    direct      ARENA's first baseline: the answer alone
+    direct      ARENA's first baseline: the answer alone, or (--protocol arena_summary) the summary
     reasoning   ARENA's second: the references it needs, an analysis, the answer
     traces      R1-Searcher's: right trajectories, from a predictions file of eval.py
     summarizer  instruction, reasoning, query and passages -> the notes; from what training logged
 
     python -m lab.distil direct --model DIR --data QUESTIONS --out DIR
+
+UR² trains its summariser at a fixed rate (C.1). No paper gives that of the others, which falls
+linearly to 0.
 
 An example is a prompt and pieces of text, of which the model imitates some (sft.py). None is cut:
 that would teach to stop without an answer. `reasoning` quotes gold references; for a teacher's own
@@ -17,20 +20,27 @@ import math
 import random
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import Question, load_questions
 from errors import InputError, check_output, run_main, setting
-from formats.records import read_records
+from formats.records import read_records, write_text
 from lab import interruptible, parse_flags
 from other_models.llm import prompt_ids
+from plumbing.predictions import read_predictions
 from policy import PolicySettings, best_device, load_policy, save_policy
-from prompts import PROTOCOLS, Protocol, build_prompt, number_documents, without_control
+from prompts import (
+    PROTOCOLS,
+    Protocol,
+    build_prompt,
+    number_documents,
+    tag_pair,
+    without_control,
+)
 from rollout import context_of
 from sft import Example, SFTSettings, example_of, train_sft
-from summarizer import NO_FACT, SUMMARY_LOG
+from summarizer import SUMMARY_LOG
 from trajectory import Trajectory, trajectory_from_text
 
 
@@ -45,9 +55,8 @@ class DistilSettings:
     questions: str = setting("", "traces: the question file, for options and references")
     epochs: float = setting(2.0, "passes over the examples", above=0)
     batch_size: int = setting(32, "examples per update", least=1)
-    lr: float = setting(1e-5, "learning rate; falls linearly to 0", above=0)
+    lr: float = setting(1e-5, "learning rate; of a summarizer fixed, else it falls to 0", above=0)
     max_context: int = setting(0, "longer examples are left out; 0: the model's limit", least=0)
-    tokens_per_micro_batch: int = setting(16384, "padded tokens per forward pass", least=1)
     gradient_checkpointing: bool = setting(False, "compute activations again: less memory")
     skip_bad: bool = setting(False, "leave unusable records out")
     seed: int = setting(0, "of the order of the examples")
@@ -63,41 +72,48 @@ def final_answer(protocol: Protocol, answer: str) -> str:
 
 def direct_protocol(protocol: Protocol) -> Protocol:
     """It asks for the answer alone: a model trained to ignore its instruction is no baseline."""
+    task, wanted = "Answer the question", "the answer in a few words"
+    if protocol.answer_tags == tag_pair("summary"):  # ARENA appendix H.2
+        task, wanted = "Write the summary that is asked for", "the summary in whole sentences"
     source = " from the numbered references that follow it" if protocol.references_in_prompt else ""
-    box = final_answer(replace(protocol, prompt_suffix=""), "the answer in a few words")
-    text = f"Answer the question{source}. Write nothing but {box}"
+    box = final_answer(replace(protocol, prompt_suffix=""), wanted)
+    text = f"{task}{source}. Write nothing but {box}"
     return replace(protocol, instruction=text, direct_instruction=text)
+
+
+def imitation(prompt: list[int], text: str, tokenizer) -> Example:
+    return example_of(prompt, [(text, True)], tokenizer)
 
 
 def direct_example(question: Question, protocol: Protocol, tokenizer) -> Example:
     """Prompt -> the first gold answer, without a word of reasoning."""
-    protocol = direct_protocol(protocol)
-    text = final_answer(protocol, question.answers[0])
-    return example_of(build_prompt(protocol, question, tokenizer), [(text, True)], tokenizer)
+    prompt = build_prompt(direct_protocol(protocol), question, tokenizer)
+    return imitation(prompt, final_answer(protocol, question.answers[0]), tokenizer)
 
 
 def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Example:
     """Prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis> <answer>...</answer>"""
-    begin, end = protocol.section_tags("relevance")
-    opened, closed = protocol.section_tags("analysis")
+    protocol.section_tags("relevance")  # it has this section, and so the other
     analysis = without_control(analysis_of(question), tokenizer, protocol.tags).strip()
-    text = f"{begin}{list(question.supporting)}{end}\n{opened} {analysis} {closed}\n"
+    text = f"<relevance>{[*question.supporting]}</relevance>\n<analysis> {analysis} </analysis>\n"
     text += final_answer(protocol, question.answers[0])
-    return example_of(build_prompt(protocol, question, tokenizer), [(text, True)], tokenizer)
+    return imitation(build_prompt(protocol, question, tokenizer), text, tokenizer)
 
 
 def analysis_of(question: Question) -> str:
     """Of each gold reference the sentence with the answer, or the first one; then the answer."""
-    if not question.supporting:
-        why = "names no supporting reference: leave it out (--skip_bad)"
-        raise InputError(f"question {question.id} {why}")
-    golds, quotes = [answer.lower() for answer in question.answers], []
+
+    def answers(sentence: str) -> bool:
+        return any(answer.lower() in sentence.lower() for answer in question.answers)
+
+    quotes = []
     for reference in question.references:
         sentences = re.split(r"(?<=[.!?])\s+", reference.text.strip())
-        holding = [s for s in sentences if any(gold in s.lower() for gold in golds)]
-        quotes.append(replace(reference, text=(holding or sentences)[0]))
-    numbered = number_documents(quotes)
-    quoted = [numbered[number - 1] for number in question.supporting]
+        quotes.append(
+            replace(reference, text=max(sentences, key=answers))
+        )  # of equal ones the first
+    quotes = number_documents(quotes)
+    quoted = [quotes[number - 1] for number in question.supporting]
     return " ".join([*quoted, f"So the answer is {question.answers[0]}."])
 
 
@@ -112,65 +128,54 @@ def trace_example(trajectory: Trajectory, tokenizer) -> Example:
 _BLOCK = re.compile(r"((?:\s*(?=\n\n\S))?)(\s*\S.*\S(?:\n\n|\s*))(\s*)", re.DOTALL)
 
 
+_MARK = "\ud800"  # half a character, as no text has
+
+
 def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
     """(text, written by the model?) in order, cut where the rollout began a new piece."""
-    protocol, pieces = trajectory.protocol, []
+    protocol, marked = trajectory.protocol, ""
     # A transcript does not say who wrote what: notices are known by their wording.
-    notices = (protocol.fallback_notice, *protocol.refusal_notices)
-    known = f"({'|'.join(re.escape(notice) for notice in notices if notice)})"
-    for segment in trajectory.segments:
+    notices = filter(None, (protocol.fallback_notice, *protocol.refusal_notices))
+    known = re.compile(f"({'|'.join(map(re.escape, notices))})")
+    for segment in trajectory.segments:  # marks around what the environment wrote
         if segment.writer == "documents":
-            before, block, behind = _BLOCK.fullmatch(segment.text).groups()
-            parts = [(before, True), (block, False), (behind, True)]
+            marked += _BLOCK.sub(rf"\1{_MARK}\2{_MARK}\3", segment.text)
         else:
-            parts = [(part, part not in notices) for part in re.split(known, segment.text)]
-        for text, imitate in parts:
-            if text and imitate and pieces and pieces[-1][1]:  # one turn, one piece
-                pieces[-1] = (pieces[-1][0] + text, True)
-            elif text:
-                pieces.append((text, imitate))
-    return pieces
+            marked += known.sub(rf"{_MARK}\1{_MARK}", segment.text)
+    return [(part, n % 2 == 0) for n, part in enumerate(marked.split(_MARK)) if part]
 
 
-def read_traces(path: str, protocol: Protocol, given: Sequence[Question] = ()) -> list[Trajectory]:
+def read_traces(records: list[dict], protocol: Protocol, given=()) -> list[Trajectory]:
     """Each question's first right trajectory (format 1, em 1). `given` adds options, references."""
     known, traces = {question.id: question for question in given}, {}
-    for _, place, record in read_records(Path(path)):
-        if isinstance(record, InputError):
-            raise InputError(f"{path}, {place}: {record}: correct it")
-        fields = [record.get(field) for field in ("id", "question", "transcript", "metrics")]
-        if None in fields:
-            how = "with id, question, transcript and metrics: evaluate with --out FILE"
-            raise InputError(f"{path}, {place}: expected a line of eval.py {how}")
-        name, asked, transcript, metrics = fields
-        if known and name not in known:
-            why = "is not in --questions: give the file it was made from"
-            raise InputError(f"{path}, {place}: question {name} {why}")
+    for record in records:
+        name, metrics = record["id"], record["metrics"]
+        if (known and name not in known) or "transcript" not in record:
+            how = "give its file of --questions, and --data of eval.py --out FILE"
+            raise InputError(f"question {name} is not in --questions, or has no transcript: {how}")
         if name not in traces and metrics.get("format") == metrics.get("em") == 1:
-            question = known.get(name) or Question(name, asked, record.get("golds") or [])
-            traces[name] = trajectory_from_text(question, transcript, protocol)
+            question = known.get(name) or Question(name, record["question"], record["golds"])
+            traces[name] = trajectory_from_text(question, record["transcript"], protocol)
     return list(traces.values())
 
 
-def read_summary_log(path: str | Path) -> dict[tuple[str, str], str]:
+def read_summary_log(path: str) -> dict[tuple[str, str], str]:
     """(instruction, text) -> the last reply. A line that an interrupt cut short is left out."""
     replies = {}
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError):
             print(f"warning: {path}, {place}: {record}: left out", file=sys.stderr)
-            continue
-        try:
-            reply = NO_FACT if record["fallback"] else record["summary"]
-            replies[record["instruction"], record["text"]] = reply
-        except (TypeError, KeyError) as error:
-            why = f"no summary record ({error!r}): give the {SUMMARY_LOG} of a --runs"
-            raise InputError(f"{path}, {place}: {why}") from None
+        elif not {"instruction", "text", "summary"} <= record.keys():
+            why = f"no summary record: give the {SUMMARY_LOG} of a --runs"
+            raise InputError(f"{path}, {place}: {why}")
+        else:
+            replies[record["instruction"], record["text"]] = record["summary"]
     return replies
 
 
 def summary_example(asked: tuple[str, str], reply: str, tokenizer) -> Example:
     """The very prompt that other_models/llm.py asks a local model with -> the reply."""
-    return example_of(prompt_ids(tokenizer, asked), [(reply, True)], tokenizer)
+    return imitation(prompt_ids(tokenizer, asked), reply, tokenizer)
 
 
 METHODS = ("direct", "reasoning", "traces", "summarizer")
@@ -179,24 +184,25 @@ METHODS = ("direct", "reasoning", "traces", "summarizer")
 def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> list[Example]:
     if method == "summarizer":
         replies = read_summary_log(settings.data)
-        return [summary_example(asked, reply, tokenizer) for asked, reply in replies.items()]
+        return [summary_example(*pair, tokenizer) for pair in replies.items()]
     if method == "traces":
         given = load_questions(settings.questions, settings.skip_bad) if settings.questions else ()
-        return [trace_example(t, tokenizer) for t in read_traces(settings.data, protocol, given)]
+        traces = read_traces(read_predictions(settings.data, settings.skip_bad), protocol, given)
+        return [trace_example(trace, tokenizer) for trace in traces]
     questions = load_questions(settings.data, settings.skip_bad, settings.seed)
     if method == "direct":
         return [direct_example(q, protocol, tokenizer) for q in questions]
-    usable = [q for q in questions if q.supporting or not settings.skip_bad]
+    usable = [q for q in questions if q.supporting]
+    print(f"{len(usable)} of {len(questions)} questions name supporting references")
     return [reasoning_example(q, protocol, tokenizer) for q in usable]
 
 
 def that_fit(examples: list[Example], longest: int) -> list[Example]:
     fit = [example for example in examples if len(example.ids) <= longest and any(example.mask)]
+    said = f"{len(fit)} of {len(examples)} examples have something to imitate in {longest} tokens"
     if not fit:
-        why = f"of {len(examples)} examples none has something to imitate in {longest} tokens"
-        raise InputError(f"no example to train on: {why}: look at --data, or raise --max_context")
-    if left_out := len(examples) - len(fit):
-        print(f"{left_out} of {len(examples)} examples are longer than {longest} tokens: left out")
+        raise InputError(f"no example to train on: {said}: look at --data, or raise --max_context")
+    print(said)
     return fit
 
 
@@ -209,22 +215,23 @@ def distil(method: str, settings: DistilSettings) -> None:
     examples = that_fit(examples_of(method, settings, protocol, tokenizer), longest)
     size = min(settings.batch_size, len(examples))
     steps = math.ceil(settings.epochs * len(examples) / size)
-    tokens = sum(sum(example.mask) for example in examples)
-    print(f"{method}: {len(examples)} examples, {tokens:,} tokens to imitate, {steps} updates")
-    limit = settings.tokens_per_micro_batch
-    training = SFTSettings(steps, settings.lr, betas=(0.9, 0.999), tokens_per_micro_batch=limit)
+    training = SFTSettings(
+        steps,
+        settings.lr,
+        decay_from=float(method == "summarizer"),  # from the end on: its rate is fixed
+        betas=(0.9, 0.999),
+    )
     # Every example once per epoch.
     orders = (random.Random(f"{settings.seed}  {epoch}") for epoch in itertools.count())
     stream = (example for order in orders for example in order.sample(examples, len(examples)))
     losses = train_sft(policy, lambda _: list(itertools.islice(stream, size)), training, method)
-    if not all(map(math.isfinite, losses)):
-        why = f"nothing was saved; lower --lr {settings.lr:g}"
-        raise InputError(f"the loss became {losses[-1]}: {why}")
+    if not math.isfinite(sum(losses)):
+        raise InputError(f"the loss was not finite: nothing was saved; lower --lr {settings.lr:g}")
     save_policy(policy, tokenizer, settings.out)
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved: {settings.out}")
+    print(f"{steps} updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved: {settings.out}")
     if method == "direct":  # its instruction is not the protocol's: evaluation needs it too
         file = Path(settings.out, "prompt.txt")
-        file.write_text(direct_protocol(protocol).instruction + "\n", encoding="utf-8")
+        write_text(file, direct_protocol(protocol).instruction)
         print(f"evaluate with --protocol {protocol.name} --prompt_file {file}")
 
 

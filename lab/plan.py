@@ -8,11 +8,13 @@ P weights, K the width of keys. Weights are trained in fp32; all else is compute
 GiB:
 
     standing   weights 4 P 28.4, moments 8 P 56.7, reference 2 P 14.2; under LoRA weights 14.3 only
-    rollout    bf16 copy of the weights 2 P 14.2; keys and values 4 K per layer and token
-    update     gradients 4 P 28.4, bf16 weights 13.2, head 4.3; activations 255 KiB per layer, token
+    rollout    bf16 copy of the weights 2 P 14.2; keys and values 4 K per layer and token; under ddp
+               gradients 4 P 28.4: they are views of its buckets, which stay
+    update     gradients 4 P 28.4, bf16 weights 13.2, head 4.3; activations 262 KiB per layer, token
 
-On several GPUs fsdp2 cuts weights, moments and gradients in parts, and puts a layer's weights
-together to compute it. LoRA and 8-bit moments cannot be cut: there, and under ddp, a GPU is as one.
+On several GPUs ddp keeps all of it on each; fsdp2 cuts weights, moments and gradients in parts, and
+puts a layer's weights together to compute it. LoRA and 8-bit moments cannot be cut. The plan takes
+ddp if that fits, else fsdp2. tests/ghost compares these formulas with simulated steps.
 Left out: zero2, judges and readers (2 per weight), dense retrieval, what plain `generate` takes
 beyond slots, CUDA's own memory and fragments: USABLE is the share that is counted on.
 """
@@ -30,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from errors import FlagParser, InputError, run_main
 from other_models.llm import frozen_in_8bit
 from policy import chunk_rows
+from scale.engine import SHARE
 from scale.sampling import wants_copy
 from settings import RECORDS, Settings, add_flags, check_settings, named_in, resolve
 
@@ -37,7 +40,8 @@ GIB = 2**30
 USABLE = 0.92  # of a GPU's memory
 PROMPT = 1024  # tokens that a prompt is taken to have
 FEW = 8  # slots: with fewer a rollout would crawl
-MOMENTS = {"adamw": 8, "adamw8bit": 2 + 8 / 256, "paged_adamw8bit": 0}  # bytes per trained weight
+Bytes = dict[str, float]  # of each part
+MOMENTS = {"adamw": 8, "adamw8bit": 2.03125, "paged_adamw8bit": 0}  # bytes per trained weight
 FIELDS = (
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
     " vocab_size max_position_embeddings tie_word_embeddings"
@@ -70,31 +74,33 @@ class Shape:
 
     def __init__(self, config):
         if not all(hasattr(config, name) for name in FIELDS):
-            said = f"{config.model_type} is not built as Llama is: its bytes are not known"
-            raise InputError(f"--model: {said}")
-        sizes = [getattr(config, name) for name in FIELDS]
-        self.hidden, self.layers, self.heads, kv_heads, self.wide, self.vocab = sizes[:6]
-        self.positions, tied = sizes[6:]
+            raise InputError(
+                f"--model: {config.model_type} is not built as Llama is: its bytes are not known"
+            )
+        sizes = (getattr(config, name) for name in FIELDS)
+        self.hidden, self.layers, self.heads, kv_heads, self.wide, *others = sizes
+        self.vocab, self.positions, tied = others
         width = getattr(config, "head_dim", None) or self.hidden // self.heads
         self.q, self.kv = width * self.heads, width * kv_heads
         with torch.device("meta"):  # takes no memory
             model = AutoModelForCausalLM.from_config(config)
         self.weights = sum(p.numel() for p in model.parameters())
-        linear = [m for m in model.base_model.modules() if isinstance(m, nn.Linear)]
-        self.matrices = [(m.in_features, m.out_features) for m in linear]  # seven per layer
+        parts = model.base_model.modules()  # seven matrices per layer
+        self.matrices = [(m.in_features, m.out_features) for m in parts if isinstance(m, nn.Linear)]
         self.in_layers = sum(a * b for a, b in self.matrices)
         self.embedding = self.vocab * self.hidden
-        self.ends = self.embedding * (1 if tied else 2)
+        self.ends = self.embedding * (2 - tied)
 
 
 class Case:
-    """A run; `share`: among how many GPUs its weights and moments are cut."""
+    """A run; `share`: among how many GPUs its weights and moments are cut (fsdp2), or 1 (ddp)."""
 
-    def __init__(self, shape: Shape, s: Settings, gpus: int = 1):
+    def __init__(self, shape: Shape, s: Settings, gpus: int = 1, share: int = 1):
         self.shape, self.settings, self.gpus = shape, s, gpus
         thin = s.lora_rank * sum(map(sum, shape.matrices))  # A and B: r (in + out) each
         self.trained = thin or shape.weights
-        self.share = 1 if thin or s.optimizer != "adamw" else gpus
+        self.share = 1 if thin or s.optimizer != "adamw" else share
+        self.buckets = 4 * self.trained * (gpus > self.share)  # ddp's, which hold the gradients
         # Autocast's, of the weights that it computes with.
         self.copy = 0 if thin else 2 * (shape.in_layers + shape.embedding)
         rows = -(-s.questions_per_step * s.group_size // gpus)
@@ -108,21 +114,18 @@ class Case:
 
 def frozen_bytes(shape: Shape, in_8bit: bool) -> int:
     """Of a model that nobody trains. int8: the layers' matrices, with a scale of 4 per row."""
-    if not in_8bit:
-        return 2 * shape.weights
     scales = 4 * sum(out for _, out in shape.matrices)
-    return shape.in_layers + scales + 2 * (shape.weights - shape.in_layers)
+    return 2 * shape.weights - in_8bit * (shape.in_layers - scales)
 
 
 def activation_bytes(shape: Shape, lora_rank: int = 0) -> int:
-    """A token's, per layer. 7B: 26 · 3584 + 4 · (3584 + 512 + 2 · 18944) + 8 + 4 · 28 = 261,240."""
-    kept = 26 * shape.hidden + 4 * (shape.q + shape.kv + 2 * shape.wide) + 8 + 4 * shape.heads
-    if lora_rank:  # frozen norms keep less; a copy of attention's output, A x of seven matrices
-        kept += 2 * shape.q + 14 * lora_rank - 8 * shape.hidden
-    return kept
+    """A token's, per layer. 7B: 32 · 3584 + 4 · (512 + 2 · 18944) + 8 + 4 · 28 = 268,408."""
+    kept = 26 * shape.hidden + 6 * shape.q + 4 * (shape.kv + 2 * shape.wide) + 8 + 4 * shape.heads
+    # With LoRA all of it is bf16, and the norms are frozen; A x of seven matrices is kept.
+    return kept + 14 * (lora_rank - shape.hidden) if lora_rank else kept
 
 
-def standing(case: Case) -> dict[str, float]:
+def standing(case: Case) -> Bytes:
     """What is there all the time."""
     s, in_8bit = case.settings, frozen_in_8bit(case.settings)
     weights = 4 * case.trained
@@ -133,90 +136,113 @@ def standing(case: Case) -> dict[str, float]:
     if s.kl_coef and not s.lora_rank:
         parts["reference"] = frozen_bytes(case.shape, "reference" in in_8bit)
     if s.algorithm == "ppo":
-        parts["critic, its moments"] = (weights + moments) / case.share
+        parts["critic, its moments"] = (weights + moments) / case.share + case.buckets
     return parts
 
 
-def rollout_parts(case: Case, slots: int) -> dict[str, float]:
+def rollout_parts(case: Case, slots: int) -> Bytes:
     shape, s = case.shape, case.settings
     copy = 4 * shape.weights if case.share > 1 else case.copy  # all of them, gathered
     if wants_copy(s.sampling_copy, torch.device("cuda"), "base" in frozen_in_8bit(s)):
         copy = 2 * shape.weights
     return {
+        "rollout: gradients, in DDP's buckets": case.buckets,
         "rollout: copy of the weights": copy,
         "rollout: keys and values": 4 * shape.layers * shape.kv * slots * case.row_tokens,
         "rollout: logits of a step": 16 * slots * shape.vocab,
     }
 
 
-def update_parts(case: Case) -> dict[str, float]:
+def update_parts(case: Case) -> Bytes:
     """At the end of the forward pass, and the largest single piece of the backward pass."""
     shape, tokens, lora = case.shape, case.tokens, case.settings.lora_rank
     act, layer = activation_bytes(shape, lora), shape.in_layers / shape.layers
-    gathered, gradients = 0, 4 * case.trained / case.share
-    if case.share > 1:  # two layers' weights; the largest gradient, whole for a moment
-        gathered, gradients = 4 * (shape.ends + 2 * layer), gradients + 4 * max(shape.ends, layer)
+    # Embedding, head, two layers and the gradient of one.
+    gathered = 4 * (shape.ends + 3 * layer) * (case.share > 1)
+    width, trained = (2, 0) if lora else (4, shape.embedding)  # of the head
     logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # of a chunk
-    head = logits + (0 if lora else 6 * shape.embedding)  # and of its weights' gradient
+    last = 12 * shape.hidden * tokens + logits + 6 * trained  # and of its weights' gradient
     kept, copy = act * shape.layers, case.copy
-    if case.settings.gradient_checkpointing:
-        kept, copy = (2 if lora else 4) * shape.hidden * shape.layers, 0
-        head = max(head, act * tokens)  # or one layer, computed again
+    if case.settings.gradient_checkpointing:  # or one layer again, with its own gradients
+        kept, copy = width * shape.hidden * shape.layers, 0
+        again = act + 4 * shape.wide + width * shape.hidden
+        last = max(last, again * tokens + 4 * trained)
     return {
         "update: weights, gathered": gathered,
-        "update: gradients": gradients,
+        "update: gradients": 4 * case.trained / case.share,
         "update: bf16 copy of the weights": copy,
-        "update: activations": (kept + 12 * shape.hidden) * tokens,
-        "update: head, or one layer again": head,
+        "update: activations": kept * tokens,
+        "update: head, or one layer again": last,
     }
 
 
-def plan(case: Case, memory: float) -> tuple[dict[str, float], int]:
-    """(each part's bytes and the peak, the slots: as many as fit, but at least FEW or all rows)."""
+def plan(case: Case, memory: float) -> tuple[Bytes, int]:
+    """(each part's bytes and the peak, the slots: as the engine has it, but FEW at least)."""
     always, update = standing(case), update_parts(case)
     none, one = (sum(rollout_parts(case, slots).values()) for slots in (0, 1))
-    room = (memory - sum(always.values()) - none) // (one - none)
-    slots = int(min(case.rows, max(FEW, room)))
-    rollout = rollout_parts(case, slots)
-    a, r, u = (sum(parts.values()) for parts in (always, rollout, update))
-    return always | rollout | update | {"peak": a + max(r, u)}, slots
+    a, u = sum(always.values()), sum(update.values())
+    slots = int(min(case.rows, max(FEW, SHARE * (memory - a - none) // (one - none))))
+    peak = a + max(u, none + slots * (one - none))
+    return always | rollout_parts(case, slots) | update | {"peak": peak}, slots
 
 
 ADVICE = [  # by what it costs
-    ("gradient_checkpointing", True, "a third more time per update"),
-    ("tokens_per_micro_batch", 4096, "more, smaller passes; a row is the least"),
-    ("optimizer", "adamw8bit", "moments rounded to 8 bits"),
-    ("optimizer", "paged_adamw8bit", "moments on the CPU: slow steps"),
-    ("lora_rank", 16, "not all weights are trained; ten times the learning rate"),
-    ("in_8bit", "base", "the frozen weights rounded to 8 bits"),
+    ({"gradient_checkpointing": True}, "Activations are computed twice: a third more time."),
+    ({"tokens_per_micro_batch": 4096}, "More, smaller micro-batches; each holds one row at least."),
+    ({"optimizer": "adamw8bit"}, "Moments of 8 bits cannot be cut: each GPU holds all, not FSDP2."),
+    ({"optimizer": "paged_adamw8bit"}, "The moments move to the CPU: steps are slow."),
+    (
+        {"optimizer": "adamw", "lora_rank": 16, "lr": 2e-5},
+        "Thin matrices are trained beside frozen ones, with ten times the learning rate.",
+    ),
+    ({"in_8bit": "base"}, "The frozen weights are rounded to 8 bits."),
 ]
+FILES = {"data": "q.jsonl", "corpus": "p.jsonl"}  # to be filled in
 
 
-def report(case: Case, memory: float) -> Iterator[str]:
-    """A line per part, whether it fits, and if not what would make it smaller."""
-    (parts, slots), s, shape = plan(case, memory), case.settings, case.shape
-    billions, trained = shape.weights / 1e9, case.trained / 1e9
-    rows = f"{case.rows} rows of up to {case.row_tokens} tokens, {case.tokens} in a micro-batch"
-    yield f"{s.model}: {billions:.2f}e9 weights, {trained:.3g}e9 trained; per GPU {rows}"
-    cut = f", weights in {case.share} parts (configs/fsdp2.yaml)" if case.share > 1 else ""
-    yield f"GiB on each of {case.gpus}{cut}:"
+def smaller(case: Case, changes: dict) -> Case:
+    """With these settings changed, and with weights in parts if they can be cut."""
+    return Case(case.shape, replace(case.settings, **changes), case.gpus, case.gpus)
+
+
+def in_flags(settings: dict) -> str:
+    return "".join(f" --{name} {value}" for name, value in settings.items())
+
+
+def report(case: Case, memory: float, given: dict) -> Iterator[str]:
+    """A line per part, whether it fits, what would make it smaller, and the command."""
+    if plan(case, memory)[0]["peak"] > memory:
+        case = smaller(case, {})
+    parts, slots = plan(case, memory)
+    yield (
+        f"GiB on each of {case.gpus}, weights in {case.share} parts,"
+        f" for {case.rows} rows of up to {case.row_tokens} tokens:"
+    )
+    parts["host: a save, in process 0"] = case.shape.weights * (12 if case.share > 1 else 4)
     yield from (f"  {name:42}{size / GIB:8.1f}" for name, size in parts.items() if size)
-    fits = "fits" if parts["peak"] <= memory else "does not fit"
-    yield f"{fits} in {memory / GIB:.1f} GiB ({USABLE:.0%} of a GPU); {slots} rows sampled at once"
-    if parts["peak"] <= memory:
-        return
-    yield f"the least peak, with {FEW} slots, with each of these and all above it:"
-    for name, value, cost in ADVICE:
-        s = replace(s, **{name: value})
-        least, _ = plan(Case(shape, s, case.gpus), 0)
-        yield f"  {f'--{name} {value}':42}{least['peak'] / GIB:8.1f}  {cost}"
-    yield "or more GPUs: --gpus 8, with weights in parts (configs/fsdp2.yaml)"
+    fits = parts["peak"] <= memory
+    yield f"{'fits' if fits else 'does not fit'} in {memory / GIB:.1f} GiB; {slots} rows at once"
+    for changes, sentence in ADVICE * (not fits):
+        given |= changes
+        case = smaller(case, changes)
+        least = plan(case, 0)[0]["peak"]
+        yield f" {in_flags(changes):43}{least / GIB:8.1f}  {sentence}"
+        if fits := least <= memory:
+            break
+    model = case.settings.model
+    words = in_flags(FILES | given | {"model": "DIR" if model.upper() in SHAPES else model})
+    how = "fsdp2" if case.share > 1 else "ddp"
+    several = f" --config_file configs/{how}.yaml --num_processes {case.gpus}" * (case.gpus > 1)
+    yield (
+        f"accelerate launch{several} train.py{words}"
+        if fits
+        else f"more GPUs: --gpus {2 * case.gpus}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    said = "What of a run fits, before anything is downloaded."
-    parser = FlagParser("python -m lab.plan", description=said)
+    parser = FlagParser("python -m lab.plan", description="What fits, before a download.")
     parser.add_argument("--gpus", type=int, default=1, help="how many")
     parser.add_argument("--gpu_memory", type=float, default=80.0, help="GiB of each")
     add_flags(parser, RECORDS, named_in(["--model", "7B", *arguments]), "train")
@@ -227,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = {"model": "7B"} | given | {"data": ""}  # which questions takes no memory
     settings = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, chosen)
     case = Case(Shape(config_of(settings.model)), check_settings(settings), gpus)
-    print(*report(case, USABLE * memory * GIB), sep="\n")
+    print(*report(case, USABLE * memory * GIB, given), sep="\n")
 
 
 if __name__ == "__main__":

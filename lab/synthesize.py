@@ -1,50 +1,47 @@
-"""Multiple-choice questions of a language model, checked and sorted by difficulty (UR² C.5); or
-open ones on the passages of a corpus, whose answer stands in its passage alone.
+"""Multiple-choice questions of a language model, checked and sorted by difficulty (UR² C.5).
 
-    questions of --data -> 5 examples -> 10 drafts -> each made harder -> votes? -> difficulty
-          ^                                                                             |
-          +---- of --out, those found hard: examples of the next round <---- JSONL <----+
+    questions of --data -> 5 examples -> 10 drafts -> each made harder -> correct? -> difficulty
+          ^                                                                               |
+          +---- of --out, those found hard: examples of the next round <---- JSONL <------+
 
     drafts       one question, 4 to 10 options A, B, ... all different, one answer letter
     made harder  more options and steps, and a name for its sub-domain (`source`); examples are
                  drawn from all sub-domains in turn
-    votes        another model, --verifier, answers three times, and always as the writer said
-    difficulty   the mean score of 20 answers of a third, in the buckets of curriculum.py; below
-                 0.2 it is dropped: its answer is as likely wrong as it is hard
+    correct?     another model, --verifier, judges question, options and answer three times; one
+                 "incorrect", or a verdict that cannot be read, discards the question
+    difficulty   the mean score of 20 sampled answers of a third, step by step, in the buckets of
+                 curriculum.py; below 0.2 it is dropped: its answer is as likely wrong as it is hard
 
     python -m lab.synthesize --llm URL#model --verifier URL#other --data FILE --out FILE --count 500
-    python -m lab.synthesize --llm URL#model --corpus FOLDER --out FILE --count 500
 
-Models are greedy here: each vote has the options in another order, or all three would be one. The
-same command goes on with the number still missing. Left out: questions on several passages.
+The writer is greedy, the others are sampled at temperature 1 (ours). The same command goes on with
+the number still missing. Left out: questions about passages.
 """
 
+import itertools
 import random
 import re
-from collections import Counter
-from collections.abc import Container
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from tqdm import tqdm
-
 from curriculum import bucket
-from data import Document, Question, load_corpus, load_questions
+from data import Question, load_questions
 from errors import InputError, run_main, setting
 from formats.records import append_jsonl, finished_records
 from lab import interruptible, parse_flags
-from metrics import choice_letter, exact_match, normalize_answer
-from other_models.llm import load_llm
-from other_models.reader import reader_answers
+from metrics import choice_letter, normalize_answer
+from other_models.judge import read_verdict
+from other_models.llm import Request, load_llm
 from policy import best_device
 from prompts import question_text
 
 Questions = list[Question]
-QUESTION_WORDS, OPTION_WORDS, OPTIONS = range(4, 201), range(1, 41), range(4, 11)  # how many
+OPTIONS = range(4, 11)  # how many
+LETTERS = ["ABCDEFGHIJ"[:n] for n in OPTIONS]
 SHOTS, DRAFTS = 5, 10  # examples in a request, questions in its reply
-VOTES = 3  # all must agree with the draft
-AT_ONCE = 4  # requests of a round; a run has one for each question: it must end
+VOTES = 3  # of the verifier: all must find the draft correct
 FORM = (
     " Of 4 to 10 options exactly one may be right, the others must be plausible. Keep to the form,"
     ' from "Question:" to "Answer: LETTER"'
@@ -58,12 +55,15 @@ HARDEN = (
     f' find the right one.{FORM}; then write one more line, "Part: " and the part of its field that'
     " it belongs to, in one to three words."
 )
-ANSWER = "Answer the question. Reply with this one line only: The correct answer is: LETTER"
-
-ABOUT = (
-    "You write questions for a quiz. Write one on the passage below. Name whom or what it is about:"
-    ' who is asked does not see the passage. Keep to two lines: "Question: ..." and "Answer: " with'
-    " a few words as they stand in the passage."
+VERIFY = (
+    "You check exam questions. You get a question, its options and the answer that its author"
+    " gives. It is correct if the question makes sense, the author's answer is right, and no other"
+    " option is. Think step by step. End with a line that holds one word only: correct or"
+    " incorrect."
+)
+ANSWER = (
+    "Answer the multiple-choice question. Think step by step, option by option. End with this line:"
+    " The correct answer is: LETTER"
 )
 
 
@@ -72,21 +72,19 @@ class SynthesizeSettings:
     """Questions written by a language model."""
 
     llm: str = setting("", "writes: http://host:port/v1#model, or a HF model", needed=True)
-    verifier: str = setting(
-        "", "votes, or reads the passage; by itself --llm, though it should be another"
-    )
-    answerer: str = setting("", "sets the difficulty; by itself --llm")
-    data: str = setting("", "multiple-choice questions to write after")
-    corpus: str = setting("", "in place of --data: passages to ask about, a file or a folder")
+    verifier: str = setting("", "checks each question; default: --llm, but take another")
+    answerer: str = setting("", "sets the difficulty; default: --llm")
+    data: str = setting("", "multiple-choice questions to write after", needed=True)
     out: str = setting("", "JSONL to append to", needed=True)
     count: int = setting(100, "questions the file shall hold", least=1)
     k: int = setting(20, "answers that set the difficulty", least=1)
     max_tokens: int = setting(4096, "of a reply", least=1)
-    seed: int = setting(0, "of the examples and the orders")
+    seed: int = setting(0, "of the examples and of the order of options")
     timeout: float = setting(60.0, "seconds until a request has failed", above=0, most=86_400)
     in_8bit: ClassVar[str] = ""  # load_llm asks
 
 
+# --------------------------------------------------------------------------------------- the drafts
 def shown(question: Question) -> str:
     """In the form that a draft must have."""
     letter = choice_letter(question.answers[0], question.options)
@@ -97,75 +95,50 @@ def pick_examples(given: Questions, hard: Questions, seed: int, attempt: int) ->
     """Hard ones of earlier rounds, one of each sub-domain before a second of any; and at least one
     of those given: the form must not drift.
     """
-    rng = random.Random(f"{seed} examples {attempt}")
-    order, turn, seen = rng.sample(hard, len(hard)), {}, Counter()
-    for question in order:
-        turn[question.id] = seen[question.source]
-        seen[question.source] += 1
-    chosen = sorted(order, key=lambda question: turn[question.id])[: SHOTS - 1]
+    rng, parts = random.Random(f"{seed} examples {attempt}"), defaultdict(list)
+    for question in rng.sample(hard, len(hard)):
+        parts[question.source].append(question)
+    turns = itertools.chain(*itertools.zip_longest(*parts.values()))
+    chosen = list(filter(None, turns))[: SHOTS - 1]
     chosen += rng.sample(given, min(len(given), SHOTS - len(chosen)))
     return rng.sample(chosen, len(chosen))
 
 
 _FORM = re.compile(
-    r"Question:\s*(?P<question>.+?)\n(?P<options>(?:[A-Z]\. [^\n]+\n)+)Answer: (?P<letter>[A-Z])"
-    r"(?:\nPart: *(?P<part>[^\n]{1,40}))?",
-    re.DOTALL,
+    r"Question: *(?P<question>(?:(?!Question:|Answer:).+\n)+?)(?P<options>(?:[A-Z]\. .+\n)+)"
+    r"Answer: (?P<letter>[A-J])(?:\nPart: *(?P<part>.{1,40}))?"
 )
 
 
-def parse_draft(reply: str | None, asked: Container = ()) -> Question | str:
-    """The question of a reply in the exact form, or why it is dropped. `asked`: normalised texts.
+def parse_draft(reply: str | None) -> Question | None:
+    """The question of a reply in the exact form; else None.
 
-    >>> parse_draft("Question: Which of these is red?\\nA. blood\\nB. ten\\nAnswer: A")
-    'option letters'
+    >>> parse_draft("Question: Which of these is red?\\nA. blood\\nB. ten\\nAnswer: A") is None
+    True
     """
     text = re.sub(r"\s*\n\s*", "\n", (reply or "").strip())  # blank lines and indents are no fault
-    if not text:
-        return "no reply"
-    match = _FORM.fullmatch(text)
-    if not match or len(re.findall("^(?:Question|Answer):", text, re.MULTILINE)) != 2:
-        return "another form"
-    question, lines = match["question"].replace("\n", " "), match["options"].splitlines()
-    letters, texts = "".join(line[0] for line in lines), tuple(line[3:].strip() for line in lines)
-    if not "ABCDEFGHIJ".startswith(letters) or len(letters) not in OPTIONS:
-        return "option letters"
-    if match["letter"] not in letters:
-        return "answer letter"
-    if len({normalize_answer(option) or option for option in texts}) < len(texts):
-        return "options alike"
-    fits = [len(option.split()) in OPTION_WORDS for option in texts]
-    if len(question.split()) not in QUESTION_WORDS or not all(fits):
-        return "length"
-    if normalize_answer(question) in asked:
-        return "asked before"
-    part = (match["part"] or "synthetic").strip(" .").lower()
-    return Question("", question, [match["letter"]], "choice", texts, source=part)
+    if not (match := _FORM.fullmatch(text)):
+        return None
+    question, options, letter, part = match.groups()
+    letters, texts = zip(*re.findall(r"(.)\. (.+)\n", options), strict=True)
+    different = {normalize_answer(option) or option for option in texts}
+    if "".join(letters) not in LETTERS or letter not in letters or len(different) < len(texts):
+        return None
+    question, part = question.strip().replace("\n", " "), part or "synthetic"
+    return Question("", question, [letter], "choice", texts, source=part.strip(" .").lower())
 
 
-def reordered(draft: Question, turn: int, seed: int) -> Question:
-    """The draft with its options in the order of this turn; the right one moves on by a letter.
-
-    Worked: 4 options, begun at B: the right one is B, C, D, A, B, ... in turns 0, 1, 2, 3, 4.
-    """
-    others = list(draft.options)
-    right = others.pop(ord(draft.answers[0]) - 65)
-    first = random.Random(f"{seed} {draft.question}").randrange(len(draft.options))
-    place = (first + turn) % len(draft.options)
-    order = random.Random(f"{seed} {draft.question} {turn}").sample(others, len(others))
-    order.insert(place, right)
-    return replace(draft, answers=[chr(65 + place)], options=tuple(order))
-
-
-def grade_drafts(llm, drafts: Questions, turns: range, seed: int, result: Counter) -> list[int]:
-    """Of each draft: in how many turns the model meant the right option. Unreadable is wrong."""
-    questions = [reordered(draft, turn, seed) for draft in drafts for turn in turns]
-    replies, right = llm.ask([(ANSWER, question_text(question)) for question in questions]), []
-    for reply, question in zip(replies, questions, strict=True):
-        letter = choice_letter(reply, question.options)
-        result["unreadable"] += letter is None
-        right.append(letter == question.answers[0])
-    return [sum(right[i : i + len(turns)]) for i in range(0, len(right), len(turns))]
+def in_form(texts: list[str | None], asked: set[str], result: Counter) -> Questions:
+    """The drafts that keep the form and ask something new; the rest is counted."""
+    drafts = {}  # normalised question -> draft
+    for text in texts:
+        draft = parse_draft(text)
+        key = draft and normalize_answer(draft.question)
+        if draft and key not in asked | drafts.keys():
+            drafts[key] = draft
+        else:
+            result["asked before" if draft else "another form"] += 1
+    return list(drafts.values())
 
 
 def drafts_in(reply: str | None) -> list[str | None]:
@@ -174,100 +147,67 @@ def drafts_in(reply: str | None) -> list[str | None]:
     return [part for part in parts if part.startswith("Question:")][:DRAFTS] or [reply]
 
 
-def in_form(texts: dict, asked: set[str], result: Counter, parse=parse_draft) -> Questions:
-    """The drafts (id -> text) that keep the form and ask something new; the rest is counted."""
-    drafts, seen = [], set(asked)
-    for name, text in texts.items():
-        draft = parse(text, seen)
-        if isinstance(draft, str):
-            result[draft] += 1
-            continue
-        seen.add(normalize_answer(draft.question))
-        drafts.append(replace(draft, id=name))
-    return drafts
+def reordered(draft: Question, seed: int) -> Question:
+    """The draft with its options in another order: writers have favourite letters.
+
+    Worked: right is B of (w, x, y, z); in the order (z, y, x, w) it is C.
+    """
+    order = random.Random(f"{seed} {draft.question}").sample(draft.options, len(draft.options))
+    place = order.index(draft.options[ord(draft.answers[0]) - 65])
+    return replace(draft, answers=[chr(65 + place)], options=tuple(order))
 
 
-def synthesize(given: Questions, llm, verifier, answerer, settings: SynthesizeSettings) -> Counter:
-    """Fills --out. Counts "made", "requests", each reason to drop one, "unreadable" answers."""
-    path, result = Path(settings.out), Counter(made=0, requests=0)
-    made, first = earlier(path, settings.seed)
-    asked = {normalize_answer(q.question) for q in [*([] if settings.corpus else given), *made]}
-    last = len(given) if settings.corpus else first + settings.count
-    with tqdm(total=settings.count, initial=min(len(made), settings.count), desc="made") as bar:
-        for start in range(first, last, AT_ONCE):
-            if len(made) >= settings.count:
-                break
-            numbers = range(start, min(start + AT_ONCE, last))
-            if settings.corpus:
-                ids = {f"synthetic-{settings.seed}-{n * DRAFTS}": given[n] for n in numbers}
-                fresh = ask_about(ids, llm, verifier, asked, result)
-            else:
-                hard = [question for question in made if question.level == "hard"]
-                examples = [pick_examples(given, hard, settings.seed, number) for number in numbers]
-                requests = [(WRITE, "\n\n".join(map(shown, some))) for some in examples]
-                texts = {}
-                for number, reply in zip(numbers, llm.ask(requests), strict=True):
-                    for i, text in enumerate(drafts_in(reply), number * DRAFTS):
-                        texts[f"synthetic-{settings.seed}-{i}"] = text
-                drafts = in_form(texts, asked, result)
-                harder = llm.ask([(HARDEN, shown(draft)) for draft in drafts])
-                texts = {draft.id: text for draft, text in zip(drafts, harder, strict=True)}
-                drafts = in_form(texts, asked, result)
-                # What fails the votes would fail again.
-                asked |= {normalize_answer(draft.question) for draft in drafts}
-                fresh = check_drafts(drafts, verifier, answerer, result, settings)
-            del fresh[settings.count - len(made) :]
-            append_jsonl(path, map(asdict, fresh))
-            made += fresh
-            result.update(made=len(fresh), requests=len(numbers))
-            bar.update(len(fresh))
-    return result
+def write_drafts(llm, examples: Questions, asked: set[str], result: Counter) -> Questions:
+    """Drafts after these examples, each made harder by a second request."""
+    (reply,) = llm.ask([(WRITE, "\n\n".join(map(shown, examples)))])
+    drafts = in_form(drafts_in(reply), asked, result)
+    return in_form(llm.ask([(HARDEN, shown(draft)) for draft in drafts]), asked, result)
 
 
-def check_drafts(
-    drafts: Questions, verifier, answerer, result: Counter, settings: SynthesizeSettings
-) -> Questions:
-    """The drafts that pass the votes and are not too hard, with their level."""
-    votes = grade_drafts(verifier, drafts, range(VOTES), settings.seed, result)
-    elected = [draft for draft, n in zip(drafts, votes, strict=True) if n == VOTES]
-    result["votes"] += len(drafts) - len(elected)
-    # Other orders than the votes': of one model for both, these would be the same requests.
-    right = grade_drafts(answerer, elected, range(VOTES, VOTES + settings.k), settings.seed, result)
+# --------------------------------------------------------------------------------------- the checks
+def asked_often(llm, instruction: str, texts: list[str], times: int) -> list[list[str | None]]:
+    """So many sampled replies to each text. Equal requests are asked once: each has a number."""
+    turns = [f"{text}\n(attempt {turn + 1})" for text in texts for turn in range(times)]
+    replies = llm.ask([Request(instruction, text, 1.0) for text in turns])
+    return [replies[first : first + times] for first in range(0, len(replies), times)]
+
+
+def check_drafts(drafts: Questions, verifier, answerer, k: int, result: Counter) -> Questions:
+    """The drafts that are always found correct and are not too hard, with their level."""
+    verdicts = asked_often(verifier, VERIFY, list(map(shown, drafts)), VOTES)
+    correct = [d for d, its in zip(drafts, verdicts, strict=True) if all(map(read_verdict, its))]
+    answers = asked_often(answerer, ANSWER, list(map(question_text, correct)), k)
     graded = []
-    for draft, n in zip(elected, right, strict=True):
-        graded.append(replace(reordered(draft, 0, settings.seed), level=bucket(n / settings.k)))
+    for draft, replies in zip(correct, answers, strict=True):
+        right = sum(choice_letter(reply, draft.options) in draft.answers for reply in replies)
+        graded.append(replace(draft, level=bucket(right / k)))
     kept = [draft for draft in graded if draft.level != "dropped"]
-    result["too hard"] += len(graded) - len(kept)
+    result.update({"incorrect": len(drafts) - len(correct), "too hard": len(correct) - len(kept)})
     return kept
 
 
-def question_about(given: tuple[Document, str | None], asked: Container = ()) -> Question | str:
-    """Of a passage and the reply on it, or why it is dropped. `asked`: normalised texts."""
-    passage, reply = given
-    match = re.fullmatch(r"Question: *([^\n]+)\n+Answer: *([^\n]+)", (reply or "").strip())
-    if not match:
-        return "another form"
-    question, answer = match.groups()
-    if normalize_answer(question) in asked:
-        return "asked before"
-    texts = [f" {normalize_answer(text)} " for text in (answer, passage.text, question)]
-    if texts[0] not in texts[1] or texts[0] in texts[2]:
-        return "not in the passage alone"
-    return Question("", question, [answer], references=(passage,), supporting=(1,))
-
-
-def ask_about(passages: dict, llm, verifier, asked: set[str], result: Counter) -> Questions:
-    """Questions on these passages, by id, that the verifier answers alike when it reads them."""
-    replies = llm.ask(
-        [(ABOUT, f"{passage.title}\n{passage.text}") for passage in passages.values()]
-    )
-    texts = dict(zip(passages, zip(passages.values(), replies, strict=True), strict=True))
-    drafts = in_form(texts, asked, result, question_about)
-    asked.update(normalize_answer(draft.question) for draft in drafts)
-    read = reader_answers(verifier, [(draft, draft.references[0].text) for draft in drafts])
-    good = [q for q, its in zip(drafts, read, strict=True) if exact_match(its, q.answers)]
-    result["read otherwise"] += len(drafts) - len(good)
-    return good
+# ------------------------------------------------------------------------------------------ the run
+def synthesize(given: Questions, llm, verifier, answerer, settings: SynthesizeSettings) -> Counter:
+    """Fills --out. Counts "made", "requests" and each reason to drop a draft."""
+    path, seed, result = Path(settings.out), settings.seed, Counter(made=0, requests=0)
+    made, first = earlier(path, seed)
+    asked = {normalize_answer(question.question) for question in [*given, *made]}
+    for number in range(first, first + settings.count):  # one for each question: a run must end
+        if len(made) >= settings.count:
+            break
+        hard = [question for question in made if question.level == "hard"]
+        drafts = write_drafts(llm, pick_examples(given, hard, seed, number), asked, result)
+        asked |= {normalize_answer(draft.question) for draft in drafts}  # discarded: not again
+        drafts = [reordered(draft, seed) for draft in drafts]
+        checked = check_drafts(drafts, verifier, answerer, settings.k, result)
+        fresh = [
+            replace(question, id=f"synthetic-{seed}-{number * DRAFTS + i}")
+            for i, question in enumerate(checked[: settings.count - len(made)])
+        ]
+        append_jsonl(path, map(asdict, fresh))
+        made += fresh
+        result.update(made=len(fresh), requests=1)
+    return result
 
 
 def examples_among(given: Questions) -> Questions:
@@ -291,25 +231,17 @@ def earlier(path: Path, seed: int) -> tuple[Questions, int]:
 
 def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.synthesize", SynthesizeSettings, arguments)
-    if bool(settings.data) == bool(settings.corpus):
-        raise InputError("--data, questions to write after, or --corpus, passages to ask about")
-    if settings.corpus and (settings.answerer or settings.k != SynthesizeSettings.k):
-        raise InputError("--corpus: no difficulty is measured: leave out --answerer and --k")
-    if settings.corpus:
-        given = load_corpus(settings.corpus)
-        random.Random(settings.seed).shuffle(given)
-    else:
-        given = examples_among(load_questions(settings.data, seed=settings.seed))
-    out = Path(settings.out)
-    earlier(out, settings.seed)  # a file to go on with? asked before a model is loaded
+    given = examples_among(load_questions(settings.data, seed=settings.seed))
+    earlier(Path(settings.out), settings.seed)  # before a model is loaded: can the file go on?
     how = {"max_tokens": settings.max_tokens, "device": best_device(), "cache": "runs/llm_cache"}
-    with interruptible(f"what was made is in {out}: the same command goes on"):
+    with interruptible(f"what was made is in {settings.out}: the same command goes on"):
         llm = load_llm(settings.llm, settings, **how)
         specs = settings.verifier, settings.answerer
         others = [load_llm(spec, settings, **how) if spec else llm for spec in specs]
         result = synthesize(given, llm, *others, settings)
-    levels = Counter(question.level or question.task for question in earlier(out, settings.seed)[0])
-    there = f"{out}: {levels.total()} of {settings.count} questions"
+    made = earlier(Path(settings.out), settings.seed)[0]
+    levels = Counter(question.level for question in made)
+    there = f"{settings.out}: {len(made)} of {settings.count} questions"
     for what, counts in ((there, levels), ("this run", result)):
         print(f"{what}: {', '.join(f'{name} {n}' for name, n in counts.items()) or 'none'}")
 

@@ -6,8 +6,13 @@ is "Great Britain".
 
 The last line of the reply must be that one word. Anything else is unreadable: None, and counted;
 then a metric decides. The answer was written by a policy that is paid for a "yes". So it goes in as
-one line of limited length, and the instruction says that it is text to judge. When to Search's
-judge sees no question, and normalised answers (appendix B.4): `blind`.
+one line of limited length, and the instruction says that it is text to judge.
+
+What the judge of an open question sees is the protocol's choice, and stands in each prediction:
+
+    question     the question, the accepted answers and the given one     (UR² D.1)
+    answers      the answers alone                                       (ARENA D.3)
+    normalized   the answers alone, normalised                           (When to Search B.4)
 """
 
 import re
@@ -36,20 +41,22 @@ VERDICT_INSTRUCTION = (
 )
 GRADE_INSTRUCTION = (
     _TASK
-    + "It is correct if its value is the accepted one in any notation; partly correct if it has"
-    " some of the values that were asked for and none that is false, or the right value with a"
-    " slip of unit or form; else it is wrong. End with a line that holds one word only: correct,"
-    " partly or wrong."
+    + "It is correct if it is mathematically the accepted one. Ignore formatting, such as LaTeX"
+    " commands, blanks and capital letters, and take an equivalent expression, such as a factored"
+    " one, for the same. It is partly correct if the accepted answer has several parts and it"
+    " matches only some of them, as one of two roots; else it is wrong. End with a line that holds"
+    " one word only: correct, partly or wrong."
 )
-VERDICTS = {"yes": True, "correct": True, "no": False, "incorrect": False, "wrong": False}
+VERDICTS = {"yes": True, "true": True, "correct": True}
+VERDICTS |= dict.fromkeys(("no", "false", "incorrect", "wrong"), False)
 GRADES = {"correct": 2.0, "partly": 1.0, "wrong": 0.0, "incorrect": 0.0}
 GRADES |= {"partly correct": 1.0, "partially correct": 1.0}
 _LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*")
 
 
-def ask_given(llm, instruction: str, texts: list, readable=bool) -> list[str | None]:
-    """The replies in one batch. A text of None asks nobody and gets None."""
-    requests = [(instruction, text) for text in texts if text]
+def ask_given(llm, instruction: str, texts: list, readable=bool, sampling=()) -> list[str | None]:
+    """Returns the replies of one batch. A text of None asks nobody and gets None."""
+    requests = [(instruction, text, *sampling) for text in texts if text]
     replies = iter(llm.ask(requests, readable) if requests else [])
     return [next(replies) if text else None for text in texts]
 
@@ -57,8 +64,8 @@ def ask_given(llm, instruction: str, texts: list, readable=bool) -> list[str | N
 class Judge:
     """Counts `asked` pairs, `unreadable` verdicts, and of these the `silent`: no reply at all."""
 
-    def __init__(self, llm, blind: bool = False):
-        self.llm, self.blind, self.asked, self.unreadable, self.silent = llm, blind, 0, 0, 0
+    def __init__(self, llm, sees: str = "question"):
+        self.llm, self.sees, self.asked, self.unreadable, self.silent = llm, sees, 0, 0, 0
 
     def verdicts(self, pairs: list[Pair]) -> list[bool | None]:
         """An empty answer is wrong without asking."""
@@ -68,8 +75,7 @@ class Judge:
         return self._ask(pairs, GRADE_INSTRUCTION, GRADES)
 
     def _ask(self, pairs: list[Pair], instruction: str, words: dict) -> list:
-        blind = self.blind
-        texts = [pair_text(*pair, blind) if (pair[1] or "").strip() else None for pair in pairs]
+        texts = [pair_text(*pair, self.sees) if (pair[1] or "").strip() else None for pair in pairs]
         kept = partial(read_verdict, words=words)
         replies = ask_given(self.llm, instruction, texts, lambda reply: kept(reply) is not None)
         read = [read_verdict(reply, words) for reply in replies]
@@ -80,12 +86,13 @@ class Judge:
         return found
 
 
-def pair_text(question: Question, answer: str, blind: bool = False) -> str:
-    """What the judge reads. `blind`: of an open question the answers alone, normalised."""
+def pair_text(question: Question, answer: str, sees: str = "question") -> str:
+    """Returns what the judge reads; without its question a letter or a sum says nothing."""
     golds, asked = question.answers, f"Question: {question_text(question)}\n"
-    if blind and question.task == "qa":
-        *golds, answer = (normalize_answer(text, "delete") for text in [*golds, answer])
+    if question.task == "qa" and sees != "question":
         asked = ""
+    if question.task == "qa" and sees == "normalized":
+        *golds, answer = (normalize_answer(text, "delete") for text in [*golds, answer])
     accepted = " ".join(" | ".join(golds).split())
     given = " ".join(answer.split())[:MAX_ANSWER]
     return f"{asked}Accepted answers: {accepted}\nGiven answer: {given}"

@@ -17,13 +17,14 @@ Left out: streaming, servers that want `max_completion_tokens`.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import queue
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,15 +40,17 @@ from data import clean
 from errors import InputError, setting
 from formats.records import append_jsonl, byte_lines
 from policy import evaluating, frozen_options, load_tokenizer, load_whole, loading, weights_version
-from prompts import chat_text, without_control, without_thinking
+from prompts import chat_text, gaps_of, without_control, without_thinking
 from retrievers.net import Fault, RejectedRequest, fetch_json, host_of, retrying, shown
-from rollout import context_of, encode, end_ids, left_padded, plain_generation
+from rollout import context_of, decode, encode, end_ids, left_padded, plain_generation
 
 CACHE_FOLDER = "llm_cache"  # in --runs, shared by all runs: a reply does not depend on who asked
 ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests under way at once
 RETRIES, BACKOFF = 2, 0.5  # more tries of a request; seconds before the first, then twice that
 REPLY_TOKEN = 64  # characters per token at most: a reply of megabytes would fill the cache
+CONTEXT = 32_768  # tokens that a server holds if it does not say
+SPARE = 128  # tokens of a chat template
 GIVE_UP = 16  # failures in a row, each after all its tries
 DEAD_BATCHES = 3
 PROBE = ("You are asked once whether you are there.", "Reply with the word yes.")
@@ -105,9 +108,7 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -
 
 
 class Cache:
-    """Replies by request, in a JSONL file of `folder`; "" keeps none. A broken line is skipped, and
-    so is one whose checksum is not its own; earlier versions wrote none.
-    """
+    """Replies by request, in a JSONL file of `folder`; "" keeps none. A broken line is skipped."""
 
     def __init__(self, folder: str | Path, name: str, max_tokens: int):
         self.name, self.max_tokens = name, max_tokens
@@ -116,18 +117,10 @@ class Cache:
         self.path = Path(folder, f"{file_name}.jsonl") if folder else None
         if self.path:
             append_jsonl(self.path, [])  # can it be written? better known now than after an hour
-            changed = 0
             for line in byte_lines(self.path):
                 with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
                     record = json.loads(line)
-                    key, reply = record["key"], record["reply"]
-                    if record.get("sum", sum_of(key, reply)) == sum_of(key, reply):
-                        self.replies[key] = reply
-                    else:
-                        changed += 1
-            if changed:
-                said = "replies are not what was written: they are asked for anew"
-                print(f"{self.path}: {changed} {said}", file=sys.stderr)
+                    self.replies[record["key"]] = record["reply"]
 
     def key(self, request: Request) -> str:
         instruction, text, *sampling, most = Request(*request)
@@ -142,17 +135,15 @@ class Cache:
         if self.path:
             key = self.key(request)
             self.replies[key] = reply
-            append_jsonl(self.path, [{"key": key, "reply": reply, "sum": sum_of(key, reply)}])
-
-
-def sum_of(key: str, reply: str) -> str:
-    return hashlib.sha256(f"{key}{reply}".encode(errors="replace")).hexdigest()[:16]
+            append_jsonl(self.path, [{"key": key, "reply": reply}])
 
 
 class LLM:
-    """What both kinds share; each adds `replies(requests)`: each request and its reply or None."""
+    """What both kinds share. Each adds `replies(requests)`: each request and its reply or None; and
+    how much it reads: `positions`, and the `length` of a text.
+    """
 
-    instruction = ""  # of --prompt_file: asked in place of each request's own
+    instruction = ""  # of --prompt_file: asked in place of each request's own, unless a layout
     at_once = THREADS  # requests under way at a time
 
     def __init__(self, name: str, max_tokens: int, cache: str | Path = ""):
@@ -163,15 +154,32 @@ class LLM:
         self.lock = threading.Lock()  # a search that was given up may still be asking
 
     def ask(self, requests: list[Request], readable=bool) -> list[str | None]:
-        """readable: of a reply, is it one that is kept? A server that is ill for a while must not
-        be believed for ever.
+        """Returns the replies without their thinking."""
+        replies = self.ask_whole(requests, readable)
+        return [reply and without_thinking(reply) for reply in replies]
+
+    def ask_whole(self, requests: list[Request], readable=bool) -> list[str | None]:
+        """Returns the replies with what was thought before them.
+
+        readable: of a reply, is it one that is kept? A server that is ill for a while must not be
+        believed for ever.
         """
-        requests = [Request(self.instruction or asked, *rest) for asked, *rest in requests]
+        if own := self.instruction:  # a layout, which the text is made of, has no instruction
+            requests = [("" if gaps_of(own) else own, *rest) for _, *rest in requests]
+        requests = [Request(*request) for request in requests]
         with self.lock:
             replies = {request: self.cache.get(request) for request in requests}
             if missing := [request for request, reply in replies.items() if reply is None]:
                 self.ask_missing(missing, replies, readable)
-        return [reply and without_thinking(reply) for reply in map(replies.get, requests)]
+        return [*map(replies.get, requests)]
+
+    def tail(self, text: str, rest: str, most: int) -> str:
+        """The end of the text: as much as the context holds beside the rest and a reply."""
+        left = self.positions - self.length(rest) - SPARE - min(most, self.positions // 4)
+        if self.length(text) <= left:
+            return text
+        places = range(len(text))
+        return text[bisect.bisect_left(places, -left, key=lambda i: -self.length(text[i:])) :]
 
     def ask_missing(self, missing: list[Request], replies: dict, readable) -> None:
         with contextlib.closing(self.replies(missing)) as fresh:
@@ -188,8 +196,18 @@ class LLM:
             raise InputError(f"{self.name}: {why}: start it again; the replies so far are kept")
 
 
+def guessed_tokens(text: str, **_) -> dict:
+    """Tokenizes for a model elsewhere: 3 bytes each, which is more tokens than most texts have."""
+    return {"input_ids": [0] * -(-len(text.encode()) // 3)}
+
+
+guessed_tokens.unk_token_id, guessed_tokens.decode = 0, str  # nothing that it knows is a tag
+
+
 class ServerLLM(LLM):
     """An OpenAI-compatible server; without "#model" its first. OPENAI_API_KEY is sent if set."""
+
+    tokenizer = staticmethod(guessed_tokens)
 
     def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
         base, _, self.model = spec.partition("#")
@@ -200,6 +218,9 @@ class ServerLLM(LLM):
         self.probe(spec)
         # With the address: two servers may call different models by the same name.
         super().__init__(f"{self.base}#{self.model}", max_tokens, cache)
+
+    def prompt(self, request: Request) -> list[int]:
+        return encode(self.tokenizer, request.instruction + request.text)
 
     def probe(self, spec: str) -> None:
         """One request, tried once: is there a server, and does it take what it will be asked?"""
@@ -214,21 +235,38 @@ class ServerLLM(LLM):
     def fetch(self, path: str, payload: dict | None = None):
         return fetch_json(f"{self.base}/{path}", payload, self.timeout, self.headers)
 
+    @functools.cached_property
+    def positions(self) -> int:
+        """Tokens of its context, which some servers tell (vLLM)."""
+        with contextlib.suppress(Fault, LookupError, TypeError, StopIteration):
+            listed = self.fetch("models")["data"]
+            return next(its["max_model_len"] for its in listed if its["id"] == self.model)
+        return CONTEXT
+
+    def length(self, text: str) -> int:
+        """Tokens at most, of almost any text: the tokenizer is not here."""
+        return -(-len(text.encode()) // 2)
+
     def complete(self, request: Request) -> str | None:
-        """One try. None is an answer without text: the tokens ran out while the model thought."""
-        payload = {"model": self.model, "temperature": request.temperature}
-        payload["max_tokens"] = request.max_tokens or self.max_tokens
+        """One try. None is an answer without text. Some servers give the thinking a field of its
+        own: it goes before the text, and without an end where the tokens ran out in it.
+        """
+        most = request.max_tokens or self.max_tokens
+        payload = {"model": self.model, "temperature": request.temperature, "max_tokens": most}
         if request.temperature:
             payload["top_p"] = request.top_p
         roles = zip(("system", "user"), request[:2], strict=True)
-        payload["messages"] = [{"role": role, "content": text} for role, text in roles]
+        payload["messages"] = [{"role": role, "content": text} for role, text in roles if text]
         reply = self.fetch("chat/completions", payload)
         try:
-            content = reply["choices"][0]["message"]["content"]
-        except (LookupError, TypeError):
+            found = reply["choices"][0]["message"]
+            content = found["content"]
+            thought = found.get("reasoning_content") or found.get("reasoning")
+        except (AttributeError, LookupError, TypeError):
             raise Fault(f"a reply without choices: {shown(json.dumps(reply))}") from None
-        longest = REPLY_TOKEN * payload["max_tokens"]
-        return clean(content[:longest]) if isinstance(content, str) else None
+        if isinstance(thought, str):
+            content = f"<think>{thought}" + (f"</think>{content}" if content else "")
+        return clean(content[: REPLY_TOKEN * most]) if isinstance(content, str) else None
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         todo, done, stop = iter(requests), queue.SimpleQueue(), threading.Event()
@@ -300,6 +338,9 @@ class LocalLLM(LLM):
     def prompt(self, request: Request) -> list[int]:
         return prompt_ids(self.tokenizer, request)
 
+    def length(self, text: str) -> int:
+        return len(encode(self.tokenizer, text))
+
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         prompts = {request: self.prompt(request) for request in requests}
         # Rows of like length together, the longest first: if memory runs out, then at once.
@@ -312,7 +353,9 @@ class LocalLLM(LLM):
             for start in range(0, len(rows), self.at_once):
                 some = rows[start : start + self.at_once]
                 texts = self.generate([prompts[r] for r in some], *sampling)
-                yield from zip(some, texts, strict=True)
+                for request, text in zip(some, texts, strict=True):
+                    end = decode(self.tokenizer, prompts[request][-16:]).rstrip()
+                    yield request, "<think>" * end.endswith("<think>") + text  # as templates do
 
     def generate(self, prompts: Sequence[list[int]], temperature=0.0, top_p=1.0, max_tokens=0):
         ends = end_ids(self.policy, self.tokenizer)

@@ -3,8 +3,9 @@
     reader's answer = reader(question, evidence)
 
 R-Search eq. 4 pays its F1: evidence is good if a model that did not write it can answer from it.
-The reader is of another family, frozen and greedy, and reads the evidence box alone. Without
-evidence nobody is asked; then, and without a reply, the answer is "".
+The reader is of another family and frozen, and reads the evidence box alone. It is greedy, but in
+an evaluation with --decoding paper, where all models sample alike (appendix A.3). Without evidence
+nobody is asked; then, and without a reply, the answer is "".
 """
 
 import re
@@ -13,7 +14,7 @@ from data import Question
 from errors import InputError
 from metrics import exact_match, f1_score, last_boxed
 from other_models.judge import ask_given
-from prompts import find_blocks, question_text, without_thinking
+from prompts import fill, find_blocks, gaps_of, question_values, without_thinking
 
 INSTRUCTION = (
     "You get a passage and, below it, a question. Answer the question from the passage alone, in a"
@@ -23,18 +24,25 @@ INSTRUCTION = (
 _LABEL = re.compile(r"^[\s*]*(?:the )?(?:final )?answer(?: is)?[\s*]*:[\s*]*", re.IGNORECASE)
 
 
-def reader_text(question: Question, evidence: str) -> str:
-    """Evidence first: the tiny models expect their question last."""
-    return f"{evidence.strip()}\n{question_text(question)}"
+LAYOUT = "{evidence}\n{question}"  # the tiny models expect their question last
 
 
-def read_answer(reply: str | None) -> str:
-    """The last <answer> box, the last \\boxed{...}, or the first line behind a label; else "".
+def reader_text(question: Question, evidence: str, layout: str = LAYOUT) -> str:
+    return fill(layout, question_values(question, layout) | {"evidence": evidence.strip()})
+
+
+def read_answer(reply: str | None, whole: bool = False) -> str:
+    """The last <answer> box, the last \\boxed{...}, or the first line behind a label; else "". The
+    reply says what it is asked for in its first line, and what comes behind it is not its answer:
+    "Rome" and a reason in nine other words have F1 2 / (10 + 1) = 0.18 for "Rome" if it is read
+    `whole`, as R-Search's eq. 4 reads it.
 
     >>> read_answer("**Answer:**\\nNorland\\nas told"), read_answer("<answer> Norland </answer>!")
     ('Norland', 'Norland')
     """
     reply = without_thinking(reply or "")
+    if whole:
+        return reply
     if boxes := find_blocks(reply, "<answer>", "</answer>"):
         return boxes[-1].content
     if (boxed := last_boxed(reply)) is not None:
@@ -43,20 +51,28 @@ def read_answer(reply: str | None) -> str:
     return reply.strip().partition("\n")[0].strip()
 
 
-def reader_answers(llm, pairs: list[tuple[Question, str | None]]) -> list[str]:
-    texts = [reader_text(*pair) if (pair[1] or "").strip() else None for pair in pairs]
-    return [read_answer(reply) for reply in ask_given(llm, INSTRUCTION, texts)]
+def reader_answers(
+    llm, pairs: list[tuple[Question, str | None]], whole=False, sampling=()
+) -> list[str]:
+    own = getattr(llm, "instruction", "")  # of --prompt_file
+    layout = own if gaps_of(own) else LAYOUT
+    texts = [reader_text(*pair, layout) if (pair[1] or "").strip() else None for pair in pairs]
+    replies = ask_given(llm, INSTRUCTION, texts, sampling=sampling)
+    return [read_answer(reply, whole) for reply in replies]
 
 
-def add_reader(records: list[dict], llm) -> list[dict]:
-    """R-Search as a search tool: the reader's answer from the evidence alone, its em and f1."""
+def add_reader(records: list[dict], llm, sampling=()) -> list[dict]:
+    """Adds what the reader answers from the evidence alone (R-Search as a search tool).
+
+    sampling   (temperature, top_p) of the reader; () is greedy
+    """
     for number, record in enumerate(records, 1):
         if missing := {"question", "golds", "evidence"} - set(record):
             advice = "give predictions of a protocol with an evidence box"
             raise InputError(f"record {number} has no {min(missing)!r}: {advice}")
     pairs = [(Question("", r["question"], r["golds"]), r["evidence"]) for r in records]
     told = []
-    for record, answer in zip(records, reader_answers(llm, pairs), strict=True):
+    for record, answer in zip(records, reader_answers(llm, pairs, sampling=sampling), strict=True):
         scores = {"reader_em": exact_match(answer, record["golds"], "delete")}  # as R-Search scores
         scores["reader_f1"] = f1_score(answer, record["golds"], "delete")
         told.append(record | {"metrics": record["metrics"] | scores, "reader_prediction": answer})

@@ -9,8 +9,6 @@ import os
 import random
 import signal
 import sys
-import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,22 +23,22 @@ import ppo
 from curriculum import QuestionStream, parse_shares
 from data import Document, Question, corpus_from_questions, draw_some, load_corpus, load_questions
 from errors import InputError, raise_terminated, rank_of
-from other_models.llm import RETRIES, THREADS, frozen_in_8bit
+from other_models.llm import RETRIES, THREADS, frozen_in_8bit, load_llm
 from papers import paper_of
-from plumbing.files import instructions, stage_folder, starting_model
-from plumbing.score import Scorer, load_other
+from plumbing.files import prompt_sections, stage_folder, starting_model
+from plumbing.score import Scorer
 from policy import Policy, load_policy, make_optimizer
 from prompts import PROTOCOLS, Protocol, check_references
 from retriever import make_retriever
 from rewards import check_questions
-from rollout import Environment, SearchFunction, check_prompts, play_by_turns
+from rollout import Environment, SearchFunction, begun, check_prompts, play_by_turns
 from scale.engine import on_servers, play_in_slots
 from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
 from scale.server import SLOWEST, Fleet, generate_on_server, to_serve
 from scale.shards import asked_for, check_alike, check_shardable, shard
 from settings import Settings
-from summarizer import SUMMARY_LOG, WITHOUT_MODEL, make_search, make_summarizer
+from summarizer import FALLBACK_TEXT, SUMMARY_LOG, make_search, make_summarizer, models_in
 from update import Parts, updates_of
 from world.toy import load_toy
 from world.world import LOOK_UPS, World
@@ -142,29 +140,31 @@ def passages(settings: Settings, questions: list[Question]) -> list[Document]:
 
 
 def build_protocol(settings: Settings) -> Protocol:
-    protocol = PROTOCOLS[settings.protocol]
-    instruction = instructions(settings).get("policy", protocol.instruction)
-    tags = [protocol.answer_tags[0] if protocol.answer_tags else "\\boxed"]
-    tags += [protocol.query_tags[0]] if protocol.query_tags and settings.retrieval else []
-    if missing := [tag for tag in tags if tag not in instruction]:
-        why = f"protocol {protocol.name} is read by its tags: say in it how {missing[0]} is written"
-        raise InputError(f"--prompt_file {settings.prompt_file}: {why}")
-    return dataclasses.replace(protocol, instruction=instruction)
+    """With what --prompt_file has for the policy and its summariser, and the fallback's words."""
+    protocol, sections = PROTOCOLS[settings.protocol], prompt_sections(settings)
+    prompts = {k: text for k, text in sections.items() if k.startswith(("policy", "summarizer"))}
+    shown = protocol.fallback_text and (protocol.fallback_text if settings.data else FALLBACK_TEXT)
+    return dataclasses.replace(protocol, prompts=prompts, fallback_text=shown)
 
 
 def build_search(settings: Settings, documents: list, device="cpu", log="") -> SearchFunction:
     """Retriever and summariser. log: in training, where a model's notes are kept."""
-    if PROTOCOLS[settings.protocol].query_tags is None:  # the references come with the question
+    protocol = build_protocol(settings)
+    if protocol.query_tags is None:  # the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
     how = (settings.seed, settings.timeout, str(device), settings.runs)
     retriever = make_retriever(documents, settings, *how)
-    asked = settings.summarizer not in WITHOUT_MODEL
-    llm = load_other(settings, "summarizer", device) if asked else None
-    summarizer = make_summarizer(settings, llm, log)
+    names = sorted(models_in(settings.summarizer))
+    llms = {name: load_llm(name, settings, device=device) for name in names}
+    summarizer = make_summarizer(settings, protocol, llms, log)
     search = make_search(retriever, summarizer, settings.documents_per_search)
-    if asked:  # the model is allowed all its tries of every request, too
+    if llms:  # each model is allowed all its tries of every request, too
         bound, tries = getattr(search, "seconds", lambda _: 0.0), (RETRIES + 1) * settings.timeout
-        search.seconds = lambda some: bound(some) + -(-len(some) // llm.at_once) * tries
+
+        def seconds(some: list) -> float:
+            return bound(some) + sum(-(-len(some) // llm.at_once) for llm in llms.values()) * tries
+
+        search.seconds = seconds
     return search
 
 
@@ -194,7 +194,7 @@ def play_of(settings: Settings):
 def make_accelerator(settings: Settings) -> Accelerator:
     """Processes wait for each other: as long as all searches of one may take, and half an hour."""
     rows = max(settings.questions_per_step * settings.group_size, settings.eval_questions)
-    asks = settings.judge or settings.reader or settings.summarizer not in WITHOUT_MODEL
+    asks = settings.judge or settings.reader or models_in(settings.summarizer)
     rounds = 4 + bool(asks) * rows // THREADS
     if on_servers(settings):  # the turns on a server that does not answer
         rounds += settings.max_turn_tokens * SLOWEST / settings.timeout
@@ -229,30 +229,16 @@ def meet(parts: Parts, doing: str) -> None:
             said = f"waiting for process {before}, which {doing} or does not answer"
             print(f"{said} ({PATIENCE} s so far)", file=sys.stderr)
 
-    thread, waited, heard = begun(arrive, failed), 0, 0
+    thread, waited, heard = begun(arrive, failed.append), 0, 0
     while thread.join(1) or thread.is_alive():  # a handler of a signal runs within `join`
         waited += 1
         heard += bool(getattr(parts.run, "ended", ()))
         if waited == PATIENCE:  # in a thread: if the store is stopped, too, it does not answer
-            begun(name_missing, [])
+            begun(name_missing, [].append)
         if heard > PATIENCE:
             raise_terminated(*parts.run.ended)
-    for error in failed:
+    for error in filter(None, failed):
         raise error
-
-
-def begun(work: Callable, failed: list) -> threading.Thread:
-    """Starts a thread that keeps no process alive, and puts an error of `work` into `failed`."""
-
-    def run() -> None:
-        try:
-            work()
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
 
 
 def check_processes(known: int) -> None:
@@ -314,7 +300,7 @@ def build_parts(settings: Settings) -> Parts:
         check_shardable(settings.optimizer, settings.lora_rank)
     set_threads()
     start, said = starting_model(settings)
-    instructions(settings, strict=True)
+    prompt_sections(settings, strict=True)
     if settings.lora_rank:
         check_peft(settings.lora_rank)
     questions = check_questions(training_questions(settings), settings)
@@ -326,7 +312,8 @@ def build_parts(settings: Settings) -> Parts:
     accelerator.print(said)
     # Not under the barrier below: vectors of a large corpus take hours.
     log = "" if settings.doctor else str(Path(settings.runs, SUMMARY_LOG))
-    search = build_search(settings, documents, device, log)
+    asked = dataclasses.replace(settings, fallback=True)  # queries are turned away
+    search = build_search(asked, documents, device, log)
     in_8bit = "base" in frozen_in_8bit(settings)
     # A resumed LoRA run loads its first weights: what was learned lies beside the sum.
     path = first_model(settings) if settings.lora_rank else start

@@ -40,9 +40,9 @@ from formats.trajectories import append_trajectories, cut_trajectories
 from plumbing.alarms import alarms, report
 from plumbing.record import records_of
 from policy import Batch, check_model_path
-from prompts import PROMPTED
+from prompts import NEEDED, OPTIONAL, PROTOCOLS, SECTIONS, gaps_of
 from settings import Settings
-from summarizer import WITHOUT_MODEL
+from summarizer import models_in
 from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
@@ -128,24 +128,54 @@ def starting_model(settings: Settings) -> tuple[str, str]:
     return settings.model, said
 
 
-def instructions(settings: Settings, strict: bool = False) -> dict[str, str]:
-    """Of --prompt_file: whose instruction -> its text. strict: is there a model for each?"""
-    given, texts = settings.prompt_file, {}
-    owned = given if "=" in given else f"policy={given}"
-    for part in owned.split(",") if given else ():
-        name, _, file = part.strip().partition("=")
-        if name not in PROMPTED:
-            raise InputError(f"--prompt_file {part}: it is one of {', '.join(PROMPTED)}")
-        if strict and getattr(settings, name, name) in ("", "built-in", *WITHOUT_MODEL):
-            why = "no such model is asked here: leave it out"
-            raise InputError(f"--prompt_file {name}=FILE needs --{name} MODEL: {why}")
+def prompt_sections(settings: Settings, strict: bool = False) -> dict[str, str]:
+    """Section -> text of --prompt_file: a folder of NAME.txt (policy.math.txt is policy:math), or a
+    file with a line [NAME] above each text. What stands before the first such line is [policy].
+    strict: is a model asked that has a text in it?
+    """
+    path, texts = Path(settings.prompt_file), {}
+    if not settings.prompt_file:
+        return texts
+    folder = path.is_dir()
+    for file in sorted(path.glob("*.txt")) if folder else [path]:
         try:
-            texts[name] = read_whole(Path(file)).strip()
+            before, *rest = re.split(r"^\[([a-z:]+)\][ \t]*$", read_whole(file), flags=re.MULTILINE)
         except InputError as error:
-            raise InputError(f"--prompt_file {part}: {error}") from None
-        if not texts[name]:
-            raise InputError(f"--prompt_file {part}: the file is empty")
+            raise InputError(f"--prompt_file {error}") from None
+        first = [(file.stem.replace(".", ":") if folder else "policy", before)]
+        pairs = first * bool(before.strip() or not rest)
+        for name, text in [*pairs, *zip(rest[::2], rest[1::2], strict=True)]:
+            if wrong := wrong_with_prompt(name, text.strip(), settings):
+                raise InputError(f"--prompt_file {file}, section {name}: {wrong}")
+            texts[name] = text.strip()
+    models = {"judge": settings.judge, "reader": settings.reader}
+    models["summarizer"] = models_in(settings.summarizer)
+    if strict and not any(models.get(name.partition(":")[0], True) for name in texts):
+        raise InputError(f"--prompt_file {path}: no model that is asked here has a text in it")
     return texts
+
+
+def wrong_with_prompt(name: str, text: str, settings: Settings) -> str:
+    """Is there such a section? Has its text the gaps, and does it name the tags, that it needs?"""
+    if name not in SECTIONS:
+        return f"unknown; one of {', '.join(SECTIONS)}"
+    if not text:
+        return "it is empty"
+    protocol, model, gaps = PROTOCOLS[settings.protocol], name.partition(":")[0], gaps_of(text)
+    needed, others = NEEDED.get(model, "").split(), OPTIONAL.get(model, "").split()
+    if protocol.references_in_prompt and model == "policy":
+        needed.append("references")
+    if wrong := gaps.difference(needed, others) or (gaps and {*needed} - gaps):
+        known = f"of its gaps {needed} are needed, and {others} may be there"
+        return f"the gap {{{min(wrong)}}} is unknown or missing: {known}"
+    answer = (protocol.answer_tags or ["\\boxed"])[0]
+    if not protocol.answer_tags and name.endswith(":choice"):
+        answer = "correct answer is"
+    searches = protocol.query_tags and settings.retrieval and "direct" not in name
+    for tag in (answer, protocol.query_tags[0] if searches else answer):
+        if model == "policy" and tag not in text:
+            return f"protocol {protocol.name} is read by its tags: say in it how {tag} is written"
+    return ""
 
 
 def settings_text(settings: Settings) -> str:

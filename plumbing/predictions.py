@@ -18,7 +18,7 @@ from formats.layouts import TASKS, field, option_texts, wrong
 from formats.records import byte_lines, read_records, report_skipped, short, write_records
 from metrics import PUNCTUATION, score_answer, summary_scores
 from plumbing.report import report
-from prompts import PROTOCOLS
+from prompts import JUDGE_SEES, PROTOCOLS
 
 TEXT_FIELDS = ("prediction", "pred", "pred_ans", "predicted_answer", "output", "response")
 GOLD_FIELDS = ("golds", "golden_answers", "answers", "answer", "ground_truth")
@@ -38,9 +38,11 @@ def as_written(record: dict, number: int) -> dict:
         record = record | {key: record[key]["pred"]}
     field(record, "dataset", str, "")
     task, treated = field(record, "task", str, "qa"), field(record, "punctuation", str, "space")
-    for name, value, known in (("task", task, TASKS), ("punctuation", treated, PUNCTUATION)):
-        if value not in known:
-            raise wrong(name, f"{short(value)} is none of {', '.join(known)}")
+    sees = field(record, "judge_sees", str, "question")
+    known = {"task": TASKS, "punctuation": PUNCTUATION, "judge_sees": JUDGE_SEES}
+    for (name, values), value in zip(known.items(), (task, treated, sees), strict=True):
+        if value not in values:
+            raise wrong(name, f"{short(value)} is none of {', '.join(values)}")
     found = {"prediction": text_of(record, key), "question": text_of(record, "question") or ""}
     found["kind"] = text_of(record, "kind") or text_of(record, "source") or task
     key = first_given(record, ID_FIELDS)
@@ -215,6 +217,9 @@ def score_command(arguments: list[str] | None = None) -> None:
     for name in ("judge", "reader", "in_8bit", "timeout", "runs", "world_seed"):
         kind = {"timeout": float, "world_seed": int}.get(name, str)
         add(f"--{name}", type=kind, default=argparse.SUPPRESS, help="of another model: see eval.py")
+    add(
+        "--judge_sees", default="", choices=["", *JUDGE_SEES], help="of open questions: see eval.py"
+    )
     add("--against", default="", help="predictions of another run (FILE,FILE), compared in pairs")
     add("--punctuation", default="", choices=["", *PUNCTUATION], help="becomes a blank, or nothing")
     add("--markdown", action="store_true", help="print Markdown tables")
@@ -248,4 +253,16 @@ def told_by_others(records: list[dict], given: dict) -> list[dict]:
     settings, device = Settings(**{name: given[name] for name in own}), best_device()
     check_limits(settings)
     reader = build_reader(settings, device) if settings.reader else None
-    return ask_others(records, reader, build_judge(settings, device))
+    sees = given["judge_sees"] or one_judge(records) if settings.judge else ""
+    return ask_others(records, reader, build_judge(settings, device, sees))
+
+
+def one_judge(records: list[dict]) -> str:
+    """Returns what the judge of these predictions sees: as their protocol has it, and one for all
+    rows of a table.
+    """
+    found = sorted({r.get("judge_sees", "question") for r in records if r["prediction"]})
+    if len(found) > 1:
+        how = "give --judge_sees for all of them, or score the files one by one"
+        raise InputError(f"--judge: judges of these predictions see {' or '.join(found)}: {how}")
+    return "".join(found)

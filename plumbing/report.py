@@ -23,8 +23,8 @@ from world.world import KINDS
 
 COLUMNS = """
 em f1 cem rouge1 rouge2 rougeL rouge judged reader_em reader_f1 searched searches successful queries
-refused failed_rows repeated fallbacks format evidence support relevance exact_set set_f1
-all_correct written retrieved shown compression
+refused failed_rows repeated fallbacks documents_cut format evidence support relevance exact_set
+set_f1 all_correct written thinking unfinished retrieved shown compression
 """.split()
 DRAWS, FLIPS = 1000, 10_000
 MEAN_OF_DATASETS = "mean of datasets"  # each counts the same; in "all" each question does

@@ -14,13 +14,13 @@ from other_models.judge import Judge, math_grader, verdicts_on
 from other_models.llm import LLM, LocalLLM, load_llm
 from other_models.reader import add_reader, reader_answers
 from papers import paper_of
-from plumbing.files import instructions
-from prompts import find_answers, find_blocks, number_documents
+from plumbing.files import prompt_sections
+from prompts import PROTOCOLS, find_answers, find_blocks, number_documents
 from retrievers.dense import Encoder
 from rewards import REWARDS, Extras, is_right, needs, tfidf_embedder
 from rollout import encode
-from settings import Settings
-from trajectory import Search, Trajectory
+from settings import Settings, asked_of_others
+from trajectory import Search, Segment, Trajectory
 from world.toy import load_reader
 
 
@@ -127,8 +127,15 @@ def token_numbers(t: Trajectory, tokenizer) -> dict[str, float]:
     """Tokens that it wrote; of its successful searches those of the documents, those that it read
     in their place, and the mean of the ratios: of 10 to 5 and 90 to 10 (2 + 9) / 2 = 5.5. The ratio
     of their means is 100 / 15 = 6.67 (UR² appendix B.6: 11,346 / 761 = 14.91).
+
+    Where its thinking was cut off: `thinking` counts its tokens, which are among those written, and
+    `unfinished` the thoughts without an end. <think>a b</think> <think>c: one of two.
     """
     numbers, ratios = {"written": float(sum(t.response_mask))}, []
+    if thoughts := "".join(s.text for s in t.segments if s.writer == "thought"):
+        unfinished = ["</think>" not in thought for thought in thoughts.split("<think>")[1:]]
+        numbers["thinking"] = float(len(encode(tokenizer, thoughts)))
+        numbers["unfinished"] = float(sum(unfinished))
     if t.protocol.query_tags:
         numbers |= {"retrieved": 0.0, "shown": 0.0}
     for search in successful(t):
@@ -140,11 +147,40 @@ def token_numbers(t: Trajectory, tokenizer) -> dict[str, float]:
     return numbers | ({"compression": sum(ratios) / len(ratios)} if ratios else {})
 
 
+def split_thought(text: str, inside: bool = False) -> tuple[str, str, bool]:
+    """Splits the thinking off a turn: (thoughts, the rest, does a thought go on behind it?).
+
+    inside   whether the turn begins in a thought: before it, the thought had no end
+    >>> split_thought("<think>Kelmouth?</think> Norland")
+    ('<think>Kelmouth?</think>', ' Norland', False)
+    """
+    thought, end, text = text.rpartition("</think>")
+    if inside and not end:
+        return text, "", True
+    text, begin, unfinished = text.partition("<think>")
+    return thought + end + begin + unfinished, text, bool(begin)
+
+
+def without_thinking(t: Trajectory) -> Trajectory:
+    """Marks what the model thought in <think> ... </think> as no text of its own, so that neither
+    format nor answer is looked for in it (ARENA 4.3, note 2: thinking is implicit).
+    """
+    inside, before = False, [Segment("model", t.opened), *t.segments]
+    t.segments, t.opened = [], ""
+    for segment in before:
+        if segment.writer == "model":
+            thought, text, inside = split_thought(segment.text, inside)
+            t.segments += [Segment("thought", thought), Segment("model", text)]
+        else:
+            t.segments.append(segment)
+    return t
+
+
 class Scorer:
     def __init__(self, settings: Settings, documents: list[Document], device):
-        self.settings, needed = settings, needs(settings)
+        self.settings, needed = settings, asked_of_others(settings)
         self.judge: Judge | None = build_judge(settings, device)
-        self.asks = "verdict" in needed or settings.algorithm == "dapo"  # its filter asks too
+        self.asks = "verdict" in needed
         self.reader = build_reader(settings, device) if "reader" in needed else None
         self.embed, self.learns = None, False  # queries -> vectors, for When to Search's similarity
         if "embedder" in needed:
@@ -159,7 +195,7 @@ class Scorer:
         read = [""] * len(trajectories)
         if self.reader:  # evidence without a search was made up: nobody is asked about it
             pairs = [(t.question, t.evidence if t.executed else None) for t in trajectories]
-            read = reader_answers(self.reader, pairs)
+            read = reader_answers(self.reader, pairs, self.settings.whole_reply)
         graded = self.judge and "grade" in needs(self.settings)
         grade = math_grader(trajectories, self.judge) if graded else None
         reward, components = REWARDS[self.settings.reward], []
@@ -182,16 +218,17 @@ class Scorer:
 
 
 def load_other(settings: Settings, name: str, device="cpu") -> LLM:
-    """The model of --judge, --reader or --summarizer, told what --prompt_file has for it."""
-    instruction = instructions(settings).get(name, "")  # before a model is loaded
+    """The model of --judge or --reader, told what --prompt_file has for it."""
+    instruction = prompt_sections(settings).get(name, "")  # before a model is loaded
     llm = load_llm(getattr(settings, name), settings, device=device)
     llm.instruction = instruction
     return llm
 
 
-def build_judge(settings: Settings, device="cpu") -> Judge | None:
-    blind = paper_of(settings.protocol).blind_judge
-    return Judge(load_other(settings, "judge", device), blind) if settings.judge else None
+def build_judge(settings: Settings, device="cpu", sees: str = "") -> Judge | None:
+    """sees: what the judge sees of a question, one of JUDGE_SEES; "" is the protocol's choice."""
+    sees = sees or PROTOCOLS[settings.protocol].judge_sees
+    return Judge(load_other(settings, "judge", device), sees) if settings.judge else None
 
 
 def build_reader(settings: Settings, device="cpu") -> LLM:
@@ -206,9 +243,10 @@ def build_reader(settings: Settings, device="cpu") -> LLM:
     return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
 
 
-def ask_others(records: list[dict], reader: LLM | None, judge: Judge | None) -> list[dict]:
+def ask_others(records: list[dict], reader: LLM | None, judge: Judge | None, how=()) -> list[dict]:
+    """Adds what the reader, sampling by `how`, and the judge say."""
     if reader:
-        records = add_reader(records, reader)
+        records = add_reader(records, reader, how)
         if reader.failures:
             print(f"reader: no answer to {reader.failures} of its requests; they count as wrong")
     if judge:
@@ -237,5 +275,6 @@ def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
             judged = record["metrics"].get("judged")
         elif judged is not None:  # `grades` says 1 for partly, and 2 for right
             judged = PARTLY if judged == 1 and pairs[i][0].task == "math" else float(judged > 0)
-        told.append(record | {"metrics": record["metrics"] | {"judged": judged}})
+        numbers = record["metrics"] | {"judged": judged}
+        told.append(record | {"metrics": numbers, "judge_sees": judge.sees})
     return told

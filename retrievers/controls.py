@@ -1,4 +1,6 @@
-"""Controls for experiments: what is a search worth that finds noise, nothing, the gold passages?"""
+"""Controls for experiments: what is a search worth that finds noise, nothing, the gold passages, or
+all references of the question's own record (ARENA section 4.3)?
+"""
 
 import random
 
@@ -9,7 +11,7 @@ from errors import InputError
 def make_control(name: str, documents: list[Document], seed: int):
     if name == "random":
         return RandomRetriever(documents, seed)
-    return OracleRetriever() if name == "oracle" else EmptyRetriever()
+    return {"oracle": OracleRetriever, "given": GivenRetriever, "empty": EmptyRetriever}[name]()
 
 
 class RandomRetriever:
@@ -43,6 +45,19 @@ class OracleRetriever:
     def search(self, queries: list[str], k: int, questions: list[Question]) -> list[list[Document]]:
         assert len(queries) == len(questions)
         return [gold_passages(question)[:k] for question in questions]
+
+
+class GivenRetriever:
+    """Finds all references of a question's record in their order, whatever the query and k are."""
+
+    needs_questions = True
+
+    def search(self, queries: list[str], k: int, questions: list[Question]) -> list[list[Document]]:
+        for question in questions:
+            if not question.references:
+                how = "give its record a `references` list, or choose a retriever that searches"
+                raise InputError(f"--retriever given: question {question.id} has none: {how}")
+        return [list(question.references) for question in questions]
 
 
 def gold_passages(question: Question) -> list[Document]:

@@ -112,14 +112,18 @@ class SlotCache(Cache):
 
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
     """query [n, heads, C, D], keys and values [n, kv, width, D], mask [n, 1, C, width] ->
-    [n, C, heads, D]. Queries that share a key head become rows of one matrix: no key is repeated.
+    [n, C, heads, D]. No key is repeated: queries that share a key head become rows of one matrix,
+    or, where they are many, they take turns and share the mask, too.
     """
-    n, heads, chunk, size = query.shape
-    group = heads // keys.shape[1]
-    stacked = query.reshape(n, heads // group, group * chunk, size)
-    mask = mask if chunk == 1 else mask.repeat(1, 1, group, 1)
-    out = scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scaling)
-    return out.reshape(n, heads, chunk, size).transpose(1, 2).contiguous(), None
+    n, _, chunk, _ = query.shape
+    by_key = query.unflatten(1, (keys.shape[1], -1))  # [n, kv, group, C, D]
+    if chunk > 1 and n * chunk > CHUNK["cpu"]:  # on a GPU: at 7B seven masks would be 1.1 GiB
+        parts = by_key.unbind(2)
+    else:
+        parts = [by_key.flatten(2, 3)]  # [n, kv, group · C, D]
+        mask = mask if chunk == 1 else mask.repeat(1, 1, by_key.shape[2], 1)
+    out = [scaled_dot_product_attention(x, keys, values, mask, scale=scaling) for x in parts]
+    return torch.stack(out, 2).reshape(query.shape).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("slots", grouped_attention)
@@ -319,7 +323,7 @@ def play_in_slots(policy, environment: Environment, live: list[Trajectory], prog
         return
     model, settings = policy.language_model, environment.settings
     with evaluating(model), policy.autocast():  # around all: the bf16 copy is made once
-        size = max(environment.longest(len(t.prompt_ids)) for t in live)
+        size = max(environment.longest(t) for t in live)
         slots = min(settings.rollout_batch_size or len(live), len(live), affordable(model, size))
         problem = obstacle(model) or ("" if slots else f"no memory for one row of {size} tokens")
         if not problem:
@@ -402,4 +406,4 @@ def affordable(model, size: int) -> int:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # Keys and values of one token in all layers; 16 bytes for one of V logits.
     place = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
-    return int(SHARE * free / (place * (size + 64) + 16 * config.vocab_size))
+    return max(0, int(SHARE * free / (place * (size + 64) + 16 * config.vocab_size)))

@@ -48,6 +48,9 @@ def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
         parameter.requires_grad_(MARK in name)
         if MARK in name:
             parameter.data = parameter.data.float()
+    for layer in lora_layers(model).values():
+        # Trap: peft would keep a copy of each input in fp32, the type of A, for the backward pass.
+        layer.cast_input_dtype_enabled = False
 
 
 def lora_state(model: nn.Module) -> dict[str, torch.Tensor]:

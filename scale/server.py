@@ -30,7 +30,6 @@ import secrets
 import shlex
 import shutil
 import sys
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ from torch.nn.functional import pad
 from errors import FlagParser, InputError, run_main
 from policy import load_policy
 from retrievers.net import Fault, fetch_json, retrying
-from rollout import StopRule, context_of, encode, end_ids
+from rollout import StopRule, begun, context_of, encode, end_ids
 from scale.lora import merged_weights
 from scale.shards import cut, full
 
@@ -87,7 +86,7 @@ class Server:
             for key in keys:
                 reply = reply[key]
             return reply
-        except (KeyError, IndexError, TypeError):
+        except (LookupError, TypeError):
             raise Fault(f"a reply without {key!r}") from None
 
     def version(self) -> str:
@@ -125,37 +124,26 @@ class Server:
             ours = hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()
             theirs = {its for name, its in checksums.items() if name.endswith(f":{file.stem}")}
             if theirs != {ours}:  # a tied head has none, and a reload would leave it as it is
-                why = "is it another model, or is its head tied to the embeddings?"
-                raise Fault(f"its {file.stem} is not the policy's: {why}")
+                raise Fault(
+                    f"its {file.stem} is not the policy's: is it another model, or is its head tied"
+                    " to the embeddings?"
+                )
 
     def sample(self, body: dict) -> tuple:
         """New ids and their log-probs. Trap: the reply's `text` is cut inside the last token."""
         limit = self.timeout + SLOWEST * body["max_tokens"]
         choice = self.ask("/v1/completions", "choices", 0, payload=BODY | body, timeout=limit)
-        try:
+        with contextlib.suppress(KeyError, TypeError):
             new, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             whole = 0 < len(new) == len(logprobs) and choice["finish_reason"] != "abort"
-            whole = whole and math.isfinite(sum(logprobs + new))
-        except (KeyError, TypeError):
-            whole = False
-        if not whole:
-            raise Fault("a turn that is not whole")
-        return new, logprobs
+            if whole and math.isfinite(sum(logprobs + new)):
+                return new, logprobs
+        raise Fault("a turn that is not whole")
 
 
-def start(results: queue.SimpleQueue, owner, work, *arguments) -> None:
-    """Puts (owner, what `work` returns or raises) into `results`, from a thread of its own that
-    keeps no process alive: a run that ends does not wait for the rows under way.
-    """
-
-    def run() -> None:
-        try:
-            found = work(*arguments)
-        except Exception as error:
-            found = error
-        results.put((owner, found))
-
-    threading.Thread(target=run, daemon=True).start()
+def start(results, owner, work, *arguments) -> None:
+    """Puts (owner, what `work` returns or raises) into `results`, from a thread of its own."""
+    begun(lambda: work(*arguments), lambda found: results.put((owner, found)))
 
 
 def first_does(work):
@@ -198,8 +186,10 @@ class Fleet:
                 routes = str(server.ask("/openapi.json", "paths"))
                 for name in ROUTES.split():
                     if f"/{name}'" not in routes:
-                        needed = "vLLM 0.32 or newer, with VLLM_SERVER_DEV_MODE=1"
-                        raise Fault(f"it has no route /{name}; needed is {needed}")
+                        raise Fault(
+                            f"it has no route /{name}; needed is vLLM 0.32 or newer, with"
+                            " VLLM_SERVER_DEV_MODE=1"
+                        )
                 context = server.ask("/v1/models", "data", 0, "max_model_len")
                 if context < self.context:
                     raise Fault(f"its context has {context} tokens, fewer than --max_context")
@@ -247,18 +237,19 @@ class Fleet:
         current, self.alive, stale = first_does(lambda: self.look(version))
         if stale:
             dtype = torch.float32 if self.policy.device.type == "cpu" else torch.bfloat16
-            name = re.sub(r"\W+", "-", f"policy-of-{self.settings.engine}")
-            folder = Path(self.settings.served, name).absolute()
+            folder = Path(
+                self.settings.served, re.sub(r"\W+", "-", f"policy-of-{self.settings.engine}")
+            ).absolute()
             prompt = (self.ids * PROBE)[: min(PROBE, self.context - SAMPLED)]
-            probe = {"temperature": self.settings.temperature, "max_tokens": SAMPLED}
-            probe["prompt"] = prompt
+            probe = {"temperature": self.settings.temperature, "prompt": prompt}
+            probe["max_tokens"] = SAMPLED
 
             def renew(server: Server) -> tuple:
                 server.reload(folder, current)
                 if server not in self.proven:
                     server.prove(folder)
                 self.proven.add(server)
-                return server.sample(probe)
+                return retrying(lambda: server.sample(probe), RETRIES)  # the first one may be slow
 
             try:
                 write_weights(self.policy.language_model, folder, dtype)
@@ -292,14 +283,19 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
         if main := PartialState().is_main_process:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
+            size = dtype.itemsize * sum(its.numel() for its in model.state_dict().values())
+            if shutil.disk_usage(folder).free < size:  # /dev/shm of a container has 64 MB
+                raise OSError(f"no room for {size / 1e6:,.1f} MB")
         for name, weight in merged_weights(model):
             whole = full(weight.to(dtype))  # parts are rounded before they travel
             if main:
                 held = {name: whole.to("cpu", copy=True).contiguous()}
                 save_file(held, folder / f"{name}.safetensors", {"format": "pt"})
     except Exception as error:  # the library has errors of its own for a full disk
-        how = "make room, or name another folder with --served"
-        raise InputError(f"{folder}: weights cannot be written ({error}): {how}") from None
+        raise InputError(
+            f"{folder}: weights cannot be written ({error}): make room, or name another folder with"
+            " --served"
+        ) from None
 
 
 # ------------------------------------------------------------------------------------ the rollout

@@ -282,6 +282,11 @@ def command_line(main, arguments, capsys) -> str:
     return lines[0]
 
 
+def of_fault(number: int, *values):
+    """Returns the values of a parametrized test that injects this fault of docs/trust.md."""
+    return pytest.param(*values, marks=pytest.mark.fault(number))
+
+
 def threads_since(before: list[threading.Thread]) -> set[threading.Thread]:
     """Returns the threads that run now and are not in `before`, which is threading.enumerate()."""
     return {*threading.enumerate()} - {*before}
@@ -328,8 +333,9 @@ class RawServer:
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """`script(path, payload)` -> (status, body), or bytes to be sent raw, or None to say nothing; a
-    GET has the payload None. `posts`: (path, payload) of each POST; `headers`: its headers.
+    """`script(path, payload)` -> (status, body), or bytes to be sent raw, also piece by piece, or
+    None to say nothing; a GET has the payload None. `posts`: (path, payload) of each POST;
+    `headers`: its headers.
     """
 
     request_queue_size = 128  # with the library's 5, sixteen at once wait, or are refused
@@ -360,9 +366,11 @@ class ScriptedHandler(BaseHTTPRequestHandler):
         if reply is None:  # slow beyond every limit
             self.server.released.wait(60)
             return
-        raw = reply if isinstance(reply, bytes) else b"HTTP/1.0 %d X\r\n\r\n%b" % reply
+        if isinstance(reply, tuple):
+            reply = b"HTTP/1.0 %d X\r\n\r\n%b" % reply
         with contextlib.suppress(OSError):
-            self.wfile.write(raw)
+            for raw in [reply] if isinstance(reply, bytes) else reply:
+                self.wfile.write(raw)
 
     def log_message(self, *_):
         pass

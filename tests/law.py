@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SUMS = {"nodes of the product": 137_000, "nodes of the path": 31_500, "nodes of the tests": 221_000}
+SUMS = {"nodes of the product": 137_000, "nodes of the path": 33_000, "nodes of the tests": 227_000}
 FLAGS = 82  # of train.py
 PATH = "prompts trajectory rollout retriever summarizer rewards kl ppo grpo reinforce_pp dapo"
 PATH = {*PATH.split(), "curriculum", "update", "train", "eval"}
@@ -40,7 +40,6 @@ DOORS = {
     "retrievers.serve": "retrievers",  # a server of BM25 loads no torch
 }
 RUNNER = "rewards.py own_reward"  # the one function that runs a user's file
-WRITER = "lab/export.py"  # the one file that writes code: rewards for other trainers
 # Two signatures of transformers hand **options on: its attention's and `generate`.
 RELAYS = {"scale/packing.py packed_attention", "policy.py generate"}
 HIDING = re.compile(r"(__import__|exec|(.*\.)?(import_module|spec_from_file_location|run_path))")
@@ -155,7 +154,7 @@ def broken_in(file: File) -> Iterator[tuple[str, list[ast.AST]]]:
     yield "hidden imports", [n for n in calls if HIDING.fullmatch(ast.unparse(n.func))]
     texts = set(file.of(ast.Constant)) - file.docstrings
     code = [text for text in texts if len(CODE.findall(str(text.value))) > 1]
-    yield "strings that hold code", code if str(file.path) != WRITER else []
+    yield "strings that hold code", code
     taking = [f for f in functions if f.args.kwarg and f"{file.path} {f.name}" not in RELAYS]
     words = [(f.args.kwarg.arg, n) for f in taking for n in ast.walk(f)]
     handed = [(name, n) for name, n in words if isinstance(n, ast.keyword) and n.arg is None]

@@ -2,6 +2,7 @@
 which arms run in which order, what is refused, and what the table and the pictures say.
 """
 
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,6 +25,7 @@ from lab.claims import (
     wanted_arms,
 )
 from papers import paper_of
+from rewards import REWARDS, Extras, example
 
 EM, NEEDLESS = NUMBERS["EM"], NUMBERS["NEEDLESS"]
 UP = Claim("a paper", "with", "without", EM, 5, 0.0, "more is more")
@@ -36,7 +38,7 @@ def result(em=0.0, **more) -> dict:
 
 
 def write_result(runs, arm: str, seed: int, content: dict | None = None, split="test") -> None:
-    made = {"settings": made_with(arm, split), "commit": "abc", "date": "2026-11-22"}
+    made = {"made_with": made_with(arm, split), "eval": {}, "curve": {}}
     write_records(ablate.result_path(runs, arm, seed), [made | (content or {})])
 
 
@@ -118,6 +120,12 @@ def test_numbers_of_curves_and_shares_by_hand():
     # steps 16 to 29 of look-ups: 1 and 3 searches
     early = {"searches/one_hop": [9] * 16 + [1] * 14 + [9], "searches/two_hop": [9] * 16 + [3] * 14}
     assert CLAIMS["unified"].number.measure({"curve": early}) == 2
+    # five steps in a row at 0.8 are the best, the last five are at 0.2; an unasked kind is left out
+    fell = {"em/one_hop": [0.0] * 5 + [0.8] * 5 + [0.2] * 5, "em/two_hop": [None] * 15}
+    assert CLAIMS["crash"].number.measure({"curve": fell}) == pytest.approx(0.6)
+    assert CLAIMS["mixing_equal"].number.measure(
+        {"eval": {"one_hop": {"em": 0.9}, "two_hop": {"em": 0.6}, "arithmetic": {"em": 0.3}}}
+    ) == pytest.approx(0.6)
     # the last 30 steps; in one of them no question of that kind was asked
     late = {"searches/arithmetic": [9.0] * 20 + [None] + [1.0] * 29}
     assert CLAIMS["penalty_needless"].number.measure({"curve": late}) == 1
@@ -170,7 +178,22 @@ def test_what_a_pair_differs_in_by_hand():
     assert told["unified"] == "reward when_to_search_unified, no stage 1"
     assert told["r_a"] == "left_out answer, filter_by total"
     assert told["naive"] == "relevance_reward False, bonus 0.0, kl_estimator k3"
+    assert told["choice"] == "reward ur2_stage2"  # the bonus alone
+    assert told["buckets"] == "no buckets" and told["f1_cem"] == "answer_metric cem"
+    assert told["crash"].startswith("algorithm grpo, clip_high 0.2")
     assert told["sft"] == "no RL: imitates r1_stage1" and told["evidence"] == "nothing"
+
+
+def test_the_arm_with_the_3b_model_s_fine_pays_no_bonus():
+    def paid(arm: str, searches: int, step: int) -> float:
+        settings, t = settings_of(arm, 20, "r"), example("ur2", searches=searches)
+        return sum(REWARDS[settings.reward](t, settings, step, Extras()).values())
+
+    # right 2, in format 1 or fined −1; of two searches the second is a fallback, −0.5
+    assert [paid("ur2_choice_fined", n, 14) for n in (0, 1, 2)] == [1.0, 3.0, 2.5]
+    assert paid("ur2_choice_fined", 0, 15) == 3.0
+    assert [paid("ur2_choice", n, 9) for n in (0, 1, 2)] == [3.0, 3.5, 3.5]  # the bonus alone
+    assert [paid("ur2_choice_plain", n, 0) for n in (0, 1, 2)] == [3.0, 3.0, 2.5]
 
 
 def test_every_arm_is_wanted_by_a_claim_and_brings_the_one_that_it_starts_from():
@@ -179,17 +202,13 @@ def test_every_arm_is_wanted_by_a_claim_and_brings_the_one_that_it_starts_from()
     assert wanted_arms([CLAIMS["sft"]]) == ["r1_stage1", "r1", "r1_sft"]
 
 
-def test_the_hash_of_a_result_hangs_on_settings_start_warm_up_and_split(monkeypatch):
-    assert (made := made_with("ur2", "test")) == made_with("ur2", "test") != made_with("ur2", "dev")
-    assert made != made_with("ur2_no_mask", "test")
-    longer = replace(ARMS["ur2_stage1"], changes=ARMS["ur2_stage1"].changes | {"steps": 21})
-    monkeypatch.setitem(ARMS, "ur2_stage1", longer)  # what it started from
-    assert made_with("ur2", "test") != made
-    monkeypatch.undo()
+def test_what_a_result_was_made_with_names_settings_start_warm_up_and_split(monkeypatch):
+    made = made_with("ur2", "test")
+    assert made["start"]["settings"]["steps"] == 25 and made["settings"]["steps"] == 30
+    assert json.loads(json.dumps(made)) == made  # as it is read again
     paper = paper_of("ur2")
-    other = replace(paper.warm_ups["weak"], bad_query=0.26)
-    monkeypatch.setitem(paper.warm_ups, "weak", other)
-    assert made_with("ur2", "test") != made
+    monkeypatch.setitem(paper.warm_ups, "weak", replace(paper.warm_ups["weak"], bad_query=0.26))
+    assert made_with("ur2", "test") != made != made_with("ur2", "dev")
 
 
 @pytest.mark.parametrize(
@@ -212,42 +231,19 @@ def test_a_bad_command_line_is_one_line_and_runs_nothing(arguments, said, monkey
 # ------------------------------------------------------------------------------ what runs, and when
 
 
-def test_the_arms_of_a_warm_up_run_in_turn_world_by_world(tmp_path):
-    in_turn = ["ur2_stage1", "ur2", "vanilla_rl"]
-    arms = dict.fromkeys([*in_turn, "arena"], range(20, 22))
-    assert ablate.chains(arms, tmp_path, "test") == [
-        (in_turn, 20),
-        (["arena"], 20),
-        (in_turn, 21),
-        (["arena"], 21),
-    ]
-    fewer = {"ur2_stage1": range(20, 22), "arena": range(20, 21)}
-    assert ablate.chains(fewer, tmp_path, "test") == [
-        (["ur2_stage1"], 20),
-        (["arena"], 20),
-        (["ur2_stage1"], 21),
-    ]
+def test_the_arms_of_a_recipe_run_in_turn_world_by_world():
+    jobs = [("ur2_stage1", 20), ("ur2_stage1", 21), ("ur2", 20), ("ur2", 21), ("arena", 20)]
+    in_turn = ["ur2_stage1", "ur2"]
+    assert ablate.chains(jobs) == [(in_turn, 20), (["arena"], 20), (in_turn, 21)]
 
 
-def test_what_has_its_result_is_not_run_again(tmp_path):
-    arms = {"ur2_stage1": [20], "ur2": [20]}
-    write_result(tmp_path, "ur2_stage1", 20)
-    assert ablate.chains(arms, tmp_path, "test") == [(["ur2"], 20)]
-    write_result(tmp_path, "ur2", 20)
-    assert ablate.chains(arms, tmp_path, "test") == []
-
-
-def test_results_of_other_settings_are_told_and_never_mixed_in(tmp_path, capsys):
-    write_result(tmp_path, "arena", 20, {"eval": {}, "curve": {}}, split="dev")
-    write_result(tmp_path, "arena", 21, {"eval": {}, "curve": {}})
-    found, others = ablate.read_results({"arena": [20, 21]}, str(tmp_path), "test")
-    assert list(found) == [("arena", 21)] and len(others) == 1
+def test_a_result_of_other_settings_is_refused_and_one_of_these_is_not_run_again(tmp_path):
+    jobs = [("arena", 20), ("arena", 21)]
+    write_result(tmp_path, "arena", 21)
+    assert list(ablate.read_results(jobs, tmp_path, "test")) == [("arena", 21)]
+    write_result(tmp_path, "arena", 20, split="dev")
     with pytest.raises(InputError, match=r"arena-world20.*other settings: give another --runs"):
-        ablate.chains({"arena": [20]}, tmp_path, "test")
-    ablate.main(["--table", "--only", "em", "--first_world", "20", "--runs", str(tmp_path)])
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and "1 results were made with other settings" in said.err
-    assert "1 runs, commit abc" in said.out  # of this claim's arms
+        ablate.read_results(jobs, tmp_path, "test")
 
 
 def test_a_checkpoint_that_is_gone_is_one_line(tmp_path):
@@ -310,8 +306,9 @@ def ran(monkeypatch):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_failed_arm_takes_along_only_what_starts_from_it(workers, ran, tmp_path, capsys):
-    arms = dict.fromkeys(("ur2_stage1", "ur2", "ur2_no_stage1", "arena"), range(20, 22))
-    ablate.run_all(ablate.chains(arms, tmp_path, "test"), tmp_path, "test", workers)
+    arms = ("ur2_stage1", "ur2", "ur2_no_stage1", "arena")
+    jobs = [(name, seed) for name in arms for seed in (20, 21)]
+    ablate.run_all(ablate.chains(jobs), tmp_path, "test", workers)
     every = {(name, 21) for name in ("ur2_stage1", "ur2", "ur2_no_stage1", "arena")}
     assert set(ran) == every | {("ur2_no_stage1", 20), ("arena", 20)}
     assert ran.index(("ur2_stage1", 21)) < ran.index(("ur2", 21))
@@ -336,36 +333,26 @@ def test_the_table_of_what_is_there_runs_nothing(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(ablate, "run_all", lambda *_: pytest.fail("something was run"))
     for seed, exact in ((20, 0.9), (21, 0.8)):
         for arm, less in (("arena", 0.0), ("arena_no_bonus", 0.5)):
-            scores = {"em": 1.0, "exact_set": exact - less}
-            kinds = dict.fromkeys(("one_hop", "two_hop"), scores)
-            content = {"eval": kinds, "curve": {}, "seconds": 3, "prior": 0.25}
-            write_result(tmp_path, arm, seed, content)
-    flags = ["--table", "--only", "bonus,relevance", "--runs", str(tmp_path), "--arms"]
-    flags += ["--first_world", "20"]
-    ablate.main([*flags, "--markdown"])
+            kinds = {key: {"em": 1.0, "exact_set": exact - less} for key in ("one_hop", "two_hop")}
+            write_result(tmp_path, arm, seed, {"eval": kinds})
+    out = tmp_path / "scores.json"
+    flags = ["--table", "--only", "bonus,relevance", "--runs", str(tmp_path), "--json", str(out)]
+    ablate.main([*flags, "--first_world", "20"])
     lines = capsys.readouterr().out.splitlines()
     # the difference is 0.5 in both worlds: s = 0
     assert "0.85" in lines[2] and "+0.50 [+0.50, +0.50]" in lines[2] and "shows" in lines[2]
     assert "not run" in lines[3]
-    (own,) = [line for line in lines if line.startswith("| arena_no_bonus")]
-    told = [cell.strip() for cell in own.split("|")[2:-1]]
-    assert told[:4] == ["0.25", "1.00", "1.00", "-"] and told[-2:] == ["3", "2"]
-    assert lines[-1].startswith("4 runs, commit abc, settings ") and "2026-11-22" in lines[-1]
+    scores = json.loads(out.read_text())
+    assert len(scores) == 4 and scores["arena_no_bonus-world20"]["one_hop"]["exact_set"] == 0.4
 
 
-def test_curves_of_both_arms_over_worlds(tmp_path, capsys):
+def test_a_picture_has_both_arms_and_needs_their_results(tmp_path):
     pytest.importorskip("matplotlib")
-    names = [f"{what}/{kind}" for what in ("em", "searches") for kind in ("one_hop", "two_hop")]
-    curve = {name: [0.0, None, 1.0] for name in [*names, "searches/arithmetic", "searches/known"]}
-    runs, out = str(tmp_path / "runs"), ["--curves", str(tmp_path / "new"), "--first_world", "20"]
-    with pytest.raises(InputError, match="no result of ur2: run --only stage1 first"):
-        ablate.main([*out, "--runs", runs])
-    for arm in {arm for name in ablate.PICTURES for arm in wanted_arms([CLAIMS[name]])}:
-        for seed in (20, 21):
-            write_result(runs, arm, seed, {"curve": curve})
-    ablate.main([*out, "--runs", runs])
-    assert sorted(path.name for path in tmp_path.glob("new/*.png")) == sorted(
-        f"claim_{name}.png" for name in ablate.PICTURES
-    )
-    one, none, two = ablate.curve_of({"curve": curve | {"em/one_hop": [0.5, None, 0.0]}}, "em")
-    assert (one, two) == (0.25, 0.5) and math.isnan(none)
+    flags = ["--curves", str(tmp_path / "new"), "--first_world", "20", "--only", "mask"]
+    flags += ["--runs", str(tmp_path)]
+    with pytest.raises(InputError, match="no result of ur2: run --only mask first"):
+        ablate.main(flags)
+    for arm in ("ur2", "ur2_no_mask"):
+        write_result(tmp_path, arm, 20, {"curve": {key: [0.0, None, 1.0] for key in ablate.KEPT}})
+    ablate.main(flags)
+    assert [path.name for path in tmp_path.glob("new/*")] == ["claim_mask.png"]

@@ -4,11 +4,10 @@ the numbers behind them from plumbing/score.py.
 
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 from conftest import flags, rows_of, settings_for
+from test_trajectories import needs_node, run_page
 
 import train
 import view
@@ -16,7 +15,6 @@ from data import Document, Question
 from errors import InputError
 from plumbing import build
 from plumbing.alarms import PATIENCE, SAID, alarms, shift, spikes
-from plumbing.page import VIEWER
 from plumbing.score import gold_recall, numbers_of, step_searches
 from prompts import PROTOCOLS
 from rewards import example
@@ -224,16 +222,13 @@ def test_a_run_prints_and_keeps_its_alarm_and_a_resumed_one_knows_it(model, tmp_
     assert SAID["cut_off"] in (tmp_path / "page" / "data" / "index.js").read_text()
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's own list")
+@needs_node
 def test_the_page_lists_alarms_by_their_place_among_all_steps():
     rows = [{"step": 0}, {"step": 1, "alarms": {"a": "A", "b": "B"}}]
     stages = [{"name": name, "metrics": rows} for name in ("stage1", "stage2")]
-    code = (VIEWER / "page.js").read_text().replace('"use strict";', "")
-    code = "globalThis.document = {getElementById: () => ({})};" + code
-    code += f"console.log(JSON.stringify(alarms({json.dumps(stages)})));"
-    told = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True).stdout
     places = [(1, "stage1, step 1"), (3, "stage2, step 1")]
-    assert json.loads(told) == [[*place, said] for place in places for said in "AB"]
+    expected = [[*place, said] for place in places for said in "AB"]
+    assert run_page(f"alarms({json.dumps(stages)})") == expected
 
 
 def files_of(folder) -> dict:

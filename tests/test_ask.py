@@ -103,30 +103,16 @@ def test_what_is_heard_is_the_trajectory(trained, monkeypatch, session):
     assert rows[1].response_ids == rows[0].response_ids
 
 
-def test_another_question_each_time_and_one_that_stages_answer_in_turn(session, trained):
-    named = ("--name", "ur2-world0-seed0")
-    said = session("/try", "/try", given=named)
+def test_another_question_each_time(session):
+    said = session("/try", "/try", given=("--name", "ur2-world0-seed0"))
     assert len({line for line in said.splitlines() if line.startswith("question: ")}) == 2
-    said = session("/step all", KNOWN, "/step 0", KNOWN, given=named)
-    folder = f"{trained}/ur2-world0-seed0"
-    heads = [line.split("/checkpoint")[0] for line in said.splitlines() if line.startswith("-- ")]
-    assert heads == ["-- the built-in one, before RL", f"-- {folder}/stage1", f"-- {folder}/stage2"]
-    assert said.count(f"question: {KNOWN}") == 4
 
 
-def test_passages_and_retriever_change_what_is_searched(session, monkeypatch, closed_port):
-    made, kept = [], ask.build.build_search
-
-    def noted(settings, documents, device):
-        made.append((settings.retriever, settings.documents_per_search, len(documents)))
-        return kept(settings, documents, device)
-
-    monkeypatch.setattr(ask.build, "build_search", noted)
-    session(KNOWN, "/retriever empty", KNOWN, "/retriever bm25", KNOWN, "/k 2")
-    count = len(World(0).documents)
-    assert made == [("bm25", 1, count), ("empty", 1, 0), ("bm25", 2, count)]
-    # nobody listens there: that is told to the model, and the session goes on
-    assert "searches; answer" in session(f"/retriever http://127.0.0.1:{closed_port}", KNOWN)
+def test_a_server_that_is_not_there_is_one_line(refused, closed_port):
+    url = f"http://127.0.0.1:{closed_port}"
+    assert "no retriever answers" in refused(
+        "--stage", 0, "--retriever", "http", "--retriever_url", url
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,10 +120,6 @@ def test_passages_and_retriever_change_what_is_searched(session, monkeypatch, cl
     [
         ("/foo", "error: /foo: unknown; /help lists them"),
         ("/sav x", "did you mean /save?"),
-        ("/k some", "error: /k some: how many passages per search? A number"),
-        ("/k 0", "--documents_per_search 0: must be at least 1"),
-        ("/retriever bm", "--retriever bm: unknown; one of "),
-        ("/step 7", "error: /step 7: one of 0, 1, 2, all"),
         ("/save /tmp/x.html", "error: /save: nothing was asked yet"),
         ("who is zork ?", "knows only its own world's words; try: "),
     ],
@@ -170,11 +152,6 @@ def test_a_model_or_a_disk_that_breaks_is_told_and_the_session_goes_on(session, 
 
     monkeypatch.setattr(ask, "rollout", broken)
     assert "error: RuntimeError: no kernel" in session(KNOWN, "/help")
-
-
-def test_passages_are_no_setting_where_nothing_is_searched(session, monkeypatch):
-    monkeypatch.setattr(ask.Session, "model", lambda *_: None)  # none is warmed up
-    assert "searches nothing: leave it out" in session("/k 3", given=("--recipe", "arena"))
 
 
 def test_pale_in_a_terminal_unless_colours_are_not_wanted(monkeypatch):
@@ -276,6 +253,3 @@ def test_rollout_itself_shows_a_scripted_trajectory_and_its_mask(monkeypatch, ca
     assert "ids: [75, 104, 117, " in asked  # H, e, r: the byte and three
     assert found.startswith("documents:") and found.endswith("mask: {0}")
     assert answered.startswith("model: 'So it is") and answered.endswith("mask: {1}\n")
-    monkeypatch.setattr(sys, "argv", ["rollout.py", "a question"])
-    with pytest.raises(InputError, match="to ask: python"):
-        show_script()

@@ -4,12 +4,13 @@ asserted.
 
 import copy
 import pickle
+import re
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from conftest import random_policy, small
+from conftest import message, random_policy, small
 from processes import start_server
 from transformers import GPT2Config, Qwen2Config
 
@@ -203,21 +204,19 @@ def test_a_variant_of_another_formula_is_timed_and_not_compared(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "told"),
     [
         ("rollout --only slot", r"--only slot: unknown; one of .* \(did you mean slots\?\)"),
         ("rollout --repeats 0", "--repeats 0: must be at least 1"),
         ("rolout", "invalid choice"),
-        ("rollout --engine hf", "--engine hf: slots"),
+        ("rollout --engine hf", "unknown flag --engine"),
         ("rollout --model 9B", "--model 9B: neither"),
         ("rollout --vocab 1", "--vocab 1: must be at least 2"),
         ("retrieval --device cuda", "leave --device out"),
     ],
 )
-def test_what_has_no_meaning_is_one_line_before_anything_runs(words, message):
-    with pytest.raises(InputError, match=message) as error:
-        bench.main(words.split())
-    assert "\n" not in str(error.value)
+def test_what_has_no_meaning_is_one_line_before_anything_runs(words, told):
+    assert re.search(told, message(bench.main, words.split()))
 
 
 def test_only_leaves_the_other_variants_out():

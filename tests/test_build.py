@@ -3,19 +3,20 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import threading
 from types import SimpleNamespace
 
 import pytest
-from conftest import chat_server, message
+from conftest import chat_server, message, of_fault
 
 from data import Document, Question, SearchRequest
 from errors import InputError
 from formats.manifest import seal
 from papers import RECIPES
 from plumbing import build, score
-from plumbing.files import checkpoints, stage_folder, starting_model
+from plumbing.files import checkpoints, prompt_sections, stage_folder, starting_model
 from prompts import PROTOCOLS
 from retrievers.serve import RetrievalServer
 from rewards import check_questions
@@ -72,9 +73,8 @@ def test_without_retrieval_no_question_may_search_and_of_a_file_alone_nothing_is
     ],
 )
 def test_what_arena_s_prompt_lacks_is_one_line_before_a_model_is_loaded(protocol, question, said):
-    with pytest.raises(InputError, match=f"question q .*{said}") as error:
-        build.as_asked([Question("q", "?", ["a"], **question)], Settings(protocol=protocol))
-    assert "\n" not in str(error.value)
+    asked = [Question("q", "?", ["a"], **question)], Settings(protocol=protocol)
+    assert re.search(f"question q .*{said}", message(build.as_asked, *asked))
     assert build.as_asked([Question("q", "?", ["a"])], Settings())  # the others read none
 
 
@@ -98,25 +98,47 @@ def test_held_out_questions_are_drawn_with_the_seed_and_not_trained_on():
 TAGGED = "Be brief: <|begin_of_query|> ask, \\boxed{} answer."  # the tags must be in it
 
 
-def test_a_prompt_file_replaces_the_instruction_and_nothing_else(tmp_path):
-    (tmp_path / "p.txt").write_text(f"  {TAGGED}\n")
-    ours = build.build_protocol(Settings(prompt_file=str(tmp_path / "p.txt")))
-    assert ours == dataclasses.replace(PROTOCOLS["ur2"], instruction=TAGGED)
+def prompted(tmp_path, text, **given) -> Settings:
+    (tmp_path / "p.txt").write_text(text)
+    return Settings(prompt_file=str(tmp_path / "p.txt"), **given)
 
 
-def test_a_prompt_file_may_be_another_models(tmp_path, monkeypatch):
-    (tmp_path / "p.txt").write_text(TAGGED)
-    names = ("policy", "judge", "reader", "summarizer")
-    files = ",".join(f"{name}={tmp_path}/p.txt" for name in names)
-    settings = Settings(prompt_file=files, judge="m", reader="m", summarizer="m", retriever="empty")
+def test_a_prompt_file_without_sections_is_the_policys_instruction_and_nothing_else(tmp_path):
+    ours = build.build_protocol(prompted(tmp_path, f"  {TAGGED}\n"))
+    # the built-in world's tiny models know no other words for a fallback
+    changes = {"prompts": {"policy": TAGGED}, "fallback_text": FALLBACK_TEXT}
+    assert ours == dataclasses.replace(PROTOCOLS["ur2"], **changes)
+
+
+def test_a_file_has_sections_a_folder_has_files_and_both_say_the_same(tmp_path):
+    sections = {
+        "policy": TAGGED,
+        "policy:direct:math": "A \\boxed{sum}.",
+        "judge": "Is [it]?\n[no 1]",
+    }
+    text = TAGGED + "".join(f"\n[{name}] \n{sections[name]}\n" for name in [*sections][1:])
+    settings = prompted(tmp_path, text, judge="m")
+    assert prompt_sections(settings) == sections
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    for name, words in sections.items():
+        (folder / f"{name.replace(':', '.')}.txt").write_text(words)
+    assert prompt_sections(dataclasses.replace(settings, prompt_file=str(folder))) == sections
+    # the judge's is no prompt of the policy, and another one makes no other predictions
+    assert build.build_protocol(settings).prompts.keys() == {"policy", "policy:direct:math"}
+
+
+def test_judge_and_reader_are_told_what_the_prompt_file_has_for_them(tmp_path, monkeypatch):
+    text = "[judge]\nBe just.\n[reader]\nRead {evidence}: {question}"
+    settings = prompted(tmp_path, text, judge="m", reader="m")
     llm = SimpleNamespace()
     monkeypatch.setattr(score, "load_llm", lambda *_, **__: llm)
-    build.instructions(settings, strict=True)
-    assert build.build_protocol(settings).instruction == TAGGED
-    for ask in (score.build_judge, score.build_reader, lambda its: build.build_search(its, [])):
-        llm.instruction = ""
+    for ask, told in (
+        (score.build_judge, "Be just."),
+        (score.build_reader, "Read {evidence}: {question}"),
+    ):
         ask(settings)
-        assert llm.instruction == TAGGED
+        assert llm.instruction == told
 
 
 def test_a_prompt_file_that_is_a_pipe_is_not_waited_for(tmp_path):
@@ -125,29 +147,44 @@ def test_a_prompt_file_that_is_a_pipe_is_not_waited_for(tmp_path):
         build.build_protocol(Settings(prompt_file=str(tmp_path / "pipe")))
 
 
-def test_a_prompt_file_without_the_tags_that_are_read_is_one_line(tmp_path):
-    (tmp_path / "p.txt").write_text("Be brief: \\boxed{} answer.")
-    settings = Settings(prompt_file=str(tmp_path / "p.txt"))
+def test_a_prompt_without_the_tags_that_are_read_is_one_line(tmp_path):
+    settings = prompted(tmp_path, "Be brief: \\boxed{} answer.")
     said = message(build.build_protocol, settings)
     assert "protocol ur2 is read by its tags: say in it how <|begin_of_query|> is written" in said
     build.build_protocol(dataclasses.replace(settings, retrieval=False))  # it may not search
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "text, said",
     [
-        ("judge={}/none.txt", "none.txt"),
-        ("judge={}/empty.txt", "empty.txt: the file is empty"),
-        ("policy={}/p.txt, juge={}/none.txt", "none.txt: it is one of policy, judge, reader"),
-        ("summarizer={}/p.txt", "needs --summarizer MODEL"),
-        ("reader={}/p.txt", "needs --reader MODEL"),
+        ("[judge]\n \n[reader]\nRead.", "p.txt, section judge: it is empty"),
+        (" \n", "p.txt, section policy: it is empty"),
+        ("[juge]\nBe just.", "section juge: unknown; one of judge, reader, policy, policy:direct,"),
+        ("[policy:maths]\nAdd.", "section policy:maths: unknown"),
+        ("[policy:direct]\nAdd.", "section policy:direct: .* say in it how .boxed is written"),
+        ("[policy:choice]\n<|begin_of_query|>", "how correct answer is is written"),
+        ("[summarizer]\nBe brief.", "p.txt: no model that is asked here has a text in it"),
+        ("[judge]\nIs {gold} right?", "section judge: the gap {gold} is unknown or missing"),
+        ("[reader]\nRead {evidence}.", "the gap {question} is unknown or missing"),
+        ("[policy:math]\n{options} \\boxed{}", "the gap {question} is unknown or missing"),
+        ("[policy]\n{question} {evidence}", "policy: the gap {evidence} is unknown or missing"),
+        ("[policy]\n{question} {references}", "the gap {references} is unknown or missing"),
+        ("[summarizer:math]\n{query}", "section summarizer:math: the gap {documents} is"),
     ],
 )
-def test_a_prompt_file_that_cannot_be_used_is_one_line(given, said, tmp_path):
-    (tmp_path / "p.txt").write_text("Be brief.")
-    (tmp_path / "empty.txt").write_text(" \n")
-    settings = Settings(prompt_file=given.replace("{}", str(tmp_path)), judge="m")
-    assert said in message(build.instructions, settings, True)
+def test_a_prompt_file_that_cannot_be_used_is_one_line_with_its_section(text, said, tmp_path):
+    with pytest.raises(InputError, match=said) as error:
+        prompt_sections(prompted(tmp_path, text), strict=True)
+    assert "\n" not in str(error.value)
+
+
+def test_of_arena_a_layout_has_references_and_an_empty_folder_is_one_line(tmp_path):
+    tags = "<answer> a </answer> {question}"
+    said = message(prompt_sections, prompted(tmp_path, tags, protocol="arena"))
+    assert "the gap {references} is unknown or missing" in said
+    (tmp_path / "empty").mkdir()
+    said = message(prompt_sections, Settings(prompt_file=str(tmp_path / "empty")), True)
+    assert "empty: no model that is asked here has a text in it" in said
 
 
 @pytest.mark.parametrize(
@@ -156,15 +193,14 @@ def test_a_prompt_file_that_cannot_be_used_is_one_line(given, said, tmp_path):
         ("--corpus {}/none.jsonl", "no such file"),
         ("--corpus {}/empty.jsonl", "empty"),
         ("--prompt_file {}/none.txt", "--prompt_file"),
-        ("--start_from {}/none", "none"),
+        of_fault(257, "--start_from {}/none", "^--start_from .*none: no such directory"),
     ],
 )
 def test_what_is_missing_stops_before_the_model_is_loaded(flags, said, tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").write_text("")
     monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
-    with pytest.raises(InputError, match=said) as error:
-        build.build_parts(parse(f"{flags} --runs {{}}".format(tmp_path, tmp_path).split()))
-    assert "\n" not in str(error.value)
+    words = f"{flags} --runs {{}}".format(tmp_path, tmp_path).split()
+    assert re.search(said, message(build.build_parts, parse(words)))
 
 
 # ----------------------------------------------------------------------------------------- search
@@ -188,7 +224,8 @@ def test_a_protocol_that_asks_nothing_builds_no_retriever(monkeypatch):
 def test_a_model_that_summarises_has_its_time_and_its_log(monkeypatch, tmp_path):
     """A search waits for all tries of its model too: three of --timeout for each of its turns."""
     model = SimpleNamespace(ask=lambda requests: ["Notes."], at_once=16, rejected=())
-    monkeypatch.setattr(score, "load_llm", lambda *_, **__: model)
+    model.tail = lambda text, *_: text
+    monkeypatch.setattr(build, "load_llm", lambda *_, **__: model)
     settings, log = Settings(retriever="oracle", timeout=5.0), tmp_path / "log.jsonl"
     assert not hasattr(build.build_search(settings, []), "seconds")
     settings = dataclasses.replace(settings, summarizer="m")
@@ -201,6 +238,10 @@ def test_a_model_that_summarises_has_its_time_and_its_log(monkeypatch, tmp_path)
     assert build.build_search(settings, []).seconds(asked[:40]) == 1 + 3 * 15  # one query
     assert search(asked[:1])[0].text == "Notes."
     assert json.loads(log.read_text())["summary"] == "Notes."
+    both = dataclasses.replace(
+        settings, summarizer="math=a,choice=none,other=b", retriever="oracle"
+    )
+    assert build.build_search(both, []).seconds(asked[:17]) == 1 + 2 * 2 * 15  # two models
 
 
 def test_pages_of_the_web_go_whole_to_the_summariser_which_may_turn_a_query_away(

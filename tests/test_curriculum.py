@@ -303,6 +303,38 @@ def test_kinds_and_buckets_share_out_a_step_at_once():
     assert one == {"hotpotqa:medium": 2, "hotpotqa:hard": 6, "2wiki:medium": 2, "2wiki:hard": 6}
 
 
+@pytest.mark.parametrize(
+    "stage, expected",
+    [
+        # 64 · 200 / 350 = 36.6
+        (1, {"hotpotqa:medium": 37, "2wiki:medium": 27}),
+        # 64 · 2561 / 8148 = 20.1, then 15.7, 8.5 and 19.6: the two largest remainders round up
+        (2, {"hotpotqa:medium": 20, "hotpotqa:hard": 16, "2wiki:medium": 8, "2wiki:hard": 20}),
+    ],
+)
+def test_r1_searchers_table_1(stage, expected):
+    kinds = ("hotpotqa_bridge", "hotpotqa_comparison", "2wiki_inference")
+    data = [
+        replace(question, source=kind, id=f"{kind} {question.id}")
+        for kind in kinds
+        for question in levelled(easy=40, medium=40, hard=40)
+    ]
+    found = resolve("r1_searcher", stage, False, {"difficulty": "level"})
+    dealer = by_level(data, 64, mix=found.mix, buckets=found.buckets)
+    dealt = [question for step in range(9) for question in dealer.take(step)]
+    assert dealer.counts == expected and {q.kind for q in dealt} == set(kinds)
+    first = Counter(f"{q.kind.split('_')[0]}:{q.level}" for q in dealt[:64])
+    assert first == expected
+    # without --difficulty its data come as they are
+    assert (resolve("r1_searcher", stage, False).mix, found.mix != "") == ("", True)
+
+
+def test_a_whole_kind_wins_over_its_beginning():
+    data = pool(hotpotqa_bridge=9, hotpotqa_comparison=9)
+    dealt = stream(data, 6, "hotpotqa=2,hotpotqa_bridge=1").take(0)
+    assert Counter(q.kind for q in dealt) == {"hotpotqa_bridge": 2, "hotpotqa_comparison": 4}
+
+
 def test_the_papers_buckets_want_a_difficulty_and_the_user_s_replace_the_tiny_mix():
     assert resolve("ur2", 2, False).buckets == "" != resolve("r_search", 1, True).mix
     assert resolve("ur2", 2, True, {"difficulty": "d", "buckets": "hard=1"}).mix == ""
@@ -314,9 +346,6 @@ def test_dropped_questions_alone_are_an_error_that_says_how_to_train_on_them():
 
 
 # -------------------------------------------------------------------------------------- task mixing
-
-
-EASY_MATH = ("math", "easy")
 
 
 @pytest.mark.parametrize(
@@ -331,11 +360,21 @@ EASY_MATH = ("math", "easy")
     ],
 )
 def test_open_questions_always_search_and_math_only_if_hard(task, name, expected):
-    question = Question("1", "?", ["!"], task, level=name)
-    assert may_search(question, frozenset()) == expected
-    assert may_search(question, frozenset({"1"})) == (expected or task == "choice")
-    # Llama had easy math in place of hard, and of it the prompt that searches (appendix C.5)
-    assert may_search(question, frozenset(), "easy") == (task == "qa" or (task, name) == EASY_MATH)
+    question, hard = Question("1", "?", ["!"], task, level=name), {"hard": 1, "dropped": 1}
+    assert may_search(question, frozenset(), hard) == expected
+    assert may_search(question, frozenset({"1"}), hard) == (expected or task == "choice")
+
+
+def test_half_of_llamas_easy_math_searches():
+    # C.5: easy : medium 2 : 1, as hard math is not there. A third of 3,000 searches, all easy
+    llama = resolve("ur2", 2, False, {"variant": "llama_8b", "difficulty": "level"})
+    given = {"buckets": llama.buckets.split(",hard")[0], "math_searches": llama.math_searches}
+    dealer = by_level(levelled("math", medium=1000, easy=2000), 3, task_mixing=True, **given)
+    assert dealer.counts == {"math:medium": 1, "math:easy": 2}
+    allowed = epoch_of(dealer, 1000)  # every question once
+    # by lot: 2,000 · 0.5 · 0.5 = 500, and its root is 22
+    assert len(allowed) == 3000 and abs(sum(allowed.values()) - 1000) < 70
+    assert all("easy" in name for name, may in allowed.items() if may)
 
 
 def test_of_hard_choices_alone_exactly_half_may_search():

@@ -8,12 +8,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from conftest import message
+from conftest import message, of_fault
 
 import data
 from data import (
     Document,
     Question,
+    SearchRequest,
     corpus_from_questions,
     first_layout,
     load_attempts,
@@ -21,10 +22,11 @@ from data import (
     load_datasets,
     load_questions,
 )
-from errors import InputError
 from formats.layouts import ATTEMPT_LAYOUTS, CORPUS_LAYOUTS, ID_FIELDS, LAYOUTS, detect
 from formats.records import append_jsonl, finished_records
+from plumbing.build import build_search
 from retrievers.controls import gold_passages
+from settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 SLICES = ROOT.parent / "shared" / "data"
@@ -77,6 +79,14 @@ VERL = {
 }
 PLAIN = {"id": "p1", "question": "Who?", "answer": "Ana", "source": "x", "level": "easy"}
 ROLLOUTS = {**R1, "pred_anses": ["", " Ana "]}
+IRCOT = {
+    "dataset": "hotpotqa",
+    "level": "hard",
+    "question_id": "h1",
+    "question_text": "Which?",
+    "answers_objects": [{"number": "", "date": {}, "spans": ["yes", "it is"]}],
+    "contexts": MUSIQUE["paragraphs"],
+}
 
 
 def without(record, *names):
@@ -128,6 +138,7 @@ EXAMPLES = {
     "math": [MATH, MINERVA, {**without(MATH, "problem"), "question": "1 + 1?", "id": 0}],
     "gsm8k": [GSM8K],
     "verl": [VERL],
+    "ircot": [IRCOT, {name: IRCOT[name] for name in IRCOT if name != "dataset"}],
     "plain": [PLAIN, without(PLAIN, "id", "source", "level")],
 }
 
@@ -387,10 +398,6 @@ def test_a_csv_file_is_refused_with_a_line_that_converts_it(write, tmp_path):
 Q2 = {**OWN, "id": "q2"}
 
 
-def fault(number, record, expected):
-    return pytest.param(record, expected, marks=pytest.mark.fault(number))
-
-
 BAD_SECOND_LINES = [
     ('{"id": "q2", "question"', "not valid JSON ( column 24"),
     ("[1]", "expected an object {...}, found a list"),
@@ -404,7 +411,7 @@ BAD_SECOND_LINES = [
     ({**Q2, "references": ["x"]}, "'references', item 1 an object"),
     (OWN, "'id': duplicate 'q1' line 1"),
     # {"id": "q2", and a blank are 13 bytes, "question": a blank and a quote 13, caf 3
-    fault(225, b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', "byte 30 UTF-8"),
+    of_fault(225, b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', "byte 30 UTF-8"),
 ]
 
 
@@ -444,12 +451,12 @@ BAD_FIRST_LINES = [
     ({**VERL, "extra_info": {"index": [3]}}, "'extra_info.index'"),
     ({**OWN, "task": "choice", "options": ["a", "b"]}, "'answers': 'Ana' is none of the 2 options"),
     ({**OWN, "references": [{"id": None, "text": "x"}]}, "field 'id' is missing"),
-    fault(
+    of_fault(
         224, r'{"id": "q2", "question": "a \ud83d?", "answers": ["a"]}', "surrogates not allowed"
     ),
-    fault(226, {**OWN, "answers": 5}, "'answers' 5"),
-    fault(227, '{"id": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON"),
-    fault(230, '{"id": NaN, "question": "Who?", "answers": ["a"]}', "field 'id'"),
+    of_fault(226, {**OWN, "answers": 5}, "'answers' 5"),
+    of_fault(227, '{"id": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON"),
+    of_fault(230, '{"id": NaN, "question": "Who?", "answers": ["a"]}', "field 'id'"),
     ('{"id": ' + "9" * 5000 + "}", "not valid JSON"),
     ({"id": "q2", "question": "Who?" * 2_500_000, "answers": 5}, "'answers'"),  # one line of 10 MB
 ]
@@ -496,6 +503,10 @@ FIELDS = {
         | {"question_decomposition": IGNORED, "paragraphs": "[]"},
     ),
     "verl": (VERL, {"data_source": OPTIONAL, "extra_info": f"{OPTIONAL} {{}} {{a}}"}),
+    "ircot": (
+        IRCOT,
+        {"question_id": ID, "dataset": OPTIONAL, "level": LEVEL, "contexts": "[]"},
+    ),
     "medqa": (MEDQA, {"answer": IGNORED, "answer_idx": "missing [1]"}),
     "mmlu_pro": (
         MMLU,
@@ -520,7 +531,8 @@ FIELDS = {
 # Where the message names another field: one that must agree, or one inside of it.
 NAME_ANOTHER = """own.options own.references flashrag.choices medqa.options mmlu_pro.options
     hotpotqa._id hotpotqa.context hotpotqa.supporting_facts 2wiki.context 2wiki.supporting_facts
-    math.problem musique.paragraphs""".split()
+    math.problem musique.paragraphs ircot.question_id
+    ircot.answers_objects""".split()
 
 
 def test_the_table_of_fields_has_every_layout():
@@ -884,3 +896,17 @@ def test_the_file_ends_with_one_line_and_code_2_on_bad_input(write):
     result = run(write(OWN, "{"), "--skip_bad")
     assert result.returncode == 0 and "1 of 2 records skipped" in result.stderr
     assert "python eval.py --predictions FILE" in run(write(PREDICTION)).stderr
+
+
+# ------------------------------------------------------------------------ R-Search's data
+
+
+def test_ircots_files_give_spans_as_answers_and_marked_paragraphs_as_gold(one):
+    question = one(IRCOT)
+    assert (question.id, question.question, question.answers) == ("h1", "Which?", ["yes", "it is"])
+    # the second and third paragraph are marked; idx counts from 0
+    assert question.supporting == (2, 3) and question.references[2].text == "Three."
+    assert (question.kind, question.level) == ("hotpotqa", "hard")
+    # of MuSiQue the id says the hops, of 2Wiki nothing says what it is
+    assert one({**IRCOT, "question_id": "3hop1__9"}).kind == "musique_3hop"
+    assert one(without(IRCOT, "dataset")).source == ""

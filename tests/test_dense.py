@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import model_of, small
+from conftest import message, model_of, of_fault, small
 
 from data import Document
 from errors import InputError
@@ -213,9 +213,8 @@ def test_another_corpus_or_other_weights_are_another_folder(change):
 
 
 def refused(match, encoder=None, **settings):
-    with pytest.raises(InputError, match=match) as error:
-        DenseRetriever(invented(20), encoder or Hashed(), **settings)
-    assert "\n" not in str(error.value)
+    told = message(DenseRetriever, invented(20), encoder or Hashed(), **settings)
+    assert re.search(match, told), told
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(monkeypatch):
@@ -237,7 +236,7 @@ DAMAGE = [  # what becomes of a whole file, with a checksum that may have been k
     lambda whole, rows: as_numpy_writes(np.full_like(rows, np.nan)) + whole[-4:],
     lambda whole, rows: as_numpy_writes(np.roll(rows, 1, axis=0)) + whole[-4:],
 ]
-DAMAGE = [pytest.param(its, marks=pytest.mark.fault(n)) for n, its in enumerate(DAMAGE, 208)]
+DAMAGE = [of_fault(*row) for row in enumerate(DAMAGE, 208)]
 
 
 @pytest.mark.parametrize("damage", [*DAMAGE, lambda whole, rows: as_numpy_writes(rows)])

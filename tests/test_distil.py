@@ -14,6 +14,7 @@ from formats.records import append_jsonl
 from lab import distil
 from lab.distil import (
     METHODS,
+    DistilSettings,
     analysis_of,
     direct_example,
     read_summary_log,
@@ -24,17 +25,13 @@ from lab.distil import (
     trace_pieces,
 )
 from other_models.llm import LocalLLM, Request
+from plumbing.predictions import read_predictions
 from policy import Policy, save_policy
 from prompts import PROTOCOLS, build_prompt, frame_documents
 from rewards import arena
 from rollout import decode, encode
-from summarizer import (
-    NO_FACT,
-    LLMSummarizer,
-    SummarizerSettings,
-    instruction_for,
-    summary_text,
-)
+from sft import sft_lr_factor
+from summarizer import NO_FACT, LLMSummarizer, SummarizerSettings, summary_prompt
 from trajectory import Trajectory, trajectory_from_text
 from world.toy import make_model
 
@@ -81,6 +78,15 @@ def test_directs_instruction_asks_for_no_reasoning_and_shows_the_references(bpe)
     assert "(3) Kelmouth is old." in prompt and "Ana Bell born?" in prompt
 
 
+def test_direct_on_summaries_imitates_the_summary_and_does_not_ask_for_a_few_words(bpe):
+    question = replace(QUESTION, task="summary", answers=["Ana Bell was born in Norland."])
+    example = direct_example(question, PROTOCOLS["arena_summary"], bpe)
+    assert imitated(example, bpe) == "<summary> Ana Bell was born in Norland. </summary><|im_end|>"
+    prompt = imitated(example, bpe, mask=0)
+    assert prompt.count("<summary> the summary in whole sentences </summary>") == 1
+    assert "answer" not in prompt.lower() and "few words" not in prompt
+
+
 def test_an_analysis_quotes_the_sentence_that_answers_or_the_first():
     # paragraph 1 does not hold the answer: its first sentence; paragraph 3 has no title, and its
     # second sentence holds it
@@ -107,9 +113,7 @@ def test_a_reference_cannot_open_a_section_or_a_turn_of_its_own(bpe):
     assert text.count("</analysis>") == text.count("<answer>") == text.count("<|im_end|>") == 1
 
 
-def test_reasoning_needs_support_and_a_protocol_with_its_sections(bpe):
-    without = Question("1", "?", ["a"])
-    assert "question 1 names no supporting" in message(analysis_of, without)
+def test_reasoning_needs_a_protocol_with_its_sections(bpe):
     assert "<relevance>" in message(reasoning_example, QUESTION, UR2, bpe)
 
 
@@ -167,7 +171,8 @@ def test_a_block_that_the_model_wrote_itself_is_its_own():
 def record(name="q1", sample=0, em=1, form=1):
     text = f"{sample}{QUERY} Ana Bell {END}{FOUND}</think> <answer> Norland </answer>"
     given = {"id": name, "question": PLAIN.question, "golds": ["Norland"], "transcript": text}
-    return given | {"metrics": {"em": em, "f1": em, "format": form}}
+    metrics = {"em": em, "f1": em, "format": form}
+    return given | {"prediction": "Norland", "metrics": metrics}
 
 
 @pytest.fixture
@@ -182,30 +187,20 @@ def write(tmp_path):
 
 def test_the_first_right_and_well_formed_trajectory_of_each_question_is_kept(write):
     path = write(*[record(sample=i, em=i > 0, form=i > 1) for i in range(4)], record("q2"))
-    kept = [(t.question.id, t.text[0]) for t in read_traces(path, R1)]
+    kept = [(t.question.id, t.text[0]) for t in read_traces(read_predictions(path), R1)]
     assert kept == [("q1", "2"), ("q2", "0")]
 
 
 def test_options_and_references_come_from_the_question_file(write, bpe):
     analysis = "<relevance>[1]</relevance> <analysis> so </analysis> <answer> Norland </answer>"
     path = write(record() | {"transcript": analysis})  # a teacher's, under ARENA's protocol
-    (trace,) = read_traces(path, ARENA, given=[QUESTION])
+    (trace,) = read_traces(read_predictions(path), ARENA, given=[QUESTION])
     assert imitated(trace_example(trace, bpe), bpe) == f"{analysis}<|im_end|>"
     assert trace.question is QUESTION
-    unknown = write(record("q2"))
-    assert "question q2 is not in --questions" in message(read_traces, unknown, R1, given=[PLAIN])
-
-
-@pytest.mark.parametrize(
-    "bad, expected",
-    [
-        ({"id": "q2", "question": "?", "transcript": "x"}, "line 2: expected a line of eval.py"),
-        ({**record(), "transcript": None}, "line 2: expected a line of eval.py"),
-        ("{", "line 2: not valid JSON"),
-    ],
-)
-def test_a_line_that_is_no_prediction_is_named(write, bad, expected):
-    assert expected in message(read_traces, write(record(), bad), UR2)
+    bare = {name: value for name, value in record().items() if name != "transcript"}
+    for unknown in (record("q2"), bare):
+        said = message(read_traces, [unknown], R1, given=[PLAIN])
+        assert "is not in --questions, or has no transcript" in said
 
 
 def test_real_published_transcripts_give_their_documents_no_loss(bpe):
@@ -228,7 +223,7 @@ def test_real_published_transcripts_give_their_documents_no_loss(bpe):
 class Says:
     """Gives these replies to one query after another, and keeps the prompts that it would read."""
 
-    instruction, rejected = "", ()
+    rejected = ()
 
     def __init__(self, replies, llm=None):
         self.replies, self.llm, self.prompts = replies, llm, []
@@ -237,18 +232,21 @@ class Says:
         self.prompts += [self.llm.prompt(Request(*request)) for request in requests if self.llm]
         return self.replies
 
+    def tail(self, text, rest, most):
+        return text
+
 
 def log_of(path, *replies, documents=REFERENCES[:2], llm=None):
     """What a summariser logs whose model gives these replies to one query after another."""
     asked = [SearchRequest(PLAIN, query, "<|im_end|> So.") for query in "abc"[: len(replies)]]
     says = Says(replies, llm)
-    LLMSummarizer(says, SummarizerSettings(), path)(asked, [list(documents) for _ in asked])
+    settings = SummarizerSettings(fallback=True)  # as in training
+    LLMSummarizer(says, settings, UR2, path)(asked, [list(documents) for _ in asked])
     return says.prompts if llm else path
 
 
 def asked(query, documents=REFERENCES[:2]):
-    request = SearchRequest(PLAIN, query, "<|im_end|> So.")
-    return instruction_for("other", True), summary_text(request, documents)
+    return summary_prompt(SearchRequest(PLAIN, query), documents, "<|im_end|> So.", True)
 
 
 def test_a_summary_is_imitated_behind_the_very_prompt_that_a_summariser_is_asked_with(
@@ -328,12 +326,31 @@ def run(method, model, data, out, *flags):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_and_saves_a_model_that_loads(tmp_path, model, files, method, capsys):
-    flags = ["--skip_bad"] if method == "reasoning" else []
-    weights = run(method, model, files[method], tmp_path / "new" / "out", *flags)
+    weights = run(method, model, files[method], tmp_path / "new" / "out")
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert any(not weights[name].equal(before[name]) for name in before)
-    assert "saved:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "saved:" in out
+    assert ("1 of 2 questions name supporting references" in out) == (method == "reasoning")
     assert (tmp_path / "new" / "out" / "prompt.txt").exists() == (method == "direct")
+
+
+def test_the_rate_of_a_summariser_is_fixed_and_that_of_the_baselines_falls(
+    tmp_path, model, files, monkeypatch
+):
+    """UR² C.1: 1e-5 in every update. Of 4 updates a baseline's last has a quarter of the rate."""
+    factors = {}
+
+    def train(policy, next_examples, settings, method):
+        factors[method] = [sft_lr_factor(step, settings) for step in range(4)]
+        return [1.0]
+
+    monkeypatch.setattr(distil, "train_sft", train)
+    for method in ("summarizer", "direct"):
+        flags = ["--model", model, "--data", files[method], "--out", str(tmp_path / method)]
+        distil.main([method, *flags, "--epochs", "4"])
+    assert factors == {"summarizer": [1, 1, 1, 1], "direct": [1, 0.75, 0.5, 0.25]}
+    assert DistilSettings.lr == 1e-5
 
 
 def test_equal_seeds_give_equal_weights_and_others_do_not(tmp_path, model, files):
@@ -353,7 +370,7 @@ def test_examples_beyond_the_context_are_left_out_and_counted_and_not_cut(
     long = record("q2") | {"transcript": "ana " * 300}
     both = write(json.loads(Path(files["traces"]).read_text()), long)
     run("traces", model, both, tmp_path / "out")
-    assert "1 of 2 examples are longer than 256 tokens" in capsys.readouterr().out
+    assert "1 of 2 examples have something to imitate in 256 tokens" in capsys.readouterr().out
     alone = write(long)
     assert "no example to train on" in message(run, "traces", model, alone, tmp_path / "out2")
 

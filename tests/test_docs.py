@@ -77,6 +77,20 @@ def test_every_row_is_whole_and_says_whether_it_is_as_the_paper_has_it():
     assert len(ROWS) >= 237  # so many elements the papers have
 
 
+def test_a_row_as_the_paper_names_a_test_or_says_by_reading():
+    for file, name in re.findall(r"\[(\w+)::(\w+)\]", TEXT.partition("## ")[2]):
+        assert f"\ndef test_{name}(" in (ROOT / "tests" / f"test_{file}.py").read_text(), name
+    bare = []
+    for row in ROWS:
+        here = re.findall(r"`([^`]+)`", row[2])
+        held = all(" = " in name for name in here)  # the first test compares each with its value
+        named = re.search(r"(\[\w+::\w+\]|by reading)$", row[3])
+        if row[3].startswith("as the paper") and not held and not named:
+            bare.append(row[0])
+    assert not bare
+    assert not re.search(r"\[test_|::test_", TEXT)  # [grpo::the_worked_group] is all of a name
+
+
 def test_every_recipe_and_variant_has_a_row():
     shown = " ".join(NAMED)
     for recipe, paper in PAPERS.items():

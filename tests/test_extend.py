@@ -9,9 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, SMALL, chat_server, flags, rows_of
+from conftest import ENVIRONMENT, ROOT, SMALL, flags, rows_of
 from test_readme import SUBCOMMANDS, commands_in, help_text
-from test_synthesize import on_towns
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ask
@@ -20,7 +19,6 @@ import settings
 import train
 from data import load_questions
 from formats.records import append_jsonl
-from lab import export, synthesize
 from plumbing.files import checkpoints
 
 TEXT = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
@@ -119,9 +117,10 @@ def test_a_folder_of_texts_becomes_a_model_that_was_trained_on_it(
     (tmp_path / "texts").mkdir()
     for name in "ABCEFGH":
         (tmp_path / "texts" / f"{name}.txt").write_text(f"{name}na lives in {name}town. It rains.")
-    with chat_server(on_towns) as server:
-        made = ["--llm", server, "--corpus", "texts", "--out", "questions.jsonl", "--count", "6"]
-        synthesize.main(made)
+    questions = [
+        {"question": f"Where does {name}na live?", "answers": [f"{name}town"]} for name in "ABCEFG"
+    ]
+    append_jsonl("questions.jsonl", questions)
     subprocess.run("head -n 4 questions.jsonl > train.jsonl", shell=True, check=True)
     subprocess.run("tail -n +5 questions.jsonl > held_out.jsonl", shell=True, check=True)
     assert [len(load_questions(f"{name}.jsonl")) for name in ("train", "held_out")] == [4, 2]
@@ -136,5 +135,3 @@ def test_a_folder_of_texts_becomes_a_model_that_was_trained_on_it(
     assert "searches: texts (bm25, 7 passages)" in capsys.readouterr().out
     AutoModelForCausalLM.from_pretrained(checkpoint)  # as a server loads it
     AutoTokenizer.from_pretrained(checkpoint)
-    export.main(["unipo", "runs/mine"])
-    assert (tmp_path / "runs/mine/unipo.json").exists()

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import grpo
-import ppo
 from errors import InputError
 
 # Two questions, two answers each. Row 1 has a document in the middle, row 2 ends in padding, row 3
@@ -88,11 +87,6 @@ def test_a_group_of_one_has_no_advantage_and_rewards_may_be_integers():
     assert advantages.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
 
 
-def test_an_incomplete_group_is_refused():
-    with pytest.raises(InputError, match="groups of 2"):
-        grpo.group_normalize(torch.tensor([1.0, 0.0, 1.0]), 2)
-
-
 def test_the_share_of_groups_without_a_difference():
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.1, 0.1, 0.3, 0.1])
     assert grpo.frac_reward_zero_std(rewards, 2) == 0.5  # the second and the third of four
@@ -131,26 +125,7 @@ def test_weights_follow_the_settings():
     assert sequence[1].tolist() == pytest.approx([1 / 6, 0, 0, 1 / 6])
 
 
-def test_the_last_sampled_token_is_trained_on():
-    # The last 1 of a row is EOS or a closing tag: it has an advantage, a weight and a gradient like
-    # any other.
-    batch, settings = make_batch(), choose()
-    prepare(batch, settings)
-    _, gradient = total_and_gradient(batch.old_logprobs, batch, settings)
-    # −A · weight: row 0, column 3: −0.7071 / 4 / 3; row 1, column 3: 0.7071 / 2 / 3
-    assert gradient[0, 3].item() == pytest.approx(-0.7071 / 12, rel=1e-3)
-    assert gradient[1, 3].item() == pytest.approx(0.7071 / 6, rel=1e-3)
-
-
 # --------------------------------------------------------------------------------------------- loss
-
-
-def test_a_group_of_equal_rewards_moves_nothing():
-    batch, settings = make_batch((0.1, 0.1, 1.0, 0.0)), choose()
-    prepare(batch, settings)
-    _, gradient = total_and_gradient(batch.old_logprobs + 0.1, batch, settings)
-    assert gradient[:2].abs().max() == 0
-    assert gradient[2].abs().max() > 0
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
@@ -168,16 +143,11 @@ def test_kl_in_the_loss_is_added_with_its_coefficient(estimator):
     assert gradient.sum().item() == pytest.approx(slope, rel=1e-4)
 
 
-def test_kl_in_the_reward_is_not_in_the_loss_a_second_time_and_a_logged_one_is_nowhere():
+def test_kl_in_the_reward_is_not_in_the_loss_a_second_time_and_neither_is_a_logged_one():
     batch = prepare(make_batch(), choose(**IN_REWARD, kl_coef=0.5))
-    logprobs = batch.old_logprobs + 0.05
-    nowhere = grpo.compute_loss(logprobs, batch, choose())[0]
-    for estimator, added in (("k1", False), ("log", False), ("k2", True), ("k3", True)):
-        settings = choose(kl_coef=0.5, kl_estimator=estimator)
-        loss = grpo.compute_loss(logprobs, batch, settings)[0]
-        assert torch.equal(loss, nowhere) is not added
-    logged = choose(kl_coef=0.5, kl_estimator="log")
-    assert torch.equal(grpo.trajectory_rewards(batch, logged), batch.rewards)
+    chosen = [choose(), *(choose(kl_coef=0.5, kl_estimator=name) for name in ("k1", "log"))]
+    losses = [grpo.compute_loss(batch.old_logprobs + 0.05, batch, its)[0] for its in chosen]
+    assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
 
 
 def test_a_kl_without_a_reference_is_refused():
@@ -204,22 +174,6 @@ def test_nothing_on_a_masked_token_can_reach_loss_gradient_or_stats(bad, estimat
     loss, stats = grpo.compute_loss(logprobs, dirty, settings)
     assert loss[off].abs().max() == 0  # so that weight · loss is not 0 · NaN either
     assert all(torch.isfinite(value.float()).all() for value in stats.values())
-
-
-def rows_of(batch, rows):
-    fields = {k: v[rows] if torch.is_tensor(v) else v for k, v in vars(batch).items()}
-    return SimpleNamespace(**fields)
-
-
-def test_a_trajectory_without_a_model_token_changes_nothing():
-    settings = choose()
-    batch = prepare(make_batch(), settings)
-    alone = total_and_gradient(batch.old_logprobs + 0.1, batch, settings)
-    part = rows_of(batch, slice(3))  # the rows that have model tokens
-    part.token_weights = grpo.compute_token_weights(part, settings)
-    without = total_and_gradient(part.old_logprobs + 0.1, part, settings)
-    assert alone[0] == pytest.approx(without[0])
-    torch.testing.assert_close(alone[1][:3], without[1])
 
 
 def test_every_estimator_is_logged_even_when_none_is_optimised():
@@ -249,12 +203,9 @@ def test_kl_old_is_measured_with_the_samplers_tokens():
 def test_the_batch_is_not_changed():
     settings = choose(kl_coef=0.1, kl_estimator="k2")
     batch = prepare(make_batch(), settings)
-    before, logprobs = copy.deepcopy(vars(batch)), batch.old_logprobs + 0.1
-    kept = logprobs.clone()
+    batch.logprobs = batch.old_logprobs + 0.1
+    before = copy.deepcopy(batch)
     grpo.compute_advantages(batch, choose(**IN_REWARD, kl_coef=0.1))
     grpo.compute_token_weights(batch, settings)
-    grpo.compute_loss(logprobs, batch, settings)
-    assert torch.equal(logprobs, kept) and set(before) == set(vars(batch))
-    for name, value in before.items():
-        now = getattr(batch, name)
-        assert torch.equal(value, now) if torch.is_tensor(value) else value == now
+    grpo.compute_loss(batch.logprobs, batch, settings)
+    torch.testing.assert_close(vars(batch), vars(before), rtol=0, atol=0)

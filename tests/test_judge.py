@@ -1,5 +1,7 @@
 """judge.py: what is asked, how strictly a verdict is read, and what an unreadable one leads to."""
 
+import re
+
 import pytest
 
 from data import Question
@@ -14,6 +16,7 @@ from other_models.judge import (
     read_verdict,
     verdicts_on,
 )
+from prompts import PROTOCOLS
 from rewards import is_right, matches, ur2_stage2
 from trajectory import trajectory_from_text
 
@@ -44,10 +47,10 @@ def written(question, answer):
 
 YES = ["yes", "Yes.", "**Yes**", "correct", "It is the same.\nyes", "no\nno\nYES!\n\n"]
 YES += ["Verdict: yes", "**Final verdict:** Yes", "<think>no\nno</think>yes"]
-YES += ["no, wait</think>\nyes", "reason\r\nyes\r\n"]
-NO = ["no", "NO.", "incorrect", "wrong", "yes\nno", "<think>yes</think>\nno"]
+YES += ["no, wait</think>\nyes", "reason\r\nyes\r\n", "True"]  # UR² D.1 asks for True or False
+NO = ["no", "NO.", "False", "incorrect", "wrong", "yes\nno", "<think>yes</think>\nno"]
 NEITHER = [None, "", " \n ", "yes and no", "Yes, it is right", "not correct", "yes\nbut it is late"]
-NEITHER += ["yesterday", "maybe", "yes/no", "<think>yes", "true"]
+NEITHER += ["yesterday", "maybe", "yes/no", "<think>yes", "truly"]
 NEITHER += ["the verdict is not verdict: yes"]
 
 
@@ -145,16 +148,29 @@ def test_when_to_search_s_scorer_deletes_punctuation():
     assert matches(Question("q", "Who?", ["Spider-Man"]), "Spiderman")
 
 
-def test_when_to_search_s_judge_sees_normalised_answers_and_no_question():
-    llm = Says(**{"uk": "yes"})
-    assert Judge(llm, blind=True).verdicts([(ISLES, "The U.K.\nIt is!"), (ISLES, "the UK")]) == [
-        None,
-        True,
-    ]
-    golds = "Accepted answers: great britain | united kingdom"
-    texts = [f"{golds}\nGiven answer: {given}" for given in ("uk it is", "uk")]
+@pytest.mark.parametrize(
+    "protocol, golds, given",
+    [
+        ("when_to_search", "great britain | united kingdom", ("uk it is", "uk")),  # B.4
+        ("arena", "Great Britain | United Kingdom", ("The U.K. It is!", "the UK")),  # D.3
+    ],
+)
+def test_a_blind_judge_sees_no_question_and_when_to_search_s_normalised_answers(
+    protocol, golds, given
+):
+    llm, sees = Says(**{given[1]: "yes"}), PROTOCOLS[protocol].judge_sees
+    pairs = [(ISLES, "The U.K.\nIt is!"), (ISLES, "the UK")]
+    assert Judge(llm, sees).verdicts(pairs) == [None, True]
+    texts = [f"Accepted answers: {golds}\nGiven answer: {answer}" for answer in given]
     assert llm.batches == [[(VERDICT_INSTRUCTION, text) for text in texts]]
-    assert pair_text(CHOICE, "B", blind=True) == pair_text(CHOICE, "B")  # a letter says nothing
+    assert pair_text(CHOICE, "B", sees) == pair_text(CHOICE, "B")  # a letter says nothing
+
+
+def test_formatting_costs_no_grade_and_partly_is_a_part_of_an_answer_of_several():
+    """UR² D.1."""
+    assert "Ignore formatting" in GRADE_INSTRUCTION and "equivalent expression" in GRADE_INSTRUCTION
+    assert "partly correct if the accepted answer has several parts" in GRADE_INSTRUCTION
+    assert not {"slip", "unit", "form"} & set(re.findall(r"\w+", GRADE_INSTRUCTION))
 
 
 # -------------------------------------------------------------------------- the math reward's judge

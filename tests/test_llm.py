@@ -136,6 +136,24 @@ def test_an_instruction_of_the_models_own_is_asked_in_place_of_the_requests(serv
     assert server.posts[-1][1]["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
+def test_a_layout_is_the_users_whole_message_and_there_is_no_instruction(serve):
+    server = serve()
+    model = asker(server)
+    model.ask([("", "a")])
+    model.instruction = "Read {evidence}: {question}"  # which the reader has filled in
+    model.ask([("Read.", "b")])
+    sent = [payload["messages"] for _, payload in server.posts[1:]]
+    assert sent == [[{"role": "user", "content": text}] for text in "ab"]
+
+
+def test_of_a_text_a_server_gets_the_end_that_its_context_holds(serve):
+    """Two bytes are a token; of 1,000 tokens 8 are for the reply, 128 spare, 20 for the rest."""
+    model = asker(serve(models={"data": [{"id": "n"}, {"id": "m", "max_model_len": 1000}]}))
+    assert model.tail("é" * 2000, "é" * 20, 8) == "é" * 844
+    assert model.tail("short", "", 8) == "short" and model.tail("text", "é" * 999, 8) == ""
+    assert asker(serve(models={"data": [{"id": "m"}]})).positions == llm.CONTEXT
+
+
 def test_equal_requests_of_a_batch_are_asked_once_and_another_instruction_is_another_request(serve):
     server = serve()
     model = asker(server)
@@ -479,6 +497,15 @@ def test_a_prompt_beyond_the_context_is_none_and_is_not_cut(qwen2, bpe):
     for _ in range(3):  # and a model in memory is never "down"
         assert model.ask(requests("word " * 600)) == [None]
     refused("512 new tokens do not fit its 512 positions", LocalLLM, qwen2, bpe, 512)
+
+
+def test_of_a_text_a_local_model_gets_the_end_that_its_context_holds(qwen2, bpe):
+    model = LocalLLM(qwen2, bpe, max_tokens=8)  # 512 positions
+    text, rest = "".join(f" {i}" for i in range(900)), "who?"
+    kept = model.tail(text, rest, 400)  # a reply that asks for more is promised a quarter: 128
+    room = 512 - 128 - llm.SPARE - len(encode(bpe, rest))
+    assert text.endswith(kept) and len(encode(bpe, kept)) == room
+    assert model.tail(" 1 2", rest, 400) == " 1 2" and model.tail(text, text, 8) == ""
 
 
 def test_a_text_cannot_open_a_turn_of_its_own(qwen2, bpe):

@@ -3,13 +3,14 @@
 import json
 
 import pytest
-from conftest import command_line, rows_of, settings_for
+from conftest import command_line, of_fault, rows_of, settings_for
 
 import eval as evaluation
 import train
 from plumbing.files import checkpoints
 from rewards import REWARDS, example, own_reward
 
+EXIT = "import sys\n\ndef mine(t):\n    "
 SHORT = """
 from metrics import exact_match
 
@@ -20,7 +21,7 @@ def words(text):
     return len(text.split())
 
 
-def short(trajectory):
+def mine(trajectory):
     right = exact_match(trajectory.answer, trajectory.question.answers)
     return {"right": right, "short": float(words(trajectory.model_text) < LIMIT)}
 """
@@ -28,11 +29,11 @@ def short(trajectory):
 
 @pytest.fixture
 def own(tmp_path):
-    """own(text) -> "FILE.py:short" of a file with this text."""
+    """own(text) -> "FILE.py:mine" of a file with this text."""
 
     def own(text: str) -> str:
         (tmp_path / "mine.py").write_text(text)
-        return f"{tmp_path}/mine.py:short"
+        return f"{tmp_path}/mine.py:mine"
 
     yield own
     for name in [name for name in REWARDS if ":" in name]:
@@ -63,16 +64,18 @@ def test_a_run_with_it_is_trained_logged_resumed_and_evaluated(own, model, tmp_p
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("def short(t):\n    return t.nothing", "line 2: AttributeError: 'Trajectory'"),
-        ("def short(t:\n", "line 1: SyntaxError"),
+        ("def mine(t):\n    return t.nothing", "line 2: AttributeError: 'Trajectory'"),
+        ("def mine(t:\n", "line 1: SyntaxError"),
         ("TABLE = {}\nTABLE['x']", "line 2: KeyError: 'x'"),
-        ("def short(t):\n    raise ValueError('a\\nb')", "line 2: ValueError: a b"),
+        ("def mine(t):\n    raise ValueError('a\\nb')", "line 2: ValueError: a b"),
         ("import nowhere", "line 1: ModuleNotFoundError: No module named 'nowhere'"),
-        ("def other(t): ...", "there is no short in "),
-        ("def short(t):\n    return 1.0", "1.0 is no reward: return named numbers, such as {'ans"),
-        ("def short(t):\n    return {}", "{} is no reward"),
-        ("def short(t):\n    return {'a': float('nan')}", "{'a': nan} is no reward"),
-        ("def short(t):\n    return {'a': '1'}", "{'a': '1'} is no reward"),
+        ("def other(t): ...", "there is no mine in "),
+        ("def mine(t):\n    return 1.0", "1.0 is no reward: return named numbers, such as {'ans"),
+        ("def mine(t):\n    return {}", "{} is no reward"),
+        ("def mine(t):\n    return {'a': float('nan')}", "{'a': nan} is no reward"),
+        ("def mine(t):\n    return {'a': '1'}", "{'a': '1'} is no reward"),
+        of_fault(280, "import sys\nsys.exit(0)", "line 2: SystemExit: 0"),
+        of_fault(280, f"{EXIT}sys.exit(0)", "line 4: SystemExit: 0"),
     ],
 )
 def test_what_is_no_reward_is_one_line_before_a_model_is_loaded(own, text, said, capsys):
@@ -81,35 +84,16 @@ def test_what_is_no_reward_is_one_line_before_a_model_is_loaded(own, text, said,
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
-    heard = command_line(train.main, ["--reward", f"{tmp_path}/no.py:short"], capsys)
+    heard = command_line(train.main, ["--reward", f"{tmp_path}/no.py:mine"], capsys)
     assert "FileNotFoundError" in heard
     assert "unknown; one of" in command_line(train.main, ["--reward", "short"], capsys)
 
 
 def test_terms_that_come_and_go_are_told(own):
-    paid = own_reward(own("def short(t):\n    return {'ab'[bool(t.searches)]: 1.0}"))
+    paid = own_reward(own("def mine(t):\n    return {'ab'[bool(t.searches)]: 1.0}"))
     paid(example("r_search", searches=0), None, 0, None)
     with pytest.raises(ValueError, match="its terms are b, and before a: return all of them"):
         paid(example("r_search", searches=1), None, 0, None)
-
-
-def test_an_error_at_a_later_step_loses_nothing(own, model, tmp_path):
-    # twice when it is checked, then 2 questions of 2 samples a step: 11 is the third step's first
-    counting = """
-import itertools
-
-COUNT = itertools.count(1)
-
-
-def short(trajectory):
-    return {"one": 1 / (next(COUNT) - 11)}
-"""
-    more = f"--steps 5 --save_every 5 --reward {own(counting)}"
-    with pytest.raises(ValueError, match=r"question .*: line 8: ZeroDivisionError"):
-        train.train(settings_for(model, tmp_path, more))
-    folder = tmp_path / "t" / "stage1"
-    assert len(rows_of(folder)) == 2
-    assert [path.name for path in checkpoints(folder)] == ["checkpoint-000002"]
 
 
 def test_the_settings_of_other_rewards_are_refused_beside_it(own, capsys):

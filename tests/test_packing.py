@@ -14,7 +14,7 @@ from policy import Policy, checkpoint_activations
 from ppo import Critic
 from scale import packing
 from scale.lora import add_lora
-from scale.packing import hidden_states, lengths_of, micro_batches, pack, prompts_of
+from scale.packing import lengths_of, micro_batches, pack, prompts_of
 
 SHAPE = small(vocab_size=50, initializer_range=0.3)
 # What is asked for of each row; with slack 4 the groups are (14), (9, 8), (3, 3, 1).
@@ -79,15 +79,6 @@ def test_rows_are_grouped_by_length_and_read_up_to_the_last_place_that_is_asked_
     assert groups == [(1, 4, None), (2, 1, None)] and starts.tolist() == [0, 4, 5]
 
 
-def test_nothing_of_one_text_reaches_another():
-    (tokens, mask), policy = batch(), make()
-    changed = tokens.clone()
-    changed[1] = (changed[1] + 7) % 50  # stands between two others of its group
-    with torch.no_grad():
-        same = (policy(tokens, mask=mask) == policy(changed, mask=mask)).all(1)
-    assert same.tolist() == [True, False, True, True, True, True]
-
-
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
 
@@ -140,12 +131,6 @@ def test_what_is_computed_is_what_is_asked_for_and_the_model_is_itself_again_aft
     monkeypatch.setattr(packing.pack, "__defaults__", (0,))
     policy(tokens, mask=mask)
     assert seen[4:] == [sum(LENGTHS), mask.sum()]
-
-
-def test_places_that_nobody_asks_for_cost_nothing_and_break_nothing():
-    policy, tokens = make(), torch.randint(0, 50, (2, 6))
-    none = torch.zeros(2, 5, dtype=torch.bool)
-    assert hidden_states(policy.language_model.base_model, tokens, none).shape == (0, 32)
 
 
 # ------------------------------------------------------------------------- a prompt of several rows

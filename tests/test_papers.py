@@ -13,7 +13,7 @@ import pytest
 import papers
 from errors import InputError
 from metrics import PUNCTUATION
-from papers import PAPERS, RECIPES, paper_of
+from papers import PAPERS, RECIPES, paper_of, record_of
 from prompts import PROTOCOLS
 from rewards import example
 from settings import Settings, check_settings, resolve
@@ -45,9 +45,9 @@ NUMBERS = {
     # of arXiv 2503.09516, appendix B: batches of 512, cut in two
     ("search_r1", 1): """
         algorithm ppo   group_size 1   questions_per_step 512   trajectories_per_update 256
-        lr 1e-6   critic_lr 1e-5   lr_warmup 0.285   kl_coef 1e-3   clip_low 0.2   clip_high 0.2
-        gae_lambda 1   temperature 1   max_searches 4   max_turn_tokens 500   document_tokens 500
-        documents_per_search 3   steps 500""",
+        lr 1e-6   critic_lr 1e-5   lr_warmup 0.285   critic_warmup 0.015   kl_coef 1e-3
+        clip_low 0.2   clip_high 0.2   gae_lambda 1   temperature 1   max_searches 4
+        max_turn_tokens 500   document_tokens 500   documents_per_search 3   steps 500""",
     # 32 · 32 trajectories; DAPO's own two clips; 2048 + 16384 tokens
     ("when_to_search", 1): """
         algorithm dapo   group_size 32   questions_per_step 32   trajectories_per_update 1024
@@ -76,16 +76,11 @@ def same(value, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name, stage", EVERYWHERE)
-def test_the_papers_numbers_stand_in_their_records_and_in_the_table(name, stage):
-    header, *rows = papers.table()
-    row = next(row for row in rows if row[:2] == [name, str(stage)])
-    shown, found = dict(zip(header, row, strict=True)), resolve(name, stage, tiny=False)
+def test_the_papers_numbers(name, stage):
+    found = resolve(name, stage, tiny=False)
     words = NUMBERS[name, stage].split()
     for setting, number in zip(words[::2], words[1::2], strict=True):
-        value = getattr(found, setting)
-        assert same(value, number), setting
-        cell = shown.get(setting, "·")  # "·", or a column that is not there: the default
-        assert same(value, str(getattr(Settings(), setting)) if cell == "·" else cell), setting
+        assert same(getattr(found, setting), number), setting
 
 
 ARENA = {  # variant -> what it sets otherwise: section 5.3, figure 3; appendices D.3 and H.2
@@ -96,9 +91,10 @@ ARENA = {  # variant -> what it sets otherwise: section 5.3, figure 3; appendice
     "judge": {"judge": "https://api.openai.com/v1#gpt-4o-2024-11-20"},
     "summaries": {"protocol": "arena_summary", "steps": 20},  # ceil(5000 / 256)
 }
+ARENA["naive_summaries"] = ARENA["naive_grpo"] | ARENA["summaries"]  # table 9
 
 
-def test_arenas_variants_differ_from_it_in_what_the_paper_says_and_in_nothing_else():
+def test_arenas_variants():
     assert set(PAPERS["arena"].variants) == set(ARENA)
     for name, changes in ARENA.items():
         found = resolve("arena", 1, tiny=False, given={"variant": name})
@@ -116,7 +112,7 @@ RUNS = ("math", "qa", "mmlu_pro", "medqa", "choice")
 
 
 @pytest.mark.parametrize("backbone", TABLE_15)
-def test_ur2_s_backbones_have_the_papers_steps_batches_and_rewards(backbone):
+def test_ur2_s_backbones(backbone):
     steps = TABLE_15[backbone]
     runs = [("ur2", backbone), ("ur2_choice", backbone)]
     runs += [("vanilla_rl", f"{backbone}_{run}") for run in RUNS]
@@ -129,7 +125,8 @@ def test_ur2_s_backbones_have_the_papers_steps_batches_and_rewards(backbone):
     assert ("llama_8b_choice" in PAPERS["vanilla_rl"].variants) is False
     assert resolve("ur2_choice", 1, False).task_mixing > resolve("vanilla_rl", 1, False).task_mixing
     one = resolve("ur2", 1, False, {"variant": backbone, "difficulty": "level"})
-    assert (one.steps, one.reward_variant, one.buckets) == (10, backbone, "math:dropped=1")
+    steps = 15 if backbone == "qwen_3b" else 10  # C.7's last sentence
+    assert (one.steps, one.reward_variant, one.buckets) == (steps, backbone, "math:dropped=1")
 
 
 def test_ur2_s_ablations_are_variants():
@@ -146,9 +143,44 @@ def test_ur2_s_ablations_are_variants():
     passages = chosen("vanilla_rl", "without_summary", "documents_per_search", "steps")
     assert passages == (5, 60)
     assert resolve("ur2", 2, False, {"variant": "judge_partly"}).partly == 1.0
-    # Llama: easy math in place of hard (C.5), searching
-    llama = resolve("ur2", 2, False, {"variant": "llama_8b", "difficulty": "level"})
-    assert llama.math_searches == "easy" and llama.buckets.startswith("math:medium=1,math:easy=2,")
+    # D.2's prompt for open questions has five queries, 4.4 four; a flag is for every task
+    five = {"variant": "five_queries"}
+    assert resolve("ur2", 2, False, five).task_searches == "qa=5"
+    assert resolve("ur2", 2, False, five | {"max_searches": 3}).task_searches == ""
+    # Llama: easy math in place of hard (C.5), half of it searching, or none
+    for variant, direct in (("llama_8b", ""), ("llama_8b_direct", "math")):
+        llama = resolve("ur2", 2, False, {"variant": variant, "difficulty": "level"})
+        assert (llama.math_searches, llama.direct_tasks) == ("easy=0.5", direct)
+        assert llama.buckets.startswith("math:medium=1,math:easy=2,") and llama.steps == 30
+    # Table 15: other summarisers (Qwen-3-8B's sampling: C.2), and raw data, without difficulties
+    other = chosen("ur2_choice", "gpt_4o_mini_summaries", "steps", "summarizer")
+    assert other == (50, "https://api.openai.com/v1#gpt-4o-mini")
+    other = chosen("ur2_choice", "qwen3_8b_summaries", "steps", "summarizer", "summary_sampling")
+    assert other == (50, "Qwen/Qwen3-8B", "math=0.3/0.7/2048,other=0.3/0.7/2048")
+    names = ("steps", "documents_per_search", "buckets")
+    assert chosen("vanilla_rl", "raw_qa", *names) == (70, 5, "")
+    assert chosen("vanilla_rl", "raw_math", *names) == (10, 10, "")
+
+
+@pytest.mark.parametrize(
+    "recipe, variant, saved",  # every so many steps; how many are kept, 0 is all
+    [
+        # UR² C.2: 5 for 3B and for one task, else 10; the best is chosen afterwards
+        ("ur2", "qwen_7b", (10, 0)),
+        ("ur2_choice", "qwen_3b", (5, 0)),
+        ("vanilla_rl", "llama_8b_qa", (5, 0)),
+        ("vanilla_rl", "qwen_7b_choice", (10, 0)),  # two tasks
+        ("vanilla_rl", "qwen_3b_choice", (5, 0)),
+        ("when_to_search", "", (30, 2)),  # B.3
+        ("when_to_search", "unified", (30, 0)),  # Table 2 compares its checkpoints
+        ("r_search", "", (10, 2)),
+    ],
+)
+def test_checkpoints_saved_and_kept(recipe, variant, saved):
+    for stage in record_of(recipe, variant).stages:
+        found, small = (resolve(recipe, stage, tiny, {"variant": variant}) for tiny in (0, 1))
+        assert (found.save_every, found.keep_checkpoints) == saved
+        assert (small.save_every, small.keep_checkpoints) == (10, 2)
 
 
 def test_the_two_stages_of_when_to_search_are_its_500_steps():
@@ -160,12 +192,17 @@ def test_the_two_stages_of_when_to_search_are_its_500_steps():
     assert (one.filter_by, two.filter_by) == ("answer", "answer")
 
 
-def test_the_ablations_of_when_to_search_by_name():
+def test_ablations_of_when_to_search():
     def of(variant, stage=1):
         found = check_settings(resolve("when_to_search", stage, False, {"variant": variant}))
         return found.reward.rpartition("_")[2], found.beta, found.left_out, found.filter_by
 
     # Table 2 and the three first of Table 4 are one run of 500 steps
+    # 4.5's words for w/o stage one and stage two: ±1 there, the other stage as it is
+    assert [of("plain_stage_two", stage)[:2] for stage in (1, 2)] == [
+        ("stage1", 0.3),
+        ("stage2", 0),
+    ]
     for variant, reward in (
         ("unified", "unified"),
         ("without_stage_one", "stage2"),
@@ -191,11 +228,26 @@ def test_the_ablations_of_when_to_search_by_name():
         ("r1_searcher", "grpo", "algorithm grpo kl_coef 1e-4 kl_estimator k3"),  # table 3
         ("r1_searcher", "em", "answer_metric em"),  # table 5
         ("r1_searcher", "cem", "answer_metric cem"),
+        # its scripts: R − the group's mean, no std, whitened over tokens
+        (
+            "r1_searcher",
+            "as_its_code",
+            "algorithm reinforce_pp_baseline group_std 0 whiten_tokens 1",
+        ),
         ("r_search", "without_evidence", "protocol r_search_plain evidence_reward 0"),  # table 3
+        ("r_search", "whole_reply", "whole_reply 1"),  # eq. 4
+        # section 4.3 is of both: 5 responses, β 0.001, lr 1e-6, warm-up 0.95; its script has 1
+        ("r_search", "ppo", "algorithm ppo kl_estimator k1 critic_warmup 0.05"),
+        (
+            "r_search",
+            "ppo_code",
+            "algorithm ppo kl_estimator k1 critic_warmup 0.05 group_size 1 "
+            "trajectories_per_update 256",
+        ),
         ("search_r1", "grpo", "algorithm grpo group_size 5 kl_estimator k3"),  # appendix B
     ],
 )
-def test_a_variant_differs_from_its_paper_in_what_it_is_named_for(name, variant, changed):
+def test_variants_by_name(name, variant, changed):
     words = changed.split()
     for stage in PAPERS[name].stages:
         one, other = (resolve(name, stage, False, {"variant": v}) for v in ("", variant))
@@ -205,6 +257,18 @@ def test_a_variant_differs_from_its_paper_in_what_it_is_named_for(name, variant,
             assert same(getattr(other, setting), number)
         small = check_settings(resolve(name, stage, True, {"variant": variant}))
         assert paper_of(small.protocol) is PAPERS[name]
+
+
+def test_search_r1_aligned():
+    # R-Search section 4.2: the parameters of its own training, also in the evaluation (A.3, 4.3)
+    words = NUMBERS["r_search", 1].split()
+    found = resolve("search_r1", 1, False, {"variant": "aligned"})
+    for setting, number in zip(words[::2], words[1::2], strict=True):
+        assert same(getattr(found, setting), number), setting
+    assert (found.protocol, found.reward) == ("search_r1", "search_r1")
+    paper = record_of("search_r1", "aligned")
+    assert paper.decoding == {"temperature": 0.1, "documents_per_search": 5}
+    assert paper.punctuation == "delete" and paper.protocols == ("search_r1",)
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -228,15 +292,15 @@ def test_every_protocol_is_some_paper_s_and_an_unknown_one_is_one_line():
         paper_of("xml")
 
 
-def test_python_papers_prints_the_table_of_the_docs(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["papers.py"])
+def test_python_papers_prints_what_every_stage_and_every_variant_sets(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["papers.py", "--markdown"])
     papers.main()
-    docs = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-    shown = docs.split("<!-- papers -->")[1].split("<!-- /papers -->")[0].strip()
-    printed = capsys.readouterr().out.strip()
-    assert shown == printed, "put `python papers.py` into docs/papers.md"
-    header, rule, *_ = printed.splitlines()
-    assert header.count("|") == rule.count("|") == len(EVERYWHERE) + 2 and set(rule) == set("| -")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["paper | stage | settings | source", "--- | --- | --- | ---"]
+    names = [f"{name}:{v}" for name, paper in PAPERS.items() for v in paper.variants]
+    assert {line.split(" | ")[0] for line in lines[2:]} == {*PAPERS, *names}
+    assert "arena:k3 | 1 | kl_estimator k3 | ARENA section 4.4, app. F" in lines
+    assert "steps 195, group_size 5" in next(line for line in lines if "r_search |" in line)
 
 
 # ----------------------------------------------------------------------------------- a sixth paper

@@ -1,11 +1,16 @@
-"""Against the functions that others use, where they are installed: pip install --no-deps verl trl,
-and pip install rouge-score. Nothing of verl is loaded but the files with its formulas, and of TRL
-one statement is run.
+"""What training calls, with the settings that it uses, against the functions that others use.
+
+Their numbers are recorded in tests/peers.json: of verl 0.9.1 and TRL 1.16.0, on one batch. Where
+the two are installed (pip install --no-deps verl trl) they are computed again, and have to be
+those; RECORD=1 writes them. Nothing of verl is loaded but the files with its formulas, and of TRL
+one statement is run. rouge-score is compared where it is installed.
 """
 
 import ast
 import importlib.util
+import json
 import math
+import os
 import random
 import sys
 from pathlib import Path
@@ -15,16 +20,17 @@ import numpy as np
 import pytest
 import torch
 
-import grpo
 import kl
 import ppo
-import reinforce_pp
 from metrics import summary_scores
+from policy import Batch
+from settings import resolve
+from update import ALGORITHMS
 
-FOUND = importlib.util.find_spec("verl")
-TRL = importlib.util.find_spec("trl")
-needs_verl = pytest.mark.skipif(FOUND is None, reason="needs verl (pip install --no-deps verl)")
-STUBS = {  # what that file imports, and its formulas do not call
+VERL, TRL = (importlib.util.find_spec(name) for name in ("verl", "trl"))
+PATH = Path(__file__).with_name("peers.json")
+RECORDED = json.loads(PATH.read_text()) if PATH.exists() else {}  # case -> rows of numbers
+STUBS = {  # what verl's files import, and their formulas do not call
     "omegaconf": ["DictConfig"],
     "tensordict": ["TensorDict"],
     "verl": [],
@@ -40,19 +46,21 @@ STUBS = {  # what that file imports, and its formulas do not call
     "verl.workers.config.actor": ["PolicyLossConfig"],
 }
 FILES = "utils.torch_functional", "trainer.ppo.core_algos", "trainer.ppo.rollout_corr_helper"
-EPSILON = 1e-5  # verl divides by the root of (variance + 1e-8), we by (deviation + 1e-6)
+MEANS = {"sequence": "seq-mean-token-mean", "token": "token-mean"}  # theirs of ours
 
 
 @pytest.fixture
 def verl(monkeypatch):
-    """Its core_algos and, as `rollout`, its rollout_corr_helper."""
+    """Its core_algos and, as `rollout`, its rollout_corr_helper; None where it is not installed."""
+    if VERL is None:
+        return None
     for name, attributes in STUBS.items():
         module = ModuleType(name)
         for attribute in attributes:
             setattr(module, attribute, type(attribute, (), {}))
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["verl.utils.import_utils"].deprecated = lambda *_, **__: lambda function: function
-    folder = Path(FOUND.submodule_search_locations[0])
+    folder = Path(VERL.submodule_search_locations[0])
     loaded = {}
     for name in FILES:
         path = folder.joinpath(*name.split(".")).with_suffix(".py")
@@ -65,128 +73,235 @@ def verl(monkeypatch):
     return loaded[FILES[1]]
 
 
-@pytest.fixture(params=range(5))
-def batch(request):
-    """[64, 50] of groups of 8, with masked tokens in between."""
-    torch.manual_seed(request.param)
-    mask = (torch.rand(64, 50) < 0.6).double()
+def make_batch() -> Batch:
+    """[12, 6], three groups of four, one of equal rewards; masked tokens in between."""
+    rng = random.Random(0)  # not torch's: its numbers may change
+
+    def table(low, high):
+        return torch.tensor(
+            [[rng.uniform(low, high) for _ in range(6)] for _ in range(12)]
+        ).double()
+
+    mask = (table(0, 1) < 0.6).double()
     mask[:, 0] = 1
-    rewards = torch.randint(0, 4, (64,)).double()
-    tokens = torch.zeros(64, 50).double()
-    tokens[ppo.last_model_token(mask)] = rewards
-    old = -2 * torch.rand(64, 50).double()
-    new, ref = (old + noise * torch.randn(64, 50).double() for noise in (0.4, 0.3))
-    values, advantages = torch.randn(2, 64, 50).double()
-    return SimpleNamespace(**locals())
+    rewards = torch.tensor([rng.randrange(4) for _ in range(12)]).double()
+    rewards[4:8] = 1
+    old = table(-2, 0)
+    batch = Batch(torch.zeros(12, 7).long(), mask, old, rewards, 4, ref_logprobs=table(-2, 0))
+    batch.values = table(-1, 1) * mask
+    batch.new = old + table(-0.6, 0.6)  # the policy's, after some updates
+    batch.logits = table(-1, 1)  # whatever else a case needs
+    batch.paid = torch.zeros(12, 6).double()  # the rewards, where they are paid
+    batch.paid[ppo.last_model_token(mask)] = rewards
+    return batch
 
 
-def close(ours, theirs, mask=1.0, within: float = 1e-7):
-    assert ((ours - theirs) * mask).abs().max() <= within
+def run_of(recipe: str, **given):
+    """(the module that trains this recipe, its settings)."""
+    settings = resolve(recipe, 1, False, given)
+    return ALGORITHMS[settings.algorithm], settings
 
 
-@needs_verl
-def test_advantages_are_verls(verl, batch):
-    mask, rewards, index = batch.mask, batch.rewards, np.repeat(np.arange(8), 8)
-    for by_std, ours in ((True, grpo.group_normalize), (False, grpo.group_center)):
-        theirs, _ = verl.compute_grpo_outcome_advantage(
-            batch.tokens.clone(), mask, index, norm_adv_by_std_in_grpo=by_std
-        )
-        close(ours(rewards, 8)[:, None], theirs, mask)
-    settings = SimpleNamespace(gamma=1.0)
-    theirs, returns = verl.compute_reinforce_plus_plus_outcome_advantage(
-        batch.tokens.clone(), mask, settings
+# -------------------------------------------------------------------------------------- advantages
+def paid_less_kl(verl, batch, settings):
+    return batch.paid - settings.kl_coef * verl.kl_penalty(
+        batch.old_logprobs, batch.ref_logprobs, "kl"
     )
-    ours = reinforce_pp.returns_to_go(batch.tokens, mask)
-    close(ours, returns, mask)
-    close(ppo.whiten(ours, mask), theirs, mask, EPSILON)
-    values = batch.values * mask
-    theirs, returns = verl.compute_gae_advantage_return(batch.tokens, values, mask, 1.0, 0.95)
-    ours, our_returns = ppo.gae(batch.tokens, values, mask, 1.0, 0.95)
-    close(our_returns, returns, mask)
-    close(ppo.whiten(ours, mask), theirs, mask, EPSILON)
 
 
-@needs_verl
-@pytest.mark.parametrize(
-    "mode, weights",
-    [("token-mean", ppo.token_weights), ("seq-mean-token-mean", ppo.sequence_weights)],
-)
-def test_losses_are_verls(verl, batch, mode, weights):
+def advantages(recipe, theirs, **given):
+    algorithm, settings = run_of(recipe, **given)
+    return (
+        lambda batch: algorithm.compute_advantages(batch, settings),
+        lambda verl, batch: theirs(verl, batch, settings),
+    )
+
+
+def grpo(verl, batch, _):
+    index = np.repeat(np.arange(3), 4)
+    return verl.compute_grpo_outcome_advantage(batch.paid.clone(), batch.response_mask, index)[0]
+
+
+def reinforce_pp(verl, batch, settings):
+    rewards, gamma = paid_less_kl(verl, batch, settings), SimpleNamespace(gamma=1.0)
+    return verl.compute_reinforce_plus_plus_outcome_advantage(rewards, batch.response_mask, gamma)[
+        0
+    ]
+
+
+def baseline(verl, batch, _):
+    index, find = (
+        np.repeat(np.arange(3), 4),
+        verl.compute_reinforce_plus_plus_baseline_outcome_advantage,
+    )
+    return find(batch.paid.clone(), batch.response_mask, index)[0]
+
+
+def gae(verl, batch, settings):
+    rewards, mask = paid_less_kl(verl, batch, settings), batch.response_mask
+    find = verl.compute_gae_advantage_return
+    return mask * find(rewards, batch.values, mask, 1.0, settings.gae_lambda)[0]
+
+
+# ------------------------------------------------------------------------------------------ losses
+def differentiated(at, loss_of):
+    """A row: the loss, and its gradient over log-probs or values [12, 6]."""
+    at = at.clone().requires_grad_()
+    loss = loss_of(at)
+    loss.backward()
+    return torch.cat([loss.detach().view(1), at.grad.flatten()])[None]
+
+
+def first_update(batch, settings):
+    """ARENA's k2 is weighted by the ratio, which is 1 in a first update; verl's is not."""
+    return batch.old_logprobs if settings.kl_estimator == "k2" else batch.new
+
+
+def losses(recipe, **given):
+    algorithm, settings = run_of(recipe, **given)
+
+    def ours(batch):
+        batch.advantages = batch.logits
+        weights = algorithm.compute_token_weights(batch, settings)
+        return differentiated(
+            first_update(batch, settings),
+            lambda now: (weights * algorithm.compute_loss(now, batch, settings)[0]).sum(),
+        )
+
     class Settings(SimpleNamespace):
         def get(self, name, default):
             return getattr(self, name, default)
 
-    clips = Settings(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
-    clips.global_batch_info = {}
-    theirs, _ = verl.compute_policy_loss_vanilla(
-        batch.old, batch.new, batch.advantages, batch.mask, mode, clips
+    clips = {"clip_ratio_low": settings.clip_low, "clip_ratio_high": settings.clip_high}
+    clips |= {"clip_ratio": 0.2, "clip_ratio_c": 1e9}  # no dual clip: none of the papers has it
+    clips["global_batch_info"] = {}
+
+    def theirs(verl, batch):
+        mean, old, mask = MEANS[settings.loss_aggregation], batch.old_logprobs, batch.response_mask
+
+        def loss_of(now):
+            find = verl.compute_policy_loss_vanilla
+            loss, _ = find(old, now, batch.logits, mask, mean, Settings(**clips))
+            if settings.kl_coef and settings.kl_estimator != "k1":
+                penalty = verl.kl_penalty(now, batch.ref_logprobs, settings.kl_estimator)
+                loss = loss + settings.kl_coef * verl.agg_loss(penalty, mask, mean)
+            return loss
+
+        return differentiated(first_update(batch, settings), loss_of)
+
+    return ours, theirs
+
+
+def our_value_loss(batch):
+    batch.returns, weights = batch.logits, ppo.token_weights(batch.response_mask)
+    return differentiated(
+        batch.new, lambda now: (weights * ppo.compute_value_loss(now, batch)[0]).sum()
     )
-    ours, _ = ppo.clipped_surrogate(batch.new, batch.old, batch.advantages, 0.2, 0.28, 3.0)
-    close((ours * weights(batch.mask)).sum(), theirs)
-    theirs, _ = verl.compute_value_loss(
-        batch.new, batch.advantages, batch.old, batch.mask, 0.2, mode
+
+
+def value_loss(verl, batch):
+    return differentiated(
+        batch.new,
+        lambda now: verl.compute_value_loss(
+            now, batch.logits, batch.values, batch.response_mask, 0.2, "token-mean"
+        )[0],
     )
-    ours, _ = ppo.value_loss(batch.new, batch.old, batch.advantages, 0.2)
-    close((ours * weights(batch.mask)).sum(), theirs, within=1e-6)
 
 
-@needs_verl
-def test_kls_are_verls(verl, batch):
-    for name, ours in (("k1", kl.k1), ("k2", kl.k2), ("k3", kl.k3), ("abs", kl.k_abs)):
-        close(ours(batch.new, batch.ref), verl.kl_penalty(batch.new, batch.ref, name))
+def estimator(name):
+    return (
+        lambda batch: kl.ESTIMATORS[name](batch.new, batch.ref_logprobs),
+        lambda verl, batch: verl.kl_penalty(batch.new, batch.ref_logprobs, name.removeprefix("k_")),
+    )
 
 
-def our_weights(batch, mode: str, scale: float) -> torch.Tensor:
-    """[64, 50], 0 on masked tokens; the sampler is at this distance from batch.old."""
-    batch.log_ratio = scale * (batch.old - batch.new)
-    batch.old_logprobs, batch.sampled_logprobs = batch.log_ratio, torch.zeros(64, 50)
-    batch.response_mask = batch.mask
-    return ppo.mismatch_weights(batch, mode) * batch.mask
+# -------------------------------------------------------------------------- weights for the sampler
+def log_ratio(batch):
+    """Some rows are far from the sampler, some near, some as good as there."""
+    return batch.logits * torch.tensor([1, 0.03, 0.001] * 4).double()[:, None]
 
 
-@needs_verl
-@pytest.mark.parametrize("scale", [1.0, 0.03])
-def test_weights_for_the_sampler_are_verls(verl, batch, scale):
-    for mode in ("token", "sequence"):
-        ours = our_weights(batch, mode, scale)
-        of_verl = verl.rollout.compute_rollout_correction_weights
-        theirs, _ = of_verl(batch.log_ratio, batch.mask, mode, 2.0)
-        close(ours, theirs, within=1e-6)
-    # Its bounds are on 1 / ρ; what it rejects leaves its mask, and so its denominators.
-    for mode, kind, bounds in (
-        ("mask", "token_k1", "0.5_2.0"),
-        ("row", "seq_mean_k1", f"{1 / 1.001}_{1 / 0.999}"),
-    ):
-        batch.mismatch_weights = our_weights(batch, mode, scale)
-        of_verl = verl.rollout.compute_rollout_rejection_mask
-        kept, _ = of_verl(batch.log_ratio, batch.mask, kind, bounds)
-        assert torch.equal(ppo.trained_tokens(batch), kept)
+def our_weights(batch, mode):
+    batch.old_logprobs, batch.sampled_logprobs = log_ratio(batch), torch.zeros(12, 6)
+    return ppo.mismatch_weights(batch, mode) * batch.response_mask
 
 
-@pytest.mark.skipif(TRL is None, reason="needs trl (pip install --no-deps trl)")
-@pytest.mark.parametrize("scale", [1.0, 0.03])
-@pytest.mark.parametrize(
-    "mode, name, clip_min, clip_max",
-    [
-        ("token", "token_truncate", None, 2.0),
-        ("sequence", "sequence_truncate", None, 2.0),
-        ("mask", "token_mask", 0.5, 2.0),
-        ("sequence_mask", "sequence_mask", None, 3.0),
-    ],
-)
-def test_weights_for_the_sampler_are_those_of_trl(batch, mode, name, clip_min, clip_max, scale):
+def rejections(mode, kind, bounds):
+    """Its bounds are on 1 / ρ; what it rejects leaves its mask, and so its denominators."""
+
+    def ours(batch):
+        batch.mismatch_weights = our_weights(batch, mode)
+        return ppo.trained_tokens(batch)
+
+    def theirs(verl, batch):
+        find, mask = verl.rollout.compute_rollout_rejection_mask, batch.response_mask
+        return find(log_ratio(batch), mask, kind, bounds)[0]
+
+    return ours, theirs
+
+
+def of_trl(mode, name, clip_min, clip_max):
     """TRL computes them in a method of 500 lines, of which only this statement is run."""
-    ours, prefix = our_weights(batch, mode, scale), "vllm_importance_sampling_"
-    own = {"mode": name, "clip_min": clip_min, "clip_max": clip_max, "correction": True}
-    trainer = SimpleNamespace(use_vllm=True, **{prefix + key: own[key] for key in own})
-    names = {"self": trainer, "completion_mask": batch.mask, "tool_mask": None, "torch": torch}
-    names |= {"old_per_token_logps": batch.log_ratio, "sampling_per_token_logps": 0.0, "math": math}
-    folder = Path(TRL.submodule_search_locations[0], "trainer")
-    tree, ratio = ast.parse((folder / "grpo_trainer.py").read_text("utf-8")), f"{prefix}ratio"
-    ifs = [n for n in ast.walk(tree) if isinstance(n, ast.If) and f"{ratio} = " in ast.unparse(n)]
-    whole = [n for n in ifs if ast.unparse(n.test).endswith("_correction")]
-    exec(compile(ast.Module(whole[-1:], []), "trl", "exec"), names)
-    close(ours, names[ratio] * batch.mask, within=1e-6)
+
+    def theirs(_, batch):
+        prefix, mask = "vllm_importance_sampling_", batch.response_mask
+        own = {"mode": name, "clip_min": clip_min, "clip_max": clip_max, "correction": True}
+        trainer = SimpleNamespace(use_vllm=True, **{prefix + key: own[key] for key in own})
+        names = {"self": trainer, "completion_mask": mask, "tool_mask": None, "torch": torch}
+        names |= {"old_per_token_logps": log_ratio(batch), "math": math}
+        names["sampling_per_token_logps"] = 0.0
+        folder = Path(TRL.submodule_search_locations[0], "trainer")
+        tree, ratio = ast.parse((folder / "grpo_trainer.py").read_text("utf-8")), f"{prefix}ratio"
+        ifs = [n for n in ast.walk(tree) if isinstance(n, ast.If)]
+        ifs = [n for n in ifs if f"{ratio} = " in ast.unparse(n)]
+        whole = [n for n in ifs if ast.unparse(n.test).endswith("_correction")]
+        exec(compile(ast.Module(whole[-1:], []), "trl", "exec"), names)
+        return names[ratio] * mask
+
+    return lambda batch: our_weights(batch, mode), theirs
+
+
+CASES = {  # name -> (ours of a batch, theirs of verl and a batch)
+    "GRPO, R-Search": advantages("r_search", grpo),
+    "REINFORCE++, R1-Searcher": advantages("r1_searcher", reinforce_pp),
+    "REINFORCE++ and KL": advantages("r1_searcher", reinforce_pp, variant="llama_8b", kl_coef=0.1),
+    "its baseline form": advantages("r1_searcher", baseline, variant="as_its_code"),
+    "GAE, Search-R1": advantages("search_r1", gae),
+    "GAE, λ 0.95": advantages("r_search", gae, variant="ppo", gae_lambda=0.95),
+    "loss, UR²": losses("ur2"),
+    "loss, R-Search": losses("r_search"),
+    "loss, When to Search": losses("when_to_search"),
+    "loss, ARENA": losses("arena"),
+    "value loss": (our_value_loss, value_loss),
+    "k1": estimator("k1"),
+    "k2": estimator("k2"),
+    "k3": estimator("k3"),
+    "abs": estimator("k_abs"),
+    "mask": rejections("mask", "token_k1", "0.5_2.0"),
+    "row": rejections("row", "seq_mean_k1", f"{1 / 1.001}_{1 / 0.999}"),
+    "TRL token": of_trl("token", "token_truncate", None, 2.0),
+    "TRL sequence": of_trl("sequence", "sequence_truncate", None, 2.0),
+    "TRL mask": of_trl("mask", "token_mask", 0.5, 2.0),
+    "TRL sequence_mask": of_trl("sequence_mask", "sequence_mask", None, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_computes_what_others_compute(name, verl):
+    ours, theirs = CASES[name]
+    if TRL if name.startswith("TRL") else verl:
+        found = [
+            [round(number, 9) for number in row] for row in theirs(verl, make_batch()).tolist()
+        ]
+        if "RECORD" in os.environ:
+            RECORDED[name] = found
+            PATH.write_text(json.dumps(RECORDED).replace("]], ", "]],\n"), encoding="utf-8")
+        assert np.allclose(found, RECORDED[name], atol=1e-8)
+    # verl whitens by √(variance + 1e-8), we by the deviation + 1e-6
+    within = 1e-5 if name.startswith(("REINFORCE", "GAE", "its baseline")) else 1e-7
+    expected = torch.tensor(RECORDED[name], dtype=torch.double)
+    assert (ours(make_batch()) - expected).abs().max() <= within
+    assert expected.abs().max() > 0.02  # there is something to compare
 
 
 def test_rouge_is_that_of_the_package():

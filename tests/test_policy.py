@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import model_of, small
+from conftest import message, model_of, small
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import policy as policy_file
 from errors import InputError
 from policy import (
-    Batch,
     Policy,
     PolicySettings,
     check_model_path,
@@ -142,19 +141,6 @@ def test_a_frozen_head_gets_no_gradient_and_passes_one_on():
     assert head.weight.grad is None and hidden.grad.abs().sum() > 0
 
 
-def test_masked_positions_are_zero_and_move_nothing():
-    policy, tokens = make_policy(), make_tokens()
-    mask = torch.zeros(3, 8)
-    mask[:, 3:5] = 1
-    masked, plain = policy(tokens, mask=mask), full_logprobs(policy, tokens)
-    assert torch.allclose(masked[:, 3:5], plain[:, 3:5], atol=1e-5)
-    assert masked[:, :3].eq(0).all() and masked[:, 5:].eq(0).all()
-    # Whatever the other columns weigh, the gradient is that of the sampled ones.
-    loud = gradients(policy, (masked * torch.where(mask.bool(), 1.0, 1e6)).sum())
-    plain = gradients(policy, (full_logprobs(policy, tokens) * mask).sum())
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(loud, plain, strict=True))
-
-
 @pytest.mark.parametrize("name", ["soft cap", "scaled logits"])
 def test_a_model_that_changes_its_logits_after_the_head_is_refused_in_one_line(name):
     if name == "soft cap":  # it hardly moves the small logits of an untrained model
@@ -162,9 +148,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused_in_one_line(n
         model = model_of("gemma2", **sizes, head_dim=8, final_logit_softcapping=30.0)
     else:
         model = model_of("granite", **SIZES, logits_scaling=8.0)
-    with pytest.raises(InputError, match="changes its logits after the output head") as error:
-        Policy(model)
-    assert "\n" not in str(error.value)
+    assert "changes its logits after the output head" in message(Policy, model)
 
 
 def test_generation_and_evaluation_leave_the_mode_as_it_was():
@@ -234,9 +218,7 @@ def test_broken_files_are_one_line_too(saved, tmp_path, bpe):
         bpe.save_pretrained(path)
         (path / "config.json").write_text(json.dumps(config))
         (path / name).write_text(content)
-        with pytest.raises(InputError, match=f"--model {path}: ") as error:
-            load_policy(str(path))
-        assert "\n" not in str(error.value)
+        assert message(load_policy, str(path)).startswith(f"--model {path}: ")
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_an_index_error_on_step_300(tmp_path, bpe):
@@ -331,16 +313,6 @@ def test_a_written_transcript_cannot_be_trained_on():
         collate([written([], [], [])], [0.0], 1)
 
 
-def test_rows_are_cut_to_what_they_need_and_score_the_same():
-    policy = make_policy()
-    batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
-    part = batch.rows(torch.tensor([1]))
-    assert part.tokens.tolist() == [[5, 7, EOS]] and part.response_mask.shape == (1, 2)
-    whole = policy(batch.tokens, mask=batch.response_mask)
-    assert torch.allclose(policy(part.tokens, mask=part.response_mask), whole[1:2, :2], atol=1e-6)
-    assert part.rewards.tolist() == [0.0]
-
-
 def test_rows_take_every_tensor_cut_to_the_longest_and_leave_the_batch_alone():
     batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
     batch.overlong = torch.tensor([True, False, True])
@@ -362,16 +334,6 @@ def test_no_rows_are_a_pass_that_adds_nothing():
     assert masked.tokens.shape == part.tokens.shape == (1, 2)
     logprobs = policy(part.tokens, mask=part.response_mask)
     assert all(g.eq(0).all() for g in gradients(policy, (part.token_weights * logprobs).sum()))
-    scored = torch.ones(3, 5)
-    scored[torch.zeros(0, dtype=torch.long), :1] = logprobs.detach()  # nor to what is gathered
-    assert scored.eq(1).all()
-
-
-def test_micro_batches_put_rows_of_like_length_together():
-    # Columns 4, 1, 4, 1 with a budget of 8: two of four, then two of one; in the given order it
-    # would be 4 + 4 padded twice.
-    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0]])
-    assert [rows.tolist() for rows in micro_batches(mask, 8)] == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize("budget", [1, 7, 12, 20, 1000])
@@ -382,8 +344,6 @@ def test_all_processes_are_dealt_the_same_number_of_micro_batches(processes, bud
     for count in range(1, 9):  # with 5 processes some get no row
         dealt = [micro_batches(mask[:count], budget, processes, rank) for rank in range(processes)]
         assert len(set(map(len, dealt))) == 1
-        if processes == 1 and budget in (1, 1000):
-            assert len(dealt[0]) == (count if budget == 1 else 1)
         rows = [row for cuts in dealt for row in torch.cat(cuts).tolist()]
         assert sorted(rows) == list(range(count))
         for rank, cuts in enumerate(dealt):

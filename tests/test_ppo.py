@@ -17,11 +17,11 @@ from errors import InputError
 MASK = torch.tensor([[1, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
 
 
-def surrogate(ratio, advantage, clip_low=0.2, clip_high=0.3, dual_clip=None):
+def surrogate(ratio, advantage, clip_low=0.2, clip_high=0.3):
     """(loss, gradient over log π, clipped) of one token."""
     logprobs = torch.tensor([[ratio]]).log().requires_grad_()
     old, advantages = torch.zeros(1, 1), torch.tensor([[advantage]])
-    loss, stats = ppo.clipped_surrogate(logprobs, old, advantages, clip_low, clip_high, dual_clip)
+    loss, stats = ppo.clipped_surrogate(logprobs, old, advantages, clip_low, clip_high)
     loss.sum().backward()
     return loss.item(), logprobs.grad.item(), stats["clipped"].item()
 
@@ -30,24 +30,19 @@ def surrogate(ratio, advantage, clip_low=0.2, clip_high=0.3, dual_clip=None):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "dual_clip", "loss", "gradient", "clipped"),
+    ("ratio", "advantage", "loss", "gradient", "clipped"),
     [
-        (1.25, 1.0, None, -1.25, -1.25, False),  # below 1.3: free
-        (1.35, 1.0, None, -1.30, 0.0, True),  # held at 1.3
+        (1.25, 1.0, -1.25, -1.25, False),  # below 1.3: free
+        (1.35, 1.0, -1.30, 0.0, True),  # held at 1.3
         # the minimum takes the free branch: a good token may come back
-        (0.75, 1.0, None, -0.75, -0.75, False),
-        (0.75, -1.0, None, 0.8, 0.0, True),  # held at 0.8
-        (1.35, -1.0, None, 1.35, 1.35, False),  # a bad token that became likelier is never held
-        (4.0, -1.0, None, 4.0, 4.0, False),  # ... and without the dual clip grows without bound
-        (4.0, -1.0, 0.0, 4.0, 4.0, False),  # 0 is off
-        (4.0, -1.0, 3.0, 3.0, 0.0, True),  # bounded by 3 · |A|
-        (2.0, -1.0, 3.0, 2.0, 2.0, False),  # below the bound
-        (4.0, 1.0, 3.0, -1.3, 0.0, True),  # the dual clip concerns negative advantages only
-        (4.0, -2.0, 3.0, 6.0, 0.0, True),  # 3 · |−2|
+        (0.75, 1.0, -0.75, -0.75, False),
+        (0.75, -1.0, 0.8, 0.0, True),  # held at 0.8
+        (1.35, -1.0, 1.35, 1.35, False),  # a bad token that became likelier is never held
+        (4.0, -2.0, 8.0, 8.0, False),  # and its loss grows without bound
     ],
 )
-def test_a_token_is_clipped_by_hand(ratio, advantage, dual_clip, loss, gradient, clipped):
-    found = surrogate(ratio, advantage, dual_clip=dual_clip)
+def test_a_token_is_clipped_by_hand(ratio, advantage, loss, gradient, clipped):
+    found = surrogate(ratio, advantage)
     assert found == (pytest.approx(loss), pytest.approx(gradient), clipped)
 
 
@@ -55,7 +50,7 @@ def test_the_first_update_is_the_plain_policy_gradient():
     # ratio 1 everywhere: the loss is −A, its gradient over log π is −A, and nothing is clipped.
     logprobs = torch.tensor([[-0.3, -2.0], [-1.0, -7.0]], requires_grad=True)
     advantages = torch.tensor([[0.5, -1.5], [2.0, 0.0]])
-    loss, stats = ppo.clipped_surrogate(logprobs, logprobs.detach(), advantages, 0.2, 0.2, 3.0)
+    loss, stats = ppo.clipped_surrogate(logprobs, logprobs.detach(), advantages, 0.2, 0.2)
     loss.sum().backward()
     assert stats["ratio"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert not stats["clipped"].any()
@@ -67,7 +62,7 @@ def test_clipped_marks_exactly_the_tokens_without_a_gradient():
     generator = torch.Generator().manual_seed(0)
     logprobs = torch.randn(40, 25, generator=generator).requires_grad_()
     old, advantages = torch.randn(2, 40, 25, generator=generator)
-    loss, stats = ppo.clipped_surrogate(logprobs, old, advantages, 0.2, 0.28, 3.0)
+    loss, stats = ppo.clipped_surrogate(logprobs, old, advantages, 0.2, 0.28)
     loss.sum().backward()
     assert torch.equal(stats["clipped"], logprobs.grad == 0)
     assert 0.1 < stats["clipped"].float().mean() < 0.9
@@ -88,27 +83,42 @@ def test_token_weights_by_hand():
     torch.testing.assert_close(ppo.token_weights(MASK), torch.tensor(expected))
 
 
-@pytest.mark.parametrize("weights", [ppo.sequence_weights, ppo.token_weights])
+def test_question_weights_by_hand():
+    # When to Search eq. 3 with 1 / Σ|o| inside the mean over questions: groups of 2 and of 8 model
+    # tokens weigh 1/2 each, so 0.25 and 0.0625 a token; one mean over the ten gives 0.1.
+    mask, questions = torch.ones(4, 4), torch.tensor([5, 1, 5, 1])  # rows of an update are shuffled
+    mask[1, 1:] = mask[3, 1:] = 0
+    expected = mask * torch.tensor([[0.0625], [0.25], [0.0625], [0.25]])
+    assert torch.equal(ppo.question_weights(mask, questions), expected)
+    torch.testing.assert_close(ppo.token_weights(mask), mask / 10)
+    # A group without a model token is no question: the other one weighs all.
+    mask[1], mask[3] = 0, 0
+    assert torch.equal(ppo.question_weights(mask, questions), mask / 8)
+    batch = SimpleNamespace(response_mask=mask, questions=questions, mismatch_weights=None)
+    found = ppo.compute_token_weights(batch, ppo_settings(loss_aggregation="question"))
+    assert torch.equal(found, mask / 8)
+
+
+def by_question(mask):
+    return ppo.question_weights(mask, torch.arange(len(mask)) // 2)
+
+
+WEIGHTS = [ppo.sequence_weights, ppo.token_weights, by_question]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_weights_sum_to_one_and_a_mask_of_bools_or_floats_is_the_same(weights):
     assert weights(MASK).sum().item() == pytest.approx(1)
     assert torch.equal(weights(MASK.bool()), weights(MASK.float()))
 
 
-@pytest.mark.parametrize("weights", [ppo.sequence_weights, ppo.token_weights])
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_batch_without_a_model_token_weighs_zero_and_is_not_nan(weights):
     logprobs = torch.randn(2, 3, requires_grad=True)
     total = (logprobs * 2 * weights(torch.zeros(2, 3))).sum()
     total.backward()
     assert total.item() == 0
     assert logprobs.grad.tolist() == [[0, 0, 0], [0, 0, 0]]
-
-
-def test_a_sequence_mean_and_a_token_mean_are_two_losses():
-    # Losses 1 on the four tokens of the first trajectory and 6 on the one of the second:
-    # sequence (1 + 6) / 2 = 3.5, token (4 · 1 + 6) / 5 = 2.
-    loss = torch.tensor([[1.0, 99, 1, 1, 1], [99, 99, 6, 99, 99], [99, 99, 99, 99, 99]])
-    assert (loss * ppo.sequence_weights(MASK)).sum().item() == pytest.approx(3.5)
-    assert (loss * ppo.token_weights(MASK)).sum().item() == pytest.approx(2.0)
 
 
 def test_the_mean_of_micro_batch_means_is_another_number():
@@ -120,12 +130,6 @@ def test_the_mean_of_micro_batch_means_is_another_number():
     right = sum((loss[[i]] * global_weights[[i]]).sum() for i in range(2))
     assert naive.item() == pytest.approx(3)
     assert right.item() == pytest.approx(2)
-
-
-def test_the_mask_is_not_changed():
-    mask = MASK.float()
-    ppo.sequence_weights(mask), ppo.token_weights(mask), ppo.model_only(torch.ones(3, 5), mask)
-    assert torch.equal(mask, MASK.float())
 
 
 # ---------------------------------------------------------------------------------------------- GAE
@@ -314,9 +318,9 @@ def test_advantages_without_values_are_an_input_error():
         ppo.compute_advantages(ppo_batch(None), ppo_settings())
 
 
-def test_running_the_file_shows_the_dual_clip(capsys):
+def test_running_the_file_shows_the_clip(capsys):
     ppo.main()
     rows = capsys.readouterr().out.split("tensor")[1:]
     assert rows[0].strip().startswith("([0.50, 0.75, 1.00, 1.25, 1.35, 4.00])")
     assert "-1.25, -1.28, -1.28])" in rows[1] and "-1.25,  0.00,  0.00])" in rows[2]  # A = +1
-    assert "1.35, 3.00])" in rows[3] and "1.35, 0.00])" in rows[4]  # A = −1
+    assert "1.35, 4.00])" in rows[3] and "1.35, 4.00])" in rows[4]  # A = −1

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from errors import InputError
+from plumbing import score
 from plumbing.predictions import read_predictions, score_command, score_files
 from plumbing.report import summarise
 
@@ -198,6 +200,7 @@ A = {"id": "1", "prediction": "a"}
         ([{**A, "golds": "a", "task": "cohice"}], "field 'task': 'cohice' is none of qa"),
         ([{**A, "golds": "a", "sample": []}], "field 'sample': expected a whole number"),
         ([{**A, "punctuation": "keep"}], "field 'punctuation': 'keep' is none of space"),
+        ([{**A, "judge_sees": "all"}], "'judge_sees': 'all' is none of question"),
     ],
 )
 def test_a_bad_predictions_file_is_one_line(content, said, write, tmp_path):
@@ -276,6 +279,26 @@ def test_a_wrong_command_is_one_line(arguments, said, write, questions, tmp_path
     with pytest.raises(InputError) as error:
         score_command(arguments.format(**places).split())
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_judge_of_a_file_sees_what_its_protocol_says_and_one_table_has_one_judge(
+    write, tmp_path, monkeypatch
+):
+    asked = []
+    judge = SimpleNamespace(ask=lambda requests, _: asked.extend(requests) or ["yes"])
+    monkeypatch.setattr(score, "load_llm", lambda *_, **__: judge)
+    blind = write({**R1, "pred_ans": "Here.", "judge_sees": "normalized"}, name="b.jsonl")
+    out = tmp_path / "out.jsonl"
+    sees = {"question": "Question: Where ?\nAccepted answers: Kelmouth\nGiven answer: Here."}
+    sees["normalized"] = "Accepted answers: kelmouth\nGiven answer: here"
+    for flag, seen in (("", "normalized"), ("--judge_sees question", "question")):
+        score_command(f"--predictions {blind} --judge J --out {out} {flag}".split())
+        assert asked.pop()[1] == sees[seen] and not asked
+        assert read_predictions(out)[0]["judge_sees"] == seen
+    both = f"--predictions {blind},{write(R1)} --judge J"
+    with pytest.raises(InputError, match="normalized or question: give --judge_sees for all"):
+        score_command(both.split())
+    assert not asked
 
 
 def test_the_command_prints_table_comparison_and_json(write, tmp_path, capsys):

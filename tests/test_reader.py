@@ -6,6 +6,7 @@ import pytest
 
 from data import Question
 from errors import InputError
+from metrics import f1_score
 from other_models.llm import LocalLLM
 from other_models.reader import INSTRUCTION, add_reader, read_answer, reader_answers
 
@@ -44,6 +45,13 @@ def test_all_pairs_are_one_batch_and_no_evidence_or_no_reply_is_an_empty_answer(
     assert len(llm.batches) == 1  # nobody else was asked
 
 
+def test_where_all_models_sample_alike_the_reader_does_too():
+    """R-Search A.3."""
+    llm, asked = Says("B"), {"question": WHERE.question, "golds": ["Norland"], "metrics": {}}
+    add_reader([asked | {"evidence": EVIDENCE}], llm, (0.1, 1.0))
+    assert llm.batches[0][0][2:] == (0.1, 1.0)
+
+
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
@@ -70,6 +78,15 @@ def test_all_pairs_are_one_batch_and_no_evidence_or_no_reply_is_an_empty_answer(
 )
 def test_a_reply_is_cut_to_its_answer(reply, answer):
     assert read_answer(reply) == answer
+
+
+def test_eq_4_reads_the_whole_reply_where_the_variant_says_so():
+    # ten words ("the" does not count), of which one is the gold: 2 · 1 / (10 + 1) = 0.18; the
+    # first line alone has 1
+    reply = "<think>Hm.</think>Rome\nbecause the passage says that it is where she ruled"
+    for whole, f1 in ((False, 1.0), (True, 2 / 11)):
+        (answer,) = reader_answers(Says(reply), [(WHERE, EVIDENCE)], whole)
+        assert f1_score(answer, "Rome", "delete") == pytest.approx(f1)
 
 
 def test_the_built_in_world_s_tiny_model_reads_evidence_and_question(toy_policy, toy_tokenizer):

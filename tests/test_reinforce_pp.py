@@ -1,12 +1,10 @@
 """reinforce_pp.py: returns, statistics over trajectories, and the baseline form of UR²."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import grpo
 import reinforce_pp
 
 NAN, INF = float("nan"), float("inf")
@@ -15,6 +13,7 @@ NAN, INF = float("nan"), float("inf")
 def choose(algorithm="reinforce_pp", **changes):
     chosen = {"clip_low": 0.2, "clip_high": 0.2, "loss_aggregation": "sequence", "kl_coef": 0.0}
     chosen |= {"algorithm": algorithm, "kl_estimator": "k1", "group_std": True}
+    chosen["whiten_tokens"] = False
     return SimpleNamespace(**(chosen | changes))
 
 
@@ -70,27 +69,33 @@ def test_nothing_to_compare_gives_zero_and_not_nan(rewards, group_size):
 
 
 def test_the_length_of_the_answers_does_not_move_an_equal_group():
-    # Group [1, 0] with lengths 3 and 1, group [1, 1]. Token statistics would have the mean (3 − 1)
-    # · 0.7071 / 6 = 0.2357 and so give the equal group −0.2357 / 0.5270 = −0.447; over trajectories
-    # it is 0.
+    # Group [1, 0] with lengths 3 and 1, group [1, 1]: over trajectories the equal group is 0.
     batch = make_batch([1.0, 0.0, 1.0, 1.0], [[1, 1, 1], [1, 0, 0], [1, 0, 0], [1, 0, 0]])
     advantages = reinforce_pp.compute_advantages(batch, choose(BASELINE))
     assert advantages[2:].abs().max() == 0
     assert advantages[0].tolist() == pytest.approx([1.22474] * 3, abs=1e-4)
     assert advantages[1].tolist() == pytest.approx([-1.22474, 0, 0], abs=1e-4)
-    groups = grpo.group_normalize(batch.rewards, 2)[:, None].expand(4, 3)
-    tokens = groups[batch.response_mask.bool()]
-    by_tokens = (tokens - tokens.mean()) / tokens.std(correction=0)
-    assert by_tokens[-1].item() == pytest.approx(-0.447, abs=1e-3)
+
+
+def test_the_baseline_form_over_tokens_by_hand():
+    # The same, as R1-Searcher's scripts have it: minus the group's mean the six tokens are 0.5
+    # three times, −0.5, 0, 0: mean 1/6, std √((3/9 + 4/9 + 2/36) / 5) = 0.40825. With the group's
+    # std all six are √2 times as large, and whitened the same.
+    batch = make_batch([1.0, 0.0, 1.0, 1.0], [[1, 1, 1], [1, 0, 0], [1, 0, 0], [1, 0, 0]])
+    for group_std in (False, True):
+        settings = choose(BASELINE, group_std=group_std, whiten_tokens=True)
+        advantages = reinforce_pp.compute_advantages(batch, settings)
+        assert advantages[:, 0].tolist() == pytest.approx(
+            [0.81650, -1.63299, -0.40825, -0.40825], abs=1e-4
+        )
+        assert advantages[0].tolist() == pytest.approx([0.81650] * 3, abs=1e-4)
+        assert advantages[1:, 1:].eq(0).all()
 
 
 def test_the_settings_choose_the_form_and_its_group_std():
     batch = make_batch([1.0, 0.0, 3.0, 0.0], [[1], [1], [1], [1]])
     found = reinforce_pp.compute_advantages(batch, choose(BASELINE, group_std=False))
     assert found[:, 0].tolist() == pytest.approx([0.38730, -0.38730, 1.16190, -1.16190], abs=1e-4)
-    # plain: mean 1, squared distances 0 + 1 + 4 + 1 = 6, std √2 -> [0, −0.70711, 1.41421, −0.70711]
-    plain = reinforce_pp.compute_advantages(batch, choose())
-    assert plain[:, 0].tolist() == pytest.approx([0.0, -0.70711, 1.41421, -0.70711], abs=1e-4)
 
 
 def test_the_baseline_form_takes_the_kl_of_the_whole_trajectory():
@@ -124,49 +129,43 @@ def test_the_last_model_token_is_found_before_padding_and_documents():
     assert reinforce_pp.last_model_token(mask).int().tolist() == expected
 
 
-def test_token_rewards_are_the_kl_everywhere_and_the_reward_at_the_end():
-    # kl_coef 0.1, k1 0.5: −0.05 per model token; reward 2 on the last one
-    old, ref = [[0.5] * 4] * 2, [[0.0] * 4] * 2
-    batch = make_batch([2.0, 7.0], [[1, 0, 1, 0], [0, 0, 0, 0]], old, ref)
-    found = reinforce_pp.token_rewards(batch, choose(kl_coef=0.1))
-    assert found[0].tolist() == pytest.approx([-0.05, 0.0, 1.95, 0.0])
-    assert found[1].tolist() == [0.0] * 4
-    in_loss = reinforce_pp.token_rewards(batch, choose(kl_estimator="k2", kl_coef=0.1))
-    assert in_loss[0].tolist() == [0.0, 0.0, 2.0, 0.0]
-
-
 # -------------------------------------------------------------------------------------------- plain
 
 
-@pytest.mark.parametrize("lengths", [[1, 1, 1, 1], [4, 1, 2, 3], [1, 4, 1, 1]])
-def test_the_plain_form_is_whitened_over_trajectories_whatever_their_lengths(lengths):
-    # rewards [1, 0, 1, 1]: mean 0.75, std √((3 · 0.0625 + 0.5625) / 3) = 0.5 -> 0.5, −1.5, 0.5,
-    # 0.5. Over the tokens of lengths [1, 4, 1, 1] the mean would be 3 / 7.
+@pytest.mark.parametrize(
+    ("lengths", "right", "wrong"),
+    [
+        # rewards [1, 0, 1, 1]: mean 3/4, std √((3/16 + 9/16) / 3) = 0.5
+        ([1, 1, 1, 1], 0.5, -1.5),
+        # seven tokens, four of them of the wrong answer: mean 3/7, std √((48 + 36) / 49 / 6)
+        ([1, 4, 1, 1], 1.06904, -0.80178),
+    ],
+)
+def test_the_plain_form_is_whitened_over_tokens_each_weighing_one(lengths, right, wrong):
     mask = [[1] * n + [0] * (4 - n) for n in lengths]
     batch = make_batch([1.0, 0.0, 1.0, 1.0], mask)
     advantages = reinforce_pp.compute_advantages(batch, choose())
-    expected = torch.tensor(mask) * torch.tensor([[0.5], [-1.5], [0.5], [0.5]])
+    expected = torch.tensor(mask) * torch.tensor([[right], [wrong], [right], [right]])
     torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_plain_form_with_kl_in_the_reward_by_hand():
     # kl_coef 0.1. Row 0: k1 2 and 4, reward 1: r = −0.2, 0.6; returns 0.4, 0.6. Row 1: k1 1 and 3,
-    # reward 0: r = −0.1, −0.3; returns −0.4, −0.3. Mean (0.5 − 0.35) / 2 = 0.075. Mean squares:
-    # (0.325² + 0.525²) / 2 = 0.190625, (0.475² + 0.375²) / 2 = 0.183125; their mean 0.186875 · 2 /
-    # 1 = 0.37375; std 0.611351.
+    # reward 0: r = −0.1, −0.3; returns −0.4, −0.3. Mean of the four 0.075; squares 0.325² + 0.525²
+    # + 0.475² + 0.375² = 0.7475; std √(0.7475 / 3) = 0.499166.
     mask, old = [[1, 0, 1], [1, 1, 0]], [[2.0, NAN, 4.0], [1.0, 3.0, -INF]]
     batch = make_batch([1.0, 0.0], mask, old=old, ref=[[0.0, 0.0, 0.0], [0.0, 0.0, -INF]])
     advantages = reinforce_pp.compute_advantages(batch, choose(kl_coef=0.1))
-    assert advantages[0].tolist() == pytest.approx([0.53161, 0.0, 0.85875], abs=1e-4)
-    assert advantages[1].tolist() == pytest.approx([-0.77697, -0.61339, 0.0], abs=1e-4)
+    assert advantages[0].tolist() == pytest.approx([0.65109, 0.0, 1.05175], abs=1e-4)
+    assert advantages[1].tolist() == pytest.approx([-0.95159, -0.75125, 0.0], abs=1e-4)
 
 
 def test_a_trajectory_without_a_model_token_does_not_enter_the_statistics():
-    # The fourth row has reward 100 and no token: the other three, [1, 0, 1], have mean 2/3 and std
-    # √(1/3) = 0.57735.
+    # The fourth row has reward 100 and no token: the other five tokens, 1, 1, 0, 1, 1, have mean
+    # 0.8 and std √((4 · 0.04 + 0.64) / 4) = 0.44721.
     batch = make_batch([1.0, 0.0, 1.0, 100.0], [[1, 1], [1, 0], [1, 1], [0, 0]])
     advantages = reinforce_pp.compute_advantages(batch, choose())
-    assert advantages[:, 0].tolist() == pytest.approx([0.57735, -1.15470, 0.57735, 0.0], abs=1e-4)
+    assert advantages[:, 0].tolist() == pytest.approx([0.44721, -1.78885, 0.44721, 0.0], abs=1e-4)
     assert advantages[3].tolist() == [0.0, 0.0]
 
 
@@ -194,18 +193,7 @@ def test_loss_and_weights_are_those_of_grpo():
     batch.advantages = reinforce_pp.compute_advantages(batch, settings)
     weights = reinforce_pp.compute_token_weights(batch, settings)
     torch.testing.assert_close(weights, batch.response_mask / 5)
-    # ratio e^0.1 = 1.10517; A = ±0.70711 (rewards 1 and 0: mean 0.5, std 0.70711)
+    # ratio e^0.1 = 1.10517; tokens 1, 1, 0, 0, 0: mean 0.4, std √(1.2 / 4) = 0.54772
     loss, _ = reinforce_pp.compute_loss(torch.full((2, 3), 0.1), batch, settings)
-    assert loss[0].tolist() == pytest.approx([-0.78147, 0.0, -0.78147], abs=1e-4)
-    assert loss[1].tolist() == pytest.approx([0.78147] * 3, abs=1e-4)
-
-
-@pytest.mark.parametrize("algorithm", ["reinforce_pp", BASELINE])
-def test_the_batch_is_not_changed(algorithm):
-    old, ref = [[0.1, 0.2], [0.3, 0.4]], [[0.0, 0.0], [0.0, 0.0]]
-    batch = make_batch([1.0, 0.0], [[1, 0], [1, 1]], old, ref)
-    before = copy.deepcopy(vars(batch))
-    reinforce_pp.compute_advantages(batch, choose(algorithm, kl_coef=0.1))
-    assert set(vars(batch)) == set(before)
-    tensors = {name: value for name, value in before.items() if torch.is_tensor(value)}
-    assert all(torch.equal(value, getattr(batch, name)) for name, value in tensors.items())
+    assert loss[0].tolist() == pytest.approx([-1.21066, 0.0, -1.21066], abs=1e-4)
+    assert loss[1].tolist() == pytest.approx([0.80711] * 3, abs=1e-4)

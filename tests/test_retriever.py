@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 from conftest import command_line
 from rank_bm25 import BM25Okapi
 
-from data import Document, Question, load_corpus
+from data import Document, Question
 from errors import InputError
 from metrics import tokenize
 from retriever import (
@@ -79,7 +78,9 @@ def test_of_two_passages_the_one_that_shares_more_words_is_first():
     # every idf is ln(1.5 / 1.5) = 0 or ln(0.5 / 2.5) < 0: the reference's floor is negative
     bm25 = BM25(documents("a guide to pumps", "a guide to wells and pumps and wells"))
     assert bm25.best("how are wells dug ?", 2)[0].text.startswith("a guide to wells")
-    assert min(bm25.scores("a guide")) > 0 == bm25.scores("none of them").max()
+    # 4 and 8 words, 6 on average: norms 1.5 · (1/4 + 3/4 · 4/6) and 1.5 · (1/4 + 3/4 · 8/6)
+    expected = [SMALL_IDF * 2.5 / (1 + 1.5 * (0.25 + 0.75 * n / 6)) for n in (4, 8)]
+    np.testing.assert_allclose(bm25.scores("guide"), expected, rtol=1e-12)
 
 
 def test_a_word_that_is_asked_five_thousand_times_is_added_once(monkeypatch):
@@ -92,36 +93,18 @@ def test_a_word_that_is_asked_five_thousand_times_is_added_once(monkeypatch):
 # -------------------------------------------------------------------------------- against rank-bm25
 
 
+@pytest.mark.parametrize("parameters", [{}, {"k1": 0.9, "b": 0.4, "epsilon": 0.1}])
 @pytest.mark.parametrize("seed", range(8))
-def test_scores_are_rank_bm25s_over_random_corpora(seed):
+def test_scores_are_rank_bm25s_over_random_corpora(seed, parameters):
     rng = np.random.default_rng(seed)
     texts = random_texts(rng, int(rng.integers(3, 60)), words=40) + ["w0 w1"]
-    reference = BM25Okapi([tokenize(text) for text in texts])
-    bm25 = BM25(documents(*texts))
+    reference = BM25Okapi([tokenize(text) for text in texts], **parameters)
+    bm25 = BM25(documents(*texts), **parameters)
     queries = ["", "unknown", "w0", "w0 w0 w1", "w39 unknown W3", "w2 w2 w2 w17"]
     queries += random_texts(rng, 5, words=50)
     for query in queries:
         expected = reference.get_scores(tokenize(query))
         np.testing.assert_allclose(bm25.scores(query), expected, rtol=0, atol=1e-9)
-
-
-def slow_scores(texts, query, k1=1.5, b=0.75, epsilon=0.25):
-    """The formula, document by document, word by word."""
-    counts = [Counter(tokenize(text)) for text in texts]
-    lengths = [sum(count.values()) for count in counts]
-    mean, n = sum(lengths) / len(texts), len(texts)
-    held = Counter(word for count in counts for word in count)
-    idf = {word: np.log(n - held[word] + 0.5) - np.log(held[word] + 0.5) for word in held}
-    floor = epsilon * np.mean(list(idf.values())) if held else 0.0
-    scores = [0.0] * n
-    for word, times in Counter(tokenize(query)).items():
-        if word in idf:
-            mine = max(idf[word], SMALL_IDF) if floor <= 0 else idf[word]
-            mine = floor if mine < 0 else mine
-            for i, count in enumerate(counts):
-                norm = k1 * (1 - b + b * lengths[i] / mean)
-                scores[i] += times * (mine * (count[word] * (k1 + 1) / (count[word] + norm)))
-    return scores
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
@@ -136,8 +119,6 @@ def test_the_best_are_those_of_a_full_scan_to_the_digit(seed, share, monkeypatch
     bm25 = BM25(documents(*texts))
     queries = ["", "unknown", "w0", "w0 w1 w2 w0", "w59 unknown w3 w40", *random_texts(rng, 9, 60)]
     for query in queries:
-        slow = slow_scores(texts, query)
-        np.testing.assert_allclose(bm25.scores(query), slow, rtol=1e-12, atol=1e-12)
         scores = bm25.scores(query).tolist()
         order = sorted(range(count), key=lambda i: (-scores[i], i))
         for k in (1, 5, count + 3):
@@ -153,27 +134,6 @@ def test_a_row_of_a_common_word_gives_the_scores_of_its_postings_to_the_digit(mo
         found.append([bm25.scores(query).tolist() for query in (*texts, "w1 w2 w1 w0 w1")])
         rows.append(len(bm25.rows))
     assert found[0] == found[1] == found[2] and rows[0] == 30 > rows[1] > rows[2] == 0
-
-
-def test_parameters_other_than_the_defaults_are_rank_bm25s_too():
-    texts = random_texts(np.random.default_rng(9), 30, words=20)
-    reference = BM25Okapi([tokenize(text) for text in texts], k1=0.9, b=0.4, epsilon=0.1)
-    bm25 = BM25(documents(*texts), k1=0.9, b=0.4, epsilon=0.1)
-    expected = reference.get_scores(["w0", "w5", "w5"])
-    np.testing.assert_allclose(bm25.scores("w0 w5 w5"), expected, rtol=0, atol=1e-9)
-
-
-def test_scores_are_rank_bm25s_on_real_passages():
-    if not CORPUS.exists():
-        pytest.skip(f"the real slice {CORPUS} is not here")
-    corpus = load_corpus(CORPUS)
-    reference = BM25Okapi([tokenize(f"{d.title} {d.text}") for d in corpus])
-    bm25 = BM25(corpus)
-    for query in ("Who is the mother of the director?", "Lothair II", corpus[77].text):
-        expected = reference.get_scores(tokenize(query))
-        np.testing.assert_allclose(bm25.scores(query), expected, rtol=0, atol=1e-9)
-    found = bm25.search([f"{d.title} {d.text}" for d in corpus[:50]], 1)
-    assert [d[0].title for d in found] == [d.title for d in corpus[:50]]  # a passage finds itself
 
 
 def test_a_boosted_title_is_a_title_that_stands_in_the_text_several_times():
@@ -194,16 +154,6 @@ def test_a_batch_is_answered_in_the_order_of_its_queries():
     found = BM25(corpus).search(["dog", "cat", "BIRD"], 1)
     assert [d[0].id for d in found] == ["1", "0", "2"]
     assert BM25(corpus).search([], 3) == []
-
-
-def test_ties_are_broken_by_document_order_also_at_the_cut():
-    corpus = documents("x", "cat", "y", "cat", "z", "cat", "cat cat")
-    bm25 = BM25(corpus)
-    scores = bm25.scores("cat")
-    assert scores[1] == scores[3] == scores[5] != scores[6]
-    for k in range(1, 8):
-        expected = sorted(range(7), key=lambda i: (-scores[i], i))[:k]
-        assert [int(d.id) for d in bm25.search(["cat"], k)[0]] == expected
 
 
 @pytest.mark.parametrize("size", [1, 40, 129, 1000])
@@ -285,7 +235,6 @@ def test_retrievers_are_made_by_name(tmp_path):
     made("bm25", corpus, index=str(tmp_path / "kept"))
     assert (tmp_path / "kept" / "manifest.json").exists()
     assert boosted.scores("a").tolist() == thrice.scores("a").tolist()
-    assert boosted.scores("a").tolist() != BM25(titled).scores("a").tolist()
 
 
 def test_an_unknown_name_lists_those_there_are_and_the_web_says_to_serve_it():
@@ -321,6 +270,11 @@ def test_a_dense_and_an_http_retriever_get_their_settings(monkeypatch):
     )
     made("dense", documents("a"), 0, 60.0, "cuda:1", "mine", encoder="e5")
     assert told == [(documents("a"), "e5", "cuda:1", "mine")]
+    monkeypatch.setattr("retrievers.dense.DenseRetriever", lambda *given: told.append(given[1:]))
+    words = "check --retriever dense --encoder e5 --runs mine".split()
+    with pytest.raises(AttributeError):  # what stands in its place is none
+        command(words, BM25)
+    assert told.pop() == ("e5", "", "", "mine")
     monkeypatch.setattr("retrievers.remote.HttpRetriever", lambda *given: told.append(given))
     made("http", [], 0, 7.0, retriever_url="http://h")
     assert told[1:] == [("http://h", 7.0)]
@@ -478,6 +432,7 @@ WEB = ["serve", "--retriever", "web", "--retriever_url"]
         (["serve", "--corpus", "c.tsv", "--port", 70000], "cannot listen there"),
         (["check", "--retriever", "http"], "invalid choice: 'http'"),
         (["check", "--title_boost", -1], "--title_boost: invalid choice: -1"),
+        (["serve", "--corpus", "c.tsv", "--runs", "r"], "--runs: --retriever dense alone has one"),
         (["serve", "--retriever", "web"], "--retriever_url '': no place for the query: give http"),
         ([*WEB, "http://h/"], "no place for the query"),
         ([*WEB, "ftp://h/{query}"], "not an address: give http://host/search"),

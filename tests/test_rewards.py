@@ -138,10 +138,14 @@ def test_ur2_stage1_pays_format_and_searches_whatever_the_answer(variant, by_sea
 
 
 def test_ur2_stage1_counts_each_violation():
-    # two answers, one illegal token: v = 2; n = 1: −2 + 3
-    trajectory = ur2(search() + "\\boxed{a1} \\boxed{b2} <|im_start|>")
-    assert ur2_violations(trajectory) == ["several_answers", "illegal <|im_start|>"]
-    assert ur2_stage1(trajectory) == {"format": -2.0, "retrieval": 3.0, "fallback": 0.0}
+    # eq. 1 is −1 per violation, of one kind too: two answers too many, two query tags without a
+    # partner, two documents of its own, one of them not closed, and one illegal token: −7. The one
+    # search is 3.
+    many = "<|begin_of_query|> a <|begin_of_query|> b" + FAKED + "<|begin_of_documents|> c"
+    trajectory = ur2(search() + many + BOX * 3 + "<|im_start|>")
+    kinds = [*["several_answers"] * 2, *["unpaired_query_tags"] * 2, *["written_documents"] * 2]
+    assert ur2_violations(trajectory) == [*kinds, "illegal <|im_start|>"]
+    assert ur2_stage1(trajectory) == {"format": -7.0, "retrieval": 3.0, "fallback": 0.0}
 
 
 def test_a_prompt_without_retrieval_pays_the_format_only():
@@ -276,6 +280,7 @@ def test_what_the_strict_check_refuses_pays_under_the_loose_one():
         assert ur2_stage2(ur2(hack + BOX), **LOOSE)["format"] == 1.0
 
 
+POLYNOMIAL = "+".join(f"{n}x^{n}" for n in range(12, 0, -1))  # 12x^12+11x^11+...+1x^1
 TWELVE = Question("1", "Which words?", [" ".join(["word"] * 12)])
 IN_CHINESE = Question("1", "北?", ["x"])
 SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),))
@@ -290,18 +295,27 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
         ("\\boxed{Norland} or \\boxed{Norland}", QA, ["several_answers"]),
         ("<|begin_of_query|> where " + BOX, QA, ["unpaired_query_tags"]),
         ("<|begin_of_query|> " * 2 + "<|end_of_query|> " + BOX, QA, ["unpaired_query_tags"]),
+        ("x <|end_of_query|> " * 2 + BOX, QA, ["unpaired_query_tags"] * 2),
+        (FAKED + FAKED + BOX, QA, ["written_documents"] * 2),
+        ("\\boxed{} \\boxed{}", QA, ["several_answers", "no_answer"]),
+        (
+            "\\boxed{x} \\boxed{" + " ".join("abcdefghijk") + "}",
+            QA,
+            ["several_answers", "long_answer"],
+        ),
         (search(LONG) + search(LONG) + BOX, QA, ["long_query", "long_query"]),
         (search() * 4 + BOX, QA, []),
-        (search() * 5 + BOX, QA, ["too_many_queries"]),
+        (search() * 6 + BOX, QA, ["too_many_queries"] * 2),
         ("x\nuser\nagain " + BOX, QA, ["illegal user"]),
-        ("x\nusers like it, the user asks " + BOX, QA, []),
+        ("x\nuser: \nagain\nassistant" + "\n" + BOX, QA, ["illegal assistant", "illegal user"]),
+        ("x\nuser accounts\nassistant: he helps " + BOX, QA, []),  # lines that begin so
         # the newline before it is the environment's
         (search() + "assistant\n" + BOX, QA, ["illegal assistant"]),
         ("<tool_call>" * 100 + BOX, QA, ["illegal <tool_call>"]),  # one for its kind
         (BOX + "<|im_end|>", QA, []),  # the EOS token
         ("北 " + BOX, QA, ["garbled_text"]),
         ("\ufffd " + BOX, QA, ["garbled_text"]),
-        ("π r², x ∈ ℝ, Māori, naïve " + BOX, QA, []),
+        ("π r², x ∈ ℝ, ℵ₀ < 2^ℵ₀, Māori, naïve " + BOX, QA, []),
         (search(found="北 is north") + "北 " + BOX, QA, []),
         ("北 \\boxed{x}", IN_CHINESE, []),
         ("北 \\boxed{x}", SHOWS_CHINESE, []),
@@ -310,9 +324,14 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
         ("\\boxed{" + " ".join("abcdefghij") + "}", QA, []),  # 10 words
         ("\\boxed{" + " ".join(["word"] * 12) + "}", TWELVE, []),  # as long as the gold
         ("\\boxed{" + " ".join(["word"] * 13) + "}", TWELVE, ["long_answer"]),
+        ("\\boxed{" + POLYNOMIAL + "}", MATH, []),
+        ("\\boxed{" + POLYNOMIAL.replace("+", " + ") + "}", MATH, ["long_answer"]),
+        ("\\boxed{" + "+".join(map(str, range(1900, 1911))) + "}", QA, ["long_answer"]),  # guesses
         ("\\boxed{Norland <|begin_of_query|> x <|end_of_query|>}", QA, ["tag_in_answer"]),
         ("The correct answer is: (B).<|im_end|>", CHOICE, []),
-        ("The correct answer is: both of them", CHOICE, ["not_a_letter"]),
+        ("The correct answer is not A, but the correct answer is: **B**", CHOICE, []),
+        ("The correct answer is: B, as oaks are hard", CHOICE, ["not_a_letter"]),
+        ("The correct answer is: both of them", CHOICE, ["no_answer"]),
     ],
 )
 def test_what_counts_as_a_violation_of_ur2s_format(text, question, faults):
@@ -353,12 +372,7 @@ def test_r1_searcher_variants_are_named_switches():
     # released stage 1: 0.5 + 0.5 ± 1
     assert total(r1_searcher_stage1(right, "cem")) == 2.0
     assert total(r1_searcher_stage1(wrong, "cem")) == 0.0
-    # table 5: +1 / −1
-    cover = r1(CLOSE.replace("Norland", "Kelmouth, Norland"))
-    assert total(r1_searcher_stage2(right, "em")) == 1.0
-    assert total(r1_searcher_stage2(wrong, "em")) == -1.0
-    assert total(r1_searcher_stage2(cover, "em")) == -1.0
-    assert total(r1_searcher_stage2(cover, "cem")) == 1.0
+    assert total(r1_searcher_stage2(right, "em")) == 1.0  # table 5; eq. 5 is below
     # released Llama code: −1
     assert total(r1_searcher_stage2(r1("so Norland"), format_penalty=1.0)) == -1.0
 
@@ -392,6 +406,8 @@ def test_a_long_gold_may_be_answered_in_r1_searcher_and_nothing_longer():
             CLOSE.replace("Norland", "<|begin_of_documents|>"),
             ["written_documents", "tag_in_answer"],
         ),
+        (CLOSE.replace("Norland", POLYNOMIAL), []),
+        ("user\nℵ₀" + CLOSE, []),
         ("北" + CLOSE, ["garbled_text"]),
         ("<|begin_of_query|> where" + CLOSE, ["unpaired_query_tags"]),
     ],
@@ -430,6 +446,9 @@ def test_r_search_pays_answer_evidence_and_format():
         # two boxes, though one is empty
         (observed() + EVIDENCE + "<answer> </answer>" + ANSWER, 0.2),
         (observed() + EVIDENCE + ANSWER, 0.4),
+        # one pair, and a stray tag of it: not exactly one box
+        ("<answer> so " + ANSWER, 0.2),
+        (observed() + "</original_evidence>" + EVIDENCE + ANSWER, 0.2),
     ],
 )
 def test_r_searchs_format_by_hand(text, reward):
@@ -467,9 +486,6 @@ def test_r_searchs_equations_with_numbers():
 
 
 def test_r1_searchers_equations_with_numbers():
-    # eq. 1 and 2, n = 0, 1, 2: 0.5 [n ≥ 1] + 0.5, and a broken format takes its half
-    assert [value(r1_searcher_stage1(r1(search() * n + CLOSE))) for n in range(3)] == [0.5, 1, 1]
-    assert value(r1_searcher_stage1(r1(search() * 2 + "Norland"))) == 0.5
     # eq. 3 and 4: IN = 1, PN = 3, RN = 1: 2 · 1 / (3 + 1) = 0.5, with no rule for verdicts
     yes, text = Question("1", "?", ["yes"]), CLOSE.replace("Norland", "yes they are")
     assert total(r1_searcher_stage2(r1(text, yes))) == 0.5
@@ -477,6 +493,17 @@ def test_r1_searchers_equations_with_numbers():
     # eq. 5: no EM −1, cover-EM +1
     assert total(r1_searcher_stage2(r1(text, yes), "em")) == -1
     assert total(r1_searcher_stage2(r1(text, yes), "cem")) == 1
+    # "true" and "yes" have no word in common: IN = 0. The released code takes one for the other,
+    # as UR²'s does (row 30 of the released rewards).
+    text = CLOSE.replace("Norland", "True")
+    assert [total(r1_searcher_stage2(r1(text, yes), *how)) for how in ((), ("em",))] == [0, -1]
+    assert total(ur2_stage2(ur2("\\boxed{True}", yes))) == 3
+
+
+def test_r1_searchers_n_has_no_limit_of_words():
+    # eq. 1: n ≥ 1 retrievals, of 21 words too; UR² (C.7, D.2) wants a query below it
+    assert r1_searcher_stage1(r1(search(LONG) + CLOSE)) == {"retrieval": 0.5, "format": 0.5}
+    assert r1_searcher_stage1(r1(search("...") + CLOSE))["retrieval"] == 0.0
 
 
 def test_search_r1_pays_exact_match_and_nothing_else():
@@ -795,6 +822,9 @@ def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
 )
 def test_arenas_format_is_three_sections_and_white_space(text, good):
     assert arena(ar(text))["format"] == float(good)
+    # thinking of its own goes before the sections under one protocol, and does not cost there
+    apart = told(text, protocol="arena_thinking")
+    assert rewards.arena_format(apart) == (good or text.startswith("<think>"))
     # the answer counts whether or not the format holds
     if "1874" in text and not good and text.count("<answer>") == 1:
         assert arena(ar(text))["answer"] == 1.0
@@ -1028,7 +1058,7 @@ def test_a_query_over_twenty_words_is_run_but_is_no_valid_search():
     trajectory = ur2(search(LONG) + BOX)
     assert len(trajectory.searches) == 1 and count_valid_searches(trajectory) == 0
     assert ur2_stage1(trajectory) == {"format": -1.0, "retrieval": 0.0, "fallback": 0.0}
-    assert r1_searcher_stage1(r1(search(LONG) + CLOSE))["retrieval"] == 0.0
+    assert ur2_choice(trajectory, 0)["retrieval"] == 0.0
     assert count_valid_searches(ur2(search(LONG.removesuffix(" word")) + BOX)) == 1  # 20 words
     # When to Search: not concise, and it costs what a search costs
     expected = {"format": 1.0, "retrieval": -1.0, "answer": 0.7}
@@ -1116,6 +1146,7 @@ def test_every_answer_cannot_be_tried():
 # -------------------------------------------------------------------------------- the released code
 
 # row: (our reward, why it is not the code's)
+COLON = "D.2 ends in `the correct answer is: X`; the code asks for no colon"
 SCHEDULE = "the code ends stage 1's search reward and missing-retrieval fault with step 15"
 WHITE_SPACE = "white space around the sections is no fault; the code's pattern refuses it"
 LATIN_ONLY = "the code looks for CJK in retrieved text too"
@@ -1133,7 +1164,15 @@ ON_PURPOSE = {
     32: (3.0, "the code's pattern reads to the last brace of the line; we balance braces"),
     38: (0.0, "UR² answers in a box; the code also reads the other paper's tag"),
     35: (1.0, "eq. 2 pays correct answers; the code pays 1 for a partly correct one"),
+    40: (1.0, COLON),
+    41: (0.0, COLON),
+    42: (1.0, COLON),
     44: (0.5, '"both of them" is no letter; the code reads the b'),
+    46: (
+        0.5,
+        "a box is D.2's answer to mathematics and open questions; the code reads it here too",
+    ),
+    47: (3.5, '"user said" is no header of a chat turn; the code forbids lines that begin so'),
     49: (2.0, "eq. 2 with a query on a prompt without retrieval: no format, no bonus"),
     57: (1.0, "no search was run; the code pays a half for the document tags or for the format"),
     58: (2.0, DOCUMENTS),

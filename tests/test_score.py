@@ -15,9 +15,10 @@ from plumbing.score import (
     build_reader,
     search_numbers,
     token_numbers,
+    without_thinking,
 )
 from rewards import example
-from settings import Settings, resolve
+from settings import Settings, parse, resolve
 from trajectory import Refusal, Search, trajectory_from_text
 
 OPTIONS = {"task": "choice", "options": ("elm", "oak")}
@@ -31,11 +32,12 @@ class Model:
     failures = 0
 
     def __init__(self, answer):
-        self.answer, self.batches = answer, []
+        self.answer, self.batches, self.requests = answer, [], []
 
     def ask(self, requests, readable=None):
-        self.batches.append([text for _, text in requests])
-        return [self.answer(text) for _, text in requests]
+        self.requests += requests
+        self.batches.append([text for _, text, *_ in requests])
+        return [self.answer(text) for text in self.batches[-1]]
 
 
 def scorer_of(name: str, documents=(), **changes) -> Scorer:
@@ -57,6 +59,14 @@ def test_the_reader_is_asked_once_for_all_that_searched(monkeypatch):
     assert [c["evidence"] for c in components] == [1, 0, 0, 1, 1]
     assert [c["answer"] for c in components] == [1, 1, 1, 1, 0]  # the reader's is not the policy's
     assert correct == [True, True, True, True, False] and scorer.stats() == {"reader_failures": 0}
+
+
+def test_the_readers_whole_reply_is_paid_where_the_variant_says_so(monkeypatch):
+    # the first line, or three words with one in common: 2 · 1 / (3 + 1)
+    monkeypatch.setattr(score, "build_reader", lambda *_: Model(lambda text: "Norland\nit is"))
+    for whole, f1 in ((False, 1.0), (True, 0.5)):
+        scorer = scorer_of("r_search", whole_reply=whole)
+        assert scorer([example("r_search")], 0)[0][0]["evidence"] == f1
 
 
 def test_without_the_evidence_reward_no_reader_is_loaded(monkeypatch):
@@ -252,6 +262,55 @@ def test_searches_and_their_tokens_are_counted():
     assert token_numbers(t, words) == counts
     t.searches = []
     assert token_numbers(t, words) == {"written": 4, "retrieved": 0, "shown": 0}
+
+
+@pytest.mark.parametrize(
+    "opened, texts, left, thinking, unfinished",
+    [
+        ("", ["<think> a b </think> A"], " A", 4, 0),
+        ("<think>", [" a b </think> A"], " A", 4, 0),  # the chat template opens it
+        ("<think>", [" a b"], "", 3, 1),
+        ("", ["A <think> b"], "A ", 2, 1),
+        # a search in a thought, which goes on behind it; then another that has no end
+        ("", ["<think> a", " b </think> A"], " A", 4, 0),
+        ("", ["<think> a", " b", " c </think> A <think> d"], " A ", 6, 1),
+        ("", ["A"], "A", None, 0),
+    ],
+)
+def test_what_a_model_thought_is_no_text_of_its_own_and_is_counted(
+    opened, texts, left, thinking, unfinished
+):
+    t = trajectory_from_text(Question("q", "?", ["a"]), "", "ur2")
+    t.segments, t.opened = [], opened
+    for text in texts:
+        t.append_model([], [], text)
+        t.append_environment([], "found", "documents")
+    t = without_thinking(t)
+    assert t.model_text == left
+    assert sorted(t.text) == sorted(opened + "found".join(texts) + "found")  # nothing is lost
+    numbers = token_numbers(t, lambda text, **_: {"input_ids": text.split()})
+    assert numbers.get("thinking") == thinking and numbers.get("unfinished", 0) == unfinished
+
+
+def test_a_term_that_is_left_out_asks_nobody(monkeypatch):
+    """When to Search Table 4: w/o r_a has no use for a verdict, and w/o r_s none for vectors."""
+    rows = [example("when_to_search", "Sudria")]
+    assert judged(monkeypatch, "yes", rows, variant="without_r_a")[1:] == ([False], [])
+    assert scorer_of("when_to_search", variant="without_r_s").embed is None
+    assert scorer_of("when_to_search").embed is not None
+    for variant, flag in (("without_r_a", "judge"), ("without_r_s", "embedder")):
+        words = f"--recipe when_to_search --stage 1 --variant {variant} --{flag} x".split()
+        with pytest.raises(InputError, match=rf"--{flag}: --reward .* does not read it"):
+            parse(words)
+
+
+@pytest.mark.parametrize("variant", ["", "f1"])
+def test_arena_s_accuracy_is_f1_or_a_verdict_and_not_both(variant):
+    """ARENA 5.3."""
+    words = ["--recipe", "arena", "--judge", "http://j:1/v1#m", "--variant", variant]
+    words += ["--answer_metric", "f1"] * (not variant)
+    with pytest.raises(InputError, match=r"--answer_metric f1 with --judge: .* one of the two"):
+        parse(words)
 
 
 def test_a_stored_choice_question_is_judged_with_its_options():

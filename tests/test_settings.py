@@ -69,8 +69,10 @@ def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
 
 
 def test_a_flag_of_evaluation_alone_is_none_of_train():
-    never = {"title_boost", "group_std", "turn_tokens", "reward_variant"}
+    never = {"title_boost", "group_std", "turn_tokens", "reward_variant", "whiten_tokens"}
+    never.add("critic_warmup")
     never |= {"summary_sampling", "left_out", "direct_tasks", "math_searches", "partly", "reworded"}
+    never |= {"whole_reply", "task_searches"}
     assert set(FIELDS) - set(TRAIN) == never | {"top_p", "fallback"}
     with pytest.raises(InputError, match="unknown flag --top_p"):
         parse(["--top_p", "0.5"])
@@ -253,7 +255,7 @@ BAD += """
 --recipe r_search --answer_metric em  --answer_metric: --reward r_search does not read it
 --recipe r_search --max_resample 2  --max_resample: only --algorithm dapo reads it
 --recipe ur2 --kl_estimator k3   --kl_estimator: with --kl_coef 0 there is no KL
---algorithm dapo --loss_aggregation sequence  --loss_aggregation: dapo weighs every token alike
+--algorithm dapo --loss_aggregation sequence  --loss_aggregation: dapo has a mean per token
 --algorithm dapo --filter_by answer  --reward ur2_stage1 has no answer term: correct, or total
 --recipe when_to_search --variant without_r_a --filter_by answer  has no answer term
 --warm_up verbos                 --warm_up verbos: of ur2 there is: weak
@@ -265,6 +267,9 @@ BAD += """
 --in_8bit base --lora_rank 4     --in_8bit is for models from --model
 --summarizer extractiv           the model itself (did you mean extractive?)
 --summarizer llm                 or the model itself
+--summarizer math=m              math=m: one for all tasks, or TASK=NAME,...,other=NAME
+--summarizer maths=m,other=none  or TASK=NAME,...,other=NAME of qa, math and choice
+--summarizer math=extractiv,other=none  --summarizer extractiv: none, extractive, or the model
 --in_8bit base --model m         int8 weights cannot be trained
 --in_8bit base --model m --lora_rank 4 --sampling_copy bf16  --sampling_copy bf16 with --in_8bit
 --in_8bit reference --model m    with --kl_coef 0 no reference is loaded
@@ -300,6 +305,8 @@ def test_a_bad_value_is_one_clear_line_before_anything_is_loaded(arguments, said
         "--data q --model m --retriever http --retriever_url http://x",
         "--summarizer http://host:8000/v1#model",
         "--summarizer some/model",
+        "--summarizer math=some/model,other=http://host:8000/v1#model",
+        "--summarizer choice=some/model,other=extractive",
     ],
 )
 def test_what_is_near_a_refusal_is_fine(words):
@@ -312,8 +319,14 @@ def test_evaluation_may_be_greedy_and_alone():
 
 def test_only_a_model_that_writes_notes_can_be_asked_to_turn_queries_away():
     check_settings(Settings(summarizer="some/model", fallback=True), training=False)
+    check_settings(Settings(summarizer="math=m,other=none", fallback=True), training=False)
+    with pytest.raises(InputError, match="protocol with a fallback; m and r1_searcher are not"):
+        r1 = Settings(protocol="r1_searcher", summarizer="m", fallback=True)
+        check_settings(r1, training=False)
     for name in ("none", "extractive"):
-        with pytest.raises(InputError, match=f"--fallback asks a model of --summarizer; {name}"):
+        with pytest.raises(
+            InputError, match=f"--fallback needs a model of --summarizer .*; {name}"
+        ):
             check_settings(Settings(summarizer=name, fallback=True), training=False)
     with pytest.raises(InputError, match="--retriever"):
         check_settings(Settings(retriever="x"), training=False)

@@ -47,16 +47,6 @@ def test_the_loss_is_the_mean_over_the_tokens_to_imitate():
     assert sft_loss(scripted, tokens, mask).item() == 2.0
 
 
-def test_the_loss_is_cross_entropy_with_ignored_labels(policy):
-    tokens, mask = collate_examples(EXAMPLES)
-    logits = policy.language_model(tokens).logits[:, :-1]  # [B, T, V]
-    labels = tokens[:, 1:].masked_fill(mask == 0, -100)  # [B, T]
-    expected = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), ignore_index=-100
-    )
-    assert sft_loss(policy, tokens, mask).item() == pytest.approx(expected.item(), abs=1e-5)
-
-
 def test_nothing_to_imitate_is_a_loss_of_zero_and_no_nan(policy):
     loss = sft_loss(policy, *collate_examples([EXAMPLES[3]]))
     loss.backward()
@@ -115,12 +105,6 @@ def test_every_step_asks_for_its_own_batch(policy):
 
     assert len(train_sft(policy, next_examples, SFTSettings(3, 1e-3))) == 3
     assert asked == [0, 1, 2]
-
-
-@pytest.mark.parametrize("budget", [1, 10_000])
-def test_a_row_without_anything_to_imitate_harms_no_step(policy, budget):
-    losses = train(policy, EXAMPLES, steps=2, tokens_per_micro_batch=budget)
-    assert losses[0] > 0 and all(p.isfinite().all() for p in policy.parameters())
 
 
 # --------------------------------------------------------------------------------- text -> example

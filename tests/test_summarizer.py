@@ -1,6 +1,7 @@
 """summarizer.py: when a query is a lookup, what the policy reads, and the search of the rollout."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,11 +9,11 @@ import summarizer
 from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError
 from papers import PAPERS
+from prompts import PROTOCOLS
 from retrievers.controls import OracleRetriever
 from summarizer import (
     FALLBACK_TEXT,
     GREEDY,
-    MAX_REASONING,
     NO_FACT,
     LLMSummarizer,
     SummarizerSettings,
@@ -21,13 +22,16 @@ from summarizer import (
     is_lookup,
     make_search,
     make_summarizer,
+    models_in,
     show_all,
-    summary_text,
 )
 
 ANA = Document("3", "ana bell", "ana bell was born in kelmouth .")
 KELMOUTH = Document("4", "kelmouth", "kelmouth lies in norland .")
 QUESTION = Question("q", "in which country was ana bell born ?", ["norland"])
+
+
+UR2, R1 = PROTOCOLS["ur2"], PROTOCOLS["r1_searcher"]
 
 
 def requests(*queries, question=QUESTION):
@@ -97,6 +101,13 @@ def test_a_query_with_an_arithmetic_operator_is_a_fallback_even_if_it_names_the_
     assert summarize(f"ana bell 3 {operator} 4", ANA).fallback
 
 
+def test_a_protocol_without_a_fallback_turns_nothing_away():
+    (result,) = extract(requests("17 + 25"), [[ANA]], fallback="")
+    assert (result.text, result.fallback) == ("None", False)
+    (result,) = extract(requests("17 + 25"), [[ANA]], fallback="Ask for a fact.")
+    assert (result.text, result.fallback) == ("Ask for a fact.", True)
+
+
 def test_a_fallback_keeps_the_documents_for_the_log_but_the_policy_does_not_read_them():
     assert summarize("where was ana bell born").fallback  # nothing was found
     result = summarize("17 + 25", ANA, KELMOUTH)
@@ -108,12 +119,14 @@ def test_a_fallback_keeps_the_documents_for_the_log_but_the_policy_does_not_read
 
 
 class Says:
-    """Replies by the query; keeps the batches."""
-
-    instruction = ""
+    """Replies by the query; keeps the batches. Its context holds the last 7 characters."""
 
     def __init__(self, **replies):
         self.replies, self.batches, self.rejected = replies, [], set()
+
+    def tail(self, text, rest, most):
+        assert "Reasoning so far: \n" in rest and most in (2048, 8192)
+        return text[-7:]
 
     def ask(self, requests):
         self.batches.append(requests)
@@ -121,77 +134,101 @@ class Says:
         return [self.replies.get(query) for query in queries]
 
 
-def notes(llm, *queries, documents=(ANA, KELMOUTH), log="", question=QUESTION, **given):
-    """Without a log: of an evaluation."""
-    asked = [SearchRequest(question, query, "She is a painter.") for query in queries]
-    summarize = LLMSummarizer(llm, SummarizerSettings(**given), log)
+def notes(llm, *queries, documents=(ANA, KELMOUTH), log="", request=None, protocol=UR2, **given):
+    """Without `fallback`: of an evaluation."""
+    request = request or SearchRequest(QUESTION, "", "She is a painter.\n")
+    asked = [replace(request, query=query) for query in queries]
+    summarize = LLMSummarizer(llm, SummarizerSettings(**given), protocol, log)
     return summarize(asked, [list(documents) for _ in queries])
+
+
+def of_task(task):
+    return SearchRequest(Question("q", "?", ["5"], task), "")
 
 
 def test_the_model_reads_the_reasoning_the_query_and_the_numbered_documents():
     llm = Says(who="notes")
     notes(llm, "who")
     text = (
-        "Reasoning so far: She is a painter.\nQuery: who\nPassages:\n(1) ana bell: ana bell was"
+        "Reasoning so far: ainter.\nQuery: who\nPassages:\n(1) ana bell: ana bell was"
         " born in kelmouth .\n(2) kelmouth: kelmouth lies in norland ."
     )
     assert llm.batches == [[(instruction_for("other", False), text, *GREEDY)]]
 
 
-def test_of_a_long_reasoning_the_end_is_read_and_another_reasoning_is_another_request():
-    text = summary_text(SearchRequest(QUESTION, "who", "x" * 9999 + "the end\n"), [ANA])
-    shown = text.split("\n")[0].removeprefix("Reasoning so far: ")
-    assert len(shown) == MAX_REASONING == 4000 and shown.endswith("xthe end")
-    assert summary_text(SearchRequest(QUESTION, "who"), [ANA]) != text
-
-
 @pytest.mark.parametrize("task, kind", [("math", "math"), ("qa", "other"), ("choice", "other")])
-def test_mathematics_and_other_tasks_training_and_evaluation_are_four_prompts(task, kind, tmp_path):
-    """UR² D.3; only the two of training (a log is kept) may turn a query away."""
-    question = Question("q", "?", ["5"], task)
-    for log in ("", tmp_path / "log.jsonl"):
+def test_mathematics_and_other_tasks_training_and_evaluation_are_four_prompts(task, kind):
+    """UR² D.3; only the two of training may turn a query away."""
+    for away in (False, True):
         llm = Says(who="notes")
-        notes(llm, "who", log=log, question=question)
+        notes(llm, "who", request=of_task(task), fallback=away)
         instruction = llm.batches[0][0][0]
-        assert instruction == instruction_for(kind, bool(log))
-        assert (NO_FACT in instruction) == bool(log)
+        assert instruction == instruction_for(kind, away)
+        assert (NO_FACT in instruction) == away
         assert ("mathematical" in instruction) == (task == "math")
     four = {instruction_for(kind, away) for kind in ("math", "other") for away in (False, True)}
     assert len(four) == 4 and not any("{" in text for text in four)
 
 
-def test_an_evaluation_turns_no_query_away_but_of_web_pages_or_when_it_is_asked_to():
-    page = Document("https://host/ana", "Ana", "Ana Bell was born in Kelmouth.")
-    found = [
-        notes(Says(sum=NO_FACT), "sum")[0],
-        notes(Says(sum=NO_FACT), "sum", documents=[page])[0],
-        notes(Says(sum=NO_FACT), "sum", fallback=True)[0],
-    ]
-    assert [result.fallback for result in found] == [False, True, True]
-    assert found[0].text == NO_FACT  # whatever it means by that, these are its notes
+PAGE = Document("https://host/ana", "Ana", "Ana Bell was born in Kelmouth.")
 
 
-def test_notes_are_greedy_in_training_and_sampled_in_an_evaluation_by_the_task(tmp_path):
-    """UR² C.4: mathematics 0.3, 0.7 and 8192 tokens, all else 0.3, 0.5 and 2048."""
-    papers = PAPERS["ur2"].decoding["summary_sampling"]
-    for task, log, sampling in (
-        ("math", "", (0.3, 0.7, 8192)),
-        ("qa", "", (0.3, 0.5, 2048)),
-        ("qa", tmp_path / "log.jsonl", (0.0, 1.0, 1024)),  # the paper is silent
+@pytest.mark.parametrize(
+    "given, away",
+    [
+        ({}, False),
+        ({"fallback": True}, True),  # training
+        ({"fallback": True, "request": SearchRequest(QUESTION, "", held_out=True)}, False),
+        ({"documents": [PAGE]}, True),  # of the web: C.4
+        ({"documents": [PAGE], "request": SearchRequest(QUESTION, "", held_out=True)}, True),
+        ({"documents": [PAGE], "protocol": R1}, False),  # which has no fallback
+        ({"fallback": True, "protocol": R1}, False),
+    ],
+)
+def test_queries_are_turned_away_in_training_and_on_the_web_where_the_protocol_has_a_fallback(
+    given, away
+):
+    llm = Says(sum=NO_FACT)
+    (result,) = notes(llm, "sum", **given)
+    assert result.fallback == away and (NO_FACT in llm.batches[0][0][0]) == away
+    # whatever it means by that where nobody asked, these are its notes
+    assert result.text == (UR2.fallback_text if away else NO_FACT)
+
+
+def test_notes_are_sampled_by_the_task_in_training_and_in_an_evaluation():
+    """UR² C.4: mathematics 0.3, 0.7 and 8192 tokens; all else, in evaluation, 0.3, 0.5, 2048."""
+    for task, settings, sampling in (
+        ("math", PAPERS["ur2"].stages[2], (0.3, 0.7, 8192)),
+        ("qa", PAPERS["ur2"].stages[2], (0.0, 1.0, 8192)),  # the paper is silent
+        ("math", PAPERS["ur2"].decoding, (0.3, 0.7, 8192)),
+        ("choice", PAPERS["ur2"].decoding, (0.3, 0.5, 2048)),
     ):
         llm = Says(who="notes")
-        question = Question("q", "?", ["5"], task)
-        notes(llm, "who", log=log, question=question, summary_sampling=papers)
+        sampled = settings["summary_sampling"]
+        notes(llm, "who", request=of_task(task), summary_sampling=sampled)
         assert llm.batches[0][0][2:] == sampling
 
 
-def test_an_instruction_of_the_users_own_stands_in_place_of_all_four(tmp_path):
-    llm = Says(who=NO_FACT)
-    llm.instruction = "Be brief."
-    assert not notes(llm, "who", log=tmp_path / "log.jsonl")[
-        0
-    ].fallback  # which it does not ask for
-    assert llm.batches[0][0][0] == "Be brief."
+def test_a_prompt_file_has_its_own_instruction_or_layout_by_task_and_mode():
+    layout = "{query} of {question} with {options}|{reasoning}|{documents}"
+    own = {"summarizer": "Be brief.", "summarizer:choice": layout}
+    own |= {"summarizer:fallback": "Or NO FACT.", "summarizer:fallback:math": "Sum? NO FACT."}
+    protocol = replace(UR2, prompts=own)
+    choice = Question("q", "Which {query}?", ["A"], "choice", ("elm", "oak"))
+    filled = "who of Which {query}? with A. elm\nB. oak|painter|(1) ana bell: " + ANA.text
+    for request, away, asked in (
+        (of_task("qa"), False, "Be brief."),
+        (of_task("math"), False, "Be brief."),
+        (of_task("qa"), True, "Or NO FACT."),
+        (of_task("math"), True, "Sum? NO FACT."),
+        (SearchRequest(choice, "", "a painter"), False, ""),
+    ):
+        llm = Says(who="notes")
+        llm.tail = lambda text, *_: text[-7:]
+        llm.ask = lambda batch, llm=llm: [llm.batches.append(batch), "notes"][1:]
+        notes(llm, "who", request=request, protocol=protocol, documents=[ANA], fallback=away)
+        assert llm.batches[0][0][0] == asked
+    assert llm.batches[0][0][1] == filled
 
 
 def test_all_queries_are_one_batch_and_the_documents_stay_beside_the_notes():
@@ -216,7 +253,30 @@ def test_all_queries_are_one_batch_and_the_documents_stay_beside_the_notes():
 )
 def test_the_sentinel_in_any_dress_is_a_fallback(reply):
     result = notes(Says(sum=reply), "sum", fallback=True)[0]
-    assert result == SearchResult([ANA, KELMOUTH], FALLBACK_TEXT, fallback=True)
+    assert result == SearchResult([ANA, KELMOUTH], UR2.fallback_text, fallback=True)
+
+
+@pytest.mark.parametrize("protocol", ["ur2", "ur2_search"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "This query requires design, computation, or complex reasoning, which exceeds the"
+        " capabilities of a search engine. Please input another query or proceed with direct"
+        " reasoning.",
+        "**Final Information**\nThis query requires design, computation, or complex reasoning,"
+        " which exceeds the capabilities of a search engine.",
+        "Step 1: it is reasoning.\n\n**Final Information:**\n\n[This query requires design,"
+        " computation, or complex reasoning, which exceeds the capabilities of a search engine."
+        " Please input another query or proceed with direct reasoning.]",
+    ],
+)
+def test_the_sentence_that_the_papers_own_prompts_ask_for_is_a_fallback(reply, protocol):
+    """UR² D.3; the policy reads this sentence (C.6), whatever the sign was."""
+    (result,) = notes(Says(sum=reply), "sum", fallback=True, protocol=PROTOCOLS[protocol])
+    assert result.fallback and result.text.startswith("This query requires design, computation,")
+    assert result.text.endswith("proceed with direct reasoning.")
+    (result,) = notes(Says(sum=reply), "sum")  # an evaluation reads it, and counts no fallback
+    assert not result.fallback and "requires design" in result.text
 
 
 @pytest.mark.parametrize(
@@ -226,6 +286,14 @@ def test_the_sentinel_in_any_dress_is_a_fallback(reply):
 def test_notes_that_only_mention_the_sentinel_are_notes(reply):
     result = notes(Says(who=reply), "who", fallback=True)[0]
     assert result.text == reply and not result.fallback
+
+
+def test_the_heading_of_the_papers_prompts_is_no_part_of_the_notes():
+    for reply in ("**Final Information**\nNorland", "It helps. ** final information: **Norland"):
+        assert notes(Says(who=reply), "who")[0].text == "Norland"
+    plain = "The final information is old."
+    assert notes(Says(who=plain), "who")[0].text == plain
+    assert notes(Says(who="**Final Information**\n"), "who")[0].error
 
 
 @pytest.mark.parametrize("reply", [None, "", " \n", "<think>and so on"])
@@ -246,7 +314,9 @@ def test_where_nothing_was_found_nobody_is_asked_and_it_is_no_fallback():
 def test_the_log_has_each_new_pair_once_as_it_was_asked(tmp_path):
     path = tmp_path / "folder" / "pairs.jsonl"
     llm = Says(who="on who\nü", sum=NO_FACT, none=None)
-    notes(llm, "who", "who", "sum", "none", log=path)
+    notes(llm, "who", "who", "sum", "none", log=path, fallback=True)
+    held_out = SearchRequest(QUESTION, "", held_out=True)
+    notes(llm, "who", log=path, request=held_out)  # of an evaluation within training
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     asked = [(line["instruction"], line["text"], *GREEDY) for line in lines]
     assert asked == llm.batches[0][1:3] and len(lines) == 2
@@ -257,7 +327,7 @@ def test_the_log_has_each_new_pair_once_as_it_was_asked(tmp_path):
 def test_a_log_that_cannot_be_written_is_one_line_before_the_first_search(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"pairs\.jsonl: cannot be written"):
-        LLMSummarizer(Says(), SummarizerSettings(), tmp_path / "file" / "pairs.jsonl")
+        LLMSummarizer(Says(), SummarizerSettings(), UR2, tmp_path / "file" / "pairs.jsonl")
 
 
 # -------------------------------------------------------------------------------------- make_search
@@ -339,16 +409,29 @@ def test_the_search_says_how_long_it_may_take_if_its_retriever_does():
 
 
 def test_a_summariser_is_none_extractive_or_the_model_that_the_caller_has_loaded():
-    assert make_summarizer(SummarizerSettings()) is show_all
-    assert show_all(requests("1 + 1"), [[ANA]]) == [SearchResult([ANA])]
-    assert make_summarizer(SummarizerSettings("extractive")) is extract
+    found = make_summarizer(SummarizerSettings(), UR2, {})(requests("1 + 1"), [[ANA]])
+    assert found == show_all(requests("1 + 1"), [[ANA]]) == [SearchResult([ANA])]
+    found = make_summarizer(SummarizerSettings("extractive"), UR2, {})(requests("1 + 1"), [[ANA]])
+    assert found == [SearchResult([ANA], UR2.fallback_text, fallback=True)]
     llm = Says(a="on a", b=NO_FACT)
     settings = SummarizerSettings("http://x/v1#m", fallback=True)
-    search = make_search(Recorder(), make_summarizer(settings, llm), 2)
+    search = make_search(Recorder(), make_summarizer(settings, UR2, {"http://x/v1#m": llm}), 2)
     found = [(result.text, result.fallback) for result in search(requests("a", "b"))]
-    assert found == [("on a", False), (FALLBACK_TEXT, True)]
-    with pytest.raises(InputError, match=r"unknown; none, extractive, .*did you mean extractive"):
-        make_summarizer(SummarizerSettings("extractiv"))
+    assert found == [("on a", False), (UR2.fallback_text, True)]
+
+
+def test_each_task_has_its_own_summariser_and_the_results_stay_in_their_order():
+    """UR² 4.4: mathematics has another one."""
+    names = "math=http://a/v1#m, choice=extractive,other=http://b/v1#m"
+    llms = {"http://a/v1#m": Says(x="of math"), "http://b/v1#m": Says(x="of qa", y="on y")}
+    assert models_in(names) == llms.keys()
+    summarize = make_summarizer(SummarizerSettings(names), UR2, llms)
+    asked = [replace(of_task(task), query="x") for task in ("qa", "math", "choice", "summary")]
+    asked.append(replace(of_task("qa"), query="y"))
+    texts = [result.text for result in summarize(asked, [[ANA]] * 5)]
+    assert texts == ["of qa", "of math", UR2.fallback_text, "of qa", "on y"]
+    assert [len(llm.batches) for llm in llms.values()] == [1, 1]
+    assert summarize([], []) == []
 
 
 def test_the_file_shows_a_fact_an_unknown_name_an_ill_posed_query_and_arithmetic(capsys):

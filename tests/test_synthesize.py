@@ -1,4 +1,4 @@
-"""lab/synthesize.py: drafts in the exact form, votes no habit wins, and a file that goes on."""
+"""lab/synthesize.py: drafts in the exact form, a verifier that judges, and a file that goes on."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -7,27 +7,26 @@ from pathlib import Path
 import pytest
 from conftest import chat_server, message
 
-from data import Document, Question, load_questions
-from errors import InputError
+from data import Question, load_questions
 from formats.records import append_jsonl
 from lab import synthesize as module
 from lab.synthesize import (
-    ABOUT,
     ANSWER,
     DRAFTS,
     HARDEN,
     SHOTS,
+    VERIFY,
     WRITE,
     SynthesizeSettings,
+    asked_often,
     drafts_in,
-    grade_drafts,
     parse_draft,
     pick_examples,
-    question_about,
     reordered,
     shown,
     synthesize,
 )
+from other_models.llm import LLM
 from prompts import question_text
 
 
@@ -59,42 +58,45 @@ def harder(text):
 
 
 class Model:
-    """Writes question 0, 1, 2, ..., one per request; makes each harder; answers "right", or what
-    `vote(text, number)` says.
+    """Writes question 0, 1, 2, ..., one per request; makes each harder; finds all correct; answers
+    "right", or what `answer(text, number)` says.
     """
 
-    def __init__(self, write=lambda number: written(str(number)), vote=None, harden=harder):
-        self.write, self.vote, self.harden, self.batches = write, vote, harden, []
-        self.written = self.answered = 0
+    def __init__(self, write=lambda number: written(str(number)), answer=None, harden=harder):
+        self.write, self.answer, self.harden, self.asked = write, answer, harden, []
+        self.verdict = lambda text, number: "It is.\nCorrect."
 
     def ask(self, requests):
-        self.batches.append(requests)
-        return [self.reply(instruction, text) for instruction, text in requests]
+        return [self.reply(*request) for request in requests]
 
-    def reply(self, instruction, text):
+    def count(self, instruction):
+        return [asked for asked, *_ in self.asked].count(instruction)
+
+    def reply(self, instruction, text, temperature=0.0, *_):
+        number = self.count(instruction)
+        self.asked.append((instruction, text, temperature))
         if instruction == WRITE:
-            self.written += 1
-            return self.write(self.written - 1)
+            return self.write(number)
         if instruction == HARDEN:
             return self.harden(text)
+        if instruction == VERIFY:
+            return self.verdict(text, number)
         assert instruction == ANSWER
-        self.answered += 1
-        if self.vote:
-            return self.vote(text, self.answered - 1)
-        return f"The correct answer is: {option(text, 'right')}"
+        if self.answer:
+            return self.answer(text, number)
+        return f"Of these one fits.\nThe correct answer is: {option(text, 'right')}"
 
 
 def right_in(share):
     """A model that is right in the first `share` of every ten answers."""
-    return Model(vote=lambda text, n: option(text, "right" if n % 10 < share else "wrong a"))
+    return Model(answer=lambda text, n: option(text, "right" if n % 10 < share else "wrong a"))
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch):
-    """make(writer, count, answerer, at_once, verifier): the counts, and the questions there are."""
+def make(tmp_path):
+    """make(writer, count, answerer, verifier): the counts, and the questions there are."""
 
-    def make(model, count, answerer=None, at_once=8, verifier=None, k=10):
-        monkeypatch.setattr(module, "AT_ONCE", at_once)
+    def make(model, count, answerer=None, verifier=None, k=10):
         how = SynthesizeSettings(out=str(tmp_path / "out.jsonl"), count=count, k=k)
         result = synthesize(GIVEN, model, verifier or model, answerer or model, how)
         return result, load_questions(how.out) if Path(how.out).read_text() else []
@@ -114,33 +116,29 @@ def test_a_draft_in_the_exact_form_is_read():
     assert (draft.options, draft.answers, draft.task) == (("x", "y", "z", "w"), ["C"], "choice")
     signs = ("+", "-", "*", "/")  # normalised, all four are empty
     assert parse_draft(written(options=signs)).options == signs
-    assert parse_draft(written(options=signs[:3])) == "option letters"  # 4 to 10, UR² C.5
+    assert parse_draft(written(options=signs[:3])) is None  # 4 to 10, UR² C.5
     assert parse_draft(written(options=[f"o{i}" for i in range(10)])).answers == ["B"]
 
 
 @pytest.mark.parametrize(
-    "reply, reason",
+    "reply",
     [
-        (None, "no reply"),
-        # the question does not begin a line
-        ("Sure! " + written(), "another form"),
-        (written() + "\n" + written(), "another form"),
-        (written() + "\nAnswer: A", "another form"),
-        (written(letter="B and C"), "another form"),
-        (written(letter="E"), "answer letter"),
-        (written().replace("C. ", "E. "), "option letters"),
-        (written().replace("B. ", "A. "), "option letters"),
-        (written(options=("a", "b"), letter="A"), "option letters"),
-        (written(options=[f"o{i}" for i in range(11)]), "option letters"),
-        (written(options=("Right", "right ", "b", "c")), "options alike"),
-        (written(options=("the right", "right", "b", "c")), "options alike"),  # but for an article
-        (written(options=("x " * 41, "right", "b", "c")), "length"),
-        ("Question: Who?\nA. x\nB. y\nC. z\nD. w\nAnswer: A", "length"),
-        (written("word " * 200), "length"),
+        None,
+        "Sure! " + written(),  # the question does not begin a line
+        written() + "\n" + written(),
+        written() + "\nAnswer: A",
+        written(letter="B and C"),
+        written(letter="E"),
+        written().replace("C. ", "E. "),
+        written().replace("B. ", "A. "),
+        written(options=("a", "b"), letter="A"),
+        written(options=[f"o{i}" for i in range(11)]),
+        written(options=("Right", "right ", "b", "c")),
+        written(options=("the right", "right", "b", "c")),  # alike but for an article
     ],
 )
-def test_a_draft_in_any_other_form_is_dropped_under_its_reason(reply, reason):
-    assert parse_draft(reply) == reason
+def test_a_draft_in_any_other_form_is_dropped(reply):
+    assert parse_draft(reply) is None
 
 
 def test_a_reply_holds_ten_drafts_and_each_has_another_number(make):
@@ -148,7 +146,7 @@ def test_a_reply_holds_ten_drafts_and_each_has_another_number(make):
     reply = "Here they are:\n\n" + "\n\n".join(many)
     assert [text.strip() for text in drafts_in(reply)] == many[:DRAFTS] and DRAFTS == 10
     assert drafts_in("none at all") == ["none at all"] and drafts_in(None) == [None]
-    result, questions = make(Model(write=lambda number: reply if number else "no"), 9, at_once=2)
+    result, questions = make(Model(write=lambda number: reply if number else "no"), 9)
     # request 0 came to nothing; the drafts of request 1 have the numbers from 10 on
     assert [question.id for question in questions] == [f"synthetic-0-{10 + i}" for i in range(9)]
     assert (result["requests"], result["another form"]) == (2, 1)
@@ -159,13 +157,14 @@ def test_each_draft_is_made_harder_by_a_second_request_and_dropped_if_that_fails
         return "I would rather not." if "called 1?" in text else harder(text)
 
     model = Model(harden=harden)
-    result, questions = make(model, 3, at_once=3)
+    result, questions = make(model, 3)
     assert [question.question for question in questions] == [
         "Which odd thing is called 0?",
         "Which odd thing is called 2?",
     ]
     assert all(len(question.options) == 5 for question in questions)
-    assert model.batches[1] == [(HARDEN, written(str(number))) for number in range(3)]
+    edited = [text for instruction, text, _ in model.asked if instruction == HARDEN]
+    assert edited == [written(str(number)) for number in range(3)]
     assert result["another form"] == 1
 
 
@@ -175,42 +174,39 @@ def test_the_second_request_names_the_sub_domain_too(make):
     assert [question.source for question in questions] == ["micro economics", "synthetic"]
 
 
-# ---------------------------------------------------------------------------------------- the votes
-
-DRAFT = Question("", "Which thing is it?", ["A"], "choice", ("right", "b", "c", "d"))
+# --------------------------------------------------------------------------------- the verification
 
 
-def test_the_right_option_moves_on_by_a_letter_from_turn_to_turn():
-    shown = [reordered(DRAFT, turn, seed=0) for turn in range(4)]
-    places = [ord(question.answers[0]) - 65 for question in shown]
-    assert [(place - places[0]) % 4 for place in places] == [0, 1, 2, 3]
-    for question, place in zip(shown, places, strict=True):
-        assert question.options[place] == "right"
-        assert sorted(question.options) == ["b", "c", "d", "right"]
+def test_the_right_option_keeps_its_text_in_another_order():
+    draft = Question("", "Which thing is it?", ["B"], "choice", FOUR)
+    orders = [reordered(draft, seed) for seed in range(20)]
+    assert all(q.options[ord(q.answers[0]) - 65] == "right" for q in orders)
+    assert all(sorted(q.options) == sorted(FOUR) for q in orders)
+    assert {q.answers[0] for q in orders} == set("ABCD")
 
 
-def test_a_model_that_likes_a_letter_wins_at_most_one_of_three_votes():
-    model = Model(vote=lambda text, number: "The correct answer is: B")
-    (votes,) = grade_drafts(model, [DRAFT], range(3), 0, Counter())
-    assert votes <= 1
-
-
-def test_a_model_that_knows_wins_all_and_one_without_a_word_none_and_that_is_counted():
-    result = Counter()
-    assert grade_drafts(Model(), [DRAFT], range(3), 0, result) == [3]
-    assert result["unreadable"] == 0
-    silent = Model(vote=lambda text, number: [None, "", "I do not know"][number])
-    assert grade_drafts(silent, [DRAFT], range(3), 0, result) == [0]
-    assert result["unreadable"] == 3
-
-
-@pytest.mark.parametrize("right, made", [(3, 8), (2, 0)])
-def test_all_three_votes_of_the_verifier_must_agree_with_the_draft(make, right, made):
-    other = Model(vote=lambda text, n: option(text, "right" if n % 3 < right else "wrong a"))
-    writer = Model()
-    result, _ = make(writer, 8, Model(), verifier=other)
-    assert result["made"] == made and (result["votes"] > 0) == (made == 0)
-    assert writer.answered == 0  # it does not check its own
+@pytest.mark.parametrize(
+    "last, made",
+    [
+        ("It holds.\n**Correct**", 1),
+        ("B is right as well.\nincorrect", 0),
+        ("The correct answer is: B", 0),  # no verdict
+        (None, 0),
+    ],
+)
+def test_the_verifier_reads_the_answer_and_all_three_verdicts_must_be_correct(make, last, made):
+    writer, verifier = Model(), Model()
+    verifier.verdict = lambda text, number: "correct" if number < 2 else last
+    result, questions = make(writer, 1, verifier=verifier)
+    assert (result["made"], result["incorrect"]) == (len(questions), 1 - made) == (made, 1 - made)
+    texts = [text for _, text, _ in verifier.asked]
+    assert len(set(texts)) == 3  # equal requests would be asked once
+    for text in texts:
+        asked, _, attempt = text.rpartition("\n")
+        assert attempt in ("(attempt 1)", "(attempt 2)", "(attempt 3)")
+        assert asked.startswith("Question: Which odd thing is called 0?\nA. ")
+        assert asked.endswith(f"\nAnswer: {option(asked, 'right')}")
+    assert writer.count(VERIFY) == 0 and verifier.count(ANSWER) == 0  # it judges, and never guesses
 
 
 # ----------------------------------------------------------------------------------- the difficulty
@@ -219,8 +215,8 @@ def test_all_three_votes_of_the_verifier_must_agree_with_the_draft(make, right, 
 @pytest.mark.parametrize("right, level", [(8, "easy"), (7, "medium"), (2, "hard")])
 def test_the_level_is_the_mean_score_of_k_answers_of_the_other_model(make, right, level):
     answerer = right_in(right)
-    _, (question,) = make(Model(), 1, answerer, at_once=1)
-    assert question.level == level and answerer.answered == 10 and answerer.written == 0
+    _, (question,) = make(Model(), 1, answerer)
+    assert question.level == level and answerer.count(ANSWER) == len(answerer.asked) == 10
 
 
 def test_what_hardly_anybody_answers_so_is_dropped_as_too_hard(make):
@@ -229,13 +225,23 @@ def test_what_hardly_anybody_answers_so_is_dropped_as_too_hard(make):
     assert SynthesizeSettings().k == 20  # UR² 3.3, 4.1
 
 
-def test_the_answers_that_set_the_difficulty_are_no_requests_of_the_votes(make):
-    model = Model()  # writer and answerer in one
-    make(model, 1, at_once=1, k=3)
-    _, _, votes, answers = model.batches
-    texts = [text for _, text in votes + answers]
-    assert len(votes) == len(answers) == 3 and len({text.split("\n")[0] for text in texts}) == 1
-    assert len(set(texts)) > 3  # the six requests hold more orders than the votes' three
+class Counting(LLM):
+    """Every reply is another one."""
+
+    def replies(self, requests):
+        yield from ((request, f"reply {self.asked + n}") for n, request in enumerate(requests))
+
+
+def test_the_answers_that_set_the_difficulty_are_twenty_samples_of_reasoning(make):
+    model = Model()
+    make(model, 1, k=20)
+    answers = [(text, degree) for kind, text, degree in model.asked if kind == ANSWER]
+    assert len(set(answers)) == 20 and {degree for _, degree in answers} == {1.0}
+    assert len({text.rpartition("\n")[0] for text, _ in answers}) == 1  # one question, one order
+    assert "step by step" in ANSWER
+    llm = Counting("counting", 9)  # equal requests share a reply: these must not be equal
+    replies = asked_often(llm, ANSWER, ["What is it?", "And that?"], 20)
+    assert [len(its) for its in replies] == [20, 20] and len({*replies[0], *replies[1]}) == 40
 
 
 # ------------------------------------------------------------------------------------- the examples
@@ -276,11 +282,10 @@ def test_hard_examples_come_from_all_sub_domains_in_turn():
 
 def test_what_was_found_hard_is_an_example_of_the_next_round(make):
     model = Model()
-    make(model, 4, right_in(3), at_once=2)
-    rounds = [[text for _, text in batch] for batch in model.batches if batch[0][0] == WRITE]
-    assert len(rounds) == 2 and all("is called" not in text for text in rounds[0])
-    counts = [(text.count("is called"), text.count("Which given thing")) for text in rounds[1]]
-    assert counts == [(2, 3), (2, 3)]  # the two that there are
+    make(model, 3, right_in(3))
+    rounds = [text for kind, text, _ in model.asked if kind == WRITE]
+    counts = [(text.count("is called"), text.count("Which given thing")) for text in rounds]
+    assert counts == [(0, 5), (1, 4), (2, 3)]  # those that there are
 
 
 def test_only_choice_questions_with_one_readable_answer_are_examples():
@@ -314,10 +319,8 @@ def test_attempts_are_bounded_and_every_drop_is_counted(make):
     bad = [None, "no", written(letter="Z"), written("x", ("a", "a", "b", "c"))]
     model = Model(write=lambda number: bad[number % 4])
     result, _ = make(model, 20)
-    assert model.written == result["requests"] == 20
-    reasons = ["no reply", "another form", "answer letter", "options alike"]
-    dropped = {reason: n for reason, n in result.items() if n and reason != "requests"}
-    assert dropped == dict.fromkeys(reasons, 5)
+    assert model.count(WRITE) == 20
+    assert {reason: n for reason, n in result.items() if n} == {"requests": 20, "another form": 20}
 
 
 def test_an_interrupted_run_goes_on_with_the_number_still_missing(make, tmp_path):
@@ -327,12 +330,12 @@ def test_an_interrupted_run_goes_on_with_the_number_still_missing(make, tmp_path
         return written(str(number))
 
     with pytest.raises(KeyboardInterrupt):
-        make(Model(write=interrupted), 8, at_once=2)
+        make(Model(write=interrupted), 8)
     with open(tmp_path / "out.jsonl", "a") as file:
-        file.write('{"id": "synthetic-0-40", "ques')  # cut short in the middle of a line
+        file.write('{"id": "synthetic-0-50", "ques')  # cut short in the middle of a line
     later = Model(write=lambda number: written(f"later {number}"))
-    result, questions = make(later, 8, at_once=2)
-    assert result["made"] == 4
+    result, questions = make(later, 8)
+    assert result["made"] == 3
     assert [question.id for question in questions] == [f"synthetic-0-{10 * i}" for i in range(8)]
 
 
@@ -341,74 +344,7 @@ def test_a_file_of_other_questions_is_not_appended_to(make, tmp_path):
     assert "holds other questions" in message(make, Model(), 2)
 
 
-# ------------------------------------------------------------------------------ about passages
-PASSAGE = Document("p", "Ana Bell", "Ana Bell was born in Kelmouth. She draws maps.")
-
-
-def test_a_question_on_a_passage_brings_it_as_its_gold_reference():
-    reply = "\nQuestion: Where was Ana Bell born?\nAnswer: the Kelmouth.\n"
-    question = question_about((PASSAGE, reply))
-    assert (question.question, question.answers) == ("Where was Ana Bell born?", ["the Kelmouth."])
-    assert question.references == (PASSAGE,) and question.supporting == (1,)
-
-
-@pytest.mark.parametrize(
-    "reply, reason",
-    [
-        (None, "another form"),
-        ("Where was she born? Kelmouth", "another form"),
-        ("Question: Who?\nAnswer: Ana\nAnswer: Bell", "another form"),
-        ("Question: Where does Ana live?\nAnswer: Norland", "not in the passage alone"),
-        ("Question: Where does Ana live?\nAnswer: Kel", "not in the passage alone"),  # half a word
-        ("Question: Who lives in Kelmouth?\nAnswer: Kelmouth", "not in the passage alone"),
-        ("Question: Where does Ana live?\nAnswer: ...", "not in the passage alone"),
-        ("Question: Who is it?\nAnswer: Ana Bell", "asked before"),
-    ],
-)
-def test_a_question_that_its_passage_does_not_answer_is_dropped(reply, reason):
-    assert question_about((PASSAGE, reply), {"who is it"}) == reason
-
-
 # ------------------------------------------------------------------------------- the real interface
-
-
-def on_towns(instruction, text):
-    """Asks for the town of each passage, and reads it; the fourth passage it misreads."""
-    name, town = text.split()[0], text.partition(" in ")[2].split(".")[0]
-    if instruction == ABOUT:
-        return f"Question: In which town does {name} live?\nAnswer: {town}"
-    return "nowhere" if "D" in text.split()[0] else town
-
-
-def test_a_folder_of_documents_becomes_questions_and_goes_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts").mkdir()
-    for name in "ABCDEF":
-        (tmp_path / "texts" / f"{name}.txt").write_text(f"{name}na lives in {name}town. It rains.")
-    with chat_server(on_towns) as server:
-        flags = ["--llm", server, "--corpus", "texts", "--out", "out.jsonl", "--count"]
-        module.main([*flags, "2"])
-        assert "out.jsonl: 2 of 2 questions: qa 2" in capsys.readouterr().out
-        module.main([*flags, "9"])
-        assert "read otherwise 1" in capsys.readouterr().out
-    questions = load_questions("out.jsonl")
-    assert sorted(question.answers[0] for question in questions) == [f"{c}town" for c in "ABCEF"]
-    assert all(
-        question.references[0].text.startswith(question.answers[0][0]) for question in questions
-    )
-
-
-@pytest.mark.parametrize(
-    "change, expected",
-    [
-        (["--corpus", "texts"], "--data, questions to write after, or --corpus"),
-        (["--data", "", "--corpus", "t", "--k", "3"], "leave out --answerer and --k"),
-        (["--data", "", "--corpus", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
-        (["--data", ""], "--data, questions to write after, or --corpus"),
-    ],
-)
-def test_passages_or_examples_are_given_and_not_both(flags, change, expected):
-    assert expected in message(module.main, [*flags, *change])
 
 
 @pytest.fixture
@@ -422,7 +358,7 @@ def test_the_command_line_makes_a_file_over_a_real_server_and_goes_on_with_it(fl
     model = Model()
 
     def answer(instruction, text):
-        known = instruction in (WRITE, HARDEN, ANSWER)
+        known = instruction in (WRITE, HARDEN, VERIFY, ANSWER)
         return model.reply(instruction, text) if known else "yes"
 
     def run(count):
@@ -434,8 +370,8 @@ def test_the_command_line_makes_a_file_over_a_real_server_and_goes_on_with_it(fl
         shown = run("3")
         assert "out.jsonl: 3 of 3 questions: easy 3" in shown and "this run: made 3" in shown
         assert "5 of 5 questions" in run("5")
-        before = model.written
-        assert "this run: made 0, requests 0" in run("5") and model.written == before
+        before = len(model.asked)
+        assert "this run: made 0, requests 0" in run("5") and len(model.asked) == before
     questions = load_questions("out.jsonl")
     assert len({question.id for question in questions}) == 5
     assert all("right" in question_text(question) for question in questions)
@@ -445,6 +381,7 @@ def test_the_command_line_makes_a_file_over_a_real_server_and_goes_on_with_it(fl
     "change, expected",
     [
         (["--llm", ""], "--llm is missing"),
+        (["--data", ""], "--data is missing"),
         (["--count", "0"], "--count 0"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--lmm", "x"], "unknown flag --lmm"),

@@ -5,9 +5,9 @@ import os
 import random
 
 import pytest
+from conftest import message
 
 from data import Document, load_corpus
-from errors import InputError
 from formats.text_folder import SENTENCE_END, joined, passages
 
 
@@ -142,12 +142,6 @@ def ids(*arguments, **how):
     return [document.id for document in load_corpus(*arguments, **how)]
 
 
-def message(*arguments, **how) -> str:
-    with pytest.raises(InputError) as caught:
-        load_corpus(*arguments, **how)
-    return str(caught.value)
-
-
 def test_a_folder_of_texts_is_a_corpus_in_the_order_of_its_names(write, tmp_path, capsys):
     write("b/bell.MD", "# Bells\nThe bell [rings](http://x).")
     write("a notes.txt", b"\xef\xbb\xbfAna came.\r\nShe stayed.\r\n")
@@ -191,13 +185,13 @@ def test_a_text_that_is_not_utf8_is_named_and_can_be_skipped(write, tmp_path, ca
     expected = (
         f"{path}: byte 9 is not UTF-8: save the file as UTF-8, or leave it out with --skip_bad"
     )
-    assert message(tmp_path) == expected
+    assert message(load_corpus, tmp_path) == expected
     assert ids(tmp_path, skip_bad=True) == ["a.txt#1"]
     assert "1 of 2 files skipped" in capsys.readouterr().err
     (tmp_path / "a.txt").unlink()
-    assert "no file to use" in message(tmp_path, skip_bad=True)
+    assert "no file to use" in message(load_corpus, tmp_path, skip_bad=True)
     path.rename(tmp_path / "b.rst")
-    assert "no file in it ends in .txt or .md" in message(tmp_path)
+    assert "no file in it ends in .txt or .md" in message(load_corpus, tmp_path)
 
 
 def test_a_linked_file_is_read_and_a_linked_folder_or_a_pipe_is_not(write, tmp_path):
@@ -209,7 +203,7 @@ def test_a_linked_file_is_read_and_a_linked_folder_or_a_pipe_is_not(write, tmp_p
     os.mkfifo(here / "pipe.txt")  # to open it would wait for ever
     assert ids(here) == ["a.txt#1", "b.txt#1"]
     (here / "gone.txt").symlink_to("nowhere.txt")
-    assert "gone.txt: no such file" in message(here)
+    assert "gone.txt: no such file" in message(load_corpus, here)
 
 
 def test_a_file_name_that_is_no_text_makes_an_id_that_can_be_written(tmp_path):

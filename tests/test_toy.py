@@ -14,7 +14,7 @@ from data import Question, SearchRequest
 from other_models.llm import LocalLLM
 from other_models.reader import INSTRUCTION, reader_text
 from papers import paper_of
-from policy import Policy, load_policy, save_policy
+from policy import Policy
 from prompts import PROTOCOLS, build_prompt, frame_documents, number_documents
 from retriever import BM25
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
@@ -126,14 +126,6 @@ def test_a_number_in_a_citation_is_one_token_wherever_it_stands(tokenizer):
     assert first[1] == second[3]
 
 
-def test_the_tokenizer_survives_saving_with_the_model(tmp_path, tokenizer):
-    # the family's own tokenizer class would split the same text differently
-    save_policy(Policy(make_model(len(tokenizer))), tokenizer, tmp_path / "model")
-    _, loaded = load_policy(str(tmp_path / "model"))
-    text = " where was ana bell born ? answer :<|begin_of_query|> birthplace<|end_of_query|>[1, 2]"
-    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
-
-
 # ---------------------------------------------------------------------------------------- the model
 
 
@@ -165,20 +157,6 @@ def test_look_back_changes_the_first_layer_only(tokenizer):
 
 
 # --------------------------------------------------------------------------------------- the traces
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_traces_are_of_known_tokens_and_carry_no_loss_on_what_the_environment_writes(
-    tokenizer, name
-):
-    protocol = PROTOCOLS[name]
-    writer = writer_of(name)
-    inserted = {tokenizer.convert_tokens_to_ids(tag) for tag in protocol.documents_tags or ()}
-    inserted.add(tokenizer.convert_tokens_to_ids(protocol.fallback_notice))
-    for example in encode_traces([writer.write() for _ in range(200)], protocol, tokenizer):
-        assert tokenizer.unk_token_id not in example.ids
-        learned = {i for i, mask in zip(example.ids, example.mask, strict=True) if mask}
-        assert learned and not learned & inserted
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -318,14 +296,20 @@ def weak_writer(name: str, which: str, **changes) -> TraceWriter:
     return TraceWriter(PROTOCOLS[name], replace(paper_of(name).warm_ups[which], **changes), 0)
 
 
-@pytest.mark.parametrize("name, which", WARM_UPS)
-def test_traces_of_a_weaker_warm_up_are_of_known_tokens_and_fit(tokenizer, name, which):
-    writer = weak_writer(name, which)
-    traces = [writer.write() for _ in range(300)]
-    for example in encode_traces(traces, PROTOCOLS[name], tokenizer):
+@pytest.mark.parametrize("name, which", [*((name, "") for name in ALL), *WARM_UPS])
+def test_traces_are_of_known_tokens_fit_and_carry_no_loss_on_what_the_environment_writes(
+    tokenizer, name, which
+):
+    protocol = PROTOCOLS[name]
+    writer = weak_writer(name, which) if which else writer_of(name)
+    inserted = {tokenizer.convert_tokens_to_ids(tag) for tag in protocol.documents_tags or ()}
+    inserted.add(tokenizer.convert_tokens_to_ids(protocol.fallback_notice))
+    for example in encode_traces([writer.write() for _ in range(300)], protocol, tokenizer):
         assert tokenizer.unk_token_id not in example.ids
         assert len(example.ids) < writer.tiny.context
-    assert 0 < writer.tiny.prior < 1  # it is checked
+        learned = {i for i, mask in zip(example.ids, example.mask, strict=True) if mask}
+        assert learned and (which or not learned & inserted)  # a weak one may write such tags
+    assert not which or 0 < writer.tiny.prior < 1  # it is checked
 
 
 def test_what_a_usual_warm_up_has_not_draws_no_number():

@@ -189,15 +189,21 @@ def test_what_cannot_be_shown_is_one_line(trained, tmp_path):
 def test_the_page_has_its_runs_and_a_script_per_step(trained, tmp_path):
     view.main([str(trained.parent), str(trained), "--out", str(tmp_path)])
     assert {f.name for f in VIEWER.iterdir()} <= {f.name for f in tmp_path.iterdir()}
-    index = (tmp_path / "data" / "index.js").read_text()
-    runs = json.loads(index.removeprefix("runs(").removesuffix(");\n"))
+
+    def given(name: str, call: str) -> list:
+        """What the script of this name gives to this function of the page."""
+        text = (tmp_path / "data" / name).read_text().removeprefix(f"{call}(")
+        return json.loads(f"[{text.removesuffix(chr(10)).removesuffix(');')}]")
+
+    (runs,) = given("index.js", "runs")
     assert [run["name"] for run in runs] == [trained.parent.name, "stage1"]
     stage = runs[0]["stages"][0]
     assert stage["steps"] == [0, 1] and len(stage["metrics"]) == 2
+    # no trajectory: a large run opens at once
+    assert stage.keys() == {"key", "name", "settings", "metrics", "steps", "missing", "asked"}
     settings = settings_of(trained)
     assert stage["settings"] == {name: settings[name] for name in CLIP}
-    script = (tmp_path / "data" / f"{stage['key']}-1.js").read_text()
-    key, rows, groups = json.loads("[" + script.removeprefix("step(").removesuffix(");\n") + "]")
+    key, rows, groups = given(f"{stage['key']}-1.js", "step")
     records = [record for group in groups for record in json.loads(group)]
     assert key == f"{stage['key']}-1" and len(rows) == len(records) == 4
     kept = [r for r in read_trajectories(trained) if r["step"] == 1]
@@ -215,36 +221,36 @@ def test_text_cannot_end_the_script_that_it_stands_in():
 
 
 def test_what_the_filters_ask_of_a_trajectory():
-    search = {"query": "Ana  Bell", "fallback": True, "documents": []}
+    search, names = (
+        {"query": "Ana  Bell", "fallback": True, "documents": []},
+        "fallback repeated fault",
+    )
     again = search | {"query": "ana bell", "fallback": False}
     line = line_on(one(searches=[search, again], rewards={"format": -1.0}, correct=False))
-    assert (line["searches"], line["fallback"], line["repeated"], line["fault"]) == (
-        2,
-        True,
-        True,
-        True,
-    )
+    assert [line[name] for name in ("searches", *names.split())] == [2, True, True, True]
     line = line_on(one())
-    assert (line["searches"], line["fallback"], line["repeated"], line["fault"]) == (
-        0,
-        False,
-        False,
-        False,
-    )
+    assert [line[name] for name in ("searches", *names.split())] == [0, False, False, False]
     assert line["reward"] == 1.5 and line["trained"]
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's own formula")
+def run_page(code: str):
+    """Returns what an expression of page.js is worth, computed by node."""
+    page = (VIEWER / "page.js").read_text().replace('"use strict";', "")
+    text = f"globalThis.document = {{getElementById: () => ({{}})}};{page}"
+    words = ["node", "-e", f"{text}console.log(JSON.stringify({code}));"]
+    how = {"capture_output": True, "text": True, "check": True, "timeout": 60}
+    return json.loads(subprocess.run(words, **how).stdout)
+
+
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node runs the page's code")
+
+
+@needs_node
 def test_the_page_computes_the_numbers_of_the_terminal(trained):
     records, settings = list(read_trajectories(trained))[:6], settings_of(trained)
-    code = (VIEWER / "page.js").read_text().replace('"use strict";', "")
-    asked = f"const told = {json.dumps(records)}, s = {json.dumps(settings)};"
-    asked += "console.log(JSON.stringify(told.map((r) => r.ids.map((_, n) => lossOf(r, n, s)))));"
-    code = "globalThis.document = {getElementById: () => ({})};" + code + asked
-    told = subprocess.run(
-        ["node", "-e", code], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    for record, its in zip(records, json.loads(told), strict=True):
+    losses = f"r.ids.map((_, n) => lossOf(r, n, {json.dumps(settings)}))"
+    told = run_page(f"{json.dumps(records)}.map((r) => {losses})")
+    for record, its in zip(records, told, strict=True):
         for n, other in enumerate(its):
             ours = view.loss_of(record, n, settings)
             assert (ours is None) == (other is None)

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from conftest import model_of, same, small
 from test_lora import needs_peft
 
-import grpo
 import ppo
 import update as update_file
 from data import Question
@@ -18,7 +17,6 @@ from policy import Batch, Policy, collate
 from prompts import PROTOCOLS
 from scale import packing
 from scale.lora import add_lora, lora_state
-from scale.packing import micro_batches
 from settings import Settings
 from train import mean, set_lr, shuffled_updates
 from trajectory import Trajectory
@@ -103,7 +101,7 @@ KL = {"kl_coef": 0.1, "kl_estimator": "k2"}
 CASES = [
     Settings(algorithm=algorithm, loss_aggregation=aggregation, group_size=2, **kl)
     for algorithm in ("reinforce_pp", "reinforce_pp_baseline", "dapo", "ppo", "grpo")
-    for aggregation in (("token",) if algorithm == "dapo" else ("sequence", "token"))
+    for aggregation in (("token", "question") if algorithm == "dapo" else ("sequence", "token"))
     for kl in ({}, KL | {"kl_estimator": "k1"} if algorithm == "reinforce_pp" else KL)
 ]
 GRPO, PPO = CASES[-1], Settings(algorithm="ppo", group_size=2, gae_lambda=0.9)
@@ -147,17 +145,6 @@ def test_documents_and_prompts_weigh_nothing(settings, step):
         if (tensor := getattr(loud, name)) is not None:
             tensor[loud.response_mask == 0] = float("inf")
     assert same(*(gradient_of(one, settings, step)[0] for one in (batch, loud)))
-
-
-def test_the_usual_mean_of_micro_batch_means_is_another_gradient(unclipped):
-    batch, policy = unequal_batch(GRPO), Policy(copy.deepcopy(TINY))
-    cuts = micro_batches(batch.response_mask, 25)
-    for rows in cuts:  # each micro-batch with weights of its own, then the mean over micro-batches
-        micro = batch.rows(rows)
-        loss, _ = grpo.compute_loss(policy(micro.tokens, mask=micro.response_mask), micro, GRPO)
-        (loss * grpo.compute_token_weights(micro, GRPO)).sum().div(len(cuts)).backward()
-    right, _ = gradient_of(batch, GRPO)
-    assert largest_difference(right, [p.grad for p in policy.parameters()]) > 0.05
 
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token"])
@@ -248,6 +235,13 @@ def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
         assert parts.optimizer.param_groups[0]["lr"] == rates[-1]
     # 4 steps of 3 updates: numbers 0, 1, 2; 3; 6, 7 of 12, and 1e-6 less each
     assert rates == pytest.approx([1.2e-5, 1.1e-5, 1e-5, 9e-6, 6e-6, 5e-6])
+    # The critic's own warm-up: a third of 12 updates are 4, then it stays.
+    parts = make_parts(Settings(**sizes, algorithm="ppo", critic_lr=4e-6, critic_warmup=1 / 3))
+    groups, rates = parts.critic_optimizer.param_groups, []
+    for step, number in ((0, 0), (0, 2), (2, 0), (3, 2)):
+        set_lr(parts, step, number)
+        rates.append(groups[0]["lr"])
+    assert rates == pytest.approx([1e-6, 3e-6, 4e-6, 4e-6])
 
 
 # ----------------------------------------------------------------------------------- what is logged

@@ -5,14 +5,16 @@ wrong with a server is one line. Each test asks a stub, and marked `vllm` the re
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import urllib.request
+import tempfile
+import time
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ from conftest import (
     started,
     traces,
 )
-from processes import in_two_processes, quiet_port, wait_until
+from processes import command, exit_code, in_two_processes, quiet_port, wait_until
 from safetensors.torch import load_file
 from stub_vllm import StubVLLM
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -44,13 +46,13 @@ from retrievers.net import Fault
 from rollout import rollout
 from scale import server
 from scale.engine import play_in_slots
-from scale.server import Fleet, Turns, generate_on_server, to_serve
+from scale.server import Fleet, Server, Turns, generate_on_server, to_serve
 from settings import check_settings, parse, resolve
 from sft import SFTSettings, train_sft
 from world.toy import load_toy, make_tokenizer, shape
 from world.world import World
 
-START = "start it by `python -m scale.server --model"
+JSON, START = "application/json", "start it by `python -m scale.server --model"
 
 
 # ------------------------------------------------------------------------------ models and servers
@@ -102,13 +104,6 @@ def widened(model, to: int = 32):
     return wide
 
 
-def test_a_model_with_wider_heads_is_the_same_function(toy_policy):
-    tokens = torch.randint(0, 100, (2, 40))
-    with torch.no_grad():
-        ours, wide = toy_policy(tokens), Policy(widened(toy_policy.language_model)).eval()(tokens)
-    torch.testing.assert_close(wide, ours, atol=2e-5, rtol=0)
-
-
 @pytest.fixture(scope="session")
 def wide(tmp_path_factory) -> str:
     """The built-in model, warmed up."""
@@ -139,24 +134,26 @@ def untied(small, tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def vllm(wide, tmp_path_factory):
-    """The real server, (path, payload) -> (status, body). It takes a minute to start."""
-    folder, port = tmp_path_factory.mktemp("vllm"), quiet_port()
-    log, words = folder / "log", f"-m scale.server --model {wide} --port {port}"
+@contextlib.contextmanager
+def real_server(model: str, folder: Path):
+    """vLLM, as (path, payload) -> (status, body) with its `base` and `pid`. It takes a minute to
+    start.
+    """
+    port = quiet_port()
+    log, words = folder / "log", f"-m scale.server --model {model} --port {port}"
     with open(log, "w") as out:
         how = {"cwd": folder, "env": ENVIRONMENT, "stdout": out, "stderr": out}
         process = subprocess.Popen([sys.executable, *words.split()], start_new_session=True, **how)
 
     def ask(path: str, payload) -> tuple[int, bytes]:
-        data = None if payload is None else json.dumps(payload).encode()
-        where = f"http://127.0.0.1:{port}{path}"
-        request = urllib.request.Request(where, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=100) as reply:
-                return reply.status, reply.read()
-        except HTTPError as error:
-            return error.code, error.read()
+        asking = HTTPConnection("127.0.0.1", port, timeout=100)
+        with contextlib.closing(asking):
+            kind, headers = "GET" if payload is None else "POST", {"Content-Type": JSON}
+            asking.request(kind, path, json.dumps(payload), headers)
+            reply = asking.getresponse()
+            return reply.status, reply.read()
+
+    ask.base, ask.pid = f"http://127.0.0.1:{port}", process.pid
 
     def there() -> bool:
         with contextlib.suppress(OSError):
@@ -172,6 +169,12 @@ def vllm(wide, tmp_path_factory):
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # the engine is another process of this group
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def vllm(wide, tmp_path_factory):
+    with real_server(wide, tmp_path_factory.mktemp("vllm")) as ask:
+        yield ask
 
 
 @pytest.fixture(params=["stub", pytest.param("vllm", marks=pytest.mark.vllm)])
@@ -251,7 +254,8 @@ def searches_in_common(policy, environment, version: int, count: int) -> int:
     apart = max(abs(p - q) for row in pairs for p, q in row)
     searches = sum(len(row.searches) for row in found)
     print(f"{version}: {sum(same)} of {count}, {searches} searches, {apart:.1e}, {gap:.1e}")
-    assert all(same) and max(apart, gap) < 2e-5
+    # the third version's logits are three times as large, and so are their rounding errors
+    assert all(same) and max(apart, gap) < (6e-5 if version == 2 else 2e-5)
     return searches
 
 
@@ -308,6 +312,7 @@ STALE = {
     "a name that is not taken": ({"update_weight_version": TAKEN}, RECENT),
     "a server that is lost": ({"completions": (500, b"no memory")}, "HTTP 500 no memory"),
 }
+STALE["a server that is lost in an evaluation"] = STALE["a server that is lost"]
 
 
 @pytest.mark.parametrize("name", STALE)
@@ -326,11 +331,12 @@ def test_a_fault_after_a_step_is_one_line_and_what_was_learned_is_saved(
         return record
 
     monkeypatch.setattr(train, "update", update)
-    line = message(run, model, tmp_path, asked.base)
+    more = "--eval_every 1 --eval_questions 2" if "evaluation" in name else ""
+    line = message(run, model, tmp_path, asked.base, more)
     assert said in line and f"{START} {model} --max_context 256" in line
     assert [path.name for path in checkpoints(tmp_path / "t/stage1")] == ["checkpoint-000001"]
     faults = asked.faults.clear() or {}
-    assert len(run(model, tmp_path, asked.base, "--resume")) == 2
+    assert len(run(model, tmp_path, asked.base, f"{more} --resume")) == 2
 
 
 def test_the_first_weights_are_compared_by_checksums(served, model):
@@ -382,12 +388,14 @@ def test_a_tied_head_is_refused_since_a_reload_would_not_reach_it(model, started
 
 
 def test_no_room_is_one_line_and_leaves_nothing(model, served, tmp_path, monkeypatch):
-    full = OSError(28, "No space left on device")
-    monkeypatch.setattr(server, "save_file", lambda *_: (_ for _ in ()).throw(full))
     policy, _ = fleet_of(model, served(), served=str(tmp_path))
-    line = message(policy.fleet.refresh, 0)
-    assert "No space left on device" in line and "another folder with --served" in line
-    assert not list(tmp_path.iterdir())
+    size = 4 * sum(its.numel() for its in policy.language_model.state_dict().values())
+    for free, said in ((size - 1, f"no room for {size / 1e6:,.1f} MB"), (size, "is not callable")):
+        monkeypatch.setattr(server.shutil, "disk_usage", lambda _, n=free: SimpleNamespace(free=n))
+        monkeypatch.setattr(server, "save_file", None)  # whatever it raises
+        line = message(policy.fleet.refresh, 0)
+        assert said in line and "another folder with --served" in line
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -415,8 +423,21 @@ def test_training_refuses_top_p_and_an_evaluation_refuses_servers():
 # ----------------------------------------------------------------------------- wrong in the middle
 HALF = lambda path, payload, behind: (200, behind(path, payload)[1][:-20])  # noqa: E731
 SILENT = lambda *_: None  # noqa: E731
+
+
+def drip(path, payload, behind):
+    """Half a second for ten bytes: a reply of a turn, which is right, would take longer than all
+    three tries may.
+    """
+    yield b"HTTP/1.0 200 X\r\n\r\n"
+    for number in behind(path, payload)[1]:
+        time.sleep(0.05)
+        yield bytes([number])
+
+
 EMPTY = (200, b'{"choices": [{"token_ids": [], "logprobs": {"token_logprobs": []}}]}')
 BROKEN = {"400": (400, b"too long"), "half a reply": HALF, "no tokens": EMPTY, "silence": SILENT}
+BROKEN["drips"] = drip
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -440,11 +461,12 @@ def test_the_rows_of_a_broken_server_go_to_the_others(name, served, model, capsy
 
 def test_what_fails_is_tried_again_twice_but_not_on_a_server_that_was_restarted(served, model):
     policy, environment = fleet_of(model, asked := served())
-    policy.fleet.refresh(0)
     left = [503, 503]
     asked.faults["completions"] = lambda path, payload, behind: (
         (left.pop(), b"busy") if left else behind(path, payload)
     )
+    policy.fleet.refresh(0)  # also a probe
+    left += [503, 503]
     assert rows(policy, environment, 1)[0].stop_reason and not left
     left.append(503)
     asked.behind("/update_weight_version", {"new_version": "default"})
@@ -459,6 +481,50 @@ def test_a_turn_is_cut_where_our_stop_rule_ends_it(model):
         ids, logprobs, reason = turns.sample(stub, [3, 4], 9)
         assert (ids, reason) == kept and len(logprobs) == len(ids)
     assert turns.disagreed == 2
+
+
+# -------------------------------------------------------------------- a server of the test's own
+def train_and_kill(group: int, words: list) -> None:
+    """At the first turn with new weights the server's processes are killed."""
+    kept = Server.sample
+
+    def sample(self, body):
+        if "stop" in body and self.version().endswith(".1"):  # a turn, and no probe
+            os.killpg(group, signal.SIGKILL)
+        return kept(self, body)
+
+    Server.sample = sample
+    train.main(words)
+
+
+@pytest.mark.vllm
+def test_a_killed_server_is_one_line_and_what_was_learned_is_saved(wide, tmp_path):
+    with real_server(wide, tmp_path) as killed:
+        words = flags(wide, tmp_path, f"--engine {killed.base} --timeout 20 --save_every 2")
+        assert exit_code(command(tmp_path / "out", train_and_kill, killed.pid, words)) == 2
+    text = (tmp_path / "out").read_text()
+    last = text.splitlines()[-1]
+    assert last.startswith(f"error: --engine {killed.base}: ") and START in last, text
+    assert "Traceback" not in text
+    assert [path.name for path in checkpoints(tmp_path / "t/stage1")] == ["checkpoint-000001"]
+
+
+@pytest.mark.vllm
+def test_what_new_weights_cost(wide, tmp_path):
+    """Prints seconds per GiB, of half a GiB in fp32."""
+    tokenizer, path = load_policy(wide, frozen=True)[1], tmp_path / "large"
+    model = model_of("llama", **shape(len(tokenizer), 2048, 16, 8192))
+    save_policy(Policy(model), tokenizer, path)
+    gib, where = model.num_parameters() / 2**28, tempfile.TemporaryDirectory(dir="/dev/shm")
+    with where as folder, real_server(path, tmp_path) as large:
+        for version in "123":
+            start = time.perf_counter()
+            server.write_weights(model, Path(folder), torch.float32)
+            written = time.perf_counter()
+            Server(large.base, 60.0).reload(folder, version)
+            read = time.perf_counter() - written
+            print(f"{gib:.2f} GiB: {(written - start) / gib:.2f}, {read / gib:.2f} s/GiB")
+        Server(large.base, 60.0).prove(Path(folder))
 
 
 # ------------------------------------------------------------------------------------ two processes

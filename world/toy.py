@@ -135,9 +135,13 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
     # The tiny model knows its protocol from the warm-up. Of the system message it is shown only
-    # whether that is the prompt without retrieval; with --prompt_file it may search.
+    # whether that is the prompt without retrieval; with --prompt_file it may search. Of ARENA's
+    # user it is not shown the tags around question and references.
     sign = f" + ('{DIRECT}' if messages[0]['content'] in {direct} else '{MAY_SEARCH}')"
-    user = "' ' + messages[-1]['content'].strip() + ' answer :'"
+    user = (
+        "' ' + messages[-1]['content'].replace('<question>', '').replace('</question>', '')"
+        ".replace('<references>', '').replace('</references>', '').strip() + ' answer :'"
+    )
     fast.chat_template = f"{{{{ {user}{sign if direct else ''} }}}}"
     return fast
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import command_line, flags, message, rows_of, same_end, settings_for
+from conftest import command_line, flags, message, of_fault, rows_of, same_end, settings_for
 from processes import command, exit_code, exit_codes, start_process
 from safetensors.torch import load_file, save_file
 
@@ -18,7 +18,7 @@ import train
 from formats import manifest
 from formats.manifest import NAME, seal, wrong_with
 from formats.records import append_jsonl
-from plumbing import build, checkpoint, files
+from plumbing import checkpoint, files
 from plumbing.files import checkpoints, newest_whole
 
 fault = pytest.mark.fault
@@ -50,21 +50,19 @@ def empty(path):
     os.truncate(path, 0)
 
 
-def flipped(path):
-    data = bytearray(path.read_bytes())
-    middle = len(data) // 2
-    data[middle : middle + 40] = bytes(byte ^ 0x7F for byte in data[middle : middle + 40])
-    path.write_bytes(data)
+def rewritten(change):
+    """Returns a harm: the bytes of a file become change(bytes, half of their number)."""
+
+    def harm(path):
+        data = path.read_bytes()
+        path.write_bytes(change(data, len(data) // 2))
+
+    return harm
 
 
-def zeroed(path):
-    data = path.read_bytes()
-    path.write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
-
-
-def headless(path):
-    data = path.read_bytes()
-    path.write_bytes(bytes(len(data) // 2) + data[len(data) // 2 :])
+flipped = rewritten(lambda b, n: b[:n] + bytes(x ^ 0x7F for x in b[n : n + 40]) + b[n + 40 :])
+zeroed = rewritten(lambda b, n: b[:n].ljust(len(b), b"\0"))
+headless = rewritten(lambda b, n: bytes(n) + b[n:])
 
 
 def nan_weight(path):
@@ -145,7 +143,7 @@ MATRIX = [
     (40, stray_folder, "checkpoint-000009", "it has no manifest.json", 4),
     (44, shutil.rmtree, FOUR, "", 2),
 ]
-CASES = [pytest.param(*rest, marks=fault(number)) for number, *rest in MATRIX]
+CASES = [of_fault(*row) for row in MATRIX]
 
 
 @pytest.mark.parametrize("harm, what, said, step", CASES)
@@ -172,9 +170,9 @@ def large(run, monkeypatch):
 @pytest.mark.parametrize(
     "harm, what, said, step",
     [
-        pytest.param(cut, WEIGHTS, "model.safetensors has", 2, marks=fault(22)),
+        of_fault(22, cut, WEIGHTS, "model.safetensors has", 2),
         pytest.param(headless, WEIGHTS, "model.safetensors is not what was written", 2),
-        pytest.param(nan_moments, STATE, "", 4, marks=fault(32)),
+        of_fault(32, nan_moments, STATE, "", 4),
     ],
 )
 def test_of_a_large_file_size_and_header_are_looked_at(harm, what, said, step, large, capsys):

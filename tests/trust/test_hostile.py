@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, chat_server, rows_of, settings_for
+from conftest import ROOT, chat_server, of_fault, rows_of, settings_for
 from hypothesis import Phase, given
 from hypothesis import settings as examples_of
 from hypothesis import strategies as st
@@ -63,7 +63,7 @@ def no_algebra(monkeypatch):
 
 def faulty(*rows):
     """(fault, values...) as parameters with their marks."""
-    return [pytest.param(*row, marks=pytest.mark.fault(n)) for n, *row in rows]
+    return [of_fault(*row) for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -325,18 +325,11 @@ def test_no_question_page_or_request_brings_a_tag_or_a_control_token(
 # ------------------------------------------------------------------------- answers that take hours
 @needs_math_verify
 @pytest.mark.parametrize("evil", faulty((158, "9^9^9^{}"), (159, "(x+1)^{{500{}}}")))
-def test_answers_that_take_hours_cost_a_batch_little_and_honest_ones_stay_right(evil, monkeypatch):
+def test_answers_that_take_hours_are_given_up_and_honest_ones_stay_right(evil, monkeypatch):
     monkeypatch.setattr(metrics, "_LATE", metrics.deque([-100.0] * 3, 3))
     monkeypatch.setattr(metrics.ask_worker, "__defaults__", (0.3,))
-    monkeypatch.setattr(metrics, "HURRIED", 0.1)
     metrics._math_verify.cache_clear()
-    given = []  # seconds
-    spy = SimpleNamespace(dumps=lambda line: given.append(line[2]) or json.dumps(line))
-    monkeypatch.setattr(metrics, "json", spy)
     assert not any(math_equal(evil.format(n), "x^2+1") for n in range(6))
-    # Of the powers of 9 the library sees at once that they are another number.
-    three_late = metrics._LATE[0] > 0 or "x" in evil
-    assert given == [0.3] * 3 + [0.1 if three_late else 0.3] * 3
     monkeypatch.setattr(metrics, "HURRIED", 5.0)  # of a slow machine
     monkeypatch.setattr(metrics.ask_worker, "__defaults__", (5.0,))
     assert math_equal("x^2 - 1", "(x-1)(x+1)")

@@ -23,7 +23,7 @@ import train
 from formats import manifest, trajectories
 from formats.trajectories import read_trajectories
 from papers import paper_of
-from plumbing import build, checkpoint, files
+from plumbing import checkpoint, files
 from plumbing.files import checkpoints
 from prompts import PROTOCOLS
 from world import toy
@@ -56,33 +56,20 @@ def before(owner, name: str, nth: int = 1) -> None:
     setattr(owner, name, counted)
 
 
-def half_written(owner, name: str, size) -> None:
-    """SIGKILL when `owner.name` has written half of its bytes; `size(*arguments)`: path, before."""
+def half_written(owner, name: str, path_of, nth: int = 4) -> None:
+    """SIGKILL when the nth call of `owner.name` has written half of its bytes to `path_of` it."""
     real, calls = getattr(owner, name), []
 
     def halved(*arguments):
-        path = size(*arguments)
+        path = path_of(*arguments)
         there = path.stat().st_size if path.exists() else 0
         real(*arguments)
         calls.append(name)
-        if len(calls) == 4:
+        if len(calls) == nth:
             os.truncate(path, (there + path.stat().st_size) // 2)
             die()
 
     setattr(owner, name, halved)
-
-
-def half_saved() -> None:
-    real, calls = torch.save, []
-
-    def halved(state, path):
-        real(state, path)
-        calls.append(path)
-        if len(calls) == 2:
-            os.truncate(path, path.stat().st_size // 2)
-            die()
-
-    torch.save = halved
 
 
 def half_deleted() -> None:
@@ -97,7 +84,11 @@ def half_deleted() -> None:
 # A point -> (its fault, what brings the kill there, does it come while a run is resumed?)
 POINTS = {
     "before trainer.pt": (6, lambda: before(torch, "save", 2), False),
-    "half of trainer.pt": (7, half_saved, False),
+    "half of trainer.pt": (
+        7,
+        lambda: half_written(torch, "save", lambda state, path: path, 2),
+        False,
+    ),
     "before the manifest": (6, lambda: before(manifest, "seal", 2), False),
     "half of the manifest": (7, lambda: before(manifest, "sync", 12), False),
     "before the rename": (8, lambda: before(Path, "rename", 2), False),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import message
+from conftest import message, of_fault
 
 from data import load_questions
 from other_models.llm import ModelSettings, load_llm
@@ -17,10 +17,6 @@ from rollout import check_prompt
 
 CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 WORDS = {"auto_map": {"AutoTokenizer": [None, "own.Words"]}}
-
-
-def fault(number: int, *values):
-    return pytest.param(*values, marks=pytest.mark.fault(number))
 
 
 @pytest.fixture
@@ -55,10 +51,10 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize(
     "file, fields",
     [
-        fault(201, "config.json", {"auto_map": CODE}),
-        fault(203, "tokenizer_config.json", WORDS),
-        fault(203, "tokenizer_config.json", WORDS | {"tokenizer_class": "Own"}),
-        fault(203, "tokenizer_config.json", WORDS | {"tokenizer_class": "Qwen2Tokenizer"}),
+        of_fault(201, "config.json", {"auto_map": CODE}),
+        of_fault(203, "tokenizer_config.json", WORDS),
+        of_fault(203, "tokenizer_config.json", WORDS | {"tokenizer_class": "Own"}),
+        of_fault(203, "tokenizer_config.json", WORDS | {"tokenizer_class": "Qwen2Tokenizer"}),
     ],
 )
 def test_code_beside_a_model_of_a_known_kind_is_not_run(file, fields, changed):
@@ -93,9 +89,9 @@ def test_pickled_weights_are_not_loaded(more, changed, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "template, why",
     [
-        fault(205, "{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute"),
-        fault(206, "{% for m in messages %}{{ m['content'] }", "unexpected '}'"),
-        fault(207, "{{ raise_exception('no chat') }}", "no chat"),
+        of_fault(205, "{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute"),
+        of_fault(206, "{% for m in messages %}{{ m['content'] }", "unexpected '}'"),
+        of_fault(207, "{{ raise_exception('no chat') }}", "no chat"),
     ],
 )
 def test_a_chat_template_that_fails_is_one_line_when_it_is_loaded(file, template, why, changed):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import message, rows_of, same, settings_for
+from conftest import message, of_fault, rows_of, same, settings_for
 from test_train import pay, weights_of
 
 import train
@@ -16,10 +16,6 @@ NAN, INF = float("nan"), float("inf")
 EQUAL = (1, 1, 1, 1)  # two groups of two
 GRPO, DAPO, PPO = "--algorithm grpo", "--algorithm dapo --max_resample 1", "--algorithm ppo"
 EACH = ("", GRPO, DAPO, PPO)
-
-
-def quick_fault(number: int, *values):
-    return pytest.param(*values, marks=pytest.mark.fault(number))
 
 
 def fault(number: int, *values):
@@ -88,13 +84,13 @@ STOPS = [
         for number, more in zip((110, 112, 113, 114), EACH, strict=True)
     ),
     fault(111, paid(INF, 1, 0, 1), ""),
-    quick_fault(115, old(NAN), ""),
+    of_fault(115, old(NAN), ""),
     fault(116, old(-INF), ""),
     fault(117, old(-1000.0), ""),
     fault(118, old(-1000.0), "--kl_coef 0.1 --kl_estimator k3"),
-    quick_fault(119, gradient, ""),
-    quick_fault(120, weight, ""),
-    quick_fault(121, None, "--lr 1e9"),
+    of_fault(119, gradient, ""),
+    of_fault(120, weight, ""),
+    of_fault(121, None, "--lr 1e9"),
     (critic, PPO),
 ]
 
@@ -113,12 +109,12 @@ def test_what_is_not_finite_stops_the_run_in_one_line(change, more, injected):
 
 
 GOES_ON = [  # ..., the alarm that is raised, do the weights stay?
-    quick_fault(122, paid(1e38, 0, 0, 1), "", "reward_size", False),
+    of_fault(122, paid(1e38, 0, 0, 1), "", "reward_size", False),
     fault(122, paid(1e38, 0, 0, 1), GRPO, "reward_size", False),
     *(fault(123 + n, paid(*EQUAL), its, "equal_groups", True) for n, its in enumerate(EACH[:3])),
     fault(126, paid(*EQUAL), PPO, "", False),
     fault(127, paid(*EQUAL), "--algorithm reinforce_pp", "", True),
-    quick_fault(128, masked(slice(None)), "", "", True),
+    of_fault(128, masked(slice(None)), "", "", True),
     fault(129, masked(slice(None)), PPO, "", True),
     fault(130, masked(slice(1)), "", "", False),
     fault(131, None, "--max_turn_tokens 1", "cut_off", False),

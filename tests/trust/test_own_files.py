@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, command_line, message, rows_of, settings_for
+from conftest import ROOT, command_line, message, of_fault, rows_of, settings_for
+from test_own_reward import own
 
 import data
 import eval as evaluation
@@ -21,33 +22,18 @@ import rewards
 import train
 from curriculum import parse_shares
 from data import Question, load_questions, named_files
-from errors import Terminated, raise_terminated, rank_of, run_main
+from errors import InputError, Terminated, raise_terminated, rank_of, run_main
 from formats.trajectories import NAME, read_trajectories
 from other_models.llm import load_llm
-from plumbing import build
 from plumbing.checkpoint import checkpoints
 from retriever import BM25
 from retrievers.dense import read_shard
 from retrievers.remote import HttpRetriever
 from retrievers.serve import command
-from rewards import REWARDS, example, own_reward
+from rewards import example, own_reward
 from settings import Settings, parse
 
 fault = pytest.mark.fault
-EXIT = "import sys\n\ndef mine(t):\n    sys.exit(0)\n"
-
-
-@pytest.fixture
-def own(tmp_path):
-    """own(text) -> "FILE.py:mine" of a file with this text."""
-
-    def own(text: str) -> str:
-        (tmp_path / "mine.py").write_text(text)
-        return f"{tmp_path}/mine.py:mine"
-
-    yield own
-    for name in [name for name in REWARDS if ":" in name]:
-        del REWARDS[name]
 
 
 def pay(name: str, trajectory=None) -> dict:
@@ -55,23 +41,22 @@ def pay(name: str, trajectory=None) -> dict:
 
 
 # ----------------------------------------------------------------------------------- a reward file
-@fault(280)
-@pytest.mark.parametrize("text", ["import sys\nsys.exit(0)\n", EXIT])
-def test_a_reward_file_that_ends_the_program_is_one_line_and_not_a_success(text, own, capsys):
-    said = command_line(train.main, ["--reward", own(text)], capsys)
-    assert f"line {text.count(chr(10))}: SystemExit: 0" in said
-
-
-@fault(281)
-def test_sys_exit_in_a_reward_at_a_later_step_keeps_what_was_learned(own, model, tmp_path):
+@pytest.mark.parametrize(
+    "ends, kind, shown",
+    [
+        ("1 / 0", ValueError, "ZeroDivisionError"),
+        of_fault(281, "sys.exit(0)", InputError, "SystemExit: 0"),
+    ],
+)
+def test_an_error_of_a_reward_at_a_later_step_keeps_what_was_learned(
+    ends, kind, shown, own, model, tmp_path
+):
     # Twice when it is checked, then 2 questions of 2 samples a step: 11 is the third step's first.
-    counting = EXIT.replace(
-        "    sys.exit(0)", "    next(COUNT) < 11 or sys.exit(0)\n    return ONE"
-    )
-    name = own(f"import itertools\nCOUNT, ONE = itertools.count(1), {{'one': 1.0}}\n{counting}")
-    settings = settings_for(model, tmp_path, f"--steps 5 --save_every 5 --reward {name}")
-    said = message(train.train, settings)
-    assert ", question " in said and "line 6: SystemExit: 0" in said
+    text = "import itertools, sys\nCOUNT = itertools.count(1)\ndef mine(t):\n"
+    text += f"    next(COUNT) < 11 or {ends}\n    return {{'one': 1.0}}\n"
+    more = f"--steps 5 --save_every 5 --reward {own(text)}"
+    with pytest.raises(kind, match=f", question .*line 4: {shown}"):
+        train.train(settings_for(model, tmp_path, more))
     folder = tmp_path / "t" / "stage1"
     assert len(rows_of(folder)) == 2
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-000002"]
@@ -235,13 +220,13 @@ def test_a_folder_in_place_of_a_shard_of_vectors_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     "flag, value, said",
     [
-        pytest.param("--timeout", "1e12", "at most 86400", marks=fault(293)),
-        pytest.param("--timeout", "1e300", "at most 86400", marks=fault(293)),
-        pytest.param("--max_searches", "9" * 12, "at most 10000", marks=fault(293)),
-        pytest.param("--questions_per_step", "100000000", "at most 65,536 traj", marks=fault(294)),
-        pytest.param("--name", "a" * 300, "without a slash, of at most 200 char", marks=fault(295)),
-        pytest.param("--runs", "a" * 300, "File name too long", marks=fault(296)),
-        pytest.param("--name", "a\0b", "the character NUL", marks=fault(297)),
+        of_fault(293, "--timeout", "1e12", "at most 86400"),
+        of_fault(293, "--timeout", "1e300", "at most 86400"),
+        of_fault(293, "--max_searches", "9" * 12, "at most 10000"),
+        of_fault(294, "--questions_per_step", "100000000", "at most 65,536 traj"),
+        of_fault(295, "--name", "a" * 300, "without a slash, of at most 200 char"),
+        of_fault(296, "--runs", "a" * 300, "File name too long"),
+        of_fault(297, "--name", "a\0b", "the character NUL"),
     ],
 )
 def test_a_value_beyond_every_size_is_one_line(flag, value, said, capsys):

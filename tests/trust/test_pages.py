@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from conftest import of_fault
 from test_ask import KNOWN, session, typed
 from test_page import CHROMIUM, Browser, browser, searching, stage
 from test_trajectories import CLIP, one
@@ -18,10 +19,6 @@ TOKEN = "document.getElementById('token').textContent"
 ONE = "document.getElementById('one').textContent"
 
 
-def fault(number: int, *values):
-    return pytest.param(*values, marks=pytest.mark.fault(number))
-
-
 @pytest.fixture
 def folder(tmp_path):
     return stage(tmp_path / "run" / "stage1", 1)
@@ -29,7 +26,7 @@ def folder(tmp_path):
 
 # ---------------------------------------------------------------------------------- in the terminal
 @pytest.mark.parametrize(
-    "settings", [fault(263, None), fault(264, '{"clip_low": 0.2,'), fault(265, "{}")]
+    "settings", [of_fault(263, None), of_fault(264, '{"clip_low": 0.2,'), of_fault(265, "{}")]
 )
 def test_without_settings_all_but_the_loss_is_shown(folder, capsys, settings):
     (folder / "settings.json").unlink()
@@ -46,12 +43,12 @@ def test_without_settings_all_but_the_loss_is_shown(folder, capsys, settings):
 @pytest.mark.parametrize(
     "odd",  # null: without the field
     [
-        fault(266, '{"step": null}'),
-        fault(267, '{"searches": null}'),
-        fault(268, '{"mask": [1, 0, 1, 1]}'),
-        fault(273, '{"step": "../../x"}'),
-        fault(279, '{"golds": 7}'),
-        fault(279, '{"old": ["x", "y", "z"]}'),
+        of_fault(266, '{"step": null}'),
+        of_fault(267, '{"searches": null}'),
+        of_fault(268, '{"mask": [1, 0, 1, 1]}'),
+        of_fault(273, '{"step": "../../x"}'),
+        of_fault(279, '{"golds": 7}'),
+        of_fault(279, '{"old": ["x", "y", "z"]}'),
     ],
 )
 def test_a_damaged_trajectory_is_named_and_the_others_are_shown(folder, capsys, odd):

@@ -4,21 +4,17 @@ import gzip
 import itertools
 import json
 import socket
-import threading
 import time
 from contextlib import suppress
 
 import pytest
-from conftest import RawServer, nobody_listens, rows_of, settings_for, threads_since
+from conftest import RawServer, nobody_listens, rows_of, settings_for
 
-import rollout
 import train
-from data import Question, SearchRequest, SearchResult
 from errors import InputError
 from formats.trajectories import read_trajectories
 from plumbing import build
 from retrievers import net, remote
-from rollout import call_search
 
 fault = pytest.mark.fault
 
@@ -196,21 +192,3 @@ def test_a_step_goes_on_whatever_the_retriever_does(
         assert set(texts) == {"None"}
     elif becomes == WELL:
         assert all("Search is unavailable." not in text and text != "None" for text in texts)
-
-
-@fault(84)
-def test_searches_that_never_return_do_not_pile_up():
-    released, stuck = threading.Event(), []
-
-    def hangs(requests):
-        released.wait(60)
-        return [SearchResult(text="found") for _ in requests]
-
-    requests = [SearchRequest(Question("1", "who ?", ["me"]), "who", "")]
-    said = [call_search(hangs, requests, 0.01, stuck)[0].error for _ in range(50)]
-    assert len(stuck) == rollout.MAX_STUCK == 8
-    assert "no answer within 0.01 s" in said[0] and said[-1] == "earlier searches still hang"
-    released.set()
-    for thread in stuck:
-        thread.join(60)
-    assert call_search(hangs, requests, 60, stuck)[0].text == "found"

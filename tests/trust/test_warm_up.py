@@ -6,6 +6,7 @@ import signal
 import pytest
 from conftest import message, same
 from processes import exit_codes, log_of, start_process, wait_for, wait_until
+from test_checkpoints import cut, flipped
 
 from papers import paper_of
 from policy import Policy
@@ -35,23 +36,13 @@ def test_a_damaged_warm_up_cache_is_made_anew_and_another_one_is_left(load, tmp_
     first = load(tmp_path)
     (folder,) = (tmp_path / "toy").glob("[!.]*")
     capsys.readouterr()
-    for damage in (cut, flip, os.remove):
+    for damage in (cut, flipped, os.remove):
         damage(folder / "model.safetensors")
         assert same(load(tmp_path), first) and same(load(tmp_path), first)
         said = f"making the built-in {folder.name} anew: what is there is damaged or old"
         assert capsys.readouterr().err == f"{said} (kept in {folder})\n"
     (folder / toy.NOTE).write_text("another\n")
     assert f"{folder} was made with another warm-up: remove it" in message(load, tmp_path)
-
-
-def cut(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def at_leisure(runs, log, released) -> None:

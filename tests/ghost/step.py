@@ -1,0 +1,173 @@
+"""A training step on a GPU made of nothing: update, scoring, bf16 copy, rollout in slots.
+
+    PYTHONPATH=. python tests/ghost/step.py SHIM CASE ...
+
+A CASE is "one", "ddp" or "fsdp2" and flags of `lab.plan`, as in "ddp --gpus 8 --model 3B".
+
+What it cannot see stands in device.py. It prints a line of JSON for each case: the most bytes on
+the GPU, and what `lab.plan` says of them. SHIM is shim.cpp, compiled. Of several processes this is
+the first; the others answer at once.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch
+
+if "8bit" in str(sys.argv):
+    import bitsandbytes  # it asks at its import whether there is a GPU
+else:
+    sys.modules["bitsandbytes"] = None  # peft would import it, which takes long
+import torch
+import torch.distributed as dist
+from device import GPU, Device, install
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+import update
+from data import Question
+from lab import plan
+from other_models.llm import frozen_in_8bit
+from plumbing.build import spread_over
+from policy import Policy, checkpoint_activations
+from prompts import PROTOCOLS
+from scale.engine import Engine, affordable
+from scale.lora import add_lora
+from scale.sampling import to_sample_with, wants_copy
+from train import Sampled, batch_of_update, prepare
+from trajectory import Trajectory
+
+
+def accelerator(processes: int) -> SimpleNamespace:
+    """What a run asks of accelerate's."""
+    return SimpleNamespace(
+        num_processes=processes,
+        process_index=0,
+        device=GPU,
+        no_sync=lambda model: getattr(model, "no_sync", contextlib.nullcontext)(),
+        backward=lambda loss: loss.backward(),
+        reduce=lambda x, _: x,
+        prepare_model=in_buckets if processes > 1 else lambda policy: policy,
+    )
+
+
+def in_buckets(policy: Policy) -> DistributedDataParallel:
+    model = DistributedDataParallel(policy, device_ids=[0], gradient_as_bucket_view=True)
+    # Its own hook waits for a future that nobody fulfils; its logger asks CUDA's clock.
+    model.register_comm_hook(None, at_once)
+    model.logger = mock.MagicMock()
+    return model
+
+
+def at_once(_, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def case_of(words: str) -> tuple[plan.Case, float]:
+    """The case and the memory of the flags of `lab.plan`, behind the way in which GPUs share."""
+    sharding, *flags = words.split()
+    with mock.patch.object(plan, "report", return_value=[]) as report:
+        plan.main(flags)
+    case, memory, _ = report.call_args.args
+    share = case.gpus if sharding == "fsdp2" else 1
+    return plan.Case(case.shape, case.settings, case.gpus, share), memory
+
+
+def model_of(case: plan.Case) -> Policy:
+    """As `load_policy`, without a file."""
+    s, config = case.settings, plan.config_of(case.settings.model)
+    config._attn_implementation = "sdpa"
+    config.eos_token_id = config.bos_token_id = config.pad_token_id = None
+    dtype = torch.bfloat16 if s.lora_rank else torch.float32
+    # All is made on the GPU, and peft's `to` cannot swap what is not there.
+    with GPU, mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if s.gradient_checkpointing:
+            checkpoint_activations(model)
+        policy = Policy(model).requires_grad_(not s.lora_rank)
+        if s.lora_rank:
+            add_lora(model, s.lora_rank)
+    return policy
+
+
+def row_of(size: int) -> Trajectory:
+    """A prompt, a turn, documents, a turn."""
+    row, turn = Trajectory(Question("", "", []), PROTOCOLS["ur2"], [5] * 100), (size - 100) // 4
+    row.append_model([6] * turn, [-1.0] * turn, "")
+    row.append_environment([7] * turn, "", "documents")
+    last = size - len(row.ids)
+    row.append_model([8] * last, [-1.0] * last, "")
+    return row
+
+
+def learn(parts: update.Parts, count: int, size: int) -> None:
+    """Scores `count` rows of `size` tokens, and learns from them."""
+    rewards = [{"reward": float(row % 2)} for row in range(count)]
+    batch = prepare(parts, Sampled([row_of(size)] * count, rewards, kept=[*range(count)]), 0)
+    update.update(parts, batch_of_update(parts, batch, torch.arange(count), 0))
+
+
+def roll_out(case: plan.Case, policy: Policy) -> int:
+    """All slots at once, whose rows are as deep as they may become. Returns how many there were."""
+    size, in_8bit = case.row_tokens, "base" in frozen_in_8bit(case.settings)
+    copies = wants_copy(case.settings.sampling_copy, GPU, in_8bit)
+    rule = SimpleNamespace(watched=[0], reason=lambda ids, room: "length" * (len(ids) == room))
+    with to_sample_with(policy, copies) as sampler, torch.no_grad(), sampler.autocast():
+        count = min(case.rows, affordable(sampler.language_model, size))
+        engine = Engine(sampler.language_model, count, size, rule)
+        for _ in range(count):
+            engine.add(None, [7] * (size - 1), 1)
+        assert all(len(row.ids) == size for row in engine.decode())
+    return count
+
+
+def step(device: Device, case: plan.Case) -> dict:
+    """The second update of a run, when moments are there, with two micro-batches; a rollout."""
+    s, policy = case.settings, model_of(case)
+    parts = update.Parts(s, accelerator(case.gpus), policy, None, None, True, "token")
+    parts.environment = mock.MagicMock(**{"tokenizer.pad_token_id": 0})
+    sharding = "fsdp2" if case.share > 1 else "ddp"
+    parts.model, parts.optimizer = spread_over(parts, policy, sharding, s.lr)
+    learn(parts, 2 * case.gpus, 200)
+    device.peak = device.now
+    learn(parts, 2 * case.gpus * (case.tokens // case.row_tokens), case.row_tokens)
+    peaks, device.peak = {"update": device.peak, "standing": device.now}, device.now
+    return peaks | {"slots": roll_out(case, policy), "rollout": device.peak}
+
+
+def planned(case: plan.Case, total: float) -> dict:
+    """The same by `lab.plan`."""
+    _, slots = plan.plan(case, total)
+    kinds = {"update": plan.update_parts(case), "rollout": plan.rollout_parts(case, slots)}
+    always = sum(plan.standing(case).values())
+    return {"slots": slots} | {name: always + sum(found.values()) for name, found in kinds.items()}
+
+
+def main(cases: list[str]) -> None:
+    device = Device()
+    install(device)
+    for words in cases:
+        case, device.total = case_of(words)
+        case.settings = replace(case.settings, group_size=2)
+        if case.gpus > 1:
+            dist.init_process_group("fake", rank=0, world_size=case.gpus, store=FakeStore())
+        with device:
+            ghost = step(device, case)
+        if case.gpus > 1:
+            dist.destroy_process_group()
+        gc.collect()
+        record = {"ghost": ghost, "plan": planned(case, device.total), "left": device.now}
+        print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[2:])
