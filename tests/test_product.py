@@ -22,6 +22,7 @@ from prompts import PROTOCOLS
 from rewards import needs
 from settings import Settings, parse, resolve
 from sft import SFTSettings, train_sft
+from summarizer import models_in
 from update import ALGORITHMS
 from world.toy import READER, keep, make_tokenizer, shape
 from world.world import World
@@ -153,6 +154,8 @@ def test_every_record_takes_two_steps_on_real_records(
     if PROTOCOLS[settings.protocol].query_tags:
         more += f" --corpus {corpus if corpus == 'from-data' else DATA / corpus}"
     more += f" --reader {real_model}" * ("reader" in needs(settings))
+    # Not the models that the paper asked.
     more += f" --judge {real_model}" * bool(settings.judge)
+    more += f" --summarizer {real_model}" * bool(models_in(settings.summarizer))
     found = two_steps((recipe, variant, stage), more, capsys)
     assert not isinstance(found, str), found
