@@ -44,7 +44,7 @@ class PromptSettings:
     prompt_file: str = setting(
         "",
         "prompts: a file with a line [policy:math] above each, or a folder of policy.math.txt, ...;"
-        " a file without such a line is [policy]; names: docs/papers.md",
+        " a file without such a line is [policy]; names: docs/extend.md",
     )
     retrieval: bool = setting(True, "False: UR²'s prompt without retrieval")
     direct_tasks: str = setting("", "these are asked with it, as math,choice", only="papers")

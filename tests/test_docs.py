@@ -12,6 +12,7 @@ What stands between backticks under "here" is one of
 import math
 import re
 import runpy
+from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -24,8 +25,8 @@ from settings import Settings
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-HEADER = "| element | in the paper | here | so? |"
-SECTIONS = {  # paper -> its rows; "Reward hacks" has a table of its own
+HEADER = "| element | in the paper | here | as the paper? |"
+SECTIONS = {  # paper -> its rows
     block.splitlines()[0]: [
         [cell.strip() for cell in line.strip("| ").split(" | ")]
         for line in block.partition(HEADER)[2].partition("\n\n")[0].splitlines()[2:]
@@ -35,7 +36,8 @@ SECTIONS = {  # paper -> its rows; "Reward hacks" has a table of its own
 }
 ROWS = [row for rows in SECTIONS.values() for row in rows]
 NAMED = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row[2])})
-SETTING = re.compile(r"(\w+)(?::(\w+))?/(\d+) (\w+)(?:\.(\w+))? = (.*)")
+OTHER = r", (?=[\w.]+ = )"  # another setting of the same stage: `ur2/1 lr = 2e-06, group_size = 16`
+SETTING = re.compile(r"(\w+)(?::(\w+))?/([12,]+) (\w+(?:\.\w+)? = .*)")
 SOURCES = "\n".join(p.read_text() for p in [*ROOT.glob("*.py"), *ROOT.glob("[!t]*/*.py")])
 
 
@@ -46,8 +48,8 @@ def part(path: str):
     return None if name in getattr(owner, "__dataclass_fields__", ()) else getattr(owner, name)
 
 
-def value_of(recipe: str, variant: str, stage: int, name: str, key: str):
-    """Of a setting, or of a field of the paper: ("decoding", "top_p"), ("punctuation", None)."""
+def value_of(recipe: str, variant: str, stage: int, name: str, key: str = ""):
+    """Of a setting, or of a field of the paper: ("decoding", "top_p"), ("punctuation", "")."""
     record = record_of(recipe, variant or "", stage)
     if name in Paper.__dataclass_fields__:
         return getattr(record, name)[key] if key else getattr(record, name)
@@ -57,8 +59,10 @@ def value_of(recipe: str, variant: str, stage: int, name: str, key: str):
 @pytest.mark.parametrize("name", NAMED)
 def test_what_a_row_names_is_there_and_has_the_value_it_says(name):
     if found := SETTING.fullmatch(name):
-        recipe, variant, stage, *names, shown = found.groups()
-        assert str(value_of(recipe, variant, int(stage), *names)) == shown
+        recipe, variant, stages, settings = found.groups()
+        for stage, setting in product(stages.split(","), re.split(OTHER, settings)):
+            path, _, shown = setting.partition(" = ")
+            assert str(value_of(recipe, variant, int(stage), *path.split("."))) == shown
     elif name.startswith(("--", "python ")):
         for flag in re.findall(r"--(\w+)", name):
             assert re.search(rf'"(--)?{flag}"|\n    {flag}: ', SOURCES)
@@ -72,23 +76,24 @@ def test_every_row_is_whole_and_says_whether_it_is_as_the_paper_has_it():
     assert set(SECTIONS) >= {"UR²", "R1-Searcher", "R-Search", "Learning When to Search", "ARENA"}
     for row in ROWS:
         assert len(row) == 4 and all(row), row
-        assert re.match(r"(as the paper|differs: |left out: )", row[3]), row
-        assert "`" in row[2] or not row[3].startswith("as the paper"), row
+        assert re.match(r"(yes\b|differs: |left out: )", row[3]), row
+        assert "`" in row[2] or not row[3].startswith("yes"), row
     assert len(ROWS) >= 237  # so many elements the papers have
 
 
-def test_a_row_as_the_paper_names_a_test_or_says_by_reading():
+def test_a_row_that_says_yes_names_a_test_or_says_by_reading():
     for file, name in re.findall(r"\[(\w+)::(\w+)\]", TEXT.partition("## ")[2]):
-        assert f"\ndef test_{name}(" in (ROOT / "tests" / f"test_{file}.py").read_text(), name
+        tests = re.findall(r"\ndef test_(\w+)\(", (ROOT / "tests" / f"test_{file}.py").read_text())
+        assert sum(test.startswith(name) for test in tests) == 1, f"{file}::{name}"
     bare = []
     for row in ROWS:
         here = re.findall(r"`([^`]+)`", row[2])
         held = all(" = " in name for name in here)  # the first test compares each with its value
         named = re.search(r"(\[\w+::\w+\]|by reading)$", row[3])
-        if row[3].startswith("as the paper") and not held and not named:
+        if row[3].startswith("yes") and not held and not named:
             bare.append(row[0])
     assert not bare
-    assert not re.search(r"\[test_|::test_", TEXT)  # [grpo::the_worked_group] is all of a name
+    assert not re.search(r"\[test_|::test_", TEXT)  # [grpo::the_worked] is enough
 
 
 def test_every_recipe_and_variant_has_a_row():
