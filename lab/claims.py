@@ -50,7 +50,7 @@ WEAK_1 = WEAK | PACE | {"steps": 25}
 WEAK_2 = WEAK | {"questions_per_step": 16, "mix": EVERYTHING["mix"]}
 WEAK_30, WEAK_55 = WEAK_2 | SHORT, WEAK_2 | {"steps": 55}
 # The 7B model's reward is stage 2's and a bonus; the 3B model's also has a −1 for no search (C.7).
-CHOICE = WEAK | {"steps": 40, "reward": "ur2_choice"}
+CHOICE = WEAK | {"steps": 40, "reward": "ur2_weak"}
 NO_BONUS = {"reward": "ur2_stage2"}
 FINED = {"reward_variant": "qwen_3b", "left_out": "retrieval"}
 RAW, LOOSE = {"summarizer": "none"}, {"format_check": "loose"}

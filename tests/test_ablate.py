@@ -25,7 +25,7 @@ from lab.claims import (
     wanted_arms,
 )
 from papers import paper_of
-from rewards import REWARDS, Extras, example
+from rewards import REWARDS, Extras, example, needs
 
 EM, NEEDLESS = NUMBERS["EM"], NUMBERS["NEEDLESS"]
 UP = Claim("a paper", "with", "without", EM, 5, 0.0, "more is more")
@@ -198,6 +198,8 @@ def test_the_arm_with_the_3b_model_s_fine_pays_no_bonus():
 
 def test_every_arm_is_wanted_by_a_claim_and_brings_the_one_that_it_starts_from():
     assert wanted_arms(CLAIMS.values()) == list(ARMS)
+    for name in ARMS:  # no question of the built-in world has options
+        assert "options" not in needs(settings_of(name, 20, "r"))
     assert wanted_arms([CLAIMS["mask"]]) == ["ur2_stage1", "ur2", "ur2_no_mask"]
     assert wanted_arms([CLAIMS["sft"]]) == ["r1_stage1", "r1", "r1_sft"]
 
