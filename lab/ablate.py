@@ -179,7 +179,9 @@ def checked_prior(name: str, seed: int, runs: str, split: str) -> float:
     file = f"prior-{split}-{settings.documents_per_search}-{settings.summarizer}.json"
     path = toy_path(seed, protocol, warm_up, runs) / file
     if not path.exists():
-        rows = means(evaluate("", settings, split))
+        # In a file of the arm's own: another worker may measure the same model just now.
+        out = str(result_path(runs, name, seed).with_name("prior.jsonl"))
+        rows = means(evaluate("", settings, split, out=out))
         own = [rows[kind]["searches"] for kind in LOOKUPS.split()]
         write_records(path, [{"searches": float(np.mean(own))}])
     found, limit = read_result(path)["searches"], paper_of(protocol).warmed_up(warm_up).prior

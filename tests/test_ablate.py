@@ -256,7 +256,12 @@ def test_a_checkpoint_that_is_gone_is_one_line(tmp_path):
 def prior_of(monkeypatch, tmp_path, searches: float) -> float:
     record = {"metrics": {"searches": searches}}
     records = [record | {"kind": kind} for kind in ("one_hop", "two_hop")]
-    monkeypatch.setattr(ablate, "evaluate", lambda *_: records)
+
+    def measure(*_, out):  # not the file in which another arm of this world may write
+        assert Path(out).parent.name == "ur2_stage1-world20"
+        return records
+
+    monkeypatch.setattr(ablate, "evaluate", measure)
     return ablate.checked_prior("ur2_stage1", 20, str(tmp_path), "dev")
 
 
