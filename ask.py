@@ -17,16 +17,38 @@ from errors import FlagParser, InputError, nearest, prepare_command, run_main
 if __name__ == "__main__":
     prepare_command()
 # isort: split
+import sys
+
+from data import clean
+from flags import EngineSettings
+from settings import ASKING, Settings, add_flags, check_settings, named_in
+
+
+def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
+    """(the flags that were given, the question)."""
+    parser = FlagParser("ask.py", description="A session, or one question.")
+    parser.add_argument("question", nargs="*", help="without one: a session")
+    records = [record for record in ASKING if record is not EngineSettings]  # always by turns
+    add_flags(parser, records, named_in(sys.argv[1:] if arguments is None else arguments), "eval")
+    given = vars(parser.parse_args(arguments))
+    text = clean(" ".join(given.pop("question"))).strip()  # arguments may be no UTF-8
+    if unused := {"judge", "reader"} & given.keys():
+        raise InputError(f"ask.py: --{min(unused)} has no meaning here: eval.py asks other models")
+    return given, text
+
+
+if __name__ == "__main__":
+    run_main(read_flags)  # a flag that is wrong is told before torch is loaded
+# isort: split
 import dataclasses
 import io
 import os
-import sys
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from data import Question, clean, harmless, load_questions
+from data import Question, harmless, load_questions
 from eval import settings_of
 from metrics import exact_match
 from plumbing import build
@@ -36,28 +58,12 @@ from plumbing.record import told
 from policy import best_device
 from prompts import PROTOCOLS, build_prompt
 from rollout import Environment, check_prompts, decode, rollout
-from scale.engine import EngineSettings
-from settings import ASKING, Settings, add_flags, check_settings, named_in
 from trajectory import Trajectory, ending, heading
 
 HELP = """
 /try             a held-out question, another each time
 /save page.html  what was asked so far, as a page that opens from disk
 /quit            as Ctrl-D; Ctrl-C stops an answer"""
-
-
-def parse(arguments: list[str]) -> tuple[dict, str]:
-    """(the flags that were given, the question)."""
-    parser = FlagParser("ask.py", description="A session, or one question.")
-    parser.add_argument("question", nargs="*", help="without one: a session")
-    records = [record for record in ASKING if record is not EngineSettings]  # always by turns
-    add_flags(parser, records, named_in(arguments), "eval")
-    given = vars(parser.parse_args(arguments))
-    text = clean(" ".join(given.pop("question"))).strip()  # arguments may be no UTF-8
-    if unused := {"judge", "reader"} & given.keys():
-        raise InputError(f"ask.py: --{min(unused)} has no meaning here: eval.py asks other models")
-    check_settings(settings_of(given), False, given)
-    return given, text
 
 
 # ------------------------------------------------------------------------------- a session's parts
@@ -246,7 +252,7 @@ def converse(session: Session) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    given, text = parse(sys.argv[1:] if arguments is None else arguments)
+    given, text = read_flags(arguments)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a piped line may be no UTF-8
     session = Session(given)

@@ -16,25 +16,12 @@ until the batch is full: after `max_resample` more draws it is smaller, and a st
 is skipped (train.py).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 import grpo
 import ppo
-from errors import run_main, setting
-
-# What --algorithm dapo sets where a recipe has another algorithm.
-OWN = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coef": 0.0}
-
-
-@dataclass(frozen=True)
-class DapoSettings:
-    max_resample: int = setting(3, "DAPO: extra draws of questions per step, at most", least=0)
-    filter_by: str = setting(
-        "correct", "DAPO keeps groups that differ in this", one_of=("correct", "answer", "total")
-    )
+from errors import run_main
 
 
 def informative_groups(correct: Tensor, group_size: int) -> Tensor:

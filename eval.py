@@ -42,53 +42,8 @@ if __name__ == "__main__":
         run_main(score_command)  # without a model: what follows would load torch for seconds
         sys.exit()
 
-from tqdm import tqdm
-
-from data import Question, draw_some, harmless, load_datasets
-from formats.records import append_jsonl, write_records
-from metrics import summary_scores
-from papers import paper_of, record_of
-from plumbing import score
-from plumbing.build import (
-    as_asked,
-    build_environment,
-    build_protocol,
-    build_search,
-    built_in_world,
-    load_model,
-    passages,
-    play_of,
-    with_retrieved,
-    world_questions,
-)
-from plumbing.files import (
-    WRITES,
-    checkpoints,
-    go_on,
-    locked,
-    prompt_sections,
-    saved_settings,
-    stage_folder,
-)
-from policy import best_device, check_model_path, weights_version
-from prompts import JUDGE_SEES, PROTOCOLS, tag_pair
-from rewards import arena_scores, evidence_support, needs
-from rollout import check_prompts, rollout
-from settings import (
-    ASKING,
-    SEARCHING,
-    Settings,
-    add_flags,
-    check_limits,
-    check_settings,
-    named_in,
-    resolve,
-)
-from summarizer import SEARCH_FAILED
-from trajectory import Trajectory
-
-QUESTIONS_AT_ONCE = 64
-GIVEN_TOKENS = 4096  # of --retriever given: 20 paragraphs (ARENA) of 200 tokens
+from prompts import JUDGE_SEES
+from settings import ASKING, Settings, add_flags, named_in
 
 
 @dataclass(frozen=True)
@@ -118,6 +73,67 @@ class Options:
     punctuation: str = setting("", "becomes a blank, or nothing", one_of=("", *PUNCTUATION))
     markdown: bool = setting(False, "print Markdown tables")
     json: str = setting("", "write the numbers to this file too")
+
+
+def read_flags(
+    arguments: list[str], kind: type[Options] = Options, command: str = "eval.py"
+) -> tuple[dict, Options]:
+    """(the settings that were given, the options)."""
+    said = "Score a checkpoint. Of a file, without a model: see --predictions FILE --help."
+    parser = FlagParser(command, description=said if kind is Options else kind.__doc__)
+    add_flags(parser, ASKING, named_in(arguments), "eval")
+    add_flags(parser, (kind,), kind(), "eval")
+    given = vars(parser.parse_args(arguments))
+    chosen = {f.name: given.pop(f.name, f.default) for f in dataclasses.fields(kind)}
+    return given, kind(**chosen)
+
+
+if __name__ == "__main__":
+    run_main(lambda: read_flags(sys.argv[1:]))  # a wrong flag is told before torch is loaded
+# isort: split
+from tqdm import tqdm
+
+from data import Question, draw_some, harmless, load_datasets
+from formats.records import append_jsonl, write_records
+from metrics import summary_scores
+from papers import paper_of, record_of
+from plumbing import score
+from plumbing.build import (
+    as_asked,
+    build_environment,
+    build_protocol,
+    build_search,
+    built_in_world,
+    load_model,
+    passages,
+    play_of,
+    with_retrieved,
+    world_questions,
+)
+from plumbing.files import (
+    WRITES,
+    checkpoints,
+    go_on,
+    locked,
+    prompt_sections,
+    saved_settings,
+    stage_folder,
+)
+from policy import best_device, check_model_path, weights_version
+from prompts import PROTOCOLS, tag_pair
+from rewards import arena_scores, evidence_support, needs
+from rollout import check_prompts, rollout
+from settings import (
+    SEARCHING,
+    check_limits,
+    check_settings,
+    resolve,
+)
+from summarizer import SEARCH_FAILED
+from trajectory import Trajectory
+
+QUESTIONS_AT_ONCE = 64
+GIVEN_TOKENS = 4096  # of --retriever given: 20 paragraphs (ARENA) of 200 tokens
 
 
 # ----------------------------------------------------------------------------------- one trajectory
@@ -378,13 +394,7 @@ def last_checkpoint(given: dict) -> str:
 def parse(
     arguments: list[str], kind: type[Options] = Options, command: str = "eval.py"
 ) -> tuple[Settings, Options]:
-    said = "Score a checkpoint. Of a file, without a model: see --predictions FILE --help."
-    parser = FlagParser(command, description=said if kind is Options else kind.__doc__)
-    add_flags(parser, ASKING, named_in(arguments), "eval")
-    add_flags(parser, (kind,), kind(), "eval")
-    given = vars(parser.parse_args(arguments))
-    chosen = {f.name: given.pop(f.name, f.default) for f in dataclasses.fields(kind)}
-    options = kind(**chosen)
+    given, options = read_flags(arguments, kind, command)
     check_options(options, given)
     settings = settings_of(given)
     if options.decoding == "paper":  # of the checkpoint's recipe

@@ -23,26 +23,15 @@ tokens (k1 in the reward carries that too). `python kl.py` enumerates what these
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from errors import InputError, run_main, setting
+from errors import InputError, run_main
 
 # Where each estimator stands; "log" measures and optimises nothing.
 PLACES = {"k1": "reward", "k2": "loss", "k3": "loss", "log": "log"}
-
-
-@dataclass(frozen=True)
-class KLSettings:
-    kl_coef: float = setting(
-        0.0, "weight of the KL to the model at the stage's start; 0 loads no reference", least=0
-    )
-    kl_estimator: str = setting(
-        "k2", "k1 stands in the reward, k2 and k3 in the loss; log only measures", one_of=PLACES
-    )
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

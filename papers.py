@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import rewards
 from errors import FlagParser, InputError, nearest, run_main
 from trajectory import Trajectory
-from world.toy import Tiny
+from world.tiny import Tiny
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ from transformers import PreTrainedTokenizerFast as PlainTokenizer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
-from errors import InputError, setting
+from errors import InputError
+from flags import PolicySettings
 from formats.manifest import NAME as MANIFEST
 from formats.manifest import files_of, written_whole, wrong_with
 from prompts import chat_text
@@ -47,22 +48,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 # Logits held at once, 64 and 512 MB in fp32. Each chunk reads the whole head.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
-OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
-SCHEDULES = ("constant", "linear", "cosine")
-
-
-@dataclass(frozen=True)
-class PolicySettings:
-    optimizer: str = setting(
-        "adamw", "8 bits are for Adam's moments; paged: on the CPU when need be", one_of=OPTIMIZERS
-    )
-    lr: float = setting(2e-6, "learning rate", above=0)
-    lr_warmup: float = setting(0.0, "linear warm-up: updates, or below 1 a share of all", least=0)
-    lr_schedule: str = setting("constant", "after the warm-up; two end at 0", one_of=SCHEDULES)
-    gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass")
-    lora_rank: int = setting(
-        0, "train two thin matrices beside each frozen one (needs peft); 0: all weights", least=0
-    )
+DEFAULTS = PolicySettings()
 
 
 # -------------------------------------------------------------------------------------- log-probs
@@ -227,7 +213,7 @@ def best_device() -> str:
 
 
 def load_policy(
-    path: str, device="cpu", settings=PolicySettings(), frozen=False, in_8bit=False, seed=0
+    path: str, device="cpu", settings=DEFAULTS, frozen=False, in_8bit=False, seed=0
 ) -> tuple[Policy, object]:
     """(policy, tokenizer) from a folder or a hub name; weights that are trained become fp32.
 

@@ -23,13 +23,11 @@ critic, an entropy bonus, a second epoch, early stops, scaling; and verl's other
 takes μ itself for π_old ("bypass") and clips the ratio to it.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 import kl
-from errors import InputError, run_main, setting
+from errors import InputError, run_main
 from scale.packing import hidden_states
 
 Stats = dict[str, Tensor]  # name -> [B, T]
@@ -44,28 +42,6 @@ MISMATCH = {
     "sequence_mask": (0.0, 3.0, 0.0),
     "row": (0.999, 1.001, 0.0),
 }
-
-
-@dataclass(frozen=True)
-class PPOSettings:
-    clip_low: float = setting(0.2, "the ratio is clipped below 1 − this", least=0, most=1)
-    clip_high: float = setting(0.2, "and above 1 + this", least=0)
-    loss_aggregation: str = setting(
-        "sequence",
-        "mean per trajectory first, over all tokens, or per question first",
-        one_of=("sequence", "token", "question"),
-    )
-    mismatch: str = setting(
-        "auto",
-        "how the policy's loss is weighted where it was sampled with other log-probs, ρ the ratio: "
-        "token and sequence hold ρ, a token's or a row's product, at 2; mask drops tokens beyond "
-        "1/2 and 2, sequence_mask rows above 3, row those whose mean is 0.1 % off; auto is token "
-        "where another precision or engine samples, and none elsewhere",
-        one_of=("auto", "none", *MISMATCH),
-    )
-    gae_lambda: float = setting(1.0, "PPO: GAE's λ", least=0, most=1)
-    critic_lr: float = setting(1e-5, "PPO: learning rate of the critic", above=0)
-    critic_warmup: float = setting(0.0, "PPO: as --lr_warmup, of critic_lr", only="papers", least=0)
 
 
 def clipped_surrogate(

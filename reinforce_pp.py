@@ -19,24 +19,14 @@ group of equal rewards has the advantage 0; over tokens it has not, unless all l
 Left out: reward clipping and running statistics across batches.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 import grpo
 import ppo
-from errors import run_main, setting
+from errors import run_main
 from grpo import EPSILON
 from ppo import last_model_token, token_rewards
-
-
-@dataclass(frozen=True)
-class ReinforceSettings:
-    group_std: bool = setting(True, "divide by the group's std (UR² eq. 5)", only="papers")
-    whiten_tokens: bool = setting(
-        False, "baseline: batch statistics over tokens, not trajectories", only="papers"
-    )
 
 
 def baseline_advantages(rewards: Tensor, group_size: int, group_std: bool = True) -> Tensor:

@@ -32,7 +32,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import ByT5Tokenizer, GenerationConfig
 
 from data import Question, SearchRequest, SearchResult, within
-from errors import InputError, run_main, setting
+from errors import InputError, run_main
+from flags import RolloutSettings
 from prompts import (
     PROTOCOLS,
     Protocol,
@@ -51,23 +52,6 @@ ANSWER_TOKENS = 32  # room kept free behind documents
 TOKEN_LENGTH = 16  # characters per token, if many: megabytes are cut before
 MAX_REFUSALS = 2  # after so many refused queries the trajectory ends
 MAX_STUCK = 8  # while so many searches of an environment hang, no other is begun
-
-
-@dataclass(frozen=True)
-class RolloutSettings:
-    group_size: int = setting(16, "trajectories per question, G", least=1, only="train")
-    temperature: float = setting(1.0, "of sampling, and of scoring; 0 is greedy", least=0)
-    top_p: float = setting(1.0, "below 1 it is not what is scored", above=0, most=1, only="eval")
-    max_searches: int = setting(4, "per trajectory", least=0, most=10_000)
-    task_searches: str = setting("", "of tasks with another number: task=N,...", only="papers")
-    max_turn_tokens: int = setting(512, "new tokens per turn", least=1)
-    turn_tokens: str = setting("", "of tasks with another limit: task=tokens,...", only="papers")
-    max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
-    document_tokens: int = setting(1024, "tokens of documents per search at most", least=1)
-    rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
-    timeout: float = setting(
-        60.0, "seconds until a search or a request has failed", above=0, most=86_400
-    )
 
 
 # ---------------------------------------------------------------------------------------- the loop

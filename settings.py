@@ -16,24 +16,30 @@ import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-import dapo
 from curriculum import CurriculumSettings
 from data import DataSettings
 from errors import FlagParser, InputError, check_value, nearest, setting
-from kl import KLSettings
-from other_models.llm import ModelSettings, frozen_in_8bit
+from flags import (
+    DAPO,
+    LOCAL,
+    DapoSettings,
+    EngineSettings,
+    KLSettings,
+    ModelSettings,
+    PolicySettings,
+    PPOSettings,
+    ReinforceSettings,
+    RolloutSettings,
+    UpdateSettings,
+    frozen_in_8bit,
+    on_servers,
+)
 from papers import PAPERS, paper_of, record_of
-from policy import PolicySettings
-from ppo import PPOSettings
 from prompts import PROTOCOLS, PromptSettings
-from reinforce_pp import ReinforceSettings
 from retriever import RetrieverSettings
 from retrievers.net import host_of
 from rewards import RewardSettings, check_reward, needs, what_it_reads
-from rollout import RolloutSettings
-from scale.engine import LOCAL, EngineSettings, on_servers
 from summarizer import SUMMARIZED, WITHOUT_MODEL, SummarizerSettings, by_task, models_in
-from update import UpdateSettings
 
 RUN_NAME = re.compile(r"[^/\\]{,200}")
 # Eight times the step of the DAPO paper. As Python lists, the ids, masks and log-probs of 65,536
@@ -93,7 +99,7 @@ RECORDS = (
     PPOSettings,
     KLSettings,
     ReinforceSettings,
-    dapo.DapoSettings,
+    DapoSettings,
     PolicySettings,
 )
 
@@ -118,7 +124,7 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     if "max_searches" in given:
         given = {"task_searches": ""} | given
     if given.get("algorithm") == "dapo" != chosen["algorithm"]:
-        chosen = chosen | dapo.OWN
+        chosen = chosen | DAPO
     return Settings(**{"recipe": recipe, "stage": stage} | chosen | given)
 
 
@@ -304,12 +310,19 @@ def add_flags(
     names the values of `shown`. No flag has a default, so that only what is given overrides.
     """
     for record in records:
-        file = record.__module__.replace("__main__", parser.prog.removesuffix(".py"))
-        section = parser.add_argument_group(file.replace(".", "/") + ".py")
+        section = parser.add_argument_group(file_of(record, parser.prog))
         kinds = typing.get_type_hints(record)
         for f in fields(record):
             if f.metadata.get("only", command) == command:
                 _add_flag(section, f, kinds[f.name], getattr(shown, f.name))
+
+
+def file_of(record: type, command: str = "") -> str:
+    """The file that reads a record. Those that stand in flags.py name theirs."""
+    if record.__module__ == "flags":
+        return record.__doc__
+    name = record.__module__.replace("__main__", command.removesuffix(".py"))
+    return name.replace(".", "/") + ".py"
 
 
 def _add_flag(section, f: dataclasses.Field, kind, value) -> None:

@@ -20,6 +20,11 @@ from errors import prepare_command, run_main
 if __name__ == "__main__":
     prepare_command()
 # isort: split
+from settings import Settings, parse_stages
+
+if __name__ == "__main__":
+    run_main(parse_stages)  # a flag that is wrong is told before torch is loaded
+# isort: split
 import copy
 import time
 from collections.abc import Sequence
@@ -41,7 +46,6 @@ from plumbing.record import keep_numbers
 from plumbing.score import mean, numbers_of, step_searches
 from policy import Batch, collate, evaluating, lr_factor
 from rollout import rollout
-from settings import Settings, parse_stages
 from trajectory import Trajectory
 from update import ALGORITHMS, Parts, Record, merged, score, score_reference, update, updates_of
 

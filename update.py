@@ -22,7 +22,6 @@ import dapo
 import grpo
 import ppo
 import reinforce_pp
-from errors import setting
 from policy import Batch, Policy, evaluating
 from scale.lora import without_lora
 from scale.packing import micro_batches
@@ -37,15 +36,6 @@ ALGORITHMS = {
 }
 MAX_GRAD_NORM = 1.0  # what all five papers' codes have
 Record = dict[str, float]  # what is logged
-
-
-@dataclass(frozen=True)
-class UpdateSettings:
-    algorithm: str = setting("reinforce_pp_baseline", "whose advantage it is", one_of=ALGORITHMS)
-    steps: int = setting(100, "rollouts; each is followed by its updates", least=1)
-    trajectories_per_update: int = setting(256, "0 = all of a step in one update", least=0)
-    tokens_per_micro_batch: int = setting(16384, "padded tokens per forward pass", least=1)
-    mask_documents: bool = setting(True, "False trains on the documents too (ablation)")
 
 
 @dataclass

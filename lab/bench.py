@@ -42,6 +42,7 @@ import grpo
 import rollout
 from data import Document, Question
 from errors import FlagParser, InputError, run_main, setting
+from flags import PolicySettings, RolloutSettings
 from lab import names_in
 from lab.plan import config_of
 from metrics import tokenize
@@ -53,7 +54,7 @@ from scale.engine import obstacle, play_in_slots
 from scale.lora import add_lora
 from scale.packing import LEAST, micro_batches
 from scale.sampling import to_sample_with, wants_copy
-from settings import RECORDS, Settings, add_flags, check_limits
+from settings import Settings, add_flags, check_limits
 from train import Sampled, batch_of_update, prepare, shuffled_updates
 from trajectory import Trajectory
 from update import Parts, update
@@ -79,7 +80,6 @@ class BenchSettings:
     passages: int = setting(5_000, "retrieval: of the corpus", least=20)
 
 
-FILES = ("rollout", "policy")  # whose flags count
 DEFAULTS = {"algorithm": "grpo", "kl_coef": 0.0, "group_size": 8, "lr": 1e-6}
 
 
@@ -380,8 +380,8 @@ def parse(arguments: list[str] | None = None) -> tuple[str, Bench]:
     """What cannot be is told of before anything runs."""
     parser = FlagParser("python -m lab.bench", description="How fast, against what.")
     parser.add_argument("part", choices=PARTS)
-    others = [record for record in RECORDS if record.__module__ in FILES]
-    add_flags(parser, (BenchSettings, *others), Bench(**DEFAULTS), "train")
+    records = (BenchSettings, RolloutSettings, PolicySettings)
+    add_flags(parser, records, Bench(**DEFAULTS), "train")
     given = vars(parser.parse_args(arguments))
     part = given.pop("part")
     own = {"questions_per_step": 2, "vocab": 151_936} if part == "update" else {}

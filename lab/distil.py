@@ -25,11 +25,12 @@ from pathlib import Path
 
 from data import Question, load_questions
 from errors import InputError, check_output, run_main, setting
+from flags import PolicySettings
 from formats.records import read_records, write_text
 from lab import interruptible, parse_flags
 from other_models.llm import prompt_ids
 from plumbing.predictions import read_predictions
-from policy import PolicySettings, best_device, load_policy, save_policy
+from policy import best_device, load_policy, save_policy
 from prompts import (
     PROTOCOLS,
     Protocol,

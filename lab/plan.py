@@ -30,7 +30,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from errors import FlagParser, InputError, run_main
-from other_models.llm import frozen_in_8bit
+from flags import frozen_in_8bit
 from policy import chunk_rows
 from scale.engine import SHARE
 from scale.sampling import wants_copy

@@ -27,7 +27,6 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +36,8 @@ from tqdm import tqdm
 from transformers import TopPLogitsWarper
 
 from data import clean
-from errors import InputError, setting
+from errors import InputError
+from flags import frozen_in_8bit
 from formats.records import append_jsonl, byte_lines
 from policy import evaluating, frozen_options, load_tokenizer, load_whole, loading, weights_version
 from prompts import chat_text, gaps_of, without_control, without_thinking
@@ -54,7 +54,6 @@ SPARE = 128  # tokens of a chat template
 GIVE_UP = 16  # failures in a row, each after all its tries
 DEAD_BATCHES = 3
 PROBE = ("You are asked once whether you are there.", "Reply with the word yes.")
-PARTS = ("base", "reference", "others")
 
 
 class Request(NamedTuple):
@@ -65,22 +64,6 @@ class Request(NamedTuple):
     temperature: float = 0.0
     top_p: float = 1.0
     max_tokens: int = 0  # of the reply; 0: the model's own limit
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    judge: str = setting("", "of right and wrong: URL#model or a HF model; by itself a metric")
-    reader: str = setting("", "R-Search's reader of evidence: URL#model or a HF model")
-    embedder: str = setting("tfidf", "of queries: tfidf, or a HF encoder", only="train")
-    in_8bit: str = setting("", "frozen weights in 8 bits: some of base (LoRA's),reference,others")
-
-
-def frozen_in_8bit(settings: ModelSettings) -> set[str]:
-    """What --in_8bit names: "others, base" -> {"base", "others"}."""
-    parts = {part.strip() for part in settings.in_8bit.split(",")} - {""}
-    if unknown := sorted(parts - set(PARTS)):
-        raise InputError(f"--in_8bit {unknown[0]}: unknown; a comma list of {', '.join(PARTS)}")
-    return parts
 
 
 def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -> LLM:

@@ -23,7 +23,8 @@ import ppo
 from curriculum import QuestionStream, parse_shares
 from data import Document, Question, corpus_from_questions, draw_some, load_corpus, load_questions
 from errors import InputError, raise_terminated, rank_of
-from other_models.llm import RETRIES, THREADS, frozen_in_8bit, load_llm
+from flags import frozen_in_8bit, on_servers
+from other_models.llm import RETRIES, THREADS, load_llm
 from papers import paper_of
 from plumbing.files import prompt_sections, stage_folder, starting_model
 from plumbing.score import Scorer
@@ -32,7 +33,7 @@ from prompts import PROTOCOLS, Protocol, check_references
 from retriever import make_retriever
 from rewards import check_questions
 from rollout import Environment, SearchFunction, begun, check_prompts, play_by_turns
-from scale.engine import on_servers, play_in_slots
+from scale.engine import play_in_slots
 from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
 from scale.server import SLOWEST, Fleet, generate_on_server, to_serve

@@ -30,7 +30,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
-from errors import setting
 from policy import evaluating
 from rollout import Environment, StopRule, Turn, end_ids, play_by_turns
 from scale.packing import FAMILIES, windowed
@@ -39,29 +38,6 @@ from trajectory import Trajectory
 BLOCK = {"cpu": 16, "cuda": 64}  # the width that a step reads is a multiple of this
 CHUNK = {"cpu": 256, "cuda": 4096}  # padded tokens of one catching-up forward: bounds its memory
 SHARE = 0.8  # of the free memory may go to slots
-LOCAL = ("slots", "hf")  # engines of this process
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    engine: str = setting(
-        "slots",
-        "samples a rollout: slots (rows of different lengths together), hf (plain generate), or "
-        "vLLM servers (scale/server.py): http://host:port[,http://...]",
-    )
-    served: str = setting(
-        "/dev/shm", "folder through which vLLM servers get the weights", only="train"
-    )
-    sampling_copy: str = setting(
-        "auto",
-        "of the weights, for a rollout: bf16, none; auto: bf16 on a GPU, not of int8",
-        one_of=("auto", "bf16", "none"),
-        only="train",
-    )
-
-
-def on_servers(settings: EngineSettings) -> bool:
-    return settings.engine not in LOCAL
 
 
 # ---------------------------------------------------------------------------------------- the cache

@@ -20,7 +20,7 @@ PATH = "prompts trajectory rollout retriever summarizer rewards kl ppo grpo rein
 PATH = {*PATH.split(), "curriculum", "update", "train", "eval"}
 # The lowest comes first, and no file imports one of a higher floor. A folder means all its files.
 FLOORS = """
-    errors · metrics kl · formats · data · prompts · trajectory
+    errors · metrics kl flags · formats · data · prompts · trajectory
     · scale.packing scale.lora scale.shards · ppo · grpo · reinforce_pp dapo · curriculum
     · retrievers · retriever · rewards · policy · update · scale.sampling · rollout
     · scale.engine scale.server · other_models · summarizer · sft · world · papers · settings

@@ -14,12 +14,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from data import Document, Question, SearchResult
 from errors import InputError
+from flags import EngineSettings, RolloutSettings
 from policy import Policy
 from prompts import PROTOCOLS, build_prompt
-from rollout import Environment, RolloutSettings, encode, play_by_turns, rollout
+from rollout import Environment, encode, play_by_turns, rollout
 from scale.engine import (
     Engine,
-    EngineSettings,
     affordable,
     grouped_attention,
     obstacle,

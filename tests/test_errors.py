@@ -51,6 +51,28 @@ else:
 """
 
 
+@pytest.mark.parametrize(
+    "start, told",
+    [
+        ("train.py --stpes 3", "error: train.py: unknown flag --stpes (did you mean --steps?)"),
+        ("train.py --kl_coef -1", "error: --kl_coef -1.0: must be at least 0"),
+        ("eval.py --splt dev", "error: eval.py: unknown flag --splt (did you mean --split?)"),
+        ("ask.py --judge j", "error: ask.py: --judge has no meaning here"),
+        ("train.py --help", ""),
+        ("eval.py --help", ""),
+        ("papers.py", ""),
+    ],
+)
+def test_flags_are_read_without_torch(start, told, tmp_path):
+    for name in ("torch", "transformers", "accelerate"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('it was imported')")
+    words = [sys.executable, *start.split()]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.stderr.startswith(told) and "imported" not in ended.stderr
+    assert ended.returncode == (2 if told else 0)
+
+
 @pytest.mark.parametrize("start", ["train.py", "eval.py", "ask.py", "python -m lab.plan"])
 def test_each_long_command_is_prepared_before_torch_is_imported(start):
     run = f'runpy.run_path("{start}", run_name="__main__")'

@@ -17,13 +17,12 @@ from processes import wait_until
 from transformers import GenerationConfig
 
 from errors import InputError
+from flags import ModelSettings, frozen_in_8bit
 from other_models import llm
 from other_models.llm import (
     Cache,
     LocalLLM,
-    ModelSettings,
     ServerLLM,
-    frozen_in_8bit,
     load_llm,
 )
 from policy import save_policy

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import ppo
 from errors import InputError
-from policy import Policy, PolicySettings, load_policy, make_optimizer, save_policy
+from flags import PolicySettings
+from policy import Policy, load_policy, make_optimizer, save_policy
 from scale.lora import add_lora, load_lora, lora_state, merged_weights, without_lora
 
 needs_peft = pytest.mark.skipif(

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import policy as policy_file
 from errors import InputError
+from flags import PolicySettings
 from policy import (
     Policy,
-    PolicySettings,
     check_model_path,
     collate,
     evaluating,

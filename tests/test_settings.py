@@ -6,15 +6,20 @@ import re
 import typing
 
 import pytest
+from conftest import ROOT
 
+import flags
+import kl
+import ppo
 import settings
 import train
+import update
 from errors import InputError
 from lab.ablate import ARMS
 from lab.ablate import settings_of as arm_settings
 from papers import PAPERS, RECIPES, record_of
 from rewards import REWARDS, Extras, example
-from settings import RECORDS, Settings, check_settings, parse, resolve
+from settings import RECORDS, Settings, check_settings, file_of, parse, resolve
 
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
 TRAIN = {n: f for n, f in FIELDS.items() if f.metadata.get("only", "train") == "train"}
@@ -51,6 +56,11 @@ def test_a_record_has_fields_and_nothing_else():
         own = {name for name in vars(record) if not name.startswith("__")}
         assert own <= {f.name for f in dataclasses.fields(record)}
         assert record.__dataclass_params__.frozen
+
+
+def test_the_names_that_flags_offer_are_those_that_the_files_know():
+    assert {*flags.ALGORITHMS} == {*update.ALGORITHMS} and {*flags.ESTIMATORS} == {*kl.PLACES}
+    assert {*flags.MISMATCHES} == {"auto", "none", *ppo.MISMATCH}
 
 
 def test_a_name_stands_in_one_record_only():
@@ -93,7 +103,8 @@ def test_help_has_a_section_per_file_and_names_the_value_of_the_recipe(capsys):
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert all(f"--{name} " in shown for name in TRAIN)
     with_flags = [r for r in RECORDS if {f.name for f in dataclasses.fields(r)} & set(TRAIN)]
-    files = [record.__module__.replace(".", "/") + ".py: " for record in with_flags]
+    files = [f"{file_of(record)}: " for record in with_flags]
+    assert all((ROOT / file.strip(": ")).is_file() for file in files)
     places = [shown.index(f" {file}") for file in files]
     assert places == sorted(places)
     assert "one of constant, linear, cosine ('constant')" in shown

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 import ppo
 from errors import InputError
+from flags import PolicySettings
 from plumbing.build import make_accelerator, spread_over
-from policy import Batch, Policy, PolicySettings, load_policy, save_policy
+from policy import Batch, Policy, load_policy, save_policy
 from scale import shards
 from scale.sampling import to_sample_with
 from scale.shards import asked_for, check_shardable, full, in_parts

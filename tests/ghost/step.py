@@ -33,8 +33,8 @@ from transformers import AutoModelForCausalLM
 
 import update
 from data import Question
+from flags import frozen_in_8bit
 from lab import plan
-from other_models.llm import frozen_in_8bit
 from plumbing.build import spread_over
 from policy import Policy, checkpoint_activations
 from prompts import PROTOCOLS

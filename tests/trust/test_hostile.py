@@ -27,6 +27,7 @@ import train
 import view
 from data import Document, Question, SearchResult, clean, harmless
 from errors import InputError
+from flags import RolloutSettings
 from formats.records import append_jsonl
 from metrics import has_math_verify, math_equal
 from other_models.judge import Judge
@@ -36,7 +37,7 @@ from plumbing.record import told
 from prompts import PROTOCOLS, build_prompt
 from retriever import BM25, show_search
 from rewards import REWARDS, Extras, example, tfidf_embedder
-from rollout import Environment, RolloutSettings, decode, encode, play_by_turns, rollout
+from rollout import Environment, decode, encode, play_by_turns, rollout
 from scale.engine import play_in_slots
 from settings import Settings
 from trajectory import Segment, Trajectory, show, trajectory_from_text

@@ -10,7 +10,8 @@ import torch
 from conftest import message, of_fault
 
 from data import load_questions
-from other_models.llm import ModelSettings, load_llm
+from flags import ModelSettings
+from other_models.llm import load_llm
 from policy import load_policy
 from prompts import PROTOCOLS, build_prompt
 from rollout import check_prompt
