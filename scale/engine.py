@@ -30,7 +30,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
-from policy import evaluating
+from policy import evaluating, unrounded_logits
 from rollout import Environment, StopRule, Turn, end_ids, play_by_turns
 from scale.packing import FAMILIES, windowed
 from trajectory import Trajectory
@@ -209,7 +209,7 @@ class Engine:
         over = []
         while not over and (live := self.in_state("live")):
             self.arrange(len(live))
-            with attending_to_slots(self.model):
+            with attending_to_slots(self.model), unrounded_logits(self.model):
                 self.catch_up()
                 over = self.sample(self.rows[: len(live)])
         return over

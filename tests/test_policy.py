@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import message, model_of, small
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import policy as policy_file
@@ -19,12 +20,14 @@ from policy import (
     check_model_path,
     collate,
     evaluating,
+    fp32_product,
     load_policy,
     load_tokenizer,
     lr_factor,
     make_optimizer,
     save_policy,
     token_logprobs,
+    unrounded_logits,
 )
 from scale.packing import micro_batches
 
@@ -119,6 +122,31 @@ def test_under_bf16_the_head_s_gradient_is_as_exact_of_many_chunks_as_of_one(chu
         found.append(head.weight.grad.clone())
     assert found[1].dtype == torch.float32
     assert (found[1] - found[0]).norm() < 6e-3 * found[0].norm()
+
+
+def test_logits_of_bf16_are_not_rounded_to_bf16():
+    # Logits of ±16 and more are then 1/8 apart: the log-probs are 0.02 to 0.03 off on average.
+    torch.manual_seed(0)
+    head = torch.nn.Linear(64, 500, bias=False).bfloat16()
+    head.weight.data *= 16
+    hidden, targets = torch.randn(200, 64).bfloat16(), torch.randint(0, 500, (200,))
+    exact = (hidden.double() @ head.weight.double().T).log_softmax(-1)  # [N, V]
+    exact = exact.gather(1, targets[:, None])[:, 0]  # [N]
+    rounded = head(hidden).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert 0.015 < (rounded - exact).abs().mean() < 0.04
+    found = token_logprobs(hidden, head, targets)
+    assert found.dtype == torch.float32 and (found - exact).abs().max() < 1e-4
+    model = SimpleNamespace(get_output_embeddings=lambda: head)
+    with unrounded_logits(model):  # as slots sample
+        logits = head(hidden[:, None])[:, 0]  # [N, V]
+    assert (logits.log_softmax(-1).gather(1, targets[:, None])[:, 0] - exact).abs().max() < 1e-4
+    assert head(hidden).dtype == torch.bfloat16
+
+
+def test_on_a_gpu_bf16_products_are_asked_for_in_fp32():
+    with FakeTensorMode():  # a kernel that only a GPU has
+        a, b = (torch.empty(4, 4, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        assert fp32_product(a, b).dtype == torch.float32
 
 
 def test_the_gradients_of_a_log_prob_by_hand():
