@@ -52,7 +52,6 @@ from data import Question, harmless, load_questions
 from eval import settings_of
 from metrics import exact_match
 from plumbing import build
-from plumbing.files import saved_settings
 from plumbing.page import save_page
 from plumbing.record import told
 from policy import best_device
@@ -137,15 +136,8 @@ def reads_a_corpus(settings: Settings) -> bool:
     return searches and settings.retriever not in ("http", "empty", "oracle", "given")
 
 
-def in_built_in_world(settings: Settings) -> bool:
-    """The tiny models, and what was trained from them, are asked about the world they know."""
-    before = saved_settings(settings.model)
-    ours = before and not before.model and not before.data
-    return not settings.data and bool(not settings.model or ours)
-
-
 def check_corpus(settings: Settings) -> None:
-    if reads_a_corpus(settings) and not (settings.corpus or in_built_in_world(settings)):
+    if reads_a_corpus(settings) and not (settings.corpus or build.in_built_in_world(settings)):
         why = f"{settings.model} did not begin as the built-in model: say what it shall search"
         raise InputError(f"{why}, --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL")
 
@@ -154,7 +146,7 @@ def known_questions(settings: Settings) -> list[Question]:
     """Whose answers are known: those of --data, or the held-out ones of the built-in world."""
     if settings.data:
         return load_questions(settings.data, settings.skip_bad, settings.seed)
-    return build.world_questions(settings, "test") if in_built_in_world(settings) else []
+    return build.world_questions(settings, "test") if build.in_built_in_world(settings) else []
 
 
 def answer(session: Session, text: str) -> None:
@@ -190,7 +182,7 @@ def greet(session: Session) -> None:
 def examples(session: Session) -> str:
     """Returns what a tiny model can be asked."""
     kinds = {q.kind: q.question for q in reversed(session.questions)}
-    if not in_built_in_world(session.settings):
+    if not build.in_built_in_world(session.settings):
         return "type a question; /help lists the commands"
     some = "\n".join(
         f"    {kinds[kind]}" for kind in ("one_hop", "two_hop", "arithmetic") if kind in kinds

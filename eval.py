@@ -353,6 +353,8 @@ def settings_of(given: dict) -> Settings:
         own["engine"] = "slots"
     if "max_turn_tokens" in given:
         own["turn_tokens"] = ""  # the flag counts for every task
+    if "max_searches" in given:
+        own["task_searches"] = ""
     if given.get("retriever") == "given":
         own["document_tokens"] = GIVEN_TOKENS
     return dataclasses.replace(settings, **(own | given | {"model": model}))

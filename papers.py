@@ -160,7 +160,9 @@ UR2.variants["qwen_3b"].stages[1]["steps"] = 15  # C.7's last sentence (our read
 # Easy math in place of hard (C.5): a third of all, and searching as the hard third would (ours).
 _easier = {"buckets": "math:medium=1,math:easy=2,hard=7,medium=2,easy=1"}
 UR2.variants["llama_8b"].stages[2].update(_easier, math_searches="easy=0.5")
-UR2.variants["llama_8b_direct"] = varied(UR2.variants["llama_8b"], direct_tasks="math")
+_llama = UR2.variants["llama_8b"]
+_direct = _llama.stages[2] | {"direct_tasks": "math"}  # stage 1 is mathematics that searches
+UR2.variants["llama_8b_direct"] = replace(_llama, stages=_llama.stages | {2: _direct})
 UR2.variants["weak_stage1"] = varied(UR2_CHOICE, reward="ur2_weak", steps=80)  # Table 6
 UR2.variants["judge_partly"] = varied(UR2, partly=1.0)  # as its code
 UR2.variants["five_queries"] = varied(UR2, task_searches="qa=5")  # its prompt for open questions

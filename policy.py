@@ -124,8 +124,10 @@ class ChunkedLogprobs(torch.autograd.Function):
             p = logits.sub_(sums[cut, None]).exp_()  # [n, V]
             g = p.mul_(-part).scatter_add_(1, chosen, part).to(ctx.dtype)  # [n, V]
             hidden_gradient[cut] = g @ weight
-            if weight_gradient is not None:
-                add_product(weight_gradient, g.T, hidden[cut])
+            if weight_gradient is not None and g.dtype == weight_gradient.dtype:
+                weight_gradient.addmm_(g.T, hidden[cut])
+            elif weight_gradient is not None:  # a bf16 product is added to an fp32 total
+                weight_gradient.add_(g.T @ hidden[cut])
         return hidden_gradient, weight_gradient, None, None, None
 
 
@@ -145,11 +147,6 @@ def chunks_of_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: fl
             else:
                 logits = fp32_product(hidden[cut], weight.T)
             yield cut, logits.div_(temperature)
-
-
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a b. A bf16 product is added to an fp32 total."""
-    total.addmm_(a, b) if total.dtype == a.dtype == b.dtype else total.add_(a @ b)
 
 
 def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

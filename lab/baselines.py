@@ -49,7 +49,7 @@ from metrics import last_boxed
 from other_models.llm import LLM, Request, load_llm
 from other_models.reader import read_answer
 from papers import record_of
-from plumbing.build import build_search
+from plumbing.build import build_protocol, build_search
 from plumbing.report import summarise, table
 from plumbing.score import build_judge, split_thought
 from policy import best_device, weights_version
@@ -456,7 +456,10 @@ class Baselines(Evaluation):
         settings, device = self.settings, best_device()
         llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
         llm.at_once = settings.rollout_batch_size or llm.at_once
-        return llm, build_search(settings, self.documents, device)
+        protocol = build_protocol(settings)
+        if not recipe_protocol(settings).fallback_text:  # no query is turned away in that paper
+            protocol = replace(protocol, fallback_text="")
+        return llm, build_search(settings, self.documents, device, protocol=protocol)
 
     def load(self) -> tuple[Callable, str]:
         self.tokenizer = self.parts[0].tokenizer

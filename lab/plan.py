@@ -218,6 +218,8 @@ def report(case: Case, memory: float, given: dict) -> Iterator[str]:
         f"GiB on each of {case.gpus}, weights in {case.share} parts,"
         f" for {case.rows} rows of up to {case.row_tokens} tokens:"
     )
+    if tasks := case.settings.turn_tokens:
+        yield f"  (a turn may have {tasks}; without these tasks: --max_turn_tokens N)"
     parts["host: a save, in process 0"] = case.shape.weights * (12 if case.share > 1 else 4)
     yield from (f"  {name:42}{size / GIB:8.1f}" for name, size in parts.items() if size)
     fits = parts["peak"] <= memory

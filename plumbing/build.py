@@ -26,7 +26,7 @@ from errors import InputError, raise_terminated, rank_of
 from flags import frozen_in_8bit, on_servers
 from other_models.llm import RETRIES, THREADS, load_llm
 from papers import paper_of
-from plumbing.files import prompt_sections, stage_folder, starting_model
+from plumbing.files import prompt_sections, saved_settings, stage_folder, starting_model
 from plumbing.score import Scorer
 from policy import Policy, load_policy, make_optimizer
 from prompts import PROTOCOLS, Protocol, check_references
@@ -140,17 +140,33 @@ def passages(settings: Settings, questions: list[Question]) -> list[Document]:
     return [] if settings.data else built_in_world(settings).documents
 
 
+def in_built_in_world(settings: Settings) -> bool:
+    """The tiny models, and what was trained from them, are asked about the world they know."""
+    if settings.data or not settings.model:
+        return not settings.data
+    before = saved_settings(settings.model)
+    return bool(before and not (before.model or before.data))
+
+
 def build_protocol(settings: Settings) -> Protocol:
-    """With what --prompt_file has for the policy and its summariser, and the fallback's words."""
+    """With what --prompt_file has for the policy and its summariser, and the fallback's words: of
+    the built-in world, and for the tiny models wherever they search, the one that they know.
+    """
     protocol, sections = PROTOCOLS[settings.protocol], prompt_sections(settings)
     prompts = {k: text for k, text in sections.items() if k.startswith(("policy", "summarizer"))}
-    shown = protocol.fallback_text and (protocol.fallback_text if settings.data else FALLBACK_TEXT)
+    elsewhere = settings.data or settings.corpus or settings.retriever == "http"
+    tiny = not elsewhere or in_built_in_world(settings)
+    shown = protocol.fallback_text and (FALLBACK_TEXT if tiny else protocol.fallback_text)
     return dataclasses.replace(protocol, prompts=prompts, fallback_text=shown)
 
 
-def build_search(settings: Settings, documents: list, device="cpu", log="") -> SearchFunction:
-    """Retriever and summariser. log: in training, where a model's notes are kept."""
-    protocol = build_protocol(settings)
+def build_search(
+    settings: Settings, documents: list, device="cpu", log="", protocol: Protocol | None = None
+) -> SearchFunction:
+    """Retriever and summariser. log: in training, where a model's notes are kept. protocol: where
+    it is not that of the settings.
+    """
+    protocol = protocol or build_protocol(settings)
     if protocol.query_tags is None:  # the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
     how = (settings.seed, settings.timeout, str(device), settings.runs)

@@ -4,6 +4,7 @@ import copy
 import inspect
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from conftest import chat_server, message, random_policy, small
@@ -23,6 +24,7 @@ from lab.baselines import (
     READ,
     REVISE,
     SELF_ASK,
+    Baselines,
     Write,
     any_answer,
     first_sentence,
@@ -828,3 +830,17 @@ def test_a_server_is_asked_and_a_question_without_a_reply_is_left_out_and_asked_
             row = next(line.split() for line in lines if line.startswith("rag  "))
             assert row[1] == str(left) and float(row[2]) == 1 and name in "".join(lines)
     assert lines[-1].startswith("predictions: runs/predictions/")
+
+
+@pytest.mark.parametrize("recipe, turned_away", [("ur2", True), ("r1_searcher", False)])
+def test_a_query_is_turned_away_only_in_a_table_whose_paper_does_so(
+    recipe, turned_away, monkeypatch, tmp_path
+):
+    found = []
+    monkeypatch.setattr(baselines, "load_llm", lambda *_, **__: SimpleNamespace(at_once=1))
+    monkeypatch.setattr(baselines, "build_search", lambda *_, protocol: found.append(protocol))
+    (tmp_path / "q.jsonl").write_text('{"question": "Who?", "answers": ["Ana"]}\n')
+    words = f"--recipe {recipe} --model m --data {tmp_path}/q.jsonl --retriever empty"
+    _, settings, options = parse_baselines(words.split())
+    assert Baselines(settings, options).parts
+    assert bool(found[0].fallback_text) is turned_away

@@ -16,7 +16,13 @@ from errors import InputError
 from formats.manifest import seal
 from papers import RECIPES
 from plumbing import build, score
-from plumbing.files import checkpoints, prompt_sections, stage_folder, starting_model
+from plumbing.files import (
+    checkpoints,
+    prompt_sections,
+    settings_text,
+    stage_folder,
+    starting_model,
+)
 from prompts import PROTOCOLS
 from retrievers.serve import RetrievalServer
 from rewards import check_questions
@@ -108,6 +114,20 @@ def test_a_prompt_file_without_sections_is_the_policys_instruction_and_nothing_e
     # the built-in world's tiny models know no other words for a fallback
     changes = {"prompts": {"policy": TAGGED}, "fallback_text": FALLBACK_TEXT}
     assert ours == dataclasses.replace(PROTOCOLS["ur2"], **changes)
+
+
+def test_only_the_tiny_models_read_none_for_a_fallback(tmp_path):
+    def shown(**given) -> str:
+        return build.build_protocol(Settings(**given)).fallback_text
+
+    papers = PROTOCOLS["ur2"].fallback_text
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "settings.json").write_text(settings_text(Settings()))
+    assert shown() == shown(retriever="http") == shown(model=str(run), corpus="c") == FALLBACK_TEXT
+    assert shown(model="m") == FALLBACK_TEXT  # the built-in world's questions and documents
+    assert shown(model="m", retriever="http") == shown(model="m", corpus="c") == papers
+    assert shown(model="m", data="d") == papers != FALLBACK_TEXT
 
 
 def test_a_file_has_sections_a_folder_has_files_and_both_say_the_same(tmp_path):

@@ -368,6 +368,14 @@ def test_a_limit_that_is_given_counts_for_every_task_and_says_so(tmp_path, capsy
         assert capsys.readouterr().out == (f"{flag} counts for every task\n" if flag else "")
 
 
+def test_a_number_of_searches_that_is_given_counts_for_every_task():
+    """UR² D.2's prompt has five queries for open questions."""
+    five = {"recipe": "ur2", "variant": "five_queries", "model": "m", "data": "d"}
+    for given, most, tasks in (({}, 4, "qa=5"), ({"max_searches": 2}, 2, "")):
+        settings = settings_of(five | given)
+        assert (settings.max_searches, settings.task_searches) == (most, tasks)
+
+
 def test_thoughts_have_tokens_of_their_own_and_are_no_part_of_the_answer(written, monkeypatch):
     """ARENA 4.3, note 2: of a model that thinks by itself, and was not trained."""
     settings = evaluation.room_to_think(Settings(turn_tokens="math=3072,choice=1536"), 100)

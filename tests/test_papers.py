@@ -152,6 +152,8 @@ def test_ur2_s_ablations_are_variants():
         llama = resolve("ur2", 2, False, {"variant": variant, "difficulty": "level"})
         assert (llama.math_searches, llama.direct_tasks) == ("easy=0.5", direct)
         assert llama.buckets.startswith("math:medium=1,math:easy=2,") and llama.steps == 30
+        first = resolve("ur2", 1, False, {"variant": variant, "difficulty": "level"})
+        assert (first.buckets, first.direct_tasks) == ("math:dropped=1", "")  # these must search
     # Table 15: other summarisers (Qwen-3-8B's sampling: C.2), and raw data, without difficulties
     other = chosen("ur2_choice", "gpt_4o_mini_summaries", "steps", "summarizer")
     assert other == (50, "https://api.openai.com/v1#gpt-4o-mini")
