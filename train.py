@@ -47,7 +47,18 @@ from plumbing.score import mean, numbers_of, step_searches
 from policy import Batch, collate, evaluating, lr_factor
 from rollout import rollout
 from trajectory import Trajectory
-from update import ALGORITHMS, Parts, Record, merged, score, score_reference, update, updates_of
+from update import (
+    ALGORITHMS,
+    Parts,
+    Record,
+    merged,
+    put,
+    rows_that_teach,
+    score,
+    score_reference,
+    update,
+    updates_of,
+)
 
 
 @dataclass
@@ -97,14 +108,13 @@ def train(settings: Settings) -> Path:
             updates = shuffled_updates(step, batch.rewards, settings)
             for number, rows in enumerate(updates):
                 lr = set_lr(parts, step, number)
-                part = batch_of_update(parts, batch, rows, number)
+                part = batch.rows(rows)
                 result = update(parts, part) | {"lr": lr}  # the critic's too
                 run.check_finite(result, step, part, sampled.of(rows))
                 results.append(result)
-                keep_numbers(parts.accelerator, batch, rows, part)
+                keep_numbers(batch, rows, part)
             record |= merged(results, mean) | foresight(batch) | likelihood_later(batch, updates[0])
-            if parts.mismatch != "none":
-                record |= ppo.mismatch_stats(batch, parts.mismatch)
+            record |= sampler_stats(batch, updates[0], parts.mismatch)
         record["update_seconds"] = time.perf_counter() - start
         try:
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
@@ -220,17 +230,34 @@ def prepare(parts: Parts, sampled: Sampled, step: int) -> Batch:
     if not settings.mask_documents:
         unmask_documents(batch, trajectories)
     batch.response_mask[batch.rewards.isnan()] = 0.0  # a failed row is in no mean and no std
-    if parts.recompute:  # under bf16, sampling and scoring round differently
-        batch.old_logprobs = score(parts, parts.policy, batch)  # [B, T]
-    if parts.mismatch != "none":  # before an update is cut: rejected tokens weigh nothing in it
-        batch.mismatch_weights = ppo.mismatch_weights(batch, parts.mismatch)  # [B, T]
     if settings.kl_coef:
         batch.ref_logprobs = score_reference(parts, batch)  # [B, T]
     if parts.critic is not None:  # once: advantages, returns and clips all start from these
         batch.values = score(parts, parts.critic, batch)  # [B, T]
+    if parts.recompute:  # under bf16, sampling and scoring round differently
+        batch.old_logprobs = compute_old_logprobs(parts, batch)  # [B, T]
+    if parts.mismatch != "none":  # before an update is cut: rejected tokens weigh nothing in it
+        batch.mismatch_weights = ppo.mismatch_weights(batch, parts.mismatch)  # [B, T]
     algorithm = ALGORITHMS[settings.algorithm]
     batch.advantages = algorithm.compute_advantages(batch, settings)  # [B, T]
     return batch
+
+
+def compute_old_logprobs(parts: Parts, batch: Batch) -> torch.Tensor:
+    """Returns π_old's log-probs [B, T]. Rows that teach nothing keep those of sampling, unless
+    something else reads them: a KL, a critic, documents that are trained on, or a correction that
+    drops tokens, which counts the tokens that are left.
+    """
+    drops = parts.mismatch != "none" and ppo.MISMATCH[parts.mismatch][-1] == 0
+    rows = torch.arange(len(batch))  # [n]
+    if batch.ref_logprobs is None and batch.values is None and not drops:
+        algorithm = ALGORITHMS[parts.settings.algorithm]
+        batch.advantages = algorithm.compute_advantages(batch, parts.settings)  # [B, T]
+        rows = rows if batch.sampled_logprobs is None else rows_that_teach(batch)  # [n]
+    old_logprobs = batch.old_logprobs.clone()  # [B, T]
+    if len(rows):
+        put(rows, score(parts, parts.policy, batch.rows(rows)), into=old_logprobs)
+    return old_logprobs
 
 
 def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
@@ -266,18 +293,6 @@ def set_lr(parts: Parts, step: int, number: int) -> float:
         for group in optimizer.param_groups if optimizer else ():
             group["lr"] = rate
     return lr
-
-
-def batch_of_update(parts: Parts, batch: Batch, rows: torch.Tensor, number: int) -> Batch:
-    """The rows of one update. In a step's first one π is still π_old: sampling can be compared with
-    scoring, and what is scored again comes from the update's own forward pass: the ratio is 1.
-    """
-    part = batch.rows(rows)
-    if number:
-        part.sampled_logprobs = None
-    elif parts.recompute:
-        part.old_logprobs = None
-    return part
 
 
 # ---------------------------------------------------------------------------------- what is logged
@@ -338,6 +353,22 @@ def likelihood_later(batch: Batch, first: torch.Tensor) -> Record:
     better = batch.advantages.sum(1) > 0  # [B]
     better[first] = False  # nothing has moved yet
     return {"likelihood_later": change[better].mean().item()} if better.any() else {}
+
+
+def sampler_stats(batch: Batch, first: torch.Tensor, mismatch: str) -> Record:
+    """How far are the log-probs of sampling from those of scoring? The mean |difference| over the
+    model tokens of the step's first update [n], by their weights, and the largest one: nothing has
+    moved yet. Rows that teach nothing are not scored, and documents were not sampled.
+    """
+    scored = batch.rows(rows_that_teach(batch))
+    part = batch.rows(first)
+    part = part.rows(rows_that_teach(part))
+    if batch.sampled_logprobs is None or not part.token_weights.any():
+        return {}
+    gap = (part.logprobs - part.sampled_logprobs).abs() * part.response_mask  # [n, t]
+    mean_gap = (part.token_weights * gap).sum() / part.token_weights.sum()
+    record = {"logprob_gap": mean_gap.item(), "logprob_gap_max": gap.max().item()}
+    return record | (ppo.mismatch_stats(scored, mismatch) if mismatch != "none" else {})
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,10 +1,13 @@
 """One optimizer update: the gradient of Σ weight · loss, on any number of processes.
 
-    weights [B, T] of the whole update (Σ = 1) -> micro-batches -> Σ weight · loss, backward
-    -> gradients of all processes added up -> clipped to norm 1 -> one optimizer step
+    weights [B, T] of the whole update (Σ = 1) -> rows that teach -> micro-batches
+    -> Σ weight · loss, backward -> gradients of all processes added up -> clipped to norm 1
+    -> one optimizer step
 
 The weights are fixed before the update is cut: the usual mean of micro-batch means is 21 to 28 %
-off. Also here: scoring a batch before an update. Left out: several epochs over a rollout.
+off. A row whose advantages are all 0, because the rewards of its group are equal, has a loss and a
+gradient of 0: it keeps its share of the weights and is not computed. If no row teaches, the update
+makes no step. Also here: scoring a batch before an update. Left out: several epochs over a rollout.
 """
 
 import contextlib
@@ -47,7 +50,7 @@ class Parts:
     policy: Policy
     model: torch.nn.Module  # what an update calls: the policy, or what spreads it over processes
     optimizer: torch.optim.Optimizer
-    recompute: bool  # are π_old's log-probs scored again? Else they are as sampled
+    recompute: bool  # are π_old's log-probs computed again? If not, they are those of sampling
     mismatch: str = "none"  # --mismatch, with "auto" decided
     reference: Policy | None = None
     critic: ppo.Critic | None = None
@@ -92,37 +95,62 @@ def shares(parts: Parts, batch: Batch) -> list[torch.Tensor]:
     )
 
 
+def rows_that_teach(batch: Batch) -> torch.Tensor:
+    """Returns the rows [n] that the loss has a gradient on: those with an advantage that weighs
+    something. A KL to the reference and a critic's loss are computed on all rows.
+
+    Worked: advantages [[1, 0], [0, 0], [−1, 0]], the third row overlong, its weights 0: row 0.
+    """
+    if batch.ref_logprobs is not None or batch.values is not None:
+        return torch.arange(len(batch))
+    teaches = batch.advantages != 0  # [B, T]
+    if batch.token_weights is not None:
+        teaches &= batch.token_weights != 0  # [B, T]
+    return teaches.any(1).nonzero()[:, 0]
+
+
+def put(rows: torch.Tensor, values: torch.Tensor, into: torch.Tensor) -> None:
+    """Writes values [n, t] into the rows [n] of a tensor [B, T], which may be wider."""
+    into[rows, : values.shape[1]] = values
+
+
 @torch.enable_grad()  # a reward of the user's that asks a model may have switched them off
 def update(parts: Parts, batch: Batch) -> Record:
-    """One optimizer step of the policy on these rows, and with PPO one of the critic."""
+    """Makes one optimizer step of the policy on these rows, and with PPO one of the critic."""
     settings, algorithm = parts.settings, ALGORITHMS[parts.settings.algorithm]
     batch.token_weights = algorithm.compute_token_weights(batch, settings)  # [B, T]
-    batch.logprobs = torch.zeros_like(batch.response_mask)  # [B, T]
+    batch.logprobs = batch.old_logprobs.clone()  # [B, T]  what a row that is not computed keeps
+    rows = rows_that_teach(batch)  # [n]
+    if not len(rows):  # no step at all: Adam's momentum alone would move the weights
+        return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0} | entropy_of(batch)
+    taught = batch.rows(rows)  # [n, t]
+    taught.logprobs = torch.zeros_like(taught.response_mask)  # [n, t]
+    share = taught.token_weights.sum().item() or 1.0  # what is logged is a mean over these rows
 
     def loss_of(micro: Batch, rows: torch.Tensor):
         logprobs = parts.model(micro.tokens, settings.temperature, micro.response_mask)  # [b, t]
         micro.logprobs = logprobs.detach()
-        batch.logprobs[rows, : logprobs.shape[1]] = micro.logprobs.cpu()
-        if micro.old_logprobs is None:  # π_old is π: nothing has moved since the rollout
-            micro.old_logprobs = micro.logprobs
+        put(rows, micro.logprobs.cpu(), into=taught.logprobs)
         loss, stats = algorithm.compute_loss(logprobs, micro, settings)  # [b, t]
         ratio = stats.pop("ratio")  # [b, t]  1 on masked tokens
         record = {"ratio_min": ratio.min().item(), "ratio_max": ratio.max().item()}
         stats["clip_fraction"] = stats.pop("clipped")
-        stats["entropy"] = -micro.logprobs  # Monte-Carlo estimate
-        if micro.sampled_logprobs is not None:  # how far is sampling from scoring?
-            gap = (micro.logprobs - micro.sampled_logprobs).abs() * micro.response_mask
-            stats["logprob_gap"], record["logprob_gap_max"] = gap, gap.max().item()
         for name, value in stats.items():  # sums over the update: its weights make them means
-            record[name] = (micro.token_weights * value).sum().item()
+            record[name] = ((micro.token_weights * value).sum() / share).item()
         return (micro.token_weights * loss).sum(), record
 
-    # If the rewards of every group are equal the gradient is 0, and only Adam's momentum is left.
-    record = descend(parts, parts.model, parts.optimizer, batch, loss_of)
+    record = descend(parts, parts.model, parts.optimizer, taught, loss_of)
     parts.version += 1  # trap: a fused optimizer does not raise the `_version` of a weight
+    seen = parts.accelerator.reduce(taught.logprobs.to(parts.accelerator.device), "sum")  # [n, t]
+    put(rows, seen.cpu(), into=batch.logprobs)
     if parts.critic is not None and math.isfinite(record["loss"] + record["grad_norm"]):
         record |= update_critic(parts, batch)
-    return record
+    return record | {"skipped": 0.0} | entropy_of(batch)
+
+
+def entropy_of(batch: Batch) -> Record:
+    """Returns the Monte-Carlo estimate of an update's entropy, the mean of −log π."""
+    return {"entropy": -(batch.token_weights * batch.logprobs).sum().item()}
 
 
 def update_critic(parts: Parts, batch: Batch) -> Record:

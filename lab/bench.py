@@ -55,7 +55,7 @@ from scale.lora import add_lora
 from scale.packing import LEAST, micro_batches
 from scale.sampling import to_sample_with, wants_copy
 from settings import Settings, add_flags, check_limits
-from train import Sampled, batch_of_update, prepare, shuffled_updates
+from train import Sampled, prepare, shuffled_updates
 from trajectory import Trajectory
 from update import Parts, update
 
@@ -290,8 +290,8 @@ def step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
     rewards = [{"reward": float(i % 2)} for i in range(len(rows))]
     batch = prepare(parts, Sampled(rows, rewards, [], range(len(rows))), 0)
     times.append(clock(o.device))
-    for number, index in enumerate(shuffled_updates(0, batch.rewards, o)):
-        update(parts, batch_of_update(parts, batch, index, number))
+    for index in shuffled_updates(0, batch.rewards, o):
+        update(parts, batch.rows(index))
     times.append(clock(o.device))
     shares = np.diff(times) / (times[-1] - times[0])
     return dict(zip(("rollout", "score", "update"), shares, strict=True))

@@ -80,7 +80,7 @@ def holding(records: list[dict], s: Settings) -> Iterator[str]:
     still = sum(row.get("likelihood_later", 0) <= 0 for row in records[-WINDOW:])
     if still == WINDOW and "likelihood_later" in r:
         yield "likelihood"
-    if r["skipped"] or (grouped and r["frac_reward_zero_std"] == 1):
+    if r["skipped"] == 1 or (grouped and r["frac_reward_zero_std"] == 1):
         yield "equal_groups"
     if may_search and r["searched"] + r["refused"] == 0:
         yield "no_search"

@@ -363,7 +363,7 @@ def console_line(record: dict) -> str:
     line = f"step {record['step']:>4}  " + "  ".join(shown)
     if record.get("search_errors"):
         line += f"  search_errors {record['search_errors']:.2f}"
-    if record.get("skipped"):
+    if record.get("skipped") == 1:
         line += f"  no update: no group to learn from, in {1 + record.get('resampled', 0)} draws"
     return line
 

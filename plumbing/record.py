@@ -12,6 +12,7 @@ import torch
 from policy import Batch
 from settings import Settings
 from trajectory import Search, Trajectory
+from update import put
 
 NUMBERS = {  # its name in the file -> the batch's
     "sampled": "sampled_logprobs",
@@ -23,15 +24,12 @@ NUMBERS = {  # its name in the file -> the batch's
 }
 
 
-def keep_numbers(accelerator, batch: Batch, rows: torch.Tensor, part: Batch) -> None:
-    """What an update computed for its rows [n]: weights and log-probs [n, t], put into [B, T]."""
-    seen = accelerator.reduce(part.logprobs.to(accelerator.device), "sum").cpu()
-    old = seen if part.old_logprobs is None else part.old_logprobs
-    found = {"logprobs": seen, "old_logprobs": old, "token_weights": part.token_weights}
-    for name, values in found.items():
+def keep_numbers(batch: Batch, rows: torch.Tensor, part: Batch) -> None:
+    """Copies the weights and log-probs of an update's rows [n] into the whole batch [B, T]."""
+    for name in ("logprobs", "token_weights"):
         if getattr(batch, name) is None:
             setattr(batch, name, torch.zeros_like(batch.response_mask))
-        getattr(batch, name)[rows, : values.shape[1]] = values
+        put(rows, getattr(part, name), into=getattr(batch, name))
 
 
 def kept_groups(count: int, keep: int, step: int) -> list[int]:

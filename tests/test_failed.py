@@ -24,7 +24,7 @@ from plumbing.build import build_parts
 from plumbing.files import checkpoints
 from reinforce_pp import baseline_advantages
 from rewards import REWARDS, Extras, RewardSettings, example
-from train import Sampled, batch_of_update, prepare, shuffled_updates
+from train import Sampled, prepare, shuffled_updates
 from trajectory import Search
 from update import update
 
@@ -66,8 +66,8 @@ def sample(rows=range(8), failed=()) -> Sampled:
 def take_updates(parts, sampled: Sampled) -> tuple[list, list]:
     """(gradients, figures) of the updates of a step."""
     batch, found, totals = prepare(parts, sampled, 0), [], []
-    for number, rows in enumerate(shuffled_updates(0, batch.rewards, parts.settings)):
-        totals.append(update(parts, batch_of_update(parts, batch, rows, number)))
+    for rows in shuffled_updates(0, batch.rewards, parts.settings):
+        totals.append(update(parts, batch.rows(rows)))
         for optimizer in filter(None, (parts.optimizer, parts.critic_optimizer)):
             found += getattr(optimizer, "gradients", [])
     return found, totals

@@ -140,6 +140,7 @@ def test_all_rows_are_weighted_before_the_first_update_and_the_figures_are_logge
     more = "--steps 1 --trajectories_per_update 2 --mismatch mask"
     parts = build_parts(settings_for(model, tmp_path, more))
     parts.recompute, sampled = True, train.collect(parts, 0)
+    sampled.components = [{"answer": float(row % 2)} for row in range(4)]  # all four teach
     for t in sampled.trajectories:
         t.logprobs[0] -= 1
     tokens = sum(len(t.logprobs) - t.logprobs.count(0.0) for t in sampled.trajectories)

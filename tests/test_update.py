@@ -18,9 +18,18 @@ from prompts import PROTOCOLS
 from scale import packing
 from scale.lora import add_lora, lora_state
 from settings import Settings
-from train import mean, set_lr, shuffled_updates
+from train import compute_old_logprobs, mean, sampler_stats, set_lr, shuffled_updates
 from trajectory import Trajectory
-from update import ALGORITHMS, Parts, merged, score, score_reference, update, update_critic
+from update import (
+    ALGORITHMS,
+    Parts,
+    merged,
+    rows_that_teach,
+    score,
+    score_reference,
+    update,
+    update_critic,
+)
 
 with torch.random.fork_rng(devices=[]):
     torch.manual_seed(3)
@@ -167,6 +176,94 @@ def test_the_loss_is_the_sum_of_weight_times_loss_token_by_token(aggregation):
     assert gradient_of(batch, settings)[1]["loss"] == pytest.approx(expected, abs=1e-5)
 
 
+# ------------------------------------------------------------------------ rows that teach nothing
+
+
+def half_equal(settings: Settings) -> Batch:
+    """unequal_batch without a KL; rows 2, 3 and 6, 7 have equal rewards, row 0 is overlong."""
+    batch = unequal_batch(settings)
+    batch.ref_logprobs = batch.values = None
+    batch.rewards[3], batch.overlong = batch.rewards[2], torch.arange(8) == 0
+    batch.advantages = ALGORITHMS[settings.algorithm].compute_advantages(batch, settings)
+    batch.returns = None
+    return batch
+
+
+@pytest.mark.parametrize("settings", [s for s in CASES if s.algorithm != "ppo"], ids=name_of)
+def test_rows_that_teach_nothing_are_not_computed_and_the_gradient_is_that_of_all(
+    settings, unclipped, monkeypatch
+):
+    settings = dataclasses.replace(settings, kl_coef=0.0)
+    batch, computed = half_equal(settings), []
+    whole_forward = Policy.forward
+
+    def forward(policy, tokens, *rest):
+        computed.append(len(tokens))
+        return whole_forward(policy, tokens, *rest)
+
+    monkeypatch.setattr(Policy, "forward", forward)
+    some, totals = gradient_of(batch, settings)
+    # Row 5 has no model token. What is plain is whitened: there an equal group teaches, too.
+    expected = {"reinforce_pp": 7, "dapo": 2}.get(settings.algorithm, 3)
+    assert sum(computed) == expected
+    monkeypatch.setattr(update_file, "rows_that_teach", lambda _: torch.arange(8))
+    whole, whole_totals = gradient_of(batch, settings)
+    assert sum(computed) == expected + 8
+    assert largest_difference(whole, some) < 1e-6
+    for name in ("loss", "grad_norm"):
+        assert totals[name] == pytest.approx(whole_totals[name], abs=1e-6)
+
+
+def test_numbers_of_an_update_are_means_over_the_rows_that_teach_and_entropy_over_all():
+    settings = dataclasses.replace(GRPO, kl_coef=0.0)
+    parts, batch = make_parts(settings), half_equal(settings)
+    totals = update(parts, batch)
+    taught, mask = [0, 1, 4], batch.response_mask.bool()
+    logprobs = score(parts, parts.policy, batch)  # the optimizer only looks: π is what it was
+    change = logprobs - batch.old_logprobs
+    # k3 of the way from π_old: exp(x) − 1 − x, x = log π − log π_old
+    drift = (torch.expm1(change) - change)[taught][mask[taught]]
+    assert totals["kl_old"] == pytest.approx(drift.mean().item(), abs=1e-5)
+    own = batch.old_logprobs.clone()
+    own[taught] = logprobs[taught]
+    assert torch.equal(batch.logprobs[2], batch.old_logprobs[2])  # as it was sampled
+    assert totals["entropy"] == pytest.approx(-own[mask].mean().item(), abs=1e-5)
+    assert totals["skipped"] == 0
+
+
+def test_an_update_in_which_no_row_teaches_makes_no_step_and_says_so():
+    settings = dataclasses.replace(GRPO, kl_coef=0.0)
+    parts, batch = make_parts(settings), half_equal(settings)
+    equal = batch.rows(torch.tensor([2, 3, 6, 7]))
+    totals = update(parts, equal)
+    assert not hasattr(parts.optimizer, "gradients") and parts.version == 0
+    assert (totals["skipped"], totals["loss"], totals["grad_norm"]) == (1, 0, 0)
+    expected = -equal.old_logprobs[equal.response_mask.bool()].mean().item()
+    assert totals["entropy"] == pytest.approx(expected, abs=1e-5)
+    # A KL in the loss, or a critic, learns from these rows, too.
+    for name in ("ref_logprobs", "values"):
+        other = dataclasses.replace(equal, **{name: equal.old_logprobs})
+        assert rows_that_teach(other).tolist() == [0, 1, 2, 3]
+
+
+def test_scoring_again_leaves_out_rows_that_teach_nothing_unless_something_reads_them():
+    settings = dataclasses.replace(GRPO, kl_coef=0.0)
+    parts, batch = make_parts(settings), half_equal(settings)
+    batch.sampled_logprobs = batch.old_logprobs
+    logprobs = score(parts, parts.policy, batch)
+    found = compute_old_logprobs(parts, batch)
+    rows = [0, 1, 4]  # dapo's overlong rows are known to an update alone
+    torch.testing.assert_close(found[rows], logprobs[rows], atol=1e-5, rtol=0)
+    others = [2, 3, 6, 7]
+    assert torch.equal(found[others], batch.old_logprobs[others])
+    for change in ({"mismatch": "mask"}, {"ref": True}, {"unmasked": True}):
+        parts.mismatch = change.get("mismatch", "none")
+        read = dataclasses.replace(batch)
+        read.ref_logprobs = batch.old_logprobs if "ref" in change else None
+        read.sampled_logprobs = None if "unmasked" in change else batch.sampled_logprobs
+        torch.testing.assert_close(compute_old_logprobs(parts, read), logprobs, atol=1e-5, rtol=0)
+
+
 def test_scoring_and_updating_change_nothing_in_the_batch():
     batch = unequal_batch(GRPO)
     before, parts = copy.deepcopy(batch), make_parts(GRPO)
@@ -247,14 +344,21 @@ def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
 # ----------------------------------------------------------------------------------- what is logged
 
 
-def test_the_gap_to_the_sampler_is_a_mean_over_the_update_s_tokens():
+def test_the_gap_to_the_sampler_is_a_mean_over_the_tokens_of_the_first_update():
     parts, batch = make_parts(GRPO), unequal_batch(GRPO)
-    assert "logprob_gap" not in update(parts, batch)
-    batch.sampled_logprobs = score(parts, parts.policy, batch) - 0.5
+    update(parts, batch)
+    everyone = torch.arange(8)
+    assert sampler_stats(batch, everyone, "none") == {}  # documents that are trained on
+    batch.sampled_logprobs = batch.logprobs - 0.5 * batch.response_mask
     batch.sampled_logprobs[2] -= 1.0  # 9 of the 45 tokens are off by 1.5: (36 · 0.5 + 9 · 1.5) / 45
-    totals = update(parts, batch)
-    assert totals["logprob_gap"] == pytest.approx(0.7, abs=1e-4)
-    assert totals["logprob_gap_max"] == pytest.approx(1.5, abs=1e-4)
+    found = sampler_stats(batch, everyone, "none")
+    assert found == pytest.approx({"logprob_gap": 0.7, "logprob_gap_max": 1.5}, abs=1e-5)
+    # Rows 0, 1, 6 and 7 of 11, 2, 17 and 3 tokens; the rewards of 6 and 7 are equal: not scored.
+    batch.ref_logprobs = batch.values = None
+    batch.sampled_logprobs[1] -= 0.5
+    found = sampler_stats(batch, torch.tensor([0, 1, 6, 7]), "none")
+    expected = {"logprob_gap": (11 * 0.5 + 2 * 1.0) / 13, "logprob_gap_max": 1.0}
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_records_become_one_and_extremes_stay_extremes():

@@ -41,7 +41,7 @@ from prompts import PROTOCOLS
 from scale.engine import Engine, affordable
 from scale.lora import add_lora
 from scale.sampling import to_sample_with, wants_copy
-from train import Sampled, batch_of_update, prepare
+from train import Sampled, prepare
 from trajectory import Trajectory
 
 
@@ -113,7 +113,7 @@ def learn(parts: update.Parts, count: int, size: int) -> None:
     """Scores `count` rows of `size` tokens, and learns from them."""
     rewards = [{"reward": float(row % 2)} for row in range(count)]
     batch = prepare(parts, Sampled([row_of(size)] * count, rewards, kept=[*range(count)]), 0)
-    update.update(parts, batch_of_update(parts, batch, torch.arange(count), 0))
+    update.update(parts, batch.rows(torch.arange(count)))
 
 
 def roll_out(case: plan.Case, policy: Policy) -> int:
