@@ -48,11 +48,12 @@ from pathlib import Path
 
 import torch
 
-from data import Question, harmless, load_questions
+from data import Question, harmless
 from eval import settings_of
 from metrics import exact_match
 from plumbing import build
 from plumbing.page import save_page
+from plumbing.questions import as_asked, in_built_in_world, known_questions, load_documents
 from plumbing.record import told
 from policy import best_device
 from prompts import PROTOCOLS, build_prompt
@@ -75,7 +76,7 @@ class Session:
         check_corpus(settings)
         self.questions, device = known_questions(settings), best_device()
         reads = reads_a_corpus(settings)
-        self.documents = build.passages(settings, self.questions) if reads else []
+        self.documents = load_documents(settings, self.questions) if reads else []
         self.search = build.build_search(settings, self.documents, device)
         self.asked: list[Trajectory] = []
         self.tried = 0
@@ -137,23 +138,16 @@ def reads_a_corpus(settings: Settings) -> bool:
 
 
 def check_corpus(settings: Settings) -> None:
-    if reads_a_corpus(settings) and not (settings.corpus or build.in_built_in_world(settings)):
+    if reads_a_corpus(settings) and not (settings.corpus or in_built_in_world(settings)):
         why = f"{settings.model} did not begin as the built-in model: say what it shall search"
         raise InputError(f"{why}, --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL")
-
-
-def known_questions(settings: Settings) -> list[Question]:
-    """Whose answers are known: those of --data, or the held-out ones of the built-in world."""
-    if settings.data:
-        return load_questions(settings.data, settings.skip_bad, settings.seed)
-    return build.world_questions(settings, "test") if build.in_built_in_world(settings) else []
 
 
 def answer(session: Session, text: str) -> None:
     """Answers aloud."""
     questions, settings, environment = session.questions, session.settings, session.environment
     asked = next((q for q in questions if q.question == text), Question("asked", text, []))
-    (asked,) = build.as_asked([asked], settings)
+    (asked,) = as_asked([asked], settings)
     check_prompts([asked], environment, session.policy)
     ids = build_prompt(environment.protocol, asked, session.tokenizer)
     if session.tokenizer.unk_token_id in ids:
@@ -182,7 +176,7 @@ def greet(session: Session) -> None:
 def examples(session: Session) -> str:
     """Returns what a tiny model can be asked."""
     kinds = {q.kind: q.question for q in reversed(session.questions)}
-    if not build.in_built_in_world(session.settings):
+    if not in_built_in_world(session.settings):
         return "type a question; /help lists the commands"
     some = "\n".join(
         f"    {kinds[kind]}" for kind in ("one_hop", "two_hop", "arithmetic") if kind in kinds

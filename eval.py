@@ -93,23 +93,12 @@ if __name__ == "__main__":
 # isort: split
 from tqdm import tqdm
 
-from data import Question, draw_some, harmless, load_datasets
+from data import Question, harmless
 from formats.records import append_jsonl, write_records
 from metrics import summary_scores
 from papers import paper_of, record_of
 from plumbing import score
-from plumbing.build import (
-    as_asked,
-    build_environment,
-    build_protocol,
-    build_search,
-    built_in_world,
-    load_model,
-    passages,
-    play_of,
-    with_retrieved,
-    world_questions,
-)
+from plumbing.build import build_environment, build_protocol, build_search, load_model, play_of
 from plumbing.files import (
     WRITES,
     checkpoints,
@@ -119,6 +108,7 @@ from plumbing.files import (
     saved_settings,
     stage_folder,
 )
+from plumbing.questions import evaluation_questions
 from policy import best_device, check_model_path, weights_version
 from prompts import PROTOCOLS, tag_pair
 from rewards import arena_scores, evidence_support, needs
@@ -198,7 +188,7 @@ class Evaluation:
     def __init__(self, settings: Settings, options: Options):
         self.settings = dataclasses.replace(settings, group_size=options.samples)
         self.options, self.out = options, Path(options.out or default_out(settings, options))
-        self.datasets, self.documents = material(settings, options)
+        self.datasets, self.documents = evaluation_questions(settings, options)
         self.questions = [q for questions in self.datasets.values() for q in questions]
         self.dataset_of = {q.id: name for name, some in self.datasets.items() for q in some}
         self.tokenizer = None  # until the policy is loaded
@@ -304,27 +294,6 @@ def search_faults(records: list[dict]) -> list[str]:
     for record in records:
         faults += [s["error"] for s in record.get("searches", []) if s["error"]]
     return faults
-
-
-def material(settings: Settings, options: Options) -> tuple[dict[str, list[Question]], list]:
-    """(questions by data set, passages)."""
-    count = options.questions
-    if settings.data:
-        datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
-        documents = passages(settings, [q for some in datasets.values() for q in some])
-        lot = f"{count} questions {settings.seed}"
-        for name, some in datasets.items():
-            datasets[name] = draw_some(some, count, lot)
-    else:
-        some = world_questions(settings, options.split, count or None, options.fact_seed)
-        world = built_in_world(settings, options.fact_seed)
-        documents = passages(settings, some) if settings.corpus else world.documents
-        datasets = {"the built-in world": some}
-    for name, some in datasets.items():
-        if options.references == "retrieved":
-            some = with_retrieved(some, documents, settings)
-        datasets[name] = as_asked(some, settings)
-    return datasets, documents
 
 
 # ---------------------------------------------------------------------------------- whose settings?

@@ -37,8 +37,9 @@ from lab.distil import DistilSettings, distil
 from metrics import exact_match
 from other_models.reader import reader_answers
 from papers import paper_of
-from plumbing.build import built_in_world, end_with_launcher
+from plumbing.build import end_with_launcher
 from plumbing.files import checkpoints, stage_folder
+from plumbing.questions import built_in_world
 from plumbing.report import written
 from plumbing.score import add_reader, build_reader
 from prompts import PROTOCOLS

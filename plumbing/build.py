@@ -1,4 +1,4 @@
-"""What settings stand for, in training as in evaluation: questions, passages, search, models."""
+"""Builds what settings name, for training as for evaluation: search, models, processes."""
 
 import contextlib
 import copy
@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import math
 import os
-import random
 import signal
 import sys
 from datetime import timedelta
@@ -20,16 +19,16 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch.distributed.distributed_c10d import _get_default_store
 
 import ppo
-from curriculum import QuestionStream, parse_shares
-from data import Document, Question, corpus_from_questions, draw_some, load_corpus, load_questions
+from curriculum import QuestionStream
 from errors import InputError, raise_terminated, rank_of
 from flags import frozen_in_8bit, on_servers
 from other_models.llm import RETRIES, THREADS, load_llm
 from papers import paper_of
-from plumbing.files import prompt_sections, saved_settings, stage_folder, starting_model
+from plumbing.files import prompt_sections, stage_folder, starting_model
+from plumbing.questions import hold_out, in_built_in_world, load_documents, training_questions
 from plumbing.score import Scorer
 from policy import Policy, load_policy, make_optimizer
-from prompts import PROTOCOLS, Protocol, check_references
+from prompts import PROTOCOLS, Protocol
 from retriever import make_retriever
 from rewards import check_questions
 from rollout import Environment, SearchFunction, begun, check_prompts, play_by_turns
@@ -42,110 +41,11 @@ from settings import Settings
 from summarizer import FALLBACK_TEXT, SUMMARY_LOG, make_search, make_summarizer, models_in
 from update import Parts, updates_of
 from world.toy import load_toy
-from world.world import LOOK_UPS, World
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of all cores in a period, and the period
 PATIENCE = 60  # seconds: who waits longer for another process says for which
 LAUNCHERS = (b"accelerate", b"torchrun", b"torch.distributed", b"lab.ablate")
-
-
-def training_questions(settings: Settings) -> list[Question]:
-    if settings.data:
-        questions = load_questions(settings.data, settings.skip_bad, settings.seed)
-    else:
-        questions = reworded(built_in_questions(settings, "train"), settings)
-    return as_asked(questions, settings)
-
-
-def reworded(questions: list[Question], settings: Settings) -> list[Question]:
-    """A share of the looked-up golds says a word more than the passages, as in real data."""
-    rng, told = random.Random(f"reworded {settings.seed}"), []
-    for question in questions:
-        if question.kind in LOOK_UPS and rng.random() < settings.reworded:
-            answers = [f"{answer} proper" for answer in question.answers]
-            question = dataclasses.replace(question, answers=answers)
-        told.append(question)
-    return told
-
-
-def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]:
-    """(questions to train on, those of --eval_every): of --data by lot, else of another split."""
-    if not settings.eval_every:
-        return questions, []
-    count = settings.eval_questions
-    if not settings.data:
-        return questions, as_asked(world_questions(settings, "dev", count), settings)
-    if count >= len(questions):
-        raise InputError(f"--eval_questions {count}: of {len(questions)} in --data: give less")
-    held_out = draw_some(questions, count, f"{count} questions {settings.seed}")
-    ids = {question.id for question in held_out}
-    return [question for question in questions if question.id not in ids], held_out
-
-
-def with_retrieved(questions: list, documents: list[Document], settings: Settings) -> list:
-    """What a search for each finds in place of its own references (ARENA Figure 2), none gold."""
-    protocol, told = PROTOCOLS[settings.protocol], []
-    if not protocol.references_in_prompt:
-        raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
-    retriever = make_retriever(
-        documents, settings, settings.seed, settings.timeout, runs=settings.runs
-    )
-    given = [questions] if getattr(retriever, "needs_questions", False) else []  # the oracle
-    asked, k = [question.question for question in questions], settings.documents_per_search
-    for question, found in zip(questions, retriever.search(asked, k, *given), strict=True):
-        if found in (None, False):
-            raise InputError("--references retrieved: a search failed: try the same command again")
-        own = tuple(found) or (Document("", "", protocol.empty_text),)
-        told.append(dataclasses.replace(question, references=own, supporting=()))
-    return told
-
-
-def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
-    """--retrieval false and UR²'s `direct_tasks` are asked with the prompt without retrieval."""
-    protocol, direct, asked = PROTOCOLS[settings.protocol], settings.direct_tasks.split(","), []
-    for question in questions:
-        check_references(protocol, question)
-        may = question.may_search and settings.retrieval and question.task not in direct
-        asked.append(dataclasses.replace(question, may_search=may))
-    return asked
-
-
-def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
-    return World(settings.world_seed, fact_seed, paper_of(settings.protocol).world.layout)
-
-
-def built_in_questions(settings: Settings, split: str) -> list[Question]:
-    """All of a split. If --mix names the kind "direct": as many of each, also without retrieval."""
-    questions = world_questions(settings, split)
-    if "direct" in parse_shares(settings.mix, "--mix"):
-        for kind in sorted({question.kind for question in questions}):
-            some = [question for question in questions if question.kind == kind]
-            for question in (some * 240)[:240]:  # a kind of which there are few comes anew
-                questions.append(dataclasses.replace(question, source="direct", may_search=False))
-    return questions
-
-
-def world_questions(settings: Settings, split: str, count=None, fact_seed=None) -> list[Question]:
-    """`count` of each kind that the tiny model of this protocol was warmed up for; None: all."""
-    world, kinds = built_in_world(settings, fact_seed), paper_of(settings.protocol).world.kinds
-    return [q for kind in kinds for q in world.questions(split, kind, count)]
-
-
-def passages(settings: Settings, questions: list[Question]) -> list[Document]:
-    if settings.corpus == "from-data":
-        return corpus_from_questions(questions)
-    if settings.corpus:
-        return load_corpus(settings.corpus, settings.skip_bad)
-    return [] if settings.data else built_in_world(settings).documents
-
-
-def in_built_in_world(settings: Settings) -> bool:
-    """The tiny models, and what was trained from them, are asked about the world they know."""
-    if settings.data or not settings.model:
-        return not settings.data
-    before = saved_settings(settings.model)
-    return bool(before and not (before.model or before.data))
 
 
 def build_protocol(settings: Settings) -> Protocol:
@@ -325,7 +225,7 @@ def build_parts(settings: Settings) -> Parts:
     draws = 1 + settings.max_resample if settings.algorithm == "dapo" else 1
     trained_on, held_out = hold_out(questions, settings)
     stream = QuestionStream(trained_on, settings, draws)
-    documents, device = passages(settings, questions), accelerator.device
+    documents, device = load_documents(settings, questions), accelerator.device
     accelerator.print(said)
     # Not under the barrier below: vectors of a large corpus take hours.
     log = "" if settings.doctor else str(Path(settings.runs, SUMMARY_LOG))

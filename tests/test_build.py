@@ -16,6 +16,7 @@ from errors import InputError
 from formats.manifest import seal
 from papers import RECIPES
 from plumbing import build, score
+from plumbing import questions as questions_file
 from plumbing.files import (
     checkpoints,
     prompt_sections,
@@ -40,34 +41,35 @@ READ = (Document("1", "Ana", "Born in Kelmouth."),)
 @pytest.mark.parametrize("name, stage", EVERYWHERE)
 def test_the_built_in_questions_of_every_stage_have_what_its_reward_reads(name, stage):
     settings = resolve(name, stage, tiny=True)
-    questions = check_questions(build.training_questions(settings), settings)
+    questions = check_questions(questions_file.training_questions(settings), settings)
     direct = {"direct"} if "direct" in settings.mix else set()
-    kinds = {question.kind for question in build.world_questions(settings, "train")}
+    kinds = {question.kind for question in questions_file.world_questions(settings, "train")}
     assert {q.kind for q in questions} == kinds | direct
     tasks = settings.direct_tasks.split(",")
     assert all(q.may_search == (q.kind != "direct" and q.task not in tasks) for q in questions)
     assert all(question.id.startswith("train/") for question in questions)
-    assert len(build.passages(settings, [])) > 100
+    assert len(questions_file.load_documents(settings, [])) > 100
 
 
 def test_a_share_of_training_golds_is_worded_otherwise_and_none_that_is_evaluated():
     settings = resolve("r1_searcher", 2, True, {"reworded": 0.7})
-    asked = build.training_questions(settings)
-    plain = build.training_questions(dataclasses.replace(settings, reworded=0.0))
+    asked = questions_file.training_questions(settings)
+    plain = questions_file.training_questions(dataclasses.replace(settings, reworded=0.0))
     pairs = [(q, p) for q, p in zip(asked, plain, strict=True) if q.kind in LOOK_UPS]
     changed = [(q, p) for q, p in pairs if q != p]
     assert len(changed) / len(pairs) == pytest.approx(0.7, abs=0.05)
     assert all(q.answers == [f"{p.answers[0]} proper"] for q, p in changed)
     rest = [(q, p) for q, p in zip(asked, plain, strict=True) if q.kind not in LOOK_UPS]
     assert rest and all(q == p for q, p in rest)
-    assert all(" proper" not in q.answers[0] for q in build.world_questions(settings, "test"))
+    held_out = questions_file.world_questions(settings, "test")
+    assert all(" proper" not in question.answers[0] for question in held_out)
 
 
 def test_without_retrieval_no_question_may_search_and_of_a_file_alone_nothing_is_searched():
     questions = [Question("q", "?", [])]
-    assert build.as_asked(questions, Settings()) == questions
-    assert not build.as_asked(questions, Settings(retrieval=False))[0].may_search
-    assert build.passages(Settings(data="q"), questions) == []
+    assert questions_file.as_asked(questions, Settings()) == questions
+    assert not questions_file.as_asked(questions, Settings(retrieval=False))[0].may_search
+    assert questions_file.load_documents(Settings(data="q"), questions) == []
 
 
 @pytest.mark.parametrize(
@@ -80,23 +82,24 @@ def test_without_retrieval_no_question_may_search_and_of_a_file_alone_nothing_is
 )
 def test_what_arena_s_prompt_lacks_is_one_line_before_a_model_is_loaded(protocol, question, said):
     asked = [Question("q", "?", ["a"], **question)], Settings(protocol=protocol)
-    assert re.search(f"question q .*{said}", message(build.as_asked, *asked))
-    assert build.as_asked([Question("q", "?", ["a"])], Settings())  # the others read none
+    assert re.search(f"question q .*{said}", message(questions_file.as_asked, *asked))
+    assert questions_file.as_asked([Question("q", "?", ["a"])], Settings())  # the others read none
 
 
 def test_held_out_questions_are_drawn_with_the_seed_and_not_trained_on():
     questions = [Question(str(i), "?", ["a"]) for i in range(50)]
     own = Settings(data="q", model="m", eval_every=2, eval_questions=10)
-    trained_on, held_out = build.hold_out(questions, own)
-    assert (trained_on, held_out) == build.hold_out(questions, own)
+    trained_on, held_out = questions_file.hold_out(questions, own)
+    assert (trained_on, held_out) == questions_file.hold_out(questions, own)
     assert len(held_out) == 10 and {*map(id, trained_on + held_out)} == {*map(id, questions)}
-    assert build.hold_out(questions, dataclasses.replace(own, seed=1))[1] != held_out
-    assert build.hold_out(questions, dataclasses.replace(own, eval_every=0)) == (questions, [])
+    assert questions_file.hold_out(questions, dataclasses.replace(own, seed=1))[1] != held_out
+    never = dataclasses.replace(own, eval_every=0)
+    assert questions_file.hold_out(questions, never) == (questions, [])
     with pytest.raises(InputError, match="--eval_questions 10: of 10 in --data: give less"):
-        build.hold_out(questions[:10], own)
+        questions_file.hold_out(questions[:10], own)
     # the built-in world has a split for it; they are asked as the others are
     world = dataclasses.replace(own, data="", retrieval=False)
-    trained_on, held_out = build.hold_out(questions, world)
+    trained_on, held_out = questions_file.hold_out(questions, world)
     assert trained_on == questions and len(held_out) == 50
     assert not any(q.may_search or not q.id.startswith("dev/") for q in held_out)
 
@@ -228,7 +231,7 @@ def test_what_is_missing_stops_before_the_model_is_loaded(flags, said, tmp_path,
 
 def test_search_honours_boost_and_number_of_documents():
     settings = resolve("ur2", 1, True, {"documents_per_search": 3, "summarizer": "none"})
-    documents = build.passages(settings, [])
+    documents = questions_file.load_documents(settings, [])
     request = SearchRequest(Question("q", "?", []), f"about {documents[5].title}")
     (found,) = build.build_search(settings, documents)([request])
     assert len(found.documents) == 3 and found.documents[0] == documents[5] and not found.fallback

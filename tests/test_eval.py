@@ -37,7 +37,6 @@ from eval import (
     Options,
     grade,
     last_checkpoint,
-    material,
     prediction_record,
     settings_of,
 )
@@ -45,6 +44,7 @@ from papers import PAPERS
 from plumbing import build, score
 from plumbing.files import stage_folder
 from plumbing.predictions import score_command
+from plumbing.questions import evaluation_questions, training_questions, with_retrieved
 from policy import Policy, save_policy
 from prompts import PROTOCOLS, build_prompt
 from retrievers.controls import make_control
@@ -154,7 +154,7 @@ def written(tmp_path, monkeypatch):
     settings = Settings(protocol="r_search", retriever="empty", model="m", runs=str(tmp_path))
     patches = {
         "settings_of": lambda given: dataclasses.replace(settings, **given),
-        "material": lambda *_: ({"people": questions}, []),
+        "evaluation_questions": lambda *_: ({"people": questions}, []),
         "weights_version": lambda *_: "1",
         "load_model": lambda *_, **__: (None, None),
         "build_environment": lambda *_: None,
@@ -221,7 +221,7 @@ def test_several_data_sets_are_one_pass_and_one_table(written, monkeypatch, caps
     # the first text is wrong and the second right: for the other set both are wrong
     golds = {"nq": "Norland", "wiki": "Ostland"}
     two = {name: [Question(name + i, WHERE, [gold]) for i in "12"] for name, gold in golds.items()}
-    monkeypatch.setattr(evaluation, "material", lambda *_: (two, []))
+    monkeypatch.setattr(evaluation, "evaluation_questions", lambda *_: (two, []))
     monkeypatch.setattr(evaluation, "QUESTIONS_AT_ONCE", 2)
     run("--markdown --out", written, "--json", f"{written}.json")
     lines = capsys.readouterr().out.splitlines()
@@ -246,7 +246,8 @@ def test_two_evaluations_are_compared_in_pairs(written, tmp_path, capsys):
 
 def test_another_punctuation_scores_the_predictions_anew(written, monkeypatch, tmp_path):
     row = r_search(ANSWER.format("Nor land"), Question("1", "?", ["Nor-land"]))  # "norland"
-    monkeypatch.setattr(evaluation, "material", lambda *_: ({"people": [row.question]}, []))
+    asked = {"people": [row.question]}
+    monkeypatch.setattr(evaluation, "evaluation_questions", lambda *_: (asked, []))
     monkeypatch.setattr(evaluation, "rollout", lambda *_: [row])
     run(f"--punctuation space --json {tmp_path}/t.json --out", written)
     assert json.loads((tmp_path / "t.json").read_text())["qa"]["em"][0] == 1
@@ -388,7 +389,7 @@ def test_thoughts_have_tokens_of_their_own_and_are_no_part_of_the_answer(written
         return [trajectory_from_text(question, thought + arena(question).text, "arena")]
 
     monkeypatch.setattr(evaluation, "rollout", thoughtful)
-    monkeypatch.setattr(evaluation, "material", lambda *_: ({"people": [question]}, []))
+    monkeypatch.setattr(evaluation, "evaluation_questions", lambda *_: ({"people": [question]}, []))
     for flags, good in (("", 0), ("--thinking 100", 1)):
         run(f"{flags} --fresh --out", written)
         (record,) = records_in(written)
@@ -480,11 +481,11 @@ def test_scoring_a_file_loads_no_torch(tmp_path):
 
 
 def test_the_built_in_world_gives_so_many_held_out_questions_of_every_kind():
-    datasets, documents = material(Settings(), OPTIONS)
+    datasets, documents = evaluation_questions(Settings(), OPTIONS)
     questions = datasets["the built-in world"]
     one_hop = [q for q in questions if q.kind == "one_hop"]
     assert len(questions) == 15 and {q.id.split("/")[0] for q in one_hop} == {"test"}
-    _, other = material(Settings(), dataclasses.replace(OPTIONS, fact_seed=9))
+    _, other = evaluation_questions(Settings(), dataclasses.replace(OPTIONS, fact_seed=9))
     assert [d.title for d in other] == [d.title for d in documents] and other != documents
 
 
@@ -498,7 +499,7 @@ def test_of_a_file_questions_are_drawn_with_the_seed_or_the_first_and_zero_takes
 
     def ids(seed=0, **changes):
         settings = Settings(data=",".join(files), model="m", retriever="empty", seed=seed)
-        datasets, _ = material(settings, dataclasses.replace(OPTIONS, **changes))
+        datasets, _ = evaluation_questions(settings, dataclasses.replace(OPTIONS, **changes))
         return [int(q.id.removeprefix("q:")) for q in datasets["q"]]
 
     drawn = ids(questions=20)
@@ -519,7 +520,7 @@ def test_retrieved_references_stand_in_the_place_of_the_given_ones(retriever, te
     files["corpus"] = write(tmp_path / "c.jsonl", corpus)
     settings = Settings(protocol="arena", documents_per_search=1, retriever=retriever, **files)
     options = dataclasses.replace(OPTIONS, references="retrieved")
-    (found,) = material(settings, options)[0]["q"]
+    (found,) = evaluation_questions(settings, options)[0]["q"]
     assert [document.text for document in found.references] == [text]
     # which of them are gold is not known
     assert found.supporting == () and {"relevance", "all_correct"}.isdisjoint(grade(arena(found)))
@@ -532,7 +533,7 @@ def test_a_search_for_references_that_fails_is_one_line(monkeypatch):
     monkeypatch.setattr(failing, lambda self, queries, k: [None])
     settings = Settings(protocol="arena", retriever="empty")
     with pytest.raises(InputError, match="a search failed: try the same command again"):
-        build.with_retrieved([Question("q", "?", ["a"])], [], settings)
+        with_retrieved([Question("q", "?", ["a"])], [], settings)
 
 
 def arena(question):
@@ -664,8 +665,8 @@ def test_an_evaluation_draws_the_questions_that_a_training_draws(tmp_path):
     path = write(tmp_path / "q.jsonl", records)
     for seed in (0, 3):
         settings = Settings(model="m", data=f"{path}:7", seed=seed)
-        datasets, _ = material(settings, evaluation.Options(questions=0))
-        assert datasets == {"q": build.training_questions(settings)} and len(datasets["q"]) == 7
+        datasets, _ = evaluation_questions(settings, evaluation.Options(questions=0))
+        assert datasets == {"q": training_questions(settings)} and len(datasets["q"]) == 7
 
 
 # ------------------------------------------------------------------------------------ real records

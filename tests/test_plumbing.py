@@ -182,7 +182,8 @@ def test_a_bad_file_is_one_line_before_training_starts(records, said, model, tmp
 def test_what_is_quick_to_find_wrong_comes_before_a_large_corpus(
     model, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(build, "passages", lambda *_: pytest.fail("the corpus was read first"))
+    fail = "the corpus was read first"
+    monkeypatch.setattr(build, "load_documents", lambda *_: pytest.fail(fail))
     for path, more, said in (
         (tmp_path / "no-model", "", "no such directory"),
         (tmp_path, "", "no config.json"),

@@ -38,8 +38,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import train
 from papers import paper_of
-from plumbing.build import build_environment, build_search, built_in_world, world_questions
+from plumbing.build import build_environment, build_search
 from plumbing.files import checkpoints
+from plumbing.questions import built_in_world, world_questions
 from policy import Policy, collate, load_policy, save_policy
 from prompts import PROTOCOLS
 from retrievers.net import Fault

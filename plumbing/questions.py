@@ -1,0 +1,160 @@
+"""Which questions are asked, and which documents are searched for them.
+
+Questions come from --data or from the built-in world; training, evaluation and a session at the
+terminal each take theirs here. Documents come with the records, from --corpus or from that world.
+Left out: in which order training asks (curriculum.py), and the layouts of files (data.py).
+"""
+
+import dataclasses
+import random
+
+from curriculum import parse_shares
+from data import (
+    Document,
+    Question,
+    corpus_from_questions,
+    draw_some,
+    load_corpus,
+    load_datasets,
+    load_questions,
+)
+from errors import InputError
+from papers import paper_of
+from plumbing.files import saved_settings
+from prompts import PROTOCOLS, check_references
+from retriever import make_retriever
+from settings import Settings
+from world.world import LOOK_UPS, World
+
+
+# -------------------------------------------------------------------------------- questions
+def training_questions(settings: Settings) -> list[Question]:
+    if settings.data:
+        questions = load_questions(settings.data, settings.skip_bad, settings.seed)
+    else:
+        questions = reworded(built_in_questions(settings, "train"), settings)
+    return as_asked(questions, settings)
+
+
+def reworded(questions: list[Question], settings: Settings) -> list[Question]:
+    """A share of the looked-up golds says a word more than the passages, as in real data."""
+    rng, told = random.Random(f"reworded {settings.seed}"), []
+    for question in questions:
+        if question.kind in LOOK_UPS and rng.random() < settings.reworded:
+            answers = [f"{answer} proper" for answer in question.answers]
+            question = dataclasses.replace(question, answers=answers)
+        told.append(question)
+    return told
+
+
+def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]:
+    """(questions to train on, those of --eval_every): of --data by lot, else of another split."""
+    if not settings.eval_every:
+        return questions, []
+    count = settings.eval_questions
+    if not settings.data:
+        return questions, as_asked(world_questions(settings, "dev", count), settings)
+    if count >= len(questions):
+        raise InputError(f"--eval_questions {count}: of {len(questions)} in --data: give less")
+    held_out = draw_some(questions, count, f"{count} questions {settings.seed}")
+    ids = {question.id for question in held_out}
+    return [question for question in questions if question.id not in ids], held_out
+
+
+def with_retrieved(questions: list, documents: list[Document], settings: Settings) -> list:
+    """What a search for each finds in place of its own references (ARENA Figure 2), none gold."""
+    protocol, told = PROTOCOLS[settings.protocol], []
+    if not protocol.references_in_prompt:
+        raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
+    retriever = make_retriever(
+        documents, settings, settings.seed, settings.timeout, runs=settings.runs
+    )
+    given = [questions] if getattr(retriever, "needs_questions", False) else []  # the oracle
+    asked, k = [question.question for question in questions], settings.documents_per_search
+    for question, found in zip(questions, retriever.search(asked, k, *given), strict=True):
+        if found in (None, False):
+            raise InputError("--references retrieved: a search failed: try the same command again")
+        own = tuple(found) or (Document("", "", protocol.empty_text),)
+        told.append(dataclasses.replace(question, references=own, supporting=()))
+    return told
+
+
+def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
+    """--retrieval false and UR²'s `direct_tasks` are asked with the prompt without retrieval."""
+    protocol, direct, asked = PROTOCOLS[settings.protocol], settings.direct_tasks.split(","), []
+    for question in questions:
+        check_references(protocol, question)
+        may = question.may_search and settings.retrieval and question.task not in direct
+        asked.append(dataclasses.replace(question, may_search=may))
+    return asked
+
+
+def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
+    return World(settings.world_seed, fact_seed, paper_of(settings.protocol).world.layout)
+
+
+def built_in_questions(settings: Settings, split: str) -> list[Question]:
+    """All of a split. If --mix names the kind "direct": as many of each, also without retrieval."""
+    questions = world_questions(settings, split)
+    if "direct" in parse_shares(settings.mix, "--mix"):
+        for kind in sorted({question.kind for question in questions}):
+            some = [question for question in questions if question.kind == kind]
+            for question in (some * 240)[:240]:  # a kind of which there are few comes anew
+                questions.append(dataclasses.replace(question, source="direct", may_search=False))
+    return questions
+
+
+def world_questions(settings: Settings, split: str, count=None, fact_seed=None) -> list[Question]:
+    """`count` of each kind that the tiny model of this protocol was warmed up for; None: all."""
+    world, kinds = built_in_world(settings, fact_seed), paper_of(settings.protocol).world.kinds
+    return [q for kind in kinds for q in world.questions(split, kind, count)]
+
+
+def load_documents(settings: Settings, questions: list[Question]) -> list[Document]:
+    """Returns what is searched: the records' own paragraphs, --corpus, or the built-in world."""
+    if settings.corpus == "from-data":
+        return corpus_from_questions(questions)
+    if settings.corpus:
+        return load_corpus(settings.corpus, settings.skip_bad)
+    return [] if settings.data else built_in_world(settings).documents
+
+
+def in_built_in_world(settings: Settings) -> bool:
+    """The tiny models, and what was trained from them, are asked about the world they know."""
+    if settings.data or not settings.model:
+        return not settings.data
+    before = saved_settings(settings.model)
+    return bool(before and not (before.model or before.data))
+
+
+def evaluation_questions(
+    settings: Settings, options
+) -> tuple[dict[str, list[Question]], list[Document]]:
+    """Returns (questions by data set, the documents). Of `options`, which are eval.Options:
+
+    questions   of each kind of the built-in world, or of each file by lot; 0: all
+    references  "retrieved": what a search finds takes the place of a question's own references
+    """
+    count, fact_seed = options.questions, options.fact_seed
+    if settings.data:
+        datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
+        documents = load_documents(settings, [q for some in datasets.values() for q in some])
+        for name, some in datasets.items():
+            datasets[name] = draw_some(some, count, f"{count} questions {settings.seed}")
+    else:
+        some = world_questions(settings, options.split, count or None, fact_seed)
+        world = built_in_world(settings, fact_seed)
+        documents = load_documents(settings, some) if settings.corpus else world.documents
+        datasets = {"the built-in world": some}
+    for name, some in datasets.items():
+        if options.references == "retrieved":
+            some = with_retrieved(some, documents, settings)
+        datasets[name] = as_asked(some, settings)
+    return datasets, documents
+
+
+def known_questions(settings: Settings) -> list[Question]:
+    """Returns those whose answers are known: of --data, or the built-in world's held-out ones."""
+    if settings.data:
+        return load_questions(settings.data, settings.skip_bad, settings.seed)
+    return world_questions(settings, "test") if in_built_in_world(settings) else []
