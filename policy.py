@@ -28,8 +28,17 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
 from transformers import PreTrainedTokenizerFast as PlainTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
@@ -39,7 +48,7 @@ from formats.manifest import NAME as MANIFEST
 from formats.manifest import files_of, written_whole, wrong_with
 from prompts import chat_text
 from scale.lora import add_lora, save_merged
-from scale.packing import allow_packing, hidden_states, lengths_of
+from scale.packing import allow_packing, hidden_states, lengths_of, packed_attention
 
 disable_progress_bar()  # a bar for every checkpoint would tear the run's own bar apart
 # Trap: PyTorch prefers cuDNN's attention on an H100, which plans 20 ms for each new shape.
@@ -232,6 +241,19 @@ def _check_head(model: nn.Module) -> None:
     if differs or getattr(model.config, "final_logit_softcapping", None):
         said = f"{type(model).__name__} changes its logits after the output head (cap or scale)"
         raise InputError(f"{said}: use a model without that, such as Qwen2, Qwen3 or Llama")
+
+
+def attention(module, query, key, value, mask, groups=None, **options):
+    """The model's attention: packed where the texts of a pass are given as groups; `generate`,
+    which knows of none, gets the library's own.
+    """
+    if groups is None:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+    return packed_attention(query, key, value, groups, options.get("scaling")), None
+
+
+AttentionInterface.register("packed", attention)
+AttentionMaskInterface.register("packed", sdpa_mask)
 
 
 # ------------------------------------------------------------------------------- loading and saving

@@ -27,9 +27,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 SLACK = 4  # tokens of padding per row: fewer groups, each of which costs a call per layer
 LEAST = 64  # tokens of a prompt that is shared: a shorter one saves little, and costs a call more
@@ -167,11 +164,9 @@ def micro_batches(
     return mine
 
 
-def packed_attention(module, query, key, value, mask, groups=None, **options):
+def packed_attention(query, key, value, groups: list[tuple], scaling: float | None = None):
     """query [1, heads, N, D], key and value [1, kv, N, D] -> [1, N, heads, D], text by text."""
-    if groups is None:  # `generate` knows of none
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
-    how = {"scale": options.get("scaling"), "enable_gqa": query.shape[1] != key.shape[1]}
+    how = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     sizes, parts = [rows * length for rows, length, _ in groups], []
     # One split of each: its gradient is put together once, and not once for each of its slices.
     # As autocast would cast them; the kernel behind a mask aligned at the end is not asked by it.
@@ -190,11 +185,7 @@ def packed_attention(module, query, key, value, mask, groups=None, **options):
             seen = causal_lower_right(length, front + length)
             out = scaled_dot_product_attention(q, k, v, attn_mask=seen, **how)
         parts.append(out.transpose(1, 2).flatten(0, 1))  # [rows · length, heads, D]
-    return torch.cat(parts)[None], None
-
-
-AttentionInterface.register("packed", packed_attention)
-AttentionMaskInterface.register("packed", sdpa_mask)
+    return torch.cat(parts)[None]
 
 
 def allow_packing(model) -> None:

@@ -41,7 +41,7 @@ DOORS = {
 }
 RUNNER = "rewards.py own_reward"  # the one function that runs a user's file
 # Two signatures of transformers hand **options on: its attention's and `generate`.
-RELAYS = {"scale/packing.py packed_attention", "policy.py generate"}
+RELAYS = {"policy.py attention", "policy.py generate"}
 HIDING = re.compile(r"(__import__|exec|(.*\.)?(import_module|spec_from_file_location|run_path))")
 CODE = re.compile(r"\n\s*(def|class|import|from|return|function|const|let|var) \w")
 FLAG = re.compile(r"\w+: .+ = setting\((?!.*\bonly='(?!train'))")
