@@ -18,7 +18,7 @@ install: $(VENV)/installed
 
 # Warm-up, stage 1, stage 2, evaluation and the page, on the built-in world. A few minutes on a laptop.
 train: install
-	$(BIN)/accelerate launch --config_file configs/cpu.yaml train.py --stage 1,2 --evaluate --world_seed $(SEED) --seed $(SEED)
+	ACCELERATE_USE_CPU=true $(BIN)/python train.py --stage 1,2 --evaluate --world_seed $(SEED) --seed $(SEED)
 	$(BIN)/python view.py runs/ur2-world$(SEED)-seed$(SEED)
 
 # The law, and everything but the long learning runs; `make slow` runs those.

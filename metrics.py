@@ -47,6 +47,7 @@ PUNCTUATION = {  # style -> what becomes of it
 Golds = str | list[str]
 
 
+@lru_cache(maxsize=4096)  # the trajectories of a group repeat their answers
 def normalize_answer(text: str, punctuation: str = "space") -> str:
     """Lower case, no punctuation, no articles, single blanks. "space": True and False are yes, no.
 
@@ -243,6 +244,7 @@ def math_equal(prediction: str | None, gold: Golds) -> bool:
     return bool(left) and any(_same_math(left, clean_math(one)) for one in _as_list(gold))
 
 
+@lru_cache(maxsize=4096)  # the trajectories of a group repeat their answers
 def clean_math(text: str) -> str:
     r"""What is no part of the value goes: clean_math(r"$\boxed{\text{1,000}}$.") is "1000"."""
     text = _DOLLARS.sub("", text.translate(_UNICODE)).strip()
@@ -274,6 +276,8 @@ def _same_math(left: str, right: str) -> bool:
     if one_percent and _same_math(left.replace("%", ""), right.replace("%", "")):
         return True
     x, y = plain_number(left), plain_number(right)
+    if y is not None and not re.search(r"[\d\\]", left):
+        return False  # words are no number, and the worker need not start to say so
     if x is None or y is None:
         return _math_verify(left, right, gold_is_number=y is not None)
     if x.denominator == y.denominator == 1:  # 1000000 and 1000001 are within any tolerance
@@ -281,7 +285,7 @@ def _same_math(left: str, right: str) -> bool:
     return abs(x - y) * 10**6 <= max(abs(x), abs(y))  # 1/3 has no finite decimal
 
 
-@lru_cache(maxsize=4096)  # the trajectories of a group repeat their answers
+@lru_cache(maxsize=4096)
 def _math_verify(prediction: str, gold: str, gold_is_number: bool) -> bool:
     if has_math_verify():
         return ask_worker(prediction, gold)

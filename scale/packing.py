@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 SLACK = 4  # tokens of padding per row: fewer groups, each of which costs a call per layer
@@ -177,6 +176,9 @@ def packed_attention(query, key, value, groups: list[tuple], scaling: float | No
         if prompt is None:
             out = scaled_dot_product_attention(q, k, v, is_causal=True, **how)
         else:
+            # Here, since it loads torch._dynamo: a second of each start, of which few need it.
+            from torch.nn.attention.bias import causal_lower_right
+
             # Trap: is_causal lets query i see keys 0 to i, whatever number of keys there is.
             front = groups[prompt][1]
             shared = (x[prompt].expand(rows, -1, -1, -1) for x in texts[1:])  # [rows, kv, P, D]

@@ -373,6 +373,12 @@ except KeyboardInterrupt:
 
 @needs_math_verify
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
+def test_words_are_no_number_without_asking_the_worker(monkeypatch):
+    monkeypatch.setattr(metrics, "_math_verify", lambda *_, **__: pytest.fail("it was asked"))
+    assert not metrics.math_equal("ropes and sails", "16")
+    assert not metrics.math_equal("x + y", "1/2") and metrics.math_equal("16.0", "16")
+
+
 @pytest.mark.parametrize(("sent", "then"), [(signal.SIGINT, "True\n"), (signal.SIGKILL, "")])
 def test_the_worker_is_quiet_at_ctrl_c_and_ends_with_its_parent(sent, then):
     command = [sys.executable, "-c", ASKS]
