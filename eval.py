@@ -111,6 +111,7 @@ from plumbing.files import (
 from plumbing.questions import evaluation_questions
 from policy import best_device, check_model_path, weights_version
 from prompts import PROTOCOLS, tag_pair
+from retriever import SEARCH_FAILED
 from rewards import arena_scores, evidence_support, needs
 from rollout import check_prompts, rollout
 from settings import (
@@ -119,7 +120,6 @@ from settings import (
     check_settings,
     resolve,
 )
-from summarizer import SEARCH_FAILED
 from trajectory import Trajectory
 
 QUESTIONS_AT_ONCE = 64

@@ -26,13 +26,13 @@ Left out: stemming, stop words.
 import sys
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
 
-from data import Document, harmless, load_corpus
+from data import Document, SearchRequest, SearchResult, harmless, load_corpus
 from errors import FlagParser, InputError, run_main, setting
 from metrics import tokenize
 
@@ -41,7 +41,11 @@ RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle", "given")
 Array = np.ndarray
 SMALL_IDF = 0.05  # where epsilon · mean idf is none
 COMMON = 0.25  # share of the documents from which on a term has a row
-Lists = list[list[Document]]  # one per query, best first
+Found = list[list[Document]]  # one per query or request, best first
+Requests = list[SearchRequest]
+Results = list[SearchResult]  # one per request, in order
+Summarize = Callable[[Requests, Found], Results]
+SEARCH_FAILED = "search failed"  # of one query, while others of its call were answered
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,48 @@ def make_retriever(
 
         return make_control(name, documents, seed)
     raise InputError(f"unknown retriever {name!r}: one of {', '.join(RETRIEVERS)}")
+
+
+# ---------------------------------------------------------------------------------- the search
+def show_all(requests: Requests, documents: Found) -> Results:
+    """No summariser: the policy reads the documents, and every query counts as a lookup."""
+    return [SearchResult(found) for found in documents]
+
+
+def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Callable:
+    """What the rollout is given: retrieve for all requests in one call, then summarise for all.
+    search.seconds(requests): how long a retriever that asks elsewhere may take for their queries.
+    """
+
+    def search(requests: Requests) -> Results:
+        found = retrieve(retriever, requests, k) if requests else []
+        results = [SearchResult(error=SEARCH_FAILED, rejected=its is False) for its in found]
+        answered = [i for i, documents in enumerate(found) if isinstance(documents, list)]
+        if answered:
+            told = summarize([requests[i] for i in answered], [found[i] for i in answered])
+            for i, result in zip(answered, told, strict=True):
+                results[i] = result
+        return results
+
+    if hasattr(retriever, "seconds"):
+        search.seconds = lambda requests: retriever.seconds(len({r.query for r in requests}), k)
+    return search
+
+
+def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | bool | None]:
+    """The documents of every request, None where its search failed, False where the query was
+    rejected; each query once.
+    """
+    oracle = getattr(retriever, "needs_questions", False)
+    # For the oracle the question decides: two questions may well ask the same query.
+    keys = [(request.query, request.question.id if oracle else "") for request in requests]
+    unique = dict(zip(keys, requests, strict=True))
+    questions = [[request.question for request in unique.values()]] if oracle else []
+    found = retriever.search([query for query, _ in unique], k, *questions)
+    # strict: a retriever that drops a query must not shift the others
+    documents = dict(zip(unique, found, strict=True))
+    answers = [documents[key] for key in keys]
+    return [answer if answer in (None, False) else list(answer) for answer in answers]
 
 
 # --------------------------------------------------------------------------------------------- BM25
@@ -139,7 +185,7 @@ class BM25:
                 self.add(scores, term, count)
         return scores
 
-    def search(self, queries: list[str], k: int) -> Lists:
+    def search(self, queries: list[str], k: int) -> Found:
         """min(k, N) documents each, best first. As in the reference, documents that share no word
         with the query (score 0) fill up the list.
         """

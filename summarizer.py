@@ -8,7 +8,6 @@ Left out: making a small summariser of a large one's notes (lab/distil.py).
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,11 +23,7 @@ from prompts import (
     without_thinking,
     worded,
 )
-
-Requests = list[SearchRequest]
-Found = list[list[Document]]  # for each request
-Results = list[SearchResult]  # one per request, in order
-Summarize = Callable[[Requests, Found], Results]
+from retriever import Found, Requests, Results, Summarize, show_all
 
 # Read where no passage names what is asked; not "", which shows the documents. It is also the
 # fallback of the built-in world, whose tiny models know no other words.
@@ -52,11 +47,6 @@ class SummarizerSettings:
         False, "a model that writes notes turns queries away, as in training", only="eval"
     )
     summary_sampling: str = setting("", "task=temperature/top_p/tokens,...", only="papers")
-
-
-def show_all(requests: Requests, documents: Found) -> Results:
-    """No summariser: the policy reads the documents, and every query counts as a lookup."""
-    return [SearchResult(found) for found in documents]
 
 
 def extract(requests: Requests, documents: Found, fallback: str = FALLBACK_TEXT) -> Results:
@@ -256,45 +246,6 @@ def make_summarizer(
         return [results[i] for i in range(len(requests))]
 
     return summarize
-
-
-SEARCH_FAILED = "search failed"  # of one query, while others of its call were answered
-
-
-def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Callable:
-    """What the rollout is given: retrieve for all requests in one call, then summarise for all.
-    search.seconds(requests): how long a retriever that asks elsewhere may take for their queries.
-    """
-
-    def search(requests: Requests) -> Results:
-        found = retrieve(retriever, requests, k) if requests else []
-        results = [SearchResult(error=SEARCH_FAILED, rejected=its is False) for its in found]
-        answered = [i for i, documents in enumerate(found) if isinstance(documents, list)]
-        if answered:
-            told = summarize([requests[i] for i in answered], [found[i] for i in answered])
-            for i, result in zip(answered, told, strict=True):
-                results[i] = result
-        return results
-
-    if hasattr(retriever, "seconds"):
-        search.seconds = lambda requests: retriever.seconds(len({r.query for r in requests}), k)
-    return search
-
-
-def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | bool | None]:
-    """The documents of every request, None where its search failed, False where the query was
-    rejected; each query once.
-    """
-    oracle = getattr(retriever, "needs_questions", False)
-    # For the oracle the question decides: two questions may well ask the same query.
-    keys = [(request.query, request.question.id if oracle else "") for request in requests]
-    unique = dict(zip(keys, requests, strict=True))
-    questions = [[request.question for request in unique.values()]] if oracle else []
-    found = retriever.search([query for query, _ in unique], k, *questions)
-    # strict: a retriever that drops a query must not shift the others
-    documents = dict(zip(unique, found, strict=True))
-    answers = [documents[key] for key in keys]
-    return [answer if answer in (None, False) else list(answer) for answer in answers]
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from plumbing.questions import hold_out, in_built_in_world, load_documents, trai
 from plumbing.score import Scorer
 from policy import Policy, load_policy, make_optimizer
 from prompts import PROTOCOLS, Protocol
-from retriever import make_retriever
+from retriever import make_retriever, make_search
 from rewards import check_questions
 from rollout import Environment, SearchFunction, begun, check_prompts, play_by_turns
 from scale.engine import play_in_slots
@@ -38,7 +38,7 @@ from scale.sampling import to_sample_with, wants_copy
 from scale.server import SLOWEST, Fleet, generate_on_server, to_serve
 from scale.shards import asked_for, check_alike, check_shardable, shard
 from settings import Settings
-from summarizer import FALLBACK_TEXT, SUMMARY_LOG, make_search, make_summarizer, models_in
+from summarizer import FALLBACK_TEXT, SUMMARY_LOG, make_summarizer, models_in
 from update import Parts, updates_of
 from world.toy import load_toy
 

@@ -10,6 +10,7 @@ from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError
 from papers import PAPERS
 from prompts import PROTOCOLS
+from retriever import make_search, show_all
 from retrievers.controls import OracleRetriever
 from summarizer import (
     FALLBACK_TEXT,
@@ -20,10 +21,8 @@ from summarizer import (
     extract,
     instruction_for,
     is_lookup,
-    make_search,
     make_summarizer,
     models_in,
-    show_all,
 )
 
 ANA = Document("3", "ana bell", "ana bell was born in kelmouth .")

@@ -16,9 +16,9 @@ from other_models.reader import INSTRUCTION, reader_text
 from papers import paper_of
 from policy import Policy
 from prompts import PROTOCOLS, build_prompt, frame_documents, number_documents
-from retriever import BM25
+from retriever import BM25, make_search, show_all
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
-from summarizer import extract, make_search, show_all
+from summarizer import extract
 from trajectory import Search, Segment, Trajectory
 from world import toy
 from world.toy import TraceWriter, encode_traces, make_model, make_tokenizer, word_pieces
