@@ -162,12 +162,21 @@ def test_the_instructions_ask_for_what_the_papers_ask_for():
         "r1_searcher": ["key words", "single triple"],  # Prompt 2.2.2
         # Table 1: all that may matter, complete, unmodified; none without a search
         "r_search": [
+            "begin each step with what you think",
             "everything in the observations that may bear",
             "nothing changed",
             "leave that",
         ],
-        # B.4: what a query holds (rule 3), what is not enough or contradicts (5), last resort (6)
-        "when_to_search": ["names, dates, places", "contradicts what you know", "the last resort"],
+        # B.4: think first (rule 1), no search without need (2, 3), what a query holds (3), what is
+        # not enough or contradicts (5), last resort (6)
+        "when_to_search": [
+            "Always begin with <think>",
+            "do not search. Only if a fact is truly missing",
+            "no question: it is a few key words",
+            "names, dates, places",
+            "contradicts what you know",
+            "the last resort",
+        ],
         "arena": ["say for each claim which references support it"],  # Table 1
     }
     for name, phrases in wanted.items():
