@@ -209,6 +209,7 @@ def test_arena_is_told_that_the_brackets_are_literal_and_a_summary_has_its_own_t
         assert PROTOCOLS[name].stop_tags == {f"</{tag}>": "answer"}
         for words in ("<answer>", "Answer from the references", "as short as"):
             assert (words in told) is (tag == "answer")
+        assert ("in whole sentences" in told) is (tag == "summary")
 
 
 def test_a_question_without_references_cannot_be_asked_under_arena(bpe):
