@@ -98,7 +98,10 @@ UR2 = Paper(
         read=" \\boxed{{ {answer}}}",
         summarised=True,
         stop_after_first_hop=0.1,  # at 0.2 stage 2 unlearned the second hop in world 44
-        steps=620,
+        steps=360,
+        muon_lr=0.01,
+        lr_warmup=20,
+        decay_from=0.4,
     ),
     # appendix C.4, as the summariser's: temperature, top_p, tokens
     decoding={"temperature": 0.3, "top_p": 0.5}
@@ -121,6 +124,9 @@ UR2.warm_ups["weak"] = replace(
     prior=0.04,
     context=512,
     steps=550,
+    muon_lr=0.0,
+    lr_warmup=50,
+    decay_from=0.5,
 )
 # A bonus in its first steps is its stage 1 (C.7). The built-in world has no options: of any task.
 UR2_CHOICE = replace(

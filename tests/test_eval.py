@@ -128,6 +128,7 @@ def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     told, answer = example("arena", searches=1), {"em": 1, "f1": 1, "cem": 1, "format": 1}
     half = answer | {"relevance": 0.5, "exact_set": 0, "set_f1": 2 / 3, "all_correct": 0}
     assert grade(told) == half
+    assert grade(example("arena", "Norland </answer> so"))["format"] == 0
     # All correct (Table 13): the whole set, and the answer too
     for text, right in (("Norland", 1), ("Sudria", 0)):
         numbers = grade(example("arena", text))

@@ -3,7 +3,7 @@
 Their numbers are recorded in tests/peers.json: of verl 0.9.1 and TRL 1.16.0, on one batch. Where
 the two are installed (pip install --no-deps verl trl) they are computed again, and have to be
 those; RECORD=1 writes them. Nothing of verl is loaded but the files with its formulas, and of TRL
-one statement is run. rouge-score is compared where it is installed.
+one statement is run. So it is with rouge-score 0.1.2, on 40 pairs of texts.
 """
 
 import ast
@@ -286,17 +286,20 @@ CASES = {  # name -> (ours of a batch, theirs of verl and a batch)
 }
 
 
+def check_recorded(name, rows):
+    """What others compute is what was recorded; with RECORD=1 it is recorded first."""
+    found = [[round(number, 9) for number in row] for row in rows]
+    if "RECORD" in os.environ:
+        RECORDED[name] = found
+        PATH.write_text(json.dumps(RECORDED).replace("]], ", "]],\n"), encoding="utf-8")
+    assert np.allclose(found, RECORDED[name], atol=1e-8)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_training_computes_what_others_compute(name, verl):
     ours, theirs = CASES[name]
     if TRL if name.startswith("TRL") else verl:
-        found = [
-            [round(number, 9) for number in row] for row in theirs(verl, make_batch()).tolist()
-        ]
-        if "RECORD" in os.environ:
-            RECORDED[name] = found
-            PATH.write_text(json.dumps(RECORDED).replace("]], ", "]],\n"), encoding="utf-8")
-        assert np.allclose(found, RECORDED[name], atol=1e-8)
+        check_recorded(name, theirs(verl, make_batch()).tolist())
     # verl whitens by √(variance + 1e-8), we by the deviation + 1e-6
     within = 1e-5 if name.startswith(("REINFORCE", "GAE", "its baseline")) else 1e-7
     expected = torch.tensor(RECORDED[name], dtype=torch.double)
@@ -305,11 +308,12 @@ def test_training_computes_what_others_compute(name, verl):
 
 
 def test_rouge_is_that_of_the_package():
-    scorer = pytest.importorskip("rouge_score.rouge_scorer", reason="needs rouge-score")
-    scorer = scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
     words, rng = "the a cat sat on mat dog ran in park Small U.S. it's".split(), random.Random(0)
-    for _ in range(500):
-        texts = [" ".join(rng.choices(words, k=rng.randint(1, 30))) for _ in range(2)]
-        ours = summary_scores(texts[0], [texts[1]])
-        for name, score in scorer.score(texts[1], texts[0]).items():
-            assert ours[name] == pytest.approx(score.fmeasure, abs=1e-12)
+    pairs = [[" ".join(rng.choices(words, k=rng.randint(1, 30))) for _ in "12"] for _ in range(40)]
+    if importlib.util.find_spec("rouge_score"):
+        rouge = importlib.import_module("rouge_score.rouge_scorer")
+        scorer = rouge.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
+        scores = [scorer.score(gold, text).values() for text, gold in pairs]
+        check_recorded("ROUGE", [[score.fmeasure for score in row] for row in scores])
+    ours = [list(summary_scores(text, [gold]).values())[:3] for text, gold in pairs]
+    assert np.allclose(ours, RECORDED["ROUGE"], atol=1e-8)

@@ -162,12 +162,21 @@ def test_the_instructions_ask_for_what_the_papers_ask_for():
         "r1_searcher": ["key words", "single triple"],  # Prompt 2.2.2
         # Table 1: all that may matter, complete, unmodified; none without a search
         "r_search": [
+            "begin each step with what you think",
             "everything in the observations that may bear",
             "nothing changed",
             "leave that",
         ],
-        # B.4: what a query holds (rule 3), what is not enough or contradicts (5), last resort (6)
-        "when_to_search": ["names, dates, places", "contradicts what you know", "the last resort"],
+        # B.4: think first (rule 1), no search without need (2, 3), what a query holds (3), what is
+        # not enough or contradicts (5), last resort (6)
+        "when_to_search": [
+            "Always begin with <think>",
+            "do not search. Only if a fact is truly missing",
+            "no question: it is a few key words",
+            "names, dates, places",
+            "contradicts what you know",
+            "the last resort",
+        ],
         "arena": ["say for each claim which references support it"],  # Table 1
     }
     for name, phrases in wanted.items():
@@ -200,6 +209,7 @@ def test_arena_is_told_that_the_brackets_are_literal_and_a_summary_has_its_own_t
         assert PROTOCOLS[name].stop_tags == {f"</{tag}>": "answer"}
         for words in ("<answer>", "Answer from the references", "as short as"):
             assert (words in told) is (tag == "answer")
+        assert ("in whole sentences" in told) is (tag == "summary")
 
 
 def test_a_question_without_references_cannot_be_asked_under_arena(bpe):

@@ -96,6 +96,38 @@ def test_a_rate_of_zero_moves_nothing_and_the_rate_is_that_of_the_step(policy):
     assert moved.item() == pytest.approx(1e-3 / 4, rel=1e-2)
 
 
+def test_examples_are_packed_and_what_stands_behind_the_last_imitated_token_is_not_read(
+    policy, monkeypatch
+):
+    read = []
+    embed = policy.language_model.base_model.embed_tokens.forward
+    monkeypatch.setattr(
+        policy.language_model.base_model.embed_tokens,
+        "forward",
+        lambda ids: read.append(ids.numel()) or embed(ids),
+    )
+    long, short = Example([5] * 40, [0] * 30 + [1] + [0] * 9), Example([6] * 6, [0] * 5 + [1])
+    train(policy, [long, *[short] * 9])
+    # 30 tokens are in front of the last imitated one, 9 times 5: padded it would be 10 times 30.
+    assert read == [30 + 9 * 5]
+
+
+def test_muon_steps_have_equal_singular_values_and_the_rest_is_adamws(policy):
+    before = {name: p.clone() for name, p in policy.named_parameters()}
+    train(policy, lr=1e-3, muon_lr=0.02)
+    for name, weight in policy.named_parameters():
+        change = weight - before[name]
+        if weight.ndim == 2 and ".layers." in name:
+            unit = 0.02 * max(1, len(weight) / weight.shape[1]) ** 0.5
+            values = torch.linalg.svdvals(change) / unit
+            # Five Newton-Schulz iterations make them about 1: of a gradient of few tokens the
+            # largest ones.
+            assert values[0] < 1.3 and values[2] > 0.4
+        else:  # Adam's first step is the rate, whatever the gradient
+            moved = change[change.abs() > 1e-5].abs()
+            assert moved.numel() and moved.max() < 1.01e-3
+
+
 def test_every_step_asks_for_its_own_batch(policy):
     asked = []
 

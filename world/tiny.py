@@ -52,3 +52,4 @@ class Tiny:
     lr: float = 4e-3
     lr_warmup: int = 50
     decay_from: float = 0.5
+    muon_lr: float = 0.0  # sft.SFTSettings

@@ -485,7 +485,8 @@ def warm_up(policy, tokenizer, protocol: Protocol, tiny: Tiny, world_seed: int =
     def next_examples(_step: int) -> list[Example]:
         return encode_traces([writer.write() for _ in range(tiny.batch_size)], protocol, tokenizer)
 
-    settings = SFTSettings(tiny.steps, tiny.lr, tiny.lr_warmup, tiny.decay_from)
+    how = (tiny.steps, tiny.lr, tiny.lr_warmup, tiny.decay_from)
+    settings = SFTSettings(*how, muon_lr=tiny.muon_lr)
     return train_sft(policy, next_examples, settings, f"warm-up ({protocol.name})")
 
 
