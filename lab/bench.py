@@ -1,6 +1,6 @@
 """How fast, against what, and how cost grows: the parts of a training step beside slow twins.
 
-    python -m lab.bench rollout      three loops that sample
+    python -m lab.bench rollout      in slots, and by plain `generate`
     python -m lab.bench update       one gradient: shared prompts (ours), whole rows, padded rows
     python -m lab.bench step         a whole GRPO step: seconds of its rollout and of its update
     python -m lab.bench retrieval    BM25: seconds of a query and of the build
@@ -10,7 +10,7 @@ The work is written down first: the tokens of each turn, and what a search then 
 take turns, each run in a process of its own that first does a small piece of the work. Medians of
     seconds   of CPU (on a GPU: of the clock, after a synchronisation)
     mib       peak, less what the process held before, its weights
-    x         seconds / those of the first variant, which is ours
+    x         seconds / those of the first variant, which is ours, or of the smallest size
 Left out: searches (nothing waits here), several processes, sampling by a server, other trainers; in
 `step` the clipping of ratios, and log-probs that are scored again where bf16 samples.
 """
@@ -19,8 +19,7 @@ import multiprocessing
 import random
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from resource import RUSAGE_SELF, getrusage
@@ -43,7 +42,7 @@ from metrics import tokenize
 from policy import Policy, checkpoint_activations, collate, make_optimizer, without_dropout
 from prompts import PROTOCOLS
 from retriever import BM25, top
-from rollout import play_by_turns, sample_turns
+from rollout import play_by_turns
 from scale import packing
 from scale.engine import play_in_slots
 from scale.lora import add_lora
@@ -92,29 +91,31 @@ class Scripted:
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0>")
         draw, half = random.Random(o.seed), o.context // 2
 
+        def length(least, most):
+            return draw.randint(least // o.shorter, most // o.shorter)
+
         def text(least, most):
-            return draw.choices(range(1, o.vocab), k=draw.randint(least, most) // o.shorter)
+            return [draw.randrange(1, o.vocab) for _ in range(length(least, most))]
 
         for _ in range(o.questions_per_step):
             prompt = text(half or o.prompt or 100, half or o.prompt or 200)
             for _ in range(o.group_size):
+                searches = range(0 if half else draw.randint(0, o.max_searches))
+                said = [length(20, 80) for _ in searches] + [length(half or 20, half or 150)]
                 row = Trajectory(None, self.protocol, prompt)
-                searches = 0 if half else draw.randint(0, o.max_searches)
-                row.left = [(text(20, 80), text(100, 200)) for _ in range(searches)]
-                row.left += [(text(half or 20, half or 150), [])]  # the turns to come
+                row.left = [*zip(said, [text(100, 200) for _ in searches] + [[]], strict=True)]
                 self.rows.append(row)
 
     def longest(self, row):
-        return len(row.ids) + sum(len(said + found) for said, found in row.left)
+        return len(row.ids) + sum(said + len(found) for said, found in row.left)
 
     def turn_room(self, row):
-        return len(row.left[0][0]) if row.left else 1  # `naive` samples of ended rows too
+        return row.left[0][0]
 
     def end_turn(self, row, ids, logprobs, reason):
-        if row.left:
-            row.append_model(ids, logprobs, "")
-            row.append_environment(row.left.pop(0)[1], "", "documents")
-            row.stop_reason = "" if row.left else "length"
+        row.append_model(ids, logprobs, "")
+        row.append_environment(row.left.pop(0)[1], "", "documents")
+        row.stop_reason = "" if row.left else "length"
 
 
 # ------------------------------------------------------------------------------- seconds and memory
@@ -143,7 +144,7 @@ def alone(work):
     with ProcessPoolExecutor(1, forks, torch.set_num_threads, (1,)) as pool:
         try:
             return pool.submit(work).result()
-        except BrokenProcessPool:
+        except BrokenExecutor:
             raise InputError("a run was ended from outside: most often memory ran out") from None
 
 
@@ -165,13 +166,12 @@ def show(runs: dict, png: str) -> None:
     """A line of medians for each variant or size. Of sizes cost ~ size ^ exponent: the slope of a
     straight line through the logarithms.
     """
-    curves, ours = {}, None
+    curves, first = {}, {}
     for name, found in runs.items():
         row = {key: np.median([run[key] for run in found]) for key in found[0]}
-        ours = ours or row["seconds"]
-        texts = [f"{key} {value:.4g}" for key, value in row.items()]
-        print(f"{name:20}", *texts, f"x {row['seconds'] / ours:.3g}", sep="  ")
         axis, *sizes = name.split()
+        row["x"] = row["seconds"] / first.setdefault(axis if sizes else "", row["seconds"])
+        print(f"{name:20}", *(f"{key} {value:.4g}" for key, value in row.items()), sep="  ")
         for size in sizes:  # of a variant none
             for cost in {"seconds", "mib", "build"} & row.keys():
                 points = curves.setdefault(f"{cost} ~ {axis}", [])
@@ -181,29 +181,26 @@ def show(runs: dict, png: str) -> None:
         title = f"{name} ^ {np.polyfit(np.log(sizes), np.log(costs), 1)[0]:.2f}"
         print(title)
         if png:
-            load_pyplot().subplot(3, 4, place, title=title).loglog(sizes, costs, "o-")
+            panel = load_pyplot().subplot(3, 4, place, title=title)
+            panel.loglog(sizes, costs, "o-")
+            panel.minorticks_off()
+            panel.set_xticks(sizes, sizes.astype(int))
+            panel.set_yticks(costs, [f"{cost:.4g}" for cost in costs])
     if png:
-        load_pyplot().savefig(png)
+        load_pyplot().savefig(png, dpi=90)
 
 
 # ----------------------------------------------------------------------------------------- variants
-def naive(policy, environment, rows):
-    """`generate` for the whole batch at every turn, all computed again."""
-    while any(row.left for row in rows):
-        for row, turn in zip(rows, sample_turns(policy, environment, rows), strict=True):
-            environment.end_turn(row, turn.ids, turn.logprobs, "length")
-
-
 @torch.enable_grad()
 def backward(policy, environment, rows, padded=False):
     """The gradient as policy.py has it; padded: of rows as long as the longest, from every log-prob
     (padding has id 0). Both read as many tokens at once. The reward of a row is its number.
     """
+    o, draw = environment.settings, random.Random(0)
     for row in rows:  # as if a policy had sampled: a thousandth of the work
         while row.left:
-            said = row.left[0][0]
-            environment.end_turn(row, said, [0.0] * len(said), "")
-    o = environment.settings
+            ids = draw.choices(range(1, o.vocab), k=row.left[0][0])
+            environment.end_turn(row, ids, [0.0] * len(ids), "")
     batch = collate(rows, range(len(rows)), o.group_size)
     weights = grpo.compute_token_weights(batch, o)  # [B, T]
     batch.token_weights = weights * grpo.compute_advantages(batch, o)  # [B, T]
@@ -231,6 +228,7 @@ def step(policy, environment, rows):
     middle, *_ = gauge(o.device)
     backward(policy, environment, rows)
     optimizer.step()
+    policy.zero_grad()
     return {"rollout": middle - start, "update": gauge(o.device)[0] - middle}
 
 
@@ -290,7 +288,7 @@ AXES = {  # by the setting that grows: what runs, the sizes
     "passages": (BM25, (5_000, 40_000, 300_000, 1_000_000)),
 }
 PARTS = {  # ours is the first one
-    "rollout": {"slots": play_in_slots, "by_turns": play_by_turns, "naive": naive},
+    "rollout": {"slots": play_in_slots, "by_turns": play_by_turns},
     "update": {"ours": backward, "whole": backward, "padded": partial(backward, padded=True)},
     "step": {"ours": step},
     "retrieval": {"ours": BM25, "rank-bm25": BM25Okapi},
@@ -308,7 +306,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise InputError("--device cuda: torch sees no GPU here")
     if o.png:
         check_output(o.png, "--png")
-        load_pyplot().figure(figsize=(14, 9), layout="constrained")
+        load_pyplot().rcParams["font.size"] = 8
+        load_pyplot().figure(figsize=(12, 7), layout="constrained")
     for name in names_in("only", o.only, PARTS[part]):
         work, sizes = AXES.get(name, (PARTS[part][name], [""]))
         run = run_retrieval if work in (BM25, BM25Okapi) else run_scripted

@@ -119,9 +119,9 @@ def test_the_variants_take_turns_and_ctrl_c_keeps_what_was_measured(monkeypatch,
 
     monkeypatch.setattr(bench, "alone", run_three)
     with pytest.raises(KeyboardInterrupt):
-        bench.main(["rollout", "--only", "slots,naive"])
-    assert order == ["slots", "naive", "slots"]
-    assert re.search(r"\nnaive +seconds 1  mib 0", capsys.readouterr().out)
+        bench.main(["rollout"])
+    assert order == ["slots", "by_turns", "slots"]
+    assert re.search(r"\nby_turns +seconds 1  mib 0", capsys.readouterr().out)
 
 
 # ------------------------------------------------------------------------------------------- growth
