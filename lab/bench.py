@@ -312,7 +312,9 @@ def main(arguments: list[str] | None = None) -> None:
         work, sizes = AXES.get(name, (PARTS[part][name], [""]))
         run = run_retrieval if work in (BM25, BM25Okapi) else run_scripted
         for size in sizes[: o.sizes]:
-            grown = replace(o, **{name: size}) if size else o
+            # What is drawn depends on the vocabulary: in an update all rows are of one length.
+            lengths = {"context": 512 * (work is backward)}
+            grown = replace(o, **lengths | {name: size}) if size else o
             works[f"{name} {size}".strip()] = partial(run, work, name, grown)
     print(f"{part}: {o.model}, V = {o.vocab:,}, {o.device}")
     try:
