@@ -1,417 +1,361 @@
-"""How fast, and against what: the parts of a training step, each beside a slow twin.
+"""How fast, against what, and how cost grows: the parts of a training step beside slow twins.
 
-    python -m lab.bench rollout      three loops that sample
-    python -m lab.bench update       one gradient, at V = 151,936
-    python -m lab.bench prompts      one gradient of rows that share prompts, at V = 4,096
-    python -m lab.bench step         a whole GRPO step: how much of it each part takes
-    python -m lab.bench retrieval    BM25, seconds per query and of the build (bm25s: if installed)
+    python -m lab.bench rollout      in slots; by plain `generate` on the rows that go on, or on all
+    python -m lab.bench update       one gradient: ours; of all rows, also those that teach nothing
+                                     (--equal_groups); without shared prompts; of padded rows
+    python -m lab.bench step         a whole GRPO step: seconds of its rollout and of its update
+    python -m lab.bench retrieval    BM25: seconds of a query and of the build (bm25s: if installed)
+    python -m lab.bench growth       ours at several sizes: cost ~ size ^ exponent (--png FILE)
 
-The work is written down first: how many tokens each turn has, and what a search then inserts. The
-variants take turns, each run in a process of its own that first does a small piece of the work.
-
-    seconds   of CPU (on a GPU: of the clock, after a synchronisation), median of all runs
-    mib       peak, less what the process held before, its weights (on a GPU the whole peak)
-    x TWIN    the twin's seconds / ours: above 1 is faster
-
-Left out: searches (nothing waits here), several processes, sampling by a server, other trainers.
+The work is written down first: the tokens of each turn, and what a search then inserts. Variants
+take turns, each run in a process of its own that first does a small piece of the work. Medians of
+    seconds   of CPU (on a GPU: of the clock, after a synchronisation)
+    mib       peak, less what the process held before, its weights
+    x         seconds / those of the first variant, which is ours, or of the smallest size
+Left out: searches (nothing waits here), several processes, sampling by a server, other trainers; in
+`step` the clipping of ratios, and log-probs that are scored again where bf16 samples.
 """
 
 import multiprocessing
-import os
 import random
-import re
-import statistics
+import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import numpy as np
+import psutil
 import torch
-from accelerate import Accelerator
 from rank_bm25 import BM25Okapi
 from tokenizers import Tokenizer, models
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import grpo
-import rollout
-from data import Document, Question
-from errors import FlagParser, InputError, run_main, setting
+from data import Document
+from errors import InputError, check_output, run_main, setting
 from flags import PolicySettings, RolloutSettings
-from lab import names_in
+from lab import names_in, parse_flags
 from lab.plan import config_of
 from metrics import tokenize
 from policy import Policy, checkpoint_activations, collate, make_optimizer, without_dropout
 from prompts import PROTOCOLS
 from retriever import BM25, top
+from rollout import play_by_turns, sample_turns
 from scale import packing
-from scale.engine import obstacle, play_in_slots
+from scale.engine import play_in_slots
 from scale.lora import add_lora
-from scale.packing import LEAST, micro_batches
-from scale.sampling import to_sample_with, wants_copy
-from settings import Settings, add_flags, check_limits
-from train import Sampled, prepare, shuffled_updates
+from scale.sampling import to_sample_with
+from settings import Settings, check_limits
 from trajectory import Trajectory
-from update import Parts, update
+from update import rows_that_teach
+from view import load_pyplot
 
-PROMPT, TURN, ANSWER, INSERTED = (100, 200), (20, 80), (20, 150), (100, 200)  # tokens
 SAME = {"cpu": 1e-5, "cuda": 2e-2}  # how far two gradients may be apart: fp32, and bf16 autocast
 
 
 @dataclass(frozen=True)
 class BenchSettings:
+    """How fast, against what, and how cost grows."""
+
     repeats: int = setting(5, "runs of each variant", least=1)
-    only: str = setting("", "names of variants, comma-separated, such as ours")
+    only: str = setting("", "names of variants (of growth: of axes), comma-separated")
+    sizes: int = setting(9, "growth: the smallest of each axis", least=2)
+    png: str = setting("", "growth: a file for its picture")
     model: str = setting("4M", "4M, 7B, 3B, ... or a directory: its shape, with random weights")
-    vocab: int = setting(0, "0: the shape's own; of an update 151,936", least=0)
-    device: str = setting("cpu", "what computes", one_of=("cpu", "cuda"))
-    threads: int = setting(1, "of a process, on a CPU", least=1)
-    questions_per_step: int = setting(8, "of update 2, of prompts 4", least=1)
-    trajectories_per_update: int = setting(0, "step: 0 makes one update of all", least=0)
-    tokens_per_micro_batch: int = setting(4096, "step: padding counted", least=1)
-    micro_batch: int = setting(4, "update: rows as long as the longest; of prompts 16", least=1)
+    vocab: int = setting(4096, "tokens that the model knows", least=2)
+    device: str = setting("cpu", "what computes (BM25: a CPU)", one_of=SAME)
+    questions_per_step: int = setting(8, "prompts", least=1)
+    group_size: int = setting(8, "rows of each prompt", least=1)
+    micro_batch: int = setting(4, "rows, as long as the longest, that are read at once", least=1)
+    equal_groups: int = setting(0, "of the prompts, whose rows all earn the same", least=0)
     prompt: int = setting(0, "tokens of each prompt; 0: 100 to 200", least=0)
-    shorter: int = setting(1, "all lengths are divided by this", least=1, most=20)
-    passages: int = setting(5_000, "retrieval: of the corpus", least=20)
-
-
-DEFAULTS = {"algorithm": "grpo", "kl_coef": 0.0, "group_size": 8, "lr": 1e-6}
+    context: int = setting(0, "tokens of each row, half a prompt, half an answer", least=0)
+    shorter: int = setting(1, "texts and the corpus are divided by this", least=1, most=20)
+    passages: int = setting(5_000, "of the corpus", least=20)
 
 
 @dataclass(frozen=True)
 class Bench(BenchSettings, Settings):
-    """A run's settings, at the sizes of a benchmark."""
+    max_searches: int = 3
 
 
 class Scripted:
-    """An `Environment` whose rows know the length of each turn, and what is inserted behind it."""
+    """An `Environment` whose rows know the tokens of each turn, and what is inserted behind it."""
 
-    def __init__(self, vocab: int, o: Bench):
+    def __init__(self, o: Bench):
         self.settings, self.protocol, self.rows = o, PROTOCOLS["ur2"], []
+        self.answer = lambda asking: None  # what a search finds is there at once: `end_turn`
         # One word in 128 ends like a tag, so that there is something to look for tags in.
-        words = {f"w{i}{'>' if i % 128 == 0 else ''}": i for i in range(vocab)}
+        words = {f"w{i}" + ">" * (i % 128 == 0): i for i in range(o.vocab)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0>")
-        draw = random.Random(o.seed)
+        draw, half = random.Random(o.seed), o.context // 2
 
-        def length(bounds: tuple[int, int]) -> int:
-            return draw.randint(bounds[0] // o.shorter, bounds[1] // o.shorter)
+        def length(least, most):
+            return draw.randint(least // o.shorter, most // o.shorter)
 
-        def text(bounds: tuple[int, int]) -> list[int]:
-            return [draw.randrange(1, vocab) for _ in range(length(bounds))]
+        def text(least, most):
+            return [draw.randrange(1, o.vocab) for _ in range(length(least, most))]
 
         for _ in range(o.questions_per_step):
-            prompt = text((o.prompt, o.prompt) if o.prompt else PROMPT)
+            prompt = text(half or o.prompt or 100, half or o.prompt or 200)
             for _ in range(o.group_size):
-                searches = draw.randint(0, 3)
-                said = [length(TURN) for _ in range(searches)] + [length(ANSWER)]
-                found = [text(INSERTED) for _ in range(searches)] + [[]]
-                row = Trajectory(Question("", "", []), self.protocol, prompt)
-                row.left = list(zip(said, found, strict=True))  # turns to come
+                searches = range(0 if half else draw.randint(0, o.max_searches))
+                said = [length(20, 80) for _ in searches] + [length(half or 20, half or 150)]
+                row = Trajectory(None, self.protocol, prompt)
+                row.left = [*zip(said, [text(100, 200) for _ in searches] + [[]], strict=True)]
                 self.rows.append(row)
 
-    def longest(self, row: Trajectory) -> int:
-        """Of a row that has not begun."""
-        return len(row.prompt_ids) + sum(n + len(ids) for n, ids in row.left)
+    def longest(self, row):
+        return len(row.ids) + sum(said + len(found) for said, found in row.left)
 
-    def turn_room(self, row: Trajectory) -> int:
-        return 1 if row.stop_reason else row.left[0][0]  # `naive` samples of ended rows too
+    def turn_room(self, row):
+        return row.left[0][0] if row.left else 1  # `whole_batch` samples of ended rows, too
 
-    def end_turn(self, row: Trajectory, ids: list[int], logprobs: list[float], reason: str) -> None:
+    def end_turn(self, row, ids, logprobs, reason):
         row.append_model(ids, logprobs, "")
-        row.stop_reason = "" if len(row.left) > 1 else "length"
-
-    def answer(self, asking: list[Trajectory]) -> None:
-        for row in asking:
-            row.append_environment(row.left.pop(0)[1], "", "documents")
-
-    def play(self, vocab: int) -> None:
-        """As if a policy had sampled: random tokens, log-probs 0."""
-        draw = random.Random(0)
-        for row in self.rows:
-            for said, found in row.left:
-                row.append_model([draw.randrange(1, vocab) for _ in range(said)], [0.0] * said, "")
-                row.append_environment(found, "", "documents")
-            row.stop_reason = "length"
-
-
-def shape_of(o: Bench):
-    """--model's config. It names no end of a text: a turn ends where its room does."""
-    config = without_dropout(config_of(o.model))
-    config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-    config.vocab_size = o.vocab or config.vocab_size
-    return config
-
-
-def make_model(o: Bench, dtype: torch.dtype):
-    # Asked in the child: who has asked CUDA cannot fork any more.
-    if o.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: torch sees no GPU here")
-    torch.manual_seed(o.seed)
-    with torch.device(o.device):
-        model = AutoModelForCausalLM.from_config(shape_of(o), dtype=dtype)
-    if problem := obstacle(model):
-        raise InputError(f"--model: {problem}; the engine cannot drive it")
-    return model
+        row.append_environment(row.left.pop(0)[1], "", "documents")
+        row.stop_reason = "" if row.left else "length"
 
 
 # ------------------------------------------------------------------------------- seconds and memory
-def clock(device: str) -> float:
+def gauge(device):
+    """(seconds, bytes that this process holds, the most that it has held)."""
     if device == "cuda":
         torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
+        held, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        return time.perf_counter(), held, most
+    most = getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return time.process_time(), psutil.Process().memory_info().rss, most
 
 
-def peak_mib(device: str, anew: bool) -> float:
-    """Since the last call with `anew`; on a GPU since the process began."""
-    if device == "cuda":
-        return 0.0 if anew else torch.cuda.max_memory_allocated() / 2**20
-    if not Path("/proc/self/clear_refs").exists():
-        return 0.0  # no Linux: not counted
-    if anew:
-        Path("/proc/self/clear_refs").write_text("5")
-    return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
-
-
-def measured(work: Callable[[], object], device: str) -> tuple[dict, object]:
+def measured(work, device):
     """({seconds, mib}, what work() returns)."""
-    before, start = peak_mib(device, anew=True), clock(device)
+    start, held, _ = gauge(device)
     result = work()
-    seconds = clock(device) - start
-    return {"seconds": seconds, "mib": peak_mib(device, anew=False) - before}, result
+    end, _, most = gauge(device)
+    return {"seconds": end - start, "mib": (most - held) / 2**20}, result
 
 
-def alone(work: Callable[[], tuple[dict, list]], threads: int) -> tuple[dict, list]:
-    """Returns work() of a process of its own, forked from one that has the imports."""
+def alone(work):
+    """Returns work() of a process of its own, with one thread, forked from one with the imports."""
     forks = multiprocessing.get_context("forkserver")  # this process has threads, and holds locks
     forks.set_forkserver_preload(["train"])
-    with ProcessPoolExecutor(1, forks, torch.set_num_threads, (threads,)) as pool:
+    with ProcessPoolExecutor(1, forks, torch.set_num_threads, (1,)) as pool:
         try:
             return pool.submit(work).result()
-        except BrokenProcessPool:
+        except BrokenExecutor:
             raise InputError("a run was ended from outside: most often memory ran out") from None
 
 
-def in_turns(works: dict[str, Callable], o: Bench, runs: dict[str, list[dict]]) -> None:
-    """Fills `runs`, each variant in turn. |a − b| / |b| to the first run is SAME at most."""
+def in_turns(works: dict, o: Bench, runs: dict) -> None:
+    """Fills `runs`, each variant in turn. |a − b| / |b| to the first run is SAME at most, but two
+    sizes are not the same work.
+    """
     first = None
-    for name in tqdm([*works] * o.repeats, leave=False, dynamic_ncols=True):
-        numbers, did = alone(works[name], o.threads)
-        if did is not None:
-            did = torch.as_tensor(did, dtype=torch.float64)
-            first = did if first is None else first
-            numbers["apart"] = float((did - first).norm() / first.norm())
-            if not numbers["apart"] <= SAME[o.device]:
-                said = f"{name}: {numbers['apart']:.1e} from the first variant"
-                raise InputError(f"{said}: not the same work")
-        runs.setdefault(name, []).append(numbers)
+    for name in tqdm([*works] * o.repeats, leave=False):
+        numbers, did = alone(works[name])
+        first = did if first is None else first
+        same = " " in name or did is None
+        apart = 0 if same else np.linalg.norm(did - first) / np.linalg.norm(first)
+        if not apart <= SAME[o.device]:
+            raise InputError(f"{name}: {apart:.1e} from the first variant: not the same work")
+        runs.setdefault(name, []).append(numbers | {"apart": apart})
 
 
-def show(runs: dict[str, list[dict]]) -> None:
-    """A line per variant: medians of its runs, and its speed against each variant above it."""
-    medians: dict[str, dict] = {}
+def show(runs: dict, png: str) -> None:
+    """A line of medians for each variant or size. Of sizes cost ~ size ^ exponent: the slope of a
+    straight line through the logarithms.
+    """
+    curves, first = {}, {}
     for name, found in runs.items():
-        row = {key: statistics.median(run[key] for run in found) for key in found[0]}
-        seconds = [run["seconds"] for run in found]
-        row |= {"from": min(seconds), "to": max(seconds)}
-        if "tokens" in row:
-            row["tokens_per_s"] = row["tokens"] / row["seconds"]
-        row |= {f"x {twin}": slow["seconds"] / row["seconds"] for twin, slow in medians.items()}
-        medians[name] = row
-        print(f"{name:16}" + "  ".join(f"{key} {value:.4g}" for key, value in row.items()))
+        row = {key: np.median([run[key] for run in found]) for key in found[0]}
+        axis, *sizes = name.split()
+        row["x"] = row["seconds"] / first.setdefault(axis if sizes else "", row["seconds"])
+        print(f"{name:20}", *(f"{key} {value:.4g}" for key, value in row.items()), sep="  ")
+        for size in sizes:  # of a variant none
+            for cost in {"seconds", "mib", "build"} & row.keys():
+                points = curves.setdefault(f"{cost} ~ {axis}", [])
+                points.append((int(size), max(row[cost], 1e-9)))
+    for place, (name, points) in enumerate(sorted(curves.items()), 1):
+        sizes, costs = np.transpose(points)
+        title = f"{name} ^ {np.polyfit(np.log(sizes), np.log(costs), 1)[0]:.2f}"
+        print(title)
+        if png:
+            panel = load_pyplot().subplot(3, 4, place, title=title)
+            panel.loglog(sizes, costs, "o-")
+            panel.minorticks_off()
+            panel.set_xticks(sizes, sizes.astype(int))
+            panel.set_yticks(costs, [f"{cost:.4g}" for cost in costs])
+    if png:
+        load_pyplot().savefig(png, dpi=90)
 
 
 # ----------------------------------------------------------------------------------------- variants
-def naive(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
-    """`generate` for the whole batch at every turn, all computed again."""
+def whole_batch(policy, environment, rows):
+    """`generate` for all rows at every turn, and everything is computed again."""
     while not all(row.stop_reason for row in rows):
-        turns = rollout.sample_turns(policy, environment, rows)
+        turns = sample_turns(policy, environment, rows)
         for row, turn in zip(rows, turns, strict=True):
             if not row.stop_reason:
-                environment.end_turn(row, turn.ids, turn.logprobs, "length")
-        environment.answer([row for row in rows if not row.stop_reason])
+                environment.end_turn(row, turn.ids, turn.logprobs, "")
+
+
+@torch.enable_grad()
+def backward(policy, environment, rows, every_row=False, padded=False):
+    """The gradient as update.py and policy.py have it. every_row: also of rows that teach nothing;
+    padded: all as long as the longest, from every log-prob (padding has id 0). As many tokens are
+    read at once. The reward of a row is its number, but in --equal_groups.
+    """
+    o, draw = environment.settings, random.Random(0)
+    for row in rows:  # as if a policy had sampled: a thousandth of the work
+        while row.left:
+            ids = draw.choices(range(1, o.vocab), k=row.left[0][0])
+            environment.end_turn(row, ids, [0.0] * len(ids), "")
+    equal = o.equal_groups * o.group_size
+    batch = collate(rows, [max(row, equal) for row in range(len(rows))], o.group_size)
+    batch.advantages = grpo.compute_advantages(batch, o)  # [B, T]
+    batch.token_weights = grpo.compute_token_weights(batch, o) * batch.advantages  # [B, T]
+    if not (padded or every_row):
+        batch = batch.rows(rows_that_teach(batch))
+    if padded:
+        batch.response_mask.fill_(1)  # no row is cut
+    budget, shared = o.micro_batch * batch.tokens.shape[1], policy.sharing(batch.tokens)
+    for some in packing.micro_batches(batch.response_mask, budget, tokens=shared):
+        part = batch.rows(some).to(policy.device)
+        if padded:
+            texts = {"input_ids": part.tokens, "attention_mask": part.tokens.sign()}
+            with policy.autocast():
+                logits = policy.language_model(**texts, use_cache=False).logits[:, :-1]  # [b, t, V]
+            logprobs = logits.float().log_softmax(-1).gather(2, part.tokens[:, 1:, None])[..., 0]
+        else:
+            logprobs = policy(part.tokens, 1.0, part.response_mask)  # [b, t]
+        (-part.token_weights * logprobs).sum().backward()
+
+
+def step(policy, environment, rows, every_row=False):
+    o = environment.settings
+    optimizer = make_optimizer(policy, o.optimizer, o.lr)
+    start, *_ = gauge(o.device)
+    with to_sample_with(policy, o.device == "cuda") as sampler:
+        play_in_slots(sampler, environment, rows)
+    middle, *_ = gauge(o.device)
+    backward(policy, environment, rows, every_row)
+    optimizer.step()
+    policy.zero_grad()
+    return {"rollout": middle - start, "update": gauge(o.device)[0] - middle}
 
 
 @torch.no_grad()
-def slots(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
-    play_in_slots(policy, environment, rows)  # --rollout_batch_size: fewer slots than rows
-
-
-def grpo_batch(rows: list[Trajectory], o: Bench):
-    """Rewards are 0 and 1 by turns."""
-    batch = collate(rows, [float(i % 2) for i in range(len(rows))], o.group_size)
-    batch.advantages = grpo.compute_advantages(batch, o)  # [B, T]
-    batch.token_weights = grpo.compute_token_weights(batch, o)  # [B, T]
-    return batch
-
-
-def padded(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
-    """The gradient of a few rows at a time, padded to the longest of all, from every log-prob."""
-    batch = grpo_batch(rows, environment.settings)
-    weights = batch.token_weights * batch.advantages  # [B, T]
-    lengths = torch.tensor([[len(row.ids)] for row in rows])  # [B, 1]
-    seen = torch.arange(batch.tokens.shape[1]) < lengths  # [B, L]
-    for some in torch.arange(len(batch)).split(environment.settings.micro_batch):
-        tokens, mask = batch.tokens[some].to(policy.device), seen[some].long().to(policy.device)
-        with policy.autocast():
-            output = policy.language_model(tokens, attention_mask=mask, use_cache=False)
-            every = output.logits[:, :-1].float().log_softmax(-1)  # [b, T, V]
-            logprobs = every.gather(2, tokens[:, 1:, None])[..., 0]  # [b, T]
-        (-weights[some].to(policy.device) * logprobs).sum().backward()
-
-
-def packed(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
-    """The gradient as policy.py has it, of as many tokens at once as the padded twin has."""
-    batch = grpo_batch(rows, environment.settings)
-    budget = environment.settings.micro_batch * batch.tokens.shape[1]
-    for some in micro_batches(batch.response_mask, budget, tokens=policy.sharing(batch.tokens)):
-        part = batch.rows(some).to(policy.device)
-        logprobs = policy(part.tokens, 1.0, part.response_mask)  # [b, t]
-        (-part.token_weights * part.advantages * logprobs).sum().backward()
-
-
-def step(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> dict:
-    """Each part's share of the time; "score": log-probs before updates (on a GPU), advantages."""
-    o = environment.settings
-    on_gpu = o.device == "cuda"  # in bf16 sampling and scoring round differently: recompute
-    optimizer = make_optimizer(policy, o.optimizer, o.lr)
-    accelerator = Accelerator(cpu=not on_gpu)
-    parts = Parts(o, accelerator, policy, policy, optimizer, on_gpu, environment=environment)
-    times = [clock(o.device)]
-    with to_sample_with(policy, wants_copy(o.sampling_copy, policy.device, False)) as sampler:
-        slots(sampler, environment, rows)
-    times.append(clock(o.device))
-    rewards = [{"reward": float(i % 2)} for i in range(len(rows))]
-    batch = prepare(parts, Sampled(rows, rewards, [], range(len(rows))), 0)
-    times.append(clock(o.device))
-    for index in shuffled_updates(0, batch.rewards, o):
-        update(parts, batch.rows(index))
-    times.append(clock(o.device))
-    shares = np.diff(times) / (times[-1] - times[0])
-    return dict(zip(("rollout", "score", "update"), shares, strict=True))
-
-
-def run_scripted(work: Callable, name: str, o: Bench) -> tuple[dict, np.ndarray | list]:
+def run_scripted(work, name, o):
     """(seconds and memory of one variant, what all variants must agree in)."""
+    config = without_dropout(config_of(o.model))
+    config.eos_token_id = config.pad_token_id = None  # no turn ends early
+    config.vocab_size = o.vocab
     # All weights are trained, in fp32; or LoRA's, and the rest is frozen (bf16 on a GPU).
-    frozen = o.lora_rank and o.device == "cuda"
-    policy = Policy(make_model(o, torch.bfloat16 if frozen else torch.float32))
-    packing.LEAST = float("inf") if name == "whole" else LEAST
-    if name not in ("slots", "ours", "whole"):  # a padded twin
-        policy.language_model.set_attn_implementation("sdpa")
+    dtype = torch.bfloat16 if o.lora_rank and o.device == "cuda" else torch.float32
+    torch.manual_seed(o.seed)
+    with torch.device(o.device):
+        policy = Policy(AutoModelForCausalLM.from_config(config, dtype=dtype))
+    if name == "whole":
+        packing.LEAST = float("inf")  # no prompt is long enough to be shared
     if o.lora_rank:
         add_lora(policy.language_model, o.lora_rank)
     if o.gradient_checkpointing:
         checkpoint_activations(policy.language_model)
-    vocab, gradient = policy.config.vocab_size, work in (padded, packed)
-    warm = replace(o, questions_per_step=1, shorter=20)  # imports, compiles, allocates
-    for settings in (warm, o):
-        environment = Scripted(vocab, settings)
-        if gradient:
-            environment.play(vocab)
-            policy.zero_grad(set_to_none=True)
-        numbers, parts = measured(partial(work, policy, environment, environment.rows), o.device)
+    for settings in (replace(o, questions_per_step=1, shorter=20), o):  # the first to warm up
+        environment = Scripted(settings)
+        policy.zero_grad()
+        job = partial(work, policy, environment, environment.rows)
+        numbers, parts = measured(job, o.device)
     sampled = sum(sum(row.response_mask) for row in environment.rows)
-    numbers |= {"tokens": sampled, **(parts or {})}
-    if not gradient:
-        return numbers, [sampled]
-    gradients = [p.grad.flatten().float().cpu() for p in policy.parameters() if p.requires_grad]
-    return numbers, torch.cat(gradients).numpy()
+    numbers |= {"tokens_per_s": sampled / numbers["seconds"], **(parts or {})}
+    gradients = [p.grad.flatten().float().cpu() for p in policy.parameters() if p.grad is not None]
+    return numbers, torch.cat(gradients or [torch.tensor([float(sampled)])]).numpy()
 
 
-def best(scores: np.ndarray) -> np.ndarray:
-    """The five largest: which of two documents comes first, a last digit may say."""
-    return scores[top(scores, 5)].round(9)
-
-
-def rank_bm25(documents: list[Document]) -> Callable[[str], np.ndarray]:
-    index = BM25Okapi([tokenize(one.text) for one in documents])
-    return lambda query: best(index.get_scores(tokenize(query)))
-
-
-def other_bm25(documents: list[Document]) -> Callable[[str], np.ndarray]:
-    """Of the package bm25s: its idf is another, and so are its scores."""
-    import bm25s
-
-    index = bm25s.BM25(k1=1.5, b=0.75)
-    index.index([tokenize(one.text) for one in documents], show_progress=False)
-    return lambda query: index.retrieve([tokenize(query)], k=5, show_progress=False).scores[0]
-
-
-def own_bm25(documents: list[Document]) -> Callable[[str], np.ndarray]:
-    index = BM25(documents)
-    return lambda query: best(index.scores(query))
-
-
-def run_retrieval(work: Callable, name: str, o: Bench) -> tuple[dict, np.ndarray | None]:
+def run_retrieval(work, name, o):
     """Passages of 90 words, queries of 3 to 10: a few words are in most texts, most in few."""
-    draw = np.random.default_rng(o.seed)
+    draw, own = np.random.default_rng(o.seed), work is BM25
 
-    def text(words: int) -> str:
+    def text(words):
         return " ".join(f"w{int(word)}" for word in 20_000 ** draw.random(words))
 
-    documents = [Document(str(i), "", text(90)) for i in range(o.passages // o.shorter)]
-    queries = [text(draw.integers(3, 11)) for _ in range(100 // o.shorter)]
-    built, ask = measured(lambda: work(documents), "cpu")
-    asked, found = measured(lambda: np.array([ask(query) for query in queries]), "cpu")
-    each = {"seconds": asked["seconds"] / len(queries), "build": built["seconds"]}
-    return built | each, None if work is other_bm25 else found
+    documents = [Document("", "", text(90)) for _ in range(o.passages // o.shorter)]
+    queries = [text(draw.integers(3, 11)) for _ in range(100)]
+
+    def search(query):
+        scores = index.scores(query) if own else index.get_scores(tokenize(query))
+        return scores[top(scores, 5)].round(9)  # which is the better of two, a last digit may say
+
+    texts = (one if own else tokenize(one.text) for one in documents)
+    built, index = measured(lambda: work([*texts]), "cpu")
+    asked, found = measured(lambda: np.array([search(query) for query in queries]), "cpu")
+    found = None if work is bm25s else found  # its idf is another, and so are its scores
+    return built | {"build": built["seconds"], "seconds": asked["seconds"] / 100}, found
 
 
-# What runs it, and its variants: ours stands last and is compared with all above it.
-BM25S = {"bm25s": other_bm25} if find_spec("bm25s") else {}
-LOOPS = {"naive": naive, "HF active rows": rollout.play_by_turns, "slots": slots}
-PARTS: dict[str, tuple[Callable, dict]] = {
-    "rollout": (run_scripted, LOOPS),
-    "update": (run_scripted, {"padded": padded, "ours": packed}),
-    "prompts": (run_scripted, {"whole": packed, "ours": packed}),
-    "step": (run_scripted, {"ours": step}),
-    "retrieval": (run_retrieval, {"rank-bm25": rank_bm25, **BM25S, "ours": own_bm25}),
+def bm25s(texts):
+    """The package of this name."""
+    from bm25s import BM25 as Index
+
+    index = Index(k1=1.5, b=0.75)
+    index.index(texts, show_progress=False)
+    return index
+
+
+AXES = {  # by the setting that grows: what runs, the sizes
+    "questions_per_step": (play_in_slots, (2, 8, 32, 128)),
+    "context": (backward, (256, 1024, 4096)),
+    "vocab": (backward, (4096, 24_576, 151_936)),
+    "max_searches": (play_in_slots, (1, 3, 8)),
+    "passages": (BM25, (5_000, 40_000, 300_000, 1_000_000)),
+}
+PARTS = {  # ours is the first one
+    "rollout": {"slots": play_in_slots, "by_turns": play_by_turns, "whole_batch": whole_batch},
+    "update": {
+        "ours": backward,
+        "every_row": partial(backward, every_row=True),
+        "whole": backward,
+        "padded": partial(backward, padded=True),
+    },
+    "step": {"ours": step, "every_row": partial(step, every_row=True)},
+    "retrieval": {"ours": BM25, "rank-bm25": BM25Okapi},
+    "growth": AXES,
 }
 
 
-def parse(arguments: list[str] | None = None) -> tuple[str, Bench]:
-    """What cannot be is told of before anything runs."""
-    parser = FlagParser("python -m lab.bench", description="How fast, against what.")
-    parser.add_argument("part", choices=PARTS)
-    records = (BenchSettings, RolloutSettings, PolicySettings)
-    add_flags(parser, records, Bench(**DEFAULTS), "train")
-    given = vars(parser.parse_args(arguments))
-    part = given.pop("part")
-    own = {"questions_per_step": 2, "vocab": 151_936} if part == "update" else {}
-    own |= {"questions_per_step": 4, "vocab": 4096, "micro_batch": 16} if part == "prompts" else {}
-    o = Bench(**DEFAULTS | own | given)
-    check_limits(o)
-    shape_of(o)
-    if o.vocab == 1:
-        raise InputError("--vocab 1: must be at least 2")
-    if part == "retrieval" and o.device != "cpu":
-        raise InputError("retrieval is a CPU's work: leave --device out")
-    return part, o
-
-
-def variants(part: str, o: Bench) -> dict[str, Callable]:
-    """Those that are asked for."""
-    run, works = PARTS[part]
-    only = names_in("only", o.only, works)
-    return {name: partial(run, works[name], name, o) for name in works if name in only}
-
-
 def main(arguments: list[str] | None = None) -> None:
-    part, o = parse(arguments)
-    works, runs = variants(part, o), {}
-    vocabulary = f", V = {o.vocab:,}" if o.vocab else ""
-    print(f"{part}: {o.model}{vocabulary}, {o.device}; {os.cpu_count()} cores, {o.threads} used")
+    records = RolloutSettings, PolicySettings
+    options, given = parse_flags("lab.bench", BenchSettings, arguments, records, PARTS)
+    part, works, runs = given.pop("method"), {}, {}
+    o = Bench(**vars(options) | given, algorithm="grpo")
+    check_limits(o)
+    if o.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch sees no GPU here")
+    if o.png:
+        check_output(o.png, "--png")
+        load_pyplot().rcParams["font.size"] = 8
+        load_pyplot().figure(figsize=(12, 7), layout="constrained")
+    if find_spec("bm25s"):
+        PARTS["retrieval"]["bm25s"] = bm25s
+    for name in names_in("only", o.only, PARTS[part]):
+        work, sizes = AXES.get(name, (PARTS[part][name], [""]))
+        run = run_retrieval if work in (BM25, BM25Okapi, bm25s) else run_scripted
+        for size in sizes[: o.sizes]:
+            # What is drawn depends on the vocabulary: in an update all rows are of one length.
+            lengths = {"context": 512 * (work is backward)}
+            grown = replace(o, **lengths | {name: size}) if size else o
+            works[f"{name} {size}".strip()] = partial(run, work, name, grown)
+    print(f"{part}: {o.model}, V = {o.vocab:,}, {o.device}")
     try:
         in_turns(works, o, runs)
     finally:  # Ctrl-C keeps what there is
-        show(runs)
+        show(runs, o.png)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ equally long to within SLACK tokens, so that a group is a view of the packed ten
 A prompt is what a row has up to its first wanted place. It is shared by the rows that have the very
 same ids there, LEAST at least, whatever group they are of; its last token, where each row chooses
 its first, stays with the row. An update of 8 rows to a prompt of 100 to 200 tokens was 1.3 times as
-fast as of whole rows, of 16 rows to 300 tokens 1.5 times (`python -m lab.bench prompts`, 4M, CPU).
+fast as of whole rows, of 16 rows to 300 tokens 1.5 times (`python -m lab.bench update`, 4M, CPU).
 
 Also not computed: what stands behind the last wanted token of a text, and the last layer's
 feed-forward part of tokens that are not wanted. Left out: other families and layers with a sliding

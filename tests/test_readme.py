@@ -32,7 +32,7 @@ def commands_in(text: str) -> list[tuple[str, str]]:
 
 COMMANDS = commands_in(README + SCALE)
 SUBCOMMANDS = ("direct", "reasoning", "traces", "summarizer", "serve", "check")
-SUBCOMMANDS += ("rollout", "update", "step", "retrieval")
+SUBCOMMANDS += ("rollout", "update", "step", "retrieval", "growth")
 
 
 @pytest.mark.parametrize("name", sorted(SCREENS))
