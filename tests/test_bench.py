@@ -80,8 +80,9 @@ def test_all_rows_padded_rows_and_whole_prompts_give_one_gradient(monkeypatch):
         bench.run_scripted(PARTS["update"][name], name, o)[1] for name in PARTS["update"]
     ]
     assert len(others) == 3
-    for other in others:
-        assert 0 < np.linalg.norm(other - ours) <= 1e-5 * np.linalg.norm(ours)
+    apart = [np.linalg.norm(other - ours) / np.linalg.norm(ours) for other in others]
+    assert max(apart) <= 1e-5
+    assert min(apart[1:]) > 0  # another order of sums: it was computed in another way
 
 
 def test_what_is_not_the_same_work_is_refused(monkeypatch):
