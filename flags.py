@@ -59,7 +59,7 @@ class EngineSettings:
         "auto",
         "of the weights, for a rollout: bf16, none; auto: bf16 on a GPU, not of int8",
         one_of=("auto", "bf16", "none"),
-        only="train",
+        only="papers",
     )
 
 
@@ -103,7 +103,7 @@ class PPOSettings:
         "where another precision or engine samples, and none elsewhere",
         one_of=MISMATCHES,
     )
-    gae_lambda: float = setting(1.0, "PPO: GAE's λ", least=0, most=1)
+    gae_lambda: float = setting(1.0, "PPO: GAE's λ", only="papers", least=0, most=1)
     critic_lr: float = setting(1e-5, "PPO: learning rate of the critic", above=0)
     critic_warmup: float = setting(0.0, "PPO: as --lr_warmup, of critic_lr", only="papers", least=0)
 
@@ -134,9 +134,12 @@ class ReinforceSettings:
 class DapoSettings:
     """dapo.py"""
 
-    max_resample: int = setting(3, "DAPO: extra draws of questions per step, at most", least=0)
+    max_resample: int = setting(3, "extra draws of a step, at most", only="papers", least=0)
     filter_by: str = setting(
-        "correct", "DAPO keeps groups that differ in this", one_of=("correct", "answer", "total")
+        "correct",
+        "groups that differ in this are kept",
+        one_of=("correct", "answer", "total"),
+        only="papers",
     )
 
 

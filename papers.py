@@ -49,7 +49,7 @@ def varied(paper: Paper, **changes) -> Paper:
 # The tiny model has 0.48M weights, born at random: a learning rate 150 times larger, short texts.
 TINY = (
     {"lr": 3e-4, "group_size": 8, "questions_per_step": 16, "trajectories_per_update": 64}
-    | {"max_turn_tokens": 24, "turn_tokens": "", "max_searches": 4, "buckets": ""}
+    | {"max_turn_tokens": 24, "turn_tokens": "", "max_searches": 4}
     | {"save_every": 10, "keep_checkpoints": 2}
     | {"documents_per_search": 1, "document_tokens": 48, "title_boost": 4, "groups_kept": -1}
 )
@@ -211,7 +211,7 @@ R1_SEARCHER = Paper(
         | {"reward": "r1_searcher_stage2", "steps": 128, "mix": "hotpotqa=4561,2wiki=3587"}
         | {"buckets": "hotpotqa:medium=2561,hotpotqa:hard=2000,2wiki:medium=1087,2wiki:hard=2500"},
     },
-    tiny={1: LOOK_UPS, 2: EVERYTHING},
+    tiny={1: LOOK_UPS, 2: EVERYTHING | {"buckets": "medium=3648,hard=4500"}},  # of both data sets
     good_format=lambda trajectory: not rewards.r1_searcher_format(trajectory),
     world=Tiny(end="{thought}</think>\n\n<answer> {answer}</answer>"),
     punctuation="plain",  # eq. 4; its code: --punctuation space
@@ -226,6 +226,10 @@ R1_SEARCHER.variants.update(
         R1_SEARCHER, algorithm="reinforce_pp_baseline", group_std=False, whiten_tokens=True
     ),
 )
+
+# Section 4.3, table 6: medium questions in the place of difficult ones.
+_medium = replace(R1_SEARCHER, tiny={1: LOOK_UPS, 2: EVERYTHING})
+R1_SEARCHER.variants["without_difficult"] = varied(_medium, buckets="medium=1")
 
 _r_search = (  # section 4.3
     {"protocol": "r_search", "algorithm": "grpo", "reward": "r_search", "steps": 195}
@@ -309,6 +313,7 @@ WHEN_TO_SEARCH.variants.update(
 )
 _plain_stages = {1: _when_stage1, 2: _when_stage2 | {"beta": 0.0}}  # stage two with ±1, by 4.5
 WHEN_TO_SEARCH.variants.update(
+    to_the_end=varied(WHEN_TO_SEARCH, protocol="when_to_search_eos"),  # 3.2
     plain_stage_two=replace(WHEN_TO_SEARCH, stages=_plain_stages),
     without_r_a=varied(WHEN_TO_SEARCH, left_out="answer", filter_by="total"),
 )
@@ -350,6 +355,8 @@ ARENA.variants.update(  # section 5.3, figure 3
     f1=varied(ARENA, answer_metric="f1"),
     judge=varied(ARENA, judge="https://api.openai.com/v1#gpt-4o-2024-11-20"),  # appendix D.3
 )
+ARENA.variants["no_relevance"] = varied(ARENA, relevance_reward=False)  # ours
+ARENA.variants["thinking"] = varied(ARENA, protocol="arena_thinking")  # 4.3, note 2
 # Appendix H.2, table 9; one epoch of its 5,000 is our reading.
 _naive = ARENA.variants["naive_grpo"]
 ARENA.variants["summaries"] = varied(ARENA, protocol="arena_summary", steps=20)

@@ -64,10 +64,9 @@ class RunSettings:
         False, "afterwards in the built-in world, as eval.py --decoding both", only="train"
     )
     save_every: int = setting(10, "steps; the last one always saves", least=1, only="train")
-    save_minutes: float = setting(0.0, "and after so many; 0: steps alone", least=0, only="train")
     keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0, only="train")
     eval_every: int = setting(0, "steps between greedy evaluations; 0: none", least=0, only="train")
-    eval_questions: int = setting(100, "held out of --data, or per kind", least=1, only="train")
+    eval_questions: int = setting(100, "held out of --data, or per kind", least=1, only="papers")
     groups_kept: int = setting(
         4, "per step in trajectories.jsonl.gz, for view.py; -1: all", least=-1, only="train"
     )
@@ -113,11 +112,14 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     """The settings of one run: defaults, the paper's stage, the tiny world's, then `given`."""
     given = given or {}
     paper = record_of(recipe, given.get("variant", ""), stage)
-    chosen = paper.stages[stage]
+    built_in = paper.tiny[stage] if tiny else {}
+    chosen = paper.stages[stage] | built_in
+    # The built-in world has too few questions of a task, and none of a data set, to share out.
+    shares = [x for x in chosen.get("buckets", "").split(",") if not (tiny and ":" in x)]
+    chosen = chosen | {"buckets": ",".join(shares)}
     if not given.get("difficulty"):  # the paper's shares are of questions that were measured
-        chosen = chosen | {"buckets": "", "mix": ""}
-    chosen = chosen | (paper.tiny[stage] if tiny else {})
-    if given.get("buckets"):  # they share out a step, in place of the recipe's kinds
+        chosen = chosen | {"buckets": "", "mix": built_in.get("mix", "")}
+    if given.get("buckets", tiny and chosen["buckets"]):  # they share out a step, not the kinds
         chosen = chosen | {"mix": ""}
     if "max_turn_tokens" in given:  # for every task
         given = {"turn_tokens": ""} | given
@@ -135,7 +137,6 @@ retriever retriever_url index encoder documents_per_search document_tokens max_s
 corpus retrieval task_mixing mask_documents
 """.split()  # what has no meaning where nothing is searched
 MODELS = {"verdict": "judge", "grade": "judge", "reader": "reader", "embedder": "embedder"}
-ALONE = {"dapo": ("max_resample", "filter_by"), "ppo": ("gae_lambda", "critic_lr")}  # its settings
 
 
 def unread(settings: Settings, training: bool) -> dict[str, str]:
@@ -143,18 +144,15 @@ def unread(settings: Settings, training: bool) -> dict[str, str]:
     others = {needed: its for its, needed in READ_BY.items() if its != settings.retriever}
     found = {flag: f"only --retriever {its} reads it" for flag, its in others.items()}
     if PROTOCOLS[settings.protocol].query_tags is None:
-        found |= dict.fromkeys(SEARCHING, f"--protocol {settings.protocol} searches nothing")
+        found |= dict.fromkeys(SEARCHING, f"protocol {settings.protocol} searches nothing")
     if settings.model:
         found["warm_up"] = "--model has no warm-up"
     if not training:
         return found
-    if on_servers(settings):
-        found["sampling_copy"] = "the servers of --engine sample"
-    else:
+    if not on_servers(settings):
         found["served"] = "only --engine http://... reads it"
-    for algorithm, names in ALONE.items():
-        if settings.algorithm != algorithm:
-            found |= dict.fromkeys(names, f"only --algorithm {algorithm} reads it")
+    if settings.algorithm != "ppo":
+        found["critic_lr"] = "only --algorithm ppo reads it"
     if settings.algorithm == "dapo" and settings.loss_aggregation == "sequence":
         found["loss_aggregation"] = "dapo has a mean per token, or per question"
     if not settings.mask_documents:
@@ -262,8 +260,6 @@ def _check_training(settings: Settings) -> None:
         raise InputError(f"--group_size 1: {settings.algorithm} {why}")
     if (every := settings.eval_every) > settings.steps:
         raise InputError(f"--eval_every {every}: the run has {settings.steps} steps: give fewer")
-    if settings.eval_questions != RunSettings.eval_questions and not every:
-        raise InputError("--eval_questions are held out for --eval_every N: give both, or none")
     if settings.evaluate and settings.data:
         how = "python eval.py --model ... --data HELD_OUT_FILE"
         raise InputError(f"--evaluate asks about the built-in world, and this is --data: {how}")
@@ -274,16 +270,14 @@ def _check_training(settings: Settings) -> None:
         raise InputError(f"--answer_metric {settings.answer_metric} with --judge: {why}")
     asks = settings.algorithm == "dapo" and settings.filter_by == "answer"
     if asks and "answer" not in what_it_reads(settings)[1]:
-        why = f"--reward {settings.reward} has no answer term: correct, or total"
-        raise InputError(f"--filter_by answer: {why}")
+        why = f"of --recipe {settings.recipe} keeps groups by the term `answer`"
+        how = f"--reward {settings.reward} has none: name one so, or give --algorithm grpo"
+        raise InputError(f"--algorithm dapo {why}, and {how}")
 
 
 def _check_8bit(settings: Settings) -> None:
     """int8 weights are for models that nobody trains."""
     in_8bit = frozen_in_8bit(settings)
-    if "base" in in_8bit and settings.sampling_copy == "bf16":
-        why = "the copy would take the memory that 8 bits saved; use none"
-        raise InputError(f"--sampling_copy bf16 with --in_8bit base: {why}")
     if "base" in in_8bit and not settings.lora_rank:
         why = "int8 weights cannot be trained, a step of 1e-6 rounds away: add --lora_rank 16"
         raise InputError(f"--in_8bit base: {why}, or leave it out")

@@ -110,7 +110,7 @@ ARMS: dict[str, Arm] = {
     "r_search_ppo": Arm("r_search", 1, {"algorithm": "ppo", "critic_lr": 1e-3}),
     "arena": Arm("arena", 1),
     "arena_no_bonus": Arm("arena", 1, {"variant": "no_bonus"}),
-    "arena_no_relevance": Arm("arena", 1, {"relevance_reward": False}),
+    "arena_no_relevance": Arm("arena", 1, {"variant": "no_relevance"}),
     "arena_naive": Arm("arena", 1, {"variant": "naive_grpo"}),
     "arena_f1": Arm("arena", 1, {"variant": "f1"}),
     "arena_k2_fast": Arm("arena", 1, FAST),

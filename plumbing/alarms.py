@@ -36,7 +36,7 @@ SAID = {
     "malformed_tags": "in half of the texts a tag is unclosed, or was not opened: warm it up",
     "reward_hacked": "the reward rises and exact match falls: which of its terms pays for what?",
     "reward_size": "a reward is in the thousands and drowns all others: which term pays so much?",
-    "logprob_gap": "log-probs differ from the sampled ones: try --engine hf, --sampling_copy none",
+    "logprob_gap": "log-probs differ from the sampled ones: try --engine hf, --mismatch sequence",
     "mismatch_cut": "most tokens are beyond --mismatch's bounds: the sampler is another policy",
     "likelihood": "right answers do not become likelier: lower --lr, before the rewards fall too",
     "kl_spike": "the KL is ten times what it was: lower --lr, or give it an --lr_warmup",

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,12 +120,11 @@ def save(run: Run, parts: Parts, step: int) -> None:
     text, tokenizer = settings_text(run.settings), parts.environment.tokenizer
     save_policy(parts.policy, tokenizer, path, state, text, weights)
     prune(run.folder, run.settings.keep_checkpoints)
-    run.saved = time.monotonic()
 
 
 def after(run: Run, parts: Parts, record: dict) -> None:
-    """Saves what is due after a step. All do as one: the first's clock, SIGTERM at any of them. If
-    searches failed in more than MOST_FAILED of its trajectories the step made no update: what the
+    """Saves what is due after a step. All do as one, if SIGTERM came to any of them. If searches
+    failed in more than MOST_FAILED of its trajectories the step made no update: what the
     steps before it learned is saved, and the run ends, on all processes.
     """
     step = record["step"]
@@ -136,11 +134,11 @@ def after(run: Run, parts: Parts, record: dict) -> None:
             f"step {step}: a search failed in {record['failed_rows']:.0%} of the trajectories: look"
             " at the retriever, the summariser and --timeout, then go on with --resume"
         )
-    told = [(run.ended, run.late())]
+    told = [run.ended]
     if parts.accelerator.num_processes > 1:
         told = gather_object(told)
-    ended = max(signals for signals, _ in told)
-    if run.saves(step) or told[0][1] or ended:
+    ended = max(told)
+    if run.saves(step) or ended:
         save(run, parts, step + 1)
     if ended:
         raise_terminated(*ended)

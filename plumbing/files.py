@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import signal
-import time
 import weakref
 from collections.abc import Iterator
 from itertools import takewhile
@@ -215,7 +214,6 @@ class Run:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.records = []  # of all steps so far
         self.at_once, self.ended = True, []  # may a signal end the run here? those that came
-        self.saved = time.monotonic()
 
     def open(self, first_step: int) -> None:
         """All processes hold the folder until they end. Only the main one writes."""
@@ -293,10 +291,6 @@ class Run:
     def saves(self, step: int) -> bool:
         done, s = step + 1, self.settings
         return 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
-
-    def late(self) -> bool:
-        minutes = (time.monotonic() - self.saved) / 60
-        return 0 < self.settings.save_minutes <= minutes
 
     def terminate(self, number: int, *_) -> None:
         """Handles a signal. It ends the run at once where nothing is half done, otherwise when the

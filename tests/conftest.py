@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -237,8 +238,9 @@ def trained(model, tmp_path_factory):
     return runs
 
 
-def settings_for(model, runs, more: str = "") -> Settings:
-    return parse(flags(model, runs, more))
+def settings_for(model, runs, more: str = "", **fields) -> Settings:
+    """Of a command line; `fields` are none of its flags."""
+    return replace(parse(flags(model, runs, more)), **fields)
 
 
 def rows_of(folder) -> list[dict]:

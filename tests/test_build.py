@@ -76,7 +76,7 @@ def test_without_retrieval_no_question_may_search_and_of_a_file_alone_nothing_is
     "protocol, question, said",
     [
         ("arena", {}, "has no references"),
-        ("arena", {"references": READ, "task": "summary"}, "summaries are for .* arena_summary"),
+        ("arena", {"references": READ, "task": "summary"}, "summaries, .* --variant summaries"),
         ("arena_summary", {"references": READ}, "is of task qa"),
     ],
 )
@@ -95,7 +95,7 @@ def test_held_out_questions_are_drawn_with_the_seed_and_not_trained_on():
     assert questions_file.hold_out(questions, dataclasses.replace(own, seed=1))[1] != held_out
     never = dataclasses.replace(own, eval_every=0)
     assert questions_file.hold_out(questions, never) == (questions, [])
-    with pytest.raises(InputError, match="--eval_questions 10: of 10 in --data: give less"):
+    with pytest.raises(InputError, match="it holds 10 questions out, and --data has 10"):
         questions_file.hold_out(questions[:10], own)
     # the built-in world has a split for it; they are asked as the others are
     world = dataclasses.replace(own, data="", retrieval=False)

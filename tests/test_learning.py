@@ -115,7 +115,7 @@ def test_difficulty_decides_which_questions_may_search_from_start_to_end(scores,
     assert sum(buckets.values()) == 1969 and min(buckets.values()) > 50 and len(buckets) == 4
     start = checkpoints(runs / "learned" / "stage1")[-1]
     given = f"{common} --stage 2 --name mixed --start_from {start} --steps 3 --task_mixing"
-    given = [*given.split(), "--difficulty", str(out), "--buckets", "hard=7,medium=2,easy=1"]
+    given = [*given.split(), "--difficulty", str(out)]
     train.main(given)
     assert len(rows_of(runs / "mixed" / "stage2")) == 3
     settings = parse(given)

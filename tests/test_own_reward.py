@@ -9,6 +9,7 @@ import eval as evaluation
 import train
 from plumbing.files import checkpoints
 from rewards import REWARDS, example, own_reward
+from settings import parse
 
 EXIT = "import sys\n\ndef mine(t):\n    "
 SHORT = """
@@ -87,6 +88,14 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
     heard = command_line(train.main, ["--reward", f"{tmp_path}/no.py:mine"], capsys)
     assert "FileNotFoundError" in heard
     assert "unknown; one of" in command_line(train.main, ["--reward", "short"], capsys)
+
+
+def test_a_recipe_that_keeps_groups_by_the_answer_term_wants_one(own, capsys):
+    given = ["--recipe", "when_to_search", "--reward", own(SHORT)]
+    assert "keeps groups by the term `answer`, and --reward" in command_line(
+        train.main, given, capsys
+    )
+    parse([*given, "--algorithm", "grpo"])
 
 
 def test_terms_that_come_and_go_are_told(own):

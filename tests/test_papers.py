@@ -87,6 +87,8 @@ ARENA = {  # variant -> what it sets otherwise: section 5.3, figure 3; appendice
     "naive_grpo": {"relevance_reward": False, "bonus": 0, "kl_estimator": "k3"},
     "k3": {"kl_estimator": "k3"},
     "no_bonus": {"bonus": 0},
+    "no_relevance": {"relevance_reward": False},
+    "thinking": {"protocol": "arena_thinking"},
     "f1": {"answer_metric": "f1"},
     "judge": {"judge": "https://api.openai.com/v1#gpt-4o-2024-11-20"},
     "summaries": {"protocol": "arena_summary", "steps": 20},  # ceil(5000 / 256)
@@ -230,6 +232,7 @@ def test_ablations_of_when_to_search():
         ("r1_searcher", "grpo", "algorithm grpo kl_coef 1e-4 kl_estimator k3"),  # table 3
         ("r1_searcher", "em", "answer_metric em"),  # table 5
         ("r1_searcher", "cem", "answer_metric cem"),
+        ("when_to_search", "to_the_end", "protocol when_to_search_eos"),
         # its scripts: R − the group's mean, no std, whitened over tokens
         (
             "r1_searcher",
@@ -259,6 +262,14 @@ def test_variants_by_name(name, variant, changed):
             assert same(getattr(other, setting), number)
         small = check_settings(resolve(name, stage, True, {"variant": variant}))
         assert paper_of(small.protocol) is PAPERS[name]
+
+
+def test_without_difficult_questions_medium_ones_stand_in_their_place():  # R1-Searcher, table 6
+    for tiny in (True, False):
+        given = {"difficulty": "d", "variant": "without_difficult"}
+        one, two = (resolve("r1_searcher", stage, tiny, given) for stage in (1, 2))
+        assert one.buckets == two.buckets == "medium=1"
+        assert two.mix == ("" if tiny else RECIPES["r1_searcher"][2]["mix"])
 
 
 def test_search_r1_aligned():

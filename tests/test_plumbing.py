@@ -190,7 +190,6 @@ def test_what_is_quick_to_find_wrong_comes_before_a_large_corpus(
         (model, "--mix nothing=1", "questions of nothing, and the data has 0"),
         (model, "--resume", "no checkpoint in"),
         (model, "--eval_every 3", "--eval_every 3: the run has 2 steps: give fewer"),
-        (model, "--eval_questions 3", "held out for --eval_every N: give both, or none"),
     ):
         assert said in command_line(train.main, flags(path, tmp_path, more), capsys)
     monkeypatch.setattr(build, "training_questions", lambda _: pytest.fail("questions were read"))
