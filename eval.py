@@ -105,8 +105,6 @@ from plumbing.files import (
     go_on,
     locked,
     prompt_sections,
-    saved_settings,
-    stage_folder,
 )
 from plumbing.questions import evaluation_questions
 from policy import best_device, check_model_path, weights_version
@@ -119,6 +117,8 @@ from settings import (
     check_limits,
     check_settings,
     resolve,
+    saved_settings,
+    stage_folder,
 )
 from trajectory import Trajectory
 

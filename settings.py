@@ -9,12 +9,14 @@ here, before a model is loaded. Left out: files of settings; a shell script of f
 
 import argparse
 import dataclasses
+import json
 import re
 import sys
 import textwrap
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from curriculum import CurriculumSettings
 from data import DataSettings
@@ -53,9 +55,10 @@ class RunSettings:
     recipe: str = setting("ur2", "the paper", one_of=PAPERS)
     variant: str = setting("", "of the recipe: another backbone, or an ablation")
     stage: int = setting(1, "1: learn to search; 2: learn to answer (goes on from stage 1)")
-    model: str = setting("", 'HF causal LM, a directory or a hub name; "" = the tiny built-in one')
+    model: str = setting(
+        "", 'HF causal LM: folder or hub name; "" = stage 1\'s last, or the built-in one'
+    )
     warm_up: str = setting("", 'of the built-in model: "" = the usual one, or a worse one by name')
-    start_from: str = setting("", "checkpoint; else stage 1's last, else --model", only="train")
     name: str = setting("", "of the run; its files are under runs/NAME/stageN")
     runs: str = setting("runs", "folder of all runs and of the built-in models")
     resume: bool = setting(False, "go on from this run's last checkpoint", only="train")
@@ -286,7 +289,7 @@ def _check_8bit(settings: Settings) -> None:
         raise InputError(f"--in_8bit reference: {why}: --in_8bit base")
     if "reference" in in_8bit and not settings.kl_coef:
         raise InputError("--in_8bit reference: with --kl_coef 0 no reference is loaded")
-    if in_8bit - {"others"} and not (settings.model or settings.start_from):
+    if in_8bit - {"others"} and not settings.model:
         raise InputError("--in_8bit is for models from --model: the built-in one stays in fp32")
 
 
@@ -346,15 +349,50 @@ def named_in(arguments: list[str]) -> Settings:
     return resolve(found.recipe, stage, not found.model, variant)
 
 
-def parse(arguments: list[str] | None = None) -> Settings:
-    """train.py's command line."""
+def stage_folder(settings: Settings, stage: int | None = None) -> Path:
+    """runs/NAME/stageN; the default name says paper, data and seed."""
+    data = Path(settings.data.split(",")[0]).stem or f"world{settings.world_seed}"
+    recipe = "-".join(filter(None, [settings.recipe, settings.variant]))
+    name = settings.name or f"{recipe}-{data}-seed{settings.seed}"
+    return Path(settings.runs) / name / f"stage{stage or settings.stage}"
+
+
+def saved_settings(model: str) -> Settings | None:
+    """The settings beside a checkpoint of ours, or in its stage's folder; None: another model."""
+    path = Path(model, "settings.json")
+    if not model or not path.exists():
+        return None
+    try:
+        return Settings(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise InputError(f"{path}: not a settings file of train.py ({error})") from None
+
+
+def in_built_in_world(settings: Settings) -> bool:
+    """The tiny models, and what was trained from them, are asked about the world they know."""
+    if settings.data or not settings.model:
+        return not settings.data
+    before = saved_settings(settings.model)
+    return bool(before and before != settings and in_built_in_world(before))
+
+
+def parse(arguments: list[str] | None = None, before: Settings | None = None) -> Settings:
+    """train.py's command line. `before`: the stage that the same command trains first; else a stage
+    2 without --model goes on from the stage 1 that is there, with the settings of its model.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     said = "Train one stage of one paper. In brackets: the value of --recipe and --stage."
     parser = FlagParser("train.py", description=said)
     add_flags(parser, RECORDS, named_in(arguments), "train")
     given = vars(parser.parse_args(arguments))
     recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
-    return check_settings(resolve(recipe, stage, not given.get("model"), given), True, given)
+    settings = resolve(recipe, stage, True, given)
+    if stage > 1 and not settings.model:
+        before = saved_settings(str(stage_folder(settings, stage - 1)))
+    if before and before.model:
+        given["model"] = str(stage_folder(settings, stage - 1))  # its last checkpoint
+    tiny = in_built_in_world(before or settings)
+    return check_settings(resolve(recipe, stage, tiny, given), True, given)
 
 
 def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
@@ -363,8 +401,10 @@ def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
     found.add_argument("--stage", default="1")
     known, rest = found.parse_known_args(arguments)
     stages = known.stage.split(",")
-    runs = [parse([*rest, "--stage", stage]) for stage in stages]
-    if len(runs) > 1 and (runs[0].resume or runs[0].start_from or runs[0].doctor):
+    runs = [parse([*rest, "--stage", stages[0]])]
+    for stage in stages[1:]:
+        runs.append(parse([*rest, "--stage", stage], runs[-1]))
+    if len(runs) > 1 and (runs[0].resume or runs[0].doctor):
         raise InputError(f"--stage {known.stage} begins both anew: give one stage")
     return runs
 

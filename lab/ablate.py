@@ -38,13 +38,13 @@ from metrics import exact_match
 from other_models.reader import reader_answers
 from papers import paper_of
 from plumbing.build import end_with_launcher
-from plumbing.files import checkpoints, stage_folder
+from plumbing.files import checkpoints
 from plumbing.questions import built_in_world
 from plumbing.report import written
 from plumbing.score import add_reader, build_reader
 from prompts import PROTOCOLS
 from retriever import make_retriever
-from settings import Settings, check_settings, resolve
+from settings import Settings, check_settings, resolve, stage_folder
 from train import train
 from view import load_pyplot
 from world.toy import toy_path
@@ -132,10 +132,10 @@ def reinforce(name: str, seed: int, runs: str) -> tuple[str, dict]:
     """(checkpoint, number -> its values by step, those of the arm that it started from first)."""
     settings, curve = settings_of(name, seed, runs), {}
     if before := ARMS[name].start:
-        settings = replace(settings, start_from=last_of(before, seed, runs))
+        settings = replace(settings, model=last_of(before, seed, runs))
         if settings.difficulty:  # for the model that it starts from
             how = ["--out", settings.difficulty, "--samples", str(ROLLOUTS)]
-            difficulty.main(["--model", settings.start_from, *how])
+            difficulty.main(["--model", settings.model, *how])
         curve = read_result(result_path(runs, before, seed))["curve"]
     folder = train(settings)
     lines = finished_records(folder / "metrics.jsonl")

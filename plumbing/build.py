@@ -24,8 +24,8 @@ from errors import InputError, raise_terminated, rank_of
 from flags import frozen_in_8bit, on_servers
 from other_models.llm import RETRIES, THREADS, load_llm
 from papers import paper_of
-from plumbing.files import prompt_sections, stage_folder, starting_model
-from plumbing.questions import hold_out, in_built_in_world, load_documents, training_questions
+from plumbing.files import prompt_sections, starting_model
+from plumbing.questions import hold_out, load_documents, training_questions
 from plumbing.score import Scorer
 from policy import Policy, load_policy, make_optimizer
 from prompts import PROTOCOLS, Protocol
@@ -37,7 +37,7 @@ from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
 from scale.server import SLOWEST, Fleet, generate_on_server, to_serve
 from scale.shards import asked_for, check_alike, check_shardable, shard
-from settings import Settings
+from settings import Settings, in_built_in_world, stage_folder
 from summarizer import FALLBACK_TEXT, SUMMARY_LOG, make_summarizer, models_in
 from update import Parts, updates_of
 from world.toy import load_toy

@@ -24,16 +24,14 @@ from plumbing.files import (
     checkpoints,
     locked,
     prune,
-    saved_settings,
     settings_text,
-    stage_folder,
     starting_model,
     step_of,
 )
 from policy import save_policy
 from scale.lora import load_lora, lora_state
 from scale.shards import in_parts, load_moments, load_weights, whole_moments, whole_weights
-from settings import Settings, shown_settings
+from settings import Settings, saved_settings, shown_settings, stage_folder
 from update import Parts
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)

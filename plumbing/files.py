@@ -40,7 +40,7 @@ from plumbing.alarms import alarms, report
 from plumbing.record import records_of
 from policy import Batch, check_model_path
 from prompts import NEEDED, OPTIONAL, PROTOCOLS, SECTIONS, gaps_of
-from settings import Settings
+from settings import Settings, stage_folder
 from summarizer import models_in
 from trajectory import Trajectory, show
 
@@ -49,14 +49,6 @@ TRAINS = "trains in {}: wait for it, end it, or name this run with --name"
 WRITES = "writes {}: wait for it, or name another with --out"
 # The locks of this process, by path. Its number would not tell: in two containers both may be 1.
 HELD = weakref.WeakValueDictionary()
-
-
-def stage_folder(settings: Settings, stage: int | None = None) -> Path:
-    """runs/NAME/stageN; the default name says paper, data and seed."""
-    data = Path(settings.data.split(",")[0]).stem or f"world{settings.world_seed}"
-    recipe = "-".join(filter(None, [settings.recipe, settings.variant]))
-    name = settings.name or f"{recipe}-{data}-seed{settings.seed}"
-    return Path(settings.runs) / name / f"stage{stage or settings.stage}"
 
 
 def named_by(settings: Settings) -> list[str]:
@@ -83,7 +75,7 @@ def newest_whole(folder: Path) -> Path | None:
             return path
         tell(f"{path} is passed over: {wrong}")
     if found := checkpoints(folder):
-        how = f"--start_from {found[-1]} takes its weights alone"
+        how = f"--model {found[-1]} takes its weights alone"
         raise InputError(f"{folder}: no whole checkpoint is there: start anew; {how}")
     return None
 
@@ -113,18 +105,15 @@ def starting_model(settings: Settings) -> tuple[str, str]:
             how = "leave it out to start anew (of several machines all must see this folder)"
             raise InputError(f"--resume: no checkpoint in {folder}; {how}")
         return str(found), f"going on from {found}"
-    if settings.start_from:
-        check_model_path(settings.start_from, "--start_from")
-        return settings.start_from, f"stage {stage} starts from {settings.start_from}"
-    before = stage_folder(settings, stage - 1)
-    if stage > 1 and (found := newest_whole(before)):
-        return str(found), f"stage {stage} starts from {found}"
-    if settings.model:
-        check_model_path(settings.model)
-    said = f"stage {stage} starts from {settings.model or 'the built-in model'}"
-    if stage > 1:
+    before, model = stage_folder(settings, stage - 1), settings.model
+    if (model or stage > 1) and (found := newest_whole(Path(model) if model else before)):
+        model = str(found)  # the last of a stage's folder
+    elif model:
+        check_model_path(model)
+    said = f"stage {stage} starts from {model or 'the built-in model'}"
+    if stage > 1 and not model:
         said += f": there is no stage {stage - 1} checkpoint in {before}"
-    return settings.model, said
+    return model, said
 
 
 def prompt_sections(settings: Settings, strict: bool = False) -> dict[str, str]:
@@ -360,14 +349,3 @@ def console_line(record: dict) -> str:
     if record.get("skipped") == 1:
         line += f"  no update: no group to learn from, in {1 + record.get('resampled', 0)} draws"
     return line
-
-
-def saved_settings(model: str) -> Settings | None:
-    """Returns the settings beside a checkpoint of ours, or None for another model."""
-    path = Path(model, "settings.json")
-    if not model or not path.exists():
-        return None
-    try:
-        return Settings(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
-        raise InputError(f"{path}: not a settings file of train.py ({error})") from None

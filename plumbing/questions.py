@@ -20,10 +20,9 @@ from data import (
 )
 from errors import InputError
 from papers import paper_of
-from plumbing.files import saved_settings
 from prompts import PROTOCOLS, check_references
 from retriever import make_retriever
-from settings import Settings
+from settings import Settings, in_built_in_world
 from world.world import LOOK_UPS, World
 
 
@@ -118,14 +117,6 @@ def load_documents(settings: Settings, questions: list[Question]) -> list[Docume
     if settings.corpus:
         return load_corpus(settings.corpus, settings.skip_bad)
     return [] if settings.data else built_in_world(settings).documents
-
-
-def in_built_in_world(settings: Settings) -> bool:
-    """The tiny models, and what was trained from them, are asked about the world they know."""
-    if settings.data or not settings.model:
-        return not settings.data
-    before = saved_settings(settings.model)
-    return bool(before and not (before.model or before.data))
 
 
 def evaluation_questions(

@@ -109,7 +109,7 @@ def load_moments(model: nn.Module, optimizer, state: dict) -> None:
     if parts != any(isinstance(name, str) for name in state["state"]):
         raise InputError(
             "--resume: Adam's moments were saved under ddp and are to be cut in parts, or the other"
-            " way round: use the former configuration, or start anew with --start_from"
+            " way round: use the former configuration, or start anew with --model"
         )
     if parts:
         states.set_optimizer_state_dict(model, optimizer, state, options=FULL)

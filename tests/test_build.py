@@ -21,13 +21,12 @@ from plumbing.files import (
     checkpoints,
     prompt_sections,
     settings_text,
-    stage_folder,
     starting_model,
 )
 from prompts import PROTOCOLS
 from retrievers.serve import RetrievalServer
 from rewards import check_questions
-from settings import Settings, parse, resolve
+from settings import Settings, parse, resolve, stage_folder
 from summarizer import FALLBACK_TEXT, instruction_for
 from world.world import LOOK_UPS
 
@@ -216,7 +215,7 @@ def test_of_arena_a_layout_has_references_and_an_empty_folder_is_one_line(tmp_pa
         ("--corpus {}/none.jsonl", "no such file"),
         ("--corpus {}/empty.jsonl", "empty"),
         ("--prompt_file {}/none.txt", "--prompt_file"),
-        of_fault(257, "--start_from {}/none", "^--start_from .*none: no such directory"),
+        of_fault(257, "--model {}/none", "^--model .*none: no such directory"),
     ],
 )
 def test_what_is_missing_stops_before_the_model_is_loaded(flags, said, tmp_path, monkeypatch):
@@ -326,9 +325,9 @@ def test_a_stage_starts_from_what_it_is_told_then_from_stage_1_then_from_the_mod
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
-    assert starting_model(dataclasses.replace(settings, start_from=str(other)))[0] == str(other)
+    assert starting_model(dataclasses.replace(settings, model=str(other)))[0] == str(other)
     last = tmp_path / "r" / "stage2" / "checkpoint-000002"
     shutil.copytree(first, last)
     seal(last, 2)
-    again = dataclasses.replace(settings, start_from=str(other), resume=True)
+    again = dataclasses.replace(settings, model=str(other), resume=True)
     assert starting_model(again)[0] == str(last)

@@ -42,14 +42,13 @@ from eval import (
 )
 from papers import PAPERS
 from plumbing import build, score
-from plumbing.files import stage_folder
 from plumbing.predictions import score_command
 from plumbing.questions import evaluation_questions, training_questions, with_retrieved
 from policy import Policy, save_policy
 from prompts import PROTOCOLS, build_prompt
 from retrievers.controls import make_control
 from rewards import example
-from settings import Settings, check_settings
+from settings import Settings, check_settings, stage_folder
 from sft import SFTSettings, example_of, train_sft
 from trajectory import trajectory_from_text
 from world.world import KINDS, World
@@ -718,7 +717,8 @@ def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
         pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
     save_real_model(tmp_path / "model", load_questions(data), family)
     for stage in (1, 2):  # they roll out, search, are rewarded and change the weights
-        start = f"--model {tmp_path}/model --data {data} --runs {runs} --stage {stage}"
+        start = f"--data {data} --runs {runs} --stage {stage}"
+        start += f" --model {tmp_path}/model" * (stage == 1)
         train.main([*start.split(), *REAL.split(), *more.split()])
         rows = records_in(runs / "real" / f"stage{stage}" / "metrics.jsonl")
         assert len(rows) == 2 and sum(row["searches"] for row in rows) > 0

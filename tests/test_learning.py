@@ -114,7 +114,7 @@ def test_difficulty_decides_which_questions_may_search_from_start_to_end(scores,
     buckets = Counter(record["bucket"] for record in finished_records(out))
     assert sum(buckets.values()) == 1969 and min(buckets.values()) > 50 and len(buckets) == 4
     start = checkpoints(runs / "learned" / "stage1")[-1]
-    given = f"{common} --stage 2 --name mixed --start_from {start} --steps 3 --task_mixing"
+    given = f"{common} --stage 2 --name mixed --model {start} --steps 3 --task_mixing"
     given = [*given.split(), "--difficulty", str(out)]
     train.main(given)
     assert len(rows_of(runs / "mixed" / "stage2")) == 3

@@ -305,7 +305,6 @@ def test_a_bad_value_is_one_clear_line_before_anything_is_loaded(arguments, said
         "--recipe when_to_search --variant unified --max_searches 7",  # its own price is another
         "--group_size 1 --algorithm reinforce_pp",
         "--in_8bit base --model m --lora_rank 4",
-        "--in_8bit base --start_from m --lora_rank 4",
         "--stage 2 --in_8bit others --judge m",  # also in the built-in world
         "--in_8bit reference,others --model m --kl_coef 0.1",
         "--data q --model m --retriever oracle",  # nothing of ours is searched: no corpus

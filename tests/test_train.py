@@ -475,8 +475,8 @@ def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, ca
     more = "--steps 1 --task_mixing false --stage"
     train.main(flags(model, tmp_path / "one", f"{more} 1,2 --evaluate"))
     assert "predictions:" in capsys.readouterr().out
-    for stage in ("1", "2"):
-        train.main(flags(model, tmp_path / "two", f"{more} {stage}"))
+    for stage, start in (("1", model), ("2", "")):
+        train.main(flags(start, tmp_path / "two", f"{more} {stage}"))
     for stage in ("stage1", "stage2"):
         assert same_end(*(tmp_path / runs / "t" / stage for runs in ("one", "two")))
 

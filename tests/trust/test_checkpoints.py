@@ -228,7 +228,7 @@ def test_another_command_is_told_what_is_wrong_with_a_checkpoint(run, model, tmp
 
 def test_a_stage_starts_from_a_whole_checkpoint(run, model, tmp_path):
     cut(run / STATE)
-    start, _ = files.starting_model(settings_for(model, tmp_path, "--stage 2"))
+    start, _ = files.starting_model(settings_for("", tmp_path, "--stage 2"))
     assert start == f"{run}/checkpoint-000002"
 
 
