@@ -1,7 +1,7 @@
 """The loop: roll out, score, turn rewards into advantages, update. One stage of one paper per run.
 
     accelerate launch train.py --stage 1             the built-in world, UR²
-    accelerate launch train.py --stage 2             goes on from stage 1's last checkpoint, or --model
+    accelerate launch train.py --stage 2             goes on from stage 1's last, or from --model
     accelerate launch train.py --stage 1,2 --evaluate   both, and what they are worth
     accelerate launch train.py --stage 1 --model DIR --data FILE --corpus from-data
     python train.py --doctor                         tries one step, says what would fail
