@@ -271,7 +271,8 @@ class Evaluation:
     def made_with(self, version: str) -> dict:
         """What the predictions hang on: settings, weights, questions and passages."""
         made = dataclasses.asdict(self.settings)
-        for name in ("name", "runs", "served", "judge", "reader", "timeout"):  # not of a prediction
+        # Not of a prediction:
+        for name in ("name", "output_dir", "served", "judge", "reader", "timeout"):
             del made[name]
         # --prompt_file names a file, not its words.
         content = hashlib.sha256()
@@ -400,7 +401,7 @@ def default_out(settings: Settings, options: Options) -> Path:
     files = "+".join(Path(name).stem for name in settings.data.split(","))
     asked = files[:100] or f"world{settings.world_seed}-{options.split}"
     name = f"{who}-{asked}-t{settings.temperature:g}-{settings.retriever}.jsonl"
-    return Path(settings.runs) / "predictions" / re.sub(r"[^\w.+-]+", "", name).lstrip("-.")
+    return Path(settings.output_dir) / "predictions" / re.sub(r"[^\w.+-]+", "", name).lstrip("-.")
 
 
 def run(settings: Settings, options: Options) -> None:

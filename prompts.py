@@ -117,9 +117,7 @@ class Protocol:
         """Of "query", "documents", "evidence", "answer", or of a section such as "think"."""
         pair = getattr(self, f"{name}_tags", None) or tag_pair(name)
         if pair[0] not in self.tags:
-            raise InputError(
-                f"protocol {self.name} has no <{name}> section: the reward needs one"
-            )
+            raise InputError(f"protocol {self.name} has no <{name}> section: the reward needs one")
         return pair
 
 

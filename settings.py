@@ -60,7 +60,7 @@ class RunSettings:
     )
     warm_up: str = setting("", 'of the built-in model: "" = the usual one, or a worse one by name')
     name: str = setting("", "of the run; its files are under runs/NAME/stageN")
-    runs: str = setting("runs", "folder of all runs and of the built-in models")
+    output_dir: str = setting("runs", "folder of all runs and of the built-in models")
     resume: bool = setting(False, "go on from this run's last checkpoint", only="train")
     doctor: bool = setting(False, "try one step, keep nothing, say what would fail", only="train")
     evaluate: bool = setting(
@@ -193,7 +193,7 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
     check_limits(settings)
     if settings.name in (".", "..") or not RUN_NAME.fullmatch(settings.name):
         how = "a name without a slash, of at most 200 characters"
-        raise InputError(f"--name {settings.name}: a folder inside --runs: {how}")
+        raise InputError(f"--name {settings.name}: a folder inside --output_dir: {how}")
     if on_servers(settings):
         for url in settings.engine.split(","):
             host_of(url, f"--engine {', '.join(LOCAL)}, or http://host:8000")
@@ -354,7 +354,7 @@ def stage_folder(settings: Settings, stage: int | None = None) -> Path:
     data = Path(settings.data.split(",")[0]).stem or f"world{settings.world_seed}"
     recipe = "-".join(filter(None, [settings.recipe, settings.variant]))
     name = settings.name or f"{recipe}-{data}-seed{settings.seed}"
-    return Path(settings.runs) / name / f"stage{stage or settings.stage}"
+    return Path(settings.output_dir) / name / f"stage{stage or settings.stage}"
 
 
 def saved_settings(model: str) -> Settings | None:

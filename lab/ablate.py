@@ -67,7 +67,7 @@ class AblateSettings:
     first_world: int = setting(50, "no setting was chosen on worlds from 50 to 57")
     split: str = setting("test", "of the entities that are asked about", one_of=("dev", "test"))
     only: str = setting("", f"claims, comma-separated: {', '.join(CLAIMS)}")
-    runs: str = setting("runs/ablate", "folder of the arms")
+    output_dir: str = setting("runs/ablate", "folder of the arms")
     workers: int = setting(os.cpu_count() or 1, "arms at a time, one core each", least=1)
     table: bool = setting(False, "run nothing: the table of what is there")
     json: str = setting("", "a file for what each arm scored in each world")
@@ -82,7 +82,7 @@ def result_path(runs: str, arm: str, seed: int) -> Path:
 def settings_of(name: str, seed: int, runs: str) -> Settings:
     """An arm in one world. The world's number is the seed of questions and sampling too."""
     arm = ARMS[name]
-    given = {"runs": runs, "name": f"{name}-world{seed}", "seed": seed, "world_seed": seed}
+    given = {"output_dir": runs, "name": f"{name}-world{seed}", "seed": seed, "world_seed": seed}
     given |= {"save_every": 10_000, "keep_checkpoints": 1}  # the last step saves by itself
     if "buckets" in arm.changes:
         given["difficulty"] = str(result_path(runs, name, seed).with_name("difficulty.jsonl"))
@@ -241,7 +241,7 @@ def read_results(jobs: list[tuple[str, int]], runs: str, split: str) -> Results:
         if path.exists():
             found[name, seed] = read_result(path)
             if found[name, seed].get("made_with") != made_with(name, split):
-                advice = "give another --runs, or remove it"
+                advice = "give another --output_dir, or remove it"
                 raise InputError(f"{path} was made with other settings: {advice}")
     return found
 
@@ -345,7 +345,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         check_output(options.json, "--json")
     names = names_in("only", options.only, CLAIMS)
-    runs, split, first, claims = options.runs, options.split, options.first_world, {}
+    runs, split, first, claims = options.output_dir, options.split, options.first_world, {}
     for claim in map(CLAIMS.get, names):
         claims[claim] = range(first, first + (options.seeds or claim.worlds))
     needed = {(arm, n) for claim in claims for arm in wanted_arms([claim]) for n in claims[claim]}

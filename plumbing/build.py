@@ -69,7 +69,7 @@ def build_search(
     protocol = protocol or build_protocol(settings)
     if protocol.query_tags is None:  # the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
-    how = (settings.seed, settings.timeout, str(device), settings.runs)
+    how = (settings.seed, settings.timeout, str(device), settings.output_dir)
     retriever = make_retriever(documents, settings, *how)
     names = sorted(models_in(settings.summarizer))
     llms = {name: load_llm(name, settings, device=device) for name in names}
@@ -91,7 +91,7 @@ def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bi
         return load_policy(path, device, settings, frozen, in_8bit, settings.seed)
     protocol, name = PROTOCOLS[settings.protocol], settings.warm_up
     tiny = paper_of(settings.protocol).warmed_up(name)
-    policy, tokenizer = load_toy(settings.world_seed, protocol, tiny, settings.runs, name)
+    policy, tokenizer = load_toy(settings.world_seed, protocol, tiny, settings.output_dir, name)
     if settings.lora_rank and not frozen:
         add_lora(policy.requires_grad_(False).language_model, settings.lora_rank, settings.seed)
     return policy.to(device), tokenizer
@@ -228,7 +228,7 @@ def build_parts(settings: Settings) -> Parts:
     documents, device = load_documents(settings, questions), accelerator.device
     accelerator.print(said)
     # Not under the barrier below: vectors of a large corpus take hours.
-    log = "" if settings.doctor else str(Path(settings.runs, SUMMARY_LOG))
+    log = "" if settings.doctor else str(Path(settings.output_dir, SUMMARY_LOG))
     asked = dataclasses.replace(settings, fallback=True)  # queries are turned away
     search = build_search(asked, documents, device, log)
     in_8bit = "base" in frozen_in_8bit(settings)

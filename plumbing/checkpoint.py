@@ -50,7 +50,7 @@ def as_command(settings: Settings) -> Iterator[None]:
     """Runs one stage as a command: shows its settings, and says what a signal leaves."""
     # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU.
     say, folder = make_accelerator(settings).print, stage_folder(settings)
-    check_output(folder / "settings.json", "--runs")
+    check_output(folder / "settings.json", "--output_dir")
     files = "" if settings.doctor else f"\n  (all of them: {folder}/settings.json)"
     say(shown_settings(settings) + files)
     heeded = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores SIGHUP
@@ -95,7 +95,7 @@ def check_room(run: Run, parts: Parts) -> None:
     free = shutil.disk_usage(there).free
     if run.main and not run.settings.doctor and free < needed:
         told = f"a checkpoint needs about {needed / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free"
-        raise InputError(f"{run.folder}: {told}: make room, or name another disk with --runs")
+        raise InputError(f"{run.folder}: {told}: make room, or name another disk with --output_dir")
 
 
 def save(run: Run, parts: Parts, step: int) -> None:

@@ -53,7 +53,7 @@ HELD = weakref.WeakValueDictionary()
 
 def named_by(settings: Settings) -> list[str]:
     """The flags that lead to the same run."""
-    names = ("recipe", "variant", "name", "runs", "seed", "world_seed")
+    names = ("recipe", "variant", "name", "output_dir", "seed", "world_seed")
     return [f"--{name}={getattr(settings, name)}" for name in names]
 
 

@@ -67,7 +67,7 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
     if not protocol.references_in_prompt:
         raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
     retriever = make_retriever(
-        documents, settings, settings.seed, settings.timeout, runs=settings.runs
+        documents, settings, settings.seed, settings.timeout, runs=settings.output_dir
     )
     given = [questions] if getattr(retriever, "needs_questions", False) else []  # the oracle
     asked, k = [question.question for question in questions], settings.documents_per_search

@@ -222,7 +222,7 @@ SMALL = """--name t --group_size 2 --questions_per_step 2 --steps 2 --lr 1e-3 --
 
 def flags(model, runs, more: str = "") -> list[str]:
     """The command line of a run of a second; its folder is RUNS/t/stage1."""
-    return ["--model", str(model), "--runs", str(runs), *SMALL.split(), *more.split()]
+    return ["--model", str(model), "--output_dir", str(runs), *SMALL.split(), *more.split()]
 
 
 @pytest.fixture(scope="session")
@@ -234,7 +234,7 @@ def trained(model, tmp_path_factory):
     seal(kept, None)
     small = SMALL.replace("--name t", "").replace("12", "16").split()
     for stage in ("1", "2"):  # the path is added here: it may be in pytest-12/, not in pytest-16/
-        train.main([*small, "--stage", stage, "--runs", str(runs)])
+        train.main([*small, "--stage", stage, "--output_dir", str(runs)])
     return runs
 
 

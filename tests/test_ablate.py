@@ -226,7 +226,7 @@ def test_what_a_result_was_made_with_names_settings_start_warm_up_and_split(monk
 def test_a_bad_command_line_is_one_line_and_runs_nothing(arguments, said, monkeypatch, tmp_path):
     monkeypatch.setattr(ablate, "run_all", lambda *_: pytest.fail("something was run"))
     with pytest.raises(InputError, match=said) as error:
-        ablate.main([*arguments.split(), "--runs", str(tmp_path)])
+        ablate.main([*arguments.split(), "--output_dir", str(tmp_path)])
     assert "\n" not in str(error.value)
 
 
@@ -244,7 +244,9 @@ def test_a_result_of_other_settings_is_refused_and_one_of_these_is_not_run_again
     write_result(tmp_path, "arena", 21)
     assert list(ablate.read_results(jobs, tmp_path, "test")) == [("arena", 21)]
     write_result(tmp_path, "arena", 20, split="dev")
-    with pytest.raises(InputError, match=r"arena-world20.*other settings: give another --runs"):
+    with pytest.raises(
+        InputError, match=r"arena-world20.*other settings: give another --output_dir"
+    ):
         ablate.read_results(jobs, tmp_path, "test")
 
 
@@ -343,7 +345,7 @@ def test_the_table_of_what_is_there_runs_nothing(monkeypatch, tmp_path, capsys):
             kinds = {key: {"em": 1.0, "exact_set": exact - less} for key in ("one_hop", "two_hop")}
             write_result(tmp_path, arm, seed, {"eval": kinds})
     out = tmp_path / "scores.json"
-    flags = ["--table", "--only", "bonus,relevance", "--runs", str(tmp_path), "--json", str(out)]
+    flags = f"--table --only bonus,relevance --output_dir {tmp_path} --json {out}".split()
     ablate.main([*flags, "--first_world", "20"])
     lines = capsys.readouterr().out.splitlines()
     # the difference is 0.5 in both worlds: s = 0
@@ -356,7 +358,7 @@ def test_the_table_of_what_is_there_runs_nothing(monkeypatch, tmp_path, capsys):
 def test_a_picture_has_both_arms_and_needs_their_results(tmp_path):
     pytest.importorskip("matplotlib")
     flags = ["--curves", str(tmp_path / "new"), "--first_world", "20", "--only", "mask"]
-    flags += ["--runs", str(tmp_path)]
+    flags += ["--output_dir", str(tmp_path)]
     with pytest.raises(InputError, match="no result of ur2: run --only mask first"):
         ablate.main(flags)
     for arm in ("ur2", "ur2_no_mask"):

@@ -44,7 +44,7 @@ def asked(trained, capsys, typed):
 
     def asked(*arguments) -> list[str]:
         typed("/try")
-        ask.main([*map(str, arguments), "--runs", str(trained)])
+        ask.main([*map(str, arguments), "--output_dir", str(trained)])
         return capsys.readouterr().out.splitlines()
 
     return asked
@@ -56,7 +56,7 @@ def session(trained, capsys, typed):
 
     def session(*lines, given=("--name", "ur2-world0-seed0", "--stage", "1")) -> str:
         typed(*lines)
-        ask.main([*given, "--temperature", "1", "--seed", "5", "--runs", str(trained)])
+        ask.main([*given, "--temperature", "1", "--seed", "5", "--output_dir", str(trained)])
         return capsys.readouterr().out
 
     return session
@@ -64,7 +64,7 @@ def session(trained, capsys, typed):
 
 @pytest.fixture
 def refused(trained, capsys):
-    return lambda *words: command_line(ask.main, [*words, "--runs", trained], capsys)
+    return lambda *words: command_line(ask.main, [*words, "--output_dir", trained], capsys)
 
 
 def question_in(lines: list[str]) -> str:

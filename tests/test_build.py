@@ -221,7 +221,7 @@ def test_of_arena_a_layout_has_references_and_an_empty_folder_is_one_line(tmp_pa
 def test_what_is_missing_stops_before_the_model_is_loaded(flags, said, tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").write_text("")
     monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
-    words = f"{flags} --runs {{}}".format(tmp_path, tmp_path).split()
+    words = f"{flags} --output_dir {{}}".format(tmp_path, tmp_path).split()
     assert re.search(said, message(build.build_parts, parse(words)))
 
 
@@ -302,7 +302,7 @@ def test_a_run_is_named_after_paper_data_and_seed_unless_it_has_a_name():
     assert str(stage_folder(Settings(world_seed=3, seed=1))) == "runs/ur2-world3-seed1/stage1"
     several = Settings(data="d/hotpot.json,x.json", stage=2)
     assert str(stage_folder(several, 1)) == "runs/ur2-hotpot-seed0/stage1"
-    assert str(stage_folder(Settings(name="mine", runs="r"))) == "r/mine/stage1"
+    assert str(stage_folder(Settings(name="mine", output_dir="r"))) == "r/mine/stage1"
 
 
 def test_only_finished_checkpoints_count_oldest_first(tmp_path):
@@ -314,7 +314,7 @@ def test_only_finished_checkpoints_count_oldest_first(tmp_path):
 
 
 def test_a_stage_starts_from_what_it_is_told_then_from_stage_1_then_from_the_model(tmp_path):
-    settings = Settings(runs=str(tmp_path), name="r", stage=2)
+    settings = Settings(output_dir=str(tmp_path), name="r", stage=2)
     start, said = starting_model(settings)
     assert start == "" and "there is no stage 1 checkpoint in" in said
     first = tmp_path / "r" / "stage1" / "checkpoint-000004"

@@ -151,7 +151,7 @@ def written(tmp_path, monkeypatch):
     """An evaluation of two r_search transcripts through `main`, without a model."""
     texts = [WITH_EVIDENCE, ANSWER.format("Norland")]
     questions = [Question(i, WHERE, ["Norland"], source="people") for i in "01"]
-    settings = Settings(protocol="r_search", retriever="empty", model="m", runs=str(tmp_path))
+    settings = Settings(protocol="r_search", retriever="empty", model="m", output_dir=str(tmp_path))
     patches = {
         "settings_of": lambda given: dataclasses.replace(settings, **given),
         "evaluation_questions": lambda *_: ({"people": questions}, []),
@@ -258,11 +258,11 @@ def test_another_punctuation_scores_the_predictions_anew(written, monkeypatch, t
 
 
 def test_the_checkpoints_own_settings_count_made_greedy_and_flags_override_them(trained):
-    settings = settings_of({"runs": str(trained)})
+    settings = settings_of({"output_dir": str(trained)})
     assert settings.model == f"{trained}/ur2-world0-seed0/stage2/checkpoint-000002"
     assert (settings.max_turn_tokens, settings.summarizer) == (16, "extractive")
     assert (settings.temperature, settings.top_p, settings.title_boost) == (0.0, 1.0, 4)
-    flagged = settings_of({"runs": str(trained), "temperature": 0.7, "max_turn_tokens": 9})
+    flagged = settings_of({"output_dir": str(trained), "temperature": 0.7, "max_turn_tokens": 9})
     assert (flagged.temperature, flagged.max_turn_tokens) == (0.7, 9)
 
 
@@ -277,7 +277,7 @@ def test_it_says_that_its_questions_are_those_of_training(written, tmp_path, cap
 
 
 def test_the_last_stage_is_evaluated_unless_one_is_named(trained, tmp_path):
-    given = {"runs": str(trained)}
+    given = {"output_dir": str(trained)}
     assert "stage1" in last_checkpoint(given | {"stage": 1})
     assert last_checkpoint(given | {"seed": 7}) == ""  # nothing trained: the built-in model
     before = settings_of(given | {"stage": 0})  # also where a run exists
@@ -285,7 +285,7 @@ def test_the_last_stage_is_evaluated_unless_one_is_named(trained, tmp_path):
     assert (before.model, before.documents_per_search, before.stage) == ("", 1, 2)
     # a run on a file has the name that training gave it; a paper may have one stage only
     for name, value, stage in (("data", "d/hotpot.json", 2), ("recipe", "vanilla_rl", 1)):
-        given = {"runs": str(tmp_path), name: value}
+        given = {"output_dir": str(tmp_path), name: value}
         assert last_checkpoint(given) == ""
         last = stage_folder(Settings(**given), stage) / "checkpoint-000003"
         last.mkdir(parents=True)
@@ -551,7 +551,7 @@ def test_other_settings_weights_questions_passages_or_words_are_another_evaluati
         options = dataclasses.replace(OPTIONS, samples=samples)
         return Evaluation(dataclasses.replace(settings, **changes), options).made_with(version)
 
-    assert made() == made(judge="J", reader="R", name="n", runs="elsewhere", timeout=1.0)
+    assert made() == made(judge="J", reader="R", name="n", output_dir="elsewhere", timeout=1.0)
     others = [made("w"), made(samples=2), made(count=1), made(words="Say B."), made(top_p=0.5)]
     assert all(other != made() for other in others)
 
@@ -571,7 +571,7 @@ def few(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "QUESTIONS_AT_ONCE", 4)
 
     def few(name: str, *more) -> Path:
-        run(f"--runs {trained} --questions 2 --out", tmp_path / name, *more)
+        run(f"--output_dir {trained} --questions 2 --out", tmp_path / name, *more)
         return tmp_path / name
 
     return few
@@ -648,7 +648,7 @@ def test_failed_searches_are_told_of_and_made_again(few, monkeypatch, capsys):
 
 def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained, tmp_path, capsys):
     shutil.copytree(trained, runs := tmp_path / "runs")
-    run(f"--runs {runs} --questions 2 --decoding both")
+    run(f"--output_dir {runs} --questions 2 --decoding both")
     tables = capsys.readouterr().out.split("questions of the built-in world")[1:]
     for temperature, table in zip("10", tables, strict=True):
         assert f"temperature {temperature}, retriever bm25" in table
@@ -656,7 +656,7 @@ def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained,
         assert [line.split()[0] for line in lines[1:8]] == ["kind", *KINDS, "all"]
         path = Path(re.search("predictions: (.*)", table)[1])
         assert path.parent == runs / "predictions" and len(records_in(path)) == 10
-    run(f"--runs {runs} --questions 2 --stage 0")
+    run(f"--output_dir {runs} --questions 2 --stage 0")
     assert capsys.readouterr().out.startswith("the built-in model, before RL: 10 questions")
 
 
@@ -717,7 +717,7 @@ def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
         pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
     save_real_model(tmp_path / "model", load_questions(data), family)
     for stage in (1, 2):  # they roll out, search, are rewarded and change the weights
-        start = f"--data {data} --runs {runs} --stage {stage}"
+        start = f"--data {data} --output_dir {runs} --stage {stage}"
         start += f" --model {tmp_path}/model" * (stage == 1)
         train.main([*start.split(), *REAL.split(), *more.split()])
         rows = records_in(runs / "real" / f"stage{stage}" / "metrics.jsonl")
@@ -725,7 +725,7 @@ def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
         assert sum(row["inserted_tokens"] for row in rows) > 40
         # stage 2 pays nothing for a search: often all rewards are 0
         assert stage == 2 or any(row["grad_norm"] > 0 for row in rows)
-    run(f"--runs {runs} --name real --questions 3 --retriever {retriever}")
+    run(f"--output_dir {runs} --name real --questions 3 --retriever {retriever}")
     said = capsys.readouterr().out
     assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in said
     assert f"3 questions of {data.stem} (3 of each, drawn with the seed" in said
@@ -781,7 +781,7 @@ def citing_model(tmp_path_factory, short_records):
 def test_arena_and_each_of_its_variants_take_two_steps_on_real_records(
     variant, citing_model, short_records, tmp_path
 ):
-    start = f"--model {citing_model} --runs {tmp_path} --name t {CITING}".split()
+    start = f"--model {citing_model} --output_dir {tmp_path} --name t {CITING}".split()
     start, data = [*start, "--variant", variant], short_records
     if variant.endswith("summaries"):
         said = message(train.main, [*start, "--data", data])

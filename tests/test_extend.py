@@ -124,7 +124,7 @@ def test_a_folder_of_texts_becomes_a_model_that_was_trained_on_it(
     subprocess.run("head -n 4 questions.jsonl > train.jsonl", shell=True, check=True)
     subprocess.run("tail -n +5 questions.jsonl > held_out.jsonl", shell=True, check=True)
     assert [len(load_questions(f"{name}.jsonl")) for name in ("train", "held_out")] == [4, 2]
-    own = "--recipe search_r1 --corpus texts --runs runs --max_turn_tokens 12".split()
+    own = "--recipe search_r1 --corpus texts --output_dir runs --max_turn_tokens 12".split()
     small = [*SMALL.replace("--name t", "--name mine").split(), "--trajectories_per_update", "4"]
     train.main([*own, *small, "--model", model, "--data", "train.jsonl", "--group_size", "2"])
     checkpoint = checkpoints(tmp_path / "runs/mine/stage1")[-1]

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def common(tmp_path_factory):
-    return f"--runs {tmp_path_factory.mktemp('runs')} --name learned --world_seed 7 --seed 7"
+    return f"--output_dir {tmp_path_factory.mktemp('runs')} --name learned --world_seed 7 --seed 7"
 
 
 @pytest.fixture(scope="module")

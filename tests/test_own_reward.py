@@ -57,7 +57,7 @@ def test_a_run_with_it_is_trained_logged_resumed_and_evaluated(own, model, tmp_p
     train.train(settings_for(model, tmp_path, f"--steps 2 --reward {name} --resume"))
     assert len(rows_of(folder)) == 2
     (tmp_path / "mine.py").unlink()  # an evaluation pays nothing
-    given = ["--model", str(checkpoints(folder)[-1]), "--questions", "1", "--runs", str(tmp_path)]
+    given = f"--model {checkpoints(folder)[-1]} --questions 1 --output_dir {tmp_path}".split()
     evaluation.main(given)
     assert "predictions:" in capsys.readouterr().out
 

@@ -430,7 +430,7 @@ eval.main("--recipe librarian --questions 3".split())
 checkpoint = "runs/librarian-world0-seed0/stage1/checkpoint-000003"
 eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
 ask.main(["--recipe", "librarian"])
-ablate.main(["--table", "--runs", "nowhere"])
+ablate.main(["--table", "--output_dir", "nowhere"])
 claims.ARMS["sixth"] = claims.Arm("librarian", 1, {"steps": 1})
 ablate.Options = lambda questions, **others: eval.Options(questions=3, **others)  # not all of them
 ablate.run_arm("sixth", 0, "runs", "dev")

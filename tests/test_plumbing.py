@@ -88,7 +88,7 @@ def test_stage_1_anew_sets_the_stage_2_aside_that_began_with_the_old_one(left, m
 def test_a_resume_cuts_the_metrics_to_its_checkpoint_and_says_what_is_new(
     left, model, tmp_path, capsys
 ):
-    saved = json.loads((left / "settings.json").read_text()) | {"runs": str(tmp_path)}
+    saved = json.loads((left / "settings.json").read_text()) | {"output_dir": str(tmp_path)}
     (checkpoints(left)[-1] / "settings.json").write_text(json.dumps(saved))
     seal(checkpoints(left)[-1], 1)
     with open(left / "metrics.jsonl", "a") as file:
@@ -139,7 +139,7 @@ def test_what_goes_on_from_the_built_in_model_has_its_numbers(tmp_path):
     """A stage 2, and what is given a checkpoint of it with --model; else those of the paper."""
     first = tmp_path / "t" / "stage1"
     first.mkdir(parents=True)
-    words = ["--runs", str(tmp_path), "--name", "t"]
+    words = ["--output_dir", str(tmp_path), "--name", "t"]
     for text, lr in ((settings_text(parse(words)), 5e-4), (json.dumps({"model": "m"}), 2e-6)):
         (first / "settings.json").write_text(text)
         for more in (["--stage", "2"], ["--stage", "2", "--model", str(first)]):
@@ -380,7 +380,7 @@ def test_tensorboard_reads_what_was_reported(model, tmp_path):
 
 def test_a_tracker_that_is_not_installed_is_one_line(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "get_available_trackers", lambda: [])
-    said = command_line(train.main, ["--report_to", "wandb", "--runs", tmp_path], capsys)
+    said = command_line(train.main, ["--report_to", "wandb", "--output_dir", tmp_path], capsys)
     assert said == "error: --report_to wandb: pip install wandb"
     said = command_line(train.main, ["--report_to", "wandbb"], capsys)
     assert "did you mean wandb?" in said

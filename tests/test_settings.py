@@ -215,8 +215,8 @@ def test_a_typo_names_the_nearest(arguments, nearest):
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_loaded(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(train, "build_parts", lambda *_: pytest.fail("something was loaded"))
-    with pytest.raises(InputError, match=r"--runs .*/file/.*: cannot be written there"):
-        train.main(["--runs", str(tmp_path / "file" / "x")])
+    with pytest.raises(InputError, match=r"--output_dir .*/file/.*: cannot be written there"):
+        train.main(["--output_dir", str(tmp_path / "file" / "x")])
 
 
 @pytest.mark.parametrize("word", ["--group", "--stag", "--rec", "--mod"])
@@ -269,8 +269,8 @@ BAD += """
 --warm_up verbos                 --warm_up verbos: of ur2 there is: weak
 --recipe arena --warm_up weak    --warm_up weak: of arena there is: none
 --warm_up weak --model m         --warm_up: --model has no warm-up
---name ../elsewhere              --name ../elsewhere: a folder inside --runs
---name ..                        --name ..: a folder inside --runs
+--name ../elsewhere              --name ../elsewhere: a folder inside --output_dir
+--name ..                        --name ..: a folder inside --output_dir
 --in_8bit all                    --in_8bit
 --in_8bit base --lora_rank 4     --in_8bit is for models from --model
 --summarizer extractiv           the model itself (did you mean extractive?)

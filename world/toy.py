@@ -564,7 +564,7 @@ def made_once(path: Path, how: str, make: Callable[[], Loaded]) -> Loaded:
         told = note.read_text(errors="replace") if note.is_file() else ""
         if told and told != f"{how}\n":
             why = "was made with another warm-up"
-            raise InputError(f"{path} {why}: remove it, or give other --runs")
+            raise InputError(f"{path} {why}: remove it, or give other --output_dir")
         if not told or wrong_with(path):
             again = " anew: what is there is damaged or old" if path.exists() else ""
             print(f"making the built-in {path.name}{again} (kept in {path})", file=sys.stderr)

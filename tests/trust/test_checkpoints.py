@@ -251,7 +251,7 @@ def test_a_full_disk_is_known_before_the_work(run, model, tmp_path, monkeypatch,
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: Usage(100, 100, 0))
     monkeypatch.setattr(train, "collect", lambda *_: pytest.fail("a step was made"))
     said = command_line(train.main, flags(model, tmp_path, f"{RUN} 6 --resume"), capsys)
-    assert "MB and 0.0 MB are free: make room, or name another disk with --runs" in said
+    assert "MB and 0.0 MB are free: make room, or name another disk with --output_dir" in said
     assert len(rows_of(run)) == 6 and len(checkpoints(run)) == 2
 
 

@@ -255,7 +255,7 @@ def first_run(runs: Path, slow: bool, arguments: list[str]) -> None:
 @fault(15)
 def test_sigterm_in_the_warm_up(tmp_path):
     log = tmp_path / "log"
-    arguments = ["--runs", str(tmp_path), "--doctor"]
+    arguments = ["--output_dir", str(tmp_path), "--doctor"]
     process = command(log, first_run, tmp_path, True, arguments)
     wait_for(log, "warming up", process)
     process.terminate()
@@ -359,7 +359,7 @@ def killed_after(lines: int, arguments: list[str]) -> None:
 @fault(17)
 def test_a_killed_evaluation_writes_the_same_predictions(trained, tmp_path):
     out, log = tmp_path / "a.jsonl", tmp_path / "log"
-    arguments = f"--runs {trained} --questions 12 --out".split()
+    arguments = f"--output_dir {trained} --questions 12 --out".split()
     whole = command(log, evaluation.main, [*arguments, str(tmp_path / "whole.jsonl")])
     assert exit_code(whole) == 0, log.read_text()
     for lines in (1, 9):
