@@ -272,7 +272,7 @@ class Evaluation:
         """What the predictions hang on: settings, weights, questions and passages."""
         made = dataclasses.asdict(self.settings)
         # Not of a prediction:
-        for name in ("name", "output_dir", "served", "judge", "reader", "timeout"):
+        for name in ("run_name", "output_dir", "served", "judge", "reader", "timeout"):
             del made[name]
         # --prompt_file names a file, not its words.
         content = hashlib.sha256()
@@ -356,7 +356,7 @@ def last_checkpoint(given: dict) -> str:
     for stage in stages:
         if found := checkpoints(stage_folder(run, stage)):
             return str(found[-1])
-    if "name" in given or "stage" in given:
+    if "run_name" in given or "stage" in given:
         folder = stage_folder(run, stages[0]).parent
         raise InputError(f"no checkpoint of that run in {folder}: train first, or give --model")
     return ""

@@ -59,7 +59,7 @@ class RunSettings:
         "", 'HF causal LM: folder or hub name; "" = stage 1\'s last, or the built-in one'
     )
     warm_up: str = setting("", 'of the built-in model: "" = the usual one, or a worse one by name')
-    name: str = setting("", "of the run; its files are under runs/NAME/stageN")
+    run_name: str = setting("", "its files are under runs/NAME/stageN")
     output_dir: str = setting("runs", "folder of all runs and of the built-in models")
     resume: bool = setting(False, "go on from this run's last checkpoint", only="train")
     doctor: bool = setting(False, "try one step, keep nothing, say what would fail", only="train")
@@ -191,9 +191,9 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
         how = "serve it (python retriever.py serve --retriever web), and give --retriever http"
         raise InputError(f"--retriever web: {how} --retriever_url http://host:port")
     check_limits(settings)
-    if settings.name in (".", "..") or not RUN_NAME.fullmatch(settings.name):
+    if settings.run_name in (".", "..") or not RUN_NAME.fullmatch(settings.run_name):
         how = "a name without a slash, of at most 200 characters"
-        raise InputError(f"--name {settings.name}: a folder inside --output_dir: {how}")
+        raise InputError(f"--run_name {settings.run_name}: a folder inside --output_dir: {how}")
     if on_servers(settings):
         for url in settings.engine.split(","):
             host_of(url, f"--engine {', '.join(LOCAL)}, or http://host:8000")
@@ -353,7 +353,7 @@ def stage_folder(settings: Settings, stage: int | None = None) -> Path:
     """runs/NAME/stageN; the default name says paper, data and seed."""
     data = Path(settings.data.split(",")[0]).stem or f"world{settings.world_seed}"
     recipe = "-".join(filter(None, [settings.recipe, settings.variant]))
-    name = settings.name or f"{recipe}-{data}-seed{settings.seed}"
+    name = settings.run_name or f"{recipe}-{data}-seed{settings.seed}"
     return Path(settings.output_dir) / name / f"stage{stage or settings.stage}"
 
 

@@ -82,7 +82,12 @@ def result_path(runs: str, arm: str, seed: int) -> Path:
 def settings_of(name: str, seed: int, runs: str) -> Settings:
     """An arm in one world. The world's number is the seed of questions and sampling too."""
     arm = ARMS[name]
-    given = {"output_dir": runs, "name": f"{name}-world{seed}", "seed": seed, "world_seed": seed}
+    given = {
+        "output_dir": runs,
+        "run_name": f"{name}-world{seed}",
+        "seed": seed,
+        "world_seed": seed,
+    }
     given |= {"save_every": 10_000, "keep_checkpoints": 1}  # the last step saves by itself
     if "buckets" in arm.changes:
         given["difficulty"] = str(result_path(runs, name, seed).with_name("difficulty.jsonl"))
@@ -290,7 +295,7 @@ def run_all(todo: list, runs: str, split: str, workers: int) -> None:
 
 
 # ----------------------------------------------------------------------------- tables and pictures
-NAMES = ("name", "recipe", "variant", "stage", "steps", "difficulty")
+NAMES = ("run_name", "recipe", "variant", "stage", "steps", "difficulty")
 
 
 def difference(claim: Claim) -> str:

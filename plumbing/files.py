@@ -45,7 +45,7 @@ from summarizer import models_in
 from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
-TRAINS = "trains in {}: wait for it, end it, or name this run with --name"
+TRAINS = "trains in {}: wait for it, end it, or name this run with --run_name"
 WRITES = "writes {}: wait for it, or name another with --out"
 # The locks of this process, by path. Its number would not tell: in two containers both may be 1.
 HELD = weakref.WeakValueDictionary()
@@ -53,7 +53,7 @@ HELD = weakref.WeakValueDictionary()
 
 def named_by(settings: Settings) -> list[str]:
     """The flags that lead to the same run."""
-    names = ("recipe", "variant", "name", "output_dir", "seed", "world_seed")
+    names = ("recipe", "variant", "run_name", "output_dir", "seed", "world_seed")
     return [f"--{name}={getattr(settings, name)}" for name in names]
 
 

@@ -138,7 +138,7 @@ def test_numbers_of_curves_and_shares_by_hand():
 def test_every_arm_is_settings_that_can_run(name):
     arm, settings = ARMS[name], settings_of(name, 20, "r")  # it checks them
     assert all(getattr(settings, key) == value for key, value in arm.changes.items())
-    assert (settings.seed, settings.world_seed, settings.name) == (20, 20, f"{name}-world20")
+    assert (settings.seed, settings.world_seed, settings.run_name) == (20, 20, f"{name}-world20")
     if arm.start:  # the same protocol and the stage before, which starts from the warmed-up model
         before = ARMS[arm.start]
         assert not before.start and before.stage == arm.stage - 1

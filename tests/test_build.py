@@ -302,7 +302,7 @@ def test_a_run_is_named_after_paper_data_and_seed_unless_it_has_a_name():
     assert str(stage_folder(Settings(world_seed=3, seed=1))) == "runs/ur2-world3-seed1/stage1"
     several = Settings(data="d/hotpot.json,x.json", stage=2)
     assert str(stage_folder(several, 1)) == "runs/ur2-hotpot-seed0/stage1"
-    assert str(stage_folder(Settings(name="mine", output_dir="r"))) == "r/mine/stage1"
+    assert str(stage_folder(Settings(run_name="mine", output_dir="r"))) == "r/mine/stage1"
 
 
 def test_only_finished_checkpoints_count_oldest_first(tmp_path):
@@ -314,7 +314,7 @@ def test_only_finished_checkpoints_count_oldest_first(tmp_path):
 
 
 def test_a_stage_starts_from_what_it_is_told_then_from_stage_1_then_from_the_model(tmp_path):
-    settings = Settings(output_dir=str(tmp_path), name="r", stage=2)
+    settings = Settings(output_dir=str(tmp_path), run_name="r", stage=2)
     start, said = starting_model(settings)
     assert start == "" and "there is no stage 1 checkpoint in" in said
     first = tmp_path / "r" / "stage1" / "checkpoint-000004"

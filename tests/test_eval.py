@@ -426,7 +426,7 @@ def test_passages_that_were_cut_are_a_column():
         ("--question 3", "did you mean --questions?"),
         ("--samples 0", "--samples 0: must be at least 1"),
         ("--model ./nowhere", "no such directory"),
-        ("--name typo", "no checkpoint of that run"),
+        ("--run_name typo", "no checkpoint of that run"),
         ("--lr 3", "unknown flag --lr"),
         ("--in_8bit base,others", "others is all that it can name"),
         ("--split all", "one of train, dev, test"),
@@ -551,7 +551,7 @@ def test_other_settings_weights_questions_passages_or_words_are_another_evaluati
         options = dataclasses.replace(OPTIONS, samples=samples)
         return Evaluation(dataclasses.replace(settings, **changes), options).made_with(version)
 
-    assert made() == made(judge="J", reader="R", name="n", output_dir="elsewhere", timeout=1.0)
+    assert made() == made(judge="J", reader="R", run_name="n", output_dir="elsewhere", timeout=1.0)
     others = [made("w"), made(samples=2), made(count=1), made(words="Say B."), made(top_p=0.5)]
     assert all(other != made() for other in others)
 
@@ -696,7 +696,7 @@ def save_real_model(path, questions, family):
     save_policy(policy, tokenizer, path)
 
 
-REAL = """--corpus from-data --name real --questions_per_step 2 --steps 2 --max_turn_tokens 40
+REAL = """--corpus from-data --run_name real --questions_per_step 2 --steps 2 --max_turn_tokens 40
     --max_searches 1 --documents_per_search 2 --document_tokens 60 --save_every 1 --group_size 4
     --trajectories_per_update 4 --temperature 0.8 --lr 1e-4 --tokens_per_micro_batch 700"""
 OTHER = "--optimizer adamw8bit --gradient_checkpointing --algorithm grpo --kl_coef 0.01"
@@ -725,7 +725,7 @@ def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
         assert sum(row["inserted_tokens"] for row in rows) > 40
         # stage 2 pays nothing for a search: often all rewards are 0
         assert stage == 2 or any(row["grad_norm"] > 0 for row in rows)
-    run(f"--output_dir {runs} --name real --questions 3 --retriever {retriever}")
+    run(f"--output_dir {runs} --run_name real --questions 3 --retriever {retriever}")
     said = capsys.readouterr().out
     assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in said
     assert f"3 questions of {data.stem} (3 of each, drawn with the seed" in said
@@ -781,7 +781,7 @@ def citing_model(tmp_path_factory, short_records):
 def test_arena_and_each_of_its_variants_take_two_steps_on_real_records(
     variant, citing_model, short_records, tmp_path
 ):
-    start = f"--model {citing_model} --output_dir {tmp_path} --name t {CITING}".split()
+    start = f"--model {citing_model} --output_dir {tmp_path} --run_name t {CITING}".split()
     start, data = [*start, "--variant", variant], short_records
     if variant.endswith("summaries"):
         said = message(train.main, [*start, "--data", data])

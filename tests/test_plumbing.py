@@ -104,7 +104,10 @@ def test_what_cannot_be_gone_on_with_is_one_line(left, model, tmp_path):
     for more, said in (
         ("--resume --steps 1", "1 of --steps 1 steps are done; raise --steps"),
         ("--resume --algorithm ppo", "was not made by PPO and has no critic"),
-        ("--resume --name nowhere", "--resume: no checkpoint in .*nowhere/stage1; leave it out"),
+        (
+            "--resume --run_name nowhere",
+            "--resume: no checkpoint in .*nowhere/stage1; leave it out",
+        ),
     ):
         with pytest.raises(InputError, match=said):
             train.train(settings_for(model, tmp_path, more))
@@ -139,7 +142,7 @@ def test_what_goes_on_from_the_built_in_model_has_its_numbers(tmp_path):
     """A stage 2, and what is given a checkpoint of it with --model; else those of the paper."""
     first = tmp_path / "t" / "stage1"
     first.mkdir(parents=True)
-    words = ["--output_dir", str(tmp_path), "--name", "t"]
+    words = ["--output_dir", str(tmp_path), "--run_name", "t"]
     for text, lr in ((settings_text(parse(words)), 5e-4), (json.dumps({"model": "m"}), 2e-6)):
         (first / "settings.json").write_text(text)
         for more in (["--stage", "2"], ["--stage", "2", "--model", str(first)]):

@@ -50,7 +50,7 @@ def marked(cases, quick: list[tuple]) -> list:
 def two_steps(case: tuple, more: str, capsys) -> list[dict] | str:
     """The metrics of a run of two steps, or why it is refused: one line that names a flag."""
     recipe, variant, stage = case
-    arguments = f"--recipe {recipe} --stage {stage} --name t {FEW} {more}".split()
+    arguments = f"--recipe {recipe} --stage {stage} --run_name t {FEW} {more}".split()
     try:
         folder = train.train(parse([*arguments, *(["--variant", variant] if variant else [])]))
     except InputError as error:

@@ -269,8 +269,8 @@ BAD += """
 --warm_up verbos                 --warm_up verbos: of ur2 there is: weak
 --recipe arena --warm_up weak    --warm_up weak: of arena there is: none
 --warm_up weak --model m         --warm_up: --model has no warm-up
---name ../elsewhere              --name ../elsewhere: a folder inside --output_dir
---name ..                        --name ..: a folder inside --output_dir
+--run_name ../elsewhere              --run_name ../elsewhere: a folder inside --output_dir
+--run_name ..                        --run_name ..: a folder inside --output_dir
 --in_8bit all                    --in_8bit
 --in_8bit base --lora_rank 4     --in_8bit is for models from --model
 --summarizer extractiv           the model itself (did you mean extractive?)

@@ -289,7 +289,7 @@ def test_stage_1_learns_on_a_server_as_in_slots(served, model, tmp_path):
     rewards = []
     for name, engine in (("slots", "slots"), ("server", served().base)):
         given = {"model": model, "steps": 12, "output_dir": str(tmp_path), "engine": engine}
-        given["name"] = name
+        given["run_name"] = name
         folder = train.train(check_settings(resolve("ur2", 1, True, given)))
         found = rows_of(folder)
         rewards.append(torch.tensor([row["reward"] for row in found]))

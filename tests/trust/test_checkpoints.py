@@ -222,7 +222,7 @@ def test_a_state_that_would_run_a_command_is_not_read_under_a_new_manifest_eithe
 
 def test_another_command_is_told_what_is_wrong_with_a_checkpoint(run, model, tmp_path, capsys):
     flipped(run / WEIGHTS)
-    said = command_line(train.main, flags(run / FOUR, tmp_path, "--name other"), capsys)
+    said = command_line(train.main, flags(run / FOUR, tmp_path, "--run_name other"), capsys)
     assert "model.safetensors is not what was written: use another, or remove its manifest" in said
 
 
