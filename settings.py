@@ -62,7 +62,7 @@ class RunSettings:
     run_name: str = setting("", "its files are under runs/NAME/stageN")
     output_dir: str = setting("runs", "folder of all runs and of the built-in models")
     resume: bool = setting(False, "go on from this run's last checkpoint", only="train")
-    doctor: bool = setting(False, "try one step, keep nothing, say what would fail", only="train")
+    dry_run: bool = setting(False, "try one step, keep nothing, say what would fail", only="train")
     evaluate: bool = setting(
         False, "afterwards in the built-in world, as eval.py --decoding both", only="train"
     )
@@ -404,7 +404,7 @@ def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
     runs = [parse([*rest, "--stage", stages[0]])]
     for stage in stages[1:]:
         runs.append(parse([*rest, "--stage", stage], runs[-1]))
-    if len(runs) > 1 and (runs[0].resume or runs[0].doctor):
+    if len(runs) > 1 and (runs[0].resume or runs[0].dry_run):
         raise InputError(f"--stage {known.stage} begins both anew: give one stage")
     return runs
 

@@ -4,7 +4,7 @@
     accelerate launch train.py --stage 2             goes on from stage 1's last, or from --model
     accelerate launch train.py --stage 1,2 --evaluate   both, and what they are worth
     accelerate launch train.py --stage 1 --model DIR --data FILE --corpus from-data
-    python train.py --doctor                         tries one step, says what would fail
+    python train.py --dry_run                        tries one step, says what would fail
 
     questions -> rollout -> rewards [B] -> advantages [B, T] -> for each update: token weights
     (Σ = 1) -> micro-batches: Σ weight · loss, backward -> clip -> one optimizer step

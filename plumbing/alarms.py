@@ -1,7 +1,7 @@
 """What may keep a run from learning, as the records of its last steps show it.
 
     alarms(records, settings)          name -> its likely cause, and what to do
-    python train.py --doctor ...       a single step of a run: what it saw, and all its alarms
+    python train.py --dry_run ...      a single step of a run: what it saw, and all its alarms
 
 Most must hold for three steps on end. A run raises each once: it is printed and stands in the
 step's record, so a resumed run knows it. Left out: what may be wanted, such as a low entropy;
@@ -127,7 +127,7 @@ def spikes(rows: list[dict], name: str, least: float = 0.0) -> bool:
 
 
 def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
-    """--doctor: what the record of one step tells about a run."""
+    """--dry_run: what the record of one step tells about a run."""
     prompts, s = [len(t.prompt_ids) for t in sampled.trajectories], environment.settings
     longest = max(map(environment.longest, sampled.trajectories))
     most = f"{longest} of {environment.max_context} tokens of context"

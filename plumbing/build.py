@@ -228,7 +228,7 @@ def build_parts(settings: Settings) -> Parts:
     documents, device = load_documents(settings, questions), accelerator.device
     accelerator.print(said)
     # Not under the barrier below: vectors of a large corpus take hours.
-    log = "" if settings.doctor else str(Path(settings.output_dir, SUMMARY_LOG))
+    log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
     asked = dataclasses.replace(settings, fallback=True)  # queries are turned away
     search = build_search(asked, documents, device, log)
     in_8bit = "base" in frozen_in_8bit(settings)

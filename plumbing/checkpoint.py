@@ -51,7 +51,7 @@ def as_command(settings: Settings) -> Iterator[None]:
     # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU.
     say, folder = make_accelerator(settings).print, stage_folder(settings)
     check_output(folder / "settings.json", "--output_dir")
-    files = "" if settings.doctor else f"\n  (all of them: {folder}/settings.json)"
+    files = "" if settings.dry_run else f"\n  (all of them: {folder}/settings.json)"
     say(shown_settings(settings) + files)
     heeded = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores SIGHUP
     before = [signal.signal(number, raise_terminated) for number in heeded]
@@ -68,7 +68,7 @@ def as_command(settings: Settings) -> Iterator[None]:
     finally:
         list(map(signal.signal, heeded, before))
     gc.collect()  # FSDP2's modules refer to each other: the evaluation needs their memory
-    if not settings.doctor:
+    if not settings.dry_run:
         held_out = " --data HELD_OUT_FILE" if settings.data else ""
         say(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
 
@@ -93,16 +93,16 @@ def check_room(run: Run, parts: Parts) -> None:
     needed = sum(p.numel() * (p.element_size() + moments * p.requires_grad) for p in weights)
     there = next(path for path in [run.folder, *run.folder.absolute().parents] if path.exists())
     free = shutil.disk_usage(there).free
-    if run.main and not run.settings.doctor and free < needed:
+    if run.main and not run.settings.dry_run and free < needed:
         told = f"a checkpoint needs about {needed / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free"
         raise InputError(f"{run.folder}: {told}: make room, or name another disk with --output_dir")
 
 
 def save(run: Run, parts: Parts, step: int) -> None:
-    """Saves what `step` finished steps have learned, unless the doctor ran them. All processes call
+    """Saves what `step` finished steps have learned, unless it is a dry run. All processes call
     it: weights in parts are put together.
     """
-    if run.settings.doctor:
+    if run.settings.dry_run:
         return
     state = {"step": step, "optimizer": whole_moments(parts.policy, parts.optimizer)}
     if run.settings.lora_rank:
@@ -187,7 +187,7 @@ def resume(run: Run, parts: Parts) -> int:
         load_weights(parts.critic, state["critic"])
         load_moments(parts.critic, parts.critic_optimizer, state["critic_optimizer"])
     now, before = vars(settings), vars(saved)
-    changed = [n for n in now if n not in ("resume", "doctor") and now[n] != before[n]]
+    changed = [n for n in now if n not in ("resume", "dry_run") and now[n] != before[n]]
     if changed:
         told = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
         run.accelerator.print(f"resumed with other settings: {told}")

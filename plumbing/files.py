@@ -206,7 +206,7 @@ class Run:
 
     def open(self, first_step: int) -> None:
         """All processes hold the folder until they end. Only the main one writes."""
-        if self.settings.doctor:
+        if self.settings.dry_run:
             return
         if self.main:
             self.lock = locked(self.folder)
@@ -244,9 +244,9 @@ class Run:
 
     def bar(self, first_step: int) -> Iterator[int]:
         s, title = self.settings, f"{self.settings.recipe} stage {self.settings.stage}"
-        shown = {"desc": title, "dynamic_ncols": True, "disable": not self.main or s.doctor}
+        shown = {"desc": title, "dynamic_ncols": True, "disable": not self.main or s.dry_run}
         with tqdm(total=s.steps, initial=first_step, **shown) as self.progress:
-            yield from range(first_step, first_step + 1 if s.doctor else s.steps)
+            yield from range(first_step, first_step + 1 if s.dry_run else s.steps)
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
@@ -255,7 +255,7 @@ class Run:
             self.progress.update()
         if not self.main:
             return
-        if self.settings.doctor:
+        if self.settings.dry_run:
             return self.progress.write("\n".join(report(record, sampled, environment)))
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
         self.records.append(rounded)
@@ -288,10 +288,10 @@ class Run:
         self.ended.append(number)
         if self.ended.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
-        if number == signal.SIGINT and self.main and not self.settings.doctor:
+        if number == signal.SIGINT and self.main and not self.settings.dry_run:
             with contextlib.suppress(OSError):  # not printed: that may be what was interrupted
                 os.write(2, b"\nwhat was learned is saved first; Ctrl-C again ends at once\n")
-        if self.at_once or self.settings.doctor:
+        if self.at_once or self.settings.dry_run:
             self.at_once = False  # another signal must not break the saving
             raise_terminated(number)
 
@@ -301,7 +301,7 @@ class Run:
         if not wrong:
             return
         path = self.folder / f"non_finite_step{step}.pt"
-        where = "" if self.settings.doctor else f" The batch is in {path};"
+        where = "" if self.settings.dry_run else f" The batch is in {path};"
         if self.main and where:
             torch.save(dataclasses.asdict(part), path)
         ids = ", ".join(dict.fromkeys(row.question.id for row in rows))

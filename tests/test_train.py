@@ -368,12 +368,12 @@ def test_a_held_out_evaluation_changes_nothing_in_training(model, tmp_path):
 
 
 def test_training_turns_queries_away_and_its_evaluation_does_not(built, monkeypatch):
-    """UR² D.3. The doctor asks as training does, and logs nothing."""
+    """UR² D.3. A dry run asks as training does, and logs nothing."""
     asked, held_out, search = [], [], build.build_search
     record = lambda *given: [asked.append(given), search(*given)][1]  # noqa: E731
     monkeypatch.setattr(build, "build_search", record)
-    for doctor in ("", " --doctor"):
-        parts = built(f"--eval_every 1{doctor}", eval_questions=1)
+    for dry in ("", " --dry_run"):
+        parts = built(f"--eval_every 1{dry}", eval_questions=1)
     assert [(given[0].fallback, bool(given[3])) for given in asked] == [(True, True), (True, False)]
     monkeypatch.setattr(train, "rollout", lambda _, its, *__: held_out.append(its.held_out) or [])
     monkeypatch.setattr(train, "merged", lambda *_: {})

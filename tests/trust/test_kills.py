@@ -255,7 +255,7 @@ def first_run(runs: Path, slow: bool, arguments: list[str]) -> None:
 @fault(15)
 def test_sigterm_in_the_warm_up(tmp_path):
     log = tmp_path / "log"
-    arguments = ["--output_dir", str(tmp_path), "--doctor"]
+    arguments = ["--output_dir", str(tmp_path), "--dry_run"]
     process = command(log, first_run, tmp_path, True, arguments)
     wait_for(log, "warming up", process)
     process.terminate()
