@@ -4,7 +4,7 @@
     stages       stage -> the settings it sets; what is not named has its record's default
     tiny         stage -> what the tiny model on the built-in world needs in their place
     world        how the tiny model is warmed up: sizes, and the grammar of the traces it reads
-    warm_ups     worse ones by name (--warm_up): in which worlds the paper's claims can show
+    warm_ups     worse ones by name (--toy_init): in which worlds the paper's claims can show
     good_format  is a trajectory in the paper's format? (evaluations report the share)
     punctuation  what becomes of it in answers, as its scorer has it: a style of metrics.PUNCTUATION
     decoding     how it samples when it evaluates; {} is greedy

@@ -58,7 +58,7 @@ class RunSettings:
     model: str = setting(
         "", 'HF causal LM: folder or hub name; "" = stage 1\'s last, or the built-in one'
     )
-    warm_up: str = setting("", 'of the built-in model: "" = the usual one, or a worse one by name')
+    toy_init: str = setting("", 'of the built-in model: "" = the usual one, or a worse one by name')
     run_name: str = setting("", "its files are under runs/NAME/stageN")
     output_dir: str = setting("runs", "folder of all runs and of the built-in models")
     resume: bool = setting(False, "go on from this run's last checkpoint", only="train")
@@ -149,7 +149,7 @@ def unread(settings: Settings, training: bool) -> dict[str, str]:
     if PROTOCOLS[settings.protocol].query_tags is None:
         found |= dict.fromkeys(SEARCHING, f"protocol {settings.protocol} searches nothing")
     if settings.model:
-        found["warm_up"] = "--model has no warm-up"
+        found["toy_init"] = "--model has no warm-up"
     if not training:
         return found
     if not on_servers(settings):
@@ -204,9 +204,11 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
     if settings.data and not settings.model:
         raise InputError("--data needs --model: the built-in model can read only its own world")
     known = paper_of(settings.protocol).warm_ups
-    if settings.warm_up and settings.warm_up not in known:
+    if settings.toy_init and settings.toy_init not in known:
         names = ", ".join(known) or "none"
-        raise InputError(f"--warm_up {settings.warm_up}: of {settings.protocol} there is: {names}")
+        raise InputError(
+            f"--toy_init {settings.toy_init}: of {settings.protocol} there is: {names}"
+        )
     searches = PROTOCOLS[settings.protocol].query_tags is not None
     local = settings.retriever in ("bm25", "dense", "random")
     if searches and settings.data and local and not settings.corpus:

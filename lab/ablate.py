@@ -97,7 +97,7 @@ def settings_of(name: str, seed: int, runs: str) -> Settings:
 def made_with(name: str, split: str) -> dict:
     """All that an arm's result depends on but its world, and all that its start depends on."""
     settings = settings_of(name, 0, "")
-    warm_up = str(paper_of(settings.protocol).warmed_up(settings.warm_up))
+    warm_up = str(paper_of(settings.protocol).warmed_up(settings.toy_init))
     before = ARMS[name].start or ARMS[name].traces_of
     own = {"split": split, "settings": asdict(settings), "warm_up": warm_up}
     return own | {"start": made_with(before, split) if before else {}}
@@ -160,7 +160,7 @@ def imitate(name: str, seed: int, runs: str) -> tuple[str, dict]:
     """
     settings, teacher = settings_of(name, seed, runs), last_of(ARMS[name].traces_of, seed, runs)
     out = stage_folder(settings) / "checkpoint-sft"
-    model = str(toy_path(settings.world_seed, settings.protocol, settings.warm_up, runs))
+    model = str(toy_path(settings.world_seed, settings.protocol, settings.toy_init, runs))
     traces = str(out.with_name("traces.jsonl"))
     evaluate(teacher, settings, "train", ROLLOUTS, traces)
     shutil.rmtree(out, ignore_errors=True)  # an interrupted arm's
@@ -179,7 +179,7 @@ def evaluate(model: str, settings: Settings, split: str, samples=SAMPLES, out=""
 def checked_prior(name: str, seed: int, runs: str, split: str) -> float:
     """Searches per held-out look-up of the warmed-up model, measured once; no more than it says."""
     settings = settings_of(name, seed, runs)
-    protocol, warm_up = settings.protocol, settings.warm_up
+    protocol, warm_up = settings.protocol, settings.toy_init
     if PROTOCOLS[protocol].query_tags is None:
         return 0.0
     file = f"prior-{split}-{settings.documents_per_search}-{settings.summarizer}.json"
@@ -195,7 +195,7 @@ def checked_prior(name: str, seed: int, runs: str, split: str) -> float:
     print(f"prior: {why}")
     if found > limit:
         limits = f"and at most {limit} are allowed: this world is left out"
-        raise InputError(f"the prior of --warm_up {warm_up} is off: {why}, {limits}")
+        raise InputError(f"the prior of --toy_init {warm_up} is off: {why}, {limits}")
     return found
 
 

@@ -89,7 +89,7 @@ def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bi
     """(policy, tokenizer) from `path`, or the built-in ones where it is ""."""
     if path:
         return load_policy(path, device, settings, frozen, in_8bit, settings.seed)
-    protocol, name = PROTOCOLS[settings.protocol], settings.warm_up
+    protocol, name = PROTOCOLS[settings.protocol], settings.toy_init
     tiny = paper_of(settings.protocol).warmed_up(name)
     policy, tokenizer = load_toy(settings.world_seed, protocol, tiny, settings.output_dir, name)
     if settings.lora_rank and not frozen:

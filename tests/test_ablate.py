@@ -143,7 +143,7 @@ def test_every_arm_is_settings_that_can_run(name):
         before = ARMS[arm.start]
         assert not before.start and before.stage == arm.stage - 1
         started = settings_of(arm.start, 20, "r")
-        assert (started.protocol, started.warm_up) == (settings.protocol, settings.warm_up)
+        assert (started.protocol, started.toy_init) == (settings.protocol, settings.toy_init)
 
 
 def steps_of(name: str) -> int:
@@ -156,7 +156,7 @@ def test_the_arms_of_a_claim_are_alike_but_for_what_the_table_names(name):
     claim = CLAIMS[name]
     assert claim.worlds in (5, 8) and claim.number.sign in (1, -1) and claim.number.counts > 0
     one, other = (settings_of(arm, 20, "r") for arm in (claim.better, claim.worse))
-    assert paper_of(one.protocol) is paper_of(other.protocol) and one.warm_up == other.warm_up
+    assert paper_of(one.protocol) is paper_of(other.protocol) and one.toy_init == other.toy_init
     alike = "questions_per_step group_size temperature documents_per_search mix lr"
     for same in [*alike.split(), "trajectories_per_update"]:
         assert getattr(one, same) == getattr(other, same)

@@ -266,9 +266,9 @@ BAD += """
 --recipe r_search --max_resample 2  unknown flag --max_resample
 --recipe ur2 --kl_estimator k3   --kl_estimator: with --kl_coef 0 there is no KL
 --algorithm dapo --loss_aggregation sequence  --loss_aggregation: dapo has a mean per token
---warm_up verbos                 --warm_up verbos: of ur2 there is: weak
---recipe arena --warm_up weak    --warm_up weak: of arena there is: none
---warm_up weak --model m         --warm_up: --model has no warm-up
+--toy_init verbos                 --toy_init verbos: of ur2 there is: weak
+--recipe arena --toy_init weak    --toy_init weak: of arena there is: none
+--toy_init weak --model m         --toy_init: --model has no warm-up
 --run_name ../elsewhere              --run_name ../elsewhere: a folder inside --output_dir
 --run_name ..                        --run_name ..: a folder inside --output_dir
 --in_8bit all                    --in_8bit
