@@ -105,7 +105,9 @@ class PPOSettings:
     )
     gae_lambda: float = setting(1.0, "PPO: GAE's λ", only="papers", least=0, most=1)
     critic_lr: float = setting(1e-5, "PPO: learning rate of the critic", above=0)
-    critic_warmup: float = setting(0.0, "PPO: as --lr_warmup, of critic_lr", only="papers", least=0)
+    critic_warmup_ratio: float = setting(
+        0.0, "PPO: as --warmup_ratio, of critic_lr", only="papers", least=0, below=1
+    )
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class PolicySettings:
         "adamw", "8 bits are for Adam's moments; paged: on the CPU when need be", one_of=OPTIMIZERS
     )
     lr: float = setting(2e-6, "learning rate", above=0)
-    lr_warmup: float = setting(0.0, "linear warm-up: updates, or below 1 a share of all", least=0)
+    warmup_ratio: float = setting(0.0, "linear warm-up: a share of all updates", least=0, below=1)
     lr_schedule: str = setting("constant", "after the warm-up; two end at 0", one_of=SCHEDULES)
     gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass")
     lora_rank: int = setting(

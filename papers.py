@@ -100,7 +100,7 @@ UR2 = Paper(
         stop_after_first_hop=0.1,  # at 0.2 stage 2 unlearned the second hop in world 44
         steps=360,
         muon_lr=0.01,
-        lr_warmup=20,
+        warmup_steps=20,
         decay_from=0.4,
     ),
     # appendix C.4, as the summariser's: temperature, top_p, tokens
@@ -125,7 +125,7 @@ UR2.warm_ups["weak"] = replace(
     context=512,
     steps=550,
     muon_lr=0.0,
-    lr_warmup=50,
+    warmup_steps=50,
     decay_from=0.5,
 )
 # A bonus in its first steps is its stage 1 (C.7). The built-in world has no options: of any task.
@@ -234,7 +234,7 @@ R1_SEARCHER.variants["without_difficult"] = varied(_medium, buckets="medium=1")
 _r_search = (  # section 4.3
     {"protocol": "r_search", "algorithm": "grpo", "reward": "r_search", "steps": 195}
     | {"group_size": 5, "questions_per_step": 256, "trajectories_per_update": 1280}
-    | {"lr": 1e-6, "lr_warmup": 0.95}
+    | {"lr": 1e-6, "warmup_ratio": 0.95}
     | {"kl_coef": 1e-3, "kl_estimator": "k3", "temperature": 1.0}
     | {"max_searches": 4, "max_turn_tokens": 500}
     | {"documents_per_search": 3}  # 5 in evaluation
@@ -243,7 +243,7 @@ R_SEARCH = Paper(
     source="R-Search section 4.3",
     protocols=("r_search", "r_search_plain"),
     stages={1: _r_search},
-    tiny={1: EVERYTHING | TWO_FACTS | {"lr_warmup": 0.0, "kl_coef": 0.0, "steps": 40}},
+    tiny={1: EVERYTHING | TWO_FACTS | {"warmup_ratio": 0.0, "kl_coef": 0.0, "steps": 40}},
     good_format=rewards.r_search_format,
     # two passages a search; copy the one that counts as evidence, answer from it
     world=Tiny("{evidence}<answer> {answer}</answer>", layout="facts", kinds=HALVES, steps=350),
@@ -251,9 +251,10 @@ R_SEARCH = Paper(
     decoding={"temperature": 0.1, "documents_per_search": 5},  # appendix A.3, section 4.3
 )
 # PPO (5.3) has 4.3's numbers too; where its KL is, and the critic's numbers, are its script's.
-_with_critic = {"algorithm": "ppo", "kl_estimator": "k1", "critic_lr": 1e-5, "critic_warmup": 0.05}
+_with_critic = {"algorithm": "ppo", "kl_estimator": "k1", "critic_lr": 1e-5}
+_with_critic["critic_warmup_ratio"] = 0.05
 _tiny_critic = {
-    n: its | {"critic_lr": 1e-3, "critic_warmup": 0.0} for n, its in R_SEARCH.tiny.items()
+    n: its | {"critic_lr": 1e-3, "critic_warmup_ratio": 0.0} for n, its in R_SEARCH.tiny.items()
 }
 _r_search_ppo = varied(replace(R_SEARCH, tiny=_tiny_critic), **_with_critic)
 R_SEARCH.variants.update(
@@ -365,7 +366,7 @@ ARENA.variants["naive_summaries"] = varied(_naive, protocol="arena_summary", ste
 _search_r1 = (  # appendix B of arXiv 2503.09516
     {"protocol": "search_r1", "algorithm": "ppo", "reward": "search_r1", "steps": 500}
     | {"group_size": 1, "questions_per_step": 512, "trajectories_per_update": 256}
-    | {"lr": 1e-6, "lr_warmup": 0.285, "critic_lr": 1e-5, "critic_warmup": 0.015}
+    | {"lr": 1e-6, "warmup_ratio": 0.285, "critic_lr": 1e-5, "critic_warmup_ratio": 0.015}
     | {"kl_coef": 1e-3, "kl_estimator": "k1", "temperature": 1.0}
     | {"max_searches": 4, "max_turn_tokens": 500, "documents_per_search": 3, "document_tokens": 500}
 )
@@ -375,7 +376,8 @@ SEARCH_R1 = Paper(
     stages={1: _search_r1},
     tiny={
         1: EVERYTHING
-        | {"lr_warmup": 0.0, "critic_lr": 1e-3, "critic_warmup": 0.0, "kl_coef": 0.0, "steps": 40}
+        | {"warmup_ratio": 0.0, "critic_lr": 1e-3, "critic_warmup_ratio": 0.0}
+        | {"kl_coef": 0.0, "steps": 40}
     },
     good_format=rewards.r_search_format,  # one answer box
     world=Tiny(

@@ -287,8 +287,9 @@ def set_lr(parts: Parts, step: int, number: int) -> float:
     updates = updates_of(settings.questions_per_step * settings.group_size, settings)
     done = step * updates + number
     total = settings.steps * updates
-    lr = settings.lr * lr_factor(done, total, settings.lr_warmup, settings.lr_schedule)
-    critic_lr = settings.critic_lr * lr_factor(done, total, settings.critic_warmup, "constant")
+    lr = settings.lr * lr_factor(done, total, settings.warmup_ratio, settings.lr_schedule)
+    critic_lr = settings.critic_lr
+    critic_lr *= lr_factor(done, total, settings.critic_warmup_ratio, "constant")
     for optimizer, rate in ((parts.optimizer, lr), (parts.critic_optimizer, critic_lr)):
         for group in optimizer.param_groups if optimizer else ():
             group["lr"] = rate

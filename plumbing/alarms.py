@@ -39,7 +39,7 @@ SAID = {
     "logprob_gap": "log-probs differ from the sampled ones: try --engine hf, --mismatch sequence",
     "mismatch_cut": "most tokens are beyond --mismatch's bounds: the sampler is another policy",
     "likelihood": "right answers do not become likelier: lower --lr, before the rewards fall too",
-    "kl_spike": "the KL is ten times what it was: lower --lr, or give it an --lr_warmup",
+    "kl_spike": "the KL is ten times what it was: lower --lr, or give it an --warmup_ratio",
     "grad_spike": "the gradient is ten times what it was: look at the step, or lower --lr",
 }
 # Alarms that are raised when the figure of the same name is above a limit.

@@ -40,12 +40,12 @@ NUMBERS = {
     # 5 · 256 trajectories
     ("r_search", 1): """
         algorithm grpo   group_size 5   questions_per_step 256   trajectories_per_update 1280
-        lr 1e-6   lr_warmup 0.95  kl_coef 1e-3   temperature 1   max_searches 4
+        lr 1e-6   warmup_ratio 0.95  kl_coef 1e-3   temperature 1   max_searches 4
         max_turn_tokens 500   documents_per_search 3   steps 195""",
     # of arXiv 2503.09516, appendix B: batches of 512, cut in two
     ("search_r1", 1): """
         algorithm ppo   group_size 1   questions_per_step 512   trajectories_per_update 256
-        lr 1e-6   critic_lr 1e-5   lr_warmup 0.285   critic_warmup 0.015   kl_coef 1e-3
+        lr 1e-6   critic_lr 1e-5   warmup_ratio 0.285   critic_warmup_ratio 0.015   kl_coef 1e-3
         clip_low 0.2   clip_high 0.2   gae_lambda 1   temperature 1   max_searches 4
         max_turn_tokens 500   document_tokens 500   documents_per_search 3   steps 500""",
     # 32 · 32 trajectories; DAPO's own two clips; 2048 + 16384 tokens
@@ -242,11 +242,11 @@ def test_ablations_of_when_to_search():
         ("r_search", "without_evidence", "protocol r_search_plain evidence_reward 0"),  # table 3
         ("r_search", "whole_reply", "whole_reply 1"),  # eq. 4
         # section 4.3 is of both: 5 responses, β 0.001, lr 1e-6, warm-up 0.95; its script has 1
-        ("r_search", "ppo", "algorithm ppo kl_estimator k1 critic_warmup 0.05"),
+        ("r_search", "ppo", "algorithm ppo kl_estimator k1 critic_warmup_ratio 0.05"),
         (
             "r_search",
             "ppo_code",
-            "algorithm ppo kl_estimator k1 critic_warmup 0.05 group_size 1 "
+            "algorithm ppo kl_estimator k1 critic_warmup_ratio 0.05 group_size 1 "
             "trajectories_per_update 256",
         ),
         ("search_r1", "grpo", "algorithm grpo group_size 5 kl_estimator k3"),  # appendix B

@@ -80,7 +80,7 @@ def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
 
 def test_a_flag_of_evaluation_alone_is_none_of_train():
     never = {"title_boost", "group_std", "turn_tokens", "reward_variant", "whiten_tokens"}
-    never |= {"critic_warmup", "eval_questions", "max_resample", "filter_by", "gae_lambda"}
+    never |= {"critic_warmup_ratio", "eval_questions", "max_resample", "filter_by", "gae_lambda"}
     never |= {"sampling_copy", "relevance_reward", "evidence_reward", "bonus", "buckets"}
     never |= {"summary_sampling", "left_out", "direct_tasks", "math_searches", "partly", "reworded"}
     never |= {"whole_reply", "task_searches"}
@@ -199,7 +199,7 @@ def test_dapo_means_dapo_whatever_the_recipe(recipe, variant, stage):
         ("--grup_size 4", "--group_size"),
         ("--group-size 4", "--group_size"),
         ("--learning_rate=3 --lr 1", ""),
-        ("--lr_warmupp=3", "--lr_warmup"),
+        ("--warmup_ratioo=3", "--warmup_ratio"),
         ("--recipe ur3", "ur2"),
         ("--recipe r1searcher", "r1_searcher"),
         ("--retriever bm52", "bm25"),
@@ -242,6 +242,7 @@ BAD += """
 --clip_low nan                   finite  138
 --steps many                     train.py: argument --steps: invalid int value: 'many'
 --lr nan                         finite  137
+--warmup_ratio 3                 --warmup_ratio 3.0: must be below 1
 --critic_lr inf                  finite
 --clip_low 1.2                   at most 1
 --seed 2147483648                at most 2147483647

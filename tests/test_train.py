@@ -312,7 +312,7 @@ def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample(model, tmp_p
 
 RUNS = {  # with a KL to the stage's first model, also in a run that is resumed
     "grpo": "--algorithm grpo --kl_coef 0.05 --in_8bit reference --eval_every 1",
-    "reinforce_pp": "--algorithm reinforce_pp --kl_coef 0.05 --kl_estimator k1 --lr_warmup 3",
+    "reinforce_pp": "--algorithm reinforce_pp --kl_coef 0.05 --kl_estimator k1 --warmup_ratio 0.5",
     "reinforce_pp_baseline": "--optimizer adamw8bit",
     "dapo": "--algorithm dapo --clip_high 0.28",
     "ppo": "--algorithm ppo --critic_lr 1e-3 --kl_coef 0.05 --kl_estimator k1",
