@@ -37,7 +37,7 @@ class RolloutSettings:
     turn_tokens: str = setting("", "of tasks with another limit: task=tokens,...", only="papers")
     max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
     document_tokens: int = setting(1024, "tokens of documents per search at most", least=1)
-    rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
+    max_num_seqs: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
     timeout: float = setting(
         60.0, "seconds until a search or a request has failed", above=0, most=86_400
     )

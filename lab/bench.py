@@ -240,7 +240,7 @@ def naive(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None
 
 @torch.no_grad()
 def slots(policy: Policy, environment: Scripted, rows: list[Trajectory]) -> None:
-    play_in_slots(policy, environment, rows)  # --rollout_batch_size: fewer slots than rows
+    play_in_slots(policy, environment, rows)  # --max_num_seqs: fewer slots than rows
 
 
 def grpo_batch(rows: list[Trajectory], o: Bench):
