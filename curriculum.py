@@ -169,8 +169,7 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
         scopes[scope][level] = share
     kinds = {question.kind for question in questions}
     for scope in scopes.keys() - kinds - {*map(family, kinds)} - TASKS:
-        how = "leave it out, or take a --variant with other buckets"
-        raise InputError(f"--difficulty: {scope} is no task, and no kind of the data: {how}")
+        raise InputError(f"--difficulty: {scope} is no task or kind of the data: leave it out")
     pools = defaultdict(list)
     sizes = Counter()  # of groups: kinds, or what has buckets of its own
     splits = {kind: {"": 1.0} for kind in mix}  # group -> bucket -> share

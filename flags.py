@@ -58,7 +58,6 @@ class EngineSettings:
     sampling_copy: str = setting(
         "auto",
         "of the weights, for a rollout: bf16, none; auto: bf16 on a GPU, not of int8",
-        one_of=("auto", "bf16", "none"),
         only="papers",
     )
 
@@ -138,10 +137,7 @@ class DapoSettings:
 
     max_resample: int = setting(3, "extra draws of a step, at most", only="papers", least=0)
     filter_by: str = setting(
-        "correct",
-        "groups that differ in this are kept",
-        one_of=("correct", "answer", "total"),
-        only="papers",
+        "correct", "groups that differ in this are kept: correct, answer, total", only="papers"
     )
 
 

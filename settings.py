@@ -275,9 +275,8 @@ def _check_training(settings: Settings) -> None:
         raise InputError(f"--answer_metric {settings.answer_metric} with --judge: {why}")
     asks = settings.algorithm == "dapo" and settings.filter_by == "answer"
     if asks and "answer" not in what_it_reads(settings)[1]:
-        why = f"of --recipe {settings.recipe} keeps groups by the term `answer`"
-        how = f"--reward {settings.reward} has none: name one so, or give --algorithm grpo"
-        raise InputError(f"--algorithm dapo {why}, and {how}")
+        why = "the recipe keeps groups by the term `answer`: name one so, or give --algorithm grpo"
+        raise InputError(f"--reward {settings.reward}: {why}")
 
 
 def _check_8bit(settings: Settings) -> None:
@@ -389,7 +388,7 @@ def parse(arguments: list[str] | None = None, before: Settings | None = None) ->
     given = vars(parser.parse_args(arguments))
     recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
     settings = resolve(recipe, stage, True, given)
-    if stage > 1 and not settings.model:
+    if stage > 1 and not (before or settings.model):
         before = saved_settings(str(stage_folder(settings, stage - 1)))
     if before and before.model:
         given["model"] = str(stage_folder(settings, stage - 1))  # its last checkpoint
@@ -402,10 +401,9 @@ def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
     found = FlagParser("train.py", add_help=False, allow_abbrev=False)
     found.add_argument("--stage", default="1")
     known, rest = found.parse_known_args(arguments)
-    stages = known.stage.split(",")
-    runs = [parse([*rest, "--stage", stages[0]])]
-    for stage in stages[1:]:
-        runs.append(parse([*rest, "--stage", stage], runs[-1]))
+    runs = []
+    for stage in known.stage.split(","):
+        runs.append(parse([*rest, "--stage", stage], *runs[-1:]))
     if len(runs) > 1 and (runs[0].resume or runs[0].dry_run):
         raise InputError(f"--stage {known.stage} begins both anew: give one stage")
     return runs

@@ -132,10 +132,7 @@ def after(run: Run, parts: Parts, record: dict) -> None:
             f"step {step}: a search failed in {record['failed_rows']:.0%} of the trajectories: look"
             " at the retriever, the summariser and --timeout, then go on with --resume"
         )
-    told = [run.ended]
-    if parts.accelerator.num_processes > 1:
-        told = gather_object(told)
-    ended = max(told)
+    ended = max(gather_object([run.ended]))
     if run.saves(step) or ended:
         save(run, parts, step + 1)
     if ended:

@@ -106,7 +106,7 @@ def starting_model(settings: Settings) -> tuple[str, str]:
             raise InputError(f"--resume: no checkpoint in {folder}; {how}")
         return str(found), f"going on from {found}"
     before, model = stage_folder(settings, stage - 1), settings.model
-    if (model or stage > 1) and (found := newest_whole(Path(model) if model else before)):
+    if (model or stage > 1) and (found := newest_whole(Path(model or before))):
         model = str(found)  # the last of a stage's folder
     elif model:
         check_model_path(model)

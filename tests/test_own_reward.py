@@ -92,9 +92,8 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
 
 def test_a_recipe_that_keeps_groups_by_the_answer_term_wants_one(own, capsys):
     given = ["--recipe", "when_to_search", "--reward", own(SHORT)]
-    assert "keeps groups by the term `answer`, and --reward" in command_line(
-        train.main, given, capsys
-    )
+    said = command_line(train.main, given, capsys)
+    assert "mine.py:mine: the recipe keeps groups by the term `answer`" in said
     parse([*given, "--algorithm", "grpo"])
 
 
