@@ -21,7 +21,7 @@ import sys
 
 from data import clean
 from flags import EngineSettings
-from settings import ASKING, Settings, add_flags, check_settings, named_in
+from settings import ASKING, Settings, add_flags, check_settings, in_built_in_world, named_in
 
 
 def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
@@ -53,7 +53,7 @@ from eval import settings_of
 from metrics import exact_match
 from plumbing import build
 from plumbing.page import save_page
-from plumbing.questions import as_asked, in_built_in_world, known_questions, load_documents
+from plumbing.questions import as_asked, known_questions, load_documents
 from plumbing.record import told
 from policy import best_device
 from prompts import PROTOCOLS, build_prompt

@@ -39,9 +39,11 @@ class CurriculumSettings:
         'shares of the kinds in every step, "kind=weight,..."; a kind\'s beginning up to "_" means'
         ' all that begin so; "" = as they come',
     )
-    difficulty: str = setting("", 'JSONL of lab.difficulty, or "level": the records\' own levels')
+    difficulty: str = setting(
+        "", 'JSONL of lab.difficulty, or "level", the records\' own: for the buckets of the recipe'
+    )
     buckets: str = setting(
-        "", 'with --difficulty: shares, as "hard=7,easy=1"; of a task or kind: "math:hard=1,..."'
+        "", 'shares, as "hard=7,easy=1"; of a task or kind: "math:hard=1,..."', only="papers"
     )
     task_mixing: bool = setting(False, "math searches only if hard (--difficulty), choice by half")
     math_searches: str = setting(
@@ -106,8 +108,8 @@ def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
     kept = [question for question in found if dropped or question.level != "dropped"]
     if not kept:
         raise InputError(
-            "--difficulty: every question is in the bucket dropped: train on them with "
-            "--buckets dropped=1"
+            "--difficulty: every question is in the bucket dropped: ask easier ones, or measure a "
+            "--model that learned to search"
         )
     if left := len(found) - len(kept):
         say(f"{left} of {len(found)} questions are in the bucket dropped and left out")
@@ -167,7 +169,7 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
         scopes[scope][level] = share
     kinds = {question.kind for question in questions}
     for scope in scopes.keys() - kinds - {*map(family, kinds)} - TASKS:
-        raise InputError(f"--buckets {scope}: no task, and no kind of the data")
+        raise InputError(f"--difficulty: {scope} is no task or kind of the data: leave it out")
     pools = defaultdict(list)
     sizes = Counter()  # of groups: kinds, or what has buckets of its own
     splits = {kind: {"": 1.0} for kind in mix}  # group -> bucket -> share
@@ -213,7 +215,7 @@ def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, fl
         if weight and not fits:
             raise InputError(
                 f"{flag}: a step takes {count} questions of {name}, and the data has {size} (there "
-                f"are {known}): change the shares or --questions_per_step"
+                f"are {known}): give another {flag} or --questions_per_step"
             )
 
 
@@ -277,19 +279,19 @@ class QuestionStream:
 
     def __init__(self, questions: Questions, settings, attempts: int = 1):
         mix = parse_shares(settings.mix, "--mix")
-        buckets = parse_shares(settings.buckets, "--buckets")
+        buckets = parse_shares(settings.buckets, "buckets")
         if not questions:
             raise InputError("there are no questions to train on")
         math_mixed = settings.task_mixing and any(q.task == "math" for q in questions)
         if (buckets or math_mixed) and not settings.difficulty:
-            why = "--buckets, and --task_mixing of math, need --difficulty FILE"
+            why = "buckets, and --task_mixing of math, need --difficulty FILE"
             raise InputError(f"{why} (--task_mixing false: all may search)")
         if settings.difficulty:
             dropped = any(name.endswith("dropped") for name in buckets)
             questions = with_buckets(questions, settings.difficulty, dropped)
         self.pools, shares = share_out(questions, mix, buckets)
         self.counts = exact_counts(settings.questions_per_step, shares)
-        flag = "--buckets" if buckets else "--mix"
+        flag = "--difficulty" if buckets else "--mix"
         check_pools(self.pools, shares, self.counts, flag)
         if settings.task_mixing:
             mix_tasks(self.pools, self.counts, settings)

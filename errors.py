@@ -140,7 +140,7 @@ class FlagParser(argparse.ArgumentParser):
         raise InputError(f"{self.prog}: {message}")
 
     def parse_args(self, args=None, namespace=None):
-        self.allow_abbrev = False  # "--lr" for "--lr_warmup" would change as soon as --lr is added
+        self.allow_abbrev = False  # "--l" for "--lr" would change as soon as --lora_rank is added
         known, rest = self.parse_known_args(args, namespace)
         if rest:
             name = rest[0].split("=")[0]

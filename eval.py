@@ -105,8 +105,6 @@ from plumbing.files import (
     go_on,
     locked,
     prompt_sections,
-    saved_settings,
-    stage_folder,
 )
 from plumbing.questions import evaluation_questions
 from policy import best_device, check_model_path, weights_version
@@ -119,6 +117,8 @@ from settings import (
     check_limits,
     check_settings,
     resolve,
+    saved_settings,
+    stage_folder,
 )
 from trajectory import Trajectory
 
@@ -271,7 +271,8 @@ class Evaluation:
     def made_with(self, version: str) -> dict:
         """What the predictions hang on: settings, weights, questions and passages."""
         made = dataclasses.asdict(self.settings)
-        for name in ("name", "runs", "served", "judge", "reader", "timeout"):  # not of a prediction
+        # Not of a prediction:
+        for name in ("run_name", "output_dir", "served", "judge", "reader", "timeout"):
             del made[name]
         # --prompt_file names a file, not its words.
         content = hashlib.sha256()
@@ -355,7 +356,7 @@ def last_checkpoint(given: dict) -> str:
     for stage in stages:
         if found := checkpoints(stage_folder(run, stage)):
             return str(found[-1])
-    if "name" in given or "stage" in given:
+    if "run_name" in given or "stage" in given:
         folder = stage_folder(run, stages[0]).parent
         raise InputError(f"no checkpoint of that run in {folder}: train first, or give --model")
     return ""
@@ -400,7 +401,7 @@ def default_out(settings: Settings, options: Options) -> Path:
     files = "+".join(Path(name).stem for name in settings.data.split(","))
     asked = files[:100] or f"world{settings.world_seed}-{options.split}"
     name = f"{who}-{asked}-t{settings.temperature:g}-{settings.retriever}.jsonl"
-    return Path(settings.runs) / "predictions" / re.sub(r"[^\w.+-]+", "", name).lstrip("-.")
+    return Path(settings.output_dir) / "predictions" / re.sub(r"[^\w.+-]+", "", name).lstrip("-.")
 
 
 def run(settings: Settings, options: Options) -> None:

@@ -37,7 +37,7 @@ class RolloutSettings:
     turn_tokens: str = setting("", "of tasks with another limit: task=tokens,...", only="papers")
     max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
     document_tokens: int = setting(1024, "tokens of documents per search at most", least=1)
-    rollout_batch_size: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
+    max_num_seqs: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
     timeout: float = setting(
         60.0, "seconds until a search or a request has failed", above=0, most=86_400
     )
@@ -58,8 +58,7 @@ class EngineSettings:
     sampling_copy: str = setting(
         "auto",
         "of the weights, for a rollout: bf16, none; auto: bf16 on a GPU, not of int8",
-        one_of=("auto", "bf16", "none"),
-        only="train",
+        only="papers",
     )
 
 
@@ -103,9 +102,11 @@ class PPOSettings:
         "where another precision or engine samples, and none elsewhere",
         one_of=MISMATCHES,
     )
-    gae_lambda: float = setting(1.0, "PPO: GAE's λ", least=0, most=1)
+    gae_lambda: float = setting(1.0, "PPO: GAE's λ", only="papers", least=0, most=1)
     critic_lr: float = setting(1e-5, "PPO: learning rate of the critic", above=0)
-    critic_warmup: float = setting(0.0, "PPO: as --lr_warmup, of critic_lr", only="papers", least=0)
+    critic_warmup_ratio: float = setting(
+        0.0, "PPO: as --warmup_ratio, of critic_lr", only="papers", least=0, below=1
+    )
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,9 @@ class ReinforceSettings:
 class DapoSettings:
     """dapo.py"""
 
-    max_resample: int = setting(3, "DAPO: extra draws of questions per step, at most", least=0)
+    max_resample: int = setting(3, "extra draws of a step, at most", only="papers", least=0)
     filter_by: str = setting(
-        "correct", "DAPO keeps groups that differ in this", one_of=("correct", "answer", "total")
+        "correct", "groups that differ in this are kept: correct, answer, total", only="papers"
     )
 
 
@@ -148,7 +149,7 @@ class PolicySettings:
         "adamw", "8 bits are for Adam's moments; paged: on the CPU when need be", one_of=OPTIMIZERS
     )
     lr: float = setting(2e-6, "learning rate", above=0)
-    lr_warmup: float = setting(0.0, "linear warm-up: updates, or below 1 a share of all", least=0)
+    warmup_ratio: float = setting(0.0, "linear warm-up: a share of all updates", least=0, below=1)
     lr_schedule: str = setting("constant", "after the warm-up; two end at 0", one_of=SCHEDULES)
     gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass")
     lora_rank: int = setting(

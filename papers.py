@@ -4,7 +4,7 @@
     stages       stage -> the settings it sets; what is not named has its record's default
     tiny         stage -> what the tiny model on the built-in world needs in their place
     world        how the tiny model is warmed up: sizes, and the grammar of the traces it reads
-    warm_ups     worse ones by name (--warm_up): in which worlds the paper's claims can show
+    warm_ups     worse ones by name (--toy_init): in which worlds the paper's claims can show
     good_format  is a trajectory in the paper's format? (evaluations report the share)
     punctuation  what becomes of it in answers, as its scorer has it: a style of metrics.PUNCTUATION
     decoding     how it samples when it evaluates; {} is greedy
@@ -49,7 +49,7 @@ def varied(paper: Paper, **changes) -> Paper:
 # The tiny model has 0.48M weights, born at random: a learning rate 150 times larger, short texts.
 TINY = (
     {"lr": 3e-4, "group_size": 8, "questions_per_step": 16, "trajectories_per_update": 64}
-    | {"max_turn_tokens": 24, "turn_tokens": "", "max_searches": 4, "buckets": ""}
+    | {"max_turn_tokens": 24, "turn_tokens": "", "max_searches": 4}
     | {"save_every": 10, "keep_checkpoints": 2}
     | {"documents_per_search": 1, "document_tokens": 48, "title_boost": 4, "groups_kept": -1}
 )
@@ -100,7 +100,7 @@ UR2 = Paper(
         stop_after_first_hop=0.1,  # at 0.2 stage 2 unlearned the second hop in world 44
         steps=360,
         muon_lr=0.01,
-        lr_warmup=20,
+        warmup_steps=20,
         decay_from=0.4,
     ),
     # appendix C.4, as the summariser's: temperature, top_p, tokens
@@ -125,7 +125,7 @@ UR2.warm_ups["weak"] = replace(
     context=512,
     steps=550,
     muon_lr=0.0,
-    lr_warmup=50,
+    warmup_steps=50,
     decay_from=0.5,
 )
 # A bonus in its first steps is its stage 1 (C.7). The built-in world has no options: of any task.
@@ -211,7 +211,7 @@ R1_SEARCHER = Paper(
         | {"reward": "r1_searcher_stage2", "steps": 128, "mix": "hotpotqa=4561,2wiki=3587"}
         | {"buckets": "hotpotqa:medium=2561,hotpotqa:hard=2000,2wiki:medium=1087,2wiki:hard=2500"},
     },
-    tiny={1: LOOK_UPS, 2: EVERYTHING},
+    tiny={1: LOOK_UPS, 2: EVERYTHING | {"buckets": "medium=3648,hard=4500"}},  # of both data sets
     good_format=lambda trajectory: not rewards.r1_searcher_format(trajectory),
     world=Tiny(end="{thought}</think>\n\n<answer> {answer}</answer>"),
     punctuation="plain",  # eq. 4; its code: --punctuation space
@@ -227,10 +227,14 @@ R1_SEARCHER.variants.update(
     ),
 )
 
+# Section 4.3, table 6: medium questions in the place of difficult ones.
+_medium = replace(R1_SEARCHER, tiny={1: LOOK_UPS, 2: EVERYTHING})
+R1_SEARCHER.variants["without_difficult"] = varied(_medium, buckets="medium=1")
+
 _r_search = (  # section 4.3
     {"protocol": "r_search", "algorithm": "grpo", "reward": "r_search", "steps": 195}
     | {"group_size": 5, "questions_per_step": 256, "trajectories_per_update": 1280}
-    | {"lr": 1e-6, "lr_warmup": 0.95}
+    | {"lr": 1e-6, "warmup_ratio": 0.95}
     | {"kl_coef": 1e-3, "kl_estimator": "k3", "temperature": 1.0}
     | {"max_searches": 4, "max_turn_tokens": 500}
     | {"documents_per_search": 3}  # 5 in evaluation
@@ -239,7 +243,7 @@ R_SEARCH = Paper(
     source="R-Search section 4.3",
     protocols=("r_search", "r_search_plain"),
     stages={1: _r_search},
-    tiny={1: EVERYTHING | TWO_FACTS | {"lr_warmup": 0.0, "kl_coef": 0.0, "steps": 40}},
+    tiny={1: EVERYTHING | TWO_FACTS | {"warmup_ratio": 0.0, "kl_coef": 0.0, "steps": 40}},
     good_format=rewards.r_search_format,
     # two passages a search; copy the one that counts as evidence, answer from it
     world=Tiny("{evidence}<answer> {answer}</answer>", layout="facts", kinds=HALVES, steps=350),
@@ -247,9 +251,10 @@ R_SEARCH = Paper(
     decoding={"temperature": 0.1, "documents_per_search": 5},  # appendix A.3, section 4.3
 )
 # PPO (5.3) has 4.3's numbers too; where its KL is, and the critic's numbers, are its script's.
-_with_critic = {"algorithm": "ppo", "kl_estimator": "k1", "critic_lr": 1e-5, "critic_warmup": 0.05}
+_with_critic = {"algorithm": "ppo", "kl_estimator": "k1", "critic_lr": 1e-5}
+_with_critic["critic_warmup_ratio"] = 0.05
 _tiny_critic = {
-    n: its | {"critic_lr": 1e-3, "critic_warmup": 0.0} for n, its in R_SEARCH.tiny.items()
+    n: its | {"critic_lr": 1e-3, "critic_warmup_ratio": 0.0} for n, its in R_SEARCH.tiny.items()
 }
 _r_search_ppo = varied(replace(R_SEARCH, tiny=_tiny_critic), **_with_critic)
 R_SEARCH.variants.update(
@@ -309,6 +314,7 @@ WHEN_TO_SEARCH.variants.update(
 )
 _plain_stages = {1: _when_stage1, 2: _when_stage2 | {"beta": 0.0}}  # stage two with ±1, by 4.5
 WHEN_TO_SEARCH.variants.update(
+    to_the_end=varied(WHEN_TO_SEARCH, protocol="when_to_search_eos"),  # 3.2
     plain_stage_two=replace(WHEN_TO_SEARCH, stages=_plain_stages),
     without_r_a=varied(WHEN_TO_SEARCH, left_out="answer", filter_by="total"),
 )
@@ -350,6 +356,8 @@ ARENA.variants.update(  # section 5.3, figure 3
     f1=varied(ARENA, answer_metric="f1"),
     judge=varied(ARENA, judge="https://api.openai.com/v1#gpt-4o-2024-11-20"),  # appendix D.3
 )
+ARENA.variants["no_relevance"] = varied(ARENA, relevance_reward=False)  # ours
+ARENA.variants["thinking"] = varied(ARENA, protocol="arena_thinking")  # 4.3, note 2
 # Appendix H.2, table 9; one epoch of its 5,000 is our reading.
 _naive = ARENA.variants["naive_grpo"]
 ARENA.variants["summaries"] = varied(ARENA, protocol="arena_summary", steps=20)
@@ -358,7 +366,7 @@ ARENA.variants["naive_summaries"] = varied(_naive, protocol="arena_summary", ste
 _search_r1 = (  # appendix B of arXiv 2503.09516
     {"protocol": "search_r1", "algorithm": "ppo", "reward": "search_r1", "steps": 500}
     | {"group_size": 1, "questions_per_step": 512, "trajectories_per_update": 256}
-    | {"lr": 1e-6, "lr_warmup": 0.285, "critic_lr": 1e-5, "critic_warmup": 0.015}
+    | {"lr": 1e-6, "warmup_ratio": 0.285, "critic_lr": 1e-5, "critic_warmup_ratio": 0.015}
     | {"kl_coef": 1e-3, "kl_estimator": "k1", "temperature": 1.0}
     | {"max_searches": 4, "max_turn_tokens": 500, "documents_per_search": 3, "document_tokens": 500}
 )
@@ -368,7 +376,8 @@ SEARCH_R1 = Paper(
     stages={1: _search_r1},
     tiny={
         1: EVERYTHING
-        | {"lr_warmup": 0.0, "critic_lr": 1e-3, "critic_warmup": 0.0, "kl_coef": 0.0, "steps": 40}
+        | {"warmup_ratio": 0.0, "critic_lr": 1e-3, "critic_warmup_ratio": 0.0}
+        | {"kl_coef": 0.0, "steps": 40}
     },
     good_format=rewards.r_search_format,  # one answer box
     world=Tiny(

@@ -485,12 +485,12 @@ def make_optimizer(module: nn.Module, name: str, lr: float):
     return kind(parameters, lr, weight_decay=0.0)
 
 
-def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
+def lr_factor(step: int, steps: int, warmup_ratio: float, schedule: str) -> float:
     """Factor of the learning rate in step 0, 1, ...: linear warm-up, then what `schedule` says.
-    Worked: lr_factor(0, 10, 2, "linear") = 0.5; lr_factor(6, 10, 2, "linear") = 0.5;
-    a share of 40 updates: 0.95 · 40 = 38 of them, lr_factor(18, 40, 0.95, "constant") = 19/38.
+    Worked: lr_factor(0, 10, 0.2, "linear") = 0.5; lr_factor(6, 10, 0.2, "linear") = 0.5;
+    0.95 · 40 = 38 of 40 updates, lr_factor(18, 40, 0.95, "constant") = 19/38.
     """
-    warmup = round(warmup * steps if warmup < 1 else warmup)
+    warmup = round(warmup_ratio * steps)
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)

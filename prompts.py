@@ -40,7 +40,7 @@ _GAP = re.compile(r"(?:\\\w+|[\^_])(?:\{[^{}]*\})+|\{(?!max_searches\})([a-z_]+)
 
 @dataclass(frozen=True)
 class PromptSettings:
-    protocol: str = setting("ur2", "tags and prompt", one_of=PROTOCOLS)
+    protocol: str = setting("ur2", "tags and prompt", one_of=PROTOCOLS, only="eval")
     prompt_file: str = setting(
         "",
         "prompts: a file with a line [policy:math] above each, or a folder of policy.math.txt, ...;"
@@ -117,9 +117,7 @@ class Protocol:
         """Of "query", "documents", "evidence", "answer", or of a section such as "think"."""
         pair = getattr(self, f"{name}_tags", None) or tag_pair(name)
         if pair[0] not in self.tags:
-            raise InputError(
-                f"--protocol {self.name} has no <{name}> section: the reward needs one"
-            )
+            raise InputError(f"protocol {self.name} has no <{name}> section: the reward needs one")
         return pair
 
 
@@ -346,7 +344,7 @@ def check_references(protocol: Protocol, question: Question) -> None:
         )
     asks, wants = protocol.answer_tags == tag_pair("summary"), question.task == "summary"
     if protocol.references_in_prompt and asks != wants:
-        advice = "summaries are for --protocol arena_summary, and nothing else is"
+        advice = "summaries, and they alone, are for --recipe arena --variant summaries"
         raise InputError(f"question {question.id} is of task {question.task}: {advice}")
 
 

@@ -68,12 +68,14 @@ class RewardSettings:
     fallback_penalty: float = setting(0.5, "UR²: per search answered by the fallback", least=0)
     partly: float = setting(0.0, "UR²: of math judged partly right", least=0, only="papers")
     format_check: str = setting("strict", "UR²: loose asks for the end", one_of=("strict", "loose"))
-    evidence_reward: bool = setting(True, "R-Search: False pays the answer and the format only")
+    evidence_reward: bool = setting(
+        True, "R-Search: False pays the answer and the format only", only="papers"
+    )
     whole_reply: bool = setting(False, "R-Search: all of the reader's, as eq. 4", only="papers")
     beta: float = setting(0.3, "When to Search: price of a search", least=0)
     left_out: str = setting("", "a term, as in When to Search's Table 4", only="papers")
-    relevance_reward: bool = setting(True, "ARENA: False leaves the relevance term out")
-    bonus: float = setting(10.0, "ARENA: for a trajectory that is right in all three", least=0)
+    relevance_reward: bool = setting(True, "ARENA: is relevance paid?", only="papers")
+    bonus: float = setting(10.0, "ARENA: for all three right", only="papers", least=0)
 
 
 @dataclass(frozen=True)
@@ -584,7 +586,7 @@ def arena(
     """R = format + answer + relevance, and 10 more if all three are 1 (ARENA section 3.3).
 
         format      1 if the text is <relevance> <analysis> <answer>, each once and not empty; under
-                    --protocol arena_thinking behind a <think> of the model's own
+                    protocol arena_thinking behind a <think> of the model's own
         answer      exact match, in any format; its ablations (5.3): F1, or a judge's verdict
                     `correct`; a summary: its mean ROUGE, which is enough from 0.2 on
         relevance   the cited numbers and the gold ones: the same set 1, some in common 0.5, else 0
@@ -742,7 +744,7 @@ def check_reward(settings) -> None:
     try:
         what_it_reads(settings)
     except InputError as error:
-        pair = f"--reward {settings.reward} and --protocol {settings.protocol}"
+        pair = f"--reward {settings.reward} and protocol {settings.protocol}"
         raise InputError(f"{pair} do not go together: {error}") from None
 
 
@@ -823,7 +825,7 @@ def check_questions(questions: list[Question], settings) -> list[Question]:
     for question in questions:
         lacks = ""
         if "supporting" in needed and not question.supporting:
-            lacks = "names no supporting reference: add `supporting`, or --relevance_reward false"
+            lacks = "names no supporting reference: add `supporting`, or --variant no_relevance"
         elif "options" in needed and not question.options:
             lacks = "has no options, which the --reward is for: use --reward ur2_weak"
         elif "open" in needed and question.task == "choice":

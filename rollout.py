@@ -60,7 +60,7 @@ def play_by_turns(
 ) -> None:
     """All live rows sample a turn, and those that asked are answered, until no row is left."""
     while live:
-        size = environment.settings.rollout_batch_size or len(live)
+        size = environment.settings.max_num_seqs or len(live)
         for start in range(0, len(live), size):
             some = live[start : start + size]
             turns = sample_turns(policy, environment, some)

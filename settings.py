@@ -9,12 +9,14 @@ here, before a model is loaded. Left out: files of settings; a shell script of f
 
 import argparse
 import dataclasses
+import json
 import re
 import sys
 import textwrap
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from curriculum import CurriculumSettings
 from data import DataSettings
@@ -53,21 +55,21 @@ class RunSettings:
     recipe: str = setting("ur2", "the paper", one_of=PAPERS)
     variant: str = setting("", "of the recipe: another backbone, or an ablation")
     stage: int = setting(1, "1: learn to search; 2: learn to answer (goes on from stage 1)")
-    model: str = setting("", 'HF causal LM, a directory or a hub name; "" = the tiny built-in one')
-    warm_up: str = setting("", 'of the built-in model: "" = the usual one, or a worse one by name')
-    start_from: str = setting("", "checkpoint; else stage 1's last, else --model", only="train")
-    name: str = setting("", "of the run; its files are under runs/NAME/stageN")
-    runs: str = setting("runs", "folder of all runs and of the built-in models")
+    model: str = setting(
+        "", 'HF causal LM: folder or hub name; "" = stage 1\'s last, or the built-in one'
+    )
+    toy_init: str = setting("", 'of the built-in model: "" = the usual one, or a worse one by name')
+    run_name: str = setting("", "its files are under runs/NAME/stageN")
+    output_dir: str = setting("runs", "folder of all runs and of the built-in models")
     resume: bool = setting(False, "go on from this run's last checkpoint", only="train")
-    doctor: bool = setting(False, "try one step, keep nothing, say what would fail", only="train")
+    dry_run: bool = setting(False, "try one step, keep nothing, say what would fail", only="train")
     evaluate: bool = setting(
         False, "afterwards in the built-in world, as eval.py --decoding both", only="train"
     )
     save_every: int = setting(10, "steps; the last one always saves", least=1, only="train")
-    save_minutes: float = setting(0.0, "and after so many; 0: steps alone", least=0, only="train")
     keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0, only="train")
     eval_every: int = setting(0, "steps between greedy evaluations; 0: none", least=0, only="train")
-    eval_questions: int = setting(100, "held out of --data, or per kind", least=1, only="train")
+    eval_questions: int = setting(100, "held out of --data, or per kind", least=1, only="papers")
     groups_kept: int = setting(
         4, "per step in trajectories.jsonl.gz, for view.py; -1: all", least=-1, only="train"
     )
@@ -113,11 +115,14 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     """The settings of one run: defaults, the paper's stage, the tiny world's, then `given`."""
     given = given or {}
     paper = record_of(recipe, given.get("variant", ""), stage)
-    chosen = paper.stages[stage]
+    built_in = paper.tiny[stage] if tiny else {}
+    chosen = paper.stages[stage] | built_in
+    # The built-in world has too few questions of a task, and none of a data set, to share out.
+    shares = [x for x in chosen.get("buckets", "").split(",") if not (tiny and ":" in x)]
+    chosen = chosen | {"buckets": ",".join(shares)}
     if not given.get("difficulty"):  # the paper's shares are of questions that were measured
-        chosen = chosen | {"buckets": "", "mix": ""}
-    chosen = chosen | (paper.tiny[stage] if tiny else {})
-    if given.get("buckets"):  # they share out a step, in place of the recipe's kinds
+        chosen = chosen | {"buckets": "", "mix": built_in.get("mix", "")}
+    if given.get("buckets", tiny and chosen["buckets"]):  # they share out a step, not the kinds
         chosen = chosen | {"mix": ""}
     if "max_turn_tokens" in given:  # for every task
         given = {"turn_tokens": ""} | given
@@ -135,7 +140,6 @@ retriever retriever_url index encoder documents_per_search document_tokens max_s
 corpus retrieval task_mixing mask_documents
 """.split()  # what has no meaning where nothing is searched
 MODELS = {"verdict": "judge", "grade": "judge", "reader": "reader", "embedder": "embedder"}
-ALONE = {"dapo": ("max_resample", "filter_by"), "ppo": ("gae_lambda", "critic_lr")}  # its settings
 
 
 def unread(settings: Settings, training: bool) -> dict[str, str]:
@@ -143,18 +147,15 @@ def unread(settings: Settings, training: bool) -> dict[str, str]:
     others = {needed: its for its, needed in READ_BY.items() if its != settings.retriever}
     found = {flag: f"only --retriever {its} reads it" for flag, its in others.items()}
     if PROTOCOLS[settings.protocol].query_tags is None:
-        found |= dict.fromkeys(SEARCHING, f"--protocol {settings.protocol} searches nothing")
+        found |= dict.fromkeys(SEARCHING, f"protocol {settings.protocol} searches nothing")
     if settings.model:
-        found["warm_up"] = "--model has no warm-up"
+        found["toy_init"] = "--model has no warm-up"
     if not training:
         return found
-    if on_servers(settings):
-        found["sampling_copy"] = "the servers of --engine sample"
-    else:
+    if not on_servers(settings):
         found["served"] = "only --engine http://... reads it"
-    for algorithm, names in ALONE.items():
-        if settings.algorithm != algorithm:
-            found |= dict.fromkeys(names, f"only --algorithm {algorithm} reads it")
+    if settings.algorithm != "ppo":
+        found["critic_lr"] = "only --algorithm ppo reads it"
     if settings.algorithm == "dapo" and settings.loss_aggregation == "sequence":
         found["loss_aggregation"] = "dapo has a mean per token, or per question"
     if not settings.mask_documents:
@@ -190,9 +191,9 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
         how = "serve it (python retriever.py serve --retriever web), and give --retriever http"
         raise InputError(f"--retriever web: {how} --retriever_url http://host:port")
     check_limits(settings)
-    if settings.name in (".", "..") or not RUN_NAME.fullmatch(settings.name):
+    if settings.run_name in (".", "..") or not RUN_NAME.fullmatch(settings.run_name):
         how = "a name without a slash, of at most 200 characters"
-        raise InputError(f"--name {settings.name}: a folder inside --runs: {how}")
+        raise InputError(f"--run_name {settings.run_name}: a folder inside --output_dir: {how}")
     if on_servers(settings):
         for url in settings.engine.split(","):
             host_of(url, f"--engine {', '.join(LOCAL)}, or http://host:8000")
@@ -203,9 +204,11 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
     if settings.data and not settings.model:
         raise InputError("--data needs --model: the built-in model can read only its own world")
     known = paper_of(settings.protocol).warm_ups
-    if settings.warm_up and settings.warm_up not in known:
+    if settings.toy_init and settings.toy_init not in known:
         names = ", ".join(known) or "none"
-        raise InputError(f"--warm_up {settings.warm_up}: of {settings.protocol} there is: {names}")
+        raise InputError(
+            f"--toy_init {settings.toy_init}: of {settings.protocol} there is: {names}"
+        )
     searches = PROTOCOLS[settings.protocol].query_tags is not None
     local = settings.retriever in ("bm25", "dense", "random")
     if searches and settings.data and local and not settings.corpus:
@@ -262,8 +265,6 @@ def _check_training(settings: Settings) -> None:
         raise InputError(f"--group_size 1: {settings.algorithm} {why}")
     if (every := settings.eval_every) > settings.steps:
         raise InputError(f"--eval_every {every}: the run has {settings.steps} steps: give fewer")
-    if settings.eval_questions != RunSettings.eval_questions and not every:
-        raise InputError("--eval_questions are held out for --eval_every N: give both, or none")
     if settings.evaluate and settings.data:
         how = "python eval.py --model ... --data HELD_OUT_FILE"
         raise InputError(f"--evaluate asks about the built-in world, and this is --data: {how}")
@@ -274,16 +275,13 @@ def _check_training(settings: Settings) -> None:
         raise InputError(f"--answer_metric {settings.answer_metric} with --judge: {why}")
     asks = settings.algorithm == "dapo" and settings.filter_by == "answer"
     if asks and "answer" not in what_it_reads(settings)[1]:
-        why = f"--reward {settings.reward} has no answer term: correct, or total"
-        raise InputError(f"--filter_by answer: {why}")
+        why = "the recipe keeps groups by the term `answer`: name one so, or give --algorithm grpo"
+        raise InputError(f"--reward {settings.reward}: {why}")
 
 
 def _check_8bit(settings: Settings) -> None:
     """int8 weights are for models that nobody trains."""
     in_8bit = frozen_in_8bit(settings)
-    if "base" in in_8bit and settings.sampling_copy == "bf16":
-        why = "the copy would take the memory that 8 bits saved; use none"
-        raise InputError(f"--sampling_copy bf16 with --in_8bit base: {why}")
     if "base" in in_8bit and not settings.lora_rank:
         why = "int8 weights cannot be trained, a step of 1e-6 rounds away: add --lora_rank 16"
         raise InputError(f"--in_8bit base: {why}, or leave it out")
@@ -292,7 +290,7 @@ def _check_8bit(settings: Settings) -> None:
         raise InputError(f"--in_8bit reference: {why}: --in_8bit base")
     if "reference" in in_8bit and not settings.kl_coef:
         raise InputError("--in_8bit reference: with --kl_coef 0 no reference is loaded")
-    if in_8bit - {"others"} and not (settings.model or settings.start_from):
+    if in_8bit - {"others"} and not settings.model:
         raise InputError("--in_8bit is for models from --model: the built-in one stays in fp32")
 
 
@@ -352,15 +350,50 @@ def named_in(arguments: list[str]) -> Settings:
     return resolve(found.recipe, stage, not found.model, variant)
 
 
-def parse(arguments: list[str] | None = None) -> Settings:
-    """train.py's command line."""
+def stage_folder(settings: Settings, stage: int | None = None) -> Path:
+    """runs/NAME/stageN; the default name says paper, data and seed."""
+    data = Path(settings.data.split(",")[0]).stem or f"world{settings.world_seed}"
+    recipe = "-".join(filter(None, [settings.recipe, settings.variant]))
+    name = settings.run_name or f"{recipe}-{data}-seed{settings.seed}"
+    return Path(settings.output_dir) / name / f"stage{stage or settings.stage}"
+
+
+def saved_settings(model: str) -> Settings | None:
+    """The settings beside a checkpoint of ours, or in its stage's folder; None: another model."""
+    path = Path(model, "settings.json")
+    if not model or not path.exists():
+        return None
+    try:
+        return Settings(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise InputError(f"{path}: not a settings file of train.py ({error})") from None
+
+
+def in_built_in_world(settings: Settings) -> bool:
+    """The tiny models, and what was trained from them, are asked about the world they know."""
+    if settings.data or not settings.model:
+        return not settings.data
+    before = saved_settings(settings.model)
+    return bool(before and before != settings and in_built_in_world(before))
+
+
+def parse(arguments: list[str] | None = None, before: Settings | None = None) -> Settings:
+    """train.py's command line. `before`: the stage that the same command trains first; else a stage
+    2 without --model goes on from the stage 1 that is there, with the settings of its model.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     said = "Train one stage of one paper. In brackets: the value of --recipe and --stage."
     parser = FlagParser("train.py", description=said)
     add_flags(parser, RECORDS, named_in(arguments), "train")
     given = vars(parser.parse_args(arguments))
     recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
-    return check_settings(resolve(recipe, stage, not given.get("model"), given), True, given)
+    settings = resolve(recipe, stage, True, given)
+    if stage > 1 and not (before or settings.model):
+        before = saved_settings(str(stage_folder(settings, stage - 1)))
+    if before and before.model:
+        given["model"] = str(stage_folder(settings, stage - 1))  # its last checkpoint
+    tiny = in_built_in_world(before or settings)
+    return check_settings(resolve(recipe, stage, tiny, given), True, given)
 
 
 def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
@@ -368,9 +401,10 @@ def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
     found = FlagParser("train.py", add_help=False, allow_abbrev=False)
     found.add_argument("--stage", default="1")
     known, rest = found.parse_known_args(arguments)
-    stages = known.stage.split(",")
-    runs = [parse([*rest, "--stage", stage]) for stage in stages]
-    if len(runs) > 1 and (runs[0].resume or runs[0].start_from or runs[0].doctor):
+    runs = []
+    for stage in known.stage.split(","):
+        runs.append(parse([*rest, "--stage", stage], *runs[-1:]))
+    if len(runs) > 1 and (runs[0].resume or runs[0].dry_run):
         raise InputError(f"--stage {known.stage} begins both anew: give one stage")
     return runs
 

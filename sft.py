@@ -31,7 +31,7 @@ from scale.packing import micro_batches
 class SFTSettings:
     steps: int
     lr: float
-    lr_warmup: int = 0
+    warmup_steps: int = 0
     decay_from: float = 0.0  # share of the run after which the rate falls to 0
     betas: tuple[float, float] = (0.9, 0.98)
     muon_lr: float = 0.0  # above 0: Muon trains the layers' matrices, AdamW with `lr` the rest
@@ -77,12 +77,12 @@ def sft_loss(policy: Policy, tokens: torch.Tensor, mask: torch.Tensor) -> torch.
 
 
 def sft_lr_factor(step: int, settings: SFTSettings) -> float:
-    """Linear warm-up, flat, then linear to 0. Of 10 steps, lr_warmup 2, decay_from 0.6:
+    """Linear warm-up, flat, then linear to 0. Of 10 steps, warmup_steps 2, decay_from 0.6:
     1/2 1 1 1 1 1, then 1 3/4 1/2 1/4.
     """
-    if step < settings.lr_warmup:
-        return (step + 1) / settings.lr_warmup
-    start = max(settings.lr_warmup, int(settings.decay_from * settings.steps))
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    start = max(settings.warmup_steps, int(settings.decay_from * settings.steps))
     return 1.0 if step < start else 1 - (step - start) / max(1, settings.steps - start)
 
 

@@ -82,7 +82,8 @@ def names(query: str, title: str) -> bool:
 
 
 NO_FACT = "NO FACT"
-SUMMARY_LOG = "summaries.jsonl"  # in --runs: pairs that a small summariser can be distilled from
+# In --output_dir: pairs that a small summariser can be distilled from.
+SUMMARY_LOG = "summaries.jsonl"
 # Temperature, top_p, tokens. Thoughts are among these; of the notes the policy reads at most
 # `document_tokens`.
 GREEDY = (0.0, 1.0, 8192)

@@ -1,10 +1,10 @@
 """The loop: roll out, score, turn rewards into advantages, update. One stage of one paper per run.
 
     accelerate launch train.py --stage 1             the built-in world, UR²
-    accelerate launch train.py --stage 2             goes on from stage 1's last checkpoint
+    accelerate launch train.py --stage 2             goes on from stage 1's last, or from --model
     accelerate launch train.py --stage 1,2 --evaluate   both, and what they are worth
     accelerate launch train.py --stage 1 --model DIR --data FILE --corpus from-data
-    python train.py --doctor                         tries one step, says what would fail
+    python train.py --dry_run                        tries one step, says what would fail
 
     questions -> rollout -> rewards [B] -> advantages [B, T] -> for each update: token weights
     (Σ = 1) -> micro-batches: Σ weight · loss, backward -> clip -> one optimizer step
@@ -287,8 +287,9 @@ def set_lr(parts: Parts, step: int, number: int) -> float:
     updates = updates_of(settings.questions_per_step * settings.group_size, settings)
     done = step * updates + number
     total = settings.steps * updates
-    lr = settings.lr * lr_factor(done, total, settings.lr_warmup, settings.lr_schedule)
-    critic_lr = settings.critic_lr * lr_factor(done, total, settings.critic_warmup, "constant")
+    lr = settings.lr * lr_factor(done, total, settings.warmup_ratio, settings.lr_schedule)
+    critic_lr = settings.critic_lr
+    critic_lr *= lr_factor(done, total, settings.critic_warmup_ratio, "constant")
     for optimizer, rate in ((parts.optimizer, lr), (parts.critic_optimizer, critic_lr)):
         for group in optimizer.param_groups if optimizer else ():
             group["lr"] = rate

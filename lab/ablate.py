@@ -38,13 +38,13 @@ from metrics import exact_match
 from other_models.reader import reader_answers
 from papers import paper_of
 from plumbing.build import end_with_launcher
-from plumbing.files import checkpoints, stage_folder
+from plumbing.files import checkpoints
 from plumbing.questions import built_in_world
 from plumbing.report import written
 from plumbing.score import add_reader, build_reader
 from prompts import PROTOCOLS
 from retriever import make_retriever
-from settings import Settings, check_settings, resolve
+from settings import Settings, check_settings, resolve, stage_folder
 from train import train
 from view import load_pyplot
 from world.toy import toy_path
@@ -67,7 +67,7 @@ class AblateSettings:
     first_world: int = setting(50, "no setting was chosen on worlds from 50 to 57")
     split: str = setting("test", "of the entities that are asked about", one_of=("dev", "test"))
     only: str = setting("", f"claims, comma-separated: {', '.join(CLAIMS)}")
-    runs: str = setting("runs/ablate", "folder of the arms")
+    output_dir: str = setting("runs/ablate", "folder of the arms")
     workers: int = setting(os.cpu_count() or 1, "arms at a time, one core each", least=1)
     table: bool = setting(False, "run nothing: the table of what is there")
     json: str = setting("", "a file for what each arm scored in each world")
@@ -82,7 +82,12 @@ def result_path(runs: str, arm: str, seed: int) -> Path:
 def settings_of(name: str, seed: int, runs: str) -> Settings:
     """An arm in one world. The world's number is the seed of questions and sampling too."""
     arm = ARMS[name]
-    given = {"runs": runs, "name": f"{name}-world{seed}", "seed": seed, "world_seed": seed}
+    given = {
+        "output_dir": runs,
+        "run_name": f"{name}-world{seed}",
+        "seed": seed,
+        "world_seed": seed,
+    }
     given |= {"save_every": 10_000, "keep_checkpoints": 1}  # the last step saves by itself
     if "buckets" in arm.changes:
         given["difficulty"] = str(result_path(runs, name, seed).with_name("difficulty.jsonl"))
@@ -92,7 +97,7 @@ def settings_of(name: str, seed: int, runs: str) -> Settings:
 def made_with(name: str, split: str) -> dict:
     """All that an arm's result depends on but its world, and all that its start depends on."""
     settings = settings_of(name, 0, "")
-    warm_up = str(paper_of(settings.protocol).warmed_up(settings.warm_up))
+    warm_up = str(paper_of(settings.protocol).warmed_up(settings.toy_init))
     before = ARMS[name].start or ARMS[name].traces_of
     own = {"split": split, "settings": asdict(settings), "warm_up": warm_up}
     return own | {"start": made_with(before, split) if before else {}}
@@ -132,10 +137,10 @@ def reinforce(name: str, seed: int, runs: str) -> tuple[str, dict]:
     """(checkpoint, number -> its values by step, those of the arm that it started from first)."""
     settings, curve = settings_of(name, seed, runs), {}
     if before := ARMS[name].start:
-        settings = replace(settings, start_from=last_of(before, seed, runs))
+        settings = replace(settings, model=last_of(before, seed, runs))
         if settings.difficulty:  # for the model that it starts from
             how = ["--out", settings.difficulty, "--samples", str(ROLLOUTS)]
-            difficulty.main(["--model", settings.start_from, *how])
+            difficulty.main(["--model", settings.model, *how])
         curve = read_result(result_path(runs, before, seed))["curve"]
     folder = train(settings)
     lines = finished_records(folder / "metrics.jsonl")
@@ -155,7 +160,7 @@ def imitate(name: str, seed: int, runs: str) -> tuple[str, dict]:
     """
     settings, teacher = settings_of(name, seed, runs), last_of(ARMS[name].traces_of, seed, runs)
     out = stage_folder(settings) / "checkpoint-sft"
-    model = str(toy_path(settings.world_seed, settings.protocol, settings.warm_up, runs))
+    model = str(toy_path(settings.world_seed, settings.protocol, settings.toy_init, runs))
     traces = str(out.with_name("traces.jsonl"))
     evaluate(teacher, settings, "train", ROLLOUTS, traces)
     shutil.rmtree(out, ignore_errors=True)  # an interrupted arm's
@@ -174,7 +179,7 @@ def evaluate(model: str, settings: Settings, split: str, samples=SAMPLES, out=""
 def checked_prior(name: str, seed: int, runs: str, split: str) -> float:
     """Searches per held-out look-up of the warmed-up model, measured once; no more than it says."""
     settings = settings_of(name, seed, runs)
-    protocol, warm_up = settings.protocol, settings.warm_up
+    protocol, warm_up = settings.protocol, settings.toy_init
     if PROTOCOLS[protocol].query_tags is None:
         return 0.0
     file = f"prior-{split}-{settings.documents_per_search}-{settings.summarizer}.json"
@@ -190,7 +195,7 @@ def checked_prior(name: str, seed: int, runs: str, split: str) -> float:
     print(f"prior: {why}")
     if found > limit:
         limits = f"and at most {limit} are allowed: this world is left out"
-        raise InputError(f"the prior of --warm_up {warm_up} is off: {why}, {limits}")
+        raise InputError(f"the prior of --toy_init {warm_up} is off: {why}, {limits}")
     return found
 
 
@@ -241,7 +246,7 @@ def read_results(jobs: list[tuple[str, int]], runs: str, split: str) -> Results:
         if path.exists():
             found[name, seed] = read_result(path)
             if found[name, seed].get("made_with") != made_with(name, split):
-                advice = "give another --runs, or remove it"
+                advice = "give another --output_dir, or remove it"
                 raise InputError(f"{path} was made with other settings: {advice}")
     return found
 
@@ -290,7 +295,7 @@ def run_all(todo: list, runs: str, split: str, workers: int) -> None:
 
 
 # ----------------------------------------------------------------------------- tables and pictures
-NAMES = ("name", "recipe", "variant", "stage", "steps", "difficulty")
+NAMES = ("run_name", "recipe", "variant", "stage", "steps", "difficulty")
 
 
 def difference(claim: Claim) -> str:
@@ -345,7 +350,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         check_output(options.json, "--json")
     names = names_in("only", options.only, CLAIMS)
-    runs, split, first, claims = options.runs, options.split, options.first_world, {}
+    runs, split, first, claims = options.output_dir, options.split, options.first_world, {}
     for claim in map(CLAIMS.get, names):
         claims[claim] = range(first, first + (options.seeds or claim.worlds))
     needed = {(arm, n) for claim in claims for arm in wanted_arms([claim]) for n in claims[claim]}

@@ -455,7 +455,7 @@ class Baselines(Evaluation):
     def parts(self) -> tuple:
         settings, device = self.settings, best_device()
         llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
-        llm.at_once = settings.rollout_batch_size or llm.at_once
+        llm.at_once = settings.max_num_seqs or llm.at_once
         protocol = build_protocol(settings)
         if not recipe_protocol(settings).fallback_text:  # no query is turned away in that paper
             protocol = replace(protocol, fallback_text="")

@@ -44,7 +44,7 @@ class Arm:
 
 SHORT = {"steps": 30}
 # Both arms find three passages: a summary is made of the best, or all three are read as they are.
-WEAK = {"warm_up": "weak", "documents_per_search": 3, "document_tokens": 64}
+WEAK = {"toy_init": "weak", "documents_per_search": 3, "document_tokens": 64}
 PACE = {key: EVERYTHING[key] for key in ("lr", "trajectories_per_update")}  # stage 2's
 WEAK_1 = WEAK | PACE | {"steps": 25}
 WEAK_2 = WEAK | {"questions_per_step": 16, "mix": EVERYTHING["mix"]}
@@ -55,12 +55,12 @@ NO_BONUS = {"reward": "ur2_stage2"}
 FINED = {"reward_variant": "qwen_3b", "left_out": "retrieval"}
 RAW, LOOSE = {"summarizer": "none"}, {"format_check": "loose"}
 FILTERED = {"mix": "", "buckets": "hard=7,medium=2,easy=1"}
-WORDY = {"warm_up": "verbose"}
+WORDY = {"toy_init": "verbose"}
 WORDED = WORDY | SHORT | {"reworded": 0.7}
-RARE_1 = PACE | {"warm_up": "rare", "steps": 16}
+RARE_1 = PACE | {"toy_init": "rare", "steps": 16}
 RARE_30, RARE_46 = RARE_1 | SHORT, RARE_1 | {"steps": 46}
 # Stage 1 at its own pace, a third of stage 2's: faster, every known fact is searched for behind it.
-WHEN_1 = {"warm_up": "weak", "steps": 8}
+WHEN_1 = {"toy_init": "weak", "steps": 8}
 WHEN_30 = WHEN_1 | SHORT
 GRPO = {"algorithm": "grpo"}
 # A KL, of which Table 5 has the weight, and one clip range (3.2); GRPO's own mean of the loss.
@@ -110,7 +110,7 @@ ARMS: dict[str, Arm] = {
     "r_search_ppo": Arm("r_search", 1, {"algorithm": "ppo", "critic_lr": 1e-3}),
     "arena": Arm("arena", 1),
     "arena_no_bonus": Arm("arena", 1, {"variant": "no_bonus"}),
-    "arena_no_relevance": Arm("arena", 1, {"relevance_reward": False}),
+    "arena_no_relevance": Arm("arena", 1, {"variant": "no_relevance"}),
     "arena_naive": Arm("arena", 1, {"variant": "naive_grpo"}),
     "arena_f1": Arm("arena", 1, {"variant": "f1"}),
     "arena_k2_fast": Arm("arena", 1, FAST),

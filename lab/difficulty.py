@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
         counts = Counter(how(given, options).values())
     shares = ", ".join(f"{name} {counts[name]}" for name in BUCKETS)
     print(f"{sum(counts.values())} questions: {shares}")
-    print(f"use: python train.py --difficulty {options.out} --buckets hard=7,medium=2,easy=1")
+    print(f"use: python train.py --difficulty {options.out}")
 
 
 if __name__ == "__main__":

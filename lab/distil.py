@@ -50,7 +50,9 @@ class DistilSettings:
     """METHOD: direct, reasoning, traces or summarizer."""
 
     model: str = setting("", "HF causal LM to start from: a directory or a hub name", needed=True)
-    data: str = setting("", f"questions; or predictions; or {SUMMARY_LOG} of --runs", needed=True)
+    data: str = setting(
+        "", f"questions; or predictions; or {SUMMARY_LOG} of --output_dir", needed=True
+    )
     out: str = setting("", "directory to save the model in", needed=True)
     protocol: str = setting("", "by itself arena, for traces r1_searcher", one_of=("", *PROTOCOLS))
     questions: str = setting("", "traces: the question file, for options and references")
@@ -167,7 +169,7 @@ def read_summary_log(path: str) -> dict[tuple[str, str], str]:
         if isinstance(record, InputError):
             print(f"warning: {path}, {place}: {record}: left out", file=sys.stderr)
         elif not {"instruction", "text", "summary"} <= record.keys():
-            why = f"no summary record: give the {SUMMARY_LOG} of a --runs"
+            why = f"no summary record: give the {SUMMARY_LOG} of a --output_dir"
             raise InputError(f"{path}, {place}: {why}")
         else:
             replies[record["instruction"], record["text"]] = record["summary"]

@@ -104,7 +104,7 @@ class Case:
         # Autocast's, of the weights that it computes with.
         self.copy = 0 if thin else 2 * (shape.in_layers + shape.embedding)
         rows = -(-s.questions_per_step * s.group_size // gpus)
-        self.rows = min(rows, s.rollout_batch_size or rows)  # that a GPU samples at once
+        self.rows = min(rows, s.max_num_seqs or rows)  # that a GPU samples at once
         turn = max([s.max_turn_tokens, *map(int, re.findall(r"=(\d+)", s.turn_tokens))])
         longest = PROMPT + turn + s.max_searches * (turn + s.document_tokens)
         # What a row may become; a micro-batch holds one at least.

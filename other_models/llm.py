@@ -44,7 +44,8 @@ from prompts import chat_text, gaps_of, without_control, without_thinking
 from retrievers.net import Fault, RejectedRequest, fetch_json, host_of, retrying, shown
 from rollout import context_of, decode, encode, end_ids, left_padded, plain_generation
 
-CACHE_FOLDER = "llm_cache"  # in --runs, shared by all runs: a reply does not depend on who asked
+# In --output_dir, shared by all runs: a reply does not depend on who asked.
+CACHE_FOLDER = "llm_cache"
 ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests under way at once
 RETRIES, BACKOFF = 2, 0.5  # more tries of a request; seconds before the first, then twice that
@@ -68,10 +69,10 @@ class Request(NamedTuple):
 
 def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -> LLM:
     """Loads the model that `spec` names; a try of a server may take `settings.timeout` seconds. Its
-    replies are kept in the folder `cache`, by default in that of --runs.
+    replies are kept in the folder `cache`, by default in that of --output_dir.
     """
     if cache is None:
-        cache = Path(settings.runs, CACHE_FOLDER)
+        cache = Path(settings.output_dir, CACHE_FOLDER)
     if spec.startswith(("http://", "https://")):
         return ServerLLM(spec, max_tokens, settings.timeout, cache)
     if not spec or (":" in spec and not Path(spec).exists()):

@@ -1,7 +1,7 @@
 """What may keep a run from learning, as the records of its last steps show it.
 
     alarms(records, settings)          name -> its likely cause, and what to do
-    python train.py --doctor ...       a single step of a run: what it saw, and all its alarms
+    python train.py --dry_run ...      a single step of a run: what it saw, and all its alarms
 
 Most must hold for three steps on end. A run raises each once: it is printed and stands in the
 step's record, so a resumed run knows it. Left out: what may be wanted, such as a low entropy;
@@ -36,10 +36,10 @@ SAID = {
     "malformed_tags": "in half of the texts a tag is unclosed, or was not opened: warm it up",
     "reward_hacked": "the reward rises and exact match falls: which of its terms pays for what?",
     "reward_size": "a reward is in the thousands and drowns all others: which term pays so much?",
-    "logprob_gap": "log-probs differ from the sampled ones: try --engine hf, --sampling_copy none",
+    "logprob_gap": "log-probs differ from the sampled ones: try --engine hf, --mismatch sequence",
     "mismatch_cut": "most tokens are beyond --mismatch's bounds: the sampler is another policy",
     "likelihood": "right answers do not become likelier: lower --lr, before the rewards fall too",
-    "kl_spike": "the KL is ten times what it was: lower --lr, or give it an --lr_warmup",
+    "kl_spike": "the KL is ten times what it was: lower --lr, or give it an --warmup_ratio",
     "grad_spike": "the gradient is ten times what it was: look at the step, or lower --lr",
 }
 # Alarms that are raised when the figure of the same name is above a limit.
@@ -127,7 +127,7 @@ def spikes(rows: list[dict], name: str, least: float = 0.0) -> bool:
 
 
 def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
-    """--doctor: what the record of one step tells about a run."""
+    """--dry_run: what the record of one step tells about a run."""
     prompts, s = [len(t.prompt_ids) for t in sampled.trajectories], environment.settings
     longest = max(map(environment.longest, sampled.trajectories))
     most = f"{longest} of {environment.max_context} tokens of context"

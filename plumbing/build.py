@@ -24,8 +24,8 @@ from errors import InputError, raise_terminated, rank_of
 from flags import frozen_in_8bit, on_servers
 from other_models.llm import RETRIES, THREADS, load_llm
 from papers import paper_of
-from plumbing.files import prompt_sections, stage_folder, starting_model
-from plumbing.questions import hold_out, in_built_in_world, load_documents, training_questions
+from plumbing.files import prompt_sections, starting_model
+from plumbing.questions import hold_out, load_documents, training_questions
 from plumbing.score import Scorer
 from policy import Policy, load_policy, make_optimizer
 from prompts import PROTOCOLS, Protocol
@@ -37,7 +37,7 @@ from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
 from scale.server import SLOWEST, Fleet, generate_on_server, to_serve
 from scale.shards import asked_for, check_alike, check_shardable, shard
-from settings import Settings
+from settings import Settings, in_built_in_world, stage_folder
 from summarizer import FALLBACK_TEXT, SUMMARY_LOG, make_summarizer, models_in
 from update import Parts, updates_of
 from world.toy import load_toy
@@ -69,7 +69,7 @@ def build_search(
     protocol = protocol or build_protocol(settings)
     if protocol.query_tags is None:  # the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
-    how = (settings.seed, settings.timeout, str(device), settings.runs)
+    how = (settings.seed, settings.timeout, str(device), settings.output_dir)
     retriever = make_retriever(documents, settings, *how)
     names = sorted(models_in(settings.summarizer))
     llms = {name: load_llm(name, settings, device=device) for name in names}
@@ -89,9 +89,9 @@ def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bi
     """(policy, tokenizer) from `path`, or the built-in ones where it is ""."""
     if path:
         return load_policy(path, device, settings, frozen, in_8bit, settings.seed)
-    protocol, name = PROTOCOLS[settings.protocol], settings.warm_up
+    protocol, name = PROTOCOLS[settings.protocol], settings.toy_init
     tiny = paper_of(settings.protocol).warmed_up(name)
-    policy, tokenizer = load_toy(settings.world_seed, protocol, tiny, settings.runs, name)
+    policy, tokenizer = load_toy(settings.world_seed, protocol, tiny, settings.output_dir, name)
     if settings.lora_rank and not frozen:
         add_lora(policy.requires_grad_(False).language_model, settings.lora_rank, settings.seed)
     return policy.to(device), tokenizer
@@ -228,7 +228,7 @@ def build_parts(settings: Settings) -> Parts:
     documents, device = load_documents(settings, questions), accelerator.device
     accelerator.print(said)
     # Not under the barrier below: vectors of a large corpus take hours.
-    log = "" if settings.doctor else str(Path(settings.runs, SUMMARY_LOG))
+    log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
     asked = dataclasses.replace(settings, fallback=True)  # queries are turned away
     search = build_search(asked, documents, device, log)
     in_8bit = "base" in frozen_in_8bit(settings)

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,16 +24,14 @@ from plumbing.files import (
     checkpoints,
     locked,
     prune,
-    saved_settings,
     settings_text,
-    stage_folder,
     starting_model,
     step_of,
 )
 from policy import save_policy
 from scale.lora import load_lora, lora_state
 from scale.shards import in_parts, load_moments, load_weights, whole_moments, whole_weights
-from settings import Settings, shown_settings
+from settings import Settings, saved_settings, shown_settings, stage_folder
 from update import Parts
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
@@ -53,8 +50,8 @@ def as_command(settings: Settings) -> Iterator[None]:
     """Runs one stage as a command: shows its settings, and says what a signal leaves."""
     # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU.
     say, folder = make_accelerator(settings).print, stage_folder(settings)
-    check_output(folder / "settings.json", "--runs")
-    files = "" if settings.doctor else f"\n  (all of them: {folder}/settings.json)"
+    check_output(folder / "settings.json", "--output_dir")
+    files = "" if settings.dry_run else f"\n  (all of them: {folder}/settings.json)"
     say(shown_settings(settings) + files)
     heeded = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores SIGHUP
     before = [signal.signal(number, raise_terminated) for number in heeded]
@@ -71,7 +68,7 @@ def as_command(settings: Settings) -> Iterator[None]:
     finally:
         list(map(signal.signal, heeded, before))
     gc.collect()  # FSDP2's modules refer to each other: the evaluation needs their memory
-    if not settings.doctor:
+    if not settings.dry_run:
         held_out = " --data HELD_OUT_FILE" if settings.data else ""
         say(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
 
@@ -96,16 +93,16 @@ def check_room(run: Run, parts: Parts) -> None:
     needed = sum(p.numel() * (p.element_size() + moments * p.requires_grad) for p in weights)
     there = next(path for path in [run.folder, *run.folder.absolute().parents] if path.exists())
     free = shutil.disk_usage(there).free
-    if run.main and not run.settings.doctor and free < needed:
+    if run.main and not run.settings.dry_run and free < needed:
         told = f"a checkpoint needs about {needed / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free"
-        raise InputError(f"{run.folder}: {told}: make room, or name another disk with --runs")
+        raise InputError(f"{run.folder}: {told}: make room, or name another disk with --output_dir")
 
 
 def save(run: Run, parts: Parts, step: int) -> None:
-    """Saves what `step` finished steps have learned, unless the doctor ran them. All processes call
+    """Saves what `step` finished steps have learned, unless it is a dry run. All processes call
     it: weights in parts are put together.
     """
-    if run.settings.doctor:
+    if run.settings.dry_run:
         return
     state = {"step": step, "optimizer": whole_moments(parts.policy, parts.optimizer)}
     if run.settings.lora_rank:
@@ -121,12 +118,11 @@ def save(run: Run, parts: Parts, step: int) -> None:
     text, tokenizer = settings_text(run.settings), parts.environment.tokenizer
     save_policy(parts.policy, tokenizer, path, state, text, weights)
     prune(run.folder, run.settings.keep_checkpoints)
-    run.saved = time.monotonic()
 
 
 def after(run: Run, parts: Parts, record: dict) -> None:
-    """Saves what is due after a step. All do as one: the first's clock, SIGTERM at any of them. If
-    searches failed in more than MOST_FAILED of its trajectories the step made no update: what the
+    """Saves what is due after a step. All do as one, if SIGTERM came to any of them. If searches
+    failed in more than MOST_FAILED of its trajectories the step made no update: what the
     steps before it learned is saved, and the run ends, on all processes.
     """
     step = record["step"]
@@ -136,11 +132,8 @@ def after(run: Run, parts: Parts, record: dict) -> None:
             f"step {step}: a search failed in {record['failed_rows']:.0%} of the trajectories: look"
             " at the retriever, the summariser and --timeout, then go on with --resume"
         )
-    told = [(run.ended, run.late())]
-    if parts.accelerator.num_processes > 1:
-        told = gather_object(told)
-    ended = max(signals for signals, _ in told)
-    if run.saves(step) or told[0][1] or ended:
+    ended = max(gather_object([run.ended]))
+    if run.saves(step) or ended:
         save(run, parts, step + 1)
     if ended:
         raise_terminated(*ended)
@@ -191,7 +184,7 @@ def resume(run: Run, parts: Parts) -> int:
         load_weights(parts.critic, state["critic"])
         load_moments(parts.critic, parts.critic_optimizer, state["critic_optimizer"])
     now, before = vars(settings), vars(saved)
-    changed = [n for n in now if n not in ("resume", "doctor") and now[n] != before[n]]
+    changed = [n for n in now if n not in ("resume", "dry_run") and now[n] != before[n]]
     if changed:
         told = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
         run.accelerator.print(f"resumed with other settings: {told}")

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import signal
-import time
 import weakref
 from collections.abc import Iterator
 from itertools import takewhile
@@ -41,28 +40,20 @@ from plumbing.alarms import alarms, report
 from plumbing.record import records_of
 from policy import Batch, check_model_path
 from prompts import NEEDED, OPTIONAL, PROTOCOLS, SECTIONS, gaps_of
-from settings import Settings
+from settings import Settings, stage_folder
 from summarizer import models_in
 from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
-TRAINS = "trains in {}: wait for it, end it, or name this run with --name"
+TRAINS = "trains in {}: wait for it, end it, or name this run with --run_name"
 WRITES = "writes {}: wait for it, or name another with --out"
 # The locks of this process, by path. Its number would not tell: in two containers both may be 1.
 HELD = weakref.WeakValueDictionary()
 
 
-def stage_folder(settings: Settings, stage: int | None = None) -> Path:
-    """runs/NAME/stageN; the default name says paper, data and seed."""
-    data = Path(settings.data.split(",")[0]).stem or f"world{settings.world_seed}"
-    recipe = "-".join(filter(None, [settings.recipe, settings.variant]))
-    name = settings.name or f"{recipe}-{data}-seed{settings.seed}"
-    return Path(settings.runs) / name / f"stage{stage or settings.stage}"
-
-
 def named_by(settings: Settings) -> list[str]:
     """The flags that lead to the same run."""
-    names = ("recipe", "variant", "name", "runs", "seed", "world_seed")
+    names = ("recipe", "variant", "run_name", "output_dir", "seed", "world_seed")
     return [f"--{name}={getattr(settings, name)}" for name in names]
 
 
@@ -84,7 +75,7 @@ def newest_whole(folder: Path) -> Path | None:
             return path
         tell(f"{path} is passed over: {wrong}")
     if found := checkpoints(folder):
-        how = f"--start_from {found[-1]} takes its weights alone"
+        how = f"--model {found[-1]} takes its weights alone"
         raise InputError(f"{folder}: no whole checkpoint is there: start anew; {how}")
     return None
 
@@ -114,18 +105,15 @@ def starting_model(settings: Settings) -> tuple[str, str]:
             how = "leave it out to start anew (of several machines all must see this folder)"
             raise InputError(f"--resume: no checkpoint in {folder}; {how}")
         return str(found), f"going on from {found}"
-    if settings.start_from:
-        check_model_path(settings.start_from, "--start_from")
-        return settings.start_from, f"stage {stage} starts from {settings.start_from}"
-    before = stage_folder(settings, stage - 1)
-    if stage > 1 and (found := newest_whole(before)):
-        return str(found), f"stage {stage} starts from {found}"
-    if settings.model:
-        check_model_path(settings.model)
-    said = f"stage {stage} starts from {settings.model or 'the built-in model'}"
-    if stage > 1:
+    before, model = stage_folder(settings, stage - 1), settings.model
+    if (model or stage > 1) and (found := newest_whole(Path(model or before))):
+        model = str(found)  # the last of a stage's folder
+    elif model:
+        check_model_path(model)
+    said = f"stage {stage} starts from {model or 'the built-in model'}"
+    if stage > 1 and not model:
         said += f": there is no stage {stage - 1} checkpoint in {before}"
-    return settings.model, said
+    return model, said
 
 
 def prompt_sections(settings: Settings, strict: bool = False) -> dict[str, str]:
@@ -215,11 +203,10 @@ class Run:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.records = []  # of all steps so far
         self.at_once, self.ended = True, []  # may a signal end the run here? those that came
-        self.saved = time.monotonic()
 
     def open(self, first_step: int) -> None:
         """All processes hold the folder until they end. Only the main one writes."""
-        if self.settings.doctor:
+        if self.settings.dry_run:
             return
         if self.main:
             self.lock = locked(self.folder)
@@ -257,9 +244,9 @@ class Run:
 
     def bar(self, first_step: int) -> Iterator[int]:
         s, title = self.settings, f"{self.settings.recipe} stage {self.settings.stage}"
-        shown = {"desc": title, "dynamic_ncols": True, "disable": not self.main or s.doctor}
+        shown = {"desc": title, "dynamic_ncols": True, "disable": not self.main or s.dry_run}
         with tqdm(total=s.steps, initial=first_step, **shown) as self.progress:
-            yield from range(first_step, first_step + 1 if s.doctor else s.steps)
+            yield from range(first_step, first_step + 1 if s.dry_run else s.steps)
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
@@ -268,7 +255,7 @@ class Run:
             self.progress.update()
         if not self.main:
             return
-        if self.settings.doctor:
+        if self.settings.dry_run:
             return self.progress.write("\n".join(report(record, sampled, environment)))
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
         self.records.append(rounded)
@@ -294,10 +281,6 @@ class Run:
         done, s = step + 1, self.settings
         return 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
 
-    def late(self) -> bool:
-        minutes = (time.monotonic() - self.saved) / 60
-        return 0 < self.settings.save_minutes <= minutes
-
     def terminate(self, number: int, *_) -> None:
         """Handles a signal. It ends the run at once where nothing is half done, otherwise when the
         step is; then what was learned is saved. Only a second Ctrl-C ends it without that.
@@ -305,10 +288,10 @@ class Run:
         self.ended.append(number)
         if self.ended.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
-        if number == signal.SIGINT and self.main and not self.settings.doctor:
+        if number == signal.SIGINT and self.main and not self.settings.dry_run:
             with contextlib.suppress(OSError):  # not printed: that may be what was interrupted
                 os.write(2, b"\nwhat was learned is saved first; Ctrl-C again ends at once\n")
-        if self.at_once or self.settings.doctor:
+        if self.at_once or self.settings.dry_run:
             self.at_once = False  # another signal must not break the saving
             raise_terminated(number)
 
@@ -318,7 +301,7 @@ class Run:
         if not wrong:
             return
         path = self.folder / f"non_finite_step{step}.pt"
-        where = "" if self.settings.doctor else f" The batch is in {path};"
+        where = "" if self.settings.dry_run else f" The batch is in {path};"
         if self.main and where:
             torch.save(dataclasses.asdict(part), path)
         ids = ", ".join(dict.fromkeys(row.question.id for row in rows))
@@ -366,14 +349,3 @@ def console_line(record: dict) -> str:
     if record.get("skipped") == 1:
         line += f"  no update: no group to learn from, in {1 + record.get('resampled', 0)} draws"
     return line
-
-
-def saved_settings(model: str) -> Settings | None:
-    """Returns the settings beside a checkpoint of ours, or None for another model."""
-    path = Path(model, "settings.json")
-    if not model or not path.exists():
-        return None
-    try:
-        return Settings(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
-        raise InputError(f"{path}: not a settings file of train.py ({error})") from None

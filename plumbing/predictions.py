@@ -214,7 +214,7 @@ def score_command(arguments: list[str] | None = None) -> None:
     add("--skip_bad", action="store_true", help="leave malformed records out and count them")
     add("--count_missing", action="store_true", help="a question without a prediction is wrong")
     add("--out", default="", help="write the scored records there")
-    for name in ("judge", "reader", "in_8bit", "timeout", "runs", "world_seed"):
+    for name in ("judge", "reader", "in_8bit", "timeout", "output_dir", "world_seed"):
         kind = {"timeout": float, "world_seed": int}.get(name, str)
         add(f"--{name}", type=kind, default=argparse.SUPPRESS, help="of another model: see eval.py")
     add(

@@ -20,10 +20,9 @@ from data import (
 )
 from errors import InputError
 from papers import paper_of
-from plumbing.files import saved_settings
 from prompts import PROTOCOLS, check_references
 from retriever import make_retriever
-from settings import Settings
+from settings import Settings, in_built_in_world
 from world.world import LOOK_UPS, World
 
 
@@ -55,7 +54,8 @@ def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]
     if not settings.data:
         return questions, as_asked(world_questions(settings, "dev", count), settings)
     if count >= len(questions):
-        raise InputError(f"--eval_questions {count}: of {len(questions)} in --data: give less")
+        held = f"{count} questions are held out, and --data has {len(questions)}"
+        raise InputError(f"--eval_every: {held}: leave it out")
     held_out = draw_some(questions, count, f"{count} questions {settings.seed}")
     ids = {question.id for question in held_out}
     return [question for question in questions if question.id not in ids], held_out
@@ -67,7 +67,7 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
     if not protocol.references_in_prompt:
         raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
     retriever = make_retriever(
-        documents, settings, settings.seed, settings.timeout, runs=settings.runs
+        documents, settings, settings.seed, settings.timeout, runs=settings.output_dir
     )
     given = [questions] if getattr(retriever, "needs_questions", False) else []  # the oracle
     asked, k = [question.question for question in questions], settings.documents_per_search
@@ -117,14 +117,6 @@ def load_documents(settings: Settings, questions: list[Question]) -> list[Docume
     if settings.corpus:
         return load_corpus(settings.corpus, settings.skip_bad)
     return [] if settings.data else built_in_world(settings).documents
-
-
-def in_built_in_world(settings: Settings) -> bool:
-    """The tiny models, and what was trained from them, are asked about the world they know."""
-    if settings.data or not settings.model:
-        return not settings.data
-    before = saved_settings(settings.model)
-    return bool(before and not (before.model or before.data))
 
 
 def evaluation_questions(

@@ -236,9 +236,9 @@ def build_reader(settings: Settings, device="cpu") -> LLM:
     if settings.reader and settings.reader != "built-in":
         return load_other(settings, "reader", device)
     if settings.data:
-        how = "give --reader http://host:port/v1#model or a HF model, or --evidence_reward false"
+        how = "give --reader http://host:port/v1#model or a HF model, or --variant without_evidence"
         raise InputError(f"--data: the built-in reader of evidence knows only its own world: {how}")
-    policy, tokenizer = load_reader(settings.world_seed, settings.runs)
+    policy, tokenizer = load_reader(settings.world_seed, settings.output_dir)
     name = f"reader-world{settings.world_seed}"
     return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
 

@@ -169,7 +169,9 @@ def command(arguments: list[str], bm25: type) -> None:
     flag("--index", default="", help="bm25: a folder that keeps its index for the next start")
     flag("--encoder", default="", help="dense: a hub name or a directory")
     flag("--index_file", default="", help="dense: a flat FAISS index, row i is passage i")
-    flag("--runs", default="", help="dense: a folder that keeps its vectors in vectors/ (runs)")
+    flag(
+        "--output_dir", default="", help="dense: a folder that keeps its vectors in vectors/ (runs)"
+    )
     flag("--device", default="", help="dense: cpu, cuda:0, ...; default: a free GPU")
     flag("--retriever_url", default="", help="web: the search API")
     flag("--page", choices=["whole", "window"], default="window", help="web")
@@ -179,7 +181,7 @@ def command(arguments: list[str], bm25: type) -> None:
     flag("--url", default="", help="check: a server's address; --corpus is what it should know")
     flag("-k", type=int, default=5, help="check: how many passages")
     args = parser.parse_args(arguments)
-    for name, owner in ("index", "bm25"), ("runs", "dense"):
+    for name, owner in ("index", "bm25"), ("output_dir", "dense"):
         if getattr(args, name) and (args.url or args.retriever != owner):
             raise InputError(f"--{name}: --retriever {owner} alone has one: leave it out")
     documents = load_corpus(args.corpus, args.skip_bad) if args.corpus else []
@@ -209,7 +211,7 @@ def retriever_of(args, documents: list[Document], bm25: type):
         from retrievers.dense import DenseRetriever  # a door: BM25 loads no torch
 
         return DenseRetriever(
-            documents, args.encoder, args.device, args.index_file, args.runs or "runs"
+            documents, args.encoder, args.device, args.index_file, args.output_dir or "runs"
         )
     from retrievers.web import WHOLE, WINDOW, WebRetriever  # a door: only here is the web searched
 

@@ -300,7 +300,7 @@ def play_in_slots(policy, environment: Environment, live: list[Trajectory], prog
     model, settings = policy.language_model, environment.settings
     with evaluating(model), policy.autocast():  # around all: the bf16 copy is made once
         size = max(environment.longest(t) for t in live)
-        slots = min(settings.rollout_batch_size or len(live), len(live), affordable(model, size))
+        slots = min(settings.max_num_seqs or len(live), len(live), affordable(model, size))
         problem = obstacle(model) or ("" if slots else f"no memory for one row of {size} tokens")
         if not problem:
             ends = end_ids(policy, environment.tokenizer)
@@ -376,7 +376,7 @@ def affordable(model, size: int) -> int:
         torch.cuda.empty_cache()  # what torch holds unused
         free = torch.cuda.mem_get_info(model.device)[0]
     else:
-        free = psutil.virtual_memory().available  # a container: see --rollout_batch_size
+        free = psutil.virtual_memory().available  # a container: see --max_num_seqs
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -25,7 +25,7 @@ from scale.shards import full, in_parts
 
 
 def wants_copy(choice: str, device: torch.device, in_8bit: bool) -> bool:
-    """--sampling_copy: "bf16", "none", or "auto": on a GPU, but not of int8 weights."""
+    """`sampling_copy`: "bf16", "none", or "auto": on a GPU, but not of int8 weights."""
     return choice == "bf16" or (choice == "auto" and device.type != "cpu" and not in_8bit)
 
 

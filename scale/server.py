@@ -361,7 +361,7 @@ class Turns:
 def generate_on_server(policy, environment, trajectories, progress=None) -> None:
     """`rollout.play_by_turns` on `policy.fleet`: rows are sampled while others are searched for."""
     turns = Turns(policy.fleet, environment, end_ids(policy, environment.tokenizer))
-    waiting, most = deque(trajectories), environment.settings.rollout_batch_size
+    waiting, most = deque(trajectories), environment.settings.max_num_seqs
     while waiting or turns.under_way:
         while waiting and turns.under_way < (most or AT_ONCE * len(policy.fleet.alive)):
             turns.start(waiting.popleft())

@@ -54,7 +54,7 @@ def check_alike(model: nn.Module, checkpoint: str) -> None:
     if rank_of("WORLD_SIZE", 1) > 1:
         total = sum(int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters())
         if len(set(gather_object([(checkpoint, total)]))) > 1:
-            how = "give all machines the same model, and a folder for --runs that all share"
+            how = "give all machines the same model, and a folder for --output_dir that all share"
             raise InputError(f"the processes of this run start from different weights: {how}")
 
 
@@ -109,7 +109,7 @@ def load_moments(model: nn.Module, optimizer, state: dict) -> None:
     if parts != any(isinstance(name, str) for name in state["state"]):
         raise InputError(
             "--resume: Adam's moments were saved under ddp and are to be cut in parts, or the other"
-            " way round: use the former configuration, or start anew with --start_from"
+            " way round: use the former configuration, or start anew with --model"
         )
     if parts:
         states.set_optimizer_state_dict(model, optimizer, state, options=FULL)

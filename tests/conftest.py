@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -215,13 +216,14 @@ def model(tmp_path_factory):
     return save_searching_model(tmp_path_factory.mktemp("start") / "model")
 
 
-SMALL = """--name t --group_size 2 --questions_per_step 2 --steps 2 --lr 1e-3 --max_turn_tokens 12
-    --max_searches 2 --documents_per_search 1 --document_tokens 40 --trajectories_per_update 0"""
+SMALL = """--run_name t --group_size 2 --questions_per_step 2 --steps 2 --lr 1e-3
+    --max_turn_tokens 12 --max_searches 2 --documents_per_search 1 --document_tokens 40
+    --trajectories_per_update 0"""
 
 
 def flags(model, runs, more: str = "") -> list[str]:
     """The command line of a run of a second; its folder is RUNS/t/stage1."""
-    return ["--model", str(model), "--runs", str(runs), *SMALL.split(), *more.split()]
+    return ["--model", str(model), "--output_dir", str(runs), *SMALL.split(), *more.split()]
 
 
 @pytest.fixture(scope="session")
@@ -231,14 +233,15 @@ def trained(model, tmp_path_factory):
     kept = shutil.copytree(model, runs / "toy" / "ur2-world0")  # so that none is warmed up
     (kept / NOTE).write_text(f"{paper_of('ur2').world}\n")
     seal(kept, None)
-    small = SMALL.replace("--name t", "").replace("12", "16").split()
+    small = SMALL.replace("--run_name t", "").replace("12", "16").split()
     for stage in ("1", "2"):  # the path is added here: it may be in pytest-12/, not in pytest-16/
-        train.main([*small, "--stage", stage, "--runs", str(runs)])
+        train.main([*small, "--stage", stage, "--output_dir", str(runs)])
     return runs
 
 
-def settings_for(model, runs, more: str = "") -> Settings:
-    return parse(flags(model, runs, more))
+def settings_for(model, runs, more: str = "", **fields) -> Settings:
+    """Of a command line; `fields` are none of its flags."""
+    return replace(parse(flags(model, runs, more)), **fields)
 
 
 def rows_of(folder) -> list[dict]:

@@ -138,12 +138,12 @@ def test_numbers_of_curves_and_shares_by_hand():
 def test_every_arm_is_settings_that_can_run(name):
     arm, settings = ARMS[name], settings_of(name, 20, "r")  # it checks them
     assert all(getattr(settings, key) == value for key, value in arm.changes.items())
-    assert (settings.seed, settings.world_seed, settings.name) == (20, 20, f"{name}-world20")
+    assert (settings.seed, settings.world_seed, settings.run_name) == (20, 20, f"{name}-world20")
     if arm.start:  # the same protocol and the stage before, which starts from the warmed-up model
         before = ARMS[arm.start]
         assert not before.start and before.stage == arm.stage - 1
         started = settings_of(arm.start, 20, "r")
-        assert (started.protocol, started.warm_up) == (settings.protocol, settings.warm_up)
+        assert (started.protocol, started.toy_init) == (settings.protocol, settings.toy_init)
 
 
 def steps_of(name: str) -> int:
@@ -156,7 +156,7 @@ def test_the_arms_of_a_claim_are_alike_but_for_what_the_table_names(name):
     claim = CLAIMS[name]
     assert claim.worlds in (5, 8) and claim.number.sign in (1, -1) and claim.number.counts > 0
     one, other = (settings_of(arm, 20, "r") for arm in (claim.better, claim.worse))
-    assert paper_of(one.protocol) is paper_of(other.protocol) and one.warm_up == other.warm_up
+    assert paper_of(one.protocol) is paper_of(other.protocol) and one.toy_init == other.toy_init
     alike = "questions_per_step group_size temperature documents_per_search mix lr"
     for same in [*alike.split(), "trajectories_per_update"]:
         assert getattr(one, same) == getattr(other, same)
@@ -226,7 +226,7 @@ def test_what_a_result_was_made_with_names_settings_start_warm_up_and_split(monk
 def test_a_bad_command_line_is_one_line_and_runs_nothing(arguments, said, monkeypatch, tmp_path):
     monkeypatch.setattr(ablate, "run_all", lambda *_: pytest.fail("something was run"))
     with pytest.raises(InputError, match=said) as error:
-        ablate.main([*arguments.split(), "--runs", str(tmp_path)])
+        ablate.main([*arguments.split(), "--output_dir", str(tmp_path)])
     assert "\n" not in str(error.value)
 
 
@@ -244,7 +244,9 @@ def test_a_result_of_other_settings_is_refused_and_one_of_these_is_not_run_again
     write_result(tmp_path, "arena", 21)
     assert list(ablate.read_results(jobs, tmp_path, "test")) == [("arena", 21)]
     write_result(tmp_path, "arena", 20, split="dev")
-    with pytest.raises(InputError, match=r"arena-world20.*other settings: give another --runs"):
+    with pytest.raises(
+        InputError, match=r"arena-world20.*other settings: give another --output_dir"
+    ):
         ablate.read_results(jobs, tmp_path, "test")
 
 
@@ -343,7 +345,7 @@ def test_the_table_of_what_is_there_runs_nothing(monkeypatch, tmp_path, capsys):
             kinds = {key: {"em": 1.0, "exact_set": exact - less} for key in ("one_hop", "two_hop")}
             write_result(tmp_path, arm, seed, {"eval": kinds})
     out = tmp_path / "scores.json"
-    flags = ["--table", "--only", "bonus,relevance", "--runs", str(tmp_path), "--json", str(out)]
+    flags = f"--table --only bonus,relevance --output_dir {tmp_path} --json {out}".split()
     ablate.main([*flags, "--first_world", "20"])
     lines = capsys.readouterr().out.splitlines()
     # the difference is 0.5 in both worlds: s = 0
@@ -356,7 +358,7 @@ def test_the_table_of_what_is_there_runs_nothing(monkeypatch, tmp_path, capsys):
 def test_a_picture_has_both_arms_and_needs_their_results(tmp_path):
     pytest.importorskip("matplotlib")
     flags = ["--curves", str(tmp_path / "new"), "--first_world", "20", "--only", "mask"]
-    flags += ["--runs", str(tmp_path)]
+    flags += ["--output_dir", str(tmp_path)]
     with pytest.raises(InputError, match="no result of ur2: run --only mask first"):
         ablate.main(flags)
     for arm in ("ur2", "ur2_no_mask"):

@@ -1,4 +1,4 @@
-"""plumbing/alarms.py: what each alarm takes, what a healthy run looks like, and train.py --doctor;
+"""plumbing/alarms.py: what each alarm takes, what a healthy run looks like, and train.py --dry_run;
 the numbers behind them from plumbing/score.py.
 """
 
@@ -236,26 +236,26 @@ def files_of(folder) -> dict:
 
 
 @pytest.mark.parametrize("more", ["", "--resume"])
-def test_the_doctor_says_what_it_saw_and_leaves_a_run_as_it_was(more, model, tmp_path, capsys):
+def test_a_dry_run_says_what_it_saw_and_leaves_a_run_as_it_was(more, model, tmp_path, capsys):
     train.train(settings_for(model, tmp_path, "--steps 2"))
     before = files_of(tmp_path)
     capsys.readouterr()
-    train.main(flags(model, tmp_path, f"--doctor --steps 50 --questions_per_step 6 {more}"))
+    train.main(flags(model, tmp_path, f"--dry_run --steps 50 --questions_per_step 6 {more}"))
     told = capsys.readouterr().out
     assert files_of(tmp_path) == before and "settings.json" not in told
     pattern = r"(?s)prompts: \d+ to \d+ tokens; trajectories at most \d+ of \d+ .*queries: .*"
     pattern += r"found something, .*groups: \d of 6 .*log-probs: .*time: .* a step, 50 steps "
-    assert re.search(pattern, told) and "doctor=True (was" not in told
+    assert re.search(pattern, told) and "dry_run=True (was" not in told
     last = told.splitlines()[-1]
     assert last.startswith("alarm: ") or last == "nothing found that would keep it from learning"
 
 
-def test_the_doctor_names_each_fault_after_one_step(model, tmp_path, capsys, monkeypatch):
+def test_a_dry_run_names_each_fault_after_one_step(model, tmp_path, capsys, monkeypatch):
     def down(requests):
         raise ConnectionError("refused")
 
     monkeypatch.setattr(build, "build_search", lambda *_: down)
-    more = "--doctor --algorithm grpo --questions_per_step 6 --temperature 0.01"
+    more = "--dry_run --algorithm grpo --questions_per_step 6 --temperature 0.01"
     with pytest.raises(InputError, match="step 0: a search failed in 100% of the"):
         train.main(flags(model, tmp_path, more))
     told = capsys.readouterr().out
@@ -263,10 +263,10 @@ def test_the_doctor_names_each_fault_after_one_step(model, tmp_path, capsys, mon
     assert "nothing found" not in told
 
 
-def test_a_loss_that_is_not_finite_is_one_line_of_the_doctor_and_no_file(
+def test_a_loss_that_is_not_finite_is_one_line_of_a_dry_run_and_no_file(
     model, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(train, "update", lambda *_: {"loss": float("nan"), "grad_norm": 0.0})
     with pytest.raises(InputError, match=r"step 0: loss nan; stopped.*not applied\. its questions"):
-        train.main(flags(model, tmp_path, "--doctor"))
+        train.main(flags(model, tmp_path, "--dry_run"))
     assert not list(tmp_path.iterdir())

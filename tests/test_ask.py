@@ -44,7 +44,7 @@ def asked(trained, capsys, typed):
 
     def asked(*arguments) -> list[str]:
         typed("/try")
-        ask.main([*map(str, arguments), "--runs", str(trained)])
+        ask.main([*map(str, arguments), "--output_dir", str(trained)])
         return capsys.readouterr().out.splitlines()
 
     return asked
@@ -54,9 +54,9 @@ def asked(trained, capsys, typed):
 def session(trained, capsys, typed):
     """session("line", ...) -> what it answers to these lines, with the stage 1 model."""
 
-    def session(*lines, given=("--name", "ur2-world0-seed0", "--stage", "1")) -> str:
+    def session(*lines, given=("--run_name", "ur2-world0-seed0", "--stage", "1")) -> str:
         typed(*lines)
-        ask.main([*given, "--temperature", "1", "--seed", "5", "--runs", str(trained)])
+        ask.main([*given, "--temperature", "1", "--seed", "5", "--output_dir", str(trained)])
         return capsys.readouterr().out
 
     return session
@@ -64,7 +64,7 @@ def session(trained, capsys, typed):
 
 @pytest.fixture
 def refused(trained, capsys):
-    return lambda *words: command_line(ask.main, [*words, "--runs", trained], capsys)
+    return lambda *words: command_line(ask.main, [*words, "--output_dir", trained], capsys)
 
 
 def question_in(lines: list[str]) -> str:
@@ -75,7 +75,7 @@ def question_in(lines: list[str]) -> str:
 def test_a_session_says_what_is_loaded_and_what_it_can_be_asked(asked, trained):
     assert asked()[0] == f"model: {trained}/ur2-world0-seed0/stage2/checkpoint-000002"
     # Greedily this model does not search here, and after stage 2 seldom.
-    lines = asked("--name", "ur2-world0-seed0", "--stage", 1, "--temperature", 1, "--seed", 5)
+    lines = asked("--run_name", "ur2-world0-seed0", "--stage", 1, "--temperature", 1, "--seed", 5)
     assert lines[0] == f"model: {trained}/ur2-world0-seed0/stage1/checkpoint-000002"
     assert lines[1] == f"searches: the built-in world (bm25, {len(World(0).documents)} passages)"
     assert "sums of 1 to 9; try" in lines[2]
@@ -104,7 +104,7 @@ def test_what_is_heard_is_the_trajectory(trained, monkeypatch, session):
 
 
 def test_another_question_each_time(session):
-    said = session("/try", "/try", given=("--name", "ur2-world0-seed0"))
+    said = session("/try", "/try", given=("--run_name", "ur2-world0-seed0"))
     assert len({line for line in said.splitlines() if line.startswith("question: ")}) == 2
 
 

@@ -21,13 +21,12 @@ from plumbing.files import (
     checkpoints,
     prompt_sections,
     settings_text,
-    stage_folder,
     starting_model,
 )
 from prompts import PROTOCOLS
 from retrievers.serve import RetrievalServer
 from rewards import check_questions
-from settings import Settings, parse, resolve
+from settings import Settings, parse, resolve, stage_folder
 from summarizer import FALLBACK_TEXT, instruction_for
 from world.world import LOOK_UPS
 
@@ -76,7 +75,7 @@ def test_without_retrieval_no_question_may_search_and_of_a_file_alone_nothing_is
     "protocol, question, said",
     [
         ("arena", {}, "has no references"),
-        ("arena", {"references": READ, "task": "summary"}, "summaries are for .* arena_summary"),
+        ("arena", {"references": READ, "task": "summary"}, "summaries, .* --variant summaries"),
         ("arena_summary", {"references": READ}, "is of task qa"),
     ],
 )
@@ -95,7 +94,7 @@ def test_held_out_questions_are_drawn_with_the_seed_and_not_trained_on():
     assert questions_file.hold_out(questions, dataclasses.replace(own, seed=1))[1] != held_out
     never = dataclasses.replace(own, eval_every=0)
     assert questions_file.hold_out(questions, never) == (questions, [])
-    with pytest.raises(InputError, match="--eval_questions 10: of 10 in --data: give less"):
+    with pytest.raises(InputError, match=r"--eval_every: 10 questions are held out, .* has 10"):
         questions_file.hold_out(questions[:10], own)
     # the built-in world has a split for it; they are asked as the others are
     world = dataclasses.replace(own, data="", retrieval=False)
@@ -216,13 +215,13 @@ def test_of_arena_a_layout_has_references_and_an_empty_folder_is_one_line(tmp_pa
         ("--corpus {}/none.jsonl", "no such file"),
         ("--corpus {}/empty.jsonl", "empty"),
         ("--prompt_file {}/none.txt", "--prompt_file"),
-        of_fault(257, "--start_from {}/none", "^--start_from .*none: no such directory"),
+        of_fault(257, "--model {}/none", "^--model .*none: no such directory"),
     ],
 )
 def test_what_is_missing_stops_before_the_model_is_loaded(flags, said, tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").write_text("")
     monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
-    words = f"{flags} --runs {{}}".format(tmp_path, tmp_path).split()
+    words = f"{flags} --output_dir {{}}".format(tmp_path, tmp_path).split()
     assert re.search(said, message(build.build_parts, parse(words)))
 
 
@@ -303,7 +302,7 @@ def test_a_run_is_named_after_paper_data_and_seed_unless_it_has_a_name():
     assert str(stage_folder(Settings(world_seed=3, seed=1))) == "runs/ur2-world3-seed1/stage1"
     several = Settings(data="d/hotpot.json,x.json", stage=2)
     assert str(stage_folder(several, 1)) == "runs/ur2-hotpot-seed0/stage1"
-    assert str(stage_folder(Settings(name="mine", runs="r"))) == "r/mine/stage1"
+    assert str(stage_folder(Settings(run_name="mine", output_dir="r"))) == "r/mine/stage1"
 
 
 def test_only_finished_checkpoints_count_oldest_first(tmp_path):
@@ -315,7 +314,7 @@ def test_only_finished_checkpoints_count_oldest_first(tmp_path):
 
 
 def test_a_stage_starts_from_what_it_is_told_then_from_stage_1_then_from_the_model(tmp_path):
-    settings = Settings(runs=str(tmp_path), name="r", stage=2)
+    settings = Settings(output_dir=str(tmp_path), run_name="r", stage=2)
     start, said = starting_model(settings)
     assert start == "" and "there is no stage 1 checkpoint in" in said
     first = tmp_path / "r" / "stage1" / "checkpoint-000004"
@@ -326,9 +325,9 @@ def test_a_stage_starts_from_what_it_is_told_then_from_stage_1_then_from_the_mod
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
-    assert starting_model(dataclasses.replace(settings, start_from=str(other)))[0] == str(other)
+    assert starting_model(dataclasses.replace(settings, model=str(other)))[0] == str(other)
     last = tmp_path / "r" / "stage2" / "checkpoint-000002"
     shutil.copytree(first, last)
     seal(last, 2)
-    again = dataclasses.replace(settings, start_from=str(other), resume=True)
+    again = dataclasses.replace(settings, model=str(other), resume=True)
     assert starting_model(again)[0] == str(last)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import flags, rows_of
+from conftest import flags, rows_of, settings_for
 from processes import in_processes, in_two_processes
 
 import train
+from settings import Settings
 
 SHARDINGS = {
     "ddp": {},
@@ -26,7 +27,7 @@ COMPARED = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 COLLECTIVE = re.compile(r"(all_|barrier|broadcast|gather|reduce|scatter)")
 # Of three questions with three samples each, eight processes have none or one. PPO has a critic.
 FEW = "--questions_per_step 3 --group_size 3 --algorithm ppo --critic_lr 1e-3 --kl_coef 0.05"
-FEW += " --eval_every 2 --eval_questions 1 --tokens_per_micro_batch 100"
+FEW += " --eval_every 2 --tokens_per_micro_batch 100"
 
 
 def recorded(calls: list, name: str, work):
@@ -38,13 +39,13 @@ def recorded(calls: list, name: str, work):
     return call
 
 
-def train_and_record(arguments: list[str], folder: Path) -> None:
+def train_and_record(settings: Settings, folder: Path) -> None:
     """Trains, and writes down the name of each collective with the sizes of its tensors."""
     calls = []
     for name, work in inspect.getmembers(torch.distributed, inspect.isfunction):
         if COLLECTIVE.match(name):
             setattr(torch.distributed, name, recorded(calls, name, work))
-    train.main(arguments)
+    train.train(settings)
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(calls))
 
 
@@ -62,8 +63,8 @@ def test_all_processes_call_the_same_collectives_with_fewer_questions_than_proce
     count, sharding, model, tmp_path
 ):
     environment = COMPARED | SHARDINGS[sharding]
-    arguments = flags(model, tmp_path, FEW)
-    in_processes(count, train_and_record, arguments, tmp_path, environment=environment)
+    settings = settings_for(model, tmp_path, FEW, eval_questions=1)
+    in_processes(count, train_and_record, settings, tmp_path, environment=environment)
     sequences = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(count)]
     assert all(calls == sequences[0] for calls in sequences)
     names = {name for name, *_ in sequences[0]}

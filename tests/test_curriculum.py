@@ -23,6 +23,7 @@ from curriculum import (
 from data import Question
 from errors import InputError
 from lab.difficulty import bucket_of_first_success
+from papers import RECIPES
 from settings import Settings, resolve
 
 SEVEN_TWO_ONE = "hard=7,medium=2,easy=1"
@@ -241,10 +242,10 @@ def test_dropped_questions_are_left_out_and_counted_unless_they_are_asked_for(ca
         ),
         ({"buckets": "hard=9,easy=1"}, "9 questions of hard, and the data has 5"),
         ({"buckets": "hard=1,easy=99"}, "a step takes 0 questions of hard"),
-        ({"buckets": "hard"}, "--buckets 'hard'"),
+        ({"buckets": "hard"}, "buckets 'hard'"),
         ({"buckets": "hard=1", "difficulty": ""}, "--task_mixing of math, need --difficulty"),
         ({"buckets": "math:hard=1"}, "none of these shares is of what the data has: hard, easy"),
-        ({"buckets": "maths:hard=1,hard=1"}, "--buckets maths: no task, and no kind of the data"),
+        ({"buckets": "maths:hard=1,hard=1"}, "maths is no task or kind of the data"),
         ({"buckets": "qa:hard=0,math:easy=1"}, "none of these shares is of what the data has"),
         ({"buckets": "hard=1", "mix": "qa=1"}, "questions of qa:hard, and the data has 5"),
         ({"buckets": "hard=1", "mix": "math=1"}, "of math, and the data has 0 (there are qa:hard"),
@@ -335,14 +336,23 @@ def test_a_whole_kind_wins_over_its_beginning():
     assert Counter(q.kind for q in dealt) == {"hotpotqa_bridge": 2, "hotpotqa_comparison": 4}
 
 
-def test_the_papers_buckets_want_a_difficulty_and_the_user_s_replace_the_tiny_mix():
+def test_the_papers_buckets_want_a_difficulty_and_then_replace_the_tiny_mix():
+    for recipe, stage in (("ur2", 2), ("ur2_choice", 1), ("vanilla_rl", 1), ("r1_searcher", 1)):
+        for tiny in (True, False):
+            found = resolve(recipe, stage, tiny, {"difficulty": "d"})
+            theirs = RECIPES[recipe][stage]["buckets"].split(",")
+            kept = [share for share in theirs if not (tiny and ":" in share)]
+            assert found.buckets == ",".join(kept) != "" and not (tiny and found.mix)
+    shares = parse_shares(resolve("r1_searcher", 2, True, {"difficulty": "d"}).buckets, "")
+    assert shares == {"medium": 2561 + 1087, "hard": 2000 + 2500}
+    assert resolve("ur2", 1, True, {"difficulty": "d"}).mix == resolve("ur2", 1, True).mix != ""
     assert resolve("ur2", 2, False).buckets == "" != resolve("r_search", 1, True).mix
     assert resolve("ur2", 2, True, {"difficulty": "d", "buckets": "hard=1"}).mix == ""
     assert resolve("ur2", 2, True, {"buckets": "hard=1", "mix": "unit=1"}).mix == "unit=1"
 
 
-def test_dropped_questions_alone_are_an_error_that_says_how_to_train_on_them():
-    assert "--buckets dropped=1" in message(by_level, levelled(dropped=5), 2)
+def test_dropped_questions_alone_are_an_error_that_says_what_to_do():
+    assert "dropped: ask easier ones, or measure" in message(by_level, levelled(dropped=5), 2)
 
 
 # -------------------------------------------------------------------------------------- task mixing

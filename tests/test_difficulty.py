@@ -101,7 +101,7 @@ def test_published_rollout_answers_become_difficulties(out, tmp_path, capsys):
 def tiny(monkeypatch, toy_policy, toy_tokenizer, tmp_path, out):
     """Flags of a short measurement of the untrained tiny model, a question of each kind."""
     monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: (toy_policy, toy_tokenizer))
-    flags = {"questions": 1, "samples": 3, "runs": tmp_path, "max_turn_tokens": 4, "out": out}
+    flags = {"questions": 1, "samples": 3, "output_dir": tmp_path, "max_turn_tokens": 4, "out": out}
     return [f"--{name}={value}" for name, value in flags.items()]
 
 

@@ -126,7 +126,7 @@ def schedule(tokenizer, seed: int) -> tuple[Policy, dict]:
         "max_turn_tokens": draw.choice([1, 4, 9, 14, 25, 25]),
         "max_context": longest + 33 + draw.choice([0, 60, 150, 1000, 1000, 1000]),
         "document_tokens": draw.choice([8, 30, 100]),
-        "rollout_batch_size": draw.randrange(len(questions) * group_size + 1),
+        "max_num_seqs": draw.randrange(len(questions) * group_size + 1),
     }
 
 
@@ -167,7 +167,7 @@ def play_schedules(tokenizer, seeds) -> Counter:
         )
         seen["rows"] += len(ours)
         seen["ties"] += assert_same(policy, ours, theirs)
-        seen["fewer slots"] += 0 < settings["rollout_batch_size"] < len(ours)
+        seen["fewer slots"] += 0 < settings["max_num_seqs"] < len(ours)
         for t in ours:
             seen.update([t.stop_reason, f"{len(t.searches)} searches"])
             seen.update(refusal.reason for refusal in t.refusals)
@@ -253,7 +253,7 @@ def test_a_prompt_is_computed_once_for_its_group_and_a_row_step_for_every_sample
     qwen2, bpe, work, slots
 ):
     questions = [dataclasses.replace(QA, id=str(i), question="who " * i) for i in range(1, 4)]
-    rows = play(qwen2, bpe, questions, group_size=4, rollout_batch_size=slots)
+    rows = play(qwen2, bpe, questions, group_size=4, max_num_seqs=slots)
     assert not any(t.searches or t.refusals for t in rows)  # a random model asks nothing
     assert work["caught"] == sum(len(t.prompt_ids) - 1 for t in rows[::4])
     assert sum(work["steps"]) == sum(len(t.response_ids) for t in rows)
@@ -295,7 +295,7 @@ def test_a_fast_asker_waits_until_as_many_wait_as_decode(bpe):
 
 def test_progress_hears_of_every_row_that_ends(qwen2, bpe):
     heard = []
-    play(qwen2, bpe, group_size=7, rollout_batch_size=3, progress=heard.append)
+    play(qwen2, bpe, group_size=7, max_num_seqs=3, progress=heard.append)
     assert sum(heard) == 7 and all(heard)
     assert play(qwen2, bpe, [], progress=heard.append) == [] and sum(heard) == 7
 

@@ -50,8 +50,8 @@ def run_in(tree, *words) -> str:
 def test_rewards_protocols_papers_and_retrievers_are_added_by_their_diffs(tree, model):
     """Two steps of each of the page's runs, in one process."""
     assert len(DIFFS) == 7 and max(len(diff.splitlines()) for diff in DIFFS) <= 15
-    own = "--recipe mine --retriever words --name own"
-    short = "--recipe search_r1 --reward mine.py:short --name short"
+    own = "--recipe mine --retriever words --run_name own"
+    short = "--recipe search_r1 --reward mine.py:short --run_name short"
     small = [*flags(model, tree / "runs"), *"--trajectories_per_update 4".split()]
     runs = [[*small, *more.split()] for more in (own, short)]
     train_both = f"import rewards, train; [train.main(run) for run in {runs}]"
@@ -124,13 +124,17 @@ def test_a_folder_of_texts_becomes_a_model_that_was_trained_on_it(
     subprocess.run("head -n 4 questions.jsonl > train.jsonl", shell=True, check=True)
     subprocess.run("tail -n +5 questions.jsonl > held_out.jsonl", shell=True, check=True)
     assert [len(load_questions(f"{name}.jsonl")) for name in ("train", "held_out")] == [4, 2]
-    own = "--recipe search_r1 --corpus texts --runs runs --max_turn_tokens 12".split()
-    small = [*SMALL.replace("--name t", "--name mine").split(), "--trajectories_per_update", "4"]
+    own = "--recipe search_r1 --corpus texts --output_dir runs --max_turn_tokens 12".split()
+    small = [
+        *SMALL.replace("--run_name t", "--run_name mine").split(),
+        "--trajectories_per_update",
+        "4",
+    ]
     train.main([*own, *small, "--model", model, "--data", "train.jsonl", "--group_size", "2"])
     checkpoint = checkpoints(tmp_path / "runs/mine/stage1")[-1]
     asked = [*own, "--data", "held_out.jsonl", "--questions", "0"]
-    evaluation.main([*asked, "--name", "mine"])
-    evaluation.main([*asked, "--name", "mine", "--retriever", "empty"])
+    evaluation.main([*asked, "--run_name", "mine"])
+    evaluation.main([*asked, "--run_name", "mine", "--retriever", "empty"])
     ask.main(["which country was jana dorn born in ?", *own, "--model", str(checkpoint)])
     assert "searches: texts (bm25, 7 passages)" in capsys.readouterr().out
     AutoModelForCausalLM.from_pretrained(checkpoint)  # as a server loads it

@@ -31,7 +31,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def common(tmp_path_factory):
-    return f"--runs {tmp_path_factory.mktemp('runs')} --name learned --world_seed 7 --seed 7"
+    return (
+        f"--output_dir {tmp_path_factory.mktemp('runs')} --run_name learned --world_seed 7 --seed 7"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +116,8 @@ def test_difficulty_decides_which_questions_may_search_from_start_to_end(scores,
     buckets = Counter(record["bucket"] for record in finished_records(out))
     assert sum(buckets.values()) == 1969 and min(buckets.values()) > 50 and len(buckets) == 4
     start = checkpoints(runs / "learned" / "stage1")[-1]
-    given = f"{common} --stage 2 --name mixed --start_from {start} --steps 3 --task_mixing"
-    given = [*given.split(), "--difficulty", str(out), "--buckets", "hard=7,medium=2,easy=1"]
+    given = f"{common} --stage 2 --run_name mixed --model {start} --steps 3 --task_mixing"
+    given = [*given.split(), "--difficulty", str(out)]
     train.main(given)
     assert len(rows_of(runs / "mixed" / "stage2")) == 3
     settings = parse(given)
@@ -136,7 +138,7 @@ def stage_1(common, monkeypatch, more: str, behind: int = 0) -> tuple[list[dict]
     """(records of the run, reward of samples of the policy that it made). The sampler is so many
     rollouts behind, each of which is followed by two updates.
     """
-    parts = build_parts(parse(f"{common} --stage 1 --seed 1 --name other {more}".split()))
+    parts = build_parts(parse(f"{common} --stage 1 --seed 1 --run_name other {more}".split()))
     fresh, kept = parts.sampler, deque(maxlen=behind + 1)
 
     @contextlib.contextmanager

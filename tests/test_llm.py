@@ -72,7 +72,7 @@ def asker(server, timeout=60.0, **options) -> ServerLLM:
 
 
 def given(**settings):
-    return SimpleNamespace(**{"timeout": 60.0, "in_8bit": "", "runs": "runs", **settings})
+    return SimpleNamespace(**{"timeout": 60.0, "in_8bit": "", "output_dir": "runs", **settings})
 
 
 def requests(*texts):

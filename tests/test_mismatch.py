@@ -125,10 +125,11 @@ def test_weights_of_rows_are_unbiased_as_their_bound_grows_those_of_tokens_are_n
 
 
 def test_a_run_corrects_where_another_distribution_samples_and_only_there(model, tmp_path):
-    bf16 = "--sampling_copy bf16"
-    modes = {"": "none", bf16: "token", f"{bf16} --mask_documents false": "none"}
-    for more, mode in modes.items():
-        assert build_parts(settings_for(model, tmp_path, more)).mismatch == mode
+    modes = {("", "auto"): "none", ("", "bf16"): "token"}
+    modes |= {("--mask_documents false", "bf16"): "none"}
+    for (more, copy), mode in modes.items():
+        settings = settings_for(model, tmp_path, more, sampling_copy=copy)
+        assert build_parts(settings).mismatch == mode
     told = message(parse, "--mismatch token --mask_documents false".split())
     assert told.startswith("--mismatch: documents were not sampled")
 

@@ -32,6 +32,6 @@ def test_a_picture_of_a_run_and_a_run_without_stages_is_one_line(trained, tmp_pa
     pytest.importorskip("matplotlib", reason="needs the extra `plot`")
     monkeypatch.setattr("lab.moments.shows_most", lambda t: t.question.kind == "two_hop")
     monkeypatch.chdir(tmp_path)
-    main(["--runs", str(trained), "--questions", "4"])
+    main(["--output_dir", str(trained), "--questions", "4"])
     assert (tmp_path / "moments.png").stat().st_size > 10_000
-    assert "no checkpoint of that run" in message(main, ["--runs", str(tmp_path)])
+    assert "no checkpoint of that run" in message(main, ["--output_dir", str(tmp_path)])

@@ -9,6 +9,7 @@ import eval as evaluation
 import train
 from plumbing.files import checkpoints
 from rewards import REWARDS, example, own_reward
+from settings import parse
 
 EXIT = "import sys\n\ndef mine(t):\n    "
 SHORT = """
@@ -56,7 +57,7 @@ def test_a_run_with_it_is_trained_logged_resumed_and_evaluated(own, model, tmp_p
     train.train(settings_for(model, tmp_path, f"--steps 2 --reward {name} --resume"))
     assert len(rows_of(folder)) == 2
     (tmp_path / "mine.py").unlink()  # an evaluation pays nothing
-    given = ["--model", str(checkpoints(folder)[-1]), "--questions", "1", "--runs", str(tmp_path)]
+    given = f"--model {checkpoints(folder)[-1]} --questions 1 --output_dir {tmp_path}".split()
     evaluation.main(given)
     assert "predictions:" in capsys.readouterr().out
 
@@ -87,6 +88,13 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
     heard = command_line(train.main, ["--reward", f"{tmp_path}/no.py:mine"], capsys)
     assert "FileNotFoundError" in heard
     assert "unknown; one of" in command_line(train.main, ["--reward", "short"], capsys)
+
+
+def test_a_recipe_that_keeps_groups_by_the_answer_term_wants_one(own, capsys):
+    given = ["--recipe", "when_to_search", "--reward", own(SHORT)]
+    said = command_line(train.main, given, capsys)
+    assert "mine.py:mine: the recipe keeps groups by the term `answer`" in said
+    parse([*given, "--algorithm", "grpo"])
 
 
 def test_terms_that_come_and_go_are_told(own):

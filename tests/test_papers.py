@@ -40,12 +40,12 @@ NUMBERS = {
     # 5 · 256 trajectories
     ("r_search", 1): """
         algorithm grpo   group_size 5   questions_per_step 256   trajectories_per_update 1280
-        lr 1e-6   lr_warmup 0.95  kl_coef 1e-3   temperature 1   max_searches 4
+        lr 1e-6   warmup_ratio 0.95  kl_coef 1e-3   temperature 1   max_searches 4
         max_turn_tokens 500   documents_per_search 3   steps 195""",
     # of arXiv 2503.09516, appendix B: batches of 512, cut in two
     ("search_r1", 1): """
         algorithm ppo   group_size 1   questions_per_step 512   trajectories_per_update 256
-        lr 1e-6   critic_lr 1e-5   lr_warmup 0.285   critic_warmup 0.015   kl_coef 1e-3
+        lr 1e-6   critic_lr 1e-5   warmup_ratio 0.285   critic_warmup_ratio 0.015   kl_coef 1e-3
         clip_low 0.2   clip_high 0.2   gae_lambda 1   temperature 1   max_searches 4
         max_turn_tokens 500   document_tokens 500   documents_per_search 3   steps 500""",
     # 32 · 32 trajectories; DAPO's own two clips; 2048 + 16384 tokens
@@ -87,6 +87,8 @@ ARENA = {  # variant -> what it sets otherwise: section 5.3, figure 3; appendice
     "naive_grpo": {"relevance_reward": False, "bonus": 0, "kl_estimator": "k3"},
     "k3": {"kl_estimator": "k3"},
     "no_bonus": {"bonus": 0},
+    "no_relevance": {"relevance_reward": False},
+    "thinking": {"protocol": "arena_thinking"},
     "f1": {"answer_metric": "f1"},
     "judge": {"judge": "https://api.openai.com/v1#gpt-4o-2024-11-20"},
     "summaries": {"protocol": "arena_summary", "steps": 20},  # ceil(5000 / 256)
@@ -230,6 +232,7 @@ def test_ablations_of_when_to_search():
         ("r1_searcher", "grpo", "algorithm grpo kl_coef 1e-4 kl_estimator k3"),  # table 3
         ("r1_searcher", "em", "answer_metric em"),  # table 5
         ("r1_searcher", "cem", "answer_metric cem"),
+        ("when_to_search", "to_the_end", "protocol when_to_search_eos"),
         # its scripts: R − the group's mean, no std, whitened over tokens
         (
             "r1_searcher",
@@ -239,11 +242,11 @@ def test_ablations_of_when_to_search():
         ("r_search", "without_evidence", "protocol r_search_plain evidence_reward 0"),  # table 3
         ("r_search", "whole_reply", "whole_reply 1"),  # eq. 4
         # section 4.3 is of both: 5 responses, β 0.001, lr 1e-6, warm-up 0.95; its script has 1
-        ("r_search", "ppo", "algorithm ppo kl_estimator k1 critic_warmup 0.05"),
+        ("r_search", "ppo", "algorithm ppo kl_estimator k1 critic_warmup_ratio 0.05"),
         (
             "r_search",
             "ppo_code",
-            "algorithm ppo kl_estimator k1 critic_warmup 0.05 group_size 1 "
+            "algorithm ppo kl_estimator k1 critic_warmup_ratio 0.05 group_size 1 "
             "trajectories_per_update 256",
         ),
         ("search_r1", "grpo", "algorithm grpo group_size 5 kl_estimator k3"),  # appendix B
@@ -259,6 +262,14 @@ def test_variants_by_name(name, variant, changed):
             assert same(getattr(other, setting), number)
         small = check_settings(resolve(name, stage, True, {"variant": variant}))
         assert paper_of(small.protocol) is PAPERS[name]
+
+
+def test_without_difficult_questions_medium_ones_stand_in_their_place():  # R1-Searcher, table 6
+    for tiny in (True, False):
+        given = {"difficulty": "d", "variant": "without_difficult"}
+        one, two = (resolve("r1_searcher", stage, tiny, given) for stage in (1, 2))
+        assert one.buckets == two.buckets == "medium=1"
+        assert two.mix == ("" if tiny else RECIPES["r1_searcher"][2]["mix"])
 
 
 def test_search_r1_aligned():
@@ -419,7 +430,7 @@ eval.main("--recipe librarian --questions 3".split())
 checkpoint = "runs/librarian-world0-seed0/stage1/checkpoint-000003"
 eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
 ask.main(["--recipe", "librarian"])
-ablate.main(["--table", "--runs", "nowhere"])
+ablate.main(["--table", "--output_dir", "nowhere"])
 claims.ARMS["sixth"] = claims.Arm("librarian", 1, {"steps": 1})
 ablate.Options = lambda questions, **others: eval.Options(questions=3, **others)  # not all of them
 ablate.run_arm("sixth", 0, "runs", "dev")

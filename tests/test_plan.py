@@ -85,7 +85,7 @@ def test_a_recipe_s_rows_and_tokens():
     """A prompt of 1024, five turns of 3072 (math: the most that a task has), four blocks of
     documents of 1536; 64 · 16 rows on two GPUs, 100 at once.
     """
-    case = Case(SEVEN, resolve("ur2", 1, False, {"rollout_batch_size": 100}), 2)
+    case = Case(SEVEN, resolve("ur2", 1, False, {"max_num_seqs": 100}), 2)
     assert (case.row_tokens, case.rows) == (1024 + 5 * 3072 + 4 * 1536, 100)
     # one row is a micro-batch of its own; one that no setting bounds has the model's positions
     assert case.tokens == case.row_tokens == 22528

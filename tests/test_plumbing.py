@@ -30,9 +30,9 @@ from errors import InputError
 from formats.manifest import seal
 from plumbing import build
 from plumbing.build import build_parts, check_processes
-from plumbing.files import checkpoints, console_line, saved_settings
+from plumbing.files import checkpoints, console_line, settings_text
 from policy import load_policy, save_policy
-from settings import Settings
+from settings import Settings, in_built_in_world, parse, parse_stages, saved_settings
 
 
 def test_the_console_says_what_is_out_of_the_ordinary():
@@ -88,7 +88,7 @@ def test_stage_1_anew_sets_the_stage_2_aside_that_began_with_the_old_one(left, m
 def test_a_resume_cuts_the_metrics_to_its_checkpoint_and_says_what_is_new(
     left, model, tmp_path, capsys
 ):
-    saved = json.loads((left / "settings.json").read_text()) | {"runs": str(tmp_path)}
+    saved = json.loads((left / "settings.json").read_text()) | {"output_dir": str(tmp_path)}
     (checkpoints(left)[-1] / "settings.json").write_text(json.dumps(saved))
     seal(checkpoints(left)[-1], 1)
     with open(left / "metrics.jsonl", "a") as file:
@@ -104,7 +104,10 @@ def test_what_cannot_be_gone_on_with_is_one_line(left, model, tmp_path):
     for more, said in (
         ("--resume --steps 1", "1 of --steps 1 steps are done; raise --steps"),
         ("--resume --algorithm ppo", "was not made by PPO and has no critic"),
-        ("--resume --name nowhere", "--resume: no checkpoint in .*nowhere/stage1; leave it out"),
+        (
+            "--resume --run_name nowhere",
+            "--resume: no checkpoint in .*nowhere/stage1; leave it out",
+        ),
     ):
         with pytest.raises(InputError, match=said):
             train.train(settings_for(model, tmp_path, more))
@@ -123,11 +126,31 @@ def test_lora_goes_on_with_its_own_rank_and_not_without_it(left, model, tmp_path
 
 
 def test_stage_two_starts_from_stage_ones_last_checkpoint(left, model, tmp_path, capsys):
-    parts = build_parts(settings_for(model, tmp_path, "--stage 2 --task_mixing false"))
+    parts = build_parts(settings_for("", tmp_path, "--stage 2 --task_mixing false"))
     last = f"{left}/checkpoint-000001"
     assert f"stage 2 starts from {last}" in capsys.readouterr().out
     assert same(parts.policy.parameters(), load_policy(last)[0].parameters())
     assert parts.settings.reward == "ur2_stage2"
+    # --model wins, and within --stage 1,2 it is stage 1's alone
+    assert build.starting_model(settings_for(model, tmp_path, "--stage 2"))[0] == model
+    one, two = parse_stages(flags(model, tmp_path, "--stage 1,2"))
+    assert (one.model, two.model) == (model, str(left)) and two.lr == 1e-3
+    assert build.starting_model(two)[0] == last
+
+
+def test_what_goes_on_from_the_built_in_model_has_its_numbers(tmp_path):
+    """A stage 2, and what is given a checkpoint of it with --model; else those of the paper."""
+    first = tmp_path / "t" / "stage1"
+    first.mkdir(parents=True)
+    words = ["--output_dir", str(tmp_path), "--run_name", "t"]
+    for text, lr in ((settings_text(parse(words)), 5e-4), (json.dumps({"model": "m"}), 2e-6)):
+        (first / "settings.json").write_text(text)
+        for more in (["--stage", "2"], ["--stage", "2", "--model", str(first)]):
+            two = parse([*words, *more])
+            assert two.lr == lr and in_built_in_world(two) == (lr == 5e-4)
+        one, two = parse_stages([*words, "--stage", "1,2", "--model", str(first)])
+        assert (one.lr, two.lr) == ((3e-4, lr) if lr == 5e-4 else (lr, lr))
+    assert not in_built_in_world(Settings(model=str(first)))
 
 
 # ----------------------------------------------------------------------- settings of checkpoints
@@ -150,9 +173,9 @@ def test_a_checkpoint_without_its_manifest_is_resumed_by_nobody_and_started_from
     (last / "manifest.json").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(build, "load_model", lambda *_: pytest.fail("a model was loaded"))
-        with pytest.raises(InputError, match=f"no whole checkpoint.*--start_from {last} "):
+        with pytest.raises(InputError, match=f"no whole checkpoint.*--model {last} "):
             train.train(settings_for(model, tmp_path, "--resume"))
-    parts = build_parts(settings_for(model, tmp_path, f"--start_from {last}"))
+    parts = build_parts(settings_for(last, tmp_path))
     assert same(parts.policy.parameters(), load_policy(str(last))[0].parameters())
 
 
@@ -190,7 +213,6 @@ def test_what_is_quick_to_find_wrong_comes_before_a_large_corpus(
         (model, "--mix nothing=1", "questions of nothing, and the data has 0"),
         (model, "--resume", "no checkpoint in"),
         (model, "--eval_every 3", "--eval_every 3: the run has 2 steps: give fewer"),
-        (model, "--eval_questions 3", "held out for --eval_every N: give both, or none"),
     ):
         assert said in command_line(train.main, flags(path, tmp_path, more), capsys)
     monkeypatch.setattr(build, "training_questions", lambda _: pytest.fail("questions were read"))
@@ -361,7 +383,7 @@ def test_tensorboard_reads_what_was_reported(model, tmp_path):
 
 def test_a_tracker_that_is_not_installed_is_one_line(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "get_available_trackers", lambda: [])
-    said = command_line(train.main, ["--report_to", "wandb", "--runs", tmp_path], capsys)
+    said = command_line(train.main, ["--report_to", "wandb", "--output_dir", tmp_path], capsys)
     assert said == "error: --report_to wandb: pip install wandb"
     said = command_line(train.main, ["--report_to", "wandbb"], capsys)
     assert "did you mean wandb?" in said

@@ -50,7 +50,7 @@ def marked(cases, quick: list[tuple]) -> list:
 def two_steps(case: tuple, more: str, capsys) -> list[dict] | str:
     """The metrics of a run of two steps, or why it is refused: one line that names a flag."""
     recipe, variant, stage = case
-    arguments = f"--recipe {recipe} --stage {stage} --name t {FEW} {more}".split()
+    arguments = f"--recipe {recipe} --stage {stage} --run_name t {FEW} {more}".split()
     try:
         folder = train.train(parse([*arguments, *(["--variant", variant] if variant else [])]))
     except InputError as error:
@@ -98,9 +98,7 @@ def test_every_record_runs_with_every_algorithm_or_says_why_not(
 ):
     (tmp_path / "toy").symlink_to(world / "toy")
     settings = settings_of((recipe, variant, stage), True)
-    more = f"--algorithm {algorithm} --max_turn_tokens 12 --mix= --runs {tmp_path}"
-    if algorithm == "dapo":
-        more += " --max_resample 1"
+    more = f"--algorithm {algorithm} --max_turn_tokens 12 --mix= --output_dir {tmp_path}"
     if settings.judge:  # not the server that the paper asked
         more += f" --judge {world}/toy/reader-world0"
     found = two_steps((recipe, variant, stage), more, capsys)
@@ -144,7 +142,7 @@ def test_every_record_takes_two_steps_on_real_records(
 ):
     questions, corpus, *rest = REAL.get(recipe, REAL[""]).split()
     settings = settings_of((recipe, variant, stage), False)
-    more = f"--model {real_model} --max_turn_tokens 6 --runs {tmp_path} {' '.join(rest)}"
+    more = f"--model {real_model} --max_turn_tokens 6 --output_dir {tmp_path} {' '.join(rest)}"
     files = [DATA / name for name in questions.split(",")]
     if settings.protocol == "arena_summary":  # no slice has any: the same records as summaries
         records = [asdict(question) | {"task": "summary"} for question in load_questions(files)]

@@ -264,7 +264,7 @@ def test_a_protocol_lists_all_its_tags_and_finds_a_section_by_name():
     tags = tuple(tag for name in names for tag in (f"<{name}>", f"</{name}>"))
     assert PROTOCOLS["r_search"].tags == tags
     assert PROTOCOLS["arena"].section_tags("analysis") == ("<analysis>", "</analysis>")
-    with pytest.raises(InputError, match="--protocol ur2 has no <analysis> section"):
+    with pytest.raises(InputError, match="protocol ur2 has no <analysis> section"):
         UR2.section_tags("analysis")
 
 

@@ -271,7 +271,7 @@ def test_a_dense_and_an_http_retriever_get_their_settings(monkeypatch):
     made("dense", documents("a"), 0, 60.0, "cuda:1", "mine", encoder="e5")
     assert told == [(documents("a"), "e5", "cuda:1", "mine")]
     monkeypatch.setattr("retrievers.dense.DenseRetriever", lambda *given: told.append(given[1:]))
-    words = "check --retriever dense --encoder e5 --runs mine".split()
+    words = "check --retriever dense --encoder e5 --output_dir mine".split()
     with pytest.raises(AttributeError):  # what stands in its place is none
         command(words, BM25)
     assert told.pop() == ("e5", "", "", "mine")
@@ -432,7 +432,10 @@ WEB = ["serve", "--retriever", "web", "--retriever_url"]
         (["serve", "--corpus", "c.tsv", "--port", 70000], "cannot listen there"),
         (["check", "--retriever", "http"], "invalid choice: 'http'"),
         (["check", "--title_boost", -1], "--title_boost: invalid choice: -1"),
-        (["serve", "--corpus", "c.tsv", "--runs", "r"], "--runs: --retriever dense alone has one"),
+        (
+            ["serve", "--corpus", "c.tsv", "--output_dir", "r"],
+            "--output_dir: --retriever dense alone has one",
+        ),
         (["serve", "--retriever", "web"], "--retriever_url '': no place for the query: give http"),
         ([*WEB, "http://h/"], "no place for the query"),
         ([*WEB, "ftp://h/{query}"], "not an address: give http://host/search"),

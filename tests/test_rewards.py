@@ -939,7 +939,7 @@ def test_what_a_reward_needs_can_be_switched_off():
     ],
 )
 def test_a_reward_that_its_protocol_cannot_be_paid_is_one_line_with_both_flags(reward, protocol):
-    said = f"--reward {reward} and --protocol {protocol} do not go together: .*{protocol}"
+    said = f"--reward {reward} and protocol {protocol} do not go together: .*{protocol}"
     with pytest.raises(InputError, match=said) as error:
         check_reward(given(reward=reward, protocol=protocol))
     assert "\n" not in str(error.value)
@@ -973,7 +973,7 @@ LETTERED = {"task": "choice", "options": ("elm", "oak")}
     ("reward", "question", "said"),
     [
         ("arena", {"references": REFERENCES}, "names no supporting reference.*`supporting`"),
-        ("arena_code", {}, "names no supporting reference.*--relevance_reward false"),
+        ("arena_code", {}, "names no supporting reference.*--variant no_relevance"),
         ("ur2_choice", {}, "has no options"),
         ("ur2_choice", {"task": "choice"}, "has no options"),
         ("r_search", LETTERED, "is multiple choice"),

@@ -652,7 +652,7 @@ def test_all_queries_of_one_moment_go_out_in_one_call_and_in_order(bpe):
     scripts = [[*asks(*queries), "no"] for queries in rows]
     scripts[2].insert(0, END)
     for size, batches in ((0, [4, 3, 3, 1]), (3, [3, 1, 3, 3, 1]), (1, [1] * 11)):
-        trajectories, policy, search = play(bpe, *scripts, rollout_batch_size=size)
+        trajectories, policy, search = play(bpe, *scripts, max_num_seqs=size)
         assert search.calls == [["a1", "d1"], ["a2", "c2", "d2"], ["d3"]]
         assert policy.batches == batches  # rows sampled at once: 4 alive, then 3, 3 and 1
         for t, queries in zip(trajectories, rows, strict=True):
@@ -745,7 +745,7 @@ def test_rows_in_a_batch_say_what_they_would_say_alone(speaker):
     how = {"temperature": 0.0, "max_context": 256 if speaker.questions is not MIXED else 336}
     together = speaker(speaker.questions, **how)
     alone = [speaker(question, **how)[0] for question in speaker.questions]
-    chunks = speaker(speaker.questions, rollout_batch_size=4, **how)
+    chunks = speaker(speaker.questions, max_num_seqs=4, **how)
     for a, *others in zip(together, alone, chunks, strict=True):
         check_bookkeeping(a, speaker.tokenizer)
         for b in others:

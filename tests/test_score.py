@@ -76,7 +76,7 @@ def test_without_the_evidence_reward_no_reader_is_loaded(monkeypatch):
 
 
 def test_another_data_set_asks_for_a_reader_of_the_evidence():
-    with pytest.raises(InputError, match=r"--reader http.*--evidence_reward false"):
+    with pytest.raises(InputError, match=r"--reader http.*--variant without_evidence"):
         build_reader(Settings(recipe="r_search", data="another.jsonl"))
 
 

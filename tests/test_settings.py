@@ -80,10 +80,11 @@ def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
 
 def test_a_flag_of_evaluation_alone_is_none_of_train():
     never = {"title_boost", "group_std", "turn_tokens", "reward_variant", "whiten_tokens"}
-    never.add("critic_warmup")
+    never |= {"critic_warmup_ratio", "eval_questions", "max_resample", "filter_by", "gae_lambda"}
+    never |= {"sampling_copy", "relevance_reward", "evidence_reward", "bonus", "buckets"}
     never |= {"summary_sampling", "left_out", "direct_tasks", "math_searches", "partly", "reworded"}
     never |= {"whole_reply", "task_searches"}
-    assert set(FIELDS) - set(TRAIN) == never | {"top_p", "fallback"}
+    assert set(FIELDS) - set(TRAIN) == never | {"top_p", "fallback", "protocol"}
     with pytest.raises(InputError, match="unknown flag --top_p"):
         parse(["--top_p", "0.5"])
 
@@ -156,8 +157,7 @@ READ_BY = {  # flag -> the recipes that read it, in some stage
     "judge": {"ur2", "vanilla_rl", "when_to_search", "arena"},
     "reader": {"r_search"},
     "embedder": {"when_to_search"},
-    "max_resample filter_by": {"when_to_search"},
-    "gae_lambda critic_lr": {"search_r1"},
+    "critic_lr": {"search_r1"},
     "kl_estimator": {"r_search", "search_r1", "arena"},
     "loss_aggregation group_size lr mask_documents": None,  # all that search
     "retriever documents_per_search document_tokens max_searches summarizer corpus": None,
@@ -171,9 +171,8 @@ def test_a_flag_of_an_algorithm_or_another_model_is_read_or_refused(flags):
         reads = {r for r, v, s in NAMED if not v and not refused(resolve(r, s, False), flag)}
         reads -= {"arena"} if flag in ("loss_aggregation", "group_size", "lr") else set()
         assert reads == (set(PAPERS) - {"arena"} if READ_BY[flags] is None else READ_BY[flags])
-    for algorithm, own in settings.ALONE.items():
-        found = resolve("ur2", 2, True, {"algorithm": algorithm})
-        assert not any(refused(found, flag) for flag in [*own, "judge"])
+    for algorithm, own in (("dapo", "judge"), ("ppo", "critic_lr")):
+        assert not refused(resolve("ur2", 2, True, {"algorithm": algorithm}), own)
 
 
 @pytest.mark.parametrize("name", ARMS)
@@ -200,7 +199,7 @@ def test_dapo_means_dapo_whatever_the_recipe(recipe, variant, stage):
         ("--grup_size 4", "--group_size"),
         ("--group-size 4", "--group_size"),
         ("--learning_rate=3 --lr 1", ""),
-        ("--lr_warmupp=3", "--lr_warmup"),
+        ("--warmup_ratioo=3", "--warmup_ratio"),
         ("--recipe ur3", "ur2"),
         ("--recipe r1searcher", "r1_searcher"),
         ("--retriever bm52", "bm25"),
@@ -216,8 +215,8 @@ def test_a_typo_names_the_nearest(arguments, nearest):
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_loaded(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(train, "build_parts", lambda *_: pytest.fail("something was loaded"))
-    with pytest.raises(InputError, match=r"--runs .*/file/.*: cannot be written there"):
-        train.main(["--runs", str(tmp_path / "file" / "x")])
+    with pytest.raises(InputError, match=r"--output_dir .*/file/.*: cannot be written there"):
+        train.main(["--output_dir", str(tmp_path / "file" / "x")])
 
 
 @pytest.mark.parametrize("word", ["--group", "--stag", "--rec", "--mod"])
@@ -232,9 +231,9 @@ LIMITS = [  # what is said, to what value, of which flags
     ("at least 1", 0, "tokens_per_micro_batch documents_per_search"),
     ("at least 0", -1, "keep_checkpoints temperature kl_coef beta"),
     ("above 0", 0, "timeout lr critic_lr"),
-    ("one of", "x", "retriever sampling_copy optimizer algorithm protocol reward"),
+    ("one of", "x", "retriever optimizer algorithm reward"),
     ("one of", "x", "lr_schedule loss_aggregation kl_estimator answer_metric"),
-    ("one of", "x", "filter_by format_check"),
+    ("one of", "x", "format_check"),
 ]
 BAD = [f"--{name} {value}  {said}" for said, value, names in LIMITS for name in names.split()]
 BAD += """
@@ -243,6 +242,7 @@ BAD += """
 --clip_low nan                   finite  138
 --steps many                     train.py: argument --steps: invalid int value: 'many'
 --lr nan                         finite  137
+--warmup_ratio 3                 --warmup_ratio 3.0: must be below 1
 --critic_lr inf                  finite
 --clip_low 1.2                   at most 1
 --seed 2147483648                at most 2147483647
@@ -260,20 +260,18 @@ BAD += """
 --retriever oracle --encoder e5  only --retriever dense reads it
 --retriever empty --index i      only --retriever bm25 reads it
 --data q --model m --retriever dense --encoder e5  --data needs --corpus
---reward r1_searcher_stage1      --reward r1_searcher_stage1 and --protocol ur2 do not go together
+--reward r1_searcher_stage1      --reward r1_searcher_stage1 and protocol ur2 do not go together
 --recipe when_to_search --max_searches 7  --beta 0.3 times --max_searches 7 is 2.1: it must stay
---recipe arena --retriever dense --encoder e  --retriever: --protocol arena searches nothing
+--recipe arena --retriever dense --encoder e  --retriever: protocol arena searches nothing
 --recipe r_search --answer_metric em  --answer_metric: --reward r_search does not read it
---recipe r_search --max_resample 2  --max_resample: only --algorithm dapo reads it
+--recipe r_search --max_resample 2  unknown flag --max_resample
 --recipe ur2 --kl_estimator k3   --kl_estimator: with --kl_coef 0 there is no KL
 --algorithm dapo --loss_aggregation sequence  --loss_aggregation: dapo has a mean per token
---algorithm dapo --filter_by answer  --reward ur2_stage1 has no answer term: correct, or total
---recipe when_to_search --variant without_r_a --filter_by answer  has no answer term
---warm_up verbos                 --warm_up verbos: of ur2 there is: weak
---recipe arena --warm_up weak    --warm_up weak: of arena there is: none
---warm_up weak --model m         --warm_up: --model has no warm-up
---name ../elsewhere              --name ../elsewhere: a folder inside --runs
---name ..                        --name ..: a folder inside --runs
+--toy_init verbos                 --toy_init verbos: of ur2 there is: weak
+--recipe arena --toy_init weak    --toy_init weak: of arena there is: none
+--toy_init weak --model m         --toy_init: --model has no warm-up
+--run_name ../elsewhere              --run_name ../elsewhere: a folder inside --output_dir
+--run_name ..                        --run_name ..: a folder inside --output_dir
 --in_8bit all                    --in_8bit
 --in_8bit base --lora_rank 4     --in_8bit is for models from --model
 --summarizer extractiv           the model itself (did you mean extractive?)
@@ -282,7 +280,6 @@ BAD += """
 --summarizer maths=m,other=none  or TASK=NAME,...,other=NAME of qa, math and choice
 --summarizer math=extractiv,other=none  --summarizer extractiv: none, extractive, or the model
 --in_8bit base --model m         int8 weights cannot be trained
---in_8bit base --model m --lora_rank 4 --sampling_copy bf16  --sampling_copy bf16 with --in_8bit
 --in_8bit reference --model m    with --kl_coef 0 no reference is loaded
 --in_8bit reference --model m --lora_rank 4  the reference is the frozen base itself
 """.strip().splitlines()
@@ -309,7 +306,6 @@ def test_a_bad_value_is_one_clear_line_before_anything_is_loaded(arguments, said
         "--recipe when_to_search --variant unified --max_searches 7",  # its own price is another
         "--group_size 1 --algorithm reinforce_pp",
         "--in_8bit base --model m --lora_rank 4",
-        "--in_8bit base --start_from m --lora_rank 4",
         "--stage 2 --in_8bit others --judge m",  # also in the built-in world
         "--in_8bit reference,others --model m --kl_coef 0.1",
         "--data q --model m --retriever oracle",  # nothing of ours is searched: no corpus

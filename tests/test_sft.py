@@ -79,11 +79,11 @@ def test_it_learns_what_is_imitated_and_not_what_is_masked(policy):
 
 def test_the_rate_warms_up_stays_and_falls_to_zero():
     # 10 steps, 2 of warm-up, decay from 60 %: 1/2, 1, 1, 1, 1, 1, then 1 − k/4 for k = 0 .. 3
-    settings = SFTSettings(10, 1.0, lr_warmup=2, decay_from=0.6)
+    settings = SFTSettings(10, 1.0, warmup_steps=2, decay_from=0.6)
     rates = [sft.sft_lr_factor(step, settings) for step in range(10)]
     assert rates == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
     # a decay that would begin within the warm-up begins behind it: 1/2, 1, then 1 − k/2
-    settings = SFTSettings(4, 1.0, lr_warmup=2)
+    settings = SFTSettings(4, 1.0, warmup_steps=2)
     assert [sft.sft_lr_factor(step, settings) for step in range(4)] == [0.5, 1, 1, 0.5]
 
 
@@ -91,7 +91,8 @@ def test_a_rate_of_zero_moves_nothing_and_the_rate_is_that_of_the_step(policy):
     before = [p.detach().clone() for p in policy.parameters()]
     train(policy, lr=0.0)
     assert all(p.equal(q) for p, q in zip(policy.parameters(), before, strict=True))
-    train(policy, steps=1, lr=1e-3, lr_warmup=4)  # Adam's first step is the rate itself: 1/4 of it
+    # Adam's first step is the rate itself: 1/4 of it.
+    train(policy, steps=1, lr=1e-3, warmup_steps=4)
     moved = max((p - q).abs().max() for p, q in zip(policy.parameters(), before, strict=True))
     assert moved.item() == pytest.approx(1e-3 / 4, rel=1e-2)
 

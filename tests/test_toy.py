@@ -279,7 +279,7 @@ def test_with_a_passage_per_fact_two_results_hold_the_fact_that_was_asked_for():
 
 
 def test_a_short_warm_up_lowers_the_loss_and_is_repeatable(tokenizer):
-    tiny = replace(paper_of("ur2").world, steps=6, batch_size=16, lr_warmup=2)
+    tiny = replace(paper_of("ur2").world, steps=6, batch_size=16, warmup_steps=2)
     runs = [
         toy.warm_up(Policy(make_model(len(tokenizer))), tokenizer, PROTOCOLS["ur2"], tiny)
         for _ in range(2)

@@ -41,7 +41,7 @@ from update import Parts, score, update
 @pytest.fixture
 def built(model, tmp_path):
     """built("--flag value ...") -> the parts of a tiny run."""
-    return lambda more="": build_parts(settings_for(model, tmp_path, more))
+    return lambda more="", **fields: build_parts(settings_for(model, tmp_path, more, **fields))
 
 
 def weights_of(module) -> list[torch.Tensor]:
@@ -144,7 +144,7 @@ def test_the_numbers_of_a_step_are_of_all_that_was_sampled_and_the_batch_of_what
 
 
 def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(built, tmp_path, run, capsys):
-    parts = built("--algorithm dapo --max_resample 1")
+    parts = built("--algorithm dapo", max_resample=1)
     before = weights_of(parts.policy)
     pay(parts, [1.0] * 4)
     rows = run(parts)
@@ -292,7 +292,7 @@ def test_equal_rewards_leave_the_weights_and_a_better_answer_becomes_likelier(
 
 def test_a_run_that_samples_from_a_copy_scores_again_and_reports_the_gap(built, run):
     for copy, least, most in (("none", 0, 1e-4), ("bf16", 1e-4, 0.2)):
-        for row in run(built(f"--trajectories_per_update 2 --sampling_copy {copy}")):
+        for row in run(built("--trajectories_per_update 2", sampling_copy=copy)):
             assert least <= row["logprob_gap"] <= row["logprob_gap_max"] < most
 
 
@@ -311,12 +311,18 @@ def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample(model, tmp_p
 # ------------------------------------------------------------------------------ an interrupted run
 
 RUNS = {  # with a KL to the stage's first model, also in a run that is resumed
-    "grpo": "--algorithm grpo --kl_coef 0.05 --in_8bit reference --eval_every 1 --eval_questions 1",
-    "reinforce_pp": "--algorithm reinforce_pp --kl_coef 0.05 --kl_estimator k1 --lr_warmup 3",
-    "reinforce_pp_baseline": "--optimizer adamw8bit --sampling_copy bf16",
-    "dapo": "--algorithm dapo --max_resample 1 --clip_high 0.28",
-    "ppo": "--algorithm ppo --gae_lambda 0.95 --critic_lr 1e-3 --kl_coef 0.05 --kl_estimator k1",
+    "grpo": "--algorithm grpo --kl_coef 0.05 --in_8bit reference --eval_every 1",
+    "reinforce_pp": "--algorithm reinforce_pp --kl_coef 0.05 --kl_estimator k1 --warmup_ratio 0.5",
+    "reinforce_pp_baseline": "--optimizer adamw8bit",
+    "dapo": "--algorithm dapo --clip_high 0.28",
+    "ppo": "--algorithm ppo --critic_lr 1e-3 --kl_coef 0.05 --kl_estimator k1",
     "lora": "--algorithm grpo --kl_coef 0.05 --lora_rank 4 --lr 1e-2",
+}
+FIELDS = {  # what no flag sets
+    "grpo": {"eval_questions": 1},
+    "reinforce_pp_baseline": {"sampling_copy": "bf16"},
+    "dapo": {"max_resample": 1},
+    "ppo": {"gae_lambda": 0.95},
 }
 
 
@@ -329,10 +335,11 @@ def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
     loaded, load = [], build.load_model
     monkeypatch.setattr(build, "load_model", lambda *a, **b: loaded.append(a[1]) or load(*a, **b))
     more = f"--steps 3 --save_every 2 --trajectories_per_update 2 {RUNS[name]}"
-    straight = train.train(settings_for(model, tmp_path / "a", more))
+    own = FIELDS.get(name, {})
+    straight = train.train(settings_for(model, tmp_path / "a", more, **own))
     left = shutil.copytree(straight, tmp_path / "b" / "t" / "stage1")
     shutil.rmtree(left / "checkpoint-000003")  # it was left behind its second step
-    assert train.train(settings_for(model, tmp_path / "b", f"{more} --resume")) == left
+    assert train.train(settings_for(model, tmp_path / "b", f"{more} --resume", **own)) == left
     rows = rows_of(straight)
     assert rows_of(left) == rows and [row["step"] for row in rows] == [0, 1, 2]
     last = [folder / "checkpoint-000003" for folder in (straight, left)]
@@ -348,9 +355,10 @@ def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
 
 
 def test_a_held_out_evaluation_changes_nothing_in_training(model, tmp_path):
-    rows, more = [], "--steps 2 --save_every 2 --eval_questions 1"
+    rows, more = [], "--steps 2 --save_every 2"
     for name, every in (("a", "--eval_every 1"), ("b", "--eval_every 2")):
-        folder = train.train(settings_for(model, tmp_path / name, f"{more} {every}"))
+        one = settings_for(model, tmp_path / name, f"{more} {every}", eval_questions=1)
+        folder = train.train(one)
         rows.append(rows_of(folder))
         assert len(checkpoints(folder)) == (2 if name == "a" else 1)  # each evaluated one is there
     assert [["eval/em" in row for row in some] for some in rows] == [[True, True], [False, True]]
@@ -360,12 +368,12 @@ def test_a_held_out_evaluation_changes_nothing_in_training(model, tmp_path):
 
 
 def test_training_turns_queries_away_and_its_evaluation_does_not(built, monkeypatch):
-    """UR² D.3. The doctor asks as training does, and logs nothing."""
+    """UR² D.3. A dry run asks as training does, and logs nothing."""
     asked, held_out, search = [], [], build.build_search
     record = lambda *given: [asked.append(given), search(*given)][1]  # noqa: E731
     monkeypatch.setattr(build, "build_search", record)
-    for doctor in ("", " --doctor"):
-        parts = built(f"--eval_every 1 --eval_questions 1{doctor}")
+    for dry in ("", " --dry_run"):
+        parts = built(f"--eval_every 1{dry}", eval_questions=1)
     assert [(given[0].fallback, bool(given[3])) for given in asked] == [(True, True), (True, False)]
     monkeypatch.setattr(train, "rollout", lambda _, its, *__: held_out.append(its.held_out) or [])
     monkeypatch.setattr(train, "merged", lambda *_: {})
@@ -443,9 +451,8 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypa
     # Uneven: 8 trajectories in updates of 3, 3 and 2; then one of a single row.
     monkeypatch.setattr(update_file, "MAX_GRAD_NORM", 1e9)
     more = "--tokens_per_micro_batch 10 --trajectories_per_update 3 --questions_per_step 4"
-    more += " --eval_every 1 --eval_questions 1"
-    more += " --max_resample 1" if algorithm == "dapo" else ""
-    settings = settings_for(model, tmp_path, f"{more} --algorithm {algorithm}")
+    more += f" --eval_every 1 --algorithm {algorithm}"
+    settings = settings_for(model, tmp_path, more, eval_questions=1, max_resample=1)
     batch = unequal_batch(settings)
     if algorithm != "ppo":  # rows of equal rewards are then left out
         batch.ref_logprobs = batch.values = None
@@ -468,8 +475,8 @@ def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, ca
     more = "--steps 1 --task_mixing false --stage"
     train.main(flags(model, tmp_path / "one", f"{more} 1,2 --evaluate"))
     assert "predictions:" in capsys.readouterr().out
-    for stage in ("1", "2"):
-        train.main(flags(model, tmp_path / "two", f"{more} {stage}"))
+    for stage, start in (("1", model), ("2", "")):
+        train.main(flags(start, tmp_path / "two", f"{more} {stage}"))
     for stage in ("stage1", "stage2"):
         assert same_end(*(tmp_path / runs / "t" / stage for runs in ("one", "two")))
 

@@ -333,7 +333,9 @@ def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
     # 4 steps of 3 updates: numbers 0, 1, 2; 3; 6, 7 of 12, and 1e-6 less each
     assert rates == pytest.approx([1.2e-5, 1.1e-5, 1e-5, 9e-6, 6e-6, 5e-6])
     # The critic's own warm-up: a third of 12 updates are 4, then it stays.
-    parts = make_parts(Settings(**sizes, algorithm="ppo", critic_lr=4e-6, critic_warmup=1 / 3))
+    parts = make_parts(
+        Settings(**sizes, algorithm="ppo", critic_lr=4e-6, critic_warmup_ratio=1 / 3)
+    )
     groups, rates = parts.critic_optimizer.param_groups, []
     for step, number in ((0, 0), (0, 2), (2, 0), (3, 2)):
         set_lr(parts, step, number)

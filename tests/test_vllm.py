@@ -233,7 +233,7 @@ def content(row) -> tuple:
 def run(model, runs, engine: str, more: str = ""):
     """Trains two steps of stage 1. Returns the rows of its metrics."""
     words = flags(model, runs, f"--engine {engine} --max_turn_tokens 16 --timeout 20 {more}")
-    return rows_of(train.train(parse(words)))
+    return rows_of(train.train(replace(parse(words), eval_questions=2)))
 
 
 # ------------------------------------------------------------------------------------- as in slots
@@ -277,7 +277,7 @@ def test_greedy_rows_are_those_of_slots_also_with_new_and_with_sharp_weights(ser
 
 def test_every_step_samples_with_the_weights_of_the_last_one(served, model, tmp_path):
     asked = served()
-    found = run(model, tmp_path, asked.base, "--steps 3 --eval_every 2 --eval_questions 2")
+    found = run(model, tmp_path, asked.base, "--steps 3 --eval_every 2")
     sent = [its["new_version"] for path, its in asked.posts if path == "/update_weight_version"]
     assert [name[-2:] for name in sent] == [".0", ".1", ".2"]  # one also for the evaluation
     assert all(row["logprob_gap_max"] < 2e-5 for row in found)
@@ -288,8 +288,8 @@ def test_every_step_samples_with_the_weights_of_the_last_one(served, model, tmp_
 def test_stage_1_learns_on_a_server_as_in_slots(served, model, tmp_path):
     rewards = []
     for name, engine in (("slots", "slots"), ("server", served().base)):
-        given = {"model": model, "steps": 12, "runs": str(tmp_path), "engine": engine}
-        given["name"] = name
+        given = {"model": model, "steps": 12, "output_dir": str(tmp_path), "engine": engine}
+        given["run_name"] = name
         folder = train.train(check_settings(resolve("ur2", 1, True, given)))
         found = rows_of(folder)
         rewards.append(torch.tensor([row["reward"] for row in found]))
@@ -334,7 +334,7 @@ def test_a_fault_after_a_step_is_one_line_and_what_was_learned_is_saved(
         return record
 
     monkeypatch.setattr(train, "update", update)
-    more = "--eval_every 1 --eval_questions 2" if "evaluation" in name else ""
+    more = "--eval_every 1" if "evaluation" in name else ""
     line = message(run, model, tmp_path, asked.base, more)
     assert said in line and f"{START} {model} --max_context 256" in line
     assert [path.name for path in checkpoints(tmp_path / "t/stage1")] == ["checkpoint-000001"]
@@ -408,7 +408,6 @@ def test_no_room_is_one_line_and_leaves_nothing(model, served, tmp_path, monkeyp
         ("--engine http://me:secret@host:8000", "password"),
         ("--engine http://a:1,ftp://b", "'ftp://b': not an address"),
         ("--served x", "--served: only --engine http://... reads it"),
-        ("--engine http://a:1 --sampling_copy bf16", "--sampling_copy: the servers"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(given, said):

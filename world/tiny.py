@@ -50,6 +50,6 @@ class Tiny:
     steps: int = 550
     batch_size: int = 64
     lr: float = 4e-3
-    lr_warmup: int = 50
+    warmup_steps: int = 50
     decay_from: float = 0.5
     muon_lr: float = 0.0  # sft.SFTSettings

@@ -485,14 +485,14 @@ def warm_up(policy, tokenizer, protocol: Protocol, tiny: Tiny, world_seed: int =
     def next_examples(_step: int) -> list[Example]:
         return encode_traces([writer.write() for _ in range(tiny.batch_size)], protocol, tokenizer)
 
-    how = (tiny.steps, tiny.lr, tiny.lr_warmup, tiny.decay_from)
+    how = (tiny.steps, tiny.lr, tiny.warmup_steps, tiny.decay_from)
     settings = SFTSettings(*how, muon_lr=tiny.muon_lr)
     return train_sft(policy, next_examples, settings, f"warm-up ({protocol.name})")
 
 
 # ------------------------------------------------------------------- the frozen reader of evidence
 NOTE = "warm_up.txt"  # beside a model: how it was made
-READER = SFTSettings(steps=300, lr=4e-3, lr_warmup=50, decay_from=0.5)
+READER = SFTSettings(steps=300, lr=4e-3, warmup_steps=50, decay_from=0.5)
 
 
 def reader_example(tasks: Tasks, tokenizer) -> Example:
@@ -564,7 +564,7 @@ def made_once(path: Path, how: str, make: Callable[[], Loaded]) -> Loaded:
         told = note.read_text(errors="replace") if note.is_file() else ""
         if told and told != f"{how}\n":
             why = "was made with another warm-up"
-            raise InputError(f"{path} {why}: remove it, or give other --runs")
+            raise InputError(f"{path} {why}: remove it, or give other --output_dir")
         if not told or wrong_with(path):
             again = " anew: what is there is damaged or old" if path.exists() else ""
             print(f"making the built-in {path.name}{again} (kept in {path})", file=sys.stderr)

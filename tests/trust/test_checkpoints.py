@@ -222,13 +222,13 @@ def test_a_state_that_would_run_a_command_is_not_read_under_a_new_manifest_eithe
 
 def test_another_command_is_told_what_is_wrong_with_a_checkpoint(run, model, tmp_path, capsys):
     flipped(run / WEIGHTS)
-    said = command_line(train.main, flags(run / FOUR, tmp_path, "--name other"), capsys)
+    said = command_line(train.main, flags(run / FOUR, tmp_path, "--run_name other"), capsys)
     assert "model.safetensors is not what was written: use another, or remove its manifest" in said
 
 
 def test_a_stage_starts_from_a_whole_checkpoint(run, model, tmp_path):
     cut(run / STATE)
-    start, _ = files.starting_model(settings_for(model, tmp_path, "--stage 2"))
+    start, _ = files.starting_model(settings_for("", tmp_path, "--stage 2"))
     assert start == f"{run}/checkpoint-000002"
 
 
@@ -251,7 +251,7 @@ def test_a_full_disk_is_known_before_the_work(run, model, tmp_path, monkeypatch,
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: Usage(100, 100, 0))
     monkeypatch.setattr(train, "collect", lambda *_: pytest.fail("a step was made"))
     said = command_line(train.main, flags(model, tmp_path, f"{RUN} 6 --resume"), capsys)
-    assert "MB and 0.0 MB are free: make room, or name another disk with --runs" in said
+    assert "MB and 0.0 MB are free: make room, or name another disk with --output_dir" in said
     assert len(rows_of(run)) == 6 and len(checkpoints(run)) == 2
 
 

@@ -197,9 +197,9 @@ def test_a_signal_while_a_step_is_saved_costs_no_further_step(model, tmp_path, m
 
 @fault(261)
 @pytest.mark.parametrize("where", ["collect", "prepare"])
-def test_a_doctor_that_is_ended_leaves_nothing(where, model, tmp_path, monkeypatch):
+def test_a_dry_run_that_is_ended_leaves_nothing(where, model, tmp_path, monkeypatch):
     monkeypatch.setattr(train, where, raising(getattr(train, where), 1, signal.SIGTERM))
-    ends_with(143, flags(model, tmp_path, "--doctor"))
+    ends_with(143, flags(model, tmp_path, "--dry_run"))
     assert not (tmp_path / "t").exists()
 
 

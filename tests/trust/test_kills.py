@@ -20,6 +20,7 @@ from test_metrics import ended
 
 import eval as evaluation
 import train
+from flags import DAPO
 from formats import manifest, trajectories
 from formats.trajectories import read_trajectories
 from papers import paper_of
@@ -32,7 +33,7 @@ fault = pytest.mark.fault
 ALGORITHMS = {
     "grpo": "--algorithm grpo --kl_coef 0.05",
     "reinforce_pp_baseline": "--algorithm reinforce_pp_baseline",
-    "dapo": "--algorithm dapo --filter_by total",  # the model answers nothing right
+    "dapo": "--algorithm dapo",
     "ppo": "--algorithm ppo",
 }
 FAULTS = {"reinforce_pp_baseline": 1, "grpo": 2, "dapo": 3, "ppo": 4}
@@ -112,10 +113,16 @@ POINTS = {
 }
 
 
+def trained(arguments: list[str]) -> None:
+    """In a process of its own."""
+    DAPO["filter_by"] = "total"  # the model answers nothing right
+    train.main(arguments)
+
+
 def killed_at(point: str, arguments: list[str]) -> None:
     if point and os.environ.get("RANK", "0") == "0":
         POINTS[point][1]()
-    train.main(arguments)
+    trained(arguments)
 
 
 QUICK = ("half of trainer.pt", "behind the rename", "metrics rewritten")
@@ -142,7 +149,7 @@ def unbroken(model, tmp_path_factory):
     def made(algorithm: str, processes: int) -> tuple[Path, float]:
         runs, begun = tmp_path_factory.mktemp("unbroken"), time.monotonic()
         arguments = flags(model, runs, f"{ALGORITHMS[algorithm]} {STEPS}")
-        codes = exit_codes(start(processes, runs / "log", train.main, arguments))
+        codes = exit_codes(start(processes, runs / "log", trained, arguments))
         assert codes == [0] * processes, (runs / "log").read_text()
         return runs / "t" / "stage1", time.monotonic() - begun
 
@@ -156,7 +163,7 @@ def goes_on(model, runs, algorithm: str, processes: int, unbroken) -> None:
     more = " --resume" * bool(done)
     arguments = flags(model, runs, f"{ALGORITHMS[algorithm]} {STEPS}{more}")
     if not done or files.step_of(done[-1]) < 8:  # else it was killed when all was done
-        codes = exit_codes(start(processes, runs / "log", train.main, arguments))
+        codes = exit_codes(start(processes, runs / "log", trained, arguments))
         text = (runs / "log").read_text()
         assert codes == [0] * processes and "Traceback" not in text, text
     assert same_end(folder, unbroken(algorithm, processes)[0])
@@ -186,7 +193,7 @@ def cases(many, quick=()) -> list:
 def test_a_kill_at_a_random_moment(moment, algorithm, processes, model, unbroken, tmp_path):
     seconds = unbroken(algorithm, processes)[1]
     arguments = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS}")
-    run = start(processes, tmp_path / "log", train.main, arguments)
+    run = start(processes, tmp_path / "log", trained, arguments)
     time.sleep(random.Random(f"{algorithm} {processes} {moment}").uniform(0.05, 1) * seconds)
     send(run, signal.SIGKILL)
     exit_codes(run)
@@ -211,7 +218,7 @@ def test_a_kill_at_a_chosen_point(point, algorithm, processes, model, unbroken, 
 @pytest.mark.parametrize("_, algorithm, processes", cases([(0, ())], quick=(0,)))
 def test_the_same_seed_gives_the_same_run(_, algorithm, processes, model, unbroken, tmp_path):
     arguments = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS} --deterministic")
-    exit_codes(start(processes, tmp_path / "log", train.main, arguments))
+    exit_codes(start(processes, tmp_path / "log", trained, arguments))
     assert same_end(tmp_path / "t" / "stage1", unbroken(algorithm, processes)[0])
 
 
@@ -248,7 +255,7 @@ def first_run(runs: Path, slow: bool, arguments: list[str]) -> None:
 @fault(15)
 def test_sigterm_in_the_warm_up(tmp_path):
     log = tmp_path / "log"
-    arguments = ["--runs", str(tmp_path), "--doctor"]
+    arguments = ["--output_dir", str(tmp_path), "--dry_run"]
     process = command(log, first_run, tmp_path, True, arguments)
     wait_for(log, "warming up", process)
     process.terminate()
@@ -352,7 +359,7 @@ def killed_after(lines: int, arguments: list[str]) -> None:
 @fault(17)
 def test_a_killed_evaluation_writes_the_same_predictions(trained, tmp_path):
     out, log = tmp_path / "a.jsonl", tmp_path / "log"
-    arguments = f"--runs {trained} --questions 12 --out".split()
+    arguments = f"--output_dir {trained} --questions 12 --out".split()
     whole = command(log, evaluation.main, [*arguments, str(tmp_path / "whole.jsonl")])
     assert exit_code(whole) == 0, log.read_text()
     for lines in (1, 9):

@@ -14,7 +14,7 @@ from plumbing.build import build_parts
 
 NAN, INF = float("nan"), float("inf")
 EQUAL = (1, 1, 1, 1)  # two groups of two
-GRPO, DAPO, PPO = "--algorithm grpo", "--algorithm dapo --max_resample 1", "--algorithm ppo"
+GRPO, DAPO, PPO = "--algorithm grpo", "--algorithm dapo", "--algorithm ppo"
 EACH = ("", GRPO, DAPO, PPO)
 
 
@@ -27,7 +27,7 @@ def injected(model, tmp_path, monkeypatch):
     """injected(change, flags) -> the parts of the run that train.train then takes."""
 
     def inject(change, more: str):
-        parts = build_parts(settings_for(model, tmp_path, more))
+        parts = build_parts(settings_for(model, tmp_path, more, max_resample=1))
         monkeypatch.setattr(train, "build_parts", lambda settings: parts)
         if change:  # else its rewards are its own
             pay(parts, [1, 0, 0, 1])

@@ -291,7 +291,7 @@ def test_searches_that_hang_neither_pile_up_nor_stop_those_of_another_run(toy_to
 def test_what_is_kept_for_later_lies_under_runs(tmp_path, monkeypatch, started):
     monkeypatch.chdir(tmp_path)
     server = started(Server(lambda path, payload: (200, said("yes"))))
-    settings = Settings(runs="mine", retriever="dense", encoder="e5", model="m")
+    settings = Settings(output_dir="mine", retriever="dense", encoder="e5", model="m")
     assert load_llm(f"{server.base}/v1#m", settings).cache.path.parent == Path("mine/llm_cache")
     seen = []
     monkeypatch.setattr("retrievers.dense.DenseRetriever", lambda *_, runs: seen.append(runs))
