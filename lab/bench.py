@@ -300,11 +300,12 @@ def run_retrieval(work, name, o):
 
 
 def bm25s(texts):
-    """The package of this name."""
+    """The package of this name, which picks the best documents by itself."""
     from bm25s import BM25 as Index
 
     index = Index(k1=1.5, b=0.75)
     index.index(texts, show_progress=False)
+    index.get_scores = lambda words: index.retrieve([words], k=5, show_progress=False).scores[0]
     return index
 
 
