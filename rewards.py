@@ -13,7 +13,7 @@ Training exploits a reward that breaks one of these rules:
   3. the last answer is scored; two answers are a fault.
 
 Left out: what looks at several trajectories (an advantage), and asking a judge or a reader: what
-they say is an argument here.
+they say is an argument here (plumbing/build.py hands them in).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import traceback
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
@@ -84,6 +84,19 @@ class Extras:
     reader_answer: str = ""  # R-Search: what another model answers from the evidence
     embed: Embedder | None = None  # When to Search: queries -> vectors
     grade: Judge | None = None  # UR²: 2, 1 or 0 for a math answer that is not plainly equal
+
+
+@dataclass
+class OtherModels:
+    """Whom the rewards of a step ask. Each is called once with all trajectories, so that a model is
+    asked in one batch; by default nobody is asked.
+    """
+
+    verdicts: Callable = lambda rows: [None] * len(rows)  # each is an Extras.correct
+    readings: Callable = lambda rows: [""] * len(rows)  # each is an Extras.reader_answer
+    embedder: Callable = lambda rows: None  # an Extras.embed
+    grader: Callable = lambda rows: None  # an Extras.grade
+    stats: dict[str, Callable] = field(default_factory=dict)  # name -> what is logged of them
 
 
 # --------------------------------------------------------------------------- what all formats share
@@ -702,6 +715,19 @@ NEEDS = {
     "arena": {"verdict", "supporting"},
     "arena_code": {"verdict", "supporting"},
 }
+
+
+def compute_rewards(
+    trajectories: list[Trajectory], settings, step: int, others: OtherModels
+) -> tuple[list[Terms], list[bool]]:
+    """Returns the terms of each trajectory's reward, and whether each answer is right."""
+    reward, terms, correct = REWARDS[settings.reward], [], []
+    verdicts, readings = others.verdicts(trajectories), others.readings(trajectories)
+    embed, grade = others.embedder(trajectories), others.grader(trajectories)
+    for t, verdict, reading in zip(trajectories, verdicts, readings, strict=True):
+        terms.append(reward(t, settings, step, Extras(verdict, reading, embed, grade)))
+        correct.append(is_right(t, verdict))
+    return terms, correct
 
 
 def needs(settings) -> set[str]:

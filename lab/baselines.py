@@ -49,14 +49,14 @@ from metrics import last_boxed
 from other_models.llm import LLM, Request, load_llm
 from other_models.reader import read_answer
 from papers import record_of
-from plumbing.build import build_protocol, build_search
+from plumbing.build import build_judge, build_protocol, build_search
 from plumbing.report import summarise, table
-from plumbing.score import build_judge, split_thought
 from policy import best_device, weights_version
 from prompts import PROTOCOLS, Protocol, last_block, parse_query, question_text, tag_pair
 from rollout import Environment, encode
 from settings import Settings
 from trajectory import Segment, Trajectory
+from trajectory_metrics import split_thought
 
 BASELINE = Protocol("baseline", *map(tag_pair, ("search", "information", "answer")), "", "")
 LABELS = FOLLOW_UP, TOLD, FINAL = "Follow up:", "Intermediate answer:", "So the final answer is:"

@@ -109,10 +109,9 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
     return words.get(_LABEL.sub("", plain, count=1))
 
 
-def verdicts_on(trajectories: list[Trajectory], judge: Judge | None) -> list[bool | None]:
-    """The judge's; None without one that can be read: then the metrics decide."""
-    pairs = [(t.question, t.answer) for t in trajectories]
-    return judge.verdicts(pairs) if judge else [None] * len(pairs)
+def verdicts_on(trajectories: list[Trajectory], judge: Judge) -> list[bool | None]:
+    """The judge's; None where one cannot be read: then the metrics decide."""
+    return judge.verdicts([(t.question, t.answer) for t in trajectories])
 
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
@@ -124,3 +123,24 @@ def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Quest
             asked[question.question, answer] = question, answer
     grades = dict(zip(asked, judge.grades(list(asked.values())), strict=True))
     return lambda question, answer: grades.get((question.question, answer)) or 0.0
+
+
+def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
+    """The column `judged`: 1 or 0, of mathematics also ½ for partly (UR² appendix D.1, which does
+    not say: its Table 1 has odd tenths of per cents, of 500 questions); None: unreadable.
+    """
+    pairs, judged = [], {}
+    for r in records:
+        options = tuple(r.get("options", ()))
+        question = Question(r["id"], r["question"], r["golds"], r.get("task", "qa"), options)
+        pairs.append((question, r["prediction"]))
+    for math, ask, most in ((True, judge.grades, 2), (False, judge.verdicts, 1)):
+        own = [i for i, (question, _) in enumerate(pairs) if (question.task == "math") == math]
+        for i, said in zip(own, ask([pairs[i] for i in own]), strict=True):
+            judged[i] = None if said is None else said / most
+    told = []
+    for i, record in enumerate(records):
+        kept = record["metrics"].get("judged") if judge.silent else None  # as the record has it
+        numbers = record["metrics"] | {"judged": kept if judged[i] is None else judged[i]}
+        told.append(record | {"metrics": numbers, "judge_sees": judge.sees})
+    return told

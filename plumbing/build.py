@@ -8,7 +8,9 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,27 +22,31 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import ppo
 from curriculum import QuestionStream
+from data import Document
 from errors import InputError, raise_terminated, rank_of
 from flags import frozen_in_8bit, on_servers
-from other_models.llm import RETRIES, THREADS, load_llm
+from other_models.judge import Judge, math_grader, verdicts_on
+from other_models.llm import LLM, RETRIES, THREADS, LocalLLM, load_llm
+from other_models.reader import readings_of
 from papers import paper_of
 from plumbing.files import prompt_sections, stage_folder, starting_model
 from plumbing.questions import hold_out, in_built_in_world, load_documents, training_questions
-from plumbing.score import Scorer
 from policy import Policy, load_policy, make_optimizer
 from prompts import PROTOCOLS, Protocol
 from retriever import make_retriever, make_search
-from rewards import check_questions
+from retrievers.dense import Encoder
+from rewards import OtherModels, check_questions, tfidf_embedder
 from rollout import Environment, SearchFunction, begun, check_prompts, play_by_turns
 from scale.engine import play_in_slots
 from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
 from scale.server import SLOWEST, Fleet, generate_on_server, to_serve
 from scale.shards import asked_for, check_alike, check_shardable, shard
-from settings import Settings
+from settings import Settings, asked_of_others
 from summarizer import FALLBACK_TEXT, SUMMARY_LOG, make_summarizer, models_in
+from trajectory import Trajectory
 from update import Parts, updates_of
-from world.toy import load_toy
+from world.toy import load_reader, load_toy
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of all cores in a period, and the period
@@ -95,6 +101,69 @@ def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bi
     if settings.lora_rank and not frozen:
         add_lora(policy.requires_grad_(False).language_model, settings.lora_rank, settings.seed)
     return policy.to(device), tokenizer
+
+
+def build_other_models(settings: Settings, documents: list[Document], device) -> OtherModels:
+    """Whom a step's rewards ask. A model is loaded, or its server probed, before the first rollout,
+    and only if the reward has a use for it.
+    """
+    others, needed = OtherModels(), asked_of_others(settings)
+    if judge := build_judge(settings, device):
+        others.stats["judge_unreadable"] = lambda: judge.unreadable / max(1, judge.asked)
+        if "verdict" in needed:
+            others.verdicts = partial(verdicts_on, judge=judge)
+        if "grade" in needed:
+            others.grader = partial(math_grader, judge=judge)
+    if "reader" in needed:
+        reader = build_reader(settings, device)
+        others.stats["reader_failures"] = lambda: reader.failures
+        others.readings = partial(readings_of, reader=reader, whole=settings.whole_reply)
+    if "embedder" in needed:
+        others.embedder = build_embedder(settings, documents, device)
+    return others
+
+
+def build_embedder(settings: Settings, documents: list[Document], device) -> Callable:
+    """(a step's trajectories) -> (queries -> vectors), for When to Search's similarity. Over http
+    nobody has the corpus: then a word counts that the step asked for or found, and another one was
+    invented.
+    """
+    embed = documents and tfidf_embedder(documents)
+    if settings.embedder != "tfidf":
+        embed = Encoder(settings.embedder, str(device))
+
+    def embedder(rows: list[Trajectory]):
+        texts = {t.question.question for t in rows}
+        texts |= {search.text for t in rows for search in t.searches}
+        return embed or tfidf_embedder([Document("", "", text) for text in texts])
+
+    return embedder
+
+
+def load_other(settings: Settings, name: str, device="cpu") -> LLM:
+    """The model of --judge or --reader, told what --prompt_file has for it."""
+    instruction = prompt_sections(settings).get(name, "")  # before a model is loaded
+    llm = load_llm(getattr(settings, name), settings, device=device)
+    llm.instruction = instruction
+    return llm
+
+
+def build_judge(settings: Settings, device="cpu", sees: str = "") -> Judge | None:
+    """sees: what the judge sees of a question, one of JUDGE_SEES; "" is the protocol's choice."""
+    sees = sees or PROTOCOLS[settings.protocol].judge_sees
+    return Judge(load_other(settings, "judge", device), sees) if settings.judge else None
+
+
+def build_reader(settings: Settings, device="cpu") -> LLM:
+    """R-Search's frozen reader: --reader, or the built-in world's second tiny model."""
+    if settings.reader and settings.reader != "built-in":
+        return load_other(settings, "reader", device)
+    if settings.data:
+        how = "give --reader http://host:port/v1#model or a HF model, or --evidence_reward false"
+        raise InputError(f"--data: the built-in reader of evidence knows only its own world: {how}")
+    policy, tokenizer = load_reader(settings.world_seed, settings.runs)
+    name = f"reader-world{settings.world_seed}"
+    return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
 
 
 def build_environment(settings: Settings, tokenizer, search: SearchFunction) -> Environment:
@@ -236,7 +305,8 @@ def build_parts(settings: Settings) -> Parts:
     path = first_model(settings) if settings.lora_rank else start
     with accelerator.local_main_process_first():  # one process makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
-        scorer = Scorer(settings, documents, device) if accelerator.is_main_process else None
+        main = accelerator.is_main_process
+        others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
     environment = build_environment(settings, tokenizer, search)
     check_prompts([*trained_on, *held_out], environment, policy)
@@ -253,7 +323,7 @@ def build_parts(settings: Settings) -> Parts:
         mismatch = "token" if recompute and settings.mask_documents else "none"
     reference = load_reference(settings, device)
     parts = Parts(settings, accelerator, policy, policy, None, recompute, mismatch, reference)
-    parts.stream, parts.environment, parts.scorer = stream, environment, scorer
+    parts.stream, parts.environment, parts.other_models = stream, environment, others
     parts.held_out = held_out
     parts.play, parts.sampler = play_of(settings), lambda: to_sample_with(policy, copies)
     if served:
