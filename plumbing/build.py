@@ -274,65 +274,74 @@ def end_with_launcher() -> None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def build_parts(settings: Settings) -> Parts:
-    """Everything one stage needs. What is quick to find wrong comes first, the models last."""
-    accelerator = make_accelerator(settings)
-    check_processes(accelerator.num_processes)
-    end_with_launcher()
-    if settings.deterministic:
-        same_numbers()
-    sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
+def check_before_models(settings: Settings, accelerator: Accelerator) -> tuple:
+    """Refuses what can be found wrong without a model. Returns how weights are spread over the
+    processes, where they come from, all questions, those to train on and those held out.
+    """
+    processes = accelerator.num_processes
+    check_processes(processes)
+    sharding = asked_for() if processes > 1 else "ddp"
     if sharding != "ddp":
         check_shardable(settings.optimizer, settings.lora_rank)
-    set_threads()
     start, said = starting_model(settings)
     prompt_sections(settings, strict=True)
     if settings.lora_rank:
         check_peft(settings.lora_rank)
     questions = check_questions(training_questions(settings), settings)
-    check_shares(settings, accelerator.num_processes)
-    draws = 1 + settings.max_resample if settings.algorithm == "dapo" else 1
-    trained_on, held_out = hold_out(questions, settings)
-    stream = QuestionStream(trained_on, settings, draws)
-    documents, device = load_documents(settings, questions), accelerator.device
+    check_shares(settings, processes)
     accelerator.print(said)
+    return sharding, start, questions, *hold_out(questions, settings)
+
+
+def build_parts(settings: Settings) -> Parts:
+    """Everything one stage needs. What is quick to find wrong comes first, the models last."""
+    accelerator, dapo = make_accelerator(settings), settings.algorithm == "dapo"
+    device, main = accelerator.device, accelerator.is_main_process
+    end_with_launcher()
+    if settings.deterministic:
+        same_numbers()
+    set_threads()
+    found = check_before_models(settings, accelerator)
+    sharding, start, questions, trained_on, held_out = found
+    stream = QuestionStream(trained_on, settings, 1 + dapo * settings.max_resample)
+    documents = load_documents(settings, questions)
     # Not under the barrier below: vectors of a large corpus take hours.
     log = "" if settings.doctor else str(Path(settings.runs, SUMMARY_LOG))
     asked = dataclasses.replace(settings, fallback=True)  # queries are turned away
     search = build_search(asked, documents, device, log)
-    in_8bit = "base" in frozen_in_8bit(settings)
+    in_8bit, served = "base" in frozen_in_8bit(settings), on_servers(settings)
     # A resumed LoRA run loads its first weights: what was learned lies beside the sum.
     path = first_model(settings) if settings.lora_rank else start
     with accelerator.local_main_process_first():  # one process makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
-        main = accelerator.is_main_process
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
     environment = build_environment(settings, tokenizer, search)
     check_prompts([*trained_on, *held_out], environment, policy)
-    if accelerator.is_main_process:
+    if main:
         hint_at_summaries(settings)
-    served, copies = on_servers(settings), wants_copy(settings.sampling_copy, device, in_8bit)
     if served:
         policy.fleet = Fleet(policy, environment)
-        if accelerator.is_main_process:
+        if main:
             policy.fleet.check()
+    copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or served or not settings.mask_documents
     mismatch = settings.mismatch
     if mismatch == "auto":  # documents that are trained on were not sampled: they have no ρ
         mismatch = "token" if recompute and settings.mask_documents else "none"
-    reference = load_reference(settings, device)
-    parts = Parts(settings, accelerator, policy, policy, None, recompute, mismatch, reference)
-    parts.stream, parts.environment, parts.other_models = stream, environment, others
-    parts.held_out = held_out
-    parts.play, parts.sampler = play_of(settings), lambda: to_sample_with(policy, copies)
-    if served:
-        parts.sampler = lambda: to_serve(policy, parts.version)
+
+    def sampler():
+        return to_serve(policy, parts.version) if served else to_sample_with(policy, copies)
+
+    how = (recompute, mismatch, load_reference(settings, device))
+    spread = partial(spread_over, accelerator, sharding, settings.optimizer)
+    critic = [None] * 3
     if settings.algorithm == "ppo":  # also in stage 2 a new one: another reward has other values
-        parts.critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
-        spread = spread_over(parts, parts.critic, sharding, settings.critic_lr)
-        parts.critic_model, parts.critic_optimizer = spread
-    parts.model, parts.optimizer = spread_over(parts, policy, sharding, settings.lr)
+        module = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
+        critic = [module, *spread(module, settings.critic_lr)]
+    weights = (policy, *spread(policy, settings.lr))
+    around = (stream, held_out, environment, play_of(settings), sampler, others)
+    parts = Parts(settings, accelerator, *weights, *how, *critic, *around)
     return parts
 
 
@@ -351,16 +360,16 @@ def check_shares(settings: Settings, processes: int) -> None:
         raise InputError(f"{said} processes: raise --trajectories_per_update")
 
 
-def spread_over(parts: Parts, module, sharding: str, lr: float):
+def spread_over(accelerator: Accelerator, sharding: str, optimizer: str, module, lr: float):
     """(what an update calls, its optimizer): all weights on every process, or a part on each."""
     if sharding != "ddp":
-        model = shard(module, sharding, parts.accelerator.num_processes)
+        model = shard(module, sharding, accelerator.num_processes)
     else:
-        if parts.accelerator.num_processes > 1:
+        if accelerator.num_processes > 1:
             for weight in filter(lambda weight: weight.requires_grad, module.parameters()):
                 weight.grad = torch.zeros_like(weight)  # DDP makes a view of its bucket of it
-        model = parts.accelerator.prepare_model(module)
-    return model, make_optimizer(module, parts.settings.optimizer, lr)
+        model = accelerator.prepare_model(module)
+    return model, make_optimizer(module, optimizer, lr)
 
 
 def first_model(settings: Settings) -> str:
