@@ -189,7 +189,7 @@ class Evaluation:
         settings, device = self.settings, best_device()
         search = build_search(settings, self.documents, device)
         policy, self.tokenizer = load_model(settings, settings.model, device, frozen=True)
-        environment = build_environment(settings, self.tokenizer, search)
+        environment = build_environment(settings, self.tokenizer, search, policy)
         check_prompts(self.questions, environment, policy)
 
         def play(some: list[Question], seed: int, progress=None) -> list[Trajectory]:

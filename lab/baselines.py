@@ -412,8 +412,8 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     limit = [settings.max_searches] if settings.max_searches else []
     paper = recipe_protocol(settings)
     protocol = replace(BASELINE, name=f"baseline_{paper.name}", judge_sees=paper.judge_sees)
-    environment = Environment(llm.tokenizer, protocol, search, settings)
-    environment.max_context = 2**31  # it writes a log and no context
+    context = 2**31  # it writes a log and no context
+    environment = Environment(llm.tokenizer, protocol, search, settings, context)
     environment.forbidden += LABELS
     # To a method a query that a server rejects has found nothing.
     environment.refuse = lambda row, its, _: environment.write(row, its.query, SearchResult())

@@ -36,7 +36,14 @@ from prompts import PROTOCOLS, Protocol
 from retriever import make_retriever, make_search
 from retrievers.dense import Encoder
 from rewards import OtherModels, check_questions, tfidf_embedder
-from rollout import Environment, SearchFunction, begun, check_prompts, play_by_turns
+from rollout import (
+    Environment,
+    SearchFunction,
+    begun,
+    check_prompts,
+    context_of,
+    play_by_turns,
+)
 from scale.engine import play_in_slots
 from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
@@ -166,8 +173,9 @@ def build_reader(settings: Settings, device="cpu") -> LLM:
     return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
 
 
-def build_environment(settings: Settings, tokenizer, search: SearchFunction) -> Environment:
-    return Environment(tokenizer, build_protocol(settings), search, settings)
+def build_environment(settings: Settings, tokenizer, search: SearchFunction, policy) -> Environment:
+    context = settings.max_context or context_of(policy)
+    return Environment(tokenizer, build_protocol(settings), search, settings, context)
 
 
 def play_of(settings: Settings):
@@ -316,7 +324,7 @@ def build_parts(settings: Settings) -> Parts:
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
-    environment = build_environment(settings, tokenizer, search)
+    environment = build_environment(settings, tokenizer, search, policy)
     check_prompts([*trained_on, *held_out], environment, policy)
     if main:
         hint_at_summaries(settings)

@@ -459,8 +459,7 @@ def asked(write, room):
     row = baselines.Row(
         trajectory_from_text(Question("q", "q", ["x"]), "", BASELINE), (its for its in [write])
     )
-    environment = baselines.Environment(guessed_tokens, BASELINE, None, limits())
-    environment.max_context = 2**31
+    environment = baselines.Environment(guessed_tokens, BASELINE, None, limits(), 2**31)
     row.trajectory.searches.append(Search("q", [], ""))
     return WRITES[row.asked(llm, environment)], row.trajectory.searches[0].cut
 
