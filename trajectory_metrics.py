@@ -52,10 +52,10 @@ def search_metrics(t: Trajectory) -> dict[str, float]:
     """`queries` that it wrote, also `refused` ones; `searches` that were run (UR² Table 10);
     `failed_rows`: did one of them fail?
     """
-    asked = [tokenize(search.query) for search in t.searches]
-    repeated = sum(words in asked[:number] for number, words in enumerate(asked))
+    asked = [tuple(tokenize(search.query)) for search in t.searches]
     numbers = {"searched": bool(asked), "searches": len(asked), "successful": len(successful(t))}
-    numbers |= {"repeated": repeated, "refused": len(t.refusals), "failed_rows": t.failed}
+    numbers |= {"refused": len(t.refusals), "failed_rows": t.failed}
+    numbers["repeated"] = len(asked) - len({*asked})
     numbers["queries"] = t.model_text.count(t.protocol.query_tags[1])
     numbers["fallbacks"] = sum(search.fallback for search in t.searches)
     if asked:

@@ -129,18 +129,16 @@ def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
     """The column `judged`: 1 or 0, of mathematics also ½ for partly (UR² appendix D.1, which does
     not say: its Table 1 has odd tenths of per cents, of 500 questions); None: unreadable.
     """
-    pairs, judged = [], {}
+    sums, others, told = [], [], []
     for r in records:
-        options = tuple(r.get("options", ()))
-        question = Question(r["id"], r["question"], r["golds"], r.get("task", "qa"), options)
-        pairs.append((question, r["prediction"]))
-    for math, ask, most in ((True, judge.grades, 2), (False, judge.verdicts, 1)):
-        own = [i for i, (question, _) in enumerate(pairs) if (question.task == "math") == math]
-        for i, said in zip(own, ask([pairs[i] for i in own]), strict=True):
-            judged[i] = None if said is None else said / most
-    told = []
-    for i, record in enumerate(records):
+        task, options = r.get("task", "qa"), tuple(r.get("options", ()))
+        question = Question(r["id"], r["question"], r["golds"], task, options)
+        sums.append((question, r["prediction"] if task == "math" else None))
+        others.append((question, None if task == "math" else r["prediction"]))
+    marks = zip(judge.grades(sums), judge.verdicts(others), strict=True)  # None: nobody is asked
+    for (question, _), record, (grade, verdict) in zip(sums, records, marks, strict=True):
+        said, most = (grade, 2) if question.task == "math" else (verdict, 1)
         kept = record["metrics"].get("judged") if judge.silent else None  # as the record has it
-        numbers = record["metrics"] | {"judged": kept if judged[i] is None else judged[i]}
+        numbers = record["metrics"] | {"judged": kept if said is None else said / most}
         told.append(record | {"metrics": numbers, "judge_sees": judge.sees})
     return told
