@@ -28,12 +28,13 @@ from pathlib import Path
 from errors import FlagParser, InputError, check_output, prepare_command, run_main, setting
 from plumbing.predictions import (
     PUNCTUATION,
+    ask_others,
     check_alone,
     score_command,
     score_files,
     scored,
 )
-from plumbing.report import report
+from plumbing.report import COLUMNS, report
 
 if __name__ == "__main__":
     prepare_command()
@@ -95,10 +96,16 @@ from tqdm import tqdm
 
 from data import Question, harmless
 from formats.records import append_jsonl, write_records
-from metrics import summary_scores
 from papers import paper_of, record_of
-from plumbing import score
-from plumbing.build import build_environment, build_protocol, build_search, load_model, play_of
+from plumbing.build import (
+    build_environment,
+    build_judge,
+    build_protocol,
+    build_reader,
+    build_search,
+    load_model,
+    play_of,
+)
 from plumbing.files import (
     WRITES,
     checkpoints,
@@ -110,7 +117,7 @@ from plumbing.questions import evaluation_questions
 from policy import best_device, check_model_path, weights_version
 from prompts import PROTOCOLS, tag_pair
 from retriever import SEARCH_FAILED
-from rewards import arena_scores, evidence_support, needs
+from rewards import needs
 from rollout import check_prompts, rollout
 from settings import (
     SEARCHING,
@@ -121,34 +128,18 @@ from settings import (
     stage_folder,
 )
 from trajectory import Trajectory
+from trajectory_metrics import token_metrics, trajectory_metrics, without_thinking
 
 QUESTIONS_AT_ONCE = 64
 GIVEN_TOKENS = 4096  # of --retriever given: 20 paragraphs (ARENA) of 200 tokens
 
 
 # ----------------------------------------------------------------------------------- one trajectory
-def grade(trajectory: Trajectory) -> dict[str, float]:
-    """The numbers of one trajectory. What does not apply to it has no entry, not a 0."""
-    protocol, question, searches = trajectory.protocol, trajectory.question, trajectory.searches
-    if question.task == "summary":
-        numbers = summary_scores(trajectory.answer, question.answers)
-    else:
-        numbers = score.answer_scores(trajectory)
-    if protocol.query_tags:
-        numbers |= score.search_numbers(trajectory)
-        numbers["fallbacks"] = float(sum(search.fallback for search in searches))
-    if searches:
-        numbers["documents_cut"] = score.mean(search.cut for search in searches)
-    numbers["format"] = float(paper_of(protocol.name).good_format(trajectory))
-    if protocol.evidence_tags:
-        numbers["evidence"] = float(bool(trajectory.evidence))
-        if trajectory.evidence:
-            numbers["support"] = evidence_support(trajectory)
-    if protocol.references_in_prompt and question.supporting:
-        numbers |= arena_scores(trajectory)
-        if "em" in numbers:  # ARENA Table 13
-            numbers["all_correct"] = numbers["em"] * numbers["exact_set"]
-    return numbers
+def prediction_metrics(trajectory: Trajectory) -> dict[str, float]:
+    """Returns the numbers of one trajectory that a table can show; of a summary only its ROUGE."""
+    numbers = trajectory_metrics(trajectory)
+    unlike = ("em", "f1", "cem") if trajectory.question.task == "summary" else ()
+    return {name: numbers[name] for name in COLUMNS if name in numbers and name not in unlike}
 
 
 def prediction_record(trajectory: Trajectory, sample: int) -> dict:
@@ -171,7 +162,7 @@ def prediction_record(trajectory: Trajectory, sample: int) -> dict:
         "searches": searches,
     }
     record["punctuation"] = paper_of(protocol.name).punctuation
-    record["metrics"] = grade(trajectory)
+    record["metrics"] = prediction_metrics(trajectory)
     if question.options:
         record["options"] = list(question.options)
     if question.supporting:
@@ -198,7 +189,7 @@ class Evaluation:
         settings, device = self.settings, best_device()
         search = build_search(settings, self.documents, device)
         policy, self.tokenizer = load_model(settings, settings.model, device, frozen=True)
-        environment = build_environment(settings, self.tokenizer, search)
+        environment = build_environment(settings, self.tokenizer, search, policy)
         check_prompts(self.questions, environment, policy)
 
         def play(some: list[Question], seed: int, progress=None) -> list[Trajectory]:
@@ -214,7 +205,7 @@ class Evaluation:
 
         def rows_of(some: list[Question], start: int, progress) -> list[Trajectory]:
             rows = play(some, self.settings.seed + start, progress)
-            return list(map(score.without_thinking, rows)) if self.options.thinking else rows
+            return list(map(without_thinking, rows)) if self.options.thinking else rows
 
         return self.collect(self.out, version, rows_of)
 
@@ -249,7 +240,7 @@ class Evaluation:
     def record(self, trajectory: Trajectory, row: int) -> dict:
         record = prediction_record(trajectory, row % self.options.samples)
         if self.tokenizer:
-            record["metrics"] |= score.token_numbers(trajectory, self.tokenizer)
+            record["metrics"] |= token_metrics(trajectory, self.tokenizer)
         if len(self.datasets) > 1:
             record["dataset"] = self.dataset_of[record["id"]]
         return record
@@ -409,8 +400,8 @@ def run(settings: Settings, options: Options) -> None:
     how = (settings.data, settings.skip_bad, options.punctuation)
     others = score_files(options.against, *how, seed=settings.seed)
     # Before the work: are they there at all?
-    reader = score.build_reader(settings, best_device()) if settings.reader else None
-    judge = score.build_judge(settings, best_device(), options.judge_sees)
+    reader = build_reader(settings, best_device()) if settings.reader else None
+    judge = build_judge(settings, best_device(), options.judge_sees)
     paper = options.decoding == "paper"  # R-Search appendix A.3: all models sample alike
     how = (settings.temperature, settings.top_p) if paper else ()
     evaluation = Evaluation(settings, options)
@@ -428,7 +419,7 @@ def evaluate(evaluation: Evaluation, reader, judge, how: tuple = ()) -> list[dic
             records = [scored(record, punctuation) for record in records]
         if reader or judge:
             print(f"all predictions are there: --predictions {out} asks again about them")
-            records = score.ask_others(records, reader, judge, how)
+            records = ask_others(records, reader, judge, how)
             write_records(out, records)
     except KeyboardInterrupt:
         kept = f"what was finished is in {out}; the same command goes on"

@@ -13,7 +13,7 @@ Training exploits a reward that breaks one of these rules:
   3. the last answer is scored; two answers are a fault.
 
 Left out: what looks at several trajectories (an advantage), and asking a judge or a reader: what
-they say is an argument here.
+they say is an argument here (plumbing/build.py hands them in).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import traceback
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
@@ -86,6 +86,19 @@ class Extras:
     reader_answer: str = ""  # R-Search: what another model answers from the evidence
     embed: Embedder | None = None  # When to Search: queries -> vectors
     grade: Judge | None = None  # UR²: 2, 1 or 0 for a math answer that is not plainly equal
+
+
+@dataclass
+class OtherModels:
+    """Whom the rewards of a step ask. Each is called once with all trajectories, so that a model is
+    asked in one batch; by default nobody is asked.
+    """
+
+    verdicts: Callable = lambda rows: [None] * len(rows)  # each is an Extras.correct
+    readings: Callable = lambda rows: [""] * len(rows)  # each is an Extras.reader_answer
+    embedder: Callable = lambda rows: None  # an Extras.embed
+    grader: Callable = lambda rows: None  # an Extras.grade
+    stats: dict[str, Callable] = field(default_factory=dict)  # name -> what is logged of them
 
 
 # --------------------------------------------------------------------------- what all formats share
@@ -704,6 +717,34 @@ NEEDS = {
     "arena": {"verdict", "supporting"},
     "arena_code": {"verdict", "supporting"},
 }
+# The settings that it reads; without its answer term When to Search's does not read beta.
+READS = {
+    "ur2_stage1": "reward_variant fallback_penalty format_check",
+    "ur2_stage2": "answer_metric fallback_penalty format_check partly",
+    "ur2_choice": "answer_metric fallback_penalty format_check partly reward_variant left_out",
+    "ur2_weak": "answer_metric fallback_penalty format_check partly reward_variant left_out",
+    "r1_searcher_stage2": "answer_metric",
+    "r1_searcher_stage2_llama": "answer_metric",
+    "r_search": "evidence_reward",
+    "when_to_search_stage1": "beta left_out",
+    "when_to_search_stage2": "beta left_out",
+    "when_to_search_unified": "beta left_out",
+    "arena": "answer_metric bonus relevance_reward",
+    "arena_code": "answer_metric bonus relevance_reward",
+}
+
+
+def compute_rewards(
+    trajectories: list[Trajectory], settings, step: int, others: OtherModels
+) -> tuple[list[Terms], list[bool]]:
+    """Returns the terms of each trajectory's reward, and whether each answer is right."""
+    reward, terms, correct = REWARDS[settings.reward], [], []
+    verdicts, readings = others.verdicts(trajectories), others.readings(trajectories)
+    embed, grade = others.embedder(trajectories), others.grader(trajectories)
+    for t, verdict, reading in zip(trajectories, verdicts, readings, strict=True):
+        terms.append(reward(t, settings, step, Extras(verdict, reading, embed, grade)))
+        correct.append(is_right(t, verdict))
+    return terms, correct
 
 
 def needs(settings) -> set[str]:
@@ -717,33 +758,23 @@ def needs(settings) -> set[str]:
     return needed - left_out.get(settings.left_out, set())
 
 
-def what_it_reads(settings) -> tuple[set[str], Terms]:
-    """(the settings that the reward asks for, the terms it pays), of an example."""
-    asked = set()
-
-    class Noting:
-        def __getattr__(self, name: str):
-            asked.add(name)
-            return getattr(settings, name)
-
-    terms = REWARDS[settings.reward](example(settings.protocol), Noting(), 0, Extras())
-    return asked, terms
-
-
-def check_reward(settings) -> None:
-    """Does the reward find in the protocol what it reads, and can its terms keep their order?"""
+def check_reward(settings) -> Terms:
+    """Does the reward find in the protocol what it reads, and can its terms keep their order?
+    Returns what it pays for an example.
+    """
     price = settings.beta * settings.max_searches
     if "price" in needs(settings) and price >= 2:  # wrong, −1 + β RC, outranks right, 1
         raise InputError(
             f"--beta {settings.beta} times --max_searches {settings.max_searches} is {price:g}: it"
             " must stay below 2, or a wrong answer after many searches outranks a right one"
         )
-    if ":" in settings.reward:
+    if own := ":" in settings.reward:
         REWARDS[settings.reward] = own_reward(settings.reward)
-        return what_it_reads(settings)  # of an example: does it run at all?
     try:
-        what_it_reads(settings)
+        return REWARDS[settings.reward](example(settings.protocol), settings, 0, Extras())
     except InputError as error:
+        if own:
+            raise
         pair = f"--reward {settings.reward} and protocol {settings.protocol}"
         raise InputError(f"{pair} do not go together: {error}") from None
 

@@ -87,7 +87,6 @@ def rollout(
     play       how the rows are sampled: plain `generate` here, or scale.engine.play_in_slots
     progress   called with the number of trajectories that ended since the last call
     """
-    environment.max_context = environment.max_context or context_of(policy)
     rows = []
     for question in questions:
         prompt = build_prompt(environment.protocol, question, environment.tokenizer)
@@ -126,8 +125,7 @@ def check_prompt(question: Question, prompt: list[int], max_context: int) -> Non
 
 def check_prompts(questions: list[Question], environment: Environment, policy) -> None:
     """Better known before a run than at its step 300."""
-    positions = context_of(policy)
-    context = environment.max_context or positions
+    context, positions = environment.max_context, context_of(policy)
     if context > positions:
         raise InputError(
             f"--max_context {context}: the model has only {positions} positions, 0 is all"
@@ -280,11 +278,12 @@ def by_task(numbers: str) -> dict[str, int]:
 class Environment:
     """What stands around the policy: it ends turns, searches, and writes what was found."""
 
-    def __init__(self, tokenizer, protocol: Protocol, search, settings: RolloutSettings):
+    def __init__(self, tokenizer, protocol: Protocol, search, settings: RolloutSettings, context=0):
+        """context: in tokens, if it is not that of --max_context."""
         limits = {"": settings.max_searches} | by_task(settings.task_searches)
         self.protocol = dataclasses.replace(protocol, search_limits=limits)
         self.tokenizer, self.search = tokenizer, search
-        self.settings, self.max_context = settings, settings.max_context
+        self.settings, self.max_context = settings, context or settings.max_context
         self.hanging = []  # threads of searches that may still run
         self.held_out = False  # does it ask questions that are held out of training?
         self.turn_tokens = by_task(settings.turn_tokens)

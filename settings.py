@@ -40,7 +40,7 @@ from papers import PAPERS, paper_of, record_of
 from prompts import PROTOCOLS, PromptSettings
 from retriever import RetrieverSettings
 from retrievers.net import host_of
-from rewards import RewardSettings, check_reward, needs, what_it_reads
+from rewards import READS, RewardSettings, check_reward, needs
 from summarizer import SUMMARIZED, WITHOUT_MODEL, SummarizerSettings, by_task, models_in
 
 RUN_NAME = re.compile(r"[^/\\]{,200}")
@@ -163,7 +163,8 @@ def unread(settings: Settings, training: bool) -> dict[str, str]:
     if not settings.kl_coef:
         found["kl_estimator"] = "with --kl_coef 0 there is no KL"
     asked = asked_of_others(settings)
-    read = what_it_reads(settings)[0] | {MODELS[need] for need in asked & MODELS.keys()}
+    read = {MODELS[need] for need in asked & MODELS.keys()}
+    read |= {*READS.get(settings.reward, "").split()} - {"beta" * (settings.left_out == "answer")}
     names = {*MODELS.values(), *(f.name for f in fields(RewardSettings))} - {"reward"}
     reward = f"{settings.reward} without {settings.left_out}".removesuffix(" without ")
     return found | dict.fromkeys(names - read, f"--reward {reward} does not read it")
@@ -269,12 +270,12 @@ def _check_training(settings: Settings) -> None:
         how = "python eval.py --model ... --data HELD_OUT_FILE"
         raise InputError(f"--evaluate asks about the built-in world, and this is --data: {how}")
     _check_8bit(settings)
-    check_reward(settings)
+    terms = check_reward(settings)
     if settings.reward.startswith("arena") and settings.judge and settings.answer_metric != "em":
         why = "ARENA's accuracy is the metric or the verdict: give one of the two"
         raise InputError(f"--answer_metric {settings.answer_metric} with --judge: {why}")
     asks = settings.algorithm == "dapo" and settings.filter_by == "answer"
-    if asks and "answer" not in what_it_reads(settings)[1]:
+    if asks and "answer" not in terms:
         why = "the recipe keeps groups by the term `answer`: name one so, or give --algorithm grpo"
         raise InputError(f"--reward {settings.reward}: {why}")
 

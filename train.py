@@ -43,10 +43,11 @@ from plumbing.alarms import MOST_FAILED
 from plumbing.build import build_parts, make_accelerator, meet
 from plumbing.files import Run, named_by
 from plumbing.record import keep_numbers
-from plumbing.score import mean, numbers_of, step_searches
 from policy import Batch, collate, evaluating, lr_factor
+from rewards import compute_rewards
 from rollout import rollout
 from trajectory import Trajectory
+from trajectory_metrics import mean, step_searches, trajectory_metrics
 from update import (
     ALGORITHMS,
     Parts,
@@ -59,6 +60,11 @@ from update import (
     update,
     updates_of,
 )
+
+LOGGED = """
+em f1 cem searched searches successful repeated queries refused failed_rows answered cut_off
+model_tokens tokens thinking_words repetition malformed_tags
+""".split()
 
 
 @dataclass
@@ -138,7 +144,13 @@ def collect(parts: Parts, step: int) -> Sampled:
         start = time.perf_counter()
         trajectories = roll_out(parts, step, sampled.draws)
         scored_from = time.perf_counter()
-        components, correct = judged(parts, trajectories, step)
+        # One process scores for all: a model that judges might answer each differently, and they
+        # would go on with different rows.
+        scored = [None, None]
+        if parts.other_models is not None:
+            scored = [*compute_rewards(trajectories, settings, step, parts.other_models)]
+        meet(parts, "still scores the answers")
+        components, correct = broadcast_object_list(scored)
         sampled.seconds += scored_from - start
         sampled.reward_seconds += time.perf_counter() - scored_from
         sampled.trajectories += trajectories
@@ -182,17 +194,8 @@ def evaluate(parts: Parts) -> Record:
     greedy.settings = replace(parts.settings, temperature=0.0, group_size=1)
     greedy.held_out = True
     trajectories = shared_rollout(parts, greedy, parts.held_out, 0)
-    found = merged([numbers_of(t) for t in trajectories], mean)
+    found = merged([logged_metrics(t) for t in trajectories], mean)
     return {f"eval/{name}": number for name, number in found.items()}
-
-
-def judged(parts: Parts, trajectories: list[Trajectory], step: int) -> list:
-    """[reward components, correctness]. One process scores for all: a model that judges might
-    answer each differently, and they would go on with different rows.
-    """
-    found = (None, None) if parts.scorer is None else parts.scorer(trajectories, step)
-    meet(parts, "still scores the answers")
-    return broadcast_object_list(list(found))
 
 
 def informative(sampled: Sampled, settings: Settings) -> torch.Tensor:
@@ -305,7 +308,7 @@ def measure(parts: Parts, sampled: Sampled) -> Record:
     rows = (~failed | failed.all()).nonzero()[:, 0].tolist()
     trajectories = [sampled.trajectories[row] for row in rows]
     components = [sampled.components[row] for row in rows]
-    numbers = [numbers_of(t) for t in trajectories]
+    numbers = [logged_metrics(t) for t in trajectories]
     reward = mean(sum(terms.values()) for terms in components)
     record = {"reward": reward, "rollout_seconds": sampled.seconds}
     record["reward_seconds"] = sampled.reward_seconds
@@ -323,13 +326,19 @@ def measure(parts: Parts, sampled: Sampled) -> Record:
     record["skipped"] = int(not sampled.kept)
     zero_std = grpo.frac_reward_zero_std(sampled.rewards, settings.group_size)
     record["frac_reward_zero_std"] = zero_std
-    if parts.scorer is not None:  # the main process; it is the one that logs
-        record |= parts.scorer.stats()
+    if parts.other_models is not None:  # the main process; it is the one that logs
+        record |= {name: count() for name, count in parts.other_models.stats.items()}
     if settings.algorithm == "dapo":
         record["resampled"] = sampled.draws - 1
         kept = informative(sampled, settings)  # [N]
         record["informative"] = kept.float().mean().item()
     return record
+
+
+def logged_metrics(t: Trajectory) -> Record:
+    """Returns the numbers of a trajectory whose means are logged; 0 for what does not apply."""
+    numbers = trajectory_metrics(t)
+    return {name: numbers.get(name, 0.0) for name in LOGGED}
 
 
 def foresight(batch: Batch) -> Record:

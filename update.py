@@ -61,7 +61,7 @@ class Parts:
     environment: Any = None
     play: Any = None  # what a rollout plays with: slots, or turns of `generate`
     sampler: Any = None  # a context in which the policy is ready to sample
-    scorer: Any = None  # in the main process alone
+    other_models: Any = None  # rewards.OtherModels, in the main process alone
     run: Any = None  # a plumbing.files.Run, which knows whether SIGTERM came
     version: int = 0  # of the policy's weights: the optimizer steps of this process
 

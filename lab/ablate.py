@@ -35,13 +35,12 @@ from lab import difficulty, interruptible, names_in, parse_flags
 from lab.claims import ARMS, CLAIMS, LOOKUPS, Claim, Results, interval, values, verdict, wanted_arms
 from lab.distil import DistilSettings, distil
 from metrics import exact_match
-from other_models.reader import reader_answers
+from other_models.reader import add_reader, reader_answers
 from papers import paper_of
-from plumbing.build import end_with_launcher
+from plumbing.build import build_reader, end_with_launcher
 from plumbing.files import checkpoints
 from plumbing.questions import built_in_world
 from plumbing.report import written
-from plumbing.score import add_reader, build_reader
 from prompts import PROTOCOLS
 from retriever import make_retriever
 from settings import Settings, check_settings, resolve, stage_folder

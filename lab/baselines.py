@@ -49,14 +49,14 @@ from metrics import last_boxed
 from other_models.llm import LLM, Request, load_llm
 from other_models.reader import read_answer
 from papers import record_of
-from plumbing.build import build_protocol, build_search
+from plumbing.build import build_judge, build_protocol, build_search
 from plumbing.report import summarise, table
-from plumbing.score import build_judge, split_thought
 from policy import best_device, weights_version
 from prompts import PROTOCOLS, Protocol, last_block, parse_query, question_text, tag_pair
 from rollout import Environment, encode
 from settings import Settings
 from trajectory import Segment, Trajectory
+from trajectory_metrics import split_thought
 
 BASELINE = Protocol("baseline", *map(tag_pair, ("search", "information", "answer")), "", "")
 LABELS = FOLLOW_UP, TOLD, FINAL = "Follow up:", "Intermediate answer:", "So the final answer is:"
@@ -412,8 +412,8 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     limit = [settings.max_searches] if settings.max_searches else []
     paper = recipe_protocol(settings)
     protocol = replace(BASELINE, name=f"baseline_{paper.name}", judge_sees=paper.judge_sees)
-    environment = Environment(llm.tokenizer, protocol, search, settings)
-    environment.max_context = 2**31  # it writes a log and no context
+    context = 2**31  # it writes a log and no context
+    environment = Environment(llm.tokenizer, protocol, search, settings, context)
     environment.forbidden += LABELS
     # To a method a query that a server rejects has found nothing.
     environment.refuse = lambda row, its, _: environment.write(row, its.query, SearchResult())

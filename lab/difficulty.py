@@ -24,8 +24,8 @@ from formats.records import append_jsonl
 from lab import interruptible, parse_flags
 from metrics import score_answer
 from plumbing.files import go_on
-from plumbing.score import answer_scores
 from settings import ASKING, check_settings
+from trajectory_metrics import trajectory_metrics
 
 AT_ONCE = 16  # questions that share a seed
 
@@ -103,7 +103,7 @@ def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
     def answer(some: list[Question]) -> list[list[float]]:
         seed, k = zlib.crc32(f"{settings.seed} {some[0].id}".encode()), options.samples
         rows = play(some, seed)
-        scores = [answer_scores(row)[options.metric] for row in rows]
+        scores = [trajectory_metrics(row)[options.metric] for row in rows]
         return [scores[start : start + k] for start in range(0, len(rows), k)]
 
     return measure(whole.questions, answer, whole.made_with(version), options)

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from errors import run_main
-from eval import Evaluation, grade, parse
+from eval import Evaluation, parse
 from trajectory import Trajectory
+from trajectory_metrics import trajectory_metrics
 from view import load_pyplot
 
 MOMENTS = ("before RL", "after stage 1", "after stage 2")
@@ -36,7 +37,8 @@ def searched(trajectories: list[Trajectory], kind: str) -> float:
 
 
 def shows_most(t: Trajectory) -> bool:
-    return t.question.kind == "two_hop" and len(t.searches) == 2 and grade(t)["em"] == 1
+    two = t.question.kind == "two_hop" and len(t.searches) == 2
+    return two and trajectory_metrics(t)["em"] == 1
 
 
 def write_out(axis, t: Trajectory) -> None:

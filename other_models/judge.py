@@ -109,10 +109,9 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
     return words.get(_LABEL.sub("", plain, count=1))
 
 
-def verdicts_on(trajectories: list[Trajectory], judge: Judge | None) -> list[bool | None]:
-    """The judge's; None without one that can be read: then the metrics decide."""
-    pairs = [(t.question, t.answer) for t in trajectories]
-    return judge.verdicts(pairs) if judge else [None] * len(pairs)
+def verdicts_on(trajectories: list[Trajectory], judge: Judge) -> list[bool | None]:
+    """The judge's; None where one cannot be read: then the metrics decide."""
+    return judge.verdicts([(t.question, t.answer) for t in trajectories])
 
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
@@ -124,3 +123,22 @@ def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Quest
             asked[question.question, answer] = question, answer
     grades = dict(zip(asked, judge.grades(list(asked.values())), strict=True))
     return lambda question, answer: grades.get((question.question, answer)) or 0.0
+
+
+def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
+    """The column `judged`: 1 or 0, of mathematics also ½ for partly (UR² appendix D.1, which does
+    not say: its Table 1 has odd tenths of per cents, of 500 questions); None: unreadable.
+    """
+    sums, others, told = [], [], []
+    for r in records:
+        task, options = r.get("task", "qa"), tuple(r.get("options", ()))
+        question = Question(r["id"], r["question"], r["golds"], task, options)
+        sums.append((question, r["prediction"] if task == "math" else None))
+        others.append((question, None if task == "math" else r["prediction"]))
+    marks = zip(judge.grades(sums), judge.verdicts(others), strict=True)  # None: nobody is asked
+    for (question, _), record, (grade, verdict) in zip(sums, records, marks, strict=True):
+        said, most = (grade, 2) if question.task == "math" else (verdict, 1)
+        kept = record["metrics"].get("judged") if judge.silent else None  # as the record has it
+        numbers = record["metrics"] | {"judged": kept if said is None else said / most}
+        told.append(record | {"metrics": numbers, "judge_sees": judge.sees})
+    return told

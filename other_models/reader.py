@@ -15,6 +15,7 @@ from errors import InputError
 from metrics import exact_match, f1_score, last_boxed
 from other_models.judge import ask_given
 from prompts import fill, find_blocks, gaps_of, question_values, without_thinking
+from trajectory import Trajectory
 
 INSTRUCTION = (
     "You get a passage and, below it, a question. Answer the question from the passage alone, in a"
@@ -59,6 +60,12 @@ def reader_answers(
     texts = [reader_text(*pair, layout) if (pair[1] or "").strip() else None for pair in pairs]
     replies = ask_given(llm, INSTRUCTION, texts, sampling=sampling)
     return [read_answer(reply, whole) for reply in replies]
+
+
+def readings_of(trajectories: list[Trajectory], reader, whole: bool) -> list[str]:
+    """Evidence without a search was made up: nobody is asked about it."""
+    pairs = [(t.question, t.evidence if t.executed else None) for t in trajectories]
+    return reader_answers(reader, pairs, whole)
 
 
 def add_reader(records: list[dict], llm, sampling=()) -> list[dict]:

@@ -8,7 +8,9 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,27 +22,38 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import ppo
 from curriculum import QuestionStream
+from data import Document
 from errors import InputError, raise_terminated, rank_of
 from flags import frozen_in_8bit, on_servers
-from other_models.llm import RETRIES, THREADS, load_llm
+from other_models.judge import Judge, math_grader, verdicts_on
+from other_models.llm import LLM, RETRIES, THREADS, LocalLLM, load_llm
+from other_models.reader import readings_of
 from papers import paper_of
 from plumbing.files import prompt_sections, starting_model
 from plumbing.questions import hold_out, load_documents, training_questions
-from plumbing.score import Scorer
 from policy import Policy, load_policy, make_optimizer
 from prompts import PROTOCOLS, Protocol
 from retriever import make_retriever, make_search
-from rewards import check_questions
-from rollout import Environment, SearchFunction, begun, check_prompts, play_by_turns
+from retrievers.dense import Encoder
+from rewards import OtherModels, check_questions, tfidf_embedder
+from rollout import (
+    Environment,
+    SearchFunction,
+    begun,
+    check_prompts,
+    context_of,
+    play_by_turns,
+)
 from scale.engine import play_in_slots
 from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
 from scale.server import SLOWEST, Fleet, generate_on_server, to_serve
 from scale.shards import asked_for, check_alike, check_shardable, shard
-from settings import Settings, in_built_in_world, stage_folder
+from settings import Settings, asked_of_others, in_built_in_world, stage_folder
 from summarizer import FALLBACK_TEXT, SUMMARY_LOG, make_summarizer, models_in
+from trajectory import Trajectory
 from update import Parts, updates_of
-from world.toy import load_toy
+from world.toy import load_reader, load_toy
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of all cores in a period, and the period
@@ -97,8 +110,72 @@ def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bi
     return policy.to(device), tokenizer
 
 
-def build_environment(settings: Settings, tokenizer, search: SearchFunction) -> Environment:
-    return Environment(tokenizer, build_protocol(settings), search, settings)
+def build_other_models(settings: Settings, documents: list[Document], device) -> OtherModels:
+    """Whom a step's rewards ask. A model is loaded, or its server probed, before the first rollout,
+    and only if the reward has a use for it.
+    """
+    others, needed = OtherModels(), asked_of_others(settings)
+    if judge := build_judge(settings, device):
+        others.stats["judge_unreadable"] = lambda: judge.unreadable / max(1, judge.asked)
+        if "verdict" in needed:
+            others.verdicts = partial(verdicts_on, judge=judge)
+        if "grade" in needed:
+            others.grader = partial(math_grader, judge=judge)
+    if "reader" in needed:
+        reader = build_reader(settings, device)
+        others.stats["reader_failures"] = lambda: reader.failures
+        others.readings = partial(readings_of, reader=reader, whole=settings.whole_reply)
+    if "embedder" in needed:
+        others.embedder = build_embedder(settings, documents, device)
+    return others
+
+
+def build_embedder(settings: Settings, documents: list[Document], device) -> Callable:
+    """(a step's trajectories) -> (queries -> vectors), for When to Search's similarity. Over http
+    nobody has the corpus: then a word counts that the step asked for or found, and another one was
+    invented.
+    """
+    embed = documents and tfidf_embedder(documents)
+    if settings.embedder != "tfidf":
+        embed = Encoder(settings.embedder, str(device))
+
+    def embedder(rows: list[Trajectory]):
+        texts = {t.question.question for t in rows}
+        texts |= {search.text for t in rows for search in t.searches}
+        return embed or tfidf_embedder([Document("", "", text) for text in texts])
+
+    return embedder
+
+
+def load_other(settings: Settings, name: str, device="cpu") -> LLM:
+    """The model of --judge or --reader, told what --prompt_file has for it."""
+    instruction = prompt_sections(settings).get(name, "")  # before a model is loaded
+    llm = load_llm(getattr(settings, name), settings, device=device)
+    llm.instruction = instruction
+    return llm
+
+
+def build_judge(settings: Settings, device="cpu", sees: str = "") -> Judge | None:
+    """sees: what the judge sees of a question, one of JUDGE_SEES; "" is the protocol's choice."""
+    sees = sees or PROTOCOLS[settings.protocol].judge_sees
+    return Judge(load_other(settings, "judge", device), sees) if settings.judge else None
+
+
+def build_reader(settings: Settings, device="cpu") -> LLM:
+    """R-Search's frozen reader: --reader, or the built-in world's second tiny model."""
+    if settings.reader and settings.reader != "built-in":
+        return load_other(settings, "reader", device)
+    if settings.data:
+        how = "give --reader http://host:port/v1#model or a HF model, or --variant without_evidence"
+        raise InputError(f"--data: the built-in reader of evidence knows only its own world: {how}")
+    policy, tokenizer = load_reader(settings.world_seed, settings.output_dir)
+    name = f"reader-world{settings.world_seed}"
+    return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
+
+
+def build_environment(settings: Settings, tokenizer, search: SearchFunction, policy) -> Environment:
+    context = settings.max_context or context_of(policy)
+    return Environment(tokenizer, build_protocol(settings), search, settings, context)
 
 
 def play_of(settings: Settings):
@@ -205,64 +282,74 @@ def end_with_launcher() -> None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def build_parts(settings: Settings) -> Parts:
-    """Everything one stage needs. What is quick to find wrong comes first, the models last."""
-    accelerator = make_accelerator(settings)
-    check_processes(accelerator.num_processes)
-    end_with_launcher()
-    if settings.deterministic:
-        same_numbers()
-    sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
+def check_before_models(settings: Settings, accelerator: Accelerator) -> tuple:
+    """Refuses what can be found wrong without a model. Returns how weights are spread over the
+    processes, where they come from, all questions, those to train on and those held out.
+    """
+    processes = accelerator.num_processes
+    check_processes(processes)
+    sharding = asked_for() if processes > 1 else "ddp"
     if sharding != "ddp":
         check_shardable(settings.optimizer, settings.lora_rank)
-    set_threads()
     start, said = starting_model(settings)
     prompt_sections(settings, strict=True)
     if settings.lora_rank:
         check_peft(settings.lora_rank)
     questions = check_questions(training_questions(settings), settings)
-    check_shares(settings, accelerator.num_processes)
-    draws = 1 + settings.max_resample if settings.algorithm == "dapo" else 1
-    trained_on, held_out = hold_out(questions, settings)
-    stream = QuestionStream(trained_on, settings, draws)
-    documents, device = load_documents(settings, questions), accelerator.device
+    check_shares(settings, processes)
     accelerator.print(said)
+    return sharding, start, questions, *hold_out(questions, settings)
+
+
+def build_parts(settings: Settings) -> Parts:
+    """Everything one stage needs. What is quick to find wrong comes first, the models last."""
+    accelerator, dapo = make_accelerator(settings), settings.algorithm == "dapo"
+    device, main = accelerator.device, accelerator.is_main_process
+    end_with_launcher()
+    if settings.deterministic:
+        same_numbers()
+    set_threads()
+    found = check_before_models(settings, accelerator)
+    sharding, start, questions, trained_on, held_out = found
+    stream = QuestionStream(trained_on, settings, 1 + dapo * settings.max_resample)
+    documents = load_documents(settings, questions)
     # Not under the barrier below: vectors of a large corpus take hours.
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
     asked = dataclasses.replace(settings, fallback=True)  # queries are turned away
     search = build_search(asked, documents, device, log)
-    in_8bit = "base" in frozen_in_8bit(settings)
+    in_8bit, served = "base" in frozen_in_8bit(settings), on_servers(settings)
     # A resumed LoRA run loads its first weights: what was learned lies beside the sum.
     path = first_model(settings) if settings.lora_rank else start
     with accelerator.local_main_process_first():  # one process makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
-        scorer = Scorer(settings, documents, device) if accelerator.is_main_process else None
+        others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
-    environment = build_environment(settings, tokenizer, search)
+    environment = build_environment(settings, tokenizer, search, policy)
     check_prompts([*trained_on, *held_out], environment, policy)
-    if accelerator.is_main_process:
+    if main:
         hint_at_summaries(settings)
-    served, copies = on_servers(settings), wants_copy(settings.sampling_copy, device, in_8bit)
     if served:
         policy.fleet = Fleet(policy, environment)
-        if accelerator.is_main_process:
+        if main:
             policy.fleet.check()
+    copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or served or not settings.mask_documents
     mismatch = settings.mismatch
     if mismatch == "auto":  # documents that are trained on were not sampled: they have no ρ
         mismatch = "token" if recompute and settings.mask_documents else "none"
-    reference = load_reference(settings, device)
-    parts = Parts(settings, accelerator, policy, policy, None, recompute, mismatch, reference)
-    parts.stream, parts.environment, parts.scorer = stream, environment, scorer
-    parts.held_out = held_out
-    parts.play, parts.sampler = play_of(settings), lambda: to_sample_with(policy, copies)
-    if served:
-        parts.sampler = lambda: to_serve(policy, parts.version)
+
+    def sampler():
+        return to_serve(policy, parts.version) if served else to_sample_with(policy, copies)
+
+    how = (recompute, mismatch, load_reference(settings, device))
+    spread = partial(spread_over, accelerator, sharding, settings.optimizer)
+    critic = [None] * 3
     if settings.algorithm == "ppo":  # also in stage 2 a new one: another reward has other values
-        parts.critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
-        spread = spread_over(parts, parts.critic, sharding, settings.critic_lr)
-        parts.critic_model, parts.critic_optimizer = spread
-    parts.model, parts.optimizer = spread_over(parts, policy, sharding, settings.lr)
+        module = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
+        critic = [module, *spread(module, settings.critic_lr)]
+    weights = (policy, *spread(policy, settings.lr))
+    around = (stream, held_out, environment, play_of(settings), sampler, others)
+    parts = Parts(settings, accelerator, *weights, *how, *critic, *around)
     return parts
 
 
@@ -281,16 +368,16 @@ def check_shares(settings: Settings, processes: int) -> None:
         raise InputError(f"{said} processes: raise --trajectories_per_update")
 
 
-def spread_over(parts: Parts, module, sharding: str, lr: float):
+def spread_over(accelerator: Accelerator, sharding: str, optimizer: str, module, lr: float):
     """(what an update calls, its optimizer): all weights on every process, or a part on each."""
     if sharding != "ddp":
-        model = shard(module, sharding, parts.accelerator.num_processes)
+        model = shard(module, sharding, accelerator.num_processes)
     else:
-        if parts.accelerator.num_processes > 1:
+        if accelerator.num_processes > 1:
             for weight in filter(lambda weight: weight.requires_grad, module.parameters()):
                 weight.grad = torch.zeros_like(weight)  # DDP makes a view of its bucket of it
-        model = parts.accelerator.prepare_model(module)
-    return model, make_optimizer(module, parts.settings.optimizer, lr)
+        model = accelerator.prepare_model(module)
+    return model, make_optimizer(module, optimizer, lr)
 
 
 def first_model(settings: Settings) -> str:

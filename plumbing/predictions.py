@@ -17,6 +17,8 @@ from errors import FlagParser, InputError, check_output, rank_of
 from formats.layouts import TASKS, field, option_texts, wrong
 from formats.records import byte_lines, read_records, report_skipped, short, write_records
 from metrics import PUNCTUATION, score_answer, summary_scores
+from other_models.judge import Judge, add_verdicts
+from other_models.reader import add_reader
 from plumbing.report import report
 from prompts import JUDGE_SEES, PROTOCOLS
 
@@ -245,7 +247,7 @@ def score_command(arguments: list[str] | None = None) -> None:
 
 def told_by_others(records: list[dict], given: dict) -> list[dict]:
     """With what --reader answers from their evidence and --judge says of their predictions."""
-    from plumbing.score import ask_others, build_judge, build_reader
+    from plumbing.build import build_judge, build_reader
     from policy import best_device  # which loads torch: scoring alone starts without it
     from settings import Settings, check_limits
 
@@ -255,6 +257,19 @@ def told_by_others(records: list[dict], given: dict) -> list[dict]:
     reader = build_reader(settings, device) if settings.reader else None
     sees = given["judge_sees"] or one_judge(records) if settings.judge else ""
     return ask_others(records, reader, build_judge(settings, device, sees))
+
+
+def ask_others(records: list[dict], reader, judge: Judge | None, how=()) -> list[dict]:
+    """Adds what the reader, sampling by `how`, and the judge say."""
+    if reader:
+        records = add_reader(records, reader, how)
+        if reader.failures:
+            print(f"reader: no answer to {reader.failures} of its requests; they count as wrong")
+    if judge:
+        records = add_verdicts(records, judge)
+        if judge.silent:
+            print(f"judge: {judge.silent} got no reply at all: the same command asks again")
+    return records
 
 
 def one_judge(records: list[dict]) -> str:

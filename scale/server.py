@@ -169,7 +169,7 @@ class Fleet:
         urls = self.settings.engine.split(",")
         self.servers = [Server(url, self.settings.timeout) for url in urls]
         self.proven = set()  # those whose checksums were compared since they started
-        self.context = environment.max_context or context_of(policy)
+        self.context = environment.max_context
         self.text = "".join([environment.protocol.instruction, *environment.protocol.tags])
         self.ids = encode(environment.tokenizer, self.text)
 

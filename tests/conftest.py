@@ -41,7 +41,7 @@ from papers import paper_of
 from plumbing import build
 from policy import Policy, save_policy
 from prompts import PROTOCOLS, as_protocol, build_prompt, frame_documents
-from rollout import Environment, rollout
+from rollout import Environment, context_of, rollout
 from settings import Settings, parse
 from sft import Example, SFTSettings, example_of, train_sft
 from world.toy import NOTE, make_model, make_tokenizer, shape
@@ -173,7 +173,8 @@ def roll(policy, tokenizer, questions, search, protocol="ur2", group_size=1, **n
     how = {name: named.pop(name) for name in ("seed", "play", "progress") if name in named}
     questions = [questions] if isinstance(questions, Question) else questions
     settings = Settings(group_size=group_size, **named)
-    environment = Environment(tokenizer, as_protocol(protocol), search, settings)
+    context = settings.max_context or context_of(policy)
+    environment = Environment(tokenizer, as_protocol(protocol), search, settings, context)
     return rollout(policy, environment, questions, **how)
 
 

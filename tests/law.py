@@ -23,7 +23,8 @@ FLOORS = """
     errors · metrics kl flags · formats · data · prompts · trajectory
     · scale.packing scale.lora scale.shards · ppo · grpo · reinforce_pp dapo · curriculum
     · retrievers · retriever · rewards · policy · update · scale.sampling · rollout
-    · scale.engine scale.server · other_models · summarizer · sft · world · papers · settings
+    · scale.engine scale.server · other_models · summarizer · sft · world · papers
+    · trajectory_metrics settings
     · plumbing · eval · train · view ask · lab
 """
 FLOOR = {name: n for n, names in enumerate(FLOORS.split("·")) for name in names.split()}

@@ -1,5 +1,5 @@
 """plumbing/alarms.py: what each alarm takes, what a healthy run looks like, and train.py --dry_run;
-the numbers behind them from plumbing/score.py.
+the numbers that they look at, from trajectory_metrics.py.
 """
 
 import json
@@ -15,11 +15,11 @@ from data import Document, Question
 from errors import InputError
 from plumbing import build
 from plumbing.alarms import PATIENCE, SAID, alarms, shift, spikes
-from plumbing.score import gold_recall, numbers_of, step_searches
 from prompts import PROTOCOLS
 from rewards import example
 from settings import Settings
 from trajectory import Search, Trajectory
+from trajectory_metrics import gold_recall, step_searches, text_metrics
 
 HEALTHY = {"frac_reward_zero_std": 0.5, "searched": 0.5, "searches": 1.0, "refused": 0.1}
 HEALTHY |= {"repeated": 0.1, "documents_seen": 0.1, "gold_recall": 0.6, "search_errors": 0.01}
@@ -178,7 +178,7 @@ def test_the_numbers_of_what_was_written():
         t = Trajectory(Question("q", "?", ["elm"]), PROTOCOLS["when_to_search"], opened=opened)
         t.append_environment([1] * 30, "<search> x", "documents")  # counts in none of them
         t.append_model(ids, [0.0] * len(ids), text)
-        told = numbers_of(t)
+        told = text_metrics(t)
         assert told["thinking_words"] == words and told["model_tokens"] == len(ids)
         assert (told["repetition"], told["malformed_tags"]) == (repetition, malformed)
 

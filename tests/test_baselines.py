@@ -11,7 +11,6 @@ from conftest import chat_server, message, random_policy, small
 from transformers import Qwen2Config
 
 from data import Document, Question, SearchResult
-from eval import grade
 from formats.records import append_jsonl, finished_records
 from lab import baselines
 from lab.baselines import (
@@ -35,11 +34,12 @@ from lab.baselines import (
     said_answer,
 )
 from other_models.llm import LocalLLM, ServerLLM, guessed_tokens
-from plumbing import score
+from plumbing import build
 from policy import save_policy
 from rollout import decode
 from settings import Settings
-from trajectory import trajectory_from_text
+from trajectory import Search, trajectory_from_text
+from trajectory_metrics import token_metrics, trajectory_metrics
 
 ANA = Question("ana", "Which country was Ana Bell born in?", ["Norland"])
 NEVER = "Hard to say, as the archives burned"  # names no answer
@@ -317,7 +317,7 @@ def searching(name):
 def test_a_model_that_never_says_anything_ends_every_method_without_an_answer(name):
     trajectory, _, _ = go(name, itertools.repeat(""))
     assert trajectory.answer is None and trajectory.stop_reason == "eos"
-    assert grade(trajectory)["em"] == grade(trajectory)["format"] == 0
+    assert trajectory_metrics(trajectory)["em"] == trajectory_metrics(trajectory)["format"] == 0
 
 
 @every_method
@@ -330,7 +330,7 @@ def test_a_model_that_never_comes_to_the_point_ends_in_bounded_time(name):
 @every_method
 def test_a_model_that_answers_at_once_is_believed(name):
     trajectory, _, _ = go(name, itertools.repeat("So the final answer is: Norland."))
-    assert trajectory.answer == "Norland" and grade(trajectory)["em"] == 1
+    assert trajectory.answer == "Norland" and trajectory_metrics(trajectory)["em"] == 1
     searches = {"rag": 1, "sure": 1, "ircot": 1, "iter_retgen": 2, "rat": 1}
     assert len(trajectory.searches) == searches.get(name, 0)
 
@@ -391,14 +391,17 @@ def test_the_transcript_has_one_answer_box_and_each_search_and_reads_back_the_sa
 
 
 def test_a_fallback_of_the_summariser_is_counted():
-    numbers = grade(go("rag", [NORLAND], Library(fallback=True, text="None"))[0])
+    numbers = trajectory_metrics(go("rag", [NORLAND], Library(fallback=True, text="None"))[0])
     assert [numbers[name] for name in ("searched", "searches", "fallbacks")] == [1, 1, 1]
 
 
 def test_a_choice_question_shows_its_options_and_is_searched_without_them():
     question = Question("c", "Where does Kelmouth lie?", ["B"], "choice", ("Sudria", "Norland"))
     trajectory, requests, library = go("rag", ["<answer> B </answer>"], question=question)
-    assert library.queries == ["Where does Kelmouth lie?"] and grade(trajectory)["em"] == 1
+    assert (
+        library.queries == ["Where does Kelmouth lie?"]
+        and trajectory_metrics(trajectory)["em"] == 1
+    )
     assert "A. Sudria\nB. Norland" in user_text(requests[0])
 
 
@@ -456,9 +459,8 @@ def asked(write, room):
     row = baselines.Row(
         trajectory_from_text(Question("q", "q", ["x"]), "", BASELINE), (its for its in [write])
     )
-    environment = baselines.Environment(guessed_tokens, BASELINE, None, limits())
-    environment.max_context = 2**31
-    row.trajectory.searches.append(score.Search("q", [], ""))
+    environment = baselines.Environment(guessed_tokens, BASELINE, None, limits(), 2**31)
+    row.trajectory.searches.append(Search("q", [], ""))
     return WRITES[row.asked(llm, environment)], row.trajectory.searches[0].cut
 
 
@@ -503,7 +505,7 @@ def test_what_a_search_shows_is_cut_to_its_budget_and_to_the_prompt_and_this_is_
         how = {"document_tokens": document_tokens, "room": room}
         trajectory, requests, _ = go("rag", ["x"], library, **how)
         assert len(requests[0].found) == shown
-        assert grade(trajectory)["documents_cut"] == (shown < 9)
+        assert trajectory_metrics(trajectory)["documents_cut"] == (shown < 9)
 
 
 # -------------------------------------------------------------------------------- what a reply says
@@ -675,8 +677,8 @@ def test_thinking_is_cut_off_before_anything_is_read_and_is_counted():
     whole = f"{thought} {NORLAND}"
     trajectory, _, _ = go("direct", [whole])
     assert trajectory.answer == "Norland" and trajectory.answers == ["Norland"]
-    assert grade(trajectory)["format"] == 1
-    numbers = score.token_numbers(trajectory, guessed_tokens)
+    assert trajectory_metrics(trajectory)["format"] == 1
+    numbers = token_metrics(trajectory, guessed_tokens)
     assert (numbers["written"], numbers["thinking"], numbers["unfinished"]) == (15, 6, 0)
     assert go("direct", [f"<think>{NORLAND}</think> S"])[0].answers == ["S"]  # no box in it counts
     assert trajectory_from_text(ANA, trajectory.text, BASELINE).answer == "Norland"
@@ -684,8 +686,8 @@ def test_thinking_is_cut_off_before_anything_is_read_and_is_counted():
     trajectory, requests, library = go("ircot", ["<think>hm</think>A town.", "<think>on", NORLAND])
     assert library.queries == [ANA.question, "A town."] and trajectory.answer == "Norland"
     assert requests[2].so_far == f"A town.\n{FINAL}"
-    assert score.token_numbers(trajectory, guessed_tokens)["unfinished"] == 1
-    assert "thinking" not in score.token_numbers(go("direct", ["x"])[0], guessed_tokens)
+    assert token_metrics(trajectory, guessed_tokens)["unfinished"] == 1
+    assert "thinking" not in token_metrics(go("direct", ["x"])[0], guessed_tokens)
 
 
 @pytest.mark.parametrize(
@@ -724,7 +726,7 @@ def test_a_baseline_is_scored_and_judged_as_the_paper_of_its_table(recipe, sees,
     trajectory, _, _ = go(
         "direct", ["<answer> Spider_Man </answer>"], None, question, recipe=recipe
     )
-    assert (trajectory.protocol.judge_sees, grade(trajectory)["em"]) == (sees, right)
+    assert (trajectory.protocol.judge_sees, trajectory_metrics(trajectory)["em"]) == (sees, right)
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -769,7 +771,7 @@ def test_all_references_of_a_record_are_found_in_their_order_and_its_table_has_a
     append_jsonl(data := out.parent / "given.jsonl", RECORDS[:1])
     judge = Scripted([])
     judge.ask = lambda requests, _: judge.asked.extend(requests) or ["yes"] * len(requests)
-    monkeypatch.setattr(score, "load_llm", lambda *_, **__: judge)
+    monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
     how = ["--retriever", "given", "--data", str(data), "--recipe", "arena", "--judge", "J"]
     run("rag", *how, "--corpus", "", "--documents_per_search", "1")
     (record,) = finished_records(out / "rag.jsonl")

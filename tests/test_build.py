@@ -15,7 +15,7 @@ from data import Document, Question, SearchRequest
 from errors import InputError
 from formats.manifest import seal
 from papers import RECIPES
-from plumbing import build, score
+from plumbing import build
 from plumbing import questions as questions_file
 from plumbing.files import (
     checkpoints,
@@ -154,10 +154,10 @@ def test_judge_and_reader_are_told_what_the_prompt_file_has_for_them(tmp_path, m
     text = "[judge]\nBe just.\n[reader]\nRead {evidence}: {question}"
     settings = prompted(tmp_path, text, judge="m", reader="m")
     llm = SimpleNamespace()
-    monkeypatch.setattr(score, "load_llm", lambda *_, **__: llm)
+    monkeypatch.setattr(build, "load_llm", lambda *_, **__: llm)
     for ask, told in (
-        (score.build_judge, "Be just."),
-        (score.build_reader, "Read {evidence}: {question}"),
+        (build.build_judge, "Be just."),
+        (build.build_reader, "Read {evidence}: {question}"),
     ):
         ask(settings)
         assert llm.instruction == told

@@ -17,7 +17,7 @@ from errors import InputError
 from flags import EngineSettings, RolloutSettings
 from policy import Policy
 from prompts import PROTOCOLS, build_prompt
-from rollout import Environment, encode, play_by_turns, rollout
+from rollout import Environment, context_of, encode, play_by_turns, rollout
 from scale.engine import (
     Engine,
     affordable,
@@ -45,7 +45,8 @@ def play(policy, tokenizer, questions=(QA,), search=None, protocol=UR2, seed=0, 
     """A rollout with these settings; `progress` hears of rows that end."""
     progress = settings.pop("progress", None)
     settings = Settings(**settings)
-    environment = Environment(tokenizer, protocol, search or library(0), settings)
+    context = settings.max_context or context_of(policy)
+    environment = Environment(tokenizer, protocol, search or library(0), settings, context)
     rows = rollout(policy, environment, questions, seed, PLAYS[settings.engine], progress)
     # so that no row outgrows its slot
     assert all(len(row.ids) <= environment.longest(row) for row in rows)

@@ -26,7 +26,7 @@ from conftest import (
     traces,
     train_bpe,
 )
-from test_score import Model
+from test_compute_rewards import Model
 
 import eval as evaluation
 import train
@@ -35,13 +35,13 @@ from errors import InputError
 from eval import (
     Evaluation,
     Options,
-    grade,
     last_checkpoint,
+    prediction_metrics,
     prediction_record,
     settings_of,
 )
 from papers import PAPERS
-from plumbing import build, score
+from plumbing import build
 from plumbing.predictions import score_command
 from plumbing.questions import evaluation_questions, training_questions, with_retrieved
 from policy import Policy, save_policy
@@ -56,8 +56,8 @@ from world.world import KINDS, World
 HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"
 ANSWER_SCORES = ("em", "f1", "cem")
 # of all that search
-COLUMNS = (*ANSWER_SCORES, "searched", "searches", "successful", "repeated", "queries")
-COLUMNS += ("refused", "failed_rows", "fallbacks", "documents_cut", "format")
+COLUMNS = (*ANSWER_SCORES, "searched", "searches", "successful", "queries", "refused")
+COLUMNS += ("failed_rows", "repeated", "fallbacks", "documents_cut", "format")
 OPTIONS = evaluation.Options(questions=3)
 
 
@@ -82,11 +82,11 @@ def write(path, records) -> str:
 @pytest.mark.parametrize("protocol", ["ur2", "r1_searcher"])
 def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol):
     # Two searches, the second one a fallback; "Kelmouth, Norland" for "Norland": F1 2/3, cover-EM 1
-    numbers = grade(example(protocol, "Kelmouth, Norland"))
+    numbers = prediction_metrics(example(protocol, "Kelmouth, Norland"))
     scores = (0, pytest.approx(2 / 3), 1)
-    assert numbers == dict(zip(COLUMNS, (*scores, 1, 2, 1, 0, 2, 0, 0, 1, 0, 1), strict=True))
-    assert grade(example(protocol, "x " * 11))["format"] == 0
-    assert all(grade(example(name))["format"] == 1 for name in PROTOCOLS)
+    assert numbers == dict(zip(COLUMNS, (*scores, 1, 2, 1, 2, 0, 0, 0, 1, 0, 1), strict=True))
+    assert prediction_metrics(example(protocol, "x " * 11))["format"] == 0
+    assert all(prediction_metrics(example(name))["format"] == 1 for name in PROTOCOLS)
 
 
 WHERE = "where does Ana Bell live ?"
@@ -102,12 +102,12 @@ def r_search(body, question=None):
 
 def test_r_search_is_graded_by_its_evidence_too():
     evidence, answer = BOX.format("Ana Bell lives in Norland."), ANSWER.format("Norland")
-    expected = dict(zip(COLUMNS, (1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 1), strict=True))
+    expected = dict(zip(COLUMNS, (1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1), strict=True))
     # 5 words of evidence, of which "lives" stands in no document: 4/5
-    whole = grade(r_search(SEARCHED + evidence + answer))
+    whole = prediction_metrics(r_search(SEARCHED + evidence + answer))
     assert whole == expected | {"evidence": 1, "support": 0.8}
     for text, form in ((answer, 1), (SEARCHED + answer, 0)):  # a search asks for evidence
-        numbers = grade(r_search(text))
+        numbers = prediction_metrics(r_search(text))
         assert (numbers["format"], numbers["evidence"]) == (form, 0)
         assert "support" not in numbers  # and not a support of 0
 
@@ -117,7 +117,9 @@ def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
     turn = "<search> a </search>\n<information>\nfound\n</information>\n<reflect> r </reflect>"
     told = f"<think> t </think>{turn * 9}{ANSWER.format('a')}"
     for text, form in ((told, 1), (told + " sure", 0)):
-        numbers = grade(trajectory_from_text(Question("q", "?", ["a"]), text, "when_to_search"))
+        numbers = prediction_metrics(
+            trajectory_from_text(Question("q", "?", ["a"]), text, "when_to_search")
+        )
         assert (numbers["format"], numbers["searches"], tuple(numbers)) == (form, 9, COLUMNS)
         assert numbers["repeated"] == 8  # all but the first ask for "a"
 
@@ -126,18 +128,18 @@ def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     # cites 1, gold is 1 and 3: some overlap 0.5; set F1 2 · 1 / (1 + 2)
     told, answer = example("arena", searches=1), {"em": 1, "f1": 1, "cem": 1, "format": 1}
     half = answer | {"relevance": 0.5, "exact_set": 0, "set_f1": 2 / 3, "all_correct": 0}
-    assert grade(told) == half
-    assert grade(example("arena", "Norland </answer> so"))["format"] == 0
+    assert prediction_metrics(told) == half
+    assert prediction_metrics(example("arena", "Norland </answer> so"))["format"] == 0
     # All correct (Table 13): the whole set, and the answer too
     for text, right in (("Norland", 1), ("Sudria", 0)):
-        numbers = grade(example("arena", text))
+        numbers = prediction_metrics(example("arena", text))
         assert (numbers["exact_set"], numbers["all_correct"]) == (1, right)
     # without gold numbers relevance is left out, and not 0
     question = dataclasses.replace(told.question, supporting=())
-    assert grade(trajectory_from_text(question, told.text, "arena")) == answer
+    assert prediction_metrics(trajectory_from_text(question, told.text, "arena")) == answer
     question = Question("q", "sum it up", ["the cat lay down"], task="summary")
     summary = "<summary> The cat sat down. </summary>"
-    numbers = grade(trajectory_from_text(question, summary, "arena_summary"))
+    numbers = prediction_metrics(trajectory_from_text(question, summary, "arena_summary"))
     assert set(numbers) == {"rouge1", "rouge2", "rougeL", "rouge", "format"}
 
 
@@ -167,7 +169,7 @@ def written(tmp_path, monkeypatch):
 
 
 def others(monkeypatch, **known):
-    monkeypatch.setattr(score, "load_llm", lambda spec, settings, device: known[spec])
+    monkeypatch.setattr(build, "load_llm", lambda spec, settings, device: known[spec])
 
 
 def test_reader_and_judge_are_asked_after_all_predictions_are_written(
@@ -189,8 +191,8 @@ def test_reader_and_judge_are_asked_after_all_predictions_are_written(
     others(monkeypatch, R=silent)
     run("--reader R --fresh --out", written)
     assert "reader: no answer to 1 of its requests" in capsys.readouterr().out
-    monkeypatch.setattr(score, "load_reader", lambda *_: (toy_policy, None))
-    monkeypatch.setattr(score, "LocalLLM", lambda *_, **__: reader)
+    monkeypatch.setattr(build, "load_reader", lambda *_: (toy_policy, None))
+    monkeypatch.setattr(build, "LocalLLM", lambda *_, **__: reader)
     run("--reader built-in --fresh --out", written)
     assert '"reader_em": 1.0' in written.read_text()
 
@@ -414,10 +416,10 @@ def test_every_search_may_find_all_references_of_its_own_record():
 
 def test_passages_that_were_cut_are_a_column():
     t = example("ur2")
-    assert grade(t)["documents_cut"] == 0
+    assert prediction_metrics(t)["documents_cut"] == 0
     t.searches[0].cut = True
-    assert grade(t)["documents_cut"] == 0.5  # one of two
-    assert "documents_cut" not in grade(example("ur2", searches=0))
+    assert prediction_metrics(t)["documents_cut"] == 0.5  # one of two
+    assert "documents_cut" not in prediction_metrics(example("ur2", searches=0))
 
 
 @pytest.mark.parametrize(
@@ -523,7 +525,9 @@ def test_retrieved_references_stand_in_the_place_of_the_given_ones(retriever, te
     (found,) = evaluation_questions(settings, options)[0]["q"]
     assert [document.text for document in found.references] == [text]
     # which of them are gold is not known
-    assert found.supporting == () and {"relevance", "all_correct"}.isdisjoint(grade(arena(found)))
+    assert found.supporting == () and {"relevance", "all_correct"}.isdisjoint(
+        prediction_metrics(arena(found))
+    )
     other = Evaluation(settings, options).made_with("v")
     assert other != Evaluation(settings, OPTIONS).made_with("v")
 

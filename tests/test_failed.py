@@ -19,13 +19,13 @@ import train
 import update as update_file
 from data import SearchResult
 from errors import InputError
-from eval import grade
 from plumbing.build import build_parts
 from plumbing.files import checkpoints
 from reinforce_pp import baseline_advantages
 from rewards import REWARDS, Extras, RewardSettings, example
 from train import Sampled, prepare, shuffled_updates
 from trajectory import Search
+from trajectory_metrics import trajectory_metrics
 from update import update
 
 FAILED = Search("x", [], "Search is unavailable.", error="no answer within 60 s")
@@ -131,7 +131,7 @@ def test_a_failed_search_is_read_and_counted_and_a_rejected_query_is_one_that_wa
     rejected = play(ASK, ASK, rejected=True)  # twice, and it is over
     assert refusals(rejected) == 2 * [("server", "Ana Bell")] and not rejected.failed
     assert rejected.stop_reason == "refused" and not rejected.searches
-    assert [grade(t)["failed_rows"] for t in (failed, rejected)] == [1, 0]
+    assert [trajectory_metrics(t)["failed_rows"] for t in (failed, rejected)] == [1, 0]
 
 
 def test_no_reward_pays_or_charges_for_a_failed_search():

@@ -117,7 +117,7 @@ def test_a_grade_asks_for_another_verdict_and_no_answer_is_worth_nothing():
 # ----------------------------------------------------------------------------------- right or wrong
 
 
-def right(trajectories, judge=None) -> list[bool]:
+def right(trajectories, judge) -> list[bool]:
     verdicts = verdicts_on(trajectories, judge)
     return [is_right(t, said) for t, said in zip(trajectories, verdicts, strict=True)]
 
@@ -126,7 +126,7 @@ def test_right_is_the_judge_s_verdict_even_against_the_metric():
     # exact match: "UK" is neither gold, "The Great Britain!" is the first
     llm = Says(**{"UK": "yes", "The Great Britain!": "no"})
     trajectories = [written(ISLES, "UK"), written(ISLES, "The Great Britain!")]
-    assert right(trajectories) == [False, True]
+    assert [is_right(t, None) for t in trajectories] == [False, True]
     assert right(trajectories, Judge(llm)) == [True, False]
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from errors import InputError
-from plumbing import score
+from plumbing import build
 from plumbing.predictions import read_predictions, score_command, score_files
 from plumbing.report import summarise
 
@@ -286,7 +286,7 @@ def test_the_judge_of_a_file_sees_what_its_protocol_says_and_one_table_has_one_j
 ):
     asked = []
     judge = SimpleNamespace(ask=lambda requests, _: asked.extend(requests) or ["yes"])
-    monkeypatch.setattr(score, "load_llm", lambda *_, **__: judge)
+    monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
     blind = write({**R1, "pred_ans": "Here.", "judge_sees": "normalized"}, name="b.jsonl")
     out = tmp_path / "out.jsonl"
     sees = {"question": "Question: Where ?\nAccepted answers: Kelmouth\nGiven answer: Here."}

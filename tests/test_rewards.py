@@ -915,6 +915,21 @@ def test_the_settings_and_the_extras_reach_the_reward():
     assert "relevance" not in score(example("arena"), "arena", relevance_reward=False)
 
 
+@pytest.mark.parametrize("reward", REWARDS)
+@pytest.mark.parametrize("left_out", ["", "answer"])
+def test_the_table_names_the_settings_that_each_reward_reads(reward, left_out):
+    asked, own = set(), given(left_out=left_out)
+
+    class Noting:
+        def __getattr__(self, name):
+            asked.add(name)
+            return getattr(own, name)
+
+    REWARDS[reward](example(protocol_of(reward)), Noting(), 0, Extras())
+    unread = {"beta"} if left_out else set()
+    assert asked == {*rewards.READS.get(reward, "").split()} - unread
+
+
 def test_what_a_reward_needs_can_be_switched_off():
     needs = rewards.needs
     assert needs(given(reward="ur2_stage1")) == {"searching"}

@@ -70,7 +70,8 @@ def parts_of_a_run(policy: Policy, critic=None) -> Parts:
     accelerator = make_accelerator(Settings())
     sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
     parts = Parts(SETTINGS, accelerator, policy, None, None, False, critic=critic)
-    parts.model, parts.optimizer = spread_over(parts, critic or policy, sharding, 1e-3)
+    spread = spread_over(accelerator, sharding, SETTINGS.optimizer, critic or policy, 1e-3)
+    parts.model, parts.optimizer = spread
     return parts
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -23,15 +24,16 @@ from safetensors.torch import load_file
 from test_lora import needs_peft
 from test_update import trajectory, unequal_batch
 
+import rewards
 import train
 import update as update_file
 from data import Document, Question
 from errors import InputError
 from plumbing import build
-from plumbing import score as scoring
 from plumbing.build import build_parts
 from plumbing.files import checkpoints
 from policy import Batch
+from rewards import OtherModels
 from settings import Settings
 from train import Sampled, collect, measure, prepare, shuffled_updates
 from trajectory import Refusal, Search, Trajectory
@@ -48,19 +50,22 @@ def weights_of(module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in module.parameters()]
 
 
-def marks(mark):
-    """In place of the scorer: mark(trajectories) -> (components, correct)."""
+@pytest.fixture
+def marks(monkeypatch):
+    """marks(mark): in place of the rewards mark(trajectories) -> (components, correct)."""
 
-    def scorer(trajectories, step):
-        return mark(trajectories)
+    def set_to(mark) -> None:
+        monkeypatch.setattr(train, "compute_rewards", lambda rows, *_: mark(rows))
 
-    scorer.stats = dict
-    return scorer
+    return set_to
 
 
-def pay(parts, amounts: list[float]) -> None:
-    """What is sampled earns these rewards, in their order."""
-    parts.scorer = marks(lambda _: ([{"answer": r} for r in amounts], [r > 0 for r in amounts]))
+@pytest.fixture
+def pay(marks):
+    """pay(amounts): what is sampled earns these rewards, in their order."""
+    return lambda amounts: marks(
+        lambda _: ([{"answer": r} for r in amounts], [r > 0 for r in amounts])
+    )
 
 
 @pytest.fixture
@@ -80,14 +85,16 @@ FULL, NONE, ALL = (1, 0), (0, 0), (1, 1)  # a group of two: informative, all wro
 
 
 @pytest.fixture
-def scripted(monkeypatch):
+def scripted(monkeypatch, marks):
     """scripted(rights, ...) -> parts without a model. Each draw's groups are right as written, such
     as (1, 0); a question's id says its draw and its number.
     """
 
     def make(rights: list[list[tuple[int, ...]]], algorithm="dapo", **named) -> Parts:
         settings = Settings(algorithm=algorithm, group_size=2, questions_per_step=2, **named)
-        parts = Parts(settings, Accelerator(), None, None, None, False, scorer=marks(mark))
+        parts = Parts(settings, Accelerator(), None, None, None, False)
+        parts.other_models = OtherModels()
+        marks(mark)
         parts.stream = SimpleNamespace(attempts=len(rights))
         parts.environment = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
         monkeypatch.setattr(train, "roll_out", lambda _, step, draw: drawn(rights[draw], draw))
@@ -143,10 +150,12 @@ def test_the_numbers_of_a_step_are_of_all_that_was_sampled_and_the_batch_of_what
     assert torch.equal(batch.tokens[1], torch.tensor(sampled.trajectories[7].ids))
 
 
-def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(built, tmp_path, run, capsys):
+def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(
+    built, tmp_path, run, pay, capsys
+):
     parts = built("--algorithm dapo", max_resample=1)
     before = weights_of(parts.policy)
-    pay(parts, [1.0] * 4)
+    pay([1.0] * 4)
     rows = run(parts)
     assert [row["skipped"] for row in rows] == [1, 1] and "loss" not in rows[0]
     assert len(checkpoints(tmp_path / "t" / "stage1")) == 1
@@ -154,13 +163,13 @@ def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(built, tmp_p
     assert capsys.readouterr().out.count("no update: ") == 2
 
 
-def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right(scripted):
+def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right(scripted, marks):
     # When to Search's stage 2: right without a search earns 1, right after one 0.7. In the whole
     # reward the second group differs, too, by its format.
     terms = [{"answer": a, "format": f} for a, f in ((1.0, 1.0), (0.7, 1.0), (1.0, 1.0), (1.0, -1))]
     for by, kept in (("correct", []), ("answer", [0, 1]), ("total", [0, 1, 2, 3])):
         parts = scripted([[ALL, ALL]], filter_by=by)
-        parts.scorer = marks(lambda _: (terms, [True] * 4))
+        marks(lambda _: (terms, [True] * 4))
         assert collect(parts, 0).kept == kept
 
 
@@ -256,14 +265,14 @@ def test_a_ppo_step_starts_from_what_the_critic_said_before_it(built):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute, built, run):
+def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute, built, run, pay):
     ratios = []
     for rows in (0, 2):
         # At temperature 2 two samples of a group are never the same text, which a better and a
         # worse reward would not move.
         parts = built(f"--steps 1 --temperature 2 --trajectories_per_update {rows}")
         parts.recompute = recompute
-        pay(parts, [1.0, 0.0, 0.0, 1.0])
+        pay([1.0, 0.0, 0.0, 1.0])
         (record,) = run(parts)
         ratios += [record["ratio_min"], record["ratio_max"]]
     assert ratios[:2] == pytest.approx([1, 1], abs=1e-4)
@@ -273,10 +282,10 @@ def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp_baseline"])
 @pytest.mark.parametrize("amounts", [[0.7] * 4, [1.0, 0.0, 0.0, 0.0]])
 def test_equal_rewards_leave_the_weights_and_a_better_answer_becomes_likelier(
-    amounts, algorithm, built, run, monkeypatch
+    amounts, algorithm, built, run, pay, monkeypatch
 ):
     parts = built(f"--steps 1 --lr 1e-4 --algorithm {algorithm}")
-    pay(parts, amounts)
+    pay(amounts)
     sampled, before = collect(parts, 0), weights_of(parts.policy)
     monkeypatch.setattr(train, "roll_out", lambda *_: sampled.trajectories)
     batch = prepare(parts, sampled, 0)
@@ -331,7 +340,7 @@ FIELDS = {  # what no flag sets
 )
 def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
     # The tiny model is hardly ever right: here every answer of an odd number of tokens is.
-    monkeypatch.setattr(scoring, "is_right", lambda t, _: len(t.response_ids) % 2 == 1)
+    monkeypatch.setattr(rewards, "is_right", lambda t, _: len(t.response_ids) % 2 == 1)
     loaded, load = [], build.load_model
     monkeypatch.setattr(build, "load_model", lambda *a, **b: loaded.append(a[1]) or load(*a, **b))
     more = f"--steps 3 --save_every 2 --trajectories_per_update 2 {RUNS[name]}"
@@ -423,9 +432,8 @@ def take_step(settings: Settings, batch: Batch, out: Path) -> None:
     rows = [*shuffled_updates(0, batch.rewards, settings), torch.tensor([3])]
     totals = [update(parts, batch.rows(some)) for some in rows]
     steps = [new - old for new, old in zip(weights_of(modules), before, strict=True)]
-    if parts.scorer is not None:  # one process scores for all
-        parts.scorer = marks(by_place)
-    sampled = collect(parts, 0)
+    with mock.patch.object(train, "compute_rewards", by_place):  # one process scores for all
+        sampled = collect(parts, 0)
     asked = [t.question.id for t in sampled.trajectories]
     found = train.evaluate(parts)
     parts.accelerator.wait_for_everyone()
@@ -440,7 +448,7 @@ def take_unclipped_step(*arguments) -> None:
     take_step(*arguments)
 
 
-def by_place(trajectories):
+def by_place(trajectories, *_):
     """Right or wrong by question and place: two processes sample other texts than one."""
     right = [i % 2 == 0 or t.question.id[-1] not in "02468" for i, t in enumerate(trajectories)]
     return [{"answer": float(r)} for r in right], right

@@ -210,7 +210,7 @@ def fleet_of(model: str, *servers, **changes):
     settings = resolve("ur2", 1, True, given | {"timeout": 20.0} | changes)
     policy, tokenizer = load_policy(model)
     search = build_search(settings, built_in_world(settings).documents)
-    environment = build_environment(settings, tokenizer, search)
+    environment = build_environment(settings, tokenizer, search, policy)
     policy.fleet = Fleet(policy.eval(), environment)
     return policy, environment
 

@@ -136,7 +136,8 @@ def step(device: Device, case: plan.Case) -> dict:
     parts = update.Parts(s, accelerator(case.gpus), policy, None, None, True, "token")
     parts.environment = mock.MagicMock(**{"tokenizer.pad_token_id": 0})
     sharding = "fsdp2" if case.share > 1 else "ddp"
-    parts.model, parts.optimizer = spread_over(parts, policy, sharding, s.lr)
+    spread = spread_over(parts.accelerator, sharding, s.optimizer, policy, s.lr)
+    parts.model, parts.optimizer = spread
     learn(parts, 2 * case.gpus, 200)
     device.peak = device.now
     learn(parts, 2 * case.gpus * (case.tokens // case.row_tokens), case.row_tokens)

@@ -1,25 +1,17 @@
-"""plumbing/score.py: whom a step's rewards ask, what is right, and what others say."""
+"""Whom a step's rewards ask, what is right, what other models say, and what is counted."""
 
 import numpy as np
 import pytest
 
 from data import Document, Question
 from errors import InputError
-from other_models.judge import Judge
-from plumbing import score
-from plumbing.score import (
-    Scorer,
-    add_reader,
-    add_verdicts,
-    answer_scores,
-    build_reader,
-    search_numbers,
-    token_numbers,
-    without_thinking,
-)
-from rewards import example
+from other_models.judge import Judge, add_verdicts
+from other_models.reader import add_reader
+from plumbing import build
+from rewards import compute_rewards, example
 from settings import Settings, parse, resolve
 from trajectory import Refusal, Search, trajectory_from_text
+from trajectory_metrics import search_metrics, token_metrics, trajectory_metrics, without_thinking
 
 OPTIONS = {"task": "choice", "options": ("elm", "oak")}
 
@@ -40,8 +32,22 @@ class Model:
         return [self.answer(text) for text in self.batches[-1]]
 
 
+class Scorer:
+    """(trajectories, step) -> (terms, correct) of a recipe's first stage, with whom it asks."""
+
+    def __init__(self, settings, documents):
+        self.settings = settings
+        self.others = build.build_other_models(settings, documents, "cpu")
+
+    def __call__(self, trajectories, step):
+        return compute_rewards(trajectories, self.settings, step, self.others)
+
+    def stats(self):
+        return {name: count() for name, count in self.others.stats.items()}
+
+
 def scorer_of(name: str, documents=(), **changes) -> Scorer:
-    return Scorer(resolve(name, 1, True, changes), list(documents), "cpu")
+    return Scorer(resolve(name, 1, True, changes), list(documents))
 
 
 # ----------------------------------------------------------------------------------- who is asked
@@ -49,7 +55,7 @@ def scorer_of(name: str, documents=(), **changes) -> Scorer:
 
 def test_the_reader_is_asked_once_for_all_that_searched(monkeypatch):
     reader = Model(lambda text: "Norland" if "Norland" in text.split("\n")[0] else "Sudria")
-    monkeypatch.setattr(score, "build_reader", lambda *_: reader)
+    monkeypatch.setattr(build, "build_reader", lambda *_: reader)
     scorer = scorer_of("r_search")
     rows = [example("r_search", searches=n) for n in (2, 0, 0, 1)]
     components, correct = scorer([*rows, example("r_search", "Sudria")], 0)
@@ -63,27 +69,28 @@ def test_the_reader_is_asked_once_for_all_that_searched(monkeypatch):
 
 def test_the_readers_whole_reply_is_paid_where_the_variant_says_so(monkeypatch):
     # the first line, or three words with one in common: 2 · 1 / (3 + 1)
-    monkeypatch.setattr(score, "build_reader", lambda *_: Model(lambda text: "Norland\nit is"))
+    monkeypatch.setattr(build, "build_reader", lambda *_: Model(lambda text: "Norland\nit is"))
     for whole, f1 in ((False, 1.0), (True, 0.5)):
         scorer = scorer_of("r_search", whole_reply=whole)
         assert scorer([example("r_search")], 0)[0][0]["evidence"] == f1
 
 
 def test_without_the_evidence_reward_no_reader_is_loaded(monkeypatch):
-    monkeypatch.setattr(score, "build_reader", lambda *_: pytest.fail("a reader was loaded"))
-    assert scorer_of("r_search", evidence_reward=False).reader is None
-    assert scorer_of("ur2").reader is None
+    monkeypatch.setattr(build, "build_reader", lambda *_: pytest.fail("a reader was loaded"))
+    rows = [example("r_search")]
+    for name in ("r_search", "ur2"):
+        assert scorer_of(name, evidence_reward=False).others.readings(rows) == [""]
 
 
 def test_another_data_set_asks_for_a_reader_of_the_evidence():
     with pytest.raises(InputError, match=r"--reader http.*--variant without_evidence"):
-        build_reader(Settings(recipe="r_search", data="another.jsonl"))
+        build.build_reader(Settings(recipe="r_search", data="another.jsonl"))
 
 
 def judged(monkeypatch, reply, rows, name="when_to_search", **changes):
     """(components, correct, the judge's batches) with a judge that says `reply` to everything."""
     judge = Model(lambda text: reply)
-    monkeypatch.setattr(score, "load_llm", lambda *_, **__: judge)
+    monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
     components, correct = scorer_of(name, judge="j", **changes)(rows, 0)
     return components, correct, judge.batches
 
@@ -129,7 +136,7 @@ def test_arena_s_accuracy_is_the_verdict_of_a_judge_and_without_one_the_metric(
 def test_the_share_of_unreadable_verdicts_is_told(monkeypatch):
     replies = iter(["yes", "perhaps", "no", "perhaps"])
     judge = Model(lambda text: next(replies))
-    monkeypatch.setattr(score, "load_llm", lambda *_, **__: judge)
+    monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
     scorer = scorer_of("when_to_search", judge="j")
     assert scorer.stats()["judge_unreadable"] == 0
     scorer([example("when_to_search")] * 4, 0)
@@ -178,7 +185,8 @@ def test_without_a_corpus_a_word_counts_that_the_step_asked_for_or_found():
 )
 def test_answers_are_scored_by_their_task(text, question, em, f1, cem):
     trajectory = trajectory_from_text(Question("q", "?", **question), text, "ur2")
-    assert answer_scores(trajectory) == pytest.approx({"em": em, "f1": f1, "cem": cem})
+    numbers = trajectory_metrics(trajectory)
+    assert [numbers[name] for name in ("em", "f1", "cem")] == pytest.approx([em, f1, cem])
     assert scorer_of("ur2")([trajectory], 0)[1] == [bool(em)]
 
 
@@ -195,7 +203,7 @@ def test_punctuation_is_deleted_where_the_paper_s_scorer_deletes_it(protocol, sa
         question = Question("q", "?", [gold])
         told = "<answer> Ana-Bell Ana_Bell </answer>"
         trajectory = trajectory_from_text(question, told, protocol)
-        assert answer_scores(trajectory)["em"] == (gold == same)
+        assert trajectory_metrics(trajectory)["em"] == (gold == same)
         if protocol == "arena":  # the reward and the evaluation agree
             assert scorer_of("arena")([trajectory], 0)[0][0]["answer"] == (gold == same)
 
@@ -257,11 +265,12 @@ def test_searches_and_their_tokens_are_counted():
     t.searches += [Search("ana bell?", found[0], "None", fallback=True), Search("z", [], "None")]
     t.searches += [Search("x", [], "Search is unavailable.", error="down")]
     expected = {"searched": 1, "searches": 5, "successful": 2, "repeated": 1}
-    assert search_numbers(t) == expected | {"queries": 1, "refused": 1, "failed_rows": 1}
+    expected |= {"queries": 1, "refused": 1, "failed_rows": 1}
+    assert search_metrics(t) == expected | {"fallbacks": 1, "documents_cut": 0}
     counts = {"written": 4, "retrieved": 100, "shown": 15, "compression": 5.5}
-    assert token_numbers(t, words) == counts
+    assert token_metrics(t, words) == counts
     t.searches = []
-    assert token_numbers(t, words) == {"written": 4, "retrieved": 0, "shown": 0}
+    assert token_metrics(t, words) == {"written": 4, "retrieved": 0, "shown": 0}
 
 
 @pytest.mark.parametrize(
@@ -288,7 +297,7 @@ def test_what_a_model_thought_is_no_text_of_its_own_and_is_counted(
     t = without_thinking(t)
     assert t.model_text == left
     assert sorted(t.text) == sorted(opened + "found".join(texts) + "found")  # nothing is lost
-    numbers = token_numbers(t, lambda text, **_: {"input_ids": text.split()})
+    numbers = token_metrics(t, lambda text, **_: {"input_ids": text.split()})
     assert numbers.get("thinking") == thinking and numbers.get("unfinished", 0) == unfinished
 
 
@@ -296,8 +305,8 @@ def test_a_term_that_is_left_out_asks_nobody(monkeypatch):
     """When to Search Table 4: w/o r_a has no use for a verdict, and w/o r_s none for vectors."""
     rows = [example("when_to_search", "Sudria")]
     assert judged(monkeypatch, "yes", rows, variant="without_r_a")[1:] == ([False], [])
-    assert scorer_of("when_to_search", variant="without_r_s").embed is None
-    assert scorer_of("when_to_search").embed is not None
+    assert scorer_of("when_to_search", variant="without_r_s").others.embedder(rows) is None
+    assert scorer_of("when_to_search").others.embedder(rows) is not None
     for variant, flag in (("without_r_a", "judge"), ("without_r_s", "embedder")):
         words = f"--recipe when_to_search --stage 1 --variant {variant} --{flag} x".split()
         with pytest.raises(InputError, match=rf"--{flag}: --reward .* does not read it"):
