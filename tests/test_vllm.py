@@ -3,6 +3,7 @@ wrong with a server is one line. Each test asks a stub, and marked `vllm` the re
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -44,6 +46,7 @@ from plumbing.questions import built_in_world, world_questions
 from policy import Policy, collate, load_policy, save_policy
 from prompts import PROTOCOLS
 from retrievers.net import Fault
+from rewards import REWARDS
 from rollout import rollout
 from scale import server
 from scale.engine import play_in_slots
@@ -231,9 +234,13 @@ def content(row) -> tuple:
 
 
 def run(model, runs, engine: str, more: str = ""):
-    """Trains two steps of stage 1. Returns the rows of its metrics."""
+    """Trains two steps of stage 1, in which every second row is paid: where the rewards of all
+    groups are equal there are no new weights. Returns the rows of its metrics.
+    """
     words = flags(model, runs, f"--engine {engine} --max_turn_tokens 16 --timeout 20 {more}")
-    return rows_of(train.train(replace(parse(words), eval_questions=2)))
+    settings, turns = replace(parse(words), eval_questions=2), itertools.count()
+    with patch.dict(REWARDS, ur2_stage1=lambda *_: {"format": next(turns) % 2.0}):
+        return rows_of(train.train(settings))
 
 
 # ------------------------------------------------------------------------------------- as in slots
