@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from conftest import message, of_fault, rows_of, same, settings_for
-from test_train import pay, weights_of
+from test_train import marks, pay, weights_of
 
 import train
 from plumbing.alarms import SAID
@@ -23,14 +23,14 @@ def fault(number: int, *values):
 
 
 @pytest.fixture
-def injected(model, tmp_path, monkeypatch):
+def injected(model, tmp_path, monkeypatch, pay):
     """injected(change, flags) -> the parts of the run that train.train then takes."""
 
     def inject(change, more: str):
         parts = build_parts(settings_for(model, tmp_path, more, max_resample=1))
         monkeypatch.setattr(train, "build_parts", lambda settings: parts)
         if change:  # else its rewards are its own
-            pay(parts, [1, 0, 0, 1])
+            pay([1, 0, 0, 1])
             change(parts, monkeypatch)
         return parts
 
@@ -38,7 +38,8 @@ def injected(model, tmp_path, monkeypatch):
 
 
 def paid(*amounts):
-    return lambda parts, patch: pay(parts, amounts)
+    rewards = [{"answer": amount} for amount in amounts], [amount > 0 for amount in amounts]
+    return lambda parts, patch: patch.setattr(train, "compute_rewards", lambda *_: rewards)
 
 
 def batch_of(function: str, spoil):
@@ -90,7 +91,7 @@ STOPS = [
     fault(118, old(-1000.0), "--kl_coef 0.1 --kl_estimator k3"),
     of_fault(119, gradient, ""),
     of_fault(120, weight, ""),
-    of_fault(121, None, "--lr 1e9"),
+    of_fault(121, paid(1, 0, 0, 1), "--lr 1e9"),
     (critic, PPO),
 ]
 
