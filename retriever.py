@@ -83,7 +83,8 @@ def make_retriever(
     if name == "dense":
         from retrievers.dense import DenseRetriever  # a door: BM25 loads no torch
 
-        return DenseRetriever(documents, settings.encoder, device, runs=runs)
+        index_file = getattr(settings, "index_file", "")  # of `serve` and `check`
+        return DenseRetriever(documents, settings.encoder, device, index_file, runs)
     if name in RETRIEVERS:
         from retrievers.controls import make_control  # a door: BM25 needs no control
 
@@ -297,7 +298,7 @@ def main() -> None:
     if sys.argv[1:2] in (["serve"], ["check"]):
         from retrievers.serve import command  # a door: a search needs no server
 
-        return command(sys.argv[1:], BM25)
+        return command(sys.argv[1:], make_retriever)
     parser = FlagParser(
         description="Search a corpus with BM25.",
         epilog="`serve` or `check` is a command with its own --help; Serve is a word to look for.",

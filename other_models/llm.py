@@ -17,17 +17,16 @@ Left out: streaming, servers that want `max_completion_tokens`.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import hashlib
 import json
 import os
-import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,9 +106,7 @@ class Cache:
                     self.replies[record["key"]] = record["reply"]
 
     def key(self, request: Request) -> str:
-        instruction, text, *sampling, most = Request(*request)
-        fields = [self.name, instruction, text, most or self.max_tokens]
-        fields += sampling if sampling[0] else []
+        fields = [self.name, self.max_tokens, *Request(*request)]
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
     def get(self, request: Request) -> str | None:
@@ -132,8 +129,8 @@ class LLM:
 
     def __init__(self, name: str, max_tokens: int, cache: str | Path = ""):
         self.name, self.max_tokens, self.cache = name, max_tokens, Cache(cache, name, max_tokens)
-        self.asked = self.failures = self.dead_batches = 0  # distinct requests; without an answer
-        self.fault, self.down = "", False  # the last; was the whole last batch out of reach?
+        self.asked = self.failures = 0  # distinct requests; those without an answer
+        self.fault = ""  # the last one
         self.rejected = set()  # requests that were refused for what they are: too long, say
         self.lock = threading.Lock()  # a search that was given up may still be asking
 
@@ -158,26 +155,25 @@ class LLM:
         return [*map(replies.get, requests)]
 
     def tail(self, text: str, rest: str, most: int) -> str:
-        """The end of the text: as much as the context holds beside the rest and a reply."""
+        """The end of the text: what the context holds beside the rest and a reply, or 5 % less."""
         left = self.positions - self.length(rest) - SPARE - min(most, self.positions // 4)
-        if self.length(text) <= left:
-            return text
-        places = range(len(text))
-        return text[bisect.bisect_left(places, -left, key=lambda i: -self.length(text[i:])) :]
+        while text and self.length(text) > left:
+            text = text[1 + len(text) // 20 :]
+        return text
+
+    def length(self, text: str) -> int:
+        return len(encode(self.tokenizer, text))
 
     def ask_missing(self, missing: list[Request], replies: dict, readable) -> None:
         with contextlib.closing(self.replies(missing)) as fresh:
-            how = {"desc": f"asking {self.name[-40:]}", "delay": 3, "leave": False, "disable": None}
-            for request, reply in tqdm(fresh, total=len(missing), **how):
+            what = f"asking {self.name[-40:]}"
+            bar = tqdm(fresh, what, len(missing), leave=False, delay=3, disable=None)
+            for request, reply in bar:
                 if reply is not None and readable(reply):
                     self.cache.put(request, reply)  # at once: an interrupt loses none that came
                 replies[request] = reply
         self.asked += len(missing)
         self.failures += sum(replies[request] is None for request in missing)
-        self.dead_batches = self.dead_batches + 1 if self.down else 0
-        if self.dead_batches >= DEAD_BATCHES:
-            why = f"{self.dead_batches} batches in a row without an answer ({self.fault})"
-            raise InputError(f"{self.name}: {why}: start it again; the replies so far are kept")
 
 
 def guessed_tokens(text: str, **_) -> dict:
@@ -192,6 +188,7 @@ class ServerLLM(LLM):
     """An OpenAI-compatible server; without "#model" its first. OPENAI_API_KEY is sent if set."""
 
     tokenizer = staticmethod(guessed_tokens)
+    dead_batches = 0  # in a row
 
     def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
         base, _, self.model = spec.partition("#")
@@ -227,20 +224,19 @@ class ServerLLM(LLM):
             return next(its["max_model_len"] for its in listed if its["id"] == self.model)
         return CONTEXT
 
-    def length(self, text: str) -> int:
-        """Tokens at most, of almost any text: the tokenizer is not here."""
-        return -(-len(text.encode()) // 2)
-
     def complete(self, request: Request) -> str | None:
         """One try. None is an answer without text. Some servers give the thinking a field of its
         own: it goes before the text, and without an end where the tokens ran out in it.
         """
         most = request.max_tokens or self.max_tokens
-        payload = {"model": self.model, "temperature": request.temperature, "max_tokens": most}
-        if request.temperature:
-            payload["top_p"] = request.top_p
         roles = zip(("system", "user"), request[:2], strict=True)
-        payload["messages"] = [{"role": role, "content": text} for role, text in roles if text]
+        payload = {
+            "model": self.model,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "max_tokens": most,
+            "messages": [{"role": role, "content": text} for role, text in roles if text],
+        }
         reply = self.fetch("chat/completions", payload)
         try:
             found = reply["choices"][0]["message"]
@@ -253,36 +249,29 @@ class ServerLLM(LLM):
         return clean(content[: REPLY_TOKEN * most]) if isinstance(content, str) else None
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
-        todo, done, stop = iter(requests), queue.SimpleQueue(), threading.Event()
-
-        def work() -> None:
-            for request in todo:  # which all threads share
-                if stop.is_set():
-                    return
-                reply = fault = None
-                try:
-                    reply = retrying(partial(self.complete, request), RETRIES, BACKOFF, stop.wait)
-                except Exception as error:  # whatever it is, somebody waits for a word
-                    fault = error if isinstance(error, Fault) else Fault(repr(error))
-                done.put((request, reply, fault))
-
-        # Trap: Python waits at exit for the threads of a pool, and Ctrl-C would take minutes.
-        for _ in range(min(THREADS, len(requests))):
-            threading.Thread(target=work, daemon=True).start()
-        self.down, in_a_row = True, 0
-        try:
-            for _ in requests:
-                request, reply, fault = done.get()
+        self.dead_batches, in_a_row = self.dead_batches + 1, 0  # until the server proves to be well
+        # Trap: at exit Python waits for concurrent.futures' threads; these are daemons.
+        with ThreadPool(THREADS) as pool:
+            for request, reply, fault in pool.imap_unordered(self.tried, requests):
                 self.fault = str(fault or self.fault)
                 if isinstance(fault, RejectedRequest):
                     self.rejected.add(request)
-                down = fault is not None and fault.down
-                self.down, in_a_row = self.down and down, in_a_row + 1 if down else 0
+                if fault and fault.down:
+                    in_a_row += 1
+                else:
+                    self.dead_batches = in_a_row = 0
                 yield request, reply
                 if in_a_row >= GIVE_UP:
-                    return
-        finally:
-            stop.set()
+                    break
+        if self.dead_batches >= DEAD_BATCHES:
+            why = f"{self.dead_batches} batches in a row without an answer ({self.fault})"
+            raise InputError(f"{self.name}: {why}: start it again; the replies so far are kept")
+
+    def tried(self, request: Request) -> tuple[Request, str | None, Fault | None]:
+        try:
+            return request, retrying(partial(self.complete, request), RETRIES, BACKOFF), None
+        except Fault as fault:
+            return request, None, fault
 
 
 def prompt_ids(tokenizer, request: Request) -> list[int]:
@@ -321,9 +310,6 @@ class LocalLLM(LLM):
 
     def prompt(self, request: Request) -> list[int]:
         return prompt_ids(self.tokenizer, request)
-
-    def length(self, text: str) -> int:
-        return len(encode(self.tokenizer, text))
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         prompts = {request: self.prompt(request) for request in requests}

@@ -3,10 +3,10 @@
     python retriever.py serve --corpus FILE, or --retriever web --retriever_url URL
     python retriever.py check --corpus FILE, or --url URL       exit code 1 if something is wrong
 
-A request that cannot be served gets {"error": {"message": ...}} with 400, 404, 405, 413, 500, or,
-when too many wait, 503; the server lives on. GET /health answers that it lives. `check` finds what
-nobody sees in training: an index of another corpus, lists in another order than the queries.
-Left out: encryption, passwords, and limits on clients that are slow (put a proxy in front).
+A request that cannot be served gets {"error": {"message": ...}} with 400, 404, 405, 413 or 500; the
+server lives on. GET /health answers that it lives. `check` finds what nobody sees in training: an
+index of another corpus, lists in another order than the queries. Left out: encryption, passwords,
+and limits on clients that are slow or many (put a proxy in front).
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import json
 import re
 import sys
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from data import Document, load_corpus
@@ -24,7 +25,7 @@ from retrievers.remote import HttpRetriever
 MAX_BODY = 16 * 2**20  # bytes of one request
 MAX_QUERIES, MAX_K, DEFAULT_K = 10_000, 1000, 5
 MAX_QUERY = 10_000  # characters: a query of megabytes would hold up all others
-MAX_WAITING = 1000  # requests, while one is searched for
+HERE = "here are POST /retrieve and GET /health"
 ODD_QUERIES = ["zxqvkj", "", "?!", "\n", "kelmouth " * 1000]  # an unknown word, none, too many
 COMMON_WORDS = "history city film born river music science war company language".split()
 
@@ -42,7 +43,6 @@ class RetrievalServer(ThreadingHTTPServer):
     def __init__(self, retriever, host: str = "127.0.0.1", port: int = 8000):
         self.retriever = retriever
         self.lock = threading.Lock()  # one search at a time: not every retriever is thread-safe
-        self.places = threading.Semaphore(MAX_WAITING)
         try:
             super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:
@@ -51,19 +51,15 @@ class RetrievalServer(ThreadingHTTPServer):
 
     def answer(self, body: bytes) -> dict:
         queries, k = read_request(body)
-        if not self.places.acquire(blocking=False):
-            raise Refused(503, f"{MAX_WAITING:,} requests wait: ask later")
-        with self.lock:
-            try:
+        try:
+            with self.lock:
                 found = self.retriever.search(queries, k)
-                return {"result": [list(map(written, one)) for one in found]}
-            except Exception as error:  # whatever a retriever raises: the next request may go well
-                line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
-                print(line, file=sys.stderr, flush=True)
-                # A search API that is well may refuse a query for what it is.
-                raise Refused(400 if isinstance(error, RejectedRequest) else 500, line) from None
-            finally:
-                self.places.release()
+            return {"result": [[written(document) for document in one] for one in found]}
+        except Exception as error:  # whatever a retriever raises: the next request may go well
+            line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
+            print(line, file=sys.stderr, flush=True)
+            # A search API that is well may refuse a query for what it is.
+            raise Refused(400 if isinstance(error, RejectedRequest) else 500, line) from None
 
     def handle_error(self, request, client_address):
         if not isinstance(sys.exception(), OSError):  # a client that went away is no error
@@ -76,26 +72,24 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self):
-        if self.path.rstrip("/") == "/health":
-            return self.send(200, b'{"status": "ok"}')
-        here = self.path.rstrip("/") == "/retrieve"
-        self.refuse(405 if here else 404, "here are POST /retrieve and GET /health")
+        code = {"/health": 200, "/retrieve": 405}.get(self.path.rstrip("/"), 404)
+        self.send(code, {"status": "ok"} if code == 200 else HERE)
 
     def do_POST(self):
         try:
             if self.path.rstrip("/") != "/retrieve":
-                raise Refused(404, f"no POST {shown(self.path)} here, but POST /retrieve")
+                raise Refused(404, HERE)
             length = self.headers.get("Content-Length", "")
             if not re.fullmatch("[0-9]{1,15}", length) or int(length) > MAX_BODY:
                 raise Refused(413, f"send at most {MAX_BODY:,} bytes, and their Content-Length")
-            self.send(200, json.dumps(self.server.answer(self.rfile.read(int(length)))).encode())
+            self.send(200, self.server.answer(self.rfile.read(int(length))))
         except Refused as refused:
-            self.refuse(*refused.args)
+            self.send(*refused.args)
 
-    def refuse(self, status: int, why: str):
-        self.send(status, json.dumps({"error": {"message": why}}).encode())
-
-    def send(self, status: int, body: bytes):
+    def send(self, status: int, reply: dict | str):
+        """A text is an error."""
+        reply = {"error": {"message": reply}} if isinstance(reply, str) else reply
+        body = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -113,11 +107,10 @@ def read_request(body: bytes) -> tuple[list[str], int]:
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is no JSON ({shown(str(error))})") from None
     queries = request.get("queries") if isinstance(request, dict) else None
-    texts = isinstance(queries, list) and all(isinstance(query, str) for query in queries)
-    if not texts or len(queries) > MAX_QUERIES:
-        raise Refused(400, f"'queries' must be a list of at most {MAX_QUERIES:,} strings")
-    if any(len(query) > MAX_QUERY for query in queries):
-        raise Refused(400, f"a query has at most {MAX_QUERY:,} characters: shorten it")
+    well = isinstance(queries, list) and len(queries) <= MAX_QUERIES
+    if not well or not all(isinstance(query, str) and len(query) <= MAX_QUERY for query in queries):
+        most = f"at most {MAX_QUERIES:,} strings of at most {MAX_QUERY:,} characters"
+        raise Refused(400, f"'queries' must be a list of {most}")
     k = request.get("topk", DEFAULT_K)
     if type(k) is not int or not 1 <= k <= MAX_K:  # type(): True is an int
         raise Refused(400, f"'topk' must be a whole number from 1 to {MAX_K}")
@@ -157,35 +150,38 @@ def query_for(passage: Document) -> str:
     return " ".join((passage.title or passage.text).lower().split()[:12])
 
 
-def command(arguments: list[str], bm25: type) -> None:
-    """`serve` or `check` and their flags; `bm25` is retriever.BM25."""
+FLAGS = {
+    "corpus": "a corpus file; the web and --url need none",
+    "index": "bm25: a folder that keeps its index for the next start",
+    "encoder": "dense: a hub name or a directory",
+    "index_file": "dense: a flat FAISS index, row i is passage i",
+    "output_dir": "dense: a folder that keeps its vectors in vectors/ (runs)",
+    "device": "dense: cpu, cuda:0, ...; default: a free GPU",
+    "retriever_url": "web: the search API",
+    "url": "check: a server's address; --corpus is what it should know",
+}
+
+
+def command(arguments: list[str], make: Callable) -> None:
+    """`serve` or `check` and their flags; `make` is retriever.make_retriever."""
     parser = FlagParser("retriever.py", description="Offer a retriever to others, or check one.")
     flag = parser.add_argument
     flag("command", choices=["serve", "check"])
-    flag("--corpus", default="", help="a corpus file; the web and --url need none")
+    for name, text in FLAGS.items():
+        flag(f"--{name}", default="", help=text)
     flag("--skip_bad", action="store_true", help="leave out malformed records")
     flag("--retriever", choices=["bm25", "dense", "web"], default="bm25")
     flag("--title_boost", type=int, choices=range(10), default=1, help="bm25: of a passage")
-    flag("--index", default="", help="bm25: a folder that keeps its index for the next start")
-    flag("--encoder", default="", help="dense: a hub name or a directory")
-    flag("--index_file", default="", help="dense: a flat FAISS index, row i is passage i")
-    flag(
-        "--output_dir", default="", help="dense: a folder that keeps its vectors in vectors/ (runs)"
-    )
-    flag("--device", default="", help="dense: cpu, cuda:0, ...; default: a free GPU")
-    flag("--retriever_url", default="", help="web: the search API")
     flag("--page", choices=["whole", "window"], default="window", help="web")
     flag("--allow_private", action="store_true", help="web: read this network too")
     flag("--host", default="127.0.0.1", help="serve: 0.0.0.0 lets everybody in")
     flag("--port", type=int, default=8000, help="serve")
-    flag("--url", default="", help="check: a server's address; --corpus is what it should know")
-    flag("-k", type=int, default=5, help="check: how many passages")
     args = parser.parse_args(arguments)
     for name, owner in ("index", "bm25"), ("output_dir", "dense"):
         if getattr(args, name) and (args.url or args.retriever != owner):
             raise InputError(f"--{name}: --retriever {owner} alone has one: leave it out")
     documents = load_corpus(args.corpus, args.skip_bad) if args.corpus else []
-    retriever = retriever_of(args, documents, bm25)
+    retriever = retriever_of(args, documents, make)
     if args.command == "serve":
         with RetrievalServer(retriever, args.host, args.port) as server:
             where = f"at http://{args.host}:{server.server_port}; Ctrl-C ends it"
@@ -196,23 +192,17 @@ def command(arguments: list[str], bm25: type) -> None:
     if not documents:  # the server's corpus is not at hand: what it finds for common words
         found = retriever.search(COMMON_WORDS, 5)
         documents = list(dict.fromkeys(document for one in found for document in one or ()))
-    findings = check(retriever, documents, args.k)
+    findings = check(retriever, documents)
     for well, text in findings:
         print("ok   " if well else "WRONG", text)
     sys.exit(0 if all(well for well, _ in findings) else 1)
 
 
-def retriever_of(args, documents: list[Document], bm25: type):
+def retriever_of(args, documents: list[Document], make: Callable):
     if args.url:
         return HttpRetriever(args.url)
-    if args.retriever == "bm25":
-        return bm25(documents, title_boost=args.title_boost, index=args.index)
-    if args.retriever == "dense":
-        from retrievers.dense import DenseRetriever  # a door: BM25 loads no torch
-
-        return DenseRetriever(
-            documents, args.encoder, args.device, args.index_file, args.output_dir or "runs"
-        )
+    if args.retriever != "web":
+        return make(documents, args, device=args.device, runs=args.output_dir or "runs")
     from retrievers.web import WHOLE, WINDOW, WebRetriever  # a door: only here is the web searched
 
     words = WHOLE if args.page == "whole" else WINDOW

@@ -13,7 +13,7 @@ import retriever
 from data import Document
 from errors import InputError
 from formats.manifest import seal
-from retriever import BM25
+from retriever import BM25, make_retriever
 from retrievers import index
 from retrievers.serve import command
 
@@ -105,9 +105,12 @@ def test_the_command_keeps_an_index_and_only_bm25_has_one(tmp_path, monkeypatch,
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(vars(one)) + "\n" for one in CORPUS[:3]))
     check = ["check", "--corpus", "c.jsonl", "--index", "kept"]
     with pytest.raises(SystemExit, match="0"):
-        command(check, BM25)
+        command(check, make_retriever)
     assert (tmp_path / "kept" / "manifest.json").exists()
-    told = command_line(lambda words: command(words, BM25), [*check, "--title_boost", 2], capsys)
+    def told_by(*more):
+        return command_line(lambda words: command(words, make_retriever), [*check, *more], capsys)
+
+    told = told_by("--title_boost", 2)
     assert told.startswith("error: --index kept: its k1, b, epsilon, title_boost is (1.5, 0.75, ")
-    told = command_line(lambda words: command(words, BM25), [*check, "--retriever", "web"], capsys)
+    told = told_by("--retriever", "web")
     assert "--index: --retriever bm25 alone has one: leave it out" in told

@@ -266,14 +266,14 @@ def test_bm25_and_http_load_no_torch():
 def test_a_dense_and_an_http_retriever_get_their_settings(monkeypatch):
     told = []
     monkeypatch.setattr(
-        "retrievers.dense.DenseRetriever", lambda *given, runs: told.append((*given, runs))
+        "retrievers.dense.DenseRetriever", lambda *given: told.append(given)
     )
     made("dense", documents("a"), 0, 60.0, "cuda:1", "mine", encoder="e5")
-    assert told == [(documents("a"), "e5", "cuda:1", "mine")]
+    assert told == [(documents("a"), "e5", "cuda:1", "", "mine")]
     monkeypatch.setattr("retrievers.dense.DenseRetriever", lambda *given: told.append(given[1:]))
     words = "check --retriever dense --encoder e5 --output_dir mine".split()
     with pytest.raises(AttributeError):  # what stands in its place is none
-        command(words, BM25)
+        command(words, make_retriever)
     assert told.pop() == ("e5", "", "", "mine")
     monkeypatch.setattr("retrievers.remote.HttpRetriever", lambda *given: told.append(given))
     made("http", [], 0, 7.0, retriever_url="http://h")
@@ -446,7 +446,7 @@ def test_flags_of_serve_and_check_that_are_wrong_are_one_line(
 ):
     monkeypatch.chdir(tmp_path)
     Path("c.tsv").write_text("7\tthe cat sat\n")
-    assert said in command_line(lambda words: command(words, BM25), arguments, capsys)
+    assert said in command_line(lambda words: command(words, make_retriever), arguments, capsys)
 
 
 def test_flags_of_a_search_that_are_wrong_are_one_line_and_code_2(tmp_path):

@@ -26,7 +26,7 @@ from errors import InputError, Terminated, raise_terminated, rank_of, run_main
 from formats.trajectories import NAME, read_trajectories
 from other_models.llm import load_llm
 from plumbing.checkpoint import checkpoints
-from retriever import BM25
+from retriever import make_retriever
 from retrievers.dense import read_shard
 from retrievers.remote import HttpRetriever
 from retrievers.serve import command
@@ -287,7 +287,7 @@ WEB = ["serve", "--retriever", "web", "--retriever_url", f"{SECRET}/?q={{query}}
         (train.main, ["--judge", "user:secretpw@h/v1#m"]),
         (train.main, [f"--retriever-url={SECRET}"]),
         (evaluation.main, ["--retriever", "http", "--retriever_url", SECRET]),
-        (lambda arguments: command(arguments, BM25), WEB),
+        (lambda arguments: command(arguments, make_retriever), WEB),
     ],
 )
 def test_a_password_in_an_address_is_refused_and_not_repeated(

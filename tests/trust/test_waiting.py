@@ -294,7 +294,7 @@ def test_what_is_kept_for_later_lies_under_runs(tmp_path, monkeypatch, started):
     settings = Settings(output_dir="mine", retriever="dense", encoder="e5", model="m")
     assert load_llm(f"{server.base}/v1#m", settings).cache.path.parent == Path("mine/llm_cache")
     seen = []
-    monkeypatch.setattr("retrievers.dense.DenseRetriever", lambda *_, runs: seen.append(runs))
+    monkeypatch.setattr("retrievers.dense.DenseRetriever", lambda *given: seen.append(given[-1]))
     build.build_search(settings, [])
     assert seen == ["mine"]
 
