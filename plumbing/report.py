@@ -28,6 +28,12 @@ set_f1 all_correct written thinking unfinished retrieved shown compression
 """.split()
 DRAWS, FLIPS = 1000, 10_000
 MEAN_OF_DATASETS = "mean of datasets"  # each counts the same; in "all" each question does
+MEAN = "{:.3f} [{:.2f}, {:.2f}]"
+DIFFERENCE = "{mean:.3f} / {other:.3f}: {difference[0]:+.3f} "
+DIFFERENCE += "[{difference[1]:+.3f}, {difference[2]:+.3f}] p={p:.3g}"
+PAIRED = """
+paired: {questions} questions of both runs ({only_here} only here, {only_there} only there)
+here / there: difference [95 %] and p of random signs"""
 Summary = dict[str, dict]  # row -> column -> cell, beside the number of "questions"
 
 
@@ -55,6 +61,7 @@ def paired(groups: list[np.ndarray]) -> dict:
         "p": sign_flip_p(weighted),
         "better": int((weighted > 0).sum()),
         "worse": int((weighted < 0).sum()),
+        "right": four_ways(groups),
     }
 
 
@@ -78,12 +85,12 @@ def summarise(records: list[dict]) -> Summary:
 def four_ways(groups: list[np.ndarray]) -> dict:
     """Questions that two runs have right, in half of the samples (When to Search Figure 4)."""
     here, there = np.concatenate(groups).T >= 0.5  # [questions] each
-    ways = {"both": here & there, "only this": here & ~there, "only other": there & ~here}
+    ways = {"both": here & there, "only here": here & ~there, "only there": there & ~here}
     return {name: int(way.sum()) for name, way in (ways | {"neither": ~here & ~there}).items()}
 
 
-def compare(records: list[dict], others: list[dict], cell: Callable = paired) -> Summary:
-    """The same rows over the questions of both runs; a cell is what `cell` gives."""
+def compare(records: list[dict], others: list[dict]) -> Summary:
+    """The same rows over the questions of both runs; a cell is what `paired` gives."""
     here, there, pairs = question_means(records), question_means(others), matched(records, others)
     if not pairs:
         raise InputError("the two runs have no question in common: there is nothing to compare")
@@ -92,7 +99,7 @@ def compare(records: list[dict], others: list[dict], cell: Callable = paired) ->
         a, b = here[left], there[right]
         b = {f"reader_{c}": b[c] for c in b} | b  # a reader is compared with its own RAG
         both[left] = {column: (a[column], b[column]) for column in a if column in b}
-    summary = cells([record for record in records if record["id"] in both], both, cell)
+    summary = cells([record for record in records if record["id"] in both], both, paired)
     left_out = {"only_here": len(here) - len(pairs), "only_there": len(there) - len(pairs)}
     return summary | {"all": summary["all"] | left_out}
 
@@ -127,7 +134,7 @@ def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summ
     rows = defaultdict(dict)
     for record in records:
         row = record.get("dataset" if several else "kind") or "-"
-        if row in ("all", MEAN_OF_DATASETS, "comparison", "right", "hops"):
+        if row in ("all", MEAN_OF_DATASETS, "comparison", "hops"):
             row += " (file)"  # all.jsonl would be taken for the total
         rows[row][record["id"]] = numbers[record["id"]]
     order = sorted(rows, key=lambda row: (KINDS.index(row) if row in KINDS else 99, row))
@@ -157,13 +164,12 @@ def report(records: list[dict], others: list[dict], as_markdown: bool, json_file
         print(f"{unread} of {len(records)} verdicts are unreadable: `judged` is without them")
     if others:
         whole["comparison"] = compare(records, others)
-        print("\n" + comparison_table(whole["comparison"], as_markdown))
-        ways = compare(records, others, four_ways)
-        column = "judged" if "judged" in ways["all"] else "em"
-        whole["right"] = {row: ways[row][column] for row in ways if column in ways[row]}
-        lines = [[f"{column} is 1", *row] for row in whole["right"].values()][:1]
-        lines += [[row, *map(str, found.values())] for row, found in whole["right"].items()]
-        print("\n" + written(lines, as_markdown, 1) if lines else "")
+        every = whole["comparison"]["all"]
+        print(PAIRED.format(**every) + "\n\n" + table(whole["comparison"], as_markdown))
+        column = "judged" if "judged" in every else "em"
+        if column in every:
+            ways = ", ".join(f"{way} {count}" for way, count in every[column]["right"].items())
+            print(f"\n{column} is 1: {ways}")
     if json_file:
         Path(json_file).parent.mkdir(parents=True, exist_ok=True)
         Path(json_file).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
@@ -180,32 +186,21 @@ def by_hops(records: list[dict]) -> list[dict]:
 
 
 def table(summary: Summary, as_markdown: bool = False, head: str = "kind") -> str:
-    """A line per row: "0.250 [0.12, 0.38]" is a mean with its interval."""
+    """A line per row, a cell per column."""
     rows = {row: summary[row] for row in summary if row != "all" or len(summary) != 2}
     columns = [column for column in COLUMNS if any(column in row for row in rows.values())]
     if not columns:
         return "no numbers: none of the records has a metric"
     lines = [[head, "n", *columns]]
     for name, row in rows.items():
-        means = ["{:.3f} [{:.2f}, {:.2f}]".format(*row[c]) if c in row else "-" for c in columns]
-        lines.append([name, str(row["questions"]), *means])
+        texts = [shown(row[column]) if column in row else "-" for column in columns]
+        lines.append([name, str(row["questions"]), *texts])
     return written(lines, as_markdown, 2)
 
 
-def comparison_table(comparison: Summary, as_markdown: bool = False) -> str:
-    """A line per row and column. Of several rows only "all" shows what does not differ."""
-    rows = {row: comparison[row] for row in comparison if row != "all" or len(comparison) != 2}
-    lines = [["kind", "n", "metric", "this", "other", "difference [95 %]", "p", "better", "worse"]]
-    for name, row in rows.items():
-        for column in [column for column in COLUMNS if column in row]:
-            means = "{mean:.3f} {other:.3f}".format(**row[column]).split()
-            difference = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row[column]["difference"])
-            test = "{p:.3g} {better} {worse}".format(**row[column]).split()
-            if len(rows) == 1 or name == "all" or test[1:] != ["0", "0"]:
-                lines.append([name, str(row["questions"]), column, *means, difference, *test])
-    said = "{questions} questions of both runs ({only_here} only in this one, {only_there} only in"
-    said = f"paired: {said} the other)".format(**comparison["all"])
-    return f"{said}\n\n{written(lines, as_markdown, 3)}"
+def shown(cell: tuple | dict) -> str:
+    """ "0.250 [0.12, 0.38]" is a mean with its interval."""
+    return MEAN.format(*cell) if isinstance(cell, tuple) else DIFFERENCE.format(**cell)
 
 
 def written(lines: list[list[str]], as_markdown: bool, keep: int) -> str:

@@ -242,7 +242,7 @@ def test_two_evaluations_are_compared_in_pairs(written, tmp_path, capsys):
     asked = [{"id": i, "question": WHERE, "answers": ["Norland"]} for i in "01"]
     run("--out", written, "--against", other, "--data", write(tmp_path / "q.jsonl", asked))
     out = capsys.readouterr().out
-    assert "paired: 2 questions of both runs (0 only in this one, 0 only in" in out
+    assert "paired: 2 questions of both runs (0 only here, 0 only there)" in out
     assert "-0.500 [" in out
 
 

@@ -203,39 +203,34 @@ def test_the_markdown_table_has_the_same_cells(table):
     assert lines[4].startswith("| all | 2 | 0.500 [")
 
 
-def test_the_comparison_says_over_how_many_questions_it_is(monkeypatch):
+def test_the_comparison_says_over_how_many_questions_it_is(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "160")
     here, there = [asked("1", "Who ?", 1.0), asked("2", "What ?", 1.0)], [asked("1", "Who ?", 0.0)]
-    lines = report.comparison_table(compare(here, there)).splitlines()
-    assert lines[0].startswith("paired: 1 questions of both runs (1 only in this one, 0 only in")
-    assert lines[3].split() == "a 1 em 1.000 0.000 +1.000 [+1.000, +1.000] 1 1 0".split()
-    in_markdown = report.comparison_table(compare(here, there), True).splitlines()
-    assert in_markdown[4].startswith("| a | 1 | em | 1.000 | 0.000 | +1.000 [") and not lines[1]
-
-
-def test_of_several_kinds_only_all_shows_what_does_not_differ():
-    same, other = record("1", "a", em=1.0), [record("2", "b", em=em) for em in (1.0, 0.0)]
-    lines = report.comparison_table(compare([same, other[0]], [same, other[1]])).splitlines()
-    assert [line.split()[0] for line in lines[3:]] == ["b", "all"]
+    report.report(here, there, False, "")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3] == "paired: 1 questions of both runs (1 only here, 0 only there)"
+    assert lines[7].split() == "a 1 1.000 / 0.000: +1.000 [+1.000, +1.000] p=1".split()
+    report.report(here, there, True, "")
+    assert "| a | 1 | 1.000 / 0.000: +1.000 [+1.000, +1.000] p=1 |" in capsys.readouterr().out
 
 
 def test_what_two_runs_got_right_is_in_one_of_four_categories(monkeypatch, capsys, tmp_path):
     # Both, this one, this one, the other, neither. Of question 0 half of the samples are right.
-    monkeypatch.setenv("COLUMNS", "160")
     marks = {"a0": (1, 1), "a1": (1, 0), "b2": (1, 0), "b3": (0, 1), "b4": (0, 0)}
     here = [record(name[1], name[0], em=float(em)) for name, (em, _) in marks.items()]
     there = [record(name[1], name[0], em=float(em)) for name, (_, em) in marks.items()]
     here.append(record("0", em=0.0))
     report.report(here, there, False, str(tmp_path / "t.json"))
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[-4] == "em is 1 both only this only other neither".split()
-    assert lines[-3:] == [["a", *"1100"], ["b", *"0111"], ["all", *"1211"]]
-    ways = {"both": 1, "only this": 2, "only other": 1, "neither": 1}
-    assert json.loads((tmp_path / "t.json").read_text())["right"]["all"] == ways
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "em is 1: both 1, only here 2, only there 1, neither 1"
+    rows = json.loads((tmp_path / "t.json").read_text())["comparison"]
+    found = {row: [*rows[row]["em"]["right"].values()] for row in rows}
+    assert found == {"a": [1, 1, 0, 0], "b": [0, 1, 1, 1], "all": [1, 2, 1, 1]}
     for one in here + there:  # a judge of both goes before the metric
         one["metrics"]["judged"] = 1.0
     report.report(here, there, False, "")
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["all", *"5000"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "judged is 1: both 5, only here 0, only there 0, neither 0"
 
 
 def test_compression_is_told_as_ratio_of_means_and_as_mean_of_ratios(capsys):
