@@ -74,7 +74,7 @@ def test_a_server_of_ones_own_answers_sensibly(tree, tmp_path):
     server = subprocess.Popen(command, stdout=subprocess.PIPE, **how)
     try:
         url = server.stdout.readline().split()[-1]
-        check = ["retriever.py", "check", "--url", url, "--corpus", passages, "-k", "1"]
+        check = ["retriever.py", "check", "--url", url, "--corpus", passages]
         shown = run_in(tree, *check)
         assert shown.count("ok ") == 3 and "WRONG" not in shown
     finally:
