@@ -88,7 +88,7 @@ def sft_lr_factor(step: int, settings: SFTSettings) -> float:
 
 def optimizers_of(policy: Policy, settings: SFTSettings) -> dict[torch.optim.Optimizer, float]:
     """Returns each optimizer with its learning rate. Muon (Jordan 2024) makes the singular values
-    of a matrix's momentum equal before it takes the step: of the built-in warm-up it needs 0.6 of
+    of a matrix's momentum equal before it takes the step: of the built-in warm-up it needs 0.7 of
     AdamW's steps.
     """
     trained = [p for p in policy.parameters() if p.requires_grad]
