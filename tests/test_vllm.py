@@ -263,7 +263,7 @@ def searches_in_common(policy, environment, version: int, count: int) -> int:
     searches = sum(len(row.searches) for row in found)
     print(f"{version}: {sum(same)} of {count}, {searches} searches, {apart:.1e}, {gap:.1e}")
     # the third version's logits are three times as large, and so are their rounding errors
-    assert all(same) and max(apart, gap) < (6e-5 if version == 2 else 2e-5)
+    assert all(same) and max(apart, gap) < (1e-4 if version == 2 else 5e-5)
     return searches
 
 
