@@ -100,7 +100,7 @@ def test_the_plan_of_a_whole_model_is_within_a_twentieth_of_its_simulated_step(s
 
 
 FAULTS = {  # what -> (file, as it is, as it fails on a GPU)
-    "log-probs that stay on the GPU": ("update.py", "= micro.logprobs.cpu()", "= micro.logprobs"),
+    "log-probs that stay on the GPU": ("update.py", "micro.logprobs.cpu()", "micro.logprobs"),
     "a result on the CPU": (
         "policy.py",
         "(targets.shape, device=tokens.device)",
