@@ -57,7 +57,7 @@ from plumbing.questions import as_asked, known_questions, load_documents
 from plumbing.record import told
 from policy import best_device
 from prompts import PROTOCOLS, build_prompt
-from rollout import Environment, check_prompts, context_of, decode, rollout
+from rollout import Environment, check_prompts, decode, rollout
 from trajectory import Trajectory, ending, heading
 
 HELP = """
@@ -87,11 +87,8 @@ class Session:
         loaded = build.load_model(settings, settings.model, best_device(), frozen=True)
         self.policy, self.tokenizer = loaded
         self.policy.generate = partial(self.policy.generate, streamer=Voice(self.tokenizer))
-        protocol = build.build_protocol(settings)
-        context = settings.max_context or context_of(self.policy)
-        self.environment = AloudEnvironment(
-            self.tokenizer, protocol, self.search, settings, context
-        )
+        around = (self.tokenizer, self.search, self.policy, AloudEnvironment)
+        self.environment = build.build_environment(settings, *around)
 
 
 class Voice:

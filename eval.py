@@ -128,7 +128,12 @@ from settings import (
     stage_folder,
 )
 from trajectory import Trajectory
-from trajectory_metrics import token_metrics, trajectory_metrics, without_thinking
+from trajectory_metrics import (
+    paper_metrics,
+    token_metrics,
+    trajectory_metrics,
+    without_thinking,
+)
 
 QUESTIONS_AT_ONCE = 64
 GIVEN_TOKENS = 4096  # of --retriever given: 20 paragraphs (ARENA) of 200 tokens
@@ -138,6 +143,7 @@ GIVEN_TOKENS = 4096  # of --retriever given: 20 paragraphs (ARENA) of 200 tokens
 def prediction_metrics(trajectory: Trajectory) -> dict[str, float]:
     """Returns the numbers of one trajectory that a table can show; of a summary only its ROUGE."""
     numbers = trajectory_metrics(trajectory)
+    numbers |= paper_metrics(trajectory, numbers["em"])
     unlike = ("em", "f1", "cem") if trajectory.question.task == "summary" else ()
     return {name: numbers[name] for name in COLUMNS if name in numbers and name not in unlike}
 

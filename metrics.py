@@ -47,7 +47,6 @@ PUNCTUATION = {  # style -> what becomes of it
 Golds = str | list[str]
 
 
-@lru_cache(maxsize=4096)  # the trajectories of a group repeat their answers
 def normalize_answer(text: str, punctuation: str = "space") -> str:
     """Lower case, no punctuation, no articles, single blanks. "space": True and False are yes, no.
 

@@ -164,7 +164,9 @@ def unread(settings: Settings, training: bool) -> dict[str, str]:
         found["kl_estimator"] = "with --kl_coef 0 there is no KL"
     asked = asked_of_others(settings)
     read = {MODELS[need] for need in asked & MODELS.keys()}
-    read |= {*READS.get(settings.reward, "").split()} - {"beta" * (settings.left_out == "answer")}
+    read |= {*READS.get(settings.reward, "").split()}
+    if settings.left_out == "answer":
+        read.discard("beta")
     names = {*MODELS.values(), *(f.name for f in fields(RewardSettings))} - {"reward"}
     reward = f"{settings.reward} without {settings.left_out}".removesuffix(" without ")
     return found | dict.fromkeys(names - read, f"--reward {reward} does not read it")

@@ -92,8 +92,9 @@ def optimizers_of(policy: Policy, settings: SFTSettings) -> dict[torch.optim.Opt
     AdamW's steps.
     """
     trained = [p for p in policy.parameters() if p.requires_grad]
-    found, layers = {}, policy.language_model.base_model.layers
+    found = {}
     if settings.muon_lr:
+        layers = policy.language_model.base_model.layers
         matrices = [p for p in layers.parameters() if p.ndim == 2]
         found[torch.optim.Muon(matrices, weight_decay=0.0)] = settings.muon_lr
         own = {*matrices}

@@ -370,7 +370,6 @@ def sampler_stats(batch: Batch, first: torch.Tensor, mismatch: str) -> Record:
     model tokens of the step's first update [n], by their weights, and the largest one: nothing has
     moved yet. Rows that teach nothing are not scored, and documents were not sampled.
     """
-    scored = batch.rows(rows_that_teach(batch))
     part = batch.rows(first)
     part = part.rows(rows_that_teach(part))
     if batch.sampled_logprobs is None or not part.token_weights.any():
@@ -378,7 +377,9 @@ def sampler_stats(batch: Batch, first: torch.Tensor, mismatch: str) -> Record:
     gap = (part.logprobs - part.sampled_logprobs).abs() * part.response_mask  # [n, t]
     mean_gap = (part.token_weights * gap).sum() / part.token_weights.sum()
     record = {"logprob_gap": mean_gap.item(), "logprob_gap_max": gap.max().item()}
-    return record | (ppo.mismatch_stats(scored, mismatch) if mismatch != "none" else {})
+    if mismatch != "none":
+        record |= ppo.mismatch_stats(batch.rows(rows_that_teach(batch)), mismatch)
+    return record
 
 
 def main(arguments: list[str] | None = None) -> None:

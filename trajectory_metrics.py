@@ -5,7 +5,6 @@ no gradient hangs on it. Training logs means of these numbers (train.LOGGED), an
 those of each trajectory beside its prediction (plumbing.report.COLUMNS).
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from itertools import compress
 
@@ -26,17 +25,22 @@ def mean(values: Iterable[float]) -> float:
 
 # ----------------------------------------------------------------------------------- one trajectory
 def trajectory_metrics(t: Trajectory) -> dict[str, float]:
-    """The numbers of one trajectory. What does not apply to it has no entry, not a 0. em, f1 and
-    cem treat punctuation as the paper's own scorer does; of a summary each is its ROUGE.
+    """The numbers of one trajectory, which training logs too. What does not apply to it has no
+    entry, not a 0. em, f1 and cem treat punctuation as the paper's own scorer does; of a summary
+    each is its ROUGE.
     """
-    question, protocol, paper = t.question, t.protocol, paper_of(t.protocol.name)
+    question, punctuation = t.question, paper_of(t.protocol.name).punctuation
     asked = (question.answers, question.task, question.options)
-    numbers = score_answer(t.answer, *asked, paper.punctuation)
+    numbers = score_answer(t.answer, *asked, punctuation) | text_metrics(t)
+    return numbers | (search_metrics(t) if t.protocol.query_tags else {})
+
+
+def paper_metrics(t: Trajectory, em: float) -> dict[str, float]:
+    """What only tables of an evaluation show: format, evidence, citations, a summary's ROUGE."""
+    question, protocol = t.question, t.protocol
+    numbers = {"format": float(paper_of(protocol.name).good_format(t))}
     if question.task == "summary":
         numbers |= summary_scores(t.answer, question.answers)
-    if protocol.query_tags:
-        numbers |= search_metrics(t)
-    numbers |= text_metrics(t) | {"format": float(paper.good_format(t))}
     if protocol.evidence_tags:
         numbers["evidence"] = float(bool(t.evidence))
         if t.evidence:
@@ -44,7 +48,7 @@ def trajectory_metrics(t: Trajectory) -> dict[str, float]:
     if protocol.references_in_prompt and question.supporting:
         numbers |= arena_scores(t)
         if question.task != "summary":  # ARENA Table 13
-            numbers["all_correct"] = numbers["em"] * numbers["exact_set"]
+            numbers["all_correct"] = em * numbers["exact_set"]
     return numbers
 
 
@@ -116,11 +120,11 @@ def split_thought(text: str, inside: bool = False) -> tuple[str, str, bool]:
     >>> split_thought("<think>Kelmouth?</think> Norland")
     ('<think>Kelmouth?</think>', ' Norland', False)
     """
-    pieces = re.fullmatch("(.*</think>|)(.*?)(<think>.*|)", text, re.DOTALL)
-    ended, rest, begun = pieces.groups()
-    if inside and not ended:
+    thought, end, text = text.rpartition("</think>")
+    if inside and not end:
         return text, "", True
-    return ended + begun, rest, bool(begun)
+    text, begin, unfinished = text.partition("<think>")
+    return thought + end + begin + unfinished, text, bool(begin)
 
 
 def without_thinking(t: Trajectory) -> Trajectory:

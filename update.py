@@ -196,7 +196,7 @@ def descend(parts: Parts, model, optimizer, batch: Batch, loss_of: Callable) -> 
 def merged(records: list[Record], merge: Callable) -> Record:
     """One record of several: merge(values) of each name, or the extreme that it ends in."""
     whole, extremes = {}, {"min": min, "max": max, "norm": max}
-    for name in records[0]:
+    for name in dict.fromkeys(name for record in records for name in record):
         values = [record[name] for record in records if name in record]
         whole[name] = extremes.get(name.rpartition("_")[2], merge)(values)
     return whole

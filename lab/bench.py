@@ -320,6 +320,7 @@ AXES = {  # by the setting that grows: what runs, the sizes
     "max_searches": (play_in_slots, (1, 3, 8)),
     "passages": (BM25, (5_000, 40_000, 300_000, 1_000_000)),
 }
+BM25S = {"bm25s": bm25s} if find_spec("bm25s") else {}
 PARTS = {  # ours is the first one
     "rollout": {"slots": play_in_slots, "by_turns": play_by_turns, "whole_batch": whole_batch},
     "update": {
@@ -329,7 +330,7 @@ PARTS = {  # ours is the first one
         "padded": partial(backward, padded=True),
     },
     "step": {"ours": step, "every_row": partial(step, every_row=True)},
-    "retrieval": {"ours": BM25, "rank-bm25": BM25Okapi},
+    "retrieval": {"ours": BM25, "rank-bm25": BM25Okapi, **BM25S},
     "growth": AXES,
 }
 
@@ -346,8 +347,6 @@ def main(arguments: list[str] | None = None) -> None:
         check_output(o.png, "--png")
         load_pyplot().rcParams["font.size"] = 8
         load_pyplot().figure(figsize=(12, 7), layout="constrained")
-    if find_spec("bm25s"):
-        PARTS["retrieval"]["bm25s"] = bm25s
     for name in names_in("only", o.only, PARTS[part]):
         work, sizes = AXES.get(name, (PARTS[part][name], [""]))
         run = run_retrieval if work in (BM25, BM25Okapi, bm25s) else run_scripted

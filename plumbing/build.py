@@ -135,14 +135,17 @@ def build_embedder(settings: Settings, documents: list[Document], device) -> Cal
     nobody has the corpus: then a word counts that the step asked for or found, and another one was
     invented.
     """
-    embed = documents and tfidf_embedder(documents)
     if settings.embedder != "tfidf":
-        embed = Encoder(settings.embedder, str(device))
+        encoder = Encoder(settings.embedder, str(device))
+        return lambda rows: encoder
+    if documents:
+        embed = tfidf_embedder(documents)
+        return lambda rows: embed
 
     def embedder(rows: list[Trajectory]):
         texts = {t.question.question for t in rows}
         texts |= {search.text for t in rows for search in t.searches}
-        return embed or tfidf_embedder([Document("", "", text) for text in texts])
+        return tfidf_embedder([Document("", "", text) for text in texts])
 
     return embedder
 
@@ -173,9 +176,11 @@ def build_reader(settings: Settings, device="cpu") -> LLM:
     return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
 
 
-def build_environment(settings: Settings, tokenizer, search: SearchFunction, policy) -> Environment:
+def build_environment(
+    settings: Settings, tokenizer, search: SearchFunction, policy, kind=Environment
+) -> Environment:
     context = settings.max_context or context_of(policy)
-    return Environment(tokenizer, build_protocol(settings), search, settings, context)
+    return kind(tokenizer, build_protocol(settings), search, settings, context)
 
 
 def play_of(settings: Settings):
@@ -341,15 +346,17 @@ def build_parts(settings: Settings) -> Parts:
     def sampler():
         return to_serve(policy, parts.version) if served else to_sample_with(policy, copies)
 
-    how = (recompute, mismatch, load_reference(settings, device))
+    reference = load_reference(settings, device)
     spread = partial(spread_over, accelerator, sharding, settings.optimizer)
-    critic = [None] * 3
+    critic = critic_model = critic_optimizer = None
     if settings.algorithm == "ppo":  # also in stage 2 a new one: another reward has other values
-        module = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
-        critic = [module, *spread(module, settings.critic_lr)]
-    weights = (policy, *spread(policy, settings.lr))
+        critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
+        critic_model, critic_optimizer = spread(critic, settings.critic_lr)
+    model, optimizer = spread(policy, settings.lr)
+    weights = (policy, model, optimizer, recompute, mismatch, reference)
+    critics = (critic, critic_model, critic_optimizer)
     around = (stream, held_out, environment, play_of(settings), sampler, others)
-    parts = Parts(settings, accelerator, *weights, *how, *critic, *around)
+    parts = Parts(settings, accelerator, *weights, *critics, *around)
     return parts
 
 
