@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import model_of
 
 import sft
 from errors import InputError
@@ -127,6 +128,13 @@ def test_muon_steps_have_equal_singular_values_and_the_rest_is_adamws(policy):
         else:  # Adam's first step is the rate, whatever the gradient
             moved = change[change.abs() > 1e-5].abs()
             assert moved.numel() and moved.max() < 1.01e-3
+
+
+def test_a_family_without_a_list_of_layers_is_trained_too():
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 30, "n_positions": 64}
+    family = Policy(model_of("gpt2", **sizes))
+    first, *_, last = train(family, steps=10)
+    assert last < first
 
 
 def test_every_step_asks_for_its_own_batch(policy):

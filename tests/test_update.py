@@ -369,3 +369,5 @@ def test_records_become_one_and_extremes_stay_extremes():
     expected = one | {"ratio_max": 2.0}  # a step's first update alone has the gap
     assert merged([one, two], sum) == expected | {"loss": -0.75}
     assert merged([one, two], mean) == expected | {"loss": -0.375}
+    # Nothing in the first update taught: what the second says is kept.
+    assert merged([{"loss": 0.0, "grad_norm": 0.0}, one], mean) == one | {"loss": 0.125}
