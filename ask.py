@@ -87,8 +87,9 @@ class Session:
         loaded = build.load_model(settings, settings.model, best_device(), frozen=True)
         self.policy, self.tokenizer = loaded
         self.policy.generate = partial(self.policy.generate, streamer=Voice(self.tokenizer))
-        around = (self.tokenizer, self.search, self.policy, AloudEnvironment)
-        self.environment = build.build_environment(settings, *around)
+        self.environment = build.build_environment(
+            settings, self.tokenizer, self.search, self.policy, AloudEnvironment
+        )
 
 
 class Voice:

@@ -17,6 +17,7 @@ Left out: streaming, servers that want `max_completion_tokens`.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import hashlib
@@ -155,11 +156,12 @@ class LLM:
         return [*map(replies.get, requests)]
 
     def tail(self, text: str, rest: str, most: int) -> str:
-        """The end of the text: what the context holds beside the rest and a reply, or 5 % less."""
+        """The end of the text: as much as the context holds beside the rest and a reply."""
         left = self.positions - self.length(rest) - SPARE - min(most, self.positions // 4)
-        while text and self.length(text) > left:
-            text = text[1 + len(text) // 20 :]
-        return text
+        if self.length(text) <= left:
+            return text
+        places = range(len(text))
+        return text[bisect.bisect_left(places, -left, key=lambda i: -self.length(text[i:])) :]
 
     def length(self, text: str) -> int:
         return len(encode(self.tokenizer, text))
@@ -223,6 +225,10 @@ class ServerLLM(LLM):
             listed = self.fetch("models")["data"]
             return next(its["max_model_len"] for its in listed if its["id"] == self.model)
         return CONTEXT
+
+    def length(self, text: str) -> int:
+        """Tokens at most, of almost any text: the tokenizer is not here."""
+        return -(-len(text.encode()) // 2)
 
     def complete(self, request: Request) -> str | None:
         """One try. None is an answer without text. Some servers give the thinking a field of its

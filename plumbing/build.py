@@ -135,14 +135,15 @@ def build_embedder(settings: Settings, documents: list[Document], device) -> Cal
     nobody has the corpus: then a word counts that the step asked for or found, and another one was
     invented.
     """
+    embed = None
     if settings.embedder != "tfidf":
-        encoder = Encoder(settings.embedder, str(device))
-        return lambda rows: encoder
-    if documents:
+        embed = Encoder(settings.embedder, str(device))
+    elif documents:
         embed = tfidf_embedder(documents)
-        return lambda rows: embed
 
     def embedder(rows: list[Trajectory]):
+        if embed:
+            return embed
         texts = {t.question.question for t in rows}
         texts |= {search.text for t in rows for search in t.searches}
         return tfidf_embedder([Document("", "", text) for text in texts])
@@ -353,10 +354,11 @@ def build_parts(settings: Settings) -> Parts:
         critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
         critic_model, critic_optimizer = spread(critic, settings.critic_lr)
     model, optimizer = spread(policy, settings.lr)
-    weights = (policy, model, optimizer, recompute, mismatch, reference)
-    critics = (critic, critic_model, critic_optimizer)
-    around = (stream, held_out, environment, play_of(settings), sampler, others)
-    parts = Parts(settings, accelerator, *weights, *critics, *around)
+    parts = Parts(
+        settings, accelerator, policy, model, optimizer, recompute, mismatch, reference, critic,
+        critic_model, critic_optimizer, stream, held_out, environment, play_of(settings), sampler,
+        others,
+    )  # fmt: skip
     return parts
 
 

@@ -11,6 +11,7 @@ from conftest import chat_server, message, random_policy, small
 from transformers import Qwen2Config
 
 from data import Document, Question, SearchResult
+from eval import prediction_metrics
 from formats.records import append_jsonl, finished_records
 from lab import baselines
 from lab.baselines import (
@@ -39,7 +40,7 @@ from policy import save_policy
 from rollout import decode
 from settings import Settings
 from trajectory import Search, trajectory_from_text
-from trajectory_metrics import token_metrics, trajectory_metrics
+from trajectory_metrics import token_metrics
 
 ANA = Question("ana", "Which country was Ana Bell born in?", ["Norland"])
 NEVER = "Hard to say, as the archives burned"  # names no answer
@@ -317,7 +318,7 @@ def searching(name):
 def test_a_model_that_never_says_anything_ends_every_method_without_an_answer(name):
     trajectory, _, _ = go(name, itertools.repeat(""))
     assert trajectory.answer is None and trajectory.stop_reason == "eos"
-    assert trajectory_metrics(trajectory)["em"] == trajectory_metrics(trajectory)["format"] == 0
+    assert prediction_metrics(trajectory)["em"] == prediction_metrics(trajectory)["format"] == 0
 
 
 @every_method
@@ -330,7 +331,7 @@ def test_a_model_that_never_comes_to_the_point_ends_in_bounded_time(name):
 @every_method
 def test_a_model_that_answers_at_once_is_believed(name):
     trajectory, _, _ = go(name, itertools.repeat("So the final answer is: Norland."))
-    assert trajectory.answer == "Norland" and trajectory_metrics(trajectory)["em"] == 1
+    assert trajectory.answer == "Norland" and prediction_metrics(trajectory)["em"] == 1
     searches = {"rag": 1, "sure": 1, "ircot": 1, "iter_retgen": 2, "rat": 1}
     assert len(trajectory.searches) == searches.get(name, 0)
 
@@ -391,7 +392,7 @@ def test_the_transcript_has_one_answer_box_and_each_search_and_reads_back_the_sa
 
 
 def test_a_fallback_of_the_summariser_is_counted():
-    numbers = trajectory_metrics(go("rag", [NORLAND], Library(fallback=True, text="None"))[0])
+    numbers = prediction_metrics(go("rag", [NORLAND], Library(fallback=True, text="None"))[0])
     assert [numbers[name] for name in ("searched", "searches", "fallbacks")] == [1, 1, 1]
 
 
@@ -400,7 +401,7 @@ def test_a_choice_question_shows_its_options_and_is_searched_without_them():
     trajectory, requests, library = go("rag", ["<answer> B </answer>"], question=question)
     assert (
         library.queries == ["Where does Kelmouth lie?"]
-        and trajectory_metrics(trajectory)["em"] == 1
+        and prediction_metrics(trajectory)["em"] == 1
     )
     assert "A. Sudria\nB. Norland" in user_text(requests[0])
 
@@ -505,7 +506,7 @@ def test_what_a_search_shows_is_cut_to_its_budget_and_to_the_prompt_and_this_is_
         how = {"document_tokens": document_tokens, "room": room}
         trajectory, requests, _ = go("rag", ["x"], library, **how)
         assert len(requests[0].found) == shown
-        assert trajectory_metrics(trajectory)["documents_cut"] == (shown < 9)
+        assert prediction_metrics(trajectory)["documents_cut"] == (shown < 9)
 
 
 # -------------------------------------------------------------------------------- what a reply says
@@ -677,7 +678,7 @@ def test_thinking_is_cut_off_before_anything_is_read_and_is_counted():
     whole = f"{thought} {NORLAND}"
     trajectory, _, _ = go("direct", [whole])
     assert trajectory.answer == "Norland" and trajectory.answers == ["Norland"]
-    assert trajectory_metrics(trajectory)["format"] == 1
+    assert prediction_metrics(trajectory)["format"] == 1
     numbers = token_metrics(trajectory, guessed_tokens)
     assert (numbers["written"], numbers["thinking"], numbers["unfinished"]) == (15, 6, 0)
     assert go("direct", [f"<think>{NORLAND}</think> S"])[0].answers == ["S"]  # no box in it counts
@@ -726,7 +727,7 @@ def test_a_baseline_is_scored_and_judged_as_the_paper_of_its_table(recipe, sees,
     trajectory, _, _ = go(
         "direct", ["<answer> Spider_Man </answer>"], None, question, recipe=recipe
     )
-    assert (trajectory.protocol.judge_sees, trajectory_metrics(trajectory)["em"]) == (sees, right)
+    assert (trajectory.protocol.judge_sees, prediction_metrics(trajectory)["em"]) == (sees, right)
 
 
 # --------------------------------------------------------------------------------- the command line
