@@ -118,9 +118,9 @@ class Voice:
 class AloudEnvironment(Environment):
     """Prints what it writes."""
 
-    def answer(self, asking: list[Trajectory]) -> None:
+    def run_searches(self, asking: list[Trajectory]) -> None:
         before = [len(row.segments) for row in asking]
-        super().answer(asking)
+        super().run_searches(asking)
         for row, first in zip(asking, before, strict=True):
             for segment in row.segments[first:]:
                 print(pale(harmless(segment.text)), end="", flush=True)

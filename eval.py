@@ -103,8 +103,8 @@ from plumbing.build import (
     build_protocol,
     build_reader,
     build_search,
+    choose_generate,
     load_model,
-    play_of,
 )
 from plumbing.files import (
     WRITES,
@@ -198,19 +198,19 @@ class Evaluation:
         environment = build_environment(settings, self.tokenizer, search, policy)
         check_prompts(self.questions, environment, policy)
 
-        def play(some: list[Question], seed: int, progress=None) -> list[Trajectory]:
-            return rollout(policy, environment, some, seed, play_of(settings), progress)
+        def generate(some: list[Question], seed: int, progress=None) -> list[Trajectory]:
+            return rollout(policy, environment, some, seed, choose_generate(settings), progress)
 
-        return play, weights_version(settings.model, policy) if settings.model else "built-in"
+        return generate, weights_version(settings.model, policy) if settings.model else "built-in"
 
     def run(self) -> list[dict]:
         """Prediction records of the model's rollouts."""
         self.lock = locked(self.out, saying=WRITES)  # as long as this evaluation is used
-        play, version = self.load()
+        generate, version = self.load()
         self.say_what()
 
         def rows_of(some: list[Question], start: int, progress) -> list[Trajectory]:
-            rows = play(some, self.settings.seed + start, progress)
+            rows = generate(some, self.settings.seed + start, progress)
             return list(map(without_thinking, rows)) if self.options.thinking else rows
 
         return self.collect(self.out, version, rows_of)

@@ -312,7 +312,7 @@ def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
     )
     if batch.mismatch_weights is not None:
         loss = loss * batch.mismatch_weights  # [B, T]
-    stats["kl_old"] = kl.k3(old_logprobs, logprobs.detach())  # [B, T]  the way from the sampler
+    stats["approx_kl"] = kl.k3(old_logprobs, logprobs.detach())  # [B, T]  the way from the sampler
     # Where is the KL? Here, for k2 and k3; k1 is in the reward; with kl_coef 0 it is nowhere.
     coefficient = kl.coefficient(settings, "loss")
     if coefficient or batch.ref_logprobs is not None:

@@ -86,7 +86,7 @@ class Protocol:
         return tuple(tag for pair in [*pairs, *self.other_tags] if pair for tag in pair)
 
     @property
-    def refusal_notices(self) -> tuple[str, str, str]:
+    def rejection_notices(self) -> tuple[str, str, str]:
         return self.malformed_notice, self.limit_notice, self.direct_notice
 
     @property

@@ -46,14 +46,16 @@ from prompts import (
 )
 from trajectory import Trajectory, trajectory_from_text
 
-Terms = dict[str, float]  # the named components of a reward
+RewardTerms = dict[str, float]  # the named components of a reward
 Embedder = Callable[[list[str]], np.ndarray]  # n texts -> [n, d]
 Judge = Callable[[Question, str], float]
 
 LARGEST = 1e15  # of one's own term: its square is a number in fp32, too
 SLOW = 60.0  # seconds after which a line says what the run is waiting for
 
-REWARDS: dict[str, Callable] = {}  # name -> (trajectory, settings, step, extras) -> Terms; below
+REWARDS: dict[
+    str, Callable
+] = {}  # name -> (trajectory, settings, step, extras) -> RewardTerms; below
 # UR²'s backbone -> what n = 0, 1, ≥ 2 searches earn in stage 1
 UR2_RETRIEVAL = {"qwen_7b": (0, 3, 4), "qwen_3b": (0, 5, 7), "llama_8b": (0, 3, 3)}
 
@@ -197,7 +199,9 @@ def ur2_violations(
         ends = answers and not has_word(text[answers[-1].end :])
         return [] if ends else ["no_answer_at_end"]
     asked = [search.query for search in trajectory.executed]
-    asked += [refusal.query for refusal in trajectory.refusals if refusal.reason != "malformed"]
+    asked += [
+        rejected.query for rejected in trajectory.rejected_queries if rejected.reason != "malformed"
+    ]
     faults = _ur2_answer_faults(trajectory) + own_format_faults(trajectory)
     faults += ["long_query" for query in asked if len(query.split()) > MAX_QUERY_WORDS]
     faults += ["wordless_query" for query in asked if not has_word(query)]
@@ -235,7 +239,7 @@ def ur2_stage1(
     variant: str = "qwen_7b",
     fallback_penalty: float = 0.5,
     format_check: str = "strict",
-) -> Terms:
+) -> RewardTerms:
     """R = format + retrieval − fallback: learn to search (UR² eq. 1, appendix C.7).
 
         format      +1 if v = 0, else −v; no search is a violation where there may be one
@@ -262,7 +266,7 @@ def ur2_stage2(
     fallback_penalty: float = 0.5,
     format_check: str = "strict",
     partly: float = 0.0,
-) -> Terms:
+) -> RewardTerms:
     """R = 2 · score(answer) + [v = 0] − 0.5 f: learn to be right (UR² eq. 2, section 3.4).
 
     score: the letter (choice), math equality (math), `answer_metric` (open QA: the paper names
@@ -293,8 +297,8 @@ def _ur2_fallback(trajectory: Trajectory, penalty: float) -> float:
 
 
 def ur2_choice(
-    trajectory: Trajectory, step: int, variant: str = "qwen_7b", terms: Terms | None = None
-) -> Terms:
+    trajectory: Trajectory, step: int, variant: str = "qwen_7b", terms: RewardTerms | None = None
+) -> RewardTerms:
     """Stage 2 and a search bonus that ends: 0.5 for n = 1, 1 for n ≥ 2, in steps 0 to 9 (3B: 14).
     The "weak" stage 1 of multiple choice, where the model mostly knows (UR² appendix C.7); with
     reward ur2_weak, of any task. `terms`: stage 2's, if not its defaults. The 3B model's format is
@@ -338,7 +342,7 @@ def r1_searcher_format(trajectory: Trajectory) -> list[str]:
     return faults
 
 
-def r1_searcher_stage1(trajectory: Trajectory, answer_metric: str = "none") -> Terms:
+def r1_searcher_stage1(trajectory: Trajectory, answer_metric: str = "none") -> RewardTerms:
     """R = 0.5 [n ≥ 1] + 0.5 [format]: learn to search, whatever the answer (R1-Searcher eq. 1, 2).
     answer_metric="cem" is the released code: it adds +1 or −1 by cover-EM; a list covers nothing.
     >>> r1_searcher_stage1(example("r1_searcher", answer="Sudria"), answer_metric="cem")
@@ -354,7 +358,7 @@ def r1_searcher_stage1(trajectory: Trajectory, answer_metric: str = "none") -> T
 
 def r1_searcher_stage2(
     trajectory: Trajectory, answer_metric: str = "f1", format_penalty: float = 2.0
-) -> Terms:
+) -> RewardTerms:
     """R = F1(answer, gold) + (0 if format else −2): learn to be right (R1-Searcher eq. 3, 4).
     answer_metric="em" or "cem" pays +1 or −1 (eq. 5, table 5); format_penalty=1: its Llama code.
     >>> r1_searcher_stage2(example("r1_searcher", answer="<think> Norland"))     # F1 = 2/3, less 2
@@ -376,7 +380,7 @@ GAMMA_EVIDENCE, GAMMA_ANSWER = 0.2, 0.2  # γ_e and γ_α
 
 def r_search(
     trajectory: Trajectory, reader_answer: str = "", evidence_reward: bool = True
-) -> Terms:
+) -> RewardTerms:
     """R = F1(answer) + F1(the reader's answer) + r_f (R-Search eq. 3 to 8).
 
         A, E       one answer box, one evidence box, and something in it
@@ -421,7 +425,7 @@ def evidence_support(trajectory: Trajectory) -> float:
     return sum(word in read for word in words) / max(1, len(words))
 
 
-def search_r1(trajectory: Trajectory) -> Terms:
+def search_r1(trajectory: Trajectory) -> RewardTerms:
     """R = EM(answer, gold), nothing for format or searches (Search-R1, arXiv 2503.09516, eq. 4).
     >>> search_r1(example("search_r1", answer="Kelmouth, Norland"))
     {'answer': 0.0}
@@ -445,7 +449,7 @@ _STOPWORDS = """
 
 def when_to_search_stage1(
     trajectory: Trajectory, correct: bool | None = None, embed: Embedder | None = None, beta=0.3
-) -> Terms:
+) -> RewardTerms:
     """R = r_f + r_s + r_a: a search softens a wrong answer (When to Search eq. 6 to 12).
 
         format      +1 in the order of the protocol, else −1
@@ -463,7 +467,7 @@ def when_to_search_stage1(
 
 def when_to_search_stage2(
     trajectory: Trajectory, correct: bool | None = None, embed: Embedder | None = None, beta=0.3
-) -> Terms:
+) -> RewardTerms:
     """As stage 1, but a search costs a right answer β: learn when not to. Right 1 − β RC, wrong −1.
     >>> when_to_search_stage2(example("when_to_search"))     # right with RC = 2: 1 − 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': 0.4}
@@ -473,7 +477,9 @@ def when_to_search_stage2(
     return _when_to_search(trajectory, embed) | {"answer": answer}
 
 
-def when_to_search_unified(trajectory: Trajectory, correct: bool | None = None, *more) -> Terms:
+def when_to_search_unified(
+    trajectory: Trajectory, correct: bool | None = None, *more
+) -> RewardTerms:
     """Right as stage 2, wrong as stage 1: our reading of Table 2. From RC 4 wrong beats right.
     >>> when_to_search_unified(example("when_to_search", answer="Sudria"))     # −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
@@ -482,7 +488,7 @@ def when_to_search_unified(trajectory: Trajectory, correct: bool | None = None, 
     return (when_to_search_stage2 if right else when_to_search_stage1)(trajectory, right, *more)
 
 
-def _when_to_search(trajectory: Trajectory, embed: Embedder | None) -> Terms:
+def _when_to_search(trajectory: Trajectory, embed: Embedder | None) -> RewardTerms:
     """r_f and r_s, the same in both stages."""
     queries = [search.query for search in trajectory.executed]
     retrieval = 0.0 if all(map(is_concise, queries)) else -1.0
@@ -595,7 +601,7 @@ def arena(
     bonus: float = 10.0,
     relevance_reward: bool = True,
     punctuation: str = "underscore",
-) -> Terms:
+) -> RewardTerms:
     """R = format + answer + relevance, and 10 more if all three are 1 (ARENA section 3.3).
 
         format      1 if the text is <relevance> <analysis> <answer>, each once and not empty; under
@@ -646,7 +652,7 @@ def cited(trajectory: Trajectory) -> set[int]:
     return {int(number) for number in re.findall("[0-9]+", content)}
 
 
-def arena_scores(trajectory: Trajectory) -> Terms:
+def arena_scores(trajectory: Trajectory) -> RewardTerms:
     """What an evaluation reports. set_f1 = 2 |cited ∩ gold| / (|cited| + |gold|).
     >>> arena_scores(example("arena", searches=1))     # cited {1}, gold {1, 3}: 2 · 1 / (1 + 2)
     {'relevance': 0.5, 'exact_set': 0.0, 'set_f1': 0.6666666666666666}
@@ -662,14 +668,14 @@ def arena_scores(trajectory: Trajectory) -> Terms:
 def _less_left_out(reward: Callable) -> Callable:
     """By the settings, without the term of Table 4's "w/o r_s" or "w/o r_a"."""
 
-    def paid(t: Trajectory, s, step: int, e: Extras) -> Terms:
+    def paid(t: Trajectory, s, step: int, e: Extras) -> RewardTerms:
         price = [] if s.left_out == "answer" else [s.beta]
         return _left(reward(t, e.correct, e.embed, *price), s)
 
     return paid
 
 
-def _left(terms: Terms, s) -> Terms:
+def _left(terms: RewardTerms, s) -> RewardTerms:
     return {name: term for name, term in terms.items() if name != s.left_out}
 
 
@@ -736,7 +742,7 @@ READS = {
 
 def compute_rewards(
     trajectories: list[Trajectory], settings, step: int, others: OtherModels
-) -> tuple[list[Terms], list[bool]]:
+) -> tuple[list[RewardTerms], list[bool]]:
     """Returns the terms of each trajectory's reward, and whether each answer is right."""
     reward, terms, correct = REWARDS[settings.reward], [], []
     verdicts, readings = others.verdicts(trajectories), others.readings(trajectories)
@@ -758,7 +764,7 @@ def needs(settings) -> set[str]:
     return needed - left_out.get(settings.left_out, set())
 
 
-def check_reward(settings) -> Terms:
+def check_reward(settings) -> RewardTerms:
     """Does the reward find in the protocol what it reads, and can its terms keep their order?
     Returns what it pays for an example.
     """
@@ -790,7 +796,7 @@ def own_reward(name: str) -> Callable:
         raise InputError(f"--reward {name}: there is no {function} in {file}")
     reward, names = defined[function], []
 
-    def paid(t: Trajectory, settings, step: int, extras: Extras) -> Terms:
+    def paid(t: Trajectory, settings, step: int, extras: Extras) -> RewardTerms:
         with own_code(f"--reward {name}, question {t.question.id}", file):
             # A copy, since the tokens and the mask are trained on: 0.4 ms for 4,000 tokens, where
             # copy.deepcopy takes 1.7 ms.

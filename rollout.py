@@ -11,7 +11,7 @@ Two rules keep the training signal true:
     their tags, the blank lines around them, notices.
 
 Retriever and summariser are one function here, `search(requests) -> results`. Sampling is plain HF
-`generate`, which computes a row anew at each turn; scale/engine.py has another `play`: the same
+`generate`, which computes a row anew at each turn; scale/engine.py has another `generate`: the same
 rows when greedy, several times faster. Left out: several tools, searching in the middle of a turn.
 """
 
@@ -43,19 +43,19 @@ from prompts import (
     parse_query,
     without_control,
 )
-from trajectory import Refusal, Search, Trajectory, show
+from trajectory import RejectedQuery, Search, Trajectory, show
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 Progress = Callable[[int], None] | None
 MIN_DOCUMENT_TOKENS = 16  # a search with less room for documents is not run
 ANSWER_TOKENS = 32  # room kept free behind documents
 TOKEN_LENGTH = 16  # characters per token, if many: megabytes are cut before
-MAX_REFUSALS = 2  # after so many refused queries the trajectory ends
+MAX_REJECTED_QUERIES = 2  # after so many refused queries the trajectory ends
 MAX_STUCK = 8  # while so many searches of an environment hang, no other is begun
 
 
 # ---------------------------------------------------------------------------------------- the loop
-def play_by_turns(
+def generate_by_turns(
     policy, environment: Environment, live: list[Trajectory], progress: Progress = None
 ) -> None:
     """All live rows sample a turn, and those that asked are answered, until no row is left."""
@@ -66,7 +66,7 @@ def play_by_turns(
             turns = sample_turns(policy, environment, some)
             for row, turn in zip(some, turns, strict=True):
                 environment.end_turn(row, turn.ids, turn.logprobs, turn.reason)
-        environment.answer([row for row in live if not row.stop_reason])
+        environment.run_searches([row for row in live if not row.stop_reason])
         before, live = len(live), [row for row in live if not row.stop_reason]
         if progress:
             progress(before - len(live))
@@ -78,13 +78,13 @@ def rollout(
     environment: Environment,
     questions: list[Question],
     seed: int | None = None,
-    play: Callable = play_by_turns,
+    generate: Callable = generate_by_turns,
     progress: Progress = None,
 ) -> list[Trajectory]:
     """`group_size` trajectories per question: row b belongs to question b // group_size.
 
     seed       reproducible on the same machine; the global random state stays as it was
-    play       how the rows are sampled: plain `generate` here, or scale.engine.play_in_slots
+    generate   how the rows are sampled: plain `generate` here, or scale.engine.generate_in_slots
     progress   called with the number of trajectories that ended since the last call
     """
     rows = []
@@ -96,7 +96,7 @@ def rollout(
         for _ in range(environment.settings.group_size):
             rows.append(Trajectory(question, environment.protocol, prompt, opened=opened))
     with seeded(seed, policy.device):
-        play(policy, environment, rows, progress)
+        generate(policy, environment, rows, progress)
     return rows
 
 
@@ -138,9 +138,9 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
 # ----------------------------------------------------------------------------------- sample a turn
 @dataclass
 class Turn:
-    """What a row samples: at most `room` tokens, until there is a `reason` to stop."""
+    """What a row samples: at most `max_new_tokens` tokens, until there is a `reason` to stop."""
 
-    room: int
+    max_new_tokens: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     reason: str | None = None
@@ -149,7 +149,7 @@ class Turn:
 def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> list[Turn]:
     """One turn for every row, left-padded: all sample their next token at one place."""
     settings, eos_ids = environment.settings, end_ids(policy, environment.tokenizer)
-    turns = [Turn(environment.turn_room(row)) for row in rows]
+    turns = [Turn(environment.turn_tokens_left(row)) for row in rows]
     rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, eos_ids)
     watcher = TurnWatcher(rule, turns, settings.temperature or 1.0)
     how = {"do_sample": False}
@@ -162,7 +162,7 @@ def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> li
         policy.generate(
             input_ids=tokens,
             attention_mask=attention,
-            max_new_tokens=max(turn.room for turn in turns),
+            max_new_tokens=max(turn.max_new_tokens for turn in turns),
             logits_processor=[watcher.process_logits],
             stopping_criteria=[watcher.check_stop],
             **how,
@@ -191,7 +191,7 @@ class TurnWatcher:
             if not turn.reason:
                 turn.ids += token
                 turn.logprobs += logprob
-                turn.reason = self.rule.reason(turn.ids, turn.room)
+                turn.reason = self.rule.reason(turn.ids, turn.max_new_tokens)
         over = [bool(turn.reason) for turn in self.turns]
         return torch.tensor(over, device=input_ids.device)  # [B]
 
@@ -209,7 +209,7 @@ class StopRule:
         last = "".join(tag[-1] for tag in stop_tags)
         self.watched = eos_ids | closing_ids(tokenizer, len(tokenizer), last)
 
-    def reason(self, turn: list[int], room: int) -> str | None:
+    def reason(self, turn: list[int], max_new_tokens: int) -> str | None:
         """Why `turn` is over with its last token: "eos", "query", "answer", "length"; or None."""
         if turn[-1] in self.eos_ids:
             return "eos"
@@ -218,7 +218,7 @@ class StopRule:
                 # Each token of a tag holds a character of it: so many tokens hold the whole tag.
                 if tag in decode(self.tokenizer, turn[-len(tag) :]):
                     return reason
-        return "length" if len(turn) >= room else None
+        return "length" if len(turn) >= max_new_tokens else None
 
 
 @functools.lru_cache(maxsize=8)
@@ -292,23 +292,25 @@ class Environment:
         halves = frame_documents(protocol, "\x00").split("\x00") if protocol.documents_tags else []
         self.frame = sum(self.tokens_of(half) for half in halves)
         self.notice = self.tokens_of(protocol.fallback_notice)
-        self.told = max(map(self.tokens_of, protocol.refusal_notices))
+        self.told = max(map(self.tokens_of, protocol.rejection_notices))
 
     def tokens_of(self, text: str) -> int:
         return len(encode(self.tokenizer, text))
 
-    def room(self, row: Trajectory) -> int:
+    def context_tokens_left(self, row: Trajectory) -> int:
         """Tokens that are left of the context."""
         return self.max_context - len(row.ids)
 
-    def turn_room(self, row: Trajectory) -> int:
+    def turn_tokens_left(self, row: Trajectory) -> int:
         """Tokens that the next turn may sample."""
         task = row.question.task
-        return min(self.turn_tokens.get(task, self.settings.max_turn_tokens), self.room(row))
+        return min(
+            self.turn_tokens.get(task, self.settings.max_turn_tokens), self.context_tokens_left(row)
+        )
 
-    def budget(self, row: Trajectory) -> int:
+    def document_token_budget(self, row: Trajectory) -> int:
         """Tokens of documents that the next search may add; a fallback has a notice behind them."""
-        room = self.room(row) - self.frame - self.notice - ANSWER_TOKENS
+        room = self.context_tokens_left(row) - self.frame - self.notice - ANSWER_TOKENS
         return min(self.settings.document_tokens, room)
 
     def longest(self, row: Trajectory) -> int:
@@ -318,9 +320,9 @@ class Environment:
         searches = self.protocol.search_limit(question.task) if searching else 0
         # A turn ends in a search, in a refusal (the last of which ends all), or for good.
         per_turn = self.turn_tokens.get(question.task, settings.max_turn_tokens)
-        sampled = (searches + MAX_REFUSALS) * per_turn
+        sampled = (searches + MAX_REJECTED_QUERIES) * per_turn
         found = searches * (settings.document_tokens + self.frame + self.notice)
-        told = (MAX_REFUSALS - 1) * self.told
+        told = (MAX_REJECTED_QUERIES - 1) * self.told
         return min(len(row.prompt_ids) + sampled + found + told, self.max_context)
 
     def end_turn(self, row: Trajectory, ids: list[int], logprobs: list[float], reason: str) -> None:
@@ -328,7 +330,7 @@ class Environment:
         row.append_model(ids, logprobs, decode(self.tokenizer, ids))
         row.stop_reason = "" if reason == "query" else reason
 
-    def answer(self, asking: list[Trajectory]) -> None:
+    def run_searches(self, asking: list[Trajectory]) -> None:
         """Each row ends in a query tag: run those that may be run."""
         accepted = [(row, query) for row in asking if (query := self.accepted_query(row))]
         if accepted:
@@ -345,7 +347,7 @@ class Environment:
         seconds = (time.perf_counter() - start) / len(accepted)
         for (row, query), result in zip(accepted, results, strict=True):
             if result.rejected:
-                self.refuse(row, Refusal("server", query), self.protocol.malformed_notice)
+                self.reject(row, RejectedQuery("server", query), self.protocol.malformed_notice)
             else:
                 self.write(row, query, result)
                 row.searches[-1].seconds = seconds
@@ -356,31 +358,33 @@ class Environment:
         query = parse_query(protocol, row.segments[-1].text)
         if not query:
             reason = "malformed" if query is None else "empty"
-            self.refuse(row, Refusal(reason, ""), protocol.malformed_notice)
+            self.reject(row, RejectedQuery(reason, ""), protocol.malformed_notice)
         elif not row.question.may_search:
-            self.refuse(row, Refusal("direct", query), protocol.direct_notice)
+            self.reject(row, RejectedQuery("direct", query), protocol.direct_notice)
         elif len(row.searches) >= protocol.search_limit(row.question.task):
-            self.refuse(row, Refusal("limit", query), protocol.limit_notice)
-        elif self.budget(row) < min(self.settings.document_tokens, MIN_DOCUMENT_TOKENS):
+            self.reject(row, RejectedQuery("limit", query), protocol.limit_notice)
+        elif self.document_token_budget(row) < min(
+            self.settings.document_tokens, MIN_DOCUMENT_TOKENS
+        ):
             row.stop_reason = "length"  # its documents would leave no room to answer
         else:
             return query
         return None
 
-    def refuse(self, row: Trajectory, refusal: Refusal, notice: str) -> None:
+    def reject(self, row: Trajectory, rejected: RejectedQuery, notice: str) -> None:
         """Say why the query is not run, and let the row go on; or end it."""
-        row.refusals.append(refusal)
+        row.rejected_queries.append(rejected)
         ids = encode(self.tokenizer, notice)
-        if len(row.refusals) >= MAX_REFUSALS:
-            row.stop_reason = "refused"
-        elif self.room(row) < len(ids) + ANSWER_TOKENS:
+        if len(row.rejected_queries) >= MAX_REJECTED_QUERIES:
+            row.stop_reason = "rejected"
+        elif self.context_tokens_left(row) < len(ids) + ANSWER_TOKENS:
             row.stop_reason = "length"
         else:
             row.append_environment(ids, notice, "notice")
 
     def write(self, row: Trajectory, query: str, result: SearchResult) -> None:
         """Append what was found, cut to the row's room, and note the search."""
-        protocol, budget = self.protocol, self.frame + self.budget(row)
+        protocol, budget = self.protocol, self.frame + self.document_token_budget(row)
         shown = protocol.error_text if result.error else result.text
         found = [shown] if shown else number_documents(result.documents) or [protocol.empty_text]
         kept = within(found, budget * TOKEN_LENGTH)
@@ -474,7 +478,7 @@ def main() -> None:
         ids = encode(letters, text)
         environment.end_turn(row, ids, [-0.1] * len(ids), reason)
         if not row.stop_reason:
-            environment.answer([row])
+            environment.run_searches([row])
     print(show(row))
     begin = 0
     for segment in row.segments:

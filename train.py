@@ -40,7 +40,7 @@ import grpo
 import ppo
 from plumbing import checkpoint
 from plumbing.alarms import MOST_FAILED
-from plumbing.build import build_parts, make_accelerator, meet
+from plumbing.build import build_state, make_accelerator, meet
 from plumbing.files import Run, named_by
 from plumbing.record import keep_numbers
 from policy import Batch, collate, evaluating, lr_factor
@@ -50,29 +50,30 @@ from trajectory import Trajectory
 from trajectory_metrics import mean, step_searches, trajectory_metrics
 from update import (
     ALGORITHMS,
-    Parts,
     Record,
-    merged,
+    TrainState,
+    compute_logprobs,
+    compute_ref_logprobs,
+    compute_values,
+    merge_records,
     put,
     rows_that_teach,
-    score,
-    score_reference,
     update,
     updates_of,
 )
 
 LOGGED = """
-em f1 cem searched searches successful repeated queries refused failed_rows answered cut_off
+em f1 cem searched searches successful repeated queries rejected failed_rows answered truncated
 model_tokens tokens thinking_words repetition malformed_tags
 """.split()
 
 
 @dataclass
-class Sampled:
+class Rollouts:
     """What one step sampled, and the rows of it that are trained on."""
 
     trajectories: list[Trajectory] = field(default_factory=list)  # N, group by group
-    components: list[Record] = field(default_factory=list)  # of each reward
+    reward_terms: list[Record] = field(default_factory=list)  # of each reward
     correct: list[bool] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)  # rows; groups stay whole, with failed rows
     draws: int = 0
@@ -89,7 +90,7 @@ class Sampled:
         """[N], NaN where a search failed: nobody knows what the row would have earned. A reward
         function that itself gives NaN has to stop the run, so here that is an infinite reward.
         """
-        rewards = torch.tensor([float(sum(terms.values())) for terms in self.components])  # [N]
+        rewards = torch.tensor([float(sum(terms.values())) for terms in self.reward_terms])  # [N]
         rewards[rewards.isnan()] = torch.inf
         return rewards.masked_fill(self.failed, torch.nan)
 
@@ -100,105 +101,109 @@ class Sampled:
 
 def train(settings: Settings) -> Path:
     """One stage. Returns the folder of the run."""
-    parts = build_parts(settings)
-    run = Run(settings, parts.accelerator)
-    first_step = checkpoint.begin(run, parts)
+    state = build_state(settings)
+    run = Run(settings, state.accelerator)
+    first_step = checkpoint.begin(run, state)
     for step in run.bar(first_step):
-        with checkpoint.kept(run, parts, step):
-            sampled = collect(parts, step)
-        record = {"step": step} | measure(parts, sampled)  # of all that was sampled
+        with checkpoint.kept(run, state, step):
+            rollouts = collect(state, step)
+        record = {"step": step} | measure(state, rollouts)  # of all that was sampled
         start, batch = time.perf_counter(), None
-        if sampled.kept:
-            batch = prepare(parts, sampled, step)  # [B, L]
+        if rollouts.kept:
+            batch = prepare(state, rollouts, step)  # [B, L]
             results = []
             updates = shuffled_updates(step, batch.rewards, settings)
             for number, rows in enumerate(updates):
-                lr = set_lr(parts, step, number)
+                lr = set_lr(state, step, number)
                 part = batch.rows(rows)
-                result = update(parts, part) | {"lr": lr}  # the critic's too
-                run.check_finite(result, step, part, sampled.of(rows))
+                result = update(state, part) | {"lr": lr}  # the critic's too
+                run.check_finite(result, step, part, rollouts.of(rows))
                 results.append(result)
                 keep_numbers(batch, rows, part)
-            record |= merged(results, mean) | foresight(batch) | likelihood_later(batch, updates[0])
-            record |= sampler_stats(batch, updates[0], parts.mismatch)
+            record |= (
+                merge_records(results, mean)
+                | critic_metrics(batch)
+                | likelihood_later(batch, updates[0])
+            )
+            record |= sampler_stats(batch, updates[0], state.mismatch)
         record["update_seconds"] = time.perf_counter() - start
         try:
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
-                with checkpoint.kept(run, parts, step + 1):
-                    record |= evaluate(parts)
+                with checkpoint.kept(run, state, step + 1):
+                    record |= evaluate(state)
         finally:  # an evaluation that fails takes nothing of the step with it
-            run.log(record, sampled, batch, parts.environment)
-        checkpoint.after(run, parts, record)
-    parts.accelerator.wait_for_everyone()  # the first one saves: the folder is there after it
+            run.log(record, rollouts, batch, state.environment)
+        checkpoint.after(run, state, record)
+    state.accelerator.wait_for_everyone()  # the first one saves: the folder is there after it
     return run.folder
 
 
 # ------------------------------------------------------------------------------------------ sample
-def collect(parts: Parts, step: int) -> Sampled:
+def collect(state: TrainState, step: int) -> Rollouts:
     """The step's trajectories and their rewards. DAPO's departure 2: it draws until there are
     enough informative groups, or no draw is left. What is drawn depends on seed, step and draw.
     """
-    settings, sampled = parts.settings, Sampled()
+    settings, rollouts = state.settings, Rollouts()
     wanted = settings.questions_per_step * settings.group_size
-    for _ in range(parts.stream.attempts):
+    for _ in range(state.stream.attempts):
         start = time.perf_counter()
-        trajectories = roll_out(parts, step, sampled.draws)
+        trajectories = roll_out(state, step, rollouts.draws)
         scored_from = time.perf_counter()
         # One process scores for all: a model that judges might answer each differently, and they
         # would go on with different rows.
         scored = [None, None]
-        if parts.other_models is not None:
-            scored = [*compute_rewards(trajectories, settings, step, parts.other_models)]
-        meet(parts, "still scores the answers")
-        components, correct = broadcast_object_list(scored)
-        sampled.seconds += scored_from - start
-        sampled.reward_seconds += time.perf_counter() - scored_from
-        sampled.trajectories += trajectories
-        sampled.components += components
-        sampled.correct += correct
-        keep = informative(sampled, settings)  # [N]
-        sampled.kept = keep.nonzero()[:wanted, 0].tolist()  # the first ones
-        sampled.draws += 1
-        if len(sampled.kept) >= wanted:
+        if state.other_models is not None:
+            scored = [*compute_rewards(trajectories, settings, step, state.other_models)]
+        meet(state, "still scores the answers")
+        reward_terms, correct = broadcast_object_list(scored)
+        rollouts.seconds += scored_from - start
+        rollouts.reward_seconds += time.perf_counter() - scored_from
+        rollouts.trajectories += trajectories
+        rollouts.reward_terms += reward_terms
+        rollouts.correct += correct
+        keep = informative(rollouts, settings)  # [N]
+        rollouts.kept = keep.nonzero()[:wanted, 0].tolist()  # the first ones
+        rollouts.draws += 1
+        if len(rollouts.kept) >= wanted:
             break
-    if sampled.failed.float().mean() > MOST_FAILED:
-        sampled.kept = []  # too few are left to learn from: the run stops after this step
-    return sampled
+    if rollouts.failed.float().mean() > MOST_FAILED:
+        rollouts.kept = []  # too few are left to learn from: the run stops after this step
+    return rollouts
 
 
-def roll_out(parts: Parts, step: int, draw: int) -> list[Trajectory]:
+def roll_out(state: TrainState, step: int, draw: int) -> list[Trajectory]:
     """The trajectories of a draw, group by group."""
-    questions = parts.stream.take(step, draw)
-    seed = parts.settings.seed * 1_000_003 + parts.accelerator.process_index
-    seed += (step * parts.stream.attempts + draw) * 1_009
-    return shared_rollout(parts, parts.environment, questions, seed)
+    questions = state.stream.take(step, draw)
+    seed = state.settings.seed * 1_000_003 + state.accelerator.process_index
+    seed += (step * state.stream.attempts + draw) * 1_009
+    return shared_rollout(state, state.environment, questions, seed)
 
 
-def shared_rollout(parts: Parts, environment, questions: list, seed: int) -> list[Trajectory]:
+def shared_rollout(state: TrainState, environment, questions: list, seed: int) -> list[Trajectory]:
     """This process samples its share of the questions; all get all trajectories."""
-    rank = parts.accelerator.process_index
-    world = parts.accelerator.num_processes
+    rank = state.accelerator.process_index
+    world = state.accelerator.num_processes
     first = len(questions) * rank // world
     end = len(questions) * (rank + 1) // world
-    with evaluating(parts.policy), parts.sampler() as policy:
-        sampled = rollout(policy, environment, questions[first:end], seed, parts.play)
-    meet(parts, "still samples and searches")
-    return gather_object(sampled)
+    with evaluating(state.policy), state.sampler() as policy:
+        own = rollout(policy, environment, questions[first:end], seed, state.generate)
+    meet(state, "still samples and searches")
+    return gather_object(own)
 
 
-def evaluate(parts: Parts) -> Record:
+def evaluate(state: TrainState) -> Record:
     """Every --eval_every steps: greedy answers to the held-out questions. Their checkpoint is saved
     (When to Search, training details), and the best one kept.
     """
-    greedy = copy.copy(parts.environment)
-    greedy.settings = replace(parts.settings, temperature=0.0, group_size=1)
+    greedy = copy.copy(state.environment)
+    greedy.settings = replace(state.settings, temperature=0.0, group_size=1)
     greedy.held_out = True
-    trajectories = shared_rollout(parts, greedy, parts.held_out, 0)
-    found = merged([logged_metrics(t) for t in trajectories], mean)
+    trajectories = shared_rollout(state, greedy, state.held_out, 0)
+    found = merge_records([logged_metrics(t) for t in trajectories], mean)
     return {f"eval/{name}": number for name, number in found.items()}
 
 
-def informative(sampled: Sampled, settings: Settings) -> torch.Tensor:
+def informative(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
     """[N] bool: which rows are trained on. Only DAPO drops groups: those in which all are right or
     wrong, all answer terms are equal, or all rewards. Rows whose search failed are not looked at.
 
@@ -206,27 +211,27 @@ def informative(sampled: Sampled, settings: Settings) -> torch.Tensor:
     comparison of answers with and without a search. When to Search filters by the answer term.
     """
     if settings.algorithm != "dapo":
-        return torch.ones(len(sampled.correct), dtype=torch.bool)  # [N]
-    found = sampled.correct
+        return torch.ones(len(rollouts.correct), dtype=torch.bool)  # [N]
+    found = rollouts.correct
     if settings.filter_by == "answer":
-        found = [terms["answer"] for terms in sampled.components]
+        found = [terms["answer"] for terms in rollouts.reward_terms]
     elif settings.filter_by == "total":
-        found = sampled.rewards.tolist()
+        found = rollouts.rewards.tolist()
     found = torch.tensor(found).float()  # [N]
     return dapo.informative_groups(
-        found.masked_fill(sampled.failed, torch.nan), settings.group_size
+        found.masked_fill(rollouts.failed, torch.nan), settings.group_size
     )
 
 
 # ----------------------------------------------------------------------------------------- prepare
-def prepare(parts: Parts, sampled: Sampled, step: int) -> Batch:
+def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
     """The global batch: rewards [B]; old, reference and critic's log-probs and values [B, T];
     advantages [B, T].
     """
-    settings, rows = parts.settings, sampled.kept
-    rewards = sampled.rewards[rows].tolist()
-    trajectories = [sampled.trajectories[row] for row in rows]
-    pad_id = parts.environment.tokenizer.pad_token_id or 0
+    settings, rows = state.settings, rollouts.kept
+    rewards = rollouts.rewards[rows].tolist()
+    trajectories = [rollouts.trajectories[row] for row in rows]
+    pad_id = state.environment.tokenizer.pad_token_id or 0
     batch = collate(trajectories, rewards, settings.group_size, pad_id)
     overlong = [t.stop_reason == "length" and t.answer is None for t in trajectories]
     batch.overlong = torch.tensor(overlong)  # [B]  cut off before it answered
@@ -234,32 +239,32 @@ def prepare(parts: Parts, sampled: Sampled, step: int) -> Batch:
         unmask_documents(batch, trajectories)
     batch.response_mask[batch.rewards.isnan()] = 0.0  # a failed row is in no mean and no std
     if settings.kl_coef:
-        batch.ref_logprobs = score_reference(parts, batch)  # [B, T]
-    if parts.critic is not None:  # once: advantages, returns and clips all start from these
-        batch.values = score(parts, parts.critic, batch)  # [B, T]
-    if parts.recompute:  # under bf16, sampling and scoring round differently
-        batch.old_logprobs = compute_old_logprobs(parts, batch)  # [B, T]
-    if parts.mismatch != "none":  # before an update is cut: rejected tokens weigh nothing in it
-        batch.mismatch_weights = ppo.mismatch_weights(batch, parts.mismatch)  # [B, T]
+        batch.ref_logprobs = compute_ref_logprobs(state, batch)  # [B, T]
+    if state.critic is not None:  # once: advantages, returns and clips all start from these
+        batch.values = compute_values(state, batch)  # [B, T]
+    if state.recompute:  # under bf16, sampling and scoring round differently
+        batch.old_logprobs = compute_old_logprobs(state, batch)  # [B, T]
+    if state.mismatch != "none":  # before an update is cut: rejected tokens weigh nothing in it
+        batch.mismatch_weights = ppo.mismatch_weights(batch, state.mismatch)  # [B, T]
     algorithm = ALGORITHMS[settings.algorithm]
     batch.advantages = algorithm.compute_advantages(batch, settings)  # [B, T]
     return batch
 
 
-def compute_old_logprobs(parts: Parts, batch: Batch) -> torch.Tensor:
+def compute_old_logprobs(state: TrainState, batch: Batch) -> torch.Tensor:
     """Returns π_old's log-probs [B, T]. Rows that teach nothing keep those of sampling, unless
     something else reads them: a KL, a critic, documents that are trained on, or a correction that
     drops tokens, which counts the tokens that are left.
     """
-    drops = parts.mismatch != "none" and ppo.MISMATCH[parts.mismatch][-1] == 0
+    drops = state.mismatch != "none" and ppo.MISMATCH[state.mismatch][-1] == 0
     rows = torch.arange(len(batch))  # [n]
     if batch.ref_logprobs is None and batch.values is None and not drops:
-        algorithm = ALGORITHMS[parts.settings.algorithm]
-        batch.advantages = algorithm.compute_advantages(batch, parts.settings)  # [B, T]
+        algorithm = ALGORITHMS[state.settings.algorithm]
+        batch.advantages = algorithm.compute_advantages(batch, state.settings)  # [B, T]
         rows = rows if batch.sampled_logprobs is None else rows_that_teach(batch)  # [n]
     old_logprobs = batch.old_logprobs.clone()  # [B, T]
     if len(rows):
-        put(rows, score(parts, parts.policy, batch.rows(rows)), into=old_logprobs)
+        put(rows, compute_logprobs(state, state.policy, batch.rows(rows)), into=old_logprobs)
     return old_logprobs
 
 
@@ -282,55 +287,55 @@ def shuffled_updates(step: int, rewards: torch.Tensor, settings: Settings) -> tu
     return order.tensor_split(updates_of(len(rows), settings))
 
 
-def set_lr(parts: Parts, step: int, number: int) -> float:
+def set_lr(state: TrainState, step: int, number: int) -> float:
     """Returns the policy's, for update `number` of the step. The critic's has a warm-up of its own,
     and then stays: a long warm-up of the policy is the critic's time to learn.
     """
-    settings = parts.settings
+    settings = state.settings
     updates = updates_of(settings.questions_per_step * settings.group_size, settings)
     done = step * updates + number
     total = settings.steps * updates
     lr = settings.lr * lr_factor(done, total, settings.warmup_ratio, settings.lr_schedule)
     critic_lr = settings.critic_lr
     critic_lr *= lr_factor(done, total, settings.critic_warmup_ratio, "constant")
-    for optimizer, rate in ((parts.optimizer, lr), (parts.critic_optimizer, critic_lr)):
+    for optimizer, rate in ((state.optimizer, lr), (state.critic_optimizer, critic_lr)):
         for group in optimizer.param_groups if optimizer else ():
             group["lr"] = rate
     return lr
 
 
 # ---------------------------------------------------------------------------------- what is logged
-def measure(parts: Parts, sampled: Sampled) -> Record:
+def measure(state: TrainState, rollouts: Rollouts) -> Record:
     """The numbers of a step's rollout, also of what DAPO then drops; the README explains each. They
     are means over the trajectories whose searches did not fail, unless all have failed.
     """
-    failed, settings = sampled.failed, parts.settings
+    failed, settings = rollouts.failed, state.settings
     rows = (~failed | failed.all()).nonzero()[:, 0].tolist()
-    trajectories = [sampled.trajectories[row] for row in rows]
-    components = [sampled.components[row] for row in rows]
+    trajectories = [rollouts.trajectories[row] for row in rows]
+    reward_terms = [rollouts.reward_terms[row] for row in rows]
     numbers = [logged_metrics(t) for t in trajectories]
-    reward = mean(sum(terms.values()) for terms in components)
-    record = {"reward": reward, "rollout_seconds": sampled.seconds}
-    record["reward_seconds"] = sampled.reward_seconds
-    for name in components[0]:
-        record[f"reward/{name}"] = mean(terms[name] for terms in components)
+    reward = mean(sum(terms.values()) for terms in reward_terms)
+    record = {"reward": reward, "rollout_seconds": rollouts.seconds}
+    record["reward_seconds"] = rollouts.reward_seconds
+    for name in reward_terms[0]:
+        record[f"reward/{name}"] = mean(terms[name] for terms in reward_terms)
     kinds = [t.question.kind for t in trajectories]
     for kind in sorted(set(kinds)):
         own = [row for row, its in zip(numbers, kinds, strict=True) if its == kind]
         for name in ("em", "searched", "searches"):
             record[f"{name}/{kind}"] = mean(row[name] for row in own)
-    record |= merged(numbers, mean)
+    record |= merge_records(numbers, mean)
     record["inserted_tokens"] = record.pop("tokens") - record["model_tokens"]
-    record |= step_searches(sampled.trajectories, parts.accelerator.num_processes)
+    record |= step_searches(rollouts.trajectories, state.accelerator.num_processes)
     record["failed_rows"] = failed.float().mean().item()
-    record["skipped"] = int(not sampled.kept)
-    zero_std = grpo.frac_reward_zero_std(sampled.rewards, settings.group_size)
+    record["skipped"] = int(not rollouts.kept)
+    zero_std = grpo.frac_reward_zero_std(rollouts.rewards, settings.group_size)
     record["frac_reward_zero_std"] = zero_std
-    if parts.other_models is not None:  # the main process; it is the one that logs
-        record |= {name: count() for name, count in parts.other_models.stats.items()}
+    if state.other_models is not None:  # the main process; it is the one that logs
+        record |= {name: count() for name, count in state.other_models.stats.items()}
     if settings.algorithm == "dapo":
-        record["resampled"] = sampled.draws - 1
-        kept = informative(sampled, settings)  # [N]
+        record["resampled"] = rollouts.draws - 1
+        kept = informative(rollouts, settings)  # [N]
         record["informative"] = kept.float().mean().item()
     return record
 
@@ -341,7 +346,7 @@ def logged_metrics(t: Trajectory) -> Record:
     return {name: numbers.get(name, 0.0) for name in LOGGED}
 
 
-def foresight(batch: Batch) -> Record:
+def critic_metrics(batch: Batch) -> Record:
     """PPO: how much of the returns the critic foresaw."""
     if batch.values is None:
         return {}

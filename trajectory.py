@@ -45,7 +45,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RejectedQuery:
     """A query that was not run: reason "malformed", "empty", "direct", "limit"; or "server", where
     that of the retriever or the summariser refused it for what it is.
     """
@@ -59,7 +59,7 @@ class Trajectory:
     """One response; `response_ids`, `response_mask` and `logprobs` have an entry per token of it.
 
     stop_reason   "" while it goes on; "eos", "answer" (the answer's end tag), "length" (turn limit
-                  or context end), "refused" (a query that was not run), "written" (a transcript)
+                  or context end), "rejected" (a query that was not run), "written" (a transcript)
     """
 
     question: Question
@@ -71,7 +71,7 @@ class Trajectory:
     searches: list[Search] = field(default_factory=list)
     stop_reason: str = ""
     logprobs: list[float] = field(default_factory=list)
-    refusals: list[Refusal] = field(default_factory=list)
+    rejected_queries: list[RejectedQuery] = field(default_factory=list)
     opened: str = ""  # the tag that the prompt ends in: some chat templates open <think>
 
     @property
@@ -159,16 +159,16 @@ def _next_block(protocol: Protocol, text: str, position: int) -> re.Match | None
     return re.compile(rf"{asked}(\s*{begin}(.*?){end}\s*)", re.DOTALL).search(text, position)
 
 
-def show(trajectory: Trajectory, components: dict[str, float] | None = None) -> str:
+def show(trajectory: Trajectory, reward_terms: dict[str, float] | None = None) -> str:
     """One trajectory on a screen: what the environment wrote stands between ⟦ and ⟧."""
     text = ""
     for segment in trajectory.segments:
         own, its = segment.writer == "model", segment.text
         text += harmless(its) if own else f"⟦{harmless(its.strip())}⟧ "
     shown = f"{heading(trajectory.question)}\n{text.strip()}\n{ending(trajectory)}"
-    if components:
-        terms = ", ".join(f"{name} {value:+.2f}" for name, value in components.items())
-        shown += f"\n[{terms}; reward {sum(components.values()):+.2f}]"
+    if reward_terms:
+        terms = ", ".join(f"{name} {value:+.2f}" for name, value in reward_terms.items())
+        shown += f"\n[{terms}; reward {sum(reward_terms.values()):+.2f}]"
     return shown
 
 

@@ -53,12 +53,12 @@ def paper_metrics(t: Trajectory, em: float) -> dict[str, float]:
 
 
 def search_metrics(t: Trajectory) -> dict[str, float]:
-    """`queries` that it wrote, also `refused` ones; `searches` that were run (UR² Table 10);
+    """`queries` that it wrote, also `rejected` ones; `searches` that were run (UR² Table 10);
     `failed_rows`: did one of them fail?
     """
     asked = [tuple(tokenize(search.query)) for search in t.searches]
     numbers = {"searched": bool(asked), "searches": len(asked), "successful": len(successful(t))}
-    numbers |= {"refused": len(t.refusals), "failed_rows": t.failed}
+    numbers |= {"rejected": len(t.rejected_queries), "failed_rows": t.failed}
     numbers["repeated"] = len(asked) - len({*asked})
     numbers["queries"] = t.model_text.count(t.protocol.query_tags[1])
     numbers["fallbacks"] = sum(search.fallback for search in t.searches)
@@ -84,7 +84,7 @@ def text_metrics(t: Trajectory) -> dict[str, float]:
     counts = [(t.opened + text).count(tag) for tag in t.protocol.tags]  # begin, end, begin, ...
     numbers = {"model_tokens": len(own), "tokens": len(t.response_mask)}
     numbers |= {"thinking_words": max(0, words), "answered": t.answer is not None}
-    numbers["cut_off"] = t.stop_reason in ("length", "refused")
+    numbers["truncated"] = t.stop_reason in ("length", "rejected")
     numbers["repetition"] = 2 * len(set(grams)) < len(grams)
     return numbers | {"malformed_tags": counts[::2] != counts[1::2]}
 

@@ -42,7 +42,7 @@ Record = dict[str, float]  # what is logged
 
 
 @dataclass
-class Parts:
+class TrainState:
     """What a step works with."""
 
     settings: Any  # settings.Settings
@@ -59,39 +59,47 @@ class Parts:
     stream: Any = None  # a QuestionStream
     held_out: Any = ()  # questions that are evaluated while training
     environment: Any = None
-    play: Any = None  # what a rollout plays with: slots, or turns of `generate`
+    generate: Any = None  # what a rollout plays with: slots, or turns of `generate`
     sampler: Any = None  # a context in which the policy is ready to sample
     other_models: Any = None  # rewards.OtherModels, in the main process alone
     run: Any = None  # a plumbing.files.Run, which knows whether SIGTERM came
     version: int = 0  # of the policy's weights: the optimizer steps of this process
 
 
+def compute_logprobs(state: TrainState, policy: Policy, batch: Batch) -> torch.Tensor:
+    """Returns a policy's log-probs [B, T] of the batch's tokens; each process computes a share."""
+    return forward_in_shares(state, policy, batch, state.settings.temperature)
+
+
+def compute_values(state: TrainState, batch: Batch) -> torch.Tensor:
+    """Returns the critic's values [B, T]; each process computes a share."""
+    return forward_in_shares(state, state.critic, batch)
+
+
 @torch.no_grad()
-def score(parts: Parts, module, batch: Batch) -> torch.Tensor:
-    """A policy's log-probs or the critic's values [B, T]; each process scores its share."""
-    scored = torch.zeros_like(batch.response_mask, device=parts.accelerator.device)  # [B, T]
-    temperature = [] if module is parts.critic else [parts.settings.temperature]
+def forward_in_shares(state: TrainState, module, batch: Batch, *temperature) -> torch.Tensor:
+    output = torch.zeros_like(batch.response_mask, device=state.accelerator.device)  # [B, T]
     with evaluating(module):
-        for rows in shares(parts, batch):
-            part = batch.rows(rows).to(scored.device)
-            result = module(part.tokens, *temperature, part.response_mask)  # [b, t]
-            scored[rows, : result.shape[1]] = result[: len(rows)]
+        for rows in shares(state, batch):
+            micro = batch.rows(rows).to(output.device)
+            result = module(micro.tokens, *temperature, micro.response_mask)  # [b, t]
+            output[rows, : result.shape[1]] = result[: len(rows)]
     cut(module)
-    return parts.accelerator.reduce(scored, "sum").cpu()
+    return state.accelerator.reduce(output, "sum").cpu()
 
 
-def score_reference(parts: Parts, batch: Batch) -> torch.Tensor:
+def compute_ref_logprobs(state: TrainState, batch: Batch) -> torch.Tensor:
     """π_ref's log-probs [B, T]. With LoRA it is the policy without what was learned."""
-    with without_lora(parts.policy):
-        return score(parts, parts.reference or parts.policy, batch)
+    with without_lora(state.policy):
+        return compute_logprobs(state, state.reference or state.policy, batch)
 
 
-def shares(parts: Parts, batch: Batch) -> list[torch.Tensor]:
+def shares(state: TrainState, batch: Batch) -> list[torch.Tensor]:
     """This process's micro-batches, as row numbers. All processes have the same number of them."""
-    accelerator, tokens = parts.accelerator, parts.settings.tokens_per_micro_batch
+    accelerator, tokens = state.accelerator, state.settings.tokens_per_micro_batch
     processes, rank = accelerator.num_processes, accelerator.process_index
     return micro_batches(
-        batch.response_mask, tokens, processes, rank, parts.policy.sharing(batch.tokens)
+        batch.response_mask, tokens, processes, rank, state.policy.sharing(batch.tokens)
     )
 
 
@@ -115,9 +123,9 @@ def put(rows: torch.Tensor, values: torch.Tensor, into: torch.Tensor) -> None:
 
 
 @torch.enable_grad()  # a reward of the user's that asks a model may have switched them off
-def update(parts: Parts, batch: Batch) -> Record:
+def update(state: TrainState, batch: Batch) -> Record:
     """Makes one optimizer step of the policy on these rows, and with PPO one of the critic."""
-    settings, algorithm = parts.settings, ALGORITHMS[parts.settings.algorithm]
+    settings, algorithm = state.settings, ALGORITHMS[state.settings.algorithm]
     batch.token_weights = algorithm.compute_token_weights(batch, settings)  # [B, T]
     batch.logprobs = batch.old_logprobs.clone()  # [B, T]  what a row that is not computed keeps
     rows = rows_that_teach(batch)  # [n]
@@ -128,7 +136,7 @@ def update(parts: Parts, batch: Batch) -> Record:
     share = taught.token_weights.sum().item() or 1.0  # what is logged is a mean over these rows
 
     def loss_of(micro: Batch, rows: torch.Tensor):
-        logprobs = parts.model(micro.tokens, settings.temperature, micro.response_mask)  # [b, t]
+        logprobs = state.model(micro.tokens, settings.temperature, micro.response_mask)  # [b, t]
         micro.logprobs = logprobs.detach()
         put(rows, micro.logprobs.cpu(), into=taught.logprobs)
         loss, stats = algorithm.compute_loss(logprobs, micro, settings)  # [b, t]
@@ -139,50 +147,52 @@ def update(parts: Parts, batch: Batch) -> Record:
             record[name] = ((micro.token_weights * value).sum() / share).item()
         return (micro.token_weights * loss).sum(), record
 
-    record = descend(parts, parts.model, parts.optimizer, taught, loss_of)
-    parts.version += 1  # trap: a fused optimizer does not raise the `_version` of a weight
-    seen = parts.accelerator.reduce(taught.logprobs.to(parts.accelerator.device), "sum")  # [n, t]
+    record = accumulate_and_step(state, state.model, state.optimizer, taught, loss_of)
+    state.version += 1  # trap: a fused optimizer does not raise the `_version` of a weight
+    seen = state.accelerator.reduce(taught.logprobs.to(state.accelerator.device), "sum")  # [n, t]
     put(rows, seen.cpu(), into=batch.logprobs)
-    if parts.critic is not None and math.isfinite(record["loss"] + record["grad_norm"]):
-        record |= update_critic(parts, batch)
+    if state.critic is not None and math.isfinite(record["loss"] + record["grad_norm"]):
+        record |= update_critic(state, batch)
     return record | {"skipped": 0.0} | entropy_of(batch)
 
 
 def entropy_of(batch: Batch) -> Record:
     """Returns the Monte-Carlo estimate of an update's entropy, the mean of −log π."""
-    return {"entropy": -(batch.token_weights * batch.logprobs).sum().item()}
+    return {"entropy_mc": -(batch.token_weights * batch.logprobs).sum().item()}
 
 
-def update_critic(parts: Parts, batch: Batch) -> Record:
+def update_critic(state: TrainState, batch: Batch) -> Record:
     """One step of the critic towards batch.returns; every model token weighs the same."""
     batch = replace(batch, token_weights=ppo.token_weights(batch.response_mask))  # [B, T]
 
     def loss_of(micro: Batch, _):
-        values = parts.critic_model(micro.tokens, micro.response_mask)  # [b, t]
+        values = state.critic_model(micro.tokens, micro.response_mask)  # [b, t]
         loss, stats = ppo.compute_value_loss(values, micro)  # [b, t]
         clipped = (micro.token_weights * stats["clipped"]).sum().item()
         return (micro.token_weights * loss).sum(), {"value_clip_fraction": clipped}
 
-    record = descend(parts, parts.critic_model, parts.critic_optimizer, batch, loss_of)
+    record = accumulate_and_step(state, state.critic_model, state.critic_optimizer, batch, loss_of)
     loss, norm = record.pop("loss"), record.pop("grad_norm")
     return record | {"value_loss": loss, "critic_grad_norm": norm}
 
 
-def descend(parts: Parts, model, optimizer, batch: Batch, loss_of: Callable) -> Record:
+def accumulate_and_step(
+    state: TrainState, model, optimizer, batch: Batch, loss_of: Callable
+) -> Record:
     """Backward passes over the micro-batches, and one optimizer step. A loss or a gradient that is
     not finite changes no weight: the caller looks, and stops.
     """
-    accelerator, records, cuts = parts.accelerator, [], shares(parts, batch)
+    accelerator, records, cuts = state.accelerator, [], shares(state, batch)
     for number, rows in enumerate(cuts, 1):
         # Gradients meet at the last pass; weights in parts take theirs at every one.
         wait = number < len(cuts) and not in_parts(model)
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             micro = batch.rows(rows).to(accelerator.device)
             loss, record = loss_of(micro, rows)
-            # DDP averages the gradients of its processes; ours are parts of one sum.
+            # DDP averages the gradients of its processes; ours are state of one sum.
             accelerator.backward(loss * accelerator.num_processes)
         records.append(record | {"loss": loss.item()})
-    total = merged(gather_object([merged(records, sum)]), sum)  # of all processes
+    total = merge_records(gather_object([merge_records(records, sum)]), sum)  # of all processes
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     total["grad_norm"] = full(norm).item()
     if math.isfinite(total["loss"] + total["grad_norm"]):
@@ -193,7 +203,7 @@ def descend(parts: Parts, model, optimizer, batch: Batch, loss_of: Callable) -> 
     return total
 
 
-def merged(records: list[Record], merge: Callable) -> Record:
+def merge_records(records: list[Record], merge: Callable) -> Record:
     """One record of several: merge(values) of each name, or the extreme that it ends in."""
     whole, extremes = {}, {"min": min, "max": max, "norm": max}
     for name in dict.fromkeys(name for record in records for name in record):

@@ -25,13 +25,13 @@ from errors import FlagParser, InputError, check_output, run_main
 from formats.records import finished_records
 from plumbing.page import read_settings, readable_records, stages_of, write_page
 
-LEARNING = ("grad_norm", "frac_reward_zero_std", "informative", "clip_fraction", "entropy")
+LEARNING = ("grad_norm", "frac_reward_zero_std", "informative", "clip_fraction", "entropy_mc")
 # (title, metrics, or "prefix/" for all metrics under it)
 PANELS = (
     ("reward", ("reward", "reward/")),
     ("exact match", ("em/",)),
     ("share of questions searched for", ("searched/",)),
-    ("searches per question, fallbacks per search", ("searches", "fallbacks", "refused")),
+    ("searches per question, fallbacks per search", ("searches", "fallbacks", "rejected")),
     ("tokens per trajectory", ("model_tokens", "inserted_tokens")),
     ("can it learn?", LEARNING),
     ("KL to the reference, by estimator", ("k1", "k2", "k3", "k_abs")),

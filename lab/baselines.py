@@ -378,7 +378,7 @@ class Row:
     def asked(self, llm: LLM, environment: Environment) -> Request:
         """What the model is asked, so short that its reply still fits."""
         write, settings = self.request, environment.settings
-        most = environment.turn_room(self.trajectory)
+        most = environment.turn_tokens_left(self.trajectory)
         room = (settings.max_context or llm.positions) - most
         question = write.question or question_text(self.trajectory.question)
         how = settings.temperature, settings.top_p, most
@@ -416,7 +416,7 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     environment = Environment(llm.tokenizer, protocol, search, settings, context)
     environment.forbidden += LABELS
     # To a method a query that a server rejects has found nothing.
-    environment.refuse = lambda row, its, _: environment.write(row, its.query, SearchResult())
+    environment.reject = lambda row, its, _: environment.write(row, its.query, SearchResult())
     rows = [Row(Trajectory(q, protocol), METHODS[name](q, *limit)) for q in questions]
     while any(row.request for row in rows):
         # All searches in one call, under the rollout's own rules of retries and budgets.
@@ -464,12 +464,12 @@ class Baselines(Evaluation):
     def load(self) -> tuple[Callable, str]:
         self.tokenizer = self.parts[0].tokenizer
 
-        def play(some: list[Question], _, progress) -> list[Trajectory]:
+        def generate(some: list[Question], _, progress) -> list[Trajectory]:
             rows = run_method(self.method, some, *self.parts, self.settings)
             progress(len(rows))
             return [row for row in rows if row.stop_reason != NO_REPLY]
 
-        return play, weights_version(self.settings.model)
+        return generate, weights_version(self.settings.model)
 
 
 def parse_baselines(arguments: list[str]) -> tuple[list[str], Settings, Options]:

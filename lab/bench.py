@@ -45,9 +45,9 @@ from metrics import tokenize
 from policy import Policy, checkpoint_activations, collate, make_optimizer, without_dropout
 from prompts import PROTOCOLS
 from retriever import BM25, top
-from rollout import play_by_turns, sample_turns
+from rollout import generate_by_turns, sample_turns
 from scale import packing
-from scale.engine import play_in_slots
+from scale.engine import generate_in_slots
 from scale.lora import add_lora
 from scale.sampling import to_sample_with
 from settings import Settings, check_limits
@@ -114,7 +114,7 @@ class Scripted:
     def longest(self, row):
         return len(row.ids) + sum(said + len(found) for said, found in row.left)
 
-    def turn_room(self, row):
+    def turn_tokens_left(self, row):
         return row.left[0][0] if row.left else 1  # `whole_batch` samples of ended rows, too
 
     def end_turn(self, row, ids, logprobs, reason):
@@ -243,7 +243,7 @@ def step(policy, environment, rows, every_row=False):
     optimizer = make_optimizer(policy, o.optimizer, o.lr)
     start, *_ = gauge(o.device)
     with to_sample_with(policy, o.device == "cuda") as sampler:
-        play_in_slots(sampler, environment, rows)
+        generate_in_slots(sampler, environment, rows)
     middle, *_ = gauge(o.device)
     backward(policy, environment, rows, every_row)
     optimizer.step()
@@ -314,15 +314,19 @@ def bm25s(texts):
 
 
 AXES = {  # by the setting that grows: what runs, the sizes
-    "questions_per_step": (play_in_slots, (2, 8, 32, 128)),
+    "questions_per_step": (generate_in_slots, (2, 8, 32, 128)),
     "context": (backward, (256, 1024, 4096)),
     "vocab": (backward, (4096, 24_576, 151_936)),
-    "max_searches": (play_in_slots, (1, 3, 8)),
+    "max_searches": (generate_in_slots, (1, 3, 8)),
     "passages": (BM25, (5_000, 40_000, 300_000, 1_000_000)),
 }
 BM25S = {"bm25s": bm25s} if find_spec("bm25s") else {}
 PARTS = {  # ours is the first one
-    "rollout": {"slots": play_in_slots, "by_turns": play_by_turns, "whole_batch": whole_batch},
+    "rollout": {
+        "slots": generate_in_slots,
+        "by_turns": generate_by_turns,
+        "whole_batch": whole_batch,
+    },
     "update": {
         "ours": backward,
         "every_row": partial(backward, every_row=True),

@@ -98,11 +98,11 @@ def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
     asked = Options("train", options.questions, options.samples, out=options.out)
     whole = Evaluation(settings, asked)
-    play, version = whole.load()
+    generate, version = whole.load()
 
     def answer(some: list[Question]) -> list[list[float]]:
         seed, k = zlib.crc32(f"{settings.seed} {some[0].id}".encode()), options.samples
-        rows = play(some, seed)
+        rows = generate(some, seed)
         scores = [trajectory_metrics(row)[options.metric] for row in rows]
         return [scores[start : start + k] for start in range(0, len(rows), k)]
 

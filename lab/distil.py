@@ -138,7 +138,7 @@ def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
     """(text, written by the model?) in order, cut where the rollout began a new piece."""
     protocol, marked = trajectory.protocol, ""
     # A transcript does not say who wrote what: notices are known by their wording.
-    notices = filter(None, (protocol.fallback_notice, *protocol.refusal_notices))
+    notices = filter(None, (protocol.fallback_notice, *protocol.rejection_notices))
     known = re.compile(f"({'|'.join(map(re.escape, notices))})")
     for segment in trajectory.segments:  # marks around what the environment wrote
         if segment.writer == "documents":

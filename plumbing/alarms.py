@@ -23,14 +23,14 @@ MOST_FAILED = 0.5  # of a step's trajectories; if more have a failed search the 
 SAID = {
     "equal_groups": "no group had rewards that differ: too hard or too easy? Raise --group_size",
     "no_search": "no trajectory searched: does the model know the query tags? Stage 1 teaches them",
-    "refused": "queries were written but none was run: empty, no begin tag, or refused by a server",
+    "rejected": "queries were written but none was run: empty, unopened, or rejected by a server",
     "repeated": "a search in four is in the words of an earlier one: is what it finds of any use?",
     "seen": "a third of what was found was known already: a small corpus, or queries all alike?",
     "gold_recall": "what was found holds the answers of few questions: does the corpus have them?",
     "retriever_down": "a tenth of the searches failed: is the retriever down, or over --timeout?",
     "retriever_slow": "searching takes a third of a step: give the retriever its own machine",
     "judge_slow": "scoring takes a third of a step: give the judge a machine, or ask a metric",
-    "cut_off": "most trajectories were cut off: raise --max_turn_tokens or --max_context",
+    "truncated": "most trajectories were cut off: raise --max_turn_tokens or --max_context",
     "length": "thinking grew by half, and no answer is better for it: lower --max_turn_tokens",
     "repetition": "a tenth of the trajectories go in circles: lower --lr, or hold it by --kl_coef",
     "malformed_tags": "in half of the texts a tag is unclosed, or was not opened: warm it up",
@@ -43,7 +43,7 @@ SAID = {
     "grad_spike": "the gradient is ten times what it was: look at the step, or lower --lr",
 }
 # Alarms that are raised when the figure of the same name is above a limit.
-ABOVE = {"cut_off": 0.5, "repetition": 0.1, "malformed_tags": 0.5, "mismatch_cut": 0.5}
+ABOVE = {"truncated": 0.5, "repetition": 0.1, "malformed_tags": 0.5, "mismatch_cut": 0.5}
 # In one step: those that look at the steps before it themselves, or need not.
 AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size", "likelihood")
 
@@ -82,10 +82,10 @@ def holding(records: list[dict], s: Settings) -> Iterator[str]:
         yield "likelihood"
     if r["skipped"] == 1 or (grouped and r["frac_reward_zero_std"] == 1):
         yield "equal_groups"
-    if may_search and r["searched"] + r["refused"] == 0:
+    if may_search and r["searched"] + r["rejected"] == 0:
         yield "no_search"
-    if r["refused"] > 0 and r["searched"] == 0:
-        yield "refused"
+    if r["rejected"] > 0 and r["searched"] == 0:
+        yield "rejected"
     if r["repeated"] > r["searches"] / 4:
         yield "repeated"
     if r["documents_seen"] > 1 / 3:
@@ -104,7 +104,7 @@ def holding(records: list[dict], s: Settings) -> Iterator[str]:
         yield "reward_hacked"
     if any(abs(r[n]) > 1000 for n in records[-1] if n.startswith("reward")):
         yield "reward_size"
-    if spikes(records, "k3", 0.1) or spikes(records, "kl_old", 0.1):
+    if spikes(records, "k3", 0.1) or spikes(records, "approx_kl", 0.1):
         yield "kl_spike"
     if spikes(records, "grad_norm"):
         yield "grad_spike"

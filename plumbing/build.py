@@ -42,9 +42,9 @@ from rollout import (
     begun,
     check_prompts,
     context_of,
-    play_by_turns,
+    generate_by_turns,
 )
-from scale.engine import play_in_slots
+from scale.engine import generate_in_slots
 from scale.lora import add_lora, check_peft
 from scale.sampling import to_sample_with, wants_copy
 from scale.server import SLOWEST, Fleet, generate_on_server, to_serve
@@ -52,7 +52,7 @@ from scale.shards import asked_for, check_alike, check_shardable, shard
 from settings import Settings, asked_of_others, in_built_in_world, stage_folder
 from summarizer import FALLBACK_TEXT, SUMMARY_LOG, make_summarizer, models_in
 from trajectory import Trajectory
-from update import Parts, updates_of
+from update import TrainState, updates_of
 from world.toy import load_reader, load_toy
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -184,11 +184,11 @@ def build_environment(
     return kind(tokenizer, build_protocol(settings), search, settings, context)
 
 
-def play_of(settings: Settings):
+def choose_generate(settings: Settings):
     """Slots; plain `generate`: the page to read, and the twin to compare with; or servers."""
     if on_servers(settings):
         return generate_on_server
-    return play_by_turns if settings.engine == "hf" else play_in_slots
+    return generate_by_turns if settings.engine == "hf" else generate_in_slots
 
 
 def make_accelerator(settings: Settings) -> Accelerator:
@@ -208,21 +208,21 @@ def make_accelerator(settings: Settings) -> Accelerator:
     return Accelerator(kwargs_handlers=[limit, views], **tracker)
 
 
-def meet(parts: Parts, doing: str) -> None:
+def meet(state: TrainState, doing: str) -> None:
     """Waits until all processes are here; after PATIENCE seconds a line names one that is missing.
 
     Trap: a collective waits in C++, where Python runs no handler of a signal. So a thread waits in
     it, and the main thread for the thread. SIGTERM ends the first process at once; another one has
     to give the others PATIENCE seconds, in which the step may still be finished and saved.
     """
-    if parts.accelerator.num_processes == 1:
+    if state.accelerator.num_processes == 1:
         return
-    store, me, failed = _get_default_store(), parts.accelerator.process_index, []
-    before = (me or parts.accelerator.num_processes) - 1
+    store, me, failed = _get_default_store(), state.accelerator.process_index, []
+    before = (me or state.accelerator.num_processes) - 1
 
     def arrive() -> None:
         store.add(f"meetings of {me}", 1)
-        parts.accelerator.wait_for_everyone()
+        state.accelerator.wait_for_everyone()
 
     def name_missing() -> None:  # each looks after the one before it: at least one has a reason
         if store.add(f"meetings of {before}", 0) < store.add(f"meetings of {me}", 0):
@@ -232,11 +232,11 @@ def meet(parts: Parts, doing: str) -> None:
     thread, waited, heard = begun(arrive, failed.append), 0, 0
     while thread.join(1) or thread.is_alive():  # a handler of a signal runs within `join`
         waited += 1
-        heard += bool(getattr(parts.run, "ended", ()))
+        heard += bool(getattr(state.run, "ended", ()))
         if waited == PATIENCE:  # in a thread: if the store is stopped, too, it does not answer
             begun(name_missing, [].append)
         if heard > PATIENCE:
-            raise_terminated(*parts.run.ended)
+            raise_terminated(*state.run.ended)
     for error in filter(None, failed):
         raise error
 
@@ -307,7 +307,7 @@ def check_before_models(settings: Settings, accelerator: Accelerator) -> tuple:
     return sharding, start, questions, *hold_out(questions, settings)
 
 
-def build_parts(settings: Settings) -> Parts:
+def build_state(settings: Settings) -> TrainState:
     """Everything one stage needs. What is quick to find wrong comes first, the models last."""
     accelerator, dapo = make_accelerator(settings), settings.algorithm == "dapo"
     device, main = accelerator.device, accelerator.is_main_process
@@ -345,7 +345,7 @@ def build_parts(settings: Settings) -> Parts:
         mismatch = "token" if recompute and settings.mask_documents else "none"
 
     def sampler():
-        return to_serve(policy, parts.version) if served else to_sample_with(policy, copies)
+        return to_serve(policy, state.version) if served else to_sample_with(policy, copies)
 
     reference = load_reference(settings, device)
     spread = partial(spread_over, accelerator, sharding, settings.optimizer)
@@ -354,12 +354,12 @@ def build_parts(settings: Settings) -> Parts:
         critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
         critic_model, critic_optimizer = spread(critic, settings.critic_lr)
     model, optimizer = spread(policy, settings.lr)
-    parts = Parts(
+    state = TrainState(
         settings, accelerator, policy, model, optimizer, recompute, mismatch, reference, critic,
-        critic_model, critic_optimizer, stream, held_out, environment, play_of(settings), sampler,
-        others,
+        critic_model, critic_optimizer, stream, held_out, environment, choose_generate(settings),
+        sampler, others,
     )  # fmt: skip
-    return parts
+    return state
 
 
 def hint_at_summaries(settings: Settings) -> None:

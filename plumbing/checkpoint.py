@@ -32,7 +32,7 @@ from policy import save_policy
 from scale.lora import load_lora, lora_state
 from scale.shards import in_parts, load_moments, load_weights, whole_moments, whole_weights
 from settings import Settings, saved_settings, shown_settings, stage_folder
-from update import Parts
+from update import TrainState
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
@@ -73,11 +73,11 @@ def as_command(settings: Settings) -> Iterator[None]:
         say(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
 
 
-def begin(run: Run, parts: Parts) -> int:
+def begin(run: Run, state: TrainState) -> int:
     """The folder of the run; returns how many of its steps are done."""
-    parts.run = run
-    check_room(run, parts)
-    first_step = resume(run, parts) if run.settings.resume else 0
+    state.run = run
+    check_room(run, state)
+    first_step = resume(run, state) if run.settings.resume else 0
     run.open(first_step)
     for number in SIGNALS:
         if signal.getsignal(number) is raise_terminated:
@@ -85,10 +85,10 @@ def begin(run: Run, parts: Parts) -> int:
     return first_step
 
 
-def check_room(run: Run, parts: Parts) -> None:
+def check_room(run: Run, state: TrainState) -> None:
     """Before the work and before each save: for the weights, and two moments of what is trained."""
-    moments = 8 if parts.settings.optimizer == "adamw" else 2
-    modules = [parts.policy, *filter(None, [parts.critic])]
+    moments = 8 if state.settings.optimizer == "adamw" else 2
+    modules = [state.policy, *filter(None, [state.critic])]
     weights = [p for module in modules for p in module.parameters()]
     needed = sum(p.numel() * (p.element_size() + moments * p.requires_grad) for p in weights)
     there = next(path for path in [run.folder, *run.folder.absolute().parents] if path.exists())
@@ -98,54 +98,54 @@ def check_room(run: Run, parts: Parts) -> None:
         raise InputError(f"{run.folder}: {told}: make room, or name another disk with --output_dir")
 
 
-def save(run: Run, parts: Parts, step: int) -> None:
+def save(run: Run, state: TrainState, step: int) -> None:
     """Saves what `step` finished steps have learned, unless it is a dry run. All processes call
     it: weights in parts are put together.
     """
     if run.settings.dry_run:
         return
-    state = {"step": step, "optimizer": whole_moments(parts.policy, parts.optimizer)}
+    trainer_state = {"step": step, "optimizer": whole_moments(state.policy, state.optimizer)}
     if run.settings.lora_rank:
-        state["lora"] = lora_state(parts.policy)
-    if parts.critic is not None:
-        state["critic"] = whole_weights(parts.critic)
-        state["critic_optimizer"] = whole_moments(parts.critic, parts.critic_optimizer)
-    weights = whole_weights(parts.policy.language_model) if in_parts(parts.policy) else None
+        trainer_state["lora"] = lora_state(state.policy)
+    if state.critic is not None:
+        trainer_state["critic"] = whole_weights(state.critic)
+        trainer_state["critic_optimizer"] = whole_moments(state.critic, state.critic_optimizer)
+    weights = whole_weights(state.policy.language_model) if in_parts(state.policy) else None
     path = run.folder / f"checkpoint-{step:06d}"
     if not run.main or path.exists():
         return
-    check_room(run, parts)
-    text, tokenizer = settings_text(run.settings), parts.environment.tokenizer
-    save_policy(parts.policy, tokenizer, path, state, text, weights)
+    check_room(run, state)
+    text, tokenizer = settings_text(run.settings), state.environment.tokenizer
+    save_policy(state.policy, tokenizer, path, trainer_state, text, weights)
     prune(run.folder, run.settings.keep_checkpoints)
 
 
-def after(run: Run, parts: Parts, record: dict) -> None:
+def after(run: Run, state: TrainState, record: dict) -> None:
     """Saves what is due after a step. All do as one, if SIGTERM came to any of them. If searches
     failed in more than MOST_FAILED of its trajectories the step made no update: what the
     steps before it learned is saved, and the run ends, on all processes.
     """
     step = record["step"]
     if record["failed_rows"] > MOST_FAILED:
-        save(run, parts, step)
+        save(run, state, step)
         raise InputError(
             f"step {step}: a search failed in {record['failed_rows']:.0%} of the trajectories: look"
             " at the retriever, the summariser and --timeout, then go on with --resume"
         )
     ended = max(gather_object([run.ended]))
     if run.saves(step) or ended:
-        save(run, parts, step + 1)
+        save(run, state, step + 1)
     if ended:
         raise_terminated(*ended)
 
 
 @contextlib.contextmanager
-def kept(run: Run, parts: Parts, step: int) -> Iterator[None]:
+def kept(run: Run, state: TrainState, step: int) -> Iterator[None]:
     """Sampling and scoring change no weights: an error or a signal there loses no finished step. Of
     several processes the first saves, which has the whole unless weights are in parts.
     """
-    alone = parts.accelerator.num_processes == 1
-    saves = run.main and (alone or not in_parts(parts.policy))
+    alone = state.accelerator.num_processes == 1
+    saves = run.main and (alone or not in_parts(state.policy))
     try:
         run.at_once = saves
         if saves and run.ended:  # it came while the step before was saved
@@ -154,7 +154,7 @@ def kept(run: Run, parts: Parts, step: int) -> Iterator[None]:
     except (Exception, Terminated):
         run.at_once = False  # another signal must not break the saving
         if step and saves:
-            save(run, parts, step)
+            save(run, state, step)
         if run.ended:  # another process may have heard of it first, and be gone
             raise_terminated(*run.ended)
         raise
@@ -162,33 +162,33 @@ def kept(run: Run, parts: Parts, step: int) -> Iterator[None]:
         run.at_once = False
 
 
-def resume(run: Run, parts: Parts) -> int:
+def resume(run: Run, state: TrainState) -> int:
     """Put back what the last checkpoint holds; returns its step."""
     settings, path = run.settings, starting_model(run.settings)[0]
     anew = "leave --resume out to start anew"
-    state, saved = read_state(path), saved_settings(path)
+    trainer_state, saved = read_state(path), saved_settings(path)
     for name in ("lora_rank", "optimizer"):  # a paged optimizer has the moments of the other
         ours, theirs = (str(getattr(s, name)).removeprefix("paged_") for s in (settings, saved))
         if ours != theirs:
             made = f"{path} was made with --{name} {theirs}"
             raise InputError(f"--resume: {made}: do the same, or {anew}")
-    if parts.critic is not None and "critic" not in state:
+    if state.critic is not None and "critic" not in trainer_state:
         raise InputError(f"--resume: {path} was not made by PPO and has no critic: {anew}")
-    if state["step"] >= settings.steps:
-        done = f"{state['step']} of --steps {settings.steps} steps are done"
+    if trainer_state["step"] >= settings.steps:
+        done = f"{trainer_state['step']} of --steps {settings.steps} steps are done"
         raise InputError(f"--resume: {done}; raise --steps to go on")
     if settings.lora_rank:
-        load_lora(parts.policy, state["lora"])
-    load_moments(parts.policy, parts.optimizer, state["optimizer"])
-    if parts.critic is not None:
-        load_weights(parts.critic, state["critic"])
-        load_moments(parts.critic, parts.critic_optimizer, state["critic_optimizer"])
+        load_lora(state.policy, trainer_state["lora"])
+    load_moments(state.policy, state.optimizer, trainer_state["optimizer"])
+    if state.critic is not None:
+        load_weights(state.critic, trainer_state["critic"])
+        load_moments(state.critic, state.critic_optimizer, trainer_state["critic_optimizer"])
     now, before = vars(settings), vars(saved)
     changed = [n for n in now if n not in ("resume", "dry_run") and now[n] != before[n]]
     if changed:
         told = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
         run.accelerator.print(f"resumed with other settings: {told}")
-    return state["step"]
+    return trainer_state["step"]
 
 
 def read_state(path: str) -> dict:
@@ -196,10 +196,12 @@ def read_state(path: str) -> dict:
     moments are 57 GiB. weights_only: a pickle may run what it likes.
     """
     try:
-        state = torch.load(f"{path}/trainer.pt", map_location="cpu", weights_only=True, mmap=True)
-        if "optimizer" not in state or state["step"] != step_of(Path(path)):
+        trainer_state = torch.load(
+            f"{path}/trainer.pt", map_location="cpu", weights_only=True, mmap=True
+        )
+        if "optimizer" not in trainer_state or trainer_state["step"] != step_of(Path(path)):
             raise ValueError("it lacks the optimizer's moments, or is of another step")
-        return state
+        return trainer_state
     except Exception as error:
         why = str(error).strip().splitlines()[0]
         raise InputError(

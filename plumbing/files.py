@@ -37,7 +37,7 @@ from formats.records import (
 )
 from formats.trajectories import append_trajectories, cut_trajectories
 from plumbing.alarms import alarms, report
-from plumbing.record import records_of
+from plumbing.record import step_records
 from policy import Batch, check_model_path
 from prompts import NEEDED, OPTIONAL, PROTOCOLS, SECTIONS, gaps_of
 from settings import Settings, stage_folder
@@ -250,13 +250,13 @@ class Run:
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    def log(self, record: dict, sampled, batch: Batch | None, environment) -> None:
+    def log(self, record: dict, rollouts, batch: Batch | None, environment) -> None:
         with contextlib.suppress(OSError):  # a closed terminal, `| tee log` that had a Ctrl-C
             self.progress.update()
         if not self.main:
             return
         if self.settings.dry_run:
-            return self.progress.write("\n".join(report(record, sampled, environment)))
+            return self.progress.write("\n".join(report(record, rollouts, environment)))
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
         self.records.append(rounded)
         if raised := alarms(self.records, self.settings):
@@ -270,11 +270,11 @@ class Run:
         said += filter(None, [slow_step([*map(seconds_of, self.records)])])
         lines, step = [console_line(record), *said], record["step"]
         if step % SHOW_EVERY == 0 or step + 1 == self.settings.steps:
-            row = (step * 37) % len(sampled.trajectories)
-            lines += ["", show(sampled.trajectories[row], sampled.components[row]), ""]
+            row = (step * 37) % len(rollouts.trajectories)
+            lines += ["", show(rollouts.trajectories[row], rollouts.reward_terms[row]), ""]
         with contextlib.suppress(OSError):
             self.progress.write("\n".join(lines))
-        some = records_of(step, sampled, batch, environment.tokenizer, self.settings)
+        some = step_records(step, rollouts, batch, environment.tokenizer, self.settings)
         append_trajectories(self.folder, some)
 
     def saves(self, step: int) -> bool:

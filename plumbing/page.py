@@ -169,7 +169,7 @@ def line_on(record: dict) -> dict:
     line |= {"reward": round(sum(rewards.values()), 4), "trained": "advantages" in record}
     line["golds"] = " | ".join(record["golds"])
     line["fallback"] = any(search["fallback"] for search in searches)
-    line["fault"] = bool(record["refusals"]) or rewards.get("format", 0) < 0
+    line["fault"] = bool(record["rejected_queries"]) or rewards.get("format", 0) < 0
     return line
 
 

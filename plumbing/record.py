@@ -42,22 +42,22 @@ def kept_groups(count: int, keep: int, step: int) -> list[int]:
     return sorted({(step + i * count // keep) % count for i in range(keep)})
 
 
-def records_of(
-    step: int, sampled, batch: Batch | None, tokenizer, settings: Settings
+def step_records(
+    step: int, rollouts, batch: Batch | None, tokenizer, settings: Settings
 ) -> Iterator[dict]:
-    """Of the groups that are kept. `batch`: what was trained on, the rows `sampled.kept`."""
-    size, rows = settings.group_size, {n: row for row, n in enumerate(sampled.kept)}
-    numbers = {} if batch is None else numbers_of(batch)
-    for group in kept_groups(len(sampled.trajectories) // size, settings.groups_kept, step):
+    """Of the groups that are kept. `batch`: what was trained on, the rows `rollouts.kept`."""
+    size, rows = settings.group_size, {n: row for row, n in enumerate(rollouts.kept)}
+    numbers = {} if batch is None else token_numbers(batch)
+    for group in kept_groups(len(rollouts.trajectories) // size, settings.groups_kept, step):
         for n in range(group * size, (group + 1) * size):
-            t, its = sampled.trajectories[n], rows.get(n)
-            record = {"step": step, "group": group, "row": n % size} | told(t, tokenizer)
-            record["rewards"] = {k: round(v, 4) for k, v in sampled.components[n].items()}
-            record["correct"] = bool(sampled.correct[n])
-            yield record | ({} if its is None else numbers_of_row(numbers, its, t))
+            t, its = rollouts.trajectories[n], rows.get(n)
+            record = {"step": step, "group": group, "row": n % size} | to_record(t, tokenizer)
+            record["rewards"] = {k: round(v, 4) for k, v in rollouts.reward_terms[n].items()}
+            record["correct"] = bool(rollouts.correct[n])
+            yield record | ({} if its is None else row_numbers(numbers, its, t))
 
 
-def told(t: Trajectory, tokenizer) -> dict:
+def to_record(t: Trajectory, tokenizer) -> dict:
     """Returns what can be read of a trajectory: question, tokens, searches, how it ended."""
     question = t.question
     record = {
@@ -78,18 +78,18 @@ def told(t: Trajectory, tokenizer) -> dict:
     }
     return record | {
         "writers": [segment.writer for segment in t.segments if segment.writer != "model"],
-        "searches": [told_search(search) for search in t.searches],
-        "refusals": [[refusal.reason, refusal.query] for refusal in t.refusals],
+        "searches": [search_to_record(search) for search in t.searches],
+        "rejected_queries": [[rejected.reason, rejected.query] for rejected in t.rejected_queries],
     }
 
 
-def told_search(search: Search) -> dict:
+def search_to_record(search: Search) -> dict:
     found = [[document.title, document.text] for document in search.documents]
     its = {name: getattr(search, name) for name in "query text fallback error cut".split()}
     return its | {"documents": found, "seconds": round(search.seconds, 4)}
 
 
-def numbers_of(batch: Batch) -> dict[str, np.ndarray]:
+def token_numbers(batch: Batch) -> dict[str, np.ndarray]:
     """Name -> [B, T]. Of a large batch a token's weight is a millionth."""
     found = {}
     for name, its in NUMBERS.items():
@@ -99,7 +99,7 @@ def numbers_of(batch: Batch) -> dict[str, np.ndarray]:
     return found
 
 
-def numbers_of_row(numbers: dict[str, np.ndarray], row: int, t: Trajectory) -> dict:
+def row_numbers(numbers: dict[str, np.ndarray], row: int, t: Trajectory) -> dict:
     """[R] each, one per token of the response; a number alone where all sampled ones have it."""
     first, found = len(t.prompt_ids) - 1, {}
     columns, mask = slice(first, first + len(t.response_ids)), np.array(t.response_mask, bool)

@@ -23,7 +23,7 @@ from world.world import KINDS
 
 COLUMNS = """
 em f1 cem rouge1 rouge2 rougeL rouge judged reader_em reader_f1 searched searches successful queries
-refused failed_rows repeated fallbacks documents_cut format evidence support relevance exact_set
+rejected failed_rows repeated fallbacks documents_cut format evidence support relevance exact_set
 set_f1 all_correct written thinking unfinished retrieved shown compression
 """.split()
 DRAWS, FLIPS = 1000, 10_000

@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
 from policy import evaluating, unrounded_logits
-from rollout import Environment, StopRule, Turn, end_ids, play_by_turns
+from rollout import Environment, StopRule, Turn, end_ids, generate_by_turns
 from scale.packing import FAMILIES, windowed
 from trajectory import Trajectory
 
@@ -151,9 +151,9 @@ class Engine:
     def in_state(self, state: str) -> list[Row]:
         return [row for row in self.rows if row.state == state]
 
-    def add(self, owner, ids: list[int], room: int) -> None:
+    def add(self, owner, ids: list[int], max_new_tokens: int) -> None:
         """Give a vacant slot to a row; best the one that a sample of the same prompt has left."""
-        row = Row(owner, list(ids), Turn(room))
+        row = Row(owner, list(ids), Turn(max_new_tokens))
         slots = [slot for slot, held in enumerate(self.rows) if held.state == "free"]
         donor = self.donor(row)
         slot = donor if donor in slots else slots[0]
@@ -161,9 +161,9 @@ class Engine:
             self.share(donor, slot, row)
         self.rows[slot] = row
 
-    def resume(self, row: Row, ids: list[int], room: int) -> None:
+    def resume(self, row: Row, ids: list[int], max_new_tokens: int) -> None:
         """Another turn for a row that waited; `ids` are all its tokens, with what was appended."""
-        row.ids, row.turn, row.state = list(ids), Turn(room), "live"
+        row.ids, row.turn, row.state = list(ids), Turn(max_new_tokens), "live"
 
     def donor(self, row: Row) -> int | None:
         """A slot, free or not, that holds all that `row` must catch up: a sample of its prompt."""
@@ -233,7 +233,7 @@ class Engine:
         tokens = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)  # [n, 1]
         positions = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
         deepest, drawn = max(row.cached for row in rows), []
-        for step in range(min(row.turn.room - len(row.turn.ids) for row in rows)):
+        for step in range(min(row.turn.max_new_tokens - len(row.turn.ids) for row in rows)):
             tokens, logprobs = self.draw(self.logits(tokens, positions, deepest + step + 1))
             drawn.append((tokens, logprobs))
             positions = positions + 1
@@ -249,7 +249,7 @@ class Engine:
         turn.ids += ids
         turn.logprobs += logprobs
         row.cached += len(ids)
-        turn.reason = self.rule.reason(turn.ids, turn.room)
+        turn.reason = self.rule.reason(turn.ids, turn.max_new_tokens)
         row.state = "waiting" if turn.reason else "live"
         return row.state == "waiting"
 
@@ -293,8 +293,10 @@ def pick(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 # -------------------------------------------------------------------------------------- the rollout
-def play_in_slots(policy, environment: Environment, live: list[Trajectory], progress=None) -> None:
-    """`rollout.play_by_turns` in slots; itself, with a warning, where slots cannot be used."""
+def generate_in_slots(
+    policy, environment: Environment, live: list[Trajectory], progress=None
+) -> None:
+    """`rollout.generate_by_turns` in slots; itself, with a warning, where slots cannot be used."""
     if not live:
         return
     model, settings = policy.language_model, environment.settings
@@ -309,7 +311,7 @@ def play_in_slots(policy, environment: Environment, live: list[Trajectory], prog
             play_queue(engine, environment, deque(live), progress)
             return
     warn_once(f'engine "{settings.engine}": {problem}; plain generate takes its place')
-    play_by_turns(policy, environment, live, progress)
+    generate_by_turns(policy, environment, live, progress)
 
 
 def play_queue(engine: Engine, environment: Environment, queue: deque, progress=None) -> None:
@@ -317,16 +319,16 @@ def play_queue(engine: Engine, environment: Environment, queue: deque, progress=
     while queue or len(engine.in_state("free")) < len(engine.rows):
         while queue and engine.in_state("free"):
             trajectory = queue.popleft()
-            engine.add(trajectory, trajectory.ids, environment.turn_room(trajectory))
+            engine.add(trajectory, trajectory.ids, environment.turn_tokens_left(trajectory))
         for row in engine.decode():
             turn = row.turn
             environment.end_turn(row.owner, turn.ids, turn.logprobs, turn.reason)
         asking = [row for row in engine.in_state("waiting") if not row.owner.stop_reason]
         if len(asking) >= len(engine.in_state("live")):
-            environment.answer([row.owner for row in asking])
+            environment.run_searches([row.owner for row in asking])
             for row in asking:
                 if not row.owner.stop_reason:
-                    engine.resume(row, row.owner.ids, environment.turn_room(row.owner))
+                    engine.resume(row, row.owner.ids, environment.turn_tokens_left(row.owner))
         ended = [row for row in engine.in_state("waiting") if row.owner.stop_reason]
         for row in ended:
             row.state = "free"

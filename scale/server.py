@@ -322,22 +322,22 @@ class Turns:
         """A thread asks for the row's next turn."""
         first, alive = PartialState().process_index, self.fleet.alive
         number = self.prompts.setdefault(tuple(row.prompt_ids), len(self.prompts) + first)
-        server, room = alive[number % len(alive)], self.environment.turn_room(row)
-        start(self.results, (row, server), self.sample, server, row.ids, room)
+        server, max_new_tokens = alive[number % len(alive)], self.environment.turn_tokens_left(row)
+        start(self.results, (row, server), self.sample, server, row.ids, max_new_tokens)
         self.under_way += 1
 
-    def sample(self, server: Server, ids: list, room: int) -> tuple:
+    def sample(self, server: Server, ids: list, max_new_tokens: int) -> tuple:
         """A turn as our stop rule ends it: ids, log-probs and the reason. Trap: a server that was
         restarted would go on with the weights of its start, so it is not tried again.
         """
-        body = self.body | {"prompt": ids, "max_tokens": room}
+        body = self.body | {"prompt": ids, "max_tokens": max_new_tokens}
         new, logprobs = retrying(
             lambda: server.sample(body),
             RETRIES,
             wait=lambda seconds: time.sleep(seconds) or server.version() != self.fleet.sent,
         )
         for count in range(1, len(new) + 1):
-            if reason := self.rule.reason(new[:count], room):
+            if reason := self.rule.reason(new[:count], max_new_tokens):
                 break
         self.disagreed += not reason or count < len(new)
         return new[:count], logprobs[:count], reason or "length"
@@ -359,14 +359,14 @@ class Turns:
 
 
 def generate_on_server(policy, environment, trajectories, progress=None) -> None:
-    """`rollout.play_by_turns` on `policy.fleet`: rows are sampled while others are searched for."""
+    """Samples on `policy.fleet` while other rows wait for their searches."""
     turns = Turns(policy.fleet, environment, end_ids(policy, environment.tokenizer))
     waiting, most = deque(trajectories), environment.settings.max_num_seqs
     while waiting or turns.under_way:
         while waiting and turns.under_way < (most or AT_ONCE * len(policy.fleet.alive)):
             turns.start(waiting.popleft())
         rows = turns.finished()
-        environment.answer([row for row in rows if not row.stop_reason])
+        environment.run_searches([row for row in rows if not row.stop_reason])
         asking = [row for row in rows if not row.stop_reason]
         waiting.extendleft(asking)
         if progress:

@@ -170,7 +170,7 @@ def toy_policy(toy_tokenizer) -> Policy:
 
 def roll(policy, tokenizer, questions, search, protocol="ur2", group_size=1, **named):
     """`rollout` with an Environment made from settings by name."""
-    how = {name: named.pop(name) for name in ("seed", "play", "progress") if name in named}
+    how = {name: named.pop(name) for name in ("seed", "generate", "progress") if name in named}
     questions = [questions] if isinstance(questions, Question) else questions
     settings = Settings(group_size=group_size, **named)
     context = settings.max_context or context_of(policy)

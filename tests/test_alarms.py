@@ -21,13 +21,13 @@ from settings import Settings
 from trajectory import Search, Trajectory
 from trajectory_metrics import gold_recall, step_searches, text_metrics
 
-HEALTHY = {"frac_reward_zero_std": 0.5, "searched": 0.5, "searches": 1.0, "refused": 0.1}
+HEALTHY = {"frac_reward_zero_std": 0.5, "searched": 0.5, "searches": 1.0, "rejected": 0.1}
 HEALTHY |= {"repeated": 0.1, "documents_seen": 0.1, "gold_recall": 0.6, "search_errors": 0.01}
-HEALTHY |= {"search_seconds": 1.0, "rollout_seconds": 9.0, "cut_off": 0.1, "repetition": 0.01}
+HEALTHY |= {"search_seconds": 1.0, "rollout_seconds": 9.0, "truncated": 0.1, "repetition": 0.01}
 HEALTHY |= {"malformed_tags": 0.05, "thinking_words": 80.0, "reward": 1.0, "reward/answer": 0.5}
 HEALTHY |= {"mismatch_ess": 0.99, "mismatch_cut": 0.01, "likelihood_later": 0.1}
-HEALTHY |= {"em": 0.3, "logprob_gap": 0.01, "k3": 0.02, "kl_old": 1e-3, "grad_norm": 0.5}
-NEVER = {"searched": 0.0, "searches": 0.0, "refused": 0.0, "repeated": 0.0}
+HEALTHY |= {"em": 0.3, "logprob_gap": 0.01, "k3": 0.02, "approx_kl": 1e-3, "grad_norm": 0.5}
+NEVER = {"searched": 0.0, "searches": 0.0, "rejected": 0.0, "repeated": 0.0}
 
 
 def healthy(steps: int, **changes) -> list[dict]:
@@ -58,14 +58,14 @@ def changed(**by) -> list[dict]:
 LASTING = {
     "equal_groups": {"frac_reward_zero_std": 1.0},
     "no_search": NEVER,
-    "refused": NEVER | {"refused": 0.5},
+    "rejected": NEVER | {"rejected": 0.5},
     "repeated": {"repeated": 0.3, "searches": 1.0},
     "seen": {"documents_seen": 0.4},
     "gold_recall": {"gold_recall": 0.1},
     "retriever_down": {"search_errors": 0.1},
     "retriever_slow": {"search_seconds": 6.0, "rollout_seconds": 9.0, "update_seconds": 8.0},
     "judge_slow": {"reward_seconds": 9.0, "rollout_seconds": 9.0, "update_seconds": 8.0},
-    "cut_off": {"cut_off": 0.6},
+    "truncated": {"truncated": 0.6},
     "repetition": {"repetition": 0.2},
     "malformed_tags": {"malformed_tags": 0.6},
     "logprob_gap": {"logprob_gap": 0.2},
@@ -87,7 +87,7 @@ def test_a_spike_is_raised_at_once_and_against_the_steps_before_it():
         rows = healthy(9)
         rows[7][name] = value
         assert raised(rows) == {7: [alarm]}
-    rows[7] |= {"k3": 0.02, "kl_old": 0.2}
+    rows[7] |= {"k3": 0.02, "approx_kl": 0.2}
     assert raised(rows) == {7: ["kl_spike"]}
     assert not spikes([{"k3": 1e-4}] * 6 + [{"k3": 0.05}], "k3", 0.1)  # tiny still
     assert not spikes([{"grad_norm": 0.1}] * 4 + [{"grad_norm": 9.0}], "grad_norm")  # too early
@@ -212,14 +212,14 @@ def test_gold_recall_is_of_questions_and_by_whole_words():
 def test_a_run_prints_and_keeps_its_alarm_and_a_resumed_one_knows_it(model, tmp_path, capsys):
     more = "--max_turn_tokens 2 --save_every 3 --algorithm reinforce_pp"
     folder = train.train(settings_for(model, tmp_path, f"{more} --steps 3"))
-    assert rows_of(folder)[2]["alarms"]["cut_off"] == SAID["cut_off"]
-    assert f"alarm: {SAID['cut_off']}" in capsys.readouterr().out
+    assert rows_of(folder)[2]["alarms"]["truncated"] == SAID["truncated"]
+    assert f"alarm: {SAID['truncated']}" in capsys.readouterr().out
     train.train(settings_for(model, tmp_path, f"{more} --steps 5 --resume"))
     rows = rows_of(folder)
-    assert [n for n, row in enumerate(rows) if "cut_off" in row.get("alarms", ())] == [2]
+    assert [n for n, row in enumerate(rows) if "truncated" in row.get("alarms", ())] == [2]
     assert len(rows) == 5 and "alarm: most" not in capsys.readouterr().out
     view.main([str(folder), "--out", str(tmp_path / "page")])
-    assert SAID["cut_off"] in (tmp_path / "page" / "data" / "index.js").read_text()
+    assert SAID["truncated"] in (tmp_path / "page" / "data" / "index.js").read_text()
 
 
 @needs_node
@@ -252,7 +252,7 @@ def test_a_dry_run_says_what_it_saw_and_leaves_a_run_as_it_was(more, model, tmp_
 
 def test_a_dry_run_names_each_fault_after_one_step(model, tmp_path, capsys, monkeypatch):
     def down(requests):
-        raise ConnectionError("refused")
+        raise ConnectionError("rejected")
 
     monkeypatch.setattr(build, "build_search", lambda *_: down)
     more = "--dry_run --algorithm grpo --questions_per_step 6 --temperature 0.01"

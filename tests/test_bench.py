@@ -99,7 +99,7 @@ def test_a_model_directory_does_the_scripted_work_with_the_vocabulary_asked_for(
     # Its config names an EOS, which would end turns early.
     Qwen2Config(vocab_size=40, **small(eos_token_id=3)).save_pretrained(tmp_path)
     o, sampled = replace(TINY, model=str(tmp_path)), sum(map(sum, played(bench.backward, policy)))
-    assert bench.run_scripted(bench.play_in_slots, "slots", o)[1] == [sampled]
+    assert bench.run_scripted(bench.generate_in_slots, "slots", o)[1] == [sampled]
 
 
 def test_a_line_has_medians_and_how_many_times_as_long_it_takes_as_ours(capsys):

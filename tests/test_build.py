@@ -222,7 +222,7 @@ def test_what_is_missing_stops_before_the_model_is_loaded(flags, said, tmp_path,
     (tmp_path / "empty.jsonl").write_text("")
     monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
     words = f"{flags} --output_dir {{}}".format(tmp_path, tmp_path).split()
-    assert re.search(said, message(build.build_parts, parse(words)))
+    assert re.search(said, message(build.build_state, parse(words)))
 
 
 # ----------------------------------------------------------------------------------------- search

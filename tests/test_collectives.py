@@ -75,14 +75,14 @@ def test_all_processes_call_the_same_collectives_with_fewer_questions_than_proce
 
 def train_and_let_go(arguments: list[str]) -> None:
     """Asserts that the policy is gone without a later collection of garbage."""
-    held, build = [], train.build_parts
+    held, build = [], train.build_state
 
     def built(settings):
-        parts = build(settings)
-        held.append(weakref.ref(parts.policy))
-        return parts
+        state = build(settings)
+        held.append(weakref.ref(state.policy))
+        return state
 
-    train.build_parts = built
+    train.build_state = built
     gc.disable()
     train.main(arguments)
     assert len(held) == 1 and held[0]() is None

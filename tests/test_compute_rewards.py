@@ -10,7 +10,7 @@ from other_models.reader import add_reader
 from plumbing import build
 from rewards import compute_rewards, example
 from settings import Settings, parse, resolve
-from trajectory import Refusal, Search, trajectory_from_text
+from trajectory import RejectedQuery, Search, trajectory_from_text
 from trajectory_metrics import search_metrics, token_metrics, trajectory_metrics, without_thinking
 
 OPTIONS = {"task": "choice", "options": ("elm", "oak")}
@@ -58,12 +58,18 @@ def test_the_reader_is_asked_once_for_all_that_searched(monkeypatch):
     monkeypatch.setattr(build, "build_reader", lambda *_: reader)
     scorer = scorer_of("r_search")
     rows = [example("r_search", searches=n) for n in (2, 0, 0, 1)]
-    components, correct = scorer([*rows, example("r_search", "Sudria")], 0)
+    reward_terms, correct = scorer([*rows, example("r_search", "Sudria")], 0)
     # three of the five searched and have evidence; the evidence of all three names the country
     assert len(reader.batches) == 1 and len(reader.batches[0]) == 3
     assert all(text.endswith("In which country was Ana Bell born?") for text in reader.batches[0])
-    assert [c["evidence"] for c in components] == [1, 0, 0, 1, 1]
-    assert [c["answer"] for c in components] == [1, 1, 1, 1, 0]  # the reader's is not the policy's
+    assert [c["evidence"] for c in reward_terms] == [1, 0, 0, 1, 1]
+    assert [c["answer"] for c in reward_terms] == [
+        1,
+        1,
+        1,
+        1,
+        0,
+    ]  # the reader's is not the policy's
     assert correct == [True, True, True, True, False] and scorer.stats() == {"reader_failures": 0}
 
 
@@ -88,11 +94,11 @@ def test_another_data_set_asks_for_a_reader_of_the_evidence():
 
 
 def judged(monkeypatch, reply, rows, name="when_to_search", **changes):
-    """(components, correct, the judge's batches) with a judge that says `reply` to everything."""
+    """(reward_terms, correct, the judge's batches) with a judge that says `reply` to everything."""
     judge = Model(lambda text: reply)
     monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
-    components, correct = scorer_of(name, judge="j", **changes)(rows, 0)
-    return components, correct, judge.batches
+    reward_terms, correct = scorer_of(name, judge="j", **changes)(rows, 0)
+    return reward_terms, correct, judge.batches
 
 
 @pytest.mark.parametrize(
@@ -106,8 +112,8 @@ def judged(monkeypatch, reply, rows, name="when_to_search", **changes):
 def test_the_judge_s_verdict_goes_before_the_metric(reply, marks, correct, monkeypatch):
     # Two searches each, β = 0.3. Stage 1: right 1, wrong −1 + 0.6.
     rows = [example("when_to_search", "Norland"), example("when_to_search", "Sudria")]
-    components, right, batches = judged(monkeypatch, reply, rows)
-    assert [c["answer"] for c in components] == pytest.approx(marks) and right == correct
+    reward_terms, right, batches = judged(monkeypatch, reply, rows)
+    assert [c["answer"] for c in reward_terms] == pytest.approx(marks) and right == correct
     assert len(batches) == 1 and len(batches[0]) == 2  # once, for all
 
 
@@ -115,9 +121,9 @@ def test_the_judge_is_asked_only_where_right_and_wrong_are_asked_for(monkeypatch
     rows = [example("ur2", "Sudria")]
     assert judged(monkeypatch, "yes", rows, "ur2")[1:] == ([False], [])
     dynamic = {"reward": "ur2_stage2", "algorithm": "dapo"}
-    components, correct, batches = judged(monkeypatch, "yes", rows, "ur2", **dynamic)
+    reward_terms, correct, batches = judged(monkeypatch, "yes", rows, "ur2", **dynamic)
     assert correct == [True] and len(batches) == 1  # dynamic sampling asks
-    assert components[0]["answer"] == 0  # but UR²'s reward has its own metric
+    assert reward_terms[0]["answer"] == 0  # but UR²'s reward has its own metric
 
 
 @pytest.mark.parametrize(
@@ -128,9 +134,9 @@ def test_arena_s_accuracy_is_the_verdict_of_a_judge_and_without_one_the_metric(
 ):
     # unreadable: the metric, here F1; "Norland, Kelmouth" for "Norland": P = 1/2, R = 1
     rows = [example("arena"), example("arena", "Norland, Kelmouth")]
-    components, _, batches = judged(monkeypatch, reply, rows, "arena", answer_metric="f1")
-    assert [c["answer"] for c in components] == pytest.approx(answers) and len(batches[0]) == 2
-    assert [c["bonus"] for c in components] == [10 * (answer == 1) for answer in answers]
+    reward_terms, _, batches = judged(monkeypatch, reply, rows, "arena", answer_metric="f1")
+    assert [c["answer"] for c in reward_terms] == pytest.approx(answers) and len(batches[0]) == 2
+    assert [c["bonus"] for c in reward_terms] == [10 * (answer == 1) for answer in answers]
 
 
 def test_the_share_of_unreadable_verdicts_is_told(monkeypatch):
@@ -152,8 +158,8 @@ def test_similar_queries_are_measured_over_the_corpus_of_the_run():
     trajectory = trajectory_from_text(Question("q", "?", ["e"]), text, "when_to_search")
     documents = [Document("1", "ana bell", "birthplace kelmouth")]
     documents.append(Document("2", "ida roth", "birthplace norland"))
-    components, _ = scorer_of("when_to_search", documents)([trajectory], 0)
-    assert components[0]["retrieval"] == pytest.approx(-1)
+    reward_terms, _ = scorer_of("when_to_search", documents)([trajectory], 0)
+    assert reward_terms[0]["retrieval"] == pytest.approx(-1)
 
 
 def test_without_a_corpus_a_word_counts_that_the_step_asked_for_or_found():
@@ -162,11 +168,11 @@ def test_without_a_corpus_a_word_counts_that_the_step_asked_for_or_found():
         text = f"<think>t</think><search>ana bell{found}<search>{second}{found}<answer>e</answer>"
         asked = Question("q", "Where was Ana born?", ["e"])
         trajectory = trajectory_from_text(asked, text, "when_to_search")
-        components, _ = scorer_of("when_to_search")([trajectory], 0)
+        reward_terms, _ = scorer_of("when_to_search")([trajectory], 0)
         # of the two texts both have ana (idf 1), one each bell and kelmouth (ln(3 / 2) + 1)
         idf = np.log(3 / 2) + 1
         cosine = cosine if cosine == 1 else 1 / (1 + idf**2)
-        assert components[0]["retrieval"] == pytest.approx(-cosine)
+        assert reward_terms[0]["retrieval"] == pytest.approx(-cosine)
 
 
 # ----------------------------------------------------------------------------------- what is right
@@ -258,14 +264,14 @@ def test_searches_and_their_tokens_are_counted():
     t = example("ur2", searches=0)
     t.append_model([7] * 4, [0.0] * 4, "<|begin_of_query|> x <|end_of_query|>")
     t.append_environment([8] * 9, "None", "documents")
-    t.refusals = [Refusal("direct", "x")]
+    t.rejected_queries = [RejectedQuery("direct", "x")]
     # "(1) t: w w ...": 10 words and 90, of which 5 and 10 are shown
     found = [[Document("1", "t", "w " * count)] for count in (8, 88)]
     t.searches = [Search("Ana Bell", found[0], "w " * 5), Search("Roth", found[1], "w " * 10)]
     t.searches += [Search("ana bell?", found[0], "None", fallback=True), Search("z", [], "None")]
     t.searches += [Search("x", [], "Search is unavailable.", error="down")]
     expected = {"searched": 1, "searches": 5, "successful": 2, "repeated": 1}
-    expected |= {"queries": 1, "refused": 1, "failed_rows": 1}
+    expected |= {"queries": 1, "rejected": 1, "failed_rows": 1}
     assert search_metrics(t) == expected | {"fallbacks": 1, "documents_cut": 0}
     counts = {"written": 4, "retrieved": 100, "shown": 15, "compression": 5.5}
     assert token_metrics(t, words) == counts

@@ -17,14 +17,14 @@ from errors import InputError
 from flags import EngineSettings, RolloutSettings
 from policy import Policy
 from prompts import PROTOCOLS, build_prompt
-from rollout import Environment, context_of, encode, play_by_turns, rollout
+from rollout import Environment, context_of, encode, generate_by_turns, rollout
 from scale.engine import (
     Engine,
     affordable,
+    generate_in_slots,
     grouped_attention,
     obstacle,
     pick,
-    play_in_slots,
     warn_once,
 )
 from trajectory import Trajectory
@@ -32,7 +32,7 @@ from trajectory import Trajectory
 UR2 = PROTOCOLS["ur2"]
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
 WORDS = "who was born in which country the town of city and a is year company people".split()
-PLAYS = {"hf": play_by_turns, "slots": play_in_slots}
+PLAYS = {"hf": generate_by_turns, "slots": generate_in_slots}
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def library(seed: int):
 
 
 def schedule(tokenizer, seed: int) -> tuple[Policy, dict]:
-    """A random policy and what `play` takes: prompts, groups, limits, fewer slots than rows."""
+    """A random policy and what `generate` takes: prompts, groups, limits, fewer slots than rows."""
     draw = random.Random(seed)
     names = ["ur2", "ur2_search", "r1_searcher", "r_search", "when_to_search", "arena"]
     protocol, questions = PROTOCOLS[draw.choice(names)], []
@@ -171,7 +171,7 @@ def play_schedules(tokenizer, seeds) -> Counter:
         seen["fewer slots"] += 0 < settings["max_num_seqs"] < len(ours)
         for t in ours:
             seen.update([t.stop_reason, f"{len(t.searches)} searches"])
-            seen.update(refusal.reason for refusal in t.refusals)
+            seen.update(rejected.reason for rejected in t.rejected_queries)
     return seen
 
 
@@ -188,7 +188,7 @@ def test_greedy_rollouts_in_slots_are_those_of_generate_token_for_token(
 ):
     seen = play_schedules(toy_tokenizer, seeds)
     assert capsys.readouterr().err == ""  # no fall back, which would compare generate with itself
-    kinds = ("eos", "answer", "length", "refused", "malformed", "limit", "2 searches")
+    kinds = ("eos", "answer", "length", "rejected", "malformed", "limit", "2 searches")
     assert min(seen[kind] for kind in kinds) > 0 and seen["fewer slots"] > 10, seen
     # How many ties there are is the machine's rounding: what is no tie has failed already. But
     # behind one nothing is compared, so there must be few.
@@ -255,7 +255,7 @@ def test_a_prompt_is_computed_once_for_its_group_and_a_row_step_for_every_sample
 ):
     questions = [dataclasses.replace(QA, id=str(i), question="who " * i) for i in range(1, 4)]
     rows = play(qwen2, bpe, questions, group_size=4, max_num_seqs=slots)
-    assert not any(t.searches or t.refusals for t in rows)  # a random model asks nothing
+    assert not any(t.searches or t.rejected_queries for t in rows)  # a random model asks nothing
     assert work["caught"] == sum(len(t.prompt_ids) - 1 for t in rows[::4])
     assert sum(work["steps"]) == sum(len(t.response_ids) for t in rows)
     assert max(work["steps"]) == (slots or 12)

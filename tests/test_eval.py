@@ -56,7 +56,7 @@ from world.world import KINDS, World
 HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"
 ANSWER_SCORES = ("em", "f1", "cem")
 # of all that search
-COLUMNS = (*ANSWER_SCORES, "searched", "searches", "successful", "queries", "refused")
+COLUMNS = (*ANSWER_SCORES, "searched", "searches", "successful", "queries", "rejected")
 COLUMNS += ("failed_rows", "repeated", "fallbacks", "documents_cut", "format")
 OPTIONS = evaluation.Options(questions=3)
 
@@ -600,13 +600,13 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
         return path.read_bytes(), capsys.readouterr().out
 
     unbroken, _ = sampled("unbroken.jsonl")
-    play, calls, out = evaluation.rollout, [], few("p.jsonl")  # others there before: put aside
+    generate, calls, out = evaluation.rollout, [], few("p.jsonl")  # others there before: put aside
 
     def third_time_interrupted(policy, environment, some, seed, *more):
         calls.append((seed, len(records_in(out))))
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return play(policy, environment, some, seed, *more)
+        return generate(policy, environment, some, seed, *more)
 
     monkeypatch.setattr(evaluation, "rollout", third_time_interrupted)
     with pytest.raises(SystemExit) as end:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import rows_of, settings_for
-from test_rollout import ASK, Searcher, play_one, refusals
+from test_rollout import ASK, Searcher, play_one, rejections
 from test_shards import in_two
 from test_update import CASES, Recorder, largest_difference, make_parts, name_of, trajectory
 from torch.nn.utils import parameters_to_vector
@@ -19,11 +19,11 @@ import train
 import update as update_file
 from data import SearchResult
 from errors import InputError
-from plumbing.build import build_parts
+from plumbing.build import build_state
 from plumbing.files import checkpoints
 from reinforce_pp import baseline_advantages
 from rewards import REWARDS, Extras, RewardSettings, example
-from train import Sampled, prepare, shuffled_updates
+from train import Rollouts, prepare, shuffled_updates
 from trajectory import Search
 from trajectory_metrics import trajectory_metrics
 from update import update
@@ -50,25 +50,25 @@ def test_an_unknown_reward_is_in_no_statistic_and_one_alone_teaches_nothing(
     assert found.tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def sample(rows=range(8), failed=()) -> Sampled:
+def sample(rows=range(8), failed=()) -> Rollouts:
     """Of eight trajectories of unequal length those numbered in `rows`."""
-    draw, sampled = torch.Generator().manual_seed(0), Sampled()
+    draw, rollouts = torch.Generator().manual_seed(0), Rollouts()
     for number in range(8):
         t = trajectory(draw, 9 - number, (1, 1 + number % 3))
         t.searches = [FAILED] * (number in failed)
         if number in rows:
-            sampled.trajectories.append(t)
-            sampled.components.append({"answer": number**2 % 5.0})
-    sampled.kept = list(range(len(rows)))
-    return sampled
+            rollouts.trajectories.append(t)
+            rollouts.reward_terms.append({"answer": number**2 % 5.0})
+    rollouts.kept = list(range(len(rows)))
+    return rollouts
 
 
-def take_updates(parts, sampled: Sampled) -> tuple[list, list]:
+def take_updates(state, rollouts: Rollouts) -> tuple[list, list]:
     """(gradients, figures) of the updates of a step."""
-    batch, found, totals = prepare(parts, sampled, 0), [], []
-    for rows in shuffled_updates(0, batch.rewards, parts.settings):
-        totals.append(update(parts, batch.rows(rows)))
-        for optimizer in filter(None, (parts.optimizer, parts.critic_optimizer)):
+    batch, found, totals = prepare(state, rollouts, 0), [], []
+    for rows in shuffled_updates(0, batch.rewards, state.settings):
+        totals.append(update(state, batch.rows(rows)))
+        for optimizer in filter(None, (state.optimizer, state.critic_optimizer)):
             found += getattr(optimizer, "gradients", [])
     return found, totals
 
@@ -82,11 +82,11 @@ def test_the_gradient_is_that_of_the_batch_without_the_failed_rows(settings, mon
 
     def updates(group_size, *rows):
         of_size = replace(settings, group_size=group_size, trajectories_per_update=4)
-        parts = make_parts(of_size)
-        parts.environment = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
-        parts.reference = make_parts(settings).policy
-        next(parts.reference.parameters()).data.mul_(1.1)
-        return take_updates(parts, sample(*rows))
+        state = make_parts(of_size)
+        state.environment = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
+        state.reference = make_parts(settings).policy
+        next(state.reference.parameters()).data.mul_(1.1)
+        return take_updates(state, sample(*rows))
 
     whole, totals = updates(4, range(8), (1, 5))
     left, expected = updates(3, LEFT)
@@ -95,12 +95,12 @@ def test_the_gradient_is_that_of_the_batch_without_the_failed_rows(settings, mon
     assert totals[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
 
 
-def gradients_of(settings, sampled: Sampled, out) -> None:
+def gradients_of(settings, rollouts: Rollouts, out) -> None:
     update_file.MAX_GRAD_NORM = 1e9
-    parts = replace(build_parts(settings), recompute=True)
-    parts.optimizer = Recorder(parts.policy.parameters())
-    found, _ = take_updates(parts, sampled)
-    if parts.accelerator.is_main_process:
+    state = replace(build_state(settings), recompute=True)
+    state.optimizer = Recorder(state.policy.parameters())
+    found, _ = take_updates(state, rollouts)
+    if state.accelerator.is_main_process:
         torch.save(found, out)
 
 
@@ -129,8 +129,8 @@ def test_a_failed_search_is_read_and_counted_and_a_rejected_query_is_one_that_wa
     failed = play(ASK, "")
     assert failed.failed and failed.searches[0].text == failed.protocol.error_text
     rejected = play(ASK, ASK, rejected=True)  # twice, and it is over
-    assert refusals(rejected) == 2 * [("server", "Ana Bell")] and not rejected.failed
-    assert rejected.stop_reason == "refused" and not rejected.searches
+    assert rejections(rejected) == 2 * [("server", "Ana Bell")] and not rejected.failed
+    assert rejected.stop_reason == "rejected" and not rejected.searches
     assert [trajectory_metrics(t)["failed_rows"] for t in (failed, rejected)] == [1, 0]
 
 
@@ -145,9 +145,9 @@ def test_no_reward_pays_or_charges_for_a_failed_search():
     assert pay("when_to_search_stage2", "Norland")["answer"] == pytest.approx(1 - 0.3)
 
 
-def fail_at_step_2(parts, step, draw):
+def fail_at_step_2(state, step, draw):
     """In place of `train.roll_out`."""
-    trajectories = ROLL_OUT(parts, step, draw)
+    trajectories = ROLL_OUT(state, step, draw)
     for t in trajectories if step == 2 else ():
         t.searches = [FAILED]
     return trajectories

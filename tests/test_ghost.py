@@ -125,7 +125,7 @@ FAULTS = {  # what -> (file, as it is, as it fails on a GPU)
     "a query that is not cast": ("scale/packing.py", "x[0].to(value.dtype).split", "x[0].split"),
     "scores on the CPU": (
         "update.py",
-        "(batch.response_mask, device=parts.accelerator.device)",
+        "(batch.response_mask, device=state.accelerator.device)",
         "(batch.response_mask)",
     ),
 }

@@ -107,6 +107,7 @@ def test_the_command_keeps_an_index_and_only_bm25_has_one(tmp_path, monkeypatch,
     with pytest.raises(SystemExit, match="0"):
         command(check, make_retriever)
     assert (tmp_path / "kept" / "manifest.json").exists()
+
     def told_by(*more):
         return command_line(lambda words: command(words, make_retriever), [*check, *more], capsys)
 

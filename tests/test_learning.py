@@ -21,7 +21,7 @@ from data import SearchResult
 from formats.records import finished_records
 from lab import difficulty
 from plumbing import build
-from plumbing.build import build_parts
+from plumbing.build import build_state
 from plumbing.files import checkpoints
 from plumbing.report import summarise
 from settings import parse
@@ -121,7 +121,7 @@ def test_difficulty_decides_which_questions_may_search_from_start_to_end(scores,
     train.main(given)
     assert len(rows_of(runs / "mixed" / "stage2")) == 3
     settings = parse(given)
-    stream = build_parts(settings).stream
+    stream = build_state(settings).stream
     shares = {"hard": 7, "medium": 2, "easy": 1}
     dealt = Counter(question.level for question in stream.take(0))
     assert dealt == exact_counts(settings.questions_per_step, shares)
@@ -138,19 +138,19 @@ def stage_1(common, monkeypatch, more: str, behind: int = 0) -> tuple[list[dict]
     """(records of the run, reward of samples of the policy that it made). The sampler is so many
     rollouts behind, each of which is followed by two updates.
     """
-    parts = build_parts(parse(f"{common} --stage 1 --seed 1 --run_name other {more}".split()))
-    fresh, kept = parts.sampler, deque(maxlen=behind + 1)
+    state = build_state(parse(f"{common} --stage 1 --seed 1 --run_name other {more}".split()))
+    fresh, kept = state.sampler, deque(maxlen=behind + 1)
 
     @contextlib.contextmanager
     def sampler():
-        kept.append(copy.deepcopy(parts.policy))
+        kept.append(copy.deepcopy(state.policy))
         yield kept[0]
 
-    parts.sampler, parts.recompute = sampler, behind > 0
-    monkeypatch.setattr(train, "build_parts", lambda _: parts)
-    rows = rows_of(train.train(parts.settings))
-    parts.sampler = fresh
-    return rows, fmean(fmean(train.collect(parts, step).rewards) for step in range(900, 904))
+    state.sampler, state.recompute = sampler, behind > 0
+    monkeypatch.setattr(train, "build_state", lambda _: state)
+    rows = rows_of(train.train(state.settings))
+    state.sampler = fresh
+    return rows, fmean(fmean(train.collect(state, step).rewards) for step in range(900, 904))
 
 
 def test_a_sampler_four_updates_behind_teaches_as_a_fresh_one_if_it_is_corrected_for(

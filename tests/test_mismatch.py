@@ -17,7 +17,7 @@ import dapo
 import grpo
 import ppo
 import train
-from plumbing.build import build_parts
+from plumbing.build import build_state
 from settings import Settings, parse
 
 # The log ρ of a row's tokens, nan a masked one, and their weights: exp(0.3) = 1.3498588, ... Rows
@@ -129,7 +129,7 @@ def test_a_run_corrects_where_another_distribution_samples_and_only_there(model,
     modes |= {("--mask_documents false", "bf16"): "none"}
     for (more, copy), mode in modes.items():
         settings = settings_for(model, tmp_path, more, sampling_copy=copy)
-        assert build_parts(settings).mismatch == mode
+        assert build_state(settings).mismatch == mode
     told = message(parse, "--mismatch token --mask_documents false".split())
     assert told.startswith("--mismatch: documents were not sampled")
 
@@ -139,15 +139,15 @@ def test_all_rows_are_weighted_before_the_first_update_and_the_figures_are_logge
 ):
     # Four rows in two updates; of each the sampler was wrong about the first token: ρ = e.
     more = "--steps 1 --trajectories_per_update 2 --mismatch mask"
-    parts = build_parts(settings_for(model, tmp_path, more))
-    parts.recompute, sampled = True, train.collect(parts, 0)
-    sampled.components = [{"answer": float(row % 2)} for row in range(4)]  # all four teach
-    for t in sampled.trajectories:
+    state = build_state(settings_for(model, tmp_path, more))
+    state.recompute, rollouts = True, train.collect(state, 0)
+    rollouts.reward_terms = [{"answer": float(row % 2)} for row in range(4)]  # all four teach
+    for t in rollouts.trajectories:
         t.logprobs[0] -= 1
-    tokens = sum(len(t.logprobs) - t.logprobs.count(0.0) for t in sampled.trajectories)
-    monkeypatch.setattr(train, "build_parts", lambda _: parts)
-    monkeypatch.setattr(train, "collect", lambda *_: sampled)
-    (row,) = rows_of(train.train(parts.settings))
+    tokens = sum(len(t.logprobs) - t.logprobs.count(0.0) for t in rollouts.trajectories)
+    monkeypatch.setattr(train, "build_state", lambda _: state)
+    monkeypatch.setattr(train, "collect", lambda *_: rollouts)
+    (row,) = rows_of(train.train(state.settings))
     assert row["mismatch_cut"] == pytest.approx(4 / tokens, abs=1e-4)
     assert row["mismatch_ess"] == pytest.approx(1 - 4 / tokens, abs=1e-4)
 

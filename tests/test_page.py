@@ -131,7 +131,7 @@ def stage(folder, steps: int):
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(steps):
             row = {"step": step, "reward": step / 10, "reward/answer": 0.5, "em/one_hop": 0.25}
-            file.write(json.dumps(row | {"grad_norm": 1.0, "k2": 0.1, "entropy": 2.0}) + "\n")
+            file.write(json.dumps(row | {"grad_norm": 1.0, "k2": 0.1, "entropy_mc": 2.0}) + "\n")
     return folder
 
 
@@ -161,7 +161,7 @@ def page(tmp_path_factory):
         for step in range(3):
             rows = [searching(row, step=step, group=group) for group in (0, 5) for row in range(4)]
             rows[3]["searches"] *= 2  # the same query again
-            rows[6]["refusals"] = [["direct", "who ?"]]
+            rows[6]["rejected_queries"] = [["direct", "who ?"]]
             for name in ("advantages", "weights", "new"):
                 del rows[7][name]  # of a group that is not trained on
             append_trajectories(folder, rows)

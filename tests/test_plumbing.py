@@ -29,7 +29,7 @@ import train
 from errors import InputError
 from formats.manifest import seal
 from plumbing import build
-from plumbing.build import build_parts, check_processes
+from plumbing.build import build_state, check_processes
 from plumbing.files import checkpoints, console_line, settings_text
 from policy import load_policy, save_policy
 from settings import Settings, in_built_in_world, parse, parse_stages, saved_settings
@@ -126,11 +126,11 @@ def test_lora_goes_on_with_its_own_rank_and_not_without_it(left, model, tmp_path
 
 
 def test_stage_two_starts_from_stage_ones_last_checkpoint(left, model, tmp_path, capsys):
-    parts = build_parts(settings_for("", tmp_path, "--stage 2 --task_mixing false"))
+    state = build_state(settings_for("", tmp_path, "--stage 2 --task_mixing false"))
     last = f"{left}/checkpoint-000001"
     assert f"stage 2 starts from {last}" in capsys.readouterr().out
-    assert same(parts.policy.parameters(), load_policy(last)[0].parameters())
-    assert parts.settings.reward == "ur2_stage2"
+    assert same(state.policy.parameters(), load_policy(last)[0].parameters())
+    assert state.settings.reward == "ur2_stage2"
     # --model wins, and within --stage 1,2 it is stage 1's alone
     assert build.starting_model(settings_for(model, tmp_path, "--stage 2"))[0] == model
     one, two = parse_stages(flags(model, tmp_path, "--stage 1,2"))
@@ -175,8 +175,8 @@ def test_a_checkpoint_without_its_manifest_is_resumed_by_nobody_and_started_from
         patch.setattr(build, "load_model", lambda *_: pytest.fail("a model was loaded"))
         with pytest.raises(InputError, match=f"no whole checkpoint.*--model {last} "):
             train.train(settings_for(model, tmp_path, "--resume"))
-    parts = build_parts(settings_for(last, tmp_path))
-    assert same(parts.policy.parameters(), load_policy(str(last))[0].parameters())
+    state = build_state(settings_for(last, tmp_path))
+    assert same(state.policy.parameters(), load_policy(str(last))[0].parameters())
 
 
 # ---------------------------------------------------------------- what is refused before it begins

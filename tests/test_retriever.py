@@ -265,9 +265,7 @@ def test_bm25_and_http_load_no_torch():
 
 def test_a_dense_and_an_http_retriever_get_their_settings(monkeypatch):
     told = []
-    monkeypatch.setattr(
-        "retrievers.dense.DenseRetriever", lambda *given: told.append(given)
-    )
+    monkeypatch.setattr("retrievers.dense.DenseRetriever", lambda *given: told.append(given))
     made("dense", documents("a"), 0, 60.0, "cuda:1", "mine", encoder="e5")
     assert told == [(documents("a"), "e5", "cuda:1", "", "mine")]
     monkeypatch.setattr("retrievers.dense.DenseRetriever", lambda *given: told.append(given[1:]))

@@ -38,7 +38,7 @@ from rewards import (
     when_to_search_stage2,
     when_to_search_unified,
 )
-from trajectory import Refusal, Search, Segment, trajectory_from_text
+from trajectory import RejectedQuery, Search, Segment, trajectory_from_text
 
 SHARED = Path(__file__).parents[2] / "shared"
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
@@ -84,12 +84,12 @@ def sections(ids="[1, 4]", analysis="Reference 4 says so.", answer="June 16, 187
     return f"{cited}\n<answer>{answer}</answer>"
 
 
-def value(components):
-    return sum(components.values())
+def value(reward_terms):
+    return sum(reward_terms.values())
 
 
-def total(components):
-    return pytest.approx(value(components))
+def total(reward_terms):
+    return pytest.approx(value(reward_terms))
 
 
 BOX = "So \\boxed{Norland}"
@@ -162,10 +162,15 @@ def test_a_prompt_without_retrieval_pays_the_format_only():
 
 def test_a_query_that_the_environment_refuses_on_a_direct_question_is_a_violation_each():
     trajectory = ur2(BOX, may_search=False)
-    trajectory.refusals += [Refusal("direct", "Ana Bell birthplace"), Refusal("direct", LONG)]
+    trajectory.rejected_queries += [
+        RejectedQuery("direct", "Ana Bell birthplace"),
+        RejectedQuery("direct", LONG),
+    ]
     assert ur2_violations(trajectory) == ["long_query"] + ["searched_directly"] * 2
     assert total(ur2_stage1(trajectory)) == -3 and total(ur2_stage2(trajectory)) == 2
-    trajectory.refusals[:] = [Refusal("malformed", "")]  # the tags that lack their pair are it
+    trajectory.rejected_queries[:] = [
+        RejectedQuery("malformed", "")
+    ]  # the tags that lack their pair are it
     assert ur2_violations(trajectory) == []
 
 
@@ -340,7 +345,7 @@ def test_what_counts_as_a_violation_of_ur2s_format(text, question, faults):
 
 def test_queries_refused_for_the_limit_count_as_queries_and_the_tags_are_the_protocols():
     trajectory = ur2(search() * 4 + BOX)
-    trajectory.refusals.append(Refusal("limit", "one more"))
+    trajectory.rejected_queries.append(RejectedQuery("limit", "one more"))
     assert ur2_violations(trajectory) == ["too_many_queries"]
     assert count_valid_searches(trajectory) == 4
     faked = told("<information> Norland " + BOX, protocol="ur2_search")
@@ -579,7 +584,7 @@ def test_when_to_searchs_order_of_sections(text, good):
 def test_a_notice_is_nobodys_section_and_a_refused_search_costs_nothing():
     trajectory = when(THINK + asked() + ANSWER)
     trajectory.segments.insert(2, Segment("notice", "Ask for a fact."))
-    trajectory.refusals.append(Refusal("limit", "one more"))
+    trajectory.rejected_queries.append(RejectedQuery("limit", "one more"))
     assert rewards.when_to_search_format(trajectory)
     assert when_to_search_stage2(trajectory)["answer"] == pytest.approx(1 - 0.3)
 
@@ -874,8 +879,8 @@ def score(trajectory, reward, step=0, extras=None, **changes):
 
 @pytest.mark.parametrize("reward", REWARDS)
 def test_every_reward_by_name_scores_a_trajectory_of_its_protocol(reward):
-    components = score(example(protocol_of(reward)), reward)
-    assert components and all(isinstance(value, float) for value in components.values())
+    reward_terms = score(example(protocol_of(reward)), reward)
+    assert reward_terms and all(isinstance(value, float) for value in reward_terms.values())
     check_reward(given(reward=reward, protocol=protocol_of(reward)))
 
 

@@ -35,9 +35,9 @@ from rollout import (
     check_prompts,
     decode,
     encode,
-    play_by_turns,
+    generate_by_turns,
 )
-from scale.engine import obstacle, play_in_slots
+from scale.engine import generate_in_slots, obstacle
 from settings import Settings
 from trajectory import Segment, Trajectory, show, trajectory_from_text
 
@@ -161,7 +161,7 @@ def check_bookkeeping(t, tokenizer):
     others = [segment.text for segment in t.segments if segment.writer != "model"]
     assert decode(tokenizer, masked(t, 0)) == "".join(others)
     assert decode(tokenizer, t.response_ids) == t.text
-    assert t.stop_reason in {"eos", "answer", "length", "refused"}
+    assert t.stop_reason in {"eos", "answer", "length", "rejected"}
 
 
 def masked(t, wanted):
@@ -180,8 +180,8 @@ def writers(trajectory):
     return [segment.writer for segment in trajectory.segments]
 
 
-def refusals(trajectory):
-    return [(refusal.reason, refusal.query) for refusal in trajectory.refusals]
+def rejections(trajectory):
+    return [(rejected.reason, rejected.query) for rejected in trajectory.rejected_queries]
 
 
 # ---------------------------------------------------------------------- token ids in, token ids out
@@ -290,7 +290,7 @@ def test_a_query_that_is_not_run_is_logged_and_told(bpe, turns, most, calls, ref
     t, asked = play_one(bpe, [*turns, ANSWER], search=page, max_searches=most)
     assert [query for call in asked for query in call] == calls == [s.query for s in t.searches]
     notice = UR2.limit_notice if refused[0] == "limit" else UR2.malformed_notice
-    assert refusals(t) == [refused]
+    assert rejections(t) == [refused]
     assert [s.text for s in t.segments if s.writer == "notice"] == [notice]
     assert (t.stop_reason, t.answer) == ("eos", "Norland")
 
@@ -300,7 +300,7 @@ def test_prompt_environment_and_fine_have_one_limit_of_searches(bpe):
     settings = {"max_searches": 1, "task_searches": "math=3,qa=2"}
     t, calls = play_one(bpe, [ASK, ASK, ASK, ANSWER], **settings)
     assert "at most 2 queries" in decode(bpe, t.prompt_ids)
-    assert len(calls) == len(t.searches) == 2 and refusals(t) == [("limit", "Ana Bell")]
+    assert len(calls) == len(t.searches) == 2 and rejections(t) == [("limit", "Ana Bell")]
     assert ur2_violations(t) == ["too_many_queries"]
 
 
@@ -313,12 +313,12 @@ def test_behind_an_answer_the_turn_ends_or_goes_on_as_the_protocol_says(bpe):
 
 def test_the_second_refusal_ends_the_trajectory_without_another_notice(bpe):
     t, calls = play_one(bpe, [END, ASK, f"{BEGIN}{END}", ANSWER])
-    assert refusals(t) == [("malformed", ""), ("empty", "")] and calls == [["Ana Bell"]]
+    assert rejections(t) == [("malformed", ""), ("empty", "")] and calls == [["Ana Bell"]]
     assert writers(t) == ["model", "notice", "model", "documents", "model"]
-    assert (t.stop_reason, t.response_mask[-1], t.answer) == ("refused", 1, None)
+    assert (t.stop_reason, t.response_mask[-1], t.answer) == ("rejected", 1, None)
     # for a reader of the whole text the begin tag of the first turn would be "open" still
     t, calls = play_one(bpe, [f"{BEGIN} one {BEGIN}{END}", f"two {END}", ANSWER])
-    assert calls == [] and refusals(t) == [("empty", ""), ("malformed", "")]
+    assert calls == [] and rejections(t) == [("empty", ""), ("malformed", "")]
 
 
 # ------------------------------------------------------------------------------- a broken retriever
@@ -474,7 +474,7 @@ def test_no_search_is_run_whose_documents_leave_no_room_to_answer(bpe):
     assert len(masked(t, 0)) == frame_tokens(bpe) + MIN_DOCUMENT_TOKENS
 
     t, calls = play_one(bpe, [ASK, ANSWER], max_context=needed - 1)
-    assert calls == t.searches == t.refusals == []
+    assert calls == t.searches == t.rejected_queries == []
     assert t.stop_reason == "length" and t.response_ids == encode(bpe, ASK)
 
 
@@ -511,7 +511,7 @@ def test_a_notice_that_leaves_no_room_to_answer_is_not_written(bpe):
     t, _ = play_one(bpe, [END, ANSWER], max_context=needed)
     assert (t.stop_reason, t.answer) == ("eos", "Norland")
     t, _ = play_one(bpe, [END, ANSWER], max_context=needed - 1)
-    assert (t.stop_reason, refusals(t), writers(t)) == ("length", [("malformed", "")], ["model"])
+    assert (t.stop_reason, rejections(t), writers(t)) == ("length", [("malformed", "")], ["model"])
 
 
 def test_a_turn_has_its_own_limit_and_a_query_may_end_with_its_last_token(bpe):
@@ -638,7 +638,7 @@ def test_a_row_without_query_tags_ends_at_its_answer_at_eos_or_at_its_limit(bpe)
     assert [t.stop_reason for t in rows] == ["answer", "eos", "length"] and search.calls == []
     assert len(policy.batches) == 1 and rows[0].answer == "Norland" and rows[0].text == answered
     for t in rows:
-        assert writers(t) == ["model"] and t.searches == t.refusals == []
+        assert writers(t) == ["model"] and t.searches == t.rejected_queries == []
 
 
 # -------------------------------------------------------------------------------- many rows at once
@@ -678,7 +678,7 @@ def test_rows_lie_question_by_question_and_each_request_carries_its_question(bpe
 def test_progress_counts_every_trajectory_once(bpe):
     ended = []
     play(bpe, [ASK, ANSWER], ["no"], [END, END], ["no"], progress=ended.append)
-    assert ended == [2, 2]  # the two that never ask; then the answer and the second refusal
+    assert ended == [2, 2]  # the two that never ask; then the answer and the second rejected
 
 
 def biased(policy, bias):
@@ -751,7 +751,9 @@ def test_rows_in_a_batch_say_what_they_would_say_alone(speaker):
         for b in others:
             assert (a.response_ids, a.response_mask) == (b.response_ids, b.response_mask)
             assert (a.stop_reason, a.segments) == (b.stop_reason, b.segments)
-            assert a.refusals == b.refusals and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+            assert a.rejected_queries == b.rejected_queries and a.logprobs == pytest.approx(
+                b.logprobs, abs=1e-4
+            )
     # the cases are mixed indeed: prompts of several lengths, trajectories of several turns, with
     # and without documents
     assert len({len(t.prompt_ids) for t in together}) > 2
@@ -843,7 +845,7 @@ def check_shares(thrown, shares, recorded):
         assert torch.allclose(logprobs[here], torch.tensor(math.log(p)), atol=1e-4)
 
 
-each_play = pytest.mark.parametrize("how", [play_by_turns, play_in_slots])
+each_play = pytest.mark.parametrize("how", [generate_by_turns, generate_in_slots])
 
 
 @each_play
@@ -857,7 +859,7 @@ def test_tokens_come_from_the_full_distribution_whatever_the_checkpoint_prefers(
     # p^(1/τ), normalised: at τ = 0.5 (0.16, 0.09, 0.0225, 0.01, 0.0025) / 0.285
     powers = [p ** (1 / temperature) for p in MASS]
     expected = [power / sum(powers) for power in powers]
-    thrown = throw(policy, toy_tokenizer, temperature=temperature, play=how)
+    thrown = throw(policy, toy_tokenizer, temperature=temperature, generate=how)
     check_shares(thrown, expected, expected)
     assert policy.language_model.generation_config is kept
 
@@ -867,7 +869,7 @@ def test_top_p_truncates_the_samples_and_leaves_the_recorded_log_probs_full(
     dice, toy_tokenizer, how
 ):
     # 0.4 < 0.5 ≤ 0.4 + 0.3: two tokens remain, drawn 4 : 3, and recorded with ln 0.4 and ln 0.3
-    thrown = throw(dice, toy_tokenizer, top_p=0.5, play=how)
+    thrown = throw(dice, toy_tokenizer, top_p=0.5, generate=how)
     check_shares(thrown, [4 / 7, 3 / 7, 0, 0, 0], MASS)
 
 

@@ -214,7 +214,7 @@ def test_a_typo_names_the_nearest(arguments, nearest):
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_loaded(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(train, "build_parts", lambda *_: pytest.fail("something was loaded"))
+    monkeypatch.setattr(train, "build_state", lambda *_: pytest.fail("something was loaded"))
     with pytest.raises(InputError, match=r"--output_dir .*/file/.*: cannot be written there"):
         train.main(["--output_dir", str(tmp_path / "file" / "x")])
 
@@ -293,7 +293,7 @@ BAD = [re.split(r"  +", line) for line in BAD]  # flags, what is said, the fault
     [pytest.param(*row[:2], marks=[pytest.mark.fault(int(n)) for n in row[2:]]) for row in BAD],
 )
 def test_a_bad_value_is_one_clear_line_before_anything_is_loaded(arguments, said, monkeypatch):
-    monkeypatch.setattr(train, "build_parts", lambda *_: pytest.fail("something was loaded"))
+    monkeypatch.setattr(train, "build_state", lambda *_: pytest.fail("something was loaded"))
     with pytest.raises(InputError, match=re.escape(said)) as error:
         train.main(arguments.split())
     assert "\n" not in str(error.value) and "--" in str(error.value)

@@ -3,6 +3,7 @@ checkpoints.
 """
 
 import copy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from scale import shards
 from scale.sampling import to_sample_with
 from scale.shards import asked_for, check_shardable, full, in_parts
 from settings import Settings
-from update import Parts, descend, score
+from update import TrainState, accumulate_and_step, compute_logprobs, compute_values
 
 RESHARD = {"zero2": "false", "fsdp2": "true"}
 SETTINGS = SimpleNamespace(tokens_per_micro_batch=10, temperature=1.0, optimizer="adamw")
@@ -64,26 +65,26 @@ def uneven_batch() -> Batch:
     return Batch(tokens, mask, mask, torch.zeros(8), 2, token_weights=weights)
 
 
-def parts_of_a_run(policy: Policy, critic=None) -> Parts:
+def parts_of_a_run(policy: Policy, critic=None) -> TrainState:
     """What an update of the policy works with, or one of the critic if there is one."""
     torch.set_num_threads(1)
     accelerator = make_accelerator(Settings())
     sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
-    parts = Parts(SETTINGS, accelerator, policy, None, None, False, critic=critic)
+    state = TrainState(SETTINGS, accelerator, policy, None, None, False, critic=critic)
     spread = spread_over(accelerator, sharding, SETTINGS.optimizer, critic or policy, 1e-3)
-    parts.model, parts.optimizer = spread
-    return parts
+    state.model, state.optimizer = spread
+    return state
 
 
-def step(parts: Parts, batch: Batch) -> float:
+def step(state: TrainState, batch: Batch) -> float:
     """Down the gradient of Σ weight · output. Returns its norm."""
 
     def loss_of(micro: Batch, _) -> tuple[torch.Tensor, dict]:
-        how = () if parts.critic else (1.0,)  # the temperature
-        output = parts.model(micro.tokens, *how, micro.response_mask)  # [b, t]
+        how = () if state.critic else (1.0,)  # the temperature
+        output = state.model(micro.tokens, *how, micro.response_mask)  # [b, t]
         return (micro.token_weights * output).sum(), {}
 
-    return descend(parts, parts.model, parts.optimizer, batch, loss_of)["grad_norm"]
+    return accumulate_and_step(state, state.model, state.optimizer, batch, loss_of)["grad_norm"]
 
 
 def whole_of(module) -> list[torch.Tensor]:
@@ -99,11 +100,14 @@ def take_step(start: str, kind: str, lora_rank: int, out: Path) -> None:
     torch.nn.init.constant_(critic.head.weight, 0.01)
     module = critic if kind == "critic" else policy
     before, batch = whole_of(module), uneven_batch()
-    parts = parts_of_a_run(policy, critic if kind == "critic" else None)
+    state = parts_of_a_run(policy, critic if kind == "critic" else None)
     # Adam's division would blow rounding errors up.
-    parts.optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
-    scored, updates = score(parts, module, batch), ([0, 1, 2], [3, 4, 5], [6, 7], [7])
-    norms = [step(parts, batch.rows(torch.tensor(rows))) for rows in updates]
+    state.optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
+    score = partial(compute_logprobs, state, policy, batch)
+    if kind == "critic":
+        score = partial(compute_values, state, batch)
+    scored, updates = score(), ([0, 1, 2], [3, 4, 5], [6, 7], [7])
+    norms = [step(state, batch.rows(torch.tensor(rows))) for rows in updates]
     moved = [a - b for a, b in zip(whole_of(module), before, strict=True)]
     if kind == "policy":
         for copies, dtype in ((False, torch.float32), (True, torch.bfloat16)):
@@ -112,9 +116,9 @@ def take_step(start: str, kind: str, lora_rank: int, out: Path) -> None:
                 sampler.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=4)
                 rounded = [weight.to(dtype) for weight in whole_of(policy)]
                 assert lora_rank or same(whole_of(sampler), rounded)
-    again = score(parts, module, batch)  # sampling left the parts as they were
+    again = score()  # sampling left the parts as they were
     held = sum(getattr(p, "_local_tensor", p).numel() for p in module.parameters())
-    if parts.accelerator.is_main_process:
+    if state.accelerator.is_main_process:
         torch.save((moved, [scored, again], norms, held, in_parts(module)), out)
 
 
@@ -147,7 +151,7 @@ def update_three_times(start: str) -> None:
     """Asserts that between the micro-batches of an update no gradient has left DDP's buckets."""
     policy, _ = load_policy(start, settings=PolicySettings())
     for critic in (None, ppo.Critic(copy.deepcopy(policy.language_model.base_model))):
-        parts, places = parts_of_a_run(policy, critic), []
+        state, places = parts_of_a_run(policy, critic), []
         gradients = [p.grad for p in (critic or policy).parameters()]
         buckets = {gradient.untyped_storage().data_ptr() for gradient in gradients}
         assert len(buckets) < len(gradients)
@@ -156,10 +160,10 @@ def update_three_times(start: str) -> None:
             places.append([p.grad is not None and p.grad.data_ptr() for p in module.parameters()])
 
         (critic or policy).register_forward_hook(look)  # inside DDP's own
-        parts.optimizer.register_step_pre_hook(look)
+        state.optimizer.register_step_pre_hook(look)
         for _ in range(3):
             places.clear()
-            step(parts, uneven_batch())
+            step(state, uneven_batch())
             assert len(places) > 2 and all(place == places[0] for place in places)
 
 
@@ -170,17 +174,17 @@ def test_ddp_holds_one_copy_of_the_gradients_in_every_micro_batch(start):
 def train(start: str, done: int, steps: int, out: Path) -> None:
     """`steps` steps of AdamW from a checkpoint of which `done` are done; leaves one behind."""
     policy, tokenizer = load_policy(start, settings=PolicySettings(gradient_checkpointing=True))
-    parts = parts_of_a_run(policy)
+    state = parts_of_a_run(policy)
     if done:
-        state = torch.load(f"{start}/trainer.pt")
-        shards.load_moments(policy, parts.optimizer, state["optimizer"])
+        trainer_state = torch.load(f"{start}/trainer.pt")
+        shards.load_moments(policy, state.optimizer, trainer_state["optimizer"])
     for _ in range(steps):
-        step(parts, uneven_batch())
+        step(state, uneven_batch())
     weights = shards.whole_weights(policy.language_model) if in_parts(policy) else None
-    state = {"optimizer": shards.whole_moments(policy, parts.optimizer)}
-    if parts.accelerator.is_main_process:
-        save_policy(policy, tokenizer, out, state, weights=weights)
-    parts.accelerator.wait_for_everyone()
+    trainer_state = {"optimizer": shards.whole_moments(policy, state.optimizer)}
+    if state.accelerator.is_main_process:
+        save_policy(policy, tokenizer, out, trainer_state, weights=weights)
+    state.accelerator.wait_for_everyone()
 
 
 def test_parts_leave_whole_checkpoints_and_go_on_from_them(start, tmp_path):
@@ -213,7 +217,7 @@ DEEPSPEED, FSDP_1 = {"ACCELERATE_USE_DEEPSPEED": "true"}, {"ACCELERATE_USE_FSDP"
         (DEEPSPEED, "adamw", 0, "use configs/zero2.yaml"),
         (FSDP_1, "adamw", 0, "set fsdp_version: 2"),
         ({}, "adamw8bit", 0, "--optimizer adamw8bit cannot step weights in parts"),
-        ({}, "adamw", 8, "--lora_rank 8: frozen weights need no parts"),
+        ({}, "adamw", 8, "--lora_rank 8: frozen weights need no state"),
     ],
 )
 def test_what_cannot_be_done_in_parts_is_one_line(environment, optimizer, rank, said, monkeypatch):

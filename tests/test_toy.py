@@ -85,7 +85,7 @@ def test_a_name_never_seen_is_at_most_two_tokens_that_other_names_share(world, t
 @pytest.mark.parametrize("name", ALL)
 def test_tags_and_notices_are_one_token_each(name):
     p = PROTOCOLS[name]
-    for text in (*p.tags, p.fallback_notice, *p.refusal_notices):
+    for text in (*p.tags, p.fallback_notice, *p.rejection_notices):
         assert len(make_tokenizer(p)(text, add_special_tokens=False)["input_ids"]) == 1
 
 

@@ -30,20 +30,20 @@ import update as update_file
 from data import Document, Question
 from errors import InputError
 from plumbing import build
-from plumbing.build import build_parts
+from plumbing.build import build_state
 from plumbing.files import checkpoints
 from policy import Batch
 from rewards import OtherModels
 from settings import Settings
-from train import Sampled, collect, measure, prepare, shuffled_updates
-from trajectory import Refusal, Search, Trajectory
-from update import Parts, score, update
+from train import Rollouts, collect, measure, prepare, shuffled_updates
+from trajectory import RejectedQuery, Search, Trajectory
+from update import TrainState, compute_logprobs, compute_values, update
 
 
 @pytest.fixture
 def built(model, tmp_path):
-    """built("--flag value ...") -> the parts of a tiny run."""
-    return lambda more="", **fields: build_parts(settings_for(model, tmp_path, more, **fields))
+    """built("--flag value ...") -> the state of a tiny run."""
+    return lambda more="", **fields: build_state(settings_for(model, tmp_path, more, **fields))
 
 
 def weights_of(module) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ def weights_of(module) -> list[torch.Tensor]:
 
 @pytest.fixture
 def marks(monkeypatch):
-    """marks(mark): in place of the rewards mark(trajectories) -> (components, correct)."""
+    """marks(mark): in place of the rewards mark(trajectories) -> (reward_terms, correct)."""
 
     def set_to(mark) -> None:
         monkeypatch.setattr(train, "compute_rewards", lambda rows, *_: mark(rows))
@@ -70,11 +70,11 @@ def pay(marks):
 
 @pytest.fixture
 def run(monkeypatch):
-    """run(parts) -> the rows of metrics of a run with these parts."""
+    """run(state) -> the rows of metrics of a run with this state."""
 
-    def run_with(parts: Parts) -> list[dict]:
-        monkeypatch.setattr(train, "build_parts", lambda settings: parts)
-        return rows_of(train.train(parts.settings))
+    def run_with(state: TrainState) -> list[dict]:
+        monkeypatch.setattr(train, "build_state", lambda settings: state)
+        return rows_of(train.train(state.settings))
 
     return run_with
 
@@ -86,19 +86,19 @@ FULL, NONE, ALL = (1, 0), (0, 0), (1, 1)  # a group of two: informative, all wro
 
 @pytest.fixture
 def scripted(monkeypatch, marks):
-    """scripted(rights, ...) -> parts without a model. Each draw's groups are right as written, such
+    """scripted(rights, ...) -> state without a model. Each draw's groups are right as written, such
     as (1, 0); a question's id says its draw and its number.
     """
 
-    def make(rights: list[list[tuple[int, ...]]], algorithm="dapo", **named) -> Parts:
+    def make(rights: list[list[tuple[int, ...]]], algorithm="dapo", **named) -> TrainState:
         settings = Settings(algorithm=algorithm, group_size=2, questions_per_step=2, **named)
-        parts = Parts(settings, Accelerator(), None, None, None, False)
-        parts.other_models = OtherModels()
+        state = TrainState(settings, Accelerator(), None, None, None, False)
+        state.other_models = OtherModels()
         marks(mark)
-        parts.stream = SimpleNamespace(attempts=len(rights))
-        parts.environment = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
+        state.stream = SimpleNamespace(attempts=len(rights))
+        state.environment = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
         monkeypatch.setattr(train, "roll_out", lambda _, step, draw: drawn(rights[draw], draw))
-        return parts
+        return state
 
     def drawn(groups, draw) -> list[Trajectory]:
         generator = torch.Generator().manual_seed(draw)
@@ -129,37 +129,37 @@ def scripted(monkeypatch, marks):
 def test_groups_that_teach_nothing_are_replaced_while_draws_are_left(
     algorithm, rights, draws, kept, scripted
 ):
-    sampled = collect(scripted(rights, algorithm), 0)
-    firsts = [sampled.trajectories[row].question.id for row in sampled.kept[::2]]
-    assert sampled.draws == draws and [name.rpartition(" ")[0] for name in firsts] == kept
-    assert len(sampled.trajectories) == len(sampled.components) == 4 * draws
+    rollouts = collect(scripted(rights, algorithm), 0)
+    firsts = [rollouts.trajectories[row].question.id for row in rollouts.kept[::2]]
+    assert rollouts.draws == draws and [name.rpartition(" ")[0] for name in firsts] == kept
+    assert len(rollouts.trajectories) == len(rollouts.reward_terms) == 4 * draws
 
 
 def test_the_numbers_of_a_step_are_of_all_that_was_sampled_and_the_batch_of_what_was_kept(scripted):
-    parts = scripted([[ALL, ALL], [NONE, FULL], [ALL, FULL]])
-    sampled = collect(parts, 0)
-    record = measure(parts, sampled)
+    state = scripted([[ALL, ALL], [NONE, FULL], [ALL, FULL]])
+    rollouts = collect(state, 0)
+    record = measure(state, rollouts)
     assert record["reward"] == pytest.approx((2 + 2 + 0 + 1 + 2 + 1) / 12)
     assert (record["resampled"], record["skipped"]) == (2, 0)
     assert record["informative"] == pytest.approx(2 / 6)
     assert record["frac_reward_zero_std"] == pytest.approx(4 / 6)
-    batch = prepare(parts, sampled, 0)
-    ends = [t.question.id for t in sampled.of(torch.arange(4))]
+    batch = prepare(state, rollouts, 0)
+    ends = [t.question.id for t in rollouts.of(torch.arange(4))]
     assert ends == ["1 1 right", "1 1 wrong", "2 1 right", "2 1 wrong"]
     assert batch.rewards.tolist() == [1, 0, 1, 0]
-    assert torch.equal(batch.tokens[1], torch.tensor(sampled.trajectories[7].ids))
+    assert torch.equal(batch.tokens[1], torch.tensor(rollouts.trajectories[7].ids))
 
 
 def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(
     built, tmp_path, run, pay, capsys
 ):
-    parts = built("--algorithm dapo", max_resample=1)
-    before = weights_of(parts.policy)
+    state = built("--algorithm dapo", max_resample=1)
+    before = weights_of(state.policy)
     pay([1.0] * 4)
-    rows = run(parts)
+    rows = run(state)
     assert [row["skipped"] for row in rows] == [1, 1] and "loss" not in rows[0]
     assert len(checkpoints(tmp_path / "t" / "stage1")) == 1
-    assert same(before, weights_of(parts.policy)) and not parts.optimizer.state
+    assert same(before, weights_of(state.policy)) and not state.optimizer.state
     assert capsys.readouterr().out.count("no update: ") == 2
 
 
@@ -168,9 +168,9 @@ def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right
     # reward the second group differs, too, by its format.
     terms = [{"answer": a, "format": f} for a, f in ((1.0, 1.0), (0.7, 1.0), (1.0, 1.0), (1.0, -1))]
     for by, kept in (("correct", []), ("answer", [0, 1]), ("total", [0, 1, 2, 3])):
-        parts = scripted([[ALL, ALL]], filter_by=by)
+        state = scripted([[ALL, ALL]], filter_by=by)
         marks(lambda _: (terms, [True] * 4))
-        assert collect(parts, 0).kept == kept
+        assert collect(state, 0).kept == kept
 
 
 # ------------------------------------------------------------------- what a step is measured by
@@ -190,37 +190,37 @@ def test_a_step_is_measured_over_all_its_trajectories(scripted):
     two = ended(text="The correct answer is: B.", answers=["B"], task="choice", options=("a", "b"))
     two.searches = [Search("y", [], "y", fallback=True), Search("z", [], "z")]
     two.append_environment([7] * 6, "documents", "documents")
-    cut_off, refused = ended("length", "elm"), ended("refused", "?")
-    refused.refusals = [Refusal("empty", "")] * 2
+    truncated, refused = ended("length", "elm"), ended("rejected", "?")
+    refused.rejected_queries = [RejectedQuery("empty", "")] * 2
     lost = ended()  # twice, a group that is in no mean but those of searches and groups
     lost.searches = [Search("z", [], "z", error="down")]
     terms = [{"a": a, "b": b} for a, b in ((1.0, 1.0), (0.0, -1.0), (0.5, 0.0), (0.5, 0.0))]
     terms += [{"a": 9.0, "b": 9.0}, {"a": 7.0, "b": 9.0}]
-    rows, correct = [one, two, cut_off, refused, lost, lost], [True, True, *[False] * 4]
-    sampled = Sampled(rows, terms, correct, [0, 1, 2, 3, 4, 5], seconds=3.0)
+    rows, correct = [one, two, truncated, refused, lost, lost], [True, True, *[False] * 4]
+    rollouts = Rollouts(rows, terms, correct, [0, 1, 2, 3, 4, 5], seconds=3.0)
     expected = {"reward": 0.5, "reward/a": 0.5, "reward/b": 0.0, "frac_reward_zero_std": 2 / 3}
     expected |= {"failed_rows": 1 / 3, "skipped": 0, "gold_recall": 0}
     for kind, scores in {"math": (1, 1, 1), "choice": (1, 1, 2), "qa": (0, 0, 0)}.items():
         for name, value in zip(("em", "searched", "searches"), scores, strict=True):
             expected[f"{name}/{kind}"] = value
     # 4 trajectories of 4 sampled tokens, one with 6 inserted ones; 3 searches in 2 of them, and 2
-    expected |= {"em": 0.5, "searched": 0.5, "searches": 0.75, "refused": 0.5, "repeated": 0}
+    expected |= {"em": 0.5, "searched": 0.5, "searches": 0.75, "rejected": 0.5, "repeated": 0}
     expected |= {"f1": 0.5, "cem": 0.5, "successful": 0.5, "queries": 0}
-    expected |= {"fallbacks": 1 / 5, "search_errors": 2 / 5, "answered": 0.5, "cut_off": 0.5}
+    expected |= {"fallbacks": 1 / 5, "search_errors": 2 / 5, "answered": 0.5, "truncated": 0.5}
     expected |= {"model_tokens": 4, "inserted_tokens": 1.5, "rollout_seconds": 3.0}
     expected |= {"documents_cut": 1 / 5, "documents_seen": 0, "thinking_words": 0.75}
     expected |= {"repetition": 0, "malformed_tags": 0, "search_seconds": 0}
     expected |= {"slowest_search_seconds": 0, "reward_seconds": 0}
-    assert measure(scripted([], "grpo"), sampled) == pytest.approx(expected)
+    assert measure(scripted([], "grpo"), rollouts) == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------ what is made of a sample
 
 
 def test_an_overlong_trajectory_is_one_cut_off_by_length_without_an_answer(scripted):
-    rows = [ended("length", "well"), ended("length"), ended("eos", "well"), ended("refused", "x")]
-    sampled = Sampled(rows, [{"r": 0.0}] * 4, [False] * 4, kept=[0, 1, 2, 3])
-    assert prepare(scripted([]), sampled, 0).overlong.tolist() == [True, False, False, False]
+    rows = [ended("length", "well"), ended("length"), ended("eos", "well"), ended("rejected", "x")]
+    rollouts = Rollouts(rows, [{"r": 0.0}] * 4, [False] * 4, kept=[0, 1, 2, 3])
+    assert prepare(scripted([]), rollouts, 0).overlong.tolist() == [True, False, False, False]
 
 
 def test_mask_documents_false_takes_in_every_token_behind_the_prompt():
@@ -237,28 +237,28 @@ def test_mask_documents_false_takes_in_every_token_behind_the_prompt():
 def test_a_kl_in_the_reward_uses_recomputed_logprobs_where_the_rollout_has_none(built):
     # Documents that are trained on have no log-prob from the rollout. In step 0 the reference is
     # the policy: every k1 is 0; with zeros from the rollout it would be −log π_ref.
-    parts = built("--mask_documents false --kl_coef 0.1 --kl_estimator k1 --algorithm reinforce_pp")
-    batch = prepare(parts, collect(parts, 0), 0)
+    state = built("--mask_documents false --kl_coef 0.1 --kl_estimator k1 --algorithm reinforce_pp")
+    batch = prepare(state, collect(state, 0), 0)
     assert (batch.old_logprobs - batch.ref_logprobs).abs().max() < 1e-4
     assert batch.ref_logprobs.min() < -1
 
 
 def test_a_ppo_step_starts_from_what_the_critic_said_before_it(built):
-    parts = built("--algorithm ppo")
-    sampled = collect(parts, 0)
-    first = prepare(parts, sampled, 0)
+    state = built("--algorithm ppo")
+    rollouts = collect(state, 0)
+    first = prepare(state, rollouts, 0)
     mask = first.response_mask.bool()
     # γ 1, λ 1: each token's return is its trajectory's reward, and a new critic expects nothing.
     assert first.values.eq(0).all()
     assert torch.equal(first.returns, first.rewards[:, None] * first.response_mask)
-    torch.nn.init.normal_(parts.critic.head.weight, generator=torch.Generator().manual_seed(0))
-    batch = prepare(parts, sampled, 0)
-    said = score(parts, parts.critic, batch)
+    torch.nn.init.normal_(state.critic.head.weight, generator=torch.Generator().manual_seed(0))
+    batch = prepare(state, rollouts, 0)
+    said = compute_values(state, batch)
     assert said.abs().max() > 0.1 and torch.equal(batch.values, said)
     errors = (batch.returns - said)[mask]  # the advantages before whitening
     white = (errors - errors.mean()) / errors.std()
     torch.testing.assert_close(batch.advantages[mask], white, atol=1e-4, rtol=1e-4)
-    assert train.foresight(batch).keys() == {"explained_variance"}
+    assert train.critic_metrics(batch).keys() == {"explained_variance"}
 
 
 # ---------------------------------------------------------------------------------------- a run
@@ -270,10 +270,10 @@ def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute
     for rows in (0, 2):
         # At temperature 2 two samples of a group are never the same text, which a better and a
         # worse reward would not move.
-        parts = built(f"--steps 1 --temperature 2 --trajectories_per_update {rows}")
-        parts.recompute = recompute
+        state = built(f"--steps 1 --temperature 2 --trajectories_per_update {rows}")
+        state.recompute = recompute
         pay([1.0, 0.0, 0.0, 1.0])
-        (record,) = run(parts)
+        (record,) = run(state)
         ratios += [record["ratio_min"], record["ratio_max"]]
     assert ratios[:2] == pytest.approx([1, 1], abs=1e-4)
     assert ratios[2] < 0.999 or ratios[3] > 1.001
@@ -284,16 +284,16 @@ def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute
 def test_equal_rewards_leave_the_weights_and_a_better_answer_becomes_likelier(
     amounts, algorithm, built, run, pay, monkeypatch
 ):
-    parts = built(f"--steps 1 --lr 1e-4 --algorithm {algorithm}")
+    state = built(f"--steps 1 --lr 1e-4 --algorithm {algorithm}")
     pay(amounts)
-    sampled, before = collect(parts, 0), weights_of(parts.policy)
-    monkeypatch.setattr(train, "roll_out", lambda *_: sampled.trajectories)
-    batch = prepare(parts, sampled, 0)
-    (record,) = run(parts)
+    rollouts, before = collect(state, 0), weights_of(state.policy)
+    monkeypatch.setattr(train, "roll_out", lambda *_: rollouts.trajectories)
+    batch = prepare(state, rollouts, 0)
+    (record,) = run(state)
     lengths = batch.response_mask.sum(1)  # the loss is a mean over each trajectory's tokens
-    gain = (score(parts, parts.policy, batch) - batch.old_logprobs).sum(1) / lengths
+    gain = (compute_logprobs(state, state.policy, batch) - batch.old_logprobs).sum(1) / lengths
     equal = amounts[0] == 0.7
-    assert same(before, weights_of(parts.policy)) == (record["grad_norm"] == 0) == equal
+    assert same(before, weights_of(state.policy)) == (record["grad_norm"] == 0) == equal
     assert record["frac_reward_zero_std"] == (1 if equal else 0.5)
     # By how much, not each for itself: two samples of one question share most of their words.
     assert equal or gain[0] > gain[1]
@@ -382,11 +382,11 @@ def test_training_turns_queries_away_and_its_evaluation_does_not(built, monkeypa
     record = lambda *given: [asked.append(given), search(*given)][1]  # noqa: E731
     monkeypatch.setattr(build, "build_search", record)
     for dry in ("", " --dry_run"):
-        parts = built(f"--eval_every 1{dry}", eval_questions=1)
+        state = built(f"--eval_every 1{dry}", eval_questions=1)
     assert [(given[0].fallback, bool(given[3])) for given in asked] == [(True, True), (True, False)]
     monkeypatch.setattr(train, "rollout", lambda _, its, *__: held_out.append(its.held_out) or [])
     monkeypatch.setattr(train, "merged", lambda *_: {})
-    train.roll_out(parts, 0, 0), train.evaluate(parts)
+    train.roll_out(state, 0, 0), train.evaluate(state)
     assert held_out == [False, True]
 
 
@@ -419,26 +419,26 @@ def take_step(settings: Settings, batch: Batch, out: Path) -> None:
     """Each process scores a batch that all hold, updates on it (at last on a single row, so that
     one process has none), and samples its share.
     """
-    parts = build_parts(settings)
+    state = build_state(settings)
     # Adam's division would blow rounding errors up.
-    parts.optimizer = torch.optim.SGD(parts.policy.parameters(), 0.1)
-    scored = score(parts, parts.policy, batch)
-    if parts.critic is not None:
-        torch.nn.init.normal_(parts.critic.head.weight, generator=torch.Generator().manual_seed(0))
-        parts.critic_optimizer = torch.optim.SGD(parts.critic.parameters(), 0.01)
-        scored += score(parts, parts.critic, batch)
-    modules = torch.nn.ModuleList([m for m in (parts.policy, parts.critic) if m is not None])
+    state.optimizer = torch.optim.SGD(state.policy.parameters(), 0.1)
+    scored = compute_logprobs(state, state.policy, batch)
+    if state.critic is not None:
+        torch.nn.init.normal_(state.critic.head.weight, generator=torch.Generator().manual_seed(0))
+        state.critic_optimizer = torch.optim.SGD(state.critic.parameters(), 0.01)
+        scored += compute_values(state, batch)
+    modules = torch.nn.ModuleList([m for m in (state.policy, state.critic) if m is not None])
     before = weights_of(modules)
     rows = [*shuffled_updates(0, batch.rewards, settings), torch.tensor([3])]
-    totals = [update(parts, batch.rows(some)) for some in rows]
+    totals = [update(state, batch.rows(some)) for some in rows]
     steps = [new - old for new, old in zip(weights_of(modules), before, strict=True)]
     with mock.patch.object(train, "compute_rewards", by_place):  # one process scores for all
-        sampled = collect(parts, 0)
-    asked = [t.question.id for t in sampled.trajectories]
-    found = train.evaluate(parts)
-    parts.accelerator.wait_for_everyone()
-    if parts.accelerator.is_main_process:
-        kept, count = [asked[row] for row in sampled.kept], parts.accelerator.num_processes
+        rollouts = collect(state, 0)
+    asked = [t.question.id for t in rollouts.trajectories]
+    found = train.evaluate(state)
+    state.accelerator.wait_for_everyone()
+    if state.accelerator.is_main_process:
+        kept, count = [asked[row] for row in rollouts.kept], state.accelerator.num_processes
         torch.save((steps, scored, totals, kept, asked, found, count), out)
 
 

@@ -20,7 +20,7 @@ from formats.trajectories import (
     read_trajectories,
 )
 from plumbing.page import VIEWER, line_on, of_step
-from plumbing.record import kept_groups, numbers_of, numbers_of_row, records_of
+from plumbing.record import kept_groups, row_numbers, step_records, token_numbers
 from policy import collate
 from prompts import PROTOCOLS
 from trajectory import Search, Trajectory
@@ -34,7 +34,8 @@ def one(**more) -> dict:
         "step": 0, "group": 0, "row": 0, "id": "q", "question": "who ?", "golds": ["Ana"],
         "kind": "one_hop", "may_search": True, "prompt_ids": [7], "prompt": ["who ?"],
         "ids": [1, 2, 3], "tokens": [" a", " b", " c"], "mask": [1, 0, 1], "writers": ["documents"],
-        "searches": [], "refusals": [], "answer": "Ana", "stop_reason": "eos", "correct": True,
+        "searches": [], "rejected_queries": [],
+        "answer": "Ana", "stop_reason": "eos", "correct": True,
         "rewards": {"answer": 1.0, "format": 0.5}, "sampled": [-0.6, 0.0, -1.0],
         "old": [-0.6, 0.0, -1.0], "new": [-0.5, 0.0, -1.3], "advantages": 2.0, "weights": 0.01,
     }  # fmt: skip
@@ -96,7 +97,7 @@ def test_the_numbers_of_a_row_are_those_of_its_tokens():
     batch = collate([other, t], [0.0, 1.0], 2)  # [2, 9 columns]: of t they begin at 2
     batch.advantages = torch.arange(18.0).reshape(2, 9)
     batch.token_weights = torch.full((2, 9), 0.25)
-    found = numbers_of_row(numbers_of(batch), 1, t)
+    found = row_numbers(token_numbers(batch), 1, t)
     assert found["sampled"] == found["old"] == pytest.approx([-0.1, -0.2, 0.0, -0.4])
     assert found["advantages"] == [11.0, 12.0, 13.0, 14.0]  # row 1 begins at 9; 9 + 2 = 11
     assert found["weights"] == 0.25  # one number for all that were sampled
@@ -263,9 +264,9 @@ def test_a_trajectory_is_told_with_its_searches(toy_tokenizer):
     t = Trajectory(Question("q", "who ?", ["Ana"]), PROTOCOLS["r_search"], prompt_ids=[1])
     t.append_model([2], [-0.5], "x")
     t.searches.append(Search("who", [Document("1", "Ana", "Ana is")], "Ana is", seconds=0.25))
-    sampled = SimpleNamespace(trajectories=[t], components=[{"a": 1.0}], correct=[True], kept=[])
+    rollouts = SimpleNamespace(trajectories=[t], reward_terms=[{"a": 1.0}], correct=[True], kept=[])
     settings = SimpleNamespace(group_size=1, groups_kept=4)
-    (record,) = records_of(3, sampled, None, toy_tokenizer, settings)
+    (record,) = step_records(3, rollouts, None, toy_tokenizer, settings)
     (search,) = record["searches"]
     assert search["documents"] == [["Ana", "Ana is"]] and search["seconds"] == 0.25
     assert record["step"] == 3 and "advantages" not in record and len(record["tokens"]) == 1

@@ -22,11 +22,12 @@ from train import compute_old_logprobs, mean, sampler_stats, set_lr, shuffled_up
 from trajectory import Trajectory
 from update import (
     ALGORITHMS,
-    Parts,
+    TrainState,
+    compute_logprobs,
+    compute_ref_logprobs,
+    compute_values,
     merged,
     rows_that_teach,
-    score,
-    score_reference,
     update,
     update_critic,
 )
@@ -54,18 +55,18 @@ class Recorder(torch.optim.SGD):
         self.gradients = [p.grad.clone() for p in self.param_groups[0]["params"]]
 
 
-def make_parts(settings: Settings) -> Parts:
+def make_parts(settings: Settings) -> TrainState:
     """A policy and a critic of its own shape; their optimizers only keep the gradients."""
     policy, critic = Policy(copy.deepcopy(TINY)), ppo.Critic(copy.deepcopy(TINY.base_model))
     # Not 0, so that a gradient reaches every layer.
     torch.nn.init.normal_(critic.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
-    parts = Parts(
+    state = TrainState(
         settings, Accelerator(), policy, policy, Recorder(policy.parameters()), recompute=False
     )
     if settings.algorithm == "ppo":
-        parts.critic = parts.critic_model = critic
-        parts.critic_optimizer = Recorder(critic.parameters())
-    return parts
+        state.critic = state.critic_model = critic
+        state.critic_optimizer = Recorder(critic.parameters())
+    return state
 
 
 def unequal_batch(settings: Settings) -> Batch:
@@ -75,8 +76,8 @@ def unequal_batch(settings: Settings) -> Batch:
     shapes += [(1, None), (5, (0, 5)), (17, None), (4, (1, 2))]
     rewards = [1.0, 0.0, 0.5, 2.0, -1.0, 1.0, 0.3, 0.3]
     batch = collate([trajectory(draw, *shape) for shape in shapes], rewards, 2)
-    parts = make_parts(settings)
-    logprobs = score(parts, parts.policy, batch)  # [B, T]
+    state = make_parts(settings)
+    logprobs = compute_logprobs(state, state.policy, batch)  # [B, T]
     batch.old_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=draw)
     batch.ref_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=draw)
     batch.values = torch.randn(logprobs.shape, generator=draw)
@@ -87,9 +88,9 @@ def unequal_batch(settings: Settings) -> Batch:
 
 
 def gradient_of(batch: Batch, settings: Settings, step=update) -> tuple[list, dict]:
-    parts = make_parts(settings)
-    totals = step(parts, copy.deepcopy(batch))
-    optimizer = parts.optimizer if step is update else parts.critic_optimizer
+    state = make_parts(settings)
+    totals = step(state, copy.deepcopy(batch))
+    optimizer = state.optimizer if step is update else state.critic_optimizer
     return optimizer.gradients, totals
 
 
@@ -216,30 +217,32 @@ def test_rows_that_teach_nothing_are_not_computed_and_the_gradient_is_that_of_al
 
 def test_numbers_of_an_update_are_means_over_the_rows_that_teach_and_entropy_over_all():
     settings = dataclasses.replace(GRPO, kl_coef=0.0)
-    parts, batch = make_parts(settings), half_equal(settings)
-    totals = update(parts, batch)
+    state, batch = make_parts(settings), half_equal(settings)
+    totals = update(state, batch)
     taught, mask = [0, 1, 4], batch.response_mask.bool()
-    logprobs = score(parts, parts.policy, batch)  # the optimizer only looks: π is what it was
+    logprobs = compute_logprobs(
+        state, state.policy, batch
+    )  # the optimizer only looks: π is what it was
     change = logprobs - batch.old_logprobs
     # k3 of the way from π_old: exp(x) − 1 − x, x = log π − log π_old
     drift = (torch.expm1(change) - change)[taught][mask[taught]]
-    assert totals["kl_old"] == pytest.approx(drift.mean().item(), abs=1e-5)
+    assert totals["approx_kl"] == pytest.approx(drift.mean().item(), abs=1e-5)
     own = batch.old_logprobs.clone()
     own[taught] = logprobs[taught]
     assert torch.equal(batch.logprobs[2], batch.old_logprobs[2])  # as it was sampled
-    assert totals["entropy"] == pytest.approx(-own[mask].mean().item(), abs=1e-5)
+    assert totals["entropy_mc"] == pytest.approx(-own[mask].mean().item(), abs=1e-5)
     assert totals["skipped"] == 0
 
 
 def test_an_update_in_which_no_row_teaches_makes_no_step_and_says_so():
     settings = dataclasses.replace(GRPO, kl_coef=0.0)
-    parts, batch = make_parts(settings), half_equal(settings)
+    state, batch = make_parts(settings), half_equal(settings)
     equal = batch.rows(torch.tensor([2, 3, 6, 7]))
-    totals = update(parts, equal)
-    assert not hasattr(parts.optimizer, "gradients") and parts.version == 0
+    totals = update(state, equal)
+    assert not hasattr(state.optimizer, "gradients") and state.version == 0
     assert (totals["skipped"], totals["loss"], totals["grad_norm"]) == (1, 0, 0)
     expected = -equal.old_logprobs[equal.response_mask.bool()].mean().item()
-    assert totals["entropy"] == pytest.approx(expected, abs=1e-5)
+    assert totals["entropy_mc"] == pytest.approx(expected, abs=1e-5)
     # A KL in the loss, or a critic, learns from these rows, too.
     for name in ("ref_logprobs", "values"):
         other = dataclasses.replace(equal, **{name: equal.old_logprobs})
@@ -248,27 +251,27 @@ def test_an_update_in_which_no_row_teaches_makes_no_step_and_says_so():
 
 def test_scoring_again_leaves_out_rows_that_teach_nothing_unless_something_reads_them():
     settings = dataclasses.replace(GRPO, kl_coef=0.0)
-    parts, batch = make_parts(settings), half_equal(settings)
+    state, batch = make_parts(settings), half_equal(settings)
     batch.sampled_logprobs = batch.old_logprobs
-    logprobs = score(parts, parts.policy, batch)
-    found = compute_old_logprobs(parts, batch)
+    logprobs = compute_logprobs(state, state.policy, batch)
+    found = compute_old_logprobs(state, batch)
     rows = [0, 1, 4]  # dapo's overlong rows are known to an update alone
     torch.testing.assert_close(found[rows], logprobs[rows], atol=1e-5, rtol=0)
     others = [2, 3, 6, 7]
     assert torch.equal(found[others], batch.old_logprobs[others])
     for change in ({"mismatch": "mask"}, {"ref": True}, {"unmasked": True}):
-        parts.mismatch = change.get("mismatch", "none")
+        state.mismatch = change.get("mismatch", "none")
         read = dataclasses.replace(batch)
         read.ref_logprobs = batch.old_logprobs if "ref" in change else None
         read.sampled_logprobs = None if "unmasked" in change else batch.sampled_logprobs
-        torch.testing.assert_close(compute_old_logprobs(parts, read), logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(compute_old_logprobs(state, read), logprobs, atol=1e-5, rtol=0)
 
 
 def test_scoring_and_updating_change_nothing_in_the_batch():
     batch = unequal_batch(GRPO)
-    before, parts = copy.deepcopy(batch), make_parts(GRPO)
-    score(parts, parts.policy, batch)
-    update(parts, batch)
+    before, state = copy.deepcopy(batch), make_parts(GRPO)
+    compute_logprobs(state, state.policy, batch)
+    update(state, batch)
     assert batch.token_weights.sum().item() == pytest.approx(1.0)  # an update adds these
     assert batch.logprobs.shape == batch.response_mask.shape  # and these, to be looked at
     batch.token_weights = batch.logprobs = None
@@ -297,24 +300,24 @@ def test_the_critics_loss_is_the_mean_over_all_model_tokens_and_no_other():
 @pytest.mark.parametrize("budget", [1, 25, 10_000])
 def test_scoring_in_micro_batches_is_scoring_the_whole_batch(budget):
     settings = dataclasses.replace(PPO, tokens_per_micro_batch=budget, temperature=0.7)
-    parts, batch = make_parts(settings), unequal_batch(PPO)
+    state, batch = make_parts(settings), unequal_batch(PPO)
     with torch.no_grad():
-        logprobs = parts.policy(batch.tokens, 0.7, batch.response_mask)
-        values = parts.critic(batch.tokens, batch.response_mask)
+        logprobs = state.policy(batch.tokens, 0.7, batch.response_mask)
+        values = state.critic(batch.tokens, batch.response_mask)
     near = {"atol": 1e-5, "rtol": 1e-5}
-    torch.testing.assert_close(score(parts, parts.policy, batch), logprobs, **near)
-    torch.testing.assert_close(score(parts, parts.critic, batch), values, **near)
+    torch.testing.assert_close(compute_logprobs(state, state.policy, batch), logprobs, **near)
+    torch.testing.assert_close(compute_values(state, batch), values, **near)
 
 
 @needs_peft
 def test_with_lora_the_reference_is_the_policy_without_what_was_learned():
-    parts, batch = make_parts(GRPO), unequal_batch(GRPO)
-    plain = score(parts, parts.policy, batch)
-    add_lora(parts.policy.language_model, 4)
-    for learned in lora_state(parts.policy).values():
+    state, batch = make_parts(GRPO), unequal_batch(GRPO)
+    plain = compute_logprobs(state, state.policy, batch)
+    add_lora(state.policy.language_model, 4)
+    for learned in lora_state(state.policy).values():
         torch.nn.init.normal_(learned)
-    assert torch.equal(score_reference(parts, batch), plain)
-    assert not torch.allclose(score(parts, parts.policy, batch), plain, atol=0.1)
+    assert torch.equal(compute_ref_logprobs(state, batch), plain)
+    assert not torch.allclose(compute_logprobs(state, state.policy, batch), plain, atol=0.1)
 
 
 # ------------------------------------------------------------------------ which rows, at which rate
@@ -323,22 +326,22 @@ def test_with_lora_the_reference_is_the_policy_without_what_was_learned():
 def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
     sizes = {"questions_per_step": 4, "group_size": 2, "trajectories_per_update": 3, "steps": 4}
     settings = Settings(**sizes, lr=1.2e-5, lr_schedule="linear")
-    parts, rates = make_parts(settings), []
+    state, rates = make_parts(settings), []
     for step, (rows, updates) in enumerate([(8, [3, 3, 2]), (2, [2]), (4, [2, 2])]):
         dealt = shuffled_updates(step, torch.zeros(rows), settings)
         assert [len(one) for one in dealt] == updates
         assert sorted(torch.cat(dealt).tolist()) == list(range(rows))
-        rates += [set_lr(parts, step, number) for number in range(len(dealt))]
-        assert parts.optimizer.param_groups[0]["lr"] == rates[-1]
+        rates += [set_lr(state, step, number) for number in range(len(dealt))]
+        assert state.optimizer.param_groups[0]["lr"] == rates[-1]
     # 4 steps of 3 updates: numbers 0, 1, 2; 3; 6, 7 of 12, and 1e-6 less each
     assert rates == pytest.approx([1.2e-5, 1.1e-5, 1e-5, 9e-6, 6e-6, 5e-6])
     # The critic's own warm-up: a third of 12 updates are 4, then it stays.
-    parts = make_parts(
+    state = make_parts(
         Settings(**sizes, algorithm="ppo", critic_lr=4e-6, critic_warmup_ratio=1 / 3)
     )
-    groups, rates = parts.critic_optimizer.param_groups, []
+    groups, rates = state.critic_optimizer.param_groups, []
     for step, number in ((0, 0), (0, 2), (2, 0), (3, 2)):
-        set_lr(parts, step, number)
+        set_lr(state, step, number)
         rates.append(groups[0]["lr"])
     assert rates == pytest.approx([1e-6, 3e-6, 4e-6, 4e-6])
 
@@ -347,8 +350,8 @@ def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
 
 
 def test_the_gap_to_the_sampler_is_a_mean_over_the_tokens_of_the_first_update():
-    parts, batch = make_parts(GRPO), unequal_batch(GRPO)
-    update(parts, batch)
+    state, batch = make_parts(GRPO), unequal_batch(GRPO)
+    update(state, batch)
     everyone = torch.arange(8)
     assert sampler_stats(batch, everyone, "none") == {}  # documents that are trained on
     batch.sampled_logprobs = batch.logprobs - 0.5 * batch.response_mask

@@ -49,7 +49,7 @@ from retrievers.net import Fault
 from rewards import REWARDS
 from rollout import rollout
 from scale import server
-from scale.engine import play_in_slots
+from scale.engine import generate_in_slots
 from scale.server import Fleet, Server, Turns, generate_on_server, to_serve
 from settings import check_settings, parse, resolve
 from sft import SFTSettings, train_sft
@@ -218,19 +218,19 @@ def fleet_of(model: str, *servers, **changes):
     return policy, environment
 
 
-def rows(policy, environment, count: int, play=generate_on_server, temperature=0.0) -> list:
+def rows(policy, environment, count: int, generate=generate_on_server, temperature=0.0) -> list:
     """Rollouts of `count` questions, by default greedy."""
     questions, kept = world_questions(environment.settings, "dev"), environment.settings
     questions = questions[:: len(questions) // count][:count]
     environment.settings = replace(kept, temperature=temperature)
-    sampled = rollout(policy, environment, questions, 0, play)
+    sampled = rollout(policy, environment, questions, 0, generate)
     environment.settings = kept
     return sampled
 
 
 def content(row) -> tuple:
     searches = [(search.query, search.text) for search in row.searches]
-    return row.ids, row.response_mask, row.stop_reason, searches, len(row.refusals)
+    return row.ids, row.response_mask, row.stop_reason, searches, len(row.rejected_queries)
 
 
 def run(model, runs, engine: str, more: str = ""):
@@ -248,7 +248,7 @@ def searches_in_common(policy, environment, version: int, count: int) -> int:
     """Greedy rows on a server are those of slots, to the token, and its log-probs are the policy's,
     also at another temperature. Returns how many searches the rows have.
     """
-    expected = rows(policy, environment, count, play_in_slots)
+    expected = rows(policy, environment, count, generate_in_slots)
     with to_serve(policy, version):
         found = rows(policy, environment, count)
         sampled = rows(policy, environment, count, temperature=0.7)
@@ -333,10 +333,10 @@ def test_a_fault_after_a_step_is_one_line_and_what_was_learned_is_saved(
     kept = train.update
 
     @torch.no_grad()
-    def update(parts, batch):
-        record = kept(parts, batch)
+    def update(state, batch):
+        record = kept(state, batch)
         asked.faults |= faults
-        for weight in parts.policy.parameters():  # the rewards of a group may have been equal
+        for weight in state.policy.parameters():  # the rewards of a group may have been equal
             weight += 0.03 * torch.randn_like(weight)
         return record
 
@@ -458,7 +458,9 @@ def test_the_rows_of_a_broken_server_go_to_the_others(name, served, model, capsy
     policy.fleet.servers = [replace(its, timeout=1.0) for its in policy.fleet.servers]
     policy.fleet.alive = policy.fleet.servers
     broken.faults["completions"] = BROKEN[name]
-    found, expected = (rows(policy, environment, 6, *play) for play in ((), (play_in_slots,)))
+    found, expected = (
+        rows(policy, environment, 6, *generate) for generate in ((), (generate_in_slots,))
+    )
     assert [row.ids for row in found] == [row.ids for row in expected]
     said = f"warning: {broken.base} is left out of this rollout"
     assert capsys.readouterr().err.count(said) == 1

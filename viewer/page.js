@@ -11,13 +11,13 @@ const PANELS = [ // title, metrics; "prefix/" takes all below it
   ["reward", ["reward", "reward/"]],
   ["exact match", ["em/"]],
   ["searches per question", ["searches/"]],
-  ["fallbacks, refused", ["fallbacks", "refused", "repeated"]],
+  ["fallbacks, refused", ["fallbacks", "rejected", "repeated"]],
   ["what searches find", ["gold_recall", "documents_seen", "search_errors", "failed_rows"]],
-  ["faults in what it writes", ["repetition", "malformed_tags", "cut_off"]],
+  ["faults in what it writes", ["repetition", "malformed_tags", "truncated"]],
   ["tokens per trajectory", ["model_tokens", "inserted_tokens"]],
   ["groups of equal rewards, clipped", ["frac_reward_zero_std", "clip_fraction"]],
   ["gradient norm", ["grad_norm"]],
-  ["entropy", ["entropy"]],
+  ["entropy_mc", ["entropy_mc"]],
   ["KL to the reference", ["k1", "k2", "k3"]],
   ["seconds", ["rollout_seconds", "search_seconds", "reward_seconds", "update_seconds"]],
 ];
@@ -139,7 +139,7 @@ function neighbour(by) {
 }
 function showStep() {
   const metrics = stage().metrics[place()] || {};
-  const told = ["reward", "em", "searched", "searches", "fallbacks", "frac_reward_zero_std", "grad_norm", "clip_fraction", "entropy"];
+  const told = ["reward", "em", "searched", "searches", "fallbacks", "frac_reward_zero_std", "grad_norm", "clip_fraction", "entropy_mc"];
   $("step-numbers").textContent = `${stage().name}, step ${state.step}: ` + told.filter((n) => Number.isFinite(metrics[n])).map((n) => `${n} ${number(metrics[n])}`).join("  ·  ");
   const rows = known[keyOf(state.step)].rows; // the question that was asked for, or a group that teaches something
   const its = rows.find((row) => row.question === state.question) ?? rows.find((row) => rows.some((r) => r.group === row.group && r.reward !== row.reward)) ?? rows[0];
@@ -251,7 +251,7 @@ function partsOf(record) {
       el("span", { class: "pale" }, `, ended by ${record.stop_reason}${record.may_search ? "" : ", may not search"}`)),
     el("div", { class: "tokens", onclick: (event) => event.target.dataset.n && pick(Number(event.target.dataset.n)) }, outside(record.prompt, "prompt: outside the loss", false), ...body),
     terms.length ? el("table", {}, ...terms, el("tr", {}, el("th", {}, "reward"), el("th", {}, signed(total)))) : "",
-    ...record.refusals.map(([reason, query]) => el("p", { class: "pale" }, `a query that was not run (${reason}): ${plain(query)}`)),
+    ...record.rejected_queries.map(([reason, query]) => el("p", { class: "pale" }, `a query that was not run (${reason}): ${plain(query)}`)),
   ];
 }
 function tokenSpan(record, text, n) {

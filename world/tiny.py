@@ -28,7 +28,7 @@ class Tiny:
     kinds: dict[str, float] = field(default_factory=MIX.copy)
     practice: float = 0.3  # traces that only read: nonsense facts, each asked for
     direct: float = 0.2  # of the others: with the sign of the prompt without retrieval
-    refused: float = 0.2  # of these: behind a query that was refused, which no loss teaches
+    rejected: float = 0.2  # of these: behind a query that was refused, which no loss teaches
     guess_at_once: tuple[float, float] = (0.2, 0.5)  # look-ups of one and of two hops, unsearched
     choice_without_loss: float = 0.96  # of those that search: no loss on the token that decides to
     bad_query: float = 0.2

@@ -77,7 +77,7 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()
     signs, direct = [], [p.direct_instruction for p in protocols if p.query_tags]
     for p in protocols:
-        signs += [*p.tags, p.fallback_notice, *p.refusal_notices]
+        signs += [*p.tags, p.fallback_notice, *p.rejection_notices]
     signs = list(dict.fromkeys([*signs, *([MAY_SEARCH, DIRECT] if direct else [])]))
     tokenizer.add_tokens([AddedToken(sign, normalized=False, special=False) for sign in signs])
     fast = PreTrainedTokenizerFast(
@@ -285,7 +285,7 @@ class TraceWriter:
             return self.cite(task)
         direct = self.rng.random() < self.tiny.direct
         if direct:
-            pieces = self.refusal(task) + self.at_once(task)
+            pieces = self.rejection(task) + self.at_once(task)
         else:
             pieces = self.look_up(task) if task.guess else self.needless(task)
         # The same whether the trace then searches or not.
@@ -348,9 +348,9 @@ class TraceWriter:
         asked = task if task.guess else replace(task, relation="")
         return self.end(asked, task.guess or task.answer)
 
-    def refusal(self, task: Task) -> Pieces:
+    def rejection(self, task: Task) -> Pieces:
         """A query to which the environment says that there is no searching here, or nothing."""
-        if self.rng.random() >= self.tiny.refused:
+        if self.rng.random() >= self.tiny.rejected:
             return []
         begin, end = self.protocol.query_tags
         query = f"{begin} {task.hops[0].query}{end}"

@@ -41,7 +41,7 @@ from prompts import PROTOCOLS
 from scale.engine import Engine, affordable
 from scale.lora import add_lora
 from scale.sampling import to_sample_with, wants_copy
-from train import Sampled, prepare
+from train import Rollouts, prepare
 from trajectory import Trajectory
 
 
@@ -109,11 +109,11 @@ def row_of(size: int) -> Trajectory:
     return row
 
 
-def learn(parts: update.Parts, count: int, size: int) -> None:
+def learn(state: update.TrainState, count: int, size: int) -> None:
     """Scores `count` rows of `size` tokens, and learns from them."""
     rewards = [{"reward": float(row % 2)} for row in range(count)]
-    batch = prepare(parts, Sampled([row_of(size)] * count, rewards, kept=[*range(count)]), 0)
-    update.update(parts, batch.rows(torch.arange(count)))
+    batch = prepare(state, Rollouts([row_of(size)] * count, rewards, kept=[*range(count)]), 0)
+    update.update(state, batch.rows(torch.arange(count)))
 
 
 def roll_out(case: plan.Case, policy: Policy) -> int:
@@ -133,14 +133,14 @@ def roll_out(case: plan.Case, policy: Policy) -> int:
 def step(device: Device, case: plan.Case) -> dict:
     """The second update of a run, when moments are there, with two micro-batches; a rollout."""
     s, policy = case.settings, model_of(case)
-    parts = update.Parts(s, accelerator(case.gpus), policy, None, None, True, "token")
-    parts.environment = mock.MagicMock(**{"tokenizer.pad_token_id": 0})
+    state = update.TrainState(s, accelerator(case.gpus), policy, None, None, True, "token")
+    state.environment = mock.MagicMock(**{"tokenizer.pad_token_id": 0})
     sharding = "fsdp2" if case.share > 1 else "ddp"
-    spread = spread_over(parts.accelerator, sharding, s.optimizer, policy, s.lr)
-    parts.model, parts.optimizer = spread
-    learn(parts, 2 * case.gpus, 200)
+    spread = spread_over(state.accelerator, sharding, s.optimizer, policy, s.lr)
+    state.model, state.optimizer = spread
+    learn(state, 2 * case.gpus, 200)
     device.peak = device.now
-    learn(parts, 2 * case.gpus * (case.tokens // case.row_tokens), case.row_tokens)
+    learn(state, 2 * case.gpus * (case.tokens // case.row_tokens), case.row_tokens)
     peaks, device.peak = {"update": device.peak, "standing": device.now}, device.now
     return peaks | {"slots": roll_out(case, policy), "rollout": device.peak}
 

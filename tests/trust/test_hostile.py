@@ -37,8 +37,8 @@ from plumbing.record import told
 from prompts import PROTOCOLS, build_prompt
 from retriever import BM25, show_search
 from rewards import REWARDS, Extras, example, tfidf_embedder
-from rollout import Environment, decode, encode, play_by_turns, rollout
-from scale.engine import play_in_slots
+from rollout import Environment, decode, encode, generate_by_turns, rollout
+from scale.engine import generate_in_slots
 from settings import Settings
 from trajectory import Segment, Trajectory, show, trajectory_from_text
 
@@ -204,9 +204,9 @@ def hostile_search(draw: random.Random):
 @pytest.mark.fault(142, 143)
 @pytest.mark.parametrize("count", [1, pytest.param(45, marks=trust)])
 @pytest.mark.parametrize(
-    ("kind", "play"), [("toy_tokenizer", play_by_turns), ("tagged", play_in_slots)]
+    ("kind", "generate"), [("toy_tokenizer", generate_by_turns), ("tagged", generate_in_slots)]
 )
-def test_real_rows_hold_no_token_that_a_page_forged(count, kind, play, request, no_algebra):
+def test_real_rows_hold_no_token_that_a_page_forged(count, kind, generate, request, no_algebra):
     tokenizer, searches = request.getfixturevalue(kind), 0
     for seed in range(count):
         for name, protocol in PROTOCOLS.items():
@@ -219,7 +219,7 @@ def test_real_rows_hold_no_token_that_a_page_forged(count, kind, play, request, 
             settings = Settings(group_size=4, max_context=1024, max_searches=3, **limits)
             environment = Environment(tokenizer, protocol, hostile_search(draw), settings)
             question = asked_with("".join(draw.choices(PIECES, k=5)))
-            for row in rollout(policy, environment, [question], seed, play):
+            for row in rollout(policy, environment, [question], seed, generate):
                 check_row(row, tokenizer, environment)
                 check_shown(row)
                 check_rewards(row)

@@ -10,7 +10,7 @@ from test_train import marks, pay, weights_of
 
 import train
 from plumbing.alarms import SAID
-from plumbing.build import build_parts
+from plumbing.build import build_state
 
 NAN, INF = float("nan"), float("inf")
 EQUAL = (1, 1, 1, 1)  # two groups of two
@@ -24,28 +24,28 @@ def fault(number: int, *values):
 
 @pytest.fixture
 def injected(model, tmp_path, monkeypatch, pay):
-    """injected(change, flags) -> the parts of the run that train.train then takes."""
+    """injected(change, flags) -> the state of the run that train.train then takes."""
 
     def inject(change, more: str):
-        parts = build_parts(settings_for(model, tmp_path, more, max_resample=1))
-        monkeypatch.setattr(train, "build_parts", lambda settings: parts)
+        state = build_state(settings_for(model, tmp_path, more, max_resample=1))
+        monkeypatch.setattr(train, "build_state", lambda settings: state)
         if change:  # else its rewards are its own
             pay([1, 0, 0, 1])
-            change(parts, monkeypatch)
-        return parts
+            change(state, monkeypatch)
+        return state
 
     return inject
 
 
 def paid(*amounts):
     rewards = [{"answer": amount} for amount in amounts], [amount > 0 for amount in amounts]
-    return lambda parts, patch: patch.setattr(train, "compute_rewards", lambda *_: rewards)
+    return lambda state, patch: patch.setattr(train, "compute_rewards", lambda *_: rewards)
 
 
 def batch_of(function: str, spoil):
     """train.FUNCTION makes a batch, and `spoil` changes it."""
 
-    def change(parts, patch):
+    def change(state, patch):
         make = getattr(train, function)
 
         def spoilt(*arguments):
@@ -67,16 +67,16 @@ def masked(rows: slice):
     return batch_of("collate", lambda b: b.response_mask[rows].zero_())
 
 
-def gradient(parts, patch):
-    next(parts.policy.parameters()).register_hook(lambda gradient: gradient * NAN)
+def gradient(state, patch):
+    next(state.policy.parameters()).register_hook(lambda gradient: gradient * NAN)
 
 
-def weight(parts, patch):
-    next(parts.policy.parameters()).data[0] = NAN
+def weight(state, patch):
+    next(state.policy.parameters()).data[0] = NAN
 
 
-def critic(parts, patch):
-    parts.critic.head.bias.data.fill_(1e30)  # squared: inf; the whitened advantages stay finite
+def critic(state, patch):
+    state.critic.head.bias.data.fill_(1e30)  # squared: inf; the whitened advantages stay finite
 
 
 STOPS = [
@@ -98,14 +98,14 @@ STOPS = [
 
 @pytest.mark.parametrize("change, more", STOPS)
 def test_what_is_not_finite_stops_the_run_in_one_line(change, more, injected):
-    parts = injected(change, f"{more} --steps 4")
-    watched = parts.critic if change is critic else parts.policy
+    state = injected(change, f"{more} --steps 4")
+    watched = state.critic if change is critic else state.policy
     before = weights_of(watched)
-    said = message(train.train, parts.settings)
+    said = message(train.train, state.settings)
     assert re.match(r"step \d: .*(nan|inf).*; stopped; this update was not applied", said), said
     if said.startswith("step 0"):
         assert same(*([w.nan_to_num() for w in ws] for ws in (before, weights_of(watched))))
-    assert all(question.id in said for question in parts.stream.take(int(said[5])))
+    assert all(question.id in said for question in state.stream.take(int(said[5])))
     assert len(torch.load(re.search(r"The batch is in (\S+\.pt)", said)[1])["tokens"]) == 4
 
 
@@ -118,9 +118,9 @@ GOES_ON = [  # ..., the alarm that is raised, do the weights stay?
     of_fault(128, masked(slice(None)), "", "", True),
     fault(129, masked(slice(None)), PPO, "", True),
     fault(130, masked(slice(1)), "", "", False),
-    fault(131, None, "--max_turn_tokens 1", "cut_off", False),
+    fault(131, None, "--max_turn_tokens 1", "truncated", False),
     fault(132, None, "--max_context 75", "", False),
-    fault(133, None, "--max_context 60", "cut_off", False),
+    fault(133, None, "--max_context 60", "truncated", False),
     fault(134, None, "--temperature 1e-30", "equal_groups", True),
 ]
 
@@ -129,12 +129,12 @@ GOES_ON = [  # ..., the alarm that is raised, do the weights stay?
 def test_what_is_finite_goes_on_and_what_teaches_nothing_is_told(
     change, more, alarm, stays, injected, capsys
 ):
-    parts = injected(change, f"{more} --steps 3")
-    before = weights_of(parts.policy)
-    rows = rows_of(train.train(parts.settings))
+    state = injected(change, f"{more} --steps 3")
+    before = weights_of(state.policy)
+    rows = rows_of(train.train(state.settings))
     numbers = [v for row in rows for v in row.values() if isinstance(v, int | float)]
     assert len(rows) == 3 and all(map(math.isfinite, numbers))
-    assert all(p.isfinite().all() for p in parts.policy.parameters())
-    assert same(before, weights_of(parts.policy)) == stays
+    assert all(p.isfinite().all() for p in state.policy.parameters())
+    assert same(before, weights_of(state.policy)) == stays
     raised = {name for row in rows for name in row.get("alarms", ())}
     assert not alarm or (alarm in raised and SAID[alarm] in capsys.readouterr().out)

@@ -55,9 +55,9 @@ def test_memory_threads_and_files_stay_what_they_are(
     monkeypatch.setattr(remote, "RETRIES", 0)
     seen, collect, before = [], train.collect, threading.enumerate()
 
-    def watched(parts, step):
+    def watched(state, step):
         seen.append(now(before))
-        return collect(parts, step)
+        return collect(state, step)
 
     monkeypatch.setattr(train, "collect", watched)
     server = started(Faulty(flapping))

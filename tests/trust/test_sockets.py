@@ -173,10 +173,10 @@ def test_a_step_goes_on_whatever_the_retriever_does(
     more = f"--retriever http --retriever_url {server.base} --timeout 0.4 --steps 1"
     if script == "refused":
         settings = settings_for(model, tmp_path, more)
-        parts = build.build_parts(settings)
+        state = build.build_state(settings)
         server.stop()
         with nobody_listens(server.port):
-            found = train.collect(parts, 0).trajectories
+            found = train.collect(state, 0).trajectories
         assert all(search.error for t in found for search in t.searches)
         return
     folder = tmp_path / "t" / "stage1"

@@ -39,14 +39,14 @@ fault = pytest.mark.fault
 def comes_late(log: Path, late: int) -> None:
     """Process `late` comes to the second meeting once the other has complained."""
     sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-    parts = SimpleNamespace(accelerator=Accelerator(), run=None)
-    build.meet(parts, "still begins")
+    state = SimpleNamespace(accelerator=Accelerator(), run=None)
+    build.meet(state, "still begins")
     build.PATIENCE = 1
-    if parts.accelerator.process_index == late:
+    if state.accelerator.process_index == late:
         wait_for(log, "waiting for")
-    build.meet(parts, "still samples")
+    build.meet(state, "still samples")
     build.PATIENCE = 60
-    build.meet(parts, "still scores")
+    build.meet(state, "still scores")
 
 
 @fault(306)
@@ -69,12 +69,12 @@ def trains_until_one_stops(folder: Path, arguments: list[str], stopped: int) -> 
     sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
     sign = (log, "waiting for process 1, which still samples") if stopped else (number, "stops")
 
-    def stops(parts, step, draw):
+    def stops(state, step, draw):
         if step == 3:
             number.write_text(f"{os.getpid()} stops")
             os.kill(os.getpid(), signal.SIGSTOP)
             os._exit(0)
-        return real(parts, step, draw)
+        return real(state, step, draw)
 
     def end() -> None:
         wait_for(*sign)
@@ -303,7 +303,7 @@ def test_what_is_kept_for_later_lies_under_runs(tmp_path, monkeypatch, started):
 
     monkeypatch.setattr(build, "build_search", searched)
     monkeypatch.setattr(build, "starting_model", lambda _: ("", ""))
-    assert message(build.build_parts, settings) == str(Path("mine", SUMMARY_LOG))
+    assert message(build.build_state, settings) == str(Path("mine", SUMMARY_LOG))
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
