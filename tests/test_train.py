@@ -385,7 +385,7 @@ def test_training_turns_queries_away_and_its_evaluation_does_not(built, monkeypa
         state = built(f"--eval_every 1{dry}", eval_questions=1)
     assert [(given[0].fallback, bool(given[3])) for given in asked] == [(True, True), (True, False)]
     monkeypatch.setattr(train, "rollout", lambda _, its, *__: held_out.append(its.held_out) or [])
-    monkeypatch.setattr(train, "merged", lambda *_: {})
+    monkeypatch.setattr(train, "merge_records", lambda *_: {})
     train.roll_out(state, 0, 0), train.evaluate(state)
     assert held_out == [False, True]
 
