@@ -76,9 +76,9 @@ def help_text(name, subcommand):
 def test_the_docs_have_a_command_for_every_recipe_and_each_is_one_that_can_run():
     given = [arguments.split() for name, arguments in COMMANDS if name == "train"]
     given = [words for words in given if words not in (["..."], ["--help"])]
-    trained = [its for words in given for its in settings.parse_stages(words)]
-    assert {its.recipe for its in trained} == set(papers.RECIPES)
-    assert {its.algorithm for its in trained} >= {"ppo", "grpo", "dapo", "reinforce_pp"}
+    stages = [stage for words in given for stage in settings.parse_stages(words)]
+    assert {stage.recipe for stage in stages} == set(papers.RECIPES)
+    assert {stage.algorithm for stage in stages} >= {"ppo", "grpo", "dapo", "reinforce_pp"}
 
 
 WITH_FLAGS = sorted({name for name, arguments in COMMANDS if "--" in arguments} - {"train"})
@@ -93,9 +93,9 @@ def test_every_command_has_only_flags_that_its_file_knows(name):
             subcommand = next((word for word in words if word in SUBCOMMANDS), "")
             flags = {word for word in words if word.startswith("--")}
             given.setdefault(subcommand, set()).update(flags)
-    for subcommand, asked in given.items():
+    for subcommand, flags in given.items():
         known = set(re.findall(r"--\w+", help_text(name, subcommand)))
-        assert asked <= known, f"{name} {subcommand}: {', '.join(sorted(asked - known))}"
+        assert flags <= known, f"{name} {subcommand}: {', '.join(sorted(flags - known))}"
 
 
 @pytest.mark.parametrize("recipe", papers.RECIPES)
