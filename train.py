@@ -306,8 +306,8 @@ def set_lr(state: TrainState, step: int, number: int) -> float:
 
 # ---------------------------------------------------------------------------------- what is logged
 def measure(state: TrainState, rollouts: Rollouts) -> Record:
-    """The numbers of a step's rollout, also of what DAPO then drops; the README explains each. They
-    are means over the trajectories whose searches did not fail, unless all have failed.
+    """The numbers of a step's rollout, also of what DAPO then drops; docs/metrics.md explains each.
+    They are means over the trajectories whose searches did not fail, unless all have failed.
     """
     failed, settings = rollouts.failed, state.settings
     rows = (~failed | failed.all()).nonzero()[:, 0].tolist()
