@@ -54,11 +54,11 @@ from metrics import exact_match
 from plumbing import build
 from plumbing.page import save_page
 from plumbing.questions import as_asked, known_questions, load_documents
-from plumbing.record import told
+from plumbing.record import to_record
 from policy import best_device
 from prompts import PROTOCOLS, build_prompt
 from rollout import Environment, check_prompts, decode, rollout
-from trajectory import Trajectory, ending, heading
+from trajectory import Trajectory, describe_end, describe_question
 
 HELP = """
 /try             a held-out question, another each time
@@ -155,9 +155,9 @@ def answer(session: Session, text: str) -> None:
         hint = f"; try: {harmless(questions[0].question)}" if questions else ""
         why = "the model has no tokens for this question: it knows only its own world's words"
         raise InputError(f"{why}{hint}")
-    print(heading(asked))
+    print(describe_question(asked))
     (row,) = rollout(session.policy, environment, [asked], settings.seed)  # by turns: it is heard
-    print(f"\n{ending(row)}")
+    print(f"\n{describe_end(row)}")
     session.asked.append(row)
 
 
@@ -205,7 +205,7 @@ def save(session: Session, value: str) -> None:
     for group, t in enumerate(session.asked):
         right = bool(exact_match(t.answer, t.question.answers))
         place = {"step": 0, "group": group, "row": 0, "rewards": {}, "correct": right}
-        records.append(place | told(t, session.tokenizer) | {"sampled": t.logprobs})
+        records.append(place | to_record(t, session.tokenizer) | {"sampled": t.logprobs})
     save_page(records, Path(value))
     print(f"written: {value}")
 

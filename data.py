@@ -136,9 +136,10 @@ def harmless(text: str) -> str:
     return text.translate(str.maketrans(numbers | {"\n": "\n| "}))
 
 
-def within(texts: list[str], most: int) -> list[str]:
-    """The first `most` characters of them all."""
-    return "\ud800".join(texts)[:most].split("\ud800")  # half a character, as none of them has
+def truncate_texts(texts: list[str], limit: int) -> list[str]:
+    """Keeps the first `limit` characters of all texts together."""
+    # The separator is half a character (a lone surrogate), which `clean` texts do not contain.
+    return "\ud800".join(texts)[:limit].split("\ud800")
 
 
 def strip_tags(text: str, tags) -> str:

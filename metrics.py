@@ -148,9 +148,10 @@ class Span:
 _BRACES = re.compile(r"(?P<box>\\boxed\s*\{)|\\(?!\\boxed).|[{}]", re.DOTALL)
 
 
-@lru_cache(maxsize=1024)  # a trajectory is asked for its answers a dozen times
-def find_boxed(text: str) -> tuple[Span, ...]:
-    r"""Every \boxed{...} with balanced braces and in no other; one never closed hides none."""
+def find_boxed(text: str) -> list[Span]:
+    r"""Finds every \boxed{...} with balanced braces that is not inside another one. A box that is
+    never closed hides no later box.
+    """
     spans, open_braces = [], []
     for brace in _BRACES.finditer(text):
         if brace["box"] or brace.group() == "{":
@@ -162,7 +163,7 @@ def find_boxed(text: str) -> tuple[Span, ...]:
                     spans.pop()
                 content = text[begin.end() : brace.start()].strip()
                 spans.append(Span(begin.start(), brace.end(), content))
-    return tuple(spans)
+    return spans
 
 
 def last_boxed(text: str | None) -> str | None:

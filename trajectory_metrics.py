@@ -77,7 +77,7 @@ def text_metrics(t: Trajectory) -> dict[str, float]:
     it before.
     """
     text, own = t.model_text, list(compress(t.response_ids, t.response_mask))
-    blocks = find_answers(t.protocol, text, t.question.task)
+    blocks = [*find_answers(t.protocol, text, t.question.task)]
     blocks += find_blocks(text, *t.protocol.query_tags) if t.protocol.query_tags else []
     words = len(text.split()) - sum(len(text[b.start : b.end].split()) for b in blocks)
     grams = list(zip(own, own[1:], own[2:], own[3:], strict=False))

@@ -49,7 +49,7 @@ def play(policy, tokenizer, questions=(QA,), search=None, protocol=UR2, seed=0, 
     environment = Environment(tokenizer, protocol, search or library(0), settings, context)
     rows = rollout(policy, environment, questions, seed, PLAYS[settings.engine], progress)
     # so that no row outgrows its slot
-    assert all(len(row.ids) <= environment.longest(row) for row in rows)
+    assert all(len(row.ids) <= environment.max_trajectory_tokens(row) for row in rows)
     return rows
 
 
@@ -405,5 +405,8 @@ def test_a_slot_is_as_long_as_its_task_may_need(bpe, task, may, turn, searches):
     row = Trajectory(dataclasses.replace(QA, task=task, may_search=may), UR2, [0] * 7)
     # a block of documents, and a notice, per search; two refused queries may come on top: two
     # turns, and one notice between them
-    found = searches * (20 + environment.frame + environment.notice)
-    assert environment.longest(row) == 7 + (searches + 2) * turn + found + environment.told
+    found = searches * (20 + environment.search_overhead)
+    assert (
+        environment.max_trajectory_tokens(row)
+        == 7 + (searches + 2) * turn + found + environment.rejection_tokens
+    )

@@ -67,11 +67,12 @@ def test_the_docstring_examples_are_true():
 
 
 def test_a_chat_template_gets_the_instruction_as_system_and_the_question_as_user(bpe):
-    said = f"<|im_start|>system\n{UR2.told(QA)}<|im_end|>\n<|im_start|>user\n{QA.question}"
+    said = f"<|im_start|>system\n{UR2.fill_instruction(QA)}<|im_end|>\n"
+    said += f"<|im_start|>user\n{QA.question}"
     assert prompt_text("ur2", QA, bpe) == f"{said}<|im_end|>\n<|im_start|>assistant\n"
     # without a system role the instruction goes into the user's turn
     text = prompt_text("ur2", QA, Template(bpe, NO_SYSTEM_ROLE))
-    assert text == f"<user>{UR2.told(QA)}\n\n{QA.question}<model>"
+    assert text == f"<user>{UR2.fill_instruction(QA)}\n\n{QA.question}<model>"
 
 
 OWN = {"policy": "Ask.", "policy:math": "Add {question}.", "policy:direct:choice": "{question}|x"}
@@ -117,7 +118,7 @@ def test_a_layout_has_gaps_for_options_and_references_whose_texts_cannot_open_a_
 
 
 def test_a_base_model_gets_a_plain_layout_behind_its_own_first_token(bpe):
-    expected = f"{UR2.told(QA)}\n\nQuestion: {QA.question}\nAnswer:"
+    expected = f"{UR2.fill_instruction(QA)}\n\nQuestion: {QA.question}\nAnswer:"
     assert prompt_text("ur2", QA, Template(bpe, None)) == expected
     assert prompt_text("ur2", QA, Template(bpe, None, bos_token="<s>")) == "<s>" + expected
 
@@ -315,11 +316,11 @@ def test_a_degenerate_answer_is_read_in_linear_time():
     # The text of a model that repeats itself for 4000 tokens. Quadratic readers take from seconds
     # to hours here.
     start = time.thread_time()  # others may use the machine, too
-    assert find_boxed("\\boxed{" * 4000) == ()
+    assert find_boxed("\\boxed{" * 4000) == []
     assert len(find_boxed("\\boxed{" * 4000 + "}" * 4000)) == 1
     for end in ("", ":"):
         text = "the correct answer is" + " " * 4000 + end + " *(" * 4000 + "\n" + "\\x" * 4000
-        assert find_answers(UR2, text, "choice") == []
+        assert find_answers(UR2, text, "choice") == ()
     assert find_blocks("<answer>" * 4000, "<answer>", "</answer>") == []
     assert time.thread_time() - start < 2
 

@@ -359,12 +359,12 @@ def test_the_file_searches_its_own_passages_and_a_corpus(tmp_path):
     path.write_text("7\tthe cat sat\n8\tthe dogs ran\n9\tbirds sang\n10\tbells rang\n")
     output = run("a cat", "--corpus", path, "-k", 1).stdout
     assert "[7]" in output and "[8]" not in output
-    assert "no passage shares a word" in run("Serve", "--corpus", path).stdout
+    assert "no document shares a word" in run("Serve", "--corpus", path).stdout
     output = run("the", "--corpus", path, "-k", 4).stdout
     # in half of the passages: idf = ln(2.5 / 2.5) = 0, and shared all the same
-    assert "no passage shares" not in output
+    assert "no document shares" not in output
     assert "[7]" in output and "[8]" in output and "[9]" not in output
-    assert "`serve` or `check` is a command" in run("--help").stdout
+    assert "`serve` and `check` are commands" in run("--help").stdout
 
 
 def test_the_check_prints_a_line_each_and_ends_with_1_if_something_is_wrong(tmp_path):
@@ -449,7 +449,7 @@ def test_flags_of_serve_and_check_that_are_wrong_are_one_line(
 
 def test_flags_of_a_search_that_are_wrong_are_one_line_and_code_2(tmp_path):
     for arguments, said in (
-        (["cat", "-k", 0], "-k 0: ask for at least one passage"),
+        (["cat", "-k", 0], "-k 0: ask for at least one document"),
         (["cat", "--corpsu", "c"], "unknown flag --corpsu (did you mean --corpus?)"),
         (["cat", "--corpus", tmp_path / "none.jsonl"], "no such file"),
     ):

@@ -33,7 +33,7 @@ from metrics import has_math_verify, math_equal
 from other_models.judge import Judge
 from other_models.llm import load_llm, prompt_ids
 from plumbing.page import write_page
-from plumbing.record import told
+from plumbing.record import to_record
 from prompts import PROTOCOLS, build_prompt
 from retriever import BM25, show_search
 from rewards import REWARDS, Extras, example, tfidf_embedder
@@ -110,7 +110,7 @@ def check_row(row: Trajectory, tokenizer, environment: Environment) -> None:
         assert mask == own and (own or ids == read)
         assert not own or decode(tokenizer, ids) == "".join(texts)
     for text in (segment.text for segment in row.segments if segment.writer == "documents"):
-        ids, plain = encode(tokenizer, text), environment.block("x")
+        ids, plain = encode(tokenizer, text), environment.encode_documents("x")
         assert control_ids(tokenizer, ids) == control_ids(tokenizer, plain)
         read, frame = decode(tokenizer, ids), row.protocol.documents_tags
         assert all(read.count(tag) == (tag in frame) for tag in row.protocol.tags)
@@ -147,7 +147,7 @@ def check_written(name: str, tokenizer, texts: tuple, file) -> None:
         ids = encode(tokenizer, clean(turn) or "x")
         environment.end_turn(row, ids, [-1.0] * len(ids), "query")
         if protocol.query_tags:
-            environment.write(row, clean(page), result)
+            environment.append_result(row, clean(page), result)
     environment.end_turn(row, encode(tokenizer, "x"), [-1.0], "eos")
     check_row(row, tokenizer, environment)
     check_shown(row)
@@ -157,7 +157,7 @@ def check_written(name: str, tokenizer, texts: tuple, file) -> None:
     # A transcript's block behind no query counts as the model's: its answers may be the page's.
     assert turn != "x" or row.answers == read.searches == []
     file.unlink(missing_ok=True)
-    append_jsonl(file, [told(row, tokenizer)])
+    append_jsonl(file, [to_record(row, tokenizer)])
     (line,) = file.read_bytes().split(b"\n")[:-1]
     assert json.loads(line)["stop_reason"] == "eos"
 
@@ -273,9 +273,9 @@ def test_megabytes_are_cut_before_they_are_tokenized(kind, count, text, request,
     settings = RolloutSettings(max_context=4096, document_tokens=100)
     environment = Environment(tokenizer, PROTOCOLS["ur2"], None, settings)
     row = Trajectory(asked_with("x"), environment.protocol)
-    environment.write(row, "q", SearchResult([Document("d", "", text)] * count))
+    environment.append_result(row, "q", SearchResult([Document("d", "", text)] * count))
     assert row.searches[0].cut and row.text.count(text[:4]) > 50
-    assert len(row.response_ids) <= 100 + environment.frame and sum(seen) < 100_000
+    assert len(row.response_ids) <= 100 + environment.frame_tokens and sum(seen) < 100_000
 
 
 EVIL = {
