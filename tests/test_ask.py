@@ -77,7 +77,7 @@ def test_a_session_says_what_is_loaded_and_what_it_can_be_asked(asked, trained):
     # Greedily this model does not search here, and after stage 2 seldom.
     lines = asked("--run_name", "ur2-world0-seed0", "--stage", 1, "--temperature", 1, "--seed", 5)
     assert lines[0] == f"model: {trained}/ur2-world0-seed0/stage1/checkpoint-000002"
-    assert lines[1] == f"searches: the built-in world (bm25, {len(World(0).documents)} passages)"
+    assert lines[1] == f"searches: the built-in world (bm25, {len(World(0).documents)} documents)"
     assert "sums of 1 to 9; try" in lines[2]
     known = {q.question for kind in KINDS for q in World(0).questions("test", kind)}
     assert {line.strip() for line in lines[3:6]} <= known
@@ -98,7 +98,7 @@ def test_what_is_heard_is_the_trajectory(trained, monkeypatch, session):
         segment.writer != "model" for segment in rows[0].segments
     )
     # as the same seed gives it unheard
-    monkeypatch.setattr(ask.Voice, "say", lambda self, text: None)
+    monkeypatch.setattr(ask.Streamer, "on_finalized_text", lambda *_, **__: None)
     session(KNOWN)
     assert rows[1].response_ids == rows[0].response_ids
 
@@ -175,11 +175,11 @@ def test_another_model_is_asked_only_with_something_to_search(model, refused, as
     """A foreign model would search the built-in world's inventions, and nobody would notice."""
     given, corpus = ("--model", model), tmp_path / "c.jsonl"
     said = refused(KNOWN, *given)
-    assert f"{model} did not begin as the built-in model: say what it shall search" in said
+    assert f"{model} was not trained in the built-in world, so it needs something" in said
     assert "--corpus" in said and "--retriever_url" in said
     corpus.write_text("".join(f'{{"id": "{i}", "title": "t", "text": "x"}}\n' for i in "12"))
     lines = asked(KNOWN, *given, "--corpus", corpus, "--max_turn_tokens", 12)
-    assert lines[:2] == [f"model: {model}", f"searches: {corpus} (bm25, 2 passages)"]
+    assert lines[:2] == [f"model: {model}", f"searches: {corpus} (bm25, 2 documents)"]
     assert question_in(lines) == KNOWN and "gold: unknown" in "".join(lines)
     assert "/try: no questions are known here" in "".join(asked(*given, "--corpus", corpus))
     assert asked(KNOWN, *given, "--retriever", "empty")[1] == "searches: empty"
@@ -203,7 +203,7 @@ def test_a_checkpoint_that_learned_from_a_model_of_elsewhere_is_one_too(trained,
     settings = json.loads((last / "settings.json").read_text())
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "settings.json").write_text(json.dumps(settings | {"model": "owner/name"}))
-    assert "did not begin as the built-in model" in refused("a ?", "--model", tmp_path)
+    assert "was not trained in the built-in world" in refused("a ?", "--model", tmp_path)
 
 
 def test_words_without_quotes_are_one_question(asked):
@@ -225,7 +225,7 @@ def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, 
     given = (questions[2].question, *given, "--corpus", "from-data")
     assert f"question: {questions[2].question}   gold: {gold}" in asked(*given)
     given = (questions[2].question, "--model", model, "--data", data, "--recipe", "arena")
-    assert asked(*given)[1].endswith("its passages come with the question")
+    assert asked(*given)[1].endswith("the documents come with the question")
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_where_a_gold_title_has_no_paragraph_no_number_is_given_and_the_count_is
 ):  # as in HotpotQA's fullwiki files
     path = write(HOTPOT, {**HOTPOT, "_id": "h2", "supporting_facts": facts})
     assert [q.supporting for q in load_questions(path)] == [(1, 3), ()]
-    assert "of 2 questions with paragraphs, 1 have no gold paragraph" in capsys.readouterr().err
+    assert "of 2 questions with references, 1 have no gold one" in capsys.readouterr().err
 
 
 def test_2wiki_is_hotpotqas_layout_with_sentences_that_bring_no_blank(one):
@@ -754,7 +754,7 @@ def test_references_with_one_id_but_different_texts_get_different_ids(write):
     references = [Document("1", "T", f"text {i}") for i in range(3)]
     questions = [Question(r.text, "?", ["a"], references=(r,)) for r in references]
     assert len({d.id for d in corpus_from_questions(questions)}) == 3
-    assert "no paragraphs" in message(corpus_from_questions, load_questions(write(OWN)))
+    assert "no references" in message(corpus_from_questions, load_questions(write(OWN)))
 
 
 def numbered(write, name, count):
@@ -790,7 +790,7 @@ def test_a_name_with_a_colon_is_a_file_and_more_than_a_file_has_is_one_line(writ
     assert len(load_questions(f"{colon}:3")) == 3
     for count in (0, 5):
         said = message(load_questions, f"{colon}:{count}")
-        assert f"--data data:2:{count}: it has 4 questions to draw from" in said
+        assert f"--data data:2:{count}: the file has 4 questions" in said
     assert "none.json" in message(load_questions, "none.json:3")
 
 

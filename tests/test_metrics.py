@@ -47,7 +47,7 @@ def shared(path):
 def without_math_verify(monkeypatch):
     monkeypatch.setattr(metrics, "has_math_verify", lambda: False)
     metrics._math_verify.cache_clear()
-    metrics._say_once.cache_clear()
+    metrics._print_once.cache_clear()
     yield
     metrics._math_verify.cache_clear()  # its verdicts are those of a machine without the library
 

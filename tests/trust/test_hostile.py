@@ -349,7 +349,7 @@ def test_three_late_comparisons_in_a_minute_are_told_and_others_have_less_time(m
     clock[0] += 61
     metrics.ask_worker("a", "b")
     assert given_seconds == [3.0, 3.0, 3.0, metrics.HURRIED, 3.0]
-    assert capsys.readouterr().err.count("three took more than 3 s") == 1
+    assert capsys.readouterr().err.count("three comparisons took more than 3 s") == 1
 
 
 # A worker that takes no time to start. The child is forked while the lock is held.
