@@ -187,16 +187,6 @@ def test_another_model_is_asked_only_with_something_to_search(model, refused, as
     assert "question asked has no references" in refused(KNOWN, *given, "--recipe", "arena")
 
 
-def test_a_server_is_asked_in_place_of_a_corpus(model, asked, refused):
-    with RetrievalServer(BM25(World(0).documents), port=0) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        given = (KNOWN, "--model", model, "--retriever_url", url)
-        assert asked(*given, "--retriever", "http")[1] == f"searches: {url}"
-        server.shutdown()
-    assert "only --retriever http reads it" in refused(*given)
-
-
 def test_a_checkpoint_that_learned_from_a_model_of_elsewhere_is_one_too(trained, tmp_path, refused):
     """Only what began as the built-in model knows the built-in world."""
     (last,) = (trained / "ur2-world0-seed0" / "stage2").glob("checkpoint-*2")
@@ -242,14 +232,3 @@ def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, 
 )
 def test_bad_input_is_one_line(words, said, refused):
     assert said in refused(*words)
-
-
-def test_rollout_itself_shows_a_scripted_trajectory_and_its_mask(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["rollout.py"])
-    show_script()
-    text, asked, found, answered = capsys.readouterr().out.split("\n\n")
-    assert "1 searches; answer 'Norland'; ended by answer" in text
-    assert asked.startswith("model: 'Her") and asked.endswith("mask: {1}")
-    assert "ids: [75, 104, 117, " in asked  # H, e, r: the byte and three
-    assert found.startswith("documents:") and found.endswith("mask: {0}")
-    assert answered.startswith("model: 'So it is") and answered.endswith("mask: {1}\n")

@@ -117,12 +117,6 @@ def test_a_layout_has_gaps_for_options_and_references_whose_texts_cannot_open_a_
     assert text.split() == f"{options}\n<answer> \\boxed{{question}}\n{shown}".split()
 
 
-def test_a_base_model_gets_a_plain_layout_behind_its_own_first_token(bpe):
-    expected = f"{UR2.fill_instruction(QA)}\n\nQuestion: {QA.question}\nAnswer:"
-    assert prompt_text("ur2", QA, Template(bpe, None)) == expected
-    assert prompt_text("ur2", QA, Template(bpe, None, bos_token="<s>")) == "<s>" + expected
-
-
 def test_the_prompt_suffix_is_the_last_text_before_the_model_speaks(bpe):
     assert prompt_text("r1_searcher", QA, bpe).endswith("<|im_start|>assistant\n<think>")
     assert prompt_text("r1_searcher", QA, Template(bpe, None)).endswith("\nAnswer:<think>")
@@ -225,11 +219,6 @@ def test_prompt_ids_are_the_templates_own_tokens_and_nothing_added(bpe):
     # system, user and the model's turn are opened; the first two are closed
     start, end = bpe.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert (ids.count(start), ids.count(end)) == (3, 2)
-
-
-def test_options_are_lettered_below_the_question():
-    assert question_text(CHOICE) == "Which tree?\nA. elm\nB. oak\nC. ash"
-    assert question_text(QA) == QA.question
 
 
 def test_both_tag_pairs_of_ur2_share_everything_but_the_tags():
@@ -420,11 +409,3 @@ def test_a_stripped_text_holds_no_tag_even_where_removing_one_would_make_another
     assert strip_tags("x</a>y<a>", tags) == "x y "
     assert not any(tag in strip_tags("<</a>/a> </<a>a>", tags) for tag in tags)
     assert strip_tags("kept", ("", *tags)) == "kept"
-
-
-def test_running_the_file_shows_every_protocol(capsys):
-    prompts.main()
-    shown = capsys.readouterr().out
-    assert all(f"== {name}: stops at" in shown for name in PROTOCOLS)
-    assert all(tag in shown for protocol in PROTOCOLS.values() for tag in protocol.tags)
-    assert len(shown.splitlines()) <= 80 and max(map(len, shown.splitlines())) <= 128
