@@ -6,10 +6,10 @@
     python ask.py "who draws maps?" --model DIR --corpus my_documents/
     python ask.py --model DIR --retriever http --retriever_url http://host:8000
 
-The model's text is printed while it is sampled. The environment's text is pale, or in ⟦ ⟧ if the
-output is not a terminal. The flags are those of a rollout; by default each has the checkpoint's own
-value. A model that was not trained in the built-in world needs documents of your own. Left out:
-dialogues; each question is answered on its own.
+The model's text is printed while it is sampled, the environment's in ⟦ ⟧. The flags are those of a
+rollout; by default each has the checkpoint's own value. A model that was not trained in the
+built-in world needs documents of your own. Left out: dialogues; each question is answered on its
+own.
 """
 
 from errors import FlagParser, InputError, nearest, prepare_command, run_main
@@ -33,7 +33,7 @@ def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
     given = vars(parser.parse_args(arguments))
     text = clean(" ".join(given.pop("question"))).strip()  # arguments may not be valid UTF-8
     if unused := {"judge", "reader"} & given.keys():
-        raise InputError(f"ask.py: --{min(unused)} has no meaning here, but in eval.py")
+        raise InputError(f"ask.py: --{min(unused)} has no meaning here, only in eval.py")
     return given, text
 
 
@@ -42,7 +42,6 @@ if __name__ == "__main__":
 # isort: split
 import dataclasses
 import io
-import os
 from functools import partial
 from pathlib import Path
 
@@ -80,13 +79,7 @@ class PrintingEnvironment(Environment):
         super().run_searches(rows)
         for row, first in zip(rows, before, strict=True):
             for segment in row.segments[first:]:
-                print(pale(harmless(segment.text)), end="", flush=True)
-
-
-def pale(text: str) -> str:
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-        return f"\033[2m{text}\033[0m"
-    return f"⟦{text}⟧"
+                print(f"⟦{harmless(segment.text)}⟧", end="", flush=True)
 
 
 # ---------------------------------------------------------------------------------------- a session

@@ -187,15 +187,11 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
     files, counts = zip(*map(with_count, named_files(path)), strict=True)
     loaded = [load_file(file, skip_bad) for file in files]
     uses = Counter(question.id for questions in loaded for question in questions)
-    datasets, seen = {}, set()
+    datasets = {}
     for name, questions, count in zip(dataset_names(files), loaded, counts, strict=True):
         for row, question in enumerate(questions):
             if uses[question.id] > 1:
                 questions[row] = replace(question, id=f"{name}:{question.id}")
-            if questions[row].id in seen:
-                message = f"question id {questions[row].id!r} comes from two files"
-                raise InputError(f"{message}: rename one of the files, or leave one out")
-            seen.add(questions[row].id)
         if count is not None and not 0 < count <= len(questions):
             raise InputError(f"--data {name}:{count}: the file has {len(questions)} questions")
         datasets[name] = draw_some(questions, count or 0, f"{seed} {name}")
@@ -324,8 +320,6 @@ def show(path: Path, skip_bad: bool) -> None:
     corpus, layout = first_layout(path)
     items = load_corpus(path, skip_bad) if corpus else load_questions(path, skip_bad)
     print(f"{path}\nlayout     {layout}\n{'documents ' if corpus else 'questions '} {len(items):,}")
-    if corpus:
-        print(f"words      {sum(len(d.text.split()) for d in items) / len(items):.0f} per document")
     for name in () if corpus else ("source", "task"):
         counts = Counter(getattr(question, name) or "-" for question in items)
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common())

@@ -288,8 +288,8 @@ class Environment:
         self.hanging = []  # threads of searches that may still run
         self.held_out = False  # True during an evaluation within training
         self.turn_tokens = by_task(settings.turn_tokens)
-        self.forbidden = protocol.tags  # are removed from documents
-        # Tokens that one search adds beside its documents: their frame, and a fallback's notice.
+        self.forbidden = protocol.tags  # tags to remove from documents
+        # A search adds, beside the documents, the tokens of their frame and of a fallback notice.
         frame = frame_documents(protocol, "\x00").split("\x00") if protocol.documents_tags else []
         self.frame_tokens = sum(map(self.count_tokens, frame))
         self.search_overhead = self.frame_tokens + self.count_tokens(protocol.fallback_notice)
@@ -318,7 +318,7 @@ class Environment:
         """Returns an upper bound on this trajectory's length, by the limits of its task."""
         searching = self.protocol.query_tags and row.question.may_search
         searches = self.protocol.search_limit(row.question.task) if searching else 0
-        # Each turn ends in a search, in a rejected query (the last one ends the row), or the row.
+        # Each turn but the last ends in a search or a rejected query; a second rejection is final.
         sampled = (searches + MAX_REJECTED_QUERIES) * self.turn_limit(row)
         retrieved = searches * (self.settings.document_tokens + self.search_overhead)
         notices = (MAX_REJECTED_QUERIES - 1) * self.rejection_tokens

@@ -59,7 +59,7 @@ def extract(requests: Requests, documents: Found, fallback: str = FALLBACK_TEXT)
     for request, retrieved in zip(requests, documents, strict=True):
         title = retrieved[0].title if retrieved else ""
         lookup = is_lookup(request.query, title)
-        text = retrieved[0].text if lookup and names(request.query, title) else FALLBACK_TEXT
+        text = retrieved[0].text if lookup and has_title(request.query, title) else FALLBACK_TEXT
         reject = bool(fallback) and not lookup
         results.append(SearchResult(retrieved, fallback if reject else text, reject))
     return results
@@ -75,10 +75,10 @@ def is_lookup(query: str, title: str = "") -> bool:
     arithmetic = any(operator in query for operator in OPERATORS)
     if arithmetic or len(query.split()) > MAX_QUERY_WORDS:
         return False
-    return names(query, title) or _OF_A_NAME.search(query) is not None
+    return has_title(query, title) or _OF_A_NAME.search(query) is not None
 
 
-def names(query: str, title: str) -> bool:
+def has_title(query: str, title: str) -> bool:
     """Tells whether a query contains the title as whole words: "diana bell" has no "ana bell"."""
     words = r"\s+".join(map(re.escape, title.split()))
     return bool(words) and re.search(rf"(?<!\w){words}(?!\w)", query, re.IGNORECASE) is not None
@@ -249,10 +249,10 @@ def make_summarizer(
     known |= {"none": show_all, "extractive": partial(extract, fallback=protocol.fallback_text)}
 
     def summarize(requests: Requests, documents: Found) -> Results:
-        names = [names_by_task.get(r.question.task, names_by_task["other"]) for r in requests]
+        chosen = [names_by_task.get(r.question.task, names_by_task["other"]) for r in requests]
         results = {}
-        for name in {*names}:
-            rows = [i for i, row_name in enumerate(names) if row_name == name]
+        for name in {*chosen}:
+            rows = [i for i, row_name in enumerate(chosen) if row_name == name]
             summaries = known[name]([requests[i] for i in rows], [documents[i] for i in rows])
             results |= zip(rows, summaries, strict=True)
         return [results[i] for i in range(len(requests))]

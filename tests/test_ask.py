@@ -154,15 +154,6 @@ def test_a_model_or_a_disk_that_breaks_is_told_and_the_session_goes_on(session, 
     assert "error: RuntimeError: no kernel" in session(KNOWN, "/help")
 
 
-def test_pale_in_a_terminal_unless_colours_are_not_wanted(monkeypatch):
-    assert ask.pale("x") == "⟦x⟧"
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert ask.pale("x") == "\033[2mx\033[0m"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert ask.pale("x") == "⟦x⟧"
-
-
 def test_words_that_the_model_does_not_know_are_one_line_with_a_question_it_knows(refused, asked):
     said = refused("who invented the steam engine ?")
     assert "it knows only its own world's words; try: " in said

@@ -327,29 +327,11 @@ def test_no_question_page_or_request_brings_a_tag_or_a_control_token(
 @needs_math_verify
 @pytest.mark.parametrize("evil", faulty((158, "9^9^9^{}"), (159, "(x+1)^{{500{}}}")))
 def test_answers_that_take_hours_are_given_up_and_honest_ones_stay_right(evil, monkeypatch):
-    monkeypatch.setattr(metrics, "_LATE", metrics.deque([-100.0] * 3, 3))
     monkeypatch.setattr(metrics.ask_worker, "__defaults__", (0.3,))
     metrics._math_verify.cache_clear()
     assert not any(math_equal(evil.format(n), "x^2+1") for n in range(6))
-    monkeypatch.setattr(metrics, "HURRIED", 5.0)  # of a slow machine
     monkeypatch.setattr(metrics.ask_worker, "__defaults__", (5.0,))
     assert math_equal("x^2 - 1", "(x-1)(x+1)")
-
-
-def test_three_late_comparisons_in_a_minute_are_told_and_others_have_less_time(monkeypatch, capsys):
-    given_seconds, clock = [], [1000.0]
-    monkeypatch.setattr(metrics, "_LATE", metrics.deque([-100.0] * 3, 3))
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    spy = SimpleNamespace(dumps=lambda its: given_seconds.append(its[2]))
-    monkeypatch.setattr(metrics, "json", spy)
-    stdout = SimpleNamespace(readline=lambda: "late\n")
-    worker = SimpleNamespace(stdin=io.StringIO(), stdout=stdout, poll=lambda: None)
-    monkeypatch.setattr(metrics, "_IDLE", [worker])
-    assert not any(metrics.ask_worker("a", "b") for _ in range(4))
-    clock[0] += 61
-    metrics.ask_worker("a", "b")
-    assert given_seconds == [3.0, 3.0, 3.0, metrics.HURRIED, 3.0]
-    assert capsys.readouterr().err.count("three comparisons took more than 3 s") == 1
 
 
 # A worker that takes no time to start. The child is forked while the lock is held.
