@@ -160,6 +160,7 @@ def try_one(session: Session, _: str) -> None:
 def save(session: Session, file: str) -> None:
     if not session.asked:
         raise InputError("/save: nothing was asked yet")
+
     if "\0" in file:
         raise InputError("/save: a file name cannot contain the character NUL")
     records = []

@@ -283,6 +283,7 @@ INVENTED = [
 
 
 def show_search(bm25: BM25, query: str, k: int) -> None:
+    """Prints the best documents, but none that shares no word with the query."""
     words = bm25.vocabulary.keys() & tokenize(query)
     print(f"{len(bm25.documents):,} documents, {len(bm25.vocabulary):,} words")
     if not words:
