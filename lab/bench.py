@@ -111,7 +111,7 @@ class Scripted:
                 row.left = [*zip(said, [text(100, 200) for _ in searches] + [[]], strict=True)]
                 self.rows.append(row)
 
-    def longest(self, row):
+    def max_trajectory_tokens(self, row):
         return len(row.ids) + sum(said + len(found) for said, found in row.left)
 
     def turn_tokens_left(self, row):

@@ -789,7 +789,7 @@ def test_arena_and_each_of_its_variants_take_two_steps_on_real_records(
     start, data = [*start, "--variant", variant], short_records
     if variant.endswith("summaries"):
         said = message(train.main, [*start, "--data", data])
-        assert "is of task qa: summaries, and they alone, are for" in said
+        assert "is of task qa: --recipe arena --variant summaries is" in said
         asked = [dataclasses.replace(q, task="summary") for q in load_questions(data)]
         data = write(tmp_path / "summaries.jsonl", map(dataclasses.asdict, asked))
     with chat_server(lambda *_: "yes") as judge:

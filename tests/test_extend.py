@@ -136,6 +136,6 @@ def test_a_folder_of_texts_becomes_a_model_that_was_trained_on_it(
     evaluation.main([*asked, "--run_name", "mine"])
     evaluation.main([*asked, "--run_name", "mine", "--retriever", "empty"])
     ask.main(["which country was jana dorn born in ?", *own, "--model", str(checkpoint)])
-    assert "searches: texts (bm25, 7 passages)" in capsys.readouterr().out
+    assert "searches: texts (bm25, 7 documents)" in capsys.readouterr().out
     AutoModelForCausalLM.from_pretrained(checkpoint)  # as a server loads it
     AutoTokenizer.from_pretrained(checkpoint)

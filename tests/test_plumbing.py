@@ -189,7 +189,7 @@ BRINGS = GOOD | {"references": [{"id": "1", "title": "t", "text": "x"}]}
     "records, said",
     [
         ([BRINGS, GOOD | {"question": 5}], "line 2: field 'question': expected a string, found a"),
-        ([GOOD], "bring no paragraphs"),
+        ([GOOD], "have no references"),
         ([BRINGS | {"question": "ada " * 400}], "question 1: its prompt has"),
         ([], "data.jsonl: the file is empty"),
     ],

@@ -175,7 +175,7 @@ def test_no_foreign_script_runs_in_a_page_and_nothing_leaves_it(browser, folder,
 # ------------------------------------------------------------------------------------------- a file
 SAID = """
 that file is not a saved page, and is kept: name another
-a file name has no NUL character in it: name another
+a file name cannot contain the character NUL
 cannot be written (File name too long)
 that is a folder
 cannot be written (
