@@ -75,8 +75,10 @@ def judge(file: str, module: str, functions: str, tests: str, chosen: str, unuse
     import pytest
 
     referee = Referee(Path(file).stem, module, functions.split())
-    options = "--noconftest -p no:cacheprovider -p no:terminal -p no:faulthandler -c".split()
-    options += [str(TESTS.parent / "pyproject.toml"), "-k", chosen]
+    # unraisableexception collects garbage at the end: a second, where torch is loaded.
+    plugins = "cacheprovider terminal faulthandler unraisableexception".split()
+    options = ["--noconftest", "-c", str(TESTS.parent / "pyproject.toml"), "-k", chosen]
+    options += [f"-pno:{name}" for name in plugins]
     pytest.main([file, str(TESTS / f"test_{tests}.py"), *options], [referee])
     failed, count = len(referee.failures), referee.passed + len(referee.failures)
     if failed:

@@ -11,7 +11,7 @@ from update import accumulate_and_step
 
 
 class GradientDescent:
-    """With the learning rate 1; torch's own optimizers load its compiler, a second of each start."""
+    """Learns at the rate 1. The optimizers of torch load its compiler, a second of each start."""
 
     def __init__(self, weight):
         self.weight = weight
