@@ -73,7 +73,7 @@ class File:
 def python_files(root: Path) -> Iterator[File]:
     for path in sorted(root.rglob("*.py")):
         folders = path.relative_to(root).parts[:-1]
-        if not any(re.match(r"\.|venv|(runs|build|dist|node_modules)$", x) for x in folders):
+        if not any(re.match(r"\.|venv|(runs|exercises|build|dist|node_modules)$", x) for x in folders):
             yield File(root, path)
 
 
