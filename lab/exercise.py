@@ -96,8 +96,9 @@ def stub(hole: SimpleNamespace) -> str:
         end = first.end_lineno + 1 if isinstance(first, ast.Expr) else first.lineno
         blocks.append("\n".join([*lines[: end - node.lineno], "    raise NotImplementedError"]))
     head = textwrap.fill(f"{hole.name}. {hole.worked}".strip(), 96)
-    names = ", ".join(sorted(used & bound)) or "*"
-    return "\n\n\n".join([f'"""{head}"""\n\nfrom {hole.module} import {names}', *blocks]) + "\n"
+    names = ", ".join(sorted(used & bound))
+    line = textwrap.fill(f"from {hole.module} import ({names})", 96) if names else ""
+    return "\n\n\n".join([f'"""{head}"""\n\n{line}'.strip(), *blocks]) + "\n"
 
 
 def check_file(hole: SimpleNamespace, path: Path) -> None:
@@ -108,11 +109,12 @@ def check_file(hole: SimpleNamespace, path: Path) -> None:
         body = ast.parse(path.read_bytes(), path.name).body
     except (SyntaxError, ValueError) as error:
         raise InputError(f"{path} cannot be read as Python: {error}") from None
-    found = {n.name: ast.unparse(n.args) for n in body if isinstance(n, ast.FunctionDef)}
+    defined = [n for n in body if isinstance(n, ast.FunctionDef) and not n.decorator_list]
+    found = {n.name: ast.unparse(n.args) for n in defined}
     for node, _ in originals(hole):
         wanted = ast.unparse(node.args)
         if node.name not in found:
-            raise InputError(f"{path}: the function {node.name} is missing")
+            raise InputError(f"{path}: the function {node.name} is missing, or has a decorator")
         if found[node.name] != wanted:
             raise InputError(f"{path}: the parameters of {node.name} must be ({wanted})")
 

@@ -48,6 +48,7 @@ class Referee:
             self.passed += call.when == "call"
             return
         steps, told = call.excinfo.traceback, f"fails: {shown(call.excinfo.exconly())}"
+        line, statement = item.location[1] + 1, ""
         for step in steps:
             if step.path == item.path:
                 line, statement = step.lineno + 1, str(step.statement)
@@ -69,6 +70,7 @@ def judge(file: str, module: str, functions: str, tests: str, chosen: str, unuse
     """Runs the tests in this process, which is changed for good, and ends it."""
     gc.disable()  # a fifth of the time that imports take
     os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
+    os.environ.pop("PYTEST_ADDOPTS", None)
     sys.dont_write_bytecode = True  # a file that changes within a second would not be read again
     for name in unused.split():
         sys.modules.setdefault(name, MagicMock())
@@ -79,8 +81,10 @@ def judge(file: str, module: str, functions: str, tests: str, chosen: str, unuse
     plugins = "cacheprovider terminal faulthandler unraisableexception".split()
     options = ["--noconftest", "-c", str(TESTS.parent / "pyproject.toml"), "-k", chosen]
     options += [f"-pno:{name}" for name in plugins]
-    pytest.main([file, str(TESTS / f"test_{tests}.py"), *options], [referee])
+    ended = pytest.main([file, str(TESTS / f"test_{tests}.py"), *options], [referee])
     failed, count = len(referee.failures), referee.passed + len(referee.failures)
+    if ended and not failed:
+        sys.exit(f"error: pytest ended with {ended!r}")
     if failed:
         print(f"{referee.failures[0]}; {failed} of {count} tests fail")
     else:

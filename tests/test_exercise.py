@@ -122,7 +122,7 @@ def test_an_exercise_is_listed_opened_checked_written_and_shown(folder, capfd):
     assert len(capfd.readouterr().out.splitlines()) == 15
     main(["open", "3"])
     text = (folder / IDF).read_text()
-    assert "Worked: N = 3" in text and "from retriever import Array, SMALL_IDF, np\n" in text
+    assert "Worked: N = 3" in text and "from retriever import (Array, SMALL_IDF, np)\n" in text
     assert run("check", "3") == 1
     assert "NotImplementedError; 3 of 3 tests fail\n" in capfd.readouterr().out
     main(["show", "3"])
@@ -149,6 +149,7 @@ def test_what_cannot_be_tested_is_one_line(folder, capsys, monkeypatch):
     for old, new, said in (
         ("epsilon: float)", "epsilon: float", "cannot be read as Python"),
         ("document_counts: Array", "counts", "must be (document_counts: Array, n: int, epsilon"),
+        ("def inverse", "@staticmethod\ndef inverse", "is missing, or has a decorator"),
         ("def inverse", "def reverse", "the function inverse_document_frequencies is missing"),
         ("raise NotImplementedError", "while True: pass", "no end after 3 s"),
     ):
