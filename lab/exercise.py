@@ -95,10 +95,10 @@ def stub(hole: SimpleNamespace) -> str:
         first = node.body[0]
         end = first.end_lineno + 1 if isinstance(first, ast.Expr) else first.lineno
         blocks.append("\n".join([*lines[: end - node.lineno], "    raise NotImplementedError"]))
-    head = textwrap.fill(f"{hole.name}. {hole.worked}".strip(), 96)
+    head = textwrap.fill(f"{hole.name}. {hole.worked}", 96)
     names = ", ".join(sorted(used & bound))
     line = textwrap.fill(f"from {hole.module} import ({names})", 96) if names else ""
-    return "\n\n\n".join([f'"""{head}"""\n\n{line}'.strip(), *blocks]) + "\n"
+    return "\n\n\n".join([f'"""{head}"""\n\n{line}', *blocks]) + "\n"
 
 
 def check_file(hole: SimpleNamespace, path: Path) -> None:
@@ -109,8 +109,8 @@ def check_file(hole: SimpleNamespace, path: Path) -> None:
         body = ast.parse(path.read_bytes(), path.name).body
     except (SyntaxError, ValueError) as error:
         raise InputError(f"{path} cannot be read as Python: {error}") from None
-    defined = [n for n in body if isinstance(n, ast.FunctionDef) and not n.decorator_list]
-    found = {n.name: ast.unparse(n.args) for n in defined}
+    plain = [n for n in body if isinstance(n, ast.FunctionDef) and not n.decorator_list]
+    found = {n.name: ast.unparse(n.args) for n in plain}
     for node, _ in originals(hole):
         wanted = ast.unparse(node.args)
         if node.name not in found:
@@ -120,7 +120,7 @@ def check_file(hole: SimpleNamespace, path: Path) -> None:
 
 
 def check(hole: SimpleNamespace, path: Path) -> int:
-    """Runs the tests of a hole with the functions of the file, which print a line."""
+    """Runs the tests of a hole with the functions of the file, which print a line; returns a code."""
     check_file(hole, path)
     command = [sys.executable, ROOT / "tests" / "referee.py", path, hole.module, hole.functions]
     try:
@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise InputError(f"{path} exists: --again replaces it, and what is in it is lost")
         path.parent.mkdir(exist_ok=True)
         path.write_text(stub(hole), encoding="utf-8")
-        print(f"written: {path}")
+        print("written:", path)
     else:
         sys.exit(check(hole, path))
 
