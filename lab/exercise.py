@@ -120,7 +120,7 @@ def check_file(hole: SimpleNamespace, path: Path) -> None:
 
 
 def check(hole: SimpleNamespace, path: Path) -> int:
-    """Runs the tests of a hole with the functions of the file; they print a line. Returns a code."""
+    """Runs the tests of a hole with the functions of the file, which print a line."""
     check_file(hole, path)
     command = [sys.executable, ROOT / "tests" / "referee.py", path, hole.module, hole.functions]
     try:
