@@ -49,6 +49,12 @@ def test_a_group_of_one_never_teaches_and_half_a_group_is_an_input_error():
         dapo.informative_groups(torch.tensor([True, False, True]), 2)
 
 
+def test_an_unknown_answer_makes_no_group_informative():
+    unknown = float("nan")
+    correct = torch.tensor([1.0, unknown, 1.0, 0.0, unknown, 1.0])
+    assert dapo.informative_groups(correct, 2).tolist() == [False, False, True, True, False, False]
+
+
 def test_groups_that_are_all_wrong_teach_where_eq_10_compares_their_searches():
     # When to Search stage 1: wrong after 0, 1, 2 searches earns −1, −0.7, −0.4: mean −0.7, std 0.3
     earned = torch.tensor([-1.0, -0.7, -0.4])

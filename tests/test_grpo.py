@@ -87,6 +87,12 @@ def test_a_group_of_one_has_no_advantage_and_rewards_may_be_integers():
     assert advantages.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
 
 
+def test_an_unknown_reward_is_in_neither_mean_nor_std():
+    # [3, unknown, 1]: mean 2, std √((1 + 1) / 1) = 1.4142
+    advantages = grpo.group_normalize(torch.tensor([3.0, float("nan"), 1.0]), 3)
+    assert advantages.tolist() == pytest.approx([0.7071, 0.0, -0.7071], abs=1e-4)
+
+
 def test_the_share_of_groups_without_a_difference():
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.1, 0.1, 0.3, 0.1])
     assert grpo.frac_reward_zero_std(rewards, 2) == 0.5  # the second and the third of four

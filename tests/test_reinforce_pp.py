@@ -42,6 +42,12 @@ def test_the_baseline_form_by_hand():
     assert advantages.tolist() == pytest.approx([1.22474, -1.22474, 0.0, 0.0], abs=1e-4)
 
 
+def test_an_unknown_reward_is_not_counted_in_the_std_of_the_batch():
+    # By twos: [1, 0] -> ±0.7071, [1, unknown] -> 0. Three are known: std √((0.5 + 0.5) / 2)
+    advantages = reinforce_pp.baseline_advantages(torch.tensor([1.0, 0.0, 1.0, NAN]), 2)
+    assert advantages.tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0], abs=1e-4)
+
+
 def test_without_the_groups_std_a_wide_group_keeps_its_width():
     # [1, 0, 3, 0] by twos, minus the means: ±0.5, ±1.5; std √(5 / 3) = 1.29099 -> ±0.38730,
     # ±1.16190. With the groups' std all are ±0.70711, batch std √(2 / 3) = 0.81650 -> ±0.86603.
