@@ -157,9 +157,9 @@ class BM25:
         self.documents = documents
         parameters = (k1, b, epsilon, title_boost)
         if index:
-            from retrievers.index import kept  # a door: in memory none is needed
+            from retrievers.index import load_or_build  # a door: in memory none is needed
 
-            found = kept(index, documents, parameters, build)
+            found = load_or_build(index, documents, parameters, build)
         else:
             found = build(documents, *parameters)
         self.vocabulary, self.start, self.postings, self.weights = found

@@ -56,7 +56,8 @@ _LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*
 
 
 def ask_given(llm, instruction: str, texts: list, readable=bool, sampling=()) -> list[str | None]:
-    """Returns the replies to one batch of texts. A text of None is not sent, and its reply is None.
+    """Returns the replies to one batch of texts. A text of None is not sent and has no
+    reply.
     """
     requests = [(instruction, text, *sampling) for text in texts if text]
     replies = iter(llm.ask(requests, readable) if requests else [])

@@ -8,8 +8,7 @@ LM that runs in this process. Both decode greedily unless the request gives a te
 again, and equal requests are sent once. Text in <think> ... </think> is not part of the reply.
 
     the server is down at the start   InputError (`probe`)
-    a request fails                   RETRIES more tries with backoff; then None, counted in
-    `failures`
+    a request fails                   RETRIES more tries; then None, counted in `failures`
     GIVE_UP failures in a row         the rest of the batch is not sent
     DEAD_BATCHES unanswered batches   InputError, which ends a training run
 
@@ -168,8 +167,7 @@ class LLM:
         return [*map(replies.get, requests)]
 
     def tail(self, text: str, rest: str, most: int) -> str:
-        """Returns the end of the text, as much as fits into the context beside `rest` and a reply.
-        """
+        """Returns as much of the text's end as fits into the context beside `rest` and a reply."""
         left = self.positions - self.length(rest) - SPARE - min(most, self.positions // 4)
         if self.length(text) <= left:
             return text
