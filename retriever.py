@@ -161,9 +161,9 @@ class BM25:
         self.documents = documents
         parameters = (k1, b, epsilon, title_boost)
         if index:
-            from retrievers.index import kept  # a door: an index in memory needs no files
+            from retrievers.index import load_or_build  # a door: an index in memory needs no files
 
-            parts = kept(index, documents, parameters, build)
+            parts = load_or_build(index, documents, parameters, build)
         else:
             parts = build(documents, *parameters)
         self.vocabulary, self.start, self.postings, self.weights = parts

@@ -373,10 +373,13 @@ WEB = ["serve", "--retriever", "web", "--retriever_url"]
         (["check", "--title_boost", -1], "--title_boost: invalid choice: -1"),
         (
             ["serve", "--corpus", "c.tsv", "--output_dir", "r"],
-            "--output_dir: --retriever dense alone has one",
+            "--output_dir: only --retriever dense has this flag",
         ),
-        (["serve", "--retriever", "web"], "--retriever_url '': no place for the query: give http"),
-        ([*WEB, "http://h/"], "no place for the query"),
+        (
+            ["serve", "--retriever", "web"],
+            "--retriever_url '' has no place for the query: give http",
+        ),
+        ([*WEB, "http://h/"], "has no place for the query"),
         ([*WEB, "ftp://h/{query}"], "not an address: give http://host/search"),
     ],
 )

@@ -211,7 +211,7 @@ def test_a_file_name_of_thousands_of_characters_is_one_line(capsys, monkeypatch)
 
 @fault(292)
 def test_a_folder_in_place_of_a_shard_of_vectors_is_one_line(tmp_path):
-    assert "a folder, and a file of vectors belongs there: remove it" in message(
+    assert "is a folder, but the file of vectors has this name: remove it" in message(
         read_shard, tmp_path
     )
 
