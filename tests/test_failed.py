@@ -30,7 +30,7 @@ from update import update
 
 FAILED = Search("x", [], "Search is unavailable.", error="no answer within 60 s")
 LEFT = (0, 2, 3, 4, 6, 7)  # of eight rows, without the second one of each group of four
-ROLL_OUT = train.roll_out
+ROLL_OUT = train.sample_draw
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_no_reward_pays_or_charges_for_a_failed_search():
 
 
 def fail_at_step_2(state, step, draw):
-    """In place of `train.roll_out`."""
+    """In place of `train.sample_draw`."""
     trajectories = ROLL_OUT(state, step, draw)
     for t in trajectories if step == 2 else ():
         t.searches = [FAILED]
@@ -154,7 +154,7 @@ def fail_at_step_2(state, step, draw):
 
 
 def train_and_stop(settings) -> None:
-    train.roll_out = fail_at_step_2
+    train.sample_draw = fail_at_step_2
     with pytest.raises(InputError, match=r"^step 2: a search failed in 100% of the trajectories: "):
         train.train(settings)
 

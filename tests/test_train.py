@@ -97,7 +97,7 @@ def scripted(monkeypatch, marks):
         marks(mark)
         state.stream = SimpleNamespace(attempts=len(rights))
         state.environment = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
-        monkeypatch.setattr(train, "roll_out", lambda _, step, draw: drawn(rights[draw], draw))
+        monkeypatch.setattr(train, "sample_draw", lambda _, step, draw: drawn(rights[draw], draw))
         return state
 
     def drawn(groups, draw) -> list[Trajectory]:
@@ -287,7 +287,7 @@ def test_equal_rewards_leave_the_weights_and_a_better_answer_becomes_likelier(
     state = built(f"--steps 1 --lr 1e-4 --algorithm {algorithm}")
     pay(amounts)
     rollouts, before = collect(state, 0), weights_of(state.policy)
-    monkeypatch.setattr(train, "roll_out", lambda *_: rollouts.trajectories)
+    monkeypatch.setattr(train, "sample_draw", lambda *_: rollouts.trajectories)
     batch = prepare(state, rollouts, 0)
     (record,) = run(state)
     lengths = batch.response_mask.sum(1)  # the loss is a mean over each trajectory's tokens
@@ -385,8 +385,8 @@ def test_training_turns_queries_away_and_its_evaluation_does_not(built, monkeypa
         state = built(f"--eval_every 1{dry}", eval_questions=1)
     assert [(given[0].fallback, bool(given[3])) for given in asked] == [(True, True), (True, False)]
     monkeypatch.setattr(train, "rollout", lambda _, its, *__: held_out.append(its.held_out) or [])
-    monkeypatch.setattr(train, "merged", lambda *_: {})
-    train.roll_out(state, 0, 0), train.evaluate(state)
+    monkeypatch.setattr(train, "merge_records", lambda *_: {})
+    train.sample_draw(state, 0, 0), train.evaluate(state)
     assert held_out == [False, True]
 
 

@@ -26,7 +26,7 @@ from update import (
     compute_logprobs,
     compute_ref_logprobs,
     compute_values,
-    merged,
+    merge_records,
     rows_that_teach,
     update,
     update_critic,
@@ -370,7 +370,7 @@ def test_records_become_one_and_extremes_stay_extremes():
     one = {"loss": 0.25, "grad_norm": 3.0, "ratio_min": 0.5, "ratio_max": 1.5, "logprob_gap": 0.5}
     two = {"loss": -1.0, "grad_norm": 1.0, "ratio_min": 0.75, "ratio_max": 2.0}
     expected = one | {"ratio_max": 2.0}  # a step's first update alone has the gap
-    assert merged([one, two], sum) == expected | {"loss": -0.75}
-    assert merged([one, two], mean) == expected | {"loss": -0.375}
+    assert merge_records([one, two], sum) == expected | {"loss": -0.75}
+    assert merge_records([one, two], mean) == expected | {"loss": -0.375}
     # Nothing in the first update taught: what the second says is kept.
-    assert merged([{"loss": 0.0, "grad_norm": 0.0}, one], mean) == one | {"loss": 0.125}
+    assert merge_records([{"loss": 0.0, "grad_norm": 0.0}, one], mean) == one | {"loss": 0.125}
