@@ -116,7 +116,7 @@ def test_the_ratio_of_off_policy_k2_is_a_weight_and_has_no_gradient():
 
 @pytest.mark.parametrize("estimator", ["k1", "k4", "log"])
 def test_what_is_no_loss_is_refused(estimator):
-    with pytest.raises(InputError, match=f"'{estimator}' is no loss, k1's .* zero"):
+    with pytest.raises(InputError, match=f"'{estimator}' is not a loss .k1's .* zero"):
         kl.kl_in_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), estimator)
 
 

@@ -323,7 +323,7 @@ def test_ur2_s_recipes_train_two_steps(data, more, said, random_model, tmp_path,
 @pytest.mark.parametrize(
     "data, more, said",
     [
-        (MATH, "--recipe ur2_choice", "has no options, which the --reward is for"),
+        (MATH, "--recipe ur2_choice", "has no options, and the --reward is for"),
         (MATH, "--retrieval false", "no question may search: take other --data, or stage 2"),
         (MATH, "--stage 2", "--task_mixing of math, need --difficulty FILE"),
         (STAGE2, f"{LEVELS} 1", "of math:dropped, and the data has 0 (there are hard, math:hard"),
