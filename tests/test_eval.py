@@ -272,10 +272,10 @@ def test_it_says_that_its_questions_are_those_of_training(written, tmp_path, cap
     model = save_settings(tmp_path, data="q.jsonl", model="m")
     for data, warned in (("q.jsonl", True), ("held_out.jsonl", False)):
         settings = Settings(protocol="r_search", data=data, model=model)
-        Evaluation(settings, Options(out=str(written))).say_what()
+        Evaluation(settings, Options(out=str(written))).announce()
         told = capsys.readouterr().out
         assert told.splitlines()[-1].startswith(f"{model}: ")
-        assert ("warning: it was trained on these questions" in told) == warned
+        assert ("warning: the model was trained on these questions" in told) == warned
 
 
 def test_the_last_stage_is_evaluated_unless_one_is_named(trained, tmp_path):
@@ -368,7 +368,7 @@ def test_a_limit_that_is_given_counts_for_every_task_and_says_so(tmp_path, capsy
     for flag, most, turns in (("", 512, "math=3072,choice=1536"), ("--max_turn_tokens 9", 9, "")):
         settings, _ = evaluation.parse(f"--model {model} {flag}".split())
         assert (settings.max_turn_tokens, settings.turn_tokens) == (most, turns)
-        assert capsys.readouterr().out == (f"{flag} counts for every task\n" if flag else "")
+        assert capsys.readouterr().out == (f"{flag} applies to every task\n" if flag else "")
 
 
 def test_a_number_of_searches_that_is_given_counts_for_every_task():
@@ -617,7 +617,7 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
     with open(out, "a") as file:
         file.write('{"id": "half a li')  # killed while it wrote
     made, said = sampled("p.jsonl")
-    assert made == unbroken and "16 of 20 predictions are there: it goes on" in said
+    assert made == unbroken and "16 of 20 predictions exist: the evaluation continues" in said
     assert calls[3:] == [(8, 16)]  # the third batch only was made again
     assert "20 of 20 predictions are there" in sampled("p.jsonl")[1] and len(calls) == 4
     # other settings: nothing of it counts, and nothing is lost

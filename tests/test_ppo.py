@@ -46,18 +46,6 @@ def test_a_token_is_clipped_by_hand(ratio, advantage, loss, gradient, clipped):
     assert found == (pytest.approx(loss), pytest.approx(gradient), clipped)
 
 
-def test_the_first_update_is_the_plain_policy_gradient():
-    # ratio 1 everywhere: the loss is −A, its gradient over log π is −A, and nothing is clipped.
-    logprobs = torch.tensor([[-0.3, -2.0], [-1.0, -7.0]], requires_grad=True)
-    advantages = torch.tensor([[0.5, -1.5], [2.0, 0.0]])
-    loss, stats = ppo.clipped_surrogate(logprobs, logprobs.detach(), advantages, 0.2, 0.2)
-    loss.sum().backward()
-    assert stats["ratio"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    assert not stats["clipped"].any()
-    torch.testing.assert_close(loss.detach(), -advantages)
-    torch.testing.assert_close(logprobs.grad, -advantages)
-
-
 def test_clipped_marks_exactly_the_tokens_without_a_gradient():
     generator = torch.Generator().manual_seed(0)
     logprobs = torch.randn(40, 25, generator=generator).requires_grad_()
@@ -119,17 +107,6 @@ def test_a_batch_without_a_model_token_weighs_zero_and_is_not_nan(weights):
     total.backward()
     assert total.item() == 0
     assert logprobs.grad.tolist() == [[0, 0, 0], [0, 0, 0]]
-
-
-def test_the_mean_of_micro_batch_means_is_another_number():
-    # Rows of 3 tokens with loss 1 and of 1 token with loss 5, a micro-batch each. Global token mean
-    # (3 + 5) / 4 = 2; mean of means (1 + 5) / 2 = 3: half as much again.
-    mask, loss = torch.tensor([[1.0, 1, 1], [1, 0, 0]]), torch.tensor([[1.0, 1, 1], [5, 0, 0]])
-    naive = sum((loss[[i]] * ppo.token_weights(mask[[i]])).sum() for i in range(2)) / 2
-    global_weights = ppo.token_weights(mask)
-    right = sum((loss[[i]] * global_weights[[i]]).sum() for i in range(2))
-    assert naive.item() == pytest.approx(3)
-    assert right.item() == pytest.approx(2)
 
 
 # ---------------------------------------------------------------------------------------------- GAE

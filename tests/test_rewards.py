@@ -372,16 +372,6 @@ def test_r1_searcher_stage2_is_f1_less_two_for_a_fault():
     assert total(r1_searcher_stage2(r1("so</think> Norland"))) == -2.0  # no tags: F1 = 0
 
 
-def test_r1_searcher_variants_are_named_switches():
-    right, wrong = r1(search() + CLOSE), r1(search() + WRONG_CLOSE)
-    # released stage 1: 0.5 + 0.5 ± 1
-    assert total(r1_searcher_stage1(right, "cem")) == 2.0
-    assert total(r1_searcher_stage1(wrong, "cem")) == 0.0
-    assert total(r1_searcher_stage2(right, "em")) == 1.0  # table 5; eq. 5 is below
-    # released Llama code: −1
-    assert total(r1_searcher_stage2(r1("so Norland"), format_penalty=1.0)) == -1.0
-
-
 def test_a_long_gold_may_be_answered_in_r1_searcher_and_nothing_longer():
     words = "one two three four five six seven eight nine ten eleven twelve".split()
     gold = Question("1", "?", [" ".join(words[:11])])
@@ -752,15 +742,11 @@ def test_invented_words_do_not_make_a_repeated_query_another_one():
 # ------------------------------------------------------------------------------------ ARENA by hand
 
 
-def test_arena_pays_three_terms_and_a_bonus_for_all():
-    assert arena(ar(sections())) == {"format": 1.0, "answer": 1.0, "relevance": 1.0, "bonus": 10.0}
-    assert total(arena(ar(sections()), bonus=0.0)) == 3
-    assert total(arena(ar("June 16, 1874"))) == 0
+def test_arena_without_relevance_pays_the_bonus_for_the_other_two():
+    terms = {"format": 1.0, "answer": 1.0, "bonus": 10.0}
+    assert arena(ar(sections("[2]")), relevance_reward=False) == terms
     # Naive-GRPO (4.3): format and accuracy, no bonus
     assert total(arena(ar(sections("[2]")), bonus=0.0, relevance_reward=False)) == 2
-    # without the relevance term the bonus asks for the other two
-    rest = {"format": 1.0, "answer": 1.0, "bonus": 10.0}
-    assert arena(ar(sections("[2]")), relevance_reward=False) == rest
     assert total(arena(ar(sections("[1, 4]", answer="1873")), relevance_reward=False)) == 1
 
 
@@ -885,39 +871,34 @@ def test_every_reward_by_name_scores_a_trajectory_of_its_protocol(reward):
 
 
 def test_the_settings_and_the_extras_reach_the_reward():
-    # "Kelmouth, Norland" for "Norland": F1 2/3 -> 1.3333, EM 0, CEM 1 -> 2; a fallback of 0.25
+    # "Kelmouth, Norland" for "Norland": F1 2/3 -> 1.3333, EM 0, CEM 1 -> 2
     trajectory = example("ur2", "Kelmouth, Norland")
     for metric, expected in (("f1", 4 / 3), ("em", 0.0), ("cem", 2.0)):
-        got = score(trajectory, "ur2_stage2", answer_metric=metric, fallback_penalty=0.25)
-        assert (got["answer"], got["fallback"]) == (pytest.approx(expected), -0.25)
-    # n = 2 searches: 4 for Qwen 7B, 7 for 3B; the choice bonus ends at step 10
-    assert score(trajectory, "ur2_stage1")["retrieval"] == 4
+        terms = score(trajectory, "ur2_stage2", answer_metric=metric)
+        assert terms["answer"] == pytest.approx(expected)
+    # n = 2 searches: 7 for the 3B model
     assert score(trajectory, "ur2_stage1", reward_variant="qwen_3b")["retrieval"] == 7
-    assert score(trajectory, "ur2_choice", 9)["retrieval"] == 1
-    assert score(trajectory, "ur2_choice", 10)["retrieval"] == 0
-    halves, about = Extras(grade=lambda question, answer: 1.0), ur2("\\boxed{about a half}", MATH)
-    assert score(about, "ur2_stage2", extras=halves)["answer"] == 0
-    assert score(about, "ur2_stage2", extras=halves, partly=1.0)["answer"] == 1
+    graded = Extras(grade=lambda question, answer: 1.0)
+    about = ur2("\\boxed{about a half}", MATH)
+    assert score(about, "ur2_stage2", extras=graded)["answer"] == 0
+    assert score(about, "ur2_stage2", extras=graded, partly=1.0)["answer"] == 1
     for reward in ("ur2_stage1", "ur2_stage2", "ur2_choice"):
         assert score(ur2("北 " + BOX), reward, **LOOSE)["format"] == 1
-        assert score(trajectory, reward, fallback_penalty=0.25)["fallback"] == -0.25
-    # the released Llama code takes 1 instead of 2; the released stage 1 adds cover-EM, here +1
+    # the released Llama code takes 1 instead of 2; the released stage 1 adds cover-EM, ±1
     broken = example("r1_searcher", "<think> Norland")
     assert score(broken, "r1_searcher_stage2")["format"] == -2
     assert score(broken, "r1_searcher_stage2_llama")["format"] == -1
     assert score(example("r1_searcher"), "r1_searcher_stage1_code")["answer"] == 1
-    assert "answer" not in score(example("r1_searcher"), "r1_searcher_stage1")
-    read = example("r_search")
-    assert score(read, "r_search", extras=Extras(reader_answer="Norland"))["evidence"] == 1
-    assert score(read, "r_search", extras=Extras(reader_answer="Sudria"))["evidence"] == 0
-    looked = example("when_to_search")
-    assert score(looked, "when_to_search_stage2", beta=0.1)["answer"] == pytest.approx(0.8)
-    wrong, alike = Extras(correct=False), Extras(embed=lambda texts: [[3, 4], [1, 0]])
-    assert score(looked, "when_to_search_stage1", extras=wrong)["answer"] == pytest.approx(-0.4)
-    alike = score(looked, "when_to_search_stage1", extras=alike)
-    assert alike["retrieval"] == pytest.approx(-0.6)
+    assert score(example("r1_searcher", "Sudria"), "r1_searcher_stage1_code")["answer"] == -1
+    assert score(example("r_search"), "r_search", extras=Extras(reader_answer="Norland"))[
+        "evidence"
+    ]
+    searched = example("when_to_search")
+    assert score(searched, "when_to_search_stage2", beta=0.1)["answer"] == pytest.approx(0.8)
+    extras = Extras(correct=False, embed=lambda texts: [[3, 4], [1, 0]])
+    terms = score(searched, "when_to_search_stage1", extras=extras)
+    assert (terms["answer"], terms["retrieval"]) == pytest.approx((-0.4, -0.6))
     assert score(example("arena"), "arena", bonus=3.0)["bonus"] == 3
-    assert "relevance" not in score(example("arena"), "arena", relevance_reward=False)
 
 
 @pytest.mark.parametrize("reward", REWARDS)

@@ -137,17 +137,6 @@ def test_a_family_without_a_list_of_layers_is_trained_too():
     assert last < first
 
 
-def test_every_step_asks_for_its_own_batch(policy):
-    asked = []
-
-    def next_examples(step):
-        asked.append(step)
-        return EXAMPLES[:2]
-
-    assert len(train_sft(policy, next_examples, SFTSettings(3, 1e-3))) == 3
-    assert asked == [0, 1, 2]
-
-
 # --------------------------------------------------------------------------------- text -> example
 
 
@@ -169,9 +158,3 @@ def test_no_token_spans_the_end_of_a_piece(bpe):
     example = example_of([], pieces, bpe)
     assert example.ids[:-1] == encode(bpe, pieces[0][0]) + encode(bpe, pieces[1][0])
     assert example.ids[:-1] != encode(bpe, pieces[0][0] + pieces[1][0])
-
-
-def test_the_commands_that_were_here_answer_with_their_new_name(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["sft.py", "direct", "--model", "m"])
-    with pytest.raises(InputError, match=r"python -m lab\.distil direct --model m$"):
-        sft.main()
