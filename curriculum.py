@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import Question, load_difficulty
-from errors import FlagParser, InputError, run_main, setting
+from errors import InputError, run_main, setting
 
 Questions = list[Question]
 Weights = dict[str, float]  # of kinds or buckets, by name
@@ -136,7 +136,8 @@ def exact_counts(total: int, weights: Weights) -> Counts:
     >>> exact_counts(16, {"a": 3, "b": 4, "c": 1})
     {'a': 6, 'b': 8, 'c': 2}
     """
-    shares, counts = {}, {}
+    shares = {}
+    counts = {}
     weight_sum = sum(weights.values()) or 1.0
     for name, weight in weights.items():
         shares[name] = round(total * weight / weight_sum, 9)
@@ -309,23 +310,20 @@ class QuestionStream:
         check_pools(self.pools, shares, self.counts, flag)
         if settings.task_mixing:
             mix_tasks(self.pools, self.counts, settings)
-        self.seed, self.attempts = settings.seed, attempts
+        self.seed = settings.seed
+        self.attempts = attempts
 
     def take(self, step: int, attempt: int = 0) -> Questions:
         """Returns the questions of one draw of a step."""
         turn = step * self.attempts + attempt
         dealt = []
         for name, count in self.counts.items():
-            first = turn * count
-            dealt += [self._deal(name, first + i) for i in range(count)]
+            pool = self.pools[name]
+            for number in range(turn * count, (turn + 1) * count):  # of the pool's endless list
+                epoch, place = divmod(number, len(pool))
+                order = shuffled(len(pool), f"{self.seed} {name} {epoch}")
+                dealt.append(pool[order[place]])
         return dealt
-
-    def _deal(self, name: str, number: int) -> Question:
-        """Returns question `number` of the pool's endless list, which is shuffled every epoch."""
-        pool = self.pools[name]
-        epoch, place = divmod(number, len(pool))
-        order = shuffled(len(pool), f"{self.seed} {name} {epoch}")
-        return pool[order[place]]
 
 
 @functools.lru_cache(maxsize=64)
@@ -335,7 +333,6 @@ def shuffled(size: int, lot: str) -> list[int]:
 
 def main() -> None:
     """Prints the buckets of a few questions, and the shares of a step."""
-    FlagParser("curriculum.py", description=main.__doc__).parse_args()
     print("mean score of 20 rollouts -> bucket; may a math question of it search?")
     for score in (0.95, 0.8, 0.75, 0.5, 0.45, 0.35, 0.1):
         question = Question("q", "?", ["!"], "math", level=bucket(score))

@@ -158,7 +158,8 @@ def prediction_metrics(trajectory: Trajectory) -> dict[str, float]:
 
 def prediction_record(trajectory: Trajectory, sample: int) -> dict:
     """Returns the record of a trajectory in a predictions file."""
-    question, protocol = trajectory.question, trajectory.protocol
+    question = trajectory.question
+    protocol = trajectory.protocol
     searches = [
         {"query": s.query, "fallback": s.fallback, "error": s.error} for s in trajectory.searches
     ]
@@ -203,7 +204,8 @@ class Evaluation:
         """Loads the model and returns (generate, the version of its weights), where
         generate(questions, seed, progress) returns trajectories.
         """
-        settings, device = self.settings, best_device()
+        settings = self.settings
+        device = best_device()
         search = build_search(settings, self.documents, device)
         policy, self.tokenizer = load_model(settings, settings.model, device, frozen=True)
         environment = build_environment(settings, self.tokenizer, search, policy)
@@ -307,10 +309,8 @@ def key_of(record: dict) -> tuple | None:
 
 def search_faults(records: list[dict]) -> list[str]:
     """Returns the error messages of failed searches."""
-    faults = []
-    for record in records:
-        faults += [s["error"] for s in record.get("searches", []) if s["error"]]
-    return faults
+    searches = [search for record in records for search in record.get("searches", [])]
+    return [search["error"] for search in searches if search["error"]]
 
 
 # ------------------------------------------------------------------------------------- the settings
@@ -328,7 +328,8 @@ def settings_of(given: dict) -> Settings:
         check_model_path(model)
     settings = saved_settings(model)
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
-        name, variant = given.get("recipe", "ur2"), given.get("variant", "")
+        name = given.get("recipe", "ur2")
+        variant = given.get("variant", "")
         stage = given.get("stage", max(record_of(name, variant).stages))
         settings = resolve(name, stage, not model, {"variant": variant})
     changes = {"temperature": 0.0, "top_p": 1.0, "reader": ""}

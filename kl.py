@@ -158,7 +158,8 @@ def relative_error(vector: Tensor, target: Tensor) -> float:
 
 def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
     """Returns largest / median gradient norm of 1000 random batches: the only sampled number."""
-    batches, tokens = 1000, 64
+    batches = 1000
+    tokens = 64
     generator = torch.Generator().manual_seed(0)
     probs = logits.softmax(-1)  # [V]
     draws = torch.multinomial(probs, batches * tokens, True, generator=generator)

@@ -111,7 +111,8 @@ class ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, dtype):
         """Maps hidden [N, H], weight [V, H], targets [N] to [N]; matrix products are in `dtype`."""
-        ctx.temperature, ctx.dtype = temperature, dtype
+        ctx.temperature = temperature
+        ctx.dtype = dtype
         chosen = hidden.new_empty(len(targets), dtype=torch.float32)  # [N]  z_y
         sums = torch.empty_like(chosen)  # [N]  ln Σ exp z
         for cut, logits in chunks_of_logits(hidden.to(dtype), weight.to(dtype), temperature):
@@ -146,7 +147,8 @@ def chunk_rows(vocab: int, device: str) -> int:
 
 def chunks_of_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float):
     """Yields (slice, fp32 logits / τ [n, V]) per chunk; fp32 chunks overwrite each other."""
-    rows, exact = chunk_rows(len(weight), hidden.device.type), hidden.dtype == torch.float32
+    rows = chunk_rows(len(weight), hidden.device.type)
+    exact = hidden.dtype == torch.float32
     buffer = hidden.new_empty(min(rows, len(hidden)) * exact, len(weight))
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), rows):
@@ -286,7 +288,8 @@ def load_policy(
     with loading("causal LM", path):
         config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
         model = load_whole(path, options | {"config": config})
-    count, rows = len(tokenizer), model.get_input_embeddings().num_embeddings
+    count = len(tokenizer)
+    rows = model.get_input_embeddings().num_embeddings
     if count > rows:
         raise InputError(
             f"--model {path}: the tokenizer has {count} tokens, the model only {rows}: they do not"

@@ -122,10 +122,10 @@ MAX_ANSWER_WORDS = 10
 has_word = re.compile(r"\w").search  # a full stop alone is not a query
 
 
-def count_valid_searches(trajectory: Trajectory, most_words: float = MAX_QUERY_WORDS) -> int:
-    """Returns n. The environment runs any query; here it needs a word, and at most `most_words`."""
+def count_valid_searches(trajectory: Trajectory, max_words: float = MAX_QUERY_WORDS) -> int:
+    """Returns n. The environment runs any query; here it needs a word, and at most `max_words`."""
     queries = [search.query for search in trajectory.executed if has_word(search.query)]
-    return sum(len(query.split()) <= most_words for query in queries)
+    return sum(len(query.split()) <= max_words for query in queries)
 
 
 def is_long(question: Question, answer: str) -> bool:
@@ -802,7 +802,8 @@ def compute_rewards(
     readings = others.readings(trajectories)
     embed = others.embedder(trajectories)
     grade = others.grader(trajectories)
-    reward_terms, correct = [], []
+    reward_terms = []
+    correct = []
     for t, verdict, reading in zip(trajectories, verdicts, readings, strict=True):
         extras = Extras(verdict, reading, embed, grade)
         reward_terms.append(reward(t, settings, step, extras))
@@ -962,10 +963,7 @@ def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2
 
 def main() -> None:
     print(f"{_QUESTION.question} Gold: Norland, from references 1 and 3.")
-    print(
-        "The rewards of the answer Norland after 0, 1 and 2 searches (the second is answered by the"
-    )
-    print("fallback), then of the answer Sudria, likewise.\n")
+    print("Norland after 0, 1 and 2 searches (the second gets a fallback), then Sudria likewise.\n")
     extras = Extras(reader_answer="Norland")
     for name, protocol in product(REWARDS, PROTOCOLS):
         if name.startswith(protocol):

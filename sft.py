@@ -22,7 +22,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from errors import InputError, run_main, slow_step
+from errors import slow_step
 from policy import Policy, last_column
 from rollout import encode
 from scale.packing import micro_batches
@@ -51,7 +51,8 @@ def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer)
     """Returns a prompt, the pieces (text, imitate) after it, and EOS as an example. Each piece is
     encoded alone, as in the rollout, or a token could span a turn and the next block.
     """
-    ids, mask = list(prompt), [0] * len(prompt)
+    ids = list(prompt)
+    mask = [0] * len(prompt)
     for text, imitate in pieces:
         piece = encode(tokenizer, text)
         ids += piece
@@ -113,7 +114,8 @@ def train_sft(
 ) -> list[float]:
     """Makes `settings.steps` updates, each on `next_examples(step)`, and returns the losses."""
     optimizers = optimizers_of(policy, settings)
-    losses, seconds = [], []
+    losses = []
+    seconds = []
     with tqdm(total=settings.steps, desc=description, dynamic_ncols=True) as bar:
         for step in range(settings.steps):
             start = time.perf_counter()
@@ -147,12 +149,3 @@ def backward(policy: Policy, examples: Sequence[Example], tokens_per_micro_batch
         part.backward()
         loss += part.item()
     return loss
-
-
-def main() -> None:
-    arguments = " ".join(sys.argv[1:]) or "METHOD --model DIR --data FILE --out DIR"
-    raise InputError(f"sft.py is not a command: python -m lab.distil {arguments}")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -110,7 +110,8 @@ def train(settings: Settings) -> Path:
         with checkpoint.kept(run, state, step):
             rollouts = collect(state, step)
         record = {"step": step} | measure(state, rollouts)  # all sampled rows
-        start, batch = time.perf_counter(), None
+        start = time.perf_counter()
+        batch = None
         if rollouts.kept:
             batch = prepare(state, rollouts, step)  # [B, L]
             results = []
@@ -146,7 +147,8 @@ def collect(state: TrainState, step: int) -> Rollouts:
     there are enough informative groups, or no draw is left. Each draw depends only on the seed, the
     step and the number of the draw.
     """
-    settings, rollouts = state.settings, Rollouts()
+    settings = state.settings
+    rollouts = Rollouts()
     wanted = settings.questions_per_step * settings.group_size
     for _ in range(state.stream.attempts):
         start = time.perf_counter()
@@ -231,7 +233,8 @@ def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
     """Returns the global batch: rewards [B]; log-probs of π_old and π_ref, and the critic's values
     [B, T]; advantages [B, T].
     """
-    settings, rows = state.settings, rollouts.kept
+    settings = state.settings
+    rows = rollouts.kept
     rewards = rollouts.rewards[rows].tolist()
     trajectories = [rollouts.trajectories[row] for row in rows]
     pad_id = state.environment.tokenizer.pad_token_id or 0
@@ -315,14 +318,17 @@ def measure(state: TrainState, rollouts: Rollouts) -> Record:
     over the trajectories whose searches did not fail, or over all if every trajectory has a failed
     search.
     """
-    failed, settings = rollouts.failed, state.settings
+    failed = rollouts.failed
+    settings = state.settings
     rows = (~failed | failed.all()).nonzero()[:, 0].tolist()
     trajectories = [rollouts.trajectories[row] for row in rows]
     reward_terms = [rollouts.reward_terms[row] for row in rows]
     numbers = [logged_metrics(t) for t in trajectories]
-    reward = mean(sum(terms.values()) for terms in reward_terms)
-    record = {"reward": reward, "rollout_seconds": rollouts.seconds}
-    record["reward_seconds"] = rollouts.reward_seconds
+    record = {
+        "reward": mean(sum(terms.values()) for terms in reward_terms),
+        "rollout_seconds": rollouts.seconds,
+        "reward_seconds": rollouts.reward_seconds,
+    }
     for name in reward_terms[0]:
         record[f"reward/{name}"] = mean(terms[name] for terms in reward_terms)
     kinds = [t.question.kind for t in trajectories]
@@ -333,16 +339,16 @@ def measure(state: TrainState, rollouts: Rollouts) -> Record:
     record |= merge_records(numbers, mean)
     record["inserted_tokens"] = record.pop("tokens") - record["model_tokens"]
     record |= step_searches(rollouts.trajectories, state.accelerator.num_processes)
-    record["failed_rows"] = failed.float().mean().item()
-    record["skipped"] = int(not rollouts.kept)
-    zero_std = grpo.frac_reward_zero_std(rollouts.rewards, settings.group_size)
-    record["frac_reward_zero_std"] = zero_std
+    record |= {
+        "failed_rows": failed.float().mean().item(),
+        "skipped": int(not rollouts.kept),
+        "frac_reward_zero_std": grpo.frac_reward_zero_std(rollouts.rewards, settings.group_size),
+    }
     if state.other_models is not None:  # only the main process has them, and it logs
         record |= {name: count() for name, count in state.other_models.stats.items()}
     if settings.algorithm == "dapo":
-        record["resampled"] = rollouts.draws - 1
-        kept = rows_to_train_on(rollouts, settings)  # [N]
-        record["informative"] = kept.float().mean().item()
+        share = rows_to_train_on(rollouts, settings).float().mean()
+        record |= {"resampled": rollouts.draws - 1, "informative": share.item()}
     return record
 
 

@@ -129,7 +129,8 @@ def put(rows: torch.Tensor, values: torch.Tensor, into: torch.Tensor) -> None:
 @torch.enable_grad()  # the user's own reward may have switched gradients off
 def update(state: TrainState, batch: Batch) -> Record:
     """Makes one optimizer step of the policy on these rows, and with PPO one of the critic."""
-    settings, algorithm = state.settings, ALGORITHMS[state.settings.algorithm]
+    settings = state.settings
+    algorithm = ALGORITHMS[state.settings.algorithm]
     batch.token_weights = algorithm.compute_token_weights(batch, settings)  # [B, T]
     batch.logprobs = batch.old_logprobs.clone()  # [B, T]  kept by rows that are not computed
     rows = rows_that_teach(batch)  # [n]
@@ -176,7 +177,8 @@ def update_critic(state: TrainState, batch: Batch) -> Record:
         return (micro.token_weights * loss).sum(), {"value_clip_fraction": clipped}
 
     record = accumulate_and_step(state, state.critic_model, state.critic_optimizer, batch, loss_of)
-    loss, norm = record.pop("loss"), record.pop("grad_norm")
+    loss = record.pop("loss")
+    norm = record.pop("grad_norm")
     return record | {"value_loss": loss, "critic_grad_norm": norm}
 
 
@@ -186,7 +188,9 @@ def accumulate_and_step(
     """Runs the micro-batches backward and makes one optimizer step. A loss or a gradient that is
     not finite changes no weight; the caller checks for it and stops the run.
     """
-    accelerator, records, cuts = state.accelerator, [], shares(state, batch)
+    accelerator = state.accelerator
+    records = []
+    cuts = shares(state, batch)
     for number, rows in enumerate(cuts, 1):
         # Processes exchange gradients in the last pass; sharded weights do so in every pass.
         wait = number < len(cuts) and not in_parts(model)
@@ -209,7 +213,8 @@ def accumulate_and_step(
 
 def merge_records(records: list[Record], merge: Callable) -> Record:
     """Merges records into one: merge(values) of each name, or the extreme that the name ends in."""
-    merged, extremes = {}, {"min": min, "max": max, "norm": max}
+    merged = {}
+    extremes = {"min": min, "max": max, "norm": max}
     for name in dict.fromkeys(name for record in records for name in record):
         values = [record[name] for record in records if name in record]
         merged[name] = extremes.get(name.rpartition("_")[2], merge)(values)

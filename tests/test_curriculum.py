@@ -122,7 +122,8 @@ def test_every_step_has_the_shares_of_the_mix():
 
 def test_an_epoch_deals_every_question_once_in_another_order_each_time():
     dealer = stream(pool(a=6), 3)
-    first, second = ids(dealer.take(0) + dealer.take(1)), ids(dealer.take(2) + dealer.take(3))
+    first = ids(dealer.take(0) + dealer.take(1))
+    second = ids(dealer.take(2) + dealer.take(3))
     assert sorted(first) == sorted(second) == [f"a{i}" for i in range(6)]
     assert first != second and first != sorted(first)
 
@@ -343,7 +344,8 @@ def test_dropped_questions_alone_are_an_error_that_says_what_to_do():
     ],
 )
 def test_open_questions_always_search_and_math_only_if_hard(task, name, expected):
-    question, hard = Question("1", "?", ["!"], task, level=name), {"hard": 1, "dropped": 1}
+    question = Question("1", "?", ["!"], task, level=name)
+    hard = {"hard": 1, "dropped": 1}
     assert may_search(question, frozenset(), hard) == expected
     assert may_search(question, frozenset({"1"}), hard) == (expected or task == "choice")
 

@@ -118,7 +118,8 @@ def test_the_advantage_is_grpos_with_overlong_rows_in_the_mean_of_their_group():
     ],
 )
 def test_clip_higher_by_hand(ratio, advantage, expected, gradient):
-    tokens, ones = torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 1)
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    ones = torch.ones(1, 1)
     batch = Batch(tokens, ones, ones * 0, torch.zeros(1), 1, advantages=ones * advantage)
     logprobs = torch.tensor([[ratio]]).log().requires_grad_()
     loss, _ = dapo.compute_loss(logprobs, batch, CHOSEN)

@@ -101,7 +101,8 @@ def r_search(body, question=None):
 
 
 def test_r_search_is_graded_by_its_evidence_too():
-    evidence, answer = BOX.format("Ana Bell lives in Norland."), ANSWER.format("Norland")
+    evidence = BOX.format("Ana Bell lives in Norland.")
+    answer = ANSWER.format("Norland")
     expected = dict(zip(COLUMNS, (1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1), strict=True))
     # 5 words of evidence, of which "lives" stands in no document: 4/5
     whole = prediction_metrics(r_search(SEARCHED + evidence + answer))
@@ -126,7 +127,8 @@ def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
 
 def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     # cites 1, gold is 1 and 3: some overlap 0.5; set F1 2 · 1 / (1 + 2)
-    told, answer = example("arena", searches=1), {"em": 1, "f1": 1, "cem": 1, "format": 1}
+    told = example("arena", searches=1)
+    answer = {"em": 1, "f1": 1, "cem": 1, "format": 1}
     half = answer | {"relevance": 0.5, "exact_set": 0, "set_f1": 2 / 3, "all_correct": 0}
     assert prediction_metrics(told) == half
     assert prediction_metrics(example("arena", "Norland </answer> so"))["format"] == 0
@@ -175,13 +177,15 @@ def others(monkeypatch, **known):
 def test_reader_and_judge_are_asked_after_all_predictions_are_written(
     written, monkeypatch, toy_policy, capsys
 ):
-    reader, silent = Model(lambda text: "Norland"), Model(lambda text: None)
+    reader = Model(lambda text: "Norland")
+    silent = Model(lambda text: None)
     judge = Model(lambda text: None if "answer: Sudria" in text else "yes")
     others(monkeypatch, R=reader, J=judge)
     run("--reader R --judge J --decoding paper --temperature 0.1 --out", written)
     assert {request[2:] for request in reader.requests} == {(0.1, 0.5)}  # R-Search A.3
     assert {record["judge_sees"] for record in records_in(written)} == {"question"}
-    out, records = capsys.readouterr().out, records_in(written)
+    out = capsys.readouterr().out
+    records = records_in(written)
     assert [r["evidence"] for r in records] == ["Ana Bell was born in Norland.", None]
     assert [r["reader_prediction"] for r in records] == ["Norland", ""]
     assert [r["metrics"]["judged"] for r in records] == [None, 1]
@@ -438,7 +442,7 @@ def test_passages_that_were_cut_are_a_column():
         ("--against none.jsonl", "no such file"),
         ("--judge http://127.0.0.1:9/v1#m", "127.0.0.1:9"),
         ("--model m --json {runs}/file/x", "--json {runs}/file/x: cannot be written there"),
-        ("--decoding both --out p.jsonl", "--out is for one"),
+        ("--decoding both --out p.jsonl", "leave --out out"),
         ("--decoding both --temperature 1", "leave --temperature out"),
         ("--recipe r1_searcher --thinking 9", "protocol r1_searcher has a <think> section"),
         ("--stage 0 --references retrieved", "the prompt of ur2 has no references"),
@@ -546,7 +550,8 @@ def arena(question):
 
 
 def test_other_settings_weights_questions_passages_or_words_are_another_evaluation(tmp_path):
-    data, prompt = tmp_path / "q.jsonl", tmp_path / "p.txt"
+    data = tmp_path / "q.jsonl"
+    prompt = tmp_path / "p.txt"
     settings = Settings(model="m", data=str(data), corpus="from-data", prompt_file=str(prompt))
 
     def made(version="v", samples=1, count=2, words="Say A.", **changes):
@@ -612,14 +617,14 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
     with pytest.raises(SystemExit) as end:
         sampled("p.jsonl")
     said = capsys.readouterr().out.splitlines()
-    assert end.value.code == 130 and f"was finished is in {out}" in said[-1]
+    assert end.value.code == 130 and f"finished predictions are in {out}" in said[-1]
     assert calls == [(0, 0), (4, 8), (8, 16)]  # what was finished was written when the next began
     with open(out, "a") as file:
         file.write('{"id": "half a li')  # killed while it wrote
     made, said = sampled("p.jsonl")
     assert made == unbroken and "16 of 20 predictions exist: the evaluation continues" in said
     assert calls[3:] == [(8, 16)]  # the third batch only was made again
-    assert "20 of 20 predictions are there" in sampled("p.jsonl")[1] and len(calls) == 4
+    assert "20 of 20 predictions exist" in sampled("p.jsonl")[1] and len(calls) == 4
     # other settings: nothing of it counts, and nothing is lost
     made, said = sampled("p.jsonl", "--seed", 1)
     assert made != unbroken and "are kept as p.jsonl.old2" in said and len(calls) == 7
@@ -636,7 +641,7 @@ def test_a_line_that_was_lost_or_doubled_and_a_half_finished_batch_are_noticed(f
         kept = out.with_name(f"p.jsonl.old{number}").read_bytes()
         assert out.read_bytes() == whole and kept == b"".join(damaged)
     # 7 of 10: one batch of 4, and 3 of the next
-    assert "4 of 10 predictions are there" in capsys.readouterr().out
+    assert "4 of 10 predictions exist" in capsys.readouterr().out
 
 
 def test_failed_searches_are_told_of_and_made_again(few, monkeypatch, capsys):
@@ -681,7 +686,8 @@ def save_real_model(path, questions, family):
     query and one answer for all questions, and for each a trace without the search. So it searches
     about every other time, and the rewards of a group differ.
     """
-    protocol, both = PROTOCOLS["ur2"], []
+    protocol = PROTOCOLS["ur2"]
+    both = []
     texts = [protocol.instruction, *protocol.tags * 3] * 20
     for q in questions:
         texts += [q.question, *(found.text for found in q.references[:2])]
@@ -716,7 +722,8 @@ OTHER = "--optimizer adamw8bit --gradient_checkpointing --algorithm grpo --kl_co
 def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
     file, family, more, retriever, tmp_path, capsys
 ):
-    data, runs = HOTPOTQA / file, tmp_path / "runs"
+    data = HOTPOTQA / file
+    runs = tmp_path / "runs"
     if not data.exists():
         pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
     save_real_model(tmp_path / "model", load_questions(data), family)
@@ -763,9 +770,11 @@ def citing_model(tmp_path_factory, short_records):
     """A random model, shown the sections for a moment, with other citations and a fault now and
     then: so the rewards of a group differ.
     """
-    path, arena = tmp_path_factory.mktemp("citing") / "model", PROTOCOLS["arena"]
+    path = tmp_path_factory.mktemp("citing") / "model"
+    arena = PROTOCOLS["arena"]
     texts = [*arena.tags * 60, arena.instruction, Path(short_records).read_text()]
-    tokenizer, written = train_bpe(texts, vocab_size=2000), []
+    tokenizer = train_bpe(texts, vocab_size=2000)
+    written = []
     for number, question in itertools.product(range(1, 11), load_questions(short_records)):
         prompt = build_prompt(arena, question, tokenizer)
         analysis = "<analysis>it</analysis>" if number % 3 else ""  # a fault of format

@@ -52,7 +52,8 @@ def test_an_unknown_reward_is_in_no_statistic_and_one_alone_teaches_nothing(
 
 def sample(rows=range(8), failed=()) -> Rollouts:
     """Of eight trajectories of unequal length those numbered in `rows`."""
-    draw, rollouts = torch.Generator().manual_seed(0), Rollouts()
+    draw = torch.Generator().manual_seed(0)
+    rollouts = Rollouts()
     for number in range(8):
         t = trajectory(draw, 9 - number, (1, 1 + number % 3))
         t.searches = [FAILED] * (number in failed)
@@ -65,7 +66,9 @@ def sample(rows=range(8), failed=()) -> Rollouts:
 
 def take_updates(state, rollouts: Rollouts) -> tuple[list, list]:
     """(gradients, figures) of the updates of a step."""
-    batch, found, totals = prepare(state, rollouts, 0), [], []
+    batch = prepare(state, rollouts, 0)
+    found = []
+    totals = []
     for rows in shuffled_updates(0, batch.rewards, state.settings):
         totals.append(update(state, batch.rows(rows)))
         for optimizer in filter(None, (state.optimizer, state.critic_optimizer)):

@@ -151,8 +151,10 @@ def test_a_kl_without_a_reference_is_refused():
 def test_every_estimator_is_logged_even_when_none_is_optimised():
     # π_old = π = e^-1 and ref = e^-2 on model tokens: d = 1: k1 1, k2 0.5, k3 e^-1 − 1 + 1 =
     # 0.367879, |d| 1
-    batch, settings = make_batch(), choose()
-    batch.old_logprobs, batch.ref_logprobs = torch.full((4, 4), -1.0), torch.full((4, 4), -2.0)
+    batch = make_batch()
+    settings = choose()
+    batch.old_logprobs = torch.full((4, 4), -1.0)
+    batch.ref_logprobs = torch.full((4, 4), -2.0)
     prepare(batch, settings)
     _, stats = grpo.compute_loss(batch.old_logprobs, batch, settings)
     for name, value in {"k1": 1.0, "k2": 0.5, "k3": 0.367879, "k_abs": 1.0}.items():
@@ -164,7 +166,8 @@ def test_every_estimator_is_logged_even_when_none_is_optimised():
 
 def test_kl_old_is_measured_with_the_samplers_tokens():
     # π_old 0.4, π 0.5: ratio 1.25; 1.25 − 1 − ln 1.25 = 0.026856. It carries no gradient.
-    batch, settings = make_batch(mask=torch.ones(4, 1)), choose()
+    batch = make_batch(mask=torch.ones(4, 1))
+    settings = choose()
     batch.old_logprobs = torch.full((4, 1), 0.4).log()
     prepare(batch, settings)
     _, stats = grpo.compute_loss(torch.full((4, 1), 0.5).log().requires_grad_(), batch, settings)

@@ -26,7 +26,8 @@ def close(found, expected):
 def exact_gradients(logits, ref):
     """∇KL(π‖ref) and ∇KL(ref‖π) over the logits, in closed form: π (d − KL) and π − ref."""
     logprobs = logits.log_softmax(-1).detach()
-    d, probs = logprobs - ref, logprobs.exp()
+    d = logprobs - ref
+    probs = logprobs.exp()
     return probs * (d - (probs * d).sum()), probs - ref.exp()
 
 
@@ -128,7 +129,8 @@ def test_the_reward_pays_k1_on_model_tokens_and_nothing_on_documents():
     # k1 = ln 2 at the first token: −0.1 · 0.693147. The documents hold −inf − (−inf) = NaN, which
     # must not leak.
     mask = torch.tensor([[1.0, 0.0, 0.0]])
-    old, ref = one(0.5, 0.0, 0.0), one(0.25, 0.0, 0.5)
+    old = one(0.5, 0.0, 0.0)
+    ref = one(0.25, 0.0, 0.5)
     batch = SimpleNamespace(old_logprobs=old, ref_logprobs=ref, response_mask=mask)
     paid = kl.kl_in_reward(batch, settings("k1"))
     assert paid.tolist() == [[pytest.approx(-0.0693147, abs=1e-6), 0.0, 0.0]]

@@ -286,7 +286,8 @@ def test_search_r1_aligned():
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_a_record_is_whole(name):
-    paper, fields = PAPERS[name], {f.name for f in dataclasses.fields(Settings)}
+    paper = PAPERS[name]
+    fields = {f.name for f in dataclasses.fields(Settings)}
     assert set(paper.tiny) == set(paper.stages) and paper.source
     assert set(paper.decoding) <= fields and paper.punctuation in PUNCTUATION
     assert set(paper.world.kinds) <= set(KINDS)

@@ -69,7 +69,8 @@ def test_chunked_logprobs_and_their_gradients_are_those_of_the_full_softmax(
     family, chunk_rows, monkeypatch
 ):
     monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", chunk_rows * VOCABULARY)
-    policy, tokens = make_policy(family), make_tokens()
+    policy = make_policy(family)
+    tokens = make_tokens()
     weights = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))  # [B, T]
     ours, plain = policy(tokens, 0.7), full_logprobs(policy, tokens, 0.7)  # [B, T]
     assert torch.allclose(ours, plain, atol=1e-5)
@@ -83,17 +84,20 @@ def test_logprobs_by_hand_and_at_another_temperature():
     # logits (0, ln 3): p = (1/4, 3/4). At τ = 0.5 the logits double: (0, ln 9): p = (1/10, 9/10).
     head = torch.nn.Linear(1, 2)
     head.bias.data = torch.tensor([0.0, math.log(3)])
-    hidden, targets = torch.zeros(2, 1), torch.tensor([0, 1])
+    hidden = torch.zeros(2, 1)
+    targets = torch.tensor([0, 1])
     assert token_logprobs(hidden, head, targets).exp().tolist() == pytest.approx([0.25, 0.75])
     assert token_logprobs(hidden, head, targets, 0.5).exp().tolist() == pytest.approx([0.1, 0.9])
 
 
 def test_a_chunk_of_logits_exists_at_once_and_masked_positions_have_none(monkeypatch):
     monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 4 * VOCABULARY)
-    policy, tokens = make_policy(), make_tokens()
+    policy = make_policy()
+    tokens = make_tokens()
     mask = torch.zeros(3, 8)
     mask[0, 2:7] = mask[2, 7] = 1  # 6 of 24 positions
-    sizes, chunks_of_logits = [], policy_file.chunks_of_logits
+    sizes = []
+    chunks_of_logits = policy_file.chunks_of_logits
 
     def watched(*arguments):
         for cut, logits in chunks_of_logits(*arguments):
@@ -113,8 +117,11 @@ def test_under_bf16_the_head_s_gradient_is_as_exact_of_many_chunks_as_of_one(chu
     # and their sum no more.
     monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 640 // chunks * 50)
     torch.manual_seed(0)
-    head, hidden = torch.nn.Linear(32, 50, bias=False), torch.randn(640, 32)
-    targets, weights, found = torch.randint(0, 50, (640,)), torch.randn(640), []
+    head = torch.nn.Linear(32, 50, bias=False)
+    hidden = torch.randn(640, 32)
+    targets = torch.randint(0, 50, (640,))
+    weights = torch.randn(640)
+    found = []
     for enabled in (False, True):
         head.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -129,7 +136,8 @@ def test_logits_of_bf16_are_not_rounded_to_bf16():
     torch.manual_seed(0)
     head = torch.nn.Linear(64, 500, bias=False).bfloat16()
     head.weight.data *= 16
-    hidden, targets = torch.randn(200, 64).bfloat16(), torch.randint(0, 500, (200,))
+    hidden = torch.randn(200, 64).bfloat16()
+    targets = torch.randint(0, 500, (200,))
     exact = (hidden.double() @ head.weight.double().T).log_softmax(-1)  # [N, V]
     exact = exact.gather(1, targets[:, None])[:, 0]  # [N]
     rounded = head(hidden).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -221,7 +229,8 @@ def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
 
 
 def test_gradient_checkpointing_changes_memory_and_no_gradient(saved):
-    tokens, grads = make_tokens(), []
+    tokens = make_tokens()
+    grads = []
     for flag in (False, True):
         policy, _ = load_policy(str(saved), settings=PolicySettings(gradient_checkpointing=flag))
         model = policy.language_model
@@ -354,7 +363,8 @@ def test_rows_take_every_tensor_cut_to_the_longest_and_leave_the_batch_alone():
 
 
 def test_no_rows_are_a_pass_that_adds_nothing():
-    policy, batch = make_policy(), collate(ROWS, [1.0, 0.0, 0.5], 3)
+    policy = make_policy()
+    batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
     batch.token_weights = torch.ones(3, 5)
     part = batch.rows(torch.zeros(0, dtype=torch.long))
     assert len(part) == 1 and part.token_weights.tolist() == part.response_mask.tolist() == [[0]]

@@ -20,7 +20,8 @@ MASK = torch.tensor([[1, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
 def surrogate(ratio, advantage, clip_low=0.2, clip_high=0.3):
     """(loss, gradient over log π, clipped) of one token."""
     logprobs = torch.tensor([[ratio]]).log().requires_grad_()
-    old, advantages = torch.zeros(1, 1), torch.tensor([[advantage]])
+    old = torch.zeros(1, 1)
+    advantages = torch.tensor([[advantage]])
     loss, stats = ppo.clipped_surrogate(logprobs, old, advantages, clip_low, clip_high)
     loss.sum().backward()
     return loss.item(), logprobs.grad.item(), stats["clipped"].item()
@@ -116,7 +117,8 @@ def test_gae_by_hand_with_a_document_in_the_middle():
     # mask [1, 0, 1, 1], γ 0.5, λ 0.5, from behind: 1 − 0.8 = 0.2;  δ = 0.5 · 0.8 − 0.6 = −0.2, A =
     # −0.2 + 0.25 · 0.2 = −0.15; over the document: δ = 0.5 · 0.6 − 0.5 = −0.2, A = −0.2 + 0.25 ·
     # −0.15 = −0.2375. Returns A + V.
-    rewards, values = torch.tensor([[0.0, 9, 0, 1]]), torch.tensor([[0.5, 7, 0.6, 0.8]])
+    rewards = torch.tensor([[0.0, 9, 0, 1]])
+    values = torch.tensor([[0.5, 7, 0.6, 0.8]])
     advantages, returns = ppo.gae(rewards, values, torch.tensor([[1, 0, 1, 1]]), 0.5, 0.5)
     torch.testing.assert_close(advantages, torch.tensor([[-0.2375, 0, -0.15, 0.2]]))
     torch.testing.assert_close(returns, torch.tensor([[0.2625, 0, 0.45, 1.0]]))
@@ -196,7 +198,8 @@ def test_the_value_loss_takes_the_larger_of_the_free_and_the_held_error(
 def test_the_critics_loss_is_a_mean_over_model_tokens_and_documents_have_no_gradient():
     # Errors 1 and 3 on model tokens: mean of ½ and 4.5 is 2.5; the document's NaN and inf reach
     # neither loss nor gradient.
-    nan, inf = float("nan"), float("inf")
+    nan = float("nan")
+    inf = float("inf")
     values = torch.tensor([[1.0, nan, 3.0], [inf, 5.0, 5.0]], requires_grad=True)
     batch = SimpleNamespace(
         response_mask=torch.tensor([[1, 0, 1], [0, 0, 0]]),
@@ -243,7 +246,8 @@ def test_a_value_knows_what_stands_before_its_token_and_not_the_token(critic):
 )
 def test_explained_variance_by_hand_on_model_tokens_only(values, expected):
     foreseen = torch.tensor([[values[0], 9, values[1]]])
-    returns, mask = torch.tensor([[0.0, -9, 2]]), torch.tensor([[1, 0, 1]])
+    returns = torch.tensor([[0.0, -9, 2]])
+    mask = torch.tensor([[1, 0, 1]])
     found = ppo.explained_variance(foreseen, returns, mask)
     assert found == pytest.approx(expected, abs=1e-6)
 

@@ -8,7 +8,8 @@ import torch
 import ppo
 import reinforce_pp
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 def choose(algorithm="reinforce_pp", **changes):
@@ -105,13 +106,15 @@ def test_the_settings_choose_the_form_and_its_group_std():
 def test_returns_are_discounted_by_model_tokens_and_skip_documents():
     # γ 0.5, mask [1, 0, 0, 1, 1]: G_4 = 4, G_3 = 2 + 0.5 · 4 = 4, G_0 = 1 + 0.5 · 4 = 3: one step,
     # not three; 9 is nobody's.
-    rewards, mask = torch.tensor([[1.0, 9, 9, 2, 4]]), torch.tensor([[1, 0, 0, 1, 1]])
+    rewards = torch.tensor([[1.0, 9, 9, 2, 4]])
+    mask = torch.tensor([[1, 0, 0, 1, 1]])
     assert reinforce_pp.returns_to_go(rewards, mask, 0.5).tolist() == [[3.0, 0.0, 0.0, 4.0, 4.0]]
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_what_stands_on_a_document_does_not_enter_a_return(bad):
-    rewards, mask = torch.tensor([[1.0, bad, 2.0, bad]]), torch.tensor([[1, 0, 1, 0]])
+    rewards = torch.tensor([[1.0, bad, 2.0, bad]])
+    mask = torch.tensor([[1, 0, 1, 0]])
     returns = reinforce_pp.returns_to_go(rewards, mask, 0.9)
     assert returns.tolist() == [[pytest.approx(2.8), 0.0, 2.0, 0.0]]
 
@@ -146,7 +149,8 @@ def test_the_plain_form_with_kl_in_the_reward_by_hand():
     # kl_coef 0.1. Row 0: k1 2 and 4, reward 1: r = −0.2, 0.6; returns 0.4, 0.6. Row 1: k1 1 and 3,
     # reward 0: r = −0.1, −0.3; returns −0.4, −0.3. Mean of the four 0.075; squares 0.325² + 0.525²
     # + 0.475² + 0.375² = 0.7475; std √(0.7475 / 3) = 0.499166.
-    mask, old = [[1, 0, 1], [1, 1, 0]], [[2.0, NAN, 4.0], [1.0, 3.0, -INF]]
+    mask = [[1, 0, 1], [1, 1, 0]]
+    old = [[2.0, NAN, 4.0], [1.0, 3.0, -INF]]
     batch = make_batch([1.0, 0.0], mask, old=old, ref=[[0.0, 0.0, 0.0], [0.0, 0.0, -INF]])
     advantages = reinforce_pp.compute_advantages(batch, choose(kl_coef=0.1))
     assert advantages[0].tolist() == pytest.approx([0.65109, 0.0, 1.05175], abs=1e-4)

@@ -51,7 +51,9 @@ def told(text, question=QA, protocol="r1_searcher"):
     return trajectory_from_text(question, text, protocol)
 
 
-r1, rs, when = told, partial(told, protocol="r_search"), partial(told, protocol="when_to_search")
+r1 = told
+rs = partial(told, protocol="r_search")
+when = partial(told, protocol="when_to_search")
 
 
 def ur2(text, question=QA, fallbacks=(), may_search=True):
@@ -93,10 +95,13 @@ def total(reward_terms):
 
 
 BOX = "So \\boxed{Norland}"
-ANSWER, WRONG = "<answer> Norland </answer>", "<answer> Sudria </answer>"
-CLOSE, WRONG_CLOSE = f"so</think>\n\n{ANSWER}", f"so</think>\n\n{WRONG}"
+ANSWER = "<answer> Norland </answer>"
+WRONG = "<answer> Sudria </answer>"
+CLOSE = f"so</think>\n\n{ANSWER}"
+WRONG_CLOSE = f"so</think>\n\n{WRONG}"
 EVIDENCE = "<original_evidence> Ana Bell was born in Kelmouth, Norland. </original_evidence>"
-THINK, REFLECT = "<think> Where was she born? </think>\n", "<reflect> I know it. </reflect>\n"
+THINK = "<think> Where was she born? </think>\n"
+REFLECT = "<reflect> I know it. </reflect>\n"
 # No word in common:
 QUERIES = ["Ana Bell birthplace", "Kelmouth mayor", "Norland seat", "Sudria king"]
 FAKED = "<|begin_of_documents|>\nAna Bell was born in Norland.\n<|end_of_documents|>\n"
@@ -235,7 +240,8 @@ def test_the_choice_bonus_ends_with_its_steps():
 
 def test_the_3b_models_choice_runs_lose_a_point_of_format_without_a_search():
     # appendix C.7, "non-accumulative": exactly −1, right (2 − 1) or with three faults (0 − 1)
-    right, worst = "The correct answer is: B", "北 <|im_start|> I do not know"
+    right = "The correct answer is: B"
+    worst = "北 <|im_start|> I do not know"
     for text, reward in ((right, 1), (worst, -1), (search() + right, 3.5), (search() + worst, 0.5)):
         assert total(ur2_choice(ur2(text, CHOICE), 14, "qwen_3b")) == reward
     assert total(ur2_choice(ur2(search(LONG) + right, CHOICE), 14, "qwen_3b")) == 2  # it did search
@@ -271,7 +277,8 @@ LOOSE = {"format_check": "loose"}
     ],
 )
 def test_the_loose_format_check_looks_at_the_end_only(text, question, kept):
-    trajectory, faults = ur2(text, question), [] if kept else ["no_answer_at_end"]
+    trajectory = ur2(text, question)
+    faults = [] if kept else ["no_answer_at_end"]
     assert ur2_violations(trajectory, **LOOSE) == faults
     assert ur2_stage1(trajectory, **LOOSE)["format"] == 1 - 2 * len(faults)  # without a search too
     assert ur2_stage2(trajectory, **LOOSE)["format"] == kept
@@ -471,7 +478,8 @@ def test_r_search_without_evidence_pays_the_answer_and_its_box_alone():
 def test_r_searchs_equations_with_numbers():
     # eq. 3: "Ana Maria Bell" for "Ana Bell": 2 · 2 / (3 + 2) = 0.8; eq. 4, the reader says "Bell":
     # 2 · 1 / (1 + 2) = 2/3; eq. 5, searched, E = 1, A = 1: 0.4; eq. 6: their sum
-    who, answer = Question("1", "Who?", ["Ana Bell"]), "<answer> Ana Maria Bell </answer>"
+    who = Question("1", "Who?", ["Ana Bell"])
+    answer = "<answer> Ana Maria Bell </answer>"
     found = r_search(rs(observed() + EVIDENCE + answer, who), "Bell")
     assert found == pytest.approx({"answer": 0.8, "evidence": 2 / 3, "format": 0.4})
     assert total(found) == 0.8 + 2 / 3 + 0.4
@@ -482,7 +490,8 @@ def test_r_searchs_equations_with_numbers():
 
 def test_r1_searchers_equations_with_numbers():
     # eq. 3 and 4: IN = 1, PN = 3, RN = 1: 2 · 1 / (3 + 1) = 0.5, with no rule for verdicts
-    yes, text = Question("1", "?", ["yes"]), CLOSE.replace("Norland", "yes they are")
+    yes = Question("1", "?", ["yes"])
+    text = CLOSE.replace("Norland", "yes they are")
     assert total(r1_searcher_stage2(r1(text, yes))) == 0.5
     assert total(r1_searcher_stage2(r1(text + " Sure.", yes))) == 0.5 - 2
     # eq. 5: no EM −1, cover-EM +1
@@ -512,7 +521,8 @@ def test_search_r1_pays_exact_match_and_nothing_else():
 
 def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_underscores():
     # "Spider-Man" is "spiderman" where it is removed and "spider man" where it becomes a blank
-    spider, answer = Question("1", "?", ["Spider-Man"]), "<answer> spiderman </answer>"
+    spider = Question("1", "?", ["Spider-Man"])
+    answer = "<answer> spiderman </answer>"
     found = r_search(rs(observed() + EVIDENCE + answer, spider), "SpiderMan")
     assert (found["answer"], found["evidence"]) == (1.0, 1.0)
     assert r_search(rs("<answer> spider man </answer>", spider))["answer"] == 0.0
@@ -583,7 +593,8 @@ def test_a_notice_is_nobodys_section_and_a_refused_search_costs_nothing():
 def test_what_a_search_costs_and_softens(n):
     # β = 0.3: stage 1 right 1, wrong −1 + 0.3 n; stage 2 right 1 − 0.3 n, wrong −1
     text = THINK + "".join(map(asked, QUERIES[:n])) + ("" if n else REFLECT)
-    right, wrong = when(text + ANSWER), when(text + WRONG)
+    right = when(text + ANSWER)
+    wrong = when(text + WRONG)
     assert when_to_search_stage1(right) == {"format": 1.0, "retrieval": 0.0, "answer": 1.0}
     assert when_to_search_stage1(wrong)["answer"] == pytest.approx(-1 + 0.3 * n)
     assert when_to_search_stage2(right)["answer"] == pytest.approx(1 - 0.3 * n)
@@ -624,7 +635,8 @@ def test_thinking_that_the_template_opened_is_a_section_of_its_own(tags):
     assert not good(trajectory)
     trajectory.opened = "<think>"
     assert good(trajectory)
-    again, endless = tags("<think>" + text), tags(text.replace("</think>", ""))
+    again = tags("<think>" + text)
+    endless = tags(text.replace("</think>", ""))
     again.opened = endless.opened = "<think>"
     assert not good(endless) and good(again) is (tags is ar)  # ARENA reads what is behind it
 
@@ -904,7 +916,8 @@ def test_the_settings_and_the_extras_reach_the_reward():
 @pytest.mark.parametrize("reward", REWARDS)
 @pytest.mark.parametrize("left_out", ["", "answer"])
 def test_the_table_names_the_settings_that_each_reward_reads(reward, left_out):
-    asked, own = set(), given(left_out=left_out)
+    asked = set()
+    own = given(left_out=left_out)
 
     class Noting:
         def __getattr__(self, name):
@@ -1008,10 +1021,12 @@ def test_one_valid_query_beats_none_and_two_are_not_worse(variant):
 
 @pytest.mark.parametrize("n", range(5))
 def test_right_beats_wrong_at_every_number_of_searches(n):
-    right, wrong = search() * n + "\\boxed{Norland}", search() * n + "\\boxed{Sudria}"
+    right = search() * n + "\\boxed{Norland}"
+    wrong = search() * n + "\\boxed{Sudria}"
     assert value(ur2_stage2(ur2(right))) > value(ur2_stage2(ur2(wrong)))
     assert value(ur2_choice(ur2(right), 0)) > value(ur2_choice(ur2(wrong), 0))
-    right, wrong = r1(search() * n + CLOSE), r1(search() * n + WRONG_CLOSE)
+    right = r1(search() * n + CLOSE)
+    wrong = r1(search() * n + WRONG_CLOSE)
     assert value(r1_searcher_stage2(right)) > value(r1_searcher_stage2(wrong))
     looked = "".join(map(observed, QUERIES[:n])) + (EVIDENCE if n else "")
     assert value(r_search(rs(looked + ANSWER))) > value(r_search(rs(looked + WRONG)))
@@ -1091,12 +1106,15 @@ def test_an_answer_that_only_the_prompt_gives_earns_nothing():
 def test_what_a_document_says_costs_nothing():
     found = "北 \ufffd\nassistant\nuser <tool_call> <|im_start|> <think></think> \\boxed{Sudria}"
     found = f"{found} {EVIDENCE} <answer> Sudria </answer>"
-    loud, calm = search(found=found), search()
+    loud = search(found=found)
+    calm = search()
     assert ur2_stage1(ur2(loud + BOX)) == ur2_stage1(ur2(calm + BOX))
     assert r1_searcher_stage2(r1(loud + CLOSE)) == r1_searcher_stage2(r1(calm + CLOSE))
-    loud, calm = rs(observed(found=found) + EVIDENCE + ANSWER), rs(observed() + EVIDENCE + ANSWER)
+    loud = rs(observed(found=found) + EVIDENCE + ANSWER)
+    calm = rs(observed() + EVIDENCE + ANSWER)
     assert r_search(loud) == r_search(calm)
-    loud, calm = when(THINK + asked(found=found) + ANSWER), when(THINK + asked() + ANSWER)
+    loud = when(THINK + asked(found=found) + ANSWER)
+    calm = when(THINK + asked() + ANSWER)
     assert when_to_search_stage2(loud) == when_to_search_stage2(calm)
 
 
@@ -1132,7 +1150,8 @@ def test_every_answer_cannot_be_tried():
     # the last is scored and the format is lost: 0 and 2 instead of 3
     assert total(ur2_stage2(ur2("\\boxed{Norland} \\boxed{Sudria}"))) == 0
     assert total(ur2_stage2(ur2("\\boxed{Sudria} \\boxed{Norland}"))) == 2
-    both, other = ANSWER + WRONG, WRONG + ANSWER
+    both = ANSWER + WRONG
+    other = WRONG + ANSWER
     assert total(r1_searcher_stage2(r1("so</think>" + both))) == -2
     assert total(r_search(rs(both))) == 0.2 and total(r_search(rs(other))) == 1.2  # instead of 1.4
     assert total(when_to_search_stage1(when(THINK + both))) == -2
@@ -1199,7 +1218,8 @@ VERDICTS = {"Judgment: Correct": 2, "Judgment: Partially correct": 1}
 
 
 def golden_ur2(index, row):
-    settings, flags = row["settings"], range(FALLBACKS.get(index, 0))
+    settings = row["settings"]
+    flags = range(FALLBACKS.get(index, 0))
     question = Question(str(index), "?", [row["gold"]], task=TASKS[settings["kind"]])
     searches = settings.get("retrieve_prompt", True)
     trajectory = ur2(row["response"], question, list(flags), may_search=searches)
@@ -1213,7 +1233,9 @@ def golden_ur2(index, row):
 
 
 def golden(index, row):
-    text, golds, settings = row["response"], row["gold"], row["settings"]
+    text = row["response"]
+    golds = row["gold"]
+    settings = row["settings"]
     if row["system"] == "ur2":
         return golden_ur2(index, row)
     if row["system"] == "r_search":

@@ -179,7 +179,9 @@ def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right
 def ended(reason="eos", text="\\boxed{elm}", **question) -> Trajectory:
     question = {"answers": ["elm"], **question}
     t = trajectory(torch.Generator().manual_seed(0), 3)
-    t.question, t.stop_reason, t.segments = Question("q", "?", **question), reason, []
+    t.question = Question("q", "?", **question)
+    t.stop_reason = reason
+    t.segments = []
     t.append_model([5], [-1.0], text)
     return t
 
@@ -190,13 +192,15 @@ def test_a_step_is_measured_over_all_its_trajectories(scripted):
     two = ended(text="The correct answer is: B.", answers=["B"], task="choice", options=("a", "b"))
     two.searches = [Search("y", [], "y", fallback=True), Search("z", [], "z")]
     two.append_environment([7] * 6, "documents", "documents")
-    truncated, refused = ended("length", "elm"), ended("rejected", "?")
+    truncated = ended("length", "elm")
+    refused = ended("rejected", "?")
     refused.rejected_queries = [RejectedQuery("empty", "")] * 2
     lost = ended()  # twice, a group that is in no mean but those of searches and groups
     lost.searches = [Search("z", [], "z", error="down")]
     terms = [{"a": a, "b": b} for a, b in ((1.0, 1.0), (0.0, -1.0), (0.5, 0.0), (0.5, 0.0))]
     terms += [{"a": 9.0, "b": 9.0}, {"a": 7.0, "b": 9.0}]
-    rows, correct = [one, two, truncated, refused, lost, lost], [True, True, *[False] * 4]
+    rows = [one, two, truncated, refused, lost, lost]
+    correct = [True, True, *[False] * 4]
     rollouts = Rollouts(rows, terms, correct, [0, 1, 2, 3, 4, 5], seconds=3.0)
     expected = {"reward": 0.5, "reward/a": 0.5, "reward/b": 0.0, "frac_reward_zero_std": 2 / 3}
     expected |= {"failed_rows": 1 / 3, "skipped": 0, "gold_recall": 0}
@@ -286,7 +290,8 @@ def test_equal_rewards_leave_the_weights_and_a_better_answer_becomes_likelier(
 ):
     state = built(f"--steps 1 --lr 1e-4 --algorithm {algorithm}")
     pay(amounts)
-    rollouts, before = collect(state, 0), weights_of(state.policy)
+    rollouts = collect(state, 0)
+    before = weights_of(state.policy)
     monkeypatch.setattr(train, "sample_draw", lambda *_: rollouts.trajectories)
     batch = prepare(state, rollouts, 0)
     (record,) = run(state)
@@ -307,7 +312,8 @@ def test_a_run_that_samples_from_a_copy_scores_again_and_reports_the_gap(built, 
 
 def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample(model, tmp_path, capsys):
     train.main(flags(model, tmp_path, "--questions_per_step 4"))
-    out, folder = capsys.readouterr().out, tmp_path / "t" / "stage1"
+    out = capsys.readouterr().out
+    folder = tmp_path / "t" / "stage1"
     assert out.startswith("settings: ") and re.search(r"recipe=ur2\s+stage=1", out)
     saved = Settings(**json.loads((folder / "settings.json").read_text()))
     assert saved == settings_for(model, tmp_path, "--questions_per_step 4")
@@ -341,7 +347,8 @@ FIELDS = {  # what no flag sets
 def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
     # The tiny model is hardly ever right: here every answer of an odd number of tokens is.
     monkeypatch.setattr(rewards, "is_right", lambda t, _: len(t.response_ids) % 2 == 1)
-    loaded, load = [], build.load_model
+    loaded = []
+    load = build.load_model
     monkeypatch.setattr(build, "load_model", lambda *a, **b: loaded.append(a[1]) or load(*a, **b))
     more = f"--steps 3 --save_every 2 --trajectories_per_update 2 {RUNS[name]}"
     own = FIELDS.get(name, {})
@@ -364,7 +371,8 @@ def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
 
 
 def test_a_held_out_evaluation_changes_nothing_in_training(model, tmp_path):
-    rows, more = [], "--steps 2 --save_every 2"
+    rows = []
+    more = "--steps 2 --save_every 2"
     for name, every in (("a", "--eval_every 1"), ("b", "--eval_every 2")):
         one = settings_for(model, tmp_path / name, f"{more} {every}", eval_questions=1)
         folder = train.train(one)
@@ -378,7 +386,9 @@ def test_a_held_out_evaluation_changes_nothing_in_training(model, tmp_path):
 
 def test_training_turns_queries_away_and_its_evaluation_does_not(built, monkeypatch):
     """UR² D.3. A dry run asks as training does, and logs nothing."""
-    asked, held_out, search = [], [], build.build_search
+    asked = []
+    held_out = []
+    search = build.build_search
     record = lambda *given: [asked.append(given), search(*given)][1]  # noqa: E731
     monkeypatch.setattr(build, "build_search", record)
     for dry in ("", " --dry_run"):
@@ -438,7 +448,8 @@ def take_step(settings: Settings, batch: Batch, out: Path) -> None:
     found = train.evaluate(state)
     state.accelerator.wait_for_everyone()
     if state.accelerator.is_main_process:
-        kept, count = [asked[row] for row in rollouts.kept], state.accelerator.num_processes
+        kept = [asked[row] for row in rollouts.kept]
+        count = state.accelerator.num_processes
         torch.save((steps, scored, totals, kept, asked, found, count), out)
 
 
@@ -478,7 +489,8 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypa
 
 
 def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, capsys, monkeypatch):
-    few, whole = ["--questions", "3"], train.evaluation.main
+    few = ["--questions", "3"]
+    whole = train.evaluation.main
     monkeypatch.setattr(train.evaluation, "main", lambda words: whole([*words, *few]))
     more = "--steps 1 --task_mixing false --stage"
     train.main(flags(model, tmp_path / "one", f"{more} 1,2 --evaluate"))

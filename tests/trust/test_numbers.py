@@ -12,9 +12,12 @@ import train
 from plumbing.alarms import SAID
 from plumbing.build import build_state
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 EQUAL = (1, 1, 1, 1)  # two groups of two
-GRPO, DAPO, PPO = "--algorithm grpo", "--algorithm dapo", "--algorithm ppo"
+GRPO = "--algorithm grpo"
+DAPO = "--algorithm dapo"
+PPO = "--algorithm ppo"
 EACH = ("", GRPO, DAPO, PPO)
 
 
