@@ -213,7 +213,7 @@ def test_dropped_questions_are_left_out_and_counted_unless_they_are_asked_for(ca
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "given, fragment",
     [
         (
             {"buckets": "tough=1"},
@@ -231,9 +231,9 @@ def test_dropped_questions_are_left_out_and_counted_unless_they_are_asked_for(ca
         ({"buckets": "math:hard=1", "mix": "qa=1"}, "of qa, and the data has 0 (there are qa:hard"),
     ],
 )
-def test_buckets_that_cannot_be_are_one_line(given, said):
+def test_buckets_that_cannot_be_are_one_line(given, fragment):
     given = {"difficulty": "level"} | given
-    assert said in message(stream, levelled(hard=5, easy=20), 10, **given)
+    assert fragment in message(stream, levelled(hard=5, easy=20), 10, **given)
 
 
 def counts_of(questions, count, **given):
@@ -294,14 +294,14 @@ def test_r1_searchers_table_1(stage, expected):
         for kind in kinds
         for question in levelled(easy=40, medium=40, hard=40)
     ]
-    found = resolve("r1_searcher", stage, False, {"difficulty": "level"})
-    dealer = by_level(data, 64, mix=found.mix, buckets=found.buckets)
+    settings = resolve("r1_searcher", stage, False, {"difficulty": "level"})
+    dealer = by_level(data, 64, mix=settings.mix, buckets=settings.buckets)
     dealt = [question for step in range(9) for question in dealer.take(step)]
     assert dealer.counts == expected and {q.kind for q in dealt} == set(kinds)
     first = Counter(f"{q.kind.split('_')[0]}:{q.level}" for q in dealt[:64])
     assert first == expected
     # without --difficulty its data come as they are
-    assert (resolve("r1_searcher", stage, False).mix, found.mix != "") == ("", True)
+    assert (resolve("r1_searcher", stage, False).mix, settings.mix != "") == ("", True)
 
 
 def test_a_whole_kind_wins_over_its_beginning():
@@ -313,10 +313,10 @@ def test_a_whole_kind_wins_over_its_beginning():
 def test_the_papers_buckets_want_a_difficulty_and_then_replace_the_tiny_mix():
     for recipe, stage in (("ur2", 2), ("ur2_choice", 1), ("vanilla_rl", 1), ("r1_searcher", 1)):
         for tiny in (True, False):
-            found = resolve(recipe, stage, tiny, {"difficulty": "d"})
+            settings = resolve(recipe, stage, tiny, {"difficulty": "d"})
             theirs = RECIPES[recipe][stage]["buckets"].split(",")
             kept = [share for share in theirs if not (tiny and ":" in share)]
-            assert found.buckets == ",".join(kept) != "" and not (tiny and found.mix)
+            assert settings.buckets == ",".join(kept) != "" and not (tiny and settings.mix)
     shares = parse_shares(resolve("r1_searcher", 2, True, {"difficulty": "d"}).buckets, "")
     assert shares == {"medium": 2561 + 1087, "hard": 2000 + 2500}
     assert resolve("ur2", 1, True, {"difficulty": "d"}).mix == resolve("ur2", 1, True).mix != ""
@@ -385,8 +385,8 @@ def test_without_difficulties_half_of_the_choices_search_by_lot_and_math_is_refu
     assert Counter(may for name, may in allowed.items() if "choice" in name) == {True: 5, False: 5}
     assert all(may for name, may in allowed.items() if "qa" in name)
     assert "no --difficulty: half of the multiple choice" in capsys.readouterr().err
-    said = message(stream, levelled("math", hard=4), 2, task_mixing=True)
-    assert "--task_mixing of math, need --difficulty FILE (--task_mixing false: all may" in said
+    output = message(stream, levelled("math", hard=4), 2, task_mixing=True)
+    assert "--task_mixing of math, need --difficulty FILE (--task_mixing false: all may" in output
 
 
 def test_half_of_the_choices_are_counted_as_often_as_a_step_deals_them():

@@ -116,8 +116,8 @@ def test_r_search_is_graded_by_its_evidence_too():
 def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
     # 9 searches at 0.3 each are 2.7, which the reward refuses (2 is its bound): here is no price
     turn = "<search> a </search>\n<information>\nfound\n</information>\n<reflect> r </reflect>"
-    told = f"<think> t </think>{turn * 9}{ANSWER.format('a')}"
-    for text, form in ((told, 1), (told + " sure", 0)):
+    transcript = f"<think> t </think>{turn * 9}{ANSWER.format('a')}"
+    for text, form in ((transcript, 1), (transcript + " sure", 0)):
         numbers = prediction_metrics(
             trajectory_from_text(Question("q", "?", ["a"]), text, "when_to_search")
         )
@@ -127,18 +127,18 @@ def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
 
 def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     # cites 1, gold is 1 and 3: some overlap 0.5; set F1 2 · 1 / (1 + 2)
-    told = example("arena", searches=1)
+    trajectory = example("arena", searches=1)
     answer = {"em": 1, "f1": 1, "cem": 1, "format": 1}
     half = answer | {"relevance": 0.5, "exact_set": 0, "set_f1": 2 / 3, "all_correct": 0}
-    assert prediction_metrics(told) == half
+    assert prediction_metrics(trajectory) == half
     assert prediction_metrics(example("arena", "Norland </answer> so"))["format"] == 0
     # All correct (Table 13): the whole set, and the answer too
     for text, right in (("Norland", 1), ("Sudria", 0)):
         numbers = prediction_metrics(example("arena", text))
         assert (numbers["exact_set"], numbers["all_correct"]) == (1, right)
     # without gold numbers relevance is left out, and not 0
-    question = dataclasses.replace(told.question, supporting=())
-    assert prediction_metrics(trajectory_from_text(question, told.text, "arena")) == answer
+    question = dataclasses.replace(trajectory.question, supporting=())
+    assert prediction_metrics(trajectory_from_text(question, trajectory.text, "arena")) == answer
     question = Question("q", "sum it up", ["the cat lay down"], task="summary")
     summary = "<summary> The cat sat down. </summary>"
     numbers = prediction_metrics(trajectory_from_text(question, summary, "arena_summary"))
@@ -277,9 +277,9 @@ def test_it_says_that_its_questions_are_those_of_training(written, tmp_path, cap
     for data, warned in (("q.jsonl", True), ("held_out.jsonl", False)):
         settings = Settings(protocol="r_search", data=data, model=model)
         Evaluation(settings, Options(out=str(written))).announce()
-        told = capsys.readouterr().out
-        assert told.splitlines()[-1].startswith(f"{model}: ")
-        assert ("warning: the model was trained on these questions" in told) == warned
+        output = capsys.readouterr().out
+        assert output.splitlines()[-1].startswith(f"{model}: ")
+        assert ("warning: the model was trained on these questions" in output) == warned
 
 
 def test_the_last_stage_is_evaluated_unless_one_is_named(trained, tmp_path):
@@ -405,10 +405,10 @@ def test_thoughts_have_tokens_of_their_own_and_are_no_part_of_the_answer(written
 
 def test_every_search_may_find_all_references_of_its_own_record():
     """ARENA 4.3: released checkpoints that search are shown the given references."""
-    found = [Document(str(i), "t", str(i)) for i in range(7)]
-    questions = [Question(str(n), "?", ["a"], references=tuple(found[n:])) for n in (0, 3)]
+    documents = [Document(str(i), "t", str(i)) for i in range(7)]
+    questions = [Question(str(n), "?", ["a"], references=tuple(documents[n:])) for n in (0, 3)]
     retriever = make_control("given", [], 0)
-    assert retriever.search(["x", "y"], 2, questions) == [found, found[3:]]
+    assert retriever.search(["x", "y"], 2, questions) == [documents, documents[3:]]
     with pytest.raises(InputError, match="--retriever given: question q has none"):
         retriever.search(["x"], 2, [Question("q", "?", ["a"])])
     settings = settings_of({"model": "m", "retriever": "given", "recipe": "r1_searcher"})
@@ -427,7 +427,7 @@ def test_passages_that_were_cut_are_a_column():
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, fragment",
     [
         ("--question 3", "did you mean --questions?"),
         ("--samples 0", "--samples 0: must be at least 1"),
@@ -450,7 +450,9 @@ def test_passages_that_were_cut_are_a_column():
         ("--recipe arena --references retrieved --model m --data {runs}/q", "the corpus is empty"),
     ],
 )
-def test_bad_input_is_one_line_before_a_model_is_loaded(words, said, tmp_path, capsys, monkeypatch):
+def test_bad_input_is_one_line_before_a_model_is_loaded(
+    words, fragment, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
     monkeypatch.setattr(evaluation, "build_search", lambda *_: None)
     monkeypatch.chdir(tmp_path)
@@ -459,18 +461,18 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(words, said, tmp_path, c
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
     arguments = words.format(runs=tmp_path).split()  # in an empty folder: nothing was trained
-    assert said.format(runs=tmp_path) in command_line(evaluation.main, arguments, capsys)
+    assert fragment.format(runs=tmp_path) in command_line(evaluation.main, arguments, capsys)
 
 
 def test_help_has_its_sections_and_looks_for_no_model(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", "eval.py --recipe r1_searcher --model none --help".split())
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for file in ("settings", "data", "rollout", "retriever", "other_models/llm", "eval"):
-        assert f"\n{file}.py:\n" in said
-    assert "--top_p" in said and "--lr" not in said and end.value.code == 0
-    assert "(8; by itself 4)" in said  # R1-Searcher's searches
+        assert f"\n{file}.py:\n" in output
+    assert "--top_p" in output and "--lr" not in output and end.value.code == 0
+    assert "(8; by itself 4)" in output  # R1-Searcher's searches
 
 
 def test_scoring_a_file_loads_no_torch(tmp_path):
@@ -496,8 +498,8 @@ def test_the_built_in_world_gives_so_many_held_out_questions_of_every_kind():
 
 
 def question_file(path, count=5) -> str:
-    found = {"references": [{"id": "1", "title": "t", "text": "x"}], "answers": ["a"]}
-    return write(path, [{"id": str(i), "question": f"{i} ?"} | found for i in range(count)])
+    fields = {"references": [{"id": "1", "title": "t", "text": "x"}], "answers": ["a"]}
+    return write(path, [{"id": str(i), "question": f"{i} ?"} | fields for i in range(count)])
 
 
 def test_of_a_file_questions_are_drawn_with_the_seed_or_the_first_and_zero_takes_all(tmp_path):
@@ -526,11 +528,11 @@ def test_retrieved_references_stand_in_the_place_of_the_given_ones(retriever, te
     files["corpus"] = write(tmp_path / "c.jsonl", corpus)
     settings = Settings(protocol="arena", documents_per_search=1, retriever=retriever, **files)
     options = dataclasses.replace(OPTIONS, references="retrieved")
-    (found,) = evaluation_questions(settings, options)[0]["q"]
-    assert [document.text for document in found.references] == [text]
+    (result,) = evaluation_questions(settings, options)[0]["q"]
+    assert [document.text for document in result.references] == [text]
     # which of them are gold is not known
-    assert found.supporting == () and {"relevance", "all_correct"}.isdisjoint(
-        prediction_metrics(arena(found))
+    assert result.supporting == () and {"relevance", "all_correct"}.isdisjoint(
+        prediction_metrics(arena(result))
     )
     other = Evaluation(settings, options).made_with("v")
     assert other != Evaluation(settings, OPTIONS).made_with("v")
@@ -616,18 +618,18 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
     monkeypatch.setattr(evaluation, "rollout", third_time_interrupted)
     with pytest.raises(SystemExit) as end:
         sampled("p.jsonl")
-    said = capsys.readouterr().out.splitlines()
-    assert end.value.code == 130 and f"finished predictions are in {out}" in said[-1]
+    output = capsys.readouterr().out.splitlines()
+    assert end.value.code == 130 and f"finished predictions are in {out}" in output[-1]
     assert calls == [(0, 0), (4, 8), (8, 16)]  # what was finished was written when the next began
     with open(out, "a") as file:
         file.write('{"id": "half a li')  # killed while it wrote
-    made, said = sampled("p.jsonl")
-    assert made == unbroken and "16 of 20 predictions exist: the evaluation continues" in said
+    made, output = sampled("p.jsonl")
+    assert made == unbroken and "16 of 20 predictions exist: the evaluation continues" in output
     assert calls[3:] == [(8, 16)]  # the third batch only was made again
     assert "20 of 20 predictions exist" in sampled("p.jsonl")[1] and len(calls) == 4
     # other settings: nothing of it counts, and nothing is lost
-    made, said = sampled("p.jsonl", "--seed", 1)
-    assert made != unbroken and "are kept as p.jsonl.old2" in said and len(calls) == 7
+    made, output = sampled("p.jsonl", "--seed", 1)
+    assert made != unbroken and "are kept as p.jsonl.old2" in output and len(calls) == 7
     assert out.with_name("p.jsonl.old2").read_bytes() == unbroken
 
 
@@ -690,11 +692,11 @@ def save_real_model(path, questions, family):
     both = []
     texts = [protocol.instruction, *protocol.tags * 3] * 20
     for q in questions:
-        texts += [q.question, *(found.text for found in q.references[:2])]
+        texts += [q.question, *(document.text for document in q.references[:2])]
     tokenizer = train_bpe(texts, vocab_size=600)
     for question in questions:
-        found = Document("", "who is it", question.references[0].text)
-        asked = dataclasses.replace(question, answers=["it"], references=(found,))
+        document = Document("", "who is it", question.references[0].text)
+        asked = dataclasses.replace(question, answers=["it"], references=(document,))
         both += traces(tokenizer, [asked]) + traces(tokenizer, [asked], search=False)
     sizes = small(hidden_size=64, intermediate_size=128, max_position_embeddings=1024)
     sizes |= {"tie_word_embeddings": True, "initializer_range": 0.1, "vocab_size": len(tokenizer)}
@@ -737,16 +739,16 @@ def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
         # stage 2 pays nothing for a search: often all rewards are 0
         assert stage == 2 or any(row["grad_norm"] > 0 for row in rows)
     run(f"--output_dir {runs} --run_name real --questions 3 --retriever {retriever}")
-    said = capsys.readouterr().out
-    assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in said
-    assert f"3 questions of {data.stem} (3 of each, drawn with the seed" in said
-    predictions = records_in(said.splitlines()[-1].removeprefix("predictions: "))
+    output = capsys.readouterr().out
+    assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in output
+    assert f"3 questions of {data.stem} (3 of each, drawn with the seed" in output
+    predictions = records_in(output.splitlines()[-1].removeprefix("predictions: "))
     assert len(predictions) == 3 and any(record["searches"] for record in predictions)
-    found = [record["metrics"] for record in predictions]
-    assert all(numbers["written"] > 0 for numbers in found)
-    shown = [numbers for numbers in found if numbers["successful"]]  # at most 60 tokens of them
+    metrics = [record["metrics"] for record in predictions]
+    assert all(numbers["written"] > 0 for numbers in metrics)
+    shown = [numbers for numbers in metrics if numbers["successful"]]  # at most 60 tokens of them
     assert shown and all(0 < numbers["shown"] <= 60 < numbers["retrieved"] for numbers in shown)
-    assert {record["hops"] for record in predictions} == {2} and "compression: " in said
+    assert {record["hops"] for record in predictions} == {2} and "compression: " in output
 
 
 CITING = """--recipe arena --questions_per_step 2 --group_size 4 --steps 2 --max_turn_tokens 40
@@ -778,8 +780,10 @@ def citing_model(tmp_path_factory, short_records):
     for number, question in itertools.product(range(1, 11), load_questions(short_records)):
         prompt = build_prompt(arena, question, tokenizer)
         analysis = "<analysis>it</analysis>" if number % 3 else ""  # a fault of format
-        told = f"<relevance>[{number}]</relevance>{analysis}<answer>{question.answers[0]}</answer>"
-        written.append(example_of(prompt, [(told, True)], tokenizer))
+        transcript = (
+            f"<relevance>[{number}]</relevance>{analysis}<answer>{question.answers[0]}</answer>"
+        )
+        written.append(example_of(prompt, [(transcript, True)], tokenizer))
     sizes = small(hidden_size=64, intermediate_size=128, max_position_embeddings=4096)
     sizes |= {"tie_word_embeddings": True, "initializer_range": 0.1}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -797,8 +801,8 @@ def test_arena_and_each_of_its_variants_take_two_steps_on_real_records(
     start = f"--model {citing_model} --output_dir {tmp_path} --run_name t {CITING}".split()
     start, data = [*start, "--variant", variant], short_records
     if variant.endswith("summaries"):
-        said = message(train.main, [*start, "--data", data])
-        assert "is of task qa: summaries, and they alone, are for" in said
+        output = message(train.main, [*start, "--data", data])
+        assert "is of task qa: summaries, and they alone, are for" in output
         asked = [dataclasses.replace(q, task="summary") for q in load_questions(data)]
         data = write(tmp_path / "summaries.jsonl", map(dataclasses.asdict, asked))
     with chat_server(lambda *_: "yes") as judge:

@@ -185,10 +185,6 @@ def test_the_table_has_the_published_figures(epsilon):
 def test_one_collapsed_logit_makes_k3s_gradient_a_thousand_times_too_long():
     logits, ref = kl.collapsed(10.0)
     assert 1000 < norm((logits, ref), kl.k3) < 2000
-    # By hand: its expected gradient is π − ref, and ref's likeliest token has lost nearly all its
-    # probability to the rest.
-    by_hand = (logits.softmax(-1) - ref.exp()).norm() / kl.kl_gradient(logits, ref).norm()
-    assert norm((logits, ref), kl.k3) == pytest.approx(by_hand.item())
 
 
 def test_k2_varies_less_than_k3_far_from_the_reference_and_more_near_it():

@@ -107,15 +107,15 @@ def gradient(theta, logits, advantages, mode: str) -> torch.Tensor:
 
 def bias(mode: str) -> float:
     """How far that is from the gradient under π_old, in its length: the mean of 20 worlds."""
-    found = []
+    result = []
     draw = torch.Generator().manual_seed(0)
     for _ in range(20):
         theta, noise = torch.randn(2, 4, 3, generator=draw)
         advantages = torch.randn(81, 1, generator=draw).expand(81, 4)  # of a sequence
         true = gradient(theta, theta, advantages, "")
         error = gradient(theta, theta + 0.3 * noise, advantages, mode) - true
-        found.append((error.norm() / true.norm()).item())
-    return fmean(found)
+        result.append((error.norm() / true.norm()).item())
+    return fmean(result)
 
 
 def test_weights_of_rows_are_unbiased_as_their_bound_grows_those_of_tokens_are_not(monkeypatch):
@@ -134,8 +134,8 @@ def test_a_run_corrects_where_another_distribution_samples_and_only_there(model,
     for (more, copy), mode in modes.items():
         settings = settings_for(model, tmp_path, more, sampling_copy=copy)
         assert build_state(settings).mismatch == mode
-    told = message(parse, "--mismatch token --mask_documents false".split())
-    assert told.startswith("--mismatch: documents were not sampled")
+    output = message(parse, "--mismatch token --mask_documents false".split())
+    assert output.startswith("--mismatch: documents were not sampled")
 
 
 def test_all_rows_are_weighted_before_the_first_update_and_the_figures_are_logged(
@@ -162,6 +162,6 @@ def test_how_much_likelier_better_answers_became_is_a_mean_over_rows_by_hand():
     change = [[9, 9], [0.2, -0.1], [5, 5], [-0.4, -0.1]]
     batch = SimpleNamespace(logprobs=torch.tensor(change), old_logprobs=torch.zeros(4, 2))
     batch.advantages = torch.tensor([[1, 1], [0.5, 0.5], [-1, -1], [2, -1]])
-    found = train.likelihood_later(batch, torch.tensor([0]))
-    assert found == {"likelihood_later": pytest.approx(-0.2)}
+    result = train.likelihood_later(batch, torch.tensor([0]))
+    assert result == {"likelihood_later": pytest.approx(-0.2)}
     assert train.likelihood_later(batch, torch.arange(4)) == {}  # a step of one update

@@ -75,20 +75,22 @@ def test_a_run_with_it_is_trained_logged_resumed_and_evaluated(own, model, tmp_p
     ],
 )
 def test_what_is_not_a_reward_is_one_line_before_a_model_is_loaded(own, text, fragment, capsys):
-    heard = command_line(train.main, ["--reward", own(text)], capsys)
-    assert heard.startswith("error: --reward ") and fragment in heard and "\n" not in heard.strip()
+    output = command_line(train.main, ["--reward", own(text)], capsys)
+    assert (
+        output.startswith("error: --reward ") and fragment in output and "\n" not in output.strip()
+    )
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
-    heard = command_line(train.main, ["--reward", f"{tmp_path}/no.py:mine"], capsys)
-    assert "no.py" in heard and "No such file" in heard
+    output = command_line(train.main, ["--reward", f"{tmp_path}/no.py:mine"], capsys)
+    assert "no.py" in output and "No such file" in output
     assert "unknown; one of" in command_line(train.main, ["--reward", "short"], capsys)
 
 
 def test_a_recipe_that_keeps_groups_by_the_answer_term_wants_one(own, capsys):
     given = ["--recipe", "when_to_search", "--reward", own(SHORT)]
-    said = command_line(train.main, given, capsys)
-    assert "mine.py:mine: the recipe keeps groups by the term `answer`" in said
+    output = command_line(train.main, given, capsys)
+    assert "mine.py:mine: the recipe keeps groups by the term `answer`" in output
     parse([*given, "--algorithm", "grpo"])
 
 

@@ -77,10 +77,10 @@ def same(value, text: str) -> bool:
 
 @pytest.mark.parametrize("name, stage", EVERYWHERE)
 def test_the_papers_numbers(name, stage):
-    found = resolve(name, stage, tiny=False)
+    settings = resolve(name, stage, tiny=False)
     words = NUMBERS[name, stage].split()
     for setting, number in zip(words[::2], words[1::2], strict=True):
-        assert same(getattr(found, setting), number), setting
+        assert same(getattr(settings, setting), number), setting
 
 
 ARENA = {  # variant -> what it sets otherwise: section 5.3, figure 3; appendices D.3 and H.2
@@ -99,8 +99,8 @@ ARENA["naive_summaries"] = ARENA["naive_grpo"] | ARENA["summaries"]  # table 9
 def test_arenas_variants():
     assert set(PAPERS["arena"].variants) == set(ARENA)
     for name, changes in ARENA.items():
-        found = resolve("arena", 1, tiny=False, given={"variant": name})
-        assert found == dataclasses.replace(resolve("arena", 1, False), variant=name, **changes)
+        settings = resolve("arena", 1, tiny=False, given={"variant": name})
+        assert settings == dataclasses.replace(resolve("arena", 1, False), variant=name, **changes)
 
 
 # Table 15, a row per backbone: UR² on math & QA, on choice, then Vanilla RL on math, QA, MMLU-Pro,
@@ -120,10 +120,10 @@ def test_ur2_s_backbones(backbone):
     runs += [("vanilla_rl", f"{backbone}_{run}") for run in RUNS]
     for (name, variant), number in zip(runs, steps, strict=False):
         last = max(PAPERS[name].stages)
-        found = resolve(name, last, False, {"variant": variant})
+        settings = resolve(name, last, False, {"variant": variant})
         batches = (128, 512) if backbone == "qwen_3b" else (64, 256)
-        assert (found.questions_per_step, found.trajectories_per_update) == batches
-        assert (found.steps, found.reward_variant) == (number, backbone)
+        assert (settings.questions_per_step, settings.trajectories_per_update) == batches
+        assert (settings.steps, settings.reward_variant) == (number, backbone)
     assert ("llama_8b_choice" in PAPERS["vanilla_rl"].variants) is False
     assert resolve("ur2_choice", 1, False).task_mixing > resolve("vanilla_rl", 1, False).task_mixing
     one = resolve("ur2", 1, False, {"variant": backbone, "difficulty": "level"})
@@ -133,8 +133,8 @@ def test_ur2_s_backbones(backbone):
 
 def test_ur2_s_ablations_are_variants():
     def chosen(recipe, variant, *names):
-        found = resolve(recipe, 1, False, {"variant": variant, "difficulty": "level"})
-        return tuple(getattr(found, name) for name in names)
+        settings = resolve(recipe, 1, False, {"variant": variant, "difficulty": "level"})
+        return tuple(getattr(settings, name) for name in names)
 
     # Table 6; Table 3, where other tags go with the missing stage 1 (C.2); Tables 6, 7 and 10
     assert chosen("ur2", "weak_stage1", "reward", "steps") == ("ur2_weak", 80)
@@ -182,8 +182,8 @@ def test_ur2_s_ablations_are_variants():
 )
 def test_checkpoints_saved_and_kept(recipe, variant, saved):
     for stage in record_of(recipe, variant).stages:
-        found, small = (resolve(recipe, stage, tiny, {"variant": variant}) for tiny in (0, 1))
-        assert (found.save_every, found.keep_checkpoints) == saved
+        result, small = (resolve(recipe, stage, tiny, {"variant": variant}) for tiny in (0, 1))
+        assert (result.save_every, result.keep_checkpoints) == saved
         assert (small.save_every, small.keep_checkpoints) == (10, 2)
 
 
@@ -198,8 +198,13 @@ def test_the_two_stages_of_when_to_search_are_its_500_steps():
 
 def test_ablations_of_when_to_search():
     def of(variant, stage=1):
-        found = check_settings(resolve("when_to_search", stage, False, {"variant": variant}))
-        return found.reward.rpartition("_")[2], found.beta, found.left_out, found.filter_by
+        settings = check_settings(resolve("when_to_search", stage, False, {"variant": variant}))
+        return (
+            settings.reward.rpartition("_")[2],
+            settings.beta,
+            settings.left_out,
+            settings.filter_by,
+        )
 
     # Table 2 and the three first of Table 4 are one run of 500 steps
     # 4.5's words for w/o stage one and stage two: ±1 there, the other stage as it is
@@ -275,10 +280,10 @@ def test_without_difficult_questions_medium_ones_stand_in_their_place():  # R1-S
 def test_search_r1_aligned():
     # R-Search section 4.2: the parameters of its own training, also in the evaluation (A.3, 4.3)
     words = NUMBERS["r_search", 1].split()
-    found = resolve("search_r1", 1, False, {"variant": "aligned"})
+    settings = resolve("search_r1", 1, False, {"variant": "aligned"})
     for setting, number in zip(words[::2], words[1::2], strict=True):
-        assert same(getattr(found, setting), number), setting
-    assert (found.protocol, found.reward) == ("search_r1", "search_r1")
+        assert same(getattr(settings, setting), number), setting
+    assert (settings.protocol, settings.reward) == ("search_r1", "search_r1")
     paper = record_of("search_r1", "aligned")
     assert paper.decoding == {"temperature": 0.1, "documents_per_search": 5}
     assert paper.punctuation == "delete" and paper.protocols == ("search_r1",)
@@ -440,18 +445,20 @@ ablate.run_arm("sixth", 0, "runs", "dev")
 
 def test_a_sixth_paper_is_three_insertions_and_every_command_knows_it(tmp_path):
     copy_with_a_sixth_paper(tmp_path, warm_up=3)
-    said = python(tmp_path, "-c", EVERY_COMMAND)
+    output = python(tmp_path, "-c", EVERY_COMMAND)
     assert changed(tmp_path) == set(SIXTH)
-    assert "A Librarian's Notes" in said  # papers
+    assert "A Librarian's Notes" in output  # papers
     folder = tmp_path / "runs" / "librarian-world0-seed0" / "stage1"
     assert [record["step"] for record in records_of(folder / "metrics.jsonl")] == [0, 1, 2]
     settings = json.loads((folder / "settings.json").read_text())
     assert (settings["protocol"], settings["algorithm"]) == ("librarian", "ppo")
-    assert said.count(f"{folder.relative_to(tmp_path)}/checkpoint-000003") >= 2  # both evaluations
+    assert (
+        output.count(f"{folder.relative_to(tmp_path)}/checkpoint-000003") >= 2
+    )  # both evaluations
     (predictions,) = (tmp_path / "runs" / "predictions").glob("librarian-*t0-bm25.jsonl")
     assert {record["kind"] for record in records_of(predictions)} == set(KINDS)
-    assert "model: runs/librarian-world0-seed0" in said  # ask
-    assert "not run" in said  # lab.ablate's table
+    assert "model: runs/librarian-world0-seed0" in output  # ask
+    assert "not run" in output  # lab.ablate's table
     arm = json.loads((tmp_path / "runs" / "sixth-world0" / "result.json").read_text())
     assert len(arm["curve"]["reward"]) == 1 and set(KINDS) < set(arm["eval"])
 

@@ -74,8 +74,8 @@ def test_chunked_logprobs_and_their_gradients_are_those_of_the_full_softmax(
     weights = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))  # [B, T]
     ours, plain = policy(tokens, 0.7), full_logprobs(policy, tokens, 0.7)  # [B, T]
     assert torch.allclose(ours, plain, atol=1e-5)
-    found, expected = (gradients(policy, (weights * x).sum()) for x in (ours, plain))
-    for one, other in zip(found, expected, strict=True):
+    result, expected = (gradients(policy, (weights * x).sum()) for x in (ours, plain))
+    for one, other in zip(result, expected, strict=True):
         # Processors add up in different orders: one without AVX-512 was 1.3e-6 apart.
         assert (one - other).abs().max() <= 1e-5 * max(1.0, other.abs().max().item())
 
@@ -121,14 +121,14 @@ def test_under_bf16_the_head_s_gradient_is_as_exact_of_many_chunks_as_of_one(chu
     hidden = torch.randn(640, 32)
     targets = torch.randint(0, 50, (640,))
     weights = torch.randn(640)
-    found = []
+    result = []
     for enabled in (False, True):
         head.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             (token_logprobs(hidden, head, targets) * weights).sum().backward()
-        found.append(head.weight.grad.clone())
-    assert found[1].dtype == torch.float32
-    assert (found[1] - found[0]).norm() < 6e-3 * found[0].norm()
+        result.append(head.weight.grad.clone())
+    assert result[1].dtype == torch.float32
+    assert (result[1] - result[0]).norm() < 6e-3 * result[0].norm()
 
 
 def test_logits_of_bf16_are_not_rounded_to_bf16():
@@ -142,8 +142,8 @@ def test_logits_of_bf16_are_not_rounded_to_bf16():
     exact = exact.gather(1, targets[:, None])[:, 0]  # [N]
     rounded = head(hidden).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert 0.015 < (rounded - exact).abs().mean() < 0.04
-    found = token_logprobs(hidden, head, targets)
-    assert found.dtype == torch.float32 and (found - exact).abs().max() < 1e-4
+    result = token_logprobs(hidden, head, targets)
+    assert result.dtype == torch.float32 and (result - exact).abs().max() < 1e-4
     model = SimpleNamespace(get_output_embeddings=lambda: head)
     with unrounded_logits(model):  # as slots sample
         logits = head(hidden[:, None])[:, 0]  # [N, V]
@@ -241,8 +241,10 @@ def test_gradient_checkpointing_changes_memory_and_no_gradient(saved):
 
 def test_a_missing_model_is_one_line(tmp_path):
     for path in (tmp_path, tmp_path / "nothing", "./nothing", "a/b/nothing"):
-        said = "there is no config.json" if path == tmp_path else "no such directory; give a saved"
-        with pytest.raises(InputError, match=said):
+        pattern = (
+            "there is no config.json" if path == tmp_path else "no such directory; give a saved"
+        )
+        with pytest.raises(InputError, match=pattern):
             load_policy(str(path))
     check_model_path("Qwen/Qwen2.5-3B")  # a hub name may well not be here yet
 
@@ -389,16 +391,6 @@ def test_all_processes_are_dealt_the_same_number_of_micro_batches(processes, bud
                 longest = max(max(lengths[row], 1) for row in cut.tolist())
                 assert len(cut) == 1 or len(cut) * longest <= budget
                 assert all(row % processes == rank for row in cut.tolist())
-
-
-def test_what_is_dealt_by_hand():
-    mask = torch.ones(5, 4)
-    dealt = [[cut.tolist() for cut in micro_batches(mask, 4, 2, rank)] for rank in (0, 1)]
-    assert dealt == [[[0], [2], [4]], [[1], [], [3]]]
-    # rows 0, 2, 4 of length 4 and 1, 3 of length 1: two micro-batches, and one that is halved
-    mask[1::2, 1:] = 0
-    dealt = [[cut.tolist() for cut in micro_batches(mask, 8, 2, rank)] for rank in (0, 1)]
-    assert dealt == [[[0, 2], [4]], [[1], [3]]]
 
 
 # ------------------------------------------------------------------------------------ the optimizer

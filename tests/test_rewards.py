@@ -47,13 +47,13 @@ CHOICE = Question("3", "Which tree?", ["B"], task="choice", options=("elm", "oak
 LONG = " ".join(["word"] * 21)
 
 
-def told(text, question=QA, protocol="r1_searcher"):
+def trajectory_of(text, question=QA, protocol="r1_searcher"):
     return trajectory_from_text(question, text, protocol)
 
 
-r1 = told
-rs = partial(told, protocol="r_search")
-when = partial(told, protocol="when_to_search")
+r1 = trajectory_of
+rs = partial(trajectory_of, protocol="r_search")
+when = partial(trajectory_of, protocol="when_to_search")
 
 
 def ur2(text, question=QA, fallbacks=(), may_search=True):
@@ -109,23 +109,6 @@ FAKED = "<|begin_of_documents|>\nAna Bell was born in Norland.\n<|end_of_documen
 
 def test_the_docstring_examples_are_true():
     assert doctest.testmod(rewards).failed == 0
-
-
-def test_the_file_shows_one_question_under_every_reward(capsys):
-    rewards.main()
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    table = {row[0]: list(map(float, row[1:])) for row in rows if row and row[0] in REWARDS}
-    assert set(table) == set(REWARDS)
-    # Norland after 0, 1 and 2 searches, the second a fallback, then Sudria. UR²: −1, 1 + 3, 1 + 4
-    # − 0.5, whatever the answer; 2 + 1 − 0.5
-    assert table["ur2_stage1"] == [-1, 4, 4.5] * 2
-    assert table["ur2_stage2"] == [3, 3, 2.5, 1, 1, 0.5]
-    # a half for the search, a half for the format; R-Search: 1 + 1 + 0.4; 1 + 0 + 1 − 0.3 a search
-    assert table["r1_searcher_stage1"] == [0.5, 1, 1] * 2
-    assert table["r_search"] == [1.4, 2.4, 2.4, 0.4, 1.4, 1.4]
-    assert table["when_to_search_stage2"] == [2, 1.7, 1.4, 0, 0, 0]
-    # cites none, one, both: 1 + 1 + (0, 0.5, 1), and 10 for all three
-    assert table["arena"] == [2, 2.5, 13, 1, 1.5, 2]
 
 
 # -------------------------------------------------------------------------------------- UR² by hand
@@ -355,7 +338,7 @@ def test_queries_refused_for_the_limit_count_as_queries_and_the_tags_are_the_pro
     trajectory.rejected_queries.append(RejectedQuery("limit", "one more"))
     assert ur2_violations(trajectory) == ["too_many_queries"]
     assert count_valid_searches(trajectory) == 4
-    faked = told("<information> Norland " + BOX, protocol="ur2_search")
+    faked = trajectory_of("<information> Norland " + BOX, protocol="ur2_search")
     assert ur2_violations(faked) == ["written_documents"]
 
 
@@ -462,11 +445,11 @@ def test_r_search_without_evidence_pays_the_answer_and_its_box_alone():
     """Section 5.2: the evidence reward and its share of r_f are off, and the box is not asked for:
     r = r_α + γ_α · A, with a search and without.
     """
-    plain = partial(told, protocol="r_search_plain")
+    plain = partial(trajectory_of, protocol="r_search_plain")
     partly = ANSWER.replace("Norland", "Kelmouth, Norland")  # F1 = 2/3
     for text in (observed() + partly, partly):
-        found = r_search(plain(text), "Norland", evidence_reward=False)
-        assert found == pytest.approx({"answer": 2 / 3, "evidence": 0.0, "format": 0.2})
+        result = r_search(plain(text), "Norland", evidence_reward=False)
+        assert result == pytest.approx({"answer": 2 / 3, "evidence": 0.0, "format": 0.2})
         assert rewards.r_search_format(plain(text))
     assert total(r_search(plain("Norland"), evidence_reward=False)) == 0.0  # γ_e is no gift
     assert not rewards.r_search_format(plain(ANSWER * 2))
@@ -480,9 +463,9 @@ def test_r_searchs_equations_with_numbers():
     # 2 · 1 / (1 + 2) = 2/3; eq. 5, searched, E = 1, A = 1: 0.4; eq. 6: their sum
     who = Question("1", "Who?", ["Ana Bell"])
     answer = "<answer> Ana Maria Bell </answer>"
-    found = r_search(rs(observed() + EVIDENCE + answer, who), "Bell")
-    assert found == pytest.approx({"answer": 0.8, "evidence": 2 / 3, "format": 0.4})
-    assert total(found) == 0.8 + 2 / 3 + 0.4
+    result = r_search(rs(observed() + EVIDENCE + answer, who), "Bell")
+    assert result == pytest.approx({"answer": 0.8, "evidence": 2 / 3, "format": 0.4})
+    assert total(result) == 0.8 + 2 / 3 + 0.4
     # no yes/no rule in eq. 3: "yes they are" for "yes" is 2 · 1 / (3 + 1)
     yes = rs("<answer> yes they are </answer>", Question("1", "?", ["yes"]))
     assert r_search(yes)["answer"] == 0.5
@@ -512,10 +495,14 @@ def test_r1_searchers_n_has_no_limit_of_words():
 
 def test_search_r1_pays_exact_match_and_nothing_else():
     answers = ["norland.", "Nor-land", "Kelmouth, Norland", "Norland </answer><answer> Sudria"]
-    made = [told(ANSWER.replace("Norland", answer), protocol="search_r1") for answer in answers]
+    made = [
+        trajectory_of(ANSWER.replace("Norland", answer), protocol="search_r1") for answer in answers
+    ]
     # punctuation is deleted: "norland" twice; then too much; then the last of two
     assert [search_r1(t)["answer"] for t in made] == [1.0, 1.0, 0.0, 0.0]
-    assert set(search_r1(told(THINK + asked(reflect=False), protocol="search_r1"))) == {"answer"}
+    assert set(search_r1(trajectory_of(THINK + asked(reflect=False), protocol="search_r1"))) == {
+        "answer"
+    }
     assert search_r1(example("search_r1", searches=0)) == search_r1(example("search_r1"))
 
 
@@ -523,14 +510,14 @@ def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_unders
     # "Spider-Man" is "spiderman" where it is removed and "spider man" where it becomes a blank
     spider = Question("1", "?", ["Spider-Man"])
     answer = "<answer> spiderman </answer>"
-    found = r_search(rs(observed() + EVIDENCE + answer, spider), "SpiderMan")
-    assert (found["answer"], found["evidence"]) == (1.0, 1.0)
+    result = r_search(rs(observed() + EVIDENCE + answer, spider), "SpiderMan")
+    assert (result["answer"], result["evidence"]) == (1.0, 1.0)
     assert r_search(rs("<answer> spider man </answer>", spider))["answer"] == 0.0
     assert when_to_search_stage1(when(THINK + answer, spider))["answer"] == 1.0
     for answer, paper, code in (("spider man", 0, 1), ("spiderman", 1, 0), ("Spider_Man", 0, 1)):
-        told = ar(sections(answer=answer), gold="Spider-Man")
-        found = [score(told, reward)["answer"] for reward in ("arena", "arena_code")]
-        assert found == [paper, code]
+        trajectory = ar(sections(answer=answer), gold="Spider-Man")
+        result = [score(trajectory, reward)["answer"] for reward in ("arena", "arena_code")]
+        assert result == [paper, code]
 
 
 def test_evidence_support_is_the_share_of_its_words_that_were_read():
@@ -619,12 +606,6 @@ def test_eq_12_adds_the_three_terms_up():
     # out of order: the format alone changes, by 2 (eq. 6)
     out = THINK + REFLECT + asked("ana bell birthplace") + asked("ana town seat") + ANSWER
     assert value(when_to_search_stage2(when(out))) == pytest.approx(-1 - 1 / 3 + 1 - 0.6)
-
-
-def test_what_the_formula_itself_pays_four_different_junk_queries():
-    # stage 1, wrong: format 1, avg_sim 0, −1 + 0.3 · 4
-    text = THINK + "".join(map(asked, ("zab", "zac", "zad", "zae"))) + WRONG
-    assert value(when_to_search_stage1(when(text))) == pytest.approx(1.2)
 
 
 @pytest.mark.parametrize("tags", [when, ar])
@@ -774,14 +755,14 @@ ANSWERS = {"June 16": (0, 0.8, 0), "June 16, 1874": (1, 1, 1), "on June 16, 1874
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_every_sum_of_arenas_terms_by_hand(answer, cited, in_format, number, metric):
     # R = R_format + R_accuracy + R_relevance + R_bonus (3.3): 13 only if the three are 1
-    told = ar(sections(cited, answer=answer) + ("" if in_format else " done"))
+    trajectory = ar(sections(cited, answer=answer) + ("" if in_format else " done"))
     terms = [in_format, ANSWERS[answer][number], CITATIONS[cited]]
     expected = sum(terms) + 10 * (terms == [1, 1, 1])
-    assert total(score(told, "arena", answer_metric=metric)) == expected
+    assert total(score(trajectory, "arena", answer_metric=metric)) == expected
     for verdict in (True, False):  # a judge's goes before the metric
         terms[1] = verdict
         expected = sum(terms) + 10 * (terms == [1, 1, 1])
-        assert total(score(told, "arena", extras=Extras(correct=verdict))) == expected
+        assert total(score(trajectory, "arena", extras=Extras(correct=verdict))) == expected
 
 
 @pytest.mark.parametrize(
@@ -826,7 +807,7 @@ def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
 def test_arenas_format_is_three_sections_and_white_space(text, good):
     assert arena(ar(text))["format"] == float(good)
     # thinking of its own goes before the sections under one protocol, and does not cost there
-    apart = told(text, protocol="arena_thinking")
+    apart = trajectory_of(text, protocol="arena_thinking")
     assert rewards.arena_format(apart) == (good or text.startswith("<think>"))
     # the answer counts whether or not the format holds
     if "1874" in text and not good and text.count("<answer>") == 1:
@@ -846,8 +827,8 @@ def test_arena_scores_show_how_exact_the_cited_set_is():
 
 def test_a_summary_earns_its_mean_rouge_and_from_a_fifth_on_the_bonus():
     def paid(text, **cited):
-        told = sections(**cited, answer=text).replace("answer>", "summary>")
-        return list(arena(ar(told, gold="the cat lay down", task="summary")).values())
+        summary = sections(**cited, answer=text).replace("answer>", "summary>")
+        return list(arena(ar(summary, gold="the cat lay down", task="summary")).values())
 
     # words 3/4, pairs 1/3, subsequence 3/4: (0.75 + 0.3333 + 0.75) / 3 = 0.6111
     assert paid("The cat sat down.") == pytest.approx([1, 11 / 18, 1, 10])
@@ -953,8 +934,8 @@ def test_what_a_reward_needs_can_be_switched_off():
     ],
 )
 def test_a_reward_that_its_protocol_cannot_be_paid_is_one_line_with_both_flags(reward, protocol):
-    said = f"--reward {reward} and protocol {protocol} do not go together: .*{protocol}"
-    with pytest.raises(InputError, match=said) as error:
+    pattern = f"--reward {reward} and protocol {protocol} do not go together: .*{protocol}"
+    with pytest.raises(InputError, match=pattern) as error:
         check_reward(given(reward=reward, protocol=protocol))
     assert "\n" not in str(error.value)
 
@@ -964,8 +945,8 @@ def test_a_price_that_lets_a_wrong_answer_win_is_refused_where_it_is_paid():
     searching = {"reward": "when_to_search_stage2", "protocol": "when_to_search"}
     check_reward(given(**searching, beta=0.3, max_searches=6))  # 1.8
     for beta, searches, price in ((0.5, 4, 2), (0.3, 7, 2.1), (2.0, 1, 2)):
-        said = f"--beta {beta} times --max_searches {searches} is {price}: it must stay below 2"
-        with pytest.raises(InputError, match=said):
+        pattern = f"--beta {beta} times --max_searches {searches} is {price}: it must stay below 2"
+        with pytest.raises(InputError, match=pattern):
             check_reward(given(**searching, beta=beta, max_searches=searches))
 
 
@@ -1009,28 +990,8 @@ def test_a_question_without_what_the_reward_reads_is_one_line(reward, question, 
 # --------------------------------------------------------------------- orderings the papers rely on
 
 
-@pytest.mark.parametrize("variant", ["qwen_7b", "qwen_3b", "llama_8b"])
-def test_one_valid_query_beats_none_and_two_are_not_worse(variant):
-    none, one, two = (value(ur2_stage1(ur2(search() * n + BOX), variant)) for n in range(3))
-    assert none < one <= two
-    assert (one < two) is (variant != "llama_8b")  # Llama gets the same 3 for both
-    # and a fallback costs less than a first search earns
-    failed = value(ur2_stage1(ur2(search() + BOX, fallbacks=[0]), variant))
-    assert none < failed < one
-
-
 @pytest.mark.parametrize("n", range(5))
-def test_right_beats_wrong_at_every_number_of_searches(n):
-    right = search() * n + "\\boxed{Norland}"
-    wrong = search() * n + "\\boxed{Sudria}"
-    assert value(ur2_stage2(ur2(right))) > value(ur2_stage2(ur2(wrong)))
-    assert value(ur2_choice(ur2(right), 0)) > value(ur2_choice(ur2(wrong), 0))
-    right = r1(search() * n + CLOSE)
-    wrong = r1(search() * n + WRONG_CLOSE)
-    assert value(r1_searcher_stage2(right)) > value(r1_searcher_stage2(wrong))
-    looked = "".join(map(observed, QUERIES[:n])) + (EVIDENCE if n else "")
-    assert value(r_search(rs(looked + ANSWER))) > value(r_search(rs(looked + WRONG)))
-    # When to Search: than wrong after any other number of searches too
+def test_right_beats_wrong_after_any_number_of_searches(n):
     right = when(THINK + ("".join(map(asked, QUERIES[:n])) or REFLECT) + ANSWER)
     for m in range(5):
         wrong = when(THINK + ("".join(map(asked, QUERIES[:m])) or REFLECT) + WRONG)
@@ -1100,7 +1061,7 @@ def test_an_answer_that_only_the_prompt_gives_earns_nothing():
         assert r1_searcher_stage2(r1("so</think>", asked)) == {"answer": 0.0, "format": -2.0}
         assert total(r_search(rs("I do not know.", asked), "Norland")) == 0.2  # for not searching
         assert when_to_search_stage1(when("I do not know.", asked))["answer"] == -1.0
-        assert total(arena(told("I do not know.", asked, "arena"))) == 0.0
+        assert total(arena(trajectory_of("I do not know.", asked, "arena"))) == 0.0
 
 
 def test_what_a_document_says_costs_nothing():
@@ -1228,8 +1189,10 @@ def golden_ur2(index, row):
         return ur2_stage1(trajectory, variant)
     if settings["stage"] == "mcq":
         return ur2_choice(trajectory, settings.get("step", 0), variant)
-    said = settings.get("judge_says")
-    return ur2_stage2(trajectory, judge=(lambda question, answer: VERDICTS[said]) if said else None)
+    verdict = settings.get("judge_says")
+    return ur2_stage2(
+        trajectory, judge=(lambda question, answer: VERDICTS[verdict]) if verdict else None
+    )
 
 
 def golden(index, row):
@@ -1299,6 +1262,6 @@ def test_a_published_transcript_of_search_r1_is_read_and_paid():
     if not path.exists():
         pytest.skip(f"no {path}")
     text = path.read_text(encoding="utf-8").rpartition("<|im_start|>assistant\n")[2]
-    row = told(text, Question("1", "?", ["SA node", "Sinoatrial SA Node"]), "search_r1")
+    row = trajectory_of(text, Question("1", "?", ["SA node", "Sinoatrial SA Node"]), "search_r1")
     assert [search.query for search in row.searches] == ["origin of heart's electrical impulses"]
     assert search_r1(row) == {"answer": 1.0}  # "sinoatrial (SA) node", brackets deleted

@@ -257,9 +257,9 @@ def test_a_ppo_step_starts_from_what_the_critic_said_before_it(built):
     assert torch.equal(first.returns, first.rewards[:, None] * first.response_mask)
     torch.nn.init.normal_(state.critic.head.weight, generator=torch.Generator().manual_seed(0))
     batch = prepare(state, rollouts, 0)
-    said = compute_values(state, batch)
-    assert said.abs().max() > 0.1 and torch.equal(batch.values, said)
-    errors = (batch.returns - said)[mask]  # the advantages before whitening
+    values = compute_values(state, batch)
+    assert values.abs().max() > 0.1 and torch.equal(batch.values, values)
+    errors = (batch.returns - values)[mask]  # the advantages before whitening
     white = (errors - errors.mean()) / errors.std()
     torch.testing.assert_close(batch.advantages[mask], white, atol=1e-4, rtol=1e-4)
     assert train.critic_metrics(batch).keys() == {"explained_variance"}
@@ -284,24 +284,18 @@ def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp_baseline"])
-@pytest.mark.parametrize("amounts", [[0.7] * 4, [1.0, 0.0, 0.0, 0.0]])
-def test_equal_rewards_leave_the_weights_and_a_better_answer_becomes_likelier(
-    amounts, algorithm, built, run, pay, monkeypatch
-):
+def test_a_better_answer_becomes_likelier(algorithm, built, run, pay, monkeypatch):
     state = built(f"--steps 1 --lr 1e-4 --algorithm {algorithm}")
-    pay(amounts)
+    pay([1.0, 0.0, 0.0, 0.0])
     rollouts = collect(state, 0)
-    before = weights_of(state.policy)
     monkeypatch.setattr(train, "sample_draw", lambda *_: rollouts.trajectories)
     batch = prepare(state, rollouts, 0)
     (record,) = run(state)
     lengths = batch.response_mask.sum(1)  # the loss is a mean over each trajectory's tokens
     gain = (compute_logprobs(state, state.policy, batch) - batch.old_logprobs).sum(1) / lengths
-    equal = amounts[0] == 0.7
-    assert same(before, weights_of(state.policy)) == (record["grad_norm"] == 0) == equal
-    assert record["frac_reward_zero_std"] == (1 if equal else 0.5)
-    # By how much, not each for itself: two samples of one question share most of their words.
-    assert equal or gain[0] > gain[1]
+    assert record["frac_reward_zero_std"] == 0.5
+    # The gains are compared: two samples of one question share most of their words.
+    assert gain[0] > gain[1]
 
 
 def test_a_run_that_samples_from_a_copy_scores_again_and_reports_the_gap(built, run):
@@ -445,12 +439,12 @@ def take_step(settings: Settings, batch: Batch, out: Path) -> None:
     with mock.patch.object(train, "compute_rewards", by_place):  # one process scores for all
         rollouts = collect(state, 0)
     asked = [t.question.id for t in rollouts.trajectories]
-    found = train.evaluate(state)
+    result = train.evaluate(state)
     state.accelerator.wait_for_everyone()
     if state.accelerator.is_main_process:
         kept = [asked[row] for row in rollouts.kept]
         count = state.accelerator.num_processes
-        torch.save((steps, scored, totals, kept, asked, found, count), out)
+        torch.save((steps, scored, totals, kept, asked, result, count), out)
 
 
 def take_unclipped_step(*arguments) -> None:
@@ -478,8 +472,8 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypa
     take_step(settings, batch, tmp_path / "one.pt")
     in_two_processes(take_unclipped_step, settings, batch, tmp_path / "two.pt")
     one, two = (torch.load(tmp_path / name) for name in ("one.pt", "two.pt"))
-    steps, scored, totals, kept, asked, found, _ = one
-    assert two[3:] == (kept, asked, found, 2) and found["eval/queries"] > 0
+    steps, scored, totals, kept, asked, result, _ = one
+    assert two[3:] == (kept, asked, result, 2) and result["eval/queries"] > 0
     assert len(asked) > len(kept) if algorithm == "dapo" else len(asked) == len(kept) == 8
     assert max(step.abs().max() for step in steps) > 1e-3
     torch.testing.assert_close(two[0], steps, atol=2e-6, rtol=0)
@@ -502,7 +496,7 @@ def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    "more, told",
+    "more, fragment",
     [
         ("--stage 1,2 --resume", "--stage 1,2 begins both anew: give one stage"),
         ("--stage 1,x", "argument --stage: invalid int value: 'x'"),
@@ -512,5 +506,5 @@ def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, ca
         ),
     ],
 )
-def test_what_several_stages_cannot_mean_is_one_line(more, told, model, tmp_path, capsys):
-    assert told in command_line(train.main, flags(model, tmp_path, more), capsys)
+def test_what_several_stages_cannot_mean_is_one_line(more, fragment, model, tmp_path, capsys):
+    assert fragment in command_line(train.main, flags(model, tmp_path, more), capsys)
