@@ -9,7 +9,8 @@ Difficulty is measured once, before training: the mean score of K rollouts of th
 may have shares of its own, as math has 1 : 1 : 1 in UR² (C.5):
 "math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1". Dropped questions are dealt only if
 `buckets` names them, because groups that always fail teach nothing; UR²'s stage 1 trains on exactly
-those of math ("math:dropped=1", C.7). Left out: measuring difficulty again while training.
+those of math ("math:dropped=1", C.7).
+Left out: measuring difficulty again while training.
 """
 
 import functools
@@ -82,19 +83,17 @@ def bucket_of_mean(scores: Sequence[float]) -> str:
 
 def read_difficulty(path: str | Path, questions: Questions) -> dict[str, str]:
     """Returns {id: bucket} from a difficulty file, or for "level" from the levels in the data."""
-    buckets = {}
     if str(path) == "level":
-        for question in questions:
-            if question.level in LEVELS:
-                buckets[question.id] = LEVELS[question.level]
+        buckets = {q.id: LEVELS[q.level] for q in questions if q.level in LEVELS}
     elif not Path(path).exists():
         raise InputError(
             f"--difficulty {path}: no such file: `python -m lab.difficulty --out {path}` writes it"
         )
     else:
-        for record in load_difficulty(path):
-            name = record.get("bucket")
-            buckets[record["id"]] = name or bucket_of_mean(record["scores"])
+        buckets = {
+            record["id"]: record.get("bucket") or bucket_of_mean(record["scores"])
+            for record in load_difficulty(path)
+        }
     missing = [question.id for question in questions if question.id not in buckets]
     if missing:
         raise InputError(

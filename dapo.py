@@ -10,10 +10,11 @@ GRPO's advantage, A_i = (r_i − mean_group) / (std_group + 1e-6), and four depa
 
 Departure 2 compares correctness, because rewards of several terms are almost never equal in a
 group. Overlong trajectories count as wrong there, and count in the mean and std of their group. A
-KL is added where GRPO adds it. Source: Yu et al. 2025, sections 3.1 to 3.4, in this order. Left
-out: the soft penalty for long answers (section 3.4; none of the five papers uses it), and sampling
-until the batch is full: after `max_resample` more draws the batch stays smaller, and a step without
-a group is skipped (train.py).
+KL is added where GRPO adds it.
+Source: Yu et al. 2025, sections 3.1 to 3.4, in this order.
+Left out: the soft penalty for long answers (section 3.4; none of the five papers uses it), and
+sampling until the batch is full: after `max_resample` more draws the batch stays smaller, and a
+step without a group is skipped (train.py).
 """
 
 import torch
@@ -32,14 +33,6 @@ def informative_groups(correct: Tensor, group_size: int) -> Tensor:
     return ~equal.repeat_interleave(group_size)  # [B]  departure 2
 
 
-def trained_mask(batch) -> Tensor:
-    """Returns ppo.trained_tokens [B, T] without the overlong trajectories."""
-    mask = ppo.trained_tokens(batch)  # [B, T]
-    if batch.overlong is None:
-        return mask
-    return ppo.model_only(mask, ~batch.overlong[:, None])  # [B, T]  departure 4
-
-
 # ------------------------------------------------------------------------------------ the interface
 compute_advantages = grpo.compute_advantages
 compute_loss = grpo.compute_loss  # departure 1: clip_low < clip_high
@@ -49,7 +42,9 @@ def compute_token_weights(batch, settings) -> Tensor:
     """Returns weights [B, T] for the global batch of one update; their sum is 1, or 0 if all rows
     are overlong. With a mean per trajectory first it would not be DAPO.
     """
-    mask = trained_mask(batch)  # [B, T]
+    mask = ppo.trained_tokens(batch)  # [B, T]
+    if batch.overlong is not None:
+        mask = ppo.model_only(mask, ~batch.overlong[:, None])  # [B, T]  departure 4
     if settings.loss_aggregation == "question":
         return ppo.question_weights(mask, batch.questions)  # [B, T]
     return ppo.token_weights(mask)  # [B, T]  departure 3

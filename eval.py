@@ -17,12 +17,11 @@ written batch by batch; after an interrupt the same command continues. A model t
 thoughts N tokens of their own and removes them before scoring.
 """
 
-import dataclasses
 import hashlib
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from errors import FlagParser, InputError, check_output, prepare_command, run_main, setting
@@ -93,7 +92,7 @@ def read_flags(
     add_flags(parser, ASKING, named_in(arguments), "eval")
     add_flags(parser, (kind,), kind(), "eval")
     given = vars(parser.parse_args(arguments))
-    chosen = {f.name: given.pop(f.name, f.default) for f in dataclasses.fields(kind)}
+    chosen = {f.name: given.pop(f.name, f.default) for f in fields(kind)}
     return given, kind(**chosen)
 
 
@@ -192,7 +191,7 @@ class Evaluation:
     """Questions, documents, a model, and the file for the predictions."""
 
     def __init__(self, settings: Settings, options: Options):
-        self.settings = dataclasses.replace(settings, group_size=options.samples)
+        self.settings = replace(settings, group_size=options.samples)
         self.options = options
         self.out = Path(options.out or default_out(settings, options))
         self.datasets, self.documents = evaluation_questions(settings, options)
@@ -288,7 +287,7 @@ class Evaluation:
 
     def made_with(self, version: str) -> dict:
         """Returns what the predictions depend on: settings, weights, questions and documents."""
-        made = dataclasses.asdict(self.settings)
+        made = asdict(self.settings)
         # Predictions do not depend on these:
         for name in ("run_name", "output_dir", "served", "judge", "reader", "timeout"):
             del made[name]
@@ -345,7 +344,7 @@ def settings_of(given: dict) -> Settings:
         changes["task_searches"] = ""
     if given.get("retriever") == "given":
         changes["document_tokens"] = GIVEN_TOKENS
-    return dataclasses.replace(settings, **(changes | given | {"model": model}))
+    return replace(settings, **(changes | given | {"model": model}))
 
 
 def paper_decoding(settings: Settings) -> dict:
@@ -361,7 +360,7 @@ def room_to_think(settings: Settings, tokens: int) -> Settings:
     """Adds `tokens` to every limit of a turn: 512 and math=3072 with 100 become 612 and 3172."""
     by_task = re.sub(r"\d+", lambda limit: str(int(limit[0]) + tokens), settings.turn_tokens)
     limit = settings.max_turn_tokens + tokens
-    return dataclasses.replace(settings, max_turn_tokens=limit, turn_tokens=by_task)
+    return replace(settings, max_turn_tokens=limit, turn_tokens=by_task)
 
 
 def last_checkpoint(given: dict) -> str:
@@ -463,7 +462,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings, options = parse(sys.argv[1:] if arguments is None else arguments)
     temperatures = (1.0, 0.0) if options.decoding == "both" else (settings.temperature,)
     for temperature in temperatures:
-        run(dataclasses.replace(settings, temperature=temperature), options)
+        run(replace(settings, temperature=temperature), options)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@
     total = mean over the tokens of each trajectory, then over trajectories ("sequence")
 
 A reward of NaN is unknown, because a search of that trajectory failed. It is left out of the
-group's mean and std, and the advantage is 0; so it is in a group with fewer than two known rewards.
+group's mean and std, and the advantage is 0. All advantages of a group with fewer than two known
+rewards are 0.
 
 Source: DeepSeekMath (Shao et al. 2024) eq. 3 and section 4.1.2. R-Search uses GRPO; ARENA uses it
 with k2 in place of k3. Departures: a trajectory without a model token does not count in the mean;
-k2 is multiplied by the ratio. Left out: process rewards (section 4.1.3) and the iterative renewal
-of the reference.
+k2 is multiplied by the ratio.
+Left out: process rewards (section 4.1.3) and the iterative renewal of the reference.
 
 An algorithm is a module with three functions, which the training loop calls in this order:
 

@@ -16,8 +16,8 @@ k'(d) ∇log π; and ∇KL(π‖ref) = E_π[d ∇log π].
 A good estimator of the value need not be a good loss. In the reward, k1 is multiplied by ∇log π:
 E_π[d ∇log π], the right gradient again.
 
-Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath eq. 4 is k3; ARENA chooses
-k2 for its lower variance, which it has only far from the reference.
+Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath eq. 4 is k3; ARENA chooses k2
+for its lower variance, which it has only far from the reference.
 Left out: the KL over the whole vocabulary, and, for k2 and k3, the effect of a token on the KL of
 later tokens (k1 in the reward includes it). `python kl.py` checks these claims by enumeration.
 """

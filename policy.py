@@ -14,19 +14,18 @@ and Adam's moments 8 bits.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import importlib.util
 import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AttentionInterface,
@@ -62,8 +61,8 @@ DEFAULTS = PolicySettings()
 
 # -------------------------------------------------------------------------------------- log-probs
 def token_logprobs(
-    hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, temperature: float = 1.0
-) -> torch.Tensor:
+    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float = 1.0
+) -> Tensor:
     """Returns log softmax(head(hidden) / τ) at `targets`: hidden [N, H], targets [N] -> [N].
 
     Worked: logits (0, ln 3), target 1, τ = 1 -> ln 3 − ln 4 = −0.2877.
@@ -87,7 +86,7 @@ def unrounded_logits(model):
     """Within this context a bf16 head returns fp32 logits."""
     head = model.get_output_embeddings()
 
-    def forward(hidden: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
+    def forward(hidden: Tensor) -> Tensor:  # [..., H] -> [..., V]
         return fp32_product(hidden.flatten(0, -2), head.weight.T).unflatten(0, hidden.shape[:-1])
 
     if is_matrix(head) and head.weight.dtype == torch.bfloat16:
@@ -145,7 +144,7 @@ def chunk_rows(vocab: int, device: str) -> int:
     return max(1, CHUNK_LOGITS.get(device, 2**24) // vocab)
 
 
-def chunks_of_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float):
+def chunks_of_logits(hidden: Tensor, weight: Tensor, temperature: float):
     """Yields (slice, fp32 logits / τ [n, V]) per chunk; fp32 chunks overwrite each other."""
     rows = chunk_rows(len(weight), hidden.device.type)
     exact = hidden.dtype == torch.float32
@@ -160,7 +159,7 @@ def chunks_of_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: fl
             yield cut, logits.div_(temperature)
 
 
-def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def fp32_product(a: Tensor, b: Tensor) -> Tensor:
     """Returns a b without rounding to bf16: a GPU sums bf16 products in fp32 anyway, and rounded
     logits change a log-prob by 0.025 on average.
     """
@@ -201,7 +200,7 @@ class Policy(nn.Module):
     def config(self):
         return self.language_model.config
 
-    def sharing(self, tokens: torch.Tensor) -> torch.Tensor | None:
+    def sharing(self, tokens: Tensor) -> Tensor | None:
         """Returns the tokens by which `micro_batches` groups rows with the same prompt; None if the
         model's family cannot be packed.
         """
@@ -213,7 +212,7 @@ class Policy(nn.Module):
         mixed = mixed and any(p.dtype == torch.float32 for p in self.parameters())
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed, cache_enabled=keep)
 
-    def forward(self, tokens: torch.Tensor, temperature=1.0, mask=None) -> torch.Tensor:
+    def forward(self, tokens: Tensor, temperature=1.0, mask=None) -> Tensor:
         """Maps right-padded tokens [B, L] to fp32 log-probs [B, T] of tokens[:, 1:], 0 where mask
         is 0.
         """
@@ -422,44 +421,44 @@ class Batch:
     failed search has the reward NaN and a mask of zeros: it only keeps its group complete.
     """
 
-    tokens: torch.Tensor  # [B, L]
-    response_mask: torch.Tensor  # [B, T]
-    old_logprobs: torch.Tensor  # [B, T]
-    rewards: torch.Tensor  # [B]
+    tokens: Tensor  # [B, L]
+    response_mask: Tensor  # [B, T]
+    old_logprobs: Tensor  # [B, T]
+    rewards: Tensor  # [B]
     group_size: int
-    ref_logprobs: torch.Tensor | None = None  # [B, T]
-    advantages: torch.Tensor | None = None  # [B, T]
-    token_weights: torch.Tensor | None = None  # [B, T]
-    questions: torch.Tensor | None = None  # [B]  the number of the row's question in its step
-    overlong: torch.Tensor | None = None  # [B] bool: truncated without an answer
-    values: torch.Tensor | None = None  # [B, T]  of the state before tokens[:, t + 1]
-    returns: torch.Tensor | None = None  # [B, T]  the critic's targets
-    sampled_logprobs: torch.Tensor | None = None  # [B, T]  None once the weights have moved
-    mismatch_weights: torch.Tensor | None = None  # [B, T]  0 rejects a token's policy loss
-    logprobs: torch.Tensor | None = None  # [B, T]  of the policy in the update, for the logs
+    ref_logprobs: Tensor | None = None  # [B, T]
+    advantages: Tensor | None = None  # [B, T]
+    token_weights: Tensor | None = None  # [B, T]
+    questions: Tensor | None = None  # [B]  the number of the row's question in its step
+    overlong: Tensor | None = None  # [B] bool: truncated without an answer
+    values: Tensor | None = None  # [B, T]  of the state before tokens[:, t + 1]
+    returns: Tensor | None = None  # [B, T]  the critic's targets
+    sampled_logprobs: Tensor | None = None  # [B, T]  None once the weights have moved
+    mismatch_weights: Tensor | None = None  # [B, T]  0 rejects a token's policy loss
+    logprobs: Tensor | None = None  # [B, T]  of the policy in the update, for the logs
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Returns a batch with `change` applied to every tensor."""
         tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
-        return dataclasses.replace(self, **{name: change(x) for name, x in tensors.items()})
+        return replace(self, **{name: change(x) for name, x in tensors.items()})
 
     def to(self, device) -> Batch:
         return self.map(lambda value: value.to(device))
 
-    def rows(self, index: torch.Tensor) -> Batch:
+    def rows(self, index: Tensor) -> Batch:
         """Returns the rows `index` [n], cut to the longest. An empty index gives a row of zeros,
         which adds nothing to a loss.
         """
         part = self.map(lambda value: value[index] if len(index) else torch.zeros_like(value[:1]))
         width = last_column(part.response_mask)  # padding costs as much as text
         cut = part.map(lambda value: value[:, :width] if value.ndim == 2 else value)
-        return dataclasses.replace(cut, tokens=part.tokens[:, : width + 1])
+        return replace(cut, tokens=part.tokens[:, : width + 1])
 
 
-def last_column(mask: torch.Tensor) -> int:
+def last_column(mask: Tensor) -> int:
     """Returns the number of columns of [n, T] up to the last sampled token."""
     return max(lengths_of(mask.bool()), default=1)
 
@@ -471,7 +470,7 @@ def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, p
     if not all(t.prompt_ids for t in trajectories):
         raise InputError("a transcript without token ids can be scored, but not trained on")
 
-    def padded(rows: list[list], dtype: torch.dtype, value: int = 0) -> torch.Tensor:
+    def padded(rows: list[list], dtype: torch.dtype, value: int = 0) -> Tensor:
         rows = [torch.tensor(row, dtype=dtype) for row in rows]
         return pad_sequence(rows, batch_first=True, padding_value=value)
 

@@ -18,10 +18,10 @@
 
 Source: Schulman et al. 2017 eq. 7 (one ε), 2015 for GAE eq. 16; DAPO for two ε ("clip-higher").
 GRPO, DAPO and REINFORCE++ share the surrogate, weights and loss; REINFORCE++ also the whitening.
-GAE steps from model token to model token; the critic reads the documents between them. Left out:
-the dual clip of verl's default (none of the papers has it), a network shared by policy and critic,
-an entropy bonus, a second epoch, early stopping, reward scaling; and verl's other correction for μ,
-which uses μ itself as π_old ("bypass") and clips the ratio to it.
+GAE steps from model token to model token; the critic reads the documents between them.
+Left out: the dual clip of verl's default (none of the papers has it), a network shared by policy
+and critic, an entropy bonus, a second epoch, early stopping, reward scaling; and verl's other
+correction for μ, which uses μ itself as π_old ("bypass") and clips the ratio to it.
 """
 
 import torch

@@ -1,5 +1,4 @@
-"""REINFORCE++: PPO's surrogate without a critic; the advantage is the return, whitened over a
-batch.
+"""REINFORCE++: PPO's surrogate without a critic; the advantage is a return, whitened over a batch.
 
     plain     r_t = −kl_coef · k1_t  (estimator k1),  + R on the trajectory's last model token
               G_t = r_t + γ G_{t+1}                   over model tokens only, γ = 1

@@ -717,21 +717,24 @@ def arena_scores(trajectory: Trajectory) -> RewardTerms:
 
 
 # ------------------------------------------------------------------------------------------ by name
-def _when_to_search_reward(reward: Callable) -> Callable:
+def _make_when_to_search(reward: Callable) -> Callable:
+    """Makes a row of REWARDS from a reward of When to Search."""
+
     def compute(t: Trajectory, s, step: int, e: Extras) -> RewardTerms:
         price = [] if s.left_out == "answer" else [s.beta]  # without that term beta is not read
-        return _without_left_out(reward(t, e.correct, e.embed, *price), s)
+        return _remove_left_out(reward(t, e.correct, e.embed, *price), s)
 
     return compute
 
 
-def _arena_reward(punctuation: str) -> Callable:
+def _make_arena(punctuation: str) -> Callable:
+    """Makes a row of REWARDS from ARENA's reward."""
     return lambda t, s, step, e: arena(
         t, s.answer_metric, e.correct, s.bonus, s.relevance_reward, punctuation
     )
 
 
-def _without_left_out(terms: RewardTerms, s) -> RewardTerms:
+def _remove_left_out(terms: RewardTerms, s) -> RewardTerms:
     """Removes a term, as Table 4's "w/o r_s" and "w/o r_a" do."""
     return {name: term for name, term in terms.items() if name != s.left_out}
 
@@ -744,7 +747,7 @@ REWARDS |= {
         t, s.answer_metric, e.grade, s.fallback_penalty, s.format_check, s.partly
     ),
     # left_out "retrieval" leaves C.7's −1 and no bonus
-    "ur2_choice": lambda t, s, step, e: _without_left_out(
+    "ur2_choice": lambda t, s, step, e: _remove_left_out(
         ur2_choice(t, step, s.reward_variant, REWARDS["ur2_stage2"](t, s, step, e)), s
     ),
     "r1_searcher_stage1": lambda t, s, step, e: r1_searcher_stage1(t),
@@ -753,11 +756,11 @@ REWARDS |= {
     "r1_searcher_stage2_llama": lambda t, s, step, e: r1_searcher_stage2(t, s.answer_metric, 1.0),
     "r_search": lambda t, s, step, e: r_search(t, e.reader_answer, s.evidence_reward),
     "search_r1": lambda t, s, step, e: search_r1(t),
-    "when_to_search_stage1": _when_to_search_reward(when_to_search_stage1),
-    "when_to_search_stage2": _when_to_search_reward(when_to_search_stage2),
-    "when_to_search_unified": _when_to_search_reward(when_to_search_unified),
-    "arena": _arena_reward("underscore"),
-    "arena_code": _arena_reward("space"),
+    "when_to_search_stage1": _make_when_to_search(when_to_search_stage1),
+    "when_to_search_stage2": _make_when_to_search(when_to_search_stage2),
+    "when_to_search_unified": _make_when_to_search(when_to_search_unified),
+    "arena": _make_arena("underscore"),
+    "arena_code": _make_arena("space"),
 }
 REWARDS["ur2_weak"] = REWARDS["ur2_choice"]  # for any task
 # What a reward needs. From other models: a judge's grade or verdict, a reader, an embedder. From

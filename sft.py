@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -65,14 +66,14 @@ def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer)
     return Example(ids, mask)
 
 
-def collate_examples(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
+def collate_examples(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
     """Returns tokens [B, L] and mask [B, T]; column t of the mask belongs to tokens[:, t + 1]."""
     tokens = pad_sequence([torch.tensor(example.ids) for example in examples], True)  # [B, L]
     mask = pad_sequence([torch.tensor(example.mask) for example in examples], True)  # [B, L]
     return tokens, mask[:, 1:].float()
 
 
-def sft_loss(policy: Policy, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def sft_loss(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
     """Returns the mean −log π over the tokens to imitate. Log-probs −1, −3 with mask 1, 1 -> 2."""
     logprobs = policy(tokens, mask=mask)  # [B, T]
     return -(logprobs * mask).sum() / mask.sum().clamp(min=1)

@@ -34,6 +34,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 
 import dapo
 import eval as evaluation
@@ -82,12 +83,12 @@ class Rollouts:
     reward_seconds: float = 0.0
 
     @property
-    def failed(self) -> torch.Tensor:
+    def failed(self) -> Tensor:
         """[N] bool: whether a search of the row failed."""
         return torch.tensor([t.failed for t in self.trajectories])
 
     @property
-    def rewards(self) -> torch.Tensor:
+    def rewards(self) -> Tensor:
         """[N]: the reward of each row, NaN where a search failed, because nobody knows what that
         row would have earned. If a reward function returns NaN, the run has to stop: the reward is
         then infinite.
@@ -96,7 +97,7 @@ class Rollouts:
         rewards[rewards.isnan()] = torch.inf
         return rewards.masked_fill(self.failed, torch.nan)
 
-    def of(self, rows: torch.Tensor) -> list[Trajectory]:
+    def of(self, rows: Tensor) -> list[Trajectory]:
         """Returns the trajectories of these rows of the batch."""
         return [self.trajectories[self.kept[row]] for row in rows.tolist()]
 
@@ -208,7 +209,7 @@ def evaluate(state: TrainState) -> Record:
     return {f"eval/{name}": number for name, number in metrics.items()}
 
 
-def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
+def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
     """Returns a mask [N] of the rows that are trained on. Only DAPO drops groups: those whose
     answers are all right or all wrong, or whose answer terms, or rewards, are all equal
     (--filter_by). Rows with a failed search are ignored in the comparison.
@@ -257,7 +258,7 @@ def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
     return batch
 
 
-def compute_old_logprobs(state: TrainState, batch: Batch) -> torch.Tensor:
+def compute_old_logprobs(state: TrainState, batch: Batch) -> Tensor:
     """Returns π_old's log-probs [B, T]. Rows that teach nothing keep the log-probs recorded while
     sampling, unless something else reads them: a KL, a critic, documents that are trained on, or a
     mismatch correction that drops tokens, because it counts the tokens that are left.
@@ -283,7 +284,7 @@ def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
     batch.sampled_logprobs = None  # documents were not sampled
 
 
-def shuffled_updates(step: int, rewards: torch.Tensor, settings: Settings) -> tuple:
+def shuffled_updates(step: int, rewards: Tensor, settings: Settings) -> tuple:
     """Returns the rows [n] of each update of a step: those whose reward [B] is known, shuffled.
     Where DAPO keeps fewer rows, or searches failed, there are fewer updates rather than smaller
     ones.
@@ -366,7 +367,7 @@ def critic_metrics(batch: Batch) -> Record:
     return {"explained_variance": explained}
 
 
-def likelihood_later(batch: Batch, first: torch.Tensor) -> Record:
+def likelihood_later(batch: Batch, first: Tensor) -> Record:
     """Returns by how much the step's earlier updates have raised the log-prob of good answers: the
     mean of Σ_t (log π − log π_old) over model tokens, over the rows with A > 0 that are not in the
     step's first update [n]. A of a row is the sum over its tokens.
@@ -381,7 +382,7 @@ def likelihood_later(batch: Batch, first: torch.Tensor) -> Record:
     return {"likelihood_later": change[better].mean().item()} if better.any() else {}
 
 
-def sampler_stats(batch: Batch, first: torch.Tensor, mismatch: str) -> Record:
+def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
     """Returns how far the log-probs recorded while sampling are from the recomputed ones: the mean
     |difference| over the model tokens of the step's first update [n], by their weights, and the
     largest one. Before the first update no weight has moved, so any difference is the sampler's.

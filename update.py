@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dapo
@@ -49,13 +50,13 @@ class TrainState:
     settings: Any  # settings.Settings
     accelerator: Accelerator
     policy: Policy
-    model: torch.nn.Module  # the policy, or its wrapper for several processes
+    model: nn.Module  # the policy, or its wrapper for several processes
     optimizer: torch.optim.Optimizer
     recompute: bool  # recompute π_old's log-probs; if False, use those recorded while sampling
     mismatch: str = "none"  # --mismatch, where "auto" is resolved
     reference: Policy | None = None
     critic: ppo.Critic | None = None
-    critic_model: torch.nn.Module | None = None
+    critic_model: nn.Module | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
     stream: Any = None  # curriculum.QuestionStream
     held_out: Any = ()  # questions of the evaluations while training
@@ -67,18 +68,18 @@ class TrainState:
     version: int = 0  # of the policy's weights: counts optimizer steps
 
 
-def compute_logprobs(state: TrainState, policy: Policy, batch: Batch) -> torch.Tensor:
+def compute_logprobs(state: TrainState, policy: Policy, batch: Batch) -> Tensor:
     """Returns a policy's log-probs [B, T] of the batch's tokens; every process computes a share."""
     return forward_in_shares(state, policy, batch, state.settings.temperature)
 
 
-def compute_values(state: TrainState, batch: Batch) -> torch.Tensor:
+def compute_values(state: TrainState, batch: Batch) -> Tensor:
     """Returns the critic's values [B, T]; every process computes a share."""
     return forward_in_shares(state, state.critic, batch)
 
 
 @torch.no_grad()
-def forward_in_shares(state: TrainState, module, batch: Batch, *temperature) -> torch.Tensor:
+def forward_in_shares(state: TrainState, module, batch: Batch, *temperature) -> Tensor:
     """Returns the module's outputs [B, T], computed in micro-batches by all processes together."""
     output = torch.zeros_like(batch.response_mask, device=state.accelerator.device)  # [B, T]
     with evaluating(module):
@@ -90,13 +91,13 @@ def forward_in_shares(state: TrainState, module, batch: Batch, *temperature) -> 
     return state.accelerator.reduce(output, "sum").cpu()
 
 
-def compute_ref_logprobs(state: TrainState, batch: Batch) -> torch.Tensor:
+def compute_ref_logprobs(state: TrainState, batch: Batch) -> Tensor:
     """Returns π_ref's log-probs [B, T]. With LoRA, π_ref is the policy without its adapters."""
     with without_lora(state.policy):
         return compute_logprobs(state, state.reference or state.policy, batch)
 
 
-def shares(state: TrainState, batch: Batch) -> list[torch.Tensor]:
+def shares(state: TrainState, batch: Batch) -> list[Tensor]:
     """Returns the rows of each of this process's micro-batches; all processes have equally many."""
     return micro_batches(
         batch.response_mask,
@@ -107,7 +108,7 @@ def shares(state: TrainState, batch: Batch) -> list[torch.Tensor]:
     )
 
 
-def rows_that_teach(batch: Batch) -> torch.Tensor:
+def rows_that_teach(batch: Batch) -> Tensor:
     """Returns the rows [n] whose loss has a gradient: an advantage and its weight are not 0. With a
     KL to the reference, or a critic, these are all rows.
 
@@ -121,7 +122,7 @@ def rows_that_teach(batch: Batch) -> torch.Tensor:
     return teaches.any(1).nonzero()[:, 0]
 
 
-def put(rows: torch.Tensor, values: torch.Tensor, into: torch.Tensor) -> None:
+def put(rows: Tensor, values: Tensor, into: Tensor) -> None:
     """Writes values [n, t] into the rows [n] of a tensor [B, T], which may be wider."""
     into[rows, : values.shape[1]] = values
 
@@ -140,7 +141,7 @@ def update(state: TrainState, batch: Batch) -> Record:
     taught.logprobs = torch.zeros_like(taught.response_mask)  # [n, t]
     share = taught.token_weights.sum().item() or 1.0  # logged means are over these rows
 
-    def loss_of(micro: Batch, rows: torch.Tensor):
+    def loss_of(micro: Batch, rows: Tensor):
         logprobs = state.model(micro.tokens, settings.temperature, micro.response_mask)  # [b, t]
         micro.logprobs = logprobs.detach()
         put(rows, micro.logprobs.cpu(), into=taught.logprobs)
@@ -201,7 +202,7 @@ def accumulate_and_step(
             accelerator.backward(loss * accelerator.num_processes)
         records.append(record | {"loss": loss.item()})
     total = merge_records(gather_object([merge_records(records, sum)]), sum)  # of all processes
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     total["grad_norm"] = full(norm).item()
     if math.isfinite(total["loss"] + total["grad_norm"]):
         optimizer.step()

@@ -1,14 +1,13 @@
-"""papers.py: the papers' own numbers, and a new paper that is three insertions, nothing else."""
+"""papers.py: the papers' own numbers, and a new paper, which every command knows."""
 
 import dataclasses
 import json
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import rows_of
+from test_extend import run_in, tree
 
 import papers
 from errors import InputError
@@ -19,7 +18,6 @@ from rewards import example
 from settings import Settings, check_settings, resolve
 from world.world import KINDS
 
-ROOT = Path(__file__).parents[1]
 EVERYWHERE = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
 
 # -------------------------------------------------------------------------------------- the numbers
@@ -322,104 +320,7 @@ def test_python_papers_prints_what_every_stage_and_every_variant_sets(capsys, mo
     assert "steps 195, group_size 5" in next(line for line in lines if "r_search |" in line)
 
 
-# ----------------------------------------------------------------------------------- a sixth paper
-
-WRITES = """
-PROTOCOLS["librarian"] = Protocol(
-    "librarian",
-    tag_pair("search"),
-    tag_pair("information"),
-    tag_pair("answer"),
-    "Reason between <think> and </think>. Whenever a fact is missing, write <search> a query"
-    " </search> and stop; what is found stands between <information> and </information>. End with"
-    " <answer> the answer </answer>.",
-    "Reason between <think> and </think>, and end with <answer> the answer </answer>.",
-    prompt_suffix="<think>",
-    other_tags=(tag_pair("think"),),
-)
-
-"""
-PAID = '''
-def librarian(trajectory: Trajectory) -> dict[str, float]:
-    """R = EM(answer, gold) (an invented paper)."""
-    return {"answer": score_answer(trajectory.answer, trajectory.question.answers)["em"]}
-
-
-'''
-CHOSE = """
-LIBRARIAN = Paper(
-    source="A Librarian's Notes",
-    protocols=("librarian",),
-    stages={
-        1: {
-            "protocol": "librarian",
-            "algorithm": "ppo",
-            "reward": "librarian",
-            "questions_per_step": 512,
-            "group_size": 1,
-            "lr": 1e-6,
-            "critic_lr": 1e-5,
-            "kl_coef": 1e-3,
-            "kl_estimator": "k3",
-            "max_searches": 4,
-            "documents_per_search": 3,
-            "steps": 500,
-        }
-    },
-    tiny={1: EVERYTHING | {"kl_coef": 0.0, "critic_lr": 1e-3, "steps": 20}},
-    good_format=lambda trajectory: trajectory.answer is not None,
-    world=Tiny(end="{thought}</think>\\n\\n<answer> {answer}</answer>", steps=WARM_UP),
-)
-
-"""
-SIXTH = {  # file -> what is inserted before which line, and which row into the table there
-    "prompts.py": (WRITES, "_ARENA = (\n", ""),
-    "rewards.py": (
-        PAID,
-        "REWARDS |= {\n",
-        '    "librarian": lambda t, s, step, e: librarian(t),\n',
-    ),
-    "papers.py": (CHOSE, "PAPERS: dict[str, Paper] = {\n", '    "librarian": LIBRARIAN,\n'),
-}
-SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("configs/*")]
-
-
-def copy_with_a_sixth_paper(folder: Path, warm_up: int) -> None:
-    """The house with the three insertions, and nothing else in it changed."""
-    for path in SOURCES:
-        copy = folder / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    for name, (text, line, row) in SIXTH.items():
-        source = (folder / name).read_text(encoding="utf-8")
-        assert source.count(line) == 1, f"{name}: {line!r} has moved"
-        text = text.replace("WARM_UP", str(warm_up))
-        (folder / name).write_text(source.replace(line, text + line + row), encoding="utf-8")
-
-
-def changed(folder: Path) -> set[str]:
-    names = {path.relative_to(ROOT).as_posix() for path in SOURCES}
-    return {name for name in names if (folder / name).read_bytes() != (ROOT / name).read_bytes()}
-
-
-def records_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def python(folder: Path, *arguments: str) -> str:
-    """What `python ARGUMENTS` prints there, on one core."""
-    threads = {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(os.cpu_count())}
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=os.environ | threads,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stdout
-
+# ------------------------------------------------------------------------------------- a new paper
 
 # One process, because the imports take longer than the commands.
 EVERY_COMMAND = """
@@ -430,44 +331,33 @@ from lab import ablate, claims
 sys.argv = ["papers.py"]
 papers.main()
 few = "--questions_per_step 4 --group_size 2 --trajectories_per_update 4".split()
-train.main(["--recipe", "librarian", "--steps", "2", *few])
-train.main(["--recipe", "librarian", "--steps", "3", "--resume", *few])
-eval.main("--recipe librarian --questions 3".split())
-checkpoint = "runs/librarian-world0-seed0/stage1/checkpoint-000003"
+train.main(["--recipe", "mine", "--steps", "2", *few])
+train.main(["--recipe", "mine", "--steps", "3", "--resume", *few])
+eval.main("--recipe mine --questions 3".split())
+checkpoint = "runs/mine-world0-seed0/stage1/checkpoint-000003"
 eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
-ask.main(["--recipe", "librarian"])
+ask.main(["--recipe", "mine"])
 ablate.main(["--table", "--output_dir", "nowhere"])
-claims.ARMS["sixth"] = claims.Arm("librarian", 1, {"steps": 1})
+claims.ARMS["new"] = claims.Arm("mine", 1, {"steps": 1})
 ablate.Options = lambda questions, **others: eval.Options(questions=3, **others)  # not all of them
-ablate.run_arm("sixth", 0, "runs", "dev")
+ablate.run_arm("new", 0, "runs", "dev")
 """
 
 
-def test_a_sixth_paper_is_three_insertions_and_every_command_knows_it(tmp_path):
-    copy_with_a_sixth_paper(tmp_path, warm_up=3)
-    output = python(tmp_path, "-c", EVERY_COMMAND)
-    assert changed(tmp_path) == set(SIXTH)
-    assert "A Librarian's Notes" in output  # papers
-    folder = tmp_path / "runs" / "librarian-world0-seed0" / "stage1"
-    assert [record["step"] for record in records_of(folder / "metrics.jsonl")] == [0, 1, 2]
-    settings = json.loads((folder / "settings.json").read_text())
-    assert (settings["protocol"], settings["algorithm"]) == ("librarian", "ppo")
-    assert (
-        output.count(f"{folder.relative_to(tmp_path)}/checkpoint-000003") >= 2
-    )  # both evaluations
-    (predictions,) = (tmp_path / "runs" / "predictions").glob("librarian-*t0-bm25.jsonl")
-    assert {record["kind"] for record in records_of(predictions)} == set(KINDS)
-    assert "model: runs/librarian-world0-seed0" in output  # ask
+def test_every_command_knows_a_paper_that_was_added_as_docs_extend_shows(tree):
+    """The warm-up is 3 steps long here."""
+    source = (tree / "papers.py").read_text(encoding="utf-8")
+    shorter = source.replace('Tiny("<answer> {answer}</answer>")', 'Tiny("<answer>", steps=3)')
+    assert shorter != source
+    (tree / "papers.py").write_text(shorter, encoding="utf-8")
+    output = run_in(tree, "-c", EVERY_COMMAND)
+    assert "this page" in output  # papers
+    folder = Path("runs/mine-world0-seed0/stage1")
+    assert [row["step"] for row in rows_of(tree / folder)] == [0, 1, 2]
+    settings = json.loads((tree / folder / "settings.json").read_text())
+    assert (settings["protocol"], settings["reward"]) == ("mine", "mine")
+    assert output.count(f"{folder}/checkpoint-000003") >= 2  # both evaluations
+    assert "model: runs/mine-world0-seed0" in output  # ask
     assert "not run" in output  # lab.ablate's table
-    arm = json.loads((tmp_path / "runs" / "sixth-world0" / "result.json").read_text())
+    arm = json.loads((tree / "runs" / "new-world0" / "result.json").read_text())
     assert len(arm["curve"]["reward"]) == 1 and set(KINDS) < set(arm["eval"])
-
-
-@pytest.mark.slow
-def test_the_sixth_paper_s_own_reward_rises_on_the_tiny_world(tmp_path):
-    copy_with_a_sixth_paper(tmp_path, warm_up=450)
-    python(tmp_path, "train.py", "--recipe", "librarian")
-    metrics = tmp_path / "runs" / "librarian-world0-seed0" / "stage1" / "metrics.jsonl"
-    rewards = [record["reward/answer"] for record in records_of(metrics)]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
-    assert changed(tmp_path) == set(SIXTH)
