@@ -54,7 +54,7 @@ from metrics import exact_match
 from plumbing import build
 from plumbing.page import save_page
 from plumbing.questions import as_asked, known_questions, load_documents
-from plumbing.record import told
+from plumbing.record import to_record
 from policy import best_device
 from prompts import PROTOCOLS, build_prompt
 from rollout import Environment, check_prompts, decode, rollout
@@ -205,7 +205,7 @@ def save(session: Session, value: str) -> None:
     for group, t in enumerate(session.asked):
         right = bool(exact_match(t.answer, t.question.answers))
         place = {"step": 0, "group": group, "row": 0, "rewards": {}, "correct": right}
-        records.append(place | told(t, session.tokenizer) | {"sampled": t.logprobs})
+        records.append(place | to_record(t, session.tokenizer) | {"sampled": t.logprobs})
     save_page(records, Path(value))
     print(f"written: {value}")
 

@@ -26,7 +26,7 @@ ADVICE = {errno.ENOSPC: "make room on its disk", errno.ENAMETOOLONG: "give a sho
 # Not in an argument: the character NUL, and "user:password@" of an address, scheme or not.
 FORBIDDEN = re.compile(r"\0|(?<=://)[^/?#\s]*@|^[^:/?#\s]+:[^/?#\s]*@")
 
-SPINS = "1000"  # turns of a loop that a thread of torch's waits before it sleeps
+SPINS = "10000"  # turns of a loop that a thread of torch's waits before it sleeps
 
 
 @functools.cache
@@ -37,8 +37,9 @@ def prepare_command() -> None:
     process that is killed while it holds one stops all others. And torch's threads wait for each
     other at the end of every operation. By default they spin for milliseconds, and beside as many
     busy programs as there are cores a run keeps between a fourth and a twentieth of its speed; if
-    they sleep at once, a run on a quiet machine is a fourth slower. A short spin costs nothing
-    there and keeps a third. It changes no digit. A user's own setting of either variable wins.
+    they sleep at once, a run on a quiet machine is a third slower. With this spin a quiet run loses
+    nothing, and a run beside busy programs keeps a third of its speed. No digit depends on it. A
+    user's own setting of either variable wins.
     """
     sys.excepthook = report_interrupt
     if not sys.stderr.isatty():  # in a file each state of a bar is a line: two a minute will do

@@ -315,9 +315,9 @@ def set_lr(state: TrainState, step: int, number: int) -> float:
 
 # ---------------------------------------------------------------------------------- what is logged
 def measure(state: TrainState, rollouts: Rollouts) -> Record:
-    """Returns the metrics of a step's rollout, including groups that DAPO drops. They are means
-    over the trajectories whose searches did not fail, or over all if every trajectory has a failed
-    search.
+    """Returns the metrics of a step's rollout (docs/metrics.md), including groups that DAPO drops.
+    They are means over the trajectories whose searches did not fail, or over all if every
+    trajectory has a failed search.
     """
     failed = rollouts.failed
     settings = state.settings

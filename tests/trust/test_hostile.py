@@ -33,7 +33,7 @@ from metrics import has_math_verify, math_equal
 from other_models.judge import Judge
 from other_models.llm import load_llm, prompt_ids
 from plumbing.page import write_page
-from plumbing.record import told
+from plumbing.record import to_record
 from prompts import PROTOCOLS, build_prompt
 from retriever import BM25, show_search
 from rewards import REWARDS, Extras, example, tfidf_embedder
@@ -157,7 +157,7 @@ def check_written(name: str, tokenizer, texts: tuple, file) -> None:
     # A transcript's block behind no query counts as the model's: its answers may be the page's.
     assert turn != "x" or row.answers == read.searches == []
     file.unlink(missing_ok=True)
-    append_jsonl(file, [told(row, tokenizer)])
+    append_jsonl(file, [to_record(row, tokenizer)])
     (line,) = file.read_bytes().split(b"\n")[:-1]
     assert json.loads(line)["stop_reason"] == "eos"
 
