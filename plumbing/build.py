@@ -208,7 +208,7 @@ def make_accelerator(settings: Settings) -> Accelerator:
     return Accelerator(kwargs_handlers=[limit, views], **tracker)
 
 
-def meet(state: TrainState, doing: str) -> None:
+def wait_for_all(state: TrainState, doing: str) -> None:
     """Waits until all processes are here; after PATIENCE seconds a line names one that is missing.
 
     Trap: a collective waits in C++, where Python runs no handler of a signal. So a thread waits in

@@ -66,20 +66,15 @@ def test_groups_that_are_all_wrong_teach_where_eq_10_compares_their_searches():
 # ----------------------------------------------------------------------------- weights and overlong
 
 
-def test_every_model_token_weighs_the_same():
-    batch = make_batch()  # 2 + 2 + 4 + 1 = 9 model tokens
-    torch.testing.assert_close(dapo.compute_token_weights(batch, CHOSEN), MASK / 9)
-    batch.overlong = None  # which is not known of it
-    torch.testing.assert_close(dapo.compute_token_weights(batch, CHOSEN), MASK / 9)
-
-
 def test_an_overlong_trajectory_weighs_nothing_and_the_others_share_its_weight():
     # without row 2's four tokens: 5
     expected = MASK / 5
     expected[2] = 0
     batch = make_batch(overlong=(False, False, True, False))
     torch.testing.assert_close(dapo.compute_token_weights(batch, CHOSEN), expected)
-    assert torch.equal(batch.response_mask, MASK)  # what is scored and logged is still all of it
+    assert torch.equal(batch.response_mask, MASK)  # all tokens are still logged
+    batch.overlong = None  # unknown: 9 model tokens
+    torch.testing.assert_close(dapo.compute_token_weights(batch, CHOSEN), MASK / 9)
 
 
 def trained(batch):
@@ -129,7 +124,8 @@ def test_the_advantage_is_grpos_with_overlong_rows_in_the_mean_of_their_group():
     ],
 )
 def test_clip_higher_by_hand(ratio, advantage, expected, gradient):
-    tokens, ones = torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 1)
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    ones = torch.ones(1, 1)
     batch = Batch(tokens, ones, ones * 0, torch.zeros(1), 1, advantages=ones * advantage)
     logprobs = torch.tensor([[ratio]]).log().requires_grad_()
     loss, _ = dapo.compute_loss(logprobs, batch, CHOSEN)
