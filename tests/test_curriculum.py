@@ -452,7 +452,7 @@ def test_a_file_that_is_none_is_one_line(line, tmp_path):
     assert "no such file: `python -m lab.difficulty" in message(read_difficulty, path, FOUR)
     path.write_bytes(line.encode("latin-1") + b"\n")
     assert re.search(
-        "d.jsonl, (record|line) 1: .*(measure|correct)", message(read_difficulty, path, FOUR)
+        "d.jsonl, (record|line) 1: .*(difficulty again|correct)", message(read_difficulty, path, FOUR)
     )
 
 

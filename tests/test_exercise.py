@@ -44,7 +44,7 @@ k3: expm1(-d) -> exp(-d)
 k3: torch.expm1(-d) + d -> torch.exp(-d) - 1 + d
 clipped_surrogate: -torch.minimum -> torch.minimum
 clipped_surrogate: clamp(1 - clip_low, 1 + clip_high) -> clamp(1 - clip_high, 1 + clip_low)
-clipped_surrogate: torch.minimum(free, held) -> held
+clipped_surrogate: torch.minimum(unclipped, clamped) -> clamped
 sequence_weights: return question -> return -question
 sequence_weights: rows) -> rows // 2)
 sequence_weights: question_weights(response_mask -> question_weights(torch.ones_like(response_mask)

@@ -120,7 +120,7 @@ def test_what_cannot_be_read_is_named_on_the_page_and_the_rest_is_shown(browser,
     assert "1 trajectories are left out" in browser.run(missing)
     browser.run("choose(0, 0), pick(0)")
     assert "not trained on" in browser.run(TOKEN)
-    browser.run("chooseStage(0)")
+    browser.run("go(0)")
     browser.wait("document.querySelectorAll('#groups button').length === 4")
     assert "KeyError('searches')" in browser.run(missing)
     for row, where, said in (
