@@ -33,8 +33,9 @@ MARK = "/* JSON that lab.golden reads or writes */"  # around the transcripts, t
 # Parameter of a formula -> pools of its numbers (see `drawn`). Some pools hold edges only: equal
 # or unknown rewards, a group of one, log-ratios a hair inside and outside of a clip's border.
 POOLS = """{
-    "rewards": [[0.7], [NaN], [0, 1, NaN], [2, 2.0000005], [2, 2.000002], [-1, 0.3, 1.25, 4.5, 5]],
-    "correct": [[0], [1], [0, 1], [1, NaN]], "group_size": [1, 2, 4], "group_std": [true, false],
+    "rewards": [[0.7], [NaN], [0, 1, NaN], [-2.5, 1, 4, NaN], [2, 2.0000005], [2, 2.000002],
+        [-1, 0.3, 1.25, 4.5, 5]],
+    "correct": [[0], [1, NaN], [0, 1, NaN]], "group_size": [1, 2, 4], "group_std": [true, false],
     "advantages": [[[1.5]], [[-1.25, -0.4, 0, 0.9, 2]]],
     "response_mask": [[[0, 1]], [[0, 1, 1, 1], [0], [1]]], "gamma": [1, 0.5],
     "logprobs": [[[-0.2231436, -0.2231435, 0, 0.1823215, 0.1823216, 0.2468600, 0.2468601, 2]]],
